@@ -1,6 +1,8 @@
-"""The errors that zero_trial raises: each says where, what it got, what it expected, and how to mend it.
+"""The errors that zero_trial raises: each says where, what it got, what it expected, and how to
+mend it.
 
-A user mistake ends in exactly one of these, printed as a few lines and turned into an exit code; a traceback is for our own faults only.
+A user mistake ends in exactly one of these, printed as a few lines and turned into an exit code; a
+traceback is for our own faults only.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ class ExitStatus(IntEnum):
 
     @property
     def meaning(self) -> str:
-        """A few words for help texts and the reference."""
+        """Return a few words for help texts and the reference."""
         return _MEANINGS[self]
 
 
@@ -44,8 +46,9 @@ _MEANINGS = {
 class ZeroTrialError(Exception):
     """Base of all errors that a user may see.
 
-    ``what`` is one sentence; ``where`` is a dotted ds_config key, a file with its line, or a rank and an operation; ``got`` and ``expected``
-    are short values; ``fix`` is a line that can be pasted or done. ``exit_code`` is what a command line ends with.
+    ``what`` is one sentence; ``where`` is a dotted ds_config key, a file with its line, or a rank
+    and an operation; ``got`` and ``expected`` are short values; ``fix`` is a line that can be
+    pasted or done. ``exit_code`` is what a command line ends with.
     """
 
     exit_code: int = ExitStatus.TRIAL_FAULT
@@ -67,7 +70,7 @@ class ZeroTrialError(Exception):
         super().__init__(self.describe())
 
     def describe(self) -> str:
-        """The message as it is shown: ``where: what: got G, expected E. Fix.``"""
+        """Return the message as it is shown: ``where: what: got G, expected E. Fix.``"""
         head = f"{self.where}: {self.what}" if self.where else self.what
         facts = []
         if self.got is not None:
@@ -90,7 +93,9 @@ class ConfigError(ZeroTrialError):
 
     @classmethod
     def many(cls, faults: Iterable[ConfigError]) -> ConfigError:
-        """One error that holds all faults of a file, so that they can be mended in one go; a single fault is returned as it is."""
+        """Return one error that holds all faults of a file, so that they can be mended in one go; a
+        single fault is returned as it is.
+        """
         listed = tuple(faults)
         if len(listed) == 1:
             return listed[0]
@@ -113,7 +118,9 @@ class DataError(ZeroTrialError):
 
 
 class TrialError(ZeroTrialError):
-    """The user's trial or loop broke a rule of the API (a loss that is not a scalar, a step without a backward ...)."""
+    """The user's trial or loop broke a rule of the API (a loss that is not a scalar, a step without
+    a backward ...).
+    """
 
     exit_code: int = ExitStatus.USER_ERROR
 
@@ -149,7 +156,9 @@ class StorageError(ZeroTrialError):
 
 
 class KernelUnavailable(ZeroTrialError):
-    """A native kernel cannot be built or loaded here; the pure-torch reference is used instead, and said so."""
+    """A native kernel cannot be built or loaded here; the pure-torch reference is used instead, and
+    said so.
+    """
 
 
 class Preempted(ZeroTrialError):

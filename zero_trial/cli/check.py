@@ -1,4 +1,6 @@
-"""``zero-trial check CONST.yaml MODEL_DIR``: everything that is wrong with an experiment, before a rank is started."""
+"""``zero-trial check CONST.yaml MODEL_DIR``: everything that is wrong with an experiment, before a
+rank is started.
+"""
 
 from __future__ import annotations
 

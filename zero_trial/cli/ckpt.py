@@ -94,12 +94,12 @@ def _list_row(saved: SavedCheckpoint, listing: CheckpointFolder) -> tuple[str, .
 
 
 def _trial_column(word: str, listing: CheckpointFolder) -> tuple[str, ...]:
-    """A column only where checkpoints of several trials lie together."""
+    """Return a column only where checkpoints of several trials lie together."""
     return (word,) if len(listing.trials) > 1 else ()
 
 
 def _joined(values: tuple[Any, ...]) -> str:
-    """Several where a trial's engines differ."""
+    """Return several where a trial's engines differ."""
     return ",".join(map(str, values)) or "-"
 
 
@@ -163,7 +163,9 @@ def verify(options: argparse.Namespace) -> int:
 
 
 def _damage(saved: SavedCheckpoint, progress: Any) -> list[Damage]:
-    """What is wrong with the engines' files, and where nothing is, with what a trial has written beside them."""
+    """Return what is wrong with the engines' files, and where nothing is, with what a trial has
+    written beside them.
+    """
     from zero_trial.checkpoint.folder import Damage, find_damage
     from zero_trial.runs.checkpoints import find_fault
 
@@ -175,7 +177,9 @@ def _damage(saved: SavedCheckpoint, progress: Any) -> list[Damage]:
 
 
 def _chosen(listing: CheckpointFolder, everything: bool) -> Sequence[SavedCheckpoint]:
-    """All, or the one with the highest step, also where it is seen to be broken: no word about it would be no answer."""
+    """Return all, or the one with the highest step, also where it is seen to be broken: no word
+    about it would be no answer.
+    """
     counted = [saved for saved in listing.saved if listing.single or not saved.leftover]
     if not counted:
         raise ConfigError(
@@ -294,7 +298,7 @@ def _world(world: Mapping[str, Any]) -> str:
 
 
 def _remarks(inventory: Inventory) -> str:
-    """What makes these names less than the whole model, or more."""
+    """Return what makes these names less than the whole model, or more."""
     parts = f", in {inventory.parts} parallel parts" if inventory.parts > 1 else ""
     return parts + (", without the frozen ones" if inventory.without_frozen else "")
 

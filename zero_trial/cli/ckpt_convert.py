@@ -213,7 +213,7 @@ def import_(options: argparse.Namespace) -> int:
 
 
 def read_names(path: Path) -> list[list[str]]:
-    """Names by group. Raises ConfigError for a file that holds something else."""
+    """Return names by group. Raises ConfigError for a file that holds something else."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as fault:
@@ -229,7 +229,7 @@ def read_names(path: Path) -> list[list[str]]:
 
 
 def summary(imported: ImportedState, folder: Path) -> dict[str, Any]:
-    """What there is to say, as JSON."""
+    """Return what there is to say, as JSON."""
     return {
         "folder": str(folder),
         "kind": imported.kind,

@@ -1,4 +1,6 @@
-"""``zero-trial config CONST.yaml MODEL_DIR``: every value of the ds_config as a run would use it, where it came from, and what has no effect."""
+"""``zero-trial config CONST.yaml MODEL_DIR``: every value of the ds_config as a run would use it,
+where it came from, and what has no effect.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +61,10 @@ def handle(options: argparse.Namespace) -> int:
 
 
 def _is_ds_config(path: Path) -> bool:
-    """Whether the file is a ds_config itself. What cannot be read is left to the reader of experiments, which says why."""
+    """Return whether the file is a ds_config itself.
+
+    What cannot be read is left to the reader of experiments, which says why.
+    """
     from zero_trial.errors import ConfigError
     from zero_trial.experiment.experiment import looks_like_ds_config
     from zero_trial.schema.source import read_file

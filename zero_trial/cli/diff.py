@@ -1,4 +1,6 @@
-"""``zero-trial diff RUN_A RUN_B``: what differs between two runs, and the first step at which it shows."""
+"""``zero-trial diff RUN_A RUN_B``: what differs between two runs, and the first step at which it
+shows.
+"""
 
 from __future__ import annotations
 
@@ -95,7 +97,9 @@ def _steps(count: int) -> str:
 
 
 def _parting(trace: TraceComparison) -> str:
-    """``loss of rank 0: from step 17 on, 2.3 and 2.4 (0.1 apart); equal until 16; at most 0.3 apart, at step 90``."""
+    """``loss of rank 0: from step 17 on, 2.3 and 2.4 (0.1 apart); equal until 16; at most 0.3
+    apart, at step 90``.
+    """
     parting = trace.parting
     if parting is None:
         return trace.name

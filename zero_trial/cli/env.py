@@ -24,7 +24,10 @@ REQUIRED = ("torch", "safetensors", "PyYAML", "tqdm", "psutil", "google-re2", "a
 
 @dataclass(frozen=True)
 class Fact:
-    """One line of the report. ``value`` is empty when the thing is not available, and ``why`` says why."""
+    """One line of the report.
+
+    ``value`` is empty when the thing is not available, and ``why`` says why.
+    """
 
     section: str
     name: str
@@ -51,12 +54,12 @@ def handle(options: argparse.Namespace) -> int:
 
 
 def collect(env: Mapping[str, str]) -> list[Fact]:
-    """All facts about this machine; imports torch."""
+    """Return all facts about this machine; imports torch."""
     return [*versions(), *machine(env), *backends(), *kernels(), *transport(), *tools()]
 
 
 def versions() -> list[Fact]:
-    """The packages that zero_trial needs or can use."""
+    """Return the packages that zero_trial needs or can use."""
     facts = [
         Fact("versions", "python", platform.python_version()),
         _package("zero_trial", "not installed: run from its sources"),
@@ -82,7 +85,7 @@ def machine(env: Mapping[str, str]) -> list[Fact]:
 
 
 def backends() -> list[Fact]:
-    """What torch can compute on and communicate by."""
+    """Return what torch can compute on and communicate by."""
     try:
         import torch
         import torch.distributed as dist
@@ -105,7 +108,9 @@ def backends() -> list[Fact]:
 
 
 def kernels() -> list[Fact]:
-    """What the optimizer's kernels run as, asked of a process of their own: the command line knows nothing of the engine's rooms."""
+    """Return what the optimizer's kernels run as, asked of a process of their own: the command line
+    knows nothing of the engine's rooms.
+    """
     try:
         done = _ask("-m", "zero_trial.ops", "--json")
     except (OSError, subprocess.SubprocessError) as trouble:
@@ -119,7 +124,9 @@ def kernels() -> list[Fact]:
 
 
 def kernel_facts(ops: Sequence[Mapping[str, str]], refused: Mapping[str, str]) -> list[Fact]:
-    """One line per device and backend, with the ops that use it; plain torch is a reason, not a thing that is there."""
+    """Return one line per device and backend, with the ops that use it; plain torch is a reason,
+    not a thing that is there.
+    """
     facts = []
     for device in ("cpu", "cuda"):
         for backend in dict.fromkeys(op[device] for op in ops):
@@ -133,7 +140,9 @@ def kernel_facts(ops: Sequence[Mapping[str, str]], refused: Mapping[str, str]) -
 
 
 def transport() -> list[Fact]:
-    """Whether processes of this host can map each other's memory, as CPU ranks do to exchange tensors: tried with one."""
+    """Return whether processes of this host can map each other's memory, as CPU ranks do to
+    exchange tensors: tried with one.
+    """
     name, without = "shared memory", "CPU ranks exchange tensors through gloo"
     try:
         descriptor = os.memfd_create("zero_trial")
@@ -154,7 +163,7 @@ def _ask(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def tools() -> list[Fact]:
-    """Programs outside of Python that some parts use."""
+    """Return programs outside of Python that some parts use."""
     wanted = {
         "g++": "the CPU kernels need it, clang++ or $CXX once, unless they have been built",
         "ssh": "launch --launcher ssh cannot start other hosts",
@@ -166,7 +175,7 @@ def tools() -> list[Fact]:
 
 
 def as_text(facts: list[Fact]) -> str:
-    """The report for people: a block per section."""
+    """Return the report for people: a block per section."""
     width = max(len(fact.name) for fact in facts)
     lines: list[str] = []
     for section in dict.fromkeys(fact.section for fact in facts):
@@ -176,7 +185,7 @@ def as_text(facts: list[Fact]) -> str:
 
 
 def as_json(facts: list[Fact]) -> str:
-    """The report for programs."""
+    """Return the report for programs."""
     return json.dumps({"facts": [asdict(fact) for fact in facts]}, indent=1)
 
 

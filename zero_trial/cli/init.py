@@ -61,7 +61,7 @@ def handle(options: argparse.Namespace) -> int:
 
 
 def template(name: str, experiment: str) -> dict[str, str]:
-    """The files of a template, by name; the experiment is called ``experiment``."""
+    """Return the files of a template, by name; the experiment is called ``experiment``."""
     source = resources.files("zero_trial.templates") / name
     files = {file: (source / file).read_text(encoding="utf-8") for file in FILES}
     files["const.yaml"] = re.sub(r"^name: .*$", f"name: {experiment}", files["const.yaml"], count=1, flags=re.MULTILINE)
@@ -69,7 +69,9 @@ def template(name: str, experiment: str) -> dict[str, str]:
 
 
 def experiment_name(folder: Path, otherwise: str) -> str:
-    """The folder's name where it can stand in a YAML file as it is, and begins with a letter."""
+    """Return the folder's name where it can stand in a YAML file as it is, and begins with a
+    letter.
+    """
     name = folder.resolve().name
     return name if re.fullmatch(r"[A-Za-z][\w.-]*", name, re.ASCII) and name.lower() not in YAML_WORDS else otherwise
 
@@ -79,7 +81,10 @@ YAML_WORDS = ("y", "n", "yes", "no", "true", "false", "on", "off", "null")
 
 
 def plant(folder: Path, files: dict[str, str]) -> None:
-    """Write ``files`` into ``folder``, which is made if need be. Raises ConfigError, before anything is written, if one of them is there."""
+    """Write ``files`` into ``folder``, which is made if need be.
+
+    Raises ConfigError, before anything is written, if one of them is there.
+    """
     if folder.exists() and not folder.is_dir():
         raise ConfigError("this is a file", where="FOLDER", got=str(folder), expected="a folder, or a new name")
     there = [name for name in files if os.path.lexists(folder / name)]
@@ -103,7 +108,7 @@ def plant(folder: Path, files: dict[str, str]) -> None:
 
 
 def next_commands(folder: Path) -> list[str]:
-    """What to type next, from where the command was typed."""
+    """Return what to type next, from where the command was typed."""
     here = folder.resolve() == Path.cwd()
     return [
         *([] if here else [shlex.join(["cd", str(folder)])]),

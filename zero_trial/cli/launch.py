@@ -1,4 +1,6 @@
-"""``zero-trial launch SCRIPT``: a plain script on several ranks, with the options of DeepSpeed's launcher and torchrun's rendezvous."""
+"""``zero-trial launch SCRIPT``: a plain script on several ranks, with the options of DeepSpeed's
+launcher and torchrun's rendezvous.
+"""
 
 from __future__ import annotations
 
@@ -148,7 +150,7 @@ def handle(options: argparse.Namespace) -> int:
 
 
 def request_from(options: argparse.Namespace) -> Any:
-    """The ScriptRequest that the options describe."""
+    """Return the ScriptRequest that the options describe."""
     from zero_trial.launch.placement import PlacementRequest
     from zero_trial.launch.script import ScriptRequest, read_hostfile
 
@@ -180,5 +182,5 @@ def request_from(options: argparse.Namespace) -> Any:
 
 
 def _without_separator(arguments: Sequence[str]) -> tuple[str, ...]:
-    """The script's arguments without a leading ``--`` that only ended our own."""
+    """Return the script's arguments without a leading ``--`` that only ended our own."""
     return tuple(arguments[1:] if arguments[:1] == ["--"] else arguments)

@@ -1,4 +1,6 @@
-"""The entry of ``zero-trial``: finds the verb, runs it, turns an error into a block of text and an exit code."""
+"""The entry of ``zero-trial``: finds the verb, runs it, turns an error into a block of text and an
+exit code.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,10 @@ _CODES = "exit codes: " + ", ".join(f"{code} {code.meaning}" for code in ExitSta
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The parser of all verbs. The verbs' modules import what they need only when they are run, so this is fast."""
+    """Return the parser of all verbs.
+
+    The verbs' modules import what they need only when they are run, so this is fast.
+    """
     parser = argparse.ArgumentParser(prog="zero-trial", description=_ABOUT, epilog=_CODES)
     parser.add_argument("--version", action="version", version=f"zero_trial {zero_trial.__version__}")
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error (before the verb)")
@@ -52,7 +57,9 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one verb; returns the exit code. argparse itself exits with 2 for arguments that it does not know."""
+    """Run one verb; returns the exit code. argparse itself exits with 2 for arguments that it does
+    not know.
+    """
     words = list(sys.argv[1:] if argv is None else argv)
     debug = words[:1] == ["--debug"]
     try:
@@ -73,7 +80,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parse(parser: argparse.ArgumentParser, words: Sequence[str]) -> argparse.Namespace:
-    """argparse's own, which ends the process where it does not understand; a verb that is nearly right is named."""
+    """argparse's own, which ends the process where it does not understand; a verb that is nearly
+    right is named.
+    """
     if not words:
         parser.print_help(sys.stderr)
         raise SystemExit(2)

@@ -1,4 +1,6 @@
-"""``zero-trial master``: a Determined master for this machine, brought up, looked at and taken down."""
+"""``zero-trial master``: a Determined master for this machine, brought up, looked at and taken
+down.
+"""
 
 from __future__ import annotations
 
@@ -178,14 +180,16 @@ def _show(options: argparse.Namespace, home: Any, fresh: bool) -> None:
 
 
 def _still(options: argparse.Namespace) -> str:
-    """What is said of a master that ran before ``up``, which changes nothing about it."""
+    """Return what is said of a master that ran before ``up``, which changes nothing about it."""
     given = ("--port", options.port), ("--slots", options.slots), ("--cpu", options.cpu or None)
     ignored = [name for name, value in given if value is not None]
     return " (it was running already" + (f"; {', '.join(ignored)} not applied: down first)" if ignored else ")")
 
 
 def exports_of(home: Any) -> dict[str, str]:
-    """What the genuine ``det`` reads from its environment: address, user, and a token in place of a password."""
+    """Return what the genuine ``det`` reads from its environment: address, user, and a token in
+    place of a password.
+    """
     account = json.loads(home.account.read_text(encoding="utf-8"))
     return {"DET_MASTER": home.state()["url"], "DET_USER": account["user"], "DET_USER_TOKEN": account["token"]}
 
@@ -194,7 +198,9 @@ def exports_of(home: Any) -> dict[str, str]:
 
 
 def down_(options: argparse.Namespace) -> int:
-    """End the master and all its trials' processes; one that is not running leaves nothing behind either."""
+    """End the master and all its trials' processes; one that is not running leaves nothing behind
+    either.
+    """
     from zero_trial.master.agent.agent import end_all
     from zero_trial.master.agent.processes import Identity
 
@@ -222,7 +228,7 @@ def down_(options: argparse.Namespace) -> int:
 
 
 def status_(options: argparse.Namespace) -> int:
-    """What the master has: read from its store, so that it can be asked when it is down too."""
+    """Return what the master has: read from its store, so that it can be asked when it is down too."""
     home = _home(options)
     if not home.database.exists():
         raise ConfigError("there never was a master here", where=str(home.root), fix="zero-trial master up")

@@ -21,7 +21,10 @@ _STOPPED = (ExitStatus.PREEMPTED, *(128 + number for number in (signal.SIGHUP, s
 
 
 def report_outcome(outcome: LaunchResult, folder: Path, stream: TextIO) -> int:
-    """Print the cause and the log of a failed or stopped run, nothing for a successful one. Returns the exit code."""
+    """Print the cause and the log of a failed or stopped run, nothing for a successful one.
+
+    Returns the exit code.
+    """
     cause = outcome.cause
     if cause is None:
         return outcome.exit_code
@@ -58,7 +61,9 @@ def shown(path: Path) -> str:
 
 
 def table(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> str:
-    """Return one line per row, columns two blanks apart; the columns in ``right`` are right-aligned."""
+    """Return one line per row, columns two blanks apart; the columns in ``right`` are
+    right-aligned.
+    """
     rows = [[strip_control(cell) for cell in row] for row in rows]
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))] if rows else []
     lines = []
@@ -72,7 +77,9 @@ def table(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> str:
 
 
 def bytes_bar(word: str, total: int, *, quiet: bool = False) -> Any:
-    """Return a tqdm bar over bytes on stderr that disappears when it is closed; it shows nothing if stderr is no terminal."""
+    """Return a tqdm bar over bytes on stderr that disappears when it is closed; it shows nothing if
+    stderr is no terminal.
+    """
     from tqdm import tqdm
 
     return tqdm(

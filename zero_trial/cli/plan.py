@@ -1,4 +1,6 @@
-"""``zero-trial plan CONST.yaml MODEL_DIR``: what each rank will need in memory, before any is started."""
+"""``zero-trial plan CONST.yaml MODEL_DIR``: what each rank will need in memory, before any is
+started.
+"""
 
 from __future__ import annotations
 
@@ -177,7 +179,7 @@ def _at_stage(settings: DsConfig, stage: int | None) -> DsConfig:
 
 
 def _pair(batch: Any) -> tuple[Any, Any]:
-    """A micro-batch of a pipeline: inputs and labels."""
+    """Return a micro-batch of a pipeline: inputs and labels."""
     from zero_trial.errors import DataError
 
     if isinstance(batch, (tuple, list)) and len(batch) == 2:

@@ -1,4 +1,6 @@
-"""The command-line reference, written from the parsers: ``python -m zero_trial.cli.reference docs/reference/cli.md``."""
+"""The command-line reference, written from the parsers: ``python -m zero_trial.cli.reference
+docs/reference/cli.md``.
+"""
 
 from __future__ import annotations
 

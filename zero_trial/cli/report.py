@@ -89,7 +89,10 @@ def report_sweep(options: argparse.Namespace) -> int:
 
 
 def read_sweep(sweep: str, root: Path | None) -> tuple[SweepReport, Path]:
-    """The report and where it is written unless something else is said. A number is an experiment, unless a folder has it for its name."""
+    """Return the report and where it is written unless something else is said.
+
+    A number is an experiment, unless a folder has it for its name.
+    """
     from zero_trial.cli.master import default_root
     from zero_trial.master.directory import MasterDirectory
     from zero_trial.report.master_reader import from_master_store

@@ -1,4 +1,6 @@
-"""``zero-trial schedule NAME --stages P --micro-batches M``: what a pipeline schedule does, and what it costs."""
+"""``zero-trial schedule NAME --stages P --micro-batches M``: what a pipeline schedule does, and
+what it costs.
+"""
 
 from __future__ import annotations
 

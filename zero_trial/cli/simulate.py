@@ -1,4 +1,6 @@
-"""``zero-trial simulate EXPERIMENT.yaml``: what a search would create, stop and spend, played through with synthetic learning curves."""
+"""``zero-trial simulate EXPERIMENT.yaml``: what a search would create, stop and spend, played
+through with synthetic learning curves.
+"""
 
 from __future__ import annotations
 
@@ -116,7 +118,7 @@ def _setup(config: Mapping[str, Any], options: argparse.Namespace) -> Setup:
 
 
 def _files(config: Mapping[str, Any], options: argparse.Namespace) -> dict[str, bytes]:
-    """The base ds_config's file, from beside the YAML or the model's folder."""
+    """Return the base ds_config's file, from beside the YAML or the model's folder."""
     from zero_trial.errors import ConfigError
     from zero_trial.master.search.pruning import ds_config_file
 
@@ -134,7 +136,7 @@ def _files(config: Mapping[str, Any], options: argparse.Namespace) -> dict[str, 
 
 
 def render(searcher: Mapping[str, Any], setup: Setup, found: Simulated) -> list[str]:
-    """The table, line by line."""
+    """Return the table, line by line."""
     lines = [
         f"search  {searcher['name']}: {found.trials} trial{'' if found.trials == 1 else 's'} of {setup.length} {setup.unit}"
     ]

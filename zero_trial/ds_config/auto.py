@@ -32,10 +32,14 @@ class AutoValue:
 
 @dataclass(frozen=True)
 class AutoRule:
-    """``names``: hyperparameters, the first that exists is taken. ``compute``: otherwise, from the hints and the document.
+    """Where the value for "auto" comes from.
 
-    ``derived``: without a source the key is left out, because another part of the house derives it. ``fill``: the hyperparameter is also
-    taken where ds_config says nothing, and a different number in ds_config is a contradiction.
+    Args:
+        names: hyperparameters; the first that exists is taken.
+        compute: otherwise, from the hints and the document.
+        derived: without a source the key is left out, because another part derives it.
+        fill: the hyperparameter is also taken where ds_config says nothing, and a different number
+            in ds_config is a contradiction.
     """
 
     names: tuple[str, ...] = ()
@@ -114,13 +118,13 @@ RULES: Mapping[str, AutoRule] = {
 
 
 def hint_names() -> tuple[str, ...]:
-    """Every name under which a value for "auto" is looked for."""
+    """Return every name under which a value for "auto" is looked for."""
     listed = [name for rule in RULES.values() for name in rule.names]
     return tuple(dict.fromkeys([*listed, "adam_beta1", "adam_beta2", "warmup_ratio", *_HIDDEN]))
 
 
 def named(hints: Hints, names: tuple[str, ...]) -> AutoValue | None:
-    """The first of ``names`` that the hints hold with a value."""
+    """Return the first of ``names`` that the hints hold with a value."""
     for name in names:
         if hints.get(name) is not None and hints[name] != AUTO:
             return AutoValue(hints[name], f"hyperparameter {name}")
@@ -131,9 +135,11 @@ def named(hints: Hints, names: tuple[str, ...]) -> AutoValue | None:
 
 
 def resolve_auto(document: Document, hints: Hints, *, fill: bool = False) -> tuple[Document, list[ConfigError]]:
-    """``document`` (canonical keys) with every "auto" replaced or left out, and the faults for those that have no source.
+    """``document`` (canonical keys) with every "auto" replaced or left out, and the faults for
+    those that have no source.
 
-    ``hints`` are hyperparameters and facts of the model (``hidden_size``). With ``fill`` they also stand in for keys that are missing.
+    ``hints`` are hyperparameters and facts of the model (``hidden_size``). With ``fill`` they also
+    stand in for keys that are missing.
     """
     faults: list[ConfigError] = []
     for parts in _autos(document.value):
@@ -153,7 +159,9 @@ def resolve_auto(document: Document, hints: Hints, *, fill: bool = False) -> tup
 
 
 def contradictions(document: Document, hints: Hints) -> list[ConfigError]:
-    """A fault for every number in ds_config that a hyperparameter of the same meaning contradicts."""
+    """Return a fault for every number in ds_config that a hyperparameter of the same meaning
+    contradicts.
+    """
     faults: list[ConfigError] = []
     for path, rule in RULES.items():
         parts = tuple(path.split("."))
@@ -185,7 +193,9 @@ def _fill(document: Document, hints: Hints) -> Document:
 
 
 def _autos(section: Mapping[str, Any], above: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
-    """Paths of every "auto" that is not itself a value of its key; what stands in opaque sections is not looked at."""
+    """Return paths of every "auto" that is not itself a value of its key; what stands in opaque
+    sections is not looked at.
+    """
     found: list[tuple[str, ...]] = []
     for key, value in section.items():
         path = (*above, key)
@@ -209,7 +219,9 @@ def _takes_auto(path: str) -> bool:
 
 
 def _may_default(path: str) -> bool:
-    """Without a source, sizes take their default (they are limits, not results), and so does what is decided here or has no effect."""
+    """Without a source, sizes take their default (they are limits, not results), and so does what
+    is decided here or has no effect.
+    """
     row = TABLE.get(path)
     if row is None or row.required or path in ("fp16.enabled", "bf16.enabled", "zero_optimization.stage"):
         return False

@@ -1,4 +1,6 @@
-"""The batch triangle: train_batch_size = micro batch size x accumulation steps x data-parallel ranks."""
+"""The batch triangle: train_batch_size = micro batch size x accumulation steps x data-parallel
+ranks.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ _NAMES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumu
 
 @dataclass(frozen=True)
 class BatchTriple:
-    """A solved triangle; ``how`` says for each of the three ds_config names how its value came about."""
+    """A solved triangle; ``how`` says for each of the three ds_config names how its value came
+    about.
+    """
 
     train_batch_size: int
     micro_batch_size: int
@@ -29,10 +33,12 @@ def solve_batch(
     *,
     given_by: Mapping[str, ValueSource] | None = None,
 ) -> BatchTriple:
-    """The triple that agrees with what is given, for ``dp_world`` data-parallel ranks (world size divided by pipeline and model axes).
+    """Return the triple that agrees with what is given, for ``dp_world`` data-parallel ranks (world
+    size divided by pipeline and model axes).
 
-    ``given_by`` names where given values stand ("ds_config.json:3"), by ds_config key. Pure. Raises ConfigError when the given values
-    contradict each other, do not divide, or say nothing about a batch; the message lists the nearest legal triples.
+    ``given_by`` names where given values stand ("ds_config.json:3"), by ds_config key. Pure. Raises
+    ConfigError when the given values contradict each other, do not divide, or say nothing about a
+    batch; the message lists the nearest legal triples.
     """
     given = (train_batch_size, micro_batch_size, accumulation)
     places = given_by or {}
@@ -62,7 +68,9 @@ def solve_batch(
 
 
 def derive_triple(batch: int | None, micro: int | None, steps: int | None, dp_world: int) -> tuple[int, int, int]:
-    """DeepSpeed's derivation by integer division, at least 1 each; the caller checks that the product agrees. Pure numbers."""
+    """DeepSpeed's derivation by integer division, at least 1 each; the caller checks that the
+    product agrees. Pure numbers.
+    """
     if steps is None:
         steps = max(batch // (micro * dp_world), 1) if batch is not None and micro is not None else 1
     if micro is None:
@@ -82,7 +90,9 @@ def _check_positive(
 
 
 def _contradiction(batch: int, micro: int, steps: int, dp_world: int, how: Mapping[str, ValueSource]) -> ConfigError:
-    """The refusal, in the form ``train_batch_size 6 != micro 4 x accumulation 1 x ranks 2 = 8``, with each value's origin and ways out."""
+    """Return the refusal, in the form ``train_batch_size 6 != micro 4 x accumulation 1 x ranks 2 =
+    8``, with each value's origin and ways out.
+    """
     product = micro * steps * dp_world
     if any(how[name].provenance is Provenance.DERIVED for name in _NAMES[1:]):
         first = ""
@@ -102,10 +112,10 @@ def _contradiction(batch: int, micro: int, steps: int, dp_world: int, how: Mappi
 def nearest_triples(
     batch: int, micro: int, steps: int, dp_world: int, how: Mapping[str, ValueSource], count: int = 3
 ) -> tuple[tuple[int, int, int], ...]:
-    """The legal (batch, micro, accumulation) closest to what was asked.
+    """Return the legal (batch, micro, accumulation) closest to what was asked.
 
-    Near means little relative change, the batch counting twice and the accumulation a quarter, because it changes only speed and memory;
-    a value that was derived may change freely.
+    Near means little relative change, the batch counting twice and the accumulation a quarter,
+    because it changes only speed and memory; a value that was derived may change freely.
     """
     found: set[tuple[int, int, int]] = {(micro * steps * dp_world, micro, steps)}
     share = max(batch // dp_world, 1)  # samples of one rank per step
@@ -129,6 +139,8 @@ def _change(new: int, old: int) -> float:
 
 
 def _divisors_near(number: int, wanted: int, reach: int = 64) -> list[int]:
-    """Up to two divisors of ``number`` around ``wanted``; looks ``reach`` to both sides, so that a huge batch costs nothing."""
+    """Return up to two divisors of ``number`` around ``wanted``; looks ``reach`` to both sides, so
+    that a huge batch costs nothing.
+    """
     candidates = [d for d in range(max(wanted - reach, 1), wanted + reach + 1) if number % d == 0]
     return sorted(candidates, key=lambda d: abs(d - wanted))[:2] or [1]

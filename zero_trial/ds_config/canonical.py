@@ -1,4 +1,6 @@
-"""One spelling per key: aliases are resolved, old keys translated, unknown keys reported with the nearest known one."""
+"""One spelling per key: aliases are resolved, old keys translated, unknown keys reported with the
+nearest known one.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ _CPU = {"device": "cpu"}
 
 
 def translate(path: str, value: Any) -> Assignments:
-    """The (dotted path, value) pairs that stand for a mapped key with a checked value; none where it asks for nothing."""
+    """Return the (dotted path, value) pairs that stand for a mapped key with a checked value; none
+    where it asks for nothing.
+    """
     if path == "zero_optimization.stage3_gather_fp16_weights_on_model_save":
         return [("zero_optimization.gather_16bit_weights_on_model_save", value)]
     if path == "pipeline.stages":
@@ -36,7 +40,10 @@ def translate(path: str, value: Any) -> Assignments:
 
 
 def translate_amp(amp: Mapping[str, Any]) -> Assignments:
-    """apex's levels: O1 is autocast with fp16, O2 and O3 are fp16 parameters, O0 is fp32. An "auto" switch is off, as there is no apex."""
+    """apex's levels: O1 is autocast with fp16, O2 and O3 are fp16 parameters, O0 is fp32.
+
+    An "auto" switch is off, as there is no apex.
+    """
     if amp.get("enabled") is not True or amp.get("opt_level", "O1") == "O0":
         return []
     if amp.get("opt_level", "O1") in ("O1", "auto"):
@@ -58,7 +65,9 @@ _LAX = ("", "aio", "activation_checkpointing", "flops_profiler", "pipeline", "ch
 
 @dataclass
 class Canonical:
-    """A document with canonical keys only, and everything that was wrong or worth saying on the way."""
+    """A document with canonical keys only, and everything that was wrong or worth saying on the
+    way.
+    """
 
     value: dict[str, Any] = field(default_factory=dict)
     places: dict[Path, Location] = field(default_factory=dict)
@@ -93,7 +102,10 @@ class Canonical:
 
 
 def canonical(document: Document) -> Canonical:
-    """Every key of ``document`` under its canonical path. Pure: faults are collected, not raised."""
+    """Return every key of ``document`` under its canonical path.
+
+    Pure: faults are collected, not raised.
+    """
     result = Canonical()
     _walk(document, document.value, (), "", result)
     return result
@@ -198,7 +210,7 @@ def _amp(document: Document, value: Any, raw_path: Path, result: Canonical) -> N
 
 
 def _checked(row: Key, value: Any, place: Location, dotted: str, result: Canonical) -> Any:
-    """The value in its inside form; None, and a fault, if it is not of its kind."""
+    """Return the value in its inside form; None, and a fault, if it is not of its kind."""
     try:
         return row.type.read(value).value
     except ValidationError as problem:
@@ -227,7 +239,9 @@ def _leaves(path: str, value: Any) -> list[tuple[str, Any]]:
 
 
 def unknown_key(place: Location, raw_path: Path, parent: str, name: str) -> ConfigError:
-    """The fault for a key that is in no row: with the nearest known one, and what DeepSpeed would have done with it."""
+    """Return the fault for a key that is in no row: with the nearest known one, and what DeepSpeed
+    would have done with it.
+    """
     meant = nearest(parent, name)
     hints = [f'Did you mean "{meant}"?'] if meant else []
     if parent in _LAX:

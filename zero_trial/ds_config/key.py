@@ -1,9 +1,10 @@
-"""How a ds_config key is declared: one line in its section, which makes the field and its row in the table.
+"""How a ds_config key is declared: one line in its section, which makes the field and its row in
+the table.
 
     stage: int = supported(0, Int(0, 3), "0 shards nothing, 1 the optimizer state, ...")
 
-The functions are named after what zero_trial does with the key. A key whose value nothing reads is declared as a
-``ClassVar``: it is checked and listed, and the section does not keep it.
+The functions are named after what zero_trial does with the key. A key whose value nothing reads is
+declared as a ``ClassVar``: it is checked and listed, and the section does not keep it.
 """
 
 from __future__ import annotations
@@ -81,7 +82,8 @@ class Key:
     def asks(self, value: Any) -> bool:
         """Return True if ``value`` asks for what this key does.
 
-        A default, a harmless value and a section in which everything is switched off ask for nothing.
+        A default, a harmless value and a section in which everything is switched off ask for
+        nothing.
         """
         if value is None or value == self.default or self.is_harmless(value):
             return False
@@ -110,7 +112,9 @@ def not_yet(default: Any, type: Type, meaning: str, **more: Any) -> Any:
 
 
 def refused(default: Any, type: Type, meaning: str, **more: Any) -> Any:
-    """Declare a key that is an error wherever it asks for something; ``instead`` says what to write."""
+    """Declare a key that is an error wherever it asks for something; ``instead`` says what to
+    write.
+    """
     return _declare(Key("", type, Support.REFUSED, meaning, default, **more))
 
 
@@ -130,8 +134,8 @@ def section(
 ) -> Any:
     """Declare a section whose keys are those of the dataclass ``cls``.
 
-    ``optional``: None where it is not written, else a ``cls`` with all defaults. ``switch``: a bare true or false
-    stands for the section with this key set.
+    ``optional``: None where it is not written, else a ``cls`` with all defaults. ``switch``: a bare
+    true or false stands for the section with this key set.
     """
     row = Key("", Section(switch=switch), support, meaning, section=cls, **more)
     return dataclasses.field(default=None if optional else cls(), metadata={DECLARED: row})

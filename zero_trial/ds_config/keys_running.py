@@ -1,6 +1,8 @@
-"""ds_config keys: how a run is watched, saved and driven: printing, monitors, checkpoints, activations, pipelines.
+"""ds_config keys: how a run is watched, saved and driven: printing, monitors, checkpoints,
+activations, pipelines.
 
-A key is declared once: its field, default, type and meaning. A ``ClassVar`` is read and checked, and not kept.
+A key is declared once: its field, default, type and meaning. A ``ClassVar`` is read and checked,
+and not kept.
 """
 
 from __future__ import annotations
@@ -213,7 +215,10 @@ class ActivationCheckpointingSection:
 
 @dataclass(frozen=True)
 class PipelineSection:
-    """``pipeline``: how a pipeline engine runs; the last four are zero_trial's own. ``partition_method`` None is the module's own."""
+    """``pipeline``: how a pipeline engine runs; the last four are zero_trial's own.
+
+    ``partition_method`` None is the module's own.
+    """
 
     seed_layers: bool = no_effect(
         False,
@@ -307,7 +312,9 @@ class TensorParallelSection:
 
 @dataclass(frozen=True)
 class RunningKeys:
-    """How a run is watched, saved and driven: printing, monitors, checkpoints, activations, pipelines."""
+    """How a run is watched, saved and driven: printing, monitors, checkpoints, activations,
+    pipelines.
+    """
 
     steps_per_print: int | None = supported(
         None,

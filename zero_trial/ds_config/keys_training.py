@@ -1,6 +1,8 @@
-"""ds_config keys: what is trained and in which precision: batch, optimizer, scheduler, clipping, dtypes, gradients.
+"""ds_config keys: what is trained and in which precision: batch, optimizer, scheduler, clipping,
+dtypes, gradients.
 
-A key is declared once: its field, default, type and meaning. A ``ClassVar`` is read and checked, and not kept.
+A key is declared once: its field, default, type and meaning. A ``ClassVar`` is read and checked,
+and not kept.
 """
 
 from __future__ import annotations
@@ -17,7 +19,9 @@ _FP32_MASTERS = "the master weights and the accumulated gradients are fp32"
 
 @dataclass(frozen=True)
 class OptimizerSection:
-    """``optimizer``: a name, any case for DeepSpeed's own and exact case for ``torch.optim``, and its keyword arguments."""
+    """``optimizer``: a name, any case for DeepSpeed's own and exact case for ``torch.optim``, and
+    its keyword arguments.
+    """
 
     type: str = supported(
         None,
@@ -37,7 +41,9 @@ class OptimizerSection:
 
 @dataclass(frozen=True)
 class SchedulerSection:
-    """``scheduler``: WarmupLR and its kin, or a name from ``torch.optim.lr_scheduler``, and its keyword arguments."""
+    """``scheduler``: WarmupLR and its kin, or a name from ``torch.optim.lr_scheduler``, and its
+    keyword arguments.
+    """
 
     type: str = supported(
         None,
@@ -90,7 +96,9 @@ class Bf16Section:
 
 @dataclass(frozen=True)
 class TorchAutocastSection:
-    """``torch_autocast``: forward and loss run under torch.autocast; the parameters keep their dtype."""
+    """``torch_autocast``: forward and loss run under torch.autocast; the parameters keep their
+    dtype.
+    """
 
     enabled: bool = supported(False, Bool(), "engine(...) runs under torch.autocast; a loss outside of it does not")
     dtype: str | None = supported(
@@ -107,7 +115,9 @@ class TorchAutocastSection:
 
 @dataclass(frozen=True)
 class DataTypesSection:
-    """``data_types``: the dtype of gradient accumulation, parameters and buffers; ``None`` follows the precision mode."""
+    """``data_types``: the dtype of gradient accumulation, parameters and buffers; ``None`` follows
+    the precision mode.
+    """
 
     grad_accum_dtype: str | None = supported(
         None,
@@ -174,7 +184,9 @@ class AmpSection:
 
 @dataclass(frozen=True)
 class TrainingKeys:
-    """What is trained and in which precision: batch, optimizer, scheduler, clipping, dtypes, gradients."""
+    """What is trained and in which precision: batch, optimizer, scheduler, clipping, dtypes,
+    gradients.
+    """
 
     train_batch_size: int | None = supported(
         None,

@@ -1,6 +1,7 @@
 """ds_config keys: what is sharded, in which sizes, over which axes, and what is offloaded.
 
-A key is declared once: its field, default, type and meaning. A ``ClassVar`` is read and checked, and not kept.
+A key is declared once: its field, default, type and meaning. A ``ClassVar`` is read and checked,
+and not kept.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ _QUANTIZED = "quantised communication does not exist here yet, and it changes re
 
 @dataclass(frozen=True)
 class LeafModuleSection:
-    """``zero_optimization.leaf_module``: modules that are gathered and freed as one unit, by class, name or end of name."""
+    """``zero_optimization.leaf_module``: modules that are gathered and freed as one unit, by class,
+    name or end of name.
+    """
 
     classes: tuple[str, ...] = supported((), Names(), "class names, bare or with their module")
     names: tuple[str, ...] = supported((), Names(), "dotted module names")
@@ -316,7 +319,9 @@ class ZeroSection:
 
 @dataclass(frozen=True)
 class MeshSection:
-    """``mesh`` (zero_trial's own): axis sizes; ``None`` is derived from the number of ranks and the ZeRO stage."""
+    """``mesh`` (zero_trial's own): axis sizes; ``None`` is derived from the number of ranks and the
+    ZeRO stage.
+    """
 
     shard: int | None = supported(
         None,

@@ -1,4 +1,6 @@
-"""Lay one configuration over another, nested or dotted, leaf by leaf, with the place of every changed leaf."""
+"""Lay one configuration over another, nested or dotted, leaf by leaf, with the place of every
+changed leaf.
+"""
 
 from __future__ import annotations
 
@@ -16,16 +18,20 @@ _TYPED = ("optimizer", "scheduler")
 
 
 def overwrite_ds_config(base: Source, overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """A new dict: ``base`` (dict, path or base64) with ``overrides`` laid over it, nested or dotted ("optimizer.params.lr").
+    """Return a new dict: ``base`` (dict, path or base64) with ``overrides`` laid over it, nested or
+    dotted ("optimizer.params.lr").
 
-    ``optimizer.type_`` stands for ``optimizer.type``. Lists are replaced, sections merged, None removes. Nothing is changed in place.
-    Raises ConfigError for a key that is given twice and for a section laid over a plain value or the other way round.
+    ``optimizer.type_`` stands for ``optimizer.type``. Lists are replaced, sections merged, None
+    removes. Nothing is changed in place. Raises ConfigError for a key that is given twice and for a
+    section laid over a plain value or the other way round.
     """
     return overlay(open_source(base), Document.of(overrides)).value
 
 
 def overlay(base: Document, over: Document) -> Document:
-    """``base`` with every leaf of ``over`` in its place; another spelling of the same key in ``base`` gives way."""
+    """``base`` with every leaf of ``over`` in its place; another spelling of the same key in
+    ``base`` gives way.
+    """
     faults: list[ConfigError] = []
     changes, origins = _expand(over, faults)
     value = copy.deepcopy(base.value)
@@ -57,7 +63,9 @@ def overlay(base: Document, over: Document) -> Document:
 
 
 def _expand(over: Document, faults: list[ConfigError]) -> tuple[dict[Path, Any], dict[Path, Location]]:
-    """Every leaf of ``over`` under its full path, dotted keys split and ``type_`` renamed, and where each stands."""
+    """Return every leaf of ``over`` under its full path, dotted keys split and ``type_`` renamed,
+    and where each stands.
+    """
     found: dict[Path, Any] = {}
     places: dict[Path, Location] = {}
 
@@ -101,7 +109,9 @@ def _opaque(path: Path) -> bool:
 
 
 def _reach(value: dict[str, Any], path: Path, place: Location) -> tuple[dict[str, Any], ConfigError | None]:
-    """The section in which the leaf of ``path`` stands, made on the way; a fault where a plain value stands instead."""
+    """Return the section in which the leaf of ``path`` stands, made on the way; a fault where a
+    plain value stands instead.
+    """
     section = value
     for depth, part in enumerate(path[:-1]):
         parent = ".".join(path[:depth])
@@ -122,7 +132,9 @@ def _reach(value: dict[str, Any], path: Path, place: Location) -> tuple[dict[str
 
 
 def _drop_other_spellings(section: dict[str, Any], path: Path, places: dict[Path, Location]) -> None:
-    """Remove aliases of the same key from the base, so that the override does not meet its own older self."""
+    """Remove aliases of the same key from the base, so that the override does not meet its own
+    older self.
+    """
     parent, name = ".".join(path[:-1]), path[-1]
     row = lookup(parent, name)
     others = [key for key in section if row is not None and key != name and lookup(parent, key) is row]
@@ -132,7 +144,9 @@ def _drop_other_spellings(section: dict[str, Any], path: Path, places: dict[Path
 
 
 def _shape_fault(before: Any, leaf: Any, path: Path, place: Location) -> ConfigError | None:
-    """A plain value over a section loses everything in it, and a section over a plain value is a slip; both are refused."""
+    """Return a plain value over a section loses everything in it, and a section over a plain value
+    is a slip; both are refused.
+    """
     where = place.where(".".join(path))
     if isinstance(before, Mapping) and before and leaf is not None and not isinstance(leaf, Mapping) and leaf != "auto":
         return ConfigError(

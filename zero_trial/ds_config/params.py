@@ -12,8 +12,9 @@ from zero_trial.schema.types import AnyOf, Bool, Float, Int, Numbers, Opaque, Te
 
 @dataclass(frozen=True)
 class Param:
-    """One keyword argument; ``default`` is DeepSpeed 0.19.8's, and ``required`` means that there is none. ``only``: why no other value than
-    the default can be had."""
+    """One keyword argument; ``default`` is DeepSpeed 0.19.8's, and ``required`` means that there is
+    none. ``only``: why no other value than the default can be had.
+    """
 
     type: Type
     default: Any = None

@@ -42,7 +42,9 @@ class Params:
 
 
 def read_params(section: str, name: str, given: Mapping[str, Any], document: Document, skip: set[str | None]) -> Params:
-    """The arguments of the optimizer or scheduler ``name``; ``skip`` holds places that already have a fault."""
+    """Return the arguments of the optimizer or scheduler ``name``; ``skip`` holds places that
+    already have a fault.
+    """
     table = OPTIMIZERS if section == "optimizer" else SCHEDULERS
     named = table.get(name.lower()) if section == "optimizer" or name.lower() in table else None
     found = Params(named.name if named else name)
@@ -126,7 +128,9 @@ def _unknown(key: str, where: str, named: KnownParams) -> ConfigError:
 
 
 def _check_name(section: str, name: str, document: Document, found: Params) -> None:
-    """A name that is not in the tables: fine if torch has it, a fault if it is close to a known one, else torch's to say."""
+    """A name that is not in the tables: fine if torch has it, a fault if it is close to a known
+    one, else torch's to say.
+    """
     where = document.at((section, "type")).where(f"{section}.type")
     refused = {known.lower(): why for known, why in REFUSED_OPTIMIZERS.items()} if section == "optimizer" else {}
     if name.lower() in refused:
@@ -165,11 +169,12 @@ def read_ds_config(
     search: bool = False,
     name: str | None = None,
 ) -> DsConfig:
-    """A checked DsConfig from a dict, a path, base64 of JSON, or a Document.
+    """Return a checked DsConfig from a dict, a path, base64 of JSON, or a Document.
 
-    ``hints`` fill "auto" (``hidden_size`` of the model, ``total_num_steps`` ...). ``hyperparameters`` do that too, stand in for keys that
-    are missing, and must not contradict those that are there; in a ``search`` such a contradiction is InvalidHP. ``name`` stands in messages
-    instead of the file's name. Raises ConfigError with all faults of the source together.
+    ``hints`` fill "auto" (``hidden_size`` of the model, ``total_num_steps`` ...).
+    ``hyperparameters`` do that too, stand in for keys that are missing, and must not contradict
+    those that are there; in a ``search`` such a contradiction is InvalidHP. ``name`` stands in
+    messages instead of the file's name. Raises ConfigError with all faults of the source together.
     """
     document = open_source(source, name)
     spelled = canonical(document)
@@ -195,7 +200,9 @@ def read_ds_config(
 
 
 def as_invalid_hp(faults: list[ConfigError]) -> list[ConfigError]:
-    """The same faults as invalid combinations of hyperparameters, for a search that goes on without them."""
+    """Return the same faults as invalid combinations of hyperparameters, for a search that goes on
+    without them.
+    """
     return [InvalidHP(f.what, where=f.where, got=f.got, expected=f.expected, fix=f.fix) for f in faults]
 
 
@@ -262,7 +269,7 @@ def _params_of(
 
 
 def _leaves(section: Mapping[str, Any], above: tuple[str, ...]) -> list[tuple[tuple[str, ...], Any]]:
-    """Every key below ``section`` in order, sections before what stands in them."""
+    """Return every key below ``section`` in order, sections before what stands in them."""
     found: list[tuple[tuple[str, ...], Any]] = []
     for key, value in section.items():
         path = (*above, key)
@@ -288,7 +295,9 @@ def _build(cls: Any, prefix: str, values: Mapping[str, Any]) -> Any:
 
 
 def _sources(document: Document) -> dict[str, ValueSource]:
-    """Return where the value of every known leaf came from; a null in the source is a default, and says so."""
+    """Return where the value of every known leaf came from; a null in the source is a default, and
+    says so.
+    """
     given = dict(_leaves(document.value, ()))
     found: dict[str, ValueSource] = {}
     for path, row in TABLE.items():
@@ -308,7 +317,7 @@ def _sources(document: Document) -> dict[str, ValueSource]:
 
 
 def _plain(value: Any) -> Any:
-    """A deep copy without nulls: what was given, in canonical spelling."""
+    """Return a deep copy without nulls: what was given, in canonical spelling."""
     if isinstance(value, Mapping):
         return {key: _plain(inner) for key, inner in value.items() if inner is not None}
     if isinstance(value, list | tuple):

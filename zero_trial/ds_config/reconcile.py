@@ -1,4 +1,6 @@
-"""Solve batch sizes and mesh axes from ds_config, hyperparameters and slots, or list the contradictions."""
+"""Solve batch sizes and mesh axes from ds_config, hyperparameters and slots, or list the
+contradictions.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ class AxisSizes:
 
 @dataclass(frozen=True)
 class Reconciliation:
-    """The solved batch and mesh, and one row per value: what it is, and what was given or how it was derived."""
+    """The solved batch and mesh, and one row per value: what it is, and what was given or how it
+    was derived.
+    """
 
     batch: BatchTriple
     axes: AxisSizes
@@ -41,10 +45,13 @@ class Reconciliation:
 
 
 def solve_axes(config: DsConfig, world_size: int) -> AxisSizes:
-    """The axis sizes for ``world_size`` ranks. Pure; raises ConfigError where they do not multiply to it.
+    """Return the axis sizes for ``world_size`` ranks.
 
-    ZeRO stage 0 shards nothing, so its shard axis is 1 unless the mesh says otherwise; at stages 1 to 3 all data-parallel ranks share one
-    copy unless mesh.shard, mesh.replica or mics_shard_size says otherwise.
+    Pure; raises ConfigError where they do not multiply to it.
+
+    ZeRO stage 0 shards nothing, so its shard axis is 1 unless the mesh says otherwise; at stages 1
+    to 3 all data-parallel ranks share one copy unless mesh.shard, mesh.replica or mics_shard_size
+    says otherwise.
     """
     mesh, zero = config.mesh, config.zero_optimization
     around = mesh.pipe * mesh.model
@@ -83,8 +90,9 @@ def reconcile(
 ) -> Reconciliation:
     """Batch, mesh and hyperparameters of a run of ``world_size`` ranks in agreement.
 
-    Hyperparameters ``global_batch_size`` and ``data_parallel_world_size`` count where ds_config says nothing, and must agree where it
-    does. Pure. Raises ConfigError, or InvalidHP in a ``search``, with all contradictions and the nearest legal triples.
+    Hyperparameters ``global_batch_size`` and ``data_parallel_world_size`` count where ds_config
+    says nothing, and must agree where it does. Pure. Raises ConfigError, or InvalidHP in a
+    ``search``, with all contradictions and the nearest legal triples.
     """
     hints = hyperparameters or {}
     kind = InvalidHP if search else ConfigError
@@ -159,7 +167,7 @@ def _rows(config: DsConfig, batch: BatchTriple, axes: AxisSizes, world_size: int
 
 
 def _cuts(config: DsConfig, axes: AxisSizes) -> bool:
-    """Whether ranks hold parts of a tensor's optimizer state."""
+    """Return whether ranks hold parts of a tensor's optimizer state."""
     return plan_for_stage(config.zero_optimization.stage).shard_optimizer and axes.shard > 1
 
 

@@ -1,4 +1,6 @@
-"""Write the reference page: ``python -m zero_trial.ds_config.reference docs/reference/ds_config.md``."""
+"""Write the reference page: ``python -m zero_trial.ds_config.reference
+docs/reference/ds_config.md``.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,7 @@ Any other key is an error that names the nearest known one. Defaults are those o
 
 
 def reference_markdown() -> str:
-    """The whole page."""
+    """Return the whole page."""
     sections: dict[str, list[Key]] = {}
     for row in TABLE.values():
         top = row.path.partition(".")[0]

@@ -1,4 +1,6 @@
-"""The resolved configuration: every value with its source, as a table, as JSON, and as a ds_config to read again."""
+"""The resolved configuration: every value with its source, as a table, as JSON, and as a ds_config
+to read again.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ from zero_trial.schema.document import Provenance, ValueSource, shown
 
 @dataclass(frozen=True)
 class Row:
-    """One value: its name, what it is, where it came from, and a remark if there is something to say."""
+    """One value: its name, what it is, where it came from, and a remark if there is something to
+    say.
+    """
 
     name: str
     value: Any
@@ -25,7 +29,7 @@ class Row:
 
 
 def render_rows(rows: Iterable[Row]) -> str:
-    """The rows in aligned columns, one line each."""
+    """Return the rows in aligned columns, one line each."""
     cells = [(row.name, shown(row.value), row.source, row.remark) for row in rows]
     widths = [max((len(cell[column]) for cell in cells), default=0) for column in range(3)]
     lines = []
@@ -50,7 +54,9 @@ class ReportEntry:
 
 
 def config_report(config: DsConfig) -> tuple[ReportEntry, ...]:
-    """Every value of ``config``, the ones that the user did not write included, and every given key that has no field of its own."""
+    """Return every value of ``config``, the ones that the user did not write included, and every
+    given key that has no field of its own.
+    """
     found: list[ReportEntry] = []
     for path, row in TABLE.items():
         source = config.source(path)
@@ -65,7 +71,9 @@ def config_report(config: DsConfig) -> tuple[ReportEntry, ...]:
 
 
 def render_report(config: DsConfig, *, everything: bool = False) -> str:
-    """The report as text: what was given and what needs a remark; with ``everything`` the defaults as well. Warnings stand at the end."""
+    """Return the report as text: what was given and what needs a remark; with ``everything`` the
+    defaults as well. Warnings stand at the end.
+    """
     entries = config_report(config)
     rows = [
         Row(entry.key, entry.value, entry.source, entry.remark)
@@ -77,7 +85,8 @@ def render_report(config: DsConfig, *, everything: bool = False) -> str:
 
 
 def short_report(entries: Iterable[ReportEntry], width: int = 120) -> str:
-    """What the user did not write and yet counts, and what was written and has no effect: a paragraph each, or nothing.
+    """Return what the user did not write and yet counts, and what was written and has no effect: a
+    paragraph each, or nothing.
 
     Keys of a section that is switched off, and defaults that ask for nothing, are left out.
     """
@@ -98,7 +107,7 @@ def short_report(entries: Iterable[ReportEntry], width: int = 120) -> str:
 
 
 def filled_line(config: DsConfig) -> str:
-    """What every "auto" became, and from what; "" where nothing was left open."""
+    """Return what every "auto" became, and from what; "" where nothing was left open."""
     filled = []
     for path, source in config.sources.items():
         if source.provenance is Provenance.AUTO:
@@ -110,8 +119,8 @@ def filled_line(config: DsConfig) -> str:
 
 
 def report_body(config: DsConfig, batch: Iterable[Row] = ()) -> dict[str, Any]:
-    """The report for machines: ``values`` (one object per key), ``batch`` (rows of a Reconciliation), ``warnings``, and ``ds_config``,
-    from which the run can be repeated.
+    """Return the report for machines: ``values`` (one object per key), ``batch`` (rows of a
+    Reconciliation), ``warnings``, and ``ds_config``, from which the run can be repeated.
     """
     return {
         "values": [asdict(entry) for entry in config_report(config)],
@@ -127,14 +136,16 @@ def report_json(config: DsConfig, batch: Iterable[Row] = ()) -> str:
 
 
 def entries_of(body: Mapping[str, Any]) -> tuple[ReportEntry, ...]:
-    """The entries of a report that was written as JSON."""
+    """Return the entries of a report that was written as JSON."""
     entries = (ReportEntry(**{**value, "source": ValueSource(value["source"])}) for value in body["values"])
     # Reports of older releases say "honoured".
     return tuple(replace(each, answer="supported") if each.answer == "honoured" else each for each in entries)
 
 
 def resolved_ds_config(config: DsConfig) -> dict[str, Any]:
-    """A plain ds_config with every value written out, defaults included: reading it gives the same configuration, on any release."""
+    """Return a plain ds_config with every value written out, defaults included: reading it gives
+    the same configuration, on any release.
+    """
     found = copy.deepcopy(dict(config.raw))
     for path in sorted(FIELDS):
         row = TABLE[path]
@@ -157,7 +168,7 @@ def _remark(row: Key, value: Any, given: bool) -> str:
 
 
 def _value(config: DsConfig, path: str) -> tuple[bool, Any]:
-    """Whether the section of ``path`` is there, and the value."""
+    """Return whether the section of ``path`` is there, and the value."""
     value: Any = config
     for part in path.split("."):
         if value is None:

@@ -16,7 +16,9 @@ Where = Callable[[str], str]
 
 
 def cross_faults(values: Values, document: Document) -> list[ConfigError]:
-    """All faults between keys; ``values`` maps dotted paths to what was given, the rest are defaults."""
+    """Return all faults between keys; ``values`` maps dotted paths to what was given, the rest are
+    defaults.
+    """
 
     def where(path: str) -> str:
         return document.at(tuple(path.split("."))).where(path)
@@ -166,7 +168,7 @@ def _policy_is_for_the_stage(values: Values, where: Where) -> ConfigError | None
 
 
 def _policies_agree(values: Values, where: Where) -> ConfigError | None:
-    """The older keys say the same of one pipeline stage as of a whole model."""
+    """Return the older keys say the same of one pipeline stage as of a whole model."""
     path = "pipeline.zero_policy"
     policy = _get(values, path)
     reduce_every = _get(values, "zero_optimization.reduce_every")

@@ -1,7 +1,7 @@
 """The whole ds_config: DsConfig, and the table of every known key.
 
-The checks, the hints, the report and the reference page are derived from the table; its rows are declared in
-``keys_training``, ``keys_zero``, ``keys_running`` and ``keys_legacy``.
+The checks, the hints, the report and the reference page are derived from the table; its rows are
+declared in ``keys_training``, ``keys_zero``, ``keys_running`` and ``keys_legacy``.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from zero_trial.schema.document import DEFAULT, ValueSource
 class DsConfig(LegacyKeys, RunningKeys, ZeroKeys, TrainingKeys):
     """A whole ds_config after checking, with the defaults of DeepSpeed 0.19.8.
 
-    Buckets, thresholds and limits are numbers of elements, not bytes; dtypes are the strings "fp32", "fp16", "bf16".
-    None means that the user said nothing and the component decides. Batch sizes stay as given (``solve_batch``
-    completes them).
+    Buckets, thresholds and limits are numbers of elements, not bytes; dtypes are the strings
+    "fp32", "fp16", "bf16". None means that the user said nothing and the component decides. Batch
+    sizes stay as given (``solve_batch`` completes them).
 
     Args:
         sources: dotted key -> where its value came from.
@@ -47,7 +47,7 @@ class DsConfig(LegacyKeys, RunningKeys, ZeroKeys, TrainingKeys):
 
 
 def _rows(cls: Any, parent: str = "") -> Iterator[Key]:
-    """The rows that ``cls`` and the sections in it declare, in order."""
+    """Yield the rows that ``cls`` and the sections in it declare, in order."""
     for name, declared in cls.__dataclass_fields__.items():  # not dataclasses.fields: it leaves out the ClassVars
         row = declared.metadata.get(DECLARED)
         if row is not None:
@@ -88,12 +88,14 @@ _SPELLINGS = _spellings()
 
 
 def lookup(parent: str, name: str) -> Key | None:
-    """The row of a key by any of its spellings, in the section ``parent`` ("" at the top)."""
+    """Return the row of a key by any of its spellings, in the section ``parent`` ("" at the top)."""
     return _SPELLINGS.get(parent, {}).get(name)
 
 
 def nearest(parent: str, name: str) -> str | None:
-    """What was probably meant: the closest spelling in the same section, or the dotted path of the key in another one."""
+    """Return what was probably meant: the closest spelling in the same section, or the dotted path
+    of the key in another one.
+    """
     here = _SPELLINGS.get(parent, {})
     close = difflib.get_close_matches(name, sorted(here), 1, 0.7)
     if close:

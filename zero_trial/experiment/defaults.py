@@ -1,4 +1,6 @@
-"""Defaults of a cluster, older forms of an experiment, and how one configuration is laid over another."""
+"""Defaults of a cluster, older forms of an experiment, and how one configuration is laid over
+another.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +18,9 @@ _ENVIRONMENT = ("image", "environment_variables", "force_pull_image", "registry_
 
 @dataclass(frozen=True)
 class ClusterDefaults:
-    """``checkpoint_storage`` and ``task_container_defaults`` of the master's own configuration; and, because both are random on a real master,
-    the ``name`` and the ``experiment_seed`` of an experiment without one.
+    """``checkpoint_storage`` and ``task_container_defaults`` of the master's own configuration;
+    and, because both are random on a real master, the ``name`` and the ``experiment_seed`` of an
+    experiment without one.
     """
 
     checkpoint_storage: Mapping[str, Any] | None = None
@@ -26,7 +29,7 @@ class ClusterDefaults:
     experiment_seed: int = 0
 
     def as_config(self) -> dict[str, Any]:
-        """The same as an experiment configuration."""
+        """Return the same as an experiment configuration."""
         tasks = self.task_container_defaults
         return {
             "name": self.name,
@@ -138,7 +141,9 @@ _POWERS = {None: 0, "k": 1, "m": 2, "g": 3, "t": 4, "p": 5}
 
 
 def modern(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """``config`` in today's form, nulls left out, and one line for each old form that was rewritten or is ignored."""
+    """``config`` in today's form, nulls left out, and one line for each old form that was rewritten
+    or is ignored.
+    """
     whole = {key: copy.deepcopy(value) for key, value in config.items() if value is not None}
     warnings: list[str] = []
     if isinstance(whole.get("environment"), dict):

@@ -37,7 +37,10 @@ from zero_trial.schema.yaml_source import read_yaml
 
 @dataclass(frozen=True)
 class SearcherConfig:
-    """``searcher``: how trials are chosen, by which validation metric. ``rest`` holds what only other searchers than single read."""
+    """``searcher``: how trials are chosen, by which validation metric.
+
+    ``rest`` holds what only other searchers than single read.
+    """
 
     name: str = "single"
     metric: str = "validation_loss"
@@ -47,13 +50,16 @@ class SearcherConfig:
 
     @property
     def searches(self) -> bool:
-        """Whether more than one set of hyperparameters is tried."""
+        """Return whether more than one set of hyperparameters is tried."""
         return self.name != "single"
 
 
 @dataclass(frozen=True)
 class ExperimentConfig:
-    """A checked experiment. Hyperparameters that are const are plain values; ranges stay as they are written (``search_space`` names them).
+    """A checked experiment.
+
+    Hyperparameters that are const are plain values; ranges stay as they are written
+    (``search_space`` names them).
 
     ``raw`` is the YAML as it was read; ``document`` knows its lines.
     """
@@ -84,12 +90,16 @@ class ExperimentConfig:
 
     @property
     def hints(self) -> dict[str, Any]:
-        """What the experiment knows that fills "auto": the run's length in steps, where it is counted in them."""
+        """Return what the experiment knows that fills "auto": the run's length in steps, where it
+        is counted in them.
+        """
         length = self.searcher.max_length
         return {"total_num_steps": length.count} if length is not None and length.unit == "batches" else {}
 
     def plain(self) -> dict[str, Any]:
-        """The experiment as plain data; a ds_config file that lies beside the YAML is named by its full path."""
+        """Return the experiment as plain data; a ds_config file that lies beside the YAML is named
+        by its full path.
+        """
         raw = dict(self.raw)
         named = self.data.get("ds_config")
         if isinstance(named, str) and self.folder is not None and (self.folder / named).is_file():
@@ -97,7 +107,7 @@ class ExperimentConfig:
         return raw
 
     def names_ds_config(self) -> bool:
-        """Whether a ds_config is named here; if not, the trial itself gives one."""
+        """Return whether a ds_config is named here; if not, the trial itself gives one."""
         own = self.hyperparameters
         return any(
             value is not None
@@ -105,10 +115,12 @@ class ExperimentConfig:
         )
 
     def ds_config(self, model_dir: str | Path, hyperparameters: Mapping[str, Any] | None = None) -> Document:
-        """The source of this trial's ds_config, for ``read_ds_config``: ``data.ds_config``, under it ``hyperparameters.ds_config``.
+        """Return the source of this trial's ds_config, for ``read_ds_config``: ``data.ds_config``,
+        under it ``hyperparameters.ds_config``.
 
-        A file is looked for beside the YAML and then in ``model_dir``. ``hyperparameters`` are the sampled ones of a search. Every leaf
-        keeps its file and line. Raises ConfigError where there is no ds_config, or two that cannot be laid over each other.
+        A file is looked for beside the YAML and then in ``model_dir``. ``hyperparameters`` are the
+        sampled ones of a search. Every leaf keeps its file and line. Raises ConfigError where there
+        is no ds_config, or two that cannot be laid over each other.
         """
         chosen = self.hyperparameters if hyperparameters is None else hyperparameters
         base = self._base(Path(model_dir), chosen)
@@ -198,7 +210,10 @@ def read_experiment(source: str | Path | Mapping[str, Any], name: str | None = N
 
 
 def examine_experiment(source: str | Path | Mapping[str, Any], name: str | None = None) -> ExaminedExperiment:
-    """Read an experiment and collect all its faults. Raises ConfigError only for what is not readable YAML."""
+    """Read an experiment and collect all its faults.
+
+    Raises ConfigError only for what is not readable YAML.
+    """
     document, folder = _open_experiment(source, name)
     if looks_like_ds_config(document.value):
         raise _not_an_experiment(document)
@@ -267,7 +282,9 @@ def _around(path: tuple[str, ...], other: tuple[str, ...]) -> bool:
 
 
 def looks_like_ds_config(value: Mapping[str, Any]) -> bool:
-    """Return True for a ds_config given in the place of an experiment: it has keys of one, and none of the other."""
+    """Return True for a ds_config given in the place of an experiment: it has keys of one, and none
+    of the other.
+    """
     return bool(value) and not known_keys() & set(value) and any(key in TABLE for key in value)
 
 
@@ -338,7 +355,7 @@ class _Values:
 
 
 def _entrypoint(values: _Values) -> str:
-    """One command line; a list of words is joined. Required."""
+    """Return one command line; a list of words is joined. Required."""
     value = values.document.get(("entrypoint",))
     if isinstance(value, list) and all(isinstance(word, str) for word in value):
         return " ".join(value)

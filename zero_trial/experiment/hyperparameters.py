@@ -1,4 +1,6 @@
-"""``hyperparameters``: names with values, ranges to search, and maps of such; a nested key "type" names a kind of range."""
+"""``hyperparameters``: names with values, ranges to search, and maps of such; a nested key "type"
+names a kind of range.
+"""
 
 from __future__ import annotations
 
@@ -30,9 +32,11 @@ Names = tuple[str, ...]
 
 
 def read_hyperparameters(document: Document, faults: list[ConfigError]) -> Document:
-    """Return ``document`` (the section's content) with every const replaced by its value; ranges stay as written.
+    """Return ``document`` (the section's content) with every const replaced by its value; ranges
+    stay as written.
 
-    Faults are added to ``faults``: a nested key ``type`` that names no kind of range, and what is wrong with a range.
+    Faults are added to ``faults``: a nested key ``type`` that names no kind of range, and what is
+    wrong with a range.
     """
     places: dict[Names, Location] = {}
 
@@ -136,7 +140,7 @@ def _ascending(section: Mapping[str, Any]) -> str | None:
 
 
 def _finite(section: Mapping[str, Any]) -> str | None:
-    """Whether every value between the ends is a number that JSON can hold."""
+    """Return whether every value between the ends is a number that JSON can hold."""
     try:
         ends = [float(section.get("base", 1)) ** float(section[name]) for name in ("minval", "maxval")]
     except (OverflowError, ZeroDivisionError):
@@ -212,7 +216,7 @@ def _check_range(value: Mapping[str, Any], path: Path) -> list[Issue]:
 
 
 def accepted_form(value: Mapping[str, Any], names: tuple[str, ...]) -> str:
-    """How a map with a key "type" of its own is to be written."""
+    """Return how a map with a key "type" of its own is to be written."""
     inside = ", ".join(f"{key}: {shown(inner)}" for key, inner in sorted(value.items(), key=_type_first))
     const = f"{names[-1]}: {{type: const, val: {{{inside}}}}}"
     start = 'a nested key "type" names a kind of hyperparameter here.'
@@ -238,7 +242,9 @@ def _check_batch_size(value: Any, path: Path) -> list[Issue]:
 
 
 def check_counts(value: Any, path: Path) -> list[Issue]:
-    """Ranges of a grid that do not say how many values to take; maps and lists are looked into."""
+    """Return ranges of a grid that do not say how many values to take; maps and lists are looked
+    into.
+    """
     if isinstance(value, list):
         return [fault for index, inner in enumerate(value) for fault in check_counts(inner, (*path, index))]
     if not isinstance(value, Mapping):

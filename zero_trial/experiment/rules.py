@@ -1,4 +1,6 @@
-"""The whole experiment: the type and default of every top-level key, and its completion as a master does it."""
+"""The whole experiment: the type and default of every top-level key, and its completion as a master
+does it.
+"""
 
 from __future__ import annotations
 
@@ -152,7 +154,9 @@ class InvalidExperiment(ConfigError):
 
 @dataclass(frozen=True)
 class Examined:
-    """An experiment with its defaults laid under it: ``merged`` as JSON data, its issues, and one line per old form."""
+    """An experiment with its defaults laid under it: ``merged`` as JSON data, its issues, and one
+    line per old form.
+    """
 
     merged: dict[str, Any]
     issues: list[Issue]
@@ -161,7 +165,10 @@ class Examined:
 
 @dataclass(frozen=True)
 class CompletedConfig:
-    """``config``: every key of an experiment with its value, as JSON data. ``warnings``: one line each."""
+    """``config``: every key of an experiment with its value, as JSON data.
+
+    ``warnings``: one line each.
+    """
 
     config: dict[str, Any]
     warnings: list[str] = field(default_factory=list)
@@ -172,8 +179,8 @@ def complete(
 ) -> CompletedConfig:
     """Return the completed experiment. ``template`` is a config that lies under the YAML. Pure.
 
-    Raises InvalidExperiment with all faults. What cannot be decided from Determined's published behaviour is refused,
-    so that an experiment that is accepted here is accepted there.
+    Raises InvalidExperiment with all faults. What cannot be decided from Determined's published
+    behaviour is refused, so that an experiment that is accepted here is accepted there.
     """
     try:
         document = read_yaml(yaml_text, "experiment")
@@ -186,7 +193,9 @@ def complete(
 
 
 def examine(document: Document, defaults: ClusterDefaults, template: Mapping[str, Any] | None = None) -> Examined:
-    """Rewrite old forms, lay ``template`` and ``defaults`` under the experiment, and check every key. Pure."""
+    """Rewrite old forms, lay ``template`` and ``defaults`` under the experiment, and check every
+    key. Pure.
+    """
     issues: list[Issue] = []
     plain = _as_json(document.value, (), issues)
     if issues:
@@ -202,7 +211,10 @@ def examine(document: Document, defaults: ClusterDefaults, template: Mapping[str
 
 
 def _as_json(value: Any, path: Path, issues: list[Issue]) -> Any:
-    """Return ``value`` as JSON data. YAML knows more: dates become text, and what has no JSON form is an issue."""
+    """Return ``value`` as JSON data.
+
+    YAML knows more: dates become text, and what has no JSON form is an issue.
+    """
     if isinstance(value, dict):
         return {_text(key, path, issues): _as_json(inner, (*path, key), issues) for key, inner in value.items()}
     if isinstance(value, list):

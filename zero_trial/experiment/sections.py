@@ -1,4 +1,6 @@
-"""The sections of an experiment's YAML: what each key may be, and its default where nothing is written."""
+"""The sections of an experiment's YAML: what each key may be, and its default where nothing is
+written.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,10 @@ class Period:
         return f"{self.count} {self.unit}"
 
     def batches(self, *, epoch_batches: int | None = None, global_batch_size: int | None = None) -> int | None:
-        """The period in batches, or None where what it would take is not known. Records are rounded up to whole batches."""
+        """Return the period in batches, or None where what it would take is not known.
+
+        Records are rounded up to whole batches.
+        """
         if self.unit == "batches":
             return self.count
         if self.unit == "epochs":
@@ -56,7 +61,7 @@ NEVER = Period("batches", 0)
 
 
 def read_period(value: Any, low: int = 0) -> Period:
-    """A Period from ``{batches: 100}`` or a bare number of batches; raises ValidationError."""
+    """Return a Period from ``{batches: 100}`` or a bare number of batches; raises ValidationError."""
     expected = "{batches: n}, {epochs: n}, {records: n} or a number of batches"
     if isinstance(value, Mapping):
         if len(value) != 1 or next(iter(value)) not in UNITS:
@@ -252,7 +257,9 @@ _FIXED_IN_A_CONTAINER = (
 
 
 class PodSpec(Type):
-    """A Kubernetes pod, as far as a master looks at it: what Determined itself decides may not be set."""
+    """A Kubernetes pod, as far as a master looks at it: what Determined itself decides may not be
+    set.
+    """
 
     def check(self, value: Any, path: Path) -> list[Issue]:
         if not isinstance(value, Mapping):

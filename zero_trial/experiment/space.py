@@ -1,4 +1,5 @@
-"""The points of a search: a random draw, the points of a grid by number, and those that a check looks at.
+"""The points of a search: a random draw, the points of a grid by number, and those that a check
+looks at.
 
 The master, ``zero-trial check`` and ``zero-trial config`` ask the same functions.
 """
@@ -17,7 +18,9 @@ from zero_trial.experiment.hyperparameters import is_range, ranges
 
 
 def sample(space: Mapping[str, Any], rng: random.Random) -> dict[str, Any]:
-    """``space`` with every range replaced by a value. Names are visited in alphabetical order, whatever their order in the YAML.
+    """``space`` with every range replaced by a value.
+
+    Names are visited in alphabetical order, whatever their order in the YAML.
 
     The top level is a map of names even if one of them is ``type``, as in Determined.
     """
@@ -26,7 +29,7 @@ def sample(space: Mapping[str, Any], rng: random.Random) -> dict[str, Any]:
 
 
 def has_ranges(space: Mapping[str, Any]) -> bool:
-    """Whether two samples can differ."""
+    """Return whether two samples can differ."""
     return bool(ranges(space))
 
 
@@ -41,7 +44,7 @@ def _value(spec: Any, rng: random.Random) -> Any:
 
 
 def is_const(spec: Any) -> bool:
-    """Whether ``spec`` is written ``{type: const, val: ...}``."""
+    """Return whether ``spec`` is written ``{type: const, val: ...}``."""
     return isinstance(spec, Mapping) and spec.get("type") == "const"
 
 
@@ -78,7 +81,9 @@ class Grid:
 
     @classmethod
     def of(cls, space: Mapping[str, Any]) -> Grid:
-        """Raises ConfigError for a range without a count, and for a grid of more than ``MOST_POINTS``."""
+        """Raises ConfigError for a range without a count, and for a grid of more than
+        ``MOST_POINTS``.
+        """
         found: list[tuple[Path, tuple[Any, ...]]] = []
         _collect(space, (), found)
         grid = cls(space, tuple(found))
@@ -88,7 +93,7 @@ class Grid:
 
     @property
     def size(self) -> int:
-        """How many points there are."""
+        """Return how many points there are."""
         return math.prod(len(values) for _, values in self.axes)
 
     def values(self, number: int) -> dict[Path, Any]:
@@ -105,7 +110,8 @@ class Grid:
 
 
 def axis_values(spec: Mapping[str, Any]) -> tuple[Any, ...]:
-    """``count`` values from minval to maxval, both included, evenly spaced (for log: in the exponent); a count of 1 is the middle.
+    """``count`` values from minval to maxval, both included, evenly spaced (for log: in the
+    exponent); a count of 1 is the middle.
 
     An int axis is rounded, halves away from zero, and has at most maxval - minval + 1 values.
     """
@@ -156,7 +162,9 @@ def _with(section: Mapping[str, Any], above: Path, chosen: Mapping[Path, Any]) -
 
 @dataclass(frozen=True)
 class Point:
-    """One set of hyperparameters: the chosen ``values`` by dotted name, and the whole with them in place."""
+    """One set of hyperparameters: the chosen ``values`` by dotted name, and the whole with them in
+    place.
+    """
 
     number: int
     values: Mapping[str, Any]
@@ -168,7 +176,9 @@ class Point:
 
 @dataclass(frozen=True)
 class Space:
-    """``points`` are those to look at; ``total`` is how many there are, None where they cannot be counted."""
+    """``points`` are those to look at; ``total`` is how many there are, None where they cannot be
+    counted.
+    """
 
     points: tuple[Point, ...]
     total: int | None
@@ -179,10 +189,13 @@ class Space:
 
 
 def explore(hyperparameters: Mapping[str, Any], searcher: str, most: int, seed: int = 0) -> Space:
-    """Return the points of a search by ``searcher``, ``most`` at most. Pure: the same seed gives the same points.
+    """Return the points of a search by ``searcher``, ``most`` at most.
 
-    A grid's points are those that the master starts, in its order. A sample of another search holds the ends of every
-    range and, as far as ``most`` allows, every value of a categorical. Raises ConfigError as ``Grid.of`` does.
+    Pure: the same seed gives the same points.
+
+    A grid's points are those that the master starts, in its order. A sample of another search holds
+    the ends of every range and, as far as ``most`` allows, every value of a categorical. Raises
+    ConfigError as ``Grid.of`` does.
     """
     axes = dict(find_ranges(hyperparameters))
     if not axes:
@@ -208,7 +221,9 @@ def find_ranges(section: Mapping[str, Any], above: Path = ()) -> Iterator[tuple[
 
 
 def _sampled(spec: Mapping[str, Any], count: int, rng: random.Random) -> list[Any]:
-    """Return ``count`` values of one axis: the ends first, then at random; a categorical goes round."""
+    """Return ``count`` values of one axis: the ends first, then at random; a categorical goes
+    round.
+    """
     if spec["type"] == "categorical":
         values = list(spec["vals"])
         rng.shuffle(values)

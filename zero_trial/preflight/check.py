@@ -59,12 +59,16 @@ class CheckReport:
 
     @property
     def exit_code(self) -> int:
-        """Return 2 where the configuration is wrong, 1 where only the trial's code is, 0 without faults."""
+        """Return 2 where the configuration is wrong, 1 where only the trial's code is, 0 without
+        faults.
+        """
         return max((finding.error.exit_code for finding in self.faults), default=0)
 
 
 def check_experiment(request: CheckRequest, env: Mapping[str, str]) -> CheckReport:
-    """Read and resolve the experiment, and build its trial in a dry run. Starts no ranks, writes nothing.
+    """Read and resolve the experiment, and build its trial in a dry run.
+
+    Starts no ranks, writes nothing.
 
     Faults of the experiment are not raised: the report holds all issues.
     """
@@ -221,7 +225,9 @@ def _dry_run(
     slots: int,
     report: CheckReport,
 ) -> int | None:
-    """Build the trial and return how many parameters its engines have; None where it did not get so far."""
+    """Build the trial and return how many parameters its engines have; None where it did not get so
+    far.
+    """
     from zero_trial.preflight.trial_dry_run import DryRunRequest, dry_run_trial  # torch, and the user's code
 
     seed = experiment.experiment_seed or 0
@@ -239,7 +245,9 @@ def _dry_run(
 
 
 def render_check(report: CheckReport) -> list[str]:
-    """Return a line on what was checked, then one block per issue, faults first, each with its severity in front."""
+    """Return a line on what was checked, then one block per issue, faults first, each with its
+    severity in front.
+    """
     bad = {finding.area for finding in report.faults}
     answer = dict.fromkeys((Area.EXPERIMENT, Area.ENTRYPOINT, Area.DS_CONFIG), " ok") | dict.fromkeys(bad, " wrong")
     done = [f"{says}{answer.get(area, '')}" for area, says in report.looked.items() if area is not Area.SPACE]
@@ -255,7 +263,9 @@ def render_check(report: CheckReport) -> list[str]:
 
 
 def check_as_json(report: CheckReport) -> dict[str, Any]:
-    """Return the report for programs: issues with their parts, ``looked`` by area, and the points of a search."""
+    """Return the report for programs: issues with their parts, ``looked`` by area, and the points
+    of a search.
+    """
     found: dict[str, Any] = {
         "ok": not report.faults,
         "exit_code": report.exit_code,

@@ -34,7 +34,10 @@ class Candidate:
 
 
 class Planner:
-    """``settings`` as the run has them, on ``ranks`` ranks, all on one host or not. Plans are made when asked for, and kept."""
+    """``settings`` as the run has them, on ``ranks`` ranks, all on one host or not.
+
+    Plans are made when asked for, and kept.
+    """
 
     def __init__(self, subject: Subject, settings: DsConfig, ranks: int, *, one_host: bool = True) -> None:
         self._subject = subject
@@ -50,7 +53,8 @@ class Planner:
         self._known: dict[tuple[int, int, bool], MemoryPlan] = {}
 
     def plan(self, stage: int | None = None, micro_batch: int | None = None, on_nvme: bool | None = None) -> MemoryPlan:
-        """The plan at another stage or micro-batch; the global batch stays, so half the micro-batch is twice the accumulation.
+        """Return the plan at another stage or micro-batch; the global batch stays, so half the
+        micro-batch is twice the accumulation.
 
         ``on_nvme``: with masters and optimizer state on a disk, or in memory.
         """
@@ -64,7 +68,9 @@ class Planner:
         return self._known[key]
 
     def halvings(self) -> list[int]:
-        """Smaller micro-batches with the same global batch: n/2, n/4, ... as long as they divide."""
+        """Return smaller micro-batches with the same global batch: n/2, n/4, ... as long as they
+        divide.
+        """
         found, size = [], self.micro_batch
         while size % 2 == 0:
             size //= 2
@@ -72,7 +78,9 @@ class Planner:
         return found
 
     def compare(self) -> list[Candidate]:
-        """Every stage at the run's micro-batch, every halving at the run's stage, and the run with optimizer state elsewhere: on NVMe, or not."""
+        """Return every stage at the run's micro-batch, every halving at the run's stage, and the
+        run with optimizer state elsewhere: on NVMe, or not.
+        """
         rows = [self._choice(stage, self.micro_batch) for stage in STAGES]
         rows += [self._choice(self.stage, size) for size in self.halvings()]
         return [*rows, self._choice(self.stage, self.micro_batch, not self.on_nvme)]
@@ -108,10 +116,12 @@ class Planner:
 def memory_plan(
     model: nn.Module, config: DsConfig | Mapping[str, Any] | str | Path, ranks: int, batch: Any = None, **subject: Any
 ) -> MemoryPlan:
-    """What rank 0 of ``ranks`` needs to train ``model`` with ``config`` on micro-batches like ``batch``. No rank is started.
+    """Return what rank 0 of ``ranks`` needs to train ``model`` with ``config`` on micro-batches
+    like ``batch``. No rank is started.
 
-    ``subject``: further arguments of :class:`ModelSubject` (``loss``, ``options``, ``device``). The model is copied without its values and
-    stays as it is. A PipelineModule is planned by :class:`zero_trial.preflight.PipelinePlanner`.
+    ``subject``: further arguments of :class:`ModelSubject` (``loss``, ``options``, ``device``). The
+    model is copied without its values and stays as it is. A PipelineModule is planned by
+    :class:`zero_trial.preflight.PipelinePlanner`.
     """
     settings = config if isinstance(config, DsConfig) else read_ds_config(config)
     return Planner(ModelSubject(model, batch, **subject), settings, ranks).plan()
@@ -121,10 +131,12 @@ def memory_plan(
 
 
 def smallest_change(planner: Planner, limit: int) -> MemoryPlan | None:
-    """The plan nearest to the run's own that needs at most ``limit`` bytes; the run's own if it fits; None if none does.
+    """Return the plan nearest to the run's own that needs at most ``limit`` bytes; the run's own if
+    it fits; None if none does.
 
-    Near means few changes: a halving of the micro-batch and a stage up count one each, and of equals the one with fewer stages up is nearer,
-    because a halved micro-batch with doubled accumulation trains exactly the same.
+    Near means few changes: a halving of the micro-batch and a stage up count one each, and of
+    equals the one with fewer stages up is nearer, because a halved micro-batch with doubled
+    accumulation trains exactly the same.
     """
     micro_batches = [planner.micro_batch, *planner.halvings()]
     candidates = [
@@ -140,7 +152,9 @@ def smallest_change(planner: Planner, limit: int) -> MemoryPlan | None:
 
 
 def does_not_fit(planner: Planner, limit: int) -> DoesNotFit:
-    """The error for a run whose plan needs more than ``limit``: how much, the smallest change that fits, and what a stage up would save."""
+    """Return the error for a run whose plan needs more than ``limit``: how much, the smallest
+    change that fits, and what a stage up would save.
+    """
     own = planner.plan()
     figures = own.figures
     detail = f" (activations {format_bytes(figures.activations)})" if figures.activations is not None else ""
@@ -167,7 +181,7 @@ def describe_change(own: MemoryPlan, other: MemoryPlan) -> str:
 
 
 def nothing_fits(planner: Planner, limit: int) -> str:
-    """What is said when no stage and no micro-batch fits."""
+    """Return what is said when no stage and no micro-batch fits."""
     rows = [choice.plan for choice in planner.compare() if choice.plan is not None]
     least = min(rows, key=lambda plan: plan.figures.total)
     return (
@@ -177,7 +191,7 @@ def nothing_fits(planner: Planner, limit: int) -> str:
 
 
 def comparison_table(rows: Sequence[Candidate], limit: int | None = None) -> str:
-    """The rows side by side: states, activations, temporary, peak, and whether it fits."""
+    """Return the rows side by side: states, activations, temporary, peak, and whether it fits."""
     width = max(len(row.name) for row in rows)
     lines = [f"{'':<{width}}  {'states':>10}{'activations':>13}{'temporary':>12}{'peak':>12}{'exchange':>12}"]
     for row in rows:

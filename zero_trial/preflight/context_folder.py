@@ -21,7 +21,11 @@ ALWAYS = (
 
 @dataclass(frozen=True)
 class Pattern:
-    """One line. ``keeps``: it began with ``!`` and takes paths back in; ``folders``: it ended with ``/`` and is about folders only."""
+    """One line.
+
+    ``keeps``: it began with ``!`` and takes paths back in; ``folders``: it ended with ``/`` and is
+    about folders only.
+    """
 
     regex: re.Pattern[str]
     keeps: bool
@@ -40,7 +44,10 @@ class Ignore:
         return cls(tuple(pattern for line in lines if (pattern := read_pattern(line)) is not None))
 
     def ignores(self, path: str, folder: bool) -> bool:
-        """``path`` is relative, with ``/`` between its parts. What lies in an ignored folder is not asked about: nobody walks into it."""
+        """``path`` is relative, with ``/`` between its parts.
+
+        What lies in an ignored folder is not asked about: nobody walks into it.
+        """
         answer = False
         for pattern in self.patterns:
             if (folder or not pattern.folders) and pattern.regex.fullmatch(path):
@@ -49,7 +56,7 @@ class Ignore:
 
 
 def read_pattern(line: str) -> Pattern | None:
-    """The pattern in a line, or None."""
+    """Return the pattern in a line, or None."""
     text = line.rstrip("\r\n").rstrip(" ")
     if not text or text.startswith("#"):
         return None
@@ -100,7 +107,10 @@ MOST_FILES = 200_000
 
 @dataclass(frozen=True)
 class ContextFolder:
-    """``largest``: the five largest files, (bytes, path), the largest first. ``complete`` is False where counting was given up."""
+    """``largest``: the five largest files, (bytes, path), the largest first.
+
+    ``complete`` is False where counting was given up.
+    """
 
     path: Path
     size: int
@@ -110,7 +120,9 @@ class ContextFolder:
 
 
 def measure(folder: Path, most_files: int = MOST_FILES) -> ContextFolder:
-    """Walk ``folder`` as ``det experiment create`` does: links to folders are not followed, ignored folders not entered."""
+    """Walk ``folder`` as ``det experiment create`` does: links to folders are not followed, ignored
+    folders not entered.
+    """
     listed = folder / ".detignore"
     own = listed.read_text(encoding="utf-8", errors="replace").splitlines() if listed.is_file() else []
     ignore = Ignore.of((*ALWAYS, *own))
@@ -129,7 +141,9 @@ def measure(folder: Path, most_files: int = MOST_FILES) -> ContextFolder:
 
 
 def check_context(context: ContextFolder, for_cluster: bool) -> list[CheckIssue]:
-    """A folder that is too large is a fault where the experiment is one for a cluster, and worth a word where it is not. Pure."""
+    """Return a folder that is too large is a fault where the experiment is one for a cluster, and
+    worth a word where it is not. Pure.
+    """
     if context.complete and context.size <= LIMIT:
         return []
     listed = ", ".join(f"{path} ({format_bytes(size)})" for size, path in context.largest)

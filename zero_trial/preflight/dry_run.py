@@ -1,4 +1,6 @@
-"""Run training steps of one rank on a fake mesh with the engine's own code, and measure the memory they hold."""
+"""Run training steps of one rank on a fake mesh with the engine's own code, and measure the memory
+they hold.
+"""
 
 from __future__ import annotations
 
@@ -33,10 +35,12 @@ class NotCopyable(ZeroTrialError):
 
 
 class Blueprint:
-    """Copy ``model`` and ``options`` (optimizer, model_parameters, lr_scheduler) without values, so that the copy needs no memory.
+    """Copy ``model`` and ``options`` (optimizer, model_parameters, lr_scheduler) without values, so
+    that the copy needs no memory.
 
-    The copy is made at once: what happens to the model later (an engine that shards it) does not matter. ``device`` is where the training will
-    be. Tensors that are neither parameters nor buffers are copied as they are. Raises NotCopyable.
+    The copy is made at once: what happens to the model later (an engine that shards it) does not
+    matter. ``device`` is where the training will be. Tensors that are neither parameters nor
+    buffers are copied as they are. Raises NotCopyable.
     """
 
     def __init__(
@@ -54,11 +58,17 @@ class Blueprint:
 
     @cached_property
     def mode(self) -> FakeTensorMode:
-        """Return the mode, made when first needed: torch loads some 800 modules for it, which takes a second."""
+        """Return the mode, made when first needed: torch loads some 800 modules for it, which takes
+        a second.
+        """
         return FakeTensorMode(allow_non_fake_inputs=True)
 
     def options(self, *, fake: bool) -> dict[str, Any]:
-        """Return a new copy. ``fake``: without values, for use inside :meth:`without_values`; else real tensors on the CPU."""
+        """Return a new copy.
+
+        ``fake``: without values, for use inside :meth:`without_values`; else real tensors on the
+        CPU.
+        """
         if fake:
             with self.mode:
                 return _copied(
@@ -102,7 +112,9 @@ class Blueprint:
 
 
 def _copied(given: Mapping[str, Any], like: Any) -> dict[str, Any]:
-    """Return a deep copy with ``like(tensor)`` in place of every parameter and buffer; what was shared stays shared."""
+    """Return a deep copy with ``like(tensor)`` in place of every parameter and buffer; what was
+    shared stays shared.
+    """
     model: nn.Module = given["model"]
     memo: dict[int, Any] = {}
     for tensor in itertools.chain(model.parameters(), model.buffers()):
@@ -136,7 +148,9 @@ class Role:
 
 @dataclass(frozen=True)
 class FakeWorld:
-    """The fake ranks: their number, how they exchange tensors, and the shared segments that this takes."""
+    """The fake ranks: their number, how they exchange tensors, and the shared segments that this
+    takes.
+    """
 
     ranks: int
     exchange: Exchange
@@ -157,10 +171,13 @@ def dry_run(
     fake: bool = True,
     exchange: Exchange = Exchange.SHARED,
 ) -> Figures:
-    """Return the bytes on rank 0 of ``ranks``. ``micro(engines, batches)`` is called ``calls`` times per step; None measures the states.
+    """Return the bytes on rank 0 of ``ranks``.
 
-    ``fake``: tensors without values, which cost neither memory nor time to compute; else real ones on this machine's CPU, in as much
-    memory as the rank itself would need. torch's random state is left as it was.
+    ``micro(engines, batches)`` is called ``calls`` times per step; None measures the states.
+
+    ``fake``: tensors without values, which cost neither memory nor time to compute; else real ones
+    on this machine's CPU, in as much memory as the rank itself would need. torch's random state is
+    left as it was.
     """
     first = roles[0].blueprint
     live, segments = LiveBytes(first.device.type), Segments()
@@ -202,7 +219,10 @@ class Way(Enum):
 
 
 def ways(device: torch.device, *, work: int, scaled: bool) -> list[Way]:
-    """Return the ways to try, best first. Half precision with a loss scale (``scaled``) may overflow on the numbers of a dry run."""
+    """Return the ways to try, best first.
+
+    Half precision with a loss scale (``scaled``) may overflow on the numbers of a dry run.
+    """
     if device.type != "cpu":
         return [Way.FAKE, Way.FAKE_ON_CPU, Way.REAL]
     return [Way.REAL, Way.FAKE] if work <= SMALL_WORK and not scaled else [Way.FAKE, Way.REAL]
@@ -217,10 +237,11 @@ def dry_run_any(
     calls: int = 1,
     one_host: bool = True,
 ) -> tuple[Figures, str]:
-    """Run :func:`dry_run` in the best way, or in the next one if that fails; return the figures and the way.
+    """Run :func:`dry_run` in the best way, or in the next one if that fails; return the figures and
+    the way.
 
-    Real tensors come first for little work (parameters times batch elements), because that is faster. A model that reads values of its
-    tensors needs them.
+    Real tensors come first for little work (parameters times batch elements), because that is
+    faster. A model that reads values of its tensors needs them.
     """
     device = roles[0].blueprint.device
     exchange = Exchange.NATIVE if device.type != "cpu" else Exchange.SHARED if one_host else Exchange.DIRECT
@@ -299,13 +320,19 @@ class Subject(Protocol):
         """Return the elements of all parameters, each counted once."""
 
     def dry_run(self, settings: DsConfig, ranks: int, micro_batch: int, one_host: bool = True) -> tuple[Figures, str]:
-        """Return the figures with ``settings`` (all batch sizes solved) on ``ranks`` ranks, all on one host or not, and the way of the dry run."""
+        """Return the figures with ``settings`` (all batch sizes solved) on ``ranks`` ranks, all on
+        one host or not, and the way of the dry run.
+        """
 
 
 class ModelSubject:
-    """A model alone. ``batch``: what its forward takes (a tuple of arguments, a dict of keyword arguments, or one tensor); None: states only.
+    """A model alone.
 
-    ``loss(engine, batch)`` gives the scalar to differentiate; without it the model is called, and its own loss taken, or one made of its outputs.
+    ``batch``: what its forward takes (a tuple of arguments, a dict of keyword arguments, or one
+    tensor); None: states only.
+
+    ``loss(engine, batch)`` gives the scalar to differentiate; without it the model is called, and
+    its own loss taken, or one made of its outputs.
     """
 
     def __init__(
@@ -356,10 +383,12 @@ def call_and_reduce(engine: Any, batch: Any) -> torch.Tensor:
 
 
 def loss_in(output: Any) -> torch.Tensor:
-    """Return the first scalar that requires grad in a model's output: its loss, as in the outputs of Hugging Face's models.
+    """Return the first scalar that requires grad in a model's output: its loss, as in the outputs
+    of Hugging Face's models.
 
-    Where there is none, the loss is made outside of the model and not known here: a log-softmax over the last dimension of each floating
-    output stands for it, which holds as much as a cross entropy does.
+    Where there is none, the loss is made outside of the model and not known here: a log-softmax
+    over the last dimension of each floating output stands for it, which holds as much as a cross
+    entropy does.
     """
     floats = [leaf for leaf in _leaves(output) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
     single = next((leaf for leaf in floats if leaf.numel() == 1), None)
@@ -369,7 +398,9 @@ def loss_in(output: Any) -> torch.Tensor:
 
 
 def _leaves(output: Any) -> list[Any]:
-    """Return the leaves of nested outputs; objects with attributes, such as dataclasses, count as dicts."""
+    """Return the leaves of nested outputs; objects with attributes, such as dataclasses, count as
+    dicts.
+    """
     found: list[Any] = []
     for leaf in tree_flatten(output)[0]:
         opens = hasattr(leaf, "__dict__") and not isinstance(leaf, torch.Tensor)
@@ -378,14 +409,18 @@ def _leaves(output: Any) -> list[Any]:
 
 
 def rows_of(batch: Any) -> int | None:
-    """Return the samples in a batch: the first dimension of its first tensor that has one; None where there is none."""
+    """Return the samples in a batch: the first dimension of its first tensor that has one; None
+    where there is none.
+    """
     return next(
         (leaf.shape[0] for leaf in tree_flatten(batch)[0] if isinstance(leaf, torch.Tensor) and leaf.dim()), None
     )
 
 
 def first_rows(batch: Any, rows: int, wanted: int) -> Any:
-    """Cut or repeat the batch to ``wanted`` samples: every tensor whose first dimension is ``rows``; the rest stays as it is."""
+    """Cut or repeat the batch to ``wanted`` samples: every tensor whose first dimension is
+    ``rows``; the rest stays as it is.
+    """
 
     def fit(leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor) or not leaf.dim() or leaf.shape[0] != rows or rows == wanted:

@@ -29,7 +29,9 @@ class Resolved:
 
 @dataclass(frozen=True)
 class ConfigChecks:
-    """``legal``: points that can be trained; ``pruned``: numbers of those that a search would leave out."""
+    """``legal``: points that can be trained; ``pruned``: numbers of those that a search would leave
+    out.
+    """
 
     findings: tuple[CheckIssue, ...]
     legal: tuple[Resolved, ...]
@@ -37,7 +39,9 @@ class ConfigChecks:
 
 
 def resolve(experiment: ExperimentConfig, model_dir: Path, slots: int, point: Point) -> Resolved:
-    """Raises ConfigError with all faults of the point's ds_config, InvalidHP where a search would go on without the point."""
+    """Raises ConfigError with all faults of the point's ds_config, InvalidHP where a search would
+    go on without the point.
+    """
     search = experiment.searcher.searches
     values = point.hyperparameters
     source = experiment.ds_config(model_dir, values)
@@ -46,7 +50,7 @@ def resolve(experiment: ExperimentConfig, model_dir: Path, slots: int, point: Po
 
 
 def check_ds_configs(experiment: ExperimentConfig, model_dir: Path, slots: int, space: Space) -> ConfigChecks:
-    """All points of ``space``. Reads files; starts nothing."""
+    """Return all points of ``space``. Reads files; starts nothing."""
     groups: dict[str, _Group] = {}
     legal: list[Resolved] = []
     pruned: list[int] = []
@@ -86,7 +90,7 @@ def _add(groups: dict[str, _Group], error: ZeroTrialError, severity: Severity, p
 
 
 def _findings(groups: Iterable[_Group], space: Space, some_legal: bool) -> Iterable[CheckIssue]:
-    """An invalid combination is a warning as long as there are others that can be trained."""
+    """Return an invalid combination is a warning as long as there are others that can be trained."""
     for group in groups:
         invalid = isinstance(group.error, InvalidHP)
         severity = Severity.WARNING if invalid and some_legal else group.severity
@@ -104,7 +108,10 @@ def _where_it_holds(group: _Group, space: Space, invalid: bool) -> str:
 
 
 def first_legal(experiment: ExperimentConfig, model_dir: Path, slots: int, most: int = 128) -> Resolved:
-    """The first point of the search that can be trained; of constants, the only one. Raises ConfigError with the faults if there is none."""
+    """Return the first point of the search that can be trained; of constants, the only one.
+
+    Raises ConfigError with the faults if there is none.
+    """
     space = explore(experiment.hyperparameters, experiment.searcher.name, most, experiment.experiment_seed or 0)
     faults: list[ZeroTrialError] = []
     for point in space.points:

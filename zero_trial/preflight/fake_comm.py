@@ -1,6 +1,8 @@
-"""A mesh of ranks that are not there: collectives that hold the memory of real ones, and move nothing.
+"""A mesh of ranks that are not there: collectives that hold the memory of real ones, and move
+nothing.
 
-What a collective of n elements on N ranks holds until its result is there, by how the ranks exchange:
+What a collective of n elements on N ranks holds until its result is there, by how the ranks
+exchange:
 
     SHARED    ranks of one host      nothing where the source is a buffer that peers read in place; else n (N-1)/N (reduce-scatter) or n/N
                                      (all-gather) in segments that peers read; segments stay for the next payload
@@ -51,7 +53,8 @@ class _Segment:
 
 @dataclass
 class Segments:
-    """The shared segments that this rank would own, by the rule of :class:`zero_trial.comm.shm.segments.SharedMemory`.
+    """The shared segments that this rank would own, by the rule of
+    :class:`zero_trial.comm.shm.segments.SharedMemory`.
 
     Peers are taken to read as fast as this rank does; a slower one may cost another segment.
     """
@@ -61,7 +64,7 @@ class Segments:
 
     @property
     def total(self) -> int:
-        """Bytes."""
+        """Return bytes."""
         return sum(HEADER + segment.capacity for segment in self.made)
 
     def add_shared(self, tensor: torch.Tensor) -> None:
@@ -69,7 +72,7 @@ class Segments:
         self._homes.add(tensor.untyped_storage())
 
     def has(self, tensor: torch.Tensor) -> bool:
-        """Whether ``tensor`` is part of one that lives so."""
+        """Return whether ``tensor`` is part of one that lives so."""
         return tensor.untyped_storage() in self._homes
 
     def acquire(self, nbytes: int) -> _Segment:
@@ -82,7 +85,10 @@ class Segments:
 
 
 class FakeTransport(Transport):
-    """One axis as its first rank sees it. Nothing is sent; what would arrive from the others is zeros."""
+    """One axis as its first rank sees it.
+
+    Nothing is sent; what would arrive from the others is zeros.
+    """
 
     def __init__(self, size: int, exchange: Exchange, segments: Segments) -> None:
         self.name = exchange.value
@@ -147,7 +153,10 @@ class FakeControl(ControlChannel):
 
 
 def fake_mesh(shape: MeshShape, exchange: Exchange = Exchange.SHARED, segments: Segments | None = None) -> Mesh:
-    """Rank 0's place in ``shape``; no process group is needed, and none is used. ``segments`` notes what sharing would cost."""
+    """Rank 0's place in ``shape``; no process group is needed, and none is used.
+
+    ``segments`` notes what sharing would cost.
+    """
     counters, heartbeat = CommCounters(), Heartbeat(None, 0, 1)
     pool = segments if segments is not None else Segments()
 
@@ -196,7 +205,9 @@ class FakeSwapFile:
 
     @contextmanager
     def mapped(self) -> Iterator[torch.Tensor]:
-        """A tensor of the file's size with whatever the memory held: pages that nobody touches do not exist."""
+        """A tensor of the file's size with whatever the memory held: pages that nobody touches do
+        not exist.
+        """
         yield torch.empty(self._end, dtype=torch.uint8)
 
     def close(self) -> None:

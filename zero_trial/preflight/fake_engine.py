@@ -1,10 +1,12 @@
-"""Build what a dry run gives a trial in place of ``zero_trial.initialize``: the real engine, as rank 0 of a fake mesh.
+"""Build what a dry run gives a trial in place of ``zero_trial.initialize``: the real engine, as
+rank 0 of a fake mesh.
 
     fake_initialize   one engine with real values on the CPU, for ``check``: the trial builds, loads and evaluates with it
     TrialSubject      engines without values behind a proxy, for ``plan``: the trial's train_batch runs on one planned engine after another
 
-A pipeline is one engine of one stage that holds all layers, because the stages of a real one exchange tensors and
-the other ranks of a fake mesh send none. Its layers have no values where only its sizes are asked for.
+A pipeline is one engine of one stage that holds all layers, because the stages of a real one
+exchange tensors and the other ranks of a fake mesh send none. Its layers have no values where only
+its sizes are asked for.
 """
 
 from __future__ import annotations
@@ -33,7 +35,9 @@ META = torch.device("meta")
 
 
 class ProxyEngine:
-    """What a trial takes for its engine. Calls and attributes go to ``playing``, the engine that is planned at the moment.
+    """What a trial takes for its engine.
+
+    Calls and attributes go to ``playing``, the engine that is planned at the moment.
 
     ``device``: where the trial should put its tensors.
     """
@@ -50,11 +54,12 @@ class ProxyEngine:
 
 
 def fake_initialize(ranks: int, *, evaluates: bool) -> Callable[..., tuple[Any, Any, Any, Any]]:
-    """Return a function with the signature of ``zero_trial.initialize`` for a run of ``ranks`` ranks.
+    """Return a function with the signature of ``zero_trial.initialize`` for a run of ``ranks``
+    ranks.
 
-    Its engines compute on the CPU, in the precision of ds_config. Collectives move nothing: at ZeRO stage 3 the
-    parameters of other ranks are zeros, so outputs have the right form and not the right values. ``evaluates``:
-    pipelines get values, too.
+    Its engines compute on the CPU, in the precision of ds_config. Collectives move nothing: at ZeRO
+    stage 3 the parameters of other ranks are zeros, so outputs have the right form and not the
+    right values. ``evaluates``: pipelines get values, too.
     """
 
     def initialize(
@@ -111,10 +116,12 @@ class _Part:
 
 
 class TrialSubject:
-    """A trial built with :meth:`factory` in place of ``zero_trial.initialize``; see :class:`zero_trial.preflight.dry_run.Subject`.
+    """A trial built with :meth:`factory` in place of ``zero_trial.initialize``; see
+    :class:`zero_trial.preflight.dry_run.Subject`.
 
-    Give it the trial's micro-batch with :meth:`perform` before a dry run. Several engines (a GAN) are planned together.
-    A pipeline is planned by :class:`zero_trial.preflight.PipelinePlanner`, from ``pipeline``: its module and ds_config.
+    Give it the trial's micro-batch with :meth:`perform` before a dry run. Several engines (a GAN)
+    are planned together. A pipeline is planned by :class:`zero_trial.preflight.PipelinePlanner`,
+    from ``pipeline``: its module and ds_config.
     """
 
     def __init__(self, ranks: int, device: torch.device | str = "cpu") -> None:
@@ -134,7 +141,9 @@ class TrialSubject:
         config_params: Any = None,
         **options: Any,
     ) -> tuple[Any, Any, Any, Any]:
-        """Take the arguments of ``zero_trial.initialize`` and return what it does, with a :class:`ProxyEngine` for the engine."""
+        """Take the arguments of ``zero_trial.initialize`` and return what it does, with a
+        :class:`ProxyEngine` for the engine.
+        """
         model, settings = read_settings(args, model, config, config_params)
         names = ("optimizer", "model_parameters", "lr_scheduler")
         given = {name: _listed(value) for name, value in options.items() if name in names}
@@ -163,7 +172,7 @@ class TrialSubject:
 
     @property
     def settings(self) -> DsConfig:
-        """The ds_config of the first engine."""
+        """Return the ds_config of the first engine."""
         if not self._parts:
             raise TrialError(
                 "the trial made no engine", where="plan", fix="Call context.initialize(model=...) in its __init__."

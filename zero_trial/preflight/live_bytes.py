@@ -27,9 +27,11 @@ class _Storage:
 class LiveBytes(TorchDispatchMode):
     """Counts while it is entered; what it counted stays counted until it dies, entered or not.
 
-    ``live`` bytes now, ``peak`` the most since :meth:`restart`. Views of one storage count once; a storage that is resized counts with its new
-    size from the next operation on. Not seen: memory that no tensor holds (libraries, kernels' own workspace, caches of an allocator), and
-    tensors over memory that no operation made (shared memory, files) unless they are held. ``only``: the type of the device whose memory counts.
+    ``live`` bytes now, ``peak`` the most since :meth:`restart`. Views of one storage count once; a
+    storage that is resized counts with its new size from the next operation on. Not seen: memory
+    that no tensor holds (libraries, kernels' own workspace, caches of an allocator), and tensors
+    over memory that no operation made (shared memory, files) unless they are held. ``only``: the
+    type of the device whose memory counts.
     """
 
     def __init__(self, only: str | None = None) -> None:
@@ -52,8 +54,9 @@ class LiveBytes(TorchDispatchMode):
         self.peak = max(self.peak, self.live)
 
     def follow(self, tensors: Callable[[], Iterable[torch.Tensor]]) -> None:
-        """These tensors' storages come and go without an operation (resized in place, or mapped): they are asked for, and looked at again, at
-        every operation."""
+        """These tensors' storages come and go without an operation (resized in place, or mapped):
+        they are asked for, and looked at again, at every operation.
+        """
         self._followed = tensors
         self.hold(tensors())
 
@@ -65,9 +68,11 @@ class LiveBytes(TorchDispatchMode):
 
     @contextmanager
     def saving(self) -> Iterator[None]:
-        """Inside, storages made from now on that autograd saves for backward are counted as ``saved`` while they live.
+        """Inside, storages made from now on that autograd saves for backward are counted as
+        ``saved`` while they live.
 
-        What was there before (parameters, buffers, the batch) is not: it would be there without backward too.
+        What was there before (parameters, buffers, the batch) is not: it would be there without
+        backward too.
         """
         self._saved_from = self._made
         with torch.autograd.graph.saved_tensors_hooks(self._save, lambda tensor: tensor):
@@ -138,7 +143,7 @@ class LiveBytes(TorchDispatchMode):
 
 
 def _is_of(tensor: torch.Tensor, args: tuple[Any, ...]) -> bool:
-    """Whether the tensor is a view of one of the arguments, or that argument itself."""
+    """Return whether the tensor is a view of one of the arguments, or that argument itself."""
     key = tensor.untyped_storage()._cdata
     return any(
         isinstance(leaf, torch.Tensor) and leaf.untyped_storage()._cdata == key for leaf in tree_flatten(args)[0]
@@ -152,7 +157,8 @@ def _is_fake(tensor: Any) -> bool:
 
 
 def _fake_number(tensor: torch.Tensor) -> float | bool:
-    """What a tensor without values answers to ``item()``: losses and norms are 1.0, conditions False.
+    """Return what a tensor without values answers to ``item()``: losses and norms are 1.0,
+    conditions False.
 
     An integer could decide a shape, and a wrong shape a wrong plan: LookupError.
     """

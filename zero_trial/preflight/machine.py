@@ -19,7 +19,8 @@ from zero_trial.util.text import format_bytes
 def check_machine(slots: int, where: str, devices: HostDevices, config: DsConfig | None) -> list[CheckIssue]:
     """Return issues of ``slots`` ranks (named at ``where``) of ``config`` on ``devices``. Pure.
 
-    More ranks than GPUs is a fault, as ``zero-trial run`` would refuse it; more ranks than cores works, slowly.
+    More ranks than GPUs is a fault, as ``zero-trial run`` would refuse it; more ranks than cores
+    works, slowly.
     """
     found: list[CheckIssue] = []
     try:
@@ -45,7 +46,9 @@ _MOMENTS = {"lion": 1, "adagrad": 1, "rmsprop": 1}  # per element; others have t
 
 @dataclass(frozen=True)
 class DiskSpace:
-    """A folder: whether it exists and can be written, its free bytes, and the type of its file system."""
+    """A folder: whether it exists and can be written, its free bytes, and the type of its file
+    system.
+    """
 
     exists: bool
     writable: bool = False
@@ -144,7 +147,9 @@ def _where(config: DsConfig, key: str) -> str:
 
 
 def _kind(folder: Path) -> str:
-    """The type of the file system that ``folder`` is on; empty where the system does not say."""
+    """Return the type of the file system that ``folder`` is on; empty where the system does not
+    say.
+    """
     best, kind = "", ""
     try:
         for line in Path("/proc/self/mounts").read_text("utf-8", errors="replace").splitlines():

@@ -1,4 +1,6 @@
-"""Run one pipeline rank's row of the schedule with its layers alone, and measure the memory it holds."""
+"""Run one pipeline rank's row of the schedule with its layers alone, and measure the memory it
+holds.
+"""
 
 from __future__ import annotations
 
@@ -25,9 +27,11 @@ from zero_trial.precurrent.live_bytes import LiveBytes
 
 @dataclass(frozen=True)
 class Parts:
-    """``stages[r]`` is what pipeline rank r holds, a ModuleDict of its chunks by number; ``whole`` has the chunks of all.
+    """``stages[r]`` is what pipeline rank r holds, a ModuleDict of its chunks by number; ``whole``
+    has the chunks of all.
 
-    ``bounds``: chunk c is layers ``bounds[c]`` to ``bounds[c + 1] - 1``. ``ties``: groups of chunks that share weights.
+    ``bounds``: chunk c is layers ``bounds[c]`` to ``bounds[c + 1] - 1``. ``ties``: groups of chunks
+    that share weights.
     """
 
     placement: ChunkPlacement
@@ -46,7 +50,10 @@ class Parts:
 
 
 def parts_of(model: PipelineModule, settings: PipelineSettings, device: torch.device | str = "cpu") -> Parts:
-    """The parts that the run's ranks will build; ``model`` stays as it is. A partition by profile is measured here, with real layers."""
+    """Return the parts that the run's ranks will build; ``model`` stays as it is.
+
+    A partition by profile is measured here, with real layers.
+    """
     placement = RECIPES[settings.schedule].place(settings.stages, settings.chunks_per_rank)
     method = settings.partition_method or model.partition_method
     built = []
@@ -86,7 +93,9 @@ def _trainable(module: nn.Module) -> int:
 
 @dataclass(frozen=True)
 class HeldBytes:
-    """Bytes of one pipeline rank at most: ``activations`` is what autograd saved; ``peak`` all but what outlives a step."""
+    """Bytes of one pipeline rank at most: ``activations`` is what autograd saved; ``peak`` all but
+    what outlives a step.
+    """
 
     activations: int
     peak: int
@@ -94,7 +103,8 @@ class HeldBytes:
 
 @dataclass(frozen=True)
 class Copies:
-    """Bytes of one element while it is whole; 0 where it is never freed, because then it is among what outlives a step.
+    """Bytes of one element while it is whole; 0 where it is never freed, because then it is among
+    what outlives a step.
 
     Parameters of fewer than ``persistence`` elements are never freed.
     """
@@ -166,9 +176,11 @@ def dry_run_rank(
     *,
     fake: bool = True,
 ) -> HeldBytes:
-    """What pipeline rank ``rank`` holds in one step of ``schedule`` on micro-batches like ``batch`` (inputs, labels).
+    """Return what pipeline rank ``rank`` holds in one step of ``schedule`` on micro-batches like
+    ``batch`` (inputs, labels).
 
-    ``fake``: tensors without values. torch's random state stays as it was. Raises TrialError where a layer cannot be run so.
+    ``fake``: tensors without values. torch's random state stays as it was. Raises TrialError where
+    a layer cannot be run so.
     """
     live = LiveBytes()
     inputs, labels = parts.whole.batch(batch, fake=fake)
@@ -187,7 +199,7 @@ def dry_run_rank(
 
 
 def _play(player: _Player, row: Row, live: LiveBytes, sizes: Mapping[int, Copies]) -> HeldBytes:
-    """Every computation with what is whole around it."""
+    """Return every computation with what is whole around it."""
     parameters: dict[int, int] = {}
     gradients: dict[int, int] = {}
     activations = peak = 0
@@ -212,7 +224,9 @@ def _play(player: _Player, row: Row, live: LiveBytes, sizes: Mapping[int, Copies
 
 
 def _templates(chunks: Mapping[int, nn.Module], inputs: Any) -> dict[int, Any]:
-    """What each chunk gets, by running them one after the other; floating tensors of later ones want a gradient."""
+    """Return what each chunk gets, by running them one after the other; floating tensors of later
+    ones want a gradient.
+    """
     found: dict[int, Any] = {}
     value = inputs
     for number in sorted(chunks):
@@ -222,7 +236,7 @@ def _templates(chunks: Mapping[int, nn.Module], inputs: Any) -> dict[int, Any]:
 
 
 def _whole(chunks: Mapping[int, nn.Module], copies: Copies) -> dict[int, Copies]:
-    """The same of each chunk as a whole; what two of them share is the first one's."""
+    """Return the same of each chunk as a whole; what two of them share is the first one's."""
     found: dict[int, Copies] = {}
     seen: set[nn.Parameter] = set()
     for number, chunk in chunks.items():
@@ -234,7 +248,7 @@ def _whole(chunks: Mapping[int, nn.Module], copies: Copies) -> dict[int, Copies]
 
 
 def _fresh(value: Any) -> Any:
-    """New tensors like these, as a message would bring them."""
+    """Return new tensors like these, as a message would bring them."""
 
     def made(leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor):

@@ -1,4 +1,6 @@
-"""Plan the memory of each pipeline stage: states from the engine's layouts, the peak from its row of the schedule."""
+"""Plan the memory of each pipeline stage: states from the engine's layouts, the peak from its row
+of the schedule.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ from zero_trial.util.text import format_bytes, format_count
 
 @dataclass(frozen=True)
 class StagePlan:
-    """One pipeline rank: what of the model it has, the most micro-batches whose activations it holds, and bytes."""
+    """One pipeline rank: what of the model it has, the most micro-batches whose activations it
+    holds, and bytes.
+    """
 
     rank: int
     layers: str
@@ -51,7 +55,7 @@ class PipelinePlan:
 
     @property
     def largest(self) -> StagePlan:
-        """The pipeline rank that needs most."""
+        """Return the pipeline rank that needs most."""
         return max(self.stages, key=lambda stage: stage.figures.total)
 
     def fits(self, limit: int | None) -> bool:
@@ -69,7 +73,7 @@ class PipelinePlan:
         return text
 
     def table(self, limit: int | None = None) -> str:
-        """A row per pipeline rank; below it the schedule and the policy with their price."""
+        """Return a row per pipeline rank; below it the schedule and the policy with their price."""
         head = ("stage", "layers", "parameters", "in flight", "states", "activations", "peak", "exchange")
         rows = [
             (
@@ -94,7 +98,7 @@ class PipelinePlan:
         return "\n".join([title, *(f"  {line}" for line in lines), self.price])
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain numbers for JSON."""
+        """Return plain numbers for JSON."""
         stages = []
         for stage in self.stages:
             figures = stage.figures
@@ -113,7 +117,8 @@ class PipelineCandidate:
 
 
 class PipelinePlanner:
-    """``settings`` as the run has them, on ``ranks`` ranks; ``batch`` is one micro-batch, (inputs, labels). Plans are made when asked for.
+    """``settings`` as the run has them, on ``ranks`` ranks; ``batch`` is one micro-batch, (inputs,
+    labels). Plans are made when asked for.
 
     ``limit``: bytes of one rank, by which an open policy is chosen, as the run will choose it.
     """
@@ -143,7 +148,7 @@ class PipelinePlanner:
         self._known: dict[tuple[int, int], PipelinePlan] = {}
 
     def plan(self, zero_stage: int | None = None, micro_batch: int | None = None) -> PipelinePlan:
-        """The plan at another ZeRO stage or micro-batch; the global batch stays."""
+        """Return the plan at another ZeRO stage or micro-batch; the global batch stays."""
         stage = self.zero_stage if zero_stage is None else zero_stage
         key = (stage, self.micro_batch if micro_batch is None else micro_batch)
         if key not in self._known:
@@ -151,14 +156,16 @@ class PipelinePlanner:
         return self._known[key]
 
     def compare(self) -> list[PipelineCandidate]:
-        """Every ZeRO stage, and half the micro-batch with twice as many of them, which also makes the bubble smaller."""
+        """Return every ZeRO stage, and half the micro-batch with twice as many of them, which also
+        makes the bubble smaller.
+        """
         keys = [(stage, self.micro_batch) for stage in range(4)]
         if self.micro_batch % 2 == 0:
             keys.append((self.zero_stage, self.micro_batch // 2))
         return [self._choice(*key) for key in keys]
 
     def does_not_fit(self, limit: int) -> DoesNotFit:
-        """The error for a plan beyond ``limit``, with what of the comparison fits."""
+        """Return the error for a plan beyond ``limit``, with what of the comparison fits."""
         own = self.plan()
         most = own.largest
         fitting = [row.name for row in self.compare() if row.plan is not None and row.plan.fits(limit)]
@@ -232,7 +239,9 @@ class PipelinePlanner:
         )
 
     def _states(self, settings: DsConfig, rank: int) -> Figures:
-        """What outlives a step on one rank of a stage: an engine's states over the stage's layers, on the stage's own ranks."""
+        """Return what outlives a step on one rank of a stage: an engine's states over the stage's
+        layers, on the stage's own ranks.
+        """
         alone = replace(settings, mesh=replace(settings.mesh, pipe=1))
         role = Role(self._parts.stages[rank], alone)
         return dry_run_any([role], self.ranks // settings.mesh.pipe, None, one_host=self._one_host)[0]
@@ -251,7 +260,7 @@ def _either(run: Callable[[bool], HeldBytes]) -> HeldBytes:
 
 
 def pipeline_table(rows: Sequence[PipelineCandidate], limit: int | None = None) -> str:
-    """The rows side by side, each with the pipeline rank that needs most."""
+    """Return the rows side by side, each with the pipeline rank that needs most."""
     width = max(len(row.name) for row in rows)
     lines = [f"{'':<{width}}  {'stage':>5}{'states':>12}{'activations':>13}{'peak':>12}"]
     for row in rows:

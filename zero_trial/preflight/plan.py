@@ -6,7 +6,8 @@
     peak          the most tensor bytes that live at one time in a training step
     exchange      segments that ranks of one host share to exchange tensors; 0 for other ways to exchange
 
-The interpreter, libraries, allocator caches and kernels' own workspace are no tensors and not in it.
+The interpreter, libraries, allocator caches and kernels' own workspace are no tensors and not in
+it.
 """
 
 from __future__ import annotations
@@ -47,7 +48,9 @@ class Figures:
 
     @property
     def total(self) -> int:
-        """What has to fit: the peak, or the states where that is all that is known, and the shared segments."""
+        """Return what has to fit: the peak, or the states where that is all that is known, and the
+        shared segments.
+        """
         return (self.states if self.peak is None else self.peak) + self.exchange
 
 
@@ -78,7 +81,7 @@ class MemoryPlan:
         return text
 
     def table(self, limit: int | None = None) -> str:
-        """One line per kind of memory, with bytes per parameter of the whole model."""
+        """Return one line per kind of memory, with bytes per parameter of the whole model."""
         figures = self.figures
         rows: list[tuple[str, int | None]] = [
             ("parameters and masters", figures.parameters),
@@ -102,7 +105,7 @@ class MemoryPlan:
         return "\n".join(lines)
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain numbers for JSON."""
+        """Return plain numbers for JSON."""
         figures = self.figures
         derived: Mapping[str, int | None] = {
             "states": figures.states,
@@ -122,7 +125,7 @@ _CGROUP = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory
 
 
 def parse_size(text: str, where: str = "--limit") -> int:
-    """Bytes of ``16GiB``, ``16 GB``, ``500M``, ``1e9``. Raises ConfigError."""
+    """Return bytes of ``16GiB``, ``16 GB``, ``500M``, ``1e9``. Raises ConfigError."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?(?:[eE]\d+)?)\s*([kKmMgGtT]?i?)[bB]?\s*", text)
     factor = _UNITS.get(match[2].lower()) if match else None
     if match is None or factor is None or not float(match[1]):
@@ -136,7 +139,9 @@ def parse_size(text: str, where: str = "--limit") -> int:
 
 
 def rank_limit(device: torch.device, ranks_here: int) -> int | None:
-    """Bytes for one of ``ranks_here`` ranks: the whole GPU, or an equal part of this machine's memory; None where it cannot be known."""
+    """Return bytes for one of ``ranks_here`` ranks: the whole GPU, or an equal part of this
+    machine's memory; None where it cannot be known.
+    """
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[1])
     machine = machine_memory()
@@ -144,7 +149,9 @@ def rank_limit(device: torch.device, ranks_here: int) -> int | None:
 
 
 def machine_memory(limits: tuple[Path, ...] = _CGROUP) -> int | None:
-    """Bytes of memory of this machine, or of the container that we are in where that has less."""
+    """Return bytes of memory of this machine, or of the container that we are in where that has
+    less.
+    """
     found = []
     if hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
         found.append(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))

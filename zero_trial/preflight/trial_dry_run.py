@@ -32,7 +32,10 @@ from zero_trial.trial.validation import Validator
 
 @dataclass(frozen=True)
 class DryRunRequest:
-    """What to run: one point of an experiment on ``slots`` ranks. ``dry_run``: evaluate one batch, too."""
+    """What to run: one point of an experiment on ``slots`` ranks.
+
+    ``dry_run``: evaluate one batch, too.
+    """
 
     experiment: ExperimentConfig
     entrypoint: Entrypoint
@@ -59,7 +62,8 @@ class _Ended(Exception):
 
 
 def dry_run_trial(request: DryRunRequest) -> DryRunResult:
-    """Import and build the trial, check its loaders and the metrics that it reports, and with ``dry_run`` evaluate one batch.
+    """Import and build the trial, check its loaders and the metrics that it reports, and with
+    ``dry_run`` evaluate one batch.
 
     Whatever the trial raises becomes an issue.
     """
@@ -155,7 +159,10 @@ class _Stage:
         self._found.findings.append(note(Area.METRIC, Severity.FAULT, what, where=where, fix=fix))
 
     def _try(self, area: Area, work: Callable[[], Any], doing: str = "") -> Any:
-        """Return what ``work`` returns; what it raises becomes an issue and ends the dry run. ``doing`` names it in messages."""
+        """Return what ``work`` returns; what it raises becomes an issue and ends the dry run.
+
+        ``doing`` names it in messages.
+        """
         try:
             return work()
         except InvalidHP as error:
@@ -179,7 +186,9 @@ def _training_issues(trial: ZeroTrial) -> list[CheckIssue]:
 
 
 def _metric_names(trial: ZeroTrial, context: ZeroTrialContext) -> frozenset[str] | None:
-    """Return all metric names that evaluation can report, by its source and the wrapped reducers; None if unknown."""
+    """Return all metric names that evaluation can report, by its source and the wrapped reducers;
+    None if unknown.
+    """
     whole = overrides(trial, "evaluate_full_dataset")
     names = reported_metrics(trial.evaluate_full_dataset if whole else trial.evaluate_batch)
     reducers = [item.name for item in context.reducers.wrapped if item.for_validation]
@@ -195,7 +204,9 @@ class TrialCodeError(TrialError):
 
 
 def trial_code_error(error: BaseException, model_dir: Path, doing: str) -> ZeroTrialError:
-    """Return the error for what the user's code raised, with the last line of that code in the traceback."""
+    """Return the error for what the user's code raised, with the last line of that code in the
+    traceback.
+    """
     root = model_dir.resolve()
     own = [
         frame
@@ -212,7 +223,9 @@ def trial_code_error(error: BaseException, model_dir: Path, doing: str) -> ZeroT
 
 @contextlib.contextmanager
 def _model_folder(folder: Path) -> Iterator[None]:
-    """Forget afterwards what was imported from the model's folder: the next one may have modules of the same names."""
+    """Forget afterwards what was imported from the model's folder: the next one may have modules of
+    the same names.
+    """
     path, before, root = list(sys.path), set(sys.modules), folder.resolve()
     try:
         yield
@@ -226,7 +239,9 @@ def _model_folder(folder: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _fake_engines(ranks: int, *, evaluates: bool) -> Iterator[None]:
-    """Replace ``zero_trial.initialize`` inside: a trial may call it itself and wrap the engine that it returns."""
+    """Replace ``zero_trial.initialize`` inside: a trial may call it itself and wrap the engine that
+    it returns.
+    """
     before = vars(zero_trial).get("initialize")
     vars(zero_trial)["initialize"] = fake_initialize(ranks, evaluates=evaluates)
     try:

@@ -1,4 +1,6 @@
-"""Read a trial's source: metric names that a method returns, and plain torch calls that an engine replaces."""
+"""Read a trial's source: metric names that a method returns, and plain torch calls that an engine
+replaces.
+"""
 
 from __future__ import annotations
 
@@ -18,10 +20,12 @@ class _Unknown(Exception):
 
 
 def reported_metrics(method: Callable[..., Any]) -> frozenset[str] | None:
-    """Return every name that a dict returned by ``method`` can hold; None where the source does not name all of them.
+    """Return every name that a dict returned by ``method`` can hold; None where the source does not
+    name all of them.
 
-    What is understood: dict displays and ``dict(name=...)``, joined by ``|`` or chosen by ``if``, and local names that hold nothing else and
-    get more entries only by constant keys. A name that is in the answer may still be missing in a call; one that is not in it is never there.
+    What is understood: dict displays and ``dict(name=...)``, joined by ``|`` or chosen by ``if``,
+    and local names that hold nothing else and get more entries only by constant keys. A name that
+    is in the answer may still be missing in a call; one that is not in it is never there.
     """
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(method))))
@@ -46,7 +50,7 @@ def _is_plain(decorator: ast.expr) -> bool:
 
 
 def _own_nodes(function: ast.AST) -> Iterator[ast.AST]:
-    """All nodes but those of functions and classes inside."""
+    """Yield all nodes but those of functions and classes inside."""
     for child in ast.iter_child_nodes(function):
         if not isinstance(child, _Function | ast.Lambda | ast.ClassDef):
             yield child
@@ -110,7 +114,9 @@ def _is(node: ast.AST | None, name: str) -> bool:
 
 @dataclass(frozen=True)
 class SourceIssue:
-    """A call of plain torch that an engine replaces: file and line, what is wrong, what to write instead."""
+    """A call of plain torch that an engine replaces: file and line, what is wrong, what to write
+    instead.
+    """
 
     where: str
     what: str
@@ -134,7 +140,9 @@ _CALLS = {
 
 
 def training_issues(method: Callable[..., Any]) -> list[SourceIssue]:
-    """Return issues in the source of ``train_batch``; none where it cannot be read, or calls other code."""
+    """Return issues in the source of ``train_batch``; none where it cannot be read, or calls other
+    code.
+    """
     try:
         plain = inspect.unwrap(method)
         file = Path(inspect.getsourcefile(plain) or "").name
@@ -151,7 +159,7 @@ def training_issues(method: Callable[..., Any]) -> list[SourceIssue]:
 
 
 def _named_calls(tree: ast.AST) -> Iterator[tuple[ast.Call, str]]:
-    """Every call of a dotted name, in the order of lines."""
+    """Yield every call of a dotted name, in the order of lines."""
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
     for call in sorted(calls, key=lambda call: (call.lineno, call.col_offset)):
         name = _dotted(call.func)

@@ -1,1 +1,3 @@
-"""One run, or a whole sweep, as one HTML page that needs nothing else: read from a folder or the master's store, drawn by pure functions."""
+"""One run, or a whole sweep, as one HTML page that needs nothing else: read from a folder or the
+master's store, drawn by pure functions.
+"""

@@ -1,4 +1,7 @@
-"""What a report shows, as frozen values: one run, or the trials and decisions of a sweep. Pages show nothing else."""
+"""What a report shows, as frozen values: one run, or the trials and decisions of a sweep.
+
+Pages show nothing else.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +47,11 @@ class Series:
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on rank 0. ``parts`` of the plan by name; ``processes`` is what each rank's process or device held at its peak."""
+    """Bytes on rank 0.
+
+    ``parts`` of the plan by name; ``processes`` is what each rank's process or device held at its
+    peak.
+    """
 
     parts: Mapping[str, int] = field(default_factory=dict)
     planned: int | None = None
@@ -56,7 +63,9 @@ class Memory:
 
 @dataclass(frozen=True)
 class Setting:
-    """One ds_config value, where it came from, and what is to be said about it; ``given`` if somebody wrote it or it was filled in."""
+    """One ds_config value, where it came from, and what is to be said about it; ``given`` if
+    somebody wrote it or it was filled in.
+    """
 
     key: str
     value: Any
@@ -87,7 +96,10 @@ class MetricChange:
 
 @dataclass(frozen=True)
 class RunReport:
-    """One run. Series that were not recorded are empty; ``facts`` are name and value in the order to show them."""
+    """One run.
+
+    Series that were not recorded are empty; ``facts`` are name and value in the order to show them.
+    """
 
     title: str
     status: Status
@@ -110,7 +122,11 @@ class RunReport:
 
 @dataclass(frozen=True)
 class TrialReport:
-    """One point of a sweep. ``point``: the swept values by dotted name. ``best`` is the searcher's metric as it was reported."""
+    """One point of a sweep.
+
+    ``point``: the swept values by dotted name. ``best`` is the searcher's metric as it was
+    reported.
+    """
 
     id: str
     status: Status
@@ -149,7 +165,9 @@ class RungDecision:
 
 @dataclass(frozen=True)
 class BracketHistory:
-    """One bracket: how much training each rung asks for, and its decisions in the order in which they were taken."""
+    """One bracket: how much training each rung asks for, and its decisions in the order in which
+    they were taken.
+    """
 
     number: int
     units: tuple[int, ...]
@@ -178,7 +196,10 @@ class BestConfig:
 
 @dataclass(frozen=True)
 class SweepReport:
-    """A search and all its trials. ``pruned``: reasons why points were never launched, with how often."""
+    """A search and all its trials.
+
+    ``pruned``: reasons why points were never launched, with how often.
+    """
 
     title: str
     status: Status
@@ -197,7 +218,7 @@ class SweepReport:
     created: str = ""
 
     def ranked(self) -> tuple[TrialReport, ...]:
-        """Trials with a metric, the best first."""
+        """Return trials with a metric, the best first."""
         measured = [trial for trial in self.trials if trial.best is not None]
         sign = 1.0 if self.smaller_is_better else -1.0
         return tuple(sorted(measured, key=lambda trial: sign * (trial.best or 0.0)))
@@ -207,7 +228,7 @@ class SweepReport:
 
 
 def leaves(values: Mapping[str, Any], above: tuple[str, ...] = ()) -> dict[str, Any]:
-    """Every value that is no mapping, by dotted name."""
+    """Return every value that is no mapping, by dotted name."""
     found: dict[str, Any] = {}
     for key, value in values.items():
         path = (*above, str(key))
@@ -219,7 +240,7 @@ def leaves(values: Mapping[str, Any], above: tuple[str, ...] = ()) -> dict[str, 
 
 
 def swept_axes(hyperparameters: Mapping[str, Any]) -> tuple[Axis, ...]:
-    """One axis for each range in an experiment's hyperparameters."""
+    """Return one axis for each range in an experiment's hyperparameters."""
     found = []
     for name in ranges(hyperparameters):
         entry: Any = hyperparameters
@@ -233,7 +254,9 @@ def swept_axes(hyperparameters: Mapping[str, Any]) -> tuple[Axis, ...]:
 
 
 def differing_axes(points: Sequence[Mapping[str, Any]]) -> tuple[Axis, ...]:
-    """One axis for each leaf that is not the same everywhere; few numbers, or anything else, are choices."""
+    """Return one axis for each leaf that is not the same everywhere; few numbers, or anything else,
+    are choices.
+    """
     names = dict.fromkeys(name for point in points for name in point)
     found = []
     for name in names:
@@ -255,7 +278,7 @@ def _rank(value: Any) -> float:
 
 
 def reach(values: Mapping[str, Any], name: str) -> Any:
-    """The value at a dotted name; None if there is none."""
+    """Return the value at a dotted name; None if there is none."""
     found: Any = values
     for part in name.split("."):
         found = found.get(part) if isinstance(found, Mapping) else None
@@ -263,6 +286,9 @@ def reach(values: Mapping[str, Any], name: str) -> Any:
 
 
 def as_yaml(experiment: Mapping[str, Any], comment: str) -> str:
-    """The experiment as a file, under a line that says what it is. Floats are written so that every YAML reader takes them for numbers."""
+    """Return the experiment as a file, under a line that says what it is.
+
+    Floats are written so that every YAML reader takes them for numbers.
+    """
     head = " ".join(comment.split())
     return f"# {head}\n" + yaml.safe_dump(dict(experiment), sort_keys=False, allow_unicode=True, width=100)

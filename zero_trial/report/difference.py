@@ -31,7 +31,11 @@ VERSIONS = "data.zero_trial.versions."
 
 @dataclass(frozen=True)
 class Trace:
-    """Values by step. ``local``: rank 0's own, which mean the same only where the ranks share the work in the same way."""
+    """Values by step.
+
+    ``local``: rank 0's own, which mean the same only where the ranks share the work in the same
+    way.
+    """
 
     name: str
     steps: Steps
@@ -40,9 +44,12 @@ class Trace:
 
 @dataclass(frozen=True)
 class RunRecord:
-    """One run. ``settings``: dotted key -> value. ``code``: file -> digest, None without a certificate; ``whole_code``: whether it is all of
-    it, or the folder held more than is noted. ``data``: the fingerprint that the
-    trial gave when it ended, None if it did not."""
+    """One run.
+
+    ``settings``: dotted key -> value. ``code``: file -> digest, None without a certificate;
+    ``whole_code``: whether it is all of it, or the folder held more than is noted. ``data``: the
+    fingerprint that the trial gave when it ended, None if it did not.
+    """
 
     folder: Path
     settings: Mapping[str, Any]
@@ -60,7 +67,10 @@ class RunRecord:
 
 
 def read_run(folder: Path) -> RunRecord:
-    """Of a run that has finished, or goes on, or has failed. Raises ConfigError if there is none."""
+    """Of a run that has finished, or goes on, or has failed.
+
+    Raises ConfigError if there is none.
+    """
     if not is_run(folder):
         raise ConfigError(
             "there is no run in this folder", where=str(folder), expected="a run's folder, such as runs/0001"
@@ -96,7 +106,9 @@ def flatten(value: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def _settings(folder: Path, certificate: Mapping[str, Any]) -> dict[str, Any]:
-    """Of the lock file and the batch sizes that came of it; a script's run has only what the certificate says."""
+    """Of the lock file and the batch sizes that came of it; a script's run has only what the
+    certificate says.
+    """
     path = RunFolder(folder).config_lock
     lock = read_text(path)
     found = flatten(read_yaml(lock, str(path)).value) if lock else {}
@@ -147,7 +159,7 @@ def _each_step(events: Sequence[Mapping[str, Any]]) -> list[Trace]:
 
 
 def _mappings(value: Any) -> list[Mapping[str, Any]]:
-    """Those in a list; none in anything else."""
+    """Return those in a list; none in anything else."""
     return [item for item in value if isinstance(item, Mapping)] if isinstance(value, list) else []
 
 
@@ -157,7 +169,7 @@ def _time(record: Mapping[str, Any]) -> float:
 
 
 def _value(value: Any) -> Value:
-    """A number as float; what is none (``"inf"``, None) as it is, as text."""
+    """Return a number as float; what is none (``"inf"``, None) as it is, as text."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return None if value is None else str(value)
     return float(value)
@@ -184,9 +196,11 @@ class SettingChange:
 
 @dataclass(frozen=True)
 class FirstDifference:
-    """Where two traces part: at ``step``, after ``equal`` compared steps of which ``before`` is the last (None if there is none).
+    """Where two traces part: at ``step``, after ``equal`` compared steps of which ``before`` is the
+    last (None if there is none).
 
-    ``largest`` is the largest difference over all common steps and ``at`` its step; None where a value is not a number.
+    ``largest`` is the largest difference over all common steps and ``at`` its step; None where a
+    value is not a number.
     """
 
     step: int
@@ -212,7 +226,10 @@ class TraceComparison:
 
 @dataclass(frozen=True)
 class RunDifference:
-    """``notes``: what could not be compared, and why. ``ends``: the last steps, where they are not the same."""
+    """``notes``: what could not be compared, and why.
+
+    ``ends``: the last steps, where they are not the same.
+    """
 
     settings: tuple[SettingChange, ...]
     code: tuple[SettingChange, ...]
@@ -224,13 +241,15 @@ class RunDifference:
 
     @property
     def first(self) -> TraceComparison | None:
-        """The trace that parts first."""
+        """Return the trace that parts first."""
         parted = [(trace.parting.step, index) for index, trace in enumerate(self.traces) if trace.parting is not None]
         return self.traces[min(parted)[1]] if parted else None
 
     @property
     def same_origin(self) -> bool:
-        """Settings, code and data; not the machine: runs may agree on two machines, and that is worth knowing."""
+        """Return settings, code and data; not the machine: runs may agree on two machines, and that
+        is worth knowing.
+        """
         return not (self.settings or self.code or self.data)
 
     @property
@@ -244,7 +263,9 @@ class RunDifference:
 
 
 def compare_runs(a: RunRecord, b: RunRecord, rtol: float = 0.0) -> RunDifference:
-    """``rtol``: values count as equal when they differ by at most so much of the larger one; 0 compares bits."""
+    """``rtol``: values count as equal when they differ by at most so much of the larger one; 0
+    compares bits.
+    """
     settings = changes(a.settings, b.settings)
     notes = [*_not_compared(a, b)]
     shared_alike = not any(change.key in SHARING for change in settings)
@@ -273,7 +294,7 @@ def compare_runs(a: RunRecord, b: RunRecord, rtol: float = 0.0) -> RunDifference
 
 
 def changes(a: Mapping[str, Any], b: Mapping[str, Any]) -> tuple[SettingChange, ...]:
-    """The keys whose values differ, in ``a``'s order; 1 and 1.0 are the same."""
+    """Return the keys whose values differ, in ``a``'s order; 1 and 1.0 are the same."""
     keys = [*a, *(key for key in b if key not in a)]
     found = (SettingChange(key, a.get(key, ABSENT), b.get(key, ABSENT)) for key in keys)
     return tuple(change for change in found if change.a != change.b)

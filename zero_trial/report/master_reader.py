@@ -1,4 +1,6 @@
-"""Read an experiment and its trials from the store of an embedded master, which may be running, as a sweep."""
+"""Read an experiment and its trials from the store of an embedded master, which may be running, as
+a sweep.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +57,10 @@ _WORDS = {
 
 
 def from_master_store(path: Path, experiment_id: int) -> SweepReport:
-    """The sweep as it stands. Raises ConfigError if the store or the experiment is not there. Reads only."""
+    """Return the sweep as it stands.
+
+    Raises ConfigError if the store or the experiment is not there. Reads only.
+    """
     with reading(path) as connection:
         experiment = experiments.get(connection, experiment_id)
         if experiment is None:
@@ -111,7 +116,9 @@ class _Reader:
         )
 
     def _unit(self) -> str:
-        """What trials are measured by: the searcher's time metric where that is what steps count."""
+        """Return what trials are measured by: the searcher's time metric where that is what steps
+        count.
+        """
         unit = str(self.searcher.get("time_metric") or "batches")
         return unit if self.searcher.get("name") == "adaptive_asha" else "batches"
 
@@ -197,7 +204,9 @@ class _Reader:
         return BestConfig(str(trial.id), value, name, text, command)
 
     def _as_submitted(self) -> Mapping[str, Any]:
-        """What the user wrote, with the searcher as the master completed it: a file with every default in it says nothing to a reader."""
+        """Return what the user wrote, with the searcher as the master completed it: a file with
+        every default in it says nothing to a reader.
+        """
         try:
             written = read_yaml(self.experiment.original_config, "the submitted experiment").value
         except ConfigError:
@@ -205,7 +214,9 @@ class _Reader:
         return {**written, "searcher": self.searcher}
 
     def _ds_config(self, trial: Trial) -> Any:
-        """The content of the ds_config that the experiment names as a file of its context directory; None where it names none."""
+        """Return the content of the ds_config that the experiment names as a file of its context
+        directory; None where it names none.
+        """
         name = ds_config_file(self.config, trial.hparams)
         archive = experiments.context(self.connection, self.experiment.id)
         if name is None or archive is None or "ds_config" not in (self.config.get("data") or {}):
@@ -220,7 +231,7 @@ class _Reader:
 
 
 def member(archive: bytes, name: str) -> str | None:
-    """The text of one small file within a .tar.gz, of which nothing is unpacked."""
+    """Return the text of one small file within a .tar.gz, of which nothing is unpacked."""
     wanted = name.removeprefix("./")
     try:
         with tarfile.open(fileobj=io.BytesIO(archive), mode="r:gz") as files:
@@ -234,7 +245,9 @@ def member(archive: bytes, name: str) -> str | None:
 
 
 def steps_per_second(reports: Sequence[MetricReport]) -> float | None:
-    """Steps over time between training reports of one run and the next, validations and saves between them included; None with fewer than two."""
+    """Steps over time between training reports of one run and the next, validations and saves
+    between them included; None with fewer than two.
+    """
     steps, seconds = 0, 0.0
     training = [report for report in reports if report.group == "training" and report.steps_completed is not None]
     for before, after in itertools.pairwise(training):
@@ -289,7 +302,9 @@ def _experiment_status(experiment: Experiment) -> Status:
 
 @dataclass(frozen=True)
 class RungMeasurement:
-    """One validation as it came to the search: whose, after how many units, and the metric as it was reported."""
+    """One validation as it came to the search: whose, after how many units, and the metric as it
+    was reported.
+    """
 
     request_id: str
     time: float
@@ -302,7 +317,8 @@ def bracket_histories(
     measured: Iterable[RungMeasurement],
     names: Mapping[str, str],
 ) -> tuple[BracketHistory, ...]:
-    """The brackets of an adaptive_asha search with their decisions; nothing for another search, or a snapshot that is not one.
+    """Return the brackets of an adaptive_asha search with their decisions; nothing for another
+    search, or a snapshot that is not one.
 
     ``names``: what each request id is called on the page.
     """
@@ -385,7 +401,9 @@ DROPPED = ("project", "workspace", "checkpoint_policy", "labels")  # of the swee
 def best_experiment(
     config: Mapping[str, Any], hparams: Mapping[str, Any], seed: int | None, ds_config: Any = None
 ) -> dict[str, Any]:
-    """The sweep's configuration with the searcher ``single`` and constant hyperparameters. ``ds_config`` replaces a file that is named.
+    """Return the sweep's configuration with the searcher ``single`` and constant hyperparameters.
+
+    ``ds_config`` replaces a file that is named.
 
     Pure; ``config`` is left as it is.
     """
@@ -405,7 +423,9 @@ def best_experiment(
 
 
 def as_hyperparameters(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Plain values as an experiment may hold them: a mapping with a key ``type`` would be read as a range, so it becomes a const."""
+    """Return plain values as an experiment may hold them: a mapping with a key ``type`` would be
+    read as a range, so it becomes a const.
+    """
 
     def written(value: Any) -> Any:
         if not isinstance(value, Mapping):
@@ -418,7 +438,7 @@ def as_hyperparameters(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _length(searcher: Mapping[str, Any]) -> Any:
-    """A whole training, as the searcher states it."""
+    """Return a whole training, as the searcher states it."""
     if searcher.get("max_time") is not None and searcher.get("time_metric"):
         return {str(searcher["time_metric"]): searcher["max_time"]}
     return copy.deepcopy(searcher.get("max_length"))

@@ -1,4 +1,6 @@
-"""HTML that is escaped by construction: only what this module made is taken for markup, every other string is text."""
+"""HTML that is escaped by construction: only what this module made is taken for markup, every other
+string is text.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,10 @@ PARTS = ("parameters", "gradients", "optimizer", "activations", "temporary")
 
 
 def el(tag: str, *children: Child, **attributes: Any) -> Html:
-    """An element. Underscores in attribute names are hyphens and one at the end is dropped (``class_``, ``aria_label``).
+    """Return an element.
+
+    Underscores in attribute names are hyphens and one at the end is dropped (``class_``,
+    ``aria_label``).
 
     An attribute that is None or False is left out, True stands without a value.
     """
@@ -36,7 +41,7 @@ def el(tag: str, *children: Child, **attributes: Any) -> Html:
 
 
 def join(children: Child) -> Html:
-    """Children end to end, each escaped unless it is markup."""
+    """Return children end to end, each escaped unless it is markup."""
     if children is None or children is False:
         return Html("")
     if isinstance(children, Html):
@@ -54,7 +59,9 @@ def json_data(value: Any) -> Html:
 
 
 def printable(text: str) -> str:
-    """Control characters, which HTML does not allow, as their pictures; half pairs of UTF-16 as the mark for unknown characters."""
+    """Control characters, which HTML does not allow, as their pictures; half pairs of UTF-16 as the
+    mark for unknown characters.
+    """
     shown = "".join(chr(0x2400 + ord(c)) if ord(c) < 32 and c not in "\n\t" else c for c in text)
     return shown.encode("utf-8", "replace").decode("utf-8")
 
@@ -74,7 +81,10 @@ POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inli
 
 
 def document(title: str, head: Html, sections: Sequence[tuple[str, str, Child]], created: str) -> str:
-    """A whole page. ``sections``: anchor, heading (empty for none) and content; those without content are left out."""
+    """Return a whole page.
+
+    ``sections``: anchor, heading (empty for none) and content; those without content are left out.
+    """
     shown = [(anchor, heading, content) for anchor, heading, content in sections if content]
     links = [el("a", heading, href=f"#{anchor}") for anchor, heading, _ in shown if heading]
     body = [
@@ -93,17 +103,17 @@ def document(title: str, head: Html, sections: Sequence[tuple[str, str, Child]],
 
 
 def heading(title: str, status: Status, subtitle: str) -> Html:
-    """The top of a page."""
+    """Return the top of a page."""
     return el("header", el("h1", title), state(status), el("p", subtitle) if subtitle else None)
 
 
 def state(status: Status) -> Html:
-    """A state as a word with a mark whose form, too, tells it."""
+    """Return a state as a word with a mark whose form, too, tells it."""
     return el("span", status.word, class_=f"state {status.tone.value}")
 
 
 def figures(items: Iterable[tuple[str, str, str]], lead: int = 1) -> Html:
-    """Large numbers: name, value and a remark each; the first ``lead`` stand out."""
+    """Return large numbers: name, value and a remark each; the first ``lead`` stand out."""
     parts = [
         el(
             "div",
@@ -117,13 +127,13 @@ def figures(items: Iterable[tuple[str, str, str]], lead: int = 1) -> Html:
 
 
 def facts(items: Iterable[tuple[str, str]], kind: str = "facts") -> Html | None:
-    """Small facts in a row, or nothing."""
+    """Return small facts in a row, or nothing."""
     parts = [el("div", el("dt", name), el("dd", value)) for name, value in items]
     return el("dl", parts, class_=kind) if parts else None
 
 
 def command(text: str) -> Html:
-    """A command to copy."""
+    """Return a command to copy."""
     return el(
         "div", el("code", text), el("button", "Copy", type="button", class_="copy needs-script"), class_="command"
     )
@@ -157,7 +167,9 @@ def _asset(tag: str, name: str) -> Html:
 
 
 def memory_view(memory: Memory) -> Html | None:
-    """Planned parts, the planned and the measured peak as bars of one scale, and a line on each; None if nothing is known."""
+    """Planned parts, the planned and the measured peak as bars of one scale, and a line on each;
+    None if nothing is known.
+    """
     if memory.planned is None and memory.measured is None and not memory.processes:
         return None
     widest = max(memory.planned or 0, memory.measured or 0, sum(_parts(memory).values()), 1)
@@ -172,7 +184,7 @@ def memory_view(memory: Memory) -> Html | None:
 
 
 def bar(value: float | None, widest: float, text: str) -> Child:
-    """A number with a bar under it; the text alone where there is no number."""
+    """Return a number with a bar under it; the text alone where there is no number."""
     if value is None or widest <= 0:
         return text
     return [text, el("span", el("i", style=f"--w:{min(value / widest, 1):.4g}"), class_="bar", aria_hidden="true")]
@@ -183,7 +195,9 @@ def _parts(memory: Memory) -> Mapping[str, int]:
 
 
 def _stack(parts: Mapping[str, int], peak: int, widest: int) -> Html:
-    """Parts that together pass the peak do not all live at once: they are drawn in proportion within it."""
+    """Parts that together pass the peak do not all live at once: they are drawn in proportion
+    within it.
+    """
     total = max(sum(parts.values()), peak)
     cells = [
         el(

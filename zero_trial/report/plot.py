@@ -1,8 +1,9 @@
 """The charts of a report: scales, the one frame, and the charts that stand in it.
 
-A chart is a function that computes shapes and labels and returns ``frame(...)``. Drawings are SVG that is stretched to
-its box (strokes are not); labels are HTML at percentages of it, so they keep one size at any width and need no script.
-A new chart is such a function here, a line in the page that shows it and, where it looks new, a rule in page.css.
+A chart is a function that computes shapes and labels and returns ``frame(...)``. Drawings are SVG
+that is stretched to its box (strokes are not); labels are HTML at percentages of it, so they keep
+one size at any width and need no script. A new chart is such a function here, a line in the page
+that shows it and, where it looks new, a rule in page.css.
 """
 
 from __future__ import annotations
@@ -73,7 +74,10 @@ class Scale:
 
 
 def fit(values: Iterable[float], *, log: bool | None = None, margin: float = 0.04) -> Scale:
-    """The scale that shows all values with a little air. ``log`` None: logarithmic where they are positive and far apart."""
+    """Return the scale that shows all values with a little air.
+
+    ``log`` None: logarithmic where they are positive and far apart.
+    """
     found = [value for value in values if math.isfinite(value)]
     if not found:
         return Scale()
@@ -88,7 +92,7 @@ def fit(values: Iterable[float], *, log: bool | None = None, margin: float = 0.0
 
 
 def fit_axis(axis: Axis, values: Sequence[Any]) -> Scale:
-    """The scale of a swept leaf over the values that it took."""
+    """Return the scale of a swept leaf over the values that it took."""
     numbers = [v for v in values if isinstance(v, (int, float)) and not isinstance(v, bool)]
     if axis.choices or len(numbers) < len(values):
         extra = sorted({format_value(value) for value in values} - set(axis.choices))
@@ -97,12 +101,12 @@ def fit_axis(axis: Axis, values: Sequence[Any]) -> Scale:
 
 
 def tick_label(value: float) -> str:
-    """A round value, short: 20k, 0.5, 1e−5."""
+    """Return a round value, short: 20k, 0.5, 1e−5."""
     return format_count(value) if 10_000 <= abs(value) < 1e12 else format_number(value, 6)
 
 
 def _linear_values(low: float, high: float, most: int) -> list[float]:
-    """Multiples of 1, 2 or 5 times a power of ten."""
+    """Return multiples of 1, 2 or 5 times a power of ten."""
     raw = (high - low) / max(most, 1)
     power = 10.0 ** math.floor(math.log10(raw))
     step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= raw * 0.999)
@@ -111,7 +115,9 @@ def _linear_values(low: float, high: float, most: int) -> list[float]:
 
 
 def _log_values(low: float, high: float, most: int) -> list[float]:
-    """Powers of ten, with 2 and 5 between them where there is room, thinned where there is not."""
+    """Return powers of ten, with 2 and 5 between them where there is room, thinned where there is
+    not.
+    """
     first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
     for factors in ((1, 2, 5), (1, 3), (1,)):
         values = [f * 10.0**e for e in range(first, last + 1) for f in factors if low <= f * 10.0**e <= high]
@@ -132,7 +138,9 @@ SMOOTHING = 0.4
 
 @dataclass(frozen=True)
 class Line:
-    """A series with its look: ``role`` is a class of the style sheet; ``smooth`` draws a running mean over the raw values; ``dots`` marks each."""
+    """A series with its look: ``role`` is a class of the style sheet; ``smooth`` draws a running
+    mean over the raw values; ``dots`` marks each.
+    """
 
     series: Series
     role: str
@@ -178,18 +186,18 @@ def frame(
 
 
 def x_labels(ticks: Iterable[Tick], name: str) -> list[Html]:
-    """Labels below the drawing, and what they count."""
+    """Return labels below the drawing, and what they count."""
     below = [el("span", tick.label, class_="x", style=f"left:{100 * tick.at:.4g}%") for tick in ticks]
     return [*below, el("span", name, class_="x-label")]
 
 
 def y_labels(ticks: Iterable[Tick]) -> list[Html]:
-    """Labels beside the drawing; a tick at 1 is at the top."""
+    """Return labels beside the drawing; a tick at 1 is at the top."""
     return [el("span", tick.label, class_="y", style=f"top:{100 * (1 - tick.at):.4g}%") for tick in ticks]
 
 
 def grid_lines(ticks: Iterable[Tick]) -> list[Html]:
-    """A line across the drawing for each tick of the y axis."""
+    """Return a line across the drawing for each tick of the y axis."""
     return [el("path", d=f"M0 {BOX * (1 - tick.at):.5g}H{BOX}", class_="grid") for tick in ticks]
 
 
@@ -203,7 +211,10 @@ def line_chart(
     zero: bool = False,
     legend: bool = True,
 ) -> Html:
-    """Return a chart of lines over steps. ``size``: "tall" or nothing. ``zero``: the y axis begins at 0."""
+    """Return a chart of lines over steps.
+
+    ``size``: "tall" or nothing. ``zero``: the y axis begins at 0.
+    """
     shown = [Line(thinned(line.series), line.role, line.label, line.smooth, line.dots) for line in lines]
     x = fit([step for line in shown for step in line.series.steps], log=False, margin=0.0)
     y = fit([value for line in shown for value in line.series.values] + ([0.0] if zero else []))
@@ -219,7 +230,7 @@ def line_chart(
 
 
 def thinned(series: Series) -> Series:
-    """At most MOST_POINTS points, each the mean of its neighbours' share."""
+    """Return at most MOST_POINTS points, each the mean of its neighbours' share."""
     if len(series) <= MOST_POINTS:
         return series
     edges = [round(index * len(series) / MOST_POINTS) for index in range(MOST_POINTS + 1)]
@@ -231,7 +242,9 @@ def thinned(series: Series) -> Series:
 
 
 def smoothed(values: Sequence[float], weight: float = SMOOTHING) -> list[float]:
-    """The exponential running mean without its pull to zero at the start (Kingma & Ba 2015, section 3, with beta = ``weight``)."""
+    """Return the exponential running mean without its pull to zero at the start (Kingma & Ba 2015,
+    section 3, with beta = ``weight``).
+    """
     mean, share, found = 0.0, 0.0, []
     for value in values:
         mean = weight * mean + (1 - weight) * value
@@ -297,7 +310,7 @@ def _slider() -> Html:
 
 
 def _behind(lines: Sequence[Line], x: Scale, y: Scale) -> dict[str, object]:
-    """What the script needs to answer a pointer."""
+    """Return what the script needs to answer a pointer."""
     return {
         "x": [x.low, x.high],
         "y": [y.low, y.high],
@@ -316,7 +329,7 @@ def _behind(lines: Sequence[Line], x: Scale, y: Scale) -> dict[str, object]:
 
 
 def _spoken(title: str, lines: Sequence[Line]) -> str:
-    """The chart in words, for those who do not see it."""
+    """Return the chart in words, for those who do not see it."""
     said = [
         f"{line.label} from {format_number(line.series.values[0])} to {format_number(line.series.values[-1])} in {len(line.series)} points"
         for line in lines
@@ -332,7 +345,9 @@ CLOSE_UP = 20.0  # times the spread of the better half: a worse value than that 
 
 
 def trial_curves(report: SweepReport) -> tuple[Html, str] | None:
-    """Return the chart of all learning curves, and how many values lie outside it; None if there are no curves."""
+    """Return the chart of all learning curves, and how many values lie outside it; None if there
+    are no curves.
+    """
     drawn = [trial for trial in report.trials if len(trial.curve)]
     if not drawn:
         return None
@@ -359,7 +374,9 @@ def _quality(rank: int, of: int) -> float:
 
 
 def _close_up(drawn: Sequence[TrialReport], report: SweepReport) -> tuple[Scale, str]:
-    """The scale of the curves, without what would press all others flat, and how many values are so left out."""
+    """Return the scale of the curves, without what would press all others flat, and how many values
+    are so left out.
+    """
     values = sorted(value for trial in drawn for value in trial.curve.values)
     if not report.smaller_is_better:
         values = [-value for value in reversed(values)]
@@ -397,7 +414,7 @@ _CLASS = {RungOutcome.WENT_ON: "", RungOutcome.STOPPED: "stopped", RungOutcome.F
 
 
 def brackets_view(report: SweepReport) -> Html | None:
-    """All brackets beside each other; None where the search takes no decisions."""
+    """Return all brackets beside each other; None where the search takes no decisions."""
     drawn = [ladder for ladder in report.ladders if ladder.decisions]
     if not drawn:
         return None
@@ -417,7 +434,10 @@ def brackets_view(report: SweepReport) -> Html | None:
 
 
 def _ladder(ladder: BracketHistory, report: SweepReport) -> Html:
-    """A column for each rung, the better metric the higher. Metrics that are not finite stand at the worse end."""
+    """Return a column for each rung, the better metric the higher.
+
+    Metrics that are not finite stand at the worse end.
+    """
     finite = [decision.metric for decision in ladder.decisions if math.isfinite(decision.metric)]
     scale = fit(finite, margin=0.08)
     across = {rung: (rung + 0.5) / len(ladder.units) for rung in range(len(ladder.units))}
@@ -447,7 +467,7 @@ def _top(decision: RungDecision, scale: Scale, report: SweepReport) -> float:
 
 
 def _climbs(ladder: BracketHistory, scale: Scale, across: Mapping[int, float], report: SweepReport) -> list[str]:
-    """The way of each trial from rung to rung."""
+    """Return the way of each trial from rung to rung."""
     ways: dict[str, list[RungDecision]] = {}
     for decision in ladder.decisions:
         ways.setdefault(decision.trial, []).append(decision)
@@ -478,7 +498,7 @@ MIDDLE = 0.5  # where a trial without a value passes an axis
 
 
 def parallel_view(report: SweepReport) -> Html | None:
-    """The picture; None without two measured trials or without a swept value."""
+    """Return the picture; None without two measured trials or without a swept value."""
     ranked = report.ranked()
     if len(ranked) < 2 or not report.axes:
         return None

@@ -1,4 +1,6 @@
-"""The page of one run: its curves, memory, configuration with provenance, checkpoints, and the command that repeats it. Pure."""
+"""The page of one run: its curves, memory, configuration with provenance, checkpoints, and the
+command that repeats it. Pure.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ from zero_trial.util.text import format_bytes, format_number, format_value
 
 
 def render_run(report: RunReport) -> str:
-    """The whole document. Every name and value is escaped: they may come from anybody."""
+    """Return the whole document. Every name and value is escaped: they may come from anybody."""
     head = page.heading(report.title, report.status, report.subtitle)
     sections: list[tuple[str, str, Child]] = [
         ("summary", "", _summary(report)),
@@ -143,7 +145,7 @@ def _repeat(report: RunReport) -> Child:
 
 
 def download(name: str, text: str) -> Html:
-    """A link that saves ``text`` as a file."""
+    """Return a link that saves ``text`` as a file."""
     return el(
         "a", f"Save {name}", href=join(f"data:text/plain;charset=utf-8,{quote(text)}"), download=name, class_="button"
     )

@@ -1,4 +1,6 @@
-"""Read the folder of one run, finished, running, failed or preempted, or a folder of runs as a sweep."""
+"""Read the folder of one run, finished, running, failed or preempted, or a folder of runs as a
+sweep.
+"""
 
 from __future__ import annotations
 
@@ -41,13 +43,13 @@ Record = Mapping[str, Any]
 
 
 def is_run(folder: Path) -> bool:
-    """Whether a run has written into this folder."""
+    """Return whether a run has written into this folder."""
     files = RunFolder(folder)
     return any(path.is_file() for path in (files.events, files.metrics, files.config_lock))
 
 
 def from_run_folder(folder: Path) -> RunReport:
-    """Everything that the folder tells. Raises ConfigError if no run has been there."""
+    """Return everything that the folder tells. Raises ConfigError if no run has been there."""
     if not is_run(folder):
         raise ConfigError(
             "there is no run in this folder", where=str(folder), expected="a run's folder, such as runs/0001"
@@ -81,7 +83,7 @@ def from_run_folder(folder: Path) -> RunReport:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object; an empty one where there is none, or it cannot be read."""
+    """Return a JSON object; an empty one where there is none, or it cannot be read."""
     try:
         found = json.loads(read_text(path) or "{}")
     except ValueError:
@@ -95,14 +97,16 @@ def read_text(path: Path) -> str:
 
 
 def series(name: str, pairs: Iterable[tuple[Any, Any]]) -> Series:
-    """A series of the pairs that can be drawn; of two at one step the later one counts."""
+    """Return a series of the pairs that can be drawn; of two at one step the later one counts."""
     kept = {float(step): float(value) for step, value in pairs if is_finite(step) and is_finite(value)}
     steps = tuple(sorted(kept))
     return Series(name, steps, tuple(kept[step] for step in steps))
 
 
 def in_force(records: Sequence[Record]) -> list[Record]:
-    """Records that count: a run that starts again from step s takes back what it said of later steps."""
+    """Records that count: a run that starts again from step s takes back what it said of later
+    steps.
+    """
     found: list[Record] = []
     for record in records:
         if record.get("kind") == "start" and is_finite(record.get("step")):
@@ -114,7 +118,7 @@ def in_force(records: Sequence[Record]) -> list[Record]:
 
 
 def _training(events: Sequence[Record]) -> tuple[Series | None, tuple[Series, ...]]:
-    """The loss, and what else is said while a run trains."""
+    """Return the loss, and what else is said while a run trains."""
     steps = [event for event in in_force(events) if event.get("kind") == "train"]
     speed = "tokens_per_second" if any("tokens_per_second" in event for event in steps) else "samples_per_second"
     names = {"lr": "learning rate", "grad_norm": "gradient norm", speed: speed.replace("_per_second", " per second")}
@@ -126,7 +130,9 @@ def _training(events: Sequence[Record]) -> tuple[Series | None, tuple[Series, ..
 
 
 def _validations(folder: Path, events: Sequence[Record]) -> list[tuple[Any, dict[str, Any]]]:
-    """Step and metrics of each validation that counts; from metrics.jsonl, or from the events where that is missing."""
+    """Step and metrics of each validation that counts; from metrics.jsonl, or from the events where
+    that is missing.
+    """
     starts = [event for event in events if event.get("kind") == "start"]
     reports: list[Record] = [
         line for line in read_lines(RunFolder(folder).metrics) if line.get("group") == "validation"
@@ -185,7 +191,7 @@ def _subtitle(folder: Path, events: Sequence[Record]) -> str:
 
 
 def _facts(summary: Record, events: Sequence[Record]) -> tuple[tuple[str, str], ...]:
-    """The first three stand large."""
+    """Return the first three stand large."""
     start = next((event for event in reversed(events) if event.get("kind") == "start"), {})
     last = next((event for event in reversed(events) if is_finite(event.get("step"))), {})
     step = summary.get("step", last.get("step"))
@@ -271,7 +277,7 @@ _SECTIONS = ("hyperparameters", "data", "resources", "reproducibility", "searche
 
 
 def from_runs(folder: Path) -> SweepReport:
-    """The runs below ``folder``. Raises ConfigError if there are none."""
+    """Return the runs below ``folder``. Raises ConfigError if there are none."""
     paths = (
         sorted((path for path in folder.iterdir() if path.is_dir() and is_run(path)), key=lambda p: p.name)
         if folder.is_dir()
@@ -308,7 +314,7 @@ def from_runs(folder: Path) -> SweepReport:
 
 
 def _config(folder: Path) -> dict[str, Any]:
-    """The experiment in the run's lock; empty where there is none, or it cannot be read."""
+    """Return the experiment in the run's lock; empty where there is none, or it cannot be read."""
     path = RunFolder(folder).config_lock
     try:
         lock = read_text(path)
@@ -318,7 +324,10 @@ def _config(folder: Path) -> dict[str, Any]:
 
 
 def _goal(configs: Mapping[str, Mapping[str, Any]]) -> tuple[str, bool]:
-    """The metric that all runs go by. Raises ConfigError where they go by different ones: they cannot be compared."""
+    """Return the metric that all runs go by.
+
+    Raises ConfigError where they go by different ones: they cannot be compared.
+    """
     goals = {
         (str(s.get("metric", "validation_loss")), bool(s.get("smaller_is_better", True)))
         for config in configs.values()

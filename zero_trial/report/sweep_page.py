@@ -1,4 +1,6 @@
-"""The page of a sweep: the best configuration as a file, all learning curves, the search's decisions, and every trial. Pure."""
+"""The page of a sweep: the best configuration as a file, all learning curves, the search's
+decisions, and every trial. Pure.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ Cell = Callable[[TrialReport], Html]
 
 
 def render_sweep(report: SweepReport) -> str:
-    """The whole document. Every name and value is escaped: they may come from anybody."""
+    """Return the whole document. Every name and value is escaped: they may come from anybody."""
     head = page.heading(report.title, report.status, report.subtitle)
     sections: list[tuple[str, str, Child]] = [
         ("summary", "", _summary(report)),
@@ -55,7 +57,7 @@ def _by_state(trials: Sequence[TrialReport]) -> str:
 
 
 def _spared(report: SweepReport, launched: Sequence[TrialReport], trained: int) -> str:
-    """How much of training every trial to its end this was."""
+    """Return how much of training every trial to its end this was."""
     longest = max((ladder.units[-1] for ladder in report.ladders), default=0)
     whole = longest * len(launched)
     return f"{100 * trained / whole:.0f} % of training every trial to its end" if whole > 0 else ""

@@ -1,1 +1,4 @@
-"""Configuration text with the place of every key, and the types that values are checked against. Imports no torch."""
+"""Configuration text with the place of every key, and the types that values are checked against.
+
+Imports no torch.
+"""

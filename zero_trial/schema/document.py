@@ -34,12 +34,16 @@ class Provenance(Enum):
 
 
 class ValueSource(str):
-    """Where a value came from: the text that reports print and run folders keep, with the provenance by which code decides."""
+    """Where a value came from: the text that reports print and run folders keep, with the
+    provenance by which code decides.
+    """
 
     provenance: Provenance
 
     def __new__(cls, text: str, provenance: Provenance | None = None) -> ValueSource:
-        """Without ``provenance`` it is read from the text: that of a report that was written as JSON."""
+        """Without ``provenance`` it is read from the text: that of a report that was written as
+        JSON.
+        """
         made = super().__new__(cls, text)
         made.provenance = provenance if provenance is not None else _provenance_of(text)
         return made
@@ -56,7 +60,10 @@ class ValueSource(str):
 
 
 def _provenance_of(text: str) -> Provenance:
-    """Return the provenance that a report's text means. ``ds_config.json:3 hyperparameters.ds_config`` ends with its own."""
+    """Return the provenance that a report's text means.
+
+    ``ds_config.json:3 hyperparameters.ds_config`` ends with its own.
+    """
     if text.endswith(Provenance.OVERLAY.value):
         return Provenance.OVERLAY
     order = sorted(Provenance, key=lambda each: -len(each.value))
@@ -69,7 +76,9 @@ GIVEN = ValueSource("given", Provenance.GIVEN)
 
 @dataclass(frozen=True)
 class Location:
-    """Where a value stands: file and line, the dotted prefix under which a ds_config lies there, and a note on how the value came about."""
+    """Where a value stands: file and line, the dotted prefix under which a ds_config lies there,
+    and a note on how the value came about.
+    """
 
     file: str | None = None
     line: int | None = None
@@ -84,7 +93,9 @@ class Location:
         return f"{self.file}:{self.line}" if self.line else self.file
 
     def where(self, dotted: str) -> str:
-        """What stands before a fault: ``const.yaml:14 hyperparameters.ds_config.zero_optimization.stage``."""
+        """Return what stands before a fault: ``const.yaml:14
+        hyperparameters.ds_config.zero_optimization.stage``.
+        """
         full = f"{self.prefix}.{dotted}" if self.prefix else dotted
         return f"{self.spot()} {full}".strip()
 
@@ -93,7 +104,9 @@ class Location:
         return replace(self, note=note, provenance=provenance)
 
     def source(self) -> ValueSource:
-        """Return what the report says of a value: ``ds_config.json:14``, ``auto: hyperparameter lr``, ``given`` for a plain dict."""
+        """Return what the report says of a value: ``ds_config.json:14``, ``auto: hyperparameter
+        lr``, ``given`` for a plain dict.
+        """
         spot = self.spot()
         if self.prefix and spot:
             spot = f"{spot} {self.prefix}"
@@ -105,7 +118,8 @@ class Location:
 
 @dataclass(frozen=True)
 class Document:
-    """``value`` with a ``places`` entry per key path; a path without one has the place of its nearest parent.
+    """``value`` with a ``places`` entry per key path; a path without one has the place of its
+    nearest parent.
 
     ``warnings`` are sentences about values that had to be understood rather than read.
     """
@@ -117,13 +131,16 @@ class Document:
 
     @classmethod
     def of(cls, mapping: Mapping[str, Any], place: Location | None = None) -> Document:
-        """A deep copy of a plain mapping. Raises ConfigError for one that contains itself or is nested too deep."""
+        """Return a deep copy of a plain mapping.
+
+        Raises ConfigError for one that contains itself or is nested too deep.
+        """
         place = place or Location()
         _require_finite(mapping, place)
         return cls(copy.deepcopy(dict(mapping)), {}, place)
 
     def at(self, path: Path) -> Location:
-        """The place of ``path``, or of the nearest key around it."""
+        """Return the place of ``path``, or of the nearest key around it."""
         for end in range(len(path), 0, -1):
             found = self.places.get(path[:end])
             if found is not None:
@@ -131,7 +148,7 @@ class Document:
         return self.place
 
     def get(self, path: Path, default: Any = None) -> Any:
-        """The value at ``path``, or ``default`` where there is none."""
+        """Return the value at ``path``, or ``default`` where there is none."""
         value: Any = self.value
         for part in path:
             if not isinstance(value, Mapping) or part not in value:
@@ -140,7 +157,7 @@ class Document:
         return value
 
     def with_value(self, path: Path, value: Any, place: Location) -> Document:
-        """A new document in which ``path`` holds ``value``; sections on the way are made."""
+        """Return a new document in which ``path`` holds ``value``; sections on the way are made."""
         top = copy.deepcopy(self.value)
         section = top
         for part in path[:-1]:
@@ -152,7 +169,9 @@ class Document:
         return replace(self, value=top, places={**self.places, path: place})
 
     def below(self, path: Path, prefix: str | None = None) -> Document:
-        """The section at ``path`` as a document of its own; faults in it are named with ``prefix`` (the dotted path by default)."""
+        """Return the section at ``path`` as a document of its own; faults in it are named with
+        ``prefix`` (the dotted path by default).
+        """
         dotted = ".".join(path) if prefix is None else prefix
         section = self.get(path)
         places = {
@@ -165,7 +184,7 @@ class Document:
 
 
 def twice(file: str, path: Path, first: int | None, second: int) -> ConfigError:
-    """The fault for a key that stands twice in one object, with both lines."""
+    """Return the fault for a key that stands twice in one object, with both lines."""
     return ConfigError(
         "the key stands twice",
         where=f"{file}:{second} {'.'.join(path)}",
@@ -199,7 +218,7 @@ def _require_finite(mapping: Mapping[str, Any], place: Location) -> None:
 
 
 def shown(value: Any) -> str:
-    """A value as it would stand in the file, short enough for a message."""
+    """Return a value as it would stand in the file, short enough for a message."""
     if isinstance(value, bool) or value is None:
         return {True: "true", False: "false", None: "null"}[value]
     if isinstance(value, str):

@@ -1,4 +1,5 @@
-"""JSON as people write it: comments, trailing and missing commas, bare keys and words (the part of hjson that real ds_config files use).
+"""JSON as people write it: comments, trailing and missing commas, bare keys and words (the part of
+hjson that real ds_config files use).
 
 Every key keeps its line; a key that stands twice in one object is a fault that names both lines.
 """
@@ -25,7 +26,9 @@ _ESCAPES = {"b": "\b", "f": "\f", "n": "\n", "r": "\r", "t": "\t", '"': '"', "'"
 
 
 def read_json(text: str, file: str) -> Document:
-    """The object in ``text``; raises ConfigError with file and line, for all duplicate keys together or for the first syntax error."""
+    """Return the object in ``text``; raises ConfigError with file and line, for all duplicate keys
+    together or for the first syntax error.
+    """
     return _Parser(text, file).document()
 
 
@@ -98,7 +101,9 @@ class _Parser:
         return self.bare()
 
     def bare(self) -> Any:
-        """A number or word that ends at a comma, bracket, comment or line end; any other text is a string up to the end of its line."""
+        """Return a number or word that ends at a comma, bracket, comment or line end; any other
+        text is a string up to the end of its line.
+        """
         line_end = self.text.find("\n", self.at)
         line_end = len(self.text) if line_end < 0 else line_end
         token = re.split(r"[,\]}#]|//|/\*", self.text[self.at : line_end], maxsplit=1)[0].strip()
@@ -154,7 +159,9 @@ class _Parser:
         self.at += 1
 
     def separators(self) -> None:
-        """White space, comments and commas; a missing comma between lines and one after the last value are both fine."""
+        """White space, comments and commas; a missing comma between lines and one after the last
+        value are both fine.
+        """
         self.skip()
         while self.peek() == ",":
             self.at += 1
@@ -189,7 +196,9 @@ class _Parser:
         )
 
     def line(self) -> int:
-        """The line of the cursor, counted on from the last time it was asked, so that a long file stays linear."""
+        """Return the line of the cursor, counted on from the last time it was asked, so that a long
+        file stays linear.
+        """
         self.lines += self.text.count("\n", self.counted, self.at)
         self.counted = self.at
         return self.lines
@@ -199,7 +208,9 @@ class _Parser:
 
 
 def _joined(text: str) -> str:
-    """The two halves of an escaped character outside the basic plane become one; half of one becomes the replacement mark."""
+    """Return the two halves of an escaped character outside the basic plane become one; half of one
+    becomes the replacement mark.
+    """
     if not any("\ud800" <= char <= "\udfff" for char in text):
         return text
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")

@@ -18,7 +18,9 @@ Source: TypeAlias = Document | Mapping[str, Any] | str | Path
 
 
 def open_source(source: Source, name: str | None = None) -> Document:
-    """The Document of any of the forms; ``name`` stands in messages instead of the file's own name. Raises ConfigError."""
+    """Return the Document of any of the forms; ``name`` stands in messages instead of the file's
+    own name. Raises ConfigError.
+    """
     if isinstance(source, Document):
         return source
     if isinstance(source, Mapping):
@@ -42,7 +44,7 @@ def open_source(source: Source, name: str | None = None) -> Document:
 
 
 def read_file(path: Path, name: str | None = None) -> Document:
-    """A JSON file, or a YAML one by its suffix."""
+    """Return a JSON file, or a YAML one by its suffix."""
     try:
         text = path.read_text("utf-8")
     except (OSError, ValueError) as problem:
@@ -59,7 +61,7 @@ def _is_file(text: str) -> bool:
 
 
 def _from_base64(text: str) -> str | None:
-    """The JSON text behind url-safe base64, or None if it is not that."""
+    """Return the JSON text behind url-safe base64, or None if it is not that."""
     try:
         decoded = base64.urlsafe_b64decode(text.encode("ascii")).decode("utf-8")
     except (binascii.Error, ValueError):

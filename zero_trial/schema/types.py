@@ -1,8 +1,9 @@
-"""What a value may be: types that describe themselves, read one raw value strictly, and name what is wrong.
+"""What a value may be: types that describe themselves, read one raw value strictly, and name what
+is wrong.
 
-Two formats are read with them. ds_config is lenient where a person's meaning is clear (5e8 is an integer, and so is the
-string that YAML 1.1 makes of it, with a warning). An experiment is ``exact``: an integer is what JSON calls one, because
-a Determined master reads the same text.
+Two formats are read with them. ds_config is lenient where a person's meaning is clear (5e8 is an
+integer, and so is the string that YAML 1.1 makes of it, with a warning). An experiment is
+``exact``: an integer is what JSON calls one, because a Determined master reads the same text.
 """
 
 from __future__ import annotations
@@ -68,7 +69,9 @@ class ValidationError(Exception):
 
 
 def as_number(value: object, expected: str) -> tuple[int | float, str | None]:
-    """A number as it stands, or the YAML string trap ('1e-4') with its warning; raises ValidationError for anything else, bools included."""
+    """Return a number as it stands, or the YAML string trap ('1e-4') with its warning; raises
+    ValidationError for anything else, bools included.
+    """
     if isinstance(value, int | float) and not isinstance(value, bool):
         return value, None
     if isinstance(value, str) and EXPONENT.fullmatch(value.strip()):
@@ -86,7 +89,9 @@ def as_number(value: object, expected: str) -> tuple[int | float, str | None]:
 
 
 def spell_float(number: float) -> str:
-    """A float in a form that JSON and YAML 1.1 both read as a number: a dot in the mantissa and a sign in the exponent."""
+    """Return a float in a form that JSON and YAML 1.1 both read as a number: a dot in the mantissa
+    and a sign in the exponent.
+    """
     text = repr(number)
     if "e" not in text:
         return text if abs(number) >= 1e-3 or number == 0 else _scientific(f"{number:e}")
@@ -108,7 +113,9 @@ DTYPES = {
 
 @dataclass(frozen=True)
 class Reading:
-    """A value in its inside form, and a sentence for the user if it had to be understood rather than read."""
+    """A value in its inside form, and a sentence for the user if it had to be understood rather
+    than read.
+    """
 
     value: Any
     warning: str | None = None
@@ -319,7 +326,10 @@ class DType(Type):
 
 @dataclass(frozen=True)
 class Names(Type):
-    """A list of strings; one string stands for a list of one. ``also`` are words allowed instead of a list."""
+    """A list of strings; one string stands for a list of one.
+
+    ``also`` are words allowed instead of a list.
+    """
 
     also: tuple[str, ...] = ()
 
@@ -386,7 +396,10 @@ class AnyOf(Type):
 
 @dataclass(frozen=True)
 class Section(Type):
-    """An object whose keys have rows of their own. ``switch``: a bare true or false stands for the section with this key set."""
+    """An object whose keys have rows of their own.
+
+    ``switch``: a bare true or false stands for the section with this key set.
+    """
 
     switch: str | None = None
 

@@ -1,4 +1,6 @@
-"""Read YAML with the line of every key; a duplicate key and a text that is not YAML are explained with their line."""
+"""Read YAML with the line of every key; a duplicate key and a text that is not YAML are explained
+with their line.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ from zero_trial.schema.types import EXPONENT, spell_float
 
 
 def yaml_fault(problem: yaml.MarkedYAMLError, text: str, file: str) -> ConfigError:
-    """The reader's complaint with the line it is about and, where its cause can be told, the mending."""
+    """Return the reader's complaint with the line it is about and, where its cause can be told, the
+    mending.
+    """
     said = str(problem.problem or problem.context)
     mark = problem.problem_mark
     if mark is None:
@@ -64,7 +68,7 @@ def _indentation(lines: list[str], number: int) -> str | None:
 
 
 def _above(lines: list[str], number: int) -> int | None:
-    """The nearest line above that says something."""
+    """Return the nearest line above that says something."""
     said = (index for index in range(number - 1, -1, -1) if lines[index].strip() and lines[index].lstrip()[0] != "#")
     return next(said, None)
 
@@ -77,10 +81,10 @@ def _indent(line: str) -> int:
 
 
 def read_yaml(text: str, file: str) -> Document:
-    """The mapping in ``text``; raises ConfigError with file and line.
+    """Return the mapping in ``text``; raises ConfigError with file and line.
 
-    Values are those of ``yaml.safe_load``, except that a bare ``1e-4``, a string in YAML 1.1 and a number in YAML 1.2, is a number, with a
-    warning.
+    Values are those of ``yaml.safe_load``, except that a bare ``1e-4``, a string in YAML 1.1 and a
+    number in YAML 1.2, is a number, with a warning.
     """
     try:
         node = yaml.compose(text, Loader=yaml.SafeLoader)
@@ -117,7 +121,7 @@ class _Builder:
         self.nodes = 0
 
     def build(self, node: yaml.Node, path: Path) -> Any:
-        """The value of a node. Aliases are expanded, within limits."""
+        """Return the value of a node. Aliases are expanded, within limits."""
         self.nodes += 1
         if len(path) > MOST_LEVELS or self.nodes > MOST_VALUES:
             where = f"{self.file}:{node.start_mark.line + 1}"

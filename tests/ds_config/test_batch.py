@@ -14,6 +14,7 @@ from zero_trial.ds_config.keys_zero import MeshSection
 from zero_trial.ds_config.reconcile import solve_axes
 from zero_trial.ds_config.table import DsConfig
 from zero_trial.errors import ConfigError
+from zero_trial.schema.document import ValueSource
 
 NAMES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
@@ -141,7 +142,7 @@ def test_no_other_triple_is_accepted(ranks: int):
 def test_offered_triples_are_legal_and_near(given: tuple[int | None, ...]):
     ranks = 2
     batch, micro, steps = derive_triple(*given, ranks)
-    how = {name: "given" if value else "derived: x" for name, value in zip(NAMES, given, strict=True)}
+    how = {name: ValueSource("given" if value else "derived: x") for name, value in zip(NAMES, given, strict=True)}
     near = nearest_triples(batch, micro, steps, ranks, how)
     assert near and all(b == m * s * ranks and min(b, m, s) >= 1 for b, m, s in near)
     assert abs(near[0][0] - batch) <= max(batch, ranks * micro)
@@ -149,7 +150,7 @@ def test_offered_triples_are_legal_and_near(given: tuple[int | None, ...]):
 
 def test_message_of_wrong_arithmetic():
     with pytest.raises(ConfigError) as error:
-        solve_batch(6, 4, 1, 2, given_by={"train_batch_size": "ds_config.json:2"})
+        solve_batch(6, 4, 1, 2, given_by={"train_batch_size": ValueSource("ds_config.json:2")})
     assert str(error.value) == (
         "train_batch_size 6 ≠ micro 4 × accumulation 1 × ranks 2 = 8. "
         "Set train_batch_size: 8, or remove it and it is derived. "

@@ -7,12 +7,9 @@ looks for new ones, and prints what repeats a failure.
 from __future__ import annotations
 
 import logging
-import random
 from collections.abc import Iterator
 
-import numpy
 import pytest
-import torch
 from hypothesis import settings
 
 from tests.support.cuda_fixtures import (  # noqa: F401
@@ -24,7 +21,7 @@ from tests.support.cuda_fixtures import (  # noqa: F401
     gpus,
     kept_kernels,
 )
-from tests.support.pool import Pools
+from tests.support.pool import Pools, seed_generators
 from tests.support.tiers import function_of, group, read_durations, slow_cases, write_durations
 
 settings.register_profile("recorded", derandomize=True)
@@ -72,9 +69,7 @@ class Recorder:
 @pytest.fixture(autouse=True)
 def seeded() -> None:
     """Every test draws the same numbers, alone or after others."""
-    random.seed(0)
-    numpy.random.seed(0)
-    torch.manual_seed(0)
+    seed_generators()
 
 
 @pytest.fixture(scope="session")

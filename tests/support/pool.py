@@ -111,7 +111,6 @@ def take_place(rank: int, size: int, port: int) -> None:
 
 def _serve(pipe: Connection, rank: int, size: int, port: int, strict: bool) -> None:
     take_place(rank, size, port)
-    import numpy
     import torch
 
     from tests.support import strict_backend
@@ -130,9 +129,7 @@ def _serve(pipe: Connection, rank: int, size: int, port: int, strict: bool) -> N
         try:
             _fresh_logger()
             # As in a fresh process: no outcome depends on the bodies that ran here before.
-            random.seed(0)
-            numpy.random.seed(0)
-            torch.manual_seed(0)
+            seed_generators()
             answer = (True, body(*args, **kwargs))
         except BaseException:
             answer = (False, traceback.format_exc())
@@ -147,3 +144,18 @@ def _fresh_logger() -> None:
     logger.handlers.clear()
     logger.disabled, logger.propagate = False, True
     logger.setLevel(logging.NOTSET)
+
+
+def seed_generators() -> None:
+    """Seed Python's, numpy's and torch's generators.
+
+    torch.manual_seed would also queue a call for the CUDA context that may come, with a formatted traceback: milliseconds per test.
+    """
+    import numpy
+    import torch
+
+    random.seed(0)
+    numpy.random.seed(0)
+    torch.default_generator.manual_seed(0)
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed_all(0)

@@ -28,7 +28,7 @@ class ModelAxis(Protocol):
     def index(self) -> int: ...
 
     def all_gather(self, full: torch.Tensor, shard: torch.Tensor, label: str) -> Any:
-        """Puts every rank's ``shard`` in rank order into ``full``; the result has ``wait()``."""
+        """Put every rank's ``shard`` in rank order into ``full``; the result has ``wait()``."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class SavedInputs:
         return full[: kept.shape.numel()].view(kept.shape)
 
     def _part(self, tensor: torch.Tensor, axis: ModelAxis) -> torch.Tensor:
-        """This rank's slice of the flat values, padded so that all slices are equally long."""
+        """Return this rank's slice of the flat values, padded so that all slices are equally long."""
         flat = tensor.detach().reshape(-1)
         length = -(-flat.numel() // axis.size)
         own = flat[axis.index * length : (axis.index + 1) * length]
@@ -79,7 +79,7 @@ class SavedInputs:
 
 
 def to_host(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy in pinned memory; a tensor that is on the host stays as it is. Ordered by the current stream, without waiting for it."""
+    """Return a copy in pinned memory; a tensor that is on the host stays as it is. Ordered by the current stream, without waiting for it."""
     if tensor.device.type == "cpu":
         return tensor
     copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
@@ -120,7 +120,7 @@ class ActivationCheckpointing:
         synchronize: bool | None = None,
         profile: bool | None = None,
     ) -> None:
-        """As in DeepSpeed: what is given counts, else the section ``activation_checkpointing`` of ``deepspeed_config``.
+        """Configure as DeepSpeed does: what is given counts, else the section ``activation_checkpointing`` of ``deepspeed_config``.
 
         ``contiguous_checkpointing``, ``num_checkpoints``, ``synchronize`` and ``profile`` have no effect: there are no buffers that would have
         to be contiguous, and torch.profiler shows what a block costs. Partitioning needs the mesh of an engine (``mesh.model`` in ds_config).
@@ -141,7 +141,7 @@ class ActivationCheckpointing:
         self._settings = CheckpointingOptions(partition, on_host, axis)
 
     def configure_from(self, section: ActivationCheckpointingSection, axis: ModelAxis) -> None:
-        """The section of an engine with its model axis; the engine that is initialized last counts."""
+        """Return the section of an engine with its model axis; the engine that is initialized last counts."""
         self._settings = CheckpointingOptions(
             section.partition_activations, section.cpu_checkpointing, axis if axis.size > 1 else None
         )
@@ -150,14 +150,14 @@ class ActivationCheckpointing:
         return self._settings is not None
 
     def reset(self) -> None:
-        """Gives back buffers: there are none. Settings stay, as in DeepSpeed, whose users call this before every evaluation."""
+        """Do nothing: there are no buffers to free. Settings stay, as in DeepSpeed, whose users call this before every evaluation."""
 
     def forget(self) -> None:
-        """As if nothing had ever been configured."""
+        """Return to the state before any configuration."""
         self._settings = None
 
     def checkpoint(self, function: Callable[..., Any], *args: Any) -> Any:
-        """``function(*args)``, with only ``args`` kept for backward. Works unconfigured: then they are kept whole where they are."""
+        """Return ``function(*args)``, with only ``args`` kept for backward. Unconfigured, they are kept whole on their device."""
         with self._keeping():
             return torch_checkpoint.checkpoint(function, *args, use_reentrant=False, preserve_rng_state=True)
 

@@ -61,7 +61,7 @@ class StaticScale:
         return {"kind": "static", "scale": self.scale}
 
     def restored(self, state: Mapping[str, object]) -> StaticScale:
-        """The configured scale: a static scale has no history, so what ds_config says now wins over the checkpoint."""
+        """Return the configured scale: a static scale has no history, so what ds_config says now wins over the checkpoint."""
         return self
 
 
@@ -89,7 +89,7 @@ class DynamicScale:
             object.__setattr__(self, "hysteresis_left", self.hysteresis)
 
     def update(self, overflow: bool) -> ScaleUpdate:
-        """``overflow``: some gradient of the step was not finite, on any rank. Pure; every rank computes the same."""
+        """Return the state after a step; ``overflow``: some gradient was not finite, on any rank. Pure; every rank computes the same."""
         return self._after_overflow() if overflow else self._after_clean_step()
 
     def _after_overflow(self) -> ScaleUpdate:
@@ -124,7 +124,7 @@ class DynamicScale:
         )
 
     def to_json(self) -> dict[str, object]:
-        """What changes during a run; the settings come from ds_config when it is loaded."""
+        """Return what changes during a run; the settings come from ds_config when it is loaded."""
         return {
             "kind": "dynamic",
             "scale": self.scale,
@@ -134,7 +134,7 @@ class DynamicScale:
         }
 
     def restored(self, state: Mapping[str, object]) -> DynamicScale:
-        """This machine's settings with a checkpoint's counters; a checkpoint of a static scale has none, and changes
+        """Return these settings with a checkpoint's counters; a checkpoint of a static scale has none, and changes
         nothing."""
         if state.get("kind") != "dynamic":
             return self
@@ -160,7 +160,7 @@ def fp16_loss_scale(
     min_loss_scale: float = 1.0,
     at_minimum: AtMinimum = AtMinimum.RAISE,
 ) -> LossScale:
-    """The machine that ds_config's ``fp16`` section asks for: ``loss_scale`` 0 is dynamic, any other value static."""
+    """Return the loss scale that ds_config's ``fp16`` section asks for: ``loss_scale`` 0 is dynamic, any other value static."""
     if isinstance(loss_scale, bool) or not math.isfinite(loss_scale) or loss_scale < 0:
         raise ConfigError(
             "not a loss scale",
@@ -197,8 +197,7 @@ def _require_count(value: int, where: str) -> None:
         raise ConfigError("not a number of steps", where=where, got=value, expected="a positive integer")
 
 
-# Which dtype each thing of training has: parameters, gradient buffer, communication, fp32 masters; and the loss scale
-# to start with.
+# --- dtypes of parameters, gradient buffers, communication and masters ---------------------------------------------------
 #
 # The four dtypes are independent of each other and of the ZeRO stage: there is one numerics path, not an optimizer class
 # per combination.
@@ -228,12 +227,12 @@ class DtypePolicy:
 
     @property
     def has_separate_master(self) -> bool:
-        """False when the parameters themselves are what the optimizer updates (no second copy is needed)."""
+        """Return whether the optimizer updates a second copy of the parameters, in another dtype."""
         return self.master != self.param
 
 
 def dtype_from_name(name: str, where: str) -> torch.dtype:
-    """``fp32``, ``fp16`` or ``bf16``, in any case, or torch's long name; ``where`` is the dotted key for the error."""
+    """Return the dtype ``fp32``, ``fp16`` or ``bf16``, in any case, or by torch's long name; ``where`` is the dotted key for the error."""
     dtype = _DTYPES.get(name.lower())
     if dtype is None:
         raise ConfigError("not a dtype of training", where=where, got=repr(name), expected="fp32, fp16 or bf16")
@@ -249,7 +248,7 @@ def dtype_policy(
     master_dtype: str = "fp32",
     loss_scale: LossScale | None = None,
 ) -> DtypePolicy:
-    """The policy for ds_config's values.
+    """Return the policy for ds_config's values.
 
     Gradient buffer: ``grad_accum_dtype`` if given; else the parameters' dtype when one micro-batch makes a step; else
     fp32, because a sum of several 16-bit gradients in 16 bits loses what is below 2**-8 (bf16) or 2**-11 (fp16) of the
@@ -276,11 +275,11 @@ def dtype_policy(
     return DtypePolicy(param, grad, comm, master, loss_scale if loss_scale is not None else StaticScale())
 
 
-# Casting the floating tensors of nested inputs.
+# --- casts and autocast -----------------------------------------------------------------------------------------------------
 
 
 def cast_floats(value: Any, dtype: torch.dtype) -> Any:
-    """``value`` with every fp32, fp16 and bf16 tensor in tuples, lists and dicts cast to ``dtype``; everything else unchanged."""
+    """Cast every fp32, fp16 and bf16 tensor in tuples, lists and dicts of ``value`` to ``dtype``; leave everything else unchanged."""
 
     def cast(leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor) and leaf.dtype in (torch.float32, torch.float16, torch.bfloat16):
@@ -290,16 +289,13 @@ def cast_floats(value: Any, dtype: torch.dtype) -> Any:
     return tree_map(cast, value)
 
 
-# ``torch_autocast``: the module's forward under torch.autocast. Parameters, gradients and what crosses the wire keep their dtype.
-
-
 def autocast_dtype(enabled: bool, dtype: str | None) -> torch.dtype | None:
-    """The dtype of ``torch_autocast``: None when it is off, bf16 when nothing is said, as in DeepSpeed."""
+    """Return the dtype of ``torch_autocast``: None when it is off, bf16 by default, as in DeepSpeed. Only the forward runs in it."""
     return dtype_from_name(dtype or "bf16", "torch_autocast.dtype") if enabled else None
 
 
 def forward_of(module: nn.Module, dtype: torch.dtype | None, device_type: str) -> Callable[..., Any]:
-    """How to call ``module``: as it is (None), or under autocast to ``dtype``. An autocast around the call gives way to this one."""
+    """Return a function that calls ``module``: as it is (None), or under autocast to ``dtype``, which replaces an autocast around the call."""
     if dtype is None:
         return module.__call__
 

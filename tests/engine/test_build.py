@@ -213,7 +213,7 @@ def mesh(rank: int = 0, parts: int = 1, size: int = 1) -> Any:
     return SimpleNamespace(rank=rank, model_part=(0, parts), model=SimpleNamespace(size=size))
 
 
-def wiring(clip: float = 0.0, dtype: torch.dtype = torch.float32) -> Any:
+def resolved(clip: float = 0.0, dtype: torch.dtype = torch.float32) -> Any:
     return SimpleNamespace(clip=clip, policy=SimpleNamespace(param=dtype))
 
 
@@ -228,12 +228,12 @@ def test_rank_0_says_which_dtypes_were_cast(caplog: pytest.LogCaptureFixture) ->
 @pytest.mark.parametrize(
     ("where", "how", "said"),
     [
-        (mesh(), wiring(1.0), ""),
-        (mesh(rank=1, parts=2), wiring(1.0), ""),
-        (mesh(parts=2), wiring(), ""),
-        (mesh(parts=2), wiring(1.0), "clips by its own gradient norm"),
-        (mesh(parts=2), wiring(dtype=torch.float16), "scales its loss by itself"),
-        (mesh(parts=2, size=2), wiring(), "all are taken for copies"),
+        (mesh(), resolved(1.0), ""),
+        (mesh(rank=1, parts=2), resolved(1.0), ""),
+        (mesh(parts=2), resolved(), ""),
+        (mesh(parts=2), resolved(1.0), "clips by its own gradient norm"),
+        (mesh(parts=2), resolved(dtype=torch.float16), "scales its loss by itself"),
+        (mesh(parts=2, size=2), resolved(), "all are taken for copies"),
     ],
 )
 def test_what_parts_do_by_themselves(where: Any, how: Any, said: str, caplog: pytest.LogCaptureFixture) -> None:
@@ -245,7 +245,7 @@ def test_what_parts_do_by_themselves(where: Any, how: Any, said: str, caplog: py
 def test_a_marked_parameter_settles_it(caplog: pytest.LogCaptureFixture) -> None:
     model = nn.Linear(2, 2)
     model.weight.tensor_model_parallel = True  # type: ignore[assignment]
-    log_model_parts(model, mesh(parts=2, size=2), wiring(1.0))
+    log_model_parts(model, mesh(parts=2, size=2), resolved(1.0))
     assert caplog.messages == []
 
 

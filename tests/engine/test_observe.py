@@ -255,7 +255,7 @@ def test_configuration_and_units():
     assert "batch: 8 = 8 x 1 x 1 ranks" in text
     assert "parameters bfloat16, gradients bfloat16, wire bfloat16, masters float32, buffers bfloat16" in text
     rows = groups_table(engine.sharded.groups).splitlines()
-    assert rows[0].split() == ["unit", "parameters", "elements", "shard", "dtype", "lives"]
+    assert rows[0].split() == ["group", "parameters", "elements", "shard", "dtype", "lives"]
     assert len(rows) == 1 + len(engine.sharded.groups) and text.endswith("\n".join(rows))
     assert sum(int(row.split()[2].replace(",", "")) for row in rows[1:]) >= sum(
         p.numel() for p in engine.module.parameters()

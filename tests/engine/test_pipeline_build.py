@@ -261,13 +261,13 @@ class Told:
     def __init__(self) -> None:
         self.words: list[str] = []
         self.unsharder: Any = SimpleNamespace(
-            unshard_async=lambda domain: self.words.append(f"start {domain}"),
-            unshard=lambda domain, record: self.words.append(f"ensure {domain}"),
-            reshard=lambda domain: self.words.append(f"release {domain}"),
+            unshard_async=lambda group: self.words.append(f"start {group}"),
+            unshard=lambda group, record: self.words.append(f"ensure {group}"),
+            reshard=lambda group: self.words.append(f"release {group}"),
         )
 
     def __getattr__(self, name: str) -> Any:
-        return lambda domain: self.words.append(f"{name} {domain}")
+        return lambda group: self.words.append(f"{name} {group}")
 
 
 def shards_of(placement: ChunkPlacement, stage: int, *, micro: bool = False) -> tuple[ChunkShards, list[str]]:
@@ -326,10 +326,10 @@ def test_a_chunk_without_tied_layers_is_alone():
 def test_every_parameter_is_in_one_domain():
     module = module_of(ChunkPlacement.loop(1), 0)
     mesh = build_mesh(MeshShape())
-    domains = manual_groups(module, mesh)
-    assert [domain.name for domain in domains] == ["tied.e", "chunk0"]
-    listed = [param for domain in domains for param in domain.params]
+    groups = manual_groups(module, mesh)
+    assert [group.name for group in groups] == ["tied.e", "chunk0"]
+    listed = [param for group in groups for param in group.params]
     assert sorted(listed) == sorted(id(param) for param in module.parameters())
-    assert all(domain.owned and domain.holders == 1 for domain in domains)
-    assert domains[0].module == "tied_modules.e"
+    assert all(group.owned and group.holders == 1 for group in groups)
+    assert groups[0].module == "tied_modules.e"
     assert isinstance(module.tied_modules["e"].weight, torch.Tensor)

@@ -9,7 +9,7 @@ import torch
 
 from zero_trial.comm import MeshShape
 from zero_trial.ds_config.reader import read_ds_config
-from zero_trial.engine.resolved_config import SMALLEST_UNIT, ResolvedConfig, mesh_shape, resolve_config
+from zero_trial.engine.resolved_config import SMALLEST_GROUP, ResolvedConfig, mesh_shape, resolve_config
 from zero_trial.errors import ConfigError
 from zero_trial.precision import DynamicScale, StaticScale
 from zero_trial.sharding.plan import Lifetime, ReduceAt, Reshard
@@ -60,7 +60,7 @@ def test_sizes_reach_their_parts():
     }
     found = wired(zero_optimization=zero).sharding
     assert (found.limits.bucket, found.limits.persistence, found.limits.model_persistence) == (1000, 10, 20)
-    assert found.limits.smallest_group == SMALLEST_UNIT
+    assert found.limits.smallest_group == SMALLEST_GROUP
     assert (found.live.prefetch, found.live.max_live, found.live.max_reuse_distance) == (30, 40, 50)
     assert (found.leaf.classes, found.leaf.names, found.leaf.name_suffixes) == (("Expert",), (), ("moe",))
     assert wired(zero_optimization=zero | {"module_granularity_threshold": 7}).sharding.limits.smallest_group == 7

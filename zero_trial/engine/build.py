@@ -59,8 +59,8 @@ from zero_trial.ops.optimizers import FusedLamb
 from zero_trial.pipeline.module import PipelineModule
 from zero_trial.sharding.grouping import is_model_parallel
 from zero_trial.sharding.layout import describe_dtypes
-from zero_trial.sharding.optimizer import cut_pieces, rebind
-from zero_trial.zero import ShardedModel, ShardedOptimizer
+from zero_trial.sharding.model import ShardedModel
+from zero_trial.sharding.optimizer import ShardedOptimizer, cut_pieces, rebind
 
 log = logging.getLogger("zero_trial")
 
@@ -80,7 +80,7 @@ def initialize(
     mesh_param: tuple[int, ...] | None = None,
     config_params: Mapping[str, Any] | str | Path | None = None,
 ) -> tuple[Engine, ShardedOptimizer | None, Any, Any]:
-    """Wraps ``model`` and returns ``(engine, optimizer, training_dataloader, lr_scheduler)``, as DeepSpeed does.
+    """Wrap ``model`` and return ``(engine, optimizer, training_dataloader, lr_scheduler)``, as DeepSpeed does.
 
     ``config`` (or ``config_params``, or ``args.deepspeed_config``): ds_config as dict, path or base64. A client ``optimizer``
     (object, or callable from parameter groups) wins over ds_config's; so does a client ``lr_scheduler`` (object, or callable
@@ -129,7 +129,7 @@ def read_settings(args: Any, model: nn.Module | None, config: Any, config_params
 
 
 def _configure_checkpointing(settings: DsConfig, mesh: Mesh) -> None:
-    """``zero_trial.checkpointing`` follows the section of the engine that was initialized last, where one was written."""
+    """Configure ``zero_trial.checkpointing`` by this engine's section, where it has one: the engine initialized last counts."""
     section = settings.activation_checkpointing
     if section == ActivationCheckpointingSection():
         return
@@ -189,7 +189,7 @@ def build_engine(
         mesh,
         resolved.policy,
         resolved.sharding,
-        pipeline.domains if pipeline is not None else (),
+        pipeline.groups if pipeline is not None else (),
         offload.on_group_built,
         outcome,
     )
@@ -233,7 +233,7 @@ def _config_source(args: Any, config: Any, config_params: Any) -> Any:
 
 
 def _hints(model: nn.Module) -> dict[str, Any]:
-    """What "auto" values can be derived from: the width that Hugging Face style models declare."""
+    """Return what "auto" values can be derived from: the width that Hugging Face style models declare."""
     described = getattr(model, "config", None)
     sizes = [getattr(described, name, None) for name in ("hidden_size", "d_model", "n_embd")]
     width = next((size for size in sizes if isinstance(size, int)), None)
@@ -312,7 +312,7 @@ LEVELS = {
 class ConsoleHandler(logging.Handler):
     """One line per record. The streams are looked up when a record comes, so that a redirection made later counts.
 
-    Where ``elsewhere`` says that lines are shown by others (a program that sets up the root logger after initialize()), it is silent.
+    It is silent where ``elsewhere`` returns True, as it does once the program has handlers of its own on the root logger.
     """
 
     def __init__(self, elsewhere: Callable[[], bool] = lambda: bool(logging.getLogger().handlers)) -> None:
@@ -330,7 +330,7 @@ class ConsoleHandler(logging.Handler):
 def open_console(
     level: str | None, logger: logging.Logger | None = None, handler: logging.Handler | None = None
 ) -> None:
-    """Makes lines from ``level`` (default info) on visible. A level that the program has set itself is kept unless ``level`` is given.
+    """Show log lines from ``level`` (default info) on. A level that the program has set itself is kept unless ``level`` is given.
 
     Raises ConfigError for an unknown level.
     """
@@ -345,24 +345,24 @@ def open_console(
         log.setLevel(logging.INFO)
 
 
-# Which arithmetic the ranks of a world use on CPU: all the same, native only where every rank has it.
+# --- CPU kernels: the same on all ranks -----------------------------------------------------------------------------------
 #
-# Kernels and plain torch round differently in the last bit, so ranks that differed would train on weights that drift apart where they are
-# copies of each other, and a run would depend on which rank was placed where.
+# Kernels and plain torch round differently in the last bit, so copies of a weight on ranks that differ would drift apart, and a run would depend
+# on which rank was placed where.
 
 
 def agree_on_kernels(world: AxisComm) -> None:
-    """Finds out what every rank has; where one has no native kernels, this process gives up its own. Collective over ``world``.
+    """Use native kernels only where every rank has them; otherwise this process withdraws its own. Collective over ``world``.
 
-    Rank 0 says so once. Raises KernelUnavailable on every rank where one was told to use native kernels and cannot, or can and others cannot.
+    Rank 0 logs it. Raises KernelUnavailable on every rank where ZERO_TRIAL_OPS=native cannot be met on all ranks.
     """
     own, trouble = _own()
-    told = {
+    own_answer = {
         "native": own is not None and own.native is not None,
         "why": trouble.what if trouble is not None else own.why if own is not None else "",
         "strict": trouble is not None or (own is not None and own.strict),
     }
-    everyone: list[dict[str, Any]] = world.gather_json(told, "kernels")
+    everyone: list[dict[str, Any]] = world.gather_json(own_answer, "kernels")
     if trouble is not None:
         raise trouble
     blind = next((rank for rank, row in enumerate(everyone) if not row["native"]), None)
@@ -383,30 +383,30 @@ def agree_on_kernels(world: AxisComm) -> None:
 
 
 def _own() -> tuple[Backend | None, KernelUnavailable | None]:
-    """This rank's backend, or why it has none although it must: the others are to hear of that before it ends."""
+    """Return this rank's backend, or the error why it has none: the other ranks learn of it before this one raises it."""
     try:
         return backend(), None
     except KernelUnavailable as trouble:
         return None, trouble
 
 
-# What rank 0 says of a model before it trains, where that is not simply what ds_config says.
+# --- warnings of rank 0 about a model before it trains ------------------------------------------------------------------
 
 
 def log_dtypes(model: nn.Module, asked: torch.dtype, mesh: Mesh) -> None:
-    """A line for each way in which parameters are not what ds_config asks for."""
+    """Log a warning for each way in which parameters are not what ds_config asks for."""
     trained = ((name, param.dtype) for name, param in model.named_parameters() if param.requires_grad)
     for line in describe_dtypes(trained, asked) if mesh.rank == 0 else ():
         log.warning(line)
 
 
-def log_model_parts(model: nn.Module, mesh: Mesh, wiring: ResolvedConfig) -> None:
-    """A line where parts of a model decide for themselves what concerns them all, or do not say what they have in common."""
+def log_model_parts(model: nn.Module, mesh: Mesh, resolved: ResolvedConfig) -> None:
+    """Log a warning where parts of a model clip or skip steps by themselves, or do not mark which parameters they share."""
     parts = mesh.model_part[1]
     if parts == 1 or mesh.rank != 0:
         return
-    if mesh.model.size == 1 and (wiring.clip > 0 or wiring.policy.param == torch.float16):
-        what = "clips by its own gradient norm" if wiring.clip > 0 else "skips steps and scales its loss by itself"
+    if mesh.model.size == 1 and (resolved.clip > 0 or resolved.policy.param == torch.float16):
+        what = "clips by its own gradient norm" if resolved.clip > 0 else "skips steps and scales its loss by itself"
         log.warning(
             "%d parallel parts of the model and no get_model_parallel_group() of the mpu: each %s, "
             "so that weights which all parts hold can drift apart",

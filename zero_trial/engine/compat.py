@@ -51,9 +51,6 @@ class EngineMpu:
         return self._mesh.rank
 
 
-# The grid of a pipeline: which rank is at which stage, replica and slice, under DeepSpeed's names.
-
-
 class PipelineParallelGrid(EngineMpu):
     """DeepSpeed's ``PipelineParallelGrid``, answered from the mesh. ``data`` counts replica and shard together."""
 
@@ -70,7 +67,7 @@ class PipelineParallelGrid(EngineMpu):
         self._topology = PipeModelDataParallelTopology(shape.pipe, shape.model, shape.data_parallel_size)
 
     def get_stage_id(self) -> int:
-        """This rank's pipeline stage."""
+        """Return this rank's pipeline stage."""
         return self.get_pipe_parallel_rank()
 
     def get_data_parallel_id(self) -> int:
@@ -85,13 +82,13 @@ class PipelineParallelGrid(EngineMpu):
     get_slice_parallel_group = get_model_parallel_group
 
     def stage_to_global(self, stage_id: int, **kwargs: int) -> int:
-        """The rank at stage ``stage_id`` of this rank's pipeline; ``data`` or ``model`` name another pipeline."""
+        """Return the rank at stage ``stage_id`` of this rank's pipeline; ``data`` or ``model`` name another pipeline."""
         here = self._topology.get_coord(self.global_rank)
         at = {"pipe": stage_id, "data": here.data, "model": here.model} | kwargs
         return self._topology.get_rank(**at)
 
     def topology(self) -> ProcessTopology:
-        """The same as a topology with the axes pipe, data and model."""
+        """Return the same as a topology with the axes pipe, data and model."""
         return self._topology
 
     def is_first_stage(self) -> bool:
@@ -101,7 +98,7 @@ class PipelineParallelGrid(EngineMpu):
         return self.get_stage_id() == self.pipe_parallel_size - 1
 
 
-# The arguments that scripts for DeepSpeed hand over: which ds_config to use, and what its "auto" values stand for.
+# --- script arguments ---------------------------------------------------------------------------------------------------
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -118,7 +115,7 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
 
 
 def config_of(args: Any) -> Path | None:
-    """The ds_config that parsed arguments (any object with attributes, or None) name, or None. Raises ConfigError when there is no such file."""
+    """Return the path of the ds_config in parsed arguments (any object with attributes, or None). Raises ConfigError for a missing file."""
     value = getattr(args, "deepspeed_config", None)
     if value is None:
         return None
@@ -131,9 +128,9 @@ def config_of(args: Any) -> Path | None:
 
 
 def hints_of(args: Any) -> dict[str, Any]:
-    """Values for "auto", by the names that Hugging Face's TrainingArguments and plain scripts use; of an object with attributes, or None.
+    """Return values for "auto", by the names that Hugging Face's TrainingArguments and plain scripts use; of an object with attributes, or None.
 
-    What says nothing is left out: None, ``max_steps=-1``, and ``warmup_steps=0`` beside a ``warmup_ratio``. TrainingArguments'
+    Values that mean "not set" are left out: None, ``max_steps=-1``, and ``warmup_steps=0`` beside a ``warmup_ratio``. TrainingArguments'
     ``train_batch_size`` is that of one device, under another name here.
     """
     found = {name: value for name in hint_names() if (value := getattr(args, name, None)) is not None}
@@ -147,7 +144,7 @@ def hints_of(args: Any) -> dict[str, Any]:
     return {name: value for name, value in found.items() if isinstance(value, (bool, int, float, str, list, tuple))}
 
 
-# The loader that ``initialize(training_data=...)`` and ``engine.deepspeed_io`` give: this rank's part of a data set.
+# --- loaders: ``initialize(training_data=...)`` and ``engine.deepspeed_io`` -------------------------------------------------
 
 
 class ShardedLoader(DataLoader[Any]):
@@ -189,7 +186,7 @@ class RepeatingLoader:
 def sharded_loader(
     dataset: Any, batch_size: int, rank: int, ranks: int, *, drop_last: bool = False, **kwargs: Any
 ) -> DataLoader[Any]:
-    """Batches of ``batch_size`` samples; shuffled alike on all ranks and split between them. Iterable data sets shard themselves."""
+    """Return batches of ``batch_size`` samples, shuffled alike on all ranks and split between them. Iterable data sets shard themselves."""
     if isinstance(dataset, IterableDataset):
         return DataLoader(dataset, batch_size=batch_size, drop_last=drop_last, **kwargs)
     sampler: DistributedSampler[Any] = DistributedSampler(
@@ -199,6 +196,6 @@ def sharded_loader(
 
 
 def rank_loader(dataset: Any, batch_size: int, mesh: Mesh, config: DsConfig, **options: Any) -> DataLoader[Any]:
-    """This rank's part of ``dataset`` in batches of ``batch_size``: what ``training_data`` and ``engine.deepspeed_io`` give."""
+    """Return this rank's part of ``dataset`` in batches of ``batch_size``: what ``training_data`` and ``engine.deepspeed_io`` give."""
     drop_last = config.dataloader_drop_last
     return sharded_loader(dataset, batch_size, mesh.data.index, mesh.data.size, drop_last=drop_last, **options)

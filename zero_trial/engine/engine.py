@@ -1,4 +1,4 @@
-"""The engine: forward, backward and step of a sharded model, with DeepSpeed's names for everything else that is asked of it.
+"""The engine: forward, backward and step of a sharded model, with DeepSpeed's names for everything else.
 
 The step itself is in :mod:`zero_trial.engine.step`. An engine knows nothing about experiments.
 """
@@ -54,8 +54,7 @@ class ParameterCheck:
     def check(self, where: str) -> None:
         """Raise TrialError for such parameters. Reads names and flags only.
 
-        Frozen ones under names of their own may come: they are not to be trained (a moving average, a metric's network), and a checkpoint
-        has them.
+        Frozen parameters under new names may be added (a moving average, a metric's network): a checkpoint has them, too.
         """
         fresh, unfrozen = [], []
         for name, param in self._module.named_parameters():
@@ -97,8 +96,8 @@ def _listed(names: list[str]) -> str:
 class Engine(nn.Module):
     """A model with its sharded optimizer: ``loss = engine(x)``, ``engine.backward(loss)``, ``engine.step()``.
 
-    The text below never names a ZeRO stage: the lifetimes are in the plan. Every rank must call ``backward`` and ``step`` equally often.
-    What depends on whether the last step was skipped may wait for the device (on CUDA).
+    Every rank must call ``backward`` and ``step`` equally often.
+    On CUDA, values that depend on whether the last step was skipped wait for the device.
 
     Args:
         module: the user's model; its parameters are the sharded model's.
@@ -195,7 +194,7 @@ class Engine(nn.Module):
         return loss.detach() if steps == 1 else loss.detach() / steps
 
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
-        """At the accumulation boundary: clip, update, publish, advance the schedule; before it: only count. Collective.
+        """Take an optimizer step at the accumulation boundary: clip, update, publish, advance the schedule. Before it, only count. Collective.
 
         Where the caller owns the boundary (``managed_gradient_accumulation: false``) every call is one. Raises TrialError at a boundary that
         no gradient has reached: weight decay and momentum would move the weights all the same.
@@ -278,7 +277,7 @@ class Engine(nn.Module):
         return (self.micro_steps + 1) % self._batch.accumulation == 0
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
-        """Let the caller say where the boundary is, from now on."""
+        """Say whether the current micro-batch is the last before a step; from now on the engine no longer counts by itself."""
         self._boundary = is_boundary
 
     def pending_micro_batches(self) -> int:
@@ -307,7 +306,7 @@ class Engine(nn.Module):
         Afterwards the module is on the device where it was trained; at stage 3 it is in the host's memory, all of it, since
         the device may not hold it at once.
 
-        All that can be closed is closed, also where a disk has failed and the module cannot be whole again: then StorageError comes at the end.
+        Where a disk has failed and the module cannot be made whole, everything else is closed before StorageError is raised.
         """
         with ExitStack() as last_first:
             last_first.callback(COLLECTOR_PAUSE.release, self)
@@ -327,14 +326,14 @@ class Engine(nn.Module):
                 return getattr(modules["module"], name)
             raise
 
-    # --- outcome of the last step: may wait for it ----------------------------------------------------------------
+    # --- outcome of the last step; asking may wait for the device ---------------------------------------------------
 
     def get_global_grad_norm(self) -> float | None:
-        """The norm of the last step's gradient before clipping; None before the first."""
+        """Return the norm of the last step's gradient before clipping; None before the first."""
         return self.outcome.result().norm
 
     def was_step_applied(self) -> bool:
-        """Whether the last :meth:`step` changed the parameters."""
+        """Return whether the last :meth:`step` changed the parameters."""
         return self._stepped and self.outcome.result().applied
 
     @property
@@ -348,12 +347,12 @@ class Engine(nn.Module):
 
     @property
     def last_nonfinite(self) -> NonFiniteStep | None:
-        """The gradient that caused the last skipped step. On CUDA with several ranks it is named with the next backward pass."""
+        """Return the gradient that caused the last skipped step. On CUDA with several ranks it is named with the next backward pass."""
         return self.outcome.result().nonfinite
 
     @property
     def loss_scale(self) -> float:
-        """The factor on the loss of the next backward pass."""
+        """Return the factor on the loss of the next backward pass."""
         return self.outcome.loss_scale
 
     cur_scale = loss_scale
@@ -371,7 +370,7 @@ class Engine(nn.Module):
         return [group["lr"] for group in self.optimizer.param_groups] if self.optimizer is not None else []
 
     def get_mom(self) -> list[Any]:
-        """Each group's betas, or momentum."""
+        """Return each group's betas, or momentum."""
         groups = self.optimizer.param_groups if self.optimizer is not None else []
         return [group.get("betas", group.get("momentum")) for group in groups]
 
@@ -382,20 +381,20 @@ class Engine(nn.Module):
 
     @property
     def monitor(self) -> Monitor:
-        """Writers of scalars: ``engine.monitor.write_events([(name, value, step)])``."""
+        """Return the writers of scalars: ``engine.monitor.write_events([(name, value, step)])``."""
         return self.observer.monitor
 
     def persistent_bytes(self) -> dict[str, int]:
-        """Bytes per kind that outlive a step on this rank: parameters (with masters), gradients, optimizer state."""
+        """Return the bytes per kind that outlive a step on this rank: parameters (with masters), gradients, optimizer state."""
         states = self.optimizer.persistent_bytes() if self.optimizer is not None else 0
         return self.sharded.persistent_bytes() | {"optimizer": states}
 
     def seconds_waited(self) -> float | None:
-        """Seconds that this process has spent in collectives so far, most of them waiting for other ranks; None on CUDA, where the device waits."""
+        """Return the seconds that this process has spent in collectives, most of them waiting; None on CUDA, where the device waits."""
         return self.mesh.heartbeat.waited if self.device.type == "cpu" else None
 
     def comms_summary(self) -> dict[str, dict[str, int]]:
-        """Calls, elements and bytes that this rank had to send since construction, by ``collective/axis``.
+        """Return calls, elements and bytes that this rank had to send since construction, by ``collective/axis``.
 
         ``comms_logger.prof_all: false`` leaves those whose collective is in ``prof_ops``.
         """
@@ -416,21 +415,21 @@ class Engine(nn.Module):
         return self._batch.accumulation
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
-        """Another number of micro-batches per step; the micro-batch stays. Between steps only; the gradient buffers keep their dtype."""
+        """Change the number of micro-batches per step; the micro-batch stays. Between steps only; the gradient buffers keep their dtype."""
         if self.pending_micro_batches():
             raise TrialError("the batch size can change only between steps", where="engine.set_train_batch_size")
         self._batch = solve_batch(train_batch_size, self._batch.micro_batch_size, None, self.mesh.data.size)
         self.micro_steps = 0
 
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
-        """Another micro-batch size; the accumulation steps stay and the global batch follows."""
+        """Change the micro-batch size; the accumulation steps stay and the global batch follows."""
         self._batch = solve_batch(None, micro_batch_size, self._batch.accumulation, self.mesh.data.size)
 
-    # --- questions ------------------------------------------------------------------------------------------------
+    # --- configuration and ranks -------------------------------------------------------------------------------------------
 
     @property
     def _config(self) -> DsConfig:
-        """The ds_config with the batch sizes in use; scripts for DeepSpeed read it under this name."""
+        """Return the ds_config with the batch sizes in use; scripts for DeepSpeed read it under this name."""
         return replace(
             self.config,
             train_batch_size=self._batch.train_batch_size,
@@ -477,7 +476,7 @@ class Engine(nn.Module):
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """Writes ``save_dir/tag`` (default ``global_stepN``). Collective over the world: every rank must call. See :class:`Saver`."""
+        """Write ``save_dir/tag`` (default ``global_stepN``). Collective over the world: every rank must call."""
         self.outcome.finalize()
         self._check.check("engine.save_checkpoint")
         if client_state is not None and not isinstance(client_state, Mapping):
@@ -501,7 +500,7 @@ class Engine(nn.Module):
         load_module_only: bool = False,
         custom_load_fn: Any = None,
     ) -> tuple[str | None, dict[str, Any] | None]:
-        """Reads ``load_dir/tag`` (default: the newest that verifies). ``(path, client_state)``, or ``(None, None)`` if there is none. Collective."""
+        """Read ``load_dir/tag`` (default: the newest that verifies); return ``(path, client_state)``, or ``(None, None)`` without one. Collective."""
         if custom_load_fn is not None:
             raise TrialError(
                 "custom_load_fn is not supported",
@@ -532,11 +531,11 @@ class Engine(nn.Module):
     def save_16bit_model(
         self, save_dir: str | Path, save_filename: str = "model.safetensors", exclude_frozen_parameters: bool = False
     ) -> bool:
-        """The model's weights in the parameters' dtype as one safetensors file, written by rank 0. Collective."""
+        """Write the model's weights in the parameters' dtype as one safetensors file, on rank 0. Collective."""
         return saving.save_weights(self, Path(save_dir), save_filename, without_frozen=exclude_frozen_parameters)
 
     def module_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, torch.Tensor]:
-        """The module's whole state dict on every rank. Collective over shard."""
+        """Return the module's whole state dict on every rank. Collective over shard."""
         state = self.module.state_dict()
         if exclude_frozen_parameters:
             frozen = {
@@ -548,10 +547,10 @@ class Engine(nn.Module):
     def load_module_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, custom_load_fn: Any = None
     ) -> None:
-        """Loads whole tensors into the sharded module; shapes are the full ones. Collective: every rank passes the same values."""
+        """Load whole tensors into the sharded module; shapes are the full ones. Collective: every rank passes the same values."""
         self.module.load_state_dict(state_dict, strict=strict)
 
     def deepspeed_io(self, dataset: Any, batch_size: int | None = None, **kwargs: Any) -> Any:
-        """A loader over this rank's part of ``dataset``."""
+        """Return a loader over this rank's part of ``dataset``."""
         size = batch_size or self.train_micro_batch_size_per_gpu()
         return rank_loader(dataset, size, self.mesh, self.config, **kwargs)

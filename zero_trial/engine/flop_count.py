@@ -29,7 +29,7 @@ class ModuleTracker:
 
     @property
     def parents(self) -> set[str]:
-        """The names of the modules to which the operation under way belongs: "" is the model, and "Global" everything."""
+        """Return the names of the modules to which the operation under way belongs: "" is the model, and "Global" everything."""
         module = self._current()
         if module is None:
             return {"Global"}
@@ -110,20 +110,20 @@ class FlopCount:
         self._running = True
 
     def pause(self) -> None:
-        """Stops counting; which module an operation of a later backward belongs to is still known."""
+        """Stop counting; the module of an operation in a later backward stays known."""
         if self._running and self._counter.mode is not None:
             self._counter.mode.__exit__(None, None, None)
         self._running = False
 
     def close(self) -> None:
-        """Takes all hooks off."""
+        """Take all hooks off."""
         if self._opened:
             self.resume()
             self._counter.__exit__(None, None, None)
         self._opened = self._running = False
 
     def read(self) -> Flops:
-        """What has been counted so far."""
+        """Return the counts so far."""
         sums = {name: sum(kinds.values()) for name, kinds in self._counter.get_flop_counts().items()}
         total = sums.pop(_GLOBAL, 0)
         return Flops(total, sums)
@@ -147,7 +147,7 @@ def _attention_backward(
 # measured, and said so.
 
 
-# Words of torch's device name -> TFLOP/s in fp16, bf16, tf32 and fp32. The first row whose words all occur counts; 0: not offered.
+# Parts of torch's device name -> TFLOP/s in fp16, bf16, tf32 and fp32. The first row whose words all occur counts; 0: not offered.
 _TERA: dict[str, tuple[float, float, float, float]] = {
     "gb200": (2500.0, 2500.0, 1250.0, 80.0),
     "b200": (2250.0, 2250.0, 1125.0, 75.0),
@@ -188,7 +188,7 @@ class Peak:
 
 
 def peak_of(device: torch.device, dtype: torch.dtype) -> Peak:
-    """The peak of matrix products in ``dtype`` on ``device``; may run some to find out."""
+    """Return the peak of matrix products in ``dtype`` on ``device``; may run some to find out."""
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
         tf32 = dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest"
@@ -200,7 +200,7 @@ def peak_of(device: torch.device, dtype: torch.dtype) -> Peak:
 
 
 def data_sheet(name: str, dtype: torch.dtype, *, tf32: bool = False) -> Peak | None:
-    """The dense peak of the GPU called ``name``; None if it is not in the table."""
+    """Return the dense peak of the GPU called ``name``; None if it is not in the table."""
     column = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2 if tf32 else 3}.get(dtype)
     words = set(re.split(r"[^a-z0-9]+", name.lower()))
     row = (
@@ -221,7 +221,7 @@ def measure(
     synchronize: Callable[[], None] = lambda: None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Peak:
-    """The best of a few square matrix products, with as many threads as torch has now."""
+    """Return the best of a few square matrix products, with as many threads as torch has now."""
     side = _SIDE if device.type == "cpu" else 16 * _SIDE
     # Random numbers: products of ones use less power, so that a GPU runs them at a higher clock than anybody's.
     a, b = (torch.randn(side, side, dtype=dtype, device=device) for _ in range(2))

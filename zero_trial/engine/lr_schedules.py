@@ -7,7 +7,6 @@ twice.
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -19,6 +18,7 @@ import torch
 
 from zero_trial.ds_config.table import DsConfig
 from zero_trial.errors import CheckpointError, ConfigError
+from zero_trial.util.text import did_you_mean
 
 __all__ = ["CurveScheduler", "build_scheduler"]
 
@@ -36,14 +36,14 @@ class Curve(Protocol):
     """What a scheduler steps along."""
 
     def lrs(self, iteration: int) -> list[float]:
-        """One learning rate per parameter group."""
+        """Return one learning rate per parameter group."""
 
     def betas(self, iteration: int) -> Momenta | None:
-        """One pair of betas per parameter group; None leaves the optimizer's own."""
+        """Return one pair of betas per parameter group; None leaves the optimizer's own."""
 
 
 def warmup_factor(iteration: int, num_steps: int, kind: WarmupType) -> float:
-    """0 at iteration 0, 1 at ``num_steps`` (linear) or one before it (log: log(i + 1) / log(num_steps)); num_steps >=
+    """Return 0 at iteration 0, 1 at ``num_steps`` (linear) or one before it (log: log(i + 1) / log(num_steps)); num_steps >=
     2."""
     if kind is WarmupType.LOG:
         return (1.0 / math.log(num_steps)) * math.log(iteration + 1)
@@ -61,7 +61,7 @@ class Warmup:
     total_steps: int | None = None
 
     def factor(self, iteration: int) -> float:
-        """Where between minimum (0) and maximum (1) the lr is, from iteration 0 on."""
+        """Return the lr's place between minimum (0) and maximum (1), from iteration 0 on."""
         if iteration < self.num_steps:
             return warmup_factor(iteration, self.num_steps, self.kind)
         if self.total_steps is None:
@@ -93,7 +93,7 @@ class WarmupCosine:
     kind: WarmupType = WarmupType.LOG
 
     def ratio(self, iteration: int) -> float:
-        """The factor on each group's own lr."""
+        """Return the factor on each group's own lr."""
         if iteration < 0:
             return 0.0
         if iteration < self.num_steps:
@@ -141,7 +141,7 @@ class Cycle:
         return self.first_size + self.second_size
 
     def height(self, iteration: int) -> float:
-        """0 at the foot, 1 at the peak; periodic."""
+        """Return 0 at the foot, 1 at the peak; periodic."""
         step, ratio = iteration + 1, self.first_size / self.size
         x = 1.0 + step / self.size - math.floor(1 + step / self.size)
         rising = x <= ratio
@@ -197,7 +197,7 @@ class OneCycle:
         return [(beta1, self.BETA2)] * self.groups
 
     def _decay(self, iteration: int, rate: float) -> float:
-        """After the cycle: 1 + rate * intervals of ``decay_step_size`` steps; a size of 0 means no decay."""
+        """Return the divisor after the cycle: 1 + rate * intervals of ``decay_step_size`` steps; a size of 0 means no decay."""
         if math.isclose(self.decay_step_size, 0) or math.isclose(rate, 0):
             return 1.0
         return 1 + rate * ((iteration - self.cycle.size + 1) / self.decay_step_size)
@@ -226,26 +226,26 @@ class CurveScheduler:
         self._write()
 
     def step(self, last_batch_iteration: int | None = None) -> None:
-        """To the next iteration, or to the given one."""
+        """Go to the next iteration, or to the given one."""
         self.last_batch_iteration = (
             self.last_batch_iteration + 1 if last_batch_iteration is None else last_batch_iteration
         )
         self._write()
 
     def get_lr(self) -> list[float]:
-        """The curve's value now, one per group."""
+        """Return the curve's value now, one per group."""
         return self.curve.lrs(self.last_batch_iteration)
 
     def get_last_lr(self) -> list[float]:
-        """The same under torch's name."""
+        """Return the same under torch's name."""
         return self.get_lr()
 
     def get_mom(self) -> Momenta | None:
-        """The betas that the curve sets, or None where it leaves them alone."""
+        """Return the betas that the curve sets, or None where it leaves them alone."""
         return self.curve.betas(self.last_batch_iteration)
 
     def state_dict(self) -> dict[str, int]:
-        """JSON-able: the curve itself comes from the configuration."""
+        """Return the iteration, as JSON values; the curve itself comes from the configuration."""
         return {"last_batch_iteration": self.last_batch_iteration}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -277,7 +277,7 @@ WHERE = "scheduler.params"
 
 
 def build_scheduler(name: str, params: Mapping[str, Any] | None, optimizer: Any) -> Any:
-    """The scheduler that ``{"type": name, "params": params}`` means, bound to ``optimizer``.
+    """Return the scheduler that ``{"type": name, "params": params}`` means, bound to ``optimizer``.
 
     ``optimizer`` is anything with ``param_groups``; torch's own schedulers want a torch.optim.Optimizer. Names are in
     exact case, as in DeepSpeed. Raises ConfigError for an unknown name or parameter, or a value without meaning.
@@ -302,7 +302,7 @@ def warmup_lr(
     warmup_type: str = "log",
     last_batch_iteration: int = -1,
 ) -> CurveScheduler:
-    """WarmupLR. Without ``warmup_max_lr`` every group rises to its own lr."""
+    """Build WarmupLR. Without ``warmup_max_lr`` every group rises to its own lr."""
     high = [float(group["lr"]) for group in optimizer.param_groups] if warmup_max_lr is None else warmup_max_lr
     curve = Warmup(
         _per_group(optimizer, warmup_min_lr, "warmup_min_lr"),
@@ -323,7 +323,7 @@ def warmup_decay_lr(
     warmup_type: str = "log",
     last_batch_iteration: int = -1,
 ) -> CurveScheduler:
-    """WarmupDecayLR: to the maximum, then linearly to ``warmup_min_lr`` at ``total_num_steps``."""
+    """Build WarmupDecayLR: to the maximum, then linearly to ``warmup_min_lr`` at ``total_num_steps``."""
     curve = Warmup(
         _per_group(optimizer, warmup_min_lr, "warmup_min_lr"),
         _per_group(optimizer, warmup_max_lr, "warmup_max_lr"),
@@ -344,7 +344,7 @@ def warmup_cosine_lr(
     warmup_type: str = "log",
     last_batch_iteration: int = -1,
 ) -> CurveScheduler:
-    """WarmupCosineLR, in ratios of each group's own lr."""
+    """Build WarmupCosineLR, in ratios of each group's own lr."""
     own = [float(group["lr"]) for group in optimizer.param_groups]
     curve = WarmupCosine(
         own,
@@ -366,7 +366,7 @@ def lr_range_test(
     lr_range_test_staircase: bool = False,
     last_batch_iteration: int = -1,
 ) -> CurveScheduler:
-    """LRRangeTest."""
+    """Build LRRangeTest."""
     curve = RangeTest(
         _per_group(optimizer, lr_range_test_min_lr, "lr_range_test_min_lr"),
         _count(lr_range_test_step_size, "lr_range_test_step_size"),
@@ -393,7 +393,7 @@ def one_cycle(
     decay_mom_rate: float = 0.0,
     last_batch_iteration: int = -1,
 ) -> CurveScheduler:
-    """OneCycle. The momentum is cycled where the optimizer has ``betas`` in every group, and left alone elsewhere."""
+    """Build OneCycle. The momentum is cycled where the optimizer has ``betas`` in every group, and left alone elsewhere."""
     first = _positive(cycle_first_step_size, "cycle_first_step_size")
     second = first if cycle_second_step_size is None else _positive(cycle_second_step_size, "cycle_second_step_size")
     second_stairs = cycle_first_stair_count if cycle_second_stair_count is None else cycle_second_stair_count
@@ -421,7 +421,7 @@ _DEEPSPEED: dict[str, Callable[..., CurveScheduler]] = {
 
 
 def torch_scheduler_names() -> list[str]:
-    """Every scheduler of torch that a ds_config can name (those that need other objects cannot be named)."""
+    """Return every scheduler of torch that a ds_config can name (those that need other objects cannot be named)."""
     return sorted(name for name, value in vars(torch.optim.lr_scheduler).items() if _is_scheduler(value))
 
 
@@ -442,7 +442,7 @@ def _torch_by_name(name: str, given: dict[str, Any], optimizer: Any) -> Any:
             where="scheduler.type",
             got=repr(name),
             expected="one of " + ", ".join(known),
-            fix=_did_you_mean(name, known),
+            fix=did_you_mean(name, known),
         )
     make: Callable[..., Any] = found  # type: ignore[assignment]
     _check_names(name, given, make)
@@ -460,7 +460,7 @@ def _check_names(name: str, given: dict[str, Any], make: Callable[..., Any]) -> 
             f"{name} has no parameter {key!r}",
             where=f"{WHERE}.{key}",
             expected=", ".join(known),
-            fix=_did_you_mean(key, known),
+            fix=did_you_mean(key, known),
         )
         for key in given
         if key not in known
@@ -471,12 +471,6 @@ def _check_names(name: str, given: dict[str, Any], make: Callable[..., Any]) -> 
     ]
     if faults:
         raise ConfigError.many(faults)
-
-
-def _did_you_mean(word: str, known: list[str]) -> str | None:
-    by_lower = {name.lower(): name for name in known}
-    close = difflib.get_close_matches(word.lower(), by_lower, n=1, cutoff=0.6)
-    return f"Did you mean {by_lower[close[0]]}?" if close else None
 
 
 def _per_group(optimizer: HasGroups, value: Any, key: str) -> tuple[float, ...]:
@@ -526,7 +520,7 @@ def _warmup_type(value: Any) -> WarmupType:
 
 
 def choose_schedule(optimizer: torch.optim.Optimizer | None, client: Any, settings: DsConfig) -> Any:
-    """The client's (an object, or a function of ``optimizer``), else ds_config's, else None. Raises ConfigError."""
+    """Return the client's (an object, or a function of ``optimizer``), else ds_config's, else None. Raises ConfigError."""
     if client is not None:
         if not hasattr(client, "step"):
             return client if optimizer is None else client(optimizer)
@@ -538,7 +532,7 @@ def choose_schedule(optimizer: torch.optim.Optimizer | None, client: Any, settin
 
 
 def _require_own(schedule: Any, optimizer: torch.optim.Optimizer | None) -> None:
-    """A schedule of torch's is bound to an optimizer; if that is another one, every learning rate would stay as it is, without a word."""
+    """Return a schedule of torch's is bound to an optimizer; if that is another one, every learning rate would stay as it is, without a word."""
     theirs = getattr(schedule, "optimizer", None)
     if optimizer is None or not isinstance(theirs, torch.optim.Optimizer) or theirs is optimizer:
         return

@@ -23,17 +23,17 @@ class Writer(Protocol):
     """What a monitor writes through."""
 
     def write(self, events: Sequence[Event]) -> None:
-        """Takes ``events``; they can be seen after :meth:`flush`."""
+        """Take ``events``; they can be read after :meth:`flush`."""
 
     def flush(self) -> None:
-        """Everything taken so far can be read."""
+        """Make everything written so far readable."""
 
     def close(self) -> None:
-        """Flushes; nothing is written afterwards."""
+        """Flush; nothing is written afterwards."""
 
 
 def require(package: str, section: str, install: str) -> None:
-    """ConfigError, where ``section`` of ds_config needs a ``package`` that is not installed."""
+    """Raise ConfigError where ``section`` of ds_config needs a ``package`` that is not installed."""
     try:
         found = find_spec(package) is not None
     except (ModuleNotFoundError, ValueError):  # a parent is missing, or a stand-in without a spec is loaded
@@ -47,15 +47,15 @@ def require(package: str, section: str, install: str) -> None:
 
 
 def load(package: str) -> Any:
-    """The package, once :func:`require` has found it."""
+    """Return the package, once :func:`require` has found it."""
     return import_module(package)
 
 
-# Scalars to Comet.
+# --- writers ------------------------------------------------------------------------------------------------------------
 
 
 class Comet:
-    """An experiment as the section describes it. Of every name, an event is sent when at least ``samples_log_interval`` samples
+    """Sends scalars to Comet. Of every name, an event is sent when at least ``samples_log_interval`` samples
     have gone by since the last one. Needs the package comet_ml."""
 
     def __init__(self, section: CometSection) -> None:
@@ -87,11 +87,11 @@ class Comet:
         self._experiment.end()
 
 
-# Scalars as CSV files, one per name: ``<output_path>/<job_name>/Train_Samples_train_loss.csv`` with the columns step and train_loss.
-
-
 class CsvFiles:
-    """Appends to the files of ``folder``; a run that is resumed goes on in the same files."""
+    """Appends scalars to CSV files in ``folder``, one per name: ``Train_Samples_train_loss.csv`` with the columns step and train_loss.
+
+    A resumed run continues the same files.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -125,11 +125,8 @@ class CsvFiles:
         return self._files[name]
 
 
-# Scalars as TensorBoard events in ``<output_path>/<job_name>``.
-
-
 class TensorBoard:
-    """torch's SummaryWriter on ``folder``. Needs the package tensorboard."""
+    """Writes scalars as TensorBoard events in ``folder``, by torch's SummaryWriter. Needs the package tensorboard."""
 
     def __init__(self, folder: Path) -> None:
         self._writer = load("torch.utils.tensorboard").SummaryWriter(log_dir=str(folder))
@@ -145,11 +142,8 @@ class TensorBoard:
         self._writer.close()
 
 
-# Scalars to Weights & Biases.
-
-
 class Wandb:
-    """One run of the project that the section names; ``team`` is the entity. Needs the package wandb."""
+    """Sends scalars to one run of the Weights & Biases project that the section names; ``team`` is the entity. Needs the package wandb."""
 
     def __init__(self, section: WandbSection) -> None:
         self._run = load("wandb").init(project=section.project, group=section.group, entity=section.team)
@@ -159,13 +153,13 @@ class Wandb:
             self._run.log({name: float(value)}, step=step)
 
     def flush(self) -> None:
-        """The client sends by itself."""
+        """Return the client sends by itself."""
 
     def close(self) -> None:
         self._run.finish()
 
 
-# All writers that ds_config switches on, as one object: ``engine.monitor.write_events([(name, value, step)])``.
+# --- all writers that ds_config switches on -----------------------------------------------------------------------------
 
 
 class Monitor:
@@ -176,11 +170,11 @@ class Monitor:
 
     @property
     def enabled(self) -> bool:
-        """Does anybody see what is written?"""
+        """Return whether there is a writer."""
         return bool(self._writers)
 
     def write_events(self, events: Sequence[Event], flush: bool = True) -> None:
-        """``events``: (name, value, step). A name like ``Train/Samples/lr`` is a path in the tools that show it."""
+        """Write ``events``: (name, value, step). A name like ``Train/Samples/lr`` is a path in the tools that show it."""
         for writer in self._writers:
             writer.write(events)
             if flush:
@@ -193,7 +187,7 @@ class Monitor:
 
 
 def build_monitor(config: DsConfig, rank: int) -> Monitor:
-    """The monitor of this rank. Every rank checks that the packages are there; only rank 0 opens and writes.
+    """Return the monitor of this rank. Every rank checks that the packages are there; only rank 0 opens and writes.
 
     Raises ConfigError for a package that is not installed or a folder that cannot be made.
     """
@@ -214,5 +208,5 @@ def build_monitor(config: DsConfig, rank: int) -> Monitor:
 
 
 def folder_of(output_path: str, default: str, job_name: str) -> Path:
-    """``output_path/job_name``; without an output path, ``default/job_name`` in the working directory."""
+    """Return ``output_path/job_name``; without an output path, ``default/job_name`` in the working directory."""
     return Path(output_path or default).expanduser() / job_name

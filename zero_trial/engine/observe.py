@@ -82,7 +82,7 @@ class Observer:
         self.lines = lines
 
     def phase(self, name: str, engine: ObservedEngine) -> AbstractContextManager[Any]:
-        """Measures a phase of a micro-batch: FORWARD, BACKWARD, REDUCE_WAIT or STEP. An exception inside leaves it to be begun again."""
+        """Measure a phase of a micro-batch: FORWARD, BACKWARD, REDUCE_WAIT or STEP. A phase that raises is not counted."""
         if self.timers is None and self.profiler is None:
             return trace_range(name)
         return _Phase(self, name, engine)
@@ -116,7 +116,7 @@ class Observer:
 
 
 class _Phase:
-    """A phase as a block; one that an exception cuts short is not ended."""
+    """A phase as a context manager; one that an exception cuts short is not ended."""
 
     def __init__(self, observer: Observer, name: str, engine: ObservedEngine) -> None:
         self._observer, self._name, self._engine = observer, name, engine
@@ -137,7 +137,7 @@ class _Phase:
 def build_observer(
     config: DsConfig, resolved: ResolvedConfig, module: nn.Module, mesh: Mesh, device: torch.device
 ) -> Observer:
-    """What ds_config asks for; on other ranks than 0 nothing. Raises ConfigError on every rank for a monitor whose package is missing."""
+    """Build what ds_config asks for; on other ranks than 0 nothing. Raises ConfigError on every rank for a monitor whose package is missing."""
     monitor = build_monitor(config, mesh.rank)
     if mesh.rank != 0:
         return Observer(monitor)
@@ -207,7 +207,7 @@ class PeriodicLines:
 
 
 def progress_line(engine: ObservedEngine, samples_per_second: float | None) -> str:
-    """``step=20 skipped=0 lr=[0.001] grad_norm=1.3 samples/s=512.0``; the rate counts the samples of all ranks since the last line."""
+    """Return ``step=20 skipped=0 lr=[0.001] grad_norm=1.3 samples/s=512.0``; the rate counts the samples of all ranks since the last line."""
     norm = engine.get_global_grad_norm()
     text = f"step={engine.global_steps} skipped={engine.skipped_steps} lr={engine.get_lr()} "
     text += f"grad_norm={norm:.4g}" if norm is not None else "grad_norm=-"
@@ -215,7 +215,7 @@ def progress_line(engine: ObservedEngine, samples_per_second: float | None) -> s
 
 
 def timer_line(timers: Timers, steps: int, seconds: float) -> str:
-    """``ms per step: forward 1.20 | backward 2.41 | reduce wait 0.32 | step 0.90 | other 0.11``; the micro-batches of a step are summed.
+    """Return ``ms per step: forward 1.20 | backward 2.41 | reduce wait 0.32 | step 0.90 | other 0.11``; the micro-batches of a step are summed.
 
     "other" is the host's time outside of these phases: data, loss outside of the engine, printing.
     """
@@ -225,13 +225,13 @@ def timer_line(timers: Timers, steps: int, seconds: float) -> str:
 
 
 def memory_line(engine: ObservedEngine, device: torch.device) -> str:
-    """``memory: parameters 1.2 MiB, gradients ..., optimizer ...; process ... resident at most`` (on CUDA: allocated, at most, reserved)."""
+    """Return ``memory: parameters 1.2 MiB, gradients ..., optimizer ...; process ... resident at most`` (on CUDA: allocated, at most, reserved)."""
     states = ", ".join(f"{kind} {mib(size)}" for kind, size in engine.persistent_bytes().items())
     return f"memory: {states}; {device_memory(device)}"
 
 
 def device_memory(device: torch.device) -> str:
-    """Memory of the process on ``device``; on a CPU its resident set."""
+    """Describe the memory of the process on ``device``; on a CPU its resident set."""
     if device.type == "cuda":
         now, peak = torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device)
         return f"{device} {mib(now)} allocated, {mib(peak)} at most, {mib(torch.cuda.memory_reserved(device))} reserved"
@@ -240,7 +240,7 @@ def device_memory(device: torch.device) -> str:
 
 
 def comms_table(summary: Mapping[str, Mapping[str, int]]) -> str:
-    """Collectives since the engine was built, one row per kind and axis: calls, elements and bytes that this rank had to send."""
+    """Return the collectives since the engine was built, one row per kind and axis: calls, elements and bytes that this rank had to send."""
     if not summary:
         return "communication: nothing was sent"
     rows: list[tuple[str, ...]] = [("collective/axis", "calls", "elements", "bytes")]
@@ -251,7 +251,7 @@ def comms_table(summary: Mapping[str, Mapping[str, int]]) -> str:
 
 
 def mib(size: int) -> str:
-    """``size`` bytes in MiB."""
+    """Format ``size`` bytes in MiB."""
     return f"{size / 2**20:.1f} MiB"
 
 
@@ -351,7 +351,7 @@ class StepEvents:
 
 
 def describe_state(config: DsConfig, resolved: ResolvedConfig, mesh: Mesh, groups: Sequence[ParamGroup]) -> str:
-    """What an engine starts with, as several lines: its whole configuration, its mesh, and its parameter groups."""
+    """Describe what an engine starts with in several lines: its whole configuration, its mesh, and its parameter groups."""
     batch, policy = resolved.batch, resolved.policy
     dtypes = ", ".join(f"{name} {str(dtype).removeprefix('torch.')}" for name, dtype in _dtypes(policy).items())
     return "\n".join(
@@ -374,8 +374,8 @@ def _without_secrets(config: DsConfig) -> DsConfig:
 
 
 def groups_table(groups: Sequence[ParamGroup]) -> str:
-    """One row per parameter group: parameters, elements, elements of this rank's shard, dtype, lifetime of its full parameters."""
-    rows = [("unit", "parameters", "elements", "shard", "dtype", "lives")]
+    """Return one row per parameter group: parameters, elements, elements of this rank's shard, dtype, lifetime of its full parameters."""
+    rows = [("group", "parameters", "elements", "shard", "dtype", "lives")]
     for group in groups:
         layout = group.layout
         dtype = str(group.dtype).removeprefix("torch.")
@@ -416,7 +416,7 @@ class CollectorPause:
         self._holders[id(owner)] = weakref.finalize(owner, self._drop, id(owner))
 
     def release(self, owner: object) -> None:
-        """``owner`` no longer asks for it."""
+        """Withdraw the request of ``owner``."""
         holder = self._holders.get(id(owner))
         if holder is not None:
             holder()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import itertools
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -16,12 +15,13 @@ from zero_trial.errors import ConfigError
 from zero_trial.ops import native_on
 from zero_trial.ops.optimizers import FusedAdagrad, FusedAdam, FusedLamb, FusedLion, FusedSGD, Lion
 from zero_trial.sharding.optimizer import ShardPiece
+from zero_trial.util.text import did_you_mean
 
 Groups = list[dict[str, Any]]
 
 
 def parameter_groups(model: nn.Module, optimizer: Any, model_parameters: Iterable[Any] | None) -> Groups:
-    """Optimizer groups over the model's trainable parameters, each parameter once."""
+    """Return optimizer groups over the model's trainable parameters, each parameter once."""
     if isinstance(optimizer, torch.optim.Optimizer):
         groups: Groups = [dict(group) for group in optimizer.param_groups]
     else:
@@ -61,7 +61,7 @@ def parameter_groups(model: nn.Module, optimizer: Any, model_parameters: Iterabl
 
 
 def groups_over(pieces: Sequence[ShardPiece], groups: Groups) -> Groups:
-    """The same groups with the same settings, over pieces of masters instead of parameters."""
+    """Return the same groups with the same settings, over pieces of masters instead of parameters."""
     return [
         {key: value for key, value in group.items() if key != "params"}
         | {"params": [p.weight for p in pieces if p.opt_group == index]}
@@ -69,7 +69,7 @@ def groups_over(pieces: Sequence[ShardPiece], groups: Groups) -> Groups:
     ]
 
 
-# From ds_config's optimizer name and params to something that builds that optimizer on given parameter groups.
+# --- from ds_config's optimizer name and params to an optimizer -------------------------------------------------------------
 #
 # DeepSpeed's names are read in any case and with DeepSpeed 0.19.8's defaults (weight decay 0, also for AdamW); every
 # other name is a class of torch.optim in exact case, with torch's defaults.
@@ -127,12 +127,11 @@ class OptimizerSpec:
 
     @property
     def binds_tensors(self) -> bool:
-        """True if ``bind`` tells it which elements of a piece belong to which tensor, so that pieces may be cut
-        anywhere."""
+        """Return whether its ``bind`` learns which elements of a piece belong to which tensor, so that pieces may be cut anywhere."""
         return hasattr(self.optimizer_class, "bind")
 
     def build(self, param_groups: ParamGroups) -> torch.optim.Optimizer:
-        """The optimizer over ``param_groups`` (tensors, or dicts with ``params`` and own settings): in our native kernels
+        """Return the optimizer over ``param_groups`` (tensors, or dicts with ``params`` and own settings): in our native kernels
         where the device has them (``ZERO_TRIAL_OPS=reference`` turns them off), else fused where torch can.
 
         Raises ConfigError where it refuses a value.
@@ -152,7 +151,7 @@ class OptimizerSpec:
             raise ConfigError(f"{self.name} refuses its parameters", where=WHERE, got=str(refusal)) from refusal
 
     def _native(self, groups: list[Any]) -> bool:
-        """Whether our kernels do all that is asked for, on every one of these tensors."""
+        """Return whether our kernels do all that is asked for, on every one of these tensors."""
         if (
             self.torch_only
             or self.optimizer_class not in NATIVE
@@ -178,14 +177,13 @@ class OptimizerSpec:
 
 
 def _defaults(optimizer_class: type[torch.optim.Optimizer], names: Collection[str]) -> dict[str, Any]:
-    """The class's own defaults of these arguments: torch's AdamW decays by 0.01 where ours does not."""
+    """Return the class's own defaults of these arguments: torch's AdamW decays by 0.01 where ours does not."""
     parameters = inspect.signature(optimizer_class).parameters
     return {name: parameters[name].default for name in names if name in parameters}
 
 
 def is_elementwise(optimizer_class: type) -> bool:
-    """May this class work on flat pieces of tensors? Its own ``elementwise`` attribute, else yes unless it is known not
-    to."""
+    """Return whether this class may work on flat pieces of tensors: its ``elementwise`` attribute, else True unless its name is known not to."""
     declared = getattr(optimizer_class, "elementwise", None)
     if isinstance(declared, bool):
         return declared
@@ -193,7 +191,7 @@ def is_elementwise(optimizer_class: type) -> bool:
 
 
 def check_shapes(name: str, tensors: Mapping[str, torch.Tensor], shard: int) -> None:
-    """Raises ConfigError where ds_config's optimizer ``name`` cannot train ``tensors`` (by name) cut over ``shard`` ranks.
+    """Raise ConfigError where ds_config's optimizer ``name`` cannot train ``tensors`` (by name) cut over ``shard`` ranks.
 
     Pure and the same on every rank, so that it can be asked before the first collective. Muon orthogonalizes whole matrices.
     """
@@ -217,8 +215,8 @@ def check_shapes(name: str, tensors: Mapping[str, torch.Tensor], shard: int) -> 
 
 
 def resolve_optimizer(name: str, params: Mapping[str, Any] | None = None) -> OptimizerSpec:
-    """The optimizer that ``{"type": name, "params": params}`` means. Raises ConfigError for what nobody could
-    honour."""
+    """Return the optimizer that ``{"type": name, "params": params}`` means. Raises ConfigError for what cannot be
+    honoured."""
     given = dict(params or {})
     if "max_grad_norm" in given:
         raise ConfigError(
@@ -287,7 +285,7 @@ _ONE_BIT_PARAMS = (
 
 
 def _one_bit(base: str, rule: Callable[[str, dict[str, Any]], OptimizerSpec]) -> Callable[[str, dict[str, Any]], Any]:
-    """1-bit compression changes what is sent, not the optimizer: the base optimizer, with uncompressed gradients."""
+    """Map a 1-bit optimizer to its base optimizer: compression changes what is sent, and here nothing is compressed."""
 
     def resolve(name: str, given: dict[str, Any]) -> OptimizerSpec:
         dropped = [key for key in _ONE_BIT_PARAMS if given.pop(key, None) is not None]
@@ -332,7 +330,7 @@ _REFUSED_TORCH = {
 
 
 def torch_optimizer_names() -> list[str]:
-    """Every class of torch.optim that a ds_config can name."""
+    """Return every class of torch.optim that a ds_config can name."""
     found = [name for name, value in vars(torch.optim).items() if _is_optimizer(value)]
     return sorted(name for name in found if name not in _REFUSED_TORCH)
 
@@ -348,7 +346,7 @@ def _torch_by_name(name: str, given: dict[str, Any]) -> OptimizerSpec:
             where="optimizer.type",
             got=repr(name),
             expected="one of " + ", ".join(sorted(known)),
-            fix=_did_you_mean(name, known),
+            fix=did_you_mean(name, known),
         )
     return _spec(name, found, given)  # type: ignore[arg-type]
 
@@ -366,7 +364,7 @@ def _spec(
             f"{name} has no parameter {key!r}",
             where=f"{WHERE}.{key}",
             expected=", ".join(known),
-            fix=_did_you_mean(key, known),
+            fix=did_you_mean(key, known),
         )
         for key in given
         if key not in known
@@ -397,12 +395,6 @@ def _is_number(value: object) -> bool:
 
 def _not_a_number(key: str, value: object) -> ConfigError:
     return ConfigError("not a number", where=f"{WHERE}.{key}", got=repr(value), expected="a number, without quotes")
-
-
-def _did_you_mean(word: str, known: Iterable[str]) -> str | None:
-    by_lower = {name.lower(): name for name in known}
-    close = difflib.get_close_matches(word.lower(), by_lower, n=1, cutoff=0.6)
-    return f"Did you mean {by_lower[close[0]]}?" if close else None
 
 
 def _tensors(group: Any) -> list[torch.Tensor]:

@@ -1,4 +1,4 @@
-"""Build a pipeline: settings of ds_config, this rank's layers and policy, and the sharding actions of its schedule."""
+"""Build a pipeline: settings of ds_config, this rank's layers, the ZeRO policy of the schedule, and what its sharding actions do."""
 
 from __future__ import annotations
 
@@ -33,16 +33,20 @@ from zero_trial.pipeline.schedule import ChunkPlacement, ParameterLifetime, Redu
 from zero_trial.pipeline.simulate import validate
 from zero_trial.precision import DtypePolicy
 from zero_trial.sharding.grouping import ManualGroup
+from zero_trial.sharding.model import ShardedModel
 from zero_trial.sharding.plan import ReduceAt, ZeroPlan, plan_for_stage
-from zero_trial.zero import ShardedModel
 
-ROOM = 0.75
-"""The part of a rank's memory that states and full copies may take where the policy is open; the rest is for activations."""
+log = logging.getLogger("zero_trial")
+
+ROOM = 0.75  # of a rank's memory, for states and full copies where the policy is open; the rest is for activations
 
 
 @dataclass(frozen=True)
 class PipelineSettings:
-    """``parameters`` and ``reduction`` are None where the policy is open; ``partition_method`` None and an interval of 0 are the module's own."""
+    """What ds_config says about the pipeline.
+
+    ``parameters`` and ``reduction`` are None where the policy is open; ``partition_method`` None and an interval of 0 are the module's own.
+    """
 
     stages: int = 1
     schedule: str = "1f1b"
@@ -53,12 +57,23 @@ class PipelineSettings:
     activation_checkpoint_interval: int = 0
 
 
+@dataclass(frozen=True)
+class ResolvedPipeline:
+    """What a pipeline's engine needs beside that of any engine. ``channel`` distinguishes its messages from other engines'."""
+
+    settings: PipelineSettings
+    policy: ZeroPolicy
+    price: str  # of schedule and policy, in a line
+    groups: tuple[ManualGroup, ...]
+    channel: int
+
+
 def pipeline_settings(config: DsConfig) -> PipelineSettings:
-    """The settings of ``pipeline`` and ``mesh.pipe``; where the policy says nothing, ``reduce_every`` and ``reshard_after`` do."""
+    """Read ``pipeline`` and ``mesh.pipe``; where the policy leaves something open, ``reduce_every`` and ``reshard_after`` decide it."""
     section, zero = config.pipeline, config.zero_optimization
-    words = (section.zero_policy, RESHARDS.get(zero.reshard_after), zero.reduce_every)
-    held = next((word for word in words if word in LIFETIMES), None)
-    when = next((word for word in words if word in REDUCTIONS), None)
+    given = (section.zero_policy, RESHARDS.get(zero.reshard_after), zero.reduce_every)
+    held = next((value for value in given if value in LIFETIMES), None)
+    when = next((value for value in given if value in REDUCTIONS), None)
     chunks = section.chunks_per_rank
     return PipelineSettings(
         stages=config.mesh.pipe,
@@ -73,21 +88,93 @@ def pipeline_settings(config: DsConfig) -> PipelineSettings:
     )
 
 
-def sharding_of(plan: ZeroPlan) -> Sharding:
-    """What the plan cuts and frees."""
-    return Sharding(*plan.cuts)
+# --- layers and policy -------------------------------------------------------------------------------------------------
 
 
-def training_schedule(
-    settings: PipelineSettings, policy: ZeroPolicy, micro_batches: int, ties: Sequence[Sequence[int]] = ()
-) -> Schedule:
-    """The schedule of one step under a policy, with messages, sharding and the step in it. Raises ConfigError for what the recipe cannot do."""
-    computed = build(settings.schedule, settings.stages, micro_batches, settings.chunks_per_rank)
-    return lower(computed, parameters=policy.parameters, reduction=policy.reduction, ties=ties)
+def with_stages(config: DsConfig, model: nn.Module) -> DsConfig:
+    """Return ``config`` with the number of pipeline stages that the model was made for, where it names none. Raises ConfigError where they differ."""
+    if not isinstance(model, PipelineModule):
+        if config.mesh.pipe > 1:
+            raise ConfigError(
+                "only a PipelineModule can be cut into pipeline stages",
+                where="mesh.pipe",
+                got=f"{config.mesh.pipe} stages for a {type(model).__name__}",
+                fix="Make it a zero_trial.PipelineModule, or remove mesh.pipe.",
+            )
+        return config
+    if model.num_stages is None or model.num_stages == config.mesh.pipe:
+        return config
+    if not config.source("mesh.pipe").is_default:
+        raise ConfigError(
+            "ds_config and the model disagree about the pipeline stages",
+            where="mesh.pipe",
+            got=config.mesh.pipe,
+            expected=f"{model.num_stages}, the num_stages of the PipelineModule",
+        )
+    return replace(config, mesh=replace(config.mesh, pipe=model.num_stages))
+
+
+def build_layers(model: PipelineModule, config: DsConfig, mesh: Mesh, *, has_parameters: bool) -> None:
+    """Build this rank's layers for ds_config's schedule. ``has_parameters``: the caller holds parameters of those built so far."""
+    settings, stage = pipeline_settings(config), mesh.coordinates["pipe"]
+    _check_topology(model, mesh)
+    placement = RECIPES[settings.schedule].place(settings.stages, settings.chunks_per_rank)
+    method = settings.partition_method or model.partition_method
+    same = (model.placement, model.stage_id, model.partition_method) == (placement, stage, method)
+    if model.built and not same and has_parameters:
+        raise ConfigError(
+            "the layers that the optimizer was given are not those that this schedule needs here",
+            where="pipeline.schedule",
+            got=f"{settings.schedule} with {settings.chunks_per_rank} chunks per rank, partition {method}",
+            fix=f"Give PipelineModule(placement=..., partition_method={method!r}) the same, or leave model_parameters out: all train.",
+        )
+    model.build(
+        placement,
+        stage,
+        partition_method=method,
+        activation_checkpoint_interval=settings.activation_checkpoint_interval or None,
+    )
+
+
+def _check_topology(model: PipelineModule, mesh: Mesh) -> None:
+    topology = model.topology()
+    if topology is None or topology.world_size() != mesh.world.size:
+        return
+    stage = int(topology.get_coord(mesh.rank).pipe)
+    if stage != mesh.coordinates["pipe"]:
+        raise ConfigError(
+            "the topology places this rank at another pipeline stage than the mesh does",
+            where="PipelineModule(topology)",
+            got=f"rank {mesh.rank} at stage {stage}",
+            expected=f"stage {mesh.coordinates['pipe']}",
+            fix="Let pipe be the topology's first axis, as in PipeDataParallelTopology.",
+        )
+
+
+def resolve_pipeline(
+    model: PipelineModule, config: DsConfig, mesh: Mesh, resolved: ResolvedConfig, device: torch.device
+) -> tuple[ResolvedConfig, ResolvedPipeline]:
+    """Choose the policy, the same on all pipeline ranks; return ``resolved`` with the plan that it means. Collective over the world."""
+    settings = pipeline_settings(config)
+    own = sum(param.numel() for param in model.parameters() if param.requires_grad)
+    sizes = mesh.pipe.gather_json(own, "parameters of the pipeline stages")
+    weights = [weigh(size, resolved.policy, mesh.shape.shard) for size in sizes]
+    limit = _memory(device)
+    choice = choose_policy(settings, resolved.plan, weights, resolved.batch.accumulation, limit)
+    price = price_line(settings, choice, resolved.batch.accumulation, mesh.data.size, config.zero_optimization.stage)
+    if mesh.rank == 0:
+        log.info("%s", price)
+    plan = resolved.plan.scheduled(reduce_at=ReduceAt(choice.policy.reduction.value))
+    use_ring_channels_if_possible(mesh.pipe)
+    if device.type == "cuda" and mesh.pipe.size > 1 and model.placement is not None:
+        open_direction_groups(mesh, hops_of(model.placement))
+    channel = int(mesh.world.gather_json(secrets.randbits(11), "channel")[0])
+    groups = tuple(manual_groups(model, mesh))
+    return replace(resolved, plan=plan), ResolvedPipeline(settings, choice.policy, price, groups, channel)
 
 
 def weigh(elements: int, dtypes: DtypePolicy, ranks: int) -> ModelBytes:
-    """The weights of one pipeline rank's ``elements`` among ``ranks`` that share them, with two moments per element, as Adam has."""
+    """Return the bytes of one pipeline rank's ``elements`` among ``ranks`` that share them, with two moments per element, as Adam has."""
     master = dtypes.master.itemsize
     return ModelBytes(
         parameters=elements * dtypes.param.itemsize,
@@ -100,9 +187,13 @@ def weigh(elements: int, dtypes: DtypePolicy, ranks: int) -> ModelBytes:
 def choose_policy(
     settings: PipelineSettings, plan: ZeroPlan, weights: Sequence[ModelBytes], micro_batches: int, limit: int | None
 ) -> PricedPolicy:
-    """The policy that is asked for, or of those that are open the one that moves least and fits into ``limit`` bytes on every pipeline rank.
+    """Return the policy that the settings ask for, or of those that are open the one that moves least and fits on every pipeline rank.
 
-    ``weights``: of each pipeline rank. The price is that of the rank that needs most. All ranks must pass the same values.
+    All ranks must pass the same values. The price is that of the rank that needs most.
+
+    Args:
+        weights: of each pipeline rank.
+        limit: bytes that a rank has; None for no limit.
     """
     if len(weights) != settings.stages:
         raise ConfigError(
@@ -124,7 +215,7 @@ def choose_policy(
 def price_line(
     settings: PipelineSettings, choice: PricedPolicy, micro_batches: int, ranks: int, zero_stage: int
 ) -> str:
-    """One line for the start of a run: schedule with its bubble, policy with its price among ``ranks`` data-parallel ranks."""
+    """Describe schedule and bubble, policy and its price among ``ranks`` data-parallel ranks, in one line."""
     report = validate(training_schedule(settings, choice.policy, micro_batches))
     chunks = settings.chunks_per_rank
     text = (
@@ -137,21 +228,38 @@ def price_line(
     return text if choice.fits else f"{text}; more than fits, and no other policy needs less"
 
 
-# What a pipeline schedule's sharding actions do: chunks and tied modules as domains of one sharded model.
+def sharding_of(plan: ZeroPlan) -> Sharding:
+    """Return what the plan cuts and frees."""
+    return Sharding(*plan.cuts)
 
 
-def chunk_group(chunk: int) -> str:
-    """The name of a chunk's domain."""
-    return f"chunk{chunk}"
+def training_schedule(
+    settings: PipelineSettings, policy: ZeroPolicy, micro_batches: int, ties: Sequence[Sequence[int]] = ()
+) -> Schedule:
+    """Build the schedule of one step under a policy, with messages, sharding and the step in it. Raises ConfigError for what the recipe cannot do."""
+    computed = build(settings.schedule, settings.stages, micro_batches, settings.chunks_per_rank)
+    return lower(computed, parameters=policy.parameters, reduction=policy.reduction, ties=ties)
 
 
-def tied_group(key: str) -> str:
-    """The name of a tied module's domain."""
-    return f"tied.{key}"
+def _memory(device: torch.device) -> int | None:
+    """Return the bytes of the device; None on the host, whose memory all ranks share."""
+    if device.type != "cuda":
+        return None
+    properties: Any = torch.cuda.get_device_properties(device)
+    return int(properties.total_memory)
+
+
+def hops_of(placement: ChunkPlacement) -> list[tuple[int, int]]:
+    """Return (from stage, to stage) of all messages: each border between chunks on two ranks, there and back."""
+    borders = dict.fromkeys((a, b) for a, b in pairwise(placement.ranks) if a != b)
+    return list(dict.fromkeys([*borders, *((b, a) for a, b in borders)]))
+
+
+# --- parameter groups of chunks and tied modules, and the sharding actions on them -------------------------------------
 
 
 def manual_groups(module: PipelineModule, mesh: Mesh) -> list[ManualGroup]:
-    """One domain for each chunk of this rank and for each of its tied modules. Collective over the world where weights are tied."""
+    """Return a group for each chunk of this rank and for each of its tied modules. Collective over the world where weights are tied."""
     placement = module.placement
     found = []
     tied: set[int] = set()
@@ -175,8 +283,21 @@ def manual_groups(module: PipelineModule, mesh: Mesh) -> list[ManualGroup]:
     return found
 
 
+def chunk_group(chunk: int) -> str:
+    """Return the name of a chunk's ManualGroup."""
+    return f"chunk{chunk}"
+
+
+def tied_group(key: str) -> str:
+    """Return the name of a tied module's ManualGroup."""
+    return f"tied.{key}"
+
+
 class ChunkShards:
-    """The actions of one rank. A tied module of several chunks here is freed with the last of them, and reduced with the last of them."""
+    """The sharding actions of one rank's chunks.
+
+    A tied module of several chunks here is freed with the last of them, and reduced with the last of them.
+    """
 
     def __init__(self, model: ShardedModel, module: PipelineModule, *, every_micro_batch: bool) -> None:
         self._model = model
@@ -192,150 +313,37 @@ class ChunkShards:
 
     def unshard(self, chunk: int) -> None:
         self._open.add(chunk)
-        for domain in self._domains(chunk):
-            self._model.unsharder.unshard_async(domain)
+        for group in self._groups(chunk):
+            self._model.unsharder.unshard_async(group)
 
     def need(self, chunk: int) -> None:
-        for domain in self._domains(chunk):
-            self._model.unsharder.unshard(domain, record=False)
+        for group in self._groups(chunk):
+            self._model.unsharder.unshard(group, record=False)
 
     def reshard(self, chunk: int) -> None:
         self._open.discard(chunk)
-        for domain in self._domains(chunk):
-            if not self._holders.get(domain, set()) & self._open:
-                self._model.unsharder.reshard(domain)
+        for group in self._groups(chunk):
+            if not self._holders.get(group, set()) & self._open:
+                self._model.unsharder.reshard(group)
 
     def backward_done(self, chunk: int) -> None:
-        for domain in self._domains(chunk):
-            self._model.end_pass(domain)
+        for group in self._groups(chunk):
+            self._model.end_pass(group)
 
     def reduce(self, chunk: int) -> None:
         self._model.reduce(chunk_group(chunk))
         self._reduced.add(chunk)
-        for domain in self._tied[chunk]:
-            if self._every_micro_batch or self._holders[domain] <= self._reduced:
-                self._model.reduce(domain)
+        for group in self._tied[chunk]:
+            if self._every_micro_batch or self._holders[group] <= self._reduced:
+                self._model.reduce(group)
 
     def tied_reduce(self, tie: int) -> None:
         self._model.sum_copies(tied_group(self._keys[tie]))
 
     def start_step(self) -> None:
-        """A new step begins, or one was broken off."""
+        """Forget what was unsharded and reduced in the last step, also one that failed half-way."""
         self._open.clear()
         self._reduced.clear()
 
-    def _domains(self, chunk: int) -> list[str]:
+    def _groups(self, chunk: int) -> list[str]:
         return [chunk_group(chunk), *self._tied[chunk]]
-
-
-# Wiring a pipeline: the mesh's stages, the layers of this rank, the policy, and the plan that follows from it.
-
-
-log = logging.getLogger("zero_trial")
-
-
-@dataclass(frozen=True)
-class ResolvedPipeline:
-    """What a pipeline's engine needs beside that of any engine. ``channel`` sets its messages apart from other engines'."""
-
-    settings: PipelineSettings
-    policy: ZeroPolicy
-    price: str  # of schedule and policy, in a line
-    domains: tuple[ManualGroup, ...]
-    channel: int
-
-
-def with_stages(config: DsConfig, model: nn.Module) -> DsConfig:
-    """``config`` with the number of pipeline stages that the model was made for, where it names none. Raises ConfigError where they differ."""
-    if not isinstance(model, PipelineModule):
-        if config.mesh.pipe > 1:
-            raise ConfigError(
-                "only a PipelineModule can be cut into pipeline stages",
-                where="mesh.pipe",
-                got=f"{config.mesh.pipe} stages for a {type(model).__name__}",
-                fix="Make it a zero_trial.PipelineModule, or remove mesh.pipe.",
-            )
-        return config
-    if model.num_stages is None or model.num_stages == config.mesh.pipe:
-        return config
-    if not config.source("mesh.pipe").is_default:
-        raise ConfigError(
-            "ds_config and the model disagree about the pipeline stages",
-            where="mesh.pipe",
-            got=config.mesh.pipe,
-            expected=f"{model.num_stages}, the num_stages of the PipelineModule",
-        )
-    return replace(config, mesh=replace(config.mesh, pipe=model.num_stages))
-
-
-def build_layers(model: PipelineModule, config: DsConfig, mesh: Mesh, *, has_parameters: bool) -> None:
-    """Builds this rank's layers as ds_config's schedule wants them. ``has_parameters``: the caller holds parameters of those built so far."""
-    settings, stage = pipeline_settings(config), mesh.coordinates["pipe"]
-    _check_topology(model, mesh)
-    placement = RECIPES[settings.schedule].place(settings.stages, settings.chunks_per_rank)
-    method = settings.partition_method or model.partition_method
-    same = (model.placement, model.stage_id, model.partition_method) == (placement, stage, method)
-    if model.built and not same and has_parameters:
-        raise ConfigError(
-            "the layers that the optimizer was given are not those that this schedule needs here",
-            where="pipeline.schedule",
-            got=f"{settings.schedule} with {settings.chunks_per_rank} chunks per rank, partition {method}",
-            fix=f"Give PipelineModule(placement=..., partition_method={method!r}) the same, or leave model_parameters out: all train.",
-        )
-    model.build(
-        placement,
-        stage,
-        partition_method=method,
-        activation_checkpoint_interval=settings.activation_checkpoint_interval or None,
-    )
-
-
-def resolve_pipeline(
-    model: PipelineModule, config: DsConfig, mesh: Mesh, wiring: ResolvedConfig, device: torch.device
-) -> tuple[ResolvedConfig, ResolvedPipeline]:
-    """The policy (all pipeline ranks agree on it), and ``wiring`` with the plan that it means. Collective over the world."""
-    settings = pipeline_settings(config)
-    own = sum(param.numel() for param in model.parameters() if param.requires_grad)
-    sizes = mesh.pipe.gather_json(own, "parameters of the pipeline stages")
-    weights = [weigh(size, wiring.policy, mesh.shape.shard) for size in sizes]
-    limit = _memory(device)
-    choice = choose_policy(settings, wiring.plan, weights, wiring.batch.accumulation, limit)
-    price = price_line(settings, choice, wiring.batch.accumulation, mesh.data.size, config.zero_optimization.stage)
-    if mesh.rank == 0:
-        log.info("%s", price)
-    plan = wiring.plan.scheduled(reduce_at=ReduceAt(choice.policy.reduction.value))
-    use_ring_channels_if_possible(mesh.pipe)
-    if device.type == "cuda" and mesh.pipe.size > 1 and model.placement is not None:
-        open_direction_groups(mesh, hops_of(model.placement))
-    channel = int(mesh.world.gather_json(secrets.randbits(11), "channel")[0])
-    domains = tuple(manual_groups(model, mesh))
-    return replace(wiring, plan=plan), ResolvedPipeline(settings, choice.policy, price, domains, channel)
-
-
-def hops_of(placement: ChunkPlacement) -> list[tuple[int, int]]:
-    """(from stage, to stage) of all messages: each border between chunks on two ranks, there and back."""
-    borders = dict.fromkeys((a, b) for a, b in pairwise(placement.ranks) if a != b)
-    return list(dict.fromkeys([*borders, *((b, a) for a, b in borders)]))
-
-
-def _memory(device: torch.device) -> int | None:
-    """Bytes of the device; None on the host, whose memory all ranks share."""
-    if device.type != "cuda":
-        return None
-    properties: Any = torch.cuda.get_device_properties(device)
-    return int(properties.total_memory)
-
-
-def _check_topology(model: PipelineModule, mesh: Mesh) -> None:
-    topology = model.topology()
-    if topology is None or topology.world_size() != mesh.world.size:
-        return
-    stage = int(topology.get_coord(mesh.rank).pipe)
-    if stage != mesh.coordinates["pipe"]:
-        raise ConfigError(
-            "the topology places this rank at another pipeline stage than the mesh does",
-            where="PipelineModule(topology)",
-            got=f"rank {mesh.rank} at stage {stage}",
-            expected=f"stage {mesh.coordinates['pipe']}",
-            fix="Let pipe be the topology's first axis, as in PipeDataParallelTopology.",
-        )

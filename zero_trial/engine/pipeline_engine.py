@@ -60,13 +60,13 @@ class PipelineEngine(Engine):
     @property
     def pipeline(self) -> PipelineModule:
         if not isinstance(self.module, PipelineModule):
-            raise TrialError("the model of this engine is no PipelineModule", got=type(self.module).__name__)
+            raise TrialError("the model of this engine is not a PipelineModule", got=type(self.module).__name__)
         return self.module
 
     # --- a step ---------------------------------------------------------------------------------------------------
 
     def train_batch(self, data_iter: Iterable[Any] | None = None) -> torch.Tensor:
-        """One optimizer step over ``gradient_accumulation_steps()`` micro-batches: the mean loss, a scalar, the same on all ranks.
+        """Take one optimizer step over ``gradient_accumulation_steps()`` micro-batches; return the mean loss, a scalar, the same on all ranks.
 
         A micro-batch is ``(inputs, labels)``. A short one counts by its samples; where all ranks' data end within a batch, the step is made of
         what there is. Raises StopIteration on all ranks when the data has ended. Collective over the world.
@@ -104,10 +104,10 @@ class PipelineEngine(Engine):
         bcast_loss: bool = True,
         num_micro_batches: int | None = None,
     ) -> Any:
-        """Forwards only: the mean loss, the same on all ranks; ``reduce_output`` None: the list of this pipeline's losses.
+        """Run forwards only; return the mean loss, the same on all ranks, or with ``reduce_output`` None the list of this pipeline's losses.
 
         ``return_logits``: ``(loss, logits)``, logits a list with every micro-batch's output where the last layer is, None elsewhere.
-        ``compute_loss=False``: that list alone. Losses are always told to all ranks, whatever ``bcast_loss`` says. Collective over the world.
+        ``compute_loss=False``: that list alone. All ranks always get the losses, whatever ``bcast_loss`` says. Collective over the world.
         """
         before = self._iterator
         if data_iter is not None:
@@ -137,7 +137,7 @@ class PipelineEngine(Engine):
         return (loss, outputs) if return_logits else loss
 
     def schedule(self, micro_batches: int, *, training: bool = True) -> Schedule:
-        """What all pipeline ranks do with so many micro-batches; proved before it is run for the first time."""
+        """Return what all pipeline ranks do with ``micro_batches``; validated once, before its first run."""
         key = (micro_batches, training)
         if key not in self._schedules:
             ties = list(self.pipeline.ties.values())
@@ -151,7 +151,7 @@ class PipelineEngine(Engine):
         return self._schedules[key]
 
     def _perform(self, schedule: Schedule, batch: StepInput, options: StepOptions) -> LastStageResult:
-        """Runs the schedule. After a failure ranks are out of step with each other, so nothing runs any more."""
+        """Run the schedule. After a failure the ranks are out of step with each other, so that nothing can run any more."""
         try:
             return self.executor.run(schedule, batch, options)
         except Exception as error:
@@ -159,7 +159,7 @@ class PipelineEngine(Engine):
             raise
 
     def destroy(self) -> None:
-        """As of any engine; shared memory for messages is given back."""
+        """Do what every engine does, and free the shared memory for messages."""
         try:
             super().destroy()
         finally:
@@ -186,7 +186,7 @@ class PipelineEngine(Engine):
             return function(output, label)
 
     def _mean(self, batch: StepInput, found: LastStageResult) -> torch.Tensor:
-        """The mean loss over the samples of all data-parallel ranks. Collective over the world."""
+        """Return the mean loss over the samples of all data-parallel ranks. Collective over the world."""
         total = torch.zeros(1, dtype=torch.float64, device=self.device)
         for number, loss in found.losses.items():
             total += loss.double().reshape(1) * batch.share(found.samples[number])
@@ -194,7 +194,7 @@ class PipelineEngine(Engine):
         return total.float().reshape(())
 
     def _losses(self, batch: StepInput, found: LastStageResult) -> list[torch.Tensor]:
-        """This pipeline's losses by micro-batch. Collective over pipe."""
+        """Return this pipeline's losses by micro-batch. Collective over pipe."""
         values = torch.zeros(batch.micro_batches, dtype=torch.float64, device=self.device)
         for number, loss in found.losses.items():
             values[number] = loss.double()
@@ -204,20 +204,20 @@ class PipelineEngine(Engine):
     # --- data -----------------------------------------------------------------------------------------------------
 
     def set_dataiterator(self, iterator: Iterator[Any] | None) -> None:
-        """What :meth:`train_batch` reads from where it gets no iterator."""
+        """Set what :meth:`train_batch` reads from where it gets no iterator."""
         self._iterator = iterator
 
     def set_dataloader(self, loader: Iterable[Any] | None) -> None:
-        """The same from a loader, which is started again whenever it ends; ``None`` for a rank that reads nothing."""
+        """Read from a loader, which is started again whenever it ends; ``None`` for a rank that reads nothing."""
         self.training_dataloader = loader
         self._iterator = RepeatingLoader(loader) if loader is not None else None
 
     def set_batch_fn(self, fn: Callable[[Any], Any]) -> None:
-        """``fn(batch)`` gives ``(inputs, labels)``."""
+        """Split each batch by ``fn(batch)``, which returns ``(inputs, labels)``."""
         self._split_batch = fn
 
     def _as_iterator(self, data: Iterable[Any]) -> Iterator[Any]:
-        """``data`` itself, or for a loader one endless iterator for all calls with it."""
+        """Return ``data`` itself, or for a loader one endless iterator for all calls with it."""
         if hasattr(data, "__next__"):
             return cast("Iterator[Any]", data)
         if not isinstance(self._iterator, RepeatingLoader) or self._iterator.loader is not data:
@@ -241,22 +241,22 @@ class PipelineEngine(Engine):
         batch = map_tensors(batch, lambda tensor: tensor.to(self.device))
         return (batch[0], batch[1]) if isinstance(batch, (tuple, list)) and len(batch) == 2 else (batch, None)
 
-    # --- questions ------------------------------------------------------------------------------------------------
+    # --- stages ---------------------------------------------------------------------------------------------------
 
     def is_first_stage(self) -> bool:
-        """This rank holds the first layer: it reads inputs."""
+        """Return whether this rank holds the first layer: it reads inputs."""
         return 0 in self._chunks
 
     def is_last_stage(self) -> bool:
-        """This rank holds the last layer: losses and logits are made here (with ``zb_v`` that is pipeline rank 0)."""
+        """Return whether this rank holds the last layer, where losses and logits are computed (with ``zb_v`` that is pipeline rank 0)."""
         return len(self.pipeline.parts) - 2 in self._chunks
 
     def is_gradient_accumulation_boundary(self) -> bool:
-        """Always: a batch ends with its step."""
+        """Return True: a batch ends with its step."""
         return True
 
     def pending_micro_batches(self) -> int:
-        """None: a batch is trained as a whole."""
+        """Return 0: a batch is trained as a whole."""
         return 0
 
     @property
@@ -280,7 +280,7 @@ class PipelineEngine(Engine):
         return self.mp_world_size > 1
 
     def reset_activation_shape(self) -> None:
-        """Nothing to do: shapes travel with every message."""
+        """Do nothing: shapes travel with every message."""
 
     # --- what a pipeline cannot do --------------------------------------------------------------------------------
 
@@ -295,7 +295,7 @@ class PipelineEngine(Engine):
 
 
 class _Phases:
-    """The executor's phases, reported to the engine's observer. The engine keeps the executor alive, not the other way round."""
+    """Reports the executor's phases to the engine's observer. It holds the engine weakly: the engine owns the executor."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = weakref.proxy(engine)

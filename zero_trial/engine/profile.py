@@ -23,10 +23,12 @@ from zero_trial.ds_config.keys_running import FlopsProfilerSection
 from zero_trial.engine.flop_count import FlopCount, Flops, Peak, peak_of
 from zero_trial.errors import ConfigError
 
+log = logging.getLogger("zero_trial")
+
 FORWARD, BACKWARD, REDUCE_WAIT, STEP = "forward", "backward", "reduce wait", "step"
 
 
-# Stopwatches by name: CUDA events on CUDA (nothing waits until the sums are asked for), the monotonic clock elsewhere.
+# --- timers by name: CUDA events on CUDA (nothing waits until the sums are read), the monotonic clock elsewhere ------------
 
 
 # Pairs of events that may wait before those that the device has passed are added up.
@@ -48,13 +50,13 @@ class Timers:
         self._sums[phase] = self._sums.get(phase, 0.0) + (self._clock() - self._begun.pop(phase)) * 1e3
 
     def take(self) -> dict[str, float]:
-        """The sums in the order in which the names first came; then they are zero again."""
+        """Return the sums in the order in which the names first came; then they are zero again."""
         sums, self._sums = self._sums, {}
         return sums
 
 
 class CudaTimers(Timers):
-    """The same by events on the current stream: begin and end only enqueue, :meth:`take` waits for the last of them."""
+    """Timers by events on the current stream: begin and end only enqueue, :meth:`take` waits for the last of them."""
 
     def __init__(self, make_event: Callable[[], Any] | None = None) -> None:
         super().__init__()
@@ -92,11 +94,11 @@ class CudaTimers(Timers):
 
 
 def make_timers(device: torch.device) -> Timers:
-    """Stopwatches that measure work on ``device``."""
+    """Return timers that measure work on ``device``."""
     return CudaTimers() if device.type == "cuda" else Timers()
 
 
-# What one micro-batch costs: operations, parameters and milliseconds, per module; and :func:`get_model_profile` for a model alone.
+# --- the profile of a model -----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -128,17 +130,17 @@ class ModelProfile:
     peak: Peak
 
     def model_flops(self, recompute_fwd_factor: float = 0.0) -> float:
-        """Operations that the mathematics needs: without the part of forward that backward does again (``recompute_fwd_factor`` of it)."""
+        """Return the operations that the mathematics needs: without the part of forward that backward does again (``recompute_fwd_factor`` of it)."""
         return self.forward_flops * (1.0 - recompute_fwd_factor) + self.backward_flops
 
     @property
     def achieved(self) -> float:
-        """Operations done per second, recomputation included."""
+        """Return the operations done per second, recomputation included."""
         seconds = (self.forward_ms + self.backward_ms) / 1e3
         return (self.forward_flops + self.backward_flops) / seconds if seconds > 0 else 0.0
 
     def utilisation(self, recompute_fwd_factor: float = 0.0) -> float:
-        """MFU: model operations per second as a fraction of the peak (Chowdhery et al. 2022, appendix B)."""
+        """Return the MFU: model operations per second as a fraction of the peak (Chowdhery et al. 2022, appendix B)."""
         done = self.forward_flops + self.backward_flops
         return self.achieved * self.model_flops(recompute_fwd_factor) / done / self.peak.per_second if done else 0.0
 
@@ -151,7 +153,7 @@ def build_profile(
     phases: tuple[float, float],
     peak: Peak,
 ) -> ModelProfile:
-    """Brings counts (of forward, and of forward and backward together) and times by module name together."""
+    """Combine counts (of forward, and of forward and backward together) and times by module name."""
     rows = [
         ModuleRow(
             name,
@@ -168,7 +170,7 @@ def build_profile(
 
 @contextmanager
 def timed_modules(model: nn.Module, timers: Timers) -> Iterator[None]:
-    """Inside, ``timers`` measures the forward of every module under its name."""
+    """Measure with ``timers`` the forward of every module under its name, inside the block."""
     handles = []
     for name, module in model.named_modules():
         handles.append(module.register_forward_pre_hook(lambda *_, name=name: timers.begin(name), prepend=True))
@@ -194,7 +196,7 @@ def get_model_profile(
     output_file: str | Path | None = None,
     mode: str = "forward",
 ) -> tuple[Any, Any, Any]:
-    """``(flops, multiply-adds, parameters)`` of one forward (or ``generate``) of ``model`` in eval mode without gradients, as numbers or text.
+    """Return ``(flops, multiply-adds, parameters)`` of one forward (or ``generate``) of ``model`` in eval mode without gradients, as numbers or text.
 
     ``input_shape`` makes one input of ones; otherwise ``args`` and ``kwargs`` are passed. The report goes to the standard output, or to
     ``output_file``. Raises ConfigError for an unknown mode.
@@ -237,7 +239,7 @@ def get_model_profile(
     return shorten(numbers[0], "FLOP"), shorten(numbers[1], "MAC"), shorten(numbers[2], "")
 
 
-# A ModelProfile as text: totals, the heaviest kinds of modules at each depth, and every module as a tree.
+# --- the profile as text: totals, the heaviest kinds of modules at each depth, and every module as a tree ------------------
 
 
 _PREFIXES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
@@ -252,7 +254,7 @@ def render(
     top_modules: int = 1,
     recompute_fwd_factor: float = 0.0,
 ) -> str:
-    """Several lines. ``module_depth`` -1 means the deepest; 0 is the whole model only."""
+    """Render the profile as several lines. ``module_depth`` -1 means the deepest; 0 is the whole model only."""
     deepest = max(row.depth for row in profile.rows)
     depth = deepest if module_depth < 0 else min(module_depth, deepest)
     parts = [title, *_totals(profile, recompute_fwd_factor), *_heaviest(profile, depth, top_modules)]
@@ -262,7 +264,7 @@ def render(
 
 
 def shorten(number: float, unit: str) -> str:
-    """``1.234 GFLOP``: four digits with the prefix of the unit."""
+    """Return ``1.234 GFLOP``: four digits with the prefix of the unit."""
     for size, prefix in _PREFIXES:
         if abs(number) >= size:
             return f"{number / size:.4g} {prefix}{unit}".rstrip()
@@ -293,7 +295,7 @@ def _totals(profile: ModelProfile, factor: float) -> list[str]:
 
 
 def _heaviest(profile: ModelProfile, depth: int, top: int) -> list[str]:
-    """At each depth, the kinds of modules that do most operations."""
+    """List at each depth the kinds of modules that do most operations."""
     lines = [
         f"  heaviest kinds of modules (top {top} per depth; operations of forward and backward, parameters, ms of forward):"
     ]
@@ -334,16 +336,13 @@ def _flops(row: ModuleRow) -> int:
     return row.forward_flops + row.backward_flops
 
 
-# ``flops_profiler``: counts one micro-batch of rank 0 and times another one, then reports once.
+# --- flops_profiler: counts one micro-batch of rank 0, times another one, then reports once --------------------------------
 #
 #     step profile_step - 1   the first micro-batch is counted: that slows it down, so it is not timed
 #     step profile_step       the first micro-batch is timed, module by module; the report follows its backward
 #
 # Steps are numbered from 0 as ``engine.global_steps`` is, so that what is timed is warm. A run that is resumed behind profile_step is profiled
 # in its first two steps.
-
-
-log = logging.getLogger("zero_trial")
 
 
 class _Stage(Enum):
@@ -384,7 +383,7 @@ class StepProfiler:
         self.profile: ModelProfile | None = None
 
     def begin(self, phase: str, engine: ProfiledEngine) -> None:
-        if self._passes_by(phase, engine):
+        if self._ignores(phase, engine):
             return
         if phase == FORWARD:
             self._start(engine.global_steps)
@@ -394,7 +393,7 @@ class StepProfiler:
             self._timers.begin(f"/{phase}")
 
     def end(self, phase: str, engine: ProfiledEngine) -> None:
-        if self._passes_by(phase, engine):
+        if self._ignores(phase, engine):
             return
         if self._stage is _Stage.COUNTING:
             self._count.pause()
@@ -408,8 +407,8 @@ class StepProfiler:
             if phase == BACKWARD:
                 self._finish(engine.global_steps)
 
-    def _passes_by(self, phase: str, engine: ProfiledEngine) -> bool:
-        """Nothing to do: the profile is there, or this is an evaluation, or a phase that is not profiled."""
+    def _ignores(self, phase: str, engine: ProfiledEngine) -> bool:
+        """Return whether to ignore the phase: the profile is done, or this is an evaluation, or a phase that is not profiled."""
         if self._stage is _Stage.DONE or phase not in (FORWARD, BACKWARD):
             return True
         return phase == FORWARD and not engine.training

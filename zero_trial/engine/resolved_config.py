@@ -15,8 +15,8 @@ from zero_trial.precision import DtypePolicy, autocast_dtype, dtype_from_name, d
 from zero_trial.sharding.grouping import GroupingLimits, LeafRules, ShardingSettings, UnshardLimits
 from zero_trial.sharding.plan import ZeroPlan, plan_for_stage
 
-# Elements. Below this a unit's messages cost more than the memory that freeing it saves (half a megabyte in fp32).
-SMALLEST_UNIT = 1 << 17
+# Elements. Below this a parameter group's messages cost more than the memory that freeing it saves (half a megabyte in fp32).
+SMALLEST_GROUP = 1 << 17
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class ResolvedConfig:
 
 
 def mesh_shape(config: DsConfig, world_size: int) -> MeshShape:
-    """The mesh that ``mesh``, ``mics_shard_size`` and the ZeRO stage ask for."""
+    """Return the mesh that ``mesh``, ``mics_shard_size`` and the ZeRO stage ask for."""
     zero, mesh = config.zero_optimization, config.mesh
     shard = mesh.shard if mesh.shard is not None else zero.mics_shard_size
     sharded = plan_for_stage(zero.stage).shard_optimizer
@@ -45,7 +45,7 @@ def mesh_shape(config: DsConfig, world_size: int) -> MeshShape:
 
 
 def resolve_config(config: DsConfig, data_parallel_size: int) -> ResolvedConfig:
-    """All decisions for one engine on ``data_parallel_size`` ranks with different data."""
+    """Take all decisions for one engine on ``data_parallel_size`` ranks with different data."""
     zero = config.zero_optimization
     batch = solve_batch(
         config.train_batch_size,
@@ -64,7 +64,7 @@ def resolve_config(config: DsConfig, data_parallel_size: int) -> ResolvedConfig:
                 bucket=zero.reduce_bucket_size,
                 persistence=zero.param_persistence_threshold,
                 model_persistence=zero.model_persistence_threshold,
-                smallest_group=zero.module_granularity_threshold or SMALLEST_UNIT,
+                smallest_group=zero.module_granularity_threshold or SMALLEST_GROUP,
             ),
             live=UnshardLimits(zero.max_live_parameters, zero.max_reuse_distance, zero.prefetch_bucket_size),
             leaf=LeafRules(
@@ -116,7 +116,7 @@ def _policy(config: DsConfig, accumulation: int) -> DtypePolicy:
 
 
 def _wire_scale(config: DsConfig, ranks: int) -> float:
-    """What gradients are multiplied by before they are summed; the step divides the rest, so the mean is the same."""
+    """Return what gradients are multiplied by before they are summed; the step divides the rest, so the mean is the same."""
     if config.prescale_gradients:
         return 1.0 / ranks
     return 1.0 / config.gradient_predivide_factor

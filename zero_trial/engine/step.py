@@ -3,8 +3,8 @@
     apply()     square sum of the reduced gradients, all-reduced -> norm and clip factor -> update -> publish
     finalize()  the outcome, known on all ranks: loss scale, counts, the name of a gradient that was not finite
 
-The host decides where reading the norm costs nothing (CPU), and for optimizers that must be told by the host. On CUDA waiting would empty
-the queue, so the device decides:
+The host decides where reading the norm costs nothing (CPU), and for optimizers that cannot read the decision on the
+device. On CUDA waiting would empty the queue, so the device decides:
 
     step()      norm, factor and found_inf stay on the device, where the update reads them; the sum starts for the host; values are
                 published. Schedule and counts of steps advance as if the step were applied.
@@ -58,7 +58,7 @@ class StepResult:
 
 @dataclass(frozen=True)
 class _OpenStep:
-    """A step that the device decides, and what the host needs when it learns of the outcome."""
+    """A step that the device decides, and what the host needs once it knows the outcome."""
 
     step: int
     unscale: float
@@ -104,7 +104,7 @@ class StepOutcome(StepStatus):
 
     @property
     def open(self) -> bool:
-        """Whether the last step's outcome is still unknown; to ask for it is to wait."""
+        """Return whether the last step's outcome is still unknown; to ask for it is to wait."""
         return self._open is not None
 
     def result(self) -> StepResult:
@@ -436,7 +436,7 @@ class NonFiniteStep:
 
 
 def with_culprit(error: Diverged, culprit: NonFiniteStep | None) -> Diverged:
-    """``error`` with the gradient that was not finite, if one is known."""
+    """Return ``error`` with the gradient that was not finite, if one is known."""
     if culprit is None:
         return error
     got = f"{error.got}, and {culprit.describe()}"

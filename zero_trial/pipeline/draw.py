@@ -3,7 +3,8 @@
     rank 0  F0 F1 .  .  B0 -  F2 B1 -  .  B2 -
     rank 1  .  F0 B0 -  F1 B1 -  F2 B2 -  .  .
 
-``.`` is idle, ``-`` goes on with what is left of it. With several chunks per rank an action has its chunk before it: ``2F0``.
+``.`` is idle, ``-`` is the rest of an action that takes longer than one unit. With several chunks per rank an action
+has its chunk before it: ``2F0``.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ IDLE, GOES_ON = ".", "-"
 
 
 def grid(report: SimulationReport) -> str:
-    """The picture of a report whose costs were whole numbers; others raise ConfigError."""
+    """Return the picture of a report whose costs were whole numbers; others raise ConfigError."""
     columns = _whole(report.makespan)
     chunks = any(len({span.action.chunk for span in rank.spans}) > 1 for rank in report.ranks)
     rows = [_cells(rank, columns, chunks) for rank in report.ranks]
@@ -33,7 +34,7 @@ def grid(report: SimulationReport) -> str:
 
 
 def rows_as_text(schedule: Schedule) -> str:
-    """Every action of every rank, messages and sharding as well, in the order of the row."""
+    """Return every action of every rank, messages and sharding as well, in the order of the row."""
     return "\n".join(f"rank {index}  {' '.join(map(str, row))}" for index, row in enumerate(schedule.rows))
 
 
@@ -144,7 +145,7 @@ def _draw_times(axes: Any, schedule: Schedule, report: SimulationReport) -> None
 
 
 def _draw_memory(axes: Any, schedule: Schedule, report: SimulationReport) -> None:
-    """Activations in units of one micro-batch through all of a rank's layers."""
+    """Draw activations in units of one micro-batch through all of a rank's layers."""
     share = len(schedule.placement.of(0))
     peaks = [rank.peak_activations / share for rank in report.ranks]
     bars = axes.barh(range(len(peaks)), peaks, height=0.86, color="0.6")

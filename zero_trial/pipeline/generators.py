@@ -77,7 +77,7 @@ def interleaved(rank: int, stages: int, micro_batches: int, chunks: int) -> Iter
 
 
 def even_groups(micro_batches: int, smallest: int) -> list[range]:
-    """Micro-batches in as many groups of at least ``smallest`` as there can be, of sizes that differ by one at most."""
+    """Divide micro-batches into as many groups of at least ``smallest`` as possible, of sizes that differ by one at most."""
     count = max(1, micro_batches // smallest)
     size, more = divmod(micro_batches, count)
     starts = [index * size + min(index, more) for index in range(count + 1)]
@@ -162,7 +162,7 @@ def zb_v(rank: int, stages: int, micro_batches: int) -> Iterator[Action]:
 
 
 def _steps(rank: int, stages: int, micro_batches: int) -> Iterator[str]:
-    """Kind and chunk of each computation; its micro-batch is how often the two came before."""
+    """Yield kind and chunk of each computation; its micro-batch is how often the two came before."""
     down = rank + 2 * (stages - rank) - 1  # forwards on the way down in phases 1 and 2
     gradients = {"a": 0, "b": stages - rank}
     yield from ("Fa",) * (2 * (stages - rank) - 1)
@@ -234,7 +234,7 @@ RECIPES: Mapping[str, Recipe] = {
 
 
 def build(name: str, stages: int, micro_batches: int, chunks: int | None = None) -> Schedule:
-    """The schedule ``name`` as computations alone; ``chunks`` is per rank. Raises ConfigError for what the recipe cannot do."""
+    """Return the schedule ``name`` as computations alone; ``chunks`` is per rank. Raises ConfigError for what the recipe cannot do."""
     recipe = RECIPES.get(name)
     if recipe is None:
         raise ConfigError(

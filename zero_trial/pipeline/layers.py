@@ -46,7 +46,7 @@ class LayerSpec:
         return f"{self.typename.__name__}({', '.join(words)})"
 
     def build(self, log: bool = False) -> nn.Module:
-        """The module, made anew by each call, on torch's default device."""
+        """Return the module, made anew by each call, on torch's default device."""
         if log:
             _logger.info("building %r", self)
         return self.typename(*self.module_args, **self.module_kwargs)
@@ -75,20 +75,20 @@ class TiedLayerSpec(LayerSpec):
 
 
 def layer_facts(layer: Layer) -> LayerFacts:
-    """What partitioning needs of a layer. A spec is built on the meta device: without memory, and without drawing random numbers."""
+    """Return what partitioning needs of a layer. A spec is built on the meta device: without memory, and without drawing random numbers."""
     if isinstance(layer, LayerSpec):
         return LayerFacts(layer.typename.__name__, _trainable(_build_on_meta(layer)))
     if isinstance(layer, nn.Module):
         return LayerFacts(type(layer).__name__, _trainable(layer))
     if not callable(layer):
         raise ConfigError(
-            "this is no layer", where="layers", got=repr(layer), expected="a LayerSpec, a module or a function"
+            "this is not a layer", where="layers", got=repr(layer), expected="a LayerSpec, a module or a function"
         )
     return LayerFacts(getattr(layer, "__name__", type(layer).__name__), 0)
 
 
 def tied_chunks(layers: Sequence[Layer], bounds: Sequence[int]) -> dict[str, tuple[int, ...]]:
-    """For each key of tied layers the chunks that hold it, in the order of the keys' first layers; ``bounds`` as ``partition`` gives them."""
+    """Return for each key of tied layers the chunks that hold it, in the order of the keys' first layers; ``bounds`` as ``partition`` gives them."""
     found: dict[str, set[int]] = {}
     for chunk, (first, after) in enumerate(pairwise(bounds)):
         for layer in layers[first:after]:
@@ -136,7 +136,7 @@ class LayerSeeds:
 class Recompute:
     """``interval`` layers at a time keep their input only and run again in backward: ``function(run, input)``.
 
-    Layers without parameters to train are not worth it; ``classes`` names those that are, if it is given.
+    Layers without parameters to train are not recomputed; ``classes`` limits it to layers of these class names.
     """
 
     interval: int
@@ -144,7 +144,7 @@ class Recompute:
     classes: tuple[str, ...] | None = None
 
     def fits(self, modules: Sequence[nn.Module]) -> bool:
-        """Whether a run of layers is to be recomputed: DeepSpeed's rule."""
+        """Return whether a run of layers is to be recomputed, by DeepSpeed's rule."""
         if self.classes is not None:
             return bool(modules) and all(type(module).__name__ in self.classes for module in modules)
         return any(param.requires_grad for module in modules for param in module.parameters())
@@ -154,8 +154,8 @@ class Chunk(nn.Module):
     """Layers ``first`` to ``after - 1`` of ``layers``, one after the other; the others are not built.
 
     Parameters have DeepSpeed's names: ``3.weight`` for layer 3 of the whole model, ``tied_modules.KEY.weight`` for tied ones. ``tied`` is
-    shared by the chunks of one rank, so that a weight is there once. Tied modules of other ranks start apart: whoever trains a pipeline
-    makes them alike first.
+    shared by the chunks of one rank, so that a weight is there once. Tied modules of other ranks start with other values: the engine
+    makes them alike before training.
     """
 
     def __init__(
@@ -198,11 +198,11 @@ class Chunk(nn.Module):
 
     @property
     def recomputes(self) -> bool:
-        """Whether some of its activations are computed again in backward."""
+        """Return whether some of its activations are computed again in backward."""
         return self._recompute is not None and self._recompute.interval > 0
 
     def set_recompute(self, recompute: Recompute | None) -> None:
-        """Recompute otherwise from now on; None keeps all activations."""
+        """Change what is recomputed from now on; None keeps all activations."""
         self._recompute = recompute
 
     def _run(self, start: int, stop: int, micro_batch: int, value: Any) -> Any:
@@ -241,7 +241,7 @@ ROUNDS = 3
 def layer_times(
     layers: Sequence[Layer], example: Any, seeds: LayerSeeds | None, clock: Callable[[], float] = time.perf_counter
 ) -> list[float]:
-    """Seconds of each layer's forward and backward, the same list on every rank: rank 0's, the best of three rounds. Collective over the world.
+    """Measure the seconds of each layer's forward and backward: rank 0's, the best of three rounds, on every rank. Collective over the world.
 
     Builds one layer after the other and keeps none; the random state afterwards is that before. ``example``: what the first layer gets, or a
     function without arguments that makes it.
@@ -277,7 +277,7 @@ def _measure(chunk: Chunk, value: Any, clock: Callable[[], float]) -> tuple[Any,
 
 
 def _as_leaf(leaf: Any) -> Any:
-    """A copy, so that a layer may work in place."""
+    """Return a copy, so that a layer may work in place."""
     if not isinstance(leaf, torch.Tensor):
         return leaf
     copy = leaf.detach().clone()

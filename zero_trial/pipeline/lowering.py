@@ -42,7 +42,7 @@ def lower(
     reduction: ReductionTiming = ReductionTiming.BOUNDARY,
     ties: Sequence[Sequence[int]] = (),
 ) -> Schedule:
-    """All passes in their order; a schedule without backwards gets neither reductions nor a step.
+    """Apply all passes in their order; a schedule without backwards gets neither reductions nor a step.
 
     Messages come after sharding: so a gather is under way while its rank waits for a message, and a result is sent before its rank turns to
     freeing and reducing.
@@ -56,7 +56,7 @@ def lower(
 
 
 def add_send_recv(schedule: Schedule) -> Schedule:
-    """Each output and input gradient that another rank needs is sent right after it is computed, and received before it is needed.
+    """Return each output and input gradient that another rank needs is sent right after it is computed, and received before it is needed.
 
     Receives between two ranks come in the order of the sends: a message that was sent before the one that is needed is received before it,
     and kept. So a channel needs no tags, and a receive never waits for more than the computation after it does.
@@ -80,7 +80,7 @@ def add_send_recv(schedule: Schedule) -> Schedule:
 
 
 def _message(action: Action, place: ChunkPlacement) -> tuple[Action, Action] | None:
-    """The send and the receive that follow a computation, if another rank waits for its result."""
+    """Return the send and the receive that follow a computation, if another rank waits for its result."""
     kind, chunk, micro_batch, _ = action
     if kind is ActionKind.F and place.sends_forward(chunk):
         return Action(ActionKind.SEND_F, chunk, micro_batch), Action(ActionKind.RECV_F, chunk + 1, micro_batch)
@@ -103,7 +103,7 @@ def _with_receives(row: Row, rank: int, place: ChunkPlacement, channels: Channel
             while wanted not in received:
                 if not channel:
                     raise ScheduleError(
-                        "nobody computes what this needs", where=f"rank {rank}, {action}", got=f"no send for {wanted}"
+                        "no rank computes what this needs", where=f"rank {rank}, {action}", got=f"no send for {wanted}"
                     )
                 message = channel.popleft()
                 received.add(message)
@@ -112,7 +112,7 @@ def _with_receives(row: Row, rank: int, place: ChunkPlacement, channels: Channel
 
 
 def add_unshard_reshard(schedule: Schedule, parameters: ParameterLifetime) -> Schedule:
-    """A chunk's parameters are gathered before it computes and freed after: for all of the step, for a run, or for one computation.
+    """Return a chunk's parameters are gathered before it computes and freed after: for all of the step, for a run, or for one computation.
 
     A weight gradient counts as a computation that reads parameters, which holds for every way of cutting a backward in two.
     Price in gathers per chunk and step: HOLD 1; CHUNK its runs u (2 and, for the last chunk, 1 in looped breadth-first); FREE 2M, or 3M where
@@ -134,7 +134,7 @@ def _sharded(row: Row, parameters: ParameterLifetime) -> Iterator[Action]:
 
 
 def _lives(row: Row, computes: Sequence[int], parameters: ParameterLifetime) -> tuple[set[int], set[int]]:
-    """The computations of a row before which parameters are gathered, and those after which they are freed."""
+    """Return the computations of a row before which parameters are gathered, and those after which they are freed."""
     if parameters is ParameterLifetime.FREE:
         return set(computes), set(computes)
     if parameters is ParameterLifetime.HOLD:
@@ -146,7 +146,7 @@ def _lives(row: Row, computes: Sequence[int], parameters: ParameterLifetime) -> 
 
 
 def add_reduce(schedule: Schedule, reduction: ReductionTiming) -> Schedule:
-    """A chunk's gradients are reduced over the data-parallel ranks once they are complete: for the step, or for a micro-batch.
+    """Return a chunk's gradients are reduced over the data-parallel ranks once they are complete: for the step, or for a micro-batch.
 
     Price in reductions per chunk and step: BOUNDARY 1, with its full gradients alive from its first backward to its last; MICRO M.
     """
@@ -170,7 +170,7 @@ def _reduced(row: Row, reduction: ReductionTiming) -> Iterator[Action]:
 
 
 def add_tied_reduce(schedule: Schedule, ties: Sequence[Sequence[int]]) -> Schedule:
-    """Each weight that chunks on several ranks share gets the sum of its gradients there, after each rank has reduced its own.
+    """Return each weight that chunks on several ranks share gets the sum of its gradients there, after each rank has reduced its own.
 
     Only the shard that a rank owns is summed, so it moves 1/D of the weight. Ties come last in every row and in the same order, so that no
     two ranks wait for each other. Chunks of one rank share one parameter and need nothing.
@@ -194,7 +194,7 @@ def add_tied_reduce(schedule: Schedule, ties: Sequence[Sequence[int]]) -> Schedu
 
 
 def add_step(schedule: Schedule) -> Schedule:
-    """Every rank ends with the optimizer's step."""
+    """Return every rank ends with the optimizer's step."""
     return replace(schedule, rows=tuple((*row, Action(ActionKind.STEP)) for row in schedule.rows), steps=True)
 
 
@@ -234,14 +234,14 @@ class ZeroPolicy:
     reduction: ReductionTiming
 
     def volume(self, rank: RankReport, chunks: int) -> float:
-        """Elements that a rank with ``chunks`` alike chunks moves per step among its D data-parallel ranks, as in the table."""
+        """Return the elements that a rank with ``chunks`` alike chunks moves per step among its D data-parallel ranks, as in the table."""
         if not self.sharding.optimizer:
             return 2 * rank.reductions / chunks
         gathers = chunks if self.parameters is None and rank.reductions else rank.gathers
         return (gathers + rank.reductions) / chunks
 
     def describe(self) -> str:
-        """``parameters hold, gradients reduced at the boundary``"""
+        """Return ``parameters hold, gradients reduced at the boundary``"""
         held = "parameters stay" if self.parameters is None else f"parameters {self.parameters.value}"
         when = "at the boundary" if self.reduction is ReductionTiming.BOUNDARY else "per micro-batch"
         return f"{held}, gradients reduced {when}"
@@ -250,7 +250,7 @@ class ZeroPolicy:
 def choose(
     sharding: Sharding, parameters: ParameterLifetime | None = None, reduction: ReductionTiming | None = None
 ) -> ZeroPolicy:
-    """The policy that is asked for, where nothing is asked the one that moves least. Raises ConfigError for what the plan cannot do."""
+    """Return the policy for the arguments; what is None is chosen so that least is moved. Raises ConfigError for what the plan cannot do."""
     if not sharding.parameters and parameters is not None:
         raise ConfigError(
             "parameters are freed at ZeRO stage 3 only",
@@ -279,7 +279,7 @@ def candidates(
     *,
     chunks: int = 1,
 ) -> list[ZeroPolicy]:
-    """All policies that agree with what is asked, those that move less before those that need less. ``chunks`` are per rank."""
+    """Return all policies that agree with the arguments, those that move less before those that need less memory. ``chunks`` are per rank."""
     first = choose(sharding, parameters, reduction)
     pairs: list[tuple[ParameterLifetime | None, ReductionTiming]] = [(first.parameters, first.reduction)]
     if sharding.parameters:
@@ -306,7 +306,7 @@ class ModelBytes:
 
 
 def needed(policy: ZeroPolicy, weights: ModelBytes, rank: RankReport, chunks: int) -> int:
-    """Bytes that a rank holds at most in a step, activations and buffers of messages aside: shards, and what its schedule has whole at once."""
+    """Return the most bytes that a rank holds in a step: shards, and full copies at the same time. Activations and messages are not counted."""
     sharding, ranks = policy.sharding, weights.ranks
     optimizer = weights.optimizer // ranks if sharding.optimizer else weights.optimizer
     parameters = weights.parameters
@@ -331,7 +331,7 @@ class PricedPolicy:
 def choose_fitting(
     policies: Sequence[ZeroPolicy], price: Callable[[ZeroPolicy], tuple[int, float]], limit: int | None
 ) -> PricedPolicy:
-    """The first policy that needs at most ``limit`` bytes; where none does, the one that needs least. ``price`` gives bytes and volume."""
+    """Return the first policy that needs at most ``limit`` bytes; where none does, the one that needs least. ``price`` gives bytes and volume."""
     choices = [PricedPolicy(policy, *price(policy)) for policy in policies]
     fitting = next((choice for choice in choices if limit is None or choice.bytes <= limit), None)
     if fitting is not None:

@@ -92,7 +92,7 @@ class PipelineModule(nn.Module):
 
     @classmethod
     def from_sequential(cls, model: nn.Sequential, num_stages: int | None = None, **options: Any) -> PipelineModule:
-        """An ``nn.Sequential`` as a pipeline: its children are the layers. Options as for the class."""
+        """Return an ``nn.Sequential`` as a pipeline: its children are the layers. Options as for the class."""
         return cls(list(model), num_stages, **options)
 
     @classmethod
@@ -104,7 +104,7 @@ class PipelineModule(nn.Module):
         num_stages: int | None = None,
         **options: Any,
     ) -> PipelineModule:
-        """A transformer as a pipeline: what comes before its blocks, the blocks, what comes after. Options as for the class."""
+        """Return a transformer as a pipeline: what comes before its blocks, the blocks, what comes after. Options as for the class."""
         return cls([*_listed(embed), *blocks, *_listed(head)], num_stages, **options)
 
     # --- building -------------------------------------------------------------------------------------------------
@@ -117,7 +117,7 @@ class PipelineModule(nn.Module):
         partition_method: str | None = None,
         activation_checkpoint_interval: int | None = None,
     ) -> None:
-        """Builds the layers of pipeline rank ``stage`` under ``placement``, in place of those that were built before.
+        """Build the layers of pipeline rank ``stage`` under ``placement``, in place of those that were built before.
 
         Nothing happens where they are the same. Collective over the world where the partition is measured.
         """
@@ -143,7 +143,7 @@ class PipelineModule(nn.Module):
             chunk.set_recompute(recompute)
 
     def unbuilt(self) -> PipelineModule:
-        """Another one of the same layers and settings, with nothing built yet; layers that are modules are the same objects."""
+        """Return another one of the same layers and settings, with nothing built yet; layers that are modules are the same objects."""
         return PipelineModule(
             self._layers,
             loss_fn=self.loss_fn,
@@ -158,7 +158,7 @@ class PipelineModule(nn.Module):
         )
 
     def build_whole(self) -> None:
-        """Builds all layers here, as a pipeline of one stage: for a look at the model without ranks. Anew at each call."""
+        """Build all layers here, as a pipeline of one stage, to look at the model without ranks. Builds them again at each call."""
         method = self.partition_method
         self._forget()
         self.build(ChunkPlacement.loop(1), 0, partition_method="uniform")  # there is one part, and nothing to measure
@@ -213,7 +213,7 @@ class PipelineModule(nn.Module):
         return Recompute(interval, self.activation_checkpoint_func, self.checkpointable_layers)
 
     def _stage_here(self, placement: ChunkPlacement | None) -> int | None:
-        """This process's pipeline rank; None where that cannot be known yet: then ``initialize`` builds."""
+        """Return this process's pipeline rank; None where it is not known yet: then ``initialize`` builds."""
         if placement is None:
             return None
         if placement.stages == 1:
@@ -233,11 +233,11 @@ class PipelineModule(nn.Module):
 
     @property
     def chunks(self) -> dict[int, Chunk]:
-        """This rank's chunks by number."""
+        """Return this rank's chunks by number."""
         return dict(self._chunks)
 
     def forward(self, value: Any) -> Any:
-        """This rank's layers, one after the other: the whole model where there is one stage. The loss is not computed here."""
+        """Return this rank's layers, one after the other: the whole model where there is one stage. The loss is not computed here."""
         if not self._chunks:
             raise _not_built("forward")
         numbers = list(self._chunks)
@@ -255,14 +255,14 @@ class PipelineModule(nn.Module):
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """As of any module; before the layers are built it is an error, where an empty list would train nothing."""
+        """Yield parameters as any module does. Raises ConfigError before the layers are built: an empty list would train nothing."""
         if not self._chunks:
             raise _not_built("parameters")
         return super().named_parameters(prefix, recurse, remove_duplicate)
 
     @property
     def total_parameters(self) -> int:
-        """Trainable elements of the whole model, of which this rank has built its part; a tied weight counts once."""
+        """Return the trainable elements of the whole model, of which this rank has built its part; a tied weight counts once."""
         facts = [(layer, layer_facts(layer).elements) for layer in self._layers]
         tied = {layer.key: elements for layer, elements in facts if isinstance(layer, TiedLayerSpec)}
         return sum(tied.values()) + sum(elements for layer, elements in facts if not isinstance(layer, TiedLayerSpec))
@@ -271,7 +271,7 @@ class PipelineModule(nn.Module):
         return self.num_stages
 
     def topology(self) -> ProcessTopology | None:
-        """The topology that was given."""
+        """Return the topology that was given."""
         return self._topology
 
 
@@ -294,7 +294,7 @@ def _stages(number: int | None, topology: ProcessTopology | None, placement: Chu
 
 
 def _refuse_init() -> None:
-    """Raises ConfigError inside ``zero.Init``, for which all ranks build the same modules: ranks of a pipeline would wait for each other for ever."""
+    """Raise ConfigError inside ``zero.Init``, for which all ranks build the same modules: ranks of a pipeline would wait for each other for ever."""
     modes = torch.overrides._get_current_function_mode_stack()
     if any(getattr(mode, "cuts_parameters", False) for mode in modes):
         raise ConfigError(
@@ -309,7 +309,7 @@ def _listed(layers: Layer | Sequence[Layer]) -> list[Layer]:
 
 
 def _refuse_shared(layers: Sequence[Layer], parts: Sequence[int]) -> None:
-    """Raises ConfigError where built modules of two chunks share a parameter: each rank would train its own."""
+    """Raise ConfigError where built modules of two chunks share a parameter: each rank would train its own."""
     holder: dict[int, tuple[int, int]] = {}
     for chunk, (first, after) in enumerate(pairwise(parts)):
         for index in range(first, after):

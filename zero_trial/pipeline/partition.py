@@ -26,7 +26,7 @@ class LayerFacts:
 
 
 def partition(method: str, layers: Sequence[LayerFacts], parts: int, times: Sequence[float] | None = None) -> list[int]:
-    """The boundaries by DeepSpeed's ``partition_method``, in any case.
+    """Return the boundaries by DeepSpeed's ``partition_method``, in any case.
 
     ``uniform`` counts layers, ``parameters`` trainable elements, ``type:REGEX`` the layers whose name the expression is found in (case does not
     matter), ``profile`` the measured ``times`` of the layers in any unit. Raises ConfigError for another method or where it cannot be used.
@@ -51,28 +51,28 @@ def partition(method: str, layers: Sequence[LayerFacts], parts: int, times: Sequ
 
 
 def uniform(layers: int, parts: int) -> list[int]:
-    """Equally many layers in each part; the first parts have one more where it does not come out even."""
+    """Put equally many layers into each part; the first parts get one more where they do not divide evenly."""
     _check(layers, parts)
     size, more = divmod(layers, parts)
     return [index * size + min(index, more) for index in range(parts + 1)]
 
 
 def balanced(weights: Sequence[float], parts: int) -> list[int]:
-    """The cut whose heaviest part is as light as can be, no part being empty; among such cuts the most even one (least sum of squares).
+    """Return the cut whose heaviest part is as light as can be, no part being empty; among such cuts the most even one (least sum of squares).
 
     Exact, by dynamic programming in O(parts x n^2): first the least heaviest part, then the most even cut within it.
     """
     _check(len(weights), parts)
     wrong = next((weight for weight in weights if not 0 <= weight < inf), None)
     if wrong is not None:
-        raise ConfigError("a layer's weight is no finite number from 0 up", where=_WHERE, got=wrong)
+        raise ConfigError("a layer's weight is not a finite number of at least 0", where=_WHERE, got=wrong)
     sums = [0.0, *accumulate(weights)]
     least = _cut(sums, parts, limit=inf, heaviest=True)[0]
     return _cut(sums, parts, limit=least, heaviest=False)[1]
 
 
 def _cut(sums: Sequence[float], parts: int, *, limit: float, heaviest: bool) -> tuple[float, list[int]]:
-    """The best cut in parts of at most ``limit``, by its heaviest part or by its sum of squares: its price and its boundaries."""
+    """Return the best cut in parts of at most ``limit``, by its heaviest part or by its sum of squares: its price and its boundaries."""
     count = len(sums) - 1
     # best[n] is the price of the first n layers in as many parts as rounds so far; back has where the last of these parts begins.
     best = [0.0] + [inf] * count
@@ -99,7 +99,7 @@ def _matches(pattern: str, layers: Sequence[LayerFacts]) -> list[float]:
     try:
         expression = re.compile(pattern, re.IGNORECASE)
     except re.error as error:
-        raise ConfigError("no regular expression", where=_WHERE, got=f"type:{pattern} ({error})") from None
+        raise ConfigError("not a regular expression", where=_WHERE, got=f"type:{pattern} ({error})") from None
     weights = [1.0 if expression.search(layer.name) else 0.0 for layer in layers]
     if not any(weights):
         names = ", ".join(sorted({layer.name for layer in layers}))

@@ -26,7 +26,7 @@ class ActionKind(str, Enum):
     F = "F"  # forward
     B = "B"  # whole backward: I and W at once
     I = "I"  # noqa: E741  gradient of the chunk's input, which the chunk before waits for
-    W = "W"  # gradient of the chunk's weights, which nobody waits for before the reduction
+    W = "W"  # gradient of the chunk's weights, needed only by the reduction
 
     # A send is asynchronous; a receive is where the payload has to be there (it may be asked for earlier, in the same order).
     SEND_F = "SEND_F"  # 1SEND_F0: the output of chunk 1, to chunk 2
@@ -73,7 +73,7 @@ class Action(NamedTuple):
 
     @staticmethod
     def parse(text: str) -> Action:
-        """The inverse of ``str``. Raises ConfigError for a text that no action has."""
+        """Return the inverse of ``str``. Raises ConfigError for a text that no action has."""
         found = _TEXT.fullmatch(text.strip())
         if found is None:
             raise _unreadable(text)
@@ -85,7 +85,7 @@ class Action(NamedTuple):
 
 
 def parse_row(text: str) -> tuple[Action, ...]:
-    """Actions that are separated by white space."""
+    """Parse actions that are separated by white space."""
     return tuple(Action.parse(word) for word in text.split())
 
 
@@ -101,7 +101,7 @@ def _text(number: int) -> str:
 
 def _unreadable(text: str) -> ConfigError:
     return ConfigError(
-        "this is no action",
+        "this is not an action",
         where="schedule",
         got=repr(text),
         expected="chunk, kind, micro-batch, such as 2F0 or 2REDUCE",
@@ -124,39 +124,39 @@ class ChunkPlacement:
 
     @classmethod
     def loop(cls, stages: int, chunks_per_rank: int = 1) -> ChunkPlacement:
-        """Chunk c on rank c mod ``stages``."""
+        """Place chunk c on rank c mod ``stages``."""
         return cls(tuple(range(stages)) * chunks_per_rank)
 
     @classmethod
     def v(cls, stages: int) -> ChunkPlacement:
-        """Down the ranks and up again: two chunks on each."""
+        """Place chunks down the ranks and up again: two on each."""
         return cls((*range(stages), *reversed(range(stages))))
 
     @cached_property
     def stages(self) -> int:
-        """Number of pipeline ranks."""
+        """Return the number of pipeline ranks."""
         return max(self.ranks) + 1
 
     @property
     def chunks(self) -> int:
-        """Number of chunks of the model."""
+        """Return the number of chunks of the model."""
         return len(self.ranks)
 
     @property
     def last(self) -> int:
-        """The chunk that computes the loss."""
+        """Return the chunk that computes the loss."""
         return len(self.ranks) - 1
 
     def of(self, rank: int) -> tuple[int, ...]:
-        """The chunks of a rank, in the model's order."""
+        """Return the chunks of a rank, in the model's order."""
         return tuple(chunk for chunk, holder in enumerate(self.ranks) if holder == rank)
 
     def sends_forward(self, chunk: int) -> bool:
-        """Whether the chunk's output goes to another rank."""
+        """Return whether the chunk's output goes to another rank."""
         return chunk < self.last and self.ranks[chunk] != self.ranks[chunk + 1]
 
     def sends_backward(self, chunk: int) -> bool:
-        """Whether the gradient of the chunk's input goes to another rank."""
+        """Return whether the gradient of the chunk's input goes to another rank."""
         return chunk > 0 and self.ranks[chunk] != self.ranks[chunk - 1]
 
 
@@ -189,7 +189,7 @@ class ReductionTiming(str, Enum):
 
 @dataclass(frozen=True)
 class Schedule:
-    """``rows[r]`` are rank r's actions. The other fields say what the passes have added, so that a validator can miss it.
+    """``rows[r]`` are rank r's actions. The other fields say what the passes have added, so that a validator can notice what is missing.
 
     ``parameters`` is None where parameters are never freed (ZeRO stages 0, 1 and 2); ``reduction`` None where no gradients are reduced;
     ``ties`` are groups of chunks that share a weight.
@@ -211,5 +211,5 @@ class Schedule:
 
 
 def tie_holders(tie: Sequence[int], place: ChunkPlacement) -> dict[int, int]:
-    """The ranks that hold a tied weight, each with its first chunk that does."""
+    """Return the ranks that hold a tied weight, each with its first chunk that does."""
     return {place.ranks[chunk]: chunk for chunk in sorted(tie, reverse=True)}

@@ -35,7 +35,7 @@ class Costs:
     message: float = 0
 
     def by_kind(self) -> dict[ActionKind, float]:
-        """The cost of each computation."""
+        """Return the cost of each computation."""
         return {
             ActionKind.F: self.forward,
             ActionKind.B: self.input_gradient + self.weight_gradient,
@@ -63,7 +63,7 @@ class RankReport:
     """One rank's counts; `live` and the other peaks are largest numbers of things that exist at once.
 
     An activation is what one chunk keeps of one micro-batch from its forward until its last gradient. A parameter or gradient is one chunk's
-    full copy. A waiting message has been sent to this rank and not been used yet, whoever keeps it.
+    full copy. A waiting message has been sent to this rank and not been used yet.
     """
 
     spans: list[Span] = field(default_factory=list)
@@ -81,7 +81,7 @@ class RankReport:
         return sum(span.end - span.begin for span in self.spans)
 
     def counts(self) -> dict[str, int]:
-        """All but the spans."""
+        """Return all fields but the spans."""
         return {name: value for name, value in vars(self).items() if name != "spans"}
 
 
@@ -93,21 +93,21 @@ class SimulationReport:
 
     @property
     def makespan(self) -> float:
-        """From the first computation's begin to the last one's end."""
+        """Return the time from the first computation's begin to the last one's end."""
         return max((rank.spans[-1].end for rank in self.ranks if rank.spans), default=0)
 
     @property
     def bubble(self) -> float:
-        """The part of all ranks' time in which they compute nothing."""
+        """Return the part of all ranks' time in which they compute nothing."""
         total = self.makespan * len(self.ranks)
         return 1 - sum(rank.busy for rank in self.ranks) / total if total else 0.0
 
     def idle(self, rank: int) -> float:
-        """Time in which a rank computes nothing."""
+        """Return the time in which a rank computes nothing."""
         return self.makespan - self.ranks[rank].busy
 
     def as_dict(self) -> dict[str, Any]:
-        """For machines."""
+        """Return the report as JSON values."""
         ranks = [{"rank": index, "idle": self.idle(index), **rank.counts()} for index, rank in enumerate(self.ranks)]
         return {"makespan": self.makespan, "bubble": self.bubble, "ranks": ranks}
 
@@ -144,7 +144,7 @@ class SimulatedRank:
         self.full: dict[int, int] = {}  # chunk -> micro-batches whose gradients are there and not reduced
         self.reduced: dict[int, int] = {}  # chunk -> micro-batches whose gradients are reduced
         self.tied: set[int] = set()
-        self.verbs: dict[ActionKind, Callable[[Action], bool]] = {
+        self._perform: dict[ActionKind, Callable[[Action], bool]] = {
             ActionKind.F: self.forward,
             ActionKind.B: self.backward,
             ActionKind.I: self.backward,
@@ -162,17 +162,17 @@ class SimulatedRank:
 
     @property
     def action(self) -> Action | None:
-        """What comes next."""
+        """Return the next action; None at the end of the row."""
         return self.row[self.at] if self.at < len(self.row) else None
 
     def advance(self) -> bool:
-        """Perform actions until one has to wait; whether there was any."""
+        """Perform actions until one has to wait; return whether there was any."""
         before = self.at
         while self.at < len(self.row):
             action = self.row[self.at]
             if action.kind is not ActionKind.STEP and action.chunk not in self.mine:
                 raise self.fault("the chunk is on another rank", expected=f"one of {sorted(self.mine)}")
-            if not self.verbs[action.kind](action):
+            if not self._perform[action.kind](action):
                 break
             self.at += 1
         return self.at > before
@@ -198,14 +198,14 @@ class SimulatedRank:
         return True
 
     def take(self, message: Action) -> float:
-        """Use a received message: when it was sent."""
+        """Use a received message; return when it was sent."""
         if message not in self.done:
             raise self.fault("what this needs has not been received", expected=message)
         self.waiting.discard(message)
         return self.done[message]
 
     def own(self, *results: Action) -> float:
-        """When one of these computations of this rank was over."""
+        """Return when one of these computations of this rank ended."""
         for result in results:
             if result in self.done:
                 return self.done[result]
@@ -250,7 +250,7 @@ class SimulatedRank:
         return True
 
     def complete(self, chunk: int, micro_batch: int) -> None:
-        """All gradients of a micro-batch are there; its activations go."""
+        """Note that all gradients of a micro-batch are complete, and free its activations."""
         self.live.discard((chunk, micro_batch))
         if chunk in self.reduced and self.world.schedule.reduction is ReductionTiming.BOUNDARY:
             raise self.fault("the chunk's gradients have been reduced already")
@@ -347,7 +347,7 @@ class SimulatedRank:
         return True
 
     def finish(self) -> None:
-        """What must be true of a rank that has performed its row."""
+        """Check what must be true of a rank that has performed its row."""
         schedule = self.world.schedule
         self.report.peak_waiting = max(
             accumulate(change for _, change in sorted(self.stays, key=lambda stay: (stay[0], -stay[1]))), default=0
@@ -395,7 +395,7 @@ class SimulatedRank:
 def validate(
     schedule: Schedule, costs: Costs = ALIKE, *, max_activations: int | None = None, max_waiting: int | None = None
 ) -> SimulationReport:
-    """What the lowered schedule costs. Raises ScheduleError, naming rank, place and action, if
+    """Simulate the lowered schedule and return its costs. Raises ScheduleError, naming rank, place and action, if
 
     - a rank waits for ever, or a message is lost or overtaken by another;
     - a computation is missing, comes twice, or comes before what it needs: its input, its output's gradient, its parameters;

@@ -1,4 +1,4 @@
-"""A stage: what one pipeline rank computes with its chunks, micro-batch by micro-batch. It knows nothing of messages and of sharding.
+"""Forwards and backwards of one pipeline rank's chunks, by micro-batch, without messages and sharding.
 
 A stage boundary is where received tensors enter a chunk's graph, and where their gradients come out of it again. Between boundary and outputs
 a backward runs whole or in two halves.
@@ -20,7 +20,7 @@ from zero_trial.pipeline.channel import Payload, map_tensors
 class StageBoundary:
     """The inputs of one chunk and micro-batch. :meth:`open` lets them in; ``gradients`` is filled by the backward pass.
 
-    What comes out of :meth:`open` is no leaf and no view, so the first layer may work in place, and nothing is copied.
+    What comes out of :meth:`open` is neither a leaf nor a view, so the first layer may work in place, and nothing is copied.
     """
 
     def __init__(self, payload: Payload, anchor: torch.Tensor) -> None:
@@ -30,7 +30,7 @@ class StageBoundary:
         self._payload: Payload | None = payload
 
     def open(self) -> Any:
-        """The value, its tensors joined to the graph where gradients are wanted. Once."""
+        """Return the value, its tensors joined to the graph where gradients are wanted. Can be called once."""
         payload, self._payload = self._payload, None
         if payload is None:
             return None
@@ -43,7 +43,7 @@ class StageBoundary:
         return map_tensors(payload.value, lambda tensor: by_id.get(id(tensor), tensor))
 
     def take(self) -> list[torch.Tensor | None]:
-        """The gradients, in the order of the tensors that wanted one. Once."""
+        """Return the gradients, in the order of the tensors that wanted one. Can be called once."""
         found, self.gradients = list(self.gradients), ()
         return found
 
@@ -66,12 +66,12 @@ class _Join(torch.autograd.Function):
 
 
 def detached(value: Any) -> Any:
-    """The same value with its tensors outside any graph; they share memory."""
+    """Return the same value with its tensors outside any graph; they share memory."""
     return map_tensors(value, torch.Tensor.detach)
 
 
 def local_payload(value: Any) -> Payload:
-    """``value`` as if it had been sent to this rank: its tensors outside any graph, in order, with whether gradients are wanted back."""
+    """Return ``value`` as if it had been sent to this rank: its tensors outside any graph, in order, with whether gradients are wanted back."""
     payload = Payload(None)
 
     def take(tensor: torch.Tensor) -> torch.Tensor:
@@ -85,7 +85,7 @@ def local_payload(value: Any) -> Payload:
 
 # --- a backward in two halves ---------------------------------------------------------------------------------------
 #
-# A backward pass in two halves: first the gradient of a chunk's inputs, which another rank waits for; later those of its weights.
+# First comes the gradient of a chunk's inputs, which another rank waits for; later those of its weights.
 #
 #     nodes that lead to the inputs       out ── MulBackward ── AddmmBackward ── GeluBackward ── AddmmBackward ── boundary
 #     weights hang off them                                        │ │                              │ │
@@ -128,7 +128,7 @@ class SplitBackward:
         self._split = split_graph(outputs, boundary)
 
     def inputs(self, gradients: Gradients) -> None:
-        """The first half, from the gradients of the outputs."""
+        """Run the first half, from the gradients of the outputs."""
         places = self._split.places
         handles = [place.node.register_prehook(_keeper(place)) for place in places]
         try:
@@ -139,7 +139,7 @@ class SplitBackward:
                 handle.remove()
 
     def weights(self) -> None:
-        """The second half. Once; afterwards nothing of the graph is kept."""
+        """Run the second half, once; afterwards nothing of the graph is kept."""
         places, self._outputs = self._split.places, []
         while places:
             place = places.pop()
@@ -153,7 +153,7 @@ class SplitBackward:
 
 
 def split_graph(outputs: Iterable[torch.Tensor], boundary: Node) -> GraphSplit:
-    """Which weights hang off which node. Visits every node of the graph once or twice."""
+    """Find which weights hang off which node. Visits every node of the graph once or twice."""
     roots = [output.grad_fn for output in outputs if output.grad_fn is not None]
     before: dict[Node, list[Node]] = defaultdict(list)  # node -> those that lead to it
     seen = set(roots)
@@ -193,7 +193,7 @@ def _all_before(boundary: Node, before: dict[Node, list[Node]]) -> set[Node]:
 
 
 def _leaves_off(node: Node, path: set[Node]) -> set[Node]:
-    """The leaves that are reached from ``node`` without another node of the path."""
+    """Return the leaves that are reached from ``node`` without another node of the path."""
     leaves: set[Node] = set()
     visited: set[Node] = set()
     stack = [node]
@@ -260,29 +260,29 @@ class Stage:
     _anchor: torch.Tensor = field(default_factory=lambda: torch.zeros((), requires_grad=True))
 
     def forward(self, chunk: int, micro_batch: int, payload: Payload) -> Any:
-        """The chunk's output, inside its graph."""
+        """Return the chunk's output, inside its graph."""
         boundary = StageBoundary(payload, self._anchor)
         self._live[chunk, micro_batch] = _Live(boundary, [])
         self.peak = max(self.peak, len(self._live))
         return self.run(chunk, micro_batch, boundary.open())
 
     def evaluate(self, chunk: int, micro_batch: int, payload: Payload) -> Any:
-        """The chunk's output, without a graph."""
+        """Return the chunk's output, without a graph."""
         with torch.no_grad():
             return self.run(chunk, micro_batch, payload.value)
 
     def keep(self, chunk: int, micro_batch: int, outputs: Sequence[torch.Tensor]) -> None:
-        """The tensors that gradients will come back to, in the order of those gradients."""
+        """Keep the tensors that gradients will come back to, in the order of those gradients."""
         self._live[chunk, micro_batch].outputs = list(outputs)
 
     def backward(self, chunk: int, micro_batch: int, gradients: Gradients) -> list[torch.Tensor | None]:
-        """The whole backward: the gradients of the inputs that wanted one; the weights' have landed where their hooks bring them."""
+        """Run the whole backward; return the gradients of the inputs that wanted one. Hooks take those of the weights."""
         live = self._live.pop((chunk, micro_batch))
         _run_backward(live.outputs, gradients)
         return live.boundary.take()
 
     def backward_inputs(self, chunk: int, micro_batch: int, gradients: Gradients) -> list[torch.Tensor | None]:
-        """The gradients of the inputs only. Where there are none to be had, nothing happens; where the chunk cannot be split, everything."""
+        """Return the gradients of the inputs only. Without inputs that want one, nothing is computed; a chunk that cannot be split computes all."""
         live = self._live[chunk, micro_batch]
         if live.boundary.node is None:
             live.gradients = tuple(gradients)
@@ -297,7 +297,7 @@ class Stage:
         return live.boundary.take()
 
     def backward_weights(self, chunk: int, micro_batch: int) -> None:
-        """The rest of the backward."""
+        """Run the rest of the backward."""
         live = self._live.pop((chunk, micro_batch))
         if live.split is not None:
             live.split.weights()
@@ -305,7 +305,7 @@ class Stage:
             _run_backward(live.outputs, live.gradients)
 
     def forget(self) -> None:
-        """Drops all graphs (a step that failed)."""
+        """Drop all graphs, after a step that failed."""
         self._live.clear()
 
 

@@ -37,7 +37,7 @@ class ProcessTopology:
         self._places = list(self.mapping)
 
     def get_rank(self, **coord_kwargs: int) -> int:
-        """The rank at a coordinate of all axes. Raises ConfigError where an axis is missing or a coordinate is outside."""
+        """Return the rank at a coordinate of all axes. Raises ConfigError where an axis is missing or a coordinate is outside."""
         if set(coord_kwargs) != set(self.axes):
             raise ConfigError(
                 "get_rank needs every axis", where="topology", got=sorted(coord_kwargs), expected=self.axes
@@ -50,24 +50,24 @@ class ProcessTopology:
         return self.mapping[place]
 
     def get_axis_names(self) -> list[str]:
-        """The axes, slowest first."""
+        """Return the axes, slowest first."""
         return self.axes
 
     def get_rank_repr(
         self, rank: int, omit_axes: Sequence[str] = ("data", "pipe"), inner_sep: str = "_", outer_sep: str = "-"
     ) -> str:
-        """The coordinate as text, such as ``model_00``: part of DeepSpeed's checkpoint file names."""
+        """Return the coordinate as text, such as ``model_00``: part of DeepSpeed's checkpoint file names."""
         place = self.get_coord(rank)
         return outer_sep.join(
             f"{axis}{inner_sep}{getattr(place, axis):02d}" for axis in self.axes if axis not in omit_axes
         )
 
     def get_dim(self, axis: str) -> int:
-        """The size of an axis; 0 for one that is not there."""
+        """Return the size of an axis; 0 for one that is not there."""
         return self.dims[self.axes.index(axis)] if axis in self.axes else 0
 
     def get_coord(self, rank: int) -> Any:
-        """The coordinate of a rank, a named tuple."""
+        """Return the coordinate of a rank, a named tuple."""
         if not 0 <= rank < len(self._places):
             raise ConfigError(
                 "no such rank in the topology", where="topology", got=rank, expected=f"0 to {len(self._places) - 1}"
@@ -75,7 +75,7 @@ class ProcessTopology:
         return self._places[rank]
 
     def get_axis_comm_lists(self, axis: str) -> list[list[int]]:
-        """Groups of ranks that differ on this axis only: those that communicate along it. Empty for an axis that is not there."""
+        """Return the groups of ranks that differ on this axis only, which communicate along it. Empty for an axis that is not there."""
         if axis not in self.axes:
             return []
         others = [name for name in self.axes if name != axis]
@@ -83,7 +83,7 @@ class ProcessTopology:
         return [self.filter_match(**dict(zip(others, place, strict=True))) for place in product(*sizes)]
 
     def filter_match(self, **filter_kwargs: int) -> list[int]:
-        """Ranks whose coordinates have these values."""
+        """Return the ranks whose coordinates have these values."""
         return [
             rank
             for place, rank in self.mapping.items()
@@ -91,11 +91,11 @@ class ProcessTopology:
         ]
 
     def get_axis_list(self, axis: str, idx: int) -> list[int]:
-        """Ranks whose coordinate on ``axis`` is ``idx``."""
+        """Return the ranks whose coordinate on ``axis`` is ``idx``."""
         return self.filter_match(**{axis: idx})
 
     def world_size(self) -> int:
-        """The number of ranks."""
+        """Return the number of ranks."""
         return prod(self.dims)
 
     def __str__(self) -> str:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 import re
+from collections.abc import Iterable
 from typing import Any
 
 # ECMA-48: CSI sequences (colours, cursor), OSC and the other string sequences (titles, clipboard) up to
@@ -99,3 +101,10 @@ def format_clock(seconds: float) -> str:
 def format_metric(value: object) -> str:
     """Format a metric's value in four significant digits, or as it is when it is not a number."""
     return f"{value:.4g}" if isinstance(value, (int, float)) and not isinstance(value, bool) else str(value)
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str | None:
+    """``Did you mean weight_decay?``, with the nearest of the ``known`` names in any case; None where none is near."""
+    by_lower = {name.lower(): name for name in known}
+    close = difflib.get_close_matches(word.lower(), by_lower, n=1, cutoff=0.6)
+    return f"Did you mean {by_lower[close[0]]}?" if close else None

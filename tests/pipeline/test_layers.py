@@ -71,7 +71,7 @@ def test_what_is_counted():
     assert layer_facts(frozen) == LayerFacts("Linear", 2)
     assert layer_facts(square) == LayerFacts("square", 0)
     assert layer_facts(TiedLayerSpec("embed", nn.Embedding, 10, 4)) == LayerFacts("Embedding", 40)
-    with pytest.raises(ConfigError, match="this is no layer"):
+    with pytest.raises(ConfigError, match="this is not a layer"):
         layer_facts(3)
 
 

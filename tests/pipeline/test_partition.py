@@ -70,7 +70,7 @@ def test_balanced_by_times():
             "type:attention",
             "no layer's class matches: got type:attention, expected one of Block, Embedding, LayerNorm, Linear",
         ),
-        ("type:(", r"no regular expression: got type:\("),
+        ("type:(", r"not a regular expression: got type:\("),
         ("profile", "needs a measured time for each layer: got none, expected 9 times"),
     ],
 )
@@ -88,5 +88,5 @@ def test_no_part_is_empty(method: str, parts: int):
 
 @pytest.mark.parametrize("weight", [-1.0, float("nan"), float("inf")])
 def test_weights_that_are_none(weight: float):
-    with pytest.raises(ConfigError, match="no finite number from 0 up"):
+    with pytest.raises(ConfigError, match="not a finite number"):
         balanced([1.0, weight], 2)

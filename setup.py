@@ -9,7 +9,8 @@ from setuptools import find_packages, setup
 
 HERE = Path(__file__).parent
 
-# The CUDA compiler and disassembler (in two packages), without CUDA: the kernels are compiled and inspected on machines that have no GPU.
+# The CUDA compiler and disassembler (in two packages), without CUDA: the kernels are compiled and
+# inspected on machines that have no GPU.
 CUDA_CHECK = [
     f"{name} ; platform_system == 'Linux' and platform_machine == 'x86_64'"
     for name in ("nvidia-cuda-nvrtc", "nvidia-cuda-cuobjdump", "nvidia-cuda-nvdisasm")
@@ -65,7 +66,8 @@ setup(
             *("py.typed", "report/page.css", "report/page.js"),
             *("templates/*/*.yaml", "templates/*/*.json", "templates/*/*.md"),
             *("csrc/*/*.h", "csrc/*/*.cpp", "csrc/*/*.cu"),
-            "master/relocation/sitecustomize.py",  # not a module of the package: the trials' Pythons find it by itself
+            # not a module of the package: the trials' Pythons find it by itself
+            "master/relocation/sitecustomize.py",
         ]
     },
     python_requires=">=3.10",
@@ -76,8 +78,8 @@ setup(
         "tqdm",
         "psutil",  # the table of processes: which ones of a run are left
         "google-re2",  # regular expressions of the master's clients, matched in linear time
-        # Trials written for Determined do AttrDict(context.get_hparams()). The package `attrdict` does not import on
-        # Python >= 3.10; this fork provides the module of that name.
+        # Trials written for Determined do AttrDict(context.get_hparams()). The package `attrdict`
+        # does not import on Python >= 3.10; this fork provides the module of that name.
         "attrdict3",
     ],
     extras_require=EXTRAS,

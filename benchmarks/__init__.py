@@ -1,1 +1,2 @@
-"""Side-by-side measurements against peers; results/ holds what they gave, with machine, versions and command."""
+"""Side-by-side measurements against peers; results/ holds what they gave, with machine, versions
+and command."""

@@ -1,15 +1,19 @@
-"""Collectives between CPU ranks of one host: through shared memory, by gloo's messages, by gloo's own collectives, and the copy they must make.
+"""Collectives between CPU ranks of one host: through shared memory, by gloo's messages, by gloo's
+own collectives, and the copy they must make.
 
     python benchmarks/comm.py --rounds 5
     python benchmarks/comm.py --ops reduce_scatter --bytes 16777216 --ranks 4
     python benchmarks/comm.py --ops reduce_scatter --bytes 65536 --rounds 1     # quick
 
-Sizes are those of the whole fp32 tensor on a rank. `copy` is what every rank has to move at the least, as a plain copy that all ranks make at
-the same time: n (N-1)/N elements for reduce-scatter and all-gather, twice that for all-reduce, n for a broadcast. `mapped` is what the engine
-uses: tensors that lie where peers read them in place; `staged` the same on ordinary tensors, which are copied out first; `plain` is `mapped` with
-sums in plain torch instead of the native one (the same for two ranks and small sizes, and where nothing is added); `direct` the same collectives
-by messages of gloo; `gloo` torch.distributed's own. Times are medians over interleaved rounds of the slower rank, in microseconds per call;
-CPU is a rank's mean processor time per call, with all its threads. Each call ends when its tensors may be overwritten.
+Sizes are those of the whole fp32 tensor on a rank. `copy` is what every rank has to move at the
+least, as a plain copy that all ranks make at the same time: n (N-1)/N elements for reduce-scatter
+and all-gather, twice that for all-reduce, n for a broadcast. `mapped` is what the engine uses:
+tensors that lie where peers read them in place; `staged` the same on ordinary tensors, which are
+copied out first; `plain` is `mapped` with sums in plain torch instead of the native one (the same
+for two ranks and small sizes, and where nothing is added); `direct` the same collectives by
+messages of gloo; `gloo` torch.distributed's own. Times are medians over interleaved rounds of the
+slower rank, in microseconds per call; CPU is a rank's mean processor time per call, with all its
+threads. Each call ends when its tensors may be overwritten.
 """
 
 from __future__ import annotations
@@ -186,7 +190,8 @@ def finish(started: tuple[list[Any], Callable[[], Any]]) -> None:
 
 
 def measure(runs: dict[str, Call], nbytes: int, rounds: int, meet: AxisComm) -> dict[str, float]:
-    """Microseconds per call of each way. Collective over ``meet``; one round before the others warms up, and makes the segments."""
+    """Microseconds per call of each way. Collective over ``meet``; one round before the others
+    warms up, and makes the segments."""
     repeats = max(1, min(MOST_REPEATS, ABOUT_BYTES // max(nbytes, 1)))
     taken: dict[str, list[float]] = {name: [] for name in runs}
     used: dict[str, list[float]] = {name: [] for name in runs}

@@ -1,12 +1,13 @@
 """What the benchmarks of the engine train, and the engines that are compared.
 
-A workload is a model and its batches, the same on every contender and a function of the seed. A contender turns a model into one function
-that does a whole optimizer step.
+A workload is a model and its batches, the same on every contender and a function of the seed. A
+contender turns a model into one function that does a whole optimizer step.
 
-All use AdamW with the same hyperparameters and clip the global norm to 1. Names: ``bare`` (forward and backward only,
-nothing exchanged), ``ddp``, ``fsdp2``, ``deepspeed-N`` and ``ours-N`` for ZeRO stage N. ``-default`` behind the last
-two leaves bucket sizes and the persistence threshold as that engine ships them; otherwise buckets are as large as the
-model and stage 3 shards every parameter, on both sides.
+All use AdamW with the same hyperparameters and clip the global norm to 1. Names: ``bare`` (forward
+and backward only, nothing exchanged), ``ddp``, ``fsdp2``, ``deepspeed-N`` and ``ours-N`` for ZeRO
+stage N. ``-default`` behind the last two leaves bucket sizes and the persistence threshold as that
+engine ships them; otherwise buckets are as large as the model and stage 3 shards every parameter,
+on both sides.
 """
 
 from __future__ import annotations
@@ -72,7 +73,8 @@ class TinyBlock(nn.Module):
 
 
 class TinyLayers(nn.Module):
-    """``layers`` small linear layers in blocks of ``BLOCK``: two parameter tensors each, next to no arithmetic."""
+    """``layers`` small linear layers in blocks of ``BLOCK``: two parameter tensors each, next to no
+    arithmetic."""
 
     def __init__(self, layers: int, width: int) -> None:
         super().__init__()
@@ -101,7 +103,8 @@ def _gpt_module() -> ModuleType:
 LR, BETAS, EPS, DECAY, CLIP = 1e-3, (0.9, 0.95), 1e-8, 0.01, 1.0
 
 Batches = list[tuple[Tensor, Tensor]]
-Step = Callable[[Batches], Tensor]  # one optimizer step over accumulation micro-batches -> mean loss
+# one optimizer step over accumulation micro-batches -> mean loss
+Step = Callable[[Batches], Tensor]
 
 
 def missing(name: str) -> str | None:
@@ -141,7 +144,8 @@ def bare(model: nn.Module, dtype: str) -> Step:
 
 
 def ddp(model: nn.Module, dtype: str, accumulation: int) -> tuple[Step, list[Any]]:
-    """DistributedDataParallel and torch's fused AdamW; bf16 by autocast over fp32 weights, as DDP users do it."""
+    """DistributedDataParallel and torch's fused AdamW; bf16 by autocast over fp32 weights, as DDP
+    users do it."""
     wrapped = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, betas=BETAS, eps=EPS, weight_decay=DECAY, fused=True)
 
@@ -159,7 +163,8 @@ def ddp(model: nn.Module, dtype: str, accumulation: int) -> tuple[Step, list[Any
 
 
 def fsdp2(model: nn.Module, dtype: str, accumulation: int) -> tuple[Step, list[Any]]:
-    """fully_shard on every block and the root, fused AdamW on the shards; bf16 by its mixed precision policy."""
+    """fully_shard on every block and the root, fused AdamW on the shards; bf16 by its mixed
+    precision policy."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -186,7 +191,8 @@ def fsdp2(model: nn.Module, dtype: str, accumulation: int) -> tuple[Step, list[A
 
 
 def ds_config(stage: int, dtype: str, micro_batch: int, accumulation: int, bucket: int | None) -> dict[str, Any]:
-    """One configuration for both ZeRO engines. ``bucket``: elements, or None for the engine's own defaults."""
+    """One configuration for both ZeRO engines. ``bucket``: elements, or None for the engine's own
+    defaults."""
     optimizer = {"lr": LR, "betas": list(BETAS), "eps": EPS, "weight_decay": DECAY}
     zero: dict[str, Any] = {"stage": stage}
     if bucket is not None:

@@ -1,4 +1,5 @@
-"""Step time, CPU time and memory of a GPT step: ours against plain DDP, FSDP2 and DeepSpeed, side by side.
+"""Step time, CPU time and memory of a GPT step: ours against plain DDP, FSDP2 and DeepSpeed, side
+by side.
 
 python benchmarks/engine.py --rounds 5
 python benchmarks/engine.py --contenders bare ddp ours-2 --dtypes fp32 --rounds 1 --steps 4     # quick

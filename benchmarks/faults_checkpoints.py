@@ -1,4 +1,5 @@
-"""Faults of checkpoints: flipped bits, files cut short or gone; and every number of ranks and stage into every other."""
+"""Faults of checkpoints: flipped bits, files cut short or gone; and every number of ranks and stage
+into every other."""
 
 from __future__ import annotations
 
@@ -86,7 +87,7 @@ def damage(path: Path, how: str, desk: Desk) -> None:
         path.unlink()
 
 
-# --- F6 ---------------------------------------------------------------------------------------------------------------
+# --- F6 -------------------------------------------------------------------------------------------
 
 GLOBAL_BATCH = 12  # divisible by one to four ranks
 AFTER = 20  # steps after the load
@@ -149,7 +150,8 @@ def write(stage: int, folder: str) -> tuple[dict[str, torch.Tensor], list[float]
 
 
 def read(stage: int, folder: str, saved: dict[str, torch.Tensor]) -> tuple[list[str], list[float]]:
-    """The checkpoint in another place: the tensors that differ, and the losses of the steps that follow."""
+    """The checkpoint in another place: the tensors that differ, and the losses of the steps that
+    follow."""
     engine = engine_of(stage, 2)
     engine.load_checkpoint(folder, "here")
     mine = tensors(engine)

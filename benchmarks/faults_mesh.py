@@ -1,4 +1,5 @@
-"""Faults between ranks: collectives that do not match, a rank that never starts, one that is slow, and two writers of one run."""
+"""Faults between ranks: collectives that do not match, a rank that never starts, one that is slow,
+and two writers of one run."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ PROMISED = 30.0  # seconds until every rank has an error
 
 
 def mismatch(kind: str, victim: int) -> str:
-    """A few good steps, then one rank does something else; the words of what is raised, and what was called."""
+    """A few good steps, then one rank does something else; the words of what is raised, and what
+    was called."""
     import zero_trial
     from zero_trial.comm import MeshShape, build_mesh
     from zero_trial.errors import MeshError
@@ -76,7 +78,8 @@ def mismatched(desk: Desk, count: int) -> Iterator[Result]:
 
 
 def silent(ended: list[Ended], victim: int) -> str:
-    """What is missing in the ranks' errors: those who wait must all have one with rank, operation and step."""
+    """What is missing in the ranks' errors: those who wait must all have one with rank, operation
+    and step."""
     for rank, end in enumerate(ended):
         if end.code != 0:
             return f"rank {rank} ended with {end.code} {end.error.strip()[-200:]}"

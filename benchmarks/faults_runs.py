@@ -1,7 +1,9 @@
-"""Faults of whole runs: killed ranks, a full disk, losses that are not finite, requests to stop; each run is started again and compared.
+"""Faults of whole runs: killed ranks, a full disk, losses that are not finite, requests to stop;
+each run is started again and compared.
 
-A run here is what the launcher starts on each rank (``python -m zero_trial.run``), in processes that may die. The launcher's own part, ending
-what is left after a failure, is played by its patience: :data:`GRACE` seconds.
+A run here is what the launcher starts on each rank (``python -m zero_trial.run``), in processes
+that may die. The launcher's own part, ending what is left after a failure, is played by its
+patience: :data:`GRACE` seconds.
 """
 
 from __future__ import annotations
@@ -22,13 +24,15 @@ from benchmarks import faults_trial as trial
 from benchmarks.faults_trial import PERIOD, STEPS, Plan
 from tests.support.fleet import Ended, fleet
 
-GRACE = 30.0  # seconds after one rank failed: the others end by themselves long before, or the fault is not held
+# seconds after one rank failed: the others end by themselves long before, or the fault is not held
+GRACE = 30.0
 KILLED, PREEMPTED, BROKEN = -9, 75, 5
 
 
 @dataclass(frozen=True)
 class Result:
-    """One injection: of which kind, whether what was promised held, how long it took, and why if not."""
+    """One injection: of which kind, whether what was promised held, how long it took, and why if
+    not."""
 
     kind: str
     held: bool
@@ -84,7 +88,8 @@ class Desk:
         return target
 
     def resumed(self, run: Path, plan: Plan) -> str:
-        """Starts ``run`` again without its fault: what differs then from the unbroken run, or nothing."""
+        """Starts ``run`` again without its fault: what differs then from the unbroken run, or
+        nothing."""
         calm = replace(plan, what="", tap=None, count_taps=False, pause=0.0)
         (run / "preempt").unlink(missing_ok=True)  # as the launcher does
         ended = self.sail(run, calm)
@@ -161,7 +166,8 @@ def moments(desk: Desk) -> list[tuple[int, int, str]]:
 
 
 def kill_at(desk: Desk, rank: int, index: int, name: str) -> Result:
-    """All ranks are killed at one moment: what they left can be read, and the run goes on from there."""
+    """All ranks are killed at one moment: what they left can be read, and the run goes on from
+    there."""
     plan = Plan(tap=(rank, index))
     run = desk.new_run(plan)
     ended = desk.sail(run, plan)
@@ -172,7 +178,8 @@ def kill_at(desk: Desk, rank: int, index: int, name: str) -> Result:
 
 
 def unreadable(run: Path) -> str:
-    """What is wrong with the finished checkpoints that a kill has left, which are those of the first or the first two periods."""
+    """What is wrong with the finished checkpoints that a kill has left, which are those of the
+    first or the first two periods."""
     from zero_trial.errors import ZeroTrialError
 
     try:
@@ -220,7 +227,8 @@ def full_disk(desk: Desk, count: int) -> Iterator[Result]:
 
 
 def break_disk(desk: Desk, kind: str, plan: Plan, run: Path) -> Result:
-    """One injection: exit 5 on all ranks or none, without a traceback, the checkpoint before whole, nothing temporary left."""
+    """One injection: exit 5 on all ranks or none, without a traceback, the checkpoint before whole,
+    nothing temporary left."""
     begin = time.monotonic()
     log = desk.folder / f"{run.name}.log"
     arguments = (str(desk.folder / "model"), str(run), plan)
@@ -241,7 +249,8 @@ def break_disk(desk: Desk, kind: str, plan: Plan, run: Path) -> Result:
 
 
 def same_samples(desk: Desk, count: int) -> Iterator[Result]:
-    """F7: stopped at a random step and resumed, also on another number of ranks: no sample twice, none left out."""
+    """F7: stopped at a random step and resumed, also on another number of ranks: no sample twice,
+    none left out."""
     for number in range(count):
         hparams = {"workers": 2 * (number % 4 == 3)}
         unbroken = trial.ids_by_step(desk.unbroken(Plan(hparams=hparams)))
@@ -280,9 +289,11 @@ def not_finite(desk: Desk, count: int) -> Iterator[Result]:
         codes = [end.code for end in ended]
         skips = what == "nan gradient"
         why = "" if codes == ([0, 0] if skips else [4, 4]) else f"exit codes {codes}: {desk.last_words(run)}"
-        if not why and "fp16" not in config:  # where a loss scale is too high at first, a skipped step is no news
+        # where a loss scale is too high at first, a skipped step is no news
+        if not why and "fp16" not in config:
             words = trial.words_of(desk.log(run), [0, 1])
-            step = plan.step + (not skips)  # the engine counts the steps before, a trial the steps up to this one
+            # the engine counts the steps before, a trial the steps up to this one
+            step = plan.step + (not skips)
             named = f"rank {rank}" in words and f"step {step}" in words
             why = "" if named else f"rank {rank}, step {step} not named: {desk.last_words(run)}"
         if not why and not finite(run):
@@ -352,7 +363,8 @@ def out_of_memory(desk: Desk, count: int) -> Iterator[Result]:
 
 
 def straggler(desk: Desk, count: int) -> Iterator[Result]:
-    """F9: one rank takes five times as long for a step, from a random step on; every other run is clean."""
+    """F9: one rank takes five times as long for a step, from a random step on; every other run is
+    clean."""
     for number in range(count):
         rank, slow = desk.chance.randrange(2), number % 2 == 0
         first = desk.chance.randrange(8)
@@ -370,7 +382,8 @@ def straggler(desk: Desk, count: int) -> Iterator[Result]:
 
 
 def named_rightly(run: Path, rank: int | None, first: int) -> str:
-    """What is wrong with what was said of stragglers: the slow one, within 20 steps of its beginning, and nobody else."""
+    """What is wrong with what was said of stragglers: the slow one, within 20 steps of its
+    beginning, and nobody else."""
     events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
     said = [event["message"] for event in events if "keeps the others waiting" in event.get("message", "")]
     if rank is None:

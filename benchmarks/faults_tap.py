@@ -1,7 +1,9 @@
-"""Counts what a process does to files of one name, and ends all ranks at a chosen one of these moments.
+"""Counts what a process does to files of one name, and ends all ranks at a chosen one of these
+moments.
 
-A moment is the instant before a change: before a folder or a file is made, in the middle of writing it, before it is flushed, before it is
-renamed or removed. What is on the disk between two changes is the same at all times in between, so these are all the states there are.
+A moment is the instant before a change: before a folder or a file is made, in the middle of writing
+it, before it is flushed, before it is renamed or removed. What is on the disk between two changes
+is the same at all times in between, so these are all the states there are.
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ _CHANGES = {"os.mkdir", "os.rename", "os.remove", "os.rmdir"}
 
 
 class Tap:
-    """Calls ``report(name)`` at each moment, and ``end()`` at number ``at`` (from 0). Only files whose path holds ``mark`` count."""
+    """Calls ``report(name)`` at each moment, and ``end()`` at number ``at`` (from 0). Only files
+    whose path holds ``mark`` count."""
 
     def __init__(self, mark: str, at: int | None, report: Callable[[str], None], end: Callable[[], None]) -> None:
         self._mark = mark
@@ -54,7 +57,8 @@ class Tap:
         self._flushed(handle)
 
     def _digest(self, data: bytes | None = None) -> Any:
-        """Tap the sums that a file is written under; a sum of something that exists already is not a moment."""
+        """Tap the sums that a file is written under; a sum of something that exists already is not
+        a moment."""
         return _Digest(self._part) if data is None else hashlib.sha256(data)
 
     def _part(self) -> None:

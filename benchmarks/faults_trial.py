@@ -1,7 +1,8 @@
-"""A tiny trial, what can happen to it, and its ranks as fresh processes: the workplace of faults.py.
+"""A tiny trial, what can happen to it, and its ranks as fresh processes: the workplace of
+faults.py.
 
-The model is an MLP with dropout, so that a resumed run is bit-equal only if the random state came back; every sample is known by its number,
-and every rank writes down which ones it has seen.
+The model is an MLP with dropout, so that a resumed run is bit-equal only if the random state came
+back; every sample is known by its number, and every rank writes down which ones it has seen.
 """
 
 from __future__ import annotations
@@ -36,9 +37,11 @@ COMM_TIMEOUT = 20.0
 
 @dataclass(frozen=True)
 class Plan:
-    """What happens in a run: ``what`` at step ``step`` (complete steps before it) on the ranks ``ranks``; see :func:`act`.
+    """What happens in a run: ``what`` at step ``step`` (complete steps before it) on the ranks
+    ``ranks``; see :func:`act`.
 
-    ``tap``: (rank, event) of a save at which all ranks are killed. ``steps``, ``ranks_of``: the experiment.
+    ``tap``: (rank, event) of a save at which all ranks are killed. ``steps``, ``ranks_of``: the
+        experiment.
     """
 
     what: str = ""
@@ -159,7 +162,8 @@ def fill(folder: Path, room: int) -> None:
 
 
 def _note(kind: str, rank: int, row: Mapping[str, Any]) -> None:
-    """A line in a file of this rank, beside the run's folder: what is noted must not meet the fault itself."""
+    """A line in a file of this rank, beside the run's folder: what is noted must not meet the fault
+    itself."""
     folder = HERE.run.with_name(HERE.run.name + "." + kind)
     folder.mkdir(exist_ok=True)
     with (folder / str(rank)).open("a") as file:
@@ -228,11 +232,12 @@ def write_experiment(run: Path, plan: Plan) -> None:
     Path(f"{run}.yaml").write_text(yaml.safe_dump(experiment(plan)))
 
 
-# --- what is left of a run --------------------------------------------------------------------------------------------
+# --- what is left of a run ------------------------------------------------------------------------
 
 
 def bits(run: Path, step: int = STEPS) -> dict[str, Any]:
-    """What must be equal: the sums of the checkpoint's files at ``step``, and the last validation."""
+    """What must be equal: the sums of the checkpoint's files at ``step``, and the last
+    validation."""
     folder = run / "checkpoints" / f"step-{step:06d}" / "model0"
     files = {name: record.sha256 for name, record in CheckpointReader(folder).manifest.files.items()}
     return {"files": files, "validation": json.loads((run / "summary.json").read_text())["final_validation"]}
@@ -262,7 +267,8 @@ def words_of(log: Path, ranks: Sequence[int]) -> str:
 
 
 def ids_by_step(run: Path) -> dict[int, list[int]]:
-    """The samples of each step over all ranks, sorted; of a step that was done again (after a kill) the last time counts."""
+    """The samples of each step over all ranks, sorted; of a step that was done again (after a kill)
+    the last time counts."""
     found: dict[int, dict[int, list[int]]] = {}
     for rank, rows in noted(run, SEEN).items():
         mine: dict[int, list[int]] = {}

@@ -3,7 +3,8 @@
     python benchmarks/gpu_check.py                    # needs a CUDA device, torch, safetensors, tqdm, pyyaml and pytest, and nothing installed
     python benchmarks/gpu_check.py --dry-run          # quick: the same steps, tiny, on the CPU: that the script works
 
-In this order, all in processes of their own that are ended when their time is up, so that a crash or a hang costs one row:
+In this order, all in processes of their own that are ended when their time is up, so that a crash
+or a hang costs one row:
 
     compile    every kernel by NVRTC for this device, cold and from the cache, and loaded by the driver
     exact      every op against the CPU's kernels, bit for bit, and against float64
@@ -13,8 +14,9 @@ In this order, all in processes of their own that are ended when their time is u
     memory     every op on small tensors under compute-sanitizer, where it is installed: accesses, then races in shared memory
     deepspeed  DeepSpeed's FusedAdam, where it is installed and can be built
 
-One JSON in benchmarks/results/ holds machine, versions and all results, good or bad; it is written anew after each step. The exit code is 1
-unless compile, exact and tests are proven and memory finds nothing, and 2 where there is no CUDA device.
+One JSON in benchmarks/results/ holds machine, versions and all results, good or bad; it is written
+anew after each step. The exit code is 1 unless compile, exact and tests are proven and memory finds
+nothing, and 2 where there is no CUDA device.
 """
 
 from __future__ import annotations
@@ -45,7 +47,8 @@ from benchmarks.processes import ROOT, Row
 
 MINUTES = 8.0
 MARGIN = 5.0  # seconds before the end in which nothing runs any more
-PROOFS = ("compile", "exact", "tests")  # what must have been shown; memory must not have shown the contrary
+# what must have been shown; memory must not have shown the contrary
+PROOFS = ("compile", "exact", "tests")
 TRAINED = ("torch", "ours-0", "ours-2")
 SANITIZED = {"memcheck": list(gpu_exact.SECTIONS)[:-2], "racecheck": ["sums", "lamb"]}
 NO_SANITIZER = ("Device not supported", "device is not supported", "not supported on this")
@@ -53,7 +56,8 @@ NO_SANITIZER = ("Device not supported", "device is not supported", "not supporte
 
 @dataclass
 class Check:
-    """What is known so far, and how much time is left. ``dry``: on the CPU, tiny. ``cache``: of kernels, empty at first."""
+    """What is known so far, and how much time is left. ``dry``: on the CPU, tiny. ``cache``: of
+    kernels, empty at first."""
 
     dry: bool
     deadline: float
@@ -61,7 +65,8 @@ class Check:
     results: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def until(self, most: float) -> float:
-        """When a step must have ended (of time.monotonic): after ``most`` seconds, or shortly before the end."""
+        """When a step must have ended (of time.monotonic): after ``most`` seconds, or shortly
+        before the end."""
         return min(time.monotonic() + most, self.deadline - MARGIN)
 
     def command(self, script: str, *options: str) -> list[str]:
@@ -69,7 +74,8 @@ class Check:
         return [sys.executable, f"benchmarks/{script}", *options, *(["--dry-run"] if self.dry else [])]
 
     def env(self, **more: str) -> dict[str, str]:
-        """Of all steps: kernels of ours or none, compiled in this run. Without NumPy torch warns; nothing here needs it."""
+        """Of all steps: kernels of ours or none, compiled in this run. Without NumPy torch warns;
+        nothing here needs it."""
         given = {"PYTHONWARNINGS": "ignore:Failed to initialize NumPy", **more}
         return given if self.dry else {"ZERO_TRIAL_OPS": "native", "XDG_CACHE_HOME": self.cache, **given}
 
@@ -105,13 +111,15 @@ def difference(row: Row) -> str:
 
 
 def memory(check: Check) -> dict[str, Any]:
-    """compute-sanitizer's memcheck and racecheck; each tensor is an allocation of its own, so that what lies beside it is not ours."""
+    """compute-sanitizer's memcheck and racecheck; each tensor is an allocation of its own, so that
+    what lies beside it is not ours."""
     tool = shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path="/usr/local/cuda/bin")
     if tool is None or check.dry:
         return {"skipped": "compute-sanitizer is not installed" if tool is None else "rehearsal"}
     found: dict[str, Any] = {}
     for name, sections in SANITIZED.items():
-        quiet = ["--report-api-errors", "no"] if name == "memcheck" else []  # torch asks for what may not be there
+        # torch asks for what may not be there
+        quiet = ["--report-api-errors", "no"] if name == "memcheck" else []
         command = [tool, "--tool", name, *quiet, *check.command("ops/gpu_exact.py", "--tiny"), *sections]
         seconds = check.until(60) - time.monotonic()
         if seconds < MARGIN:
@@ -124,7 +132,8 @@ def memory(check: Check) -> dict[str, Any]:
 
 
 def sanitized(ended: processes.Ended) -> dict[str, Any]:
-    """A verdict only where the tool gave one: a GPU that it does not know, or too little time, is not a fault of the kernels."""
+    """A verdict only where the tool gave one: a GPU that it does not know, or too little time, is
+    not a fault of the kernels."""
     counts = [int(number) for number in re.findall(r"(?:ERROR|RACECHECK) SUMMARY: (\d+)", ended.said)]
     if not counts or any(said in ended.said for said in NO_SANITIZER):
         return {"ok": None, "said": [ended.why(), *ended.tail(4)]}
@@ -255,7 +264,8 @@ print(json.dumps({"name": p.name, "memory_gib": round(total / 2**30, 1), "free_g
 
 
 def facts(dry: bool) -> dict[str, Any]:
-    """Where this is measured. Asked by a process of its own: this one never opens the device, which would keep memory there."""
+    """Where this is measured. Asked by a process of its own: this one never opens the device, which
+    would keep memory there."""
     about: dict[str, Any] = {}
     if not dry:
         ended = processes.run([sys.executable, "-c", FACTS], 60)
@@ -319,5 +329,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the step under way is ended too
+    # so that the step under way is ended too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     raise SystemExit(main())

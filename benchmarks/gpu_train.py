@@ -1,12 +1,15 @@
-"""Training a GPT on one GPU in bf16: this engine beside plain torch with its fused AdamW; one contender per process, its numbers as JSON.
+"""Training a GPT on one GPU in bf16: this engine beside plain torch with its fused AdamW; one
+contender per process, its numbers as JSON.
 
     python benchmarks/gpu_train.py ours-1             # ours-<ZeRO stage> or torch; needs a CUDA device
     python benchmarks/gpu_train.py torch --dry-run    # quick: a tiny GPT on the CPU: that the script works
 
-Both keep fp32 masters and moments, compute in bf16, clip the norm to 1 and train on the same batches: plain torch by autocast over fp32
-weights, as its users do it. MFU counts 6 operations per parameter and token and attention's products, against the dense bf16 peak of the
-GPU's data sheet; a GPU that has none here has no MFU. `of_products` is the same against what large bf16 matrix products reach on this GPU.
-A time is that of a few whole steps from an idle GPU to an idle GPU, updates included.
+Both keep fp32 masters and moments, compute in bf16, clip the norm to 1 and train on the same
+batches: plain torch by autocast over fp32 weights, as its users do it. MFU counts 6 operations per
+parameter and token and attention's products, against the dense bf16 peak of the GPU's data sheet; a
+GPU that has none here has no MFU. `of_products` is the same against what large bf16 matrix products
+reach on this GPU. A time is that of a few whole steps from an idle GPU to an idle GPU, updates
+included.
 """
 
 from __future__ import annotations
@@ -30,7 +33,8 @@ from benchmarks.contenders import BETAS, CLIP, DECAY, EPS, LR, Workload, ds_conf
 from zero_trial.engine import flop_count
 
 WARMUP, ROUNDS, STEPS = 4, 3, 5  # steps that are not measured; rounds that are, and steps in each
-BYTES_PER_PARAMETER, SPARE = 26, 12 * 2**30  # masters, moments, gradients in fp32, two bf16 copies; activations
+# masters, moments, gradients in fp32, two bf16 copies; activations
+BYTES_PER_PARAMETER, SPARE = 26, 12 * 2**30
 Step = Callable[[Tensor, Tensor], Tensor]
 
 
@@ -44,13 +48,15 @@ class Size:
     micro_batch: int
 
     def build(self, device: torch.device) -> nn.Module:
-        """On the device at once: a CPU takes longer to draw a billion numbers than the GPU to train on them."""
+        """On the device at once: a CPU takes longer to draw a billion numbers than the GPU to train
+        on them."""
         work = Workload("gpt", self.micro_batch, self.sequence, self.layers, self.width)
         with device:
             return work.build().to(device)
 
     def flops_per_token(self, parameters: int) -> float:
-        """Forward and backward: 6 per parameter, and for every layer the two products of causal attention, halved."""
+        """Forward and backward: 6 per parameter, and for every layer the two products of causal
+        attention, halved."""
         return 6.0 * parameters + 6.0 * self.layers * self.width * self.sequence
 
 
@@ -107,7 +113,8 @@ def batch(size: Size, index: int, device: torch.device) -> tuple[Tensor, Tensor]
 
 
 def timed(step: Step, batches: Sequence[tuple[Tensor, Tensor]], device: torch.device) -> tuple[float, list[Tensor]]:
-    """Seconds of these steps and their losses. Nothing of them is still under way at the end, and nothing else was at the beginning."""
+    """Seconds of these steps and their losses. Nothing of them is still under way at the end, and
+    nothing else was at the beginning."""
     wait(device)
     begin = time.perf_counter()
     losses = [step(*each) for each in batches]
@@ -154,7 +161,8 @@ def measure(name: str, device: torch.device) -> dict[str, Any]:
 
 
 def rates(per_second: float, device: torch.device) -> dict[str, Any]:
-    """Model operations per second, as a part of the data sheet's peak where there is one, and of what products reach here."""
+    """Model operations per second, as a part of the data sheet's peak where there is one, and of
+    what products reach here."""
     found: dict[str, Any] = {"tera_per_second": per_second / 1e12}
     sheet = flop_count.data_sheet(torch.cuda.get_device_name(device), torch.bfloat16) if device.type == "cuda" else None
     if sheet is not None:

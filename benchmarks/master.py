@@ -1,9 +1,11 @@
-"""The embedded master's speed, with the genuine ``det`` and the genuine harness: up, first step, metric reports, followed logs.
+"""The embedded master's speed, with the genuine ``det`` and the genuine harness: up, first step,
+metric reports, followed logs.
 
     python benchmarks/master.py --rounds 3
     python benchmarks/master.py --rounds 1 --count 50     # quick
 
-Needs the extra ``determined``. Every number is taken through HTTP on a master of its own in a temporary folder.
+Needs the extra ``determined``. Every number is taken through HTTP on a master of its own in a
+temporary folder.
 """
 
 from __future__ import annotations
@@ -45,7 +47,8 @@ with core.init(tensorboard_mode=core.TensorboardMode.MANUAL) as context:
     context.train.report_validation_metrics(steps_completed=1, metrics={"validation_loss": 1.0})
 """
 
-# The harness sends reports from a thread of its own; leaving the block waits until all have been sent.
+# The harness sends reports from a thread of its own; leaving the block waits until all have been
+# sent.
 GENUINE = """
 import time
 from determined import core
@@ -172,7 +175,8 @@ class Bench:
             time.sleep(1)
 
     def delays(self) -> list[float]:
-        """Seconds between a trial's writing a line and the genuine ``det trial logs -f`` printing it."""
+        """Seconds between a trial's writing a line and the genuine ``det trial logs -f`` printing
+        it."""
         trial, _ = self.create(LINES)
         words = [sys.executable, "-u", str(BIN / "det"), "trial", "logs", "-f", str(trial)]
         found = []

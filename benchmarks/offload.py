@@ -1,15 +1,19 @@
-"""Optimizer state on NVMe against state in memory, and against the disk's own speed; with ``--params``, the parameters.
+"""Optimizer state on NVMe against state in memory, and against the disk's own speed; with
+``--params``, the parameters.
 
     python benchmarks/offload.py --folder /mnt/nvme --parameters 50 --rounds 5
     python benchmarks/offload.py --folder /mnt/nvme --parameters 50 --rounds 5 --params
     python benchmarks/offload.py --parameters 1 --rounds 1 --buffers 2     # quick: moves about 150 MB
 
-One rank trains a stack of square linear layers in bf16 with AdamW. `memory` and `nvme` are the time of `engine.step()` alone, with state in memory
-and in a file; `disk` is the same traffic through the same buffers with no update in between, and so the least that a step can take; `read` and
-`write` are the disk alone in one direction, in the same requests. All are medians over rounds that take turns, in one process.
+One rank trains a stack of square linear layers in bf16 with AdamW. `memory` and `nvme` are the time
+of `engine.step()` alone, with state in memory and in a file; `disk` is the same traffic through the
+same buffers with no update in between, and so the least that a step can take; `read` and `write`
+are the disk alone in one direction, in the same requests. All are medians over rounds that take
+turns, in one process.
 
-With ``--params``: one forward and backward at ZeRO stage 3 that frees each block after use, on ``--rows`` rows, with the shards in memory and in a
-file. `disk` is the same reads with nothing to compute.
+With ``--params``: one forward and backward at ZeRO stage 3 that frees each block after use, on
+``--rows`` rows, with the shards in memory and in a file. `disk` is the same reads with nothing to
+compute.
 """
 
 from __future__ import annotations
@@ -190,7 +194,8 @@ def measure_parameters(given: argparse.Namespace, buffers: int) -> dict[str, Any
 
 
 def parameter_engine(given: argparse.Namespace, buffers: int) -> zero_trial.Engine:
-    """Parameters in memory where there are no buffers. There is no update: plain SGD has no state."""
+    """Parameters in memory where there are no buffers. There is no update: plain SGD has no
+    state."""
     model = linear_layers(given.parameters, 2)
     zero: dict[str, Any] = {"stage": 3, "reshard_after": "forward", "param_persistence_threshold": 0}
     if buffers:
@@ -242,7 +247,8 @@ def traffic(store: SwappedStore) -> float:
 
 
 def one_way(store: SwappedStore, name: str, nbytes: int) -> float:
-    """Bytes per second of reads or writes through all buffers in turn, in a file of their own that was written before."""
+    """Bytes per second of reads or writes through all buffers in turn, in a file of their own that
+    was written before."""
     buffers = store.buffers
     size = buffers[0].numel() // 4096 * 4096
     offsets = range(0, nbytes, size)

@@ -1,4 +1,5 @@
-"""Host time per parameter tensor: a model of 600 tiny tensors, where all that is left of a step is the engine itself.
+"""Host time per parameter tensor: a model of 600 tiny tensors, where all that is left of a step is
+the engine itself.
 
 python benchmarks/overhead.py --rounds 5
 python benchmarks/overhead.py --contenders bare ddp ours-2 --tensors 60 --rounds 1 --steps 4     # quick

@@ -1,4 +1,5 @@
-"""Step time of pipelines over the ideal with bubble: each schedule of ours, DeepSpeed's PipelineModule and torch.distributed.pipelining.
+"""Step time of pipelines over the ideal with bubble: each schedule of ours, DeepSpeed's
+PipelineModule and torch.distributed.pipelining.
 
 python benchmarks/pipeline.py --rounds 5
 python benchmarks/pipeline.py --ranks 2 --contenders ours-1f1b ours-zb_h1 --rounds 1 --steps 2     # quick

@@ -1,10 +1,12 @@
-"""Every pipeline against plain torch on one process: schedules x stages x shards x ZeRO stages x micro-batches, fp32, 20 steps.
+"""Every pipeline against plain torch on one process: schedules x stages x shards x ZeRO stages x
+micro-batches, fp32, 20 steps.
 
     python benchmarks/pipeline_oracle.py                  # all of it: 288 cases, up to eight ranks
     python benchmarks/pipeline_oracle.py --stages 2 --schedules 1f1b zb_v --zero 2 3
     python benchmarks/pipeline_oracle.py --stages 2 --shards 1 --schedules 1f1b --zero 2 --micro-batches 4     # quick
 
-The tests hold a covering subset; this is the whole. Ends with 1 if a case is off by more than the tolerance.
+The tests hold a covering subset; this is the whole. Ends with 1 if a case is off by more than the
+tolerance.
 """
 
 from __future__ import annotations
@@ -58,7 +60,8 @@ class Case:
 
 
 def train_here(case: Case, steps: int, reference: dict[str, torch.Tensor]) -> dict[str, Any]:
-    """On every rank: the difference to the reference, the losses, and the tied weight's bits where this rank has it."""
+    """On every rank: the difference to the reference, the losses, and the tied weight's bits where
+    this rank has it."""
     zero = {"stage": case.zero, "param_persistence_threshold": 0, "module_granularity_threshold": 1}
     engine = make_engine(
         layers(BLOCKS), case.stages, zero, case.micro_batches, pipeline={"schedule": case.schedule}, log_level="error"
@@ -74,7 +77,8 @@ def train_here(case: Case, steps: int, reference: dict[str, torch.Tensor]) -> di
 
 
 def run(case: Case, steps: int, pools: Pools, known: dict[Any, Any]) -> dict[str, Any]:
-    """A case's differences; plain torch is run once for each number of micro-batches and of data-parallel ranks."""
+    """A case's differences; plain torch is run once for each number of micro-batches and of
+    data-parallel ranks."""
     key = (case.micro_batches, case.shards)
     if key not in known:
         known[key] = train_dense(layers(BLOCKS), steps, *key)

@@ -1,12 +1,14 @@
-"""One rank of one pipeline measurement: builds a contender, warms it up, times its steps, writes its results as JSON.
+"""One rank of one pipeline measurement: builds a contender, warms it up, times its steps, writes
+its results as JSON.
 
-A pipeline is measured with layers that take a stated time, so that the schedule is measured and not the processors.
-Each layer waits (``time.sleep``) in its forward, for its input's gradient and for its weight's gradient: many ranks can wait at once on few
-cores, as many devices would compute at once. The arithmetic around it is next to nothing.
+A pipeline is measured with layers that take a stated time, so that the schedule is measured and not
+the processors. Each layer waits (``time.sleep``) in its forward, for its input's gradient and for
+its weight's gradient: many ranks can wait at once on few cores, as many devices would compute at
+once. The arithmetic around it is next to nothing.
 
-A contender turns these layers into one function that does a whole optimizer step: ``ours-SCHEDULE``; ``torch-SCHEDULE`` with
-torch.distributed.pipelining; ``deepspeed`` with DeepSpeed's PipelineModule, whose schedule is 1F1B.
-All use SGD with the same rate.
+A contender turns these layers into one function that does a whole optimizer step:
+``ours-SCHEDULE``; ``torch-SCHEDULE`` with torch.distributed.pipelining; ``deepspeed`` with
+DeepSpeed's PipelineModule, whose schedule is 1F1B. All use SGD with the same rate.
 """
 
 from __future__ import annotations
@@ -72,7 +74,8 @@ class Layer(nn.Module):
         self.times = times
 
     def forward(self, x: Tensor) -> Tensor:
-        # Two nodes, so that a backward in two halves can have one without the other; the product between them is torch's own.
+        # Two nodes, so that a backward in two halves can have one without the other; the product
+        # between them is torch's own.
         arrived = _OnTheWay.apply(x, self.times.forward, self.times.input_gradient)
         return arrived * _OnTheWay.apply(self.weight, 0.0, self.times.weight_gradient)
 
@@ -214,7 +217,8 @@ def main() -> None:
 
 
 def measure(job: dict[str, Any]) -> dict[str, Any]:
-    """Wall times of steps in milliseconds, each from a barrier until the last rank is done, and the losses where they are known."""
+    """Wall times of steps in milliseconds, each from a barrier until the last rank is done, and the
+    losses where they are known."""
     step = prepare(job["name"], Times(**job["times"]), job["micro_batches"], ROWS)
     walls, losses = [], []
     for index in range(job["warmup"] + job["steps"]):
@@ -232,7 +236,8 @@ def measure(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def go_first() -> None:
-    """All threads of this process run before those of ordinary processes from now on; needs the right to do so."""
+    """All threads of this process run before those of ordinary processes from now on; needs the
+    right to do so."""
     for thread in Path("/proc/self/task").iterdir():
         os.sched_setscheduler(int(thread.name), os.SCHED_FIFO, os.sched_param(10))
 

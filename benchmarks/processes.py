@@ -1,7 +1,8 @@
 """Commands that end in time whatever they do, and what they said until then.
 
-A command is a process group: when it ends, or is ended, so do its children, which would otherwise keep the GPU. Its output goes into a file,
-so that what was said before a crash or a hang is not lost. Programs that do one thing after the other print a row of JSON for each.
+A command is a process group: when it ends, or is ended, so do its children, which would otherwise
+keep the GPU. Its output goes into a file, so that what was said before a crash or a hang is not
+lost. Programs that do one thing after the other print a row of JSON for each.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from pathlib import Path
 from typing import IO, Any
 
 ROOT = Path(__file__).resolve().parents[1]
-BROKEN = 3  # exit code: the last row that was printed says what went wrong, and the process could not go on
+# exit code: the last row that was printed says what went wrong, and the process could not go on
+BROKEN = 3
 FRUITLESS = 2  # starts in a row that bring no row
 TICK = 0.1  # seconds
 Row = dict[str, Any]
@@ -59,7 +61,8 @@ class Ended:
 def run(
     command: Sequence[str], seconds: float, env: Mapping[str, str] | None = None, silence: float = float("inf")
 ) -> Ended:
-    """In the repository's root, with its sources importable. Ended after ``seconds``, or after ``silence`` without a word."""
+    """In the repository's root, with its sources importable. Ended after ``seconds``, or after
+    ``silence`` without a word."""
     paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
     given = {**os.environ, "PYTHONPATH": paths, "PYTHONUNBUFFERED": "1", **(env or {})}
     begin = time.monotonic()
@@ -106,9 +109,11 @@ def rows(
     env: Mapping[str, str] | None = None,
     silence: float = float("inf"),
 ) -> list[Row]:
-    """One row per name, each with its ``name``, from a program that gets the names and prints a row when it is done with one.
+    """One row per name, each with its ``name``, from a program that gets the names and prints a row
+    when it is done with one.
 
-    Where it crashes or falls silent, the name that it was at gets a row with ``why``, and it is started again with those that follow.
+    Where it crashes or falls silent, the name that it was at gets a row with ``why``, and it is
+    started again with those that follow.
     """
     left, found, fruitless = list(names), list[Row](), 0
     while left:

@@ -1,4 +1,5 @@
-"""What a benchmark leaves behind: a JSON file and a markdown table, with machine, versions and the command."""
+"""What a benchmark leaves behind: a JSON file and a markdown table, with machine, versions and the
+command."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Interleaved rounds: every contender once per round, each in fresh processes, so that a slow minute hits all alike."""
+"""Interleaved rounds: every contender once per round, each in fresh processes, so that a slow
+minute hits all alike."""
 
 from __future__ import annotations
 
@@ -37,13 +38,16 @@ class Job:
 
 
 class Failed(Exception):
-    """The ranks of a job did not all end well; the message is the end of what the first one wrote."""
+    """The ranks of a job did not all end well; the message is the end of what the first one
+    wrote."""
 
 
 def run_rounds(jobs: Sequence[Job], rounds: int, before: Path | None = None) -> list[dict[str, Any]]:
-    """Return rows of medians over ``rounds``, in the order of ``jobs``. What cannot run is said and left out.
+    """Return rows of medians over ``rounds``, in the order of ``jobs``. What cannot run is said and
+    left out.
 
-    A job named ``before-N`` is ``ours-N`` of the checkout ``before``: the same measurement on another commit.
+    A job named ``before-N`` is ``ours-N`` of the checkout ``before``: the same measurement on
+    another commit.
     """
     results: dict[Job, list[dict[str, Any]]] = {}
     for job in jobs:
@@ -79,7 +83,8 @@ def checkout_worker(before: Path | None) -> Path:
 
 
 def run_once(job: Any, worker: Path = WORKER) -> dict[str, Any]:
-    """Starts the ranks of a job as ``worker`` says, waits for all of them and joins what they measured (means over ranks).
+    """Starts the ranks of a job as ``worker`` says, waits for all of them and joins what they
+    measured (means over ranks).
 
     ``job``: a Job, or another dataclass with ranks, threads and timeout_seconds.
     """

@@ -1,4 +1,5 @@
-"""One rank of one measurement: builds a contender, warms it up, times its steps, writes what it saw as JSON."""
+"""One rank of one measurement: builds a contender, warms it up, times its steps, writes what it saw
+as JSON."""
 
 from __future__ import annotations
 
@@ -51,7 +52,8 @@ def _init(name: str) -> None:
 
 
 def measure(job: dict[str, Any]) -> dict[str, Any]:
-    """Median wall time of a step, mean CPU time of a step, memory, and the losses that it computed."""
+    """Median wall time of a step, mean CPU time of a step, memory, and the losses that it
+    computed."""
     workload, parts = Workload(**job["workload"]), job["accumulation"]
     before = _rss()
     model = workload.build()
@@ -83,7 +85,8 @@ def measure(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def persistent_bytes(alive: list[Any]) -> int:
-    """Bytes of all distinct storages that Python can reach between two steps, gradients included."""
+    """Bytes of all distinct storages that Python can reach between two steps, gradients
+    included."""
     gc.collect()
     storages = {}
     for thing in gc.get_objects():

@@ -1,7 +1,8 @@
-"""Fixtures for all tests: the pools of ranks, random numbers that are the same in every run, and a log that one test does not silence for the next.
+"""Fixtures for all tests: the pools of ranks, random numbers that are the same in every run, and a
+log that one test does not silence for the next.
 
-Hypothesis derives its examples from each test's own name, so that a failure is there again in the next run. ``--hypothesis-profile=explore``
-looks for new ones, and prints what repeats a failure.
+Hypothesis derives its examples from each test's own name, so that a failure is there again in the
+next run. ``--hypothesis-profile=explore`` looks for new ones, and prints what repeats a failure.
 """
 
 from __future__ import annotations
@@ -54,7 +55,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 class Recorder:
-    """Adds up what each test takes, set-up and teardown included, and writes it at the end of the run."""
+    """Adds up what each test takes, set-up and teardown included, and writes it at the end of the
+    run."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
@@ -74,7 +76,8 @@ def seeded() -> None:
 
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[Pools]:
-    """``ranks(2).run(body, ...)`` runs a module-level function on two gloo ranks and returns their results."""
+    """``ranks(2).run(body, ...)`` runs a module-level function on two gloo ranks and returns their
+    results."""
     pools = Pools()
     yield pools
     pools.close()

@@ -1,6 +1,8 @@
-"""The numeric tests pass on other processors, which settings of torch and MKL stand in for: tolerances follow from the arithmetic.
+"""The numeric tests pass on other processors, which settings of torch and MKL stand in for:
+tolerances follow from the arithmetic.
 
-Another processor adds up in another order and fuses other products. A tolerance that was read off one machine fails here.
+Another processor adds up in another order and fuses other products. A tolerance that was read off
+one machine fails here.
 """
 
 from __future__ import annotations

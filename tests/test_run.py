@@ -249,7 +249,8 @@ def test_a_run_that_gets_sigterm_has_saved_and_exits_with_75(folder: Path) -> No
 
 
 def test_what_runs_leave_can_be_compared(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The same twice has the same bits at every step; another seed and other code are named, and the first step that shows them."""
+    """The same twice has the same bits at every step; another seed and other code are named, and
+    the first step that shows them."""
     assert run(folder, name="a") == 0 and run(folder, name="b") == 0
     model = folder / "model" / "model_def.py"
     model.write_text(model.read_text() + "# changed\n")

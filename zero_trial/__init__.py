@@ -1,6 +1,8 @@
-"""zero_trial: sharded, offloaded and pipeline-parallel training under one trial class, from a laptop CPU to a cluster.
+"""zero_trial: sharded, offloaded and pipeline-parallel training under one trial class, from a
+laptop CPU to a cluster.
 
-Public names are loaded on first use, so that importing the package costs nothing and the launcher never imports torch.
+Public names are loaded on first use, so that importing the package costs nothing and the launcher
+never imports torch.
 """
 
 from __future__ import annotations
@@ -82,7 +84,8 @@ def __getattr__(name: str) -> Any:
 
 
 def _is_determined_harness() -> bool:
-    """Whether this process is ``python -m determined.exec.harness``, which is about to look at the user's class."""
+    """Whether this process is ``python -m determined.exec.harness``, which is about to look at the
+    user's class."""
     spec = getattr(sys.modules.get("__main__"), "__spec__", None)
     return getattr(spec, "name", None) == "determined.exec.harness"
 

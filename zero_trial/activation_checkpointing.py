@@ -1,4 +1,5 @@
-"""Activation checkpointing: recompute in backward; inputs kept whole, cut over model-parallel ranks, or on the host."""
+"""Activation checkpointing: recompute in backward; inputs kept whole, cut over model-parallel
+ranks, or on the host."""
 
 from __future__ import annotations
 
@@ -33,7 +34,8 @@ class ModelAxis(Protocol):
 
 @dataclass(frozen=True)
 class SavedInput:
-    """One saved tensor: ``data`` is the tensor itself, or this rank's part of it, perhaps on the host."""
+    """One saved tensor: ``data`` is the tensor itself, or this rank's part of it, perhaps on the
+    host."""
 
     data: torch.Tensor
     shape: torch.Size
@@ -44,8 +46,9 @@ class SavedInput:
 class SavedInputs:
     """The two hooks of torch.autograd.graph.saved_tensors_hooks.
 
-    With ``axis``, a floating tensor of n elements costs n/M on each of its M ranks, and an all-gather in backward: every rank of the axis must
-    run backward through the same checkpoints. ``to_host`` moves what is left off the device.
+    With ``axis``, a floating tensor of n elements costs n/M on each of its M ranks, and an
+    all-gather in backward: every rank of the axis must run backward through the same checkpoints.
+    ``to_host`` moves what is left off the device.
     """
 
     def __init__(self, axis: ModelAxis | None, to_host: Callable[[torch.Tensor], torch.Tensor] | None) -> None:
@@ -69,7 +72,8 @@ class SavedInputs:
         return full[: kept.shape.numel()].view(kept.shape)
 
     def _part(self, tensor: torch.Tensor, axis: ModelAxis) -> torch.Tensor:
-        """Return this rank's slice of the flat values, padded so that all slices are equally long."""
+        """Return this rank's slice of the flat values, padded so that all slices are equally
+        long."""
         flat = tensor.detach().reshape(-1)
         length = -(-flat.numel() // axis.size)
         own = flat[axis.index * length : (axis.index + 1) * length]
@@ -79,18 +83,21 @@ class SavedInputs:
 
 
 def to_host(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a copy in pinned memory; a tensor that is on the host stays as it is. Ordered by the current stream, without waiting for it."""
+    """Return a copy in pinned memory; a tensor that is on the host stays as it is. Ordered by the
+    current stream, without waiting for it."""
     if tensor.device.type == "cpu":
         return tensor
     copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     return copy.copy_(tensor.detach(), non_blocking=True)
 
 
-# Activation checkpointing under DeepSpeed's names: ``configure``, ``checkpoint``, ``is_configured``, ``reset``.
+# Activation checkpointing under DeepSpeed's names: ``configure``, ``checkpoint``,
+# ``is_configured``, ``reset``.
 #
-# ``y = checkpoint(block, x)`` keeps x instead of the activations inside ``block``, and runs ``block`` again in backward with the random numbers of
-# the first time: memory of one block instead of all, for one more forward (Chen et al. 2016). The functions share one object, because DeepSpeed's
-# API knows no engine there; :data:`CHECKPOINTING` is all the state that there is.
+# ``y = checkpoint(block, x)`` keeps x instead of the activations inside ``block``, and runs
+# ``block`` again in backward with the random numbers of the first time: memory of one block instead
+# of all, for one more forward (Chen et al. 2016). The functions share one object, because
+# DeepSpeed's API knows no engine there; :data:`CHECKPOINTING` is all the state that there is.
 
 
 @dataclass(frozen=True)
@@ -103,7 +110,8 @@ class CheckpointingOptions:
 
 
 class ActivationCheckpointing:
-    """The settings of a process, and the call that uses them. ``to_host`` is how a tensor leaves the device."""
+    """The settings of a process, and the call that uses them. ``to_host`` is how a tensor leaves
+    the device."""
 
     def __init__(self, to_host: Callable[[torch.Tensor], torch.Tensor] = to_host) -> None:
         self._to_host = to_host
@@ -120,10 +128,12 @@ class ActivationCheckpointing:
         synchronize: bool | None = None,
         profile: bool | None = None,
     ) -> None:
-        """Configure as DeepSpeed does: what is given counts, else the section ``activation_checkpointing`` of ``deepspeed_config``.
+        """Configure as DeepSpeed does: what is given counts, else the section
+        ``activation_checkpointing`` of ``deepspeed_config``.
 
-        ``contiguous_checkpointing``, ``num_checkpoints``, ``synchronize`` and ``profile`` have no effect: there are no buffers that would have
-        to be contiguous, and torch.profiler shows what a block costs. Partitioning needs the mesh of an engine (``mesh.model`` in ds_config).
+        ``contiguous_checkpointing``, ``num_checkpoints``, ``synchronize`` and ``profile`` have no
+        effect: there are no buffers that would have to be contiguous, and torch.profiler shows what
+        a block costs. Partitioning needs the mesh of an engine (``mesh.model`` in ds_config).
         """
         section = ActivationCheckpointingSection()
         if deepspeed_config is not None:
@@ -141,7 +151,8 @@ class ActivationCheckpointing:
         self._settings = CheckpointingOptions(partition, on_host, axis)
 
     def configure_from(self, section: ActivationCheckpointingSection, axis: ModelAxis) -> None:
-        """Return the section of an engine with its model axis; the engine that is initialized last counts."""
+        """Return the section of an engine with its model axis; the engine that is initialized last
+        counts."""
         self._settings = CheckpointingOptions(
             section.partition_activations, section.cpu_checkpointing, axis if axis.size > 1 else None
         )
@@ -150,14 +161,16 @@ class ActivationCheckpointing:
         return self._settings is not None
 
     def reset(self) -> None:
-        """Do nothing: there are no buffers to free. Settings stay, as in DeepSpeed, whose users call this before every evaluation."""
+        """Do nothing: there are no buffers to free. Settings stay, as in DeepSpeed, whose users
+        call this before every evaluation."""
 
     def forget(self) -> None:
         """Return to the state before any configuration."""
         self._settings = None
 
     def checkpoint(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Return ``function(*args)``, with only ``args`` kept for backward. Unconfigured, they are kept whole on their device."""
+        """Return ``function(*args)``, with only ``args`` kept for backward. Unconfigured, they are
+        kept whole on their device."""
         with self._keeping():
             return torch_checkpoint.checkpoint(function, *args, use_reentrant=False, preserve_rng_state=True)
 
@@ -166,7 +179,8 @@ class ActivationCheckpointing:
         if settings is None or not (settings.on_host or (settings.partition and settings.axis is not None)):
             return nullcontext()
         saved = SavedInputs(settings.axis if settings.partition else None, self._to_host if settings.on_host else None)
-        # torch saves the inputs under the hooks that are active here, and what the function saves under its own.
+        # torch saves the inputs under the hooks that are active here, and what the function saves
+        # under its own.
         return saved_tensors_hooks(saved.pack, saved.unpack)
 
 

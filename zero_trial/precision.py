@@ -1,4 +1,5 @@
-"""Dtypes of training, loss scaling and autocast: plain frozen values, no collectives, no state outside them."""
+"""Dtypes of training, loss scaling and autocast: plain frozen values, no collectives, no state
+outside them."""
 
 from __future__ import annotations
 
@@ -31,14 +32,16 @@ class ScaleEvent(Enum):
 
 
 class AtMinimum(Enum):
-    """What an overflow at the smallest scale means: the end of the run (DeepSpeed's way), or one more skipped step."""
+    """What an overflow at the smallest scale means: the end of the run (DeepSpeed's way), or one
+    more skipped step."""
 
     RAISE = "raise"
     GO_ON = "go on"
 
 
 class ScaleUpdate(NamedTuple):
-    """The next state, what happened, and the error that the engine raises on all ranks (None: go on)."""
+    """The next state, what happened, and the error that the engine raises on all ranks (None: go
+    on)."""
 
     state: LossScale
     event: ScaleEvent
@@ -47,7 +50,8 @@ class ScaleUpdate(NamedTuple):
 
 @dataclass(frozen=True)
 class StaticScale:
-    """A scale that never changes; 1.0 is no scaling. A step with an overflow is skipped and the scale stays."""
+    """A scale that never changes; 1.0 is no scaling. A step with an overflow is skipped and the
+    scale stays."""
 
     scale: float = 1.0
 
@@ -61,14 +65,15 @@ class StaticScale:
         return {"kind": "static", "scale": self.scale}
 
     def restored(self, state: Mapping[str, object]) -> StaticScale:
-        """Return the configured scale: a static scale has no history, so what ds_config says now wins over the checkpoint."""
+        """Return the configured scale: a static scale has no history, so what ds_config says now
+        wins over the checkpoint."""
         return self
 
 
 @dataclass(frozen=True)
 class DynamicScale:
-    """The scale of the next step and the counters that move it; ``update`` once per optimizer step, skipped ones
-    too."""
+    """The scale of the next step and the counters that move it; ``update`` once per optimizer step,
+    skipped ones too."""
 
     scale: float = 2.0**16
     window: int = 1000
@@ -89,7 +94,8 @@ class DynamicScale:
             object.__setattr__(self, "hysteresis_left", self.hysteresis)
 
     def update(self, overflow: bool) -> ScaleUpdate:
-        """Return the state after a step; ``overflow``: some gradient was not finite, on any rank. Pure; every rank computes the same."""
+        """Return the state after a step; ``overflow``: some gradient was not finite, on any rank.
+        Pure; every rank computes the same."""
         return self._after_overflow() if overflow else self._after_clean_step()
 
     def _after_overflow(self) -> ScaleUpdate:
@@ -99,7 +105,8 @@ class DynamicScale:
         if self.scale <= self.min_scale:
             error = self._minimum_error() if self.at_minimum is AtMinimum.RAISE else None
             return ScaleUpdate(seen, ScaleEvent.AT_MINIMUM, error)
-        # the hysteresis is not refilled here: until a clean window, every further overflow halves the scale
+        # the hysteresis is not refilled here: until a clean window, every further overflow halves
+        # the scale
         return ScaleUpdate(replace(seen, scale=max(self.scale / SCALE_FACTOR, self.min_scale)), ScaleEvent.REDUCED)
 
     def _after_clean_step(self) -> ScaleUpdate:
@@ -134,8 +141,8 @@ class DynamicScale:
         }
 
     def restored(self, state: Mapping[str, object]) -> DynamicScale:
-        """Return these settings with a checkpoint's counters; a checkpoint of a static scale has none, and changes
-        nothing."""
+        """Return these settings with a checkpoint's counters; a checkpoint of a static scale has
+        none, and changes nothing."""
         if state.get("kind") != "dynamic":
             return self
         return replace(
@@ -160,7 +167,8 @@ def fp16_loss_scale(
     min_loss_scale: float = 1.0,
     at_minimum: AtMinimum = AtMinimum.RAISE,
 ) -> LossScale:
-    """Return the loss scale that ds_config's ``fp16`` section asks for: ``loss_scale`` 0 is dynamic, any other value static."""
+    """Return the loss scale that ds_config's ``fp16`` section asks for: ``loss_scale`` 0 is
+    dynamic, any other value static."""
     if isinstance(loss_scale, bool) or not math.isfinite(loss_scale) or loss_scale < 0:
         raise ConfigError(
             "not a loss scale",
@@ -197,10 +205,10 @@ def _require_count(value: int, where: str) -> None:
         raise ConfigError("not a number of steps", where=where, got=value, expected="a positive integer")
 
 
-# --- dtypes of parameters, gradient buffers, communication and masters ---------------------------------------------------
+# --- dtypes of parameters, gradient buffers, communication and masters ----------------------------
 #
-# The four dtypes are independent of each other and of the ZeRO stage: there is one numerics path, not an optimizer class
-# per combination.
+# The four dtypes are independent of each other and of the ZeRO stage: there is one numerics path,
+# not an optimizer class per combination.
 
 
 _DTYPES: dict[str, torch.dtype] = {
@@ -215,8 +223,9 @@ _DTYPES: dict[str, torch.dtype] = {
 
 @dataclass(frozen=True)
 class DtypePolicy:
-    """``param``: what forward and backward compute with; ``grad``: the buffer in which micro-batches add up; ``comm``:
-    what a reduce-scatter carries; ``master``: the weights and moments that the optimizer updates."""
+    """``param``: what forward and backward compute with; ``grad``: the buffer in which
+    micro-batches add up; ``comm``: what a reduce-scatter carries; ``master``: the weights and
+    moments that the optimizer updates."""
 
     param: torch.dtype
     grad: torch.dtype
@@ -227,12 +236,14 @@ class DtypePolicy:
 
     @property
     def has_separate_master(self) -> bool:
-        """Return whether the optimizer updates a second copy of the parameters, in another dtype."""
+        """Return whether the optimizer updates a second copy of the parameters, in another
+        dtype."""
         return self.master != self.param
 
 
 def dtype_from_name(name: str, where: str) -> torch.dtype:
-    """Return the dtype ``fp32``, ``fp16`` or ``bf16``, in any case, or by torch's long name; ``where`` is the dotted key for the error."""
+    """Return the dtype ``fp32``, ``fp16`` or ``bf16``, in any case, or by torch's long name;
+    ``where`` is the dotted key for the error."""
     dtype = _DTYPES.get(name.lower())
     if dtype is None:
         raise ConfigError("not a dtype of training", where=where, got=repr(name), expected="fp32, fp16 or bf16")
@@ -250,10 +261,11 @@ def dtype_policy(
 ) -> DtypePolicy:
     """Return the policy for ds_config's values.
 
-    Gradient buffer: ``grad_accum_dtype`` if given; else the parameters' dtype when one micro-batch makes a step; else
-    fp32, because a sum of several 16-bit gradients in 16 bits loses what is below 2**-8 (bf16) or 2**-11 (fp16) of the
-    sum at each addition. Communication: ``communication_data_type`` if given; else the gradient buffer's dtype, which
-    needs no cast. ``loss_scale`` belongs to fp16 only and is an error elsewhere; fp16 without one starts unscaled.
+    Gradient buffer: ``grad_accum_dtype`` if given; else the parameters' dtype when one micro-batch
+    makes a step; else fp32, because a sum of several 16-bit gradients in 16 bits loses what is
+    below 2**-8 (bf16) or 2**-11 (fp16) of the sum at each addition. Communication:
+    ``communication_data_type`` if given; else the gradient buffer's dtype, which needs no cast.
+    ``loss_scale`` belongs to fp16 only and is an error elsewhere; fp16 without one starts unscaled.
     """
     param = dtype_from_name(precision, "precision")
     if grad_accum_dtype is not None:
@@ -275,11 +287,12 @@ def dtype_policy(
     return DtypePolicy(param, grad, comm, master, loss_scale if loss_scale is not None else StaticScale())
 
 
-# --- casts and autocast -----------------------------------------------------------------------------------------------------
+# --- casts and autocast ---------------------------------------------------------------------------
 
 
 def cast_floats(value: Any, dtype: torch.dtype) -> Any:
-    """Cast every fp32, fp16 and bf16 tensor in tuples, lists and dicts of ``value`` to ``dtype``; leave everything else unchanged."""
+    """Cast every fp32, fp16 and bf16 tensor in tuples, lists and dicts of ``value`` to ``dtype``;
+    leave everything else unchanged."""
 
     def cast(leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor) and leaf.dtype in (torch.float32, torch.float16, torch.bfloat16):
@@ -290,12 +303,14 @@ def cast_floats(value: Any, dtype: torch.dtype) -> Any:
 
 
 def autocast_dtype(enabled: bool, dtype: str | None) -> torch.dtype | None:
-    """Return the dtype of ``torch_autocast``: None when it is off, bf16 by default, as in DeepSpeed. Only the forward runs in it."""
+    """Return the dtype of ``torch_autocast``: None when it is off, bf16 by default, as in
+    DeepSpeed. Only the forward runs in it."""
     return dtype_from_name(dtype or "bf16", "torch_autocast.dtype") if enabled else None
 
 
 def forward_of(module: nn.Module, dtype: torch.dtype | None, device_type: str) -> Callable[..., Any]:
-    """Return a function that calls ``module``: as it is (None), or under autocast to ``dtype``, which replaces an autocast around the call."""
+    """Return a function that calls ``module``: as it is (None), or under autocast to ``dtype``,
+    which replaces an autocast around the call."""
     if dtype is None:
         return module.__call__
 

@@ -1,7 +1,7 @@
 """One rank of a trial: ``python -m zero_trial.run model_def:MyTrial``.
 
-On a Determined cluster that is all (the experiment is the task's own, and the class may be left to it too); elsewhere with
-``--run-dir DIR --experiment CONST.yaml``. Every rank of a launcher runs it.
+On a Determined cluster that is all (the experiment is the task's own, and the class may be left to
+it too); elsewhere with ``--run-dir DIR --experiment CONST.yaml``. Every rank of a launcher runs it.
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None, engine_factory: EngineFactory | None = None) -> int:
-    """Run one rank; return the exit code. An error is recorded in ``<run>/errors/rank-<r>.json``."""
+    """Run one rank; return the exit code. An error is recorded in
+    ``<run>/errors/rank-<r>.json``."""
     words = list(sys.argv[1:] if argv is None else argv)
     options = parse_arguments(words)
     options.repeat = options.repeat or shlex.join(["python", "-m", "zero_trial.run", *words])

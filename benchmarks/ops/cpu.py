@@ -1,13 +1,17 @@
-"""The optimizer step on CPU: ours, torch's and DeepSpeed's AdamW, and these with 16-bit gradients and parameters, beside a plain update stream.
+"""The optimizer step on CPU: ours, torch's and DeepSpeed's AdamW, and these with 16-bit gradients
+and parameters, beside a plain update stream.
 
     python benchmarks/ops/cpu.py --numel 25000000 --threads 1 2 --rounds 7
     python benchmarks/ops/cpu.py --numel 100000 --threads 1 --rounds 1     # quick
 
-Every round runs each contender once, in turn, so that a slow moment of the machine hits all alike; the table shows medians over rounds,
-each number of threads in a process of its own. `stream` is a loop that reads four fp32 arrays and writes three, 28 bytes per parameter,
-compiled by the same compiler: what the memory gives to an update of this shape. Contenders `... 16-bit` read a bf16 gradient and leave a
-bf16 copy of the parameters. Errors are norm-relative, of parameters and moments after ten steps, against the same in float64 on the same
-gradients. Cold build, load and call are of our library: built from nothing, loaded from its cache in a new process, one op on 16 elements.
+Every round runs each contender once, in turn, so that a slow moment of the machine hits all alike;
+the table shows medians over rounds, each number of threads in a process of its own. `stream` is a
+loop that reads four fp32 arrays and writes three, 28 bytes per parameter, compiled by the same
+compiler: what the memory gives to an update of this shape. Contenders `... 16-bit` read a bf16
+gradient and leave a bf16 copy of the parameters. Errors are norm-relative, of parameters and
+moments after ten steps, against the same in float64 on the same gradients. Cold build, load and
+call are of our library: built from nothing, loaded from its cache in a new process, one op on 16
+elements.
 """
 
 from __future__ import annotations
@@ -70,7 +74,8 @@ Run = Callable[[], Any]
 
 @dataclass
 class Arrays:
-    """What all contenders work on: weights, moments and gradient; gradient and copy of 16 bits; the number of the step."""
+    """What all contenders work on: weights, moments and gradient; gradient and copy of 16 bits; the
+    number of the step."""
 
     p: Tensor
     m: Tensor
@@ -87,7 +92,8 @@ class Arrays:
 
 
 def main() -> None:
-    """Measures with each number of threads, each in a process of its own, and writes ``results/<name>.*``."""
+    """Measures with each number of threads, each in a process of its own, and writes
+    ``results/<name>.*``."""
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--numel", type=int, default=100_000_000)
     options.add_argument("--threads", type=int, nargs="+", default=[1, 2])
@@ -109,7 +115,8 @@ def main() -> None:
 
 
 def in_own_process(numel: int, threads: int, rounds: int) -> list[dict[str, Any]]:
-    """Peers with an OpenMP runtime of their own take their number of threads from the environment."""
+    """Peers with an OpenMP runtime of their own take their number of threads from the
+    environment."""
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder, "rows")
         own = ["--numel", str(numel), "--threads", str(threads), "--rounds", str(rounds), "--worker", str(result)]
@@ -144,7 +151,8 @@ def build_stream(folder: Path) -> Callable[..., None]:
 
 
 def peers() -> dict[str, Callable[[list[Tensor]], torch.optim.Optimizer]]:
-    """Optimizers of others that can be had here. DeepSpeed compiles its own at first use, about two minutes."""
+    """Optimizers of others that can be had here. DeepSpeed compiles its own at first use, about two
+    minutes."""
     settings: dict[str, Any] = {"lr": LR, "betas": BETAS, "eps": EPS, "weight_decay": DECAY}
     found: dict[str, Callable[[list[Tensor]], torch.optim.Optimizer]] = {
         "torch fused": lambda params: torch.optim.AdamW(params, fused=True, **settings),

@@ -1,13 +1,16 @@
-"""The CUDA kernels as machine code: how long NVRTC takes cold and from the cache, and what each kernel uses. Needs no GPU.
+"""The CUDA kernels as machine code: how long NVRTC takes cold and from the cache, and what each
+kernel uses. Needs no GPU.
 
     pip install 'zero_trial[cuda-check]' && python benchmarks/ops/cubins.py
     python benchmarks/ops/cubins.py --only zt_step_control --arch 90     # quick
 
-Registers, stack and spills come from cuobjdump, loads and stores are counted in its disassembly. ``tests/ops/test_cuda_kernels.py``
-holds some of them to the table in ``tests/ops/sass_budget.json``; this holds all of them to it, on every architecture.
+Registers, stack and spills come from cuobjdump, loads and stores are counted in its disassembly.
+``tests/ops/test_cuda_kernels.py`` holds some of them to the table in
+``tests/ops/sass_budget.json``; this holds all of them to it, on every architecture.
 
-``loads16`` are load instructions of 16 bytes per thread, and so on, over all paths of a kernel. Storage types: -1 none, 0 fp32, 1 bf16, 2 fp16.
-Times are of the processor, so that a busy machine does not show; the cached one reads a file.
+``loads16`` are load instructions of 16 bytes per thread, and so on, over all paths of a kernel.
+Storage types: -1 none, 0 fp32, 1 bf16, 2 fp16. Times are of the processor, so that a busy machine
+does not show; the cached one reads a file.
 """
 
 from __future__ import annotations
@@ -40,7 +43,8 @@ SYSTEM = ("/usr/local/cuda/bin", "/usr/bin")
 
 @dataclass(frozen=True)
 class Usage:
-    """What one kernel of a cubin uses. ``loads16``: load instructions of 16 bytes per thread, and so on."""
+    """What one kernel of a cubin uses. ``loads16``: load instructions of 16 bytes per thread, and
+    so on."""
 
     registers: int
     stack: int
@@ -52,7 +56,8 @@ class Usage:
 
 
 def find_cuobjdump(folders: Sequence[str] | None = None) -> str | None:
-    """The disassembler, from a pip package or from CUDA; it asks nvdisasm, which must lie beside it or on the path."""
+    """The disassembler, from a pip package or from CUDA; it asks nvdisasm, which must lie beside it
+    or on the path."""
     for place in [*(f"{folder}/{below}" for folder in folders or sys.path for below in PLACES), *SYSTEM]:
         asked = os.access(f"{place}/nvdisasm", os.X_OK) or shutil.which("nvdisasm")
         if asked and os.access(f"{place}/cuobjdump", os.X_OK):
@@ -109,7 +114,8 @@ def over_budget(kernel: Kernel, usage: Usage, budget: Mapping[str, int]) -> list
     least = {"loads16": 0, "loads8": 0, "stores16": 0, "stores8": 0} | {
         key: value for key, value in budget.items() if key != "registers"
     }
-    # A tensor that the variant stores in 16 bits is accessed 8 bytes at a time, in fp32 16 bytes: the table counts accesses.
+    # A tensor that the variant stores in 16 bits is accessed 8 bytes at a time, in fp32 16 bytes:
+    # the table counts accesses.
     for role, kind in (("ZT_GRADIENT", "load"), ("ZT_FROM", "load"), ("ZT_OUT", "store"), ("ZT_INTO", "store")):
         if role in given and given[role] != cuda_runtime.NONE and kernel.entry in READS.get(role, ()):
             least[f"{kind}s{16 if given[role] == cuda_runtime.FP32 else 8}"] += 1
@@ -127,7 +133,8 @@ READS = {
 
 
 def measure(nvrtc: cuda_bindings.Nvrtc, cuobjdump: str | None, kernel: Kernel, arch: int) -> dict[str, Any]:
-    """Cold and cached time, of the processor, so that a busy machine does not show; and what it uses."""
+    """Cold and cached time, of the processor, so that a busy machine does not show; and what it
+    uses."""
     target = nvrtc.target(arch)
     with tempfile.TemporaryDirectory() as folder:
         start = time.thread_time()
@@ -148,7 +155,8 @@ COUNTS = ("registers", "spills", "loads16", "loads8", "stores16", "stores8")
 
 
 def by_kernel(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """One row per kernel, with a list of an entry per architecture for everything that was measured."""
+    """One row per kernel, with a list of an entry per architecture for everything that was
+    measured."""
     found: dict[str, dict[str, Any]] = {}
     for row in rows:
         own = found.setdefault(row["kernel"], {"kernel": row["kernel"]})

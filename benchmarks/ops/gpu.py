@@ -1,12 +1,15 @@
-"""The optimizer's kernels on a GPU, as a percentage of the measured copy bandwidth, beside torch's own and DeepSpeed's.
+"""The optimizer's kernels on a GPU, as a percentage of the measured copy bandwidth, beside torch's
+own and DeepSpeed's.
 
     python benchmarks/ops/gpu.py                      # needs a CUDA device; two minutes, more where DeepSpeed must be built
     python benchmarks/ops/gpu.py --dry-run            # quick: tiny, on the CPU: that the script works
 
-`bytes` are those that the job needs per element: a 16-bit gradient read, fp32 parameter and state read and written, a 16-bit copy written.
-A contender that moves more has a lower percentage for the same job. Times are medians of device time between two events, on data that is
-not zero and far larger than the L2 cache, after reads that keep the GPU busy until the host has given it the whole call; `host us` is what
-a call costs the host. The copy is measured again at the end: it tells how steady the GPU was.
+`bytes` are those that the job needs per element: a 16-bit gradient read, fp32 parameter and state
+read and written, a 16-bit copy written. A contender that moves more has a lower percentage for the
+same job. Times are medians of device time between two events, on data that is not zero and far
+larger than the L2 cache, after reads that keep the GPU busy until the host has given it the whole
+call; `host us` is what a call costs the host. The copy is measured again at the end: it tells how
+steady the GPU was.
 """
 
 from __future__ import annotations
@@ -37,13 +40,15 @@ PIECES = 37  # tensors of the launches over many
 COVER, COVER_READS = (
     2**28,
     6,
-)  # fp32 elements, 1 GiB: about 1.5 ms at 4.3 TB/s; reads, for what is written stays in the L2 cache
+    # fp32 elements, 1 GiB: about 1.5 ms at 4.3 TB/s; reads, for what is written stays in the L2 cache
+)
 Job = Callable[[], Any]
 
 
 @dataclass(frozen=True)
 class Contender:
-    """``prepare`` makes tensors of n elements on a device and returns one call; ``useful`` bytes per element that the job needs."""
+    """``prepare`` makes tensors of n elements on a device and returns one call; ``useful`` bytes
+    per element that the job needs."""
 
     name: str
     useful: float
@@ -58,7 +63,8 @@ def randn(n: int, device: torch.device, dtype: torch.dtype = torch.float32) -> T
 def step_of(
     op: str, states: int, numbers: tuple[Any, ...], low: bool, shift: int = 0
 ) -> Callable[[int, torch.device], Job]:
-    """One op of ours; ``low``: bf16 gradient in and bf16 copy out; ``shift``: all tensors stand so far from an aligned address."""
+    """One op of ours; ``low``: bf16 gradient in and bf16 copy out; ``shift``: all tensors stand so
+    far from an aligned address."""
 
     def prepare(n: int, device: torch.device) -> Job:
         m, narrow = n + shift, torch.bfloat16 if low else torch.float32
@@ -71,7 +77,8 @@ def step_of(
 
 
 def chain(n: int, device: torch.device) -> Job:
-    """Norm, overflow, clip factor, AdamW of many pieces with bf16 in and out: nothing waits for the device."""
+    """Norm, overflow, clip factor, AdamW of many pieces with bf16 in and out: nothing waits for the
+    device."""
     size = max(1, n // PIECES)
     g = randn(size * PIECES, device, torch.bfloat16)
     p, m, v = (randn(size * PIECES, device).abs() for _ in range(3))
@@ -101,7 +108,8 @@ def lamb(n: int, device: torch.device) -> Job:
 
 
 def torch_adamw(kind: str, casts: bool) -> Callable[[int, torch.device], Job]:
-    """torch.optim.AdamW, fused or foreach; ``casts``: bf16 gradient in and bf16 copy out, by copies around it."""
+    """torch.optim.AdamW, fused or foreach; ``casts``: bf16 gradient in and bf16 copy out, by copies
+    around it."""
 
     def prepare(n: int, device: torch.device) -> Job:
         weight = torch.nn.Parameter(randn(n, device))
@@ -188,7 +196,8 @@ LAST = Contender("AdamW fp32: DeepSpeed FusedAdam", 28, deepspeed_adam)
 
 
 def on_device(run: Job, device: torch.device, rounds: int, cover: Tensor | None = None) -> float:
-    """Median seconds of one call, after two that warm up. Reading ``cover`` first hides what the host takes to launch it."""
+    """Median seconds of one call, after two that warm up. Reading ``cover`` first hides what the
+    host takes to launch it."""
     times = []
     for turn in range(rounds + 2):
         if device.type == "cuda":
@@ -234,7 +243,8 @@ def measure(
                 contender.prepare(PIECES * 64, device), device, 20 if device.type == "cpu" else 200
             )
         row |= {"ms": 1e3 * seconds, "gb_per_s": contender.useful * n / seconds / 1e9}
-    except Exception as trouble:  # a peer that is not installed, or not enough memory: the others still count
+    except Exception as trouble:
+        # a peer that is not installed, or not enough memory: the others still count
         row["why"] = f"{type(trouble).__name__}: {trouble}".splitlines()[0][:200]
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -242,7 +252,8 @@ def measure(
 
 
 def elements(device: torch.device) -> int:
-    """As many as fit, 48 bytes each with room to spare, in a multiple of what every kernel cuts by."""
+    """As many as fit, 48 bytes each with room to spare, in a multiple of what every kernel cuts
+    by."""
     if device.type != "cuda":
         return 1 << 16
     free, _ = torch.cuda.mem_get_info(device)
@@ -256,7 +267,8 @@ def contenders(names: Sequence[str]) -> list[Contender]:
 
 
 def run(device: torch.device, rounds: int, names: Sequence[str], tell: Callable[[dict[str, Any]], None]) -> int:
-    """Tells the rows as they are measured; the exit code, BROKEN where an error left the device unusable."""
+    """Tells the rows as they are measured; the exit code, BROKEN where an error left the device
+    unusable."""
     n = elements(device)
     cover = torch.ones(min(COVER, n), device=device) if device.type == "cuda" else None
     for contender in contenders(names):

@@ -1,9 +1,11 @@
-"""Every CUDA op against the CPU's kernels, bit for bit, and against float64: dtypes, odd sizes, views that start anywhere, NaN and infinity.
+"""Every CUDA op against the CPU's kernels, bit for bit, and against float64: dtypes, odd sizes,
+views that start anywhere, NaN and infinity.
 
     python benchmarks/ops/gpu_exact.py                # needs a CUDA device; exits with 1 where a bit differs
     python benchmarks/ops/gpu_exact.py --dry-run      # quick: CPU against CPU: that the script works
 
-A row of JSON per section, as soon as it is done. An error is a row too; after one that leaves the device unusable the exit code is 3.
+A row of JSON per section, as soon as it is done. An error is a row too; after one that leaves the
+device unusable the exit code is 3.
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ from zero_trial.ops.dispatch import OPS
 
 SIZES = (1, 15, 1023, 2047, 2048, 2049, 40_003, 1_000_003)
 SHIFTS = (0, 1, 4)
-# Elements that p, g, states and out stand after an aligned address: all aligned, all alike, the states elsewhere.
+# Elements that p, g, states and out stand after an aligned address: all aligned, all alike, the
+# states elsewhere.
 PLACES = ((0, 0, 0, 0), (1, 1, 1, 1), (3, 3, 3, 3), (1, 1, 0, 1))
 LARGE = 500_000  # from here on only one place
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -183,7 +186,8 @@ def lamb(device: torch.device, sizes: Sequence[int], dtype: torch.dtype) -> Row:
 
 
 def streams(device: torch.device, sizes: Sequence[int]) -> Iterator[Row]:
-    """A step on a side stream comes after what that stream was given before, and tables are not overwritten while they wait."""
+    """A step on a side stream comes after what that stream was given before, and tables are not
+    overwritten while they wait."""
     if device.type != "cuda":
         return
     n, count, ends = min(100_003, max(sizes)), 20, []
@@ -202,7 +206,8 @@ def streams(device: torch.device, sizes: Sequence[int]) -> Iterator[Row]:
 
 
 def graph(device: torch.device, sizes: Sequence[int]) -> Iterator[Row]:
-    """A step captured once and replayed is the same step, also where a kernel is used for the first time in the capture."""
+    """A step captured once and replayed is the same step, also where a kernel is used for the first
+    time in the capture."""
     if device.type != "cuda":
         return
     columns = [[x] * 3 for x in (1e-3, 0.9, 0.999, 1e-8, 0.1, 1.0)]
@@ -267,7 +272,8 @@ def run(device: torch.device, name: str, *, tiny: bool = False) -> tuple[Row, bo
 
 
 def alive(device: torch.device) -> bool:
-    """An illegal access ends a process's use of the device: everything after it fails with the same error."""
+    """An illegal access ends a process's use of the device: everything after it fails with the same
+    error."""
     try:
         return bool(torch.ones(2, device=device).sum().item() == 2.0)
     except Exception:
@@ -275,7 +281,8 @@ def alive(device: torch.device) -> bool:
 
 
 def not_native(device: torch.device) -> Row:
-    """List the kernels that could not be loaded: they ran as plain torch, so equal results prove nothing."""
+    """List the kernels that could not be loaded: they ran as plain torch, so equal results prove
+    nothing."""
     backend = cuda_backend().cuda
     refused = {} if backend is None else {kernel.name: why for kernel, why in backend.refused.items()}
     if device.type == "cuda" and backend is None:

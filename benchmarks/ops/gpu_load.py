@@ -1,10 +1,12 @@
-"""Every CUDA kernel compiled for this GPU and loaded by its driver: times, registers, and how many blocks a multiprocessor holds.
+"""Every CUDA kernel compiled for this GPU and loaded by its driver: times, registers, and how many
+blocks a multiprocessor holds.
 
     python benchmarks/ops/gpu_load.py                 # needs a CUDA device
     python benchmarks/ops/gpu_load.py --dry-run       # quick: some, for sm_90, not loaded: that the script works
 
-A row of JSON per source, as soon as it is done, with what went wrong in it. Launches are as large as ``blocks`` of ops/cuda_kernels.py says a
-multiprocessor holds at once; where the GPU holds fewer, the row names the kernel.
+A row of JSON per source, as soon as it is done, with what went wrong in it. Launches are as large
+as ``blocks`` of ops/cuda_kernels.py says a multiprocessor holds at once; where the GPU holds fewer,
+the row names the kernel.
 """
 
 from __future__ import annotations
@@ -76,7 +78,8 @@ class Loads:
         self._driver, self._library, self._device = driver, library, device
 
     def usage(self, image: bytes, entry: str) -> tuple[int, int, int]:
-        """Registers, bytes of local memory, and blocks per multiprocessor. Raises KernelUnavailable where it does not load."""
+        """Registers, bytes of local memory, and blocks per multiprocessor. Raises KernelUnavailable
+        where it does not load."""
         function = ctypes.c_void_p(self._driver.function(image, entry, self._device))
         values = []
         for attribute in (REGISTERS, LOCAL):
@@ -95,7 +98,8 @@ class Loads:
 
 
 def main() -> None:
-    """Prints a row per source; exits with 1 where a kernel could not be had or uses local memory."""
+    """Prints a row per source; exits with 1 where a kernel could not be had or uses local
+    memory."""
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("sources", nargs="*", help="these files only")
     options.add_argument("--dry-run", action="store_true")
@@ -104,7 +108,8 @@ def main() -> None:
         raise SystemExit("gpu_load.py: no CUDA device; --dry-run compiles some kernels")
     arch, loads = 90, None
     if not given.dry_run:
-        torch.ones(1, device="cuda")  # torch's primary context is current in this thread from here on
+        # torch's primary context is current in this thread from here on
+        torch.ones(1, device="cuda")
         arch = cuda_runtime.device_of(torch.device("cuda", torch.cuda.current_device())).arch
         loads = Loads(open_driver(), ctypes.CDLL("libcuda.so.1"), torch.cuda.current_device())
     wrong = 0

@@ -1,4 +1,5 @@
-"""The quickstart: a master of its own, the genuine ``det`` command, one experiment, and what to try next.
+"""The quickstart: a master of its own, the genuine ``det`` command, one experiment, and what to try
+next.
 
     python experiments/quickstart/run.py           the master ends with it; nothing is left running
     python experiments/quickstart/run.py --keep    the master stays up, for the commands that are printed at the end
@@ -49,7 +50,8 @@ def main() -> int:
 
 
 class Created:
-    """What following ``det experiment create`` told: its exit code and, where one was made, the experiment's number."""
+    """What following ``det experiment create`` told: its exit code and, where one was made, the
+    experiment's number."""
 
     def __init__(self, code: int, experiment: str | None) -> None:
         self.code = code
@@ -109,7 +111,8 @@ def _is_chatter(line: str) -> bool:
 
 
 def _plain(line: str) -> str:
-    """A trial's log line without date and rank: ``[2026-01-31T12:00:00.000Z] [rank=0] train ...`` is ``12:00:00 train ...``."""
+    """A trial's log line without date and rank: ``[2026-01-31T12:00:00.000Z] [rank=0] train ...``
+    is ``12:00:00 train ...``."""
     return re.sub(r"^\[[\d-]+T([\d:]+)\.\d+Z\] (?:\[rank=0\] )?", r"\1  ", line)
 
 

@@ -1,4 +1,5 @@
-"""Windows of bytes with 15 % of their places masked (Devlin et al. 2019, section 3.1), each a function of its index."""
+"""Windows of bytes with 15 % of their places masked (Devlin et al. 2019, section 3.1), each a
+function of its index."""
 
 from __future__ import annotations
 
@@ -18,8 +19,9 @@ KEPT_SHARE, RANDOM_SHARE = 0.1, 0.1  # of the masked places; the rest become MAS
 class MaskedBytes(Dataset[tuple[Tensor, Tensor]]):
     """Item i is ``(tokens, targets)``, both (sequence,) int64: CLS, sequence - 2 bytes, SEP.
 
-    The same number of bytes is masked in every window (15 %, at least one), so a mean over windows is a mean over
-    masked bytes. The choice depends on ``seed`` and the index only: a resumed run sees the same masks.
+    The same number of bytes is masked in every window (15 %, at least one), so a mean over windows
+    is a mean over masked bytes. The choice depends on ``seed`` and the index only: a resumed run
+    sees the same masks.
     """
 
     def __init__(self, text: Tensor, sequence: int, seed: int, windows: int | None = None) -> None:

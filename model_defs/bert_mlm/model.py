@@ -43,7 +43,8 @@ class Embedding(nn.Embedding):
 class EncoderBlock(nn.Module):
     """One encoder block: every position sees every other; (batch, sequence, width) -> the same.
 
-    The query, key and value layer has no bias, because the gradient of a key bias is zero in theory.
+    The query, key and value layer has no bias, because the gradient of a key bias is zero in
+    theory.
     """
 
     def __init__(self, config: EncoderConfig) -> None:
@@ -70,11 +71,12 @@ class EncoderBlock(nn.Module):
 
 
 class MaskedLanguageModel(nn.Module):
-    """Masked tokens (batch, sequence) int64 -> logits (batch, sequence, vocabulary), or the mean loss over targets.
+    """Masked tokens (batch, sequence) int64 -> logits (batch, sequence, vocabulary), or the mean
+    loss over targets.
 
-    Targets are the original tokens at masked places and ``IGNORED`` elsewhere; the loss is in nats per masked byte.
-    The output layer shares its matrix with the token embedding, as in BERT. With ``seed`` the weights depend on the
-    seed only, and torch's own random state is left as it was.
+    Targets are the original tokens at masked places and ``IGNORED`` elsewhere; the loss is in nats
+    per masked byte. The output layer shares its matrix with the token embedding, as in BERT. With
+    ``seed`` the weights depend on the seed only, and torch's own random state is left as it was.
     """
 
     def __init__(self, config: EncoderConfig, seed: int | None = None) -> None:

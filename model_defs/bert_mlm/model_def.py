@@ -46,6 +46,7 @@ class BertTrial(ZeroTrial):
         return {"validation_loss": loss, "val_bits_per_masked_byte": loss / math.log(2)}
 
     def summary(self) -> dict[str, Any]:
-        """Return the baseline: byte frequencies of the training text, measured on the very bytes that are masked."""
+        """Return the baseline: byte frequencies of the training text, measured on the very bytes
+        that are masked."""
         unigram = unigram_bits_per_byte(self.corpus.train, self.val_data.predicted_bytes())
         return {"unigram_bits_per_masked_byte": unigram, "data": self.corpus.describe()}

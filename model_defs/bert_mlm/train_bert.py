@@ -1,4 +1,5 @@
-"""The masked-language-model tutorial in plain PyTorch, on one device; train_bert_zero.py is the same under zero_trial.
+"""The masked-language-model tutorial in plain PyTorch, on one device; train_bert_zero.py is the
+same under zero_trial.
 
 python train_bert.py --checkpoint_dir experiments --num_iterations 1000 --log_every 100
 """
@@ -55,7 +56,8 @@ def endless(loader: DataLoader) -> Iterator[list[torch.Tensor]]:
 
 
 def log(folder: Path, step: int, total: int, nats: float) -> None:
-    """Write one line on the screen and one in ``train_log.jsonl``; ``nats`` is the mean loss since the last call."""
+    """Write one line on the screen and one in ``train_log.jsonl``; ``nats`` is the mean loss since
+    the last call."""
     bits = nats / math.log(2)
     print(f"step {step}/{total}  loss {nats:.4f}  {bits:.4f} bits per masked byte", flush=True)
     with (folder / "train_log.jsonl").open("a") as file:

@@ -1,6 +1,8 @@
-"""The masked-language-model tutorial under zero_trial: what changes against train_bert.py is marked with "zero:".
+"""The masked-language-model tutorial under zero_trial: what changes against train_bert.py is marked
+with "zero:".
 
-zero-trial launch --num_gpus 2 train_bert_zero.py --checkpoint_dir experiments --num_iterations 1000 --log_every 100
+zero-trial launch --num_gpus 2 train_bert_zero.py --checkpoint_dir experiments --num_iterations 1000
+--log_every 100
 """
 
 from __future__ import annotations
@@ -18,8 +20,8 @@ from zero_trial.data import local_corpus
 
 
 def ds_config(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the ds_config used unless --deepspeed_config names a file. DeepSpeed's "Adam" means AdamW mode; without
-    decay they agree.
+    """Return the ds_config used unless --deepspeed_config names a file. DeepSpeed's "Adam" means
+    AdamW mode; without decay they agree.
     """
     return {
         "train_micro_batch_size_per_gpu": args.batch_size,
@@ -36,7 +38,8 @@ def main() -> None:
     parser.add_argument("--stage", type=int, default=1, choices=range(4), help="ZeRO stage of the built-in ds_config")
     zero_trial.add_config_arguments(parser)  # zero: --deepspeed_config FILE
     args = parser.parse_args()
-    zero_trial.init_distributed()  # zero: before the first random number, so that a wrong launch fails early
+    # zero: before the first random number, so that a wrong launch fails early
+    zero_trial.init_distributed()
     torch.manual_seed(args.seed)
 
     # zero: no .to(device) and no optimizer; both belong to the engine.

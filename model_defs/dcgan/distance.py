@@ -1,6 +1,8 @@
-"""How far generated letters are from real ones: the Fréchet distance of Heusel et al. 2017 over the features of a small fixed network.
+"""How far generated letters are from real ones: the Fréchet distance of Heusel et al. 2017 over the
+features of a small fixed network.
 
-The network is random and the same everywhere (seed 0), so nothing has to be downloaded; distances compare at the same size of image only.
+The network is random and the same everywhere (seed 0), so nothing has to be downloaded; distances
+compare at the same size of image only.
 """
 
 from __future__ import annotations
@@ -39,7 +41,8 @@ class Features(nn.Module):
 
 
 def frechet_distance(one: Tensor, other: Tensor) -> float:
-    """|m1 - m2|^2 + tr(C1 + C2 - 2 (C1 C2)^(1/2)) of two sets of features, (n, d) float64 (Dowson & Landau 1982; Heusel et al. 2017, eq. 6)."""
+    """|m1 - m2|^2 + tr(C1 + C2 - 2 (C1 C2)^(1/2)) of two sets of features, (n, d) float64 (Dowson &
+    Landau 1982; Heusel et al. 2017, eq. 6)."""
     means = one.mean(0), other.mean(0)
     first, second = (_covariance(features) for features in (one, other))
     half = _root(first)
@@ -50,7 +53,8 @@ def frechet_distance(one: Tensor, other: Tensor) -> float:
 
 
 def gaussian_like(images: Tensor, count: int, seed: int) -> Tensor:
-    """Draw ``count`` images with the mean and covariance of ``images``: blots, which a generator has to beat."""
+    """Draw ``count`` images with the mean and covariance of ``images``: blots, which a generator
+    has to beat."""
     flat = images.flatten(1).double()
     generator = torch.Generator().manual_seed(seed)
     noise = torch.randn(count, flat.shape[1], generator=generator, dtype=torch.float64)

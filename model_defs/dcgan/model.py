@@ -1,6 +1,8 @@
-"""A generator and a discriminator of small grey images, after DCGAN (Radford et al. 2016) at the size of a letter.
+"""A generator and a discriminator of small grey images, after DCGAN (Radford et al. 2016) at the
+size of a letter.
 
-Group norm stands where DCGAN has batch norm: its result does not depend on how a batch is cut into micro-batches and ranks.
+Group norm stands where DCGAN has batch norm: its result does not depend on how a batch is cut into
+micro-batches and ranks.
 """
 
 from __future__ import annotations
@@ -15,7 +17,8 @@ GROUPS = 8
 
 @dataclass(frozen=True)
 class GanConfig:
-    """``size``: side of the images, a multiple of 8; ``latent``: numbers that an image is made from; ``width``: channels at the full size / 2."""
+    """``size``: side of the images, a multiple of 8; ``latent``: numbers that an image is made
+    from; ``width``: channels at the full size / 2."""
 
     size: int = 24
     latent: int = 32
@@ -45,7 +48,8 @@ class Generator(nn.Module):
 
 
 class Discriminator(nn.Module):
-    """Images (batch, 1, size, size) -> one logit each, (batch,): positive for a letter of a font."""
+    """Images (batch, 1, size, size) -> one logit each, (batch,): positive for a letter of a
+    font."""
 
     def __init__(self, config: GanConfig) -> None:
         super().__init__()
@@ -64,7 +68,8 @@ class Discriminator(nn.Module):
 
 
 def seeded(kind: type[nn.Module], config: GanConfig, seed: int) -> nn.Module:
-    """Build a network whose weights depend on the seed only; torch's own random state does not change."""
+    """Build a network whose weights depend on the seed only; torch's own random state does not
+    change."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         made = kind(config)
@@ -80,8 +85,8 @@ def _norm(channels: int) -> nn.Module:
 
 
 def _up(before: int, after: int) -> list[nn.Module]:
-    """Double the side. Doubling pixels before a convolution avoids the checkerboard of a transposed one (Odena et al.
-    2016).
+    """Double the side. Doubling pixels before a convolution avoids the checkerboard of a transposed
+    one (Odena et al. 2016).
     """
     return [nn.Upsample(scale_factor=2), nn.Conv2d(before, after, 3, padding=1), _norm(after), nn.ReLU()]
 

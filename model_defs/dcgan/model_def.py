@@ -1,4 +1,5 @@
-"""Letters from noise: a generator and a discriminator, two engines in one trial, each with its own ds_config and accumulation."""
+"""Letters from noise: a generator and a discriminator, two engines in one trial, each with its own
+ds_config and accumulation."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ SHOWN = 64  # letters on a sheet, always from the same noise
 
 
 class DCGANTrial(ZeroTrial):
-    """Reports both losses, and how far the generated letters are from those of fonts that were never trained on."""
+    """Reports both losses, and how far the generated letters are from those of fonts that were
+    never trained on."""
 
     def __init__(self, context: ZeroTrialContext) -> None:
         self.context, data = context, context.get_data_config()
@@ -32,14 +34,16 @@ class DCGANTrial(ZeroTrial):
         self.train_images, self.val_images = (
             letters(data, self.config.size, split) for split in ("train", "validation")
         )
-        # The first engine fixes the loader's micro-batch: it is the discriminator that sees letters.
+        # The first engine fixes the loader's micro-batch: it is the discriminator that sees
+        # letters.
         self.discriminator = context.initialize(
             model=seeded(Discriminator, self.config, self.seed), config=data["discriminator"]
         )
         self.generator = context.initialize(
             model=seeded(Generator, self.config, self.seed + 1), config=data["generator"]
         )
-        context.disable_auto_grad_accumulation()  # each engine takes as many micro-batches as its own ds_config says
+        # each engine takes as many micro-batches as its own ds_config says
+        context.disable_auto_grad_accumulation()
         self.features = Features().to(context.device)
         self.real = self.features(pixels(self.val_images.images).to(context.device))
 
@@ -53,8 +57,8 @@ class DCGANTrial(ZeroTrial):
         )  # the letters' features are known
 
     def train_batch(self, dataloader_iter: Any, epoch_idx: int, batch_idx: int) -> dict[str, Tensor]:
-        """Train one optimizer step of each engine, the discriminator first; the loss is not saturating (Goodfellow et
-        al. 2014, section 3).
+        """Train one optimizer step of each engine, the discriminator first; the loss is not
+        saturating (Goodfellow et al. 2014, section 3).
         """
         return {
             "discriminator_loss": self.train_discriminator(dataloader_iter, batch_idx),
@@ -90,14 +94,15 @@ class DCGANTrial(ZeroTrial):
         return torch.stack(losses).mean()
 
     def noise(self, count: int, step: int, micro: int) -> Tensor:
-        """Draw (count, latent) numbers from seed, rank, step and micro-batch, so that a resumed run draws the same."""
+        """Draw (count, latent) numbers from seed, rank, step and micro-batch, so that a resumed run
+        draws the same."""
         name = ((self.seed * 1_000_003 + step) * 2003 + micro) * 4099 + self.context.distributed.rank
         generator = torch.Generator().manual_seed(name % 2**63)
         return torch.randn(count, self.config.latent, generator=generator).to(self.context.device)
 
     def evaluate_full_dataset(self, data_loader: Any) -> dict[str, float]:
-        """Return the distance of as many generated letters as there are held-out ones, from noise that is always the
-        same.
+        """Return the distance of as many generated letters as there are held-out ones, from noise
+        that is always the same.
         """
         made = self.made(len(self.real))
         if self.context.distributed.rank == 0:
@@ -109,8 +114,8 @@ class DCGANTrial(ZeroTrial):
         return torch.cat([self.generator(part.to(self.context.device)) for part in noise.split(256)]).float()
 
     def show(self, made: Tensor) -> None:
-        """Write a sheet of generated letters into ``samples/`` beside the TensorBoard folder and into TensorBoard
-        itself.
+        """Write a sheet of generated letters into ``samples/`` beside the TensorBoard folder and
+        into TensorBoard itself.
         """
         step = self.context.current_train_batch() if self.context.position is not None else 0
         sheet = contact_sheet(((made.clamp(-1, 1) + 1) * 127.5).round().to(torch.uint8).cpu())
@@ -119,7 +124,8 @@ class DCGANTrial(ZeroTrial):
             self.context.get_tensorboard_writer().add_image("samples", sheet, step)
 
     def summary(self) -> dict[str, Any]:
-        """Return the distance of blots with the right mean and covariance, and of letters of the training fonts."""
+        """Return the distance of blots with the right mean and covariance, and of letters of the
+        training fonts."""
         real = pixels(self.train_images.images)
         count = len(self.real)
         blots = gaussian_like(real, count, self.seed).to(self.context.device)
@@ -134,7 +140,8 @@ class DCGANTrial(ZeroTrial):
 
 @contextmanager
 def frozen(module: torch.nn.Module) -> Iterator[None]:
-    """Let gradients pass through ``module`` without reaching its parameters, which another engine trains."""
+    """Let gradients pass through ``module`` without reaching its parameters, which another engine
+    trains."""
     module.requires_grad_(False)
     try:
         yield
@@ -143,7 +150,8 @@ def frozen(module: torch.nn.Module) -> Iterator[None]:
 
 
 def letters(data: dict[str, Any], size: int, split: str) -> GlyphImages:
-    """Return letters of fonts, whole families held out, or a folder of images where ``data.source`` names one."""
+    """Return letters of fonts, whole families held out, or a folder of images where ``data.source``
+    names one."""
     if data.get("source"):
         return image_folder(data["source"], size, split)  # type: ignore[arg-type]
     variants = data.get("variants", 8)

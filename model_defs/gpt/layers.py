@@ -1,4 +1,5 @@
-"""The GPT of ``model.py`` as a list of layers. Each pipeline rank builds its own, with their weights in the whole model."""
+"""The GPT of ``model.py`` as a list of layers. Each pipeline rank builds its own, with their
+weights in the whole model."""
 
 from __future__ import annotations
 
@@ -40,9 +41,11 @@ def next_byte_loss(predicted: Tensor, targets: Tensor) -> Tensor:
 
 
 class LayerSeeds:
-    """Gives each layer the random numbers that it would have if the whole model were built from ``seed``.
+    """Gives each layer the random numbers that it would have if the whole model were built from
+    ``seed``.
 
-    To build layer i, the layers before it are built and dropped, one at a time: that takes time, but no lasting memory.
+    To build layer i, the layers before it are built and dropped, one at a time: that takes time,
+    but no lasting memory.
     """
 
     def __init__(self, seed: int) -> None:
@@ -85,7 +88,8 @@ class DrawnTiedSpec(TiedLayerSpec):
 
 
 def gpt_layers(config: GPTConfig, seed: int) -> list[LayerSpec]:
-    """Return the layers of ``GPT(config, seed)`` in order, from tokens to logits, with the same weights.
+    """Return the layers of ``GPT(config, seed)`` in order, from tokens to logits, with the same
+    weights.
 
     With ``config.tied`` the first and the last layer share one matrix, on whichever ranks they are.
     """

@@ -26,7 +26,8 @@ class GPTConfig:
 
 
 class Linear(nn.Linear):
-    """A linear layer that starts from a normal distribution of a given width, and from zero bias."""
+    """A linear layer that starts from a normal distribution of a given width, and from zero
+    bias."""
 
     def __init__(self, inputs: int, outputs: int, *, bias: bool = True, std: float = INIT_STD) -> None:
         self.std = std
@@ -48,8 +49,9 @@ class Embedding(nn.Embedding):
 class Attention(nn.Module):
     """Multi-head causal self-attention: (batch, sequence, width) -> the same.
 
-    The query, key and value layer has no bias: softmax ignores what is the same for all keys, so the gradient of a key
-    bias is zero in theory and rounding noise in practice, which Adam would turn into full steps.
+    The query, key and value layer has no bias: softmax ignores what is the same for all keys, so
+    the gradient of a key bias is zero in theory and rounding noise in practice, which Adam would
+    turn into full steps.
     """
 
     def __init__(self, config: GPTConfig) -> None:
@@ -85,10 +87,11 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Tokens (batch, sequence) int64 -> logits (batch, sequence, vocabulary), or the mean loss if targets are given.
+    """Tokens (batch, sequence) int64 -> logits (batch, sequence, vocabulary), or the mean loss if
+    targets are given.
 
-    The loss is the cross entropy per token in nats; divided by ln 2 it is bits per byte. With ``seed`` the weights
-    depend on the seed only, and torch's own random state is left as it was.
+    The loss is the cross entropy per token in nats; divided by ln 2 it is bits per byte. With
+    ``seed`` the weights depend on the seed only, and torch's own random state is left as it was.
     """
 
     def __init__(self, config: GPTConfig, seed: int | None = None) -> None:

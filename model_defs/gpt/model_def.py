@@ -15,7 +15,8 @@ from zero_trial.trial import DataLoader
 
 
 class GPTTrial(ZeroTrial):
-    """Trains on the text that ``data`` names; reports nats per byte and bits per byte of held-out files."""
+    """Trains on the text that ``data`` names; reports nats per byte and bits per byte of held-out
+    files."""
 
     def __init__(self, context: ZeroTrialContext) -> None:
         self.context, hp, data = context, context.get_hparams(), context.get_data_config()

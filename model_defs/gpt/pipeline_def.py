@@ -14,7 +14,8 @@ from zero_trial import PipelineModule
 
 
 class GPTPipelineTrial(GPTTrial):
-    """Trains the GPT as a pipeline; its ds_config says how many stages there are, their schedule and their ZeRO stage."""
+    """Trains the GPT as a pipeline; its ds_config says how many stages there are, their schedule
+    and their ZeRO stage."""
 
     def build_model(self, config: GPTConfig, seed: int) -> PipelineModule:
         return PipelineModule(gpt_layers(config, seed), loss_fn=next_byte_loss)

@@ -1,4 +1,5 @@
-"""Letters as samples: grey images drawn from the fonts on this machine, or a folder of images, as tensors around zero with their classes."""
+"""Letters as samples: grey images drawn from the fonts on this machine, or a folder of images, as
+tensors around zero with their classes."""
 
 from __future__ import annotations
 
@@ -15,8 +16,8 @@ CHARACTERS = string.ascii_uppercase + string.digits
 
 
 def letters(data: Mapping[str, Any], size: int, split: str) -> GlyphImages:
-    """Return one side of the split: of a folder of images where ``data.source`` names one, else of fonts, whole families
-    held out.
+    """Return one side of the split: of a folder of images where ``data.source`` names one, else of
+    fonts, whole families held out.
     """
     if data.get("source"):
         return image_folder(data["source"], size, split)  # type: ignore[arg-type]

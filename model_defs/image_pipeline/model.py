@@ -1,4 +1,5 @@
-"""A small convolutional network as one ``nn.Sequential``: the idea of AlexNet (Krizhevsky et al. 2012) at the size of a letter."""
+"""A small convolutional network as one ``nn.Sequential``: the idea of AlexNet (Krizhevsky et al.
+2012) at the size of a letter."""
 
 from __future__ import annotations
 
@@ -10,7 +11,8 @@ from torch import nn
 
 @dataclass(frozen=True)
 class NetConfig:
-    """``size``: side of the square grey images; ``width``: channels of the first layer, the others follow."""
+    """``size``: side of the square grey images; ``width``: channels of the first layer, the others
+    follow."""
 
     size: int = 28
     width: int = 32
@@ -19,8 +21,8 @@ class NetConfig:
 
 
 def letter_net(config: NetConfig, classes: int, seed: int) -> nn.Sequential:
-    """Build (batch, 1, size, size) -> (batch, classes). The weights depend on the seed only; torch's random state does
-    not change.
+    """Build (batch, 1, size, size) -> (batch, classes). The weights depend on the seed only;
+    torch's random state does not change.
     """
     first, second, third = config.width, 2 * config.width, 3 * config.width
     side = config.size // 2 // 2 // 2  # three times halved

@@ -1,4 +1,5 @@
-"""Which letter is this? A convolutional network as a pipeline, tested on letters of fonts that it never saw."""
+"""Which letter is this? A convolutional network as a pipeline, tested on letters of fonts that it
+never saw."""
 
 from __future__ import annotations
 
@@ -37,7 +38,8 @@ class LetterTrial(ZeroTrial):
         return self.engine.train_batch(dataloader_iter)
 
     def evaluate_batch(self, dataloader_iter: Any, batch_idx: int) -> dict[str, Any]:
-        """Evaluate the micro-batches of one pass; the outputs are on the last stage, which reads its labels by itself."""
+        """Evaluate the micro-batches of one pass; the outputs are on the last stage, which reads
+        its labels by itself."""
         count = self.context.get_num_micro_batches_per_slot()
         batches = list(islice(dataloader_iter, count)) if dataloader_iter is not None else []
         feed = iter(batches) if dataloader_iter is not None else None

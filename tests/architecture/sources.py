@@ -15,7 +15,8 @@ PACKAGE = ROOT / "zero_trial"
 
 @dataclass(frozen=True)
 class Import:
-    """One imported module, by full dotted name, with its line; ``top`` says that importing the file runs it."""
+    """One imported module, by full dotted name, with its line; ``top`` says that importing the file
+    runs it."""
 
     module: str
     line: int
@@ -41,7 +42,8 @@ class Module:
         return str(self.path.relative_to(ROOT))
 
     def imports(self, *, types: bool = False) -> list[Import]:
-        """List the imports that can run, with ``types`` also those under TYPE_CHECKING; those inside functions are not ``top``."""
+        """List the imports that can run, with ``types`` also those under TYPE_CHECKING; those
+        inside functions are not ``top``."""
         return list(_imports(self.tree, self.name, self.path.name == "__init__.py", top=True, types=types))
 
 
@@ -62,7 +64,8 @@ def known_names() -> set[str]:
 
 
 def tracked_files() -> list[Path]:
-    """Files that git tracks; outside of a checkout (an unpacked archive), all files that are no build product."""
+    """Files that git tracks; outside of a checkout (an unpacked archive), all files that are no
+    build product."""
     if (ROOT / ".git").exists():
         listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True, timeout=60).stdout
         return [ROOT / name for name in listed.decode().split("\0") if name and (ROOT / name).is_file()]
@@ -70,7 +73,8 @@ def tracked_files() -> list[Path]:
 
 
 def _is_product(path: Path) -> bool:
-    """Whether a build or a run made this file. ``runs`` is one at the top only: a room of the package has that name too."""
+    """Whether a build or a run made this file. ``runs`` is one at the top only: a room of the
+    package has that name too."""
     return path.parts[0] in {".venv", "build", "dist", "runs"} or "__pycache__" in path.parts
 
 

@@ -1,4 +1,5 @@
-"""Who may import whom. The tables are the rules; an arrow that is not in them runs the wrong way."""
+"""Who may import whom. The tables are the rules; an arrow that is not in them runs the wrong
+way."""
 
 from __future__ import annotations
 
@@ -10,8 +11,8 @@ import pytest
 
 from tests.architecture.sources import Module, known_names, modules
 
-# Room -> what it may import of the package. "runtime.protocols" allows that one module of a room. Its own room, and util, are always
-# allowed.
+# Room -> what it may import of the package. "runtime.protocols" allows that one module of a room.
+# Its own room, and util, are always allowed.
 ARROWS: Mapping[str, set[str]] = {
     "__init__": {"*"},  # the public names
     "run": {"*"},  # one rank as a module
@@ -30,8 +31,10 @@ ARROWS: Mapping[str, set[str]] = {
     "sharding": {"ops", "comm", "precision", "errors"},
     "zero": {"sharding"},  # the public names of sharding
     "checkpoint": {"comm", "errors"},
-    "importing": {"checkpoint", "errors"},  # foreign files become a checkpoint; no engine is needed for it
-    "pipeline": {"comm", "activation_checkpointing", "errors"},  # never sharding: unshard and reduce are actions
+    # foreign files become a checkpoint; no engine is needed for it
+    "importing": {"checkpoint", "errors"},
+    # never sharding: unshard and reduce are actions
+    "pipeline": {"comm", "activation_checkpointing", "errors"},
     "engine": {
         *("sharding", "zero", "pipeline", "checkpoint", "ops", "comm", "precision", "activation_checkpointing"),
         *("ds_config", "errors"),
@@ -50,7 +53,8 @@ ARROWS: Mapping[str, set[str]] = {
         "runs",
         "errors",
     },  # asks the search's own rules why a trial was stopped
-    # A dry run puts both halves together: the user's trial and the engine, on ranks that are not there.
+    # A dry run puts both halves together: the user's trial and the engine, on ranks that are not
+    # there.
     "preflight": {
         *(
             "engine",
@@ -72,7 +76,8 @@ ARROWS: Mapping[str, set[str]] = {
     },
 }
 
-# Rooms whose import must not bring torch with it: they read configurations and start ranks, within a second.
+# Rooms whose import must not bring torch with it: they read configurations and start ranks, within
+# a second.
 WITHOUT_TORCH = ("util", "schema", "ds_config", "experiment", "runs", "launch", "master", "report")
 
 ONLY_IMPORTERS = {"determined": ("zero_trial.runtime.determined",), "deepspeed": (), "hjson": (), "pydantic": ()}
@@ -93,7 +98,8 @@ def wrong_arrows(module: Module, names: set[str]) -> list[str]:
         if item.module not in names:  # another package, or a name inside a module
             continue
         room = room_of(item.module)
-        # Importing `zero_trial.x` names its parents too; only the package itself as such is an arrow.
+        # Importing `zero_trial.x` names its parents too; only the package itself as such is an
+        # arrow.
         if room in (module.room, "util", *allowed) or item.module == "zero_trial":
             continue
         inside = ".".join(item.module.split(".")[1:])
@@ -108,7 +114,8 @@ def wrong_arrows(module: Module, names: set[str]) -> list[str]:
 
 
 def cycles(graph: Mapping[str, set[str]]) -> list[list[str]]:
-    """Groups of modules that import each other in a ring (Tarjan 1972, the strongly connected components of more than one node)."""
+    """Groups of modules that import each other in a ring (Tarjan 1972, the strongly connected
+    components of more than one node)."""
     index: dict[str, int] = {}
     low: dict[str, int] = {}
     stack: list[str] = []
@@ -164,7 +171,8 @@ def test_optional_packages_have_one_importer(package: str):
 
 
 def test_no_import_cycles():
-    """Imports under TYPE_CHECKING count: who has to know whom is the same question for a reader as for Python."""
+    """Imports under TYPE_CHECKING count: who has to know whom is the same question for a reader as
+    for Python."""
     names = known_names()
     graph = {
         m.name: {i.module for i in m.imports(types=True) if i.top and i.module in names and i.module != m.name}

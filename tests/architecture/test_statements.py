@@ -1,4 +1,5 @@
-"""Statements that the package does without: assert, global, pickle, and reading the environment in passing."""
+"""Statements that the package does without: assert, global, pickle, and reading the environment in
+passing."""
 
 from __future__ import annotations
 
@@ -7,8 +8,9 @@ from collections.abc import Iterator
 
 from tests.architecture.sources import Module, modules
 
-# Where the environment may be read: the one reader of rank variables, those who start processes, and the choice of kernels, which is
-# one of the machine (compiler, cache folder, ZERO_TRIAL_OPS) and holds for scripts that use nothing but the optimizers.
+# Where the environment may be read: the one reader of rank variables, those who start processes,
+# and the choice of kernels, which is one of the machine (compiler, cache folder, ZERO_TRIAL_OPS)
+# and holds for scripts that use nothing but the optimizers.
 ENVIRONMENT_READERS = (
     "zero_trial.comm.rendezvous",
     "zero_trial.launch.",
@@ -38,7 +40,8 @@ def place(module: Module, node: ast.AST) -> str:
 
 
 def environment_uses(tree: ast.AST) -> list[ast.AST]:
-    """os.environ, os.getenv, os.putenv, however os was imported under its own name, and ``from os import environ``."""
+    """os.environ, os.getenv, os.putenv, however os was imported under its own name, and ``from os
+    import environ``."""
     found: list[ast.AST] = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and ast.unparse(node) in (
@@ -101,7 +104,8 @@ def test_nothing_is_pickled():
 
 
 def test_torch_distributed_has_one_caller():
-    """comm/ owns the groups and counts the traffic. ``cli/env`` only asks what is available, ``runtime/agent`` is the launcher."""
+    """comm/ owns the groups and counts the traffic. ``cli/env`` only asks what is available,
+    ``runtime/agent`` is the launcher."""
     callers = {m.name for m in modules() for item in m.imports() if item.module.startswith("torch.distributed")}
     assert {name for name in callers if not name.startswith("zero_trial.comm")} <= {
         "zero_trial.cli.env",

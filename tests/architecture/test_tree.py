@@ -1,4 +1,5 @@
-"""The tree: each module has a test in its room, a class name stands once, files say what they are, nothing tells of one machine."""
+"""The tree: each module has a test in its room, a class name stands once, files say what they are,
+nothing tells of one machine."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ EXPERIMENTS = sorted((ROOT / "experiments").rglob("*.yaml"))
 
 
 def is_trivial(module: Module) -> bool:
-    """Whether the module only declares: no function of it has a body beyond a docstring, ``...`` or pass."""
+    """Whether the module only declares: no function of it has a body beyond a docstring, ``...`` or
+    pass."""
     functions = [node for node in ast.walk(module.tree) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
     return not any(_does_something(node) for node in functions)
 
@@ -53,7 +55,8 @@ PROSE = re.compile(r"(?:\b[a-z]+\b\W+){4}")
 
 
 def torn_rows(docstring: str) -> list[str]:
-    """Find rows of a table that was wrapped like prose: a row in flowing text, whose cells begin in no other line's column."""
+    """Find rows of a table that was wrapped like prose: a row in flowing text, whose cells begin in
+    no other line's column."""
     plain = re.sub(r"``.*?``", lambda code: "`" * len(code[0]), docstring).splitlines()
     torn = []
     for number, row in enumerate(plain):
@@ -71,7 +74,8 @@ def _indent(line: str) -> int:
 
 
 def imported_by_tests_of(room: str) -> set[str]:
-    """Name the modules that the tests of a room import, also by a name that a package passes on, or that a string names."""
+    """Name the modules that the tests of a room import, also by a name that a package passes on, or
+    that a string names."""
     known = known_names()
     passed_on = {
         f"{m.name}.{alias.asname or alias.name}": f"{node.module}"
@@ -94,7 +98,8 @@ def imported_by_tests_of(room: str) -> set[str]:
 
 
 def has_test_file(module: Module) -> bool:
-    """Say whether the tests of the room have a file of the module's name: verbs of the command line are tested by calling it."""
+    """Say whether the tests of the room have a file of the module's name: verbs of the command line
+    are tested by calling it."""
     stem = module.name.rpartition(".")[2].lstrip("_")
     return any((ROOT / "tests" / module.room).rglob(f"test_{stem}*.py"))
 
@@ -115,7 +120,8 @@ def test_every_module_is_tested_in_its_room():
 
 
 def test_a_public_class_name_stands_once():
-    """A reader who meets a name finds one class of it. Templates are files of the user's and stand apart."""
+    """A reader who meets a name finds one class of it. Templates are files of the user's and stand
+    apart."""
     places: dict[str, list[str]] = {}
     for module in modules():
         if module.room == "templates":
@@ -183,7 +189,8 @@ def test_every_experiment_can_be_read(path: Path):
     assert {"name", "entrypoint", "searcher", "hyperparameters"} <= set(experiment)
     source = (experiment.get("data") or {}).get("ds_config")
     if isinstance(source, str):
-        beside, model = path.parent / source, ROOT / "model_defs" / "gpt" / source  # what det sends lies with the model
+        # what det sends lies with the model
+        beside, model = path.parent / source, ROOT / "model_defs" / "gpt" / source
         json.loads((beside if beside.exists() else model).read_text(encoding="utf-8"))
 
 

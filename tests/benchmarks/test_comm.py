@@ -1,4 +1,5 @@
-"""The benchmark of the collectives: what it asks of whom, on one rank; and that two ranks get through it."""
+"""The benchmark of the collectives: what it asks of whom, on one rank; and that two ranks get
+through it."""
 
 from __future__ import annotations
 

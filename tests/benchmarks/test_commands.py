@@ -1,4 +1,5 @@
-"""Every benchmark runs as its docstring says: the command with the comment "quick", in a copy of the benchmarks."""
+"""Every benchmark runs as its docstring says: the command with the comment "quick", in a copy of
+the benchmarks."""
 
 from __future__ import annotations
 

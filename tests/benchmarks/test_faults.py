@@ -1,4 +1,5 @@
-"""Some of the faults, once each: what the whole table promises, and that it says so where a promise is broken."""
+"""Some of the faults, once each: what the whole table promises, and that it says so where a promise
+is broken."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ def desk(tmp_path_factory: pytest.TempPathFactory) -> Desk:
 
 
 def test_all_ranks_killed_inside_a_save(desk: Desk) -> None:
-    """Half a file of rank 1 is written; all is written but the name. The sweep over all moments is the script's."""
+    """Half a file of rank 1 is written; all is written but the name. The sweep over all moments is
+    the script's."""
     known = moments(desk)
     names = [f"{rank}: {name}" for rank, _, name in known]
     assert len(names) >= 20 and names[-1].startswith("1: fsync")

@@ -1,4 +1,5 @@
-"""The GPU check ends with one line where there is no GPU; its steps are bounded in time, and a broken one is a result."""
+"""The GPU check ends with one line where there is no GPU; its steps are bounded in time, and a
+broken one is a result."""
 
 from __future__ import annotations
 
@@ -84,7 +85,8 @@ def test_the_exit_code_and_the_file(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     output = tmp_path / "below" / "check.json"
 
     def looks(_: Check) -> dict[str, Any]:
-        assert json.loads(output.read_text())["results"]["exact"]["said"] == ["adam_ differs"]  # already written
+        # already written
+        assert json.loads(output.read_text())["results"]["exact"]["said"] == ["adam_ differs"]
         return {"rows": []}
 
     steps = {"exact": lambda _: {"ok": False, "said": ["adam_ differs"]}, "speed": looks}
@@ -172,7 +174,8 @@ def test_mfu_is_a_part_of_the_data_sheets_peak(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_operations_of_a_step() -> None:
-    """6 per parameter and token, and per layer the two products of attention with half of the pairs: Q K^T and the mix with V."""
+    """6 per parameter and token, and per layer the two products of attention with half of the
+    pairs: Q K^T and the mix with V."""
     size = gpu_train.Size(layers=3, width=64, sequence=32, micro_batch=2)
     products = 2 * 2 * 32 * 32 * 64 / 2  # one sequence and layer, forward
     assert size.flops_per_token(1000) == 6000 + 3 * 3 * products / 32

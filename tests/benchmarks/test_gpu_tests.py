@@ -1,4 +1,5 @@
-"""The tests that only a GPU runs: all of them are imported here, and what in them needs no device is tried, for the first GPU run is short."""
+"""The tests that only a GPU runs: all of them are imported here, and what in them needs no device
+is tried, for the first GPU run is short."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ def test_each_can_be_imported_and_marks_what_it_must(path: Path) -> None:
 
 
 def test_a_rank_trains_and_answers() -> None:
-    """The process that a GPU's rank is, on the CPU: what it returns, and that an error in one case does not hide the others."""
+    """The process that a GPU's rank is, on the CPU: what it returns, and that an error in one case
+    does not hide the others."""
     cases = [(2, "bf16"), (7, "fp32")]
     (found,) = on_gpu.on_ranks(1, on_gpu.all_cases, cases, "gloo", True, "auto", seconds=90.0)
     losses, optimizer, device = found[cases[0]]

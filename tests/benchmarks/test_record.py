@@ -1,4 +1,5 @@
-"""What a benchmark writes: a table, facts about machine and versions, and a command without paths; README's figures are made from it."""
+"""What a benchmark writes: a table, facts about machine and versions, and a command without paths;
+README's figures are made from it."""
 
 from __future__ import annotations
 

@@ -249,7 +249,7 @@ def example(folder: Path) -> Path:
     return save_checkpoint(folder, "a", slices, step=1, state={"aliases": {"head": "w"}, "dtypes": {}})
 
 
-# --- what engines save ----------------------------------------------------------------------------------------------------
+# --- what engines save ----------------------------------------------------------------------------
 
 
 def outputs(model: Any, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -319,7 +319,7 @@ def test_parts_of_a_parallel_model_come_out_one_by_one(ranks: Pools, tmp_path: P
     assert found["own.weight"].shape == (5 + part, 6) and "norm.running_mean" in found
 
 
-# --- files ----------------------------------------------------------------------------------------------------------------
+# --- files ----------------------------------------------------------------------------------------
 
 
 def test_one_file_by_name(tmp_path: Path) -> None:

@@ -104,7 +104,8 @@ def tensors() -> dict[str, torch.Tensor]:
 
 
 def cut(rank: int, size: int, source: dict[str, torch.Tensor]) -> list[Slice]:
-    """A flat layout of all tensors end to end, cut into ``size`` equal shards: this rank's slices."""
+    """A flat layout of all tensors end to end, cut into ``size`` equal shards: this rank's
+    slices."""
     total = sum(t.numel() for t in source.values())
     low, high = rank * -(-total // size), (rank + 1) * -(-total // size)
     out, offset = [], 0

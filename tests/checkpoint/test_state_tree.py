@@ -141,7 +141,8 @@ def keep_the_generators_of_other_tests() -> Any:
     restore_rng(before)
 
 
-@pytest.mark.parametrize("odd", [False, True])  # an odd number of normals leaves a cached second one
+# an odd number of normals leaves a cached second one
+@pytest.mark.parametrize("odd", [False, True])
 def test_what_follows_is_the_same(odd: bool) -> None:
     if odd:
         draw()

@@ -174,7 +174,8 @@ WTE = torch.arange(24.0).view(4, 6)
 
 
 def part_of(rank: int, size: int, value: torch.Tensor = WTE) -> list[Slice]:
-    """This rank's share of one tensor laid flat and cut into equal parts (the last may be short or empty)."""
+    """This rank's share of one tensor laid flat and cut into equal parts (the last may be short or
+    empty)."""
     per_rank = -(-value.numel() // size)
     start, stop = min(rank * per_rank, value.numel()), min((rank + 1) * per_rank, value.numel())
     return [Slice("param/wte", tuple(value.shape), start, stop, value.reshape(-1)[start:stop].clone())]
@@ -312,7 +313,8 @@ class Killed(BaseException):
 
 
 class KilledDisk(DurableFiles):
-    """Dies at the ``at``-th change of the disk: before it, after it, or with half of a file written."""
+    """Dies at the ``at``-th change of the disk: before it, after it, or with half of a file
+    written."""
 
     def __init__(self, at: int, how: str) -> None:
         self.at, self.how, self.count = at, how, 0
@@ -362,7 +364,8 @@ def changes_of_a_save(directory: Path, tag: str) -> int:
 
 
 @pytest.mark.parametrize("how", ["before", "after", "half"])
-@pytest.mark.parametrize("tag", ["b", "a"])  # a new tag, and one that replaces the only checkpoint there is
+# a new tag, and one that replaces the only checkpoint there is
+@pytest.mark.parametrize("tag", ["b", "a"])
 def test_killed_at_every_change_of_the_disk(tmp_path: Path, how: str, tag: str) -> None:
     changes = changes_of_a_save(tmp_path / "count", tag)
     assert changes == (6 if tag == "b" else 8)

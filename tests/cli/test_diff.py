@@ -15,7 +15,8 @@ START = {"kind": "start", "step": 0}
 
 @pytest.fixture
 def two(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """``a`` and ``b`` exchanged at other steps and have the same values; ``c`` has another lr and other code."""
+    """``a`` and ``b`` exchanged at other steps and have the same values; ``c`` has another lr and
+    other code."""
     summary = {"end": "completed", "data": {"sha256": "d"}}
     make(
         tmp_path / "a",

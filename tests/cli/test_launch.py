@@ -1,4 +1,5 @@
-"""The options of ``launch``: DeepSpeed's launcher and torchrun, in either spelling, done or answered."""
+"""The options of ``launch``: DeepSpeed's launcher and torchrun, in either spelling, done or
+answered."""
 
 from __future__ import annotations
 

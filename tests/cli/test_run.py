@@ -1,4 +1,5 @@
-"""``zero-trial run`` and ``resume``: what is asked for; whole runs are in tests/launch/test_end_to_end.py."""
+"""``zero-trial run`` and ``resume``: what is asked for; whole runs are in
+tests/launch/test_end_to_end.py."""
 
 from __future__ import annotations
 

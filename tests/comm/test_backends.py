@@ -10,7 +10,7 @@ from tests.support.pool import Pools
 from zero_trial.comm import collective, sum_in_order
 from zero_trial.comm.backends import DirectTransport, NativeTransport, peers_from
 
-# --- transport -------------------------------------------------------------------------------------------------------
+# --- transport ------------------------------------------------------------------------------------
 
 
 def test_every_rank_starts_with_its_right_hand_neighbour() -> None:
@@ -23,7 +23,8 @@ def test_every_rank_starts_with_its_right_hand_neighbour() -> None:
 
 
 def both_ways() -> None:
-    """The native collectives of gloo and direct exchange give the same numbers (integers: any order of summation is exact)."""
+    """The native collectives of gloo and direct exchange give the same numbers (integers: any order
+    of summation is exact)."""
     rank, size = dist.get_rank(), dist.get_world_size()
     native = NativeTransport(dist.group.WORLD)
     direct = DirectTransport(dist.group.WORLD, tuple(range(size)), rank, sum_in_order)
@@ -45,7 +46,8 @@ def both_ways() -> None:
 
 
 def received_parts() -> None:
-    """A direct reduce-scatter hands over what each peer contributed, so that a bad value can be traced to its rank."""
+    """A direct reduce-scatter hands over what each peer contributed, so that a bad value can be
+    traced to its rank."""
     rank, size = dist.get_rank(), dist.get_world_size()
     direct = DirectTransport(dist.group.WORLD, tuple(range(size)), rank, sum_in_order)
     full = torch.full((2 * size,), float(rank))
@@ -64,7 +66,7 @@ def test_contributions_can_be_told_apart(ranks: Pools) -> None:
     ranks(3).run(received_parts)
 
 
-# --- sums ------------------------------------------------------------------------------------------------------------
+# --- sums -----------------------------------------------------------------------------------------
 
 
 SIXTEEN = [torch.float16, torch.bfloat16]

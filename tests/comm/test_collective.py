@@ -1,4 +1,5 @@
-"""The verbs of an axis: sums in rank order bit for bit, on either transport, and traffic by formula."""
+"""The verbs of an axis: sums in rank order bit for bit, on either transport, and traffic by
+formula."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ def line() -> Mesh:
 
 
 def values_of(rank: int, numel: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
-    """What ``rank`` contributes; every rank can make those of all. Magnitudes differ, so that the order of a sum shows in its bits."""
+    """What ``rank`` contributes; every rank can make those of all. Magnitudes differ, so that the
+    order of a sum shows in its bits."""
     generator = torch.Generator().manual_seed(1000 * seed + rank)
     return (torch.randn(numel, generator=generator) * 10.0 ** (rank % 3)).to(dtype)
 
@@ -41,7 +43,8 @@ Put = Callable[[torch.Tensor], torch.Tensor]
 
 
 class Places:
-    """Puts about two of three tensors into buffers that peers read in place, at any element of them; every rank chooses for itself."""
+    """Puts about two of three tensors into buffers that peers read in place, at any element of
+    them; every rank chooses for itself."""
 
     def __init__(self, comm: AxisComm, most: int) -> None:
         self._chance = random.Random(comm.index)
@@ -57,7 +60,8 @@ class Places:
 
 
 def exchange(comm: AxisComm, numel: int, dtype: torch.dtype, seed: int, put: Put) -> None:
-    """Compare a reduction, and one other collective, with the ordered sum. Inputs are overwritten as soon as they are this rank's again."""
+    """Compare a reduction, and one other collective, with the ordered sum. Inputs are overwritten
+    as soon as they are this rank's again."""
     parts = [values_of(peer, numel, dtype, seed) for peer in range(comm.size)]
     total, own = ordered_sum(parts), parts[comm.index]
     low, high = comm.index * numel // comm.size, (comm.index + 1) * numel // comm.size
@@ -93,7 +97,8 @@ def exchange(comm: AxisComm, numel: int, dtype: torch.dtype, seed: int, put: Put
 
 
 def random_collectives(shared: bool, count: int) -> int:
-    """Try random sizes and dtypes; return how many tensors were in a buffer that peers read in place."""
+    """Try random sizes and dtypes; return how many tensors were in a buffer that peers read in
+    place."""
     comm = build_mesh(MeshShape(shard=dist.get_world_size()), shared_memory=shared).shard
     assert comm.transport == ("shared memory" if shared else "gloo")
     assert comm.reads_in_place(torch.device("cpu")) is shared

@@ -1,4 +1,5 @@
-"""A few numbers or a little JSON of all ranks: through a block of shared memory, and by the backend."""
+"""A few numbers or a little JSON of all ranks: through a block of shared memory, and by the
+backend."""
 
 from __future__ import annotations
 
@@ -53,7 +54,7 @@ def test_small_reductions(ranks: Pools, shared: bool) -> None:
     ranks(3).run(small_numbers, shared)
 
 
-# --- the shared block ---------------------------------------------------------------------------------------------------
+# --- the shared block -----------------------------------------------------------------------------
 
 
 def pair() -> tuple[SharedControlBlock, SharedControlBlock]:

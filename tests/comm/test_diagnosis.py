@@ -100,7 +100,8 @@ def test_when_all_are_there_they_disagree() -> None:
 
 @pytest.mark.parametrize("sequence", [9, 11])
 def test_who_is_here_by_now_or_further_on_was_late(sequence: int) -> None:
-    """The peers' boards are read after the wait: a slow rank has come since. Only another name under the same number is a disagreement."""
+    """The peers' boards are read after the wait: a slow rank has come since. Only another name
+    under the same number is a disagreement."""
     came = RankPosition(17, sequence, NAME if sequence == 9 else "all_reduce(reduction order) over shard", 0.0, True)
     text = str(explain(FakeHeartbeat({1: came}), (0, 1), NAME, TIMED_OUT, 1.0))
     assert "waited 1 s for a rank that came too late" in text

@@ -53,5 +53,6 @@ def act_badly(broken: int) -> str:
 
 
 def test_a_mistake_on_one_rank_ends_the_other_ranks_too(ranks: Pools) -> None:
-    """Caught only as a ZeroTrialError or OSError it would leave them waiting for the next collective's timeout."""
+    """Caught only as a ZeroTrialError or OSError it would leave them waiting for the next
+    collective's timeout."""
     assert ranks(2).run(act_badly, 1) == ["CheckpointError: rank 1: KeyError: 'absent'.", "KeyError: 'absent'"]

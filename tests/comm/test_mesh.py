@@ -15,7 +15,7 @@ from zero_trial.comm import build_mesh, open_direction_groups
 from zero_trial.comm.mesh import AXES, MeshShape, directed_pairs, mesh_around, plan_shape
 from zero_trial.errors import ConfigError, MeshError
 
-# --- topology --------------------------------------------------------------------------------------------------------
+# --- topology -------------------------------------------------------------------------------------
 
 
 def test_neighbouring_ranks_differ_in_the_innermost_axis() -> None:
@@ -102,7 +102,7 @@ def test_the_error_lists_what_would_fit() -> None:
         plan_shape(6, shard_optimizer=True, shard=4)
 
 
-# --- mesh ------------------------------------------------------------------------------------------------------------
+# --- mesh -----------------------------------------------------------------------------------------
 
 
 def test_a_process_alone_has_a_mesh_of_ones() -> None:
@@ -159,7 +159,8 @@ def test_a_second_mesh_shares_groups_and_board_but_not_counters(ranks: Pools) ->
 
 
 def around_a_client_group() -> tuple[Any, ...]:
-    """A client with its own model parallelism over 4 ranks: data-parallel groups (0, 2) and (1, 3)."""
+    """A client with its own model parallelism over 4 ranks: data-parallel groups (0, 2) and (1,
+    3)."""
     rank = dist.get_rank()
     made = {ranks: dist.new_group(list(ranks)) for ranks in ((0, 2), (1, 3))}
     own = (0, 2) if rank in (0, 2) else (1, 3)
@@ -176,7 +177,7 @@ def test_a_mesh_around_a_clients_group(ranks: Pools) -> None:
     assert everyone[2] == (shape, (0, 2), 1, 4, 2.0)
 
 
-# --- directions ------------------------------------------------------------------------------------------------------
+# --- directions -----------------------------------------------------------------------------------
 
 
 def test_every_pipeline_has_its_own() -> None:
@@ -194,7 +195,8 @@ def both_send_first() -> tuple[list[tuple[int, int]], bool, list[float]]:
     for message in sent:
         message.wait()
     groups = list(pipe.directions.values())
-    open_direction_groups(build_mesh(MeshShape(pipe=2, shard=2)), [(0, 1)])  # again: nothing is built twice
+    # again: nothing is built twice
+    open_direction_groups(build_mesh(MeshShape(pipe=2, shard=2)), [(0, 1)])
     return sorted(pipe.directions), groups[0] is not groups[1], found
 
 

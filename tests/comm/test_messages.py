@@ -20,7 +20,7 @@ from zero_trial.comm.shm.segments import SegmentHandle, SharedMemory
 from zero_trial.comm.waits import Heartbeat
 from zero_trial.errors import MeshError
 
-# --- on an axis ---------------------------------------------------------------------------------------------------------
+# --- on an axis -----------------------------------------------------------------------------------
 
 
 class MessageWork:
@@ -77,7 +77,7 @@ def test_a_failure_names_the_two_ranks() -> None:
         message.wait()
 
 
-# --- ring buffers -------------------------------------------------------------------------------------------------------
+# --- ring buffers ---------------------------------------------------------------------------------
 
 
 SOON = timedelta(seconds=0.2)
@@ -204,7 +204,8 @@ def test_a_ring_keeps_what_it_was_told() -> None:
 
 
 def exchange(with_channels: bool) -> tuple[bool, list[list[float]], str]:
-    """Every rank tells every other one its number, twice; then one that is never sent is waited for."""
+    """Every rank tells every other one its number, twice; then one that is never sent is waited
+    for."""
     mesh = build_mesh(MeshShape(pipe=4), timeout=30.0)
     opened = use_ring_channels_if_possible(mesh.pipe) if with_channels else False
     pipe, found = mesh.pipe, []

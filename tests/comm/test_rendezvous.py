@@ -1,4 +1,5 @@
-"""Rank variables of every launcher, finding each other, the world of ranks, and leaving it early together."""
+"""Rank variables of every launcher, finding each other, the world of ranks, and leaving it early
+together."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ from zero_trial.comm.rendezvous import (
 )
 from zero_trial.errors import MeshError
 
-# --- rank variables -----------------------------------------------------------------------------------------------------
+# --- rank variables -------------------------------------------------------------------------------
 
 
 def test_a_launcher_says_where_this_process_stands() -> None:
@@ -48,7 +49,8 @@ ENVIRONMENTS = [
     (SLURM, RankEnv(4, 6, 0, 2, True)),
     (SLURM | {"SLURM_STEP_TASKS_PER_NODE": "6"}, RankEnv(4, 6, 0, 6, True)),
     (SLURM | {"SLURM_STEP_TASKS_PER_NODE": "?"}, RankEnv(4, 6, 0, 6, True)),
-    (SLURM | {"RANK": "1", "WORLD_SIZE": "2"}, RankEnv(1, 2, 1, 2, True)),  # torch's own set comes first
+    # torch's own set comes first
+    (SLURM | {"RANK": "1", "WORLD_SIZE": "2"}, RankEnv(1, 2, 1, 2, True)),
     (SLURM | {"RANK": "1"}, RankEnv(4, 6, 0, 2, True)),  # but only when it is whole
 ]
 
@@ -112,10 +114,11 @@ def test_where_rank_0_keeps_the_store(method: str, environ: dict[str, str], addr
     assert own_store_address(method, environ) == address
 
 
-# --- arriving -----------------------------------------------------------------------------------------------------------
+# --- arriving -------------------------------------------------------------------------------------
 
 SOON = datetime.timedelta(seconds=0.6)
-LATER = datetime.timedelta(seconds=4)  # by then even a busy machine has started the ranks that do come
+# by then even a busy machine has started the ranks that do come
+LATER = datetime.timedelta(seconds=4)
 
 
 def come(ranks: tuple[int, ...], size: int, limit: datetime.timedelta = SOON) -> dict[int, Any]:
@@ -170,7 +173,7 @@ def test_other_meeting_places_are_torchs_own(tmp_path: Any) -> None:
         arrive("nowhere://x", RankEnv(0, 2), SOON)
 
 
-# --- the world of ranks -------------------------------------------------------------------------------------------------
+# --- the world of ranks ---------------------------------------------------------------------------
 
 
 def test_without_a_launcher_a_process_is_a_world_of_one() -> None:
@@ -219,7 +222,7 @@ def test_a_world_that_must_run_already(monkeypatch: pytest.MonkeyPatch) -> None:
         init_distributed(dist_init_required=False)
 
 
-# --- leaving early, together --------------------------------------------------------------------------------------------
+# --- leaving early, together ----------------------------------------------------------------------
 
 PATIENCE = 30.0
 

@@ -1,4 +1,5 @@
-"""Segments that ranks of one host share: payloads, tensors that peers read in place, how many may be mapped, waits for processes."""
+"""Segments that ranks of one host share: payloads, tensors that peers read in place, how many may
+be mapped, waits for processes."""
 
 from __future__ import annotations
 
@@ -98,7 +99,7 @@ def test_a_process_that_is_gone_is_an_os_error() -> None:
         SharedMemory().read(SegmentHandle(2**22 - 1, 3, 1, 0), torch.float32, 1)
 
 
-# --- how many may be mapped ---------------------------------------------------------------------------------------------
+# --- how many may be mapped -----------------------------------------------------------------------
 
 
 def test_three_quarters_of_the_limit_are_for_segments() -> None:
@@ -135,7 +136,8 @@ def test_own_segments_and_those_of_peers_are_counted_once_each() -> None:
 
 
 def test_tensors_that_peers_would_read_in_place_stop_at_half(caplog: pytest.LogCaptureFixture) -> None:
-    """Four ranks with two pool each map eight: a third one lies in ordinary memory, which is said once."""
+    """Four ranks with two pool each map eight: a third one lies in ordinary memory, which is said
+    once."""
     pool = SharedTensorPool(MappingBudget(limit=16), ranks=4)
     with caplog.at_level(logging.WARNING, logger="zero_trial"):
         tensors = [pool.empty(8, torch.float32) for _ in range(4)]
@@ -154,7 +156,7 @@ def test_what_the_system_refuses_is_not_counted(monkeypatch: pytest.MonkeyPatch)
     assert pool.mappings.count == 0
 
 
-# --- tensors that peers read in place -----------------------------------------------------------------------------------
+# --- tensors that peers read in place -------------------------------------------------------------
 
 
 def peers() -> PeerProcesses:
@@ -312,7 +314,8 @@ def test_without_memory_to_share_tensors_are_ordinary_and_it_is_said_once(caplog
 def test_shared_tensors_leave_descriptors_to_others(
     more: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Where the system allows ``more`` of them, there are more; else tensors lie in ordinary memory."""
+    """Where the system allows ``more`` of them, there are more; else tensors lie in ordinary
+    memory."""
     lowest = os.open("/dev/null", os.O_RDONLY)
     os.close(lowest)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -336,7 +339,7 @@ def test_shared_tensors_leave_descriptors_to_others(
     assert sum("open files" in record.message for record in caplog.records) == (0 if more else 1)
 
 
-# --- processes ----------------------------------------------------------------------------------------------------------
+# --- processes ------------------------------------------------------------------------------------
 
 
 def number(value: int = 0) -> memoryview:
@@ -370,11 +373,12 @@ def test_a_killed_process_is_noticed_though_nobody_asked_for_its_status() -> Non
     child.communicate()
 
 
-# --- whether memory can be shared ---------------------------------------------------------------------------------------
+# --- whether memory can be shared -----------------------------------------------------------------
 
 
 def transports(blind_rank: int | None) -> dict[str, str]:
-    """One rank may be made unable to read the others' memory, as if it were in another container."""
+    """One rank may be made unable to read the others' memory, as if it were in another
+    container."""
     world = dist.get_world_size()
     probe._ANSWERS.clear()
     patch = pytest.MonkeyPatch()

@@ -1,4 +1,5 @@
-"""Exchange through shared memory: readers and the reader fence, peers that are killed, handles in order."""
+"""Exchange through shared memory: readers and the reader fence, peers that are killed, handles in
+order."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ from zero_trial.errors import MeshError
 
 
 def several_of_one_buffer() -> None:
-    """A buffer is lent to one collective; a second one under way copies out its part. Neither start waits for anybody."""
+    """A buffer is lent to one collective; a second one under way copies out its part. Neither start
+    waits for anybody."""
     comm = build_mesh(MeshShape(shard=dist.get_world_size())).shard
     buffer = comm.buffer(comm.size * 640, torch.float32, torch.device("cpu"))
     buffer.copy_(torch.arange(buffer.numel()))
@@ -49,7 +51,8 @@ def test_several_collectives_of_one_buffer(ranks: Pools) -> None:
 
 
 def lag() -> tuple[bool, bool]:
-    """Rank 1 arrives late: rank 0 has its result, and is told that its buffer is still being read."""
+    """Rank 1 arrives late: rank 0 has its result, and is told that its buffer is still being
+    read."""
 
     mesh = build_mesh(MeshShape(shard=2))
     comm = mesh.shard
@@ -93,7 +96,8 @@ def test_memory_stops_growing(ranks: Pools) -> None:
 
 
 def die_in_exchange(after_start: bool) -> str:
-    """Rank 1 is killed before it starts an exchange, or when its own part is told and it has not read the others'."""
+    """Rank 1 is killed before it starts an exchange, or when its own part is told and it has not
+    read the others'."""
     mesh = build_mesh(MeshShape(shard=dist.get_world_size()), timeout=20)
     gradients = mesh.shard.buffer(1 << 16, torch.float32, torch.device("cpu"))
     mesh.shard.all_reduce(gradients, "grads").wait()  # so that memory is mapped already
@@ -124,7 +128,8 @@ def test_a_killed_peer_is_an_error_and_leaves_nothing_behind(after_start: bool) 
         pool.run(die_in_exchange, after_start)
     except RankFailed as failed:
         assert "rank 1 of 2\nthe process died" in str(failed)
-        assert "rank 0" not in str(failed).replace("rank 0 of", "")  # rank 0 got its MeshError and returned
+        # rank 0 got its MeshError and returned
+        assert "rank 0" not in str(failed).replace("rank 0 of", "")
     else:
         raise AssertionError("rank 1 was killed")
     finally:
@@ -132,7 +137,7 @@ def test_a_killed_peer_is_an_error_and_leaves_nothing_behind(after_start: bool) 
     assert {p for p in Path("/dev/shm").iterdir() if "zero_trial" in p.name} <= before
 
 
-# --- buffers ------------------------------------------------------------------------------------------------------------
+# --- buffers --------------------------------------------------------------------------------------
 
 
 CPU, META = torch.device("cpu"), torch.device("meta")
@@ -185,7 +190,7 @@ def test_a_reader_that_never_reads_is_an_error() -> None:
     assert not ours.has_readers(made)
 
 
-# --- handles ------------------------------------------------------------------------------------------------------------
+# --- handles --------------------------------------------------------------------------------------
 
 
 SHORT, LONG = timedelta(seconds=0.1), timedelta(seconds=30)

@@ -1,4 +1,5 @@
-"""What is under way and who waits for it: a collective's two ends, and a backend as strict as NCCL about who waits."""
+"""What is under way and who waits for it: a collective's two ends, and a backend as strict as NCCL
+about who waits."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from zero_trial.comm.shm.segments import MappingRefused
 from zero_trial.comm.waits import DONE, Heartbeat, Pending, Received, Watchdog, wait_all
 from zero_trial.errors import MeshError
 
-# --- a collective under way ---------------------------------------------------------------------------------------------
+# --- a collective under way -----------------------------------------------------------------------
 
 
 class Work:
@@ -146,7 +147,7 @@ def test_many_collectives_under_way_at_once(ranks: Pools, world: int) -> None:
     ranks(world).run(interleaved)
 
 
-# --- waits for a device -------------------------------------------------------------------------------------------------
+# --- waits for a device ---------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")

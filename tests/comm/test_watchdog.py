@@ -20,7 +20,8 @@ PATIENCE = datetime.timedelta(seconds=60)
 
 
 def fresh_line(timeout: float) -> AxisComm:
-    """All ranks on an axis with a process group of its own: a timeout breaks a group for good, and the pool must live on."""
+    """All ranks on an axis with a process group of its own: a timeout breaks a group for good, and
+    the pool must live on."""
     size = dist.get_world_size()
     board = world_heartbeat()
     reached = torch.tensor([board.sequence])

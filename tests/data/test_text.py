@@ -48,7 +48,8 @@ def test_too_short_a_text_says_how_much_is_needed(length: int) -> None:
 
 
 def test_unigram_by_hand() -> None:
-    train = torch.tensor([7, 7, 7, 9], dtype=torch.uint8)  # p(7) = 4/260, p(9) = 2/260, anything else 1/260
+    # p(7) = 4/260, p(9) = 2/260, anything else 1/260
+    train = torch.tensor([7, 7, 7, 9], dtype=torch.uint8)
     val = torch.tensor([7, 9, 200], dtype=torch.uint8)
     expected = -(math.log2(4 / 260) + math.log2(2 / 260) + math.log2(1 / 260)) / 3
     assert unigram_bits_per_byte(train, val) == pytest.approx(expected, rel=1e-12)
@@ -128,7 +129,8 @@ def test_suffixes_choose_files(folder: Path) -> None:
     (folder / "more.py").write_text("print(2)")
     corpus = local_corpus(folder, suffixes=(".py",))
     assert corpus.fingerprint.files == 2
-    assert {text_of(corpus.train), text_of(corpus.val)} == {b"print(1)", b"print(2)"}  # two files: one on each side
+    # two files: one on each side
+    assert {text_of(corpus.train), text_of(corpus.val)} == {b"print(1)", b"print(2)"}
 
 
 def test_one_file_is_cut_by_position(tmp_path: Path) -> None:

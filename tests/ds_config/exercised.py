@@ -1,6 +1,8 @@
-"""Which test fails when a supported ds_config key is ignored. Checked by doing it: python -m tests.ds_config.exercised [KEY ...]
+"""Which test fails when a supported ds_config key is ignored. Checked by doing it: python -m
+tests.ds_config.exercised [KEY ...]
 
-For each key its field is held at the default in every process, and its test is run: a test that passes all the same is reported.
+For each key its field is held at the default in every process, and its test is run: a test that
+passes all the same is reported.
 """
 
 from __future__ import annotations
@@ -194,7 +196,8 @@ kind.__init__ = ignoring
 
 
 def ignoring(key: str, folder: Path) -> dict[str, str]:
-    """The environment of a process in which the key is ignored, by a file in ``folder`` that Python reads when it starts."""
+    """The environment of a process in which the key is ignored, by a file in ``folder`` that Python
+    reads when it starts."""
     (folder / "sitecustomize.py").write_text(IGNORE)
     path = os.pathsep.join([str(folder), str(ROOT)])
     return {

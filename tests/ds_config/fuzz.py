@@ -1,7 +1,9 @@
-"""Configurations changed at random, read again and again: python -m tests.ds_config.fuzz 10000 [SEED] (a small count runs with the tests).
+"""Configurations changed at random, read again and again: python -m tests.ds_config.fuzz 10000
+[SEED] (a small count runs with the tests).
 
-Each is accepted, and then means the same when it is read again and when it is written out; or refused with faults that name a key, within a second
-or two. Anything else is a failure, shown with the configuration that caused it.
+Each is accepted, and then means the same when it is read again and when it is written out; or
+refused with faults that name a key, within a second or two. Anything else is a failure, shown with
+the configuration that caused it.
 """
 
 from __future__ import annotations
@@ -52,7 +54,8 @@ data: {ds_config: ds.json}
 
 
 def mutate(config: dict[str, Any], rng: random.Random) -> None:
-    """One change somewhere: a value replaced, a key removed, renamed, misspelled, moved, added or put into another section."""
+    """One change somewhere: a value replaced, a key removed, renamed, misspelled, moved, added or
+    put into another section."""
     section, key = _pick(config, rng)
     if key is None:
         section[rng.choice(NAMES)] = copy.deepcopy(rng.choice(JUNK))
@@ -74,7 +77,8 @@ def mutate(config: dict[str, Any], rng: random.Random) -> None:
 
 
 def touch(config: dict[str, Any], rng: random.Random) -> None:
-    """One change that may well be legal: a known key at its place under any of its names, with a value of its kind, or a key less."""
+    """One change that may well be legal: a known key at its place under any of its names, with a
+    value of its kind, or a key less."""
     section, key = _pick(config, rng)
     if key is not None and rng.random() < 0.3:
         del section[key]

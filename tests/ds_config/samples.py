@@ -1,4 +1,5 @@
-"""For any row of the table: a value that is of its kind and asks for something, and one that is of no kind."""
+"""For any row of the table: a value that is of its kind and asks for something, and one that is of
+no kind."""
 
 from __future__ import annotations
 

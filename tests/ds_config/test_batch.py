@@ -27,7 +27,8 @@ def test_two_of_three_give_the_third():
 
 
 def expected(batch: int | None, micro: int | None, steps: int | None, ranks: int) -> tuple[int, int, int] | None:
-    """By search: the triple that agrees with everything given; where both micro and steps are open, one step. None: there is none."""
+    """By search: the triple that agrees with everything given; where both micro and steps are open,
+    one step. None: there is none."""
     if batch is None and micro is None:
         return None
     if steps is None and (batch is None or micro is None):
@@ -69,7 +70,8 @@ def every_mesh(ranks: int) -> list[tuple[int, int, int, int]]:
 
 
 def test_every_mesh_up_to_16_ranks_gives_its_data_parallel_size():
-    """By the factors themselves; what is left open is derived, and what does not multiply to the ranks is refused."""
+    """By the factors themselves; what is left open is derived, and what does not multiply to the
+    ranks is refused."""
     known = {}
     for ranks in range(1, RANKS + 1):
         for pipe, model, shard, replica in every_mesh(ranks):
@@ -96,7 +98,8 @@ def by_brute_force(ranks: int) -> np.ndarray:
 
 @pytest.mark.parametrize("ranks", range(1, RANKS + 1))
 def test_all_triples_up_to_64_against_brute_force(ranks: int):
-    """Every legal triple is accepted from any two of its numbers, and the search and the solver find the same ones."""
+    """Every legal triple is accepted from any two of its numbers, and the search and the solver
+    find the same ones."""
     legal = by_brute_force(ranks)
     for b, m, s in np.argwhere(legal).tolist():
         for given in ((b, m, s), (b, m, None), (b, None, s), (None, m, s)):
@@ -117,7 +120,8 @@ def test_all_triples_up_to_64_against_brute_force(ranks: int):
 
 @pytest.mark.parametrize("ranks", range(1, RANKS + 1))
 def test_no_other_triple_is_accepted(ranks: int):
-    """A seeded part of the 260 000 illegal ones for each number of ranks; each is refused with legal triples to take instead."""
+    """A seeded part of the 260 000 illegal ones for each number of ranks; each is refused with
+    legal triples to take instead."""
     wrong = np.argwhere(~by_brute_force(ranks)[1:, 1:, 1:]) + 1
     chosen = np.random.default_rng(ranks).choice(len(wrong), 60, replace=False)
     for b, m, s in wrong[chosen].tolist():

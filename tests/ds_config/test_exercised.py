@@ -1,6 +1,8 @@
-"""Every supported key has a test that fails if the key is ignored; here are those that have no better home.
+"""Every supported key has a test that fails if the key is ignored; here are those that have no
+better home.
 
-``wire`` is where the engine takes a ds_config's values from; what it does with them is tested where it is done.
+``wire`` is where the engine takes a ds_config's values from; what it does with them is tested where
+it is done.
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ FP16 = {"fp16": {"enabled": True}}
 
 
 def test_no_supported_key_is_without_a_test():
-    """If this fails for a key that became supported: name its test in exercised.py, and run that file for the key."""
+    """If this fails for a key that became supported: name its test in exercised.py, and run that
+    file for the key."""
     assert set(supported_keys()) - set(EXERCISED) == set()
     assert set(EXERCISED) - set(supported_keys()) == set(), "these are no longer supported"
 
@@ -206,7 +209,8 @@ def test_the_dtype_of_parameters_is_that_of_the_precision_mode():
 
 
 def test_a_key_can_be_ignored_in_every_process(tmp_path: Path):
-    """What exercised.py does to a test: the key's field is at its default, whoever makes the section, and no other is."""
+    """What exercised.py does to a test: the key's field is at its default, whoever makes the
+    section, and no other is."""
     code = (
         "from zero_trial.ds_config import read_ds_config; from zero_trial.ds_config.keys_training import Fp16Section; "
         "config = read_ds_config({'gradient_clipping': 0.5, 'fp16': {'enabled': True, 'hysteresis': 7}}); "

@@ -1,4 +1,5 @@
-"""Configurations changed at random: a small part of what ``python -m tests.ds_config.fuzz 10000`` does."""
+"""Configurations changed at random: a small part of what ``python -m tests.ds_config.fuzz 10000``
+does."""
 
 from __future__ import annotations
 

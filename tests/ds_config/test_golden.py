@@ -1,4 +1,5 @@
-"""Every ds_config of the corpus, resolved as before the keys were declared once: values with their sources, or faults.
+"""Every ds_config of the corpus, resolved as before the keys were declared once: values with their
+sources, or faults.
 
 ``python -m tests.ds_config.test_golden`` writes golden.json again, for a change that is meant.
 """

@@ -1,4 +1,5 @@
-"""What optimizers and schedulers take: defaults are of their kind, and torch knows the names that are left to it."""
+"""What optimizers and schedulers take: defaults are of their kind, and torch knows the names that
+are left to it."""
 
 from __future__ import annotations
 

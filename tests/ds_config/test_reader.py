@@ -1,4 +1,5 @@
-"""Reading a ds_config: every row of the table is exercised, and all faults of a source come together."""
+"""Reading a ds_config: every row of the table is exercised, and all faults of a source come
+together."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ from zero_trial.schema.types import Opaque
 ROWS = list(TABLE.values())
 LEAVES = [row for row in ROWS if not row.is_section]
 
-# Keys that need another key beside them; without it they are a fault of their own, tested in test_rules.
+# Keys that need another key beside them; without it they are a fault of their own, tested in
+# test_rules.
 NEEDS: dict[str, dict[str, Any]] = {
     "data_types.param_dtype": {"bf16": {"enabled": True}},
     "activation_checkpointing.contiguous_memory_optimization": {"activation_checkpointing": {"number_checkpoints": 2}},
@@ -76,7 +78,8 @@ ANSWERED = [row for row in LEAVES if row.support is not Support.MAPPED]
 
 @pytest.mark.parametrize("row", ANSWERED, ids=lambda row: row.path)
 def test_every_key_is_answered(row: Key):
-    """Honoured: the value arrives. Refused: an error that names the key. Else: the report says why it has no effect."""
+    """Honoured: the value arrives. Refused: an error that names the key. Else: the report says why
+    it has no effect."""
     value = other_value(row)
     config = merged(row.path, value)
     if row.support is Support.REFUSED:
@@ -313,7 +316,8 @@ def test_the_corpus_is_large_and_complete():
 
 @pytest.mark.parametrize("name", ANSWERS)
 def test_a_file_of_the_kinds_that_people_have(name: str):
-    """Each is read, or refused for exactly the keys that stand in answers.json; what is read says where each value came from."""
+    """Each is read, or refused for exactly the keys that stand in answers.json; what is read says
+    where each value came from."""
     path = CORPUS / f"{name}.json"
     try:
         config = read_ds_config(path, hints=ARGUMENTS)

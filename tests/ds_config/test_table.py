@@ -1,4 +1,5 @@
-"""The table: one row per key, agreeing with the frozen sections, and the words for what was probably meant."""
+"""The table: one row per key, agreeing with the frozen sections, and the words for what was
+probably meant."""
 
 from __future__ import annotations
 
@@ -63,7 +64,8 @@ CHECKED = frozenset({"data_types.param_dtype"})
 
 
 def test_what_is_supported_is_read_by_a_module():
-    """An answer is true at this commit: outside this room, some module reads the field of every supported key."""
+    """An answer is true at this commit: outside this room, some module reads the field of every
+    supported key."""
     package = Path(zero_trial.__file__).parent
     read: set[str] = set()
     for path in package.rglob("*.py"):
@@ -164,7 +166,8 @@ def test_what_was_probably_meant(parent: str, name: str, meant: str | None):
 
 
 def test_a_kind_refuses_what_it_is_not():
-    """The walk of the table in test_reader relies on this sample being of no kind but the open ones."""
+    """The walk of the table in test_reader relies on this sample being of no kind but the open
+    ones."""
     refusing = [row for row in ROWS if _refuses(row, object())]
     assert len(refusing) > 200
 

@@ -12,7 +12,8 @@ from zero_trial import zero
 
 
 class Net(nn.Module):
-    """Weights of more than one buffer, tied, frozen and empty ones, dropout, and sizes that fill no block of a disk."""
+    """Weights of more than one buffer, tied, frozen and empty ones, dropout, and sizes that fill no
+    block of a disk."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -61,7 +62,8 @@ def engine_of(stage: str, config: dict[str, Any], folder: str | None, count: int
 
 
 def train(engine: Any, steps: range) -> list[tuple[float, float | None, float]]:
-    """(loss, gradient norm, loss scale); in fp16 the gradient of step 1 overflows on the last rank."""
+    """(loss, gradient norm, loss scale); in fp16 the gradient of step 1 overflows on the last
+    rank."""
     trace = []
     for step in steps:
         for number in range(engine.gradient_accumulation_steps()):

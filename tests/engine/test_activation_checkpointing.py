@@ -1,4 +1,5 @@
-"""Activation checkpointing: the same numbers as without it, less kept; saved inputs cut over model-parallel ranks."""
+"""Activation checkpointing: the same numbers as without it, less kept; saved inputs cut over
+model-parallel ranks."""
 
 from __future__ import annotations
 
@@ -155,7 +156,8 @@ def train(config: dict[str, Any], checkpointed: bool) -> tuple[list[float], int]
 
 
 def test_partition_activations_over_the_model_axis(ranks: Pools):
-    """Both ranks of the model axis see the same batch, as tensor-parallel ranks do; each keeps half of every saved input."""
+    """Both ranks of the model axis see the same batch, as tensor-parallel ranks do; each keeps half
+    of every saved input."""
     mesh = {"mesh": {"model": 2}}
     expected, none = ranks(2).run(train, mesh, False)[0]
     for partition, gathers in ((False, 0), (True, 9)):

@@ -1,4 +1,5 @@
-"""What user code does to an engine's model besides training it: reads, edits, saves, loads, calls parts of it, and trains on as plain torch would."""
+"""What user code does to an engine's model besides training it: reads, edits, saves, loads, calls
+parts of it, and trains on as plain torch would."""
 
 from __future__ import annotations
 
@@ -69,11 +70,12 @@ def run_both(
     return difference(engine, plain)
 
 
-# --- GatheredParameters -------------------------------------------------------------------------------------------------
+# --- GatheredParameters ---------------------------------------------------------------------------
 
 
 def edited(stage: str) -> float:
-    """Rank 1 edits some weights; a rank that is not the modifier writes nonsense; reading in between changes nothing."""
+    """Rank 1 edits some weights; a rank that is not the modifier writes nonsense; reading in
+    between changes nothing."""
 
     def at_engine(engine: zero_trial.Engine, step: int) -> None:
         module = engine.module
@@ -130,7 +132,8 @@ def test_gathered_parameters_nest_and_survive_errors(ranks: Pools, stage: str) -
 
 
 def masters_kept() -> None:
-    """bf16: an edit of some elements, or loading a part, leaves the fp32 bits of all others as they are."""
+    """bf16: an edit of some elements, or loading a part, leaves the fp32 bits of all others as they
+    are."""
     engine = build_engine(Case(Net, loss, config={"bf16": {"enabled": True}}), STAGES["zero3"])
     named = dict(engine.module.named_parameters())
     before = {name: zero.safe_get_full_fp32_param(param) for name, param in named.items()}
@@ -149,7 +152,7 @@ def test_edits_keep_the_other_masters_bits(ranks: Pools) -> None:
     ranks(2).run(masters_kept)
 
 
-# --- zero.Init ----------------------------------------------------------------------------------------------------------
+# --- zero.Init ------------------------------------------------------------------------------------
 
 
 def built_sharded(stage: str) -> float:
@@ -172,7 +175,7 @@ def test_a_model_built_in_shards_trains_alike(ranks: Pools, stage: str) -> None:
         assert gap <= TOLERANCE
 
 
-# --- safe_get_full_*, safe_set_full_* -----------------------------------------------------------------------------------
+# --- safe_get_full_*, safe_set_full_* -------------------------------------------------------------
 
 
 def full_values(stage: str, accumulation: int, fp16: bool) -> dict[str, float]:
@@ -227,7 +230,8 @@ def test_full_values_are_plain_torchs(ranks: Pools, stage: str, accumulation: in
 
 @pytest.mark.parametrize("stage", ["zero0", "zero2", "zero3"])
 def test_full_gradients_are_unscaled(ranks: Pools, stage: str) -> None:
-    """fp16 rounds to 2**-11: gradients of about 1 come back within a percent, not 64 times too large."""
+    """fp16 rounds to 2**-11: gradients of about 1 come back within a percent, not 64 times too
+    large."""
     for worst in ranks(2).run(full_values, stage, 2, True):
         assert worst["grad"] <= 2e-2
 
@@ -271,7 +275,7 @@ def test_values_that_are_set_count(ranks: Pools, stage: str) -> None:
         assert gap <= TOLERANCE
 
 
-# --- state_dict, load_state_dict ----------------------------------------------------------------------------------------
+# --- state_dict, load_state_dict ------------------------------------------------------------------
 
 
 def state_dicts(stage: str) -> None:
@@ -331,7 +335,7 @@ def test_state_dicts_hold_whole_tensors(ranks: Pools, stage: str) -> None:
     ranks(2).run(state_dicts, stage)
 
 
-# --- parts of the model, and the engine taken away -----------------------------------------------------------------------
+# --- parts of the model, and the engine taken away ------------------------------------------------
 
 
 def parts_called(stage: str) -> float:
@@ -377,7 +381,8 @@ def test_a_loss_may_bypass_the_forward(ranks: Pools, stage: str) -> None:
 
 
 def called_early(stage: str, how: str) -> None:
-    """overlap_comm: updated parameters travel while other things happen; whoever calls a part of the model waits for them."""
+    """overlap_comm: updated parameters travel while other things happen; whoever calls a part of
+    the model waits for them."""
     engine = build_engine(Case(Net, loss), STAGES[stage] | {"overlap_comm": True})
     engine.backward(loss(engine, Turn(0, 0, engine.global_rank)))
     engine.step()
@@ -403,7 +408,8 @@ def test_whoever_calls_a_part_waits_for_its_parameters(ranks: Pools, stage: str,
 
 
 def destroyed(stage: str) -> float:
-    """After destroy() the module is plain: it trains with a plain optimizer, and a new engine can take it."""
+    """After destroy() the module is plain: it trains with a plain optimizer, and a new engine can
+    take it."""
     engine = build_engine(Case(Net, loss), STAGES[stage])
     engine.backward(loss(engine, Turn(0, 0, engine.global_rank)))
     engine.step()
@@ -433,11 +439,12 @@ def test_a_destroyed_engine_leaves_a_plain_module(ranks: Pools, stage: str) -> N
         assert gap <= TOLERANCE
 
 
-# --- no_sync ------------------------------------------------------------------------------------------------------------
+# --- no_sync --------------------------------------------------------------------------------------
 
 
 def unsynced(stage: str) -> tuple[float, int, int]:
-    """Three backward passes, of which only the last talks; (difference, elements reduced inside no_sync, outside)."""
+    """Three backward passes, of which only the last talks; (difference, elements reduced inside
+    no_sync, outside)."""
     case = Case(Net, loss, accumulation=3)
     engine = build_engine(case, STAGES[stage])
     axis = "shard" if engine.mesh.shard.size > 1 else "replica"
@@ -492,11 +499,12 @@ def test_the_caller_may_own_the_boundary(ranks: Pools, stage: str) -> None:
         assert gap <= TOLERANCE
 
 
-# --- torch.compile ------------------------------------------------------------------------------------------------------
+# --- torch.compile --------------------------------------------------------------------------------
 
 
 class Compiled(Net):
-    """Every block compiled; ``aot_eager`` needs no compiler on the machine and traces the same graphs."""
+    """Every block compiled; ``aot_eager`` needs no compiler on the machine and traces the same
+    graphs."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,5 @@
-"""Engines whose parameters and gradients lie where peers read them: the same bits as through gloo, ordinary tensors to user code, no leak."""
+"""Engines whose parameters and gradients lie where peers read them: the same bits as through gloo,
+ordinary tensors to user code, no leak."""
 
 from __future__ import annotations
 
@@ -81,7 +82,8 @@ def test_hybrid_sharding_on_four_ranks(ranks: Pools) -> None:
 
 
 def shortage(poor_rank: int) -> tuple[list[float], int]:
-    """One rank gets no memory to share while its engine is built: its tensors are ordinary, the others' are not."""
+    """One rank gets no memory to share while its engine is built: its tensors are ordinary, the
+    others' are not."""
 
     def none_left(homes: SharedTensorPool, nbytes: int) -> None:
         raise OSError(28, "No space left on device")
@@ -107,7 +109,8 @@ def test_ranks_may_mix(ranks: Pools) -> None:
 
 
 def engines_come_and_go(stage: int, count: int) -> list[tuple[int, int, int, int]]:
-    """After each engine: bytes of living tensors that peers can read, bytes of their pages, segments, and descriptors of this process."""
+    """After each engine: bytes of living tensors that peers can read, bytes of their pages,
+    segments, and descriptors of this process."""
     found = []
     for _ in range(count):
         engine = make_engine(
@@ -133,7 +136,8 @@ def test_twenty_engines_leave_no_more_than_one(ranks: Pools, stage: int) -> None
 
 
 def forgotten(stage: int) -> tuple[bool, int]:
-    """An engine that nobody destroyed: whether it is gone, and bytes of living tensors that peers can read."""
+    """An engine that nobody destroyed: whether it is gone, and bytes of living tensors that peers
+    can read."""
     gc.collect()
     before = homes_bytes()
     engine = make_engine(TinyLM, {"zero_optimization": {"stage": stage, "param_persistence_threshold": 0}})
@@ -181,7 +185,8 @@ def test_user_code_meets_ordinary_tensors(ranks: Pools, stage: int) -> None:
 
 
 def edits() -> list[float]:
-    """Parameters are edited in place right after the step and by the safe ways, again and again, while peers could still be reading."""
+    """Parameters are edited in place right after the step and by the safe ways, again and again,
+    while peers could still be reading."""
     engine = make_engine(TinyLM, {"zero_optimization": {"stage": 3, "param_persistence_threshold": 0}})
     import zero_trial
 

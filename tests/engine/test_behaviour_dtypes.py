@@ -1,4 +1,5 @@
-"""Models that are not fp32: float64 trains in float64, 16-bit and mixed ones as they came, buffers of every dtype stay what they are."""
+"""Models that are not fp32: float64 trains in float64, 16-bit and mixed ones as they came, buffers
+of every dtype stay what they are."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ class Wide(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first = nn.Linear(5, 12, bias=False)  # a bias before a norm has a gradient of rounding errors alone
+        # a bias before a norm has a gradient of rounding errors alone
+        self.first = nn.Linear(5, 12, bias=False)
         self.norm = nn.BatchNorm1d(12)
         self.blocks = nn.ModuleList([nn.Linear(12, 12) for _ in range(2)])
         self.register_buffer("count", torch.tensor(2**40 + 1))
@@ -48,7 +50,8 @@ def loss(model: Any, turn: Turn) -> torch.Tensor:
 def in_double(
     stage: str, optimizer: dict[str, Any], accumulation: int, clip: float, folder: str
 ) -> tuple[float, list[str], bool]:
-    """(largest difference to plain torch's float64, dtypes of all that is kept, a checkpoint brings back every bit)."""
+    """(largest difference to plain torch's float64, dtypes of all that is kept, a checkpoint brings
+    back every bit)."""
     case = Case(Wide, loss, optimizer=optimizer, accumulation=accumulation, clip=clip)
     engine = build_engine(case, STAGES[stage])
     for step in range(STEPS):
@@ -85,9 +88,11 @@ SGD = {"type": "SGD", "params": {"lr": 0.01, "momentum": 0.9}}
 def test_a_float64_model_trains_in_float64(
     ranks: Pools, tmp_path: Path, stage: str, optimizer: dict[str, Any], accumulation: int, clip: float
 ) -> None:
-    """Tolerance 1e-12, where fp32 anywhere on the way would leave 1e-8: gradients, messages, norm, moments and masters are float64.
+    """Tolerance 1e-12, where fp32 anywhere on the way would leave 1e-8: gradients, messages, norm,
+    moments and masters are float64.
 
-    Plain torch adds up in another order, which changes a gradient by about 1e-16, and Adam with its eps of 1e-3 a weight by no more.
+    Plain torch adds up in another order, which changes a gradient by about 1e-16, and Adam with its
+    eps of 1e-3 a weight by no more.
     """
     for gap, dtypes, same in ranks(2).run(in_double, stage, optimizer, accumulation, clip, str(tmp_path)):
         assert gap <= 1e-12

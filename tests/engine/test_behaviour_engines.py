@@ -1,4 +1,5 @@
-"""Several engines in one process: a GAN that alternates, one loss through two engines, and two engines that know nothing of each other.
+"""Several engines in one process: a GAN that alternates, one loss through two engines, and two
+engines that know nothing of each other.
 
 Each against plain torch with the same losses; two ranks, every stage, 0 included.
 """
@@ -55,7 +56,8 @@ def engines(stages: tuple[str, str], accumulation: int = 1) -> list[zero_trial.E
 
 
 class Plain:
-    """One model of plain torch with the engine's three calls, so that one script drives both; gradients are means over ranks."""
+    """One model of plain torch with the engine's three calls, so that one script drives both;
+    gradients are means over ranks."""
 
     def __init__(self, model: nn.Module, lr: float, share: float) -> None:
         self.model, self.share = model, share
@@ -83,11 +85,13 @@ def plain_pair(accumulation: int = 1) -> list[Plain]:
     return [Plain(model, lr, 1 / (RANKS * accumulation)) for model, lr in zip(build(), (1e-3, 2e-3), strict=True)]
 
 
-# Scripts: generators that yield where plain torch must let the other ranks come first (before a step). `pair`: (generator, discriminator).
+# Scripts: generators that yield where plain torch must let the other ranks come first (before a
+# step). `pair`: (generator, discriminator).
 
 
 def gan(pair: Any, step: int, rank: int, accumulation: int) -> Iterator[str]:
-    """Discriminator on real and detached fake, then the generator through the discriminator, whose gradients are then forgotten."""
+    """Discriminator on real and detached fake, then the generator through the discriminator, whose
+    gradients are then forgotten."""
     generator, discriminator = pair
     for number in range(accumulation):
         turn = Turn(step, number, rank)
@@ -107,7 +111,8 @@ def gan(pair: Any, step: int, rank: int, accumulation: int) -> Iterator[str]:
 
 
 def gan_two_losses(pair: Any, step: int, rank: int, accumulation: int) -> Iterator[str]:
-    """Real and fake in two backward passes of the discriminator, as DCGAN's tutorial does; the same fake graph serves the generator."""
+    """Real and fake in two backward passes of the discriminator, as DCGAN's tutorial does; the same
+    fake graph serves the generator."""
     generator, discriminator = pair
     turn = Turn(step, 0, rank)
     fake = generator(turn.normal(4, 4))
@@ -195,7 +200,8 @@ def test_engines_of_different_stages_mix(ranks: Pools, script: str, stages: tupl
 
 
 def toggled(stage: str) -> list[float]:
-    """The discriminator's requires_grad is switched off while the generator trains, as many GAN scripts do."""
+    """The discriminator's requires_grad is switched off while the generator trains, as many GAN
+    scripts do."""
     pair = engines((stage, stage))
     plain = plain_pair()
     for step in range(STEPS):
@@ -218,7 +224,8 @@ def test_requires_grad_may_be_switched_off_for_a_while(ranks: Pools, stage: str)
 
 
 def forgetting(stage: str) -> tuple[float, float]:
-    """A backward pass whose gradients are forgotten leaves no trace, in the middle of an accumulation either."""
+    """A backward pass whose gradients are forgotten leaves no trace, in the middle of an
+    accumulation either."""
     gaps = []
     for accumulation in (1, 2):
         torch.manual_seed(3)

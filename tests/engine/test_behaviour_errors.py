@@ -1,4 +1,5 @@
-"""What users do wrong with an engine: one typed error that says where, what was got, what was expected, and how to mend it."""
+"""What users do wrong with an engine: one typed error that says where, what was got, what was
+expected, and how to mend it."""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ def refused(kind: type[ZeroTrialError], act: Any, *words: str) -> None:
         assert word in text, text
 
 
-# --- losses -------------------------------------------------------------------------------------------------------------
+# --- losses ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -82,7 +83,7 @@ def test_a_refused_loss_leaves_the_engine_working() -> None:
     assert found.was_step_applied()
 
 
-# --- the optimizer ------------------------------------------------------------------------------------------------------
+# --- the optimizer --------------------------------------------------------------------------------
 
 
 def test_a_step_without_an_optimizer() -> None:
@@ -136,7 +137,7 @@ def test_a_model_with_nothing_to_train() -> None:
     refused(TrialError, lambda: found.backward(found(torch.ones(5, 3)).mean()), "does not require grad")
 
 
-# --- the configuration --------------------------------------------------------------------------------------------------
+# --- the configuration ----------------------------------------------------------------------------
 
 
 class Args:
@@ -203,7 +204,7 @@ def test_the_batch_size_changes_only_between_steps() -> None:
     refused(TrialError, lambda: found.set_train_batch_size(8), "between steps")
 
 
-# --- ranks that do not do the same ----------------------------------------------------------------------------------------
+# --- ranks that do not do the same ----------------------------------------------------------------
 
 
 class Skipping(nn.Module):
@@ -251,7 +252,8 @@ ELSEWHERE = ("another rank makes another collective call at this point", "gave u
 
 
 def test_ranks_that_part_ways_are_told() -> None:
-    """Below stage 3 a block may be left out on one rank; at stage 3 nobody can gather it alone, and the error says who waited for what."""
+    """Below stage 3 a block may be left out on one rank; at stage 3 nobody can gather it alone, and
+    the error says who waited for what."""
     pool = RankPool(2)
     try:
         assert pool.run(leave_out, "zero1") == ["", ""]
@@ -268,7 +270,8 @@ def test_ranks_that_part_ways_are_told() -> None:
         first, second = pool.run(leave_out, "zero3")
         assert "blocks.1" in first
         assert second
-        # through shared memory who comes second sees at once that the other is elsewhere; the other hears so, or that it was given up
+        # through shared memory who comes second sees at once that the other is elsewhere; the other
+        # hears so, or that it was given up
         told = [any(words in text for words in ELSEWHERE) for text in (first, second)]
         assert told == [True, True]
         assert any(ELSEWHERE[0] in text for text in (first, second))

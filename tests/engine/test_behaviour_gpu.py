@@ -1,6 +1,8 @@
-"""The engine on a GPU: every stage and precision in one rank over NCCL, and two ranks on one GPU over gloo, against the same engine on CPU.
+"""The engine on a GPU: every stage and precision in one rank over NCCL, and two ranks on one GPU
+over gloo, against the same engine on CPU.
 
-Tolerance: fp32 losses differ by summation order of the products, 2e-5; 16-bit ones by two steps of bf16 at 4, 7e-2.
+Tolerance: fp32 losses differ by summation order of the products, 2e-5; 16-bit ones by two steps of
+bf16 at 4, 7e-2.
 """
 
 from __future__ import annotations
@@ -87,7 +89,8 @@ def train(stage: int, precision: str) -> tuple[Losses, str, str]:
 
 
 def all_cases(cases: list[Case], backend: str | None, cpu: bool, ops: str) -> dict[Case, Any]:
-    """What :func:`train` returns for each, or the error's text. All in one process: starting one costs more than training."""
+    """What :func:`train` returns for each, or the error's text. All in one process: starting one
+    costs more than training."""
     from zero_trial.comm import init_distributed
 
     os.environ["ZERO_TRIAL_OPS"] = ops

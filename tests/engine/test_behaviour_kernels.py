@@ -1,5 +1,6 @@
-"""The engine with the native kernels and with torch's: the same loss trace, checkpoints that go from
-one to the other, and ranks that compute alike. Tolerance 2e-6, as in the oracle: both round each step of size lr = 1e-3 to about 1e-7.
+"""The engine with the native kernels and with torch's: the same loss trace, checkpoints that go
+from one to the other, and ranks that compute alike. Tolerance 2e-6, as in the oracle: both round
+each step of size lr = 1e-3 to about 1e-7.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ def test_a_checkpoint_goes_from_one_to_the_other(ranks: Pools, tmp_path: Path, f
         assert max(abs(x - y) for x, y in zip(a, b, strict=True)) <= TOLERANCE
 
 
-# --- every stage, precision and optimizer -----------------------------------------------------------------------------
+# --- every stage, precision and optimizer ---------------------------------------------------------
 
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "AdamW": {"lr": 1e-3, "weight_decay": 0.01},
@@ -109,7 +110,8 @@ class Calls(TorchDispatchMode):
 
 
 def steps_of(name: str, stage: int, precision: str, native: bool) -> tuple[list[str], list[float]]:
-    """The ops that the steps of a run went through, and its losses; without the kernels where ``native`` is false."""
+    """The ops that the steps of a run went through, and its losses; without the kernels where
+    ``native`` is false."""
     known, calls = backend(), Calls()
     kept = known.native
     try:
@@ -133,8 +135,9 @@ def steps_of(name: str, stage: int, precision: str, native: bool) -> tuple[list[
 def test_every_stage_and_precision_goes_through_the_kernels_and_learns_as_the_reference(
     ranks: Pools, name: str
 ) -> None:
-    """Tolerance of the losses of four steps: 2e-6 in fp32; in 16 bits a weight may be rounded to the other one of two neighbours, and so may
-    the loss, which lies between 4 and 8 and is a 16-bit number itself: by 2^-8 in fp16 and 2^-5 in bf16."""
+    """Tolerance of the losses of four steps: 2e-6 in fp32; in 16 bits a weight may be rounded to
+    the other one of two neighbours, and so may the loss, which lies between 4 and 8 and is a 16-bit
+    number itself: by 2^-8 in fp16 and 2^-5 in bf16."""
     cases = [(stage, precision) for stage in range(4) for precision in PRECISIONS]
     if name != "AdamW":
         cases = [(0, "fp32"), (1, "bf16"), (2, "fp16"), (3, "bf16")]

@@ -1,6 +1,8 @@
-"""Models of every shape that users bring, trained by an engine at every ZeRO stage and by plain torch: the same parameters come out.
+"""Models of every shape that users bring, trained by an engine at every ZeRO stage and by plain
+torch: the same parameters come out.
 
-Two ranks, fp32, a few AdamW steps. Tolerance 2e-6, as in the oracle: only the order of sums differs.
+Two ranks, fp32, a few AdamW steps. Tolerance 2e-6, as in the oracle: only the order of sums
+differs.
 """
 
 from __future__ import annotations
@@ -51,7 +53,7 @@ def plain_loss(model: Any, turn: Turn) -> torch.Tensor:
     return model(turn.normal(4, 5)).square().mean()
 
 
-# --- parameters: groups, frozen, unused, tied, sizes --------------------------------------------------------------------
+# --- parameters: groups, frozen, unused, tied, sizes ----------------------------------------------
 
 
 def by_kind(model: nn.Module) -> list[dict[str, Any]]:
@@ -106,7 +108,8 @@ class Lora(Stack):
 
 
 class Spare(Stack):
-    """``spare`` and one block are never used; ``sometimes`` on rank 1 only, in odd steps; ``rare`` in the first step on rank 0."""
+    """``spare`` and one block are never used; ``sometimes`` on rank 1 only, in odd steps; ``rare``
+    in the first step on rank 0."""
 
     def __init__(self) -> None:
         super().__init__(2)
@@ -151,7 +154,8 @@ class Branches(Stack):
 
 
 class Tied(Stack):
-    """Weights shared between embedding and head, between two blocks, and one block that stands in the list twice."""
+    """Weights shared between embedding and head, between two blocks, and one block that stands in
+    the list twice."""
 
     def __init__(self) -> None:
         super().__init__(3)
@@ -166,7 +170,8 @@ class Tied(Stack):
 
 
 class Sizes(Stack):
-    """Empty, scalar, one-element and huge parameters (three buckets' worth), between ordinary ones."""
+    """Empty, scalar, one-element and huge parameters (three buckets' worth), between ordinary
+    ones."""
 
     def __init__(self) -> None:
         super().__init__(2)
@@ -196,7 +201,7 @@ class OnlyEmpty(nn.Module):
         return self.blocks[1](self.blocks[0](x)) + self.blocks[2](x).sum()
 
 
-# --- control flow -------------------------------------------------------------------------------------------------------
+# --- control flow ---------------------------------------------------------------------------------
 
 
 class Twice(Stack):
@@ -255,7 +260,8 @@ class Recomputed(Stack):
 
 
 class RecomputedShared(Stack):
-    """Reentrant checkpointing runs one backward per segment: a weight used in several segments gets several gradients."""
+    """Reentrant checkpointing runs one backward per segment: a weight used in several segments gets
+    several gradients."""
 
     def __init__(self, reentrant: bool) -> None:
         super().__init__(2)
@@ -277,7 +283,7 @@ class FrozenFrontRecomputed(Recomputed):
         self.blocks[0].requires_grad_(False)
 
 
-# --- outputs ------------------------------------------------------------------------------------------------------------
+# --- outputs --------------------------------------------------------------------------------------
 
 Pair = namedtuple("Pair", ["x", "extra"])
 
@@ -335,7 +341,8 @@ class Wrapped(Stack):
 
 
 class Auxiliary(Mix):
-    """Leaves a loss of its own on an attribute, as routers do; with ``only`` that is the block's only differentiable result."""
+    """Leaves a loss of its own on an attribute, as routers do; with ``only`` that is the block's
+    only differentiable result."""
 
     def __init__(self, only: bool = False) -> None:
         super().__init__()
@@ -362,7 +369,8 @@ def loss_with_auxiliary(model: Any, turn: Turn) -> torch.Tensor:
 
 
 class Late(nn.Module):
-    """A loss that reaches a block's weight twice: through its output, and directly from the root (weight decay by hand)."""
+    """A loss that reaches a block's weight twice: through its output, and directly from the root
+    (weight decay by hand)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -372,7 +380,7 @@ class Late(nn.Module):
         return self.inner(x).square().mean() + 0.01 * self.inner.head.weight.square().sum()
 
 
-# --- layers of torch ----------------------------------------------------------------------------------------------------
+# --- layers of torch ------------------------------------------------------------------------------
 
 
 class Conv(nn.Module):
@@ -406,7 +414,8 @@ class Recurrent(nn.Module):
 
 
 class Attention(nn.Module):
-    """torch's own encoder layers: a weight of an inner module is used by the outer module's function."""
+    """torch's own encoder layers: a weight of an inner module is used by the outer module's
+    function."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -426,7 +435,8 @@ def token_loss(model: Any, turn: Turn) -> torch.Tensor:
 
 
 class Sparse(nn.Module):
-    """Embeddings whose gradients come as sparse tensors, one small, one large; one is used twice."""
+    """Embeddings whose gradients come as sparse tensors, one small, one large; one is used
+    twice."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -448,7 +458,7 @@ class Normed(Stack):
         torch.nn.utils.parametrizations.weight_norm(self.head)
 
 
-# --- losses -------------------------------------------------------------------------------------------------------------
+# --- losses ---------------------------------------------------------------------------------------
 
 
 def input_gradient_loss(model: Any, turn: Turn) -> torch.Tensor:
@@ -457,7 +467,8 @@ def input_gradient_loss(model: Any, turn: Turn) -> torch.Tensor:
 
 
 def penalty_loss(model: Any, turn: Turn) -> torch.Tensor:
-    """A gradient penalty: the gradient of an output by the input enters the loss, so autograd goes through the model three times."""
+    """A gradient penalty: the gradient of an output by the input enters the loss, so autograd goes
+    through the model three times."""
     x = turn.normal(4, 5).requires_grad_()
     (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
     return slope.square().mean() + model(x).square().mean()
@@ -469,7 +480,8 @@ def two_inputs_loss(model: Any, turn: Turn) -> torch.Tensor:
 
 
 def evaluate(model: Any, turn: Turn) -> None:
-    """After every micro-batch: under no_grad and inference_mode, in eval mode, and a forward with gradients that is never taken back."""
+    """After every micro-batch: under no_grad and inference_mode, in eval mode, and a forward with
+    gradients that is never taken back."""
     model.eval()
     with torch.no_grad():
         plain_loss(model, turn)

@@ -1,4 +1,5 @@
-"""Tests for parameters on NVMe (zero_trial/engine/offload_config.py, zero_trial/sharding/offload/nvme_params.py): bits, traffic, memory, refusals."""
+"""Tests for parameters on NVMe (zero_trial/engine/offload_config.py,
+zero_trial/sharding/offload/nvme_params.py): bits, traffic, memory, refusals."""
 
 from __future__ import annotations
 
@@ -62,7 +63,8 @@ def edit(engine: Any) -> None:
 
 
 def run_both(stage: str, precision: str, state: str, folder: str) -> tuple[int, int]:
-    """Bits of three steps, of edits, of the checkpoints, and of runs that go on from each other's checkpoint."""
+    """Bits of three steps, of edits, of the checkpoints, and of runs that go on from each other's
+    checkpoint."""
     logging.getLogger("zero_trial").setLevel(logging.ERROR)
     config = PRECISIONS[precision]
     rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
@@ -122,8 +124,9 @@ def blocks(units: list[Any]) -> int:
 
 @pytest.mark.parametrize(("precision", "reads", "writes"), [("bf16", 0, 2), ("fp32", 4, 4)])
 def test_bytes_per_step_and_in_memory(tmp_path: Path, precision: str, reads: int, writes: int) -> None:
-    """Freed after each use, every unit is read for a forward, and every block again for its backward, in whole blocks of the disk; an update
-    writes 2 bytes of a 16-bit parameter, and reads and writes 4 of an fp32 one, which is its own master."""
+    """Freed after each use, every unit is read for a forward, and every block again for its
+    backward, in whole blocks of the disk; an update writes 2 bytes of a 16-bit parameter, and reads
+    and writes 4 of an fp32 one, which is its own master."""
     engine = engine_of("zero3-free", PRECISIONS[precision], str(tmp_path))
     units, swapper = away(engine), swapper_of(engine)
     trained = sum(unit.layout.shard_numel for unit in units if unit.trainable)
@@ -227,7 +230,8 @@ def test_two_engines_in_one_folder(tmp_path: Path) -> None:
 
 
 def test_a_model_that_is_not_trained(tmp_path: Path) -> None:
-    """Inference with the weights on a disk; an engine without optimizer has no store, and saves all the same."""
+    """Inference with the weights on a disk; an engine without optimizer has no store, and saves all
+    the same."""
     case = Case(Net, loss)
     section = {"offload_param": {"device": "nvme", "nvme_path": str(tmp_path), "max_in_cpu": 0}}
     answers = []
@@ -260,7 +264,8 @@ def test_a_step_that_fails_between_is_followed_by_a_whole_one(tmp_path: Path) ->
 
 @pytest.mark.parametrize("state", PLACES)
 def test_a_disk_that_fails_gives_nothing_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state: str) -> None:
-    """A write of new parameters fails behind the step's back: neither a forward, nor a checkpoint, nor a step goes on from half of them."""
+    """A write of new parameters fails behind the step's back: neither a forward, nor a checkpoint,
+    nor a step goes on from half of them."""
     engine = engine_of("zero3-free", {"bf16": {"enabled": True}}, str(tmp_path), state)
     train(engine, range(1))
 
@@ -307,7 +312,8 @@ def test_optimizers_that_need_whole_tensors_are_refused(tmp_path: Path) -> None:
 
 
 def run_one_rank_looks(folder: str) -> list[float]:
-    """Rank 0 logs its own part of the weights between micro-batches: no other rank hears of that, and nobody waits in vain."""
+    """Rank 0 logs its own part of the weights between micro-batches: no other rank hears of that,
+    and nobody waits in vain."""
     engine = engine_of("zero3-free", {"gradient_accumulation_steps": 3}, folder, buffer_count=40)
     losses = []
     for step in range(3):
@@ -349,7 +355,8 @@ def test_a_model_built_in_shards(ranks: Pools, tmp_path: Path) -> None:
 
 
 def run_pipelines(folder: str) -> int:
-    """Two pipeline stages with a tied weight; the parameters of each stage's own layers in a file of its rank."""
+    """Two pipeline stages with a tied weight; the parameters of each stage's own layers in a file
+    of its rank."""
     traces = []
     for section in (None, {"device": "nvme", "nvme_path": folder, "max_in_cpu": 0}):
         zero_config = {"stage": 3, "param_persistence_threshold": 0} | ({"offload_param": section} if section else {})

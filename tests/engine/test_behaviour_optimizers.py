@@ -1,4 +1,5 @@
-"""Every optimizer and schedule that ds_config or the client can give, on shards, against the same class in plain torch.
+"""Every optimizer and schedule that ds_config or the client can give, on shards, against the same
+class in plain torch.
 
 Clipping is on throughout: unscaling and clipping reach the different optimizers by different ways.
 """
@@ -103,7 +104,8 @@ class Mine(torch.optim.SGD):
                     param.sub_(param.grad.sign() * param.grad.abs().log1p(), alpha=group["lr"])
 
 
-# Each passes the rounding of a gradient on at no more than its own size: see tests/support/models.py.
+# Each passes the rounding of a gradient on at no more than its own size: see
+# tests/support/models.py.
 CLIENTS: dict[str, Any] = {
     "AdamW": lambda groups: torch.optim.AdamW(groups, lr=2e-3, weight_decay=0.1, eps=1e-3),
     "AdamW fused": lambda groups: torch.optim.AdamW(groups, lr=2e-3, weight_decay=0.1, eps=1e-3, fused=True),
@@ -172,7 +174,7 @@ def test_an_optimizer_of_whole_tensors_runs_unsharded_and_is_refused_sharded(ran
         assert "zero_optimization.stage 0" in str(message)
 
 
-# --- schedules ----------------------------------------------------------------------------------------------------------
+# --- schedules ------------------------------------------------------------------------------------
 
 
 def lr_lambda(step: int) -> float:
@@ -257,4 +259,5 @@ def warm_up(stage: str) -> list[float]:
 
 def test_warmup_moves_once_per_optimizer_step(ranks: Pools) -> None:
     for lrs in ranks(2).run(warm_up, "zero2"):
-        assert lrs == pytest.approx([0.0, 0.001, 0.002, 0.003, 0.004])  # as DeepSpeed: 0 also in the second step
+        # as DeepSpeed: 0 also in the second step
+        assert lrs == pytest.approx([0.0, 0.001, 0.002, 0.003, 0.004])

@@ -1,4 +1,5 @@
-"""Behaviour of models that are parallel themselves: one gradient norm, one verdict and one culprit for all their parts."""
+"""Behaviour of models that are parallel themselves: one gradient norm, one verdict and one culprit
+for all their parts."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ SGD = {"type": "SGD", "params": {"lr": 1.0}}
 
 
 class Parted(nn.Module):
-    """A layer that all parts hold and compute alike, and a vector of which each part has its own elements."""
+    """A layer that all parts hold and compute alike, and a vector of which each part has its own
+    elements."""
 
     def __init__(self, parts: list[int]) -> None:
         super().__init__()

@@ -1,4 +1,5 @@
-"""What a pipeline reads: shapes that vary, short batches, data that end, one reader or two, values of any structure."""
+"""What a pipeline reads: shapes that vary, short batches, data that end, one reader or two, values
+of any structure."""
 
 from __future__ import annotations
 
@@ -74,7 +75,8 @@ def test_labels_travel_only_where_the_last_stage_reads_none(ranks: Pools) -> Non
 
 
 def read_to_the_end(lengths: list[int]) -> list[str]:
-    """What each call of train_batch gives until the data end; ``lengths``: micro-batches of each line."""
+    """What each call of train_batch gives until the data end; ``lengths``: micro-batches of each
+    line."""
     engine = make_engine(layers(2), 2, {"stage": 1}, 4)
     line = engine.mpu.get_data_parallel_rank()
     data = iter([micro_batch(0, number, line) for number in range(lengths[line])]) if engine.is_first_stage() else None
@@ -191,7 +193,8 @@ def train_odd(stages: int, schedule: str, chunks: int | str = "auto") -> tuple[l
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
 def test_values_of_any_structure_travel(ranks: Pools, schedule: str) -> None:
-    """Dicts, masks, indices, numbers, one tensor twice in use, and a layer that works in place on what it received."""
+    """Dicts, masks, indices, numbers, one tensor twice in use, and a layer that works in place on
+    what it received."""
     (whole, state), *_ = ranks(1).run(train_odd, 1, schedule)
     for losses, part in ranks(2).run(train_odd, 2, schedule):
         assert losses == pytest.approx(whole, rel=1e-6)

@@ -1,4 +1,5 @@
-"""What goes wrong in a pipeline is said on every rank, in time: which rank, stage, micro-batch and action."""
+"""What goes wrong in a pipeline is said on every rank, in time: which rank, stage, micro-batch and
+action."""
 
 from __future__ import annotations
 
@@ -42,7 +43,8 @@ class Faulty(nn.Module):
 
 
 def faulty(place: int, backward: bool, schedule: str) -> tuple[str, float, str]:
-    """The error of a step with a layer that fails, how long it took, and whether another engine works afterwards."""
+    """The error of a step with a layer that fails, how long it took, and whether another engine
+    works afterwards."""
     parts = layers(8)
     parts[place] = LayerSpec(Faulty, backward)
     engine = make_engine(parts, 4, {"stage": 1}, 8, pipeline={"schedule": schedule, "partition_method": "uniform"})
@@ -136,7 +138,8 @@ def test_verbs_of_other_engines_are_refused(ranks: Pools) -> None:
 
 
 def no_scalar() -> str:
-    module = PipelineModule(layers(2), num_stages=2, seed_layers=True)  # no loss_fn: logits as the loss
+    # no loss_fn: logits as the loss
+    module = PipelineModule(layers(2), num_stages=2, seed_layers=True)
     config = {"train_micro_batch_size_per_gpu": 2, "optimizer": ADAMW, "comm_timeout_seconds": 30.0}
     engine = zero_trial.initialize(model=module, config=config)[0]
     try:

@@ -1,4 +1,5 @@
-"""Models that are more than a chain of trained layers: frozen parts, running statistics, hybrid sharding, and what watches a pipeline."""
+"""Models that are more than a chain of trained layers: frozen parts, running statistics, hybrid
+sharding, and what watches a pipeline."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ class Frozen(nn.Linear):
 
 
 def frozen_layers() -> list[Any]:
-    """A frozen first stage, a frozen layer in between, running statistics, a tied module with a weight that one end does not use."""
+    """A frozen first stage, a frozen layer in between, running statistics, a tied module with a
+    weight that one end does not use."""
     return [
         LayerSpec(Frozen, 6, 6),
         LayerSpec(Frozen, 6, 6),
@@ -60,7 +62,8 @@ def make(stages: int, section: dict[str, Any], **config: Any) -> Any:
 
 
 def train(stages: int, section: dict[str, Any], folder: Path | None = None, **config: Any) -> Any:
-    """Losses of three steps, the last after a restart where there is a folder; and all of this stage's values."""
+    """Losses of three steps, the last after a restart where there is a folder; and all of this
+    stage's values."""
     engine = make(stages, section, **config)
     line, losses = engine.mpu.get_data_parallel_rank(), []
     for step in range(3):
@@ -144,7 +147,8 @@ def test_a_pipeline_is_watched_like_any_engine(ranks: Pools, tmp_path: Path) -> 
 
 
 class Classifier(PipelineModule):
-    """A loss that is a module with a buffer (the weights of classes), and a child that is not a layer."""
+    """A loss that is a module with a buffer (the weights of classes), and a child that is not a
+    layer."""
 
     def __init__(self, stages: int) -> None:
         weight = torch.tensor([1.0, 2.0, 0.5, 1.0, 3.0, 1.0])

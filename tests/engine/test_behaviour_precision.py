@@ -1,4 +1,5 @@
-"""16-bit training against a plain loop of 16-bit parameters with fp32 masters, and what happens when a gradient is not finite."""
+"""16-bit training against a plain loop of 16-bit parameters with fp32 masters, and what happens
+when a gradient is not finite."""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ def masters(engine: zero_trial.Engine) -> dict[str, torch.Tensor]:
 def train_mixed(
     dtype: torch.dtype, scale: float, accumulation: int, clip: float, wide: bool = False
 ) -> dict[str, torch.Tensor]:
-    """fp32 masters of a plain loop: gradients of 16-bit parameters, added up in 16 bits for one micro-batch and in fp32 for several."""
+    """fp32 masters of a plain loop: gradients of 16-bit parameters, added up in 16 bits for one
+    micro-batch and in fp32 for several."""
     torch.manual_seed(1)
     model = Tower()
     master = {name: param.detach().clone() for name, param in model.named_parameters()}
@@ -89,7 +91,8 @@ def against_plain(precision: str, stage: str, accumulation: int, extra: dict[str
 def test_masters_follow_a_plain_mixed_precision_loop(
     ranks: Pools, precision: str, stage: str, accumulation: int
 ) -> None:
-    """Tolerance 2e-6: the sums are made in the same dtypes and order; only the norm's order of summation differs."""
+    """Tolerance 2e-6: the sums are made in the same dtypes and order; only the norm's order of
+    summation differs."""
     for gap, rounded in ranks(2).run(against_plain, precision, stage, accumulation, {}):
         assert gap <= TOLERANCE
         assert rounded
@@ -133,7 +136,7 @@ def test_communication_in_sixteen_bits_rounds_and_no_more(ranks: Pools, stage: s
     assert rounded == pytest.approx(plain, rel=2e-2)
 
 
-# --- gradients that are not finite ---------------------------------------------------------------------------------------
+# --- gradients that are not finite ----------------------------------------------------------------
 
 
 class Lines(logging.Handler):
@@ -146,7 +149,8 @@ class Lines(logging.Handler):
 
 
 def inject(engine: zero_trial.Engine, name: str, rank: int, when: dict[str, Any], value: float) -> None:
-    """From now on rank ``rank``'s gradient of ``name`` gets one bad element while ``when["now"]``."""
+    """From now on rank ``rank``'s gradient of ``name`` gets one bad element while
+    ``when["now"]``."""
     if engine.global_rank != rank:
         return
 
@@ -162,7 +166,8 @@ def inject(engine: zero_trial.Engine, name: str, rank: int, when: dict[str, Any]
 def overflows(
     stage: str, precision: dict[str, Any], name: str, rank: int, bad: tuple[int, ...], accumulation: int
 ) -> dict[str, Any]:
-    """Trains eight steps; the gradient of ``name`` is bad on ``rank`` in the first micro-batch of the steps ``bad``."""
+    """Trains eight steps; the gradient of ``name`` is bad on ``rank`` in the first micro-batch of
+    the steps ``bad``."""
     schedule = {"type": "ExponentialLR", "params": {"gamma": 0.9}}
     engine = build_engine(
         Case(Tower, loss, accumulation=accumulation, config=precision | {"scheduler": schedule}), STAGES[stage]
@@ -202,7 +207,8 @@ FP16 = {"fp16": {"enabled": True, "initial_scale_power": 8, "hysteresis": 2, "lo
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("stage", STAGES)
 def test_an_overflow_on_one_rank_acts_on_all(ranks: Pools, stage: str, accumulation: int) -> None:
-    """Steps 2 and 3 overflow: the first eats the hysteresis, the second halves the scale; after two clean steps it doubles."""
+    """Steps 2 and 3 overflow: the first eats the hysteresis, the second halves the scale; after two
+    clean steps it doubles."""
     name = "blocks.1.weight"
     answers = ranks(2).run(overflows, stage, FP16, name, 1, (2, 3), accumulation)
     for seen in answers:
@@ -292,7 +298,8 @@ def test_without_the_check_the_step_is_taken(ranks: Pools) -> None:
 
 
 def huge(stage: str) -> tuple[Any, ...]:
-    """A whole loss that is NaN on one rank: every gradient is bad; the first in the model's way back is named."""
+    """A whole loss that is NaN on one rank: every gradient is bad; the first in the model's way
+    back is named."""
     engine = build_engine(Case(Tower, loss), STAGES[stage])
     value = loss(engine, Turn(0, 0, engine.global_rank))
     engine.backward(value * float("nan") if engine.global_rank == 1 else value)

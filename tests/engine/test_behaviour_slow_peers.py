@@ -1,6 +1,8 @@
-"""A rank that reads late what its peers lend it sees what they lent: whatever they do to parameters and gradients in the meantime.
+"""A rank that reads late what its peers lend it sees what they lent: whatever they do to parameters
+and gradients in the meantime.
 
-Every read of rank 1 is held up until rank 0 has come as far as it can. Each against plain torch with the same edits.
+Every read of rank 1 is held up until rank 0 has come as far as it can. Each against plain torch
+with the same edits.
 """
 
 from __future__ import annotations
@@ -103,13 +105,15 @@ def test_edits_between_steps(ranks: Pools, stage: str, edit: str) -> None:
 
 @pytest.mark.parametrize("stage", ["zero1", "zero2"])
 def test_edits_after_values_that_were_waited_for_late(ranks: Pools, stage: str) -> None:
-    """overlap_comm: this rank has called its module, so its parameters are its own again; its peers are not there yet."""
+    """overlap_comm: this rank has called its module, so its parameters are its own again; its peers
+    are not there yet."""
     assert max(ranks(2).run(edited, stage, {"overlap_comm": True}, "shrink")) <= TOLERANCE
 
 
 def gone_on(stage: str) -> float:
-    """A backward pass that raises with reductions under way, and another one in its place. What the first one left counts, as in plain torch:
-    it is forgotten by zero_grad, or is nothing because its loss is."""
+    """A backward pass that raises with reductions under way, and another one in its place. What the
+    first one left counts, as in plain torch: it is forgotten by zero_grad, or is nothing because
+    its loss is."""
     case = Case(wide_tower, loss, steps=2)
     engine = build_engine(case, STAGES[stage])
     armed = [False]
@@ -143,7 +147,8 @@ def test_a_step_after_a_backward_pass_that_raised(ranks: Pools, stage: str) -> N
 
 
 def summed_twice(zero: dict[str, Any]) -> float:
-    """Gradients that come after a reduced backward pass are reduced as a second sum, which is added to the first."""
+    """Gradients that come after a reduced backward pass are reduced as a second sum, which is added
+    to the first."""
     case = Case(wide_tower, lambda model, turn: 2 * loss(model, turn), steps=3)
     engine = build_engine(case, zero)
     with slow_reader(engine.global_rank, engine.world_size - 1):

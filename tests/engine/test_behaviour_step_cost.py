@@ -1,4 +1,5 @@
-"""Behaviour of a step's cost: what an engine does for each parameter, counted. Times depend on the machine, counts do not."""
+"""Behaviour of a step's cost: what an engine does for each parameter, counted. Times depend on the
+machine, counts do not."""
 
 from __future__ import annotations
 
@@ -102,14 +103,16 @@ def trained(layers: int, stage: int) -> Callable[[], None]:
 
 
 def per_parameter(count: Callable[[Callable[[], None]], int], build: Callable[[int], Callable[[], None]]) -> float:
-    """How much of it grows with the model, by parameter: two sizes, so that what a step costs anyway falls out."""
+    """How much of it grows with the model, by parameter: two sizes, so that what a step costs
+    anyway falls out."""
     small, large = count(build(20)), count(build(60))
     return (large - small) / 80
 
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_an_engine_asks_torch_for_nothing_per_parameter(stage: int) -> None:
-    """Gradients below 16 Ki elements land together, and norm, update and publication work on whole units."""
+    """Gradients below 16 Ki elements land together, and norm, update and publication work on whole
+    units."""
     assert per_parameter(ops_of, lambda layers: trained(layers, stage)) == per_parameter(ops_of, bare)
 
 
@@ -121,5 +124,6 @@ def test_a_step_asks_torch_for_little(stage: int) -> None:
 
 @pytest.mark.parametrize(("stage", "most"), [(0, 1.0), (1, 1.0), (2, 1.0), (3, 2.4)])
 def test_a_parameter_costs_one_call(stage: int, most: float) -> None:
-    """That is the hook which autograd calls. At stage 3 a block of twenty parameters has hooks of its own."""
+    """That is the hook which autograd calls. At stage 3 a block of twenty parameters has hooks of
+    its own."""
     assert per_parameter(calls_of, lambda layers: trained(layers, stage)) <= most

@@ -108,7 +108,8 @@ def test_a_client_wins_over_ds_config():
 
 
 def test_a_schedule_of_another_optimizer_would_change_nothing():
-    """A user's first port from plain torch: the optimizer stays in ds_config, the schedule is built around one that nobody steps."""
+    """A user's first port from plain torch: the optimizer stays in ds_config, the schedule is built
+    around one that nobody steps."""
     model = nn.Linear(3, 2)
     stray = torch.optim.lr_scheduler.StepLR(torch.optim.AdamW(model.parameters()), 10)
     with pytest.raises(ConfigError, match=r"lr_scheduler\): the schedule belongs to another .* got StepLR of AdamW"):
@@ -123,7 +124,8 @@ def test_a_schedule_of_another_optimizer_would_change_nothing():
 
 
 def test_auto_takes_what_the_arguments_say(caplog: pytest.LogCaptureFixture):
-    """As a script for Hugging Face's Trainer has them; what was filled in, and from what, is said once."""
+    """As a script for Hugging Face's Trainer has them; what was filled in, and from what, is said
+    once."""
     args = SimpleNamespace(learning_rate=0.25, weight_decay=0.5, max_grad_norm=2.0, train_batch_size=None)
     params = {"lr": "auto", "weight_decay": "auto"}
     config = CONFIG | {"optimizer": {"type": "AdamW", "params": params}, "gradient_clipping": "auto"}
@@ -179,7 +181,8 @@ def test_a_clients_mpu_gives_the_data_parallel_group(ranks: Pools) -> None:
 
 
 def inference(stage: str) -> tuple[bool, int, bool]:
-    """No optimizer: a reference or reward model. At stage 3 its parameters are sharded all the same."""
+    """No optimizer: a reference or reward model. At stage 3 its parameters are sharded all the
+    same."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64))
     x = torch.randn(2, 64)

@@ -70,7 +70,8 @@ def test_training_arguments_are_understood():
 
 
 def test_a_plain_script_s_arguments():
-    """``train_batch_size`` alone is the global one, as in ds_config; no warm-up is a warm-up of no steps."""
+    """``train_batch_size`` alone is the global one, as in ds_config; no warm-up is a warm-up of no
+    steps."""
     args = argparse.Namespace(lr=0.1, train_batch_size=32, warmup_steps=0, max_steps=10, model=object())
     assert hints_of(args) == {"lr": 0.1, "train_batch_size": 32, "warmup_steps": 0, "max_steps": 10}
     assert hints_of(None) == {}

@@ -1,4 +1,5 @@
-"""What a checkpoint calls things, and models that are parallel themselves: every part is saved under its own names, and none over another's."""
+"""What a checkpoint calls things, and models that are parallel themselves: every part is saved
+under its own names, and none over another's."""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ class Columns(nn.Module):
 
 
 class ClientMpu:
-    """Ranks 0, 2 ... see other data than each other, and the same as their odd neighbours, which hold the other half of the model."""
+    """Ranks 0, 2 ... see other data than each other, and the same as their odd neighbours, which
+    hold the other half of the model."""
 
     def __init__(self) -> None:
         ranks = list(range(dist.get_world_size()))

@@ -1,4 +1,5 @@
-"""A step that the device decides leaves what one that the host decides leaves, to the bit, and nobody waits in it."""
+"""A step that the device decides leaves what one that the host decides leaves, to the bit, and
+nobody waits in it."""
 
 from __future__ import annotations
 
@@ -156,7 +157,8 @@ def both(
     return differences(*found)
 
 
-EVERYWHERE = ("AdamW", "SGD", "Lamb")  # the others differ from these in no way that a stage could see
+# the others differ from these in no way that a stage could see
+EVERYWHERE = ("AdamW", "SGD", "Lamb")
 
 
 @pytest.mark.parametrize(
@@ -164,7 +166,8 @@ EVERYWHERE = ("AdamW", "SGD", "Lamb")  # the others differ from these in no way 
     [(stage, name) for name in OPTIMIZERS for stage in (STAGES if name in EVERYWHERE else ("zero0", "zero3"))],
 )
 def test_the_same_bits_for_every_optimizer_and_stage(ranks: Pools, stage: str, optimizer: str) -> None:
-    """fp16 with a dynamic scale; the first and the last step overflow, and two in a row between them."""
+    """fp16 with a dynamic scale; the first and the last step overflow, and two in a row between
+    them."""
     assert ranks(2).run(both, stage, FP16, optimizer) == [[], []]
 
 
@@ -235,11 +238,12 @@ def test_hybrid_sharding(ranks: Pools) -> None:
     assert ranks(4).run(both_replicas) == [[]] * 4
 
 
-# --- who waits, and when ----------------------------------------------------------------------------------------------
+# --- who waits, and when --------------------------------------------------------------------------
 
 
 def reads(stage: str, optimizer: str, config: dict[str, Any]) -> list[Any]:
-    """Reads of the device in three steps, of which the second overflows; then how often the courier was waited for, before and after."""
+    """Reads of the device in three steps, of which the second overflows; then how often the courier
+    was waited for, before and after."""
     engine = build_engine(
         Case(Tower, loss, two_groups, OPTIMIZERS[optimizer], config=SCHEDULE | config, clip=0.3), STAGES[stage]
     )
@@ -257,7 +261,8 @@ def reads(stage: str, optimizer: str, config: dict[str, Any]) -> list[Any]:
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("stage", ["zero0", "zero1", "zero2", "zero3"])
 def test_nothing_is_read_in_a_step_and_once_after_it(ranks: Pools, stage: str, optimizer: str) -> None:
-    """Of two ranks, through gloo's shared memory, which reads what it sends; so here one rank alone."""
+    """Of two ranks, through gloo's shared memory, which reads what it sends; so here one rank
+    alone."""
     for found in ranks(1).run(reads, stage, optimizer, FP16):
         assert found == [([], step, step, True) for step in range(3)]
 
@@ -317,11 +322,12 @@ def test_who_asks_for_the_verdict(name: str) -> None:
     assert waits(outcome) == (name in ASKERS)
 
 
-# --- what a skipped step leaves ---------------------------------------------------------------------------------------
+# --- what a skipped step leaves -------------------------------------------------------------------
 
 
 def resumed(folder: str, stage: str, late: bool) -> dict[str, Any]:
-    """Five steps, saved right after the third, which was skipped, and gone on with in a new engine."""
+    """Five steps, saved right after the third, which was skipped, and gone on with in a new
+    engine."""
     engines = []
     for _ in range(2):
         engines.append(build_engine(Case(Tower, loss, config=SCHEDULE | FP16, clip=0.3), STAGES[stage]))
@@ -427,11 +433,12 @@ def test_an_engine_that_is_destroyed_says_so_without_the_others(ranks: Pools) ->
         assert how == "destroy" and "already at its minimum" in words and "step 0" in words
 
 
-# --- other engines ----------------------------------------------------------------------------------------------------
+# --- other engines --------------------------------------------------------------------------------
 
 
 def gan(late: bool) -> list[dict[str, Any]]:
-    """A discriminator whose gradients the generator's loss overwrites before the verdict on them is asked for."""
+    """A discriminator whose gradients the generator's loss overwrites before the verdict on them is
+    asked for."""
     engines = []
     case = Case(lambda: nn.Sequential(nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 5)), loss, config=FP16, clip=0.3)
     for stage in ("zero0", "zero1"):
@@ -467,7 +474,8 @@ def test_two_engines_in_turn(ranks: Pools) -> None:
 
 
 def pipeline(late: bool, stage: int, config: dict[str, Any]) -> dict[str, Any]:
-    """Two pipeline ranks with a tied embedding; the first stage's gradient is bad in steps 0 and 2. ``pending``: was the verdict open."""
+    """Two pipeline ranks with a tied embedding; the first stage's gradient is bad in steps 0 and 2.
+    ``pending``: was the verdict open."""
     engine = make_pipeline(layers(2), 2, {"stage": stage}, 2, gradient_clipping=0.5, **SCHEDULE, **config)
     if late:
         make_late(engine)
@@ -495,7 +503,7 @@ def test_a_pipeline(ranks: Pools, stage: int, config: dict[str, Any]) -> None:
     assert ranks(2).run(both_pipelines, stage, config) == [[], []]
 
 
-# --- the choice -------------------------------------------------------------------------------------------------------
+# --- the choice -----------------------------------------------------------------------------------
 
 
 def test_the_device_decides_on_cuda_for_optimizers_that_support_it():

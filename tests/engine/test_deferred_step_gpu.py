@@ -1,4 +1,5 @@
-"""On a GPU a step waits for nothing, whatever it finds, and leaves the bits of one that the host decides. One rank over NCCL."""
+"""On a GPU a step waits for nothing, whatever it finds, and leaves the bits of one that the host
+decides. One rank over NCCL."""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ def loss(model: Any, turn: Turn) -> torch.Tensor:
 
 
 def train(stage: str, precision: str, optimizer: str, prompt: bool) -> dict[str, Any]:
-    """Steps 1, 4 and 5 are not finite. Late steps run where every wait for the device is an error, but for the first: it makes state."""
+    """Steps 1, 4 and 5 are not finite. Late steps run where every wait for the device is an error,
+    but for the first: it makes state."""
     config = SCHEDULE | PRECISIONS[precision]
     engine = build_engine(Case(Tower, loss, two_groups, OPTIMIZERS[optimizer], config=config, clip=0.3), STAGES[stage])
     assert engine.outcome.deferred and engine.device.type == "cuda"

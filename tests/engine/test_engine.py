@@ -1,4 +1,5 @@
-"""The engine by itself, in a world of one rank; what it does on several ranks is in the oracle and the behaviour tests."""
+"""The engine by itself, in a world of one rank; what it does on several ranks is in the oracle and
+the behaviour tests."""
 
 from __future__ import annotations
 
@@ -71,7 +72,8 @@ def test_clipping_is_torchs():
     found.step()
     assert found.get_global_grad_norm() == pytest.approx(3.0), "the norm before clipping"
     moved = torch.eye(3) - found.module_state_dict()["inner.weight"]
-    torch.testing.assert_close(moved.norm().item(), 0.25, rtol=1e-5, atol=0)  # lr 0.5 times a norm of 0.5
+    # lr 0.5 times a norm of 0.5
+    torch.testing.assert_close(moved.norm().item(), 0.25, rtol=1e-5, atol=0)
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
@@ -128,7 +130,8 @@ def test_arguments_for_the_schedule():
 
 @pytest.mark.parametrize(("stage", "bytes_per_parameter"), [(0, 4 + 4 + 4), (2, 4 + 4 + 4), (3, 4 + 4 + 4)])
 def test_persistent_bytes(stage: int, bytes_per_parameter: int):
-    """fp32 parameters are their own masters; momentum is the only state. One rank holds everything."""
+    """fp32 parameters are their own masters; momentum is the only state. One rank holds
+    everything."""
     found = engine(stage, optimizer={"type": "SGD", "params": {"lr": 0.5, "momentum": 0.9}})
     found.backward(found(torch.ones(1, 3)).sum())
     found.step()
@@ -211,7 +214,8 @@ def test_zero_grad_in_mid_accumulation_starts_the_accumulation_again(stage: int)
 
 @pytest.mark.parametrize("stage", [0, 2])
 def test_zero_grad_before_every_micro_batch_is_refused(stage: int) -> None:
-    """No step would ever be taken. One call in mid-accumulation starts it again; a step in between forgets that call."""
+    """No step would ever be taken. One call in mid-accumulation starts it again; a step in between
+    forgets that call."""
     engine, *_ = zero_trial.initialize(
         model=nn.Linear(3, 3),
         config={
@@ -247,7 +251,8 @@ def test_zero_grad_before_every_micro_batch_is_refused(stage: int) -> None:
 
 
 def skipped_backward(stage: int, transport: str) -> None:
-    """Rank 1 leaves its backward out in the second step, and ends as a script with an exception does; rank 0 is in the reduction."""
+    """Rank 1 leaves its backward out in the second step, and ends as a script with an exception
+    does; rank 0 is in the reduction."""
     config = CONFIG | {"train_batch_size": 2, "zero_optimization": {"stage": stage}, "comm_transport": transport}
     found = zero_trial.initialize(model=Net(), config=config)[0]
     for count in range(2):
@@ -292,7 +297,8 @@ def test_values_of_one_step():
     found.backward(loss)
     assert found.get_global_grad_norm() is None
     found.step()
-    assert found.get_global_grad_norm() == pytest.approx(8**0.5)  # six weights with gradient 1, two biases
+    # six weights with gradient 1, two biases
+    assert found.get_global_grad_norm() == pytest.approx(8**0.5)
     assert (found.get_lr(), found.get_mom()) == ([0.25], [(0.5, 0.75)])
     assert ["Adam" in name for name in found.get_type()] == [True]
     assert (found.global_steps, found.global_samples, found.micro_steps, found.skipped_steps) == (1, 2, 1, 0)
@@ -406,7 +412,8 @@ def make_engine(stage: int = 0) -> Engine:
 
 @pytest.mark.parametrize("stage", range(4))
 def test_a_replaced_layer(stage: int, tmp_path: Path) -> None:
-    """Without this it computed with the new weight, trained the old one, and the checkpoint had both."""
+    """Without this it computed with the new weight, trained the old one, and the checkpoint had
+    both."""
     engine = make_engine(stage)
     engine.eval()
     engine.train()

@@ -1,4 +1,5 @@
-"""Counted operations against formulas, the module that an operation belongs to, and the peaks of devices."""
+"""Counted operations against formulas, the module that an operation belongs to, and the peaks of
+devices."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ from zero_trial.engine.flop_count import FlopCount, ModuleTracker, data_sheet, m
 
 
 def test_two_layers_forward_and_backward():
-    """A product of (5 x 8) and (8 x 16) is 2*5*8*16 operations; backward has one for the weight, and one for the input where it needs one."""
+    """A product of (5 x 8) and (8 x 16) is 2*5*8*16 operations; backward has one for the weight,
+    and one for the input where it needs one."""
     model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3))
     count = FlopCount(model)
     count.resume()
@@ -112,7 +114,8 @@ def products(recompute: bool = False) -> Products:
 
 
 def test_forward_and_backward():
-    """The input needs no gradient, so that the first layer has one product in backward; the last product is outside of the model."""
+    """The input needs no gradient, so that the first layer has one product in backward; the last
+    product is outside of the model."""
     seen = products()
     assert seen.forward == ["first", "body.0", "body.1", "-"]
     assert seen.backward == ["-", "body.1", "body.1", "body.0", "body.0", "first"]

@@ -1,4 +1,5 @@
-"""Beyond one accelerator the host runs ahead: in a step whose collectives run on a device, it waits for none of them."""
+"""Beyond one accelerator the host runs ahead: in a step whose collectives run on a device, it waits
+for none of them."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ def loss(model: Any, turn: Turn) -> torch.Tensor:
 
 
 def steady_steps(zero: dict[str, Any], config: dict[str, Any]) -> tuple[list[str], list[str], int, float]:
-    """What the host waited for in some steps after the first ones, what it read of the device's values, what it launched, and the last loss."""
+    """What the host waited for in some steps after the first ones, what it read of the device's
+    values, what it launched, and the last loss."""
     with strict_backend.pretended_device():
         engine = build_engine(Case(lambda: Tower(5, 8), loss, config=config, clip=1.0), zero)
         verdict = make_late(engine)
@@ -67,7 +69,8 @@ def test_no_host_wait_in_a_step(strict: RankPool, stage: str, replicas: int, acc
 
 
 def test_a_wait_for_the_outcome_of_a_step_is_published(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rank that waits there for a device whose collectives wait for another rank says so, as in any collective."""
+    """A rank that waits there for a device whose collectives wait for another rank says so, as in
+    any collective."""
     engine = build_engine(Case(lambda: Tower(5, 8), loss), STAGES["zero1"])
     outcome, heartbeat = make_late(engine), engine.mesh.heartbeat
     engine.backward(loss(engine, Turn(0, 0, 0)))

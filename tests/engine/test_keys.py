@@ -1,4 +1,5 @@
-"""Keys of ds_config from the file to what the engine does: each test fails if its key is ignored."""
+"""Keys of ds_config from the file to what the engine does: each test fails if its key is
+ignored."""
 
 from __future__ import annotations
 
@@ -48,7 +49,7 @@ def rows(seed: int, count: int = 4) -> torch.Tensor:
     return torch.randn(count, 8, generator=torch.Generator().manual_seed(seed))
 
 
-# --- torch_autocast, data_types ---------------------------------------------------------------------------------------
+# --- torch_autocast, data_types -------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
@@ -88,7 +89,7 @@ def test_grad_accum_dtype(asked: str | None, dtype: torch.dtype) -> None:
     assert {landing.shard.dtype for landing in engine.sharded.grad_buffers} == {dtype}
 
 
-# --- what crosses the wire --------------------------------------------------------------------------------------------
+# --- what crosses the wire ------------------------------------------------------------------------
 
 
 def wire_bytes(config: dict[str, Any]) -> tuple[int, int]:
@@ -107,7 +108,8 @@ def test_communication_data_type(ranks: Pools, asked: str | None, itemsize: int)
 
 
 def sent(config: dict[str, Any]) -> tuple[float, float]:
-    """The norm of the gradient, and the largest value of the first unit's buffer as it was handed to the reduction."""
+    """The norm of the gradient, and the largest value of the first unit's buffer as it was handed
+    to the reduction."""
     engine = make_engine(TinyLM, {"zero_optimization": {"stage": 2}} | config)
     seen: list[float] = []
     scatter = engine.mesh.shard.reduce_scatter
@@ -140,13 +142,15 @@ def test_gradient_allreduce_op_sum(ranks: Pools, stage: int, prescale: bool) -> 
     assert total == pytest.approx(2 * mean, rel=1e-6)
 
 
-# --- who owns the boundary --------------------------------------------------------------------------------------------
+# --- who owns the boundary ------------------------------------------------------------------------
 
 
 def dense_gradients(model: nn.Module, batch: torch.Tensor, count: int, ranks: int) -> None:
-    """Fill ``grad`` with the mean over ranks of the sums over ``count`` micro-batches, added up in the engine's order.
+    """Fill ``grad`` with the mean over ranks of the sums over ``count`` micro-batches, added up in
+    the engine's order.
 
-    The order matters: Adam divides by the gradient's own size, so it passes the rounding of a small gradient on at full length.
+    The order matters: Adam divides by the gradient's own size, so it passes the rounding of a small
+    gradient on at full length.
     """
     sums = []
     for rank in range(ranks):
@@ -160,7 +164,8 @@ def dense_gradients(model: nn.Module, batch: torch.Tensor, count: int, ranks: in
 
 
 def train_unmanaged(stage: int, announce: bool) -> tuple[float, int, int, int]:
-    """Two steps of 2 and 3 micro-batches of 1; the largest difference from dense training on the same samples, and the counters."""
+    """Two steps of 2 and 3 micro-batches of 1; the largest difference from dense training on the
+    same samples, and the counters."""
     config = {
         "train_batch_size": None,
         "train_micro_batch_size_per_gpu": 1,
@@ -210,7 +215,7 @@ def test_no_checkpoint_in_the_middle_of_the_callers_accumulation(tmp_path: Path)
     engine.save_checkpoint(tmp_path, "again")
 
 
-# --- checkpoint.tag_validation ----------------------------------------------------------------------------------------
+# --- checkpoint.tag_validation --------------------------------------------------------------------
 
 
 def save_under(folder: str, validation: str | None) -> list[str]:
@@ -247,7 +252,7 @@ def test_tag_validation(ranks: Pools, tmp_path: Path, validation: str | None) ->
         )
 
 
-# --- loaders ----------------------------------------------------------------------------------------------------------
+# --- loaders --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("drop", "batches"), [(False, [4, 4, 2]), (True, [4, 4])])

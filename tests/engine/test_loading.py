@@ -106,7 +106,8 @@ def test_a_tag_is_taken_as_text(tmp_path: Path, tag: Any) -> None:
 
 @dataclass
 class Draws:
-    """What one rank drew from each generator after it had saved or loaded, and the warnings of the load."""
+    """What one rank drew from each generator after it had saved or loaded, and the warnings of the
+    load."""
 
     values: dict[str, float]
     warnings: list[str] = field(default_factory=list)
@@ -151,7 +152,8 @@ def from_seed(seed: int) -> dict[str, float]:
 def test_random_generators_on_another_number_of_ranks(
     ranks: Pools, tmp_path: Path, before: int, after: int, shared: bool
 ) -> None:
-    """Rank r takes the state of saved rank r. A rank that was not there takes what all ranks shared, or starts from its seed."""
+    """Rank r takes the state of saved rank r. A rank that was not there takes what all ranks
+    shared, or starts from its seed."""
     saved = [one.values for one in ranks(before).run(saved_and_drawn, str(tmp_path), shared)]
     loaded = ranks(after).run(loaded_and_drawn, str(tmp_path))
     for rank, found in enumerate(loaded):

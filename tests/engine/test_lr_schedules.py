@@ -1,4 +1,5 @@
-"""Learning rate schedules: the curves as tables, the scheduler that steps along them, and their names in ds_config."""
+"""Learning rate schedules: the curves as tables, the scheduler that steps along them, and their
+names in ds_config."""
 
 from __future__ import annotations
 
@@ -61,7 +62,8 @@ def test_warmup_lr_rises_to_each_groups_own_lr() -> None:
          [0, 0, 0.25, 0.25, 0]),
         ("LRRangeTest", {"lr_range_test_step_size": 1}, [0.001, 0.002, 0.003]),
         ("OneCycle", {"cycle_min_lr": 0.1, "cycle_max_lr": 0.3, "cycle_first_step_size": 2}, [0.1, 0.2, 0.3, 0.2, 0.1]),
-        ("WarmupLR", {"warmup_num_steps": 1}, [0, 0, 0.5]),  # one step is read as two, as in DeepSpeed
+        # one step is read as two, as in DeepSpeed
+        ("WarmupLR", {"warmup_num_steps": 1}, [0, 0, 0.5]),
     ],
 )  # fmt: skip
 def test_the_five_by_name(name: str, params: dict[str, Any], expected: list[float]) -> None:

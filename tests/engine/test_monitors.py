@@ -371,7 +371,7 @@ def test_outputs_that_are_no_loss_are_not_taken_for_one():
     assert memory.events == []
 
 
-# --- a step that the device decides ---------------------------------------------------------------------------------------
+# --- a step that the device decides ---------------------------------------------------------------
 
 
 def late(**config: Any) -> tuple[zero_trial.Engine, EventMemory]:
@@ -432,7 +432,8 @@ def test_an_engine_that_is_dropped_writes_what_is_due(tmp_path: Path) -> None:
 
 
 def test_a_late_step_is_not_overwritten_by_the_next_one():
-    """A step after another engine's loss: no backward pass of this engine's has asked for the outcome of the step before."""
+    """A step after another engine's loss: no backward pass of this engine's has asked for the
+    outcome of the step before."""
     engine, memory = late()
     for value in (1.0, 2.0):
         engine(torch.full((2,), value)).backward()

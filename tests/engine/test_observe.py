@@ -1,4 +1,5 @@
-"""What rank 0 observes: phases, periodic lines, the state at the start, trace ranges, and the pause of the cycle collector."""
+"""What rank 0 observes: phases, periodic lines, the state at the start, trace ranges, and the pause
+of the cycle collector."""
 
 from __future__ import annotations
 
@@ -126,7 +127,8 @@ def on_two_ranks(logger: dict[str, Any]) -> tuple[list[str], dict[str, dict[str,
     handler = logging.Handler(logging.INFO)
     handler.emit = lambda record: printed.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("zero_trial").addHandler(handler)
-    logging.getLogger("zero_trial").setLevel(logging.INFO)  # the ranks of the pool live on from test to test
+    # the ranks of the pool live on from test to test
+    logging.getLogger("zero_trial").setLevel(logging.INFO)
     try:
         engine = make_engine(TinyLM, {"zero_optimization": {"stage": 2}, "steps_per_print": 1, "comms_logger": logger})
         train_engine(engine, range(1))

@@ -1,4 +1,5 @@
-"""Tests for zero_trial/engine/offload_config.py: state on NVMe trains the same bits, moves the bytes that it should, and says what it cannot do."""
+"""Tests for zero_trial/engine/offload_config.py: state on NVMe trains the same bits, moves the
+bytes that it should, and says what it cannot do."""
 
 from __future__ import annotations
 
@@ -42,7 +43,8 @@ ROOT = Path(__file__).parents[2]
 
 
 def run_both(stage: str, precision: str, folder: str, save: str) -> int:
-    """Bits of three steps, of the checkpoints, and of runs that go on from each other's checkpoint."""
+    """Bits of three steps, of the checkpoints, and of runs that go on from each other's
+    checkpoint."""
     logging.getLogger("zero_trial").setLevel(logging.ERROR)
     config = PRECISIONS[precision]
     rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
@@ -120,7 +122,8 @@ def test_bytes_per_step_and_in_memory(tmp_path: Path, precision: str, each: int)
 
 
 def test_what_the_sections_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """device and nvme_path say where, buffer_count how much memory, block_size and queue_depth how it is read."""
+    """device and nvme_path say where, buffer_count how much memory, block_size and queue_depth how
+    it is read."""
     made: list[tuple[Path, dict[str, int]]] = []
 
     class Seen(SwapFile):
@@ -191,7 +194,8 @@ def test_host_memory_is_where_it_lives_already(caplog: pytest.LogCaptureFixture)
 
 
 def test_edits_from_outside_arrive(tmp_path: Path) -> None:
-    """load_state_dict, GatheredParameters and safe_set act on masters in a file as on those in memory."""
+    """load_state_dict, GatheredParameters and safe_set act on masters in a file as on those in
+    memory."""
     results = []
     for folder in (None, str(tmp_path)):
         engine = engine_of("zero3", {"bf16": {"enabled": True}}, folder)
@@ -304,7 +308,8 @@ def staged(config: Any, mesh: Any, device: Any, params: Any, dtype: Any, places:
 
 
 def run_staged(stage: str, precision: str, place: str, folder: str) -> None:
-    """State on the host or in a file, parameters on a device that is played by the CPU: bits, checkpoints, edits."""
+    """State on the host or in a file, parameters on a device that is played by the CPU: bits,
+    checkpoints, edits."""
     logging.getLogger("zero_trial").setLevel(logging.ERROR)
     config = PRECISIONS[precision]
     here = engine_of(stage, config, None)
@@ -348,7 +353,8 @@ def test_state_away_from_a_device(ranks: Pools, tmp_path: Path, stage: str, prec
 @pytest.mark.parametrize("place", ["cpu", "nvme"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_state_away_from_a_gpu(tmp_path: Path, precision: str, place: str) -> None:
-    """On a GPU: what is trained differs from training without offload by no more than CPU and CUDA arithmetic of the update do."""
+    """On a GPU: what is trained differs from training without offload by no more than CPU and CUDA
+    arithmetic of the update do."""
     results = []
     for section in (None, {"device": place, "nvme_path": str(tmp_path), "buffer_count": 2}):
         given = {"offload_optimizer": section} if section is not None else {}
@@ -441,9 +447,11 @@ print(json.dumps([3 * 4096 * 4096, ring, peak]))
 
 
 def test_a_rank_needs_12_bytes_less_for_each_parameter(tmp_path: Path) -> None:
-    """The process's own peak, model building included: 50 M parameters, 604 MB of masters and moments, 38 MB of buffers.
+    """The process's own peak, model building included: 50 M parameters, 604 MB of masters and
+    moments, 38 MB of buffers.
 
-    Tensors are so large that the allocator maps each of them: what is freed is gone, and the peak is what was needed.
+    Tensors are so large that the allocator maps each of them: what is freed is gone, and the peak
+    is what was needed.
     """
     import json
     import os
@@ -476,7 +484,8 @@ def test_an_engine_that_is_destroyed_gives_the_disk_back(tmp_path: Path) -> None
 
 
 def run_pipelines(stage: int, folder: str) -> int:
-    """Two pipeline stages with a tied weight; the state of each stage's own layers in a file of its rank."""
+    """Two pipeline stages with a tied weight; the state of each stage's own layers in a file of its
+    rank."""
     traces = []
     for section in ({"device": "none"}, {"device": "nvme", "nvme_path": folder, "buffer_count": 2}):
         zero_config = {"stage": stage, "offload_optimizer": section}
@@ -495,7 +504,8 @@ def test_a_pipeline_of_two_stages(ranks: Pools, tmp_path: Path, stage: int) -> N
 
 
 def test_every_dtype_by_itself(tmp_path: Path) -> None:
-    """A model of float64, float32 and bfloat16 parameters, none of which ds_config casts: columns are as wide as their weights."""
+    """A model of float64, float32 and bfloat16 parameters, none of which ds_config casts: columns
+    are as wide as their weights."""
 
     class Mixed(nn.Module):
         def __init__(self) -> None:
@@ -578,7 +588,8 @@ def test_parameters_in_a_file(tmp_path: Path) -> None:
 
 
 def test_parameters_that_all_stay(tmp_path: Path) -> None:
-    """DeepSpeed's default of max_in_cpu holds a small model: nothing happens, and the line says why."""
+    """DeepSpeed's default of max_in_cpu holds a small model: nothing happens, and the line says
+    why."""
     assert offload_line(with_params(tmp_path, max_in_cpu=10**9)) == (
         "offload: all parameters stay in memory: max_in_cpu and stage3_param_persistence_threshold hold them; "
         "26,336 elements of this rank's shards stay in memory"

@@ -198,7 +198,8 @@ def test_refusals_say_where_and_what_to_do(name: str, given: dict[str, Any], whe
 
 @pytest.mark.parametrize(("name", "decoupled"), [("Adam", True), ("OneBitAdam", True), ("Adam L2", False)])
 def test_adam_without_bias_correction(name: str, decoupled: bool) -> None:
-    """The first step of the published BERT recipes is lr * m / sqrt(v) with m = 0.1 g and v = 0.001 g²."""
+    """The first step of the published BERT recipes is lr * m / sqrt(v) with m = 0.1 g and v = 0.001
+    g²."""
     given = {"lr": 0.5, "betas": (0.9, 0.999), "eps": 0.0, "bias_correction": False}
     more = {} if decoupled else {"adam_w_mode": False}
     spec = resolve_optimizer(name.split()[0], given | more)
@@ -242,7 +243,8 @@ def test_muon_trains_matrices_and_refuses_a_bias_before_anything_is_built(monkey
     engine.step()
     assert not torch.equal(engine.module.weight, before)
     engine.destroy()
-    monkeypatch.setattr(sys.modules["zero_trial.engine.build"], "ShardedModel", None)  # the first to communicate
+    # the first to communicate
+    monkeypatch.setattr(sys.modules["zero_trial.engine.build"], "ShardedModel", None)
     with pytest.raises(ConfigError, match="bias of shape"):
         zero_trial.initialize(model=torch.nn.Linear(4, 4), config=config)
 

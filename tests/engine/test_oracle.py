@@ -1,7 +1,8 @@
 """Every ZeRO stage against dense single-process training from the same seed.
 
-Tolerance 2e-6 on parameters after 20 AdamW steps in fp32: the only difference is the order in which gradients are summed, at most 2e-7 per
-step, which Adam with lr = eps = 1e-3 passes on at no more than its own size (tests/support/models.py), with either sign.
+Tolerance 2e-6 on parameters after 20 AdamW steps in fp32: the only difference is the order in which
+gradients are summed, at most 2e-7 per step, which Adam with lr = eps = 1e-3 passes on at no more
+than its own size (tests/support/models.py), with either sign.
 """
 
 from __future__ import annotations
@@ -76,7 +77,8 @@ def trace(zero: dict[str, Any], bf16: bool, accumulation: int) -> list[float]:
 @pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_loss_traces_of_all_stages_are_bit_equal(ranks: Pools, bf16: bool, accumulation: int) -> None:
-    """Clipping is on: the global norm must have the same bits at every stage too. Gradients are reduced at the boundary in all of them."""
+    """Clipping is on: the global norm must have the same bits at every stage too. Gradients are
+    reduced at the boundary in all of them."""
     first = ranks(2).run(trace, {"stage": 0}, bf16, accumulation)
     for zero in STAGES.values():
         same_order = zero | {"reduce_every": "boundary"}

@@ -1,4 +1,5 @@
-"""Building a pipeline: settings and policy from ds_config, its layers, and the sharding actions of its schedule.
+"""Building a pipeline: settings and policy from ds_config, its layers, and the sharding actions of
+its schedule.
 
 On ranks it is tested with the engine.
 """
@@ -114,7 +115,8 @@ def test_a_schedule_has_all_that_a_step_needs(name: str):
 
 
 def test_the_policy_follows_the_memory_of_the_rank_that_needs_most():
-    """Looped breadth first holds one of two chunks at a time: 300 + 300 + 200 instead of 500 + 500 + 200."""
+    """Looped breadth first holds one of two chunks at a time: 300 + 300 + 200 instead of 500 + 500
+    + 200."""
     open_one, plan = settings(schedule="looped_bfs"), plan_for_stage(3)
     small = ModelBytes(100, 100, 200, 4)
 
@@ -276,7 +278,8 @@ def shards_of(placement: ChunkPlacement, stage: int, *, micro: bool = False) -> 
 
 
 def test_a_tied_module_goes_with_its_chunks():
-    """On one rank with both its chunks: gathered with the first, freed and reduced with the last."""
+    """On one rank with both its chunks: gathered with the first, freed and reduced with the
+    last."""
     shards, words = shards_of(ChunkPlacement.v(2), 0)
     shards.unshard(0)
     shards.unshard(3)

@@ -1,4 +1,5 @@
-"""Pipelines on ranks against plain torch in one process: every schedule, every ZeRO stage, and what else a step can meet."""
+"""Pipelines on ranks against plain torch in one process: every schedule, every ZeRO stage, and what
+else a step can meet."""
 
 from __future__ import annotations
 
@@ -50,7 +51,8 @@ def dense(count: int, lines: int) -> Whole:
 
 
 def compare(stages: int, zero_section: dict[str, Any], count: int, whole: Whole, **config: Any) -> dict[str, Any]:
-    """How far training here and plain torch end apart, the peak of activations, and what the schedule predicts."""
+    """How far training here and plain torch end apart, the peak of activations, and what the
+    schedule predicts."""
     engine = make_engine(layers(), stages, zero_section, count, gradient_clipping=0.5, **config)
     data = source(engine, count, STEPS)
     losses = [engine.train_batch(data).item() for _ in range(STEPS)]
@@ -66,7 +68,8 @@ def compare(stages: int, zero_section: dict[str, Any], count: int, whole: Whole,
     return found
 
 
-# Every schedule, every policy, both numbers of stages, data-parallel ranks or none, few and many micro-batches; not every combination.
+# Every schedule, every policy, both numbers of stages, data-parallel ranks or none, few and many
+# micro-batches; not every combination.
 CASES = [
     (2, {"stage": 0}, 4, "1f1b", "auto"),
     (2, {"stage": 1}, 8, "1f1b", "auto"),
@@ -141,7 +144,7 @@ def test_traffic_is_what_the_schedule_states(ranks: Pools, section: dict[str, An
             assert got == stated, (rank, name)
 
 
-# --- tied weights ---------------------------------------------------------------------------------------------------
+# --- tied weights ---------------------------------------------------------------------------------
 
 
 def tied_bits(schedule: str, section: dict[str, Any], count: int) -> tuple[int, list[str]]:
@@ -171,7 +174,7 @@ def test_tied_weights_stay_alike_bit_by_bit(ranks: Pools, schedule: str, section
     assert len(set(holders[0][:3])) == 3  # it trains
 
 
-# --- evaluation -----------------------------------------------------------------------------------------------------
+# --- evaluation -----------------------------------------------------------------------------------
 
 
 def evaluate(schedule: str, section: dict[str, Any]) -> dict[str, Any]:
@@ -221,11 +224,12 @@ def test_evaluation_gives_losses_and_the_logits_of_all_micro_batches(
     assert all(one["same"] and one["untouched"] and one["training"] for one in found)
 
 
-# --- saving ---------------------------------------------------------------------------------------------------------
+# --- saving ---------------------------------------------------------------------------------------
 
 
 def resumed(folder: Path, schedule: str, section: dict[str, Any]) -> dict[str, Any]:
-    """Trains 2 + 2 steps in one go and with a restart between; whether any bit differs, and what was written."""
+    """Trains 2 + 2 steps in one go and with a restart between; whether any bit differs, and what
+    was written."""
     options: dict[str, Any] = {"gradient_clipping": 0.5, "pipeline": {"schedule": schedule}}
     unbroken = make_engine(layers(dropout=0.2), 2, section, 2, **options)
     data = source(unbroken, 2, 4)
@@ -287,14 +291,15 @@ def saved_and_evaluated(folder: Path) -> float:
 
 
 def test_a_checkpoint_names_no_stage(ranks: Pools, tmp_path: Path) -> None:
-    """So another number of pipeline stages reads it: here 1, with two data-parallel ranks instead of two stages."""
+    """So another number of pipeline stages reads it: here 1, with two data-parallel ranks instead
+    of two stages."""
     written = ranks(2).run(saved_and_evaluated, tmp_path)[0]
     # With one line the same micro-batches are read; two lines read their own.
     assert ranks(2).run(on_other_stages, tmp_path, 2)[0] == written
     assert ranks(2).run(on_other_stages, tmp_path, 1)[0] != 0
 
 
-# --- precision, recomputation ---------------------------------------------------------------------------------------
+# --- precision, recomputation ---------------------------------------------------------------------
 
 
 def trained(stages: int, build: Any, steps: int = 4, count: int = 4, seed_layers: bool = True, **config: Any) -> Any:
@@ -309,7 +314,8 @@ def trained(stages: int, build: Any, steps: int = 4, count: int = 4, seed_layers
 
 @pytest.mark.parametrize("section", [{"stage": 1}, FREE])
 def test_16_bit_pipelines_follow_the_unpipelined_engine(ranks: Pools, section: dict[str, Any]) -> None:
-    """One stage and one rank is the same engine without messages; sums over micro-batches are fp32 in both."""
+    """One stage and one rank is the same engine without messages; sums over micro-batches are fp32
+    in both."""
     options: dict[str, Any] = {"bf16": {"enabled": True}, "zero": section}
     (whole, state), *_ = ranks(1).run(trained, 1, layers(), **options)
     for losses, part in ranks(2).run(trained, 2, layers(), pipeline={"schedule": "zb_h1"}, **options):
@@ -361,7 +367,8 @@ def test_all_stages_skip_a_step_together(ranks: Pools) -> None:
 
 
 def from_a_loader() -> tuple[list[float], list[float]]:
-    """Losses of three steps over a loader of four micro-batches, given as the loader itself and as one endless iterator."""
+    """Losses of three steps over a loader of four micro-batches, given as the loader itself and as
+    one endless iterator."""
     found = []
     for endless in (False, True):
         engine = make_engine(layers(2), 1, {"stage": 1}, 2)

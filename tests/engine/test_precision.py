@@ -1,4 +1,5 @@
-"""Dtypes from ds_config's values, the loss scale's state machine, casts of inputs, and the forward under torch.autocast."""
+"""Dtypes from ds_config's values, the loss scale's state machine, casts of inputs, and the forward
+under torch.autocast."""
 
 from __future__ import annotations
 
@@ -102,7 +103,8 @@ def test_first_overflow_costs_hysteresis_and_the_second_halves() -> None:
 @pytest.mark.parametrize(
     ("settings_", "pattern", "expected"),
     [
-        # window of 2: the clean step after two clean steps doubles; iteration 0 counts from last_overflow = -1
+        # window of 2: the clean step after two clean steps doubles; iteration 0 counts from
+        # last_overflow = -1
         ({"window": 2, "hysteresis": 1}, ".....", [8, 8, 16, 16, 32]),
         ({"window": 2, "hysteresis": 1}, "x....x", [4, 4, 4, 8, 8, 4]),
         ({"window": 1, "hysteresis": 1}, "....", [8, 16, 32, 64]),
@@ -142,7 +144,8 @@ def test_growth_stops_below_infinity() -> None:
 def literal(
     pattern: list[bool], scale: float, window: int, hysteresis: int, consecutive: bool, minimum: float
 ) -> list[float]:
-    """The rules once more, as loose variables and in the order of the words of the module's docstring."""
+    """The rules once more, as loose variables and in the order of the words of the module's
+    docstring."""
     left, last, out = hysteresis, -1, []
     for iteration, overflow in enumerate(pattern):
         if overflow:

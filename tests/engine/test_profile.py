@@ -62,7 +62,8 @@ def test_a_phase_that_was_cut_short_is_begun_again():
 
 
 class FakeDevice:
-    """Events that are passed only when the device has got that far; each lies one millisecond after the one before."""
+    """Events that are passed only when the device has got that far; each lies one millisecond after
+    the one before."""
 
     def __init__(self) -> None:
         self.times = itertools.count()
@@ -197,7 +198,8 @@ def profile() -> ModelProfile:
 
 
 def test_the_arithmetic():
-    """330 operations in 10 ms are 33 000 per second, half of the peak; recomputing half of forward (50) leaves 280 for the model."""
+    """330 operations in 10 ms are 33 000 per second, half of the peak; recomputing half of forward
+    (50) leaves 280 for the model."""
     found = profile()
     assert (found.forward_flops, found.backward_flops, found.parameters) == (100, 230, PARAMETERS)
     assert found.achieved == pytest.approx(33_000.0)

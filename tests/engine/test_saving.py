@@ -1,4 +1,5 @@
-"""Saving and resuming an engine: the same bits afterwards, on as many ranks and at whatever ZeRO stage."""
+"""Saving and resuming an engine: the same bits afterwards, on as many ranks and at whatever ZeRO
+stage."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ from zero_trial.errors import CheckpointError, MeshError, StorageError, TrialErr
 
 
 class Net(nn.Module):
-    """Dropout, running statistics of each rank's own data, a tied weight, frozen, small, scalar and empty parameters."""
+    """Dropout, running statistics of each rank's own data, a tied weight, frozen, small, scalar and
+    empty parameters."""
 
     def __init__(self, norm: bool = True) -> None:
         super().__init__()
@@ -93,7 +95,8 @@ def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> list[str]:
 
 
 def train(engine: zero_trial.Engine, steps: range) -> list[tuple[float, float, float]]:
-    """(loss, lr, loss scale) of every micro-batch; the gradient of step 2 and of step 5 overflows on rank 1 in fp16."""
+    """(loss, lr, loss scale) of every micro-batch; the gradient of step 2 and of step 5 overflows
+    on rank 1 in fp16."""
     trace = []
     for step in steps:
         for number in range(engine.gradient_accumulation_steps()):
@@ -165,7 +168,7 @@ def test_an_optimizer_of_whole_tensors_is_resumed(ranks: Pools, tmp_path: Path) 
     ranks(2).run(resume, "zero0", {"optimizer": {"type": "Adafactor", "params": {"lr": 0.01}}}, str(tmp_path), False)
 
 
-# --- other numbers of ranks, other stages ---------------------------------------------------------------------------------
+# --- other numbers of ranks, other stages ---------------------------------------------------------
 
 PLACES: dict[str, tuple[int, str, dict[str, Any]]] = {
     "1 rank zero0": (1, "zero0", {}),
@@ -234,7 +237,7 @@ def test_saved_anywhere_loaded_anywhere(ranks: Pools, source: str, tmp_path: Pat
             assert answer == ([], 3, 4, {"from": source}, [0.004, 0.01]), target
 
 
-# --- what is loaded, and what is refused ----------------------------------------------------------------------------------
+# --- what is loaded, and what is refused ----------------------------------------------------------
 
 
 def parts(folder: str) -> None:
@@ -414,7 +417,8 @@ def test_tags(ranks: Pools, tmp_path: Path) -> None:
 
 
 def start(folder: str) -> None:
-    """A checkpoint of step 0 takes an engine that has moved back to its beginning, optimizer and all."""
+    """A checkpoint of step 0 takes an engine that has moved back to its beginning, optimizer and
+    all."""
     engine = engine_of("zero2", ALL)
     engine.save_checkpoint(folder)
     rng = torch.get_rng_state()
@@ -446,7 +450,8 @@ def test_a_model_for_others(ranks: Pools, tmp_path: Path) -> None:
 
 
 class Pipe:
-    """Stage 1 of two, which notes where each tensor is when it travels; the other stage has ``theirs``."""
+    """Stage 1 of two, which notes where each tensor is when it travels; the other stage has
+    ``theirs``."""
 
     index = 1
 
@@ -505,7 +510,8 @@ def test_client_state_is_a_dict(tmp_path: Path) -> None:
 
 
 def lend_nothing(folder: str, when: str) -> tuple[list[str], float]:
-    """Saves and loads with a disk of rank 1 that does not give its state, or does not take it back; then with one that does."""
+    """Saves and loads with a disk of rank 1 that does not give its state, or does not take it back;
+    then with one that does."""
     engine = engine_of("zero2", {})
     train(engine, range(1))
     engine.save_checkpoint(folder, "before")
@@ -543,7 +549,8 @@ def test_a_disk_of_one_rank_that_fails_ends_a_save_on_all(ranks: Pools, when: st
 
 
 class Grown(nn.Module):
-    """A running mean under ``name``: its values differ between ranks, so each rank saves its own."""
+    """A running mean under ``name``: its values differ between ranks, so each rank saves its
+    own."""
 
     def __init__(self, name: str) -> None:
         super().__init__()

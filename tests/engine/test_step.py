@@ -1,6 +1,8 @@
-"""Steps that the host decides: applied, skipped, undone; what a gradient that is not finite is called; the read-back of a device's numbers.
+"""Steps that the host decides: applied, skipped, undone; what a gradient that is not finite is
+called; the read-back of a device's numbers.
 
-Overflows on several ranks: test_behaviour_precision; steps that the device decides: test_deferred_step.
+Overflows on several ranks: test_behaviour_precision; steps that the device decides:
+test_deferred_step.
 """
 
 from __future__ import annotations
@@ -173,7 +175,8 @@ def test_weights_read_outside_their_forward_are_told(threshold: int, told: bool)
 
 @pytest.mark.parametrize("stage", [0, 2])
 def test_evidence_after_something_else_has_landed(stage: int) -> None:
-    """On CUDA nobody looks while gradients are reduced: the shards tell, and when they were overwritten, the sums tell the unit."""
+    """On CUDA nobody looks while gradients are reduced: the shards tell, and when they were
+    overwritten, the sums tell the unit."""
     model = nn.Sequential(nn.Linear(3, 40), nn.Tanh(), nn.Linear(40, 2))
     config = {
         "train_batch_size": 1,

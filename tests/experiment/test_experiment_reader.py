@@ -143,10 +143,12 @@ def test_a_file_that_is_not_there(tmp_path: Path):
 def test_every_experiment_of_the_project_is_read(path: Path):
     read = read_experiment(path)
     assert read.warnings == ()
-    if "ds_config" in read.data:  # dcgan's trial has two engines and names two; a search's ranges are not sampled yet
+    # dcgan's trial has two engines and names two; a search's ranges are not sampled yet
+    if "ds_config" in read.data:
         if read.search_space:
             return
-        folder = "gpt" if path.parent.name == "quickstart" else "none"  # whose ds_config lies with the model
+        # whose ds_config lies with the model
+        folder = "gpt" if path.parent.name == "quickstart" else "none"
         read.ds_config(Path(__file__).parents[2] / "model_defs" / folder)
 
 

@@ -1,6 +1,8 @@
-"""Completed experiments as they were before the readers became one: values, and the keys that are refused.
+"""Completed experiments as they were before the readers became one: values, and the keys that are
+refused.
 
-``python -m tests.experiment.test_golden`` writes golden.json again, for a change of the format that is meant.
+``python -m tests.experiment.test_golden`` writes golden.json again, for a change of the format that
+is meant.
 """
 
 from __future__ import annotations

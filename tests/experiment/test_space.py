@@ -1,4 +1,5 @@
-"""Points of a search: the whole grid, samples with their ends, and the same again for the same seed."""
+"""Points of a search: the whole grid, samples with their ends, and the same again for the same
+seed."""
 
 from __future__ import annotations
 

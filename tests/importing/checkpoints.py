@@ -1,4 +1,5 @@
-"""The checkpoints that ``make_deepspeed_checkpoints.py`` has made, unpacked, and a run of ours that goes on from one."""
+"""The checkpoints that ``make_deepspeed_checkpoints.py`` has made, unpacked, and a run of ours that
+goes on from one."""
 
 from __future__ import annotations
 

@@ -1,8 +1,10 @@
-"""Makes ``deepspeed_checkpoints.zip``: checkpoints of the real DeepSpeed, and the losses with which DeepSpeed itself went on.
+"""Makes ``deepspeed_checkpoints.zip``: checkpoints of the real DeepSpeed, and the losses with which
+DeepSpeed itself went on.
 
     PYTHONPATH=. DS_ACCELERATOR=cpu python tests/importing/make_deepspeed_checkpoints.py
 
-Run by hand, where DeepSpeed 0.19.8 can be imported; the tests read the file and need no DeepSpeed. Takes about two minutes on two cores.
+Run by hand, where DeepSpeed 0.19.8 can be imported; the tests read the file and need no DeepSpeed.
+Takes about two minutes on two cores.
 """
 
 from __future__ import annotations
@@ -104,7 +106,8 @@ def main() -> None:
 
 
 def pack(folder: Path) -> None:
-    """Everything but DeepSpeed's scripts; refused if the name of this machine's folders has got into a file."""
+    """Everything but DeepSpeed's scripts; refused if the name of this machine's folders has got
+    into a file."""
     with zipfile.ZipFile(TARGET, "w", zipfile.ZIP_DEFLATED, compresslevel=9) as archive:
         for path in sorted(path for path in folder.rglob("*") if path.is_file() and path.suffix != ".py"):
             content = path.read_bytes()

@@ -111,7 +111,8 @@ def test_training_goes_on_as_there(name: str, tmp_path: Path) -> None:
 
 
 def test_the_loss_scale_goes_on(tmp_path: Path) -> None:
-    """It doubles after every three clean steps, counted from before the import: 16 at first, as DeepSpeed's did."""
+    """It doubles after every three clean steps, counted from before the import: 16 at first, as
+    DeepSpeed's did."""
     imported("fp16-stage2-ranks2", tmp_path)
     engine = resumed(1, "fp16")
     engine.load_checkpoint(tmp_path / "out")
@@ -151,7 +152,8 @@ def test_on_two_ranks(ranks: Pools, name: str, stage: int, tmp_path: Path) -> No
 
 
 def test_all_stages_hold_the_same_tensors(tmp_path: Path) -> None:
-    """The runs had the same data, so their tensors differ by rounding only; a converter's are its source's to the bit."""
+    """The runs had the same data, so their tensors differ by rounding only; a converter's are its
+    source's to the bit."""
     readers = {name: CheckpointReader(imported(name, tmp_path / name)) for name in CASES if name.startswith("fp32")}
     first = readers["fp32-stage1-ranks2"]
     for name, reader in readers.items():
@@ -200,7 +202,8 @@ def test_what_a_checkpoint_says(tmp_path: Path) -> None:
     "name", ["fp32-stage0-ranks2", "bf16-stage0-ranks1", "fp32-stage2-ranks3", "fp32-stage3-ranks2-universal"]
 )
 def test_weights_alone(name: str, tmp_path: Path) -> None:
-    """They are the whole import's, but for stage 0 in 16 bit, whose masters belong to the optimizer."""
+    """They are the whole import's, but for stage 0 in 16 bit, whose masters belong to the
+    optimizer."""
     whole = CheckpointReader(imported(name, tmp_path / "whole"))
     alone = CheckpointReader(imported(name, tmp_path / "alone", with_optimizer=False))
     assert alone.shapes == {key: shape for key, shape in whole.shapes.items() if not key.startswith("state/")}

@@ -1,4 +1,5 @@
-"""Checkpoints whose content is changed at random: each is read, or refused with a CheckpointError that names the place."""
+"""Checkpoints whose content is changed at random: each is read, or refused with a CheckpointError
+that names the place."""
 
 from __future__ import annotations
 

@@ -61,7 +61,8 @@ def test_runs_of_a_flat_buffer() -> None:
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.integers(1, 3), min_size=1, max_size=6), st.data())
 def test_against_all_ways(shapes: list[int], data: st.DataObject) -> None:
-    """Every parameter in one of two groups or frozen: the answer is right if it is the only one, and an error else."""
+    """Every parameter in one of two groups or frozen: the answer is right if it is the only one,
+    and an error else."""
     homes = [data.draw(st.integers(-1, 1)) for _ in shapes]
     places = [[shape for shape, home in zip(shapes, homes, strict=True) if home == group] for group in (0, 1)]
     ways = {
@@ -134,7 +135,8 @@ def test_torchs_own_form() -> None:
 
 
 def test_masters_tensor_by_tensor() -> None:
-    """In 16 bit the values tell, too: the groups' order is another one than the shapes alone would allow."""
+    """In 16 bit the values tell, too: the groups' order is another one than the shapes alone would
+    allow."""
     content = {
         "optimizer_state_dict": torch_state(),
         "fp32_groups": [[stored(VALUES[name]) for name in group] for group in GROUPS],
@@ -155,7 +157,8 @@ def test_masters_in_one_flat_tensor_per_group() -> None:
 
 
 def test_a_frozen_twin_cannot_be_told_apart_but_by_its_values() -> None:
-    """Two weights of one shape, one of them frozen: 32 bit has nothing to tell them by, masters have their values."""
+    """Two weights of one shape, one of them frozen: 32 bit has nothing to tell them by, masters
+    have their values."""
     content = torch_state([["b.weight"]])
     with pytest.raises(CheckpointError, match=r"test\.pt, optimizer: .*more than one way"):
         optimizer(content)

@@ -174,7 +174,8 @@ def test_any_flipped_byte(place: int, value: int) -> None:
 
 
 def test_every_opcode_that_pickle_writes_by_protocol_2_is_known() -> None:
-    """Those that are refused: objects by other ways than calls, the extension registry, ids as text, buffers outside the stream."""
+    """Those that are refused: objects by other ways than calls, the extension registry, ids as
+    text, buffers outside the stream."""
     refused = set()
     for opcode in pickletools.opcodes:
         try:
@@ -198,7 +199,8 @@ def test_every_opcode_that_pickle_writes_by_protocol_2_is_known() -> None:
     }
 
 
-NESTED = b")" + b"2\x86" * 45  # a tuple of twice itself, 45 times: its hash, by Python's, would take a day
+# a tuple of twice itself, 45 times: its hash, by Python's, would take a day
+NESTED = b")" + b"2\x86" * 45
 DEEP = b")" + b"\x85" * 200_000  # Python's hash of it would use up all of C's stack
 
 

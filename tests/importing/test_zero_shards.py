@@ -196,7 +196,8 @@ def test_parameters_that_begin_at_aligned_places() -> None:
 
 
 def rank_of_stage_3(rank: int) -> dict[str, Any]:
-    """Each parameter in two halves: a is 2 + 1 and one of padding; the second buffer is of the same group."""
+    """Each parameter in two halves: a is 2 + 1 and one of padding; the second buffer is of the same
+    group."""
     first, second = torch.tensor([[0.0, 1], [2, -9]])[rank], torch.tensor([[3.0, 4], [5, 6]])[rank]
     state = {index: {"exp_avg": stored(part + 100)} for index, part in enumerate((first, second))}
     return {

@@ -1,7 +1,9 @@
-"""The small model that was trained with DeepSpeed for a few steps and goes on here, and the data of each step.
+"""The small model that was trained with DeepSpeed for a few steps and goes on here, and the data of
+each step.
 
-It has what makes importing hard: a tied weight, a frozen parameter, a single number, buffers of both kinds, two optimizer groups that take turns in
-the module's order, and sizes that no number of ranks divides. Needs torch alone: the script that made the checkpoints shares it.
+It has what makes importing hard: a tied weight, a frozen parameter, a single number, buffers of
+both kinds, two optimizer groups that take turns in the module's order, and sizes that no number of
+ranks divides. Needs torch alone: the script that made the checkpoints shares it.
 """
 
 from __future__ import annotations

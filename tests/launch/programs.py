@@ -34,7 +34,8 @@ class Silent:
 
 
 def write_program(folder: Path, body: str, name: str = "program.py") -> Path:
-    """A script from an indented text; ``rank`` and ``wait()`` (for ever, without using the processor) are there for it."""
+    """A script from an indented text; ``rank`` and ``wait()`` (for ever, without using the
+    processor) are there for it."""
     head = """
         import os, signal, sys, threading
         rank = int(os.environ.get("RANK", "0"))

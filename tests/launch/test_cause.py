@@ -18,7 +18,8 @@ def error(
 
 
 def test_the_first_error_is_the_cause_not_its_echo():
-    errors = [error(0, 1.0, ECHO, "RuntimeError", 1), error(1, 2.0)]  # rank 0 wrote first, but only heard of it
+    # rank 0 wrote first, but only heard of it
+    errors = [error(0, 1.0, ECHO, "RuntimeError", 1), error(1, 2.0)]
     assert first_cause(errors, RANKS, [RankExit(0, 100, 1)], []) == Cause(1, "loss is not a scalar", 2)
 
 
@@ -45,7 +46,8 @@ def test_the_agent_s_own_sigterm_is_no_cause():
     deaths = [RankExit(0, 100, 1), RankExit(1, 101, -15), RankExit(2, 102, -9)]
     cause = first_cause([error(0, 1.0, ECHO, "RuntimeError", 1)], RANKS, deaths, [])
     assert cause is not None and cause.rank == 2
-    left = first_cause([], RANKS, [RankExit(1, 101, -15)], [])  # nobody else: somebody outside has sent it
+    # nobody else: somebody outside has sent it
+    left = first_cause([], RANKS, [RankExit(1, 101, -15)], [])
     assert left is not None and left.message.startswith("killed by SIGTERM")
 
 
@@ -61,7 +63,8 @@ def test_a_rank_that_only_vanished():
 
 
 def test_who_was_gone_before_anyone_was_asked_to_stop_comes_before_who_was_asked():
-    """The agent's word about the first to die may be missing; rank 0 died of the agent's SIGTERM."""
+    """The agent's word about the first to die may be missing; rank 0 died of the agent's
+    SIGTERM."""
     assert first_cause([], RANKS, [RankExit(0, 100, -15)], [RANKS[1]]) == Cause(
         1, "the process exited without an error report (killed?)", 5
     )

@@ -1,4 +1,5 @@
-"""Whole runs from the command line, two ranks on the CPU: the good one, and every bad input, which ends soon with one clear error."""
+"""Whole runs from the command line, two ranks on the CPU: the good one, and every bad input, which
+ends soon with one clear error."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ import yaml
 
 from tests.launch.programs import LIMIT, start_zero_trial, zero_trial
 
-# A linear model on numbers made from a seed. The hyperparameter `fault` chooses what goes wrong, on which rank.
+# A linear model on numbers made from a seed. The hyperparameter `fault` chooses what goes wrong, on
+# which rank.
 MODEL_DEF = """
 import os, signal, threading
 import torch
@@ -121,7 +123,8 @@ def processes_of(project: Path) -> list[str]:
 
 
 def run_fault(project: Path, fault: str, ranks: int = 2) -> tuple[int, list[str], str]:
-    """Exit code, error lines and whole output of a run with a fault. Never a traceback on the screen."""
+    """Exit code, error lines and whole output of a run with a fault. Never a traceback on the
+    screen."""
     ds_config = EXPERIMENT["data"]["ds_config"] | ({"comm_timeout_seconds": 5.0} if fault == "hang" else {})
     write_experiment(project, fault, data={"ds_config": ds_config})
     done = zero_trial("run", "const.yaml", "model", "--slots", ranks, cwd=project)
@@ -131,7 +134,8 @@ def run_fault(project: Path, fault: str, ranks: int = 2) -> tuple[int, list[str]
 
 @pytest.mark.smoke
 def test_a_run_and_its_repetition(project: Path):
-    """The summary holds what the screen shows, and the command that it ends with repeats it to the bit."""
+    """The summary holds what the screen shows, and the command that it ends with repeats it to the
+    bit."""
     done = zero_trial("run", "const.yaml", "model", cwd=project)
     assert (done.returncode, done.stderr) == (0, "")
     summary = json.loads((project / "runs/0001/summary.json").read_text())
@@ -247,7 +251,8 @@ def test_a_run_killed_before_its_first_checkpoint_can_be_resumed(project: Path):
 
 
 def test_a_run_that_crashed_after_it_had_saved_goes_on_by_itself(project: Path):
-    """``max_restarts``: once, from the newest checkpoint; a run that keeps crashing at one place is given up (other tests here)."""
+    """``max_restarts``: once, from the newest checkpoint; a run that keeps crashing at one place is
+    given up (other tests here)."""
     write_experiment(project, "kill once", min_checkpoint_period={"batches": 4}, max_restarts=1)
     done = zero_trial("run", "const.yaml", "model", cwd=project, env={"READY": str(project)})
     assert (done.returncode, done.stderr) == (0, "")
@@ -288,7 +293,8 @@ def test_what_can_be_known_before_is_said_before(changes: dict[str, Any], messag
 
 @pytest.mark.smoke
 def test_a_plain_script(project: Path):
-    """``launch`` shows rank 0, passes --local_rank to a script that knows it, and names the rank that fails."""
+    """``launch`` shows rank 0, passes --local_rank to a script that knows it, and names the rank
+    that fails."""
     script = project / "train.py"
     script.write_text(
         "import argparse, os\n"
@@ -300,7 +306,8 @@ def test_a_plain_script(project: Path):
     good = zero_trial("launch", "--slots", 2, "train.py", cwd=project)
     assert (good.returncode, good.stdout, good.stderr) == (0, "rank 0 local 0\n", "")
     bad = zero_trial("launch", "--num_gpus", 2, "train.py", "--fail", 1, cwd=project)
-    assert bad.returncode == 1 and bad.stdout in ("", "rank 0 local 0\n")  # rank 0 may be ended before it speaks
+    # rank 0 may be ended before it speaks
+    assert bad.returncode == 1 and bad.stdout in ("", "rank 0 local 0\n")
     assert bad.stderr.splitlines() == [
         "failed  rank 1: ValueError: boom (train.py:5: if args.fail == args.local_rank: raise ValueError('boom'))",
         "log     runs/0002/logs/rank-1.log",

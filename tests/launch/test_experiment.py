@@ -94,7 +94,8 @@ def test_the_command_that_repeats(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_the_report_of_a_run_is_written_once(project: Path, tmp_path: Path):
-    """A run that goes on from its lock, where all is written out, keeps the sources of the first time."""
+    """A run that goes on from its lock, where all is written out, keeps the sources of the first
+    time."""
     checked = check(request(project), {"CUDA_VISIBLE_DEVICES": ""})
     write_report(tmp_path, checked)
     body = json.loads(RunFolder(tmp_path).resolved_config.read_text())

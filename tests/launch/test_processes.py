@@ -16,7 +16,8 @@ linux = pytest.mark.skipif(sys.platform != "linux", reason="/proc is Linux's")
 
 SLEEPER = [sys.executable, "-c", "import threading; threading.Event().wait()"]
 
-# A parent that starts a tied child, prints the child's pid when the child says that it is tied, and waits.
+# A parent that starts a tied child, prints the child's pid when the child says that it is tied, and
+# waits.
 PARENT = """
 import os, subprocess, sys, threading
 code = "from zero_trial.launch.guard import die_with_parent; die_with_parent(%d); print(flush=True); import threading; threading.Event().wait()"
@@ -76,5 +77,6 @@ def test_a_signal_reaches_the_group_of_its_leader():
         [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, start_new_session=True
     ) as leader:
         child = psutil.Process(int(leader.stdout.readline()))
-        send_signal([leader.pid, 2**22 + 1], signal.SIGKILL)  # a pid that does not exist is passed over
+        # a pid that does not exist is passed over
+        send_signal([leader.pid, 2**22 + 1], signal.SIGKILL)
         assert psutil.wait_procs([child], timeout=30)[1] == []

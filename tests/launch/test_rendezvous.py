@@ -38,7 +38,8 @@ def test_an_endpoint_orders_the_hosts():
 def test_slurm():
     assert from_slurm(SLURM, 29500) == RendezvousSpec("3", 1, "gpu07", 29500, run_id="17")
     step = {**SLURM, "SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NODELIST": "gpu[08-09]"}
-    assert from_slurm(step, 29500) == RendezvousSpec("2", 1, "gpu08", 29500, run_id="17")  # the step, not the whole job
+    # the step, not the whole job
+    assert from_slurm(step, 29500) == RendezvousSpec("2", 1, "gpu08", 29500, run_id="17")
     assert from_slurm({**SLURM, "MASTER_ADDR": "x", "MASTER_PORT": "7"}) == RendezvousSpec("3", 1, "x", 7, run_id="17")
 
 

@@ -114,7 +114,8 @@ def test_a_log_is_copied_up_to_the_traceback(tmp_path: Path):
 
 
 def test_what_ranks_say_does_not_control_the_terminal(tmp_path: Path):
-    """Escape sequences of a trial could rename the window, fill the clipboard or overwrite lines."""
+    """Escape sequences of a trial could rename the window, fill the clipboard or overwrite
+    lines."""
     out = io.StringIO()
     screen = Screen(out, live=False)
     screen.say("failed \x1b]52;c;aGk=\x07rank 1")

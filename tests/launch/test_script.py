@@ -70,7 +70,8 @@ def test_a_script_must_be_there():
 
 
 def test_ssh_starts_the_other_host_s_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """An ``ssh`` that runs the command on this very machine plays the other host; both parts meet at 127.0.0.1."""
+    """An ``ssh`` that runs the command on this very machine plays the other host; both parts meet
+    at 127.0.0.1."""
     ssh = tmp_path / "bin" / "ssh"
     ssh.parent.mkdir()
     ssh.write_text('#!/bin/sh\necho "$4" >>"$FAKE_SSH_LOG"\nexec /bin/sh -c "$5"\n')

@@ -41,7 +41,8 @@ def test_what_was_measured_once_has_not_moved():
 
 
 def test_live_tensors_stand_beside_their_plan():
-    """The process's peak holds interpreter and libraries; this figure is the one that the plan was about."""
+    """The process's peak holds interpreter and libraries; this figure is the one that the plan was
+    about."""
     measured = {"memory_measured_peak_bytes": 30 * 2**20, "ranks": 2}
     planned = {"memory_planned_bytes": 31 * 2**20, "memory_plan_error_percent": 3.33}
     line = summary_lines(measured | planned, REPEAT)[0]

@@ -1,4 +1,5 @@
-"""Supervised runs of small programs: however a rank ends, all end, one cause is named, and no process is left."""
+"""Supervised runs of small programs: however a rank ends, all end, one cause is named, and no
+process is left."""
 
 from __future__ import annotations
 

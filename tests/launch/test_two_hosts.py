@@ -1,4 +1,5 @@
-"""Two hosts: two network namespaces joined by a cable, each with its own command; or two agents on this host."""
+"""Two hosts: two network namespaces joined by a cable, each with its own command; or two agents on
+this host."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ from zero_trial.launch.hosts import RendezvousSpec
 from zero_trial.launch.supervisor import LaunchResult, Supervisor, is_running
 from zero_trial.runs.records import read_ranks
 
-# Both namespaces have a loopback of their own, so ranks that tried to meet there would never find each other.
+# Both namespaces have a loopback of their own, so ranks that tried to meet there would never find
+# each other.
 SCRIPT = """
 import os
 import torch
@@ -48,7 +50,8 @@ def ip(*words: str) -> None:
 
 @pytest.fixture
 def namespaces() -> Iterator[tuple[str, str]]:
-    """Names of two connected namespaces; skips where they cannot be made, with the system's own reason."""
+    """Names of two connected namespaces; skips where they cannot be made, with the system's own
+    reason."""
     if sys.platform != "linux" or shutil.which("ip") is None:
         pytest.skip("network namespaces need Linux and the program ip")
     names = (f"zt-a-{os.getpid()}", f"zt-b-{os.getpid()}")
@@ -111,7 +114,8 @@ def test_a_failure_on_one_host_ends_the_other(namespaces: tuple[str, str], tmp_p
 
 
 def test_a_trial_on_two_hosts_is_the_same_as_on_one(namespaces: tuple[str, str], tmp_path: Path):
-    """The run's folder is shared, as over a network file system; the result is that of two ranks on one host, to the bit."""
+    """The run's folder is shared, as over a network file system; the result is that of two ranks on
+    one host, to the bit."""
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "model_def.py").write_text(MODEL_DEF)
     write_experiment(tmp_path)
@@ -126,7 +130,8 @@ def test_a_trial_on_two_hosts_is_the_same_as_on_one(namespaces: tuple[str, str],
 
 
 class LetsTheOtherHostEnd(Silent):
-    """Lets the other host's rank end a while after this host's rank has ended, or when this host gives up."""
+    """Lets the other host's rank end a while after this host's rank has ended, or when this host
+    gives up."""
 
     def __init__(self, run_dir: Path, signal: Path) -> None:
         super().__init__()
@@ -145,7 +150,8 @@ class LetsTheOtherHostEnd(Silent):
 
 
 def test_a_host_that_is_done_waits_for_the_other(tmp_path: Path):
-    """Its rank leaves by ``os._exit(0)``, so that only torch's agent knows that it has succeeded."""
+    """Its rank leaves by ``os._exit(0)``, so that only torch's agent knows that it has
+    succeeded."""
     body = """
     if rank == 0:
         os._exit(0)

@@ -1,4 +1,5 @@
-"""A real master in a folder of its own, and the genuine ``det`` against it: as a program, or quicker in this process."""
+"""A real master in a folder of its own, and the genuine ``det`` against it: as a program, or
+quicker in this process."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ import pytest
 BIN = Path(sys.executable).parent
 SECONDS = 240.0  # until a thing that is waited for must have come, on a busy machine
 
-# A trial without torch. It saves when it is asked to stop and at its end, and goes on from where it stopped.
+# A trial without torch. It saves when it is asked to stop and at its end, and goes on from where it
+# stopped.
 TRAIN = """
 import json, os, sys, time
 import determined
@@ -77,7 +79,8 @@ class Result:
 
 @dataclass
 class Det:
-    """One master and a user of it. ``folder`` holds the master's root, a home for det, and contexts."""
+    """One master and a user of it. ``folder`` holds the master's root, a home for det, and
+    contexts."""
 
     folder: Path
     exports: Mapping[str, str] = field(default_factory=dict)
@@ -123,7 +126,8 @@ class Det:
         return Result(done.returncode, done.stdout, done.stderr)
 
     def run(self, *words: str) -> Result:
-        """The same code as ``det``, without the half second in which it is imported, and with a parser of this one command only."""
+        """The same code as ``det``, without the half second in which it is imported, and with a
+        parser of this one command only."""
         from determined.cli import cli
 
         needed = [node for node in cli.all_args_description if _spoken(getattr(node, "name", words[0])) == words[0]]
@@ -219,7 +223,8 @@ class Det:
 
 
 def _spoken(name: str) -> str:
-    """The first way to say a command: ``experiment`` of ``e|xperiment``, ``list`` of ``list ls``."""
+    """The first way to say a command: ``experiment`` of ``e|xperiment``, ``list`` of ``list
+    ls``."""
     return name.split(" ")[0].replace("|", "")
 
 

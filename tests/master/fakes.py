@@ -1,4 +1,5 @@
-"""A master without processes: the real core on a directory of its own, an agent that only remembers, and a clock that is moved by hand."""
+"""A master without processes: the real core on a directory of its own, an agent that only
+remembers, and a clock that is moved by hand."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ class Clock:
 
 
 class FakeAgent:
-    """Remembers its orders. ``running``: allocations whose processes are there, by id, also for the next master."""
+    """Remembers its orders. ``running``: allocations whose processes are there, by id, also for the
+    next master."""
 
     def __init__(self) -> None:
         self.running: dict[str, StartOrder] = {}
@@ -53,7 +55,8 @@ class FakeAgent:
 
 
 class Sandbox(Master):
-    """A master whose trials are moved by hand; ``restart`` is a crash followed by a new master on the same directory."""
+    """A master whose trials are moved by hand; ``restart`` is a crash followed by a new master on
+    the same directory."""
 
     def __init__(self, root: Path, slots: int = 2) -> None:
         self.directory = MasterDirectory(root)

@@ -1,4 +1,5 @@
-"""The master is killed at every point of a search: before and after each commit. The search decides as if nothing had happened."""
+"""The master is killed at every point of a search: before and after each commit. The search decides
+as if nothing had happened."""
 
 from __future__ import annotations
 
@@ -67,7 +68,8 @@ class Fuse:
 
 
 class World:
-    """Trials that always do the same: validate thrice, crash once if they are the second, end; whatever the master forgets they say again."""
+    """Trials that always do the same: validate thrice, crash once if they are the second, end;
+    whatever the master forgets they say again."""
 
     def __init__(self, root: Path, search: dict[str, Any], fuse: Fuse, monkeypatch: pytest.MonkeyPatch) -> None:
         plain = Database.transaction
@@ -134,7 +136,8 @@ class World:
 
 
 def play(root: Path, search: str, at: int, after: bool) -> tuple[dict[str, Any], int]:
-    """One search to its end with one crash; returns what came of it and how many commits there were."""
+    """One search to its end with one crash; returns what came of it and how many commits there
+    were."""
     with pytest.MonkeyPatch.context() as patch:
         fuse = Fuse(at, after)
         world = World(root, SEARCHES[search], fuse, patch)

@@ -1,4 +1,5 @@
-"""The genuine ``det`` against a master of its own: create, look, steer, change, download, delete."""
+"""The genuine ``det`` against a master of its own: create, look, steer, change, download,
+delete."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ def det(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Det]:
 
 @pytest.fixture(scope="module")
 def ended(det: Det) -> int:
-    """An experiment of one trial that has run to its end, submitted and followed with the program itself."""
+    """An experiment of one trial that has run to its end, submitted and followed with the program
+    itself."""
     (det.context() / "sub").mkdir(exist_ok=True)
     (det.context() / "sub" / "data.txt").write_text("data")
     extra = det.folder / "extra"
@@ -339,7 +341,8 @@ def test_a_context_that_leads_outside_is_refused_by_the_master_itself(det: Det) 
     assert not Path("/tmp/evil").exists()
 
 
-# Asks for its own trial, for another one, for all experiments, for an end to another trial, and once with the token in the user's header.
+# Asks for its own trial, for another one, for all experiments, for an end to another trial, and
+# once with the token in the user's header.
 SPY = """
 import json, os, urllib.error, urllib.request
 
@@ -358,7 +361,8 @@ print("FOU" + "ND " + json.dumps({"env": dict(os.environ), "asked": [*asked, ask
 
 
 def test_a_trial_knows_its_own_token_and_not_the_users(det: Det) -> None:
-    """What a trial finds in its environment opens its own doors only, and none after it has ended."""
+    """What a trial finds in its environment opens its own doors only, and none after it has
+    ended."""
     number = det.create(entrypoint=["python3", "-c", SPY])
     assert det.wait(number) == "COMPLETED"
     text = det.logs(det.trials(number)[0]["id"])
@@ -372,7 +376,8 @@ def test_a_trial_knows_its_own_token_and_not_the_users(det: Det) -> None:
 
 
 def test_a_followed_line_is_printed_while_the_trial_waits_for_its_being_read(det: Det) -> None:
-    """The trial goes on only once the genuine program has printed its line; how soon that is, the benchmark measures."""
+    """The trial goes on only once the genuine program has printed its line; how soon that is, the
+    benchmark measures."""
     script = (
         "import pathlib, time\nfor n in range(3):\n    print('written', n, flush=True)\n"
         f"    while not pathlib.Path({str(det.folder)!r}, f'read-{{n}}').exists():\n        time.sleep(0.02)\n"

@@ -1,4 +1,5 @@
-"""Every command that the genuine ``det`` has, once: each does its work, or says in one line why not, and fails."""
+"""Every command that the genuine ``det`` has, once: each does its work, or says in one line why
+not, and fails."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ from tests.master.det import Det, running
 
 declarative = pytest.importorskip("determined.cli._declarative_argparse")
 
-# What is not tried: it asks at a terminal, opens programs, waits for the end, or never asks the master.
+# What is not tried: it asks at a terminal, opens programs, waits for the end, or never asks the
+# master.
 SKIPPED = (
     "deploy",
     "user login",
@@ -26,7 +28,8 @@ SKIPPED = (
 )
 # What would end the experiment that the others look at comes last.
 LAST = ("experiment cancel", "experiment kill", "experiment delete", "trial kill", "user logout")
-# What this master does; everything else must say that it does not, or that an argument made no sense.
+# What this master does; everything else must say that it does not, or that an argument made no
+# sense.
 WORKS = """
 experiment list/config/describe/logs/download-model-def/list-trials/list-checkpoints/create/activate/pause/cancel/kill/download
 experiment label add/label remove/set description/set name/set gc-policy/set max-slots/set weight/set priority
@@ -52,7 +55,8 @@ VALUES = {
     "workspace_name": "Uncategorized",
     "project_name": "Uncategorized",
 }
-# These end in a trace of the client's own, before anything is asked, for want of sensible arguments.
+# These end in a trace of the client's own, before anything is asked, for want of sensible
+# arguments.
 OF_THE_CLIENT = {"job update-batch", "master cluster-message set"}
 NO_SUCH_ID = "6f1c8d2e-0000-4000-8000-0123456789ab"
 

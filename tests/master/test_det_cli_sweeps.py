@@ -1,4 +1,5 @@
-"""Sweeps driven by the genuine ``det``: searchers, crashes, crowds, and a master that is killed in the middle."""
+"""Sweeps driven by the genuine ``det``: searchers, crashes, crowds, and a master that is killed in
+the middle."""
 
 from __future__ import annotations
 
@@ -63,7 +64,8 @@ ASHA = {
 
 
 def test_a_master_that_is_killed_in_the_middle_of_a_search_goes_on_as_if_nothing_had_been(det: Det) -> None:
-    """Eight trials of adaptive_asha. The trials that run while the master is away go on, and none is lost or run twice."""
+    """Eight trials of adaptive_asha. The trials that run while the master is away go on, and none
+    is lost or run twice."""
     number = det.create(**ASHA)
     until(lambda: any(trial["totalBatchesProcessed"] >= 1 for trial in det.trials(number)), "no trial ever reports")
     before = {trial["id"]: trial["hparams"]["x"] for trial in det.trials(number)}

@@ -155,7 +155,8 @@ def test_half_a_line_of_a_writer_that_was_killed_is_shown_as_it_is(tmp_path: Pat
 
 
 def test_the_tail_of_a_huge_log_is_read_from_its_end(tmp_path: Path) -> None:
-    """Three gigabytes, of which nothing but the last block is looked at: neither memory nor time grows with a log."""
+    """Three gigabytes, of which nothing but the last block is looked at: neither memory nor time
+    grows with a log."""
     path = logs.path_of(tmp_path, 1)
     write(tmp_path, 1, "first")
     with path.open("r+b") as file:
@@ -173,7 +174,8 @@ def test_the_tail_of_a_huge_log_is_read_from_its_end(tmp_path: Path) -> None:
 
 
 def test_a_whole_log_is_not_held_in_memory(tmp_path: Path) -> None:
-    write(tmp_path, 1, *(f"{number:06d}" + "x" * 1500 for number in range(3000)), step=0.001)  # 5 MB
+    # 5 MB
+    write(tmp_path, 1, *(f"{number:06d}" + "x" * 1500 for number in range(3000)), step=0.001)
     for query in (LogQuery(), LogQuery(newest_first=True), LogQuery(search="nowhere"), LogQuery(limit=10)):
         tracemalloc.start()
         count = sum(1 for _ in logs.lines(logs.Source(tmp_path, 7, "1.t"), query))

@@ -1,4 +1,5 @@
-"""A master in a known state: two experiments, each with a trial that runs on one slot. Nothing is faked but the agent and the clock."""
+"""A master in a known state: two experiments, each with a trial that runs on one slot. Nothing is
+faked but the agent and the clock."""
 
 from __future__ import annotations
 
@@ -39,7 +40,8 @@ BEGAN = 1_700_000_000.0
 
 
 class World(Sandbox):
-    """Trials 1 and 2 of experiments 1 and 2: tasks task-N, allocations task-N.1, resources-N, container-N, jobs job-N; user 1 owns both."""
+    """Trials 1 and 2 of experiments 1 and 2: tasks task-N, allocations task-N.1, resources-N,
+    container-N, jobs job-N; user 1 owns both."""
 
     def __init__(self, root: Path) -> None:
         super().__init__(root)
@@ -100,7 +102,8 @@ class World(Sandbox):
             checkpoints.put(connection, checkpoint(uuid, trial_id, trial_id, **changes))
 
     def write(self, trial_id: int, *lines: str | Mapping[str, Any], run_id: int = 1) -> None:
-        """Lines of a run's output, or of the master's own (run 0): a text, or m, s, r, l and t of an entry."""
+        """Lines of a run's output, or of the master's own (run 0): a text, or m, s, r, l and t of
+        an entry."""
         entries = []
         for line in lines:
             entry: dict[str, Any] = {"m": line} if isinstance(line, str) else dict(line)
@@ -109,7 +112,8 @@ class World(Sandbox):
         logs.append(logs.path_of(self.directory.trial_logs(trial_id), run_id), entries)
 
     def content(self) -> list[tuple[Any, ...]]:
-        """Every row of the store but the tokens: equal before and after what must change nothing."""
+        """Every row of the store but the tokens: equal before and after what must change
+        nothing."""
         with self.state.database.reading() as connection:
             tables = [row[0] for row in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")]
             return [

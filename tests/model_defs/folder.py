@@ -1,4 +1,5 @@
-"""Imports a module of one model folder, as a run does: by its bare name, with that folder first on the path."""
+"""Imports a module of one model folder, as a run does: by its bare name, with that folder first on
+the path."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ BARE_NAMES = ("model", "data", "distance", "layers", "model_def", "pipeline_def"
 
 
 def import_from(folder: str, module: str) -> ModuleType:
-    """The module, and no trace of it (or of its neighbours) in sys.modules and sys.path afterwards."""
+    """The module, and no trace of it (or of its neighbours) in sys.modules and sys.path
+    afterwards."""
     before = {name: sys.modules.pop(name) for name in BARE_NAMES if name in sys.modules}
     sys.path.insert(0, str(MODEL_DEFS / folder))
     try:

@@ -1,4 +1,5 @@
-"""The masked-language model alone (shapes, both directions, seeds, gradients, a falling loss) and its data."""
+"""The masked-language model alone (shapes, both directions, seeds, gradients, a falling loss) and
+its data."""
 
 from __future__ import annotations
 

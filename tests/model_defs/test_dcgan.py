@@ -1,4 +1,5 @@
-"""The DCGAN: its two engines do what two plain optimizers do, it resumes exactly, it writes pictures; its networks alone."""
+"""The DCGAN: its two engines do what two plain optimizers do, it resumes exactly, it writes
+pictures; its networks alone."""
 
 from __future__ import annotations
 
@@ -80,7 +81,8 @@ def weights(trial: Any) -> dict[str, torch.Tensor]:
 
 
 def test_two_engines_do_what_two_plain_optimizers_do(tmp_path: Path) -> None:
-    """The same letters and the same noise, with accumulation written out by hand: two micro-batches of 2 for one step."""
+    """The same letters and the same noise, with accumulation written out by hand: two micro-batches
+    of 2 for one step."""
     seen: list[torch.Tensor] = []
 
     class Watched(MODEL_DEF.DCGANTrial):  # type: ignore[misc, name-defined]

@@ -1,4 +1,5 @@
-"""Every experiment in experiments/: its YAML and ds_config are read, and its hyperparameters build its model."""
+"""Every experiment in experiments/: its YAML and ds_config are read, and its hyperparameters build
+its model."""
 
 from __future__ import annotations
 
@@ -39,7 +40,8 @@ def test_an_experiment_is_what_its_folder_says(path: Path) -> None:
 
     accumulation = settings.gradient_accumulation_steps
     batch = solve_batch(experiment.hyperparameters["global_batch_size"], None, accumulation, RANKS)
-    assert experiment.raw["data"]["validation_windows"] % (batch.micro_batch_size * RANKS) == 0  # all batches equal
+    # all batches equal
+    assert experiment.raw["data"]["validation_windows"] % (batch.micro_batch_size * RANKS) == 0
 
 
 @pytest.mark.parametrize("path", PIPELINES, ids=lambda path: path.parent.name)
@@ -52,7 +54,8 @@ def test_a_pipeline_is_what_its_folder_says(path: Path) -> None:
     assert settings.mesh.pipe == 2
     batch = reconcile(settings, experiment.slots_per_trial, experiment.hyperparameters).batch
     assert batch.accumulation == 4  # micro-batches that fill the pipeline
-    windows = experiment.raw["data"].get("validation_windows", 36 * 4 * 4)  # letters x variants x fonts
+    # letters x variants x fonts
+    windows = experiment.raw["data"].get("validation_windows", 36 * 4 * 4)
     assert windows % (batch.train_batch_size) == 0  # all batches equal
 
 

@@ -1,4 +1,5 @@
-"""The GPT alone: shapes, causality, seeds, gradients that mean something, and a loss that goes down."""
+"""The GPT alone: shapes, causality, seeds, gradients that mean something, and a loss that goes
+down."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ def tokens(batch: int = 3, sequence: int = 16, seed: int = 0) -> torch.Tensor:
 def test_tokens_give_logits_and_targets_give_a_loss() -> None:
     model = gpt.GPT(SMALL, seed=1)
     assert model(tokens()).shape == (3, 16, 32)
-    assert float(model(tokens(), tokens(seed=1))) == pytest.approx(math.log(32), abs=0.1)  # it knows nothing yet
+    # it knows nothing yet
+    assert float(model(tokens(), tokens(seed=1))) == pytest.approx(math.log(32), abs=0.1)
     assert model(tokens(sequence=5)).shape == (3, 5, 32)
 
 
@@ -50,7 +52,8 @@ def test_a_tied_model_has_one_matrix_for_input_and_output() -> None:
 
 
 def test_every_parameter_has_a_gradient_that_is_not_zero_in_theory() -> None:
-    # In float64 a gradient that is zero in theory comes out near 1e-17; real ones are many orders above.
+    # In float64 a gradient that is zero in theory comes out near 1e-17; real ones are many orders
+    # above.
     model = gpt.GPT(SMALL, seed=1).double()
     model(tokens(), tokens(seed=1)).backward()
     for name, parameter in model.named_parameters():

@@ -1,4 +1,5 @@
-"""The GPT of model_defs/gpt as a pipeline: the same weights and the same loss on any number of stages."""
+"""The GPT of model_defs/gpt as a pipeline: the same weights and the same loss on any number of
+stages."""
 
 from __future__ import annotations
 
@@ -66,7 +67,8 @@ def test_the_matrix_of_both_ends_is_one_on_one_rank() -> None:
 
 
 def train_gpt(sizes: dict[str, object], pipe: int, stage: int) -> list[float]:
-    """Losses of five steps of one rank: of the GPT (pipe 1) or of its pipeline, on the same batches."""
+    """Losses of five steps of one rank: of the GPT (pipe 1) or of its pipeline, on the same
+    batches."""
     config = {
         "train_micro_batch_size_per_gpu": 2,
         "gradient_accumulation_steps": 4,

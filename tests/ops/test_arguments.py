@@ -1,4 +1,5 @@
-"""Arguments of kernels: what is accepted, refused for overlap, and packed into tables as the kernels read them."""
+"""Arguments of kernels: what is accepted, refused for overlap, and packed into tables as the
+kernels read them."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ def test_optimizers_step_as_on_the_cpu(emulator: Emulator, monkeypatch: pytest.M
         assert same(got, want) or (name == "FusedLamb" and torch.allclose(got, want, rtol=1e-6, atol=1e-8))
 
 
-# --- on GPUs that are pretended: all but the driver and the multiprocessors is real -----------------------------------
+# --- on GPUs that are pretended: all but the driver and the multiprocessors is real ---------------
 
 N = 2 * 2048 + 77
 
@@ -68,7 +68,8 @@ def alike(gpus: Gpus, cpu: Sequence[Tensor], gpu: Sequence[Tensor]) -> bool:
 
 
 def the_chain(p: Tensor, g: Tensor, m: Tensor, v: Tensor, out: Tensor, low: Tensor, control: Tensor) -> None:
-    """What an engine's step does: norm, clip and skip, the update of one and of many, casts; flags stay on the device."""
+    """What an engine's step does: norm, clip and skip, the update of one and of many, casts; flags
+    stay on the device."""
     ops.step_control_(ops.square_sum(g), None, control, 0.5, 1.0)
     ops.adam_(p, g, m, v, out, control[2:], *STEPS["adam_"](2, 0.7))
     halves = [list(x.split(N // 2)) for x in (p, g, m, v, out)]
@@ -97,7 +98,8 @@ def test_a_step_from_the_op_to_the_kernels_arithmetic(gpus: Gpus, index: int) ->
 
 
 def test_gpus_take_turns_in_one_thread(gpus: Gpus) -> None:
-    """Each launch finds its device's context, module and stream, whichever came before; the null stream too."""
+    """Each launch finds its device's context, module and stream, whichever came before; the null
+    stream too."""
     x = randn(N)
     there = [gpus.put(index, x.clone()) for index in (0, 1)]
     sums = []
@@ -110,7 +112,8 @@ def test_gpus_take_turns_in_one_thread(gpus: Gpus) -> None:
 
 
 def test_the_driver_knows_whose_stream_and_memory_it_is(gpus: Gpus) -> None:
-    """That the pretence can fail: a stream of the other GPU, memory of the other GPU, an argument too few."""
+    """That the pretence can fail: a stream of the other GPU, memory of the other GPU, an argument
+    too few."""
     x, backend = gpus.put(0, randn(50)), cuda_runtime.cuda_backend().cuda
     assert backend is not None
     where, kernel = torch.device("cuda", 0), cuda_runtime.square_sum(0)
@@ -128,7 +131,8 @@ def test_the_driver_knows_whose_stream_and_memory_it_is(gpus: Gpus) -> None:
 
 
 def test_a_capture_of_one_gpu_is_none_of_the_others(gpus: Gpus) -> None:
-    """What a graph would replay holds no table, kernels may be loaded meanwhile, and the other GPU goes on with one launch."""
+    """What a graph would replay holds no table, kernels may be loaded meanwhile, and the other GPU
+    goes on with one launch."""
     columns = [[x] * 3 for x in (1e-3, 0.9, 0.99, 1e-8, 0.1, 2.0)]
     gpus.emulator.library.capture(gpus.streams[0], 1)
     for index, launches in ((0, 3), (1, 1)):
@@ -164,7 +168,7 @@ def on(gpus: Gpus, index: int | None, x: Tensor) -> Tensor:
     return x if index is None else gpus.put(index, x)
 
 
-# --- what no kernel takes ---------------------------------------------------------------------------------------------
+# --- what no kernel takes -------------------------------------------------------------------------
 
 
 ROWS = {op.single: op for op in OPTIMIZER_OPS}

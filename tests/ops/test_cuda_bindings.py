@@ -200,7 +200,8 @@ def test_without_it_the_package_is_named(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_companions_come_from_beside_the_library_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A library that the loader finds by its name says nothing of the folder that this process happens to stand in."""
+    """A library that the loader finds by its name says nothing of the folder that this process
+    happens to stand in."""
     (tmp_path / "libnvrtc-builtins.so.12.4").write_bytes(b"")
     monkeypatch.chdir(tmp_path)
     assert cuda_bindings.companions("libnvrtc.so.12") == []

@@ -40,7 +40,8 @@ def test_sums_of_views_are_read_sixteen_bytes_at_a_time(emulator: Emulator, dtyp
     with emulator.watching(read_only=[x]):
         assert CUDA["square_sum"](x).item() == ops.square_sum(x).item()
         per = 16 // x.element_size()
-        by_element = 3 if shift % per else 0  # accesses of the one thread per chunk whose lanes go round
+        # accesses of the one thread per chunk whose lanes go round
+        by_element = 3 if shift % per else 0
     assert emulator.library.wide_accesses() >= 3 * (TILE // per) - by_element
 
 
@@ -83,7 +84,8 @@ def test_the_scalars_of_a_step(emulator: Emulator, total: float, clip: float, sc
 
 
 def test_from_gradient_to_update_without_the_host(emulator: Emulator) -> None:
-    """Norm, clip and skip by what the kernels leave for each other in memory, against clip_grad_norm_ and the same step."""
+    """Norm, clip and skip by what the kernels leave for each other in memory, against
+    clip_grad_norm_ and the same step."""
     g, p, b, control = randn(3000), randn(3000, 1), torch.zeros(3000), torch.zeros(3)
     weight = torch.nn.Parameter(p.clone())
     weight.grad = g.clone()

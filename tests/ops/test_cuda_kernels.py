@@ -1,8 +1,9 @@
-"""Every CUDA kernel compiles, keeps to its budget of registers, spills nothing and reads 16 bytes at a time. No GPU is needed.
+"""Every CUDA kernel compiles, keeps to its budget of registers, spills nothing and reads 16 bytes
+at a time. No GPU is needed.
 
-All kernels on sm_90; on sm_80 and sm_100 each arithmetic with the storage types that differ in code. ``benchmarks/ops/cubins.py`` does all
-on all. Registers and stack are read from every cubin; loads and stores are counted in the disassembly of some, which takes a third of a
-second each.
+All kernels on sm_90; on sm_80 and sm_100 each arithmetic with the storage types that differ in
+code. ``benchmarks/ops/cubins.py`` does all on all. Registers and stack are read from every cubin;
+loads and stores are counted in the disassembly of some, which takes a third of a second each.
 """
 
 from __future__ import annotations
@@ -64,7 +65,8 @@ def images() -> dict[tuple[Kernel, int], bytes]:
         source, headers = cuda_runtime.source_of(kernel), cuda_runtime.headers()
         return nvrtc.compile(kernel.source, source, headers, kernel.options, nvrtc.target(arch))
 
-    wanted = [(kernel, arch) for kernel, arch in WANTED if arch in nvrtc.archs]  # 12.8 is the first that knows sm_100
+    # 12.8 is the first that knows sm_100
+    wanted = [(kernel, arch) for kernel, arch in WANTED if arch in nvrtc.archs]
     with ThreadPoolExecutor(2) as pool:
         return dict(zip(wanted, pool.map(compile_, wanted), strict=True))
 

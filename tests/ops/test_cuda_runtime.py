@@ -108,7 +108,8 @@ def test_kernels_are_not_read_from_where_others_can_write(tmp_path: Path, caplog
 
 
 def test_a_spoilt_cache_is_made_again(gpus: Gpus, kept_kernels: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Cut short, of another kind, or empty: the next process compiles, and the one after it does not."""
+    """Cut short, of another kind, or empty: the next process compiles, and the one after it does
+    not."""
     x = gpus.put(0, torch.ones(100))
     torch.ops.zero_trial.square_sum(x)
     files = sorted((kept_kernels / "zero_trial").glob("cuda-*.bin"))
@@ -142,7 +143,8 @@ X = torch.device("cpu")  # of the emulator, unless a test says otherwise
 
 
 def test_a_full_gpu_makes_room_once(emulator: Emulator) -> None:
-    """torch keeps what a first forward and backward took; the driver needs a little of it for a kernel's code."""
+    """torch keeps what a first forward and backward took; the driver needs a little of it for a
+    kernel's code."""
     made: list[bool] = []
     backend = emulator.cuda()
     backend.make_room = lambda: made.append(True)
@@ -170,7 +172,8 @@ def test_machine_code_that_the_driver_refuses_comes_as_ptx(gpus: Gpus, status: i
     x, loaded = gpus.put(0, torch.ones(3000)), gpus.emulator.library.modules_loaded()
     gpus.emulator.library.refuse_loads(status, 1)
     assert gpus.back(torch.ops.zero_trial.square_sum(x)).item() == 3000.0
-    assert gpus.emulator.library.modules_loaded() == loaded + 2  # of two kernels, one from its second image
+    # of two kernels, one from its second image
+    assert gpus.emulator.library.modules_loaded() == loaded + 2
 
 
 def test_what_is_refused_in_every_form_is_said_of_the_best_one(gpus: Gpus) -> None:

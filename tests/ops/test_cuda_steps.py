@@ -19,14 +19,16 @@ from zero_trial.ops.dispatch import CUDA
 from zero_trial.ops.spec import BF16, FP32
 
 SIZES = (0, 1, 15, 1023, TILE - 1, TILE, TILE + 1, 20 * TILE + 77)  # 20 tiles on 8 blocks
-# Shifts of p, g, a, b, out from an aligned address, in elements: all aligned, all at the same odd place, each at its own.
+# Shifts of p, g, a, b, out from an aligned address, in elements: all aligned, all at the same odd
+# place, each at its own.
 SHIFTS = ((0, 0, 0, 0, 0), (1, 1, 1, 1, 1), (0, 0, 2, 0, 0), (4, 4, 4, 4, 4), (0, 1, 0, 0, 0), (0, 0, 0, 0, 3))
 
 ops = torch.ops.zero_trial
 
 
 def both(emulator: Emulator, name: str, values: list[Tensor], found: Tensor | None, t: int, k: float) -> None:
-    """One step on the emulator and one on the CPU, of copies of p, g, states and out; the results must have the same bits."""
+    """One step on the emulator and one on the CPU, of copies of p, g, states and out; the results
+    must have the same bits."""
     p, g, *others = values
     others, (out,) = others[:-1], others[-1:]
     mine = [p.clone(), g.clone(), *(x.clone() for x in others), out.clone()]
@@ -60,7 +62,8 @@ def test_views_may_start_anywhere(emulator: Emulator, dtype: torch.dtype, shifts
 
 @pytest.mark.parametrize("shift", range(8))
 def test_views_at_one_offset_are_read_as_wide_as_aligned_tensors(emulator: Emulator, shift: int) -> None:
-    """Only the head of up to three elements is not; where one tensor stands elsewhere, nothing is."""
+    """Only the head of up to three elements is not; where one tensor stands elsewhere, nothing
+    is."""
     n, wide = 3 * TILE + 5, []
     for shifts in ((0,) * 5, (shift,) * 5, (0, 1, 0, 0, 0)):
         made = (randn(n), randn(n, 1).bfloat16(), randn(n, 2), randn(n, 3).abs(), torch.zeros(n).bfloat16())
@@ -68,7 +71,8 @@ def test_views_at_one_offset_are_read_as_wide_as_aligned_tensors(emulator: Emula
         with emulator.watching(p, m, v, out, read_only=[g]):
             CUDA["adam_"](p, g, m, v, out, None, *STEPS["adam_"](1, 1.0))
             wide.append(emulator.library.wide_accesses())
-    assert wide == [3 * TILE // 4 * 8, 3 * TILE // 4 * 8, 0]  # four loads and four stores of four elements
+    # four loads and four stores of four elements
+    assert wide == [3 * TILE // 4 * 8, 3 * TILE // 4 * 8, 0]
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 3e38, 1e-42])
@@ -218,7 +222,8 @@ def test_tensors_of_another_device_stay_out_of_the_launch(emulator: Emulator, fi
         assert emulator.library.launch_count() == 1
         CUDA["add_many_"](lists[0], lists[1])
         CUDA["copy_many_"](lists[0], lists[0])
-        with contextlib.suppress(NotImplementedError):  # of plain torch, which cannot read that device
+        # of plain torch, which cannot read that device
+        with contextlib.suppress(NotImplementedError):
             CUDA["lamb_moments_"](*lists, None, None, *numbers[1:], 1.0, True)
     assert emulator.library.launch_count() == 3
     ops.adam_many_(want[:1], g[:1], want[1:2], want[2:], [], None, None, *(x[:1] for x in numbers), 1.0, True)

@@ -1,4 +1,5 @@
-"""The cache of compiled kernels: what is loaded could only be written by this user and is complete; CUDA kernels are kept once per folder."""
+"""The cache of compiled kernels: what is loaded could only be written by this user and is complete;
+CUDA kernels are kept once per folder."""
 
 from __future__ import annotations
 
@@ -177,7 +178,8 @@ def test_a_compiler_that_fails_leaves_nothing(tmp_path: Path) -> None:
 
 
 def test_half_a_file_is_never_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A disk that is full while the file is written: the image is used, and neither the file nor its scratch stays."""
+    """A disk that is full while the file is written: the image is used, and neither the file nor
+    its scratch stays."""
 
     def full(*_: object) -> None:
         raise OSError("No space left on device")

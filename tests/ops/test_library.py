@@ -1,4 +1,5 @@
-"""The ops against float64, over sizes, dtypes, views and values; the same bits from every copy of the kernels and any number of threads."""
+"""The ops against float64, over sizes, dtypes, views and values; the same bits from every copy of
+the kernels and any number of threads."""
 
 from __future__ import annotations
 
@@ -56,7 +57,8 @@ def error(got: Tensor, exact: Tensor) -> float:
     return float((got.double() - exact).norm() / exact.norm()) if exact.numel() else 0.0
 
 
-# One step of each op on (p, g, state, state, out, found_inf), and the same in float64: (p, state, state).
+# One step of each op on (p, g, state, state, out, found_inf), and the same in float64: (p, state,
+# state).
 def adam(p, g, a, b, out=None, found=None, t=1, k=1.0, decoupled=True):  # type: ignore[no-untyped-def]
     ops.adam_(p, g, a, b, out, found, 1e-3, 0.9, 0.999, 1e-8, 0.1, float(t), k, decoupled)
 
@@ -119,7 +121,8 @@ def test_adamw_is_that_of_float64(monkeypatch: pytest.MonkeyPatch, copy: str, dt
 @pytest.mark.parametrize("n", SIZES)
 @pytest.mark.parametrize("name", STEPS)
 def test_three_steps_of_any_size_and_gradient(backend: str, name: str, n: int, dtype: torch.dtype) -> None:
-    """With a multiplier, a rounded copy of the parameter, and on views that start at odd elements. Limit: a few roundings, 3e-7."""
+    """With a multiplier, a rounded copy of the parameter, and on views that start at odd elements.
+    Limit: a few roundings, 3e-7."""
     store = [torch.full((n + 6,), math.nan) for _ in range(3)]
     p, a, b = (x[3 : 3 + n] for x in store)
     p.copy_(randn(n)), a.zero_(), b.zero_()
@@ -195,7 +198,8 @@ def test_every_copy_and_any_number_of_threads_gives_the_same_bits(
 
 @pytest.mark.parametrize("dtype", LOW)
 def test_rounding_is_that_of_torch(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
-    """Every 16-bit pattern in, and every neighbourhood of a rounding boundary out. SGD without rate only copies."""
+    """Every 16-bit pattern in, and every neighbourhood of a rounding boundary out. SGD without rate
+    only copies."""
     best = native()
     patterns = torch.arange(65536, dtype=torch.int32).to(torch.int16).view(dtype)
     wide = patterns.float()
@@ -216,13 +220,14 @@ def test_rounding_is_that_of_torch(monkeypatch: pytest.MonkeyPatch, dtype: torch
         assert ((b == wide) | (b.isnan() & wide.isnan())).all()
 
 
-# --- LAMB -------------------------------------------------------------------------------------------------------------
+# --- LAMB -----------------------------------------------------------------------------------------
 
 COLUMNS = (0.9, 0.999, 1e-6, 0.1)
 
 
 def lamb_step(p: list[Tensor], g: list[Tensor], m: list[Tensor], v: list[Tensor], out: list[Tensor], t: int) -> Tensor:
-    """A whole step, with a multiplier of 0.5 and a rate of its own for each tensor; returns the squares."""
+    """A whole step, with a multiplier of 0.5 and a rate of its own for each tensor; returns the
+    squares."""
     columns = [[x] * len(p) for x in (*COLUMNS, float(t))]
     squares: Tensor = ops.lamb_moments_(p, g, m, v, None, torch.tensor([0.25]), *columns, 2.0, True)
     ratio = (squares[0] / squares[1]).sqrt().clamp(0.01, 10.0).float()
@@ -232,7 +237,8 @@ def lamb_step(p: list[Tensor], g: list[Tensor], m: list[Tensor], v: list[Tensor]
 
 @pytest.mark.parametrize("dtype", [torch.float32, *LOW])
 def test_lamb_is_that_of_float64(backend: str, dtype: torch.dtype) -> None:
-    """On views that start at odd elements, beside which nothing is touched. Limit: 3e-7 after ten steps."""
+    """On views that start at odd elements, beside which nothing is touched. Limit: 3e-7 after ten
+    steps."""
     sizes = (1, 63, 2047, 2049, 100_003)
     store = [[torch.full((n + 2,), math.nan) for n in sizes] for _ in range(3)]
     p, m, v = ([x[1:-1] for x in column] for column in store)
@@ -294,7 +300,7 @@ def test_lamb_without_bias_correction_and_of_an_empty_tensor(backend: str) -> No
     torch.testing.assert_close(p[0], want.p)
 
 
-# --- accumulation -----------------------------------------------------------------------------------------------------
+# --- accumulation ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("source", [torch.float32, *LOW])
@@ -327,7 +333,7 @@ def test_every_copy_adds_alike(monkeypatch: pytest.MonkeyPatch) -> None:
         assert torch.equal(wide, results[0][0]) and torch.equal(low, results[0][1])
 
 
-# --- sums -------------------------------------------------------------------------------------------------------------
+# --- sums -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, *LOW])
@@ -365,7 +371,7 @@ def test_one_bad_element_shows_in_the_sum(backend: str, bad: float, place: int) 
     assert not math.isfinite(ops.square_sum(x).item())
 
 
-# --- what the native kernels do not take ------------------------------------------------------------------------------
+# --- what the native kernels do not take ----------------------------------------------------------
 
 
 def test_other_layouts_and_dtypes_are_computed_in_plain_torch(backend: str) -> None:
@@ -387,7 +393,7 @@ def test_sizes_that_do_not_fit_are_refused() -> None:
         adam(torch.zeros(5), torch.zeros(5), torch.zeros(5), torch.zeros(6))
 
 
-# --- what torch knows of the ops --------------------------------------------------------------------------------------
+# --- what torch knows of the ops ------------------------------------------------------------------
 
 
 def samples() -> dict[str, tuple[Any, ...]]:
@@ -438,7 +444,7 @@ def test_plain_torch_works_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.equal(p, want.p) and torch.equal(v, want.v)
 
 
-# --- what no implementation computes, and where processes and threads differ --------------------------------------------------
+# --- what no implementation computes, and where processes and threads differ ----------------------
 
 
 def tensors(n: int = 70, dtype: torch.dtype = torch.float32) -> list[Tensor]:
@@ -506,7 +512,8 @@ def test_an_infinitely_late_step_corrects_no_bias(backend: str) -> None:
 def test_threads_compute_with_the_rounding_of_their_caller(
     monkeypatch: pytest.MonkeyPatch, threads: Callable[[int], None]
 ) -> None:
-    """Numbers too small for fp32 are flushed to zero where the calling thread does so, on every thread, and only then."""
+    """Numbers too small for fp32 are flushed to zero where the calling thread does so, on every
+    thread, and only then."""
     best, n = native(), 4 * 32768 + 5
     tiny = torch.full((n,), 1e-39)
 
@@ -539,7 +546,8 @@ def test_after_a_fork(monkeypatch: pytest.MonkeyPatch, threads: Callable[[int], 
     mine, childs = tensors(200_000), tensors(200_000)
     adam(*mine)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of forks beside threads, from Python 3.12 on
+        # of forks beside threads, from Python 3.12 on
+        warnings.simplefilter("ignore", DeprecationWarning)
         child = os.fork()
     if child == 0:
         signal.alarm(20)

@@ -1,4 +1,5 @@
-"""The reference formulas against torch, and the ops in plain torch, which are those formulas in place."""
+"""The reference formulas against torch, and the ops in plain torch, which are those formulas in
+place."""
 
 from __future__ import annotations
 

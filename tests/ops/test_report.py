@@ -1,4 +1,5 @@
-"""The report names every op and what it runs as, and every CUDA kernel that could not be compiled; as text and as JSON."""
+"""The report names every op and what it runs as, and every CUDA kernel that could not be compiled;
+as text and as JSON."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The structs of scalars: right numbers in the right places. That they equal the CPU's to the bit is tested with the kernels."""
+"""The structs of scalars: right numbers in the right places. That they equal the CPU's to the bit
+is tested with the kernels."""
 
 from __future__ import annotations
 

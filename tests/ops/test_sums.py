@@ -46,7 +46,8 @@ def threads() -> Iterator[Callable[[int], None]]:
 
 
 def parts_of(count: int, n: int, dtype: torch.dtype, offset: int = 0) -> list[Tensor]:
-    """Of very different magnitudes, so that the order of the sum shows in its bits; ``offset`` elements into their storages."""
+    """Of very different magnitudes, so that the order of the sum shows in its bits; ``offset``
+    elements into their storages."""
     generator = torch.Generator().manual_seed(31 * count + n)
     scales = [10.0 ** (k % 4 - 1) for k in range(count)]
     return [(torch.randn(n + offset, generator=generator) * scale).to(dtype)[offset:] for scale in scales]

@@ -1,4 +1,5 @@
-"""Helpers of the pipeline tests: a schedule that is ready to be simulated, its report, and its picture."""
+"""Helpers of the pipeline tests: a schedule that is ready to be simulated, its report, and its
+picture."""
 
 from __future__ import annotations
 

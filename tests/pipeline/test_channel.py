@@ -1,4 +1,5 @@
-"""Messages between two ranks that are threads: values become a description and bytes, and the same values again."""
+"""Messages between two ranks that are threads: values become a description and bytes, and the same
+values again."""
 
 from __future__ import annotations
 

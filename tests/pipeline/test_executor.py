@@ -1,4 +1,5 @@
-"""Rows of schedules on ranks that are threads: the same gradients as the whole model, whatever the schedule."""
+"""Rows of schedules on ranks that are threads: the same gradients as the whole model, whatever the
+schedule."""
 
 from __future__ import annotations
 
@@ -85,7 +86,8 @@ def perform(
         for axis in axes(schedule.stages)
     ]
     first, last = place.ranks[0], place.ranks[-1]
-    scaled = replace(options, scale=0.5 * schedule.micro_batches)  # each micro-batch's loss counts by half
+    # each micro-batch's loss counts by half
+    scaled = replace(options, scale=0.5 * schedule.micro_batches)
     travel = labels_travel and first != last
 
     def run(rank: int) -> LastStageResult:

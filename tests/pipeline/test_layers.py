@@ -1,4 +1,5 @@
-"""Layers: specs that are built late and counted without memory, chunks that compute what the whole does, and the time of each layer."""
+"""Layers: specs that are built late and counted without memory, chunks that compute what the whole
+does, and the time of each layer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Passes: what each adds to a schedule and what sharding costs; and which sharding actions a ZeRO stage puts in."""
+"""Passes: what each adds to a schedule and what sharding costs; and which sharding actions a ZeRO
+stage puts in."""
 
 from __future__ import annotations
 
@@ -55,7 +56,8 @@ def test_messages_of_a_v():
 
 
 def test_receives_keep_the_order_of_the_sends():
-    """Rank 1 wants micro-batch 1 first, but rank 0 has sent 0 before it: both are received, and 0 is kept."""
+    """Rank 1 wants micro-batch 1 first, but rank 0 has sent 0 before it: both are received, and 0
+    is kept."""
     rows = (parse_row("0F0 0F1"), parse_row("1F1 1F0"))
     schedule = add_send_recv(Schedule("mine", ChunkPlacement.loop(2), 2, rows, training=False))
     assert schedule.rows[1] == parse_row("1RECV_F0 1RECV_F1 1F1 1F0")
@@ -248,7 +250,8 @@ WEIGHTS = ModelBytes(parameters=400, gradients=400, optimizer=800, ranks=4)
     ],
 )
 def test_what_a_policy_needs(policy: ZeroPolicy, name: str, expected: int):
-    """Shards, and what the schedule has whole at once: with one chunk per rank a rank's whole part, whatever the policy."""
+    """Shards, and what the schedule has whole at once: with one chunk per rank a rank's whole part,
+    whatever the policy."""
     got = report(name, 2, 4, parameters=policy.parameters, reduction=policy.reduction)
     assert needed(policy, WEIGHTS, got.ranks[0], 2 if name == "looped_bfs" else 1) == expected
 

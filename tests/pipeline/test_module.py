@@ -48,7 +48,8 @@ def test_with_one_stage_it_is_an_ordinary_module():
     ],
 )
 def test_weights_do_not_depend_on_the_cut(placement: ChunkPlacement):
-    """With seeds per layer; the ranks together have every parameter once, tied ones on each rank that needs them."""
+    """With seeds per layer; the ranks together have every parameter once, tied ones on each rank
+    that needs them."""
     whole = dict(PipelineModule(layers()[:3], num_stages=1, seed_layers=True).named_parameters())
     parts: list[Any] = [*layers()[:3], LayerSpec(nn.Linear, 6, 4), layers()[4]]
     found: dict[str, list[torch.Tensor]] = {}
@@ -76,7 +77,8 @@ def test_a_rank_builds_only_its_own_layers():
         list(module.parameters())
     with pytest.raises(ConfigError, match=r"PipelineModule\.forward: the layers are not built yet"):
         module(torch.ones(2))
-    module._layers = [nn.Identity(), specs[1]]  # counting builds on the meta device, which this one does not survive
+    # counting builds on the meta device, which this one does not survive
+    module._layers = [nn.Identity(), specs[1]]
     module.build(ChunkPlacement.loop(2), 1)
     assert [name for name, _ in module.named_parameters()] == ["1.weight", "1.bias"]
 
@@ -149,7 +151,8 @@ def recorded(calls: list[int]) -> Any:
     ("interval", "classes", "expected"), [(0, None, 0), (1, None, 4), (2, None, 3), (5, None, 1), (1, ["Linear"], 2)]
 )
 def test_layers_are_recomputed_in_groups(interval: int, classes: Sequence[str] | None, expected: int):
-    """Only groups with something to train, or of the named classes; and only where there will be a backward."""
+    """Only groups with something to train, or of the named classes; and only where there will be a
+    backward."""
     calls: list[int] = []
     module = PipelineModule(
         layers(),
@@ -179,7 +182,8 @@ def test_one_cut_by_measured_time():
 
 
 class WithExtras(PipelineModule):
-    """A pipeline with children of its own, made after the layers, and a loss that is a module with a buffer."""
+    """A pipeline with children of its own, made after the layers, and a loss that is a module with
+    a buffer."""
 
     def __init__(self, extra: nn.Module, **options: Any) -> None:
         super().__init__(layers(), loss_fn=nn.CrossEntropyLoss(weight=torch.ones(11)), **options)

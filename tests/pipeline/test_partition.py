@@ -55,7 +55,8 @@ def test_balanced_is_the_best_of_all_cuts():
 
 
 def test_balanced_by_times():
-    """Fractions whose sums are not exact: the second pass must find again what the first has found."""
+    """Fractions whose sums are not exact: the second pass must find again what the first has
+    found."""
     weights = [0.1 * (index % 7) + 0.013 for index in range(60)]
     for parts in (1, 2, 7, 60):
         bounds = balanced(weights, parts)

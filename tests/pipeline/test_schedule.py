@@ -1,4 +1,5 @@
-"""Schedules as data: actions and their text form, the placement of chunks, and the schedule as a value."""
+"""Schedules as data: actions and their text form, the placement of chunks, and the schedule as a
+value."""
 
 from __future__ import annotations
 

@@ -136,7 +136,8 @@ def test_random_schedules_run():
 
 
 def test_a_dropped_action_is_found():
-    """Whichever action of whichever row: a send, a receive, a computation, a gather, a reduction, a step."""
+    """Whichever action of whichever row: a send, a receive, a computation, a gather, a reduction, a
+    step."""
     rng = random.Random(6)
     seen = set()
     for _ in range(CASES):
@@ -366,7 +367,8 @@ def test_a_message_takes_its_time():
 
 @pytest.mark.parametrize("name", ["1f1b", "interleaved", "zb_h1", "zb_v"])
 def test_buffers_do_not_grow_with_the_micro_batches(name: str):
-    """Neither activations nor waiting messages; breadth first and GPipe are those that pay with memory."""
+    """Neither activations nor waiting messages; breadth first and GPipe are those that pay with
+    memory."""
     few, many = (validate(lowered(name, 4, micro_batches)) for micro_batches in (16, 64))
     for one, other in zip(few.ranks, many.ranks, strict=True):
         assert (one.peak_activations, one.peak_waiting) == (other.peak_activations, other.peak_waiting)

@@ -1,4 +1,5 @@
-"""The chunks of one rank: where received tensors enter a graph, forwards, and backwards whole and in two halves."""
+"""The chunks of one rank: where received tensors enter a graph, forwards, and backwards whole and
+in two halves."""
 
 from __future__ import annotations
 
@@ -155,7 +156,8 @@ def test_evaluation_keeps_no_graph():
 
 
 class Mixed(nn.Module):
-    """A shared weight, a branch that does not touch the input, an unused and a frozen weight, attention, norms."""
+    """A shared weight, a branch that does not touch the input, an unused and a frozen weight,
+    attention, norms."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -258,7 +260,8 @@ def test_micro_batches_may_overtake_each_other():
     for half in halves:
         half.weights()
     found = gradients(module)
-    assert all(torch.allclose(found[name], expected[name], atol=1e-6) for name in expected)  # another memory alignment
+    # another memory alignment
+    assert all(torch.allclose(found[name], expected[name], atol=1e-6) for name in expected)
 
 
 def test_the_anatomy_of_a_layer():

@@ -1,4 +1,5 @@
-"""What a real rank holds while it trains: the engine on gloo ranks, watched by LiveBytes; and the small models that are planned for."""
+"""What a real rank holds while it trains: the engine on gloo ranks, watched by LiveBytes; and the
+small models that are planned for."""
 
 from __future__ import annotations
 
@@ -56,7 +57,8 @@ def ds_config(stage: int, *, bf16: bool = False, accumulation: int = 1, **more: 
 
 
 def watched_step(folder: str, config: dict[str, Any], steps: int = 3) -> dict[str, int]:
-    """Bytes of one rank: what the engine says that it keeps, and what really lived in the last step."""
+    """Bytes of one rank: what the engine says that it keeps, and what really lived in the last
+    step."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     live, given = LiveBytes(), tuple(tensor.to(device) for tensor in batch())
     with live:

@@ -1,4 +1,5 @@
-"""A small project on disk for the tests of this folder: an experiment, a ds_config and a trial that fits a line."""
+"""A small project on disk for the tests of this folder: an experiment, a ds_config and a trial that
+fits a line."""
 
 from __future__ import annotations
 

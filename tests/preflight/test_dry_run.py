@@ -108,7 +108,8 @@ def test_parameters_on_nvme(ranks: Pools, tmp_path: Path, bf16: bool, state: str
 
 
 def test_states_alone_are_the_papers_figures() -> None:
-    """Rajbhandari et al. 2020, figure 1: 16, 4 + 12/N, 2 + 14/N and 16/N bytes per parameter in mixed precision with Adam."""
+    """Rajbhandari et al. 2020, figure 1: 16, 4 + 12/N, 2 + 14/N and 16/N bytes per parameter in
+    mixed precision with Adam."""
     blueprint = Blueprint(torch.nn.Sequential(*(torch.nn.Linear(256, 256, bias=False) for _ in range(4))))
     for stage, (whole, shared) in enumerate([(16, 0), (4, 12), (2, 14), (0, 16)]):
         zero = {"stage": stage, "param_persistence_threshold": 0}
@@ -153,7 +154,8 @@ def test_small_work_has_real_tensors_and_large_work_fake_ones() -> None:
 
     role, micro = micro_of(Sums(4, 4))
     assert dry_run_any([role], 2, micro, [torch.ones(2, 4)])[1] == "real tensors"
-    large = torch.ones(1, 1).expand(20_000_000, 4)  # 20 parameters times 80 M elements, in no memory
+    # 20 parameters times 80 M elements, in no memory
+    large = torch.ones(1, 1).expand(20_000_000, 4)
     assert dry_run_any([role], 2, micro, [large])[1] == "fake tensors"
 
 
@@ -166,7 +168,8 @@ def test_the_ways_of_a_dry_run() -> None:
 
 @pytest.mark.skipif(torch.backends.cuda.is_built(), reason="this torch has fake tensors of a GPU")
 def test_a_gpu_is_faked_on_the_cpu_where_torch_knows_none() -> None:
-    """NCCL receives into no tensor and no segment; between CPU ranks gradients are read where they are. The states are the same."""
+    """NCCL receives into no tensor and no segment; between CPU ranks gradients are read where they
+    are. The states are the same."""
     on_cpu, on_gpu = (memory_plan(build("gpt"), ds_config(0), 2, batch(), device=device) for device in ("cpu", "cuda"))
     assert on_gpu.how == "fake tensors on the CPU" and on_gpu.figures.states == on_cpu.figures.states
     assert on_gpu.figures.exchange == 0 == on_cpu.figures.exchange and on_gpu.figures.peak == on_cpu.figures.peak

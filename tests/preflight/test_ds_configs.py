@@ -1,4 +1,5 @@
-"""The ds_configs of a search: what can be trained, what would be pruned, and one finding for the same fault at many points."""
+"""The ds_configs of a search: what can be trained, what would be pruned, and one finding for the
+same fault at many points."""
 
 from __future__ import annotations
 

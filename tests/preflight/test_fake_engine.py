@@ -72,7 +72,8 @@ def test_a_trial_that_does_its_own_accumulation() -> None:
 
     assert engine.gradient_accumulation_steps() == 3
     plan = planned(subject, train_batch, batch(), calls_per_step=1).plan()
-    assert calls == [2, 2] and plan.accumulation == 3  # a third micro-batch needs nothing that the second does not
+    # a third micro-batch needs nothing that the second does not
+    assert calls == [2, 2] and plan.accumulation == 3
 
 
 def test_client_optimizers_and_generators_of_parameters() -> None:
@@ -89,7 +90,8 @@ def test_client_optimizers_and_generators_of_parameters() -> None:
         engine.backward(engine(*next(batches)))
         engine.step()
 
-    assert planned(subject, train_batch, batch()).plan().figures.optimizer == 0  # SGD without momentum keeps nothing
+    # SGD without momentum keeps nothing
+    assert planned(subject, train_batch, batch()).plan().figures.optimizer == 0
     other = TrialSubject(2)
     other.factory(model=build("gpt"), config=ds_config(1), model_parameters=iter([]))
 

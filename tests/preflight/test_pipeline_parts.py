@@ -17,7 +17,8 @@ def test_every_stage_has_its_layers_and_nothing_has_values():
     model = pipeline()
     parts = parts_of(model, pipeline_settings(settings(schedule="looped_bfs")))
     assert parts.placement.ranks == (0, 1, 0, 1)
-    assert parts.bounds == (0, 2, 3, 4, 6)  # a block is five embeddings large, so the chunks hold one block each
+    # a block is five embeddings large, so the chunks hold one block each
+    assert parts.bounds == (0, 2, 3, 4, 6)
     assert [parts.layers(rank) for rank in (0, 1)] == ["0-1,3", "2,4-5"]
     assert parts.ties == ((0, 3),)
     assert sum(parts.elements) == parts.parameters + TIED == model.total_parameters + TIED

@@ -45,7 +45,8 @@ def test_a_row_per_stage():
 
 
 def test_states_are_those_of_the_stage_s_own_layers():
-    """fp32 with Adam: 16 bytes per parameter; at stage 3 a shard of them, but for what is too small to shard."""
+    """fp32 with Adam: 16 bytes per parameter; at stage 3 a shard of them, but for what is too small
+    to shard."""
     zero0, zero3 = planner(0).plan(), planner(3).plan()
     for stage in zero0.stages:
         assert stage.figures.states == pytest.approx(16 * stage.elements, rel=0.01)

@@ -17,7 +17,8 @@ PLAN = MemoryPlan(FIGURES, 2, "fp32", 2, 8, 1, 1_200_000, "traced")
 def test_a_line() -> None:
     line = PLAN.line(limit=64 * MIB)
     assert line == "params 1.2M · per rank 14.0 MiB states + 22.0 MiB activations, peak 40.0 MiB (limit 64.0 MiB)  fits"
-    assert PLAN.line(limit=40 * MIB).endswith("(limit 40.0 MiB)  does not fit")  # the shared segments count too
+    # the shared segments count too
+    assert PLAN.line(limit=40 * MIB).endswith("(limit 40.0 MiB)  does not fit")
     states = replace(PLAN, figures=Figures(MIB, MIB, MIB))
     assert (
         states.line() == "params 1.2M · per rank 3.0 MiB states"

@@ -16,7 +16,8 @@ def test_a_plan_for_a_model() -> None:
     plan = memory_plan(build("gpt"), ds_config(2), 2, batch())
     assert (plan.stage, plan.ranks, plan.micro_batch, plan.precision) == (2, 2, ROWS, "fp32")
     states = plan.figures.parameters + plan.figures.gradients + plan.figures.optimizer
-    # fp32 AdamW at stage 2 on two ranks: 4 whole, and (4 + 8) / 2 bytes per parameter, and some padding
+    # fp32 AdamW at stage 2 on two ranks: 4 whole, and (4 + 8) / 2 bytes per parameter, and some
+    # padding
     assert states == pytest.approx(10 * plan.parameter_count, rel=0.01)
     assert plan.figures.peak is not None and plan.figures.activations is not None
     assert plan.figures.peak > states + plan.figures.activations * 0.9
@@ -30,7 +31,8 @@ def test_without_a_batch_the_states_are_planned() -> None:
 def test_a_model_on_the_meta_device_is_planned_without_being_built() -> None:
     with torch.device("meta"):
         model = torch.nn.Sequential(*(torch.nn.Linear(4096, 4096, bias=False) for _ in range(24)))
-    plan = memory_plan(model, ds_config(3, bf16=True), 64)  # 0.4 G parameters: 6 GiB if it were real
+    # 0.4 G parameters: 6 GiB if it were real
+    plan = memory_plan(model, ds_config(3, bf16=True), 64)
     assert plan.figures.states == pytest.approx(16 * plan.parameter_count / 64, rel=0.01)
 
 

@@ -204,7 +204,8 @@ STAGES = {**DS_CONFIG, "gradient_accumulation_steps": 4, "mesh": {"pipe": 2}}
 
 
 def test_a_pipeline(tmp_path: Path):
-    """Two ranks are two stages: one data-parallel rank, whose evaluation takes four micro-batches of two."""
+    """Two ranks are two stages: one data-parallel rank, whose evaluation takes four micro-batches
+    of two."""
     report = project(tmp_path, ds_config=STAGES, model=PIPELINE).check(dry_run=True)
     assert messages(report) == []
     assert report.looked[Area.TRIAL] == "25 parameters" and "reports validation_loss" in report.looked[Area.METRIC]

@@ -1,4 +1,5 @@
-"""Pages in a real browser, without a network: what they look like, and what they do when they are used."""
+"""Pages in a real browser, without a network: what they look like, and what they do when they are
+used."""
 
 from __future__ import annotations
 
@@ -35,7 +36,8 @@ QUIET = [
     "--virtual-time-budget=4000",
 ]
 
-# The page stands in a frame of a given width, and SCRIPT, which sees it as `page`, says what it found.
+# The page stands in a frame of a given width, and SCRIPT, which sees it as `page`, says what it
+# found.
 FRAME = """<!DOCTYPE html><body style="margin:0"><iframe id="frame" width="{width}" height="{height}" style="border:0" srcdoc="{page}"></iframe>
 <pre id="found"></pre><script>
 document.getElementById("frame").addEventListener("load", () => {{
@@ -65,7 +67,8 @@ def ask(folder: Path, html: str, script: str, *, width: int = 1280, height: int 
 
 
 def screenshot(folder: Path, html: str, height: int = 3000) -> Path:
-    """A picture of the page as a phone (390 pixels) and a desk (1280 pixels) show it, beside each other."""
+    """A picture of the page as a phone (390 pixels) and a desk (1280 pixels) show it, beside each
+    other."""
     path, picture = folder / "shown.html", folder / "shown.png"
     frames = "".join(
         f'<iframe width="{width}" height="{height}" style="border:0" srcdoc="{escape(html)}"></iframe>'

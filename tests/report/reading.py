@@ -1,4 +1,5 @@
-"""HTML as a list of its elements; elements that are left open, or closed and never opened, are faults."""
+"""HTML as a list of its elements; elements that are left open, or closed and never opened, are
+faults."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A master's store after a search: every trial, report and snapshot as a master leaves them, with learning curves by a formula."""
+"""A master's store after a search: every trial, report and snapshot as a master leaves them, with
+learning curves by a formula."""
 
 from __future__ import annotations
 
@@ -66,7 +67,8 @@ def context(files: Mapping[str, str]) -> bytes:
 
 
 def play(path: Path, config: Mapping[str, Any] = CONFIG, *, pruned: int = 0) -> Searched:
-    """Make the store at ``path`` with one experiment, and search to the end. The first ``pruned`` points cannot be reconciled."""
+    """Make the store at ``path`` with one experiment, and search to the end. The first ``pruned``
+    points cannot be reconciled."""
     database, found = Database(path), Searched()
     search = build(config["searcher"], config["hyperparameters"], 7)
     files = context({"model_def.py": "", "ds_config.json": json.dumps(DS_CONFIG)})

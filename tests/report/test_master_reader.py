@@ -76,7 +76,8 @@ NAMES = {str(number): str(number) for number in range(99)}
 
 
 def played(losses: list[tuple[int, float]], config: dict[str, Any] = ONE_BRACKET) -> tuple[Any, list[tuple[str, str]]]:
-    """Every trial reports in turn at the first rung: what the report says, and whom the search really stopped."""
+    """Every trial reports in turn at the first rung: what the report says, and whom the search
+    really stopped."""
     search = build(config["searcher"], config["hyperparameters"], 3)
     ids = [action.request_id for action in search.start()]
     stops, measured = [], []
@@ -183,7 +184,8 @@ def test_points_that_were_pruned_are_counted_by_reason(tmp_path: Path) -> None:
 
 
 def test_the_best_configuration_runs(tmp_path: Path) -> None:
-    """It is read as an experiment of one trial, and its ds_config is that of the winner, with nothing left of the sweep."""
+    """It is read as an experiment of one trial, and its ds_config is that of the winner, with
+    nothing left of the sweep."""
     truth = play(tmp_path / "db")
     report = from_master_store(tmp_path / "db", 1)
     assert report.best is not None

@@ -1,4 +1,5 @@
-"""The page of a run: everything of the report is on it, nothing is loaded, hostile names stay text, and a browser shows it."""
+"""The page of a run: everything of the report is on it, nothing is loaded, hostile names stay text,
+and a browser shows it."""
 
 from __future__ import annotations
 
@@ -149,7 +150,8 @@ def test_nothing_hostile_runs(tmp_path: Path) -> None:
 
 @needs_browser
 def test_pictures_of_it(tmp_path: Path) -> None:
-    """That something is drawn in the colours of the style sheet; whether it is beautiful is for people to say."""
+    """That something is drawn in the colours of the style sheet; whether it is beautiful is for
+    people to say."""
     from PIL import Image
 
     with Image.open(screenshot(tmp_path, render_run(run_report()))) as shown:

@@ -165,7 +165,8 @@ def test_nothing_hostile_runs(tmp_path: Path) -> None:
 
 @needs_browser
 def test_pictures_of_it(tmp_path: Path) -> None:
-    """That something is drawn in the colours of the style sheet; whether it is beautiful is for people to say."""
+    """That something is drawn in the colours of the style sheet; whether it is beautiful is for
+    people to say."""
     from PIL import Image
 
     with Image.open(screenshot(tmp_path, render_sweep(sweep_report()))) as shown:

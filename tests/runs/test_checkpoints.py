@@ -1,4 +1,5 @@
-"""A checkpoint with its checksums is whole; any other bit, size or name is a fault that names the file."""
+"""A checkpoint with its checksums is whole; any other bit, size or name is a fault that names the
+file."""
 
 from __future__ import annotations
 

@@ -24,7 +24,8 @@ def test_numbers_go_up(tmp_path: Path):
 def test_a_name_that_another_command_took_is_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     new_run_folder(tmp_path)
     with monkeypatch.context() as patch:
-        patch.setattr(Path, "iterdir", lambda self: iter(()))  # looked before the other command made 0001
+        # looked before the other command made 0001
+        patch.setattr(Path, "iterdir", lambda self: iter(()))
         assert new_run_folder(tmp_path).name == "0002"
 
 
@@ -54,7 +55,8 @@ def test_a_resumed_folder_forgets_how_it_ended(tmp_path: Path):
     (tmp_path / "errors/rank-0.json").unlink()
     assert RunFolder(tmp_path).status() is RunStatus.COMPLETED
     resumed_run_folder(tmp_path)
-    assert RunFolder(tmp_path).status() is RunStatus.UNFINISHED  # and so it reads if it is killed now
+    # and so it reads if it is killed now
+    assert RunFolder(tmp_path).status() is RunStatus.UNFINISHED
     left = sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file())
     assert left == ["checkpoints/step-000001/metadata.json", "events.jsonl"]
     with pytest.raises(ConfigError, match="nothing to resume"):
@@ -72,7 +74,8 @@ def test_a_run_that_saved_nothing_can_be_resumed(tmp_path: Path):
 
 @pytest.mark.parametrize("make", [new_run_folder, given_run_folder])
 def test_a_place_where_no_folder_can_be_made(make: Callable[[Path], Path], tmp_path: Path):
-    """As one that may not be written, or a full disk: said by the command, before any rank is started."""
+    """As one that may not be written, or a full disk: said by the command, before any rank is
+    started."""
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"the run's folder cannot be made \(Not a directory\): got .*file/deep"):
         make(tmp_path / "file" / "deep")

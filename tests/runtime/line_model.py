@@ -1,10 +1,12 @@
-"""The folder of a small trial for whole runs: a linear model on numbers made from a seed, with a fault where one is asked for."""
+"""The folder of a small trial for whole runs: a linear model on numbers made from a seed, with a
+fault where one is asked for."""
 
 from __future__ import annotations
 
 from typing import Any
 
-# The hyperparameter `fault` chooses what goes wrong, on rank 1, in step `at`. `wait_at`: rank 0 goes on only once it was asked to stop.
+# The hyperparameter `fault` chooses what goes wrong, on rank 1, in step `at`. `wait_at`: rank 0
+# goes on only once it was asked to stop.
 MODEL_DEF = """
 import threading
 import torch

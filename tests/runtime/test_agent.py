@@ -1,4 +1,5 @@
-"""What the agent says of failed ranks comes from torch's own structures, not from the words in its log."""
+"""What the agent says of failed ranks comes from torch's own structures, not from the words in its
+log."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The one door to Determined: what is known off a cluster, and a genuine core.Context behind the platform."""
+"""The one door to Determined: what is known off a cluster, and a genuine core.Context behind the
+platform."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A trial on a cluster, without one: what reaches core, in which form, from which rank, and how often."""
+"""A trial on a cluster, without one: what reaches core, in which form, from which rank, and how
+often."""
 
 from __future__ import annotations
 
@@ -69,7 +70,8 @@ def test_a_master_without_metadata_ends_no_trial(tmp_path: Path) -> None:
 
 
 def test_numbers_that_json_has_no_words_for() -> None:
-    """The harness's thread that ships metrics dies of a NaN, so that nothing is reported any more."""
+    """The harness's thread that ships metrics dies of a NaN, so that nothing is reported any
+    more."""
     given = {"a": math.nan, "b": [math.inf, -math.inf], "c": {"d": 1.0}, "e": True, "f": "text"}
     wanted = {"a": "NaN", "b": ["Infinity", "-Infinity"], "c": {"d": 1.0}, "e": True, "f": "text"}
     assert reportable(given) == wanted
@@ -85,7 +87,8 @@ def test_the_best_validation_is_the_experiments(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("direct", [True, False])
 def test_all_ranks_write_into_one_folder(tmp_path: Path, direct: bool) -> None:
-    """Also where the storage is no file system and core gives every rank a temporary folder of its own."""
+    """Also where the storage is no file system and core gives every rank a temporary folder of its
+    own."""
 
     def work(ranks: Distributed) -> tuple[str, list[dict[str, Any]]]:
         core = FakeCore(tmp_path, ranks, direct=direct)
@@ -179,7 +182,8 @@ def test_tensorboard_files_are_copied_at_most_once_a_second_and_the_last_for_cer
     assert core.copied == [["x.pt.trace.json", "x.tfevents.1"]]
     clock.now += 0.3
     sync.close()
-    assert len(core.copied) == 2 and clock.slept == [pytest.approx(0.8)]  # core skips what comes within a second
+    # core skips what comes within a second
+    assert len(core.copied) == 2 and clock.slept == [pytest.approx(0.8)]
 
 
 def test_other_hosts_copy_what_only_they_have_and_other_ranks_of_a_host_nothing(tmp_path: Path) -> None:

@@ -1,4 +1,5 @@
-"""Whole trials by the genuine ``det`` and the genuine harness under the embedded master: paused, activated, crashed, started again."""
+"""Whole trials by the genuine ``det`` and the genuine harness under the embedded master: paused,
+activated, crashed, started again."""
 
 from __future__ import annotations
 
@@ -20,14 +21,16 @@ pytest.importorskip("determined")
 @pytest.fixture(scope="module")
 def det(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Det]:
     with pytest.MonkeyPatch.context() as patch:
-        # det has a home of its own here; native kernels that were built once are found in the usual place
+        # det has a home of its own here; native kernels that were built once are found in the usual
+        # place
         patch.setenv("XDG_CACHE_HOME", os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache"))
         with running(tmp_path_factory.mktemp("embedded")) as master:
             yield master
 
 
 def submit(det: Det, front: str, **hyperparameters: Any) -> int:
-    """``det experiment create``; the experiment's number, which is its trial's too while each has one."""
+    """``det experiment create``; the experiment's number, which is its trial's too while each has
+    one."""
     context = det.folder / "line"
     context.mkdir(exist_ok=True)
     for name, text in FILES.items():

@@ -1,4 +1,5 @@
-"""The guide from zero to a sweep: its files are taken out of it, checked, played through and trained."""
+"""The guide from zero to a sweep: its files are taken out of it, checked, played through and
+trained."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ GUIDE = (Path(__file__).parents[2] / "docs" / "guide" / "first_sweep.md").read_t
 
 @pytest.fixture()
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The guide's folder, as somebody would make it who copies each block into the file that stands before it."""
+    """The guide's folder, as somebody would make it who copies each block into the file that stands
+    before it."""
     for kind, name in (("python", "model_def.py"), ("json", "ds_config.json"), ("yaml", "const.yaml")):
         found = re.search(rf"```{kind}\n(.*?)```", GUIDE, re.DOTALL)
         assert found is not None

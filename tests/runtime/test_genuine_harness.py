@@ -1,4 +1,5 @@
-"""Whole trials under the genuine harness (prep_container, exec.launch, the launch layer, core), by each way in, on two and four ranks."""
+"""Whole trials under the genuine harness (prep_container, exec.launch, the launch layer, core), by
+each way in, on two and four ranks."""
 
 from __future__ import annotations
 
@@ -49,7 +50,8 @@ def complete(task: Task) -> None:
 
 
 def paused(task: Task, asked_at: int) -> None:
-    """It was asked while rank 0 reported step ``asked_at`` or waited in the next: it has saved one of the two."""
+    """It was asked while rank 0 reported step ``asked_at`` or waited in the next: it has saved one
+    of the two."""
     assert task.code == 0, task.log
     assert task.asked.acks == 1 and task.asked.early_exits == []
     last = task.asked.losses()[-1][0]

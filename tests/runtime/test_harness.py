@@ -34,7 +34,8 @@ class Told:
 
 @pytest.fixture()
 def told(monkeypatch: pytest.MonkeyPatch) -> Told:
-    """A base class of this test's own, made what the harness wants: a class that was adopted once stays so."""
+    """A base class of this test's own, made what the harness wants: a class that was adopted once
+    stays so."""
 
     class Base(ZeroTrial):
         """In the place of ZeroTrial."""
@@ -96,7 +97,8 @@ def test_any_other_construction_is_what_it_was(told: Told, module: str) -> None:
 
 
 def test_only_the_harness_process_is_changed() -> None:
-    """The hook looks at how the process was started; a plain import of both packages changes nothing."""
+    """The hook looks at how the process was started; a plain import of both packages changes
+    nothing."""
     code = (
         "import determined, zero_trial; from zero_trial import ZeroTrial;"
         "assert not issubclass(ZeroTrial, determined.LegacyTrial), 'adopted'; assert not zero_trial._is_determined_harness()"

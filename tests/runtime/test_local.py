@@ -1,4 +1,5 @@
-"""A run in a folder: checkpoints that exist completely or not at all, metrics, preemption, one early exit."""
+"""A run in a folder: checkpoints that exist completely or not at all, metrics, preemption, one
+early exit."""
 
 from __future__ import annotations
 
@@ -122,7 +123,8 @@ def test_latest_is_the_highest_finished_step(tmp_path: Path) -> None:
     latest = latest_checkpoint(tmp_path / "checkpoints")
     assert latest is not None and checkpoint_step(latest) == 1000000
     assert latest_checkpoint(tmp_path / "checkpoints", [str(latest.resolve())]) == tmp_path / "checkpoints/step-000030"
-    (tmp_path / "checkpoints" / "step-2000000").mkdir()  # it has lost its files: no reason to pass it over in silence
+    # it has lost its files: no reason to pass it over in silence
+    (tmp_path / "checkpoints" / "step-2000000").mkdir()
     latest = latest_checkpoint(tmp_path / "checkpoints")
     assert latest is not None and latest.name == "step-2000000" and checkpoint_step(latest) is None
     assert latest_checkpoint(tmp_path / "none") is None
@@ -203,7 +205,8 @@ def test_exactly_one_early_exit_is_posted(tmp_path: Path) -> None:
 
 
 def test_what_lies_beyond_the_step_to_go_on_from_is_taken_away(tmp_path: Path) -> None:
-    """A run that was killed after it had reported steps which no checkpoint holds reports them again."""
+    """A run that was killed after it had reported steps which no checkpoint holds reports them
+    again."""
     killed = LocalPlatform(tmp_path, {"searcher": {"metric": "validation_loss"}})
     for step, loss in ((1, 3.0), (2, 2.0), (3, 1.0)):
         killed.metrics.report_validation_metrics(step, {"validation_loss": loss})

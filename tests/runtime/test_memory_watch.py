@@ -21,7 +21,8 @@ from zero_trial.runtime.memory_watch import MemoryWatch
 def train(
     config: dict[str, Any], watched: bool, steps: int = 4, folder: str = "bert_mlm", spoil: bool = False
 ) -> dict[str, Any]:
-    """Losses, events and summary of one rank; dropout is on, so a random state that is touched shows."""
+    """Losses, events and summary of one rank; dropout is on, so a random state that is touched
+    shows."""
     torch.manual_seed(5)
     random.seed(5)
     events: list[dict[str, Any]] = []

@@ -1,4 +1,5 @@
-"""A run starts from the newest checkpoint that is whole, says which ones it passed over, and never afresh where all are damaged."""
+"""A run starts from the newest checkpoint that is whole, says which ones it passed over, and never
+afresh where all are damaged."""
 
 from __future__ import annotations
 
@@ -135,7 +136,8 @@ def hashed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
 
 
 def started_and_loaded(run: Path, load: Callable[[Any, Path], Any]) -> list[Any]:
-    """What ``load`` gave each rank, as the trial's engine calls it after the ranks have agreed on a start."""
+    """What ``load`` gave each rank, as the trial's engine calls it after the ranks have agreed on a
+    start."""
     found = run_ranks(RANKS, lambda ranks: agree_on_start(ranks, run, note=print)["checkpoint"])
     assert len(set(found)) == 1
     return on_ranks(RANKS, lambda rank: load(rank, Path(found[0])))

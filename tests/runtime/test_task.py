@@ -1,4 +1,5 @@
-"""How a rank of a cluster's task ends: its exit code, what it prints, and what it reports to the master; without a cluster."""
+"""How a rank of a cluster's task ends: its exit code, what it prints, and what it reports to the
+master; without a cluster."""
 
 from __future__ import annotations
 
@@ -179,7 +180,8 @@ def test_an_error_is_printed_before_the_platform_closes(
     capsys: pytest.CaptureFixture[str],
     tmp_path: Path,
 ) -> None:
-    """Closing copies files and may take long, fail or be killed; the cause is in the log by then, and stays the cause."""
+    """Closing copies files and may take long, fail or be killed; the cause is in the log by then,
+    and stays the cause."""
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
     printed: list[str] = []
 

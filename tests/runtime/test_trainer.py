@@ -87,7 +87,8 @@ def test_asked_to_stop_it_saves_and_the_script_exits_with_75(folder: Path, capsy
     with pytest.raises(SystemExit) as ended:
         fit(6, Asked, "run", reporting_period={"batches": 1})
     assert ended.value.code == 75
-    assert capsys.readouterr().err.startswith("stopped at step 3 of 6 and saved step-000003.")  # and no error
+    # and no error
+    assert capsys.readouterr().err.startswith("stopped at step 3 of 6 and saved step-000003.")
     assert json.loads((folder / "run" / "errors" / "rank-0.json").read_text())["type"] == "Preempted"
     assert fit(6, run_dir="run").step == 6
     assert not list((folder / "run" / "errors").iterdir())

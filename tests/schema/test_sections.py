@@ -1,4 +1,5 @@
-"""Types of values with something inside them: sections, lists, maps, and the issues that they name."""
+"""Types of values with something inside them: sections, lists, maps, and the issues that they
+name."""
 
 from __future__ import annotations
 

@@ -25,7 +25,8 @@ class LateTransfer:
 
 
 class LateSwapFile:
-    """Reads see the file as it was when they began and arrive when they are waited for; writes take what is there when they are waited for."""
+    """Reads see the file as it was when they began and arrive when they are waited for; writes take
+    what is there when they are waited for."""
 
     def __init__(self) -> None:
         self.bytes_read = self.bytes_written = 0

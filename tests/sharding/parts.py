@@ -1,4 +1,5 @@
-"""Small groups, gradient buffers and models to test the pieces of sharding with: on one rank without a world, on several with the pool's."""
+"""Small groups, gradient buffers and models to test the pieces of sharding with: on one rank
+without a world, on several with the pool's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Full values of sharded parameters for user code: GatheredParameters and the safe_get functions."""
+"""Full values of sharded parameters for user code: GatheredParameters and the safe_get
+functions."""
 
 from __future__ import annotations
 
@@ -113,7 +114,8 @@ def test_without_a_modifier_edits_are_dropped(ranks: Pools) -> None:
 
 
 class LooksAtItself(nn.Module):
-    """Gathers its own, live, weights in the middle of its forward, as weight normalisation or a penalty may."""
+    """Gathers its own, live, weights in the middle of its forward, as weight normalisation or a
+    penalty may."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -177,7 +179,8 @@ def test_ordinary_parameters_pass_through() -> None:
 
 
 def around_a_step(zero: dict[str, Any]) -> list[float]:
-    """A penalty on all weights, computed by user code outside any forward: the block spans forward and backward."""
+    """A penalty on all weights, computed by user code outside any forward: the block spans forward
+    and backward."""
     engine = make_engine(TinyLM, {"zero_optimization": zero})
     losses = []
     for step in range(3):
@@ -338,7 +341,8 @@ STAGES_access: dict[str, dict[str, Any]] = {
 
 
 def reading(zero: dict[str, Any], accumulation: int) -> float:
-    """The largest difference to dense training, over weights, gradients and moments, after two steps and one backward."""
+    """The largest difference to dense training, over weights, gradients and moments, after two
+    steps and one backward."""
     engine = make_engine(TinyLM, {"zero_optimization": zero, "gradient_accumulation_steps": accumulation})
     train_engine(engine, range(2))
     dense, _ = train_dense(TinyLM, 2, 8, 0.0)
@@ -424,7 +428,8 @@ def test_mistakes_are_refused(ranks: Pools) -> None:
 
 
 def local_parts() -> tuple[int, int, bool]:
-    """Elements that this rank holds, elements in all, and that the parts in rank order are the whole."""
+    """Elements that this rank holds, elements in all, and that the parts in rank order are the
+    whole."""
     import torch
 
     from tests.support.models import TinyLM, make_engine, train_engine

@@ -1,4 +1,5 @@
-"""Gradients are collected in one buffer per group; which memory it has, and when peers may read it."""
+"""Gradients are collected in one buffer per group; which memory it has, and when peers may read
+it."""
 
 from __future__ import annotations
 
@@ -161,7 +162,8 @@ def test_a_sealed_buffer_is_not_written_and_late_gradients_wait(stage: int, shap
 
 
 def test_gradients_outside_a_pass_complete_nothing_but_are_kept() -> None:
-    """Another engine's loss reaches this group (a GAN's generator loss through the discriminator)."""
+    """Another engine's loss reaches this group (a GAN's generator loss through the
+    discriminator)."""
     params = parameters([(5,), LARGE])
     grad_buffer, done = make_grad_buffer(make_group(params))
     loss_of(params).backward()

@@ -1,4 +1,5 @@
-"""How a model's parameters are grouped; the norm over model-parallel parts is in tests/engine/test_behaviour_parts.py."""
+"""How a model's parameters are grouped; the norm over model-parallel parts is in
+tests/engine/test_behaviour_parts.py."""
 
 from __future__ import annotations
 
@@ -317,7 +318,8 @@ def test_members_know_block_group_and_kind() -> None:
 
 
 def test_frozen_parameters_and_strangers() -> None:
-    """A frozen one is sharded only where parameters are; one that trains but is in no group is left alone."""
+    """A frozen one is sharded only where parameters are; one that trains but is in no group is left
+    alone."""
     module = Tied()
     numbers = opt_groups(module)
     del numbers[id(module.layers[0].bias)]

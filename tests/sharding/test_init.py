@@ -28,7 +28,8 @@ def presharded(params: Iterable[nn.Parameter]) -> list[PreSharded]:
 
 
 class Built(nn.Module):
-    """Initialises its weights in all the ways that models do, after the modules that own them are in place."""
+    """Initialises its weights in all the ways that models do, after the modules that own them are
+    in place."""
 
     def __init__(self, width: int = 40, layers: int = 6) -> None:
         super().__init__()
@@ -65,7 +66,8 @@ class Built(nn.Module):
 
 
 class Peak:
-    """The largest sum of bytes behind the parameters of all modules built meanwhile, seen around every lift and cut."""
+    """The largest sum of bytes behind the parameters of all modules built meanwhile, seen around
+    every lift and cut."""
 
     def __init__(self) -> None:
         self.bytes = 0
@@ -261,7 +263,8 @@ def test_parameter_offload_is_refused() -> None:
 
 
 def cut_and_gathered(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[int, bool]:
-    """(elements that this rank keeps, all is as it should be). Ranks start with different values; rank 0's count."""
+    """(elements that this rank keeps, all is as it should be). Ranks start with different values;
+    rank 0's count."""
     mesh = mesh_for(3)
     (param,) = parameters([shape], dtype, seed=mesh.rank)
     first = parameters([shape], dtype, seed=0)[0].detach()

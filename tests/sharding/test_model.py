@@ -53,7 +53,8 @@ class Normed(nn.Module):
 
 @pytest.mark.parametrize("stage", range(4))
 def test_a_module_without_hooks_is_in_one_place(stage: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On its device, or all of it on the host where the device may not hold it; here all memory that there was stands for a device."""
+    """On its device, or all of it on the host where the device may not hold it; here all memory
+    that there was stands for a device."""
     module = Normed()
     before = {name: value.clone() for name, value in module.state_dict().items()}
     model = make_model(module, stage, settings=ShardingSettings(limits=GroupingLimits(persistence=20)))
@@ -61,14 +62,15 @@ def test_a_module_without_hooks_is_in_one_place(stage: int, monkeypatch: pytest.
         assert {group.plan.params for group in model.groups} == {Lifetime.ALWAYS, Lifetime.USE}
     tensors = [*module.parameters(), *module.buffers()]
     there = [tensor.detach() for tensor in [*tensors, *model.buffers()]]
-    on_device = {tensor.untyped_storage()._cdata for tensor in there}  # kept by ``there``, so none comes again
+    # kept by ``there``, so none comes again
+    on_device = {tensor.untyped_storage()._cdata for tensor in there}
     monkeypatch.setattr(sharded_model, "on_host", lambda tensor: tensor.untyped_storage()._cdata not in on_device)
     model.remove_hooks()
     assert [tensor.untyped_storage()._cdata in on_device for tensor in tensors] == [stage < 3] * len(tensors)
     assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
 
 
-# --- persistent bytes ---------------------------------------------------------------------------------------------
+# --- persistent bytes -----------------------------------------------------------------------------
 
 
 def numel_of(build: Any) -> int:
@@ -80,7 +82,8 @@ def wide() -> nn.Module:
 
 
 def persistent(stage: int, precision: str, accumulation: int, shard: int | None) -> tuple[int, int]:
-    """(what the model says, what really lies in distinct storages) after a step, in bytes: weights, gradients, moments."""
+    """(what the model says, what really lies in distinct storages) after a step, in bytes: weights,
+    gradients, moments."""
     model = make_model(
         wide(), stage, precision=precision, accumulation=accumulation, mesh=mesh_for(stage, shard), settings=FREE_ALL
     )
@@ -97,9 +100,11 @@ def persistent(stage: int, precision: str, accumulation: int, shard: int | None)
 
 
 def formula(stage: int, precision: str, accumulation: int, n: int) -> float:
-    """Bytes per parameter and rank (docs of each module): parameters p, gradients g, masters (none of their own in fp32) and two moments.
+    """Bytes per parameter and rank (docs of each module): parameters p, gradients g, masters (none
+    of their own in fp32) and two moments.
 
-    In fp32 the parameters are their masters. Gradients are accumulated in fp32 when there are several micro-batches.
+    In fp32 the parameters are their masters. Gradients are accumulated in fp32 when there are
+    several micro-batches.
     """
     p = 4 if precision == "fp32" else 2
     g = 4 if precision == "fp32" or accumulation > 1 else 2
@@ -116,7 +121,8 @@ def formula(stage: int, precision: str, accumulation: int, n: int) -> float:
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_persistent_bytes_are_those_of_zero(ranks: Pools, stage: int, precision: str) -> None:
-    """Within 5 %: padding. fp32 Adam: 16 Psi at stage 0, 8 + 8/N at 1, 4 + 12/N at 2, 16/N at 3; with bf16 as in the ZeRO paper."""
+    """Within 5 %: padding. fp32 Adam: 16 Psi at stage 0, 8 + 8/N at 1, 4 + 12/N at 2, 16/N at 3;
+    with bf16 as in the ZeRO paper."""
     psi = numel_of(wide)
     assert 150_000 < psi < 250_000
     for world in (2, 4):
@@ -134,7 +140,7 @@ def test_persistent_bytes_with_accumulation_and_hybrid_sharding(ranks: Pools) ->
         assert said == real == pytest.approx(psi * formula(3, "fp32", 1, 2), rel=0.05)
 
 
-# --- the rest -----------------------------------------------------------------------------------------------------
+# --- the rest -------------------------------------------------------------------------------------
 
 
 def test_every_trained_parameter_is_in_one_group() -> None:
@@ -218,7 +224,8 @@ def test_under_a_schedule_no_module_stands_for_a_group() -> None:
 
 
 def bits(stage: int, precision: str) -> bool:
-    """Each rank builds other values; the groups hold rank 0's, and so do their masters, unrounded."""
+    """Each rank builds other values; the groups hold rank 0's, and so do their masters,
+    unrounded."""
     mesh = mesh_for(stage)
     torch.manual_seed(mesh.rank)
     model = make_model(TinyLM(), stage, precision=precision, mesh=mesh, settings=FREE_ALL)

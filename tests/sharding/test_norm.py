@@ -32,7 +32,8 @@ def test_the_norm_has_the_same_bits_however_the_buffer_is_cut(shards: int) -> No
     values = torch.randn(ALIGN * 12 * 50, generator=torch.Generator().manual_seed(3))
     whole = math.sqrt(square_sum(values).item())
     parts = torch.stack([square_sum(part) for part in values.view(shards, -1)]).sum()
-    assert torch.tensor(math.sqrt(parts.item())).item() == torch.tensor(whole).item()  # both rounded to fp32
+    # both rounded to fp32
+    assert torch.tensor(math.sqrt(parts.item())).item() == torch.tensor(whole).item()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -31,7 +31,8 @@ BUILDS: dict[str, Any] = {"fused": FusedAdam, "torch": torch.optim.AdamW}
 
 
 class Training:
-    """Three steps on two groups; ``buffers``: of a staging between the groups and masters of their own; ``folder``: masters behind it in a file."""
+    """Three steps on two groups; ``buffers``: of a staging between the groups and masters of their
+    own; ``folder``: masters behind it in a file."""
 
     def __init__(self, build: Any, dtype: torch.dtype, *, buffers: int = 0, folder: Path | None = None) -> None:
         self.groups = [

@@ -151,7 +151,8 @@ def test_any_number_of_buffers(tmp_path: Path, buffers: int) -> None:
 @pytest.mark.parametrize("buffers", [1, 2, 3, 40])
 @pytest.mark.parametrize("name", ["fused", "torch"])
 def test_nothing_is_used_before_it_is_there(name: str, buffers: int) -> None:
-    """With a disk that is as late as it may be: what was written is waited for before it is read, and before its buffer is used again."""
+    """With a disk that is as late as it may be: what was written is waited for before it is read,
+    and before its buffer is used again."""
     here, away = (
         Training(BUILDS[name], torch.bfloat16),
         Training(BUILDS[name], torch.bfloat16, LateSwapFile(), buffers=buffers),
@@ -164,7 +165,8 @@ def test_nothing_is_used_before_it_is_there(name: str, buffers: int) -> None:
 
 @pytest.mark.parametrize(("dtype", "masters"), [(torch.float32, 0), (torch.bfloat16, 4)])
 def test_what_a_step_reads_and_writes(tmp_path: Path, dtype: torch.dtype, masters: int) -> None:
-    """Adam: 2 x 8 bytes per fp32 parameter, 2 x 12 per 16-bit one; there are no moments to read in the first step."""
+    """Adam: 2 x 8 bytes per fp32 parameter, 2 x 12 per 16-bit one; there are no moments to read in
+    the first step."""
     away = Training(BUILDS["fused"], dtype, tmp_path)
     count = sum(group.layout.shard_numel for group in away.groups)
     file = away.file
@@ -251,7 +253,8 @@ def test_a_step_that_is_broken_off_can_be_looked_at_and_repeated(tmp_path: Path)
 @pytest.mark.parametrize("name", ["fused", "torch"])
 @pytest.mark.parametrize("buffers", [1, 3])
 def test_a_step_that_is_broken_off_is_followed_by_a_whole_one(tmp_path: Path, buffers: int, name: str) -> None:
-    """An exception, or Ctrl-C, between borrow and give_back: nothing that was read ahead for the old step is taken for the new one's."""
+    """An exception, or Ctrl-C, between borrow and give_back: nothing that was read ahead for the
+    old step is taken for the new one's."""
     here, away = (
         Training(BUILDS[name], torch.bfloat16),
         Training(BUILDS[name], torch.bfloat16, tmp_path, buffers=buffers),
@@ -291,7 +294,8 @@ def test_a_wait_that_is_interrupted_loses_no_buffer_and_no_order(
 @pytest.mark.parametrize("between", ["nothing", "skipped", "looked at", "edited", "broken off", "cleared"])
 @pytest.mark.parametrize("buffers", [1, 3])
 def test_what_is_read_ahead_of_a_step(tmp_path: Path, buffers: int, between: str) -> None:
-    """It is read once, also where the step is skipped; what is edited or forgotten meanwhile is not taken from before."""
+    """It is read once, also where the step is skipped; what is edited or forgotten meanwhile is not
+    taken from before."""
     here, away = (
         Training(BUILDS["torch"], torch.bfloat16),
         Training(BUILDS["torch"], torch.bfloat16, tmp_path, buffers=buffers),
@@ -334,7 +338,8 @@ def test_state_that_is_cleared_begins_anew(tmp_path: Path) -> None:
 
 
 def test_a_disk_that_has_failed_gives_nothing_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A write fails behind the step's back. Whoever asks twice must not get half a step the second time."""
+    """A write fails behind the step's back. Whoever asks twice must not get half a step the second
+    time."""
     away = Training(BUILDS["torch"], torch.bfloat16, tmp_path)
     away.step(0)
 
@@ -494,7 +499,8 @@ def regions(
     ],
 )
 def test_what_is_in_which_file(dtype: torch.dtype, state: bool, params: bool, expected: dict[str, int]) -> None:
-    """0 is the file of masters and state, 1 that of parameters: an fp32 parameter is its own master."""
+    """0 is the file of masters and state, 1 that of parameters: an fp32 parameter is its own
+    master."""
     _, found, spaces = regions(dtype, state=state, params=params)
     assert {kind: spaces.index(space) for kind, (space, _, _) in found.items()} == expected
     assert all(offset % BLOCK == 0 for _, offset, _ in found.values())
@@ -508,7 +514,8 @@ def test_state_beyond_the_budget_is_in_no_file() -> None:
 
 
 def test_a_piece_that_begins_inside_a_block() -> None:
-    """Files and buffers agree about where in a block it begins, so that the middle of a transfer goes past the page cache."""
+    """Files and buffers agree about where in a block it begins, so that the middle of a transfer
+    goes past the page cache."""
     group, found, _ = regions(torch.bfloat16, state=True, params=True)
     piece = ShardPiece(group, make_grad_buffer(group)[0], 0, 100, 4500, nn.Parameter(torch.zeros(4400)))
     slots, size = slots_of(piece, found, 2 * CUT)

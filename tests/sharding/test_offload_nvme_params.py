@@ -19,7 +19,8 @@ SIZES = (2 * CUT + 100, 10, 3 * CUT, CUT)
 
 
 class SwappedGroups:
-    """Groups of SIZES whose shards lie on a disk that is as late as it may be, and what they were."""
+    """Groups of SIZES whose shards lie on a disk that is as late as it may be, and what they
+    were."""
 
     def __init__(self, *, count: int = 2, most: int = CUT, dtype: torch.dtype = torch.bfloat16, keep: int = 0) -> None:
         self.groups = [
@@ -157,7 +158,8 @@ def test_lent_shards_can_be_edited_and_nested() -> None:
 
 @pytest.mark.parametrize("count", [1, 4])
 def test_a_rank_that_looks_into_its_shards_answers_as_those_that_do_not(count: int) -> None:
-    """What was read ahead is read again, with its edits, and keeps its buffers: the answers of expect() decide over collectives."""
+    """What was read ahead is read again, with its edits, and keeps its buffers: the answers of
+    expect() decide over collectives."""
     looking, other = SwappedGroups(count=count), SwappedGroups(count=count)
     answers: list[list[Any]] = [[], []]
     for found, away in zip(answers, (looking, other), strict=True):

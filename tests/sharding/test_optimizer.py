@@ -1,4 +1,5 @@
-"""The optimizer over shards: its pieces, where their state lives, and the state as checkpoints see it."""
+"""The optimizer over shards: its pieces, where their state lives, and the state as checkpoints see
+it."""
 
 from __future__ import annotations
 
@@ -50,7 +51,8 @@ def test_a_step_past_the_engine_is_refused() -> None:
 
 
 def test_tensors_are_numbered_over_all_groups_also_where_a_rank_has_no_piece() -> None:
-    """Otherwise a rank whose part of a group is padding would add its squares to other tensors than its peers."""
+    """Otherwise a rank whose part of a group is padding would add its squares to other tensors than
+    its peers."""
     model = build_small(0)
     grad_buffers = model.grad_buffers
     pieces = cut_pieces(grad_buffers[-1:], whole_tensors=False)

@@ -1,4 +1,5 @@
-"""Groups of parameters: one flat buffer, freed and gathered; tensors without values; the heap that keeps what is freed."""
+"""Groups of parameters: one flat buffer, freed and gathered; tensors without values; the heap that
+keeps what is freed."""
 
 from __future__ import annotations
 
@@ -88,7 +89,8 @@ def test_gathering_brings_back_the_same_bits(dtype: torch.dtype) -> None:
 
 
 def test_tensors_that_autograd_saved_see_the_refilled_storage() -> None:
-    """Freed between forward and backward: the saved weight is a view of the storage that the next gather fills."""
+    """Freed between forward and backward: the saved weight is a view of the storage that the next
+    gather fills."""
     (weight,) = parameters([(4, 4)])
     value = weight.detach().clone()
     group = make_group([weight], stage=3)
@@ -198,7 +200,8 @@ def on_every_rank(stage: int, dtype: torch.dtype) -> dict[str, object]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("stage", [1, 3])
 def test_shards_on_three_ranks(ranks: Pools, stage: int, dtype: torch.dtype) -> None:
-    """Rank 0's values are everyone's; each rank holds its part of the masters; prices are those of the docstrings."""
+    """Rank 0's values are everyone's; each rank holds its part of the masters; prices are those of
+    the docstrings."""
     for found in ranks(3).run(on_every_rank, stage, dtype):
         assert found["master"]
         assert found["whole"]
@@ -275,7 +278,8 @@ def test_reviving_a_buffer_costs_no_page_faults() -> None:
         kept = pool.apply(faults_of_reviving, (True,))
     if not keep_freed_memory():
         pytest.skip("this C library has no mallopt")
-    # the first few may fault, until the block has found its place in the heap; if all did it would be 40 * PAGES
+    # the first few may fault, until the block has found its place in the heap; if all did it would
+    # be 40 * PAGES
     assert kept < 20 * PAGES
 
 

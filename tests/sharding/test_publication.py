@@ -17,7 +17,8 @@ from zero_trial.sharding.param_group import ParamPublisher
 
 
 class NoFusion(FusedAdam):
-    """The same arithmetic in three passes: gradients are widened first, weights are rounded afterwards."""
+    """The same arithmetic in three passes: gradients are widened first, weights are rounded
+    afterwards."""
 
     fuses = False
 
@@ -77,7 +78,8 @@ def train(model: ShardedModel, dtype: torch.dtype, steps: int = 4) -> list[torch
 
 
 def run_both(stage: int, precision: str, fused: type, plain: type) -> tuple[bool, int]:
-    """Whether the one-pass step and the three-pass step left the same bits, and how many different values there were to differ in."""
+    """Whether the one-pass step and the three-pass step left the same bits, and how many different
+    values there were to differ in."""
     results = []
     for base in (fused, plain):
         torch.manual_seed(0)

@@ -68,7 +68,8 @@ class Rig:
         return self.mesh.rank
 
     def backward(self, order: list[int], *, reduce: bool = True, factor: float = 1.0) -> None:
-        """A pass in which the groups get gradients one after the other: (rank + 1) * (group + 1) * factor everywhere."""
+        """A pass in which the groups get gradients one after the other: (rank + 1) * (group + 1) *
+        factor everywhere."""
         self.reducer.begin_pass(reduce=reduce)
         for index in order:
             scale = (self.rank + 1) * (index + 1) * factor
@@ -76,7 +77,8 @@ class Rig:
         self.reducer.finish_pass()
 
     def sums(self) -> list[float]:
-        """The value that fills each group's reduced gradient; NaN if it is not one value with zeros in the padding."""
+        """The value that fills each group's reduced gradient; NaN if it is not one value with zeros
+        in the padding."""
         found = []
         for grad_buffer in self.grad_buffers:
             inside = torch.zeros(grad_buffer.shard.numel(), dtype=torch.bool)
@@ -265,7 +267,8 @@ def test_a_second_sum_goes_on_top_of_the_first(ranks: Pools, stage: int, every: 
 
 
 def one_sided(stage: int, every: str) -> tuple[list[float], int]:
-    """Late gradients of group 2 on rank 0 alone, and of group 1 on rank 1 alone; and the number of late groups before."""
+    """Late gradients of group 2 on rank 0 alone, and of group 1 on rank 1 alone; and the number of
+    late groups before."""
     rig = Rig(stage, every=every)
     rig.backward([2, 1, 0])
     torch.stack([(20.0 * p).sum() for p in rig.params[2 - rig.rank]]).sum().backward()
@@ -328,7 +331,8 @@ def test_dtype_and_scale_on_the_wire(ranks: Pools) -> None:
 
 
 def square_sums(stage: int, passes: int, replicated: bool) -> tuple[float, int, int]:
-    """The sum of squares of the reduced gradient, how many elements were read for it, and how many the gradient has."""
+    """The sum of squares of the reduced gradient, how many elements were read for it, and how many
+    the gradient has."""
     rig = Rig(stage, **({"shard": 2} if replicated else {}))
     read: list[int] = []
 
@@ -351,7 +355,8 @@ SIZES = [66, 18000, 123]
 
 @pytest.mark.parametrize("stage", [0, 2])
 def test_square_sums_are_those_of_the_whole_gradient(ranks: Pools, stage: int) -> None:
-    """Each rank reads its part once, whether that is a shard, or the slice of a replica that it summed up."""
+    """Each rank reads its part once, whether that is a shard, or the slice of a replica that it
+    summed up."""
     expected = sum(n * (3.0 * (index + 1)) ** 2 for index, n in enumerate(SIZES))
     for found, read, numel in ranks(2).run(square_sums, stage, 1, False):
         assert found == pytest.approx(expected, rel=1e-6)
@@ -419,7 +424,8 @@ def test_resetting_forgets_sums_and_culprits() -> None:
 
 
 def interrupted() -> list[float]:
-    """A backward pass that ended in an exception of the user's, on all ranks, while reductions were under way."""
+    """A backward pass that ended in an exception of the user's, on all ranks, while reductions were
+    under way."""
     rig = Rig(2)
     rig.reducer.begin_pass()
     for index in (0, 1):
@@ -456,7 +462,8 @@ class Pair(nn.Module):
 
 
 def late_step(stage: int, late: dict[int, str], by_device: bool) -> tuple[float, float, int]:
-    """Both parameters after a step of SGD, and the exchanges of the norm; on rank r, ``late[r]`` gets 2 more after backward."""
+    """Both parameters after a step of SGD, and the exchanges of the norm; on rank r, ``late[r]``
+    gets 2 more after backward."""
     zero = {"stage": stage, "reduce_bucket_size": 64}
     sgd = {"type": "SGD", "params": {"lr": 1.0}}
     engine = make_engine(Pair, {"optimizer": sgd, "zero_optimization": zero, "train_batch_size": 2})

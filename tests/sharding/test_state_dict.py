@@ -1,4 +1,5 @@
-"""state_dict() and load_state_dict() of parts of a sharded module, in a world of one rank (whose parameters are freed all the same)."""
+"""state_dict() and load_state_dict() of parts of a sharded module, in a world of one rank (whose
+parameters are freed all the same)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What is live when: gathering, prefetching and freeing parameters. On one rank this is the same, without the wire."""
+"""What is live when: gathering, prefetching and freeing parameters. On one rank this is the same,
+without the wire."""
 
 from __future__ import annotations
 
@@ -265,7 +266,8 @@ def test_tensors_in_all_kinds_of_outputs() -> None:
 
 @pytest.mark.parametrize("reshard", ["auto", "forward", "step"])
 def test_a_backward_pass_through_a_backward_pass(reshard: str) -> None:
-    """A gradient penalty (WGAN-GP): the graph of the first backward pass needs the weights again."""
+    """A gradient penalty (WGAN-GP): the graph of the first backward pass needs the weights
+    again."""
     model, watch = build(reshard)
     torch.manual_seed(0)
     plain = Net()
@@ -482,7 +484,8 @@ def test_a_hook_returns_what_it_calls_returns() -> None:
 
 
 def copies(zero: dict[str, Any]) -> list[bool]:
-    """A deep copy of a sharded module: an ordinary module with values of its own, which trains without the engine."""
+    """A deep copy of a sharded module: an ordinary module with values of its own, which trains
+    without the engine."""
     engine = make_engine(TinyLM, {"zero_optimization": zero})
     train_engine(engine, range(2))
     with GatheredParameters(engine.module):

@@ -1,6 +1,8 @@
-"""Communication volume per optimizer step, through the engine, against the formulas of Rajbhandari et al. 2020, section 7.
+"""Communication volume per optimizer step, through the engine, against the formulas of Rajbhandari
+et al. 2020, section 7.
 
-Psi is the padded number of parameters, N the ranks, g the micro-batches per step; a step is one of the third, when orders are learned.
+Psi is the padded number of parameters, N the ranks, g the micro-batches per step; a step is one of
+the third, when orders are learned.
 """
 
 from __future__ import annotations
@@ -39,7 +41,8 @@ def elements(table: dict[str, tuple[int, int, int]], *names: str) -> int:
 
 
 def check_scalars(table: dict[str, tuple[int, int, int]]) -> None:
-    """One exchange of two float64 per step: the norm, which is also the overflow flag, and the number of groups with late gradients."""
+    """One exchange of two float64 per step: the norm, which is also the overflow flag, and the
+    number of groups with late gradients."""
     assert table["all_reduce/shard"] == (1, 2, 16), table
     assert set(table) <= {"all_reduce/shard", "reduce_scatter/shard", "all_gather/shard"}, table
 
@@ -69,7 +72,8 @@ def test_reducing_every_micro_batch_moves_g_plus_1_psi(ranks: Pools, world: int,
 @pytest.mark.parametrize("accumulation", [1, 4])
 @pytest.mark.parametrize("world", [2, 4])
 def test_stage_0_moves_2_psi_and_two_scalars(ranks: Pools, world: int, accumulation: int) -> None:
-    """Every rank has the whole gradient, but reads only the slice that it summed up for the norm."""
+    """Every rank has the whole gradient, but reads only the slice that it summed up for the
+    norm."""
     for psi, table in ranks(world).run(volume, {"stage": 0}, accumulation, {}):
         assert set(table) == {"all_reduce/replica"}
         assert elements(table, "all_reduce/replica") == 2 * psi * (world - 1) // world + 2
@@ -104,7 +108,8 @@ def test_stage_3_that_frees_after_forward_moves_at_most_3_psi(ranks: Pools, worl
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_stage_3_keeps_parameters_over_an_accumulation(ranks: Pools, world: int) -> None:
-    """One gather per step instead of one or two per micro-batch; and one reduction where the boundary is chosen."""
+    """One gather per step instead of one or two per micro-batch; and one reduction where the
+    boundary is chosen."""
     for every, reductions in (("micro", 4), ("boundary", 1)):
         zero = {"stage": 3, "param_persistence_threshold": 0, "reshard_after": "step", "reduce_every": every}
         for psi, table in ranks(world).run(volume, zero, 4, {}):
@@ -115,7 +120,8 @@ def test_stage_3_keeps_parameters_over_an_accumulation(ranks: Pools, world: int)
 
 
 def test_hybrid_sharding_splits_the_volume_over_two_axes(ranks: Pools) -> None:
-    """Within a shard group (1 + r) Psi (S-1)/S; between replicas an all-reduce of the shard: 2 Psi/S (R-1)/R."""
+    """Within a shard group (1 + r) Psi (S-1)/S; between replicas an all-reduce of the shard: 2
+    Psi/S (R-1)/R."""
     for psi, table in ranks(4).run(volume, {"stage": 2}, 1, {"mesh": {"shard": 2, "replica": 2}}):
         assert elements(table, "reduce_scatter/shard") == elements(table, "all_gather/shard") == psi // 2
         assert elements(table, "all_reduce/replica") == 2 * (psi // 2) // 2 + 2

@@ -12,7 +12,8 @@ from torch import Tensor
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 TILE = 2048
 COPY_OF = {torch.float32: torch.bfloat16, torch.bfloat16: torch.bfloat16, torch.float16: torch.float16}
-# Every place among eight elements, sizes up to several vectors, and both sides of the borders of tiles and chunks.
+# Every place among eight elements, sizes up to several vectors, and both sides of the borders of
+# tiles and chunks.
 EVERY_SIZE = (*range(1, 41), *range(TILE - 2, TILE + 10), 2 * TILE - 1, 2 * TILE + 3)
 EVERYWHERE = [(shift, n) for shift in range(8) for n in EVERY_SIZE]
 LENGTHS = (5, TILE, 1, 3 * TILE + 1, 0, 700, 4 * TILE)
@@ -23,7 +24,8 @@ def randn(n: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def at(shift: int, values: Tensor) -> Tensor:
-    """The values, so many elements after an address that is a multiple of 64, and NaN on both sides."""
+    """The values, so many elements after an address that is a multiple of 64, and NaN on both
+    sides."""
     room = torch.full((values.numel() + shift + 3,), math.nan, dtype=values.dtype)
     room[shift : shift + values.numel()] = values
     assert room.data_ptr() % 64 == 0

@@ -1,4 +1,5 @@
-"""Fixtures: the emulator of CUDA kernels, made once for all tests, fake GPUs on top of it, and what results are compared with."""
+"""Fixtures: the emulator of CUDA kernels, made once for all tests, fake GPUs on top of it, and what
+results are compared with."""
 
 from __future__ import annotations
 

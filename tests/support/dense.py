@@ -1,4 +1,5 @@
-"""A case of training, run twice: by plain torch in one process, and by an engine on every rank; how far the two end apart."""
+"""A case of training, run twice: by plain torch in one process, and by an engine on every rank; how
+far the two end apart."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ from tests.support.models import ADAMW, adamw
 
 TOLERANCE = 2e-6
 
-# Thresholds are tiny, so that small models have several buckets and blocks that are really freed, alone or with a neighbour.
+# Thresholds are tiny, so that small models have several buckets and blocks that are really freed,
+# alone or with a neighbour.
 STAGES: dict[str, dict[str, Any]] = {
     "zero0": {"stage": 0, "reduce_bucket_size": 3000},
     "zero1": {"stage": 1, "reduce_bucket_size": 3000},
@@ -52,7 +54,8 @@ Groups = Callable[[nn.Module], list[dict[str, Any]]]
 
 @dataclass(frozen=True)
 class Case:
-    """``loss(model, turn)`` calls the model, or the engine in its place. ``between(model)`` runs after each micro-batch, at both."""
+    """``loss(model, turn)`` calls the model, or the engine in its place. ``between(model)`` runs
+    after each micro-batch, at both."""
 
     build: Callable[[], nn.Module]
     loss: Callable[[Any, Turn], torch.Tensor]
@@ -72,9 +75,11 @@ def trainable(model: nn.Module) -> list[dict[str, Any]]:
 
 
 def train_dense(case: Case, ranks: int) -> Iterator[nn.Module]:
-    """Plain torch: the mean over ranks and micro-batches, rank after rank, each rank with its own buffers. Yields after every step.
+    """Plain torch: the mean over ranks and micro-batches, rank after rank, each rank with its own
+    buffers. Yields after every step.
 
-    A parameter that no rank used gets a zero gradient, as in every optimizer over flat buffers; plain torch would pass it over.
+    A parameter that no rank used gets a zero gradient, as in every optimizer over flat buffers;
+    plain torch would pass it over.
     """
     torch.manual_seed(1)
     model = case.build()
@@ -133,7 +138,8 @@ def train_ranks(case: Case, engine: zero_trial.Engine) -> Iterator[zero_trial.En
 
 
 def difference(engine: zero_trial.Engine, reference: nn.Module) -> float:
-    """Over all parameters, and on rank 0 its buffers; a value that is not finite counts as infinite. Collective."""
+    """Over all parameters, and on rank 0 its buffers; a value that is not finite counts as
+    infinite. Collective."""
     state, worst = engine.module_state_dict(), 0.0
     params = dict(reference.named_parameters(remove_duplicate=False))
     for name, value in reference.state_dict().items():

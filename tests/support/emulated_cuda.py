@@ -1,6 +1,8 @@
-"""The CUDA kernels on a processor: csrc/cuda compiled by g++ behind a driver that runs blocks and threads in turn and checks every access.
+"""The CUDA kernels on a processor: csrc/cuda compiled by g++ behind a driver that runs blocks and
+threads in turn and checks every access.
 
-Python packing, dispatch, launch geometry, barriers and kernels are those that a GPU runs; only compiler and driver are others.
+Python packing, dispatch, launch geometry, barriers and kernels are those that a GPU runs; only
+compiler and driver are others.
 """
 
 from __future__ import annotations
@@ -55,7 +57,8 @@ class Emulator:
         return path
 
     def cuda(self) -> cuda_runtime.CudaRuntime:
-        """The backend that a process with a GPU has, on this one. Images are paths of what g++ made; streams are the null stream."""
+        """The backend that a process with a GPU has, on this one. Images are paths of what g++
+        made; streams are the null stream."""
 
         def images(kernel: Kernel, arch: int) -> Iterator[bytes]:
             self.build([kernel])
@@ -67,7 +70,8 @@ class Emulator:
 
     @contextmanager
     def watching(self, *tensors: Tensor | None, read_only: Sequence[Tensor] = ()) -> Iterator[None]:
-        """Kernels may touch these tensors (and tables and scratch made meanwhile), and nothing else."""
+        """Kernels may touch these tensors (and tables and scratch made meanwhile), and nothing
+        else."""
         self.library.forget()
         for tensor in tensors:
             self.allow(tensor, writable=True)
@@ -120,7 +124,8 @@ def make(folder: Path) -> Emulator:
 
 
 def install(emulator: Emulator, monkeypatch: pytest.MonkeyPatch) -> cuda_runtime.CudaRuntime:
-    """The ops of zero_trial.ops.cuda run on the emulator; memory that they make for themselves may be touched."""
+    """The ops of zero_trial.ops.cuda run on the emulator; memory that they make for themselves may
+    be touched."""
     backend, upload, doubles = emulator.cuda(), arguments.upload, arguments.doubles
     monkeypatch.setattr(cuda_runtime, "cuda_backend", lambda: cuda_runtime.CudaBackend(backend))
 

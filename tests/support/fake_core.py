@@ -1,4 +1,5 @@
-"""A core.Context in this process that records its calls, used as Determined's on-cluster one would be."""
+"""A core.Context in this process that records its calls, used as Determined's on-cluster one would
+be."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ from zero_trial.runtime.protocols import Distributed
 
 
 class FakeCore:
-    """One rank's. ``folder``: the storage that all ranks share, unless ``direct`` is False: then each has its own first."""
+    """One rank's. ``folder``: the storage that all ranks share, unless ``direct`` is False: then
+    each has its own first."""
 
     def __init__(self, folder: Path, ranks: Distributed, *, direct: bool = True) -> None:
         self.folder = folder

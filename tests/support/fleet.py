@@ -1,7 +1,9 @@
-"""Fresh ranks that may be killed: started from a server that has imported everything, in tenths of a second instead of seconds.
+"""Fresh ranks that may be killed: started from a server that has imported everything, in tenths of
+a second instead of seconds.
 
-A pool's ranks (:mod:`tests.support.pool`) live on from body to body. These run one body each, in a world of their own, and end with it, so
-a body may kill its process, run out of disk or leave its process group in pieces.
+A pool's ranks (:mod:`tests.support.pool`) live on from body to body. These run one body each, in a
+world of their own, and end with it, so a body may kill its process, run out of disk or leave its
+process group in pieces.
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ PRELOADED = ["zero_trial", "zero_trial.run", "zero_trial.trial", "tests.support.
 
 @dataclass(frozen=True)
 class Ended:
-    """How a rank ended: ``code`` as of multiprocessing (-9: killed), what its body returned, or the words of what it raised."""
+    """How a rank ended: ``code`` as of multiprocessing (-9: killed), what its body returned, or the
+    words of what it raised."""
 
     code: int | None
     value: Any = None
@@ -66,8 +69,8 @@ class Fleet:
             os.kill(pid, number)
 
     def wait(self, grace: float | None = None) -> list[Ended]:
-        """When all have ended. Those that have not ``limit`` seconds after the start, or ``grace`` seconds after one of them failed, are
-        killed: their ``code`` is None."""
+        """When all have ended. Those that have not ``limit`` seconds after the start, or ``grace``
+        seconds after one of them failed, are killed: their ``code`` is None."""
         found: dict[int, Ended] = {}
         answers: dict[int, tuple[Any, str]] = {}
         end = self._begin + self._limit
@@ -104,9 +107,11 @@ class Fleet:
 def fleet(
     size: int, body: Callable[..., Any], *args: Any, log: Path | None = None, limit: float = LIMIT_SECONDS
 ) -> Iterator[Fleet]:
-    """``body(*args)`` on ``size`` fresh ranks, whose environment says where they stand; none is left at the end of the block.
+    """``body(*args)`` on ``size`` fresh ranks, whose environment says where they stand; none is
+    left at the end of the block.
 
-    ``log``: a folder for what each rank prints. ``body`` is a module-level function; an int that it returns is the exit code as well.
+    ``log``: a folder for what each rank prints. ``body`` is a module-level function; an int that it
+        returns is the exit code as well.
     """
     ships = Fleet(size, body, args, log, limit)
     try:

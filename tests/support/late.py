@@ -1,4 +1,5 @@
-"""The deferred step outcome on a CPU: an engine that uses it, and proof that the host reads nothing that would be on the device."""
+"""The deferred step outcome on a CPU: an engine that uses it, and proof that the host reads nothing
+that would be on the device."""
 
 from __future__ import annotations
 
@@ -31,10 +32,12 @@ def waits(outcome: StepOutcome) -> int:
 
 
 class Device(TorchDispatchMode):
-    """Inside, ``tensors``, what is computed from them, and what is written with that live on a pretended device.
+    """Inside, ``tensors``, what is computed from them, and what is written with that live on a
+    pretended device.
 
-    :attr:`reads` are the operations that would have waited for it: a value that the host asked for, or a tensor from there in one that
-    the host owns. Ops of zero_trial are looked at from outside, as kernels are.
+    :attr:`reads` are the operations that would have waited for it: a value that the host asked for,
+    or a tensor from there in one that the host owns. Ops of zero_trial are looked at from outside,
+    as kernels are.
     """
 
     def __init__(self, tensors: Iterable[torch.Tensor], host: Iterable[torch.Tensor] = ()) -> None:

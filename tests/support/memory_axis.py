@@ -1,4 +1,5 @@
-"""An axis whose ranks are threads of this process: messages are put into queues. For what runs on ranks and needs none of their processes."""
+"""An axis whose ranks are threads of this process: messages are put into queues. For what runs on
+ranks and needs none of their processes."""
 
 from __future__ import annotations
 
@@ -65,7 +66,8 @@ def axes(size: int) -> list[Any]:
 
 
 def on_threads(size: int, body: Callable[[int], Any]) -> list[Any]:
-    """``body(rank)`` on a thread for each rank: what it returned, or the exception that it raised."""
+    """``body(rank)`` on a thread for each rank: what it returned, or the exception that it
+    raised."""
     found: list[Any] = [None] * size
 
     def run(rank: int) -> None:

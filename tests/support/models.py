@@ -1,4 +1,5 @@
-"""Small models whose every parameter gets a gradient that is not zero in theory, and the dense training that all others are compared with."""
+"""Small models whose every parameter gets a gradient that is not zero in theory, and the dense
+training that all others are compared with."""
 
 from __future__ import annotations
 
@@ -69,10 +70,12 @@ def tokens(step: int, batch: int) -> torch.Tensor:
     return torch.randint(0, VOCABULARY, (batch, LENGTH), generator=generator)
 
 
-# Adam divides a gradient by its own size. With the usual eps of 1e-8 it passes the rounding of a gradient that is almost 0 on at full
-# length, and two orders of adding up, which another processor or another library may choose, end as far apart as lr per step. With this eps a
-# step turns a rounding d of a gradient into at most lr d / eps = d. Gradients of these models are sums with errors of at most 1e-7 (measured
-# against float64), two orders thus 2e-7 apart: four steps and the rounding of weights near 1 leave about 1e-6, half of what tests allow.
+# Adam divides a gradient by its own size. With the usual eps of 1e-8 it passes the rounding of a
+# gradient that is almost 0 on at full length, and two orders of adding up, which another processor
+# or another library may choose, end as far apart as lr per step. With this eps a step turns a
+# rounding d of a gradient into at most lr d / eps = d. Gradients of these models are sums with
+# errors of at most 1e-7 (measured against float64), two orders thus 2e-7 apart: four steps and the
+# rounding of weights near 1 leave about 1e-6, half of what tests allow.
 ADAMW = {"type": "AdamW", "params": {"lr": 1e-3, "weight_decay": 0.01, "eps": 1e-3}}
 
 

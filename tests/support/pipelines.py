@@ -1,4 +1,5 @@
-"""Small pipelines whose layers are seeded one by one, their data, and the dense training that they are compared with."""
+"""Small pipelines whose layers are seeded one by one, their data, and the dense training that they
+are compared with."""
 
 from __future__ import annotations
 
@@ -62,7 +63,8 @@ def batches(line: int, count: int, steps: int, start: int = 0) -> Iterator[Any]:
 def train_dense(
     build: Any, steps: int, count: int, lines: int, clip: float = 0.0
 ) -> tuple[dict[str, torch.Tensor], list[float]]:
-    """Plain torch on the whole model: the mean over lines and micro-batches. The parameters and the losses."""
+    """Plain torch on the whole model: the mean over lines and micro-batches. The parameters and the
+    losses."""
     model = PipelineModule(build, num_stages=1, loss_fn=cross_entropy, seed_layers=True)
     optimizer = adamw(model.parameters())
     losses = []
@@ -96,7 +98,8 @@ def make_engine(build: Any, stages: int, zero: dict[str, Any], count: int, **con
 
 
 def difference(engine: Any, reference: dict[str, torch.Tensor]) -> float:
-    """Over all parameters of this rank's stage; a value that is not finite counts as infinite. Collective over shard."""
+    """Over all parameters of this rank's stage; a value that is not finite counts as infinite.
+    Collective over shard."""
     state, worst = engine.module_state_dict(), 0.0
     for name, value in state.items():
         gap = (value.float() - reference[name]).abs().max().item()

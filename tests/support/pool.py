@@ -1,4 +1,5 @@
-"""A pool of gloo ranks that lives as long as the test run: a fresh spawn of ranks costs seconds, a call costs milliseconds."""
+"""A pool of gloo ranks that lives as long as the test run: a fresh spawn of ranks costs seconds, a
+call costs milliseconds."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ class RankFailed(AssertionError):
 
 
 class RankPool:
-    """``size`` processes in one world. After a failure the world is thrown away: its ranks may wait for each other for ever.
+    """``size`` processes in one world. After a failure the world is thrown away: its ranks may wait
+    for each other for ever.
 
     ``strict``: the world's collectives go over :mod:`tests.support.strict_backend` instead of gloo.
     """
@@ -43,7 +45,8 @@ class RankPool:
             self._processes.append(process)
 
     def run(self, body: Callable[..., Any], *args: Any, timeout: float = TIMEOUT_SECONDS, **kwargs: Any) -> list[Any]:
-        """``body(*args, **kwargs)`` on every rank; the results in rank order. ``body`` is a module-level function."""
+        """``body(*args, **kwargs)`` on every rank; the results in rank order. ``body`` is a
+        module-level function."""
         for pipe in self._pipes:
             pipe.send((body, args, kwargs, timeout))
         answers, faults = [], []
@@ -149,7 +152,8 @@ def _fresh_logger() -> None:
 def seed_generators() -> None:
     """Seed Python's, numpy's and torch's generators.
 
-    torch.manual_seed would also queue a call for the CUDA context that may come, with a formatted traceback: milliseconds per test.
+    torch.manual_seed would also queue a call for the CUDA context that may come, with a formatted
+    traceback: milliseconds per test.
     """
     import numpy
     import torch

@@ -1,8 +1,10 @@
-"""GPUs that are not there: tensors that say they are on one, and what torch would tell of it, over the emulated driver.
+"""GPUs that are not there: tensors that say they are on one, and what torch would tell of it, over
+the emulated driver.
 
-Everything between ``torch.ops.zero_trial`` and the driver's functions runs as on a machine with GPUs: the choice of kernels, NVRTC, its
-cache, contexts, streams, capture, tables, launch arguments, and the kernels' own arithmetic. Of torch, ``torch.cuda``'s questions and the
-``device`` of tensors are pretended; their memory is this machine's, and a kernel may touch that of its own GPU only.
+Everything between ``torch.ops.zero_trial`` and the driver's functions runs as on a machine with
+GPUs: the choice of kernels, NVRTC, its cache, contexts, streams, capture, tables, launch arguments,
+and the kernels' own arithmetic. Of torch, ``torch.cuda``'s questions and the ``device`` of tensors
+are pretended; their memory is this machine's, and a kernel may touch that of its own GPU only.
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ from zero_trial.ops.cuda_runtime import CudaBackend, Kernel
 from zero_trial.ops.dispatch import CUDA
 from zero_trial.ops.kernel_cache import KernelCache
 
-WAITS = {"item", "tolist", "__bool__", "__float__", "__int__", "cpu", "numpy", "nonzero"}  # of the host for the device
+# of the host for the device
+WAITS = {"item", "tolist", "__bool__", "__float__", "__int__", "cpu", "numpy", "nonzero"}
 
 
 class OnGpu(Tensor):
@@ -54,7 +57,8 @@ KINDS = tuple(type(f"OnGpu{index}", (OnGpu,), {"index": index}) for index in ran
 
 @dataclass
 class Gpus(TorchFunctionMode):
-    """``streams``: the current one of each GPU, 0 for the null stream. ``waits``: what the host would have waited for."""
+    """``streams``: the current one of each GPU, 0 for the null stream. ``waits``: what the host
+    would have waited for."""
 
     emulator: Emulator
     archs: Sequence[int]
@@ -72,13 +76,15 @@ class Gpus(TorchFunctionMode):
         self.streams = [library.new_stream(index) for index in range(len(self.archs))]
 
     def put(self, index: int, x: Tensor, *, writable: bool = True) -> Tensor:
-        """A tensor of the same storage, on that GPU: views of one buffer stay views of one buffer."""
+        """A tensor of the same storage, on that GPU: views of one buffer stay views of one
+        buffer."""
         with torch._C.DisableTorchFunction():
             storage = x.untyped_storage()
             begin, length = storage.data_ptr(), storage.nbytes()
             if length and (begin, length) not in self._kept:
                 self.emulator.library.allow_on(begin, begin + length, int(writable), index)
-                self._kept[begin, length] = x  # no other tensor gets this memory, for it may be another GPU's
+                # no other tensor gets this memory, for it may be another GPU's
+                self._kept[begin, length] = x
             return x.as_subclass(KINDS[index])
 
     def back(self, x: Tensor) -> Tensor:
@@ -146,7 +152,8 @@ def flat(given: Any) -> list[Any]:
 
 
 class Launches(MeasuredDriver):
-    """The driver of these GPUs. What is launched into a stream that is captured runs when the graph does."""
+    """The driver of these GPUs. What is launched into a stream that is captured runs when the graph
+    does."""
 
     gpus: Gpus
 
@@ -250,7 +257,8 @@ def as_compiled_by_both(ptx: str, kernel: Kernel, emulator: Emulator) -> None:
 
 
 def install(gpus: Gpus, monkeypatch: pytest.MonkeyPatch, environ: dict[str, str]) -> CudaBackend:
-    """This process has these GPUs. What is compiled is emulated by g++'s code of the same kernel."""
+    """This process has these GPUs. What is compiled is emulated by g++'s code of the same
+    kernel."""
     names = ("libnone.so", str(gpus.emulator.folder / "driver.so"))
     emulator, compiled = gpus.emulator, cuda_runtime.compiled
 

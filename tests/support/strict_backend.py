@@ -1,13 +1,17 @@
-"""A stand-in for NCCL on a machine without GPUs: a backend of torch.distributed that is as strict about who waits for what.
+"""A stand-in for NCCL on a machine without GPUs: a backend of torch.distributed that is as strict
+about who waits for what.
 
-Tensors of floating-point numbers count as being on the device, all others as being on the host: parameters, gradients, norms and losses
-are the former, what ranks tell each other in between (JSON, lengths, counts) is the latter.
+Tensors of floating-point numbers count as being on the device, all others as being on the host:
+parameters, gradients, norms and losses are the former, what ranks tell each other in between (JSON,
+lengths, counts) is the latter.
 
     device   one thread per group makes the collectives, in the order of their launches; a wait without a time limit stands for ordering
-             streams, a wait with one blocks the host, as ProcessGroupNCCL has it, and is noted in ``host_waits``
+             streams, a wait with one blocks the host, as ProcessGroupNCCL has it, and is noted in
+             ``host_waits``
     host     gloo; every wait blocks the host and is noted
 
-The two kinds may not be mixed in one call, and the tensor collectives of the hot path take device tensors only.
+The two kinds may not be mixed in one call, and the tensor collectives of the hot path take device
+tensors only.
 """
 
 from __future__ import annotations
@@ -71,7 +75,8 @@ class StrictWork(dist.Work):
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:  # type: ignore[override]
         if timeout:
             note(self.operation)
-        self.done.wait()  # there are no streams here: what the caller computes next is computed at once
+        # there are no streams here: what the caller computes next is computed at once
+        self.done.wait()
         if self.error is not None:
             raise self.error
         return True
@@ -130,7 +135,8 @@ class StrictGroup(dist.ProcessGroup):
 
         return self._launch("all_gather", [output, part], call)
 
-    reduce_scatter_single, all_gather_single = _reduce_scatter_base, _allgather_base  # as torch calls them from 2.13 on
+    # as torch calls them from 2.13 on
+    reduce_scatter_single, all_gather_single = _reduce_scatter_base, _allgather_base
 
     def allreduce(self, tensors: Sequence[torch.Tensor], opts: Any = None) -> Any:
         return self._either("all_reduce", tensors, lambda group: group.allreduce(list(tensors), opts))

@@ -1,4 +1,5 @@
-"""A copier that does each copy as late as it may, and finds out who uses memory that a copy still needs."""
+"""A copier that does each copy as late as it may, and finds out who uses memory that a copy still
+needs."""
 
 from __future__ import annotations
 
@@ -8,7 +9,8 @@ from zero_trial.sharding.offload.host import Wait
 
 
 class StrictCopier:
-    """Down: the host reads garbage until it has waited. Up: the host must have waited before it writes to what went up."""
+    """Down: the host reads garbage until it has waited. Up: the host must have waited before it
+    writes to what went up."""
 
     def __init__(self) -> None:
         self.begun = 0

@@ -1,4 +1,5 @@
-"""As much of a Determined master as the genuine harness asks for, and the container steps around one task."""
+"""As much of a Determined master as the genuine harness asks for, and the container steps around
+one task."""
 
 from __future__ import annotations
 
@@ -64,7 +65,8 @@ class Asked:
 
 
 class StubMaster:
-    """Answers at ``url``. ``preempt_after``: the training report of this step sets the preemption flag."""
+    """Answers at ``url``. ``preempt_after``: the training report of this step sets the preemption
+    flag."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -242,7 +244,8 @@ def environment(
     hparams = dict((config.get("hyperparameters") or {}).items())
     return {
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-        "HOME": os.environ.get("HOME", str(home)),  # native kernels that were built once are found there
+        # native kernels that were built once are found there
+        "HOME": os.environ.get("HOME", str(home)),
         "PYTHONPATH": str(master.root / "site"),
         "STUB_RUN_ROOT": str(home),
         "OMP_NUM_THREADS": "1",

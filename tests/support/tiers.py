@@ -1,10 +1,12 @@
-"""Which tests ``make test`` leaves out, decided from the durations that ``make durations`` has recorded.
+"""Which tests ``make test`` leaves out, decided from the durations that ``make durations`` has
+recorded.
 
-A test function whose cases take more than `BUDGET` seconds together keeps the cases that fit into the budget,
-spread evenly over its parameters, and always one; the others become ``slow``. A function that cannot run one
-case within `LONGEST` seconds is slow as a whole, unless it carries ``@pytest.mark.smoke``: one such test stands
-for each family of processes (the genuine det, run, launch, a crash, two hosts). ``@pytest.mark.slow`` on a test
-says so by hand. Tests without a record run.
+A test function whose cases take more than `BUDGET` seconds together keeps the cases that fit into
+the budget, spread evenly over its parameters, and always one; the others become ``slow``. A
+function that cannot run one case within `LONGEST` seconds is slow as a whole, unless it carries
+``@pytest.mark.smoke``: one such test stands for each family of processes (the genuine det, run,
+launch, a crash, two hosts). ``@pytest.mark.slow`` on a test says so by hand. Tests without a record
+run.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ def function_of(node_id: str) -> str:
 
 
 def slow_cases(cases: Mapping[str, float], smoke: bool = False) -> set[str]:
-    """Choose the cases of one function to leave out; ``cases`` are seconds by name, in the order of collection."""
+    """Choose the cases of one function to leave out; ``cases`` are seconds by name, in the order of
+    collection."""
     if sum(cases.values()) <= BUDGET:
         return set()
     cheapest = min(cases, key=lambda name: cases[name])
@@ -57,7 +60,8 @@ def write_durations(seconds: Mapping[str, float], path: Path = DURATIONS) -> Non
 
 
 def group(node_ids: Iterable[str], durations: Mapping[str, float]) -> dict[str, dict[str, float]]:
-    """Put the recorded cases of each function together; a case without a record counts as its function's mean."""
+    """Put the recorded cases of each function together; a case without a record counts as its
+    function's mean."""
     found: dict[str, dict[str, float]] = {}
     for node_id in node_ids:
         found.setdefault(function_of(node_id), {})[node_id] = durations.get(node_id, -1.0)

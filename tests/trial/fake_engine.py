@@ -1,5 +1,5 @@
-"""An engine for tests: the surface of the real one over a plain model and SGD, replicas kept equal through the
-injected ranks.
+"""An engine for tests: the surface of the real one over a plain model and SGD, replicas kept equal
+through the injected ranks.
 """
 
 from __future__ import annotations
@@ -141,7 +141,8 @@ class FakeEngine:
         self.module.load_state_dict({name: torch.tensor(value) for name, value in content["weights"].items()})
         if not load_module_only:
             self.global_steps, self.skipped_steps = content["counters"]
-            self.micro_steps = self.global_steps * self.gradient_accumulation_steps()  # it may be another than before
+            # it may be another than before
+            self.micro_steps = self.global_steps * self.gradient_accumulation_steps()
             torch.set_rng_state(torch.tensor(content["random"], dtype=torch.uint8))
         return str(path), {}
 

@@ -1,5 +1,5 @@
-"""A small real trial (a line fitted through points) and one call that runs it on fake engines: shared by the tests of
-this folder.
+"""A small real trial (a line fitted through points) and one call that runs it on fake engines:
+shared by the tests of this folder.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ DS_CONFIG: dict[str, Any] = {
     "optimizer": {"type": "SGD", "params": {"lr": 0.01}},
 }
 
-BUILDING = threading.Lock()  # ranks that are threads share the random state: one at a time draws its first weights
+# ranks that are threads share the random state: one at a time draws its first weights
+BUILDING = threading.Lock()
 
 
 class Points(torch.utils.data.Dataset[Any]):
@@ -44,7 +45,8 @@ class Points(torch.utils.data.Dataset[Any]):
 
 
 class LineTrial(ZeroTrial):
-    """Fits y = 3x + 1. ``seen``: the indices of every micro-batch; ``calls``: (epoch_idx, batch_idx)."""
+    """Fits y = 3x + 1. ``seen``: the indices of every micro-batch; ``calls``: (epoch_idx,
+    batch_idx)."""
 
     samples = 24
     shuffle = False

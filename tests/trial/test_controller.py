@@ -30,8 +30,8 @@ def test_a_trial_learns_reports_validates_and_saves() -> None:
 
 
 def test_boundaries_never_reset_the_batch_index() -> None:
-    """Upstream 0.38 restarted at 0 at every boundary: no checkpoint at 4, 8, 12 fired, and 15 steps were made instead
-    of 14.
+    """Upstream 0.38 restarted at 0 at every boundary: no checkpoint at 4, 8, 12 fired, and 15 steps
+    were made instead of 14.
     """
     settings = steps(14, validation_period=Batch(3), checkpoint_period=Batch(4), checkpoint_policy="none")
     run = run_rank(LineTrial, settings)
@@ -55,8 +55,8 @@ def test_a_resumed_run_that_is_complete_does_nothing(tmp_path: Path) -> None:
 
 
 def test_resume_with_accumulation_starts_at_exactly_the_right_sample(tmp_path: Path) -> None:
-    """Upstream 0.38 started at sample 12 instead of 24: it skipped optimizer steps where the loader counts micro-
-    batches.
+    """Upstream 0.38 started at sample 12 instead of 24: it skipped optimizer steps where the loader
+    counts micro- batches.
     """
     run_rank(LineTrial, steps(6), ds_config={"gradient_accumulation_steps": 2}, storage=tmp_path)
     run = run_rank(
@@ -66,7 +66,8 @@ def test_resume_with_accumulation_starts_at_exactly_the_right_sample(tmp_path: P
         storage=tmp_path,
         latest_checkpoint="step-000006",
     )
-    assert run.trial.seen == [[0, 1], [2, 3]]  # 24 samples in the data: sample 24 is sample 0 of epoch 1
+    # 24 samples in the data: sample 24 is sample 0 of epoch 1
+    assert run.trial.seen == [[0, 1], [2, 3]]
     assert run.trial.data.read == [0, 1, 2, 3]  # and nothing that was skipped was read
 
 
@@ -446,7 +447,8 @@ class OtherSlice(FakeGrid):
 
 
 class Sliced(LineTrial):
-    """A trial whose model is spread over two ranks; the second one's metrics are nonsense and must not count."""
+    """A trial whose model is spread over two ranks; the second one's metrics are nonsense and must
+    not count."""
 
     def __init__(self, context: Any) -> None:
         super().__init__(context)

@@ -1,4 +1,5 @@
-"""Reports, stragglers, the summary and the outcome: the moment of an exchange changes nothing in them."""
+"""Reports, stragglers, the summary and the outcome: the moment of an exchange changes nothing in
+them."""
 
 from __future__ import annotations
 

@@ -52,7 +52,8 @@ def test_skipping_is_the_same_as_not_reading_on(length: int, drop_last: bool, re
 
 @pytest.mark.parametrize("split", [(1, 12), (2, 6), (3, 4), (4, 3), (6, 2), (12, 1)])
 def test_a_step_trains_the_same_samples_whatever_the_replicas(split: tuple[int, int]) -> None:
-    """Global batch 12 in three steps, from 31 samples: over the seam of two epochs, none repeated, none left out."""
+    """Global batch 12 in three steps, from 31 samples: over the seam of two epochs, none repeated,
+    none left out."""
     replicas, size = split
     order = Shuffled(31, seed=1)
     expected = SampleStream(order).samples(0, 36)

@@ -159,7 +159,8 @@ def test_other_loaders_need_the_trials_word() -> None:
     loader = TorchDataLoader(Points(2))
     with pytest.raises(RuntimeError, match=r"reproducibility[\s\S]*disable this check") as raised:
         check_reproducible(loader, "x", check=True)
-    assert isinstance(raised.value, DataError) and raised.value.exit_code == 2  # a user's mistake, without a traceback
+    # a user's mistake, without a traceback
+    assert isinstance(raised.value, DataError) and raised.value.exit_code == 2
     check_reproducible(loader, "x", check=False)
     check_reproducible(DataLoader(Points(2)), "x", check=True)
     for nothing in (None, 3, "text"):

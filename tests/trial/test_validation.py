@@ -184,7 +184,8 @@ class UnderPipeline(Indices):
 def test_under_a_pipeline_batches_come_in_groups_and_a_rest_is_said() -> None:
     run = run_rank(UnderPipeline, steps(2), ds_config={"gradient_accumulation_steps": 3})
     assert run.trial.engine.global_steps == 2
-    assert run.outcome.final_metrics["highest"] == 1  # one group: the first of four batches starts it
+    # one group: the first of four batches starts it
+    assert run.outcome.final_metrics["highest"] == 1
     assert any("1 batches at the end are left out" in event.get("message", "") for event in run.record.events)
 
 

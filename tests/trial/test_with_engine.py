@@ -1,5 +1,5 @@
-"""The controller with the real engine, one rank in this process: what a resumed run must have in common with the
-unbroken one.
+"""The controller with the real engine, one rank in this process: what a resumed run must have in
+common with the unbroken one.
 """
 
 from __future__ import annotations
@@ -86,7 +86,8 @@ def test_a_resumed_run_is_bit_equal_to_the_unbroken_one(tmp_path: Path, stage: i
 
 
 def test_resume_with_another_stage_and_accumulation_sees_the_same_samples(tmp_path: Path) -> None:
-    """The same global batch, split another way: the loader goes on at the same sample and steps stay whole."""
+    """The same global batch, split another way: the loader goes on at the same sample and steps
+    stay whole."""
     run(ds_config(2, accumulation=1, micro=4), 7, storage=tmp_path)
     trial, _, outcome = run(
         ds_config(3, accumulation=2, micro=2), 10, storage=tmp_path, latest_checkpoint="step-000007"
@@ -113,7 +114,8 @@ def test_a_loss_that_is_not_a_scalar(tmp_path: Path) -> None:
 
 
 def test_an_engines_config_agrees_with_the_hyperparameters() -> None:
-    """As trials written for Determined and DeepSpeed ask: ``context.reconcile_ds_config(model_engine._config)``."""
+    """As trials written for Determined and DeepSpeed ask:
+    ``context.reconcile_ds_config(model_engine._config)``."""
     config = {**ds_config(1, accumulation=2), "train_batch_size": 8}
     engine, *_ = initialize(model=torch.nn.Linear(1, 1), config=config)
     context = ZeroTrialContext(InMemoryPlatform(hparams={"global_batch_size": 8}), initialize)

@@ -1,4 +1,5 @@
-"""The controller over the real engine of a pipeline: who reads, who reports, what is averaged, and that a resumed run is the unbroken one."""
+"""The controller over the real engine of a pipeline: who reads, who reports, what is averaged, and
+that a resumed run is the unbroken one."""
 
 from __future__ import annotations
 
@@ -80,7 +81,8 @@ class Dropping(LineOfLayers):
 
 
 def run_here(config: dict[str, Any], length: int, kind: type[LineOfLayers] = LineOfLayers, **options: Any) -> Any:
-    """The whole run of one rank of the pool: its losses, what was reported, the loaders it built."""
+    """The whole run of one rank of the pool: its losses, what was reported, the loaders it
+    built."""
     env = read_rank_env()
     comm = build_mesh(MeshShape(replica=env.world_size)).world
     ranks = JsonDistributed(env.rank, env.world_size, env.rank, lambda value: comm.gather_json(value, "trial"))
@@ -158,7 +160,8 @@ def test_who_reads_and_who_reports(
 
 @pytest.mark.parametrize("zero", [2, 3])
 def test_metrics_are_the_mean_over_the_data_parallel_ranks(ranks: Pools, alone: Any, tmp_path: Path, zero: int) -> None:
-    """Two pipelines side by side with half of the micro-batches each see the batches that one sees alone."""
+    """Two pipelines side by side with half of the micro-batches each see the batches that one sees
+    alone."""
     every = ranks(4).run(run_here, ds_config(2, zero=zero, accumulation=2), 12, storage=tmp_path)
     assert every[0]["final"]["validation_loss"] == pytest.approx(alone["final"]["validation_loss"], rel=1e-4)
     assert [step for step, _ in every[0]["training"]] == [4, 8, 12]

@@ -4,8 +4,9 @@
     OUT/model.safetensors                   one file in a folder, if everything fits into a shard
     OUT/model-00001-of-00003.safetensors    several, with model.safetensors.index.json, in Hugging Face's layout
 
-Memory: a few chunks of 16 MiB, whatever the sizes of tensors and shards. Tied weights are written once, with the other
-names in the metadata; ``safetensors.torch.load_model`` and ``from_pretrained`` tie them again.
+Memory: a few chunks of 16 MiB, whatever the sizes of tensors and shards. Tied weights are written
+once, with the other names in the metadata; ``safetensors.torch.load_model`` and ``from_pretrained``
+tie them again.
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ from zero_trial.checkpoint.writer import DurableFiles
 from zero_trial.errors import CheckpointError, ConfigError
 from zero_trial.util.files import replacing
 
-# The inventory: parameters with their optimizer state, buffers and tied names of an engine's checkpoint.
+# The inventory: parameters with their optimizer state, buffers and tied names of an engine's
+# checkpoint.
 
 
 @dataclass(frozen=True)
@@ -52,7 +54,8 @@ class StoredTensor:
     Attributes:
         name: as the model has it.
         stored: its name in the manifest.
-        lives: the dtype in which the model computes with it; None where the checkpoint does not say.
+        lives: the dtype in which the model computes with it; None where the checkpoint does not
+            say.
         states: its optimizer state: name -> dtype.
     """
 
@@ -90,7 +93,8 @@ class Inventory:
 
     @property
     def without_frozen(self) -> bool:
-        """Whether frozen parameters were left out when it was saved (``exclude_frozen_parameters``): the model is not whole here."""
+        """Whether frozen parameters were left out when it was saved
+        (``exclude_frozen_parameters``): the model is not whole here."""
         return self.state.get("without_frozen") is True
 
     def in_part(self, part: int) -> tuple[StoredTensor, ...]:
@@ -129,7 +133,8 @@ def take_inventory(manifest: Manifest) -> Inventory:
 
 
 def _lives(state: Mapping[str, Any], name: str, entry: TensorEntry) -> str | None:
-    """Return the noted dtype; older checkpoints have only the ds_config, which names it where it asks for 16 bits."""
+    """Return the noted dtype; older checkpoints have only the ds_config, which names it where it
+    asks for 16 bits."""
     if not entry.dtype.startswith(("float", "bfloat")):
         return entry.dtype
     noted = state.get("dtypes")
@@ -144,11 +149,13 @@ def _lives(state: Mapping[str, Any], name: str, entry: TensorEntry) -> str | Non
     return entry.dtype
 
 
-# The plan: which tensors are written, in which dtype, into which file. Decided before anything is read.
+# The plan: which tensors are written, in which dtype, into which file. Decided before anything is
+# read.
 
 
 class WeightSource(Enum):
-    """Which values of a weight to export: its master in the optimizer, where there is one, or what forward computes with."""
+    """Which values of a weight to export: its master in the optimizer, where there is one, or what
+    forward computes with."""
 
     MASTERS = "masters"
     MODEL = "model"
@@ -156,7 +163,8 @@ class WeightSource(Enum):
 
 @dataclass(frozen=True)
 class ExportItem:
-    """One tensor of the export. Its elements go from ``stored``'s dtype through ``through`` to ``dtype``."""
+    """One tensor of the export. Its elements go from ``stored``'s dtype through ``through`` to
+    ``dtype``."""
 
     name: str
     stored: str
@@ -207,7 +215,8 @@ def plan_export(
         dtype: of all floating tensors; None leaves each as it is.
         shard_bytes: a file holds at most so much, or one tensor.
 
-    Raises ConfigError for a model of several parallel parts unless one ``part`` is named, CheckpointError where there is nothing to write.
+    Raises ConfigError for a model of several parallel parts unless one ``part`` is named,
+    CheckpointError where there is nothing to write.
     """
     chosen = inventory.in_part(_part(inventory, part, where))
     if not chosen:
@@ -246,8 +255,8 @@ def _item(held: StoredTensor, weights: WeightSource, dtype: torch.dtype | None) 
 
 
 def _cut(items: Iterable[ExportItem], limit: int | None) -> tuple[tuple[ExportItem, ...], ...]:
-    """Fill files in the model's order up to ``limit`` bytes. Within a file wide dtypes come first, so that every tensor begins at a
-    multiple of its element's size.
+    """Fill files in the model's order up to ``limit`` bytes. Within a file wide dtypes come first,
+    so that every tensor begins at a multiple of its element's size.
     """
     shards: list[list[ExportItem]] = [[]]
     room = limit
@@ -315,7 +324,8 @@ class Exported:
 
 
 def file_names(out: Path, shards: int) -> list[Path]:
-    """Name the shards' files, and the index if there are several. Raises ConfigError if one of them, or something else in the way, exists."""
+    """Name the shards' files, and the index if there are several. Raises ConfigError if one of
+    them, or something else in the way, exists."""
     if out.suffix == SUFFIX:
         if shards > 1:
             raise ConfigError(
@@ -344,7 +354,8 @@ def file_names(out: Path, shards: int) -> list[Path]:
 def write_export(stream: TensorStream, plan: ExportPlan, out: Path, progress: Progress | None = None) -> Exported:
     """Write every file beside its place and rename all at the end, the index last.
 
-    Raises ConfigError and CheckpointError, and leaves nothing behind then. ``progress`` gets the bytes as they are written.
+    Raises ConfigError and CheckpointError, and leaves nothing behind then. ``progress`` gets the
+    bytes as they are written.
     """
     paths = file_names(out, len(plan.shards))
     folder, disk, overflowed = paths[0].parent, DurableFiles(), dict[str, int]()
@@ -371,7 +382,8 @@ def write_export(stream: TensorStream, plan: ExportPlan, out: Path, progress: Pr
 
 
 def index_text(plan: ExportPlan, paths: Sequence[Path]) -> str:
-    """Make the text of ``model.safetensors.index.json``: which file has which tensor, and their bytes in all."""
+    """Make the text of ``model.safetensors.index.json``: which file has which tensor, and their
+    bytes in all."""
     places = {item.name: path.name for path, shard in zip(paths, plan.shards, strict=False) for item in shard}
     return json.dumps({"metadata": {"total_size": plan.bytes}, "weight_map": places}, indent=2) + "\n"
 
@@ -403,7 +415,8 @@ def _shard_chunks(
             size = out.numel() * out.element_size()
             if progress is not None:
                 progress(size)
-            # the view does not keep ``out`` alive; this frame does, until the consumer has taken the chunk
+            # the view does not keep ``out`` alive; this frame does, until the consumer has taken
+            # the chunk
             yield tensor_bytes(out)
             del data, out
 
@@ -447,7 +460,8 @@ class TensorStream:
             self._open.popitem()[1][0].close()
 
     def chunks(self, name: str) -> Iterator[torch.Tensor]:
-        """Yield the elements of ``name`` from first to last, in new 1-D tensors of its dtype and at most ``chunk_bytes``. Raises CheckpointError."""
+        """Yield the elements of ``name`` from first to last, in new 1-D tensors of its dtype and at
+        most ``chunk_bytes``. Raises CheckpointError."""
         entry = self._reader.manifest.tensors[name]
         step = max(1, self._chunk_bytes // dtype_of(entry.dtype).itemsize)
         for piece in sorted(entry.pieces, key=lambda piece: piece.start):
@@ -469,7 +483,8 @@ class TensorStream:
 
 
 def write_weights(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> None:
-    """Write ``tensors`` beside ``path`` and give the file its name when it is on the disk: until then the old file, if any, stays.
+    """Write ``tensors`` beside ``path`` and give the file its name when it is on the disk: until
+    then the old file, if any, stays.
 
     Raises OSError or SafetensorError, and leaves nothing behind then.
     """

@@ -33,7 +33,8 @@ class FoundCheckpoint(NamedTuple):
 
 
 def list_checkpoints(directory: str | Path, report: Callable[[str], None] | None = None) -> list[FoundCheckpoint]:
-    """List those whose manifest and file sizes are right, lowest step first; ``report`` gets a line for each that is not."""
+    """List those whose manifest and file sizes are right, lowest step first; ``report`` gets a line
+    for each that is not."""
     directory = Path(directory)
     if not directory.is_dir():
         return []
@@ -48,9 +49,11 @@ def list_checkpoints(directory: str | Path, report: Callable[[str], None] | None
 
 
 def latest_checkpoint(directory: str | Path, report: Callable[[str], None] | None = None) -> FoundCheckpoint | None:
-    """Find the one with the highest step whose every file has its SHA-256; None if there is none. ``report`` as above.
+    """Find the one with the highest step whose every file has its SHA-256; None if there is none.
+    ``report`` as above.
 
-    Reads all bytes of the newest (and of older ones only where newer ones are damaged): one rank does it, and tells.
+    Reads all bytes of the newest (and of older ones only where newer ones are damaged): one rank
+    does it, and tells.
     """
     for found in reversed(list_checkpoints(directory, report)):
         try:
@@ -64,7 +67,8 @@ def latest_checkpoint(directory: str | Path, report: Callable[[str], None] | Non
 
 
 def checkpoint_folder(directory: str | Path, tag: str) -> Path:
-    """Find the folder of ``tag``, or the one that an unfinished replacement put aside. Raises CheckpointError."""
+    """Find the folder of ``tag``, or the one that an unfinished replacement put aside. Raises
+    CheckpointError."""
     directory = Path(directory)
     folder = directory / check_tag(tag)
     if folder.is_dir():
@@ -87,8 +91,8 @@ def _candidates(directory: Path) -> list[tuple[str, Path]]:
 
 # All checkpoints in a folder, for a person: whole, broken, or left over from a killed save.
 #
-# The folder may be a run's (with ``checkpoints/`` in it), a folder of a trial's or an engine's checkpoints, or one
-# checkpoint:
+# The folder may be a run's (with ``checkpoints/`` in it), a folder of a trial's or an engine's
+# checkpoints, or one checkpoint:
 #
 #     step-000200/                        of a trial: metadata.json, trial_state.json
 #         model0/manifest.json            its engines
@@ -103,7 +107,8 @@ TRIAL_STATE = "trial_state.json"
 
 @dataclass(frozen=True)
 class EngineCheckpoint:
-    """One engine's checkpoint; ``manifest`` is None where it cannot be read, and then ``fault`` says why."""
+    """One engine's checkpoint; ``manifest`` is None where it cannot be read, and then ``fault``
+    says why."""
 
     folder: Path
     manifest: Manifest | None
@@ -136,8 +141,8 @@ class SavedCheckpoint:
         return self.fault is None and not self.leftover
 
     def facts(self, key: str) -> tuple[Any, ...]:
-        """Collect what the manifests say of the ranks that wrote them (``ranks``, ``zero_stage``, ``mesh``): each
-        answer once, in the engines' order.
+        """Collect what the manifests say of the ranks that wrote them (``ranks``, ``zero_stage``,
+        ``mesh``): each answer once, in the engines' order.
         """
         said = [engine.manifest.world.get(key) for engine in self.engines if engine.manifest is not None]
         return tuple(value for index, value in enumerate(said) if value is not None and value not in said[:index])
@@ -145,7 +150,8 @@ class SavedCheckpoint:
 
 @dataclass(frozen=True)
 class CheckpointFolder:
-    """All checkpoints of a folder, lowest step first. ``single``: the folder is a checkpoint itself."""
+    """All checkpoints of a folder, lowest step first. ``single``: the folder is a checkpoint
+    itself."""
 
     folder: Path
     saved: tuple[SavedCheckpoint, ...]
@@ -166,7 +172,8 @@ class CheckpointFolder:
 
 
 def inspect_folder(folder: Path) -> CheckpointFolder:
-    """List the checkpoints in a folder. Raises ConfigError if it holds none, CheckpointError if it cannot be read."""
+    """List the checkpoints in a folder. Raises ConfigError if it holds none, CheckpointError if it
+    cannot be read."""
     try:
         return _look_into(folder)
     except OSError as fault:
@@ -295,7 +302,8 @@ def _saved(
 
 @dataclass(frozen=True)
 class Damage:
-    """A damaged file. ``tensors``: those with elements in it, with the range where only a part of one is there."""
+    """A damaged file. ``tensors``: those with elements in it, with the range where only a part of
+    one is there."""
 
     file: Path
     what: str
@@ -309,7 +317,8 @@ def bytes_to_read(saved: SavedCheckpoint) -> int:
 
 
 def find_damage(saved: SavedCheckpoint, progress: Progress | None = None) -> list[Damage]:
-    """List all that is wrong; nothing if every byte is as it was written. Reads each file of each engine once, in blocks of 4 MiB."""
+    """List all that is wrong; nothing if every byte is as it was written. Reads each file of each
+    engine once, in blocks of 4 MiB."""
     found: list[Damage] = []
     for engine in saved.engines:
         if engine.manifest is None:
@@ -322,7 +331,8 @@ def find_damage(saved: SavedCheckpoint, progress: Progress | None = None) -> lis
 
 
 def in_file(manifest: Manifest, file: str) -> tuple[str, ...]:
-    """Name the tensors in ``file``: ``param/head.weight`` for one that is there alone, ``param/wte.weight[0:4096]`` for a part of one."""
+    """Name the tensors in ``file``: ``param/head.weight`` for one that is there alone,
+    ``param/wte.weight[0:4096]`` for a part of one."""
     return tuple(
         name if (piece.start, piece.stop) == (0, entry.numel) else f"{name}[{piece.start}:{piece.stop}]"
         for name, entry in manifest.tensors.items()
@@ -357,7 +367,8 @@ def _fault(path: Path, expected: FileRecord, progress: Progress | None) -> str |
 
 
 def choose_checkpoint(folder: Path) -> SavedCheckpoint:
-    """Return the checkpoint itself, or the latest that looks whole. Raises CheckpointError if it, or every one, is broken."""
+    """Return the checkpoint itself, or the latest that looks whole. Raises CheckpointError if it,
+    or every one, is broken."""
     listing = inspect_folder(folder)
     if len(listing.trials) > 1:
         raise ConfigError(
@@ -379,7 +390,8 @@ def choose_checkpoint(folder: Path) -> SavedCheckpoint:
 
 
 def only_engine(saved: SavedCheckpoint) -> EngineCheckpoint:
-    """Return the engine of a checkpoint that has one. Raises ConfigError naming them where there are several."""
+    """Return the engine of a checkpoint that has one. Raises ConfigError naming them where there
+    are several."""
     if not saved.engines:
         raise ConfigError(
             "no engine has saved anything in this checkpoint",

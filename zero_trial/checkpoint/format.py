@@ -45,7 +45,8 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def dtype_of(name: str) -> torch.dtype:
-    """Return the dtype of a manifest's name. Raises CheckpointError for a name that no checkpoint holds."""
+    """Return the dtype of a manifest's name. Raises CheckpointError for a name that no checkpoint
+    holds."""
     found = _NAMES.get(name)
     if found is None:
         raise CheckpointError("unknown dtype", got=repr(name), expected=", ".join(sorted(_NAMES)))
@@ -63,7 +64,8 @@ def safetensors_name(dtype: torch.dtype) -> str:
 def safetensors_header(
     tensors: Iterable[tuple[str, torch.dtype, Sequence[int]]], metadata: Mapping[str, str] | None = None
 ) -> bytes:
-    """Return what a safetensors file begins with: the header's length, and name, dtype, shape and place of each tensor.
+    """Return what a safetensors file begins with: the header's length, and name, dtype, shape and
+    place of each tensor.
 
     Args:
         tensors: (name, dtype, shape), in the order in which their bytes follow.
@@ -101,7 +103,8 @@ class TensorKind(Enum):
 
 
 class StoredName(NamedTuple):
-    """``name`` as the model has it; ``state`` such as ``exp_avg``; ``part`` of ``parts`` where the model is parallel itself."""
+    """``name`` as the model has it; ``state`` such as ``exp_avg``; ``part`` of ``parts`` where the
+    model is parallel itself."""
 
     kind: TensorKind
     name: str
@@ -131,15 +134,17 @@ def natural_order(name: str) -> list[tuple[int, int, str]]:
     return [(0, int(word), "") if word.isdigit() else (1, 0, word) for word in re.split(r"(\d+)", name)]
 
 
-# Slices: a range of elements of a named tensor, and the memory of this rank that holds it or receives it.
+# Slices: a range of elements of a named tensor, and the memory of this rank that holds it or
+# receives it.
 
 
 @dataclass(frozen=True)
 class Slice:
-    """Elements [start, stop) of ``name``, flattened in row-major order; ``tensor`` holds exactly these, contiguously.
+    """Elements [start, stop) of ``name``, flattened in row-major order; ``tensor`` holds exactly
+    these, contiguously.
 
-    ``shape`` is the whole logical tensor's. Padding of a shard belongs to no slice. Of replicas, one rank gives the
-    slice.
+    ``shape`` is the whole logical tensor's. Padding of a shard belongs to no slice. Of replicas,
+    one rank gives the slice.
     """
 
     name: str
@@ -176,7 +181,8 @@ class Slice:
 
     @classmethod
     def whole(cls, name: str, tensor: torch.Tensor) -> Slice:
-        """Make the slice of all of a tensor; a copy is made only if it is not contiguous (then it is for saving, not for loading)."""
+        """Make the slice of all of a tensor; a copy is made only if it is not contiguous (then it
+        is for saving, not for loading)."""
         detached = tensor.detach()
         return cls(name, tuple(tensor.shape), 0, tensor.numel(), detached.contiguous())
 
@@ -192,7 +198,8 @@ def ranges(slices: Sequence[Slice]) -> dict[str, list[tuple[int, int]]]:
 
 # The manifest: which file holds which elements of which tensor, and everything that is JSON.
 #
-# It depends on the writing ranks only in ``world``, which informs: a tensor is its dtype, its shape and its pieces.
+# It depends on the writing ranks only in ``world``, which informs: a tensor is its dtype, its shape
+# and its pieces.
 
 
 FORMAT = 1
@@ -208,7 +215,8 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 class StoredPiece(NamedTuple):
-    """Elements [start, stop) of the flattened tensor are the 1-D safetensors entry ``key`` of ``file``."""
+    """Elements [start, stop) of the flattened tensor are the 1-D safetensors entry ``key`` of
+    ``file``."""
 
     file: str
     key: str
@@ -230,7 +238,8 @@ class TensorEntry:
 
 
 def shape_text(shape: Sequence[int], most: int = 16) -> str:
-    """Format as ``2x3x4``, ``scalar``, or the first ``most`` sizes and the number of dimensions, for one line of text."""
+    """Format as ``2x3x4``, ``scalar``, or the first ``most`` sizes and the number of dimensions,
+    for one line of text."""
     if len(shape) > most:
         return f"{'x'.join(map(str, shape[:most]))}x… ({len(shape)} dimensions)"
     return "x".join(map(str, shape)) or "scalar"
@@ -291,7 +300,8 @@ class Manifest:
 
     @classmethod
     def from_json(cls, text: str, where: str = MANIFEST_NAME) -> Manifest:
-        """Read and check the manifest that ``text`` holds. Raises CheckpointError for anything that is not exactly that."""
+        """Read and check the manifest that ``text`` holds. Raises CheckpointError for anything that
+        is not exactly that."""
         document = _parse(unseal(text, where), where)
         found = document.get("format")
         if found != FORMAT:
@@ -315,7 +325,8 @@ _SEAL = re.compile(r'\{"sha256": "([0-9a-f]{64})",\n')
 
 
 def seal(body: str) -> str:
-    """Add the SHA-256 of ``body``, a JSON object, as its first entry: a flipped bit anywhere is found."""
+    """Add the SHA-256 of ``body``, a JSON object, as its first entry: a flipped bit anywhere is
+    found."""
     return f'{{"sha256": "{sha256(body.encode()).hexdigest()}",\n{body[1:]}\n'
 
 
@@ -331,7 +342,8 @@ def unseal(text: str, where: str) -> str:
 
 
 def check_coverage(name: str, entry: TensorEntry) -> None:
-    """Check that ``entry``'s pieces cover [0, numel) exactly once. Raises CheckpointError with the first range that they do not."""
+    """Check that ``entry``'s pieces cover [0, numel) exactly once. Raises CheckpointError with the
+    first range that they do not."""
     end = 0
     for piece in sorted(entry.pieces, key=lambda piece: (piece.start, piece.stop)):
         if piece.start >= piece.stop or piece.stop > entry.numel:
@@ -362,7 +374,8 @@ def _hole(name: str, start: int, stop: int, entry: TensorEntry) -> CheckpointErr
 
 
 def same_tensor(name: str, entries: Iterable[TensorEntry]) -> TensorEntry:
-    """Merge the entries of several ranks into one. Raises CheckpointError if they differ in dtype or shape."""
+    """Merge the entries of several ranks into one. Raises CheckpointError if they differ in dtype
+    or shape."""
     listed = list(entries)
     kinds = {(entry.dtype, entry.shape) for entry in listed}
     if len(kinds) > 1:

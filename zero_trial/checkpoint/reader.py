@@ -20,8 +20,8 @@ Progress = Callable[[int], object]
 
 
 class CheckpointReader:
-    """One checkpoint folder. Opening reads and checks the manifest and the files' sizes; ``verify`` reads all their
-    bytes."""
+    """One checkpoint folder. Opening reads and checks the manifest and the files' sizes; ``verify``
+    reads all their bytes."""
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
@@ -38,11 +38,13 @@ class CheckpointReader:
         return dtype_of(self.manifest.tensors[name].dtype)
 
     def verify(self, index: int = 0, count: int = 1, *, load_follows: bool = False) -> None:
-        """Read every ``count``-th file from the ``index``-th on and compare its SHA-256: ranks can share the work.
+        """Read every ``count``-th file from the ``index``-th on and compare its SHA-256: ranks can
+        share the work.
 
         Args:
-            load_follows: this process is about to load the checkpoint. The next ``verify`` passes over the files that this one
-                has read and that have not been written since, so that a start reads them once for their sums, not twice.
+            load_follows: this process is about to load the checkpoint. The next ``verify`` passes
+                over the files that this one has read and that have not been written since, so that
+                a start reads them once for their sums, not twice.
 
         Raises CheckpointError naming the first file whose content changed.
         """
@@ -67,17 +69,18 @@ class CheckpointReader:
                 _VERIFIED[str(path.resolve())] = identity, found
 
     def require(self, wanted: Mapping[str, tuple[int, ...]], prefix: str = "", **allow: bool) -> None:
-        """Require that the stored tensors whose names start with ``prefix`` are those of ``wanted`` (see :func:`require_match`)."""
+        """Require that the stored tensors whose names start with ``prefix`` are those of ``wanted``
+        (see :func:`require_match`)."""
         stored = {name.removeprefix(prefix): shape for name, shape in self.shapes.items() if name.startswith(prefix)}
         plain = {name.removeprefix(prefix): shape for name, shape in wanted.items()}
         require_match(stored, plain, where=str(self.folder), **allow)
 
     def read_into(self, slices: Sequence[Slice]) -> None:
-        """Fill each slice's memory, converting to its dtype where that differs. Not collective: each rank reads its
-        own.
+        """Fill each slice's memory, converting to its dtype where that differs. Not collective:
+        each rank reads its own.
 
-        Only the files and ranges that are wanted are touched. Raises CheckpointError for another shape or an unknown
-        name.
+        Only the files and ranges that are wanted are touched. Raises CheckpointError for another
+        shape or an unknown name.
         """
         self._check_shapes(slices)
         wants = [ReadRequest(part.name, part.start, part.stop, target) for target, part in enumerate(slices)]
@@ -104,14 +107,16 @@ class CheckpointReader:
         require_match({n: s for n, s in stored.items() if n in wanted}, wanted, where=str(self.folder))
 
     def open_file(self, file: str) -> Any:
-        """Open a file of the checkpoint, to be read by ``read_range`` and closed (a context manager)."""
+        """Open a file of the checkpoint, to be read by ``read_range`` and closed (a context
+        manager)."""
         try:
             return safe_open(self.folder / file, framework="pt")
         except (SafetensorError, OSError) as fault:
             raise CheckpointError("a file cannot be read", where=str(self.folder / file), got=str(fault)) from fault
 
     def read_range(self, entries: Any, key: str, start: int, stop: int, file: str) -> torch.Tensor:
-        """Read elements [start, stop) of one entry of an open ``file``, new. Raises CheckpointError."""
+        """Read elements [start, stop) of one entry of an open ``file``, new. Raises
+        CheckpointError."""
         try:
             data: torch.Tensor = entries.get_slice(key)[start:stop]
         except (SafetensorError, IndexError) as fault:
@@ -126,7 +131,8 @@ class CheckpointReader:
         return data
 
 
-# Files that this process has verified for the load that follows, by path: as which file, and with what sum.
+# Files that this process has verified for the load that follows, by path: as which file, and with
+# what sum.
 _VERIFIED: dict[str, tuple[tuple[int, ...], FileRecord]] = {}
 
 
@@ -137,7 +143,8 @@ def _identity(path: Path) -> tuple[int, ...]:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Read the manifest in ``folder``, also where files that it lists are missing. Raises CheckpointError."""
+    """Read the manifest in ``folder``, also where files that it lists are missing. Raises
+    CheckpointError."""
     path = folder / MANIFEST_NAME
     try:
         text = path.read_text(encoding="utf-8")
@@ -152,7 +159,8 @@ def leads_outside(path: Path) -> bool:
 
 
 def check_sizes(folder: Path, manifest: Manifest) -> None:
-    """Check that every listed file is in the folder, with its size. Raises CheckpointError for the first that is not."""
+    """Check that every listed file is in the folder, with its size. Raises CheckpointError for the
+    first that is not."""
     for name, record in manifest.files.items():
         path = folder / name
         if leads_outside(path):
@@ -175,7 +183,8 @@ def check_sizes(folder: Path, manifest: Manifest) -> None:
 
 
 def read_digest(path: Path, block: int = 1 << 22, progress: Progress | None = None) -> FileRecord:
-    """Return size and SHA-256 of an existing file, read in blocks of ``block`` bytes; ``progress`` gets the size of each."""
+    """Return size and SHA-256 of an existing file, read in blocks of ``block`` bytes; ``progress``
+    gets the size of each."""
     digest, size = sha256(), 0
     with path.open("rb") as file:
         while chunk := file.read(block):
@@ -190,7 +199,8 @@ def read_digest(path: Path, block: int = 1 << 22, progress: Progress | None = No
 
 
 class ReadRequest(NamedTuple):
-    """Elements [start, stop) of the stored tensor ``name``, to be read; ``target`` is the caller's number for where they go."""
+    """Elements [start, stop) of the stored tensor ``name``, to be read; ``target`` is the caller's
+    number for where they go."""
 
     name: str
     start: int
@@ -199,8 +209,8 @@ class ReadRequest(NamedTuple):
 
 
 class ReadCopy(NamedTuple):
-    """Elements [source_start, source_stop) of entry ``key`` in ``file`` go to ``target``, from element ``offset``
-    on."""
+    """Elements [source_start, source_stop) of entry ``key`` in ``file`` go to ``target``, from
+    element ``offset`` on."""
 
     file: str
     key: str
@@ -211,10 +221,11 @@ class ReadCopy(NamedTuple):
 
 
 def plan_copies(tensors: Mapping[str, TensorEntry], wants: Iterable[ReadRequest]) -> list[ReadCopy]:
-    """Plan copies that fill every want, in the order of files and of elements in them, so that disks are read forwards.
+    """Plan copies that fill every want, in the order of files and of elements in them, so that
+    disks are read forwards.
 
-    ``tensors`` covers each element once (``Manifest.check``). A want looks at all pieces of its tensor.
-    Raises CheckpointError for a want that is not in the checkpoint.
+    ``tensors`` covers each element once (``Manifest.check``). A want looks at all pieces of its
+    tensor. Raises CheckpointError for a want that is not in the checkpoint.
     """
     ordered = {name: sorted(entry.pieces, key=lambda piece: piece.start) for name, entry in tensors.items()}
     copies: list[ReadCopy] = []
@@ -262,8 +273,8 @@ class TensorMismatch:
     shapes: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]
 
     def describe(self) -> str:
-        """Describe the difference: ``checkpoint has 48 tensors, model has 50. Missing: head.bias. Shape differs: wte (50257, 768) vs (50304,
-        768)``
+        """Describe the difference: ``checkpoint has 48 tensors, model has 50. Missing: head.bias.
+        Shape differs: wte (50257, 768) vs (50304, 768)``
         """
         text = [f"checkpoint has {self.stored} tensors, model has {self.wanted}"]
         text += [f"Missing: {_shortened(self.missing)}"] if self.missing else []
@@ -291,7 +302,8 @@ def compare_tensors(stored: Shapes, wanted: Shapes) -> TensorMismatch:
 def require_match(
     stored: Shapes, wanted: Shapes, *, where: str, allow_missing: bool = False, allow_extra: bool = False
 ) -> None:
-    """Raise CheckpointError with every difference that is not allowed; another shape is never allowed."""
+    """Raise CheckpointError with every difference that is not allowed; another shape is never
+    allowed."""
     difference = compare_tensors(stored, wanted)
     if difference.shapes or (difference.missing and not allow_missing) or (difference.extra and not allow_extra):
         raise CheckpointError(

@@ -1,7 +1,9 @@
-"""Plain Python state (nested dicts, lists, numbers, tensors) as JSON plus named tensors, and back, without loss.
+"""Plain Python state (nested dicts, lists, numbers, tensors) as JSON plus named tensors, and back,
+without loss.
 
-A value that JSON does not have is an object with one key that starts with ``$``. A dict with such a key, or with keys
-that are not strings, is written as a list of pairs, so that no content of a checkpoint can be taken for a marker.
+A value that JSON does not have is an object with one key that starts with ``$``. A dict with such a
+key, or with keys that are not strings, is written as a list of pairs, so that no content of a
+checkpoint can be taken for a marker.
 
     (1, 2)   {"$tuple": [1, 2]}          inf      {"$float": "inf"}           b"ab"      {"$bytes": "YWI="}
     {1: 2}   {"$items": [[1, 2]]}        {1, 2}   {"$set": [1, 2]}            tensor     {"$tensor": name}
@@ -24,9 +26,11 @@ from zero_trial.errors import CheckpointError
 
 
 def encode_state(value: Any, prefix: str) -> tuple[Any, dict[str, torch.Tensor]]:
-    """Return the JSON for ``value``, and its tensors under names that start with ``prefix``: ``prefix/key/0``.
+    """Return the JSON for ``value``, and its tensors under names that start with ``prefix``:
+    ``prefix/key/0``.
 
-    Raises CheckpointError naming the place of a value that is not plain (an object, a function, a path ...).
+    Raises CheckpointError naming the place of a value that is not plain (an object, a function, a
+    path ...).
     """
     tensors: dict[str, torch.Tensor] = {}
     try:
@@ -36,7 +40,8 @@ def encode_state(value: Any, prefix: str) -> tuple[Any, dict[str, torch.Tensor]]
 
 
 def decode_state(document: Any, fetch: Callable[[str], torch.Tensor]) -> Any:
-    """Return what ``encode_state`` was given; ``fetch`` gives a tensor by name. Raises CheckpointError for an unknown marker."""
+    """Return what ``encode_state`` was given; ``fetch`` gives a tensor by name. Raises
+    CheckpointError for an unknown marker."""
     if isinstance(document, list):
         return [decode_state(item, fetch) for item in document]
     if not isinstance(document, dict):
@@ -143,7 +148,8 @@ GENERATORS = ("torch", "cuda", "random", "numpy")
 
 
 def capture_rng(device: torch.device | None = None) -> dict[str, Any]:
-    """Return the state of each generator, as ``encode_state`` takes it. ``device``: the CUDA device of this rank, if any.
+    """Return the state of each generator, as ``encode_state`` takes it. ``device``: the CUDA device
+    of this rank, if any.
 
     numpy's global generator is included if numpy is loaded: otherwise nothing has drawn from it.
     """
@@ -165,7 +171,8 @@ def capture_rng(device: torch.device | None = None) -> dict[str, Any]:
 def restore_rng(
     state: Mapping[str, Any], device: torch.device | None = None, only: Collection[str] = GENERATORS
 ) -> list[str]:
-    """Put back what ``capture_rng`` took, and return the names of generators that this process does not have.
+    """Put back what ``capture_rng`` took, and return the names of generators that this process does
+    not have.
 
     Args:
         device: the CUDA device of this rank, if any.

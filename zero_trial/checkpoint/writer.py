@@ -5,8 +5,8 @@
     3  rank 0     manifest.json                          last file; fsync; folder fsync
     4  rank 0     <tag>.tmp-<id>  ->  <tag>              rename; parent fsync
 
-If ``<tag>`` exists already it is renamed to ``<tag>.old-<id>`` first and removed at the end. Readers take the renamed
-folder for ``<tag>`` while that is missing.
+If ``<tag>`` exists already it is renamed to ``<tag>.old-<id>`` first and removed at the end.
+Readers take the renamed folder for ``<tag>`` while that is missing.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ from zero_trial.util.files import sync_folder
 
 
 class Ranks(Protocol):
-    """All ranks that save one checkpoint together. ``gather_json`` is collective and gives every rank all values, in
-    order."""
+    """All ranks that save one checkpoint together. ``gather_json`` is collective and gives every
+    rank all values, in order."""
 
     @property
     def index(self) -> int: ...
@@ -79,12 +79,13 @@ def save_checkpoint(
     ranks: Ranks | None = None,
     disk: DurableFiles | None = None,
 ) -> Path:
-    """Save what all ranks give as ``<directory>/<tag>`` and return that path. Collective: every rank calls, in three
-    exchanges.
+    """Save what all ranks give as ``<directory>/<tag>`` and return that path. Collective: every
+    rank calls, in three exchanges.
 
-    ``slices`` of all ranks together must cover each of their tensors exactly once; ``state`` (rank 0's counts) and
-    ``rank_state`` are JSON values. ``directory`` must be the same place for all ranks. Raises CheckpointError on every
-    rank if any rank cannot write, and leaves no temporary folder.
+    ``slices`` of all ranks together must cover each of their tensors exactly once; ``state`` (rank
+    0's counts) and ``rank_state`` are JSON values. ``directory`` must be the same place for all
+    ranks. Raises CheckpointError on every rank if any rank cannot write, and leaves no temporary
+    folder.
     """
     ranks, disk = ranks or SingleRank(), disk or DurableFiles()
     final = Path(directory) / check_tag(tag)
@@ -97,7 +98,8 @@ def save_checkpoint(
 
 
 def check_tag(tag: str) -> str:
-    """Check that a tag is a plain folder name that no temporary folder has. Raises CheckpointError."""
+    """Check that a tag is a plain folder name that no temporary folder has. Raises
+    CheckpointError."""
     plain = (
         tag not in ("", ".", "..")
         and tag.isprintable()
@@ -116,9 +118,11 @@ def check_tag(tag: str) -> str:
 
 
 def begin(final: Path, disk: DurableFiles) -> Path:
-    """Step 1, rank 0: make a new temporary folder; remove those that killed saves of the same tag left.
+    """Step 1, rank 0: make a new temporary folder; remove those that killed saves of the same tag
+    left.
 
-    Raises CheckpointError if ``final`` is something else than a checkpoint, which replacing it would destroy.
+    Raises CheckpointError if ``final`` is something else than a checkpoint, which replacing it
+    would destroy.
     """
     if final.exists() and not (final / MANIFEST_NAME).is_file() and not (final.is_dir() and not any(final.iterdir())):
         raise CheckpointError(
@@ -139,8 +143,8 @@ def begin(final: Path, disk: DurableFiles) -> Path:
 def write_rank(folder: Path, rank: int, slices: Sequence[Slice], rank_state: Any, disk: DurableFiles) -> dict[str, Any]:
     """Step 2: write this rank's file, and return the report of it for rank 0, as JSON.
 
-    Any fault goes into the report instead of out of this function: a rank that raised here would leave the others
-    waiting.
+    Any fault goes into the report instead of out of this function: a rank that raised here would
+    leave the others waiting.
     """
     name = f"rank-{rank:05d}.safetensors"
     kept = [part for part in slices if part.start < part.stop]
@@ -162,7 +166,8 @@ def write_rank(folder: Path, rank: int, slices: Sequence[Slice], rank_state: Any
 
 
 def merge(reports: Sequence[Mapping[str, Any]], step: int, state: Any, world: Mapping[str, Any]) -> Manifest:
-    """Merge the reports of all ranks into a manifest. Raises CheckpointError for a failed rank, or elements missing or stored twice."""
+    """Merge the reports of all ranks into a manifest. Raises CheckpointError for a failed rank, or
+    elements missing or stored twice."""
     faults = [report["fault"] for report in reports if "fault" in report]
     if faults:
         raise CheckpointError("writing failed", where="checkpoint", got="; ".join(faults))
@@ -191,7 +196,8 @@ def commit(
     world: Mapping[str, Any],
     disk: DurableFiles,
 ) -> str:
-    """Take steps 3 and 4, on rank 0. On any fault the temporary folder is removed and what was there before stays."""
+    """Take steps 3 and 4, on rank 0. On any fault the temporary folder is removed and what was
+    there before stays."""
     try:
         manifest = merge(reports, step, state, world)
         require_files(folder, manifest)
@@ -204,7 +210,8 @@ def commit(
 
 
 def require_files(folder: Path, manifest: Manifest) -> None:
-    """Require that rank 0 sees every rank's file: otherwise the folder is not on a file system that all hosts share."""
+    """Require that rank 0 sees every rank's file: otherwise the folder is not on a file system that
+    all hosts share."""
     for name, record in manifest.files.items():
         found = (folder / name).stat().st_size if (folder / name).is_file() else None
         if found != record.bytes:
@@ -218,13 +225,15 @@ def require_files(folder: Path, manifest: Manifest) -> None:
 
 
 def write_manifest(folder: Path, manifest: Manifest, disk: DurableFiles) -> None:
-    """Step 3: write the manifest as the last file, so that a folder without one is not a checkpoint."""
+    """Step 3: write the manifest as the last file, so that a folder without one is not a
+    checkpoint."""
     disk.write(folder / MANIFEST_NAME, [manifest.to_json().encode()])
     disk.sync_folder(folder)
 
 
 def publish(folder: Path, final: Path, disk: DurableFiles) -> None:
-    """Step 4: give the folder its name; an older checkpoint of that name is renamed first and removed last."""
+    """Step 4: give the folder its name; an older checkpoint of that name is renamed first and
+    removed last."""
     replaced = final.with_name(folder.name.replace(TEMPORARY, REPLACED))
     if final.exists():
         disk.rename(final, replaced)
@@ -236,7 +245,8 @@ def publish(folder: Path, final: Path, disk: DurableFiles) -> None:
 
 
 def _agree(ranks: Ranks, label: str, act: Callable[[], str]) -> str:
-    """Let rank 0 act; every rank gets its result, or raises its error, so that none waits for the next exchange."""
+    """Let rank 0 act; every rank gets its result, or raises its error, so that none waits for the
+    next exchange."""
     outcome: dict[str, str] | None = None
     if ranks.index == 0:
         try:
@@ -251,22 +261,25 @@ def _agree(ranks: Ranks, label: str, act: Callable[[], str]) -> str:
     return str(answer["value"])
 
 
-# The bytes of one rank's safetensors file, made piece by piece, so that no second copy of a shard ever exists.
+# The bytes of one rank's safetensors file, made piece by piece, so that no second copy of a shard
+# ever exists.
 #
-# The format (safetensors 0.4 and later): 8 bytes little-endian length of the header, the header as JSON padded with
-# spaces to 8 bytes, then the tensors' bytes end to end in the header's order.
+# The format (safetensors 0.4 and later): 8 bytes little-endian length of the header, the header as
+# JSON padded with spaces to 8 bytes, then the tensors' bytes end to end in the header's order.
 
 
 CHUNK_BYTES = 1 << 24  # how much of a tensor on another device is brought to the host at a time
 
 
 def piece_key(part: Slice) -> str:
-    """Return the safetensors name of a slice, unique within a file: ``param/wte.weight[0:4096]``."""
+    """Return the safetensors name of a slice, unique within a file:
+    ``param/wte.weight[0:4096]``."""
     return f"{part.name}[{part.start}:{part.stop}]"
 
 
 def shard_chunks(slices: Sequence[Slice]) -> Iterator[bytes | memoryview]:
-    """Yield the file's bytes in order. ``slices``: not empty ones, names of their keys all different."""
+    """Yield the file's bytes in order. ``slices``: not empty ones, names of their keys all
+    different."""
     yield _header(slices)
     for part in slices:
         yield from _tensor_chunks(part.flat)
@@ -280,14 +293,16 @@ def _tensor_chunks(flat: torch.Tensor) -> Iterator[memoryview]:
     per_chunk = flat.numel() if flat.device.type == "cpu" else max(1, CHUNK_BYTES // flat.element_size())
     for start in range(0, flat.numel(), per_chunk):
         host = flat[start : start + per_chunk].cpu()
-        # a view of the tensor's own memory, which ``host`` keeps alive until the consumer has taken the chunk
+        # a view of the tensor's own memory, which ``host`` keeps alive until the consumer has taken
+        # the chunk
         yield tensor_bytes(host)
 
 
 # Names of the folders that a save uses on its way, and which of them were abandoned.
 #
-# A temporary folder is named after the host and the process that writes it: ``<tag>.tmp-<host>-<pid>-<id>``. Two runs
-# may save under one tag at once; removing the other's folder while it is written would spoil its checkpoint.
+# A temporary folder is named after the host and the process that writes it:
+# ``<tag>.tmp-<host>-<pid>-<id>``. Two runs may save under one tag at once; removing the other's
+# folder while it is written would spoil its checkpoint.
 
 
 TEMPORARY = ".tmp-"
@@ -309,7 +324,8 @@ def temporary_name(tag: str) -> str:
 
 
 def is_abandoned(folder: Path) -> bool:
-    """Return whether the save that made the temporary ``folder`` is over: its process is this one (which makes a new one now) or has ended."""
+    """Return whether the save that made the temporary ``folder`` is over: its process is this one
+    (which makes a new one now) or has ended."""
     found = _OWNER.fullmatch(folder.name.partition(TEMPORARY)[2])
     if found is None:
         return True  # no running version of ours names folders like this
@@ -340,14 +356,16 @@ def _lives(pid: int) -> bool:
 
 
 class DurableFiles:
-    """The local or shared file system. Tests put a disk in its place that breaks at a chosen step."""
+    """The local or shared file system. Tests put a disk in its place that breaks at a chosen
+    step."""
 
     def make_folder(self, folder: Path) -> None:
         """Create ``folder`` (new) and its parents."""
         folder.mkdir(parents=True)
 
     def write(self, path: Path, chunks: Iterable[bytes | memoryview]) -> FileRecord:
-        """Write a new file with the chunks and flush it; return its size and SHA-256, computed on the way."""
+        """Write a new file with the chunks and flush it; return its size and SHA-256, computed on
+        the way."""
         digest, size = sha256(), 0
         with path.open("xb") as file:
             for chunk in chunks:

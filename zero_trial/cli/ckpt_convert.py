@@ -1,4 +1,5 @@
-"""``zero-trial ckpt export`` and ``ckpt import``: a checkpoint to and from other programs' files."""
+"""``zero-trial ckpt export`` and ``ckpt import``: a checkpoint to and from other programs'
+files."""
 
 from __future__ import annotations
 

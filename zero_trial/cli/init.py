@@ -1,4 +1,5 @@
-"""``zero-trial init [FOLDER]``: a folder that trains as it is, to be changed into what one wants."""
+"""``zero-trial init [FOLDER]``: a folder that trains as it is, to be changed into what one
+wants."""
 
 from __future__ import annotations
 

@@ -71,7 +71,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return ExitStatus.INTERRUPTED
     except BrokenPipeError:
         return ExitStatus.BROKEN_PIPE
-    except OSError as error:  # a disk that is full, a folder that may not be written: not ours, and no traceback helps
+    except OSError as error:
+        # a disk that is full, a folder that may not be written: not ours, and no traceback helps
         wrapped = StorageError(
             f"the system refused: {error.strerror or error}", where=str(error.filename) if error.filename else None
         )

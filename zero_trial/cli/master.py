@@ -78,7 +78,8 @@ def up_(options: argparse.Namespace) -> int:
     from zero_trial.master.agent.environment import find_devices
 
     home = _home(options)
-    devices = find_devices(options.slots, os.environ, cpu=options.cpu)  # faults are told here, not in a log
+    # faults are told here, not in a log
+    devices = find_devices(options.slots, os.environ, cpu=options.cpu)
     if options.foreground:
         return _serve(options, home, devices)
     fresh = not home.locked()
@@ -228,7 +229,8 @@ def down_(options: argparse.Namespace) -> int:
 
 
 def status_(options: argparse.Namespace) -> int:
-    """Return what the master has: read from its store, so that it can be asked when it is down too."""
+    """Return what the master has: read from its store, so that it can be asked when it is down
+    too."""
     home = _home(options)
     if not home.database.exists():
         raise ConfigError("there never was a master here", where=str(home.root), fix="zero-trial master up")

@@ -40,7 +40,8 @@ def report_outcome(outcome: LaunchResult, folder: Path, stream: TextIO) -> int:
 
 
 def disk_lines(folder: Path, room: int = 1 << 20) -> list[str]:
-    """Return a note if the run's disk is full: a rank may then have failed without an error report."""
+    """Return a note if the run's disk is full: a rank may then have failed without an error
+    report."""
     try:
         free = shutil.disk_usage(folder).free
     except OSError:

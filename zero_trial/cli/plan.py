@@ -60,7 +60,8 @@ def handle(options: argparse.Namespace) -> int:
     )
     checked = check(request, os.environ)
     limit = _limit(options.limit, checked)
-    # A host's memory is all ranks' together, so a run on it takes the policy that moves least; a limit that is asked for is another machine's.
+    # A host's memory is all ranks' together, so a run on it takes the policy that moves least; a
+    # limit that is asked for is another machine's.
     asked = limit if options.limit is not None or _device() == "cuda" else None
     with contextlib.redirect_stdout(sys.stderr), trial_planner(checked, options.stage, asked) as planner:
         own, rows = planner.plan(), planner.compare()
@@ -123,7 +124,8 @@ def _device() -> str:
 def trial_planner(
     checked: CheckedRun, stage: int | None = None, limit: int | None = None
 ) -> Iterator[Planner | PipelinePlanner]:
-    """The planner of an experiment's trial, built here as rank 0 of all. Raises what the trial raises.
+    """The planner of an experiment's trial, built here as rank 0 of all. Raises what the trial
+    raises.
 
     ``limit``: bytes of one rank, by which the policy of a pipeline is chosen where it is open.
     """

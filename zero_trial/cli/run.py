@@ -1,4 +1,5 @@
-"""``zero-trial run`` and ``zero-trial resume``: train one trial on this host, or go on with a run."""
+"""``zero-trial run`` and ``zero-trial resume``: train one trial on this host, or go on with a
+run."""
 
 from __future__ import annotations
 

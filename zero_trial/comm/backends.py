@@ -4,10 +4,11 @@
     DirectTransport    point-to-point exchange over gloo, for tensors on the host
     SharedTransport    memory that the ranks of one host share (see :mod:`zero_trial.comm.shm.transport`)
 
-Direct exchange sends every peer exactly the part that it needs, and adds what arrives in rank order.
-Against gloo's own collectives, two ranks and 11 M fp32 elements on loopback: reduce-scatter takes 18 ms
-of CPU instead of 44, all-gather 9.5 instead of 39. Because the order of the sum is fixed, the bits do
-not depend on which message came first, nor on whether the result is a shard or the whole.
+Direct exchange sends every peer exactly the part that it needs, and adds what arrives in rank
+order. Against gloo's own collectives, two ranks and 11 M fp32 elements on loopback: reduce-scatter
+takes 18 ms of CPU instead of 44, all-gather 9.5 instead of 39. Because the order of the sum is
+fixed, the bits do not depend on which message came first, nor on whether the result is a shard or
+the whole.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ import torch.distributed as dist
 from zero_trial.comm.shm.segments import SharedTensorPool
 from zero_trial.comm.waits import Finish, Received, Works
 
-# ``out = parts[0] + parts[1] + ...`` from left to right; 16-bit parts are added in fp32 and rounded once.
-# ``out`` may be one of them.
+# ``out = parts[0] + parts[1] + ...`` from left to right; 16-bit parts are added in fp32 and rounded
+# once. ``out`` may be one of them.
 Sum = Callable[[Sequence[torch.Tensor], torch.Tensor], None]
 
 
@@ -35,7 +36,8 @@ class Transport:
     """
 
     name = ""
-    tensors: SharedTensorPool | None = None  # the tensors that peers read in place, if this transport has them
+    # the tensors that peers read in place, if this transport has them
+    tensors: SharedTensorPool | None = None
     broadcasts = False  # it has a :meth:`broadcast` of its own, better than the control channel's
 
     def reduce_scatter(self, full: torch.Tensor, out: torch.Tensor, tag: int) -> tuple[Works, Finish]:
@@ -78,7 +80,8 @@ class NativeTransport(Transport):
 
     def __init__(self, group: Any) -> None:
         self._group = group
-        # torch 2.13 renamed these two; the old names warn there and the new ones do not exist before.
+        # torch 2.13 renamed these two; the old names warn there and the new ones do not exist
+        # before.
         self._scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
         self._gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 

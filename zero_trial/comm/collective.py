@@ -1,15 +1,17 @@
-"""Collectives along one axis, as this rank calls them: counted, bounded in time, by the transport that the tensors can take.
+"""Collectives along one axis, as this rank calls them: counted, bounded in time, by the transport
+that the tensors can take.
 
-Every verb is collective over the axis: all its ranks must call it in the same order. An axis of one rank
-communicates nothing and costs nothing.
+Every verb is collective over the axis: all its ranks must call it in the same order. An axis of one
+rank communicates nothing and costs nothing.
 
     CommCounters     how many elements and bytes each kind of collective moved
     ControlChannel   a few numbers, or a little JSON, that all ranks need at once
     sum_in_order     how the ranks' contributions are added
     AxisComm         the verbs
 
-A verb is written once, in AxisComm; a :class:`~zero_trial.comm.backends.Transport` moves the tensors,
-and a ControlChannel the control values. What is under way is a :class:`~zero_trial.comm.waits.Pending`.
+A verb is written once, in AxisComm; a :class:`~zero_trial.comm.backends.Transport` moves the
+tensors, and a ControlChannel the control values. What is under way is a
+:class:`~zero_trial.comm.waits.Pending`.
 """
 
 from __future__ import annotations
@@ -47,7 +49,7 @@ from zero_trial.errors import MeshError
 # Sees this rank's part of a sum and what peers put in, by axis index, before it is passed on.
 Look = Callable[[torch.Tensor, Mapping[int, torch.Tensor]], None]
 
-# --- what was moved ------------------------------------------------------------------------------------------------
+# --- what was moved -------------------------------------------------------------------------------
 
 
 @dataclass
@@ -105,9 +107,10 @@ class CommCounters:
         self._table.clear()
 
 
-# --- sums in one order ---------------------------------------------------------------------------------------------
+# --- sums in one order ----------------------------------------------------------------------------
 
-CHUNK = 1 << 17  # elements: what torch adds in between stays in a core's cache, and costs no new pages
+# elements: what torch adds in between stays in a core's cache, and costs no new pages
+CHUNK = 1 << 17
 
 
 def sum_in_order(parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
@@ -132,13 +135,14 @@ def _add(parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
     out.copy_(total)
 
 
-# --- control values -----------------------------------------------------------------------------------------------
+# --- control values -------------------------------------------------------------------------------
 
 _COMBINE: dict[str, Callable[..., torch.Tensor]] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
 _REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
-# Calls that failed. Their tensors must outlive the group: a thread of gloo still holds them, and freeing a tensor that no Python
-# code holds takes the interpreter's lock, which the thread that frees the group has while it waits for gloo's (torch 2.6).
+# Calls that failed. Their tensors must outlive the group: a thread of gloo still holds them, and
+# freeing a tensor that no Python code holds takes the interpreter's lock, which the thread that
+# frees the group has while it waits for gloo's (torch 2.6).
 _FAILED_CALLS: list[Callable[[], Any]] = []
 
 
@@ -160,7 +164,8 @@ class ControlChannel:
         self.shared_bytes = 0  # how many bytes on the host go through the shared block
 
     def share(self, block: SharedControlBlock | None) -> None:
-        """From now on exchange values on the host through ``block``. All ranks must call it alike."""
+        """From now on exchange values on the host through ``block``. All ranks must call it
+        alike."""
         self._shared = block
         self.shared_bytes = CONTROL_CAPACITY if block is not None else 0
 
@@ -193,7 +198,8 @@ class ControlChannel:
         self._run("broadcast", label, raw, lambda: dist.broadcast(raw, root, group=self._group, async_op=True))
 
     def gather_row(self, row: list[int], label: str, index: int) -> list[list[int]]:
-        """Return every rank's ``row`` of integers, in rank order, by one all-reduce; this rank is axis index ``index``."""
+        """Return every rank's ``row`` of integers, in rank order, by one all-reduce; this rank is
+        axis index ``index``."""
         table = torch.zeros(self._size, len(row), dtype=torch.int64, device=self.device)
         table[index] = torch.tensor(row, device=self.device)
         self.all_reduce(table, label, "sum")
@@ -251,7 +257,7 @@ class ControlChannel:
         self._watch.heartbeat.leave()
 
 
-# --- the verbs -----------------------------------------------------------------------------------------------------
+# --- the verbs ------------------------------------------------------------------------------------
 
 
 class AxisComm:
@@ -263,7 +269,8 @@ class AxisComm:
         ranks: global ranks on the axis, by axis index.
         index: this rank's.
         group: their process group; None for an axis of one rank.
-        timeout: seconds that a wait may take; then a MeshError names this rank, the operation, the step and the missing rank.
+        timeout: seconds that a wait may take; then a MeshError names this rank, the operation, the
+            step and the missing rank.
         add: makes the sums of tensors on the host.
         transport: moves all tensors. Without it a device's go by the backend's collectives, and the
             host's by direct exchange until the ranks share memory (:meth:`share_memory`).
@@ -346,7 +353,7 @@ class AxisComm:
         """
         return values.is_cpu
 
-    # --- buffers that peers may read in place -------------------------------------------------------------------
+    # --- buffers that peers may read in place -----------------------------------------------------
 
     def buffer(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Return a flat tensor of zeros for what this rank will often send. Local.
@@ -389,7 +396,7 @@ class AxisComm:
             self.watch.fail(name, error)
         self.heartbeat.leave()
 
-    # --- tensors ------------------------------------------------------------------------------------------------
+    # --- tensors ----------------------------------------------------------------------------------
 
     def reduce_scatter(self, full: torch.Tensor, out: torch.Tensor, label: str) -> Pending:
         """Sum ``full`` (n,) over the axis; ``out`` (n/N,) gets this rank's part and may be that
@@ -496,7 +503,7 @@ class AxisComm:
 
         return Pending(self.watch, name, works, go_on, sent, self.wait_for_readers, on_host)
 
-    # --- control values -----------------------------------------------------------------------------------------
+    # --- control values ---------------------------------------------------------------------------
 
     def all_reduce_small(self, values: torch.Tensor, label: str, op: str = "sum") -> None:
         """Replace a few numbers by their sum, max or min, and wait.
@@ -508,7 +515,8 @@ class AxisComm:
             self._control.all_reduce(values, label, op)
 
     def gather_row(self, row: list[int], label: str) -> list[list[int]]:
-        """Return every rank's ``row`` of a few integers, in rank order, on every rank. All rows must have the same length."""
+        """Return every rank's ``row`` of a few integers, in rank order, on every rank. All rows
+        must have the same length."""
         if self.size == 1:
             return [row]
         self.counters.add("all_reduce", self.name, self.size * len(row), 8)
@@ -529,7 +537,7 @@ class AxisComm:
         if self.size > 1:
             self.all_reduce_small(torch.zeros(1, device=self.control_device), label)
 
-    # --- messages between two ranks -----------------------------------------------------------------------------
+    # --- messages between two ranks ---------------------------------------------------------------
 
     def use_ring_channels(self, channels: RingChannels | None) -> None:
         """From now on send messages on the host through ``channels``, or through the backend again

@@ -1,4 +1,5 @@
-"""What a slow or failed collective means: pure functions of the positions that the ranks last published.
+"""What a slow or failed collective means: pure functions of the positions that the ranks last
+published.
 
 RankPosition   one rank's place in the sequence of collectives
 diagnose       names the ranks that are missing, ended or disagree, and says what to do
@@ -145,7 +146,8 @@ def differing(positions: Positions, own: int) -> list[int]:
 
 
 def behind(positions: Positions, own: int) -> list[int]:
-    """Return the ranks that have entered fewer collectives than ``own``, or have published nothing."""
+    """Return the ranks that have entered fewer collectives than ``own``, or have published
+    nothing."""
     mine = positions.get(own)
     reached = mine.sequence if mine is not None else 0
     return [rank for rank, at in positions.items() if rank != own and (at is None or at.sequence < reached)]
@@ -157,7 +159,8 @@ def names(ranks: Iterable[int]) -> str:
 
 
 def listing(positions: Positions, own: int, only: list[int] | None = None) -> str:
-    """Return ``rank 1 at step 17, after all_gather(block.3) ...; rank 2 ...`` for the other ranks."""
+    """Return ``rank 1 at step 17, after all_gather(block.3) ...; rank 2 ...`` for the other
+    ranks."""
     chosen = only if only is not None else [rank for rank in positions if rank != own]
     texts = []
     for rank in chosen:

@@ -1,7 +1,7 @@
 """The mesh: named axes of ranks, with this rank's coordinate, size and communicator on each.
 
-The axes, outermost first, are ``pipe``, ``replica``, ``shard``, ``model``: neighbouring ranks differ in
-the innermost axis, so that the axes with the most traffic per step stay on one host.
+The axes, outermost first, are ``pipe``, ``replica``, ``shard``, ``model``: neighbouring ranks
+differ in the innermost axis, so that the axes with the most traffic per step stay on one host.
 
     MeshShape, plan_shape   which rank has which coordinates, and which ranks form a group; pure
     Mesh, build_mesh        the communicators, over process groups that are made once per world
@@ -136,10 +136,11 @@ def plan_shape(
     return MeshShape(pipe, replica, shard, model)
 
 
-# --- the mesh ------------------------------------------------------------------------------------------------------
+# --- the mesh -------------------------------------------------------------------------------------
 
-# Process groups of each world by (ranks, seconds that a collective may take): torch keeps groups for the life of the world, so a second
-# engine must not build them again. The directed ones are for messages from the first rank to the second.
+# Process groups of each world by (ranks, seconds that a collective may take): torch keeps groups
+# for the life of the world, so a second engine must not build them again. The directed ones are for
+# messages from the first rank to the second.
 _GROUPS: WeakKeyDictionary[Any, dict[tuple[tuple[int, ...], float], Any]] = WeakKeyDictionary()
 _DIRECTED_GROUPS: WeakKeyDictionary[Any, dict[tuple[tuple[int, ...], float], Any]] = WeakKeyDictionary()
 
@@ -170,7 +171,8 @@ class Mesh:
         self.pipe, self.replica, self.shard, self.model = (axes[name] for name in AXES)
         self.data = axes["data"]
         self.world = axes["world"]
-        # (part, parts) of a model that is parallel itself: ranks with other parts have other tensors of the same names.
+        # (part, parts) of a model that is parallel itself: ranks with other parts have other
+        # tensors of the same names.
         self.model_part = model_part if model_part is not None else (self.coordinates["model"], shape.model)
 
 
@@ -187,7 +189,8 @@ def build_mesh(
 
     Args:
         timeout: seconds that a wait may take.
-        shared_memory: let CPU ranks of one host exchange tensors through memory that they share, where they can.
+        shared_memory: let CPU ranks of one host exchange tensors through memory that they share,
+            where they can.
         add: makes the sums of CPU tensors.
 
     Raises MeshError when the shape does not have as many ranks as the world.
@@ -296,7 +299,7 @@ def _made_once(known: dict[tuple[tuple[int, ...], float], Any], ranks: tuple[int
     return known[ranks, timeout]
 
 
-# --- a communicator for each direction -----------------------------------------------------------------------------
+# --- a communicator for each direction ------------------------------------------------------------
 
 
 def directed_pairs(shape: MeshShape, hops: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:

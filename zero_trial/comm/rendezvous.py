@@ -1,13 +1,16 @@
-"""Rendezvous: the ranks find each other, torch.distributed is started once, and they leave it together.
+"""Rendezvous: the ranks find each other, torch.distributed is started once, and they leave it
+together.
 
     read_rank_env      the rank variables of the launcher; no other module reads them
     init_distributed   rank 0 opens the store (or a launcher's agent has) ─► each rank signs in ─► all are
-                       there ─► the process group is made over the store, with a time limit on every collective
+                       there ─► the process group is made over the store, with a time limit on every
+                       collective
     fail_together      the fault of one rank is raised by all, so that none waits for the next collective
     ExitNotice         one rank ends early for a good reason, and every other one ends too
 
-torch.distributed.run, DeepSpeed's launcher, Determined's torch_distributed layer and SLURM's srun each
-set one set of these variables. Without a launcher a process is a world of one and needs no process group.
+torch.distributed.run, DeepSpeed's launcher, Determined's torch_distributed layer and SLURM's srun
+each set one set of these variables. Without a launcher a process is a world of one and needs no
+process group.
 """
 
 from __future__ import annotations
@@ -41,7 +44,7 @@ DEFAULT_TIMEOUT_SECONDS = 300.0
 
 T = TypeVar("T")
 
-# --- rank variables ------------------------------------------------------------------------------------------------
+# --- rank variables -------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -52,10 +55,12 @@ class RankEnv:
     world_size: int = 1
     local_rank: int = 0
     local_world_size: int = 1
-    launched: bool = False  # True when a launcher set the variables, False for a plain `python script.py`
+    # True when a launcher set the variables, False for a plain `python script.py`
+    launched: bool = False
 
 
-# (rank, world size, local rank, ranks on this host); the first set whose rank and size are both present wins.
+# (rank, world size, local rank, ranks on this host); the first set whose rank and size are both
+# present wins.
 _VARIABLE_SETS = (
     ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
@@ -81,7 +86,8 @@ def read_rank_env(environ: Mapping[str, str] | None = None) -> RankEnv:
                 expected=f"0 <= rank < {size}",
             )
         local = _integer(source, local_name) if local_name in source else rank
-        local_size_text = source.get(local_size_name, str(size)).split("(")[0]  # SLURM writes "2(x3)"
+        # SLURM writes "2(x3)"
+        local_size_text = source.get(local_size_name, str(size)).split("(")[0]
         return RankEnv(rank, size, local, int(local_size_text) if local_size_text.isdigit() else size, True)
     return RankEnv()
 
@@ -141,9 +147,10 @@ def meeting_place(distributed_port: int, environ: Mapping[str, str] | None = Non
     return f"tcp://{source.get('MASTER_ADDR', '127.0.0.1')}:{distributed_port}"
 
 
-# --- the process group ---------------------------------------------------------------------------------------------
+# --- the process group ----------------------------------------------------------------------------
 
-# One heartbeat per default process group, which is torch's process-wide state; it goes when the group goes.
+# One heartbeat per default process group, which is torch's process-wide state; it goes when the
+# group goes.
 _HEARTBEATS: WeakKeyDictionary[Any, Heartbeat] = WeakKeyDictionary()
 
 
@@ -167,10 +174,12 @@ def init_distributed(
         dist_backend: default: NCCL for CUDA with gloo for the host, or gloo alone.
         distributed_port: where rank 0 listens if the launcher has named no port.
         timeout: seconds or timedelta, bounds the start and every collective.
-        init_method: ``env://``, ``tcp://host:port`` or ``file://...``, in place of what the launcher has set.
+        init_method: ``env://``, ``tcp://host:port`` or ``file://...``, in place of what the
+            launcher has set.
         dist_init_required: False raises MeshError if torch.distributed is not running.
         rank, world_size: in place of the launcher's variables.
-        auto_mpi_discovery, verbose: accepted for compatibility: MPI's variables are always read, and nothing is printed.
+        auto_mpi_discovery, verbose: accepted for compatibility: MPI's variables are always read,
+            and nothing is printed.
     """
     env = read_rank_env()
     if rank >= 0 or world_size >= 0:
@@ -246,7 +255,8 @@ def agree_on(numbers: Sequence[float]) -> list[float]:
 
 
 def world_heartbeat() -> Heartbeat:
-    """Return the heartbeat of the running process group; one of a single rank when there is none."""
+    """Return the heartbeat of the running process group; one of a single rank when there is
+    none."""
     if not is_distributed():
         return Heartbeat(None, 0, 1)
     group = dist.group.WORLD
@@ -267,11 +277,12 @@ def _default_store() -> Any:
     return getter() if getter is not None else None
 
 
-# --- arriving ------------------------------------------------------------------------------------------------------
+# --- arriving -------------------------------------------------------------------------------------
 
 KEY = "zero_trial/arrived/"
 CHECKS_PER_SECOND = 500  # of all ranks together, at the store
-LINGER_SECONDS = 1.0  # rank 0, whose store goes with it, stays so long for the others to ask who is missing
+# rank 0, whose store goes with it, stays so long for the others to ask who is missing
+LINGER_SECONDS = 1.0
 
 
 def arrive(method: str, env: RankEnv, limit: datetime.timedelta) -> Any:
@@ -351,7 +362,7 @@ def rendezvous_error(env: RankEnv, error: Exception, missing: list[int]) -> Mesh
     )
 
 
-# --- failing together ----------------------------------------------------------------------------------------------
+# --- failing together -----------------------------------------------------------------------------
 
 
 def fail_together(
@@ -390,7 +401,7 @@ def raise_together(
         raise error(faults[0])
 
 
-# --- leaving early, together ---------------------------------------------------------------------------------------
+# --- leaving early, together ----------------------------------------------------------------------
 
 PERIOD_SECONDS = 0.5
 GRACE_SECONDS = 3.0  # for a rank that is about to end by itself

@@ -1,4 +1,5 @@
-"""Waits for collectives: where each rank is, what is under way, for how long, and the error that names the missing rank.
+"""Waits for collectives: where each rank is, what is under way, for how long, and the error that
+names the missing rank.
 
     Heartbeat   publishes this rank's last collective in the process group's store, and warns about slow waits
     Watchdog    bounds the waits of one axis and turns their failures into MeshErrors
@@ -6,8 +7,8 @@
     Message     a tensor on its way between two ranks
     explain     makes the error of a failed wait from what every rank last published
 
-Price: the hot path assigns one attribute per collective. A daemon thread writes to the store, at most
-:data:`WRITES_PER_SECOND` times per second over all ranks together, so that a store that serves
+Price: the hot path assigns one attribute per collective. A daemon thread writes to the store, at
+most :data:`WRITES_PER_SECOND` times per second over all ranks together, so that a store that serves
 thousands of ranks is not busy with positions.
 """
 
@@ -33,8 +34,10 @@ log = logging.getLogger("zero_trial")
 
 PERIOD_SECONDS = 0.25  # how often the thread looks, which is local
 WRITES_PER_SECOND = 100  # of all ranks together, to the store
-STILL_SECONDS = 10.0  # a rank that has not moved for so long publishes that at once, in a world of any size
-SLOW_SECONDS = 10.0  # a wait that takes longer is reported while it lasts, again at 20, 40, 80 ... seconds
+# a rank that has not moved for so long publishes that at once, in a world of any size
+STILL_SECONDS = 10.0
+# a wait that takes longer is reported while it lasts, again at 20, 40, 80 ... seconds
+SLOW_SECONDS = 10.0
 
 _KEY = "zero_trial/position/"
 
@@ -101,7 +104,8 @@ class Heartbeat:
         """
         self._now = RankPosition(self.step, self.sequence, f"the error {error!r}", time.time())
         if self._thread is not None:
-            with suppress(RuntimeError):  # the store is gone, and with it the ranks that would read it
+            # the store is gone, and with it the ranks that would read it
+            with suppress(RuntimeError):
                 self._store.set(f"{_KEY}{self.rank}", json.dumps(self._now._asdict()))
 
     def positions(self, ranks: Iterable[int] | None = None) -> dict[int, RankPosition | None]:
@@ -126,16 +130,18 @@ class Heartbeat:
             if self._store is None or not self._store.check([key]):
                 return None
             return RankPosition(**json.loads(self._store.get(key)))
-        except (RuntimeError, ValueError, TypeError):  # the store's process is gone, or the entry is damaged
+        except (RuntimeError, ValueError, TypeError):
+            # the store's process is gone, or the entry is damaged
             return None
 
-    # --- the thread -------------------------------------------------------------------------------------------
+    # --- the thread -------------------------------------------------------------------------------
 
     def _run(self) -> None:
         last = time.monotonic()
         while not self._stop.wait(PERIOD_SECONDS):
             clock = time.monotonic()
-            if clock - last > SLOW_SECONDS:  # neither a wait nor Python code keeps this thread from running so long
+            # neither a wait nor Python code keeps this thread from running so long
+            if clock - last > SLOW_SECONDS:
                 log.warning(
                     "rank %d did not run for %.0f s: it was stopped, or its machine gave it no processor time",
                     self.rank,
@@ -211,7 +217,8 @@ class Watchdog:
             if on_host:
                 work.wait(timedelta(seconds=self.timeout))
             else:
-                work.wait()  # with a time limit NCCL would block the host; its own watchdog bounds the work
+                # with a time limit NCCL would block the host; its own watchdog bounds the work
+                work.wait()
         except (RuntimeError, OSError) as error:
             self.fail(name, error, among)
         self.heartbeat.leave()
@@ -221,7 +228,7 @@ class Watchdog:
         raise explain(self.heartbeat, among or self.ranks, name, error, self.timeout) from error
 
 
-# --- what is under way ---------------------------------------------------------------------------------------------
+# --- what is under way ----------------------------------------------------------------------------
 
 Works = list[Any]  # of torch.distributed, or with the same interface
 Finish = Callable[[], Any]
@@ -268,7 +275,8 @@ class Pending:
         watch: bounds the waits; None where nothing is under way.
         label: the operation, in errors.
         works: what to wait for.
-        finish: makes the result after that. It may return a Pending, which is then waited for too, or Received.
+        finish: makes the result after that. It may return a Pending, which is then waited for too,
+            or Received.
         source: the input.
         fence: returns when no peer reads ``source``.
         on_host: see :meth:`Watchdog.wait`.
@@ -292,7 +300,8 @@ class Pending:
         self._fence = fence
         self._on_host = on_host
         self._next: Pending | None = None
-        self.received = _NOTHING_RECEIVED  # what peers contributed to a sum on CPU, if it was asked for
+        # what peers contributed to a sum on CPU, if it was asked for
+        self.received = _NOTHING_RECEIVED
 
     def start_next(self, *, keep: bool = False) -> None:
         """Finish the part under way and start what follows it (the gather half of an all-reduce),
@@ -305,7 +314,8 @@ class Pending:
             return
         for work in self._works:
             watch.wait(work, self._label, on_host=self._on_host)
-        self._works, self._finish = [], self._refuse  # an error from here on may leave half of the result
+        # an error from here on may leave half of the result
+        self._works, self._finish = [], self._refuse
         try:
             result = finish()
         except MappingRefused as error:
@@ -399,7 +409,7 @@ class Message:
         return self.values
 
 
-# --- from a failure to an error that names the rank ----------------------------------------------------------------
+# --- from a failure to an error that names the rank -----------------------------------------------
 
 
 def explain(

@@ -1,7 +1,8 @@
-"""Small grey images of letters, with labels, drawn from the fonts on this machine and split by font family.
+"""Small grey images of letters, with labels, drawn from the fonts on this machine and split by font
+family.
 
-Two numbers over such images may be compared only when their fingerprints are equal: another version of a font, or of
-the library that draws it, gives other pixels.
+Two numbers over such images may be compared only when their fingerprints are equal: another version
+of a font, or of the library that draws it, gives other pixels.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ HELD_OUT = 0.2  # of font families, at least one
 SYMBOL_FONTS = ("cmex10", "cmsy10")  # signs stand where other fonts have letters
 
 
-EM = 0.72  # of the image's side; so every letter fits, with its descender, at its true size beside the others
+# of the image's side; so every letter fits, with its descender, at its true size beside the others
+EM = 0.72
 
 
 BASELINE = 0.74
@@ -47,7 +49,8 @@ BASELINE = 0.74
 OVERSAMPLING = 4
 
 
-MAX_TURN, MAX_SHIFT, MAX_SCALE = 8.0, 0.06, 0.12  # degrees, of the side, of the size: how far a variant may go
+# degrees, of the side, of the size: how far a variant may go
+MAX_TURN, MAX_SHIFT, MAX_SCALE = 8.0, 0.06, 0.12
 
 
 Split = Literal["train", "validation"]
@@ -55,9 +58,11 @@ Split = Literal["train", "validation"]
 
 @dataclass(frozen=True)
 class GlyphImages:
-    """``images`` [N, 1, S, S] uint8, 0 is paper and 255 is ink; ``labels`` [N] int64 index ``classes``.
+    """``images`` [N, 1, S, S] uint8, 0 is paper and 255 is ink; ``labels`` [N] int64 index
+    ``classes``.
 
-    ``sources`` names the fonts or says how many files there are; ``fingerprint`` is a sha256 over images and labels.
+    ``sources`` names the fonts or says how many files there are; ``fingerprint`` is a sha256 over
+    images and labels.
     """
 
     images: torch.Tensor
@@ -95,13 +100,15 @@ def glyph_images(
     variants: int = 1,
     fonts: str | Path | None = None,
 ) -> GlyphImages:
-    """Draw every character in every font of one side of the split; N = fonts x characters x variants.
+    """Draw every character in every font of one side of the split; N = fonts x characters x
+    variants.
 
-    Whole families are held out for ``"validation"`` (the fifth of them whose names hash lowest), so no validation
-    letter was seen in another weight or slant. The first variant is upright and centred; each further one is turned,
-    shifted and scaled a little, by amounts that follow from its name, so the same call gives the same images.
-    ``fonts``: a folder of .ttf and .otf files; by default those that come with matplotlib. Fonts without all of
-    ``characters`` are left out. Needs Pillow. Raises DataError when there is nothing to draw with.
+    Whole families are held out for ``"validation"`` (the fifth of them whose names hash lowest), so
+    no validation letter was seen in another weight or slant. The first variant is upright and
+    centred; each further one is turned, shifted and scaled a little, by amounts that follow from
+    its name, so the same call gives the same images. ``fonts``: a folder of .ttf and .otf files; by
+    default those that come with matplotlib. Fonts without all of ``characters`` are left out. Needs
+    Pillow. Raises DataError when there is nothing to draw with.
     """
     check_request(size, characters, split, variants)
     chosen = _of_split(_faces(fonts, characters), split)
@@ -121,7 +128,8 @@ def glyph_images(
 
 
 def check_request(size: int, characters: str, split: str, variants: int) -> None:
-    """Raise DataError for values that a YAML file may hold but that do not describe a set of images."""
+    """Raise DataError for values that a YAML file may hold but that do not describe a set of
+    images."""
     if not isinstance(size, int) or not 8 <= size <= 1024:
         raise DataError("cannot draw this size", where="size", got=size, expected="a whole number from 8 to 1024")
     if len(set(characters)) != len(characters) or len(characters) < 2:
@@ -165,7 +173,8 @@ def _font(path: Path, pixels: int) -> FreeTypeFont:
         from PIL import ImageFont
     except ImportError:
         raise DataError("images need Pillow", where="zero_trial.data.images", fix="pip install pillow") from None
-    # The basic layout is in every build of Pillow; the other one may not be, and would shift letters.
+    # The basic layout is in every build of Pillow; the other one may not be, and would shift
+    # letters.
     return ImageFont.truetype(str(path), pixels, layout_engine=ImageFont.Layout.BASIC)
 
 
@@ -207,7 +216,8 @@ def _draw(face: _Face, character: str, size: int, variant: int) -> Image:
 
 
 def _jitter(name: str) -> tuple[float, float, float, float]:
-    """Return degrees, factor of the size, and shifts as parts of the side, derived from ``name``."""
+    """Return degrees, factor of the size, and shifts as parts of the side, derived from
+    ``name``."""
     amount = random.Random(hashlib.sha256(name.encode()).digest())
     turn, scale = amount.uniform(-MAX_TURN, MAX_TURN), 1 + amount.uniform(-MAX_SCALE, MAX_SCALE)
     return turn, scale, amount.uniform(-MAX_SHIFT, MAX_SHIFT), amount.uniform(-MAX_SHIFT, MAX_SHIFT)
@@ -229,11 +239,12 @@ IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp")
 
 
 def image_folder(folder: str | Path, size: int = 32, split: Split = "train", *, val_share: float = 0.1) -> GlyphImages:
-    """Return the images below ``folder``, grey, cut to a centred square and scaled; bright is ink. A file's class is its
-    subfolder's name.
+    """Return the images below ``folder``, grey, cut to a centred square and scaled; bright is ink.
+    A file's class is its subfolder's name.
 
-    A file is validation when its sha256 falls in the first ``val_share`` of all hashes, so the split does not move
-    when files are added. Raises DataError when a side is empty or a file is not an image.
+    A file is validation when its sha256 falls in the first ``val_share`` of all hashes, so the
+    split does not move when files are added. Raises DataError when a side is empty or a file is not
+    an image.
     """
     check_request(size, "ab", split, 1)
     root = Path(folder).expanduser()
@@ -272,7 +283,8 @@ def _class_of(path: Path, root: Path) -> str:
 
 
 def contact_sheet(images: torch.Tensor, columns: int = 8) -> torch.Tensor:
-    """Arrange images [N, 1, S, S] uint8 in rows: [1, rows * S, columns * S]; unused places are 0."""
+    """Arrange images [N, 1, S, S] uint8 in rows: [1, rows * S, columns * S]; unused places are
+    0."""
     count, _, height, width = images.shape
     rows = -(-count // columns)
     sheet = images.new_zeros(rows * columns, height, width)
@@ -287,8 +299,8 @@ def write_png(path: Path, image: torch.Tensor) -> None:
 
 
 def _png_chunks(image: torch.Tensor) -> Iterator[bytes]:
-    """Yield the parts of a PNG file (W3C Portable Network Graphics, 3rd edition, section 11): header, one block of
-    pixels, end.
+    """Yield the parts of a PNG file (W3C Portable Network Graphics, 3rd edition, section 11):
+    header, one block of pixels, end.
     """
     _, height, width = image.shape
     rows = torch.cat(

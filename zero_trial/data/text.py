@@ -17,13 +17,13 @@ from zero_trial.errors import DataError
 
 
 class ByteDataset(Dataset[tuple[torch.Tensor, torch.Tensor]]):
-    """Windows of ``sequence`` bytes and the bytes that follow each of them: item i is ``(inputs, targets)``, both
-    (sequence,) int64.
+    """Windows of ``sequence`` bytes and the bytes that follow each of them: item i is ``(inputs,
+    targets)``, both (sequence,) int64.
 
-    ``text`` is 1-D uint8. Windows do not overlap in what they predict: window i starts at i * sequence. With
-    ``windows`` given, that many windows are spread evenly over the whole text instead (a validation set of bounded
-    cost that is no prefix). An item depends on its index only, so shuffling, sharding and resuming are the sampler's
-    business alone.
+    ``text`` is 1-D uint8. Windows do not overlap in what they predict: window i starts at i *
+    sequence. With ``windows`` given, that many windows are spread evenly over the whole text
+    instead (a validation set of bounded cost that is no prefix). An item depends on its index only,
+    so shuffling, sharding and resuming are the sampler's business alone.
     """
 
     def __init__(self, text: torch.Tensor, sequence: int, windows: int | None = None) -> None:
@@ -56,7 +56,8 @@ class ByteDataset(Dataset[tuple[torch.Tensor, torch.Tensor]]):
         return window[:-1], window[1:]
 
     def predicted_bytes(self) -> torch.Tensor:
-        """Return all bytes that the windows predict, (windows * sequence,) uint8: what a baseline is measured on."""
+        """Return all bytes that the windows predict, (windows * sequence,) uint8: what a baseline
+        is measured on."""
         starts = (self.start(index) + 1 for index in range(self.windows))
         return torch.cat([self.text[start : start + self.sequence] for start in starts])
 
@@ -65,10 +66,11 @@ BYTE_VALUES = 256
 
 
 def unigram_bits_per_byte(train: torch.Tensor, val: torch.Tensor) -> float:
-    """Return the cross entropy of ``val`` under the byte frequencies of ``train``, in bits per byte.
+    """Return the cross entropy of ``val`` under the byte frequencies of ``train``, in bits per
+    byte.
 
-    Both are 1-D uint8. Add-one (Laplace) smoothing: p(b) = (count(b) + 1) / (len(train) + 256), so a byte that
-    training never showed costs a finite number of bits.
+    Both are 1-D uint8. Add-one (Laplace) smoothing: p(b) = (count(b) + 1) / (len(train) + 256), so
+    a byte that training never showed costs a finite number of bits.
     """
     _not_empty(val)
     counts = torch.bincount(train.long(), minlength=BYTE_VALUES).double() + 1.0
@@ -77,11 +79,11 @@ def unigram_bits_per_byte(train: torch.Tensor, val: torch.Tensor) -> float:
 
 
 def xz_bits_per_byte(val: torch.Tensor, max_bytes: int = 4_000_000) -> float:
-    """Return the size of ``val`` (1-D uint8, its first ``max_bytes``) as one xz stream at preset 6, in bits per input
-    byte.
+    """Return the size of ``val`` (1-D uint8, its first ``max_bytes``) as one xz stream at preset 6,
+    in bits per input byte.
 
-    xz sees the validation text alone and learns while it reads; the model has seen other files before. It is a
-    yardstick, not a like for like rival.
+    xz sees the validation text alone and learns while it reads; the model has seen other files
+    before. It is a yardstick, not a like for like rival.
     """
     _not_empty(val)
     sample = val[:max_bytes].numpy().tobytes() if max_bytes < val.numel() else val.numpy().tobytes()
@@ -93,8 +95,8 @@ def _not_empty(val: torch.Tensor) -> None:
         raise DataError("there is no validation text to measure a baseline on", where="baseline", got="0 bytes")
 
 
-# Tests differ between distributions (Debian leaves them out), and the rest is installed or built here: none of it
-# is the library's own text.
+# Tests differ between distributions (Debian leaves them out), and the rest is installed or built
+# here: none of it is the library's own text.
 STDLIB_SKIPPED_FOLDERS = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages"})
 
 
@@ -106,7 +108,8 @@ TEXT_PROBE_BYTES = 8192  # a file with a zero byte in its first 8 KiB is taken f
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """Which text this is: how many files and bytes, and one sha256 over the files' sorted sha256 sums."""
+    """Which text this is: how many files and bytes, and one sha256 over the files' sorted sha256
+    sums."""
 
     files: int
     bytes: int
@@ -118,7 +121,8 @@ class Fingerprint:
 
 @dataclass(frozen=True)
 class Corpus:
-    """``train`` and ``val``: 1-D uint8 tensors, the files of each side end to end; no file is on both sides.
+    """``train`` and ``val``: 1-D uint8 tensors, the files of each side end to end; no file is on
+    both sides.
 
     Figures such as bits per byte compare only between corpora with the same fingerprint.
     """
@@ -155,13 +159,15 @@ def local_corpus(
     max_bytes: int | None = None,
     val_share: float = 0.1,
 ) -> Corpus:
-    """Read ``source``: ``"stdlib"`` (Python's own library, without its tests), a folder, or one file.
+    """Read ``source``: ``"stdlib"`` (Python's own library, without its tests), a folder, or one
+    file.
 
-    Files are read in sorted order and exact duplicates dropped. A file belongs to validation when its sha256 falls in
-    the first ``val_share`` of all hashes, so the split needs no random state and does not move when files are added.
-    One file alone is cut by position: its last ``val_share`` is validation. ``suffixes`` defaults to ``.py`` for the
-    standard library and to every file that is not binary elsewhere; hidden files and folders are not read.
-    ``max_bytes`` keeps whole files, chosen by hash (an even sample, not the first letters of the alphabet), up to
+    Files are read in sorted order and exact duplicates dropped. A file belongs to validation when
+    its sha256 falls in the first ``val_share`` of all hashes, so the split needs no random state
+    and does not move when files are added. One file alone is cut by position: its last
+    ``val_share`` is validation. ``suffixes`` defaults to ``.py`` for the standard library and to
+    every file that is not binary elsewhere; hidden files and folders are not read. ``max_bytes``
+    keeps whole files, chosen by hash (an even sample, not the first letters of the alphabet), up to
     that many bytes. Raises DataError when there is nothing to read.
     """
     if not 0.0 < val_share < 1.0:
@@ -182,7 +188,8 @@ def local_corpus(
 
 
 def _check(source: object, max_bytes: object) -> None:
-    """Raise DataError for values that a YAML file may hold but that are not a text source or a size."""
+    """Raise DataError for values that a YAML file may hold but that are not a text source or a
+    size."""
     if not isinstance(source, (str, Path)) or not str(source):
         raise DataError("no text source", where="local_corpus(source)", got=repr(source), expected="a path or stdlib")
     if max_bytes is not None and (not isinstance(max_bytes, int) or isinstance(max_bytes, bool) or max_bytes < 2):

@@ -131,7 +131,8 @@ def named(hints: Hints, names: tuple[str, ...]) -> AutoValue | None:
     return None
 
 
-# "auto": where each key's value comes from when the user leaves it to the trial's hyperparameters, the model and the mesh.
+# "auto": where each key's value comes from when the user leaves it to the trial's hyperparameters,
+# the model and the mesh.
 
 
 def resolve_auto(document: Document, hints: Hints, *, fill: bool = False) -> tuple[Document, list[ConfigError]]:

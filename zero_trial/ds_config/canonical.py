@@ -56,7 +56,8 @@ def translate_amp(amp: Mapping[str, Any]) -> Assignments:
     return found
 
 
-# One spelling per key: aliases resolved, old keys translated, unknown keys named with what was probably meant.
+# One spelling per key: aliases resolved, old keys translated, unknown keys named with what was
+# probably meant.
 
 
 # Sections that DeepSpeed reads as plain dicts, so that it does not see a misspelled key in them.
@@ -175,7 +176,8 @@ def _leaf(document: Document, row: Key, value: Any, raw_path: Path, result: Cano
     place = document.at(raw_path)
     result.put(row.path, value, place, ".".join(raw_path))
     parts = tuple(row.path.split("."))
-    for inner, inner_place in document.places.items():  # the lines inside optimizer.params and other open values
+    # the lines inside optimizer.params and other open values
+    for inner, inner_place in document.places.items():
         if len(inner) > len(raw_path) and inner[: len(raw_path)] == raw_path:
             result.places[(*parts, *inner[len(raw_path) :])] = inner_place
 

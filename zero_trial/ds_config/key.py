@@ -25,9 +25,12 @@ class Support(Enum):
     """What zero_trial does with a key. Every known key has exactly one of these."""
 
     SUPPORTED = "supported"
-    NO_EFFECT = "no effect"  # read and checked; what it asks for does not exist in this design, or happens anyway
-    NOT_YET = "no effect yet"  # only speed, memory or monitoring: the trained weights are the same without it
-    REFUSED = "refused"  # asking for it is an error, because training would not be what was asked for
+    # read and checked; what it asks for does not exist in this design, or happens anyway
+    NO_EFFECT = "no effect"
+    # only speed, memory or monitoring: the trained weights are the same without it
+    NOT_YET = "no effect yet"
+    # asking for it is an error, because training would not be what was asked for
+    REFUSED = "refused"
     MAPPED = "mapped"  # another spelling: turned into the key named in ``becomes``
 
 

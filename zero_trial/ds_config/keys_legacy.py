@@ -16,7 +16,8 @@ from zero_trial.schema.types import Bool, Int, Opaque
 
 @dataclass(frozen=True)
 class LegacyKeys:
-    """Keys that DeepSpeed removed, never implemented, or that few people use: each has an answer."""
+    """Keys that DeepSpeed removed, never implemented, or that few people use: each has an
+    answer."""
 
     compression_training: ClassVar = refused(
         None,

@@ -13,7 +13,8 @@ from zero_trial.errors import ConfigError
 from zero_trial.schema.document import Document, Location, Path, shown
 from zero_trial.schema.source import Source, open_source
 
-# Where "type" may be written "type_", because a real master reads a nested key "type" as a hyperparameter's own.
+# Where "type" may be written "type_", because a real master reads a nested key "type" as a
+# hyperparameter's own.
 _TYPED = ("optimizer", "scheduler")
 
 

@@ -91,7 +91,8 @@ def _by_lower_name(*named: KnownParams) -> Mapping[str, KnownParams]:
     return MappingProxyType({item.name.lower(): item for item in named})
 
 
-# Names that are read in any case. Every other name is a class of torch.optim in exact case, and torch checks its arguments.
+# Names that are read in any case. Every other name is a class of torch.optim in exact case, and
+# torch checks its arguments.
 OPTIMIZERS = _by_lower_name(
     KnownParams("Adam", _ADAM),
     KnownParams("AdamW", _ADAM),

@@ -33,7 +33,8 @@ _NUMBERS = {"lr": Float(low=0), "weight_decay": Float(low=0), "momentum": Float(
 
 @dataclass
 class Params:
-    """The canonical name, the arguments in their inside form, and what was wrong or worth saying."""
+    """The canonical name, the arguments in their inside form, and what was wrong or worth
+    saying."""
 
     name: str
     values: dict[str, Any] = field(default_factory=dict)
@@ -155,7 +156,8 @@ def _check_name(section: str, name: str, document: Document, found: Params) -> N
         )
 
 
-# From any form of ds_config to DsConfig: every key known, every value of its kind, all faults of a source reported together.
+# From any form of ds_config to DsConfig: every key known, every value of its kind, all faults of a
+# source reported together.
 
 
 _PARAMS = ("optimizer", "scheduler")

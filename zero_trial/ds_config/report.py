@@ -39,7 +39,8 @@ def render_rows(rows: Iterable[Row]) -> str:
     return "\n".join(lines)
 
 
-# The resolved configuration: every value with its source and what it does, as a table, as JSON, and as a ds_config that can be read again.
+# The resolved configuration: every value with its source and what it does, as a table, as JSON, and
+# as a ds_config that can be read again.
 
 
 @dataclass(frozen=True)
@@ -156,7 +157,8 @@ def resolved_ds_config(config: DsConfig) -> dict[str, Any]:
         for part in path.split(".")[:-1]:
             section = section.setdefault(part, {})
         section[row.name] = _as_json(value)
-    return {key: value for key, value in found.items() if value != {}}  # a section that held only nulls says nothing
+    # a section that held only nulls says nothing
+    return {key: value for key, value in found.items() if value != {}}
 
 
 def _remark(row: Key, value: Any, given: bool) -> str:

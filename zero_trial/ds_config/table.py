@@ -34,7 +34,8 @@ class DsConfig(LegacyKeys, RunningKeys, ZeroKeys, TrainingKeys):
     Args:
         sources: dotted key -> where its value came from.
         warnings: sentences that the user should read once.
-        raw: the checked input with canonical key names, from which an equal DsConfig can be read again.
+        raw: the checked input with canonical key names, from which an equal DsConfig can be read
+            again.
     """
 
     sources: Mapping[str, ValueSource] = field(default_factory=dict)
@@ -48,7 +49,8 @@ class DsConfig(LegacyKeys, RunningKeys, ZeroKeys, TrainingKeys):
 
 def _rows(cls: Any, parent: str = "") -> Iterator[Key]:
     """Yield the rows that ``cls`` and the sections in it declare, in order."""
-    for name, declared in cls.__dataclass_fields__.items():  # not dataclasses.fields: it leaves out the ClassVars
+    # not dataclasses.fields: it leaves out the ClassVars
+    for name, declared in cls.__dataclass_fields__.items():
         row = declared.metadata.get(DECLARED)
         if row is not None:
             path = f"{parent}.{name}" if parent else name
@@ -88,7 +90,8 @@ _SPELLINGS = _spellings()
 
 
 def lookup(parent: str, name: str) -> Key | None:
-    """Return the row of a key by any of its spellings, in the section ``parent`` ("" at the top)."""
+    """Return the row of a key by any of its spellings, in the section ``parent`` ("" at the
+    top)."""
     return _SPELLINGS.get(parent, {}).get(name)
 
 

@@ -1,4 +1,5 @@
-"""Build an engine from a model, an optimizer and a ds_config: ``initialize()``, and what it logs before training."""
+"""Build an engine from a model, an optimizer and a ds_config: ``initialize()``, and what it logs
+before training."""
 
 from __future__ import annotations
 
@@ -80,12 +81,14 @@ def initialize(
     mesh_param: tuple[int, ...] | None = None,
     config_params: Mapping[str, Any] | str | Path | None = None,
 ) -> tuple[Engine, ShardedOptimizer | None, Any, Any]:
-    """Wrap ``model`` and return ``(engine, optimizer, training_dataloader, lr_scheduler)``, as DeepSpeed does.
+    """Wrap ``model`` and return ``(engine, optimizer, training_dataloader, lr_scheduler)``, as
+    DeepSpeed does.
 
-    ``config`` (or ``config_params``, or ``args.deepspeed_config``): ds_config as dict, path or base64. A client ``optimizer``
-    (object, or callable from parameter groups) wins over ds_config's; so does a client ``lr_scheduler`` (object, or callable
-    from the optimizer). "auto" takes what ``args`` (TrainingArguments, or argparse's) and ``model.config`` say.
-    All ranks start from rank 0's weights. Collective over the world. Raises ConfigError, MeshError.
+    ``config`` (or ``config_params``, or ``args.deepspeed_config``): ds_config as dict, path or
+    base64. A client ``optimizer`` (object, or callable from parameter groups) wins over
+    ds_config's; so does a client ``lr_scheduler`` (object, or callable from the optimizer). "auto"
+    takes what ``args`` (TrainingArguments, or argparse's) and ``model.config`` say. All ranks start
+    from rank 0's weights. Collective over the world. Raises ConfigError, MeshError.
     """
     model, settings = read_settings(args, model, config, config_params)
     open_console(settings.log_level)
@@ -118,7 +121,8 @@ def initialize(
 
 
 def read_settings(args: Any, model: nn.Module | None, config: Any, config_params: Any) -> tuple[nn.Module, DsConfig]:
-    """Return the model and the ds_config that the arguments of :func:`initialize` mean. Raises ConfigError."""
+    """Return the model and the ds_config that the arguments of :func:`initialize` mean. Raises
+    ConfigError."""
     if model is None:
         raise ConfigError(
             "initialize() needs a model", where="initialize(model)", got=None, expected="a torch.nn.Module"
@@ -129,7 +133,8 @@ def read_settings(args: Any, model: nn.Module | None, config: Any, config_params
 
 
 def _configure_checkpointing(settings: DsConfig, mesh: Mesh) -> None:
-    """Configure ``zero_trial.checkpointing`` by this engine's section, where it has one: the engine initialized last counts."""
+    """Configure ``zero_trial.checkpointing`` by this engine's section, where it has one: the engine
+    initialized last counts."""
     section = settings.activation_checkpointing
     if section == ActivationCheckpointingSection():
         return
@@ -155,10 +160,11 @@ def build_engine(
     collate_fn: Any = None,
     observed: bool = False,
 ) -> Engine:
-    """Build the engine on a mesh that exists already; arguments as in :func:`initialize`. Collective over the mesh.
+    """Build the engine on a mesh that exists already; arguments as in :func:`initialize`.
+    Collective over the mesh.
 
-    ``places`` are those of offloaded state; a dry run has some without a disk. ``observed``: with monitors, timers and lines, and on CUDA
-    with steps that the device decides.
+    ``places`` are those of offloaded state; a dry run has some without a disk. ``observed``: with
+    monitors, timers and lines, and on CUDA with steps that the device decides.
     """
     resolved = resolve_config(settings, mesh.data.size)
     if isinstance(model, PipelineModule):
@@ -207,7 +213,8 @@ def build_engine(
 
 
 def _require_values(model: nn.Module) -> None:
-    """Raise ConfigError for a model that was built on the meta device: training has to start from some values."""
+    """Raise ConfigError for a model that was built on the meta device: training has to start from
+    some values."""
     tensors = itertools.chain(model.named_parameters(), model.named_buffers())
     if (name := next((name for name, tensor in tensors if tensor.is_meta), None)) is not None:
         raise ConfigError(
@@ -233,7 +240,8 @@ def _config_source(args: Any, config: Any, config_params: Any) -> Any:
 
 
 def _hints(model: nn.Module) -> dict[str, Any]:
-    """Return what "auto" values can be derived from: the width that Hugging Face style models declare."""
+    """Return what "auto" values can be derived from: the width that Hugging Face style models
+    declare."""
     described = getattr(model, "config", None)
     sizes = [getattr(described, name, None) for name in ("hidden_size", "d_model", "n_embd")]
     width = next((size for size in sizes if isinstance(size, int)), None)
@@ -270,7 +278,8 @@ def _build_optimizer(
     settings: DsConfig,
     offload: OffloadPlan,
 ) -> ShardedOptimizer:
-    """Build the optimizer over this rank's pieces: the client's object, made to step on them, or what builds one over them."""
+    """Build the optimizer over this rank's pieces: the client's object, made to step on them, or
+    what builds one over them."""
     buffers = sharded.grad_buffers
     if isinstance(optimizer, torch.optim.Optimizer):
         base = optimizer
@@ -296,10 +305,11 @@ def _needs_tensors(base: torch.optim.Optimizer) -> bool:
     return not is_elementwise(type(base)) and not isinstance(base, FusedLamb)
 
 
-# --- console -----------------------------------------------------------------------------------------------------------
+# --- console --------------------------------------------------------------------------------------
 
-# The logger "zero_trial" gets a handler of its own where the program has set up no logging. Progress goes to the standard output, warnings
-# to the standard error; ``log_level`` is the level from which on lines are shown.
+# The logger "zero_trial" gets a handler of its own where the program has set up no logging.
+# Progress goes to the standard output, warnings to the standard error; ``log_level`` is the level
+# from which on lines are shown.
 LEVELS = {
     "debug": logging.DEBUG,
     "info": logging.INFO,
@@ -310,9 +320,11 @@ LEVELS = {
 
 
 class ConsoleHandler(logging.Handler):
-    """One line per record. The streams are looked up when a record comes, so that a redirection made later counts.
+    """One line per record. The streams are looked up when a record comes, so that a redirection
+    made later counts.
 
-    It is silent where ``elsewhere`` returns True, as it does once the program has handlers of its own on the root logger.
+    It is silent where ``elsewhere`` returns True, as it does once the program has handlers of its
+    own on the root logger.
     """
 
     def __init__(self, elsewhere: Callable[[], bool] = lambda: bool(logging.getLogger().handlers)) -> None:
@@ -330,7 +342,8 @@ class ConsoleHandler(logging.Handler):
 def open_console(
     level: str | None, logger: logging.Logger | None = None, handler: logging.Handler | None = None
 ) -> None:
-    """Show log lines from ``level`` (default info) on. A level that the program has set itself is kept unless ``level`` is given.
+    """Show log lines from ``level`` (default info) on. A level that the program has set itself is
+    kept unless ``level`` is given.
 
     Raises ConfigError for an unknown level.
     """
@@ -345,16 +358,18 @@ def open_console(
         log.setLevel(logging.INFO)
 
 
-# --- CPU kernels: the same on all ranks -----------------------------------------------------------------------------------
+# --- CPU kernels: the same on all ranks -----------------------------------------------------------
 #
-# Kernels and plain torch round differently in the last bit, so copies of a weight on ranks that differ would drift apart, and a run would depend
-# on which rank was placed where.
+# Kernels and plain torch round differently in the last bit, so copies of a weight on ranks that
+# differ would drift apart, and a run would depend on which rank was placed where.
 
 
 def agree_on_kernels(world: AxisComm) -> None:
-    """Use native kernels only where every rank has them; otherwise this process withdraws its own. Collective over ``world``.
+    """Use native kernels only where every rank has them; otherwise this process withdraws its own.
+    Collective over ``world``.
 
-    Rank 0 logs it. Raises KernelUnavailable on every rank where ZERO_TRIAL_OPS=native cannot be met on all ranks.
+    Rank 0 logs it. Raises KernelUnavailable on every rank where ZERO_TRIAL_OPS=native cannot be met
+    on all ranks.
     """
     own, trouble = _own()
     own_answer = {
@@ -383,14 +398,15 @@ def agree_on_kernels(world: AxisComm) -> None:
 
 
 def _own() -> tuple[Backend | None, KernelUnavailable | None]:
-    """Return this rank's backend, or the error why it has none: the other ranks learn of it before this one raises it."""
+    """Return this rank's backend, or the error why it has none: the other ranks learn of it before
+    this one raises it."""
     try:
         return backend(), None
     except KernelUnavailable as trouble:
         return None, trouble
 
 
-# --- warnings of rank 0 about a model before it trains ------------------------------------------------------------------
+# --- warnings of rank 0 about a model before it trains --------------------------------------------
 
 
 def log_dtypes(model: nn.Module, asked: torch.dtype, mesh: Mesh) -> None:
@@ -401,7 +417,8 @@ def log_dtypes(model: nn.Module, asked: torch.dtype, mesh: Mesh) -> None:
 
 
 def log_model_parts(model: nn.Module, mesh: Mesh, resolved: ResolvedConfig) -> None:
-    """Log a warning where parts of a model clip or skip steps by themselves, or do not mark which parameters they share."""
+    """Log a warning where parts of a model clip or skip steps by themselves, or do not mark which
+    parameters they share."""
     parts = mesh.model_part[1]
     if parts == 1 or mesh.rank != 0:
         return

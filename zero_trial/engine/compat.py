@@ -1,4 +1,5 @@
-"""DeepSpeed's and Megatron's names: mesh units, the pipeline grid, script arguments, data loaders."""
+"""DeepSpeed's and Megatron's names: mesh units, the pipeline grid, script arguments, data
+loaders."""
 
 from __future__ import annotations
 
@@ -52,7 +53,8 @@ class EngineMpu:
 
 
 class PipelineParallelGrid(EngineMpu):
-    """DeepSpeed's ``PipelineParallelGrid``, answered from the mesh. ``data`` counts replica and shard together."""
+    """DeepSpeed's ``PipelineParallelGrid``, answered from the mesh. ``data`` counts replica and
+    shard together."""
 
     def __init__(self, mesh: Mesh) -> None:
         super().__init__(mesh)
@@ -82,7 +84,8 @@ class PipelineParallelGrid(EngineMpu):
     get_slice_parallel_group = get_model_parallel_group
 
     def stage_to_global(self, stage_id: int, **kwargs: int) -> int:
-        """Return the rank at stage ``stage_id`` of this rank's pipeline; ``data`` or ``model`` name another pipeline."""
+        """Return the rank at stage ``stage_id`` of this rank's pipeline; ``data`` or ``model`` name
+        another pipeline."""
         here = self._topology.get_coord(self.global_rank)
         at = {"pipe": stage_id, "data": here.data, "model": here.model} | kwargs
         return self._topology.get_rank(**at)
@@ -98,12 +101,13 @@ class PipelineParallelGrid(EngineMpu):
         return self.get_stage_id() == self.pipe_parallel_size - 1
 
 
-# --- script arguments ---------------------------------------------------------------------------------------------------
+# --- script arguments -----------------------------------------------------------------------------
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add ``--deepspeed`` (a flag that is accepted and changes nothing) and ``--deepspeed_config FILE`` with its name of ours,
-    ``--zero_trial_config``. Returns the parser, as DeepSpeed does. ``config_of(args)`` reads the result."""
+    """Add ``--deepspeed`` (a flag that is accepted and changes nothing) and ``--deepspeed_config
+    FILE`` with its name of ours, ``--zero_trial_config``. Returns the parser, as DeepSpeed does.
+    ``config_of(args)`` reads the result."""
     group = parser.add_argument_group("zero_trial", "configuration of zero_trial.initialize")
     group.add_argument(
         "--deepspeed", "--zero_trial", default=False, action="store_true", help="accepted; initialize() alone decides"
@@ -115,7 +119,8 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
 
 
 def config_of(args: Any) -> Path | None:
-    """Return the path of the ds_config in parsed arguments (any object with attributes, or None). Raises ConfigError for a missing file."""
+    """Return the path of the ds_config in parsed arguments (any object with attributes, or None).
+    Raises ConfigError for a missing file."""
     value = getattr(args, "deepspeed_config", None)
     if value is None:
         return None
@@ -128,10 +133,12 @@ def config_of(args: Any) -> Path | None:
 
 
 def hints_of(args: Any) -> dict[str, Any]:
-    """Return values for "auto", by the names that Hugging Face's TrainingArguments and plain scripts use; of an object with attributes, or None.
+    """Return values for "auto", by the names that Hugging Face's TrainingArguments and plain
+    scripts use; of an object with attributes, or None.
 
-    Values that mean "not set" are left out: None, ``max_steps=-1``, and ``warmup_steps=0`` beside a ``warmup_ratio``. TrainingArguments'
-    ``train_batch_size`` is that of one device, under another name here.
+    Values that mean "not set" are left out: None, ``max_steps=-1``, and ``warmup_steps=0`` beside a
+    ``warmup_ratio``. TrainingArguments' ``train_batch_size`` is that of one device, under another
+    name here.
     """
     found = {name: value for name in hint_names() if (value := getattr(args, name, None)) is not None}
     if "per_device_train_batch_size" in found:
@@ -144,11 +151,12 @@ def hints_of(args: Any) -> dict[str, Any]:
     return {name: value for name, value in found.items() if isinstance(value, (bool, int, float, str, list, tuple))}
 
 
-# --- loaders: ``initialize(training_data=...)`` and ``engine.deepspeed_io`` -------------------------------------------------
+# --- loaders: ``initialize(training_data=...)`` and ``engine.deepspeed_io`` -----------------------
 
 
 class ShardedLoader(DataLoader[Any]):
-    """A DataLoader over one rank's part that is shuffled anew, alike on all ranks, at every pass."""
+    """A DataLoader over one rank's part that is shuffled anew, alike on all ranks, at every
+    pass."""
 
     def __init__(self, dataset: Any, sampler: DistributedSampler[Any], **options: Any) -> None:
         self._passes = 0
@@ -162,7 +170,8 @@ class ShardedLoader(DataLoader[Any]):
 
 
 class RepeatingLoader:
-    """``loader`` without an end: starts it again whenever it is exhausted. Raises DataError if it yields nothing at all."""
+    """``loader`` without an end: starts it again whenever it is exhausted. Raises DataError if it
+    yields nothing at all."""
 
     def __init__(self, loader: Iterable[Any]) -> None:
         self.loader = loader
@@ -186,7 +195,8 @@ class RepeatingLoader:
 def sharded_loader(
     dataset: Any, batch_size: int, rank: int, ranks: int, *, drop_last: bool = False, **kwargs: Any
 ) -> DataLoader[Any]:
-    """Return batches of ``batch_size`` samples, shuffled alike on all ranks and split between them. Iterable data sets shard themselves."""
+    """Return batches of ``batch_size`` samples, shuffled alike on all ranks and split between them.
+    Iterable data sets shard themselves."""
     if isinstance(dataset, IterableDataset):
         return DataLoader(dataset, batch_size=batch_size, drop_last=drop_last, **kwargs)
     sampler: DistributedSampler[Any] = DistributedSampler(
@@ -196,6 +206,7 @@ def sharded_loader(
 
 
 def rank_loader(dataset: Any, batch_size: int, mesh: Mesh, config: DsConfig, **options: Any) -> DataLoader[Any]:
-    """Return this rank's part of ``dataset`` in batches of ``batch_size``: what ``training_data`` and ``engine.deepspeed_io`` give."""
+    """Return this rank's part of ``dataset`` in batches of ``batch_size``: what ``training_data``
+    and ``engine.deepspeed_io`` give."""
     drop_last = config.dataloader_drop_last
     return sharded_loader(dataset, batch_size, mesh.data.index, mesh.data.size, drop_last=drop_last, **options)

@@ -1,4 +1,5 @@
-"""The engine: forward, backward and step of a sharded model, with DeepSpeed's names for everything else.
+"""The engine: forward, backward and step of a sharded model, with DeepSpeed's names for everything
+else.
 
 The step itself is in :mod:`zero_trial.engine.step`. An engine knows nothing about experiments.
 """
@@ -39,7 +40,8 @@ SHOWN = 3  # names in a message
 
 
 class ParameterCheck:
-    """Refuses parameters that came to a module, or were unfrozen, after its engine was built: they would be neither trained nor saved.
+    """Refuses parameters that came to a module, or were unfrozen, after its engine was built: they
+    would be neither trained nor saved.
 
     It keeps no parameter alive.
     """
@@ -54,7 +56,8 @@ class ParameterCheck:
     def check(self, where: str) -> None:
         """Raise TrialError for such parameters. Reads names and flags only.
 
-        Frozen parameters under new names may be added (a moving average, a metric's network): a checkpoint has them, too.
+        Frozen parameters under new names may be added (a moving average, a metric's network): a
+        checkpoint has them, too.
         """
         fresh, unfrozen = [], []
         for name, param in self._module.named_parameters():
@@ -94,7 +97,8 @@ def _listed(names: list[str]) -> str:
 
 
 class Engine(nn.Module):
-    """A model with its sharded optimizer: ``loss = engine(x)``, ``engine.backward(loss)``, ``engine.step()``.
+    """A model with its sharded optimizer: ``loss = engine(x)``, ``engine.backward(loss)``,
+    ``engine.step()``.
 
     Every rank must call ``backward`` and ``step`` equally often.
     On CUDA, values that depend on whether the last step was skipped wait for the device.
@@ -142,7 +146,8 @@ class Engine(nn.Module):
         self._stepped = False  # the last call of step was at a boundary
         self._boundary: bool | None = None  # set by a caller who owns the boundary
         self._pending = 0  # backward passes since the last step
-        self._restarted = False  # zero_grad() has dropped an unfinished accumulation since the last step
+        # zero_grad() has dropped an unfinished accumulation since the last step
+        self._restarted = False
         self._managed = config.managed_gradient_accumulation
         self._call = forward_of(module, resolved.autocast, device.type)
         self._sync = True
@@ -150,10 +155,11 @@ class Engine(nn.Module):
         if observer.events is not None:
             weakref.finalize(self, observer.events.close)  # also when the interpreter ends
 
-    # --- one step -------------------------------------------------------------------------------------------------
+    # --- one step ---------------------------------------------------------------------------------
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the module's own forward. Floating inputs are cast to the parameters' dtype when that is 16-bit."""
+        """Call the module's own forward. Floating inputs are cast to the parameters' dtype when
+        that is 16-bit."""
         with self.observer.phase(FORWARD, self):
             if self.resolved.policy.param != torch.float32:
                 args, kwargs = cast_floats((args, kwargs), self.resolved.policy.param)
@@ -163,10 +169,12 @@ class Engine(nn.Module):
         return output
 
     def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
-        """Compute the gradients of ``loss`` (a scalar), scaled by 1/accumulation and the loss scale, and reduce them where the plan says so.
+        """Compute the gradients of ``loss`` (a scalar), scaled by 1/accumulation and the loss
+        scale, and reduce them where the plan says so.
 
-        Returns loss/accumulation. Collective over the data-parallel ranks whenever gradients are reduced. Raises TrialError for a loss
-        without gradients, and Diverged where the step before it has ended the run.
+        Returns loss/accumulation. Collective over the data-parallel ranks whenever gradients are
+        reduced. Raises TrialError for a loss without gradients, and Diverged where the step before
+        it has ended the run.
         """
         if not (isinstance(loss, torch.Tensor) and loss.numel() == 1 and loss.requires_grad):
             raise loss_error(
@@ -194,16 +202,19 @@ class Engine(nn.Module):
         return loss.detach() if steps == 1 else loss.detach() / steps
 
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
-        """Take an optimizer step at the accumulation boundary: clip, update, publish, advance the schedule. Before it, only count. Collective.
+        """Take an optimizer step at the accumulation boundary: clip, update, publish, advance the
+        schedule. Before it, only count. Collective.
 
-        Where the caller owns the boundary (``managed_gradient_accumulation: false``) every call is one. Raises TrialError at a boundary that
-        no gradient has reached: weight decay and momentum would move the weights all the same.
+        Where the caller owns the boundary (``managed_gradient_accumulation: false``) every call is
+        one. Raises TrialError at a boundary that no gradient has reached: weight decay and momentum
+        would move the weights all the same.
         """
         self._stepped = False
         if self._managed and not self.is_gradient_accumulation_boundary():
             self.micro_steps += 1
             return
-        # Local facts decide: the other ranks may be in a reduction of this step's backward, where no rank can ask them.
+        # Local facts decide: the other ranks may be in a reduction of this step's backward, where
+        # no rank can ask them.
         if not self._pending and not any(
             buffer.has_gradients or buffer.shard_filled for buffer in self.sharded.grad_buffers
         ):
@@ -214,7 +225,8 @@ class Engine(nn.Module):
         self._optimizer_step(micro_batches, 1 if self._managed else micro_batches, lr_kwargs or {})
 
     def _optimizer_step(self, micro_batches: int, calls: int, lr_kwargs: Mapping[str, Any]) -> None:
-        """Take an optimizer step with the gradients of ``micro_batches`` micro-batches, after ``calls`` that :attr:`micro_steps` has not counted."""
+        """Take an optimizer step with the gradients of ``micro_batches`` micro-batches, after
+        ``calls`` that :attr:`micro_steps` has not counted."""
         if self.optimizer is None:
             raise TrialError(
                 "there is no optimizer to step", where="engine.step", fix='Add "optimizer" to ds_config or pass one.'
@@ -223,7 +235,8 @@ class Engine(nn.Module):
         with self.observer.phase(STEP, self):
             self.outcome.finalize()
             if self.observer.events is not None:
-                self.observer.events.write_step(self)  # of the step before: this one would overwrite it
+                # of the step before: this one would overwrite it
+                self.observer.events.write_step(self)
             self.outcome.apply(self.sharded, self.optimizer, self.global_steps, self._lr_scheduler, lr_kwargs)
             self._stepped = True
             self.global_steps += 1
@@ -234,11 +247,13 @@ class Engine(nn.Module):
         self.observer.after_step(self)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop all gradients since the last step, also those that another engine's loss left here (a GAN's discriminator).
+        """Drop all gradients since the last step, also those that another engine's loss left here
+        (a GAN's discriminator).
 
-        In mid-accumulation the accumulation starts again, with a warning: a step would otherwise divide the gradients of too few
-        micro-batches by all. Raises TrialError when that happens twice without a step in between, as it does where a loop calls
-        zero_grad() before every micro-batch: no step would ever be taken.
+        In mid-accumulation the accumulation starts again, with a warning: a step would otherwise
+        divide the gradients of too few micro-batches by all. Raises TrialError when that happens
+        twice without a step in between, as it does where a loop calls zero_grad() before every
+        micro-batch: no step would ever be taken.
         """
         done = self.pending_micro_batches() if self._managed and self._boundary is None else 0
         if done:
@@ -249,7 +264,8 @@ class Engine(nn.Module):
             param.grad = None
 
     def _restart_accumulation(self, done: int) -> None:
-        """Forget that ``done`` micro-batches came; refuse to do so a second time without a step in between."""
+        """Forget that ``done`` micro-batches came; refuse to do so a second time without a step in
+        between."""
         wanted = self._batch.accumulation
         if self._restarted:
             raise TrialError(
@@ -268,16 +284,18 @@ class Engine(nn.Module):
                 wanted,
             )
 
-    # --- accumulation ---------------------------------------------------------------------------------------------
+    # --- accumulation -----------------------------------------------------------------------------
 
     def is_gradient_accumulation_boundary(self) -> bool:
-        """Return whether the current micro-batch is the last one before an update; where the caller owns the boundary, what it has set."""
+        """Return whether the current micro-batch is the last one before an update; where the caller
+        owns the boundary, what it has set."""
         if self._boundary is not None or not self._managed:
             return bool(self._boundary)
         return (self.micro_steps + 1) % self._batch.accumulation == 0
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
-        """Say whether the current micro-batch is the last before a step; from now on the engine no longer counts by itself."""
+        """Say whether the current micro-batch is the last before a step; from now on the engine no
+        longer counts by itself."""
         self._boundary = is_boundary
 
     def pending_micro_batches(self) -> int:
@@ -287,7 +305,8 @@ class Engine(nn.Module):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Accumulate without communication, at every ZeRO stage; the first backward pass after the block reduces the sum."""
+        """Accumulate without communication, at every ZeRO stage; the first backward pass after the
+        block reduces the sum."""
         before, self._sync = self._sync, False
         try:
             yield
@@ -295,18 +314,21 @@ class Engine(nn.Module):
             self._sync = before
 
     def train(self, mode: bool = True) -> Engine:
-        """Set the mode, as torch does. Raises TrialError for parameters that the model did not have when the engine was built."""
+        """Set the mode, as torch does. Raises TrialError for parameters that the model did not have
+        when the engine was built."""
         self._check.check("engine.train" if mode else "engine.eval")
         super().train(mode)
         return self
 
     def destroy(self) -> None:
-        """Remove all hooks, so that the module is an ordinary one again; close monitors; drop offloaded state. Collective over shard.
+        """Remove all hooks, so that the module is an ordinary one again; close monitors; drop
+        offloaded state. Collective over shard.
 
-        Afterwards the module is on the device where it was trained; at stage 3 it is in the host's memory, all of it, since
-        the device may not hold it at once.
+        Afterwards the module is on the device where it was trained; at stage 3 it is in the host's
+        memory, all of it, since the device may not hold it at once.
 
-        Where a disk has failed and the module cannot be made whole, everything else is closed before StorageError is raised.
+        Where a disk has failed and the module cannot be made whole, everything else is closed
+        before StorageError is raised.
         """
         with ExitStack() as last_first:
             last_first.callback(COLLECTOR_PAUSE.release, self)
@@ -326,7 +348,7 @@ class Engine(nn.Module):
                 return getattr(modules["module"], name)
             raise
 
-    # --- outcome of the last step; asking may wait for the device ---------------------------------------------------
+    # --- outcome of the last step; asking may wait for the device ---------------------------------
 
     def get_global_grad_norm(self) -> float | None:
         """Return the norm of the last step's gradient before clipping; None before the first."""
@@ -341,13 +363,14 @@ class Engine(nn.Module):
         return self.outcome.result().skipped
 
     def skipped_between(self, first: int, end: int) -> int:
-        """Count the skipped steps among numbers ``first`` to ``end`` - 1 (as :attr:`global_steps` counts), of the last thousand skipped ones
-        since the engine was built."""
+        """Count the skipped steps among numbers ``first`` to ``end`` - 1 (as :attr:`global_steps`
+        counts), of the last thousand skipped ones since the engine was built."""
         return sum(first <= step < end for step in self.outcome.result().skipped_at)
 
     @property
     def last_nonfinite(self) -> NonFiniteStep | None:
-        """Return the gradient that caused the last skipped step. On CUDA with several ranks it is named with the next backward pass."""
+        """Return the gradient that caused the last skipped step. On CUDA with several ranks it is
+        named with the next backward pass."""
         return self.outcome.result().nonfinite
 
     @property
@@ -377,7 +400,7 @@ class Engine(nn.Module):
     def get_type(self) -> list[str]:
         return [type(self.optimizer.base).__name__] if self.optimizer is not None else []
 
-    # --- measurements ---------------------------------------------------------------------------------------------
+    # --- measurements -----------------------------------------------------------------------------
 
     @property
     def monitor(self) -> Monitor:
@@ -385,16 +408,19 @@ class Engine(nn.Module):
         return self.observer.monitor
 
     def persistent_bytes(self) -> dict[str, int]:
-        """Return the bytes per kind that outlive a step on this rank: parameters (with masters), gradients, optimizer state."""
+        """Return the bytes per kind that outlive a step on this rank: parameters (with masters),
+        gradients, optimizer state."""
         states = self.optimizer.persistent_bytes() if self.optimizer is not None else 0
         return self.sharded.persistent_bytes() | {"optimizer": states}
 
     def seconds_waited(self) -> float | None:
-        """Return the seconds that this process has spent in collectives, most of them waiting; None on CUDA, where the device waits."""
+        """Return the seconds that this process has spent in collectives, most of them waiting; None
+        on CUDA, where the device waits."""
         return self.mesh.heartbeat.waited if self.device.type == "cpu" else None
 
     def comms_summary(self) -> dict[str, dict[str, int]]:
-        """Return calls, elements and bytes that this rank had to send since construction, by ``collective/axis``.
+        """Return calls, elements and bytes that this rank had to send since construction, by
+        ``collective/axis``.
 
         ``comms_logger.prof_all: false`` leaves those whose collective is in ``prof_ops``.
         """
@@ -403,7 +429,7 @@ class Engine(nn.Module):
             name: entry for name, entry in table.items() if logger.prof_all or name.partition("/")[0] in logger.prof_ops
         }
 
-    # --- batch ----------------------------------------------------------------------------------------------------
+    # --- batch ------------------------------------------------------------------------------------
 
     def train_batch_size(self) -> int:
         return self._batch.train_batch_size
@@ -415,7 +441,8 @@ class Engine(nn.Module):
         return self._batch.accumulation
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
-        """Change the number of micro-batches per step; the micro-batch stays. Between steps only; the gradient buffers keep their dtype."""
+        """Change the number of micro-batches per step; the micro-batch stays. Between steps only;
+        the gradient buffers keep their dtype."""
         if self.pending_micro_batches():
             raise TrialError("the batch size can change only between steps", where="engine.set_train_batch_size")
         self._batch = solve_batch(train_batch_size, self._batch.micro_batch_size, None, self.mesh.data.size)
@@ -425,11 +452,12 @@ class Engine(nn.Module):
         """Change the micro-batch size; the accumulation steps stay and the global batch follows."""
         self._batch = solve_batch(None, micro_batch_size, self._batch.accumulation, self.mesh.data.size)
 
-    # --- configuration and ranks -------------------------------------------------------------------------------------------
+    # --- configuration and ranks ------------------------------------------------------------------
 
     @property
     def _config(self) -> DsConfig:
-        """Return the ds_config with the batch sizes in use; scripts for DeepSpeed read it under this name."""
+        """Return the ds_config with the batch sizes in use; scripts for DeepSpeed read it under
+        this name."""
         return replace(
             self.config,
             train_batch_size=self._batch.train_batch_size,
@@ -466,7 +494,7 @@ class Engine(nn.Module):
     def data_parallel_group(self) -> Any:
         return self.mesh.data.group
 
-    # --- checkpoints ----------------------------------------------------------------------------------------------
+    # --- checkpoints ------------------------------------------------------------------------------
 
     def save_checkpoint(
         self,
@@ -476,7 +504,8 @@ class Engine(nn.Module):
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """Write ``save_dir/tag`` (default ``global_stepN``). Collective over the world: every rank must call."""
+        """Write ``save_dir/tag`` (default ``global_stepN``). Collective over the world: every rank
+        must call."""
         self.outcome.finalize()
         self._check.check("engine.save_checkpoint")
         if client_state is not None and not isinstance(client_state, Mapping):
@@ -500,7 +529,8 @@ class Engine(nn.Module):
         load_module_only: bool = False,
         custom_load_fn: Any = None,
     ) -> tuple[str | None, dict[str, Any] | None]:
-        """Read ``load_dir/tag`` (default: the newest that verifies); return ``(path, client_state)``, or ``(None, None)`` without one. Collective."""
+        """Read ``load_dir/tag`` (default: the newest that verifies); return ``(path,
+        client_state)``, or ``(None, None)`` without one. Collective."""
         if custom_load_fn is not None:
             raise TrialError(
                 "custom_load_fn is not supported",
@@ -521,7 +551,8 @@ class Engine(nn.Module):
         )
 
     def restore_progress(self, counters: Mapping[str, int], loss_scale: Mapping[str, Any]) -> None:
-        """Go on from a checkpoint's counters of steps, samples and skipped steps, and its loss scale as JSON."""
+        """Go on from a checkpoint's counters of steps, samples and skipped steps, and its loss
+        scale as JSON."""
         self.global_steps, self.global_samples = counters["global_steps"], counters["global_samples"]
         self.micro_steps = counters["micro_steps"]
         if self.micro_steps % self._batch.accumulation:  # saved with another accumulation
@@ -531,7 +562,8 @@ class Engine(nn.Module):
     def save_16bit_model(
         self, save_dir: str | Path, save_filename: str = "model.safetensors", exclude_frozen_parameters: bool = False
     ) -> bool:
-        """Write the model's weights in the parameters' dtype as one safetensors file, on rank 0. Collective."""
+        """Write the model's weights in the parameters' dtype as one safetensors file, on rank 0.
+        Collective."""
         return saving.save_weights(self, Path(save_dir), save_filename, without_frozen=exclude_frozen_parameters)
 
     def module_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, torch.Tensor]:
@@ -547,7 +579,8 @@ class Engine(nn.Module):
     def load_module_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, custom_load_fn: Any = None
     ) -> None:
-        """Load whole tensors into the sharded module; shapes are the full ones. Collective: every rank passes the same values."""
+        """Load whole tensors into the sharded module; shapes are the full ones. Collective: every
+        rank passes the same values."""
         self.module.load_state_dict(state_dict, strict=strict)
 
     def deepspeed_io(self, dataset: Any, batch_size: int | None = None, **kwargs: Any) -> Any:

@@ -1,8 +1,8 @@
 """Count floating-point operations per module, and the peak of a device that they are compared with.
 
-Forward: hooks keep the stack of modules under way. Backward: an operation belongs to the module in whose forward its autograd node was
-made; nodes are known by their sequence number. (Hooks on gradients, as torch.utils.module_tracker has them, lose modules whose inputs
-need no gradient.)
+Forward: hooks keep the stack of modules under way. Backward: an operation belongs to the module in
+whose forward its autograd node was made; nodes are known by their sequence number. (Hooks on
+gradients, as torch.utils.module_tracker has them, lose modules whose inputs need no gradient.)
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, 
 
 
 class ModuleTracker:
-    """Follows the modules of ``model`` between ``with``'s begin and end. :attr:`parents` has the interface that FlopCounterMode asks for."""
+    """Follows the modules of ``model`` between ``with``'s begin and end. :attr:`parents` has the
+    interface that FlopCounterMode asks for."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -29,7 +30,8 @@ class ModuleTracker:
 
     @property
     def parents(self) -> set[str]:
-        """Return the names of the modules to which the operation under way belongs: "" is the model, and "Global" everything."""
+        """Return the names of the modules to which the operation under way belongs: "" is the
+        model, and "Global" everything."""
         module = self._current()
         if module is None:
             return {"Global"}
@@ -59,16 +61,19 @@ class ModuleTracker:
     def _current(self) -> str | None:
         node = torch._C._current_autograd_node() if torch._C._current_graph_task_id() != -1 else None
         if self._stack:  # forward, also where backward does it again
-            # The node of an operation is made just before the operation runs; one that needs no gradient makes none.
+            # The node of an operation is made just before the operation runs; one that needs no
+            # gradient makes none.
             self._made_in.setdefault(torch.autograd._get_sequence_nr() - 1, self._stack[-1])  # type: ignore[attr-defined]
             return self._stack[-1]
         return self._made_in.get(node._sequence_nr()) if node is not None else None
 
 
-# Counting the floating-point operations of forward and backward, per module, with torch's FlopCounterMode.
+# Counting the floating-point operations of forward and backward, per module, with torch's
+# FlopCounterMode.
 #
-# Matrix products, convolutions and attention are counted, two operations per multiply-add; what works element by element is not. Recomputation
-# (activation checkpointing) is part of backward, because it is done there.
+# Matrix products, convolutions and attention are counted, two operations per multiply-add; what
+# works element by element is not. Recomputation (activation checkpointing) is part of backward,
+# because it is done there.
 
 
 _GLOBAL = "Global"
@@ -79,7 +84,8 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Flops:
-    """Operations by module name as in ``named_modules()``; "" is the whole model, and what ran outside of its modules is in the totals only."""
+    """Operations by module name as in ``named_modules()``; "" is the whole model, and what ran
+    outside of its modules is in the totals only."""
 
     total: int
     by_module: Mapping[str, int]
@@ -88,7 +94,8 @@ class Flops:
 class FlopCount:
     """Counts between :meth:`resume` and :meth:`pause`; in between, user code runs as always.
 
-    A module's share of backward is known only if its forward was counted by the same object. Call :meth:`close` at the end.
+    A module's share of backward is known only if its forward was counted by the same object. Call
+    :meth:`close` at the end.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -143,11 +150,12 @@ def _attention_backward(
 
 # The most floating-point operations per second that a device can do: what MFU is a fraction of.
 #
-# Dense peaks from the vendors' data sheets, in TFLOP/s; where a device is not in the table, and on CPUs, the best of a few matrix products is
-# measured, and said so.
+# Dense peaks from the vendors' data sheets, in TFLOP/s; where a device is not in the table, and on
+# CPUs, the best of a few matrix products is measured, and said so.
 
 
-# Parts of torch's device name -> TFLOP/s in fp16, bf16, tf32 and fp32. The first row whose words all occur counts; 0: not offered.
+# Parts of torch's device name -> TFLOP/s in fp16, bf16, tf32 and fp32. The first row whose words
+# all occur counts; 0: not offered.
 _TERA: dict[str, tuple[float, float, float, float]] = {
     "gb200": (2500.0, 2500.0, 1250.0, 80.0),
     "b200": (2250.0, 2250.0, 1125.0, 75.0),
@@ -223,7 +231,8 @@ def measure(
 ) -> Peak:
     """Return the best of a few square matrix products, with as many threads as torch has now."""
     side = _SIDE if device.type == "cpu" else 16 * _SIDE
-    # Random numbers: products of ones use less power, so that a GPU runs them at a higher clock than anybody's.
+    # Random numbers: products of ones use less power, so that a GPU runs them at a higher clock
+    # than anybody's.
     a, b = (torch.randn(side, side, dtype=dtype, device=device) for _ in range(2))
     best = float("inf")
     for _ in range(_ROUNDS):

@@ -1,6 +1,8 @@
-"""Read a checkpoint into an engine, on any number of ranks and at any ZeRO stage; see :mod:`zero_trial.engine.saving` for its content.
+"""Read a checkpoint into an engine, on any number of ranks and at any ZeRO stage; see
+:mod:`zero_trial.engine.saving` for its content.
 
-On as many ranks as saved it, a resumed run has the bits of the unbroken one. For other numbers of ranks see :func:`_read_rank_state`.
+On as many ranks as saved it, a resumed run has the bits of the unbroken one. For other numbers of
+ranks see :func:`_read_rank_state`.
 """
 
 from __future__ import annotations
@@ -37,7 +39,8 @@ def load_state(
     with_schedule: bool = True,
     with_counters: bool = True,
 ) -> tuple[str | None, dict[str, Any] | None]:
-    """Read ``directory/tag``, or the newest intact checkpoint: ``(path, client_state)``, or ``(None, None)`` if there is none.
+    """Read ``directory/tag``, or the newest intact checkpoint: ``(path, client_state)``, or
+    ``(None, None)`` if there is none.
 
     Collective over the world: every rank must call. Raises CheckpointError on every rank.
     """
@@ -66,10 +69,12 @@ def load_state(
 
 
 def find_checkpoint(world: AxisComm, directory: Path, tag: str | None) -> CheckpointReader | None:
-    """Open ``directory/tag``, or the newest checkpoint that is intact; None, with a warning, where there is none at all. Collective.
+    """Open ``directory/tag``, or the newest checkpoint that is intact; None, with a warning, where
+    there is none at all. Collective.
 
-    Each rank hashes its share of the files, so that no rank waits for another to read a whole checkpoint. Raises CheckpointError where
-    ``tag`` is damaged, or all are: a run that starts afresh then was not meant to.
+    Each rank hashes its share of the files, so that no rank waits for another to read a whole
+    checkpoint. Raises CheckpointError where ``tag`` is damaged, or all are: a run that starts
+    afresh then was not meant to.
     """
     answer: dict[str, Any] = {}
     if world.index == 0:
@@ -109,7 +114,8 @@ def find_checkpoint(world: AxisComm, directory: Path, tag: str | None) -> Checkp
 
 
 def _candidates(directory: Path, tag: str | None) -> dict[str, list[str]]:
-    """List the folders to try, newest first, and the checkpoints that are damaged at first sight. Raises CheckpointError."""
+    """List the folders to try, newest first, and the checkpoints that are damaged at first sight.
+    Raises CheckpointError."""
     refuse_deepspeed(directory, tag)
     if tag is not None:
         return {"folders": [str(checkpoint_folder(directory, tag))], "faults": []}
@@ -251,7 +257,8 @@ def _require_same_optimizer(engine: CheckpointedEngine, reader: CheckpointReader
 
 
 def _shared_generators(world: AxisComm, reader: CheckpointReader) -> list[str]:
-    """Name the random generators that had one state on all saved ranks; [] where no rank needs to know. Collective."""
+    """Name the random generators that had one state on all saved ranks; [] where no rank needs to
+    know. Collective."""
     saved = reader.manifest.rank_state
     if not 0 < len(saved) < world.size:
         return []
@@ -259,7 +266,8 @@ def _shared_generators(world: AxisComm, reader: CheckpointReader) -> list[str]:
     def compare() -> list[str]:
         names = [name for name in reader.manifest.tensors if _OF_GENERATOR.match(name)]
         values = {name: torch.empty(reader.shapes[name], dtype=reader.dtype(name)) for name in names}
-        reader.read_into([Slice.whole(name, value) for name, value in values.items()])  # each file is opened once
+        # each file is opened once
+        reader.read_into([Slice.whole(name, value) for name, value in values.items()])
         states = [decode_state(own["rng"], values.__getitem__) for own in saved]
         return [kind for kind in states[0] if all(_equal(state.get(kind), states[0][kind]) for state in states)]
 
@@ -277,12 +285,14 @@ def _equal(a: Any, b: Any) -> bool:
 
 
 def _read_rank_state(engine: CheckpointedEngine, reader: CheckpointReader, shared: Collection[str]) -> None:
-    """Restore the random generators of this rank, and its own values of buffers that differ between ranks.
+    """Restore the random generators of this rank, and its own values of buffers that differ between
+    ranks.
 
-    Rank r takes the generators of saved rank r: torch's, CUDA's, Python's and numpy's. Ranks that were not there keep those
-    of this run's seed, since two ranks must not draw the same numbers; but a generator that had the same state on all saved
-    ranks (``shared``) is meant to be common to all, and they take it, too. Own buffers are restored only on as many
-    ranks as saved them; elsewhere they have rank 0's values.
+    Rank r takes the generators of saved rank r: torch's, CUDA's, Python's and numpy's. Ranks that
+    were not there keep those of this run's seed, since two ranks must not draw the same numbers;
+    but a generator that had the same state on all saved ranks (``shared``) is meant to be common to
+    all, and they take it, too. Own buffers are restored only on as many ranks as saved them;
+    elsewhere they have rank 0's values.
     """
     saved, rank, size = reader.manifest.rank_state, engine.mesh.rank, engine.mesh.world.size
     if rank == 0 and len(saved) != size:
@@ -294,13 +304,15 @@ def _read_rank_state(engine: CheckpointedEngine, reader: CheckpointReader, share
     if len(saved) == size:
         buffers = dict(CheckpointNames(engine).buffers())
         for name, value in own["buffers"].items():
-            if name in buffers:  # else the model has lost it since, and the caller loads with load_module_strict=False
+            # else the model has lost it since, and the caller loads with load_module_strict=False
+            if name in buffers:
                 buffers[name].copy_(value)
     restore_rng(own["rng"], engine.device, GENERATORS if rank < len(saved) else shared)
 
 
 def _lost_by_resizing(saved: Sequence[Any], size: int, shared: Collection[str]) -> list[str]:
-    """List what cannot be restored where ``size`` ranks load what another number of ranks has saved."""
+    """List what cannot be restored where ``size`` ranks load what another number of ranks has
+    saved."""
     lost = []
     fresh = [kind for kind in GENERATORS if kind not in shared and any(kind in own["rng"] for own in saved)]
     if not saved:
@@ -314,7 +326,8 @@ def _lost_by_resizing(saved: Sequence[Any], size: int, shared: Collection[str]) 
 
 
 def refuse_deepspeed(directory: Path, tag: str | None) -> None:
-    """Raise CheckpointError where DeepSpeed has saved: a run that began afresh there was meant to go on."""
+    """Raise CheckpointError where DeepSpeed has saved: a run that began afresh there was meant to
+    go on."""
     folder = directory / (tag or "")
     if not folder.is_dir() or (folder / MANIFEST_NAME).is_file():
         return
@@ -328,7 +341,8 @@ def refuse_deepspeed(directory: Path, tag: str | None) -> None:
 
 
 def engine_state(reader: CheckpointReader) -> dict[str, Any]:
-    """Decode what the engine wrote beside its tensors. Raises CheckpointError for a checkpoint that no engine wrote."""
+    """Decode what the engine wrote beside its tensors. Raises CheckpointError for a checkpoint that
+    no engine wrote."""
     state = decode_state(reader.manifest.state, reader.read)
     keys = {
         "counters",

@@ -1,8 +1,8 @@
 """Learning rate as a pure function of the iteration, with DeepSpeed 0.19.8's arithmetic.
 
-``iteration`` counts scheduler steps: -1 before the first, then 0, 1, 2 ... A curve gives one lr per parameter group. As
-in DeepSpeed the first optimizer step runs at iteration -1 and the second at 0, which for the warmups is the minimum
-twice.
+``iteration`` counts scheduler steps: -1 before the first, then 0, 1, 2 ... A curve gives one lr per
+parameter group. As in DeepSpeed the first optimizer step runs at iteration -1 and the second at 0,
+which for the warmups is the minimum twice.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class Curve(Protocol):
 
 
 def warmup_factor(iteration: int, num_steps: int, kind: WarmupType) -> float:
-    """Return 0 at iteration 0, 1 at ``num_steps`` (linear) or one before it (log: log(i + 1) / log(num_steps)); num_steps >=
-    2."""
+    """Return 0 at iteration 0, 1 at ``num_steps`` (linear) or one before it (log: log(i + 1) /
+    log(num_steps)); num_steps >= 2."""
     if kind is WarmupType.LOG:
         return (1.0 / math.log(num_steps)) * math.log(iteration + 1)
     return iteration / num_steps
@@ -52,7 +52,8 @@ def warmup_factor(iteration: int, num_steps: int, kind: WarmupType) -> float:
 
 @dataclass(frozen=True)
 class Warmup:
-    """From ``min_lrs`` to ``max_lrs`` in ``num_steps``, then constant; or, with ``total_steps``, linear to 0 there."""
+    """From ``min_lrs`` to ``max_lrs`` in ``num_steps``, then constant; or, with ``total_steps``,
+    linear to 0 there."""
 
     min_lrs: Sequence[float]
     max_lrs: Sequence[float]
@@ -80,9 +81,11 @@ class Warmup:
 
 @dataclass(frozen=True)
 class WarmupCosine:
-    """Ratios of each group's own lr: ``min_ratio`` to 1 in ``num_steps``, then half a cosine down to ``end_ratio``.
+    """Ratios of each group's own lr: ``min_ratio`` to 1 in ``num_steps``, then half a cosine down
+    to ``end_ratio``.
 
-    Loshchilov & Hutter 2017, equation 5, without restarts. Before the first scheduler step the lr is 0.
+    Loshchilov & Hutter 2017, equation 5, without restarts. Before the first scheduler step the lr
+    is 0.
     """
 
     own_lrs: Sequence[float]
@@ -111,7 +114,8 @@ class WarmupCosine:
 
 @dataclass(frozen=True)
 class RangeTest:
-    """Ever rising lr, to find where training breaks (Smith 2018, section 4.1): min * (1 + rate * steps / step_size)."""
+    """Ever rising lr, to find where training breaks (Smith 2018, section 4.1): min * (1 + rate *
+    steps / step_size)."""
 
     min_lrs: Sequence[float]
     step_size: int = 2000
@@ -151,7 +155,8 @@ class Cycle:
         return x / ratio if rising else (x - 1) / (ratio - 1)
 
     def _stair(self, step: float, stairs: int) -> float:
-        # from the whole step, not from the height: rounding just below a stair would lose a whole one
+        # from the whole step, not from the height: rounding just below a stair would lose a whole
+        # one
         if step <= self.first_size:
             return step * stairs / self.first_size
         return (self.size - step) * stairs / self.second_size
@@ -161,7 +166,8 @@ class Cycle:
 class OneCycle:
     """lr up and down once while the momentum goes down and up, then decay (Smith 2018, section 4).
 
-    ``momentum`` is None (left alone) or (min, max, decay rate) of beta1; beta2 is 0.99 then, as in DeepSpeed.
+    ``momentum`` is None (left alone) or (min, max, decay rate) of beta1; beta2 is 0.99 then, as in
+    DeepSpeed.
     """
 
     groups: int
@@ -197,7 +203,8 @@ class OneCycle:
         return [(beta1, self.BETA2)] * self.groups
 
     def _decay(self, iteration: int, rate: float) -> float:
-        """Return the divisor after the cycle: 1 + rate * intervals of ``decay_step_size`` steps; a size of 0 means no decay."""
+        """Return the divisor after the cycle: 1 + rate * intervals of ``decay_step_size`` steps; a
+        size of 0 means no decay."""
         if math.isclose(self.decay_step_size, 0) or math.isclose(rate, 0):
             return 1.0
         return 1 + rate * ((iteration - self.cycle.size + 1) / self.decay_step_size)
@@ -214,7 +221,8 @@ class HasGroups(Protocol):
 
 
 class CurveScheduler:
-    """The scheduler object that the engine and the user see: ``step`` once per applied optimizer step.
+    """The scheduler object that the engine and the user see: ``step`` once per applied optimizer
+    step.
 
     Construction writes the values of iteration -1, the ones of the first optimizer step.
     """
@@ -279,8 +287,9 @@ WHERE = "scheduler.params"
 def build_scheduler(name: str, params: Mapping[str, Any] | None, optimizer: Any) -> Any:
     """Return the scheduler that ``{"type": name, "params": params}`` means, bound to ``optimizer``.
 
-    ``optimizer`` is anything with ``param_groups``; torch's own schedulers want a torch.optim.Optimizer. Names are in
-    exact case, as in DeepSpeed. Raises ConfigError for an unknown name or parameter, or a value without meaning.
+    ``optimizer`` is anything with ``param_groups``; torch's own schedulers want a
+    torch.optim.Optimizer. Names are in exact case, as in DeepSpeed. Raises ConfigError for an
+    unknown name or parameter, or a value without meaning.
     """
     given = dict(params or {})
     rule = _DEEPSPEED.get(name)
@@ -323,7 +332,8 @@ def warmup_decay_lr(
     warmup_type: str = "log",
     last_batch_iteration: int = -1,
 ) -> CurveScheduler:
-    """Build WarmupDecayLR: to the maximum, then linearly to ``warmup_min_lr`` at ``total_num_steps``."""
+    """Build WarmupDecayLR: to the maximum, then linearly to ``warmup_min_lr`` at
+    ``total_num_steps``."""
     curve = Warmup(
         _per_group(optimizer, warmup_min_lr, "warmup_min_lr"),
         _per_group(optimizer, warmup_max_lr, "warmup_max_lr"),
@@ -393,7 +403,8 @@ def one_cycle(
     decay_mom_rate: float = 0.0,
     last_batch_iteration: int = -1,
 ) -> CurveScheduler:
-    """Build OneCycle. The momentum is cycled where the optimizer has ``betas`` in every group, and left alone elsewhere."""
+    """Build OneCycle. The momentum is cycled where the optimizer has ``betas`` in every group, and
+    left alone elsewhere."""
     first = _positive(cycle_first_step_size, "cycle_first_step_size")
     second = first if cycle_second_step_size is None else _positive(cycle_second_step_size, "cycle_second_step_size")
     second_stairs = cycle_first_stair_count if cycle_second_stair_count is None else cycle_second_stair_count
@@ -421,7 +432,8 @@ _DEEPSPEED: dict[str, Callable[..., CurveScheduler]] = {
 
 
 def torch_scheduler_names() -> list[str]:
-    """Return every scheduler of torch that a ds_config can name (those that need other objects cannot be named)."""
+    """Return every scheduler of torch that a ds_config can name (those that need other objects
+    cannot be named)."""
     return sorted(name for name, value in vars(torch.optim.lr_scheduler).items() if _is_scheduler(value))
 
 
@@ -520,7 +532,8 @@ def _warmup_type(value: Any) -> WarmupType:
 
 
 def choose_schedule(optimizer: torch.optim.Optimizer | None, client: Any, settings: DsConfig) -> Any:
-    """Return the client's (an object, or a function of ``optimizer``), else ds_config's, else None. Raises ConfigError."""
+    """Return the client's (an object, or a function of ``optimizer``), else ds_config's, else None.
+    Raises ConfigError."""
     if client is not None:
         if not hasattr(client, "step"):
             return client if optimizer is None else client(optimizer)
@@ -532,11 +545,13 @@ def choose_schedule(optimizer: torch.optim.Optimizer | None, client: Any, settin
 
 
 def _require_own(schedule: Any, optimizer: torch.optim.Optimizer | None) -> None:
-    """Return a schedule of torch's is bound to an optimizer; if that is another one, every learning rate would stay as it is, without a word."""
+    """Return a schedule of torch's is bound to an optimizer; if that is another one, every learning
+    rate would stay as it is, without a word."""
     theirs = getattr(schedule, "optimizer", None)
     if optimizer is None or not isinstance(theirs, torch.optim.Optimizer) or theirs is optimizer:
         return
-    if theirs.param_groups is optimizer.param_groups:  # a wrapper around ours: what it changes is ours
+    # a wrapper around ours: what it changes is ours
+    if theirs.param_groups is optimizer.param_groups:
         return
     kind = type(schedule).__name__
     raise ConfigError(

@@ -33,10 +33,12 @@ class Writer(Protocol):
 
 
 def require(package: str, section: str, install: str) -> None:
-    """Raise ConfigError where ``section`` of ds_config needs a ``package`` that is not installed."""
+    """Raise ConfigError where ``section`` of ds_config needs a ``package`` that is not
+    installed."""
     try:
         found = find_spec(package) is not None
-    except (ModuleNotFoundError, ValueError):  # a parent is missing, or a stand-in without a spec is loaded
+    except (ModuleNotFoundError, ValueError):
+        # a parent is missing, or a stand-in without a spec is loaded
         found = False
     if not found:
         raise ConfigError(
@@ -51,12 +53,12 @@ def load(package: str) -> Any:
     return import_module(package)
 
 
-# --- writers ------------------------------------------------------------------------------------------------------------
+# --- writers --------------------------------------------------------------------------------------
 
 
 class Comet:
-    """Sends scalars to Comet. Of every name, an event is sent when at least ``samples_log_interval`` samples
-    have gone by since the last one. Needs the package comet_ml."""
+    """Sends scalars to Comet. Of every name, an event is sent when at least
+    ``samples_log_interval`` samples have gone by since the last one. Needs the package comet_ml."""
 
     def __init__(self, section: CometSection) -> None:
         comet = load("comet_ml")
@@ -88,7 +90,8 @@ class Comet:
 
 
 class CsvFiles:
-    """Appends scalars to CSV files in ``folder``, one per name: ``Train_Samples_train_loss.csv`` with the columns step and train_loss.
+    """Appends scalars to CSV files in ``folder``, one per name: ``Train_Samples_train_loss.csv``
+    with the columns step and train_loss.
 
     A resumed run continues the same files.
     """
@@ -126,7 +129,8 @@ class CsvFiles:
 
 
 class TensorBoard:
-    """Writes scalars as TensorBoard events in ``folder``, by torch's SummaryWriter. Needs the package tensorboard."""
+    """Writes scalars as TensorBoard events in ``folder``, by torch's SummaryWriter. Needs the
+    package tensorboard."""
 
     def __init__(self, folder: Path) -> None:
         self._writer = load("torch.utils.tensorboard").SummaryWriter(log_dir=str(folder))
@@ -143,7 +147,8 @@ class TensorBoard:
 
 
 class Wandb:
-    """Sends scalars to one run of the Weights & Biases project that the section names; ``team`` is the entity. Needs the package wandb."""
+    """Sends scalars to one run of the Weights & Biases project that the section names; ``team`` is
+    the entity. Needs the package wandb."""
 
     def __init__(self, section: WandbSection) -> None:
         self._run = load("wandb").init(project=section.project, group=section.group, entity=section.team)
@@ -159,11 +164,12 @@ class Wandb:
         self._run.finish()
 
 
-# --- all writers that ds_config switches on -----------------------------------------------------------------------------
+# --- all writers that ds_config switches on -------------------------------------------------------
 
 
 class Monitor:
-    """Hands events to its writers; without any (another rank than 0, or nothing switched on) it does nothing."""
+    """Hands events to its writers; without any (another rank than 0, or nothing switched on) it
+    does nothing."""
 
     def __init__(self, writers: Sequence[Writer] = ()) -> None:
         self._writers = tuple(writers)
@@ -174,7 +180,8 @@ class Monitor:
         return bool(self._writers)
 
     def write_events(self, events: Sequence[Event], flush: bool = True) -> None:
-        """Write ``events``: (name, value, step). A name like ``Train/Samples/lr`` is a path in the tools that show it."""
+        """Write ``events``: (name, value, step). A name like ``Train/Samples/lr`` is a path in the
+        tools that show it."""
         for writer in self._writers:
             writer.write(events)
             if flush:
@@ -187,7 +194,8 @@ class Monitor:
 
 
 def build_monitor(config: DsConfig, rank: int) -> Monitor:
-    """Return the monitor of this rank. Every rank checks that the packages are there; only rank 0 opens and writes.
+    """Return the monitor of this rank. Every rank checks that the packages are there; only rank 0
+    opens and writes.
 
     Raises ConfigError for a package that is not installed or a folder that cannot be made.
     """
@@ -208,5 +216,6 @@ def build_monitor(config: DsConfig, rank: int) -> Monitor:
 
 
 def folder_of(output_path: str, default: str, job_name: str) -> Path:
-    """Return ``output_path/job_name``; without an output path, ``default/job_name`` in the working directory."""
+    """Return ``output_path/job_name``; without an output path, ``default/job_name`` in the working
+    directory."""
     return Path(output_path or default).expanduser() / job_name

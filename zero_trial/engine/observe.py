@@ -1,7 +1,8 @@
-"""What rank 0 observes of an engine: phases, monitor events, periodic lines, and the state it starts with.
+"""What rank 0 observes of an engine: phases, monitor events, periodic lines, and the state it
+starts with.
 
-The engine calls one :class:`Observer` with itself as an argument, so that neither has to keep the other alive. An observer with nothing
-switched on returns at once from every call.
+The engine calls one :class:`Observer` with itself as an argument, so that neither has to keep the
+other alive. An observer with nothing switched on returns at once from every call.
 """
 
 from __future__ import annotations
@@ -64,7 +65,8 @@ class ObservedEngine(Protocol):
 
 
 class Observer:
-    """Timers, FLOPs profile, monitor events and periodic lines of one engine; each is None where ds_config does not ask for it."""
+    """Timers, FLOPs profile, monitor events and periodic lines of one engine; each is None where
+    ds_config does not ask for it."""
 
     def __init__(
         self,
@@ -82,13 +84,15 @@ class Observer:
         self.lines = lines
 
     def phase(self, name: str, engine: ObservedEngine) -> AbstractContextManager[Any]:
-        """Measure a phase of a micro-batch: FORWARD, BACKWARD, REDUCE_WAIT or STEP. A phase that raises is not counted."""
+        """Measure a phase of a micro-batch: FORWARD, BACKWARD, REDUCE_WAIT or STEP. A phase that
+        raises is not counted."""
         if self.timers is None and self.profiler is None:
             return trace_range(name)
         return _Phase(self, name, engine)
 
     def begin(self, name: str, engine: ObservedEngine) -> None:
-        """Begin a phase. The profiler begins last and ends first, so that it sees the least of the timers."""
+        """Begin a phase. The profiler begins last and ends first, so that it sees the least of the
+        timers."""
         if self.timers is not None:
             self.timers.begin(name)
         if self.profiler is not None:
@@ -137,7 +141,8 @@ class _Phase:
 def build_observer(
     config: DsConfig, resolved: ResolvedConfig, module: nn.Module, mesh: Mesh, device: torch.device
 ) -> Observer:
-    """Build what ds_config asks for; on other ranks than 0 nothing. Raises ConfigError on every rank for a monitor whose package is missing."""
+    """Build what ds_config asks for; on other ranks than 0 nothing. Raises ConfigError on every
+    rank for a monitor whose package is missing."""
     monitor = build_monitor(config, mesh.rank)
     if mesh.rank != 0:
         return Observer(monitor)
@@ -155,11 +160,12 @@ def build_observer(
     return Observer(monitor, timers=timers, profiler=profiler, events=events, lines=lines)
 
 
-# --- lines ------------------------------------------------------------------------------------------------------------
+# --- lines ----------------------------------------------------------------------------------------
 
 
 class PeriodicLines:
-    """Every ``steps_per_print`` steps: progress, timers, memory, communication, each where ds_config asks for it."""
+    """Every ``steps_per_print`` steps: progress, timers, memory, communication, each where
+    ds_config asks for it."""
 
     def __init__(
         self,
@@ -207,7 +213,8 @@ class PeriodicLines:
 
 
 def progress_line(engine: ObservedEngine, samples_per_second: float | None) -> str:
-    """Return ``step=20 skipped=0 lr=[0.001] grad_norm=1.3 samples/s=512.0``; the rate counts the samples of all ranks since the last line."""
+    """Return ``step=20 skipped=0 lr=[0.001] grad_norm=1.3 samples/s=512.0``; the rate counts the
+    samples of all ranks since the last line."""
     norm = engine.get_global_grad_norm()
     text = f"step={engine.global_steps} skipped={engine.skipped_steps} lr={engine.get_lr()} "
     text += f"grad_norm={norm:.4g}" if norm is not None else "grad_norm=-"
@@ -215,7 +222,8 @@ def progress_line(engine: ObservedEngine, samples_per_second: float | None) -> s
 
 
 def timer_line(timers: Timers, steps: int, seconds: float) -> str:
-    """Return ``ms per step: forward 1.20 | backward 2.41 | reduce wait 0.32 | step 0.90 | other 0.11``; the micro-batches of a step are summed.
+    """Return ``ms per step: forward 1.20 | backward 2.41 | reduce wait 0.32 | step 0.90 | other
+    0.11``; the micro-batches of a step are summed.
 
     "other" is the host's time outside of these phases: data, loss outside of the engine, printing.
     """
@@ -225,7 +233,8 @@ def timer_line(timers: Timers, steps: int, seconds: float) -> str:
 
 
 def memory_line(engine: ObservedEngine, device: torch.device) -> str:
-    """Return ``memory: parameters 1.2 MiB, gradients ..., optimizer ...; process ... resident at most`` (on CUDA: allocated, at most, reserved)."""
+    """Return ``memory: parameters 1.2 MiB, gradients ..., optimizer ...; process ... resident at
+    most`` (on CUDA: allocated, at most, reserved)."""
     states = ", ".join(f"{kind} {mib(size)}" for kind, size in engine.persistent_bytes().items())
     return f"memory: {states}; {device_memory(device)}"
 
@@ -240,7 +249,8 @@ def device_memory(device: torch.device) -> str:
 
 
 def comms_table(summary: Mapping[str, Mapping[str, int]]) -> str:
-    """Return the collectives since the engine was built, one row per kind and axis: calls, elements and bytes that this rank had to send."""
+    """Return the collectives since the engine was built, one row per kind and axis: calls, elements
+    and bytes that this rank had to send."""
     if not summary:
         return "communication: nothing was sent"
     rows: list[tuple[str, ...]] = [("collective/axis", "calls", "elements", "bytes")]
@@ -255,12 +265,13 @@ def mib(size: int) -> str:
     return f"{size / 2**20:.1f} MiB"
 
 
-# --- monitor events ---------------------------------------------------------------------------------------------------
+# --- monitor events -------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass
 class _StepLosses:
-    """A step whose events are not written yet: the sum and number of its losses, its samples, and the engine that took it."""
+    """A step whose events are not written yet: the sum and number of its losses, its samples, and
+    the engine that took it."""
 
     total: torch.Tensor | None
     count: int
@@ -276,10 +287,11 @@ class _StepLosses:
 class StepEvents:
     """``Train/Samples/{train_loss, lr, loss_scale, eval_loss}`` against global samples.
 
-    ``train_loss`` is this rank's loss averaged over the micro-batches of the step, as in DeepSpeed; ``loss_scale`` is written where
-    there is one. ``eval_loss`` is the mean of what ``engine(...)`` returned in eval mode while that was a scalar; it is written when
-    training goes on, and at the end. Where the device decides about a step (CUDA), the step's events are written once they are known,
-    with the next backward pass or step, or at the end, so that no step waits for them.
+    ``train_loss`` is this rank's loss averaged over the micro-batches of the step, as in DeepSpeed;
+    ``loss_scale`` is written where there is one. ``eval_loss`` is the mean of what ``engine(...)``
+    returned in eval mode while that was a scalar; it is written when training goes on, and at the
+    end. Where the device decides about a step (CUDA), the step's events are written once they are
+    known, with the next backward pass or step, or at the end, so that no step waits for them.
     """
 
     def __init__(self, monitor: Monitor, *, scaled: bool) -> None:
@@ -330,7 +342,8 @@ class StepEvents:
         self._monitor.write_events(events)
 
     def close(self) -> None:
-        """Write what is due, also when the interpreter ends. The rates of an engine that is gone without destroy() are not known."""
+        """Write what is due, also when the interpreter ends. The rates of an engine that is gone
+        without destroy() are not known."""
         if self._due is not None:
             engine = self._due.engine()
             if engine is not None:
@@ -347,11 +360,12 @@ class StepEvents:
             self._monitor.write_events([("Train/Samples/eval_loss", mean, self._evaluated_at)])
 
 
-# --- dump_state -------------------------------------------------------------------------------------------------------
+# --- dump_state -----------------------------------------------------------------------------------
 
 
 def describe_state(config: DsConfig, resolved: ResolvedConfig, mesh: Mesh, groups: Sequence[ParamGroup]) -> str:
-    """Describe what an engine starts with in several lines: its whole configuration, its mesh, and its parameter groups."""
+    """Describe what an engine starts with in several lines: its whole configuration, its mesh, and
+    its parameter groups."""
     batch, policy = resolved.batch, resolved.policy
     dtypes = ", ".join(f"{name} {str(dtype).removeprefix('torch.')}" for name, dtype in _dtypes(policy).items())
     return "\n".join(
@@ -374,7 +388,8 @@ def _without_secrets(config: DsConfig) -> DsConfig:
 
 
 def groups_table(groups: Sequence[ParamGroup]) -> str:
-    """Return one row per parameter group: parameters, elements, elements of this rank's shard, dtype, lifetime of its full parameters."""
+    """Return one row per parameter group: parameters, elements, elements of this rank's shard,
+    dtype, lifetime of its full parameters."""
     rows = [("group", "parameters", "elements", "shard", "dtype", "lives")]
     for group in groups:
         layout = group.layout
@@ -392,14 +407,16 @@ def _dtypes(policy: object) -> dict[str, object]:
     return {word: getattr(policy, name) or "as they are" for word, name in names.items()}
 
 
-# --- disable_python_gc ------------------------------------------------------------------------------------------------
+# --- disable_python_gc ----------------------------------------------------------------------------
 
 
 class CollectorPause:
-    """``disable_python_gc``: Python's cycle collector is off while an engine that asked for it lives.
+    """``disable_python_gc``: Python's cycle collector is off while an engine that asked for it
+    lives.
 
-    The collector belongs to the process, so this is the process's state: it comes back when the last such engine is destroyed or gone.
-    Reference counting goes on; only garbage in cycles waits until ``gc.collect()`` is called.
+    The collector belongs to the process, so this is the process's state: it comes back when the
+    last such engine is destroyed or gone. Reference counting goes on; only garbage in cycles waits
+    until ``gc.collect()`` is called.
     """
 
     def __init__(self) -> None:

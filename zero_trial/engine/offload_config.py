@@ -1,4 +1,5 @@
-"""Choose where optimizer state and parameters live: where the rank computes, in host memory, or in files."""
+"""Choose where optimizer state and parameters live: where the rank computes, in host memory, or in
+files."""
 
 from __future__ import annotations
 
@@ -46,13 +47,15 @@ T = TypeVar("T")
 
 
 def open_swap_file(folder: Path, nbytes: int, aio: AioSection, where: str) -> SwapSpace:
-    """Open a swap file of this rank's own. ``where``: the key that names the folder. Raises ConfigError, DoesNotFit."""
+    """Open a swap file of this rank's own. ``where``: the key that names the folder. Raises
+    ConfigError, DoesNotFit."""
     return SwapFile(folder, nbytes, block_size=aio.block_size, depth=aio.queue_depth, where=where)
 
 
 @dataclass(frozen=True)
 class OffloadBackends:
-    """``swap_file`` opens a file for that many bytes of state in a folder; ``copier`` gives the copies between a device and the host."""
+    """``swap_file`` opens a file for that many bytes of state in a folder; ``copier`` gives the
+    copies between a device and the host."""
 
     swap_file: Callable[[Path, int, AioSection, str], SwapSpace]
     copier: Callable[[torch.device, bool], HostCopier]
@@ -62,7 +65,8 @@ REAL_BACKENDS = OffloadBackends(open_swap_file, copier_for)
 
 
 class OffloadPlan:
-    """What construction asks: where masters go, how long pieces may be, and which store they get. In this class, all stays in place."""
+    """What construction asks: where masters go, how long pieces may be, and which store they get.
+    In this class, all stays in place."""
 
     most: int | None = None  # elements of a piece
     piece: Callable[..., ShardPiece] = ShardPiece
@@ -71,17 +75,20 @@ class OffloadPlan:
         """Move what is offloaded of a group that has just been built."""
 
     def store(self, base: torch.optim.Optimizer, pieces: Sequence[ShardPiece], elementwise: bool) -> StateStore | None:
-        """Return the store for ``base`` over ``pieces``; None for the usual one. Collective over the world."""
+        """Return the store for ``base`` over ``pieces``; None for the usual one. Collective over
+        the world."""
         return None
 
 
 class OffloadedState(OffloadPlan):
-    """Masters and moments are in a file or in the host's memory; parameters are in a file, in the host's memory or on a device.
+    """Masters and moments are in a file or in the host's memory; parameters are in a file, in the
+    host's memory or on a device.
 
     Args:
         buffer_numel: elements of a piece at most.
         space: the file of masters and state; None for the host's memory.
-        copier: copies between the host and the device that has the parameters; None where that is the host.
+        copier: copies between the host and the device that has the parameters; None where that is
+            the host.
         shards: what moved parameters into a file; None where they stay.
         budget: elements whose state goes to ``space``; None for all.
     """
@@ -170,7 +177,8 @@ def plan_offload(
         places: the files and copiers; a dry run has others.
         everything: all parameters of the model.
 
-    Raises ConfigError, and on every rank DoesNotFit or StorageError if any rank's disk cannot be used.
+    Raises ConfigError, and on every rank DoesNotFit or StorageError if any rank's disk cannot be
+    used.
     """
     zero = config.zero_optimization
     section = zero.offload_optimizer
@@ -211,7 +219,8 @@ def _require_parameters_at_home(section: OffloadParamSection | None, device: tor
 def _plan_shards(
     config: DsConfig, mesh: Mesh, params: Sequence[torch.Tensor], dtype: torch.dtype, places: OffloadBackends
 ) -> ParamSwapper | None:
-    """Open the file of parameters on NVMe; None where they are not wanted there, always live, or all fit into ``max_in_cpu``."""
+    """Open the file of parameters on NVMe; None where they are not wanted there, always live, or
+    all fit into ``max_in_cpu``."""
     zero = config.zero_optimization
     section = zero.offload_param
     if section is None or section.device != "nvme" or not plan_for_stage(zero.stage).frees_parameters:

@@ -1,4 +1,5 @@
-"""Optimizers by ds_config's name and params, and their parameter groups over pieces of the masters."""
+"""Optimizers by ds_config's name and params, and their parameter groups over pieces of the
+masters."""
 
 from __future__ import annotations
 
@@ -61,7 +62,8 @@ def parameter_groups(model: nn.Module, optimizer: Any, model_parameters: Iterabl
 
 
 def groups_over(pieces: Sequence[ShardPiece], groups: Groups) -> Groups:
-    """Return the same groups with the same settings, over pieces of masters instead of parameters."""
+    """Return the same groups with the same settings, over pieces of masters instead of
+    parameters."""
     return [
         {key: value for key, value in group.items() if key != "params"}
         | {"params": [p.weight for p in pieces if p.opt_group == index]}
@@ -69,20 +71,22 @@ def groups_over(pieces: Sequence[ShardPiece], groups: Groups) -> Groups:
     ]
 
 
-# --- from ds_config's optimizer name and params to an optimizer -------------------------------------------------------------
+# --- from ds_config's optimizer name and params to an optimizer -----------------------------------
 #
-# DeepSpeed's names are read in any case and with DeepSpeed 0.19.8's defaults (weight decay 0, also for AdamW); every
-# other name is a class of torch.optim in exact case, with torch's defaults.
+# DeepSpeed's names are read in any case and with DeepSpeed 0.19.8's defaults (weight decay 0, also
+# for AdamW); every other name is a class of torch.optim in exact case, with torch's defaults.
 
 
 WHERE = "optimizer.params"
 
 
-# What needs whole tensors (matrices, norms, factors), so that its result on flat pieces would be another optimizer.
+# What needs whole tensors (matrices, norms, factors), so that its result on flat pieces would be
+# another optimizer.
 WHOLE_TENSOR_NAMES = frozenset({"Adafactor", "Muon", "LBFGS", "Lamb", "LAMB", "FusedLamb", "LARS", "Shampoo", "SOAP"})
 
 
-# Where torch's fused kernel exists in every torch >= 2.6: one pass over the state instead of about five.
+# Where torch's fused kernel exists in every torch >= 2.6: one pass over the state instead of about
+# five.
 FUSED_ON: dict[type[torch.optim.Optimizer], frozenset[str]] = {
     torch.optim.Adam: frozenset({"cpu", "cuda"}),
     torch.optim.AdamW: frozenset({"cpu", "cuda"}),
@@ -91,7 +95,8 @@ FUSED_ON: dict[type[torch.optim.Optimizer], frozenset[str]] = {
 }
 
 
-# Our own single pass, where the kernels can be had: the same update and state, nearer to float64 and without a cast of the gradient.
+# Our own single pass, where the kernels can be had: the same update and state, nearer to float64
+# and without a cast of the gradient.
 NATIVE: dict[type[torch.optim.Optimizer], tuple[type[torch.optim.Optimizer], Mapping[str, Any]]] = {
     torch.optim.AdamW: (FusedAdam, {"adam_w_mode": True}),
     torch.optim.Adam: (FusedAdam, {"adam_w_mode": False}),
@@ -101,7 +106,8 @@ NATIVE: dict[type[torch.optim.Optimizer], tuple[type[torch.optim.Optimizer], Map
 }
 
 
-# Settings that choose an implementation or a variant: given any of them, the class that was named is built.
+# Settings that choose an implementation or a variant: given any of them, the class that was named
+# is built.
 _VARIANTS = ("amsgrad", "maximize", "foreach", "fused", "capturable", "differentiable")
 
 
@@ -110,7 +116,8 @@ ParamGroups = Iterable[torch.Tensor] | Iterable[dict[str, Any]]
 
 @dataclass(frozen=True)
 class OptimizerSpec:
-    """``optimizer_class`` with cleaned constructor arguments; ``note`` is a line for the report of what was mapped.
+    """``optimizer_class`` with cleaned constructor arguments; ``note`` is a line for the report of
+    what was mapped.
 
     ``torch_only``: torch's own implementation was asked for.
     """
@@ -127,12 +134,14 @@ class OptimizerSpec:
 
     @property
     def binds_tensors(self) -> bool:
-        """Return whether its ``bind`` learns which elements of a piece belong to which tensor, so that pieces may be cut anywhere."""
+        """Return whether its ``bind`` learns which elements of a piece belong to which tensor, so
+        that pieces may be cut anywhere."""
         return hasattr(self.optimizer_class, "bind")
 
     def build(self, param_groups: ParamGroups) -> torch.optim.Optimizer:
-        """Return the optimizer over ``param_groups`` (tensors, or dicts with ``params`` and own settings): in our native kernels
-        where the device has them (``ZERO_TRIAL_OPS=reference`` turns them off), else fused where torch can.
+        """Return the optimizer over ``param_groups`` (tensors, or dicts with ``params`` and own
+        settings): in our native kernels where the device has them (``ZERO_TRIAL_OPS=reference``
+        turns them off), else fused where torch can.
 
         Raises ConfigError where it refuses a value.
         """
@@ -177,13 +186,15 @@ class OptimizerSpec:
 
 
 def _defaults(optimizer_class: type[torch.optim.Optimizer], names: Collection[str]) -> dict[str, Any]:
-    """Return the class's own defaults of these arguments: torch's AdamW decays by 0.01 where ours does not."""
+    """Return the class's own defaults of these arguments: torch's AdamW decays by 0.01 where ours
+    does not."""
     parameters = inspect.signature(optimizer_class).parameters
     return {name: parameters[name].default for name in names if name in parameters}
 
 
 def is_elementwise(optimizer_class: type) -> bool:
-    """Return whether this class may work on flat pieces of tensors: its ``elementwise`` attribute, else True unless its name is known not to."""
+    """Return whether this class may work on flat pieces of tensors: its ``elementwise`` attribute,
+    else True unless its name is known not to."""
     declared = getattr(optimizer_class, "elementwise", None)
     if isinstance(declared, bool):
         return declared
@@ -191,9 +202,11 @@ def is_elementwise(optimizer_class: type) -> bool:
 
 
 def check_shapes(name: str, tensors: Mapping[str, torch.Tensor], shard: int) -> None:
-    """Raise ConfigError where ds_config's optimizer ``name`` cannot train ``tensors`` (by name) cut over ``shard`` ranks.
+    """Raise ConfigError where ds_config's optimizer ``name`` cannot train ``tensors`` (by name) cut
+    over ``shard`` ranks.
 
-    Pure and the same on every rank, so that it can be asked before the first collective. Muon orthogonalizes whole matrices.
+    Pure and the same on every rank, so that it can be asked before the first collective. Muon
+    orthogonalizes whole matrices.
     """
     if name.lower() != "muon":
         return
@@ -215,8 +228,8 @@ def check_shapes(name: str, tensors: Mapping[str, torch.Tensor], shard: int) -> 
 
 
 def resolve_optimizer(name: str, params: Mapping[str, Any] | None = None) -> OptimizerSpec:
-    """Return the optimizer that ``{"type": name, "params": params}`` means. Raises ConfigError for what cannot be
-    honoured."""
+    """Return the optimizer that ``{"type": name, "params": params}`` means. Raises ConfigError for
+    what cannot be honoured."""
     given = dict(params or {})
     if "max_grad_norm" in given:
         raise ConfigError(
@@ -237,12 +250,15 @@ def _adam(name: str, given: dict[str, Any]) -> OptimizerSpec:
         _answer(
             {"bias_correction": False}, "bias_correction", True, "torch's Adam always corrects the bias of its moments"
         )
-    given.pop("set_grad_none", None)  # gradients live in buffers that are zeroed, whatever this says
+    # gradients live in buffers that are zeroed, whatever this says
+    given.pop("set_grad_none", None)
     given.pop("fp32_optimizer_states", None)  # the moments have the masters' dtype
     if not torch_adam:
-        given.setdefault("weight_decay", 0.0)  # DeepSpeed's own Adam; torch_adam keeps torch's default (AdamW: 0.01)
+        # DeepSpeed's own Adam; torch_adam keeps torch's default (AdamW: 0.01)
+        given.setdefault("weight_decay", 0.0)
     note = "Adam means AdamW (decoupled weight decay) unless adam_w_mode is false" if name.lower() == "adam" else None
-    if not corrected:  # as DeepSpeed's recipes for BERT have it; torch has no such form, our own pass has
+    # as DeepSpeed's recipes for BERT have it; torch has no such form, our own pass has
+    if not corrected:
         own = {"adam_w_mode": decoupled, "bias_correction": False}
         return _spec(name, FusedAdam, {**given, **own}, note if decoupled else None)
     chosen = torch.optim.AdamW if decoupled else torch.optim.Adam
@@ -285,7 +301,8 @@ _ONE_BIT_PARAMS = (
 
 
 def _one_bit(base: str, rule: Callable[[str, dict[str, Any]], OptimizerSpec]) -> Callable[[str, dict[str, Any]], Any]:
-    """Map a 1-bit optimizer to its base optimizer: compression changes what is sent, and here nothing is compressed."""
+    """Map a 1-bit optimizer to its base optimizer: compression changes what is sent, and here
+    nothing is compressed."""
 
     def resolve(name: str, given: dict[str, Any]) -> OptimizerSpec:
         dropped = [key for key in _ONE_BIT_PARAMS if given.pop(key, None) is not None]
@@ -381,7 +398,8 @@ def _spec(
 
 
 def _answer(given: dict[str, Any], key: str, only: bool, reason: str) -> None:
-    """Take a DeepSpeed parameter whose one possible value is ``only``; another value would train a different model."""
+    """Take a DeepSpeed parameter whose one possible value is ``only``; another value would train a
+    different model."""
     value = given.pop(key, only)
     if value is not only:
         raise ConfigError(reason, where=f"{WHERE}.{key}", got=value, expected=only, fix="Leave it out.")

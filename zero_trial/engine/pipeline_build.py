@@ -1,4 +1,5 @@
-"""Build a pipeline: settings of ds_config, this rank's layers, the ZeRO policy of the schedule, and what its sharding actions do."""
+"""Build a pipeline: settings of ds_config, this rank's layers, the ZeRO policy of the schedule, and
+what its sharding actions do."""
 
 from __future__ import annotations
 
@@ -38,14 +39,17 @@ from zero_trial.sharding.plan import ReduceAt, ZeroPlan, plan_for_stage
 
 log = logging.getLogger("zero_trial")
 
-ROOM = 0.75  # of a rank's memory, for states and full copies where the policy is open; the rest is for activations
+# of a rank's memory, for states and full copies where the policy is open; the rest is for
+# activations
+ROOM = 0.75
 
 
 @dataclass(frozen=True)
 class PipelineSettings:
     """What ds_config says about the pipeline.
 
-    ``parameters`` and ``reduction`` are None where the policy is open; ``partition_method`` None and an interval of 0 are the module's own.
+    ``parameters`` and ``reduction`` are None where the policy is open; ``partition_method`` None
+    and an interval of 0 are the module's own.
     """
 
     stages: int = 1
@@ -59,7 +63,8 @@ class PipelineSettings:
 
 @dataclass(frozen=True)
 class ResolvedPipeline:
-    """What a pipeline's engine needs beside that of any engine. ``channel`` distinguishes its messages from other engines'."""
+    """What a pipeline's engine needs beside that of any engine. ``channel`` distinguishes its
+    messages from other engines'."""
 
     settings: PipelineSettings
     policy: ZeroPolicy
@@ -69,7 +74,8 @@ class ResolvedPipeline:
 
 
 def pipeline_settings(config: DsConfig) -> PipelineSettings:
-    """Read ``pipeline`` and ``mesh.pipe``; where the policy leaves something open, ``reduce_every`` and ``reshard_after`` decide it."""
+    """Read ``pipeline`` and ``mesh.pipe``; where the policy leaves something open, ``reduce_every``
+    and ``reshard_after`` decide it."""
     section, zero = config.pipeline, config.zero_optimization
     given = (section.zero_policy, RESHARDS.get(zero.reshard_after), zero.reduce_every)
     held = next((value for value in given if value in LIFETIMES), None)
@@ -88,11 +94,12 @@ def pipeline_settings(config: DsConfig) -> PipelineSettings:
     )
 
 
-# --- layers and policy -------------------------------------------------------------------------------------------------
+# --- layers and policy ----------------------------------------------------------------------------
 
 
 def with_stages(config: DsConfig, model: nn.Module) -> DsConfig:
-    """Return ``config`` with the number of pipeline stages that the model was made for, where it names none. Raises ConfigError where they differ."""
+    """Return ``config`` with the number of pipeline stages that the model was made for, where it
+    names none. Raises ConfigError where they differ."""
     if not isinstance(model, PipelineModule):
         if config.mesh.pipe > 1:
             raise ConfigError(
@@ -115,7 +122,8 @@ def with_stages(config: DsConfig, model: nn.Module) -> DsConfig:
 
 
 def build_layers(model: PipelineModule, config: DsConfig, mesh: Mesh, *, has_parameters: bool) -> None:
-    """Build this rank's layers for ds_config's schedule. ``has_parameters``: the caller holds parameters of those built so far."""
+    """Build this rank's layers for ds_config's schedule. ``has_parameters``: the caller holds
+    parameters of those built so far."""
     settings, stage = pipeline_settings(config), mesh.coordinates["pipe"]
     _check_topology(model, mesh)
     placement = RECIPES[settings.schedule].place(settings.stages, settings.chunks_per_rank)
@@ -154,7 +162,8 @@ def _check_topology(model: PipelineModule, mesh: Mesh) -> None:
 def resolve_pipeline(
     model: PipelineModule, config: DsConfig, mesh: Mesh, resolved: ResolvedConfig, device: torch.device
 ) -> tuple[ResolvedConfig, ResolvedPipeline]:
-    """Choose the policy, the same on all pipeline ranks; return ``resolved`` with the plan that it means. Collective over the world."""
+    """Choose the policy, the same on all pipeline ranks; return ``resolved`` with the plan that it
+    means. Collective over the world."""
     settings = pipeline_settings(config)
     own = sum(param.numel() for param in model.parameters() if param.requires_grad)
     sizes = mesh.pipe.gather_json(own, "parameters of the pipeline stages")
@@ -174,7 +183,8 @@ def resolve_pipeline(
 
 
 def weigh(elements: int, dtypes: DtypePolicy, ranks: int) -> ModelBytes:
-    """Return the bytes of one pipeline rank's ``elements`` among ``ranks`` that share them, with two moments per element, as Adam has."""
+    """Return the bytes of one pipeline rank's ``elements`` among ``ranks`` that share them, with
+    two moments per element, as Adam has."""
     master = dtypes.master.itemsize
     return ModelBytes(
         parameters=elements * dtypes.param.itemsize,
@@ -187,7 +197,8 @@ def weigh(elements: int, dtypes: DtypePolicy, ranks: int) -> ModelBytes:
 def choose_policy(
     settings: PipelineSettings, plan: ZeroPlan, weights: Sequence[ModelBytes], micro_batches: int, limit: int | None
 ) -> PricedPolicy:
-    """Return the policy that the settings ask for, or of those that are open the one that moves least and fits on every pipeline rank.
+    """Return the policy that the settings ask for, or of those that are open the one that moves
+    least and fits on every pipeline rank.
 
     All ranks must pass the same values. The price is that of the rank that needs most.
 
@@ -215,7 +226,8 @@ def choose_policy(
 def price_line(
     settings: PipelineSettings, choice: PricedPolicy, micro_batches: int, ranks: int, zero_stage: int
 ) -> str:
-    """Describe schedule and bubble, policy and its price among ``ranks`` data-parallel ranks, in one line."""
+    """Describe schedule and bubble, policy and its price among ``ranks`` data-parallel ranks, in
+    one line."""
     report = validate(training_schedule(settings, choice.policy, micro_batches))
     chunks = settings.chunks_per_rank
     text = (
@@ -236,7 +248,8 @@ def sharding_of(plan: ZeroPlan) -> Sharding:
 def training_schedule(
     settings: PipelineSettings, policy: ZeroPolicy, micro_batches: int, ties: Sequence[Sequence[int]] = ()
 ) -> Schedule:
-    """Build the schedule of one step under a policy, with messages, sharding and the step in it. Raises ConfigError for what the recipe cannot do."""
+    """Build the schedule of one step under a policy, with messages, sharding and the step in it.
+    Raises ConfigError for what the recipe cannot do."""
     computed = build(settings.schedule, settings.stages, micro_batches, settings.chunks_per_rank)
     return lower(computed, parameters=policy.parameters, reduction=policy.reduction, ties=ties)
 
@@ -250,16 +263,18 @@ def _memory(device: torch.device) -> int | None:
 
 
 def hops_of(placement: ChunkPlacement) -> list[tuple[int, int]]:
-    """Return (from stage, to stage) of all messages: each border between chunks on two ranks, there and back."""
+    """Return (from stage, to stage) of all messages: each border between chunks on two ranks, there
+    and back."""
     borders = dict.fromkeys((a, b) for a, b in pairwise(placement.ranks) if a != b)
     return list(dict.fromkeys([*borders, *((b, a) for a, b in borders)]))
 
 
-# --- parameter groups of chunks and tied modules, and the sharding actions on them -------------------------------------
+# --- parameter groups of chunks and tied modules, and the sharding actions on them ----------------
 
 
 def manual_groups(module: PipelineModule, mesh: Mesh) -> list[ManualGroup]:
-    """Return a group for each chunk of this rank and for each of its tied modules. Collective over the world where weights are tied."""
+    """Return a group for each chunk of this rank and for each of its tied modules. Collective over
+    the world where weights are tied."""
     placement = module.placement
     found = []
     tied: set[int] = set()
@@ -272,7 +287,8 @@ def manual_groups(module: PipelineModule, mesh: Mesh) -> list[ManualGroup]:
         if module.stage_id in stages:
             own = frozenset(id(param) for param in module.tied_modules[key].parameters())
             tied |= own
-            owner = stages.index(holders[0])  # with the first of its layers: the one that is built in an uncut model
+            # with the first of its layers: the one that is built in an uncut model
+            owner = stages.index(holders[0])
             found.append(ManualGroup(tied_group(key), own, copies, owner, f"tied_modules.{key}"))
     for number, chunk in module.chunks.items():
         params = frozenset(id(param) for param in chunk.parameters()) - tied
@@ -296,7 +312,8 @@ def tied_group(key: str) -> str:
 class ChunkShards:
     """The sharding actions of one rank's chunks.
 
-    A tied module of several chunks here is freed with the last of them, and reduced with the last of them.
+    A tied module of several chunks here is freed with the last of them, and reduced with the last
+    of them.
     """
 
     def __init__(self, model: ShardedModel, module: PipelineModule, *, every_micro_batch: bool) -> None:

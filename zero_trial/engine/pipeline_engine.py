@@ -1,4 +1,5 @@
-"""The engine of a pipeline: whole batches at a time under DeepSpeed's names, over the actions of a schedule."""
+"""The engine of a pipeline: whole batches at a time under DeepSpeed's names, over the actions of a
+schedule."""
 
 from __future__ import annotations
 
@@ -30,8 +31,8 @@ log = logging.getLogger("zero_trial")
 class PipelineEngine(Engine):
     """Trains a :class:`PipelineModule`: ``loss = engine.train_batch(data_iter)``.
 
-    ``micro_batches`` is the accumulation: so many micro-batches make one step. Gradients are reduced, parameters gathered and freed where the
-    schedule says so.
+    ``micro_batches`` is the accumulation: so many micro-batches make one step. Gradients are
+    reduced, parameters gathered and freed where the schedule says so.
     """
 
     is_pipe_parallel = True
@@ -63,17 +64,20 @@ class PipelineEngine(Engine):
             raise TrialError("the model of this engine is not a PipelineModule", got=type(self.module).__name__)
         return self.module
 
-    # --- a step ---------------------------------------------------------------------------------------------------
+    # --- a step -----------------------------------------------------------------------------------
 
     def train_batch(self, data_iter: Iterable[Any] | None = None) -> torch.Tensor:
-        """Take one optimizer step over ``gradient_accumulation_steps()`` micro-batches; return the mean loss, a scalar, the same on all ranks.
+        """Take one optimizer step over ``gradient_accumulation_steps()`` micro-batches; return the
+        mean loss, a scalar, the same on all ranks.
 
-        A micro-batch is ``(inputs, labels)``. A short one counts by its samples; where all ranks' data end within a batch, the step is made of
-        what there is. Raises StopIteration on all ranks when the data has ended. Collective over the world.
+        A micro-batch is ``(inputs, labels)``. A short one counts by its samples; where all ranks'
+        data end within a batch, the step is made of what there is. Raises StopIteration on all
+        ranks when the data has ended. Collective over the world.
 
         Args:
-            data_iter: an iterator over micro-batches, or a loader, which goes on where the last call with it stopped, and is started again
-                whenever it ends. None: the iterator or loader that was given before.
+            data_iter: an iterator over micro-batches, or a loader, which goes on where the last
+                call with it stopped, and is started again whenever it ends. None: the iterator or
+                loader that was given before.
         """
         if data_iter is not None:
             self._iterator = self._as_iterator(data_iter)
@@ -104,10 +108,13 @@ class PipelineEngine(Engine):
         bcast_loss: bool = True,
         num_micro_batches: int | None = None,
     ) -> Any:
-        """Run forwards only; return the mean loss, the same on all ranks, or with ``reduce_output`` None the list of this pipeline's losses.
+        """Run forwards only; return the mean loss, the same on all ranks, or with ``reduce_output``
+        None the list of this pipeline's losses.
 
-        ``return_logits``: ``(loss, logits)``, logits a list with every micro-batch's output where the last layer is, None elsewhere.
-        ``compute_loss=False``: that list alone. All ranks always get the losses, whatever ``bcast_loss`` says. Collective over the world.
+        ``return_logits``: ``(loss, logits)``, logits a list with every micro-batch's output where
+            the last layer is, None elsewhere.
+        ``compute_loss=False``: that list alone. All ranks always get the losses, whatever
+            ``bcast_loss`` says. Collective over the world.
         """
         before = self._iterator
         if data_iter is not None:
@@ -137,7 +144,8 @@ class PipelineEngine(Engine):
         return (loss, outputs) if return_logits else loss
 
     def schedule(self, micro_batches: int, *, training: bool = True) -> Schedule:
-        """Return what all pipeline ranks do with ``micro_batches``; validated once, before its first run."""
+        """Return what all pipeline ranks do with ``micro_batches``; validated once, before its
+        first run."""
         key = (micro_batches, training)
         if key not in self._schedules:
             ties = list(self.pipeline.ties.values())
@@ -151,7 +159,8 @@ class PipelineEngine(Engine):
         return self._schedules[key]
 
     def _perform(self, schedule: Schedule, batch: StepInput, options: StepOptions) -> LastStageResult:
-        """Run the schedule. After a failure the ranks are out of step with each other, so that nothing can run any more."""
+        """Run the schedule. After a failure the ranks are out of step with each other, so that
+        nothing can run any more."""
         try:
             return self.executor.run(schedule, batch, options)
         except Exception as error:
@@ -186,7 +195,8 @@ class PipelineEngine(Engine):
             return function(output, label)
 
     def _mean(self, batch: StepInput, found: LastStageResult) -> torch.Tensor:
-        """Return the mean loss over the samples of all data-parallel ranks. Collective over the world."""
+        """Return the mean loss over the samples of all data-parallel ranks. Collective over the
+        world."""
         total = torch.zeros(1, dtype=torch.float64, device=self.device)
         for number, loss in found.losses.items():
             total += loss.double().reshape(1) * batch.share(found.samples[number])
@@ -201,14 +211,15 @@ class PipelineEngine(Engine):
         self.mesh.pipe.all_reduce_small(values, "losses")
         return list(values.float())
 
-    # --- data -----------------------------------------------------------------------------------------------------
+    # --- data -------------------------------------------------------------------------------------
 
     def set_dataiterator(self, iterator: Iterator[Any] | None) -> None:
         """Set what :meth:`train_batch` reads from where it gets no iterator."""
         self._iterator = iterator
 
     def set_dataloader(self, loader: Iterable[Any] | None) -> None:
-        """Read from a loader, which is started again whenever it ends; ``None`` for a rank that reads nothing."""
+        """Read from a loader, which is started again whenever it ends; ``None`` for a rank that
+        reads nothing."""
         self.training_dataloader = loader
         self._iterator = RepeatingLoader(loader) if loader is not None else None
 
@@ -241,14 +252,15 @@ class PipelineEngine(Engine):
         batch = map_tensors(batch, lambda tensor: tensor.to(self.device))
         return (batch[0], batch[1]) if isinstance(batch, (tuple, list)) and len(batch) == 2 else (batch, None)
 
-    # --- stages ---------------------------------------------------------------------------------------------------
+    # --- stages -----------------------------------------------------------------------------------
 
     def is_first_stage(self) -> bool:
         """Return whether this rank holds the first layer: it reads inputs."""
         return 0 in self._chunks
 
     def is_last_stage(self) -> bool:
-        """Return whether this rank holds the last layer, where losses and logits are computed (with ``zb_v`` that is pipeline rank 0)."""
+        """Return whether this rank holds the last layer, where losses and logits are computed (with
+        ``zb_v`` that is pipeline rank 0)."""
         return len(self.pipeline.parts) - 2 in self._chunks
 
     def is_gradient_accumulation_boundary(self) -> bool:
@@ -282,7 +294,7 @@ class PipelineEngine(Engine):
     def reset_activation_shape(self) -> None:
         """Do nothing: shapes travel with every message."""
 
-    # --- what a pipeline cannot do --------------------------------------------------------------------------------
+    # --- what a pipeline cannot do ----------------------------------------------------------------
 
     def forward(self, *args: Any, **kwargs: Any) -> NoReturn:
         _refuse("forward")
@@ -295,7 +307,8 @@ class PipelineEngine(Engine):
 
 
 class _Phases:
-    """Reports the executor's phases to the engine's observer. It holds the engine weakly: the engine owns the executor."""
+    """Reports the executor's phases to the engine's observer. It holds the engine weakly: the
+    engine owns the executor."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = weakref.proxy(engine)

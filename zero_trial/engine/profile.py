@@ -1,6 +1,7 @@
 """Stopwatches, the FLOPs profile of a model or of one engine step, and its report.
 
-``get_model_profile`` profiles any module; ``flops_profiler`` in ds_config profiles one micro-batch of a running engine.
+``get_model_profile`` profiles any module; ``flops_profiler`` in ds_config profiles one micro-batch
+of a running engine.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ log = logging.getLogger("zero_trial")
 FORWARD, BACKWARD, REDUCE_WAIT, STEP = "forward", "backward", "reduce wait", "step"
 
 
-# --- timers by name: CUDA events on CUDA (nothing waits until the sums are read), the monotonic clock elsewhere ------------
+# --- timers by name: CUDA events on CUDA (nothing waits until the sums are read), the monotonic clo
 
 
 # Pairs of events that may wait before those that the device has passed are added up.
@@ -56,7 +57,8 @@ class Timers:
 
 
 class CudaTimers(Timers):
-    """Timers by events on the current stream: begin and end only enqueue, :meth:`take` waits for the last of them."""
+    """Timers by events on the current stream: begin and end only enqueue, :meth:`take` waits for
+    the last of them."""
 
     def __init__(self, make_event: Callable[[], Any] | None = None) -> None:
         super().__init__()
@@ -98,12 +100,13 @@ def make_timers(device: torch.device) -> Timers:
     return CudaTimers() if device.type == "cuda" else Timers()
 
 
-# --- the profile of a model -----------------------------------------------------------------------------------------------
+# --- the profile of a model -----------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class ModuleRow:
-    """One module; numbers contain those of its children. ``milliseconds`` is its forward, None where it was not called."""
+    """One module; numbers contain those of its children. ``milliseconds`` is its forward, None
+    where it was not called."""
 
     name: str
     kind: str
@@ -119,7 +122,8 @@ class ModuleRow:
 
 @dataclass(frozen=True)
 class ModelProfile:
-    """One micro-batch on one rank. ``backward_*`` are 0 where only forward was measured; milliseconds are of the whole phase."""
+    """One micro-batch on one rank. ``backward_*`` are 0 where only forward was measured;
+    milliseconds are of the whole phase."""
 
     rows: tuple[ModuleRow, ...]
     parameters: int
@@ -130,7 +134,8 @@ class ModelProfile:
     peak: Peak
 
     def model_flops(self, recompute_fwd_factor: float = 0.0) -> float:
-        """Return the operations that the mathematics needs: without the part of forward that backward does again (``recompute_fwd_factor`` of it)."""
+        """Return the operations that the mathematics needs: without the part of forward that
+        backward does again (``recompute_fwd_factor`` of it)."""
         return self.forward_flops * (1.0 - recompute_fwd_factor) + self.backward_flops
 
     @property
@@ -140,7 +145,8 @@ class ModelProfile:
         return (self.forward_flops + self.backward_flops) / seconds if seconds > 0 else 0.0
 
     def utilisation(self, recompute_fwd_factor: float = 0.0) -> float:
-        """Return the MFU: model operations per second as a fraction of the peak (Chowdhery et al. 2022, appendix B)."""
+        """Return the MFU: model operations per second as a fraction of the peak (Chowdhery et al.
+        2022, appendix B)."""
         done = self.forward_flops + self.backward_flops
         return self.achieved * self.model_flops(recompute_fwd_factor) / done / self.peak.per_second if done else 0.0
 
@@ -153,7 +159,8 @@ def build_profile(
     phases: tuple[float, float],
     peak: Peak,
 ) -> ModelProfile:
-    """Combine counts (of forward, and of forward and backward together) and times by module name."""
+    """Combine counts (of forward, and of forward and backward together) and times by module
+    name."""
     rows = [
         ModuleRow(
             name,
@@ -196,10 +203,12 @@ def get_model_profile(
     output_file: str | Path | None = None,
     mode: str = "forward",
 ) -> tuple[Any, Any, Any]:
-    """Return ``(flops, multiply-adds, parameters)`` of one forward (or ``generate``) of ``model`` in eval mode without gradients, as numbers or text.
+    """Return ``(flops, multiply-adds, parameters)`` of one forward (or ``generate``) of ``model``
+    in eval mode without gradients, as numbers or text.
 
-    ``input_shape`` makes one input of ones; otherwise ``args`` and ``kwargs`` are passed. The report goes to the standard output, or to
-    ``output_file``. Raises ConfigError for an unknown mode.
+    ``input_shape`` makes one input of ones; otherwise ``args`` and ``kwargs`` are passed. The
+    report goes to the standard output, or to ``output_file``. Raises ConfigError for an unknown
+    mode.
     """
 
     if mode not in ("forward", "generate"):
@@ -239,7 +248,7 @@ def get_model_profile(
     return shorten(numbers[0], "FLOP"), shorten(numbers[1], "MAC"), shorten(numbers[2], "")
 
 
-# --- the profile as text: totals, the heaviest kinds of modules at each depth, and every module as a tree ------------------
+# --- the profile as text: totals, the heaviest kinds of modules at each depth, and every module as
 
 
 _PREFIXES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
@@ -254,7 +263,8 @@ def render(
     top_modules: int = 1,
     recompute_fwd_factor: float = 0.0,
 ) -> str:
-    """Render the profile as several lines. ``module_depth`` -1 means the deepest; 0 is the whole model only."""
+    """Render the profile as several lines. ``module_depth`` -1 means the deepest; 0 is the whole
+    model only."""
     deepest = max(row.depth for row in profile.rows)
     depth = deepest if module_depth < 0 else min(module_depth, deepest)
     parts = [title, *_totals(profile, recompute_fwd_factor), *_heaviest(profile, depth, top_modules)]
@@ -336,13 +346,13 @@ def _flops(row: ModuleRow) -> int:
     return row.forward_flops + row.backward_flops
 
 
-# --- flops_profiler: counts one micro-batch of rank 0, times another one, then reports once --------------------------------
+# --- flops_profiler: counts one micro-batch of rank 0, times another one, then reports once -------
 #
 #     step profile_step - 1   the first micro-batch is counted: that slows it down, so it is not timed
 #     step profile_step       the first micro-batch is timed, module by module; the report follows its backward
 #
-# Steps are numbered from 0 as ``engine.global_steps`` is, so that what is timed is warm. A run that is resumed behind profile_step is profiled
-# in its first two steps.
+# Steps are numbered from 0 as ``engine.global_steps`` is, so that what is timed is warm. A run that
+# is resumed behind profile_step is profiled in its first two steps.
 
 
 class _Stage(Enum):
@@ -408,7 +418,8 @@ class StepProfiler:
                 self._finish(engine.global_steps)
 
     def _ignores(self, phase: str, engine: ProfiledEngine) -> bool:
-        """Return whether to ignore the phase: the profile is done, or this is an evaluation, or a phase that is not profiled."""
+        """Return whether to ignore the phase: the profile is done, or this is an evaluation, or a
+        phase that is not profiled."""
         if self._stage is _Stage.DONE or phase not in (FORWARD, BACKWARD):
             return True
         return phase == FORWARD and not engine.training

@@ -15,7 +15,8 @@ from zero_trial.precision import DtypePolicy, autocast_dtype, dtype_from_name, d
 from zero_trial.sharding.grouping import GroupingLimits, LeafRules, ShardingSettings, UnshardLimits
 from zero_trial.sharding.plan import ZeroPlan, plan_for_stage
 
-# Elements. Below this a parameter group's messages cost more than the memory that freeing it saves (half a megabyte in fp32).
+# Elements. Below this a parameter group's messages cost more than the memory that freeing it saves
+# (half a megabyte in fp32).
 SMALLEST_GROUP = 1 << 17
 
 
@@ -29,7 +30,8 @@ class ResolvedConfig:
     sharding: ShardingSettings
     clip: float
     skip_nonfinite: bool
-    defer_publish: bool  # wait for updated parameters in the next forward instead of at the end of the step
+    # wait for updated parameters in the next forward instead of at the end of the step
+    defer_publish: bool
     divisor: int  # what the sum of gradients over ranks is divided by: 1 keeps the sum
     autocast: torch.dtype | None  # the forward runs under torch.autocast to it
 
@@ -111,12 +113,14 @@ def _policy(config: DsConfig, accumulation: int) -> DtypePolicy:
         policy = replace(policy, buffer=dtype_from_name(buffer, "data_types.buffer_dtype"))
     elif policy.param != torch.float32:  # else every tensor keeps its own
         policy = replace(policy, buffer=policy.param)
-    # Under autocast to fp16 the parameters are fp32, but their gradients pass through fp16 and can underflow.
+    # Under autocast to fp16 the parameters are fp32, but their gradients pass through fp16 and can
+    # underflow.
     return replace(policy, loss_scale=scale) if scale is not None else policy
 
 
 def _wire_scale(config: DsConfig, ranks: int) -> float:
-    """Return what gradients are multiplied by before they are summed; the step divides the rest, so the mean is the same."""
+    """Return what gradients are multiplied by before they are summed; the step divides the rest, so
+    the mean is the same."""
     if config.prescale_gradients:
         return 1.0 / ranks
     return 1.0 / config.gradient_predivide_factor

@@ -5,8 +5,9 @@
     buffer/<name>          buffers of the first rank that has them
     rank<i>/...            what differs between ranks: random generators, buffers that are not the first rank's
 
-No name mentions a shard. Where models are parallel themselves (``mesh.model``, or a client's ``mpu`` with several data-parallel groups) ranks
-hold other tensors under the same names; then the first three are below ``part<i>of<n>/``, and are read only by as many parts.
+No name mentions a shard. Where models are parallel themselves (``mesh.model``, or a client's
+``mpu`` with several data-parallel groups) ranks hold other tensors under the same names; then the
+first three are below ``part<i>of<n>/``, and are read only by as many parts.
 """
 
 from __future__ import annotations
@@ -73,7 +74,8 @@ class CheckpointedEngine(Protocol):
 def state_at_hand(engine: CheckpointedEngine, label: str) -> Iterator[None]:
     """Make masters and optimizer state readable and writable inside the block, wherever they live.
 
-    Collective: a rank whose disk does not give them, or does not take them back, ends the block on every rank.
+    Collective: a rank whose disk does not give them, or does not take them back, ends the block on
+    every rank.
     """
     with ExitStack() as stack:
 
@@ -106,7 +108,8 @@ class CheckpointNames:
 
     @property
     def twins(self) -> AxisComm:
-        """The ranks that have built the same modules: all, or those of one pipeline stage and one part of a parallel model."""
+        """The ranks that have built the same modules: all, or those of one pipeline stage and one
+        part of a parallel model."""
         mesh = self._engine.mesh
         return mesh.data if mesh.pipe.size > 1 or self.parts > 1 else mesh.world
 
@@ -120,13 +123,15 @@ class CheckpointNames:
         return found
 
     def aliases(self) -> dict[str, str]:
-        """Collect the tied names of the whole model, or of this part of it. Collective over pipe."""
+        """Collect the tied names of the whole model, or of this part of it. Collective over
+        pipe."""
         own = {alias: name for name, (_, names) in parameter_names(self._engine.module).items() for alias in names[1:]}
         stages = self._engine.mesh.pipe.gather_json(own, "tied names")
         return {alias: name for stage in stages for alias, name in stage.items()}
 
     def dtypes(self) -> dict[str, str]:
-        """Collect the dtype in which the model computes with a parameter, where it is not float32: masters do not tell. Collective over pipe."""
+        """Collect the dtype in which the model computes with a parameter, where it is not float32:
+        masters do not tell. Collective over pipe."""
         named = parameter_names(self._engine.module).items()
         own = {name: dtype_name(param.dtype) for name, (param, _) in named if param.dtype != torch.float32}
         return {
@@ -142,7 +147,8 @@ def save_state(
     *,
     without_frozen: bool = False,
 ) -> bool:
-    """Write ``directory/tag`` (default ``global_stepN``). Collective over the world: every rank must call.
+    """Write ``directory/tag`` (default ``global_stepN``). Collective over the world: every rank
+    must call.
 
     Raises TrialError in the middle of an accumulation: its gradients are no part of a checkpoint.
     """
@@ -198,7 +204,8 @@ def _save(
 
 
 def save_weights(engine: CheckpointedEngine, directory: Path, filename: str, *, without_frozen: bool = False) -> bool:
-    """Write the whole model as one safetensors file in the parameters' dtype; tied names are stored once and listed in the metadata.
+    """Write the whole model as one safetensors file in the parameters' dtype; tied names are stored
+    once and listed in the metadata.
 
     Collective over the world.
     """
@@ -210,7 +217,8 @@ def save_weights(engine: CheckpointedEngine, directory: Path, filename: str, *, 
             got=f"{names.parts} parts",
             fix="Use engine.save_checkpoint, or join the parts of engine.module_state_dict() as the model cuts them.",
         )
-    state = engine.sharded.rank0_state_dict()  # streamed: no device and no other rank holds the whole model
+    # streamed: no device and no other rank holds the whole model
+    state = engine.sharded.rank0_state_dict()
     if without_frozen:
         params = engine.module.named_parameters(remove_duplicate=False)
         frozen = {name for name, param in params if not param.requires_grad}
@@ -289,7 +297,8 @@ def _engine_state(engine: CheckpointedEngine, client_state: dict[str, Any]) -> d
 
 
 def _optimizer_facts(engine: CheckpointedEngine) -> tuple[dict[str, dict[str, float]], list[str]]:
-    """Collect scalar state by group, and the kinds of other state: from all ranks, for a rank's shards may hold nothing of a group. Collective."""
+    """Collect scalar state by group, and the kinds of other state: from all ranks, for a rank's
+    shards may hold nothing of a group. Collective."""
     optimizer = engine.optimizer
     scalars = optimizer.scalars() if optimizer is not None else {}
     kinds = sorted({view.kind for view in optimizer.views()} - {"master"}) if optimizer is not None else []
@@ -300,7 +309,8 @@ def _optimizer_facts(engine: CheckpointedEngine) -> tuple[dict[str, dict[str, fl
 
 
 def _own_state(engine: CheckpointedEngine) -> dict[str, Any]:
-    """Collect what belongs to this rank alone: random generators, and buffers that differ from rank 0's (running statistics)."""
+    """Collect what belongs to this rank alone: random generators, and buffers that differ from rank
+    0's (running statistics)."""
     names, different = CheckpointNames(engine), {}
     for name, buffer in names.buffers():
         reference = buffer.detach().clone()
@@ -312,9 +322,11 @@ def _own_state(engine: CheckpointedEngine) -> dict[str, Any]:
 
 
 def _whole_model(engine: CheckpointedEngine, own: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Join the state dicts of all pipeline stages on the first; a tied weight is the same in each. Collective over pipe.
+    """Join the state dicts of all pipeline stages on the first; a tied weight is the same in each.
+    Collective over pipe.
 
-    One tensor travels at a time. Where the pipe's backend takes no tensors of the host (NCCL alone), it passes through the device.
+    One tensor travels at a time. Where the pipe's backend takes no tensors of the host (NCCL
+    alone), it passes through the device.
     """
     pipe = engine.mesh.pipe
     if pipe.size == 1:
@@ -335,7 +347,8 @@ def _whole_model(engine: CheckpointedEngine, own: dict[str, torch.Tensor]) -> di
 
 
 def _same_everywhere(engine: CheckpointedEngine, tag: str) -> str:
-    """Return the tag under which all ranks save: rank 0's. ``checkpoint.tag_validation`` decides about ranks that gave another one."""
+    """Return the tag under which all ranks save: rank 0's. ``checkpoint.tag_validation`` decides
+    about ranks that gave another one."""
     tags: list[str] = engine.mesh.world.gather_json(tag, "save_checkpoint called by every rank")
     validation = engine.config.checkpoint.tag_validation
     if len(set(tags)) > 1 and validation != "Ignore":

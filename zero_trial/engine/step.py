@@ -1,18 +1,20 @@
-"""One optimizer step, from the gradients' norm to the published parameters, and the undo of a step that the device skipped.
+"""One optimizer step, from the gradients' norm to the published parameters, and the undo of a step
+that the device skipped.
 
     apply()     square sum of the reduced gradients, all-reduced -> norm and clip factor -> update -> publish
     finalize()  the outcome, known on all ranks: loss scale, counts, the name of a gradient that was not finite
 
-The host decides where reading the norm costs nothing (CPU), and for optimizers that cannot read the decision on the
-device. On CUDA waiting would empty the queue, so the device decides:
+The host decides where reading the norm costs nothing (CPU), and for optimizers that cannot read the
+decision on the device. On CUDA waiting would empty the queue, so the device decides:
 
     step()      norm, factor and found_inf stay on the device, where the update reads them; the sum starts for the host; values are
                 published. Schedule and counts of steps advance as if the step were applied.
     backward()  of the next step finalizes: the sum arrived long ago, while the device is still busy with the update and the forward.
                 A skipped step's schedule, optimizer state and counts are undone.
 
-Code that asks earlier (:meth:`StepOutcome.result`) waits for the norm alone, not for what is queued behind it. A skipped step leaves the
-same bits in both ways; only its publication, of unchanged values, is sent where the device decides.
+Code that asks earlier (:meth:`StepOutcome.result`) waits for the norm alone, not for what is queued
+behind it. A skipped step leaves the same bits in both ways; only its publication, of unchanged
+values, is sent where the device decides.
 """
 
 from __future__ import annotations
@@ -41,7 +43,8 @@ from zero_trial.sharding.reduce import NonFiniteGradient, first_nonfinite
 
 log = logging.getLogger("zero_trial")
 
-_TOTAL, _CONTROL = slice(0, 2), slice(2, 5)  # of the read-back: a float64 sum of squares; norm, factor, found_inf
+# of the read-back: a float64 sum of squares; norm, factor, found_inf
+_TOTAL, _CONTROL = slice(0, 2), slice(2, 5)
 
 
 @dataclass
@@ -52,7 +55,8 @@ class StepResult:
     norm: float | None = None  # of the averaged, unscaled gradient before clipping
     applied: bool = False  # the parameters have changed
     skipped: int = 0
-    skipped_at: deque[int] = field(default_factory=lambda: deque(maxlen=1000))  # numbers of the last skipped steps
+    # numbers of the last skipped steps
+    skipped_at: deque[int] = field(default_factory=lambda: deque(maxlen=1000))
     nonfinite: NonFiniteStep | None = None
 
 
@@ -70,7 +74,8 @@ class _OpenStep:
 
 
 class _ScaleChange(NamedTuple):
-    """What a step did to the loss scale: some gradient was not finite, the scale before, and why no step can follow (None: one can)."""
+    """What a step did to the loss scale: some gradient was not finite, the scale before, and why no
+    step can follow (None: one can)."""
 
     overflow: bool
     before: float
@@ -79,7 +84,8 @@ class _ScaleChange(NamedTuple):
 
 @dataclass(frozen=True)
 class _Overflow:
-    """A step with a gradient that is not finite, to be reported by :meth:`StepOutcome.finalize`. ``found``: None where it was not skipped."""
+    """A step with a gradient that is not finite, to be reported by :meth:`StepOutcome.finalize`.
+    ``found``: None where it was not skipped."""
 
     opened: _OpenStep
     found: list[Row] | None
@@ -87,7 +93,8 @@ class _Overflow:
 
 
 class StepOutcome(StepStatus):
-    """Applies steps, and knows the outcome of the last one. ``deferred``: the device decides, for optimizers that support it."""
+    """Applies steps, and knows the outcome of the last one. ``deferred``: the device decides, for
+    optimizers that support it."""
 
     def __init__(self, config: ResolvedConfig, mesh: Mesh, device: torch.device, *, deferred: bool) -> None:
         self.deferred = deferred
@@ -100,7 +107,7 @@ class StepOutcome(StepStatus):
         self._open: _OpenStep | None = None
         self._overflow: _Overflow | None = None
 
-    # --- the outcome ----------------------------------------------------------------------------------------------
+    # --- the outcome ------------------------------------------------------------------------------
 
     @property
     def open(self) -> bool:
@@ -118,14 +125,15 @@ class StepOutcome(StepStatus):
         return self.result().loss_scale.scale
 
     def gradient_multiplier(self) -> float:
-        """Return the factor from a reduced shard (a sum over ranks of scaled gradients) to the averaged gradient, or to the sum where that was
-        asked for."""
+        """Return the factor from a reduced shard (a sum over ranks of scaled gradients) to the
+        averaged gradient, or to the sum where that was asked for."""
         if self._open is not None:
             self.settle()
         return 1.0 / (self._divisor * self._result.loss_scale.scale)
 
     def finalize(self) -> StepResult:
-        """Return the outcome, known on all ranks; report a skipped step, and end a run that cannot go on. Collective over all. Raises Diverged."""
+        """Return the outcome, known on all ranks; report a skipped step, and end a run that cannot
+        go on. Collective over all. Raises Diverged."""
         if self._open is not None:
             self.settle()
         if self._overflow is not None:
@@ -141,18 +149,21 @@ class StepOutcome(StepStatus):
         result.skipped, result.loss_scale = skipped, result.loss_scale.restored(loss_scale)
 
     def close(self) -> None:
-        """Do the same for an engine that ends, in which other ranks may have failed: local, so that a culprit may stay unnamed."""
+        """Do the same for an engine that ends, in which other ranks may have failed: local, so that
+        a culprit may stay unnamed."""
         self.settle()
         overflow, self._overflow = self._overflow, None
         if overflow is not None:
             self._report(overflow.change)
 
     def settle(self) -> None:
-        """Learn what the device has decided about the last step; undo what the host did for a skipped one."""
+        """Learn what the device has decided about the last step; undo what the host did for a
+        skipped one."""
         opened, self._open = self._open, None
         if opened is None or self._readback is None:
             return
-        # Here the host waits for the device, and so for ranks that its collectives need: a long wait must name them.
+        # Here the host waits for the device, and so for ranks that its collectives need: a long
+        # wait must name them.
         heartbeat = self._mesh.heartbeat
         heartbeat.waiting(f"the outcome of step {opened.step}")
         try:
@@ -173,7 +184,7 @@ class StepOutcome(StepStatus):
         if change.overflow:
             self._overflow = _Overflow(opened, found, change)
 
-    # --- a step ---------------------------------------------------------------------------------------------------
+    # --- a step -----------------------------------------------------------------------------------
 
     def apply(
         self,
@@ -183,9 +194,11 @@ class StepOutcome(StepStatus):
         schedule: Any,
         arguments: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
-        """Update and publish with the reduced gradients of step number ``step``, and advance ``schedule``; or skip it. Collective.
+        """Update and publish with the reduced gradients of step number ``step``, and advance
+        ``schedule``; or skip it. Collective.
 
-        The outcome of the step before is final. Afterwards the gradients are forgotten. Raises Diverged.
+        The outcome of the step before is final. Afterwards the gradients are forgotten. Raises
+        Diverged.
         """
         reducer = model.reducer
         reducer.reduce_missing()
@@ -199,7 +212,8 @@ class StepOutcome(StepStatus):
         result, unscale = self._result, self.gradient_multiplier()
         with trace_range("norm"):
             total, late = self._sum_over_ranks(model, reducer.late_groups())
-            if (late > 0).item():  # on some rank: all learn it here; a dry run takes conditions for False
+            # on some rank: all learn it here; a dry run takes conditions for False
+            if (late > 0).item():
                 reducer.reduce_late()
                 total = self._sum_over_ranks(model)
         change = self._decide(total.item(), unscale, step)
@@ -246,7 +260,8 @@ class StepOutcome(StepStatus):
     def _device_scalars(
         self, room: torch.Tensor, total: torch.Tensor, unscale: float, *, divides: bool
     ) -> DeviceScalars:
-        """Compute on the device what the update reads there; ``room`` holds what the host reads later. ``divides``: the optimizer wants a divisor."""
+        """Compute on the device what the update reads there; ``room`` holds what the host reads
+        later. ``divides``: the optimizer wants a divisor."""
         square_sum, control = room[_TOTAL].view(torch.float64), room[_CONTROL]
         square_sum.copy_(total)
         OPS.step_control_(square_sum, None, control, unscale, self._config.clip)
@@ -256,8 +271,9 @@ class StepOutcome(StepStatus):
     def _sum_over_ranks(self, model: ShardedModel, *counts: int) -> torch.Tensor:
         """Sum the squares of the reduced gradient and each of ``counts``: (1 + counts,) in float64.
 
-        The first is not finite if any element on any rank is not. One all-reduce over each of shard, replica (of which each rank counts a
-        slice), model (where copies are counted once) and pipe (tied weights, too).
+        The first is not finite if any element on any rank is not. One all-reduce over each of
+        shard, replica (of which each rank counts a slice), model (where copies are counted once)
+        and pipe (tied weights, too).
         """
         sums = model.owned_square_sums()
         total = torch.stack(sums).sum() if sums else torch.zeros((), dtype=torch.float64, device=self._device)
@@ -268,7 +284,8 @@ class StepOutcome(StepStatus):
         return values
 
     def _decide(self, square_sum: float, unscale: float, step: int) -> _ScaleChange:
-        """Record norm and decision of step number ``step``, and set the loss scale of the next one."""
+        """Record norm and decision of step number ``step``, and set the loss scale of the next
+        one."""
         result = self._result
         result.norm = math.sqrt(square_sum) * unscale if square_sum >= 0 else math.nan
         finite = math.isfinite(result.norm)
@@ -284,7 +301,8 @@ class StepOutcome(StepStatus):
         return _ScaleChange(not finite, before, update.error)
 
     def _report(self, change: _ScaleChange) -> None:
-        """Log one line on rank 0 about a step that was skipped; raise on all ranks where the run cannot go on."""
+        """Log one line on rank 0 about a step that was skipped; raise on all ranks where the run
+        cannot go on."""
         result = self._result
         if self._mesh.rank == 0 and result.nonfinite is not None:
             now = result.loss_scale.scale
@@ -309,10 +327,12 @@ def update_and_publish(
     *,
     defer_wait: bool = False,
 ) -> None:
-    """Take one optimizer step with ``multiplier`` times the reduced gradients, and publish each parameter group as soon as it is done.
+    """Take one optimizer step with ``multiplier`` times the reduced gradients, and publish each
+    parameter group as soon as it is done.
 
-    ``scalars``: a factor and a skip that the device reads; a step that it skips publishes unchanged values. ``defer_wait``: the next forward
-    waits for the published values instead of this call. Collective over shard.
+    ``scalars``: a factor and a skip that the device reads; a step that it skips publishes unchanged
+    values. ``defer_wait``: the next forward waits for the published values instead of this call.
+    Collective over shard.
     """
     model.wait_before_writing()
     publisher = model.publisher
@@ -330,16 +350,19 @@ def update_and_publish(
             publisher.wait()
 
 
-# --- what the device reports later ------------------------------------------------------------------------------------
+# --- what the device reports later ----------------------------------------------------------------
 
 
 class PinnedReadback:
-    """Brings a few numbers to the host while the device goes on: they are sent at once and read later.
+    """Brings a few numbers to the host while the device goes on: they are sent at once and read
+    later.
 
-    ``there`` (n,) fp32 lives on ``device``; what it holds when :meth:`send` is called is what :meth:`receive` returns.
+    ``there`` (n,) fp32 lives on ``device``; what it holds when :meth:`send` is called is what
+    :meth:`receive` returns.
 
-    On CUDA the copy goes to pinned memory in the order of the current stream, and an event marks its end. Nothing may write into ``there``
-    between the two on another stream, and a second :meth:`send` overwrites the first.
+    On CUDA the copy goes to pinned memory in the order of the current stream, and an event marks
+    its end. Nothing may write into ``there`` between the two on another stream, and a second
+    :meth:`send` overwrites the first.
     """
 
     def __init__(self, device: torch.device, numel: int) -> None:
@@ -356,27 +379,31 @@ class PinnedReadback:
             self._arrived.record()
 
     def receive(self) -> torch.Tensor:
-        """Return the values on the host, (n,). Waits until the device has reached the last :meth:`send`, and no further."""
+        """Return the values on the host, (n,). Waits until the device has reached the last
+        :meth:`send`, and no further."""
         self.received += 1
         if self._arrived is not None:
             self._arrived.synchronize()
         return self._here
 
 
-# --- undo of a schedule -----------------------------------------------------------------------------------------------
+# --- undo of a schedule ---------------------------------------------------------------------------
 
 
 def can_undo(schedule: Any) -> bool:
-    """Return whether ``schedule`` can go back to an earlier state: torch's and ours can, and every other one that a checkpoint can hold."""
+    """Return whether ``schedule`` can go back to an earlier state: torch's and ours can, and every
+    other one that a checkpoint can hold."""
     return hasattr(schedule, "state_dict") and hasattr(schedule, "load_state_dict")
 
 
 def step_with_undo(
     schedule: Any, groups: Sequence[dict[str, Any]], arguments: Mapping[str, Any] = MappingProxyType({})
 ) -> Callable[[], None]:
-    """Step ``schedule``; return the function that restores it and ``groups`` (the optimizer's, which it writes into) as they are now.
+    """Step ``schedule``; return the function that restores it and ``groups`` (the optimizer's,
+    which it writes into) as they are now.
 
-    What the caller has written into the groups since then stays: only values that the step wrote go back.
+    What the caller has written into the groups since then stays: only values that the step wrote go
+    back.
     """
     state, before = _copy(schedule.state_dict()), _settings(groups)
     schedule.step(**arguments)
@@ -402,7 +429,8 @@ def _same(value: Any, other: Any) -> bool:
 
 
 def _copy(value: Any) -> Any:
-    """Copy plain containers and tensors, so that later writes do not reach the copy; other values are kept as they are."""
+    """Copy plain containers and tensors, so that later writes do not reach the copy; other values
+    are kept as they are."""
     if isinstance(value, torch.Tensor):
         return value.detach().clone()
     if type(value) is dict:
@@ -412,7 +440,7 @@ def _copy(value: Any) -> Any:
     return value
 
 
-# --- which gradient was not finite ------------------------------------------------------------------------------------
+# --- which gradient was not finite ----------------------------------------------------------------
 
 # Freed parameters read as NaN, so that a use outside their module's forward shows.
 _OUTSIDE = (
@@ -423,7 +451,8 @@ _OUTSIDE = (
 
 @dataclass(frozen=True)
 class NonFiniteStep:
-    """A gradient that was not finite. ``rank`` None: only the sum over ranks is known to be bad. ``hint``: a likely cause, if one is known."""
+    """A gradient that was not finite. ``rank`` None: only the sum over ranks is known to be bad.
+    ``hint``: a likely cause, if one is known."""
 
     step: int
     rank: int | None
@@ -448,16 +477,19 @@ Row = tuple[int, int, int, str]
 
 
 def find_culprit(model: ShardedModel, step: int) -> NonFiniteStep:
-    """Name the first culprit in rank order, the same on every rank. Collective over data, model and pipe; only called when there is one."""
+    """Name the first culprit in rank order, the same on every rank. Collective over data, model and
+    pipe; only called when there is one."""
     return agree_on_culprit(model, step, local_culprits(model, model.reducer.nonfinite), model.unsharder.was_used)
 
 
 def local_culprits(
     model: ShardedModel, culprits: Sequence[NonFiniteGradient], sums: Mapping[int, torch.Tensor] | None = None
 ) -> list[Row]:
-    """Find what this rank knows of a gradient that is not finite: what the reduction saw, else what its shards hold. Local; reads the device.
+    """Find what this rank knows of a gradient that is not finite: what the reduction saw, else what
+    its shards hold. Local; reads the device.
 
-    ``sums``: of squares, by number of gradient buffer, for when other gradients may have come into the shards since: they still tell the group.
+    ``sums``: of squares, by number of gradient buffer, for when other gradients may have come into
+        the shards since: they still tell the group.
     """
     found: list[Row] = []
     for culprit in culprits:
@@ -479,14 +511,16 @@ def local_culprits(
 def agree_on_culprit(
     model: ShardedModel, step: int, found: Sequence[Row], was_used: Callable[[str], bool]
 ) -> NonFiniteStep:
-    """Choose one culprit from what all ranks have ``found``; ``was_used(block)``: its forward had run. Collective over data, model and pipe.
+    """Choose one culprit from what all ranks have ``found``; ``was_used(block)``: its forward had
+    run. Collective over data, model and pipe.
 
     In a pipeline the last stage comes first: a bad value spreads from there towards the input.
     """
     everyone = [tuple(row) for rows in model.mesh.data.gather_json(list(found), "non-finite gradients") for row in rows]
     answer: list[Any] = []
     if everyone:
-        # the group built last comes first in the model, and a bad value spreads from there towards the input
+        # the group built last comes first in the model, and a bad value spreads from there towards
+        # the input
         doubt, rank, index, parameter = min(everyone)
         block = model.groups[index].block
         answer = [doubt, rank, parameter, "" if was_used(block) else _OUTSIDE.format(block=block)]

@@ -41,10 +41,11 @@ class ClusterDefaults:
         }
 
 
-# Laying one experiment configuration over another: maps are united, lists replaced, and null counts as not written.
+# Laying one experiment configuration over another: maps are united, lists replaced, and null counts
+# as not written.
 #
-# The exceptions: lists of mounts, devices, variables, ports, labels and policies add up; a hyperparameter with a type, and a storage or a searcher
-# of another kind, are never mixed.
+# The exceptions: lists of mounts, devices, variables, ports, labels and policies add up; a
+# hyperparameter with a type, and a storage or a searcher of another kind, are never mixed.
 
 
 Json = Any
@@ -123,7 +124,8 @@ def _merge_lists(above: list[Json], below: list[Json], path: tuple[str, ...]) ->
             if not isinstance(item, Mapping) or item.get(_KEYED[path]) is None or item.get(_KEYED[path]) not in taken
         ]
     if path in _APPENDED:
-        return below + above  # the last one of two variables of the same name is the one that counts
+        # the last one of two variables of the same name is the one that counts
+        return below + above
     if path == ("labels",):
         return above + [label for label in below if label not in above]
     if path == ("environment", "proxy_ports"):
@@ -131,7 +133,8 @@ def _merge_lists(above: list[Json], below: list[Json], path: tuple[str, ...]) ->
     return above
 
 
-# Older ways of writing an experiment, rewritten as they are written today. What is not understood is left to the rules to refuse.
+# Older ways of writing an experiment, rewritten as they are written today. What is not understood
+# is left to the rules to refuse.
 
 
 _SIZE = re.compile(r"\A((?:[0-9]*[.])?[0-9]+) ?(?:([kmgtp])(?:i?b)?|b)?\Z", re.IGNORECASE)

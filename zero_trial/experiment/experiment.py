@@ -246,7 +246,8 @@ def examine_experiment(source: str | Path | Mapping[str, Any], name: str | None 
     others: list[ConfigError] = []
     for issue in examined.issues:
         fault = located(issue, document)
-        if not any(_around(_keys(fault), other) for other in known):  # else the reader has said it, and what to write
+        # else the reader has said it, and what to write
+        if not any(_around(_keys(fault), other) for other in known):
             (stopping if _stops_a_run(issue) else others).append(fault)
     return ExaminedExperiment(config, (*stopping, *values.faults), tuple(others), tuple(examined.warnings))
 

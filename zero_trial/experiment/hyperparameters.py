@@ -190,7 +190,8 @@ class Hyperparameters(Type):
 
 
 def _check(value: Any, path: Path, names: tuple[str, ...]) -> Iterator[Issue]:
-    # A list is one value; what a master looks for inside it has changed between releases, so all of it is checked.
+    # A list is one value; what a master looks for inside it has changed between releases, so all of
+    # it is checked.
     if isinstance(value, list):
         for index, inner in enumerate(value):
             yield from _check(inner, (*path, index), names)

@@ -61,7 +61,8 @@ NEVER = Period("batches", 0)
 
 
 def read_period(value: Any, low: int = 0) -> Period:
-    """Return a Period from ``{batches: 100}`` or a bare number of batches; raises ValidationError."""
+    """Return a Period from ``{batches: 100}`` or a bare number of batches; raises
+    ValidationError."""
     expected = "{batches: n}, {epochs: n}, {records: n} or a number of batches"
     if isinstance(value, Mapping):
         if len(value) != 1 or next(iter(value)) not in UNITS:
@@ -95,7 +96,8 @@ SEARCHER_LENGTH = OneOf((*_length(1), exact_int(1)), f"{_WORDS}, with a positive
 TIMED_LENGTH = OneOf(_length(1), f"{_WORDS}, with a positive integer")
 
 
-# ``searcher``: the four searches that a new experiment may ask for, and what to write instead of those that are gone.
+# ``searcher``: the four searches that a new experiment may ask for, and what to write instead of
+#     those that are gone.
 
 
 def _one_source(section: Mapping[str, Any]) -> str | None:
@@ -242,7 +244,8 @@ STORAGE = Tagged(
 )
 
 
-# ``environment``, ``resources``, ``bind_mounts``: the container that a cluster runs a trial in. Here they are checked, and mostly not needed.
+# ``environment``, ``resources``, ``bind_mounts``: the container that a cluster runs a trial in.
+# Here they are checked, and mostly not needed.
 
 
 HARDWARE = ("cpu", "cuda", "rocm")
@@ -369,7 +372,8 @@ RESOURCES = Fields(
 )
 
 
-# The smaller sections of an experiment: what is logged, profiled, kept, and run on other schedulers.
+# The smaller sections of an experiment: what is logged, profiled, kept, and run on other
+# schedulers.
 
 
 def _names_or_matches(section: Mapping[str, Any]) -> str | None:

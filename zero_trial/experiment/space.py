@@ -62,7 +62,8 @@ def _draw(spec: Mapping[str, Any], rng: random.Random) -> Any:
             raise ConfigError("no kind of hyperparameter", got=other, expected="int, double, log, categorical or const")
 
 
-# The points of a grid, by number: the cartesian product of the axes, which is never made as a whole.
+# The points of a grid, by number: the cartesian product of the axes, which is never made as a
+# whole.
 
 
 Path = tuple[str, ...]

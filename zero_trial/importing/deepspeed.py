@@ -1,4 +1,5 @@
-"""Read a DeepSpeed checkpoint of ZeRO stage 0, 1, 2 or 3 as slices of tensors and an engine's state."""
+"""Read a DeepSpeed checkpoint of ZeRO stage 0, 1, 2 or 3 as slices of tensors and an engine's
+state."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ State = Mapping[Any, Any]
 
 
 def read_deepspeed(folder: DeepSpeedFolder, options: ImportOptions) -> ImportedState:
-    """Open all files; tensors stay in them until they are written. Raises CheckpointError for what is not understood."""
+    """Open all files; tensors stay in them until they are written. Raises CheckpointError for what
+    is not understood."""
     models = [_dict(TorchFile(path)) for path in folder.models]
     model = ModelStates(models, options, str(folder.models[0]))
     left_out = [f"{name}: not a tensor" for name in model.not_tensors]
@@ -57,7 +59,8 @@ def read_deepspeed(folder: DeepSpeedFolder, options: ImportOptions) -> ImportedS
 def _sharded(
     model: ModelStates, optimizers: Sequence[State], options: ImportOptions, state: dict[str, Any], left_out: list[str]
 ) -> tuple[int, list[list[Slice]]]:
-    """Read stages 1 to 3: masters and moments from the flat buffers, everything else from the model's files."""
+    """Read stages 1 to 3: masters and moments from the flat buffers, everything else from the
+    model's files."""
     stage = stage_of(optimizers[0])
     groups = flat_groups(model.first, optimizers, options, model.where)
     shapes = {run.name: run.shape for group in groups for run in group.runs}
@@ -74,7 +77,8 @@ def _sharded(
             shards[rank] += group.slices(rank, options.with_optimizer, model.where)
     state["loss_scaler"] = facts.loss_scaler(optimizers[0])
     if options.with_optimizer:
-        step = one_number("step", optimizers[0].get("base_optimizer_state_step"))  # DeepSpeed's elastic form
+        # DeepSpeed's elastic form
+        step = one_number("step", optimizers[0].get("base_optimizer_state_step"))
         _note_optimizer(state, param_groups(optimizers[0], model.where), groups, step, left_out)
     return stage, shards
 
@@ -96,7 +100,8 @@ def _note_optimizer(
     common: Mapping[str, float],
     left_out: list[str],
 ) -> None:
-    """Note the optimizer. ``common``: numbers that hold for all groups that have none of their own."""
+    """Note the optimizer. ``common``: numbers that hold for all groups that have none of their
+    own."""
     scalars: dict[str, dict[str, float]] = {}
     for group in groups:
         scalars.setdefault(str(group.group), dict(common)).update(group.scalars)
@@ -108,7 +113,8 @@ def _note_optimizer(
 
 
 def _whole(model: ModelStates, options: ImportOptions, state: dict[str, Any], left_out: list[str]) -> list[list[Slice]]:
-    """Read stage 0: the optimizer is in the model's file. Without one there, read the weights alone."""
+    """Read stage 0: the optimizer is in the model's file. Without one there, read the weights
+    alone."""
     placeholders = {name for name, tensor in model.tensors.items() if tensor.numel == 0}
     if any(prod(shape) > 0 and name in placeholders for name, shape in model.frozen_shapes().items()):
         raise CheckpointError("this is a checkpoint of ZeRO stage 3 without its optimizer files", where=model.where)
@@ -168,7 +174,8 @@ def _inner(file: TorchFile) -> State:
     return found
 
 
-# The universal form, which DeepSpeed's own converter writes: one folder per parameter, one file per kind of state.
+# The universal form, which DeepSpeed's own converter writes: one folder per parameter, one file per
+# kind of state.
 
 
 COMMON = "optimizer_state.pt"
@@ -177,7 +184,8 @@ COMMON = "optimizer_state.pt"
 def read_universal(
     zero: Path, model: ModelStates, options: ImportOptions, state: dict[str, Any], left_out: list[str]
 ) -> list[Slice]:
-    """Read masters and moments of every trained parameter, whole; ``state`` gets what belongs to them. Raises CheckpointError."""
+    """Read masters and moments of every trained parameter, whole; ``state`` gets what belongs to
+    them. Raises CheckpointError."""
     common = TorchFile(zero / COMMON).content if (zero / COMMON).is_file() else {}
     if not isinstance(common, dict):
         raise CheckpointError("not a dict", where=str(zero / COMMON), got=type(common).__name__)
@@ -216,7 +224,8 @@ def _folder(zero: Path, name: str, options: ImportOptions) -> Path:
 
 
 def _steps(scalars: dict[str, dict[str, float]], inner: Any, home: list[int], state: Mapping[str, Any]) -> None:
-    """Return the step. Stage 3 leaves it in what is common to all parameters, or nowhere: then it is the number of steps that were applied."""
+    """Return the step. Stage 3 leaves it in what is common to all parameters, or nowhere: then it
+    is the number of steps that were applied."""
     rows = inner.get("state", {}) if isinstance(inner, dict) else {}
     for index, group in enumerate(home):
         row = rows.get(index, {}) if isinstance(rows, dict) else {}

@@ -30,7 +30,8 @@ _OTHER = {
 
 @dataclass(frozen=True)
 class DeepSpeedFolder:
-    """The files of a DeepSpeed checkpoint, by data-parallel rank; ``universal``: the folder that DeepSpeed's own converter has written."""
+    """The files of a DeepSpeed checkpoint, by data-parallel rank; ``universal``: the folder that
+    DeepSpeed's own converter has written."""
 
     path: Path
     models: tuple[Path, ...]
@@ -39,7 +40,8 @@ class DeepSpeedFolder:
 
 
 def find_deepspeed(source: Path, tag: str | None) -> DeepSpeedFolder | None:
-    """Find the checkpoint at ``source``: a folder of tags, or a tag's own. None if there is nothing of DeepSpeed there.
+    """Find the checkpoint at ``source``: a folder of tags, or a tag's own. None if there is nothing
+    of DeepSpeed there.
 
     Raises CheckpointError for one that is not whole, is in parallel parts, or has an unknown tag.
     """
@@ -131,7 +133,8 @@ State = Mapping[Any, Any]
 
 
 class ModelStates:
-    """The weights and settings in DeepSpeed's files of model states. Names are the model's own, without the prefix to strip.
+    """The weights and settings in DeepSpeed's files of model states. Names are the model's own,
+    without the prefix to strip.
 
     Args:
         contents: of the file; at stage 3 of each rank's file.
@@ -166,7 +169,8 @@ class ModelStates:
         return [name for name in self.tensors if name not in self.buffers and name not in self.aliases]
 
     def frozen_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of what the optimizer does not have, where DeepSpeed says (stages 2 and 3)."""
+        """Return the shapes of what the optimizer does not have, where DeepSpeed says (stages 2 and
+        3)."""
         found = self.first.get("frozen_param_shapes")
         return (
             {
@@ -178,7 +182,8 @@ class ModelStates:
         )
 
     def weights(self, but: set[str], sharded: bool) -> list[list[Slice]]:
-        """List parameters that are not among ``but``, and buffers: one row per file of model states; ``sharded`` is stage 3.
+        """List parameters that are not among ``but``, and buffers: one row per file of model
+        states; ``sharded`` is stage 3.
 
         Raises CheckpointError for a parameter of which there are no values.
         """
@@ -236,7 +241,8 @@ class ModelStates:
         return fragment.tensor().reshape(-1)[:size].contiguous()
 
     def _aliases(self) -> dict[str, str]:
-        """Find tied names: those that DeepSpeed lists, and at stages 0 to 2 those that share their elements."""
+        """Find tied names: those that DeepSpeed lists, and at stages 0 to 2 those that share their
+        elements."""
         shared = self.first.get("shared_params")
         found = (
             {self._options.own(str(alias)): self._options.own(str(name)) for alias, name in shared.items()}

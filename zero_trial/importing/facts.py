@@ -1,4 +1,5 @@
-"""What an engine's checkpoint says beside its tensors, made from what DeepSpeed wrote: counters, loss scale, schedule, groups, client state."""
+"""What an engine's checkpoint says beside its tensors, made from what DeepSpeed wrote: counters,
+loss scale, schedule, groups, client state."""
 
 from __future__ import annotations
 
@@ -86,7 +87,8 @@ class NotPlain(Exception):
 
 
 def plain(value: Any, place: str = "", budget: list[int] | None = None, depth: int = 0) -> Any:
-    """Return ``value`` with tensors read, if all of it can be saved without pickle. Raises NotPlain."""
+    """Return ``value`` with tensors read, if all of it can be saved without pickle. Raises
+    NotPlain."""
     budget = [MOST_VALUES] if budget is None else budget
     budget[0] -= 1
     if budget[0] < 0:
@@ -142,7 +144,8 @@ def client_state(model: Mapping[str, Any], left_out: list[str]) -> dict[str, Any
 
 
 def counters(model: Mapping[str, Any]) -> dict[str, int]:
-    """Compute the counters. DeepSpeed does not save micro-batches; they follow from the steps and its configuration's accumulation."""
+    """Compute the counters. DeepSpeed does not save micro-batches; they follow from the steps and
+    its configuration's accumulation."""
     steps, config = _whole(model.get("global_steps")), model.get("ds_config")
     return {
         "global_steps": steps,
@@ -153,7 +156,8 @@ def counters(model: Mapping[str, Any]) -> dict[str, int]:
 
 
 def loss_scaler(optimizer: Mapping[str, Any]) -> dict[str, Any]:
-    """Read a scaler object (stages 1 to 3) or its numbers (stage 0): the counters of a dynamic scale; a static one has none."""
+    """Read a scaler object (stages 1 to 3) or its numbers (stage 0): the counters of a dynamic
+    scale; a static one has none."""
     scaler = optimizer.get("loss_scaler")
     numbers = scaler.state if isinstance(scaler, UnknownObject) and isinstance(scaler.state, dict) else dict(optimizer)
     scale = float(_number(numbers.get("cur_scale"), 1.0))
@@ -185,7 +189,8 @@ def group_settings(groups: Sequence[Mapping[str, Any]], left_out: list[str]) -> 
 
 
 def optimizer_groups(inner: Any, where: str) -> list[dict[Any, Any]]:
-    """Return ``param_groups`` of an optimizer's state dict, each with ``params`` as integers; none where ``inner`` is not such a dict.
+    """Return ``param_groups`` of an optimizer's state dict, each with ``params`` as integers; none
+    where ``inner`` is not such a dict.
 
     Raises CheckpointError for groups of another kind.
     """
@@ -199,7 +204,8 @@ def optimizer_groups(inner: Any, where: str) -> list[dict[Any, Any]]:
 
 
 def optimizer_state(inner: Any, where: str) -> dict[Any, dict[Any, Any]]:
-    """Return ``state`` of an optimizer's state dict: parameter's number -> kind -> value. Raises CheckpointError for another structure."""
+    """Return ``state`` of an optimizer's state dict: parameter's number -> kind -> value. Raises
+    CheckpointError for another structure."""
     rows = as_dict(inner.get("state", {}), f"{where}, state") if isinstance(inner, dict) else {}
     return {number: as_dict(row, f"{where}, state[{number!r:.20}]") for number, row in rows.items()}
 

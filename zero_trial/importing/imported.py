@@ -95,10 +95,12 @@ def fresh_state() -> dict[str, Any]:
 def write_imported(
     imported: ImportedState, directory: Path, tag: str | None = None, disk: DurableFiles | None = None
 ) -> Path:
-    """Write ``<directory>/<tag>``: one file per shard, each tensor read from the source's memory map as it is written.
+    """Write ``<directory>/<tag>``: one file per shard, each tensor read from the source's memory
+    map as it is written.
 
-    There is no state of single ranks in it: their random generators are another program's. Raises CheckpointError, and leaves nothing behind;
-    also where a checkpoint has that name: a run may have gone on from an earlier import of it.
+    There is no state of single ranks in it: their random generators are another program's. Raises
+    CheckpointError, and leaves nothing behind; also where a checkpoint has that name: a run may
+    have gone on from an earlier import of it.
     """
     disk = disk or DurableFiles()
     final = directory / check_tag(tag or imported.tag)

@@ -1,8 +1,9 @@
-"""The optimizer of ZeRO stage 0, which numbers its parameters: match the numbers with the model's names.
+"""The optimizer of ZeRO stage 0, which numbers its parameters: match the numbers with the model's
+names.
 
-The numbers follow the model's own order inside each group, as every usual way of making groups leaves it. With the
-shapes (and, in 16 bit, the values of the masters) there is then mostly one way to match them. Where there are two, the
-import stops and asks for the names.
+The numbers follow the model's own order inside each group, as every usual way of making groups
+leaves it. With the shapes (and, in 16 bit, the values of the masters) there is then mostly one way
+to match them. Where there are two, the import stops and asks for the names.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ class NumberedOptimizer:
     """The state of an optimizer that knows its parameters by number.
 
     Args:
-        optimizer: torch's state dict, or DeepSpeed's with 16-bit parameters, which adds masters and may flatten each group into one.
+        optimizer: torch's state dict, or DeepSpeed's with 16-bit parameters, which adds masters and
+            may flatten each group into one.
     """
 
     def __init__(self, optimizer: State, model: ModelStates, options: ImportOptions) -> None:
@@ -51,7 +53,8 @@ class NumberedOptimizer:
         self.names = self._given(options.names) if options.names is not None else self._matched()
 
     def scalars(self) -> dict[str, dict[str, float]]:
-        """Collect what is one number per group. Raises CheckpointError where the tensors of a group do not agree."""
+        """Collect what is one number per group. Raises CheckpointError where the tensors of a group
+        do not agree."""
         found: dict[str, dict[str, float]] = {}
         for index, group in enumerate(self.groups):
             own: dict[str, float] = {}
@@ -101,7 +104,8 @@ class NumberedOptimizer:
         return self._flat is not None or self._masters is not None
 
     def _kinds(self) -> list[str]:
-        """List the kinds of state with one value per element: those that are more than one number for some tensor."""
+        """List the kinds of state with one value per element: those that are more than one number
+        for some tensor."""
         found = {
             str(kind)
             for state in self._state.values()
@@ -135,7 +139,8 @@ class NumberedOptimizer:
         return deal(self._model.parameters, self._ends(), self._fits, self._where)
 
     def _fits(self, name: str, group: int, place: int) -> int:
-        """Return after which place ``name`` would be done if it began at ``place``; -1 if another tensor is there."""
+        """Return after which place ``name`` would be done if it began at ``place``; -1 if another
+        tensor is there."""
         weight = self._model.tensors[name]
         if self._flat is not None:
             end = place + weight.numel
@@ -148,7 +153,8 @@ class NumberedOptimizer:
         return place + 1
 
     def _shape_at(self, group: int, place: int) -> tuple[int, ...] | None:
-        """Return the shape of the tensor at a place; None where it has no state: a parameter that had no gradient so far."""
+        """Return the shape of the tensor at a place; None where it has no state: a parameter that
+        had no gradient so far."""
         if self._masters is not None:
             return self._masters[group][place].shape
         state = self._state.get(self.groups[group]["params"][place], {})
@@ -164,7 +170,8 @@ class NumberedOptimizer:
         return torch.equal(part[:64].to(values.dtype), values[:64]) and torch.equal(part.to(values.dtype), values)
 
     def _given(self, names: Sequence[Sequence[str]]) -> list[list[tuple[str, int]]]:
-        """Check the names that the user gave. Raises CheckpointError where one cannot be what is there."""
+        """Check the names that the user gave. Raises CheckpointError where one cannot be what is
+        there."""
         found: list[list[tuple[str, int]]] = []
         for group, end in enumerate(self._ends()):
             row, place = [], 0
@@ -195,7 +202,8 @@ MOST_STATES = 200_000
 
 
 def deal(names: Sequence[str], ends: Sequence[int], fits: Fits, where: str) -> list[list[tuple[str, int]]]:
-    """Assign to each group its parameters with their places, from place 0 to ``ends[group]``; parameters that are left over were not trained.
+    """Assign to each group its parameters with their places, from place 0 to ``ends[group]``;
+    parameters that are left over were not trained.
 
     Raises CheckpointError where there is no way, or more than one.
     """
@@ -224,7 +232,8 @@ def deal(names: Sequence[str], ends: Sequence[int], fits: Fits, where: str) -> l
 def _trace(
     names: Sequence[str], ways: list[dict[tuple[int, ...], list[tuple[tuple[int, ...], int]]]], end: tuple[int, ...]
 ) -> list[list[tuple[str, int]]]:
-    """Trace the one way backwards: a state on it has one origin on it, since there is one way in all."""
+    """Trace the one way backwards: a state on it has one origin on it, since there is one way in
+    all."""
     found: list[list[tuple[str, int]]] = [[] for _ in end]
     state = end
     for name, step in zip(reversed(names), reversed(ways), strict=True):

@@ -1,8 +1,10 @@
-"""A pickle's program, read: what it would build as inert values, with nothing that it names imported and nothing that it calls called.
+"""A pickle's program, read: what it would build as inert values, with nothing that it names
+imported and nothing that it calls called.
 
-A pickle is a program for a small stack machine. This is such a machine whose only values are numbers, texts, containers and records: where
-Python's own would import a name it puts down a :class:`Name`, and where that would call something it puts down a :class:`Call`. The opcodes
-are those of protocols 0 to 5 that checkpoints use; another one is an error.
+A pickle is a program for a small stack machine. This is such a machine whose only values are
+numbers, texts, containers and records: where Python's own would import a name it puts down a
+:class:`Name`, and where that would call something it puts down a :class:`Call`. The opcodes are
+those of protocols 0 to 5 that checkpoints use; another one is an error.
 """
 
 from __future__ import annotations
@@ -75,7 +77,8 @@ class PersistentId(NamedTuple):
 
 
 class PickledCall:
-    """A call ``target(*args)`` that was not made; ``state``, ``items`` and ``pairs`` are what the program would put into its result."""
+    """A call ``target(*args)`` that was not made; ``state``, ``items`` and ``pairs`` are what the
+    program would put into its result."""
 
     __slots__ = ("args", "items", "pairs", "state", "target")
 
@@ -94,7 +97,8 @@ class PickledCall:
 def read_program(stream: IO[bytes], where: str) -> Any:
     """Read what the pickle at ``stream``'s position would build; the stream is behind it then.
 
-    Raises CheckpointError for bytes that are no such program, and for one that names what no checkpoint needs and an attack does.
+    Raises CheckpointError for bytes that are no such program, and for one that names what no
+    checkpoint needs and an attack does.
     """
     machine = _Machine(where)
     try:
@@ -168,7 +172,8 @@ class _Machine:
         return found
 
     def call(self, count: int) -> None:
-        """Take target, arguments and, for three, keyword arguments, which are kept as one more argument."""
+        """Take target, arguments and, for three, keyword arguments, which are kept as one more
+        argument."""
         target, args, *rest = self.take(count)
         if not isinstance(args, tuple):
             raise ValueError("arguments that are no tuple")
@@ -210,7 +215,8 @@ def _pairs(found: list[Any]) -> dict[Any, Any]:
 
 
 def require_key(value: Any) -> Any:
-    """Return ``value``, which is to be hashed. Raises ValueError for nested tuples that would take unlimited time, or all of C's stack."""
+    """Return ``value``, which is to be hashed. Raises ValueError for nested tuples that would take
+    unlimited time, or all of C's stack."""
     waiting, room = [value], LARGEST_KEY
     while waiting:
         found = waiting.pop()

@@ -20,7 +20,8 @@ from zero_trial.importing.torch_file import FileTensor, TorchFile
 
 
 def read_source(source: Path, tag: str | None, options: ImportOptions) -> ImportedState:
-    """Return the findings of the reader whose format this is. Raises CheckpointError for a path of no known format, or a missing one."""
+    """Return the findings of the reader whose format this is. Raises CheckpointError for a path of
+    no known format, or a missing one."""
     if not source.exists():
         raise CheckpointError("there is no such file or folder", where=str(source))
     folder = find_deepspeed(source, tag)
@@ -64,7 +65,8 @@ def find_weights(source: Path) -> Path | None:
 
 
 def read_weights(path: Path, options: ImportOptions) -> ImportedState:
-    """Read every tensor as a parameter or, by its dtype or name, a buffer: a file of weights does not say which. One row per file."""
+    """Read every tensor as a parameter or, by its dtype or name, a buffer: a file of weights does
+    not say which. One row per file."""
     files = _listed(path) if path.name.endswith(".index.json") else {path: None}
     left_out: list[str] = []
     aliases: dict[str, str] = {}

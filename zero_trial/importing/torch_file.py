@@ -1,7 +1,9 @@
-"""Read a file of ``torch.save`` without pickle: its structure as values, its tensors as views of a memory map.
+"""Read a file of ``torch.save`` without pickle: its structure as values, its tensors as views of a
+memory map.
 
-Both of torch's formats are read. The newer one is an uncompressed zip archive; the older one is a row of pickles
-followed by the storages' bytes. docs/decisions/0031 says why torch's own ``weights_only`` reader does not do.
+Both of torch's formats are read. The newer one is an uncompressed zip archive; the older one is a
+row of pickles followed by the storages' bytes. docs/decisions/0031 says why torch's own
+``weights_only`` reader does not do.
 """
 
 from __future__ import annotations
@@ -34,7 +36,8 @@ class FileStorage(NamedTuple):
 
 @dataclass(frozen=True)
 class FileTensor:
-    """A tensor that is still in its file: elements of ``storage`` from ``offset`` on, with these strides. Two that are equal are one."""
+    """A tensor that is still in its file: elements of ``storage`` from ``offset`` on, with these
+    strides. Two that are equal are one."""
 
     file: str
     storage: FileStorage
@@ -49,11 +52,13 @@ class FileTensor:
         return prod(self.shape)
 
     def tensor(self) -> torch.Tensor:
-        """Return the values: a view of the file's memory map, which costs memory only while it is read."""
+        """Return the values: a view of the file's memory map, which costs memory only while it is
+        read."""
         return self.read(self)
 
     def check(self) -> None:
-        """Check that all elements are inside the storage, and each is its own. Raises CheckpointError."""
+        """Check that all elements are inside the storage, and each is its own. Raises
+        CheckpointError."""
         room = self.storage.numel * self.storage.dtype.itemsize // self.dtype.itemsize
         last = self.offset + sum((size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True))
         fine = min((self.offset, *self.shape, *self.strides)) >= 0 and len(self.shape) == len(self.strides)
@@ -68,7 +73,8 @@ class FileTensor:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class UnknownObject:
-    """An object of a class that is not built here: its name, and what it was made of. Its repr is short whatever that is."""
+    """An object of a class that is not built here: its name, and what it was made of. Its repr is
+    short whatever that is."""
 
     path: str
     args: tuple[Any, ...] = ()
@@ -98,7 +104,8 @@ def as_list(value: Any, where: str) -> list[Any]:
 
 
 def as_integers(value: Any, where: str) -> list[int]:
-    """Return ``value``, which must be a list or tuple of integers that are not negative and fit 64 bits. Raises CheckpointError."""
+    """Return ``value``, which must be a list or tuple of integers that are not negative and fit 64
+    bits. Raises CheckpointError."""
     if not isinstance(value, (list, tuple)) or not all(type(item) is int and 0 <= item < 2**63 for item in value):
         raise unexpected(value, where, "integers")
     return list(value)
@@ -151,7 +158,8 @@ class Resolver:
         self.storages: dict[str, FileStorage] = {}
 
     def resolve(self, value: Any) -> Any:
-        """Return ``value`` without records. What the program used twice is one object in the result, too. Raises CheckpointError."""
+        """Return ``value`` without records. What the program used twice is one object in the
+        result, too. Raises CheckpointError."""
         try:
             return self._resolve(value)
         except (RecursionError, TypeError, ValueError, IndexError, KeyError, AttributeError, MemoryError) as fault:
@@ -169,7 +177,8 @@ class Resolver:
             return known[1]
         if type(value) is dict:
             found: Any = {}
-            self._done[id(value)] = (value, found)  # before its content: a structure may contain itself
+            # before its content: a structure may contain itself
+            self._done[id(value)] = (value, found)
             found.update({self._key(key): self._resolve(item) for key, item in value.items()})
             return found
         found = self._made(value)
@@ -193,7 +202,8 @@ class Resolver:
         return require_key(self._resolve(value))
 
     def _copy(self, size: int) -> None:
-        """Count about ``size`` bytes made of what the file may hold once and name many times: a small file could ask for any amount."""
+        """Count about ``size`` bytes made of what the file may hold once and name many times: a
+        small file could ask for any amount."""
         self._copied += size
         if self._copied > MOST_COPIED:
             raise ValueError(f"more than {MOST_COPIED} bytes, repeated")
@@ -221,7 +231,8 @@ class Resolver:
     def _dict(self, call: PickledCall) -> dict[Any, Any]:
         found: dict[Any, Any] = {}
         for item in call.args:
-            if type(item) in (list, tuple):  # OrderedDict([[key, value], ...]), as Python 2 wrote it
+            # OrderedDict([[key, value], ...]), as Python 2 wrote it
+            if type(item) in (list, tuple):
                 self._copy(ENTRY * len(item))
                 found.update({self._key(key): self._resolve(value) for key, value in item})
         found.update({self._key(key): self._resolve(value) for key, value in call.pairs})
@@ -253,7 +264,8 @@ class Resolver:
         return self._storage(value.key)
 
     def _of_type(self, call: PickledCall) -> Any:
-        """Return the plain tensor of one that has attributes of its own, or is a subclass of Tensor."""
+        """Return the plain tensor of one that has attributes of its own, or is a subclass of
+        Tensor."""
         target, _, args = call.args[:3]
         if not isinstance(args, tuple):
             raise ValueError("arguments that are no tuple")
@@ -261,7 +273,8 @@ class Resolver:
 
 
 class _OtherDtype(Exception):
-    """A tensor of a dtype that a checkpoint does not hold: quantized, complex128 ... It is kept as it is, unread."""
+    """A tensor of a dtype that a checkpoint does not hold: quantized, complex128 ... It is kept as
+    it is, unread."""
 
 
 def _whole(value: Any) -> int:
@@ -360,7 +373,8 @@ OLD_MAGIC = 0x1950A86A20F9469CFC6C
 
 
 class StorageBytes(NamedTuple):
-    """Where a storage's bytes are in the file, and the CRC-32 that they should have (None: the format has none)."""
+    """Where a storage's bytes are in the file, and the CRC-32 that they should have (None: the
+    format has none)."""
 
     start: int
     size: int
@@ -368,10 +382,11 @@ class StorageBytes(NamedTuple):
 
 
 class TorchFile:
-    """A file of ``torch.save``. ``content`` is what ``torch.load`` would have returned, with :class:`FileTensor` for tensors.
+    """A file of ``torch.save``. ``content`` is what ``torch.load`` would have returned, with
+    :class:`FileTensor` for tensors.
 
-    Opening reads the structure only. A storage's bytes are compared with their CRC-32 when its first tensor is read. Raises
-    CheckpointError for everything that is not such a file.
+    Opening reads the structure only. A storage's bytes are compared with their CRC-32 when its
+    first tensor is read. Raises CheckpointError for everything that is not such a file.
     """
 
     def __init__(self, path: Path) -> None:

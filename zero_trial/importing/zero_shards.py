@@ -1,4 +1,5 @@
-"""The optimizer of ZeRO stages 1 to 3 as DeepSpeed saves it: flat buffers by rank, cut into parameters.
+"""The optimizer of ZeRO stages 1 to 3 as DeepSpeed saves it: flat buffers by rank, cut into
+parameters.
 
 stages 1, 2   a group's parameters end to end, padded, cut into one equal partition per rank     aaaaabbb|bccccc..
 stage 3       each parameter cut by itself, ceil(numel / ranks) elements each; a rank's
@@ -31,7 +32,8 @@ State = Mapping[Any, Any]
 
 @dataclass(frozen=True)
 class FlatGroup:
-    """One flat buffer of the optimizer on all ranks: its masters and each kind of its state, by rank. ``group``: the one with its hyperparameters."""
+    """One flat buffer of the optimizer on all ranks: its masters and each kind of its state, by
+    rank. ``group``: the one with its hyperparameters."""
 
     group: int
     runs: Sequence[FlatRange]
@@ -40,7 +42,8 @@ class FlatGroup:
     scalars: Mapping[str, float]
 
     def slices(self, rank: int, with_state: bool, where: str) -> Iterator[Slice]:
-        """Yield what ``rank``'s buffers hold of the parameters, padding left out. Raises CheckpointError for a buffer that is too short."""
+        """Yield what ``rank``'s buffers hold of the parameters, padding left out. Raises
+        CheckpointError for a buffer that is too short."""
         buffers = {"param": self.masters[rank]}
         if with_state:
             buffers |= {f"state/{kind}": of_ranks[rank] for kind, of_ranks in self.states.items()}
@@ -54,7 +57,8 @@ class FlatGroup:
 
 
 def stage_of(optimizer: State) -> int:
-    """Return the ZeRO stage that wrote this; DeepSpeed's bf16 optimizer does not say, and has stage 1's layout."""
+    """Return the ZeRO stage that wrote this; DeepSpeed's bf16 optimizer does not say, and has stage
+    1's layout."""
     found = optimizer.get("zero_stage", 1)
     if isinstance(found, UnknownObject):
         found = found.args[0] if found.args else None
@@ -64,7 +68,8 @@ def stage_of(optimizer: State) -> int:
 
 
 def flat_groups(model: State, optimizers: Sequence[State], options: ImportOptions, where: str) -> list[FlatGroup]:
-    """Read all buffers of all ranks, matched with the shapes that the model's file names. Raises CheckpointError where they do not match."""
+    """Read all buffers of all ranks, matched with the shapes that the model's file names. Raises
+    CheckpointError where they do not match."""
     stage, ranks = stage_of(optimizers[0]), len(optimizers)
     counts = optimizers[0].get("partition_count", ranks)
     most = max(as_integers(counts, f"{where}, partition_count")) if isinstance(counts, list) and counts else counts
@@ -116,7 +121,8 @@ def param_groups(optimizer: State, where: str) -> list[dict[Any, Any]]:
 
 
 def _gaps(optimizer: State, count: int, where: str) -> list[list[int]] | None:
-    """Return, for stages 1 and 2, the elements that are left free behind each parameter, by flat buffer."""
+    """Return, for stages 1 and 2, the elements that are left free behind each parameter, by flat
+    buffer."""
     found, place = optimizer.get("param_alignment_paddings"), f"{where}, param_alignment_paddings"
     if not found:
         return None
@@ -162,7 +168,8 @@ def _state_of(inner: Any, index: int, where: str) -> State:
 
 
 def group_of_buffer(groups: Sequence[State], count: int) -> list[int]:
-    """Return the group of each buffer. A group of stage 3 may be cut into several; ``params`` of the groups says which."""
+    """Return the group of each buffer. A group of stage 3 may be cut into several; ``params`` of
+    the groups says which."""
     home = {place: index for index, group in enumerate(groups) for place in group["params"]}
     return [home.get(index, index) for index in range(count)]
 
@@ -187,9 +194,11 @@ class FlatRange(NamedTuple):
 def whole_group_runs(
     shapes: Shapes, partition: int, ranks: int, gaps: Sequence[int] | None, where: str
 ) -> list[FlatRange]:
-    """Return the runs of stages 1 and 2: ``partition`` elements on each of ``ranks``; ``gaps``: elements left free behind each parameter.
+    """Return the runs of stages 1 and 2: ``partition`` elements on each of ``ranks``; ``gaps``:
+    elements left free behind each parameter.
 
-    Raises CheckpointError where these parameters would not fill the buffer but for the padding that makes all partitions equal.
+    Raises CheckpointError where these parameters would not fill the buffer but for the padding that
+    makes all partitions equal.
     """
     gaps = list(gaps) if gaps is not None else [0] * len(shapes)
     used = sum(prod(shape) for shape in shapes.values()) + sum(gaps)
@@ -204,7 +213,8 @@ def whole_group_runs(
 
 
 def each_parameter_runs(shapes: Shapes, partition: int, ranks: int, where: str) -> list[FlatRange]:
-    """Return the runs of stage 3: a rank's buffer holds ``partition`` elements. Raises CheckpointError where these parameters do not fill it."""
+    """Return the runs of stage 3: a rank's buffer holds ``partition`` elements. Raises
+    CheckpointError where these parameters do not fill it."""
     found: list[FlatRange] = []
     at = 0
     for name, shape in shapes.items():

@@ -1,8 +1,8 @@
-"""The command line of the agent: torch.distributed.run, which starts the ranks of one host and meets the agents of other
-hosts.
+"""The command line of the agent: torch.distributed.run, which starts the ranks of one host and
+meets the agents of other hosts.
 
-Its output goes to ``<run>/logs/agent.log``, and what the supervisor needs of it to ``agent.json`` beside it
-(zero_trial.runtime.agent).
+Its output goes to ``<run>/logs/agent.log``, and what the supervisor needs of it to ``agent.json``
+beside it (zero_trial.runtime.agent).
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from zero_trial.runs.layout import RunFolder
 
 @dataclass(frozen=True)
 class RankProgram:
-    """What each rank runs: a module, a script or (``program``) any executable, with its arguments."""
+    """What each rank runs: a module, a script or (``program``) any executable, with its
+    arguments."""
 
     name: str
     arguments: tuple[str, ...] = ()
@@ -54,7 +55,8 @@ class AgentCommand:
         return self.log.with_suffix(".json")
 
     def argv(self, parent: int) -> list[str]:
-        """Return the whole command: guard, torch.distributed.run, and for each rank again the guard and the target."""
+        """Return the whole command: guard, torch.distributed.run, and for each rank again the guard
+        and the target."""
         rank = ["-m", "zero_trial.launch.guard", "--run-dir", self.run_dir]
         rank += ["--cwd", self.cwd] if self.cwd else []
         rank += ["--inject-local-rank"] if self.target.local_rank else []

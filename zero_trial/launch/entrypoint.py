@@ -1,4 +1,5 @@
-"""The entrypoint: which trial class, in which file, found by reading the source without running it."""
+"""The entrypoint: which trial class, in which file, found by reading the source without running
+it."""
 
 from __future__ import annotations
 
@@ -33,8 +34,9 @@ class Entrypoint:
 
 
 def parse_entrypoint(value: str | Sequence[str] | None, where: str = "entrypoint") -> Entrypoint:
-    """Return the class that an experiment's ``entrypoint`` names: ``model_def:MyTrial`` alone, or last in a cluster's
-    launch command (``python3 -m determined.launch.torch_distributed python3 -m zero_trial.run model_def:MyTrial``).
+    """Return the class that an experiment's ``entrypoint`` names: ``model_def:MyTrial`` alone, or
+    last in a cluster's launch command (``python3 -m determined.launch.torch_distributed python3 -m
+    zero_trial.run model_def:MyTrial``).
     """
     words = value.split() if isinstance(value, str) else list(value or ())
     found = [match for word in words if (match := _FORM.fullmatch(word))]
@@ -50,7 +52,8 @@ def parse_entrypoint(value: str | Sequence[str] | None, where: str = "entrypoint
 
 
 def check_entrypoint(entrypoint: Entrypoint, model_dir: Path, where: str | None = None) -> None:
-    """Raise ConfigError when the source shows that the class does not exist. What only running could show passes."""
+    """Raise ConfigError when the source shows that the class does not exist. What only running
+    could show passes."""
     path = entrypoint.file(model_dir)
     if path is None:
         there = sorted(p.name for p in model_dir.glob("*.py")) if model_dir.is_dir() else []
@@ -79,7 +82,8 @@ def check_entrypoint(entrypoint: Entrypoint, model_dir: Path, where: str | None 
 
 
 def read_source(path: Path) -> ast.Module:
-    """Return the syntax tree of a file. Raises ConfigError with file and line for a syntax error."""
+    """Return the syntax tree of a file. Raises ConfigError with file and line for a syntax
+    error."""
     try:
         return ast.parse(path.read_text(encoding="utf-8"), str(path))
     except SyntaxError as error:
@@ -91,8 +95,8 @@ def read_source(path: Path) -> ast.Module:
 
 
 def trial_classes(source: ast.Module) -> list[str]:
-    """Return the module's classes that descend from ZeroTrial, as far as the file itself shows, in the order of
-    definition.
+    """Return the module's classes that descend from ZeroTrial, as far as the file itself shows, in
+    the order of definition.
     """
     aliases = {BASE}
     for node in ast.walk(source):
@@ -116,7 +120,8 @@ def _name(base: ast.expr) -> str | None:
 
 
 def _imported_or_assigned(source: ast.Module) -> set[str]:
-    """Return names that the module gets by import or assignment; what they are, only running it would show."""
+    """Return names that the module gets by import or assignment; what they are, only running it
+    would show."""
     names: set[str] = set()
     for node in source.body:
         if isinstance(node, (ast.Import, ast.ImportFrom)):
@@ -127,7 +132,8 @@ def _imported_or_assigned(source: ast.Module) -> set[str]:
 
 
 def _base_is_known(node: ast.ClassDef, source: ast.Module) -> bool:
-    """Return whether all bases of the class (or none) are defined in this very file, so that it is surely not a trial."""
+    """Return whether all bases of the class (or none) are defined in this very file, so that it is
+    surely not a trial."""
     local = {item.name for item in source.body if isinstance(item, ast.ClassDef)} | {"object"}
     return all(_name(base) in local for base in node.bases)
 

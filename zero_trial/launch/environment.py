@@ -1,4 +1,5 @@
-"""This host: its cores and GPUs, its network interface, its names, and the environment of its ranks. No torch."""
+"""This host: its cores and GPUs, its network interface, its names, and the environment of its
+ranks. No torch."""
 
 from __future__ import annotations
 
@@ -36,7 +37,8 @@ def count_devices(env: Mapping[str, str], device_files: Path = _GPU_FILES) -> Ho
 
 
 def check_slots(slots: int, devices: HostDevices, where: str = "slots") -> None:
-    """Raise ConfigError for more ranks than GPUs on a host with GPUs; without GPUs, ranks share the cores."""
+    """Raise ConfigError for more ranks than GPUs on a host with GPUs; without GPUs, ranks share the
+    cores."""
     if slots < 1:
         raise ConfigError("a run needs at least one rank", where=where, got=slots, expected="a positive integer")
     if devices.gpus and slots > devices.gpus:
@@ -63,8 +65,8 @@ def loopback() -> str:
 
 
 def interface_towards(host: str) -> str | None:
-    """Return the interface that packets to ``host`` leave by, or the one that has its address; None without a route, or
-    where that cannot be known.
+    """Return the interface that packets to ``host`` leave by, or the one that has its address; None
+    without a route, or where that cannot be known.
     """
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
@@ -90,10 +92,11 @@ def _address_of(interface: str) -> str | None:
 
 
 def rank_environment(env: Mapping[str, str], *, threads: int, interface: str | None) -> dict[str, str]:
-    """Return ``env`` with what ranks need: their share of threads, the interface for gloo, unbuffered output, a quiet
-    torch.distributed.run.
+    """Return ``env`` with what ranks need: their share of threads, the interface for gloo,
+    unbuffered output, a quiet torch.distributed.run.
 
-    Variables that would place this process as a rank of an outer run are dropped: the agent sets its own.
+    Variables that would place this process as a rank of an outer run are dropped: the agent sets
+    its own.
     """
     inherited = {name: value for name, value in env.items() if name not in _OUTER_RUN}
     defaults = {"OMP_NUM_THREADS": str(threads), "PYTHONUNBUFFERED": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
@@ -119,7 +122,8 @@ _OUTER_RUN = frozenset(
 
 
 def host_environment(plan: HostPlan, threads: int) -> dict[str, str]:
-    """Return the environment of a host's ranks: threads, gloo's interface, and the GPUs that were chosen."""
+    """Return the environment of a host's ranks: threads, gloo's interface, and the GPUs that were
+    chosen."""
     env = rank_environment(os.environ, threads=threads, interface=gloo_interface(plan.rendezvous))
     if plan.visible:
         env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, plan.visible))
@@ -127,7 +131,8 @@ def host_environment(plan: HostPlan, threads: int) -> dict[str, str]:
 
 
 def gloo_interface(rendezvous: RendezvousSpec) -> str | None:
-    """Return the interface for gloo: loopback on one host, else the one towards the meeting point."""
+    """Return the interface for gloo: loopback on one host, else the one towards the meeting
+    point."""
     return loopback() if rendezvous.single else interface_towards(rendezvous.meeting_host)
 
 

@@ -1,4 +1,5 @@
-"""``zero-trial run``: one trial of an experiment on this host's ranks, checked before anything is started, restarted where that may help."""
+"""``zero-trial run``: one trial of an experiment on this host's ranks, checked before anything is
+started, restarted where that may help."""
 
 from __future__ import annotations
 
@@ -47,7 +48,8 @@ class RunRequest:
 
 @dataclass(frozen=True)
 class CheckedRun:
-    """An experiment that may be started. ``ds_config`` and ``batch`` are None where the trial itself will give the ds_config."""
+    """An experiment that may be started. ``ds_config`` and ``batch`` are None where the trial
+    itself will give the ds_config."""
 
     path: Path
     experiment: ExperimentConfig
@@ -67,7 +69,8 @@ class CheckedRun:
 
 
 def check(request: RunRequest, env: Mapping[str, str]) -> CheckedRun:
-    """Read and check everything that can be known without running the trial. Raises ConfigError; starts and writes nothing."""
+    """Read and check everything that can be known without running the trial. Raises ConfigError;
+    starts and writes nothing."""
     path = _experiment_path(request)
     experiment = read_experiment(path)
     model_dir = request.model_dir or locked_model_dir(experiment) or Path()
@@ -109,7 +112,8 @@ def _experiment_path(request: RunRequest) -> Path:
 
 
 def _check_ds_config(checked: CheckedRun) -> CheckedRun:
-    """Read the ds_config and reconcile its batch sizes with the ranks, unless the trial brings its own."""
+    """Read the ds_config and reconcile its batch sizes with the ranks, unless the trial brings its
+    own."""
     experiment = checked.experiment
     if not experiment.names_ds_config():
         return checked
@@ -120,8 +124,8 @@ def _check_ds_config(checked: CheckedRun) -> CheckedRun:
 
 
 def run_experiment(checked: CheckedRun, request: RunRequest, screen: Screen) -> tuple[LaunchResult, Path]:
-    """Run a checked experiment to its end; return the outcome and the run's folder, which no other process may use
-    meanwhile.
+    """Run a checked experiment to its end; return the outcome and the run's folder, which no other
+    process may use meanwhile.
     """
     leads = checked.own.rendezvous.leads
     with contextlib.ExitStack() as stack:
@@ -222,9 +226,9 @@ def newest_step(folder: Path) -> int | None:
 def restart_may_help(outcome: LaunchResult, before: int | None, now: int | None) -> bool:
     """Return whether to start a failed run again.
 
-    Here the user watches, so a run is started again only if the reason may pass (a killed process, a lost connection,
-    an error that is not this package's) and it has saved a new checkpoint: without one it would fail at the same
-    place after the same time.
+    Here the user watches, so a run is started again only if the reason may pass (a killed process,
+    a lost connection, an error that is not this package's) and it has saved a new checkpoint:
+    without one it would fail at the same place after the same time.
 
     ``before`` and ``now``: the step of the newest checkpoint before the run and after it.
     """

@@ -1,10 +1,12 @@
-"""The guard: the first code of every process of a run, which ties it to its parent, opens its log and records its error.
+"""The guard: the first code of every process of a run, which ties it to its parent, opens its log
+and records its error.
 
-    python -m zero_trial.launch.guard --parent PID [--run-dir DIR] [--cwd DIR] [--inject-local-rank] (-m MODULE | --exec PROGRAM | SCRIPT) arguments
+    python -m zero_trial.launch.guard --parent PID [--run-dir DIR] [--cwd DIR] [--inject-local-rank]
+    (-m MODULE | --exec PROGRAM | SCRIPT) arguments
 
-With ``--run-dir`` the process is a rank: its output goes to ``<run>/logs/rank-<r>.log`` and an error to
-``<run>/errors/rank-<r>.json``. The guard runs the code in its own process, so there is nothing between
-torch.distributed.run and the rank.
+With ``--run-dir`` the process is a rank: its output goes to ``<run>/logs/rank-<r>.log`` and an
+error to ``<run>/errors/rank-<r>.json``. The guard runs the code in its own process, so there is
+nothing between torch.distributed.run and the rank.
 """
 
 from __future__ import annotations
@@ -74,7 +76,8 @@ def own_record(env: Mapping[str, str], *, watched: bool) -> RankRecord:
 
 
 def redirect_output(log: Path) -> None:
-    """Send stdout and stderr of this process, those of native libraries too, line by line to the end of ``log``."""
+    """Send stdout and stderr of this process, those of native libraries too, line by line to the
+    end of ``log``."""
     log.parent.mkdir(parents=True, exist_ok=True)
     target = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     for stream in (sys.stdout, sys.stderr):
@@ -100,7 +103,8 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def _run_rank(run_dir: Path, rank: int, options: argparse.Namespace) -> int:
-    """Run the code and turn whatever ends it into an exit code and, if it is a failure, an error record."""
+    """Run the code and turn whatever ends it into an exit code and, if it is a failure, an error
+    record."""
     try:
         return _run_code(options)
     except ZeroTrialError as error:
@@ -129,7 +133,8 @@ def _failed(run_dir: Path, rank: int, error: BaseException, message: str, code: 
 
 
 def _run_code(options: argparse.Namespace) -> int:
-    """Run a module, a script or a program as if it had been started directly; returns the code that it exits with."""
+    """Run a module, a script or a program as if it had been started directly; returns the code that
+    it exits with."""
     if options.exec:
         sys.stdout.flush()
         os.execvp(options.target, [options.target, *options.arguments])
@@ -147,8 +152,8 @@ def _run_code(options: argparse.Namespace) -> int:
 
 
 def _exit_code(ending: SystemExit) -> int:
-    """Return the code of a SystemExit by Python's own rule: None is 0, a number is itself, anything else is printed and
-    is 1.
+    """Return the code of a SystemExit by Python's own rule: None is 0, a number is itself, anything
+    else is printed and is 1.
     """
     if ending.code is None:
         return 0
@@ -165,7 +170,8 @@ _WATCH_SECONDS = 0.5
 
 
 def die_with_parent(parent: int) -> None:
-    """Tie this process to ``parent`` (its pid): it is killed when the parent ends, at once if it has ended already."""
+    """Tie this process to ``parent`` (its pid): it is killed when the parent ends, at once if it
+    has ended already."""
     if sys.platform == "linux":
         libc = ctypes.CDLL(None, use_errno=True)
         if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
@@ -177,7 +183,8 @@ def die_with_parent(parent: int) -> None:
 
 
 def _watch_parent(parent: int) -> None:
-    """Watch the parent from a daemon thread, every half second, on kernels without a parent-death signal."""
+    """Watch the parent from a daemon thread, every half second, on kernels without a parent-death
+    signal."""
 
     def watch() -> None:
         while os.getppid() == parent:

@@ -1,4 +1,5 @@
-"""The hosts of a run: where they meet, what each of them starts, and how a hostfile or SLURM names them. Pure."""
+"""The hosts of a run: where they meet, what each of them starts, and how a hostfile or SLURM names
+them. Pure."""
 
 from __future__ import annotations
 
@@ -20,9 +21,9 @@ Slots = dict[str, list[int]]
 class RendezvousSpec:
     """Where the hosts of a run meet.
 
-    ``hosts`` is a number, or for an elastic run ``least:most``. ``endpoint`` (host:port) leaves the order of hosts to
-    torch's c10d rendezvous; without it, host ``node_rank`` meets the others at ``master_addr``:``master_port``. One
-    host needs neither: it picks a free port.
+    ``hosts`` is a number, or for an elastic run ``least:most``. ``endpoint`` (host:port) leaves the
+    order of hosts to torch's c10d rendezvous; without it, host ``node_rank`` meets the others at
+    ``master_addr``:``master_port``. One host needs neither: it picks a free port.
     """
 
     hosts: str = "1"
@@ -50,7 +51,8 @@ class RendezvousSpec:
     def agent_arguments(self) -> list[str]:
         """Return the arguments of torch.distributed.run for this rendezvous."""
         if self.single:
-            # A host name that does not resolve must not matter to a run that never leaves the machine.
+            # A host name that does not resolve must not matter to a run that never leaves the
+            # machine.
             return ["--standalone", "--local-addr", "127.0.0.1"]
         if self.endpoint:
             return [
@@ -65,7 +67,8 @@ class RendezvousSpec:
 
 @dataclass(frozen=True)
 class HostPlan:
-    """One host's part. ``visible`` are the GPUs it may use, when the user chose among them; empty means all."""
+    """One host's part. ``visible`` are the GPUs it may use, when the user chose among them; empty
+    means all."""
 
     host: str
     ranks: int
@@ -80,8 +83,8 @@ class HostPlan:
 def plan_hosts(
     chosen: Mapping[str, list[int]], present: Mapping[str, list[int]], master_addr: str, master_port: int
 ) -> list[HostPlan]:
-    """Return one plan per chosen host, numbered in hostfile order; they meet at the first one unless ``master_addr``
-    says otherwise.
+    """Return one plan per chosen host, numbered in hostfile order; they meet at the first one
+    unless ``master_addr`` says otherwise.
     """
     address = master_addr or next(iter(chosen))
     return [
@@ -96,7 +99,8 @@ def plan_hosts(
 
 
 def own_plan(plans: Sequence[HostPlan], names: Sequence[str], node_rank: int | None) -> HostPlan:
-    """Return this host's plan: by its number when given, else the one whose host is among this host's ``names``.
+    """Return this host's plan: by its number when given, else the one whose host is among this
+    host's ``names``.
 
     Raises ConfigError when neither finds exactly one.
     """
@@ -119,15 +123,16 @@ def own_plan(plans: Sequence[HostPlan], names: Sequence[str], node_rank: int | N
 
 
 def ssh_command(plan: HostPlan, command: Sequence[str], cwd: str, exports: Mapping[str, str]) -> list[str]:
-    """Return the command that starts one host's part from here. ``-tt``: when ssh ends here, the other side gets SIGHUP."""
+    """Return the command that starts one host's part from here. ``-tt``: when ssh ends here, the
+    other side gets SIGHUP."""
     settings = [f"{name}={shlex.quote(value)}" for name, value in sorted(exports.items())]
     line = " ".join(["exec env", *settings, shlex.join(command)]) if settings else "exec " + shlex.join(command)
     return ["ssh", "-tt", "-o", "BatchMode=yes", plan.host, f"cd {shlex.quote(cwd)} && {line}"]
 
 
 def parse_exports(text: str, name: str = ".deepspeed_env") -> dict[str, str]:
-    """Parse ``NAME=value`` lines, as in DeepSpeed's environment file, which go to the other hosts. Raises ConfigError
-    for any other line.
+    """Parse ``NAME=value`` lines, as in DeepSpeed's environment file, which go to the other hosts.
+    Raises ConfigError for any other line.
     """
     exports = {}
     for number, raw in enumerate(text.splitlines(), start=1):
@@ -152,7 +157,8 @@ _LINE = re.compile(r"(\S+)\s+slots\s*=\s*(\d+)")
 
 
 def parse_hostfile(text: str, name: str = "hostfile") -> Slots:
-    """Parse hosts and their slots from DeepSpeed's grammar, ``host slots=N`` per line; ``#`` starts a comment.
+    """Parse hosts and their slots from DeepSpeed's grammar, ``host slots=N`` per line; ``#`` starts
+    a comment.
 
     Raises ConfigError, with the line, for anything else and for a host named twice.
     """
@@ -183,8 +189,9 @@ def parse_hostfile(text: str, name: str = "hostfile") -> Slots:
 def choose(hosts: Mapping[str, list[int]], include: str = "", exclude: str = "") -> Slots:
     """Return the hosts and slots that one of the filters leaves.
 
-    A filter is ``host1@host2:0,2``: whole hosts, or slots of a host. ``include`` keeps only what it names,
-    ``exclude`` drops what it names. Raises ConfigError when both are given, or one names what does not exist.
+    A filter is ``host1@host2:0,2``: whole hosts, or slots of a host. ``include`` keeps only what it
+    names, ``exclude`` drops what it names. Raises ConfigError when both are given, or one names
+    what does not exist.
     """
     if include and exclude:
         raise ConfigError("--include and --exclude exclude each other", fix="Give one of them.")
@@ -202,8 +209,8 @@ def choose(hosts: Mapping[str, list[int]], include: str = "", exclude: str = "")
 
 
 def first_hosts(hosts: Mapping[str, list[int]], num_nodes: int | None, num_slots: int | None) -> Slots:
-    """Return the first ``num_nodes`` hosts, and on each the first ``num_slots`` slots (None: all). Raises ConfigError
-    when there are fewer.
+    """Return the first ``num_nodes`` hosts, and on each the first ``num_slots`` slots (None: all).
+    Raises ConfigError when there are fewer.
     """
     if num_nodes is not None and not 1 <= num_nodes <= len(hosts):
         raise ConfigError(
@@ -245,11 +252,11 @@ def _slots(numbers: str, present: list[int], part: str, option: str) -> list[int
 
 
 def from_slurm(env: Mapping[str, str], port: int = DEFAULT_PORT) -> RendezvousSpec | None:
-    """Return the rendezvous that SLURM's variables describe, for one task per host; None outside a SLURM step or on one
-    host.
+    """Return the rendezvous that SLURM's variables describe, for one task per host; None outside a
+    SLURM step or on one host.
 
-    The first host of the step's list is where they meet. Raises ConfigError when the step runs several tasks per host: the ranks of a host are
-    started here, not by srun.
+    The first host of the step's list is where they meet. Raises ConfigError when the step runs
+    several tasks per host: the ranks of a host are started here, not by srun.
     """
     if "SLURM_JOB_ID" not in env or "SLURM_NODEID" not in env:
         return None
@@ -279,8 +286,8 @@ _MOST_HOSTS = 100_000
 
 
 def expand_hosts(text: str) -> list[str]:
-    """Expand a host list in order, with leading zeros kept: ``a[08-10]x,b`` is a08x a09x a10x b. Raises ConfigError for
-    other text.
+    """Expand a host list in order, with leading zeros kept: ``a[08-10]x,b`` is a08x a09x a10x b.
+    Raises ConfigError for other text.
     """
     hosts = [host for part in _split(text) for host in _expand(part, text)]
     if not hosts or not all(hosts):

@@ -1,4 +1,5 @@
-"""Placement: how many ranks this host starts and where they meet the others, from what the command line, a hostfile or SLURM say. Pure."""
+"""Placement: how many ranks this host starts and where they meet the others, from what the command
+line, a hostfile or SLURM say. Pure."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ from zero_trial.launch.hosts import (
 
 @dataclass(frozen=True)
 class PlacementRequest:
-    """What the user asked for; None and "" mean nothing. ``hostfile`` is the file's text, ``hostfile_name`` its name."""
+    """What the user asked for; None and "" mean nothing. ``hostfile`` is the file's text,
+    ``hostfile_name`` its name."""
 
     slots: int | None = None
     hostfile: str | None = None
@@ -42,7 +44,8 @@ class PlacementRequest:
 
 @dataclass(frozen=True)
 class HostPlacement:
-    """``own`` is this host's plan, None when this host only starts others; ``others`` are the plans of the hosts to be started from here."""
+    """``own`` is this host's plan, None when this host only starts others; ``others`` are the plans
+    of the hosts to be started from here."""
 
     own: HostPlan | None
     others: tuple[HostPlan, ...] = ()
@@ -51,11 +54,11 @@ class HostPlacement:
 def place(
     request: PlacementRequest, env: Mapping[str, str], devices: HostDevices, names: Sequence[str], default_slots: int
 ) -> HostPlacement:
-    """Return the placement. The first of these that was given decides: a meeting point, a hostfile, SLURM, this host
-    alone.
+    """Return the placement. The first of these that was given decides: a meeting point, a hostfile,
+    SLURM, this host alone.
 
-    ``names`` are this host's names. Raises ConfigError where they contradict each other or ask for what does not
-    exist.
+    ``names`` are this host's names. Raises ConfigError where they contradict each other or ask for
+    what does not exist.
     """
     port = request.master_port or DEFAULT_PORT
     slots = request.slots or default_slots
@@ -86,7 +89,8 @@ def _alone(plan: HostPlan, devices: HostDevices) -> HostPlacement:
 
 
 def _explicit(request: PlacementRequest, port: int) -> RendezvousSpec | None:
-    """Return the rendezvous that the arguments of torch.distributed.run describe, if they were given."""
+    """Return the rendezvous that the arguments of torch.distributed.run describe, if they were
+    given."""
     if request.rdzv_endpoint:
         return RendezvousSpec(
             request.nnodes or "1:1", request.node_rank or 0, endpoint=request.rdzv_endpoint, run_id=request.rdzv_id

@@ -1,4 +1,5 @@
-"""The screen: one live progress line on a terminal, a plain line every ten seconds anywhere else."""
+"""The screen: one live progress line on a terminal, a plain line every ten seconds anywhere
+else."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ PLAIN_SECONDS = 10.0
 
 
 class Screen:
-    """Shows events in ``stream``. Lines that stay (validation, checkpoint, notes) are printed above the live one."""
+    """Shows events in ``stream``. Lines that stay (validation, checkpoint, notes) are printed above
+    the live one."""
 
     def __init__(
         self,
@@ -36,7 +38,8 @@ class Screen:
         self._waiting: Event | None = None
 
     def say(self, line: str) -> None:
-        """Print a line that stays, without what could control the terminal; a quiet screen shows nothing at all."""
+        """Print a line that stays, without what could control the terminal; a quiet screen shows
+        nothing at all."""
         if self._quiet:
             return
         line = strip_control(line)
@@ -102,7 +105,8 @@ class Screen:
 
 
 def is_terminal(stream: TextIO) -> bool:
-    """Return whether the stream is a terminal with room for a line; pseudo-terminals of build systems may have none."""
+    """Return whether the stream is a terminal with room for a line; pseudo-terminals of build
+    systems may have none."""
     if not stream.isatty():
         return False
     try:
@@ -113,7 +117,8 @@ def is_terminal(stream: TextIO) -> bool:
 
 
 def with_size(event: Event, run_dir: Path) -> Event:
-    """Return a checkpoint event with its folder's path, as it would be typed here, and the bytes in it."""
+    """Return a checkpoint event with its folder's path, as it would be typed here, and the bytes in
+    it."""
     folder = RunFolder(run_dir).checkpoints / str(event.get("storage_id") or "")
     count = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
     return {**event, "path": os.path.relpath(folder), "bytes": count}
@@ -137,7 +142,8 @@ class EventWatcher:
 
 
 class LogWatcher:
-    """Copies the log of one rank to the screen as it grows, for scripts that print for themselves; its traceback stays in the log."""
+    """Copies the log of one rank to the screen as it grows, for scripts that print for themselves;
+    its traceback stays in the log."""
 
     def __init__(self, log: Path, stream: TextIO, *, stop_at: str) -> None:
         self._tail = Tail(log)

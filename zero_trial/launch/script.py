@@ -1,4 +1,5 @@
-"""``zero-trial launch``: a plain script on several ranks, one host or many, with the supervision that a trial gets."""
+"""``zero-trial launch``: a plain script on several ranks, one host or many, with the supervision
+that a trial gets."""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ ENVIRONMENT_FILE = ".deepspeed_env"
 
 @dataclass(frozen=True)
 class ScriptRequest:
-    """What to run and where. ``kind`` is "script", "module" or "program"; ``local_rank`` is None when the script's source decides."""
+    """What to run and where. ``kind`` is "script", "module" or "program"; ``local_rank`` is None
+    when the script's source decides."""
 
     target: str
     arguments: tuple[str, ...] = ()
@@ -41,7 +43,8 @@ class ScriptRequest:
 
 
 def launch_script(request: ScriptRequest, output: TextIO) -> tuple[LaunchResult, Path]:
-    """Run the script to its end; returns the outcome and the run's folder. Raises ConfigError for what cannot be started."""
+    """Run the script to its end; returns the outcome and the run's folder. Raises ConfigError for
+    what cannot be started."""
     if request.kind == "script" and not Path(request.target).is_file():
         raise ConfigError("there is no such script", where="launch", got=request.target, expected="a Python file")
     devices = count_devices(os.environ)
@@ -64,7 +67,8 @@ def launch_script(request: ScriptRequest, output: TextIO) -> tuple[LaunchResult,
 
 
 def read_hostfile(given: str | None) -> tuple[str | None, str]:
-    """Return the text and the name of the hostfile: the given one, else DeepSpeed's default if it exists, else none."""
+    """Return the text and the name of the hostfile: the given one, else DeepSpeed's default if it
+    exists, else none."""
     path = Path(given) if given else DEFAULT_HOSTFILE
     if path.is_file():
         return path.read_text(encoding="utf-8"), str(path)
@@ -74,8 +78,8 @@ def read_hostfile(given: str | None) -> tuple[str | None, str]:
 
 
 def wants_local_rank(source: str) -> bool:
-    """Return whether a script's source declares ``--local_rank`` or ``--local-rank``, as scripts for DeepSpeed's
-    launcher do.
+    """Return whether a script's source declares ``--local_rank`` or ``--local-rank``, as scripts
+    for DeepSpeed's launcher do.
     """
     try:
         tree = ast.parse(source)
@@ -111,7 +115,8 @@ def _watcher(own: HostPlan, folder: Path, output: TextIO) -> Watcher:
 
 
 def _start_others(placement: HostPlacement, request: ScriptRequest, folder: Path) -> list[subprocess.Popen[bytes]]:
-    """Start the other hosts' parts over ssh; what they print goes to ``<run>/logs/host-<k>.log`` here."""
+    """Start the other hosts' parts over ssh; what they print goes to ``<run>/logs/host-<k>.log``
+    here."""
     exports = _exports(os.environ, (Path.cwd(), Path.home())) if placement.others else {}
     started = []
     RunFolder(folder).logs.mkdir(parents=True, exist_ok=True)
@@ -146,8 +151,8 @@ def remote_command(plan: HostPlan, request: ScriptRequest, folder: Path) -> list
 
 
 def _exports(env: Mapping[str, str], folders: Iterable[Path]) -> dict[str, str]:
-    """Return what the other hosts get of this environment: PYTHONPATH, and the lines of the first environment file
-    found.
+    """Return what the other hosts get of this environment: PYTHONPATH, and the lines of the first
+    environment file found.
     """
     exports = {"PYTHONPATH": env["PYTHONPATH"]} if env.get("PYTHONPATH") else {}
     for folder in folders:
@@ -158,7 +163,8 @@ def _exports(env: Mapping[str, str], folders: Iterable[Path]) -> dict[str, str]:
 
 
 def _wait_for(processes: Sequence[subprocess.Popen[bytes]]) -> LaunchResult:
-    """Return the outcome of a run that has no part on this host: that of the first part which fails."""
+    """Return the outcome of a run that has no part on this host: that of the first part which
+    fails."""
     codes = [process.wait() for process in processes]
     bad = next((code for code in codes if code), 0)
     return LaunchResult(bad if 0 <= bad < 256 else 5)

@@ -1,4 +1,5 @@
-"""Lines of text for a run's events and for its summary; a number that is missing is not shown. Pure."""
+"""Lines of text for a run's events and for its summary; a number that is missing is not shown.
+Pure."""
 
 from __future__ import annotations
 
@@ -70,8 +71,8 @@ def start_line(event: Event) -> str | None:
 
 
 def summary_lines(summary: Mapping[str, Any], repeat: str) -> list[str]:
-    """Return ``done`` with time, metrics before and after, baselines, throughput and memory, then ``repeat`` with the
-    command.
+    """Return ``done`` with time, metrics before and after, baselines, throughput and memory, then
+    ``repeat`` with the command.
     """
     return [done_line(summary), f"repeat  {repeat}"]
 
@@ -89,7 +90,8 @@ def _duration(summary: Mapping[str, Any]) -> str:
 
 
 def _metrics(summary: Mapping[str, Any]) -> list[str]:
-    """Return each validation metric as ``before -> after``, with its baselines in brackets where the summary has any."""
+    """Return each validation metric as ``before -> after``, with its baselines in brackets where
+    the summary has any."""
     before, after = summary.get("initial_validation") or {}, summary.get("final_validation") or {}
     shown = []
     for name, value in after.items():
@@ -120,7 +122,8 @@ def _figures(summary: Mapping[str, Any]) -> list[str]:
 
 
 def _tensors(summary: Mapping[str, Any]) -> list[str]:
-    """Return the measured peak of live tensors beside the planned one; the process's own peak also holds the libraries."""
+    """Return the measured peak of live tensors beside the planned one; the process's own peak also
+    holds the libraries."""
     measured, planned = summary.get("memory_measured_peak_bytes"), summary.get("memory_planned_bytes")
     if not measured:
         return []

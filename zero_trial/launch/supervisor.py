@@ -1,8 +1,10 @@
-"""The supervisor: starts the ranks of one host, watches them, ends all of them when one fails or a stop is asked for, and finds the cause.
+"""The supervisor: starts the ranks of one host, watches them, ends all of them when one fails or a
+stop is asked for, and finds the cause.
 
-No process of a run outlives it. Three things see to that, each for the case in which the others cannot act: the kernel
-kills a guarded process when its parent dies (Linux), a watching thread does the same elsewhere, and at the end of a run
-every process that still carries the run's mark is killed.
+No process of a run outlives it. Three things see to that, each for the case in which the others
+cannot act: the kernel kills a guarded process when its parent dies (Linux), a watching thread does
+the same elsewhere, and at the end of a run every process that still carries the run's mark is
+killed.
 """
 
 from __future__ import annotations
@@ -68,7 +70,8 @@ class LaunchResult:
 
 
 class Supervisor:
-    """One run on this host. ``stop`` asks the ranks to save and end (the first Ctrl-C); the second Ctrl-C kills them."""
+    """One run on this host. ``stop`` asks the ranks to save and end (the first Ctrl-C); the second
+    Ctrl-C kills them."""
 
     def __init__(
         self,
@@ -92,7 +95,8 @@ class Supervisor:
         self._deadline: float | None = None
 
     def run(self) -> LaunchResult:
-        """Start the ranks and watch them to their end. When this returns or raises, no process of the run is left."""
+        """Start the ranks and watch them to their end. When this returns or raises, no process of
+        the run is left."""
         log = self.command.log
         log.parent.mkdir(parents=True, exist_ok=True)
         self.command.record.unlink(missing_ok=True)  # of an earlier start in this folder
@@ -140,7 +144,8 @@ class Supervisor:
         self._deadline = time.monotonic() + seconds
 
     def _has_failed(self) -> bool:
-        """Return whether a rank has left an error, or is gone and the agent has begun to end the others."""
+        """Return whether a rank has left an error, or is gone and the agent has begun to end the
+        others."""
         if read_errors(self.run_dir):
             return True
         gone = {record.pid for record in self._open_ranks() if not is_running(record.pid)}
@@ -166,7 +171,8 @@ class Supervisor:
         send_signal((record.pid for record in self._own_ranks()), signal.SIGTERM)
 
     def _kill_ranks(self, agent: subprocess.Popen[bytes]) -> None:
-        """Kill the ranks, let the agent see it and report, then kill the agent too if it does not end."""
+        """Kill the ranks, let the agent see it and report, then kill the agent too if it does not
+        end."""
         ranks = [record.pid for record in self._open_ranks() if is_running(record.pid)]
         pids = {*ranks, *(pid for pid in marked_processes(self.mark) if pid != agent.pid)}
         self._killed |= pids
@@ -253,13 +259,15 @@ class Cause:
 
     @property
     def headline(self) -> str:
-        """The message with the rank in front, unless it begins with a rank itself, as an error does that all ranks agree on."""
+        """The message with the rank in front, unless it begins with a rank itself, as an error does
+        that all ranks agree on."""
         named = self.rank is None or self.message.startswith("rank ")
         return self.message if named else f"rank {self.rank}: {self.message}"
 
 
 def is_secondary(error: ErrorRecord) -> bool:
-    """Return whether the error only says that another rank has gone: it blames a connection or the mesh, not the trial."""
+    """Return whether the error only says that another rank has gone: it blames a connection or the
+    mesh, not the trial."""
     return error.type == "MeshError" or bool(_SECONDARY.search(error.message))
 
 
@@ -271,11 +279,13 @@ def first_cause(
 ) -> Cause | None:
     """Return the cause of a failed run, or None when nothing is known.
 
-    When one rank dies, the others fail too: their connections to it break. In this order: the earliest error that does
-    not only say so, a rank that died without an error record, the earliest error that does.
+    When one rank dies, the others fail too: their connections to it break. In this order: the
+    earliest error that does not only say so, a rank that died without an error record, the earliest
+    error that does.
 
     Args:
-        exits: the failures that the agent saw, the first one in front, without those that the supervisor caused.
+        exits: the failures that the agent saw, the first one in front, without those that the
+            supervisor caused.
         vanished: ranks whose process was gone before any of them was asked to stop.
     """
     primary = sorted((error for error in errors if not is_secondary(error)), key=lambda error: error.time)
@@ -299,10 +309,12 @@ def _silent(
     exits: Sequence[RankExit],
     vanished: Sequence[RankRecord],
 ) -> Cause | None:
-    """Return the rank that died without an error record: by what the agent saw if it saw one, else by its absence.
+    """Return the rank that died without an error record: by what the agent saw if it saw one, else
+    by its absence.
 
-    The agent ends the others with SIGTERM, and on a busy machine it may miss the first one. So a rank that died of
-    anything else comes first, then one that was gone before any was asked to stop, and last those that died of SIGTERM.
+    The agent ends the others with SIGTERM, and on a busy machine it may miss the first one. So a
+    rank that died of anything else comes first, then one that was gone before any was asked to
+    stop, and last those that died of SIGTERM.
     """
     reported = {error.rank for error in errors}
     by_pid = {record.pid: record.rank for record in ranks}
@@ -353,17 +365,20 @@ def is_running(pid: int) -> bool:
 
 
 def marked_processes(mark: str) -> list[int]:
-    """Return the pids of this user's running processes whose environment carries ``mark``; never this process."""
+    """Return the pids of this user's running processes whose environment carries ``mark``; never
+    this process."""
     found = []
     for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error, OSError):  # it is another user's, or it ends meanwhile
+        # it is another user's, or it ends meanwhile
+        with contextlib.suppress(psutil.Error, OSError):
             if process.environ().get(MARK) == mark and process.pid != os.getpid() and is_running(process.pid):
                 found.append(process.pid)
     return found
 
 
 def send_signal(pids: Iterable[int], number: signal.Signals) -> None:
-    """Send a signal to each process that leads a group as a group, to the others alone; those that are gone are passed over."""
+    """Send a signal to each process that leads a group as a group, to the others alone; those that
+    are gone are passed over."""
     for pid in pids:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             if os.getpgid(pid) == pid:

@@ -220,7 +220,8 @@ class Checkpoint:
     # Derived when it is read:
     hparams: Json = field(default_factory=dict)
     experiment_config: Json = field(default_factory=dict)
-    validation_metrics: Json = field(default_factory=dict)  # averages of the validation at the same step
+    # averages of the validation at the same step
+    validation_metrics: Json = field(default_factory=dict)
     searcher_metric: float | None = None
 
 

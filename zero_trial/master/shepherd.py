@@ -115,7 +115,8 @@ class AllocationSupervisor:
     def __init__(self, order: RunOrder) -> None:
         self._order = order
         self._selector = selectors.DefaultSelector()
-        self._process: subprocess.Popen[bytes] | None = None  # kept: its end would take the exit status with it
+        # kept: its end would take the exit status with it
+        self._process: subprocess.Popen[bytes] | None = None
         self._child: int | None = None
         self._status: int | None = None  # of the main child, as an exit code
         self._kill_at: float | None = None
@@ -268,7 +269,8 @@ def main(folder: Path, text: str) -> int:
     if not processes.acquire_lease(folder, processes.identify(os.getpid())):
         return 0
     ended = supervisor.run()
-    storage.remove_scratch(folder)  # before the exit is recorded: readers of the record find nothing left
+    # before the exit is recorded: readers of the record find nothing left
+    storage.remove_scratch(folder)
     processes.record_exit(folder, ended)
     return 0
 

@@ -1,4 +1,5 @@
-"""Optimizer arithmetic: the pure-torch reference, native kernels for it, and optimizers that work on flat pieces of parameters."""
+"""Optimizer arithmetic: the pure-torch reference, native kernels for it, and optimizers that work
+on flat pieces of parameters."""
 
 from zero_trial.ops.cpu_library import Backend, backend
 from zero_trial.ops.cuda_runtime import native_on

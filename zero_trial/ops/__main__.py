@@ -1,4 +1,5 @@
-"""``python -m zero_trial.ops [--json]``: print what each op runs as on this machine, or why ``ZERO_TRIAL_OPS`` is not possible."""
+"""``python -m zero_trial.ops [--json]``: print what each op runs as on this machine, or why
+``ZERO_TRIAL_OPS`` is not possible."""
 
 from __future__ import annotations
 

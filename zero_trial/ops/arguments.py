@@ -1,4 +1,5 @@
-"""The arguments of kernels: the tensors of one call are checked for overlap, and for CUDA packed into a table in device memory.
+"""The arguments of kernels: the tensors of one call are checked for overlap, and for CUDA packed
+into a table in device memory.
 
 ZtPiece, 64 bytes    p, g, a, b, out (pointers), n, number of its first tile, number of its group
 """
@@ -32,8 +33,9 @@ def no_derivative() -> ConfigError:
     )
 
 
-# Kernels read and write each element once and in no order, so the result of tensors that overlap would be random. Results of the checks
-# are cached: a step is mostly called with the tensors of the step before.
+# Kernels read and write each element once and in no order, so the result of tensors that overlap
+# would be random. Results of the checks are cached: a step is mostly called with the tensors of the
+# step before.
 
 BYTES = {-1: 0, 0: 4, 1: 2, 2: 2}  # per element, by how a float is stored
 _STEP = ("parameter", "gradient", "state", "second state", "rounded copy")
@@ -56,7 +58,8 @@ def check_step(starts: tuple[int, int, int, int, int], n: int, gradient: int, co
 
 @lru_cache(maxsize=256)
 def check_pieces(table: bytes, stored: tuple[int, int, int, int, int], uses: str) -> None:
-    """Raise ConfigError if any tensors of a launch overlap. ``table`` holds its pieces; ``stored`` and ``uses`` are of a piece's five tensors."""
+    """Raise ConfigError if any tensors of a launch overlap. ``table`` holds its pieces; ``stored``
+    and ``uses`` are of a piece's five tensors."""
     found: list[Interval] = []
     for number, (*starts, n, _, _) in enumerate(PIECE.iter_unpack(table)):
         found += _intervals(starts, n, stored, uses, _STEP, f" number {number}")
@@ -65,7 +68,8 @@ def check_pieces(table: bytes, stored: tuple[int, int, int, int, int], uses: str
 
 @lru_cache(maxsize=256)
 def check_copies(table: bytes, into: int, source: int) -> None:
-    """Raise ConfigError if buffers overlap that others are copied or added into; a buffer may be its own source."""
+    """Raise ConfigError if buffers overlap that others are copied or added into; a buffer may be
+    its own source."""
     found: list[Interval] = []
     for number, (*starts, n, _, _) in enumerate(PIECE.iter_unpack(table)):
         itself = starts[0] == starts[1] and into == source
@@ -84,7 +88,8 @@ def _intervals(
 def check(intervals: Sequence[Interval]) -> None:
     """Raise ConfigError if an interval that is written shares a byte with another."""
     none: Interval = (0, 0, False, "")
-    furthest = written = none  # of those that begin before: which ends last, and which of the written ones
+    # of those that begin before: which ends last, and which of the written ones
+    furthest = written = none
     for one in sorted(intervals):
         before = furthest if one[2] else written
         if one[0] < before[1]:
@@ -120,7 +125,8 @@ def pointer(x: Tensor | None) -> int:
 
 @dataclass(frozen=True)
 class LaunchItem:
-    """One flat tensor of a launch; ``scalars`` is the struct of its optimizer step, empty where a kernel has none."""
+    """One flat tensor of a launch; ``scalars`` is the struct of its optimizer step, empty where a
+    kernel has none."""
 
     p: Tensor
     g: Tensor | None = None
@@ -135,7 +141,8 @@ class LaunchItem:
 
 
 def takes(piece: LaunchItem) -> bool:
-    """Return whether a kernel takes the item: parameter and states in fp32, gradient and copy in any of the three types."""
+    """Return whether a kernel takes the item: parameter and states in fp32, gradient and copy in
+    any of the three types."""
     where = piece.p.device
     wide = [x for x in (piece.p, piece.a, piece.b) if x is not None]
     return all(flat(x, where) and x.dtype == torch.float32 for x in wide) and all(
@@ -158,7 +165,8 @@ def items_of(
     pack: Callable[..., bytes],
     numbers: Sequence[Sequence[Any]],
 ) -> list[LaunchItem]:
-    """Put lists of an op together, an item per tensor. Raises ConfigError for lists of different lengths or tensors of different sizes.
+    """Put lists of an op together, an item per tensor. Raises ConfigError for lists of different
+    lengths or tensors of different sizes.
 
     Args:
         tensors: p, g, and one or two states.
@@ -177,7 +185,8 @@ def items_of(
 
 @dataclass(frozen=True)
 class LaunchTable:
-    """A launch's table. ``content``: the pieces, then each different struct of scalars once; ``groups``: where those begin, in bytes."""
+    """A launch's table. ``content``: the pieces, then each different struct of scalars once;
+    ``groups``: where those begin, in bytes."""
 
     content: bytes
     groups: int
@@ -201,7 +210,8 @@ def table_of(pieces: Sequence[LaunchItem]) -> LaunchTable:
 
 
 def upload(content: bytes, device: torch.device) -> Tensor:
-    """Copy the bytes to device memory, in the order of the current stream; the host does not wait."""
+    """Copy the bytes to device memory, in the order of the current stream; the host does not
+    wait."""
     host = torch.frombuffer(bytearray(content), dtype=torch.uint8)
     if device.type != "cuda":
         return host

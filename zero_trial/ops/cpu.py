@@ -1,4 +1,5 @@
-"""The ops on CPU tensors: one call of the native library, or plain torch where there is none or where it does not take the tensors."""
+"""The ops on CPU tensors: one call of the native library, or plain torch where there is none or
+where it does not take the tensors."""
 
 from __future__ import annotations
 
@@ -18,23 +19,27 @@ from zero_trial.ops.spec import CODES, FP32, NONE, OptimizerOp, lamb_scalars
 
 _LOW = (torch.bfloat16, torch.float16)
 
-# ``struct ZtCall`` of csrc/cpu/call.h: isa, threads, n, p, g, type of g, two states, out, its type, found_inf; then the fields of the op's
-# struct as doubles. To pack one block and pass one pointer takes a third of the time of passing twenty arguments through ctypes.
+# ``struct ZtCall`` of csrc/cpu/call.h: isa, threads, n, p, g, type of g, two states, out, its type,
+# found_inf; then the fields of the op's struct as doubles. To pack one block and pass one pointer
+# takes a third of the time of passing twenty arguments through ctypes.
 _HEAD = "=11q"
 _LAMB = struct.Struct("=8d")  # LAMB's fields of ZtCall
 
-# Bytes of a sum of two parts from which the kernel is worth it. Below, torch's one pass is as fast (13 against 9 microseconds for 256 KiB);
-# large sums the kernel writes past the caches (8.4 against 10.4 milliseconds for 64 MiB).
+# Bytes of a sum of two parts from which the kernel is worth it. Below, torch's one pass is as fast
+# (13 against 9 microseconds for 256 KiB); large sums the kernel writes past the caches (8.4 against
+# 10.4 milliseconds for 64 MiB).
 WORTH_BYTES = 16 << 20
 
 _SUMMED = {**CODES, torch.float64: 3}
 
-# ``out = parts[0] + parts[1] + ...`` from left to right; 16-bit parts are added in fp32 and rounded once. ``out`` may be one of them.
+# ``out = parts[0] + parts[1] + ...`` from left to right; 16-bit parts are added in fp32 and rounded
+# once. ``out`` may be one of them.
 Sum = Callable[[Sequence[Tensor], Tensor], None]
 
 
 def step_of(op: OptimizerOp) -> plain.Step:
-    """Make the op over one tensor; it takes the arguments of its schema. Written for few microseconds."""
+    """Make the op over one tensor; it takes the arguments of its schema. Written for few
+    microseconds."""
     end, two, step_at = 2 + len(op.states), len(op.states) == 2, op.step_at
     scalars, call, entry = op.scalars, struct.Struct(f"{_HEAD}{op.fields}d").pack, f"zt_{op.name}"
     fallback, threads = plain.step_of(op), torch.get_num_threads
@@ -60,7 +65,8 @@ def step_of(op: OptimizerOp) -> plain.Step:
 
 
 def takes(p: Tensor, g: Tensor, states: Sequence[Tensor], out: Tensor | None, found_inf: Tensor | None) -> bool:
-    """Return whether the native kernels take these tensors. Raises ConfigError for what no implementation takes."""
+    """Return whether the native kernels take these tensors. Raises ConfigError for what no
+    implementation takes."""
     n = p.numel()
     if g.numel() != n:
         raise _other_size("gradient", g, n)
@@ -83,7 +89,8 @@ def takes(p: Tensor, g: Tensor, states: Sequence[Tensor], out: Tensor | None, fo
 
 
 def _refuse(tensors: Sequence[Tensor], found_inf: Tensor | None) -> None:
-    """Raise ConfigError for what plain torch would compute nonsense from, or fail on without a reason."""
+    """Raise ConfigError for what plain torch would compute nonsense from, or fail on without a
+    reason."""
     if not all(tensor.is_floating_point() for tensor in tensors):
         got = ", ".join(str(tensor.dtype) for tensor in tensors)
         raise ConfigError("an optimizer step works on real floating point numbers", got=got)
@@ -109,7 +116,8 @@ def call_head(
     copied: int,
     found_inf: Tensor | None,
 ) -> bytes:
-    """Pack the head of a ZtCall. ``starts``: addresses of parameter, gradient, two states and copy, 0 for none."""
+    """Pack the head of a ZtCall. ``starts``: addresses of parameter, gradient, two states and copy,
+    0 for none."""
     p, g, a, b, low = starts
     flag = 0 if found_inf is None else found_inf.data_ptr()
     return struct.pack(_HEAD, native.isa, torch.get_num_threads(), n, p, g, stored, a, b, low, copied, flag)
@@ -120,7 +128,8 @@ def lamb_moments_(
     beta1: list[float], beta2: list[float], eps: list[float], weight_decay: list[float], step: list[float],
     multiplier: float, bias_correction: bool,
 ) -> Tensor:  # fmt: skip
-    """As :func:`zero_trial.ops.plain.lamb_moments_`, which updates what the kernel does not take."""
+    """As :func:`zero_trial.ops.plain.lamb_moments_`, which updates what the kernel does not
+    take."""
     native = cpu_library.backend().native
     numbers = (beta1, beta2, eps, weight_decay, step)
     plain.same_sizes(p, g, m, v)
@@ -169,7 +178,8 @@ def lamb_apply_(
 
 
 def square_sum(x: Tensor) -> Tensor:
-    """Return the sum of squares in float64, a scalar tensor; not finite if and only if an element is not. Reads ``x`` once."""
+    """Return the sum of squares in float64, a scalar tensor; not finite if and only if an element
+    is not. Reads ``x`` once."""
     native = cpu_library.backend().native
     if native is None or x.dtype not in CODES or not x.is_contiguous():
         if x.is_complex():
@@ -185,8 +195,9 @@ def square_sum(x: Tensor) -> Tensor:
 def add_many_(into: list[Tensor], source: list[Tensor]) -> None:
     """Add each source to its target; the sum is rounded once.
 
-    Native for pairs of different dtypes, which torch's ``add_`` first converts to one dtype in a temporary (8 Mi elements: 9 ns per element
-    against 0.3). Equal dtypes, and copies of any, are as fast in torch.
+    Native for pairs of different dtypes, which torch's ``add_`` first converts to one dtype in a
+    temporary (8 Mi elements: 9 ns per element against 0.3). Equal dtypes, and copies of any, are as
+    fast in torch.
     """
     plain.same_sizes(into, source)
     native = cpu_library.backend().native
@@ -203,9 +214,11 @@ def add_many_(into: list[Tensor], source: list[Tensor]) -> None:
 
 
 def native_sum(otherwise: Sum) -> Sum:
-    """Make a sum of contiguous CPU tensors of one dtype and size in one pass, with the bits of ``otherwise``.
+    """Make a sum of contiguous CPU tensors of one dtype and size in one pass, with the bits of
+    ``otherwise``.
 
-    Not an op of ``torch.ops.zero_trial``: the sum may be written over one of the parts, which a schema cannot express.
+    Not an op of ``torch.ops.zero_trial``: the sum may be written over one of the parts, which a
+    schema cannot express.
 
     Args:
         otherwise: adds up what the kernel does not take.

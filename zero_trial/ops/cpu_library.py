@@ -1,11 +1,13 @@
-"""The CPU library: which of its copies this process runs, and how it is built from csrc/ where it is not there yet.
+"""The CPU library: which of its copies this process runs, and how it is built from csrc/ where it
+is not there yet.
 
-``ZERO_TRIAL_OPS`` chooses: ``auto`` (native where possible, else plain torch, logged once), ``reference`` (plain torch) or ``native`` (an
-error where it is not possible).
+``ZERO_TRIAL_OPS`` chooses: ``auto`` (native where possible, else plain torch, logged once),
+``reference`` (plain torch) or ``native`` (an error where it is not possible).
 
-The machine's C++ compiler builds the library once, into a cache folder that all processes share. Every source is compiled without
-contraction; the kernels once per instruction set, with that set's flags on that one object, so that the library runs on any processor of the
-architecture. Its name is a hash of sources and flags: another version is another file.
+The machine's C++ compiler builds the library once, into a cache folder that all processes share.
+Every source is compiled without contraction; the kernels once per instruction set, with that set's
+flags on that one object, so that the library runs on any processor of the architecture. Its name is
+a hash of sources and flags: another version is another file.
 """
 
 from __future__ import annotations
@@ -44,7 +46,8 @@ SECONDS = 120.0  # a compiler that has not finished by then is killed
 
 _FLAGS = (
     *("-O3", "-std=c++17", "-fPIC", "-fvisibility=hidden", "-fno-exceptions", "-fno-rtti"),
-    # The same bits everywhere: no fusing of a * b + c. The other two only drop errno and exception flags, which nothing reads.
+    # The same bits everywhere: no fusing of a * b + c. The other two only drop errno and exception
+    # flags, which nothing reads.
     *("-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"),
 )
 _AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mprefer-vector-width=512")
@@ -62,14 +65,16 @@ class CPULibrary:
 
 @dataclass
 class Backend:
-    """What runs the ops on CPU: ``native``, or plain torch because of ``why``. ``strict``: native was asked for, and nothing else is accepted."""
+    """What runs the ops on CPU: ``native``, or plain torch because of ``why``. ``strict``: native
+    was asked for, and nothing else is accepted."""
 
     native: CPULibrary | None
     why: str = ""
     strict: bool = False
 
     def withdraw(self, why: str) -> None:
-        """Use plain torch from now on: another rank has no kernels, and ranks must compute the same bits."""
+        """Use plain torch from now on: another rank has no kernels, and ranks must compute the same
+        bits."""
         self.native, self.why = None, why
 
     def describe(self) -> str:
@@ -85,7 +90,8 @@ def backend() -> Backend:
 
 
 def choose(environ: Mapping[str, str]) -> Backend:
-    """Choose what ``ZERO_TRIAL_OPS`` asks for. Raises ConfigError for an unknown value, KernelUnavailable if ``native`` is not possible."""
+    """Choose what ``ZERO_TRIAL_OPS`` asks for. Raises ConfigError for an unknown value,
+    KernelUnavailable if ``native`` is not possible."""
     wanted = environ.get(VARIABLE) or "auto"
     if wanted not in CHOICES:
         raise ConfigError("no such choice of kernels", where=VARIABLE, got=repr(wanted), expected=", ".join(CHOICES))
@@ -111,7 +117,8 @@ def open_native(environ: Mapping[str, str]) -> CPULibrary:
 
 
 def typed(library: ctypes.CDLL) -> CPULibrary:
-    """Declare the types of the library's functions. Raises KernelUnavailable where one is missing."""
+    """Declare the types of the library's functions. Raises KernelUnavailable where one is
+    missing."""
     try:
         for op in OPTIMIZERS:
             function = getattr(library, f"zt_{op.name}")
@@ -133,10 +140,12 @@ def typed(library: ctypes.CDLL) -> CPULibrary:
 
 
 def load(environ: Mapping[str, str]) -> ctypes.CDLL:
-    """Load the library; build it first where it is missing or cannot be loaded. Raises KernelUnavailable with the reason.
+    """Load the library; build it first where it is missing or cannot be loaded. Raises
+    KernelUnavailable with the reason.
 
-    Processes that start at the same time wait for the one that builds; a reader never sees half a file. Where nothing can be kept (a folder
-    that cannot be written or that others can write, no home, noexec) each process builds its own, and logs that.
+    Processes that start at the same time wait for the one that builds; a reader never sees half a
+    file. Where nothing can be kept (a folder that cannot be written or that others can write, no
+    home, noexec) each process builds its own, and logs that.
     """
     try:
         try:
@@ -217,7 +226,8 @@ def objects(machine: str) -> dict[str, tuple[str, tuple[str, ...]]]:
 
 
 def find_compiler(environ: Mapping[str, str]) -> tuple[str, ...]:
-    """Return the command in $CXX ("ccache g++"), or the first known C++ compiler on $PATH. Raises KernelUnavailable without one."""
+    """Return the command in $CXX ("ccache g++"), or the first known C++ compiler on $PATH. Raises
+    KernelUnavailable without one."""
     wanted = environ.get("CXX", "").strip()
     try:
         commands = [shlex.split(wanted)] if wanted else [[name] for name in COMPILERS]
@@ -231,7 +241,8 @@ def find_compiler(environ: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def build(path: Path, compiler: Sequence[str]) -> None:
-    """Compile the library and move it to ``path`` in one step. Raises KernelUnavailable with the compiler's first error."""
+    """Compile the library and move it to ``path`` in one step. Raises KernelUnavailable with the
+    compiler's first error."""
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=kernel_cache.scratch_prefix(path)) as scratch:
         made = [Path(scratch) / f"{name}.o" for name in objects(platform.machine())]
         parts = objects(platform.machine()).values()
@@ -255,7 +266,8 @@ def _run_all(commands: Sequence[Sequence[str]]) -> None:
     running: list[subprocess.Popen[bytes]] = []
     try:
         for command in commands:
-            # In a group of its own: a compiler is a driver with children, and all of them have to end.
+            # In a group of its own: a compiler is a driver with children, and all of them have to
+            # end.
             running.append(
                 subprocess.Popen(
                     command,

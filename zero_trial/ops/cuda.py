@@ -1,12 +1,15 @@
-"""The ops on CUDA tensors: a few launches of the kernels of csrc/cuda, or plain torch where no kernel takes the tensors.
+"""The ops on CUDA tensors: a few launches of the kernels of csrc/cuda, or plain torch where no
+kernel takes the tensors.
 
-Everything a step depends on is read from device memory by the kernel, so nothing here waits for the device: ``found_inf``, ``factor``
-and, in a launch over many tensors, the table of pointers and scalars, which is copied there in the order of the stream.
+Everything a step depends on is read from device memory by the kernel, so nothing here waits for the
+device: ``found_inf``, ``factor`` and, in a launch over many tensors, the table of pointers and
+scalars, which is copied there in the order of the stream.
 
     launches    a step of one tensor 1 · of many 1 (per pair of the gradients' and the copies' dtypes; one tensor alone needs no table) ·
                 square_sum 1 + 1 per factor 1024 of chunks · LAMB 2 and 1
 
-A CUDA graph cannot hold a table: while one is captured each tensor is a launch of its own, and casts and LAMB are plain torch.
+A CUDA graph cannot hold a table: while one is captured each tensor is a launch of its own, and
+casts and LAMB are plain torch.
 """
 
 from __future__ import annotations
@@ -40,7 +43,8 @@ from zero_trial.ops.arguments import (
 from zero_trial.ops.cuda_runtime import CudaRuntime, Kernel
 from zero_trial.ops.spec import CODES, FP32, NONE, OptimizerOp, lamb_scalars, pack_floats
 
-# ZtUpdate of csrc/cuda/update.cu up to the op: pieces, groups, found_inf, factor, count, tiles, and one piece.
+# ZtUpdate of csrc/cuda/update.cu up to the op: pieces, groups, found_inf, factor, count, tiles, and
+# one piece.
 _UPDATE, _ONE_PIECE, _NO_PIECE = struct.Struct("4P2q"), struct.Struct("5P3q"), bytes(64)
 ELEMENTS_PER_CHUNK, SUMS_PER_CHUNK = 2048, 1024  # of zt_sums.h
 _SUM, _COPY, _CONTROL = struct.Struct("2Pq"), struct.Struct("P2q"), struct.Struct("3P2d")
@@ -48,7 +52,8 @@ _LAMB = struct.Struct("7P2q")  # ZtLambLaunch of csrc/cuda/lamb.cu
 
 
 def step_of(op: OptimizerOp) -> plain.Step:
-    """Make the op over one tensor; it takes the arguments of its schema. One launch that needs no table; written for few microseconds."""
+    """Make the op over one tensor; it takes the arguments of its schema. One launch that needs no
+    table; written for few microseconds."""
     end, two, fallback = 2 + len(op.states), len(op.states) == 2, plain.step_of(op)
 
     def step(*given: Any) -> None:
@@ -63,7 +68,8 @@ def step_of(op: OptimizerOp) -> plain.Step:
 
 
 def steps_of(op: OptimizerOp) -> plain.Step:
-    """Make the op over many tensors: one launch per pair of the gradients' and the copies' dtypes, with a table in device memory."""
+    """Make the op over many tensors: one launch per pair of the gradients' and the copies' dtypes,
+    with a table in device memory."""
     end, count, fallback = 2 + len(op.states), len(op.number_names), plain.in_turn(op, plain.step_of(op))
 
     def steps(*given: Any) -> None:
@@ -84,7 +90,8 @@ def steps_of(op: OptimizerOp) -> plain.Step:
 def arguments_of(
     flags: tuple[int, int], pointers: tuple[int, int, int, int, int], n: int, tiles: int, scalars: bytes
 ) -> bytes:
-    """Pack a launch that holds its one piece. ``flags``: found_inf, factor; ``pointers``: p, g, two states, out; null for none."""
+    """Pack a launch that holds its one piece. ``flags``: found_inf, factor; ``pointers``: p, g, two
+    states, out; null for none."""
     return padded(_UPDATE.pack(0, 0, *flags, 1, tiles) + _ONE_PIECE.pack(*pointers, n, 0, 0) + scalars)
 
 
@@ -172,7 +179,8 @@ def lamb_moments_(
     p: Any, g: Any, m: Any, v: Any, found_inf: Any, factor: Any, beta1: Any, beta2: Any, eps: Any, weight_decay: Any,
     step: Any, multiplier: float, bias_correction: bool,
 ) -> Tensor:  # fmt: skip
-    """As :func:`zero_trial.ops.plain.lamb_moments_`, which updates what the kernel does not take."""
+    """As :func:`zero_trial.ops.plain.lamb_moments_`, which updates what the kernel does not
+    take."""
     numbers = (beta1, beta2, eps, weight_decay, step)
     if not p:
         return plain.lamb_moments_(p, g, m, v, found_inf, factor, *numbers, multiplier, bias_correction)
@@ -234,7 +242,8 @@ def lamb_apply_(
 
 
 def square_sum(x: Tensor) -> Tensor:
-    """Return the sum of squares in float64, a scalar tensor; not finite if and only if an element is not. Reads ``x`` once."""
+    """Return the sum of squares in float64, a scalar tensor; not finite if and only if an element
+    is not. Reads ``x`` once."""
     cuda, where = cuda_runtime.cuda_backend().cuda, x.device
     kernel, level = cuda_runtime.square_sum(CODES.get(x.dtype, FP32)), cuda_runtime.sums()
     if cuda is None or x.dtype not in CODES or not x.is_contiguous() or not x.numel():

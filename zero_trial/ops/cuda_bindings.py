@@ -1,4 +1,5 @@
-"""The CUDA driver and NVRTC through ctypes: compile kernels, load them into a device's primary context (torch's too), launch them.
+"""The CUDA driver and NVRTC through ctypes: compile kernels, load them into a device's primary
+context (torch's too), launch them.
 
 NVRTC is the CUDA compiler as a library. It needs neither a GPU nor a driver.
 """
@@ -18,12 +19,14 @@ from zero_trial.errors import KernelUnavailable
 NAMES = ("libcuda.so.1", "libcuda.so")
 THREADS = 256  # per block, in all kernels
 OUT_OF_MEMORY = 2  # CUDA_ERROR_OUT_OF_MEMORY
-# CUDA_ERROR_INVALID_IMAGE, NO_BINARY_FOR_GPU, INVALID_SOURCE: the driver may still accept the same kernel as PTX.
+# CUDA_ERROR_INVALID_IMAGE, NO_BINARY_FOR_GPU, INVALID_SOURCE: the driver may still accept the same
+# kernel as PTX.
 OTHER_IMAGE = (200, 209, 300)
 _RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 
 MAJORS = (13, 12, 11)  # of NVRTC
-# Where pip packages put NVRTC: CUDA 13's, CUDA 12's, and torch's own wheels with everything in one folder.
+# Where pip packages put NVRTC: CUDA 13's, CUDA 12's, and torch's own wheels with everything in one
+# folder.
 PACKAGE_FOLDERS = ("nvidia/cu13/lib", "nvidia/cuda_nvrtc/lib", "torch/lib")
 SYSTEM_FOLDERS = ("/usr/local/cuda/lib64", "/usr/local/cuda-*/lib64", "/usr/lib/x86_64-linux-gnu", "/usr/lib64")
 LOG_LINES = 6
@@ -38,7 +41,8 @@ class DriverError(KernelUnavailable):
 
 
 class Driver:
-    """libcuda as this process uses it. Contexts are retained once per device and never released: torch holds them as long."""
+    """libcuda as this process uses it. Contexts are retained once per device and never released:
+    torch holds them as long."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library
@@ -51,7 +55,8 @@ class Driver:
         self._check(library.cuInit(0), "cuInit")
 
     def function(self, image: bytes, entry: str, device: int) -> int:
-        """Load machine code or PTX and find one kernel in it. Raises DriverError if the driver refuses it."""
+        """Load machine code or PTX and find one kernel in it. Raises DriverError if the driver
+        refuses it."""
         module, function = ctypes.c_void_p(), ctypes.c_void_p()
         # Loading allocates, which would break a capture into a CUDA graph, except in relaxed mode.
         mode = ctypes.c_int(_RELAXED)
@@ -67,7 +72,8 @@ class Driver:
         return int(function.value or 0)
 
     def launch(self, function: int, device: int, blocks: int, stream: int, arguments: bytes) -> None:
-        """Start ``blocks`` blocks on ``stream``; ``arguments`` is the kernel's one parameter, a struct. Does not wait."""
+        """Start ``blocks`` blocks on ``stream``; ``arguments`` is the kernel's one parameter, a
+        struct. Does not wait."""
         # An array of one pointer; the driver copies what it points to.
         parameters = ctypes.byref(ctypes.c_char_p(arguments))
         self._enter(device)
@@ -118,7 +124,8 @@ def _declare(library: ctypes.CDLL) -> None:
     """Declare the types of the functions that are used, as in cuda.h of CUDA 11 to 13."""
     pointer, integer, number, text = ctypes.c_void_p, ctypes.c_int, ctypes.c_uint, ctypes.c_char_p
     out, out_integer = ctypes.POINTER(pointer), ctypes.POINTER(integer)
-    launch = [pointer, *[number] * 7, pointer, pointer, pointer]  # grid, block, shared; stream, parameters, extra
+    # grid, block, shared; stream, parameters, extra
+    launch = [pointer, *[number] * 7, pointer, pointer, pointer]
     types: dict[str, list[Any]] = {
         "cuInit": [number],
         "cuGetErrorString": [integer, ctypes.POINTER(text)],
@@ -150,7 +157,8 @@ def open_driver(names: tuple[str, ...] = NAMES) -> Driver:
 
 @dataclass(frozen=True)
 class CompileTarget:
-    """What to compile for: the machine code of an architecture, or PTX that the driver compiles. ``arch`` 90 is sm_90."""
+    """What to compile for: the machine code of an architecture, or PTX that the driver compiles.
+    ``arch`` 90 is sm_90."""
 
     arch: int
     ptx: bool = False
@@ -170,7 +178,8 @@ class Nvrtc:
     archs: tuple[int, ...]
 
     def target(self, arch: int) -> CompileTarget:
-        """Return the device's own architecture, or PTX for the highest known one below. Raises KernelUnavailable if there is none."""
+        """Return the device's own architecture, or PTX for the highest known one below. Raises
+        KernelUnavailable if there is none."""
         if arch in self.archs:
             return CompileTarget(arch)
         below = [known for known in self.archs if known < arch]
@@ -185,7 +194,8 @@ class Nvrtc:
     def compile(
         self, name: str, source: str, headers: Mapping[str, str], options: Sequence[str], target: CompileTarget
     ) -> bytes:
-        """Compile one source to machine code or PTX. Raises KernelUnavailable with the compiler's first errors."""
+        """Compile one source to machine code or PTX. Raises KernelUnavailable with the compiler's
+        first errors."""
         program = ctypes.c_void_p()
         texts = [text.encode() for text in headers.values()]
         names = [header.encode() for header in headers]
@@ -227,7 +237,8 @@ def first_lines(log: str) -> str:
 
 
 def places(folders: Sequence[str], major: int) -> Iterator[str]:
-    """Yield where that major version may be, best first: with the packages in ``folders``, on the loader's own paths, in CUDA's folders."""
+    """Yield where that major version may be, best first: with the packages in ``folders``, on the
+    loader's own paths, in CUDA's folders."""
     for folder in folders:
         for below in PACKAGE_FOLDERS:
             found = sorted(glob.glob(str(Path(folder) / below / f"libnvrtc*.so.{major}*")))
@@ -238,14 +249,17 @@ def places(folders: Sequence[str], major: int) -> Iterator[str]:
 
 
 def companions(place: str) -> list[str]:
-    """List what NVRTC loads by name only, which the loader does not find in a package. It does for a library that it found itself."""
+    """List what NVRTC loads by name only, which the loader does not find in a package. It does for
+    a library that it found itself."""
     return glob.glob(str(Path(place).parent / "libnvrtc-builtins.so*")) if "/" in place else []
 
 
 def open_nvrtc(folders: Sequence[str] | None = None, majors: Sequence[int] = MAJORS) -> Nvrtc:
-    """Open the first NVRTC of the first of ``majors`` that has one. Raises KernelUnavailable if there is none.
+    """Open the first NVRTC of the first of ``majors`` that has one. Raises KernelUnavailable if
+    there is none.
 
-    A driver refuses code of a newer compiler, so torch's own major version, which runs here, should come first.
+    A driver refuses code of a newer compiler, so torch's own major version, which runs here, should
+    come first.
     """
     chosen = sys.path if folders is None else folders
     for place in (place for major in majors for place in places(chosen, major)):

@@ -1,7 +1,9 @@
-"""The CUDA kernels of this process: their names, how they are compiled, cached, loaded and launched, and why there are none where there are none.
+"""The CUDA kernels of this process: their names, how they are compiled, cached, loaded and
+launched, and why there are none where there are none.
 
-``ZERO_TRIAL_OPS`` chooses as it does on CPU: ``auto``, ``reference`` or ``native``. A kernel that cannot be compiled or loaded is logged once
-and stays plain torch for the rest of the process; with ``native`` it is an error.
+``ZERO_TRIAL_OPS`` chooses as it does on CPU: ``auto``, ``reference`` or ``native``. A kernel that
+cannot be compiled or loaded is logged once and stays plain torch for the rest of the process; with
+``native`` it is an error.
 """
 
 from __future__ import annotations
@@ -34,7 +36,8 @@ ARCHS = (80, 90, 100)  # A100, H100 and H200, B200: compiled in the tests
 STORED = (FP32, BF16, FP16)
 LAMB_PASSES = ("zt_lamb_moments", "zt_lamb_squares", "zt_lamb_apply")
 
-# Blocks of a kernel per multiprocessor: as many as registers allow without spilling; two of them keep enough loads in flight already.
+# Blocks of a kernel per multiprocessor: as many as registers allow without spilling; two of them
+# keep enough loads in flight already.
 _BLOCKS = {op.struct: op.blocks for op in OPTIMIZERS} | {
     "copy": 5,
     "zt_lamb_moments": 2,
@@ -45,10 +48,12 @@ _BLOCKS = {op.struct: op.blocks for op in OPTIMIZERS} | {
 
 @dataclass(frozen=True, eq=False)
 class Kernel:
-    """One ``extern "C"`` function of a source below csrc/cuda. ``definitions`` are its macros: what it is compiled for.
+    """One ``extern "C"`` function of a source below csrc/cuda. ``definitions`` are its macros: what
+    it is compiled for.
 
-    ``blocks``: how many of them a multiprocessor holds at once, which bounds registers and sets the size of a grid. The functions below
-    make each kernel once, so a kernel is compared by identity and a look-up is cheap.
+    ``blocks``: how many of them a multiprocessor holds at once, which bounds registers and sets the
+    size of a grid. The functions below make each kernel once, so a kernel is compared by identity
+    and a look-up is cheap.
     """
 
     source: str
@@ -152,7 +157,8 @@ class DeviceInfo:
 
 @dataclass(frozen=True)
 class LoadedKernel:
-    """A kernel on a device: the driver's handle, the device's number, and how many blocks it holds at once."""
+    """A kernel on a device: the driver's handle, the device's number, and how many blocks it holds
+    at once."""
 
     function: int
     index: int
@@ -164,9 +170,11 @@ class CudaRuntime:
     """An opened driver with a compiler behind it.
 
     Args:
-        images: (kernel, architecture) -> its images, best first; the next one is tried where the driver refuses one.
+        images: (kernel, architecture) -> its images, best first; the next one is tried where the
+            driver refuses one.
         kind: of devices whose memory kernels can reach.
-        make_room: frees memory that torch's allocator caches, because the driver needs some for a kernel.
+        make_room: frees memory that torch's allocator caches, because the driver needs some for a
+            kernel.
         refused: kernels that could not be compiled or loaded, and why.
     """
 
@@ -183,7 +191,8 @@ class CudaRuntime:
     _loading: AbstractContextManager[bool] = field(default_factory=threading.RLock)
 
     def has(self, kernel: Kernel, where: torch.device) -> bool:
-        """Return whether the kernel can be launched there; the first call compiles and loads it. Raises KernelUnavailable where ``strict``."""
+        """Return whether the kernel can be launched there; the first call compiles and loads it.
+        Raises KernelUnavailable where ``strict``."""
         if (kernel, where) in self._loaded:
             return True
         with self._loading:  # two threads that need the same kernel: the second waits for it
@@ -212,12 +221,14 @@ class CudaRuntime:
         self.driver.launch(loaded.function, loaded.index, min(tiles, loaded.most), self.stream(where), arguments)
 
     def capturing(self, where: torch.device) -> bool:
-        """Return whether the current stream is being captured into a CUDA graph: it would replay copies from host memory that is
-        reused by then, so a launch that needs such a copy must do without."""
+        """Return whether the current stream is being captured into a CUDA graph: it would replay
+        copies from host memory that is reused by then, so a launch that needs such a copy must do
+        without."""
         return self.driver.capturing(self.stream(where), self.device(where).index)
 
     def _load(self, kernel: Kernel, where: torch.device) -> LoadedKernel:
-        """Load the first image that the driver accepts; if it accepts none, raise its error for the best one."""
+        """Load the first image that the driver accepts; if it accepts none, raise its error for the
+        best one."""
         first, device = None, self.device(where)
         for image in self.images(kernel, device.arch):
             try:
@@ -255,7 +266,8 @@ class CudaBackend:
 
 @cache
 def cuda_backend() -> CudaBackend:
-    """Return what this process runs on CUDA, chosen at the first call; kernels are compiled when they are first needed."""
+    """Return what this process runs on CUDA, chosen at the first call; kernels are compiled when
+    they are first needed."""
     return choose(os.environ, torch.version.cuda is not None and torch.cuda.is_available())
 
 
@@ -267,7 +279,8 @@ def native_on(device: torch.device) -> bool:
 
 
 def choose(environ: Mapping[str, str], device_present: bool) -> CudaBackend:
-    """Choose what ``ZERO_TRIAL_OPS`` asks for. Raises KernelUnavailable if there is a device and ``native`` is not possible."""
+    """Choose what ``ZERO_TRIAL_OPS`` asks for. Raises KernelUnavailable if there is a device and
+    ``native`` is not possible."""
     wanted = environ.get(VARIABLE) or "auto"
     if wanted == "reference":
         return CudaBackend(None, f"{VARIABLE}=reference")
@@ -302,13 +315,15 @@ def open_cuda(environ: Mapping[str, str], *, strict: bool) -> CudaRuntime:
 
 
 def majors() -> list[int]:
-    """List CUDA's major versions, torch's own first: the driver that runs torch accepts what that compiler makes."""
+    """List CUDA's major versions, torch's own first: the driver that runs torch accepts what that
+    compiler makes."""
     own = int((torch.version.cuda or "0").split(".")[0])
     return sorted(cuda_bindings.MAJORS, key=lambda major: major != own)
 
 
 def kernel_cache(environ: Mapping[str, str]) -> KernelCache:
-    """Open the cache of compiled kernels; in memory if there is no home folder, or if other users could write there."""
+    """Open the cache of compiled kernels; in memory if there is no home folder, or if other users
+    could write there."""
     try:
         folder = cache_files.cache_folder(environ)
         trouble = cache_files.open_to_others(folder)
@@ -322,7 +337,8 @@ def kernel_cache(environ: Mapping[str, str]) -> KernelCache:
 
 
 def images(nvrtc: cuda_bindings.Nvrtc, kept: KernelCache, kernel: Kernel, arch: int) -> Iterator[bytes]:
-    """Yield machine code for that architecture, then PTX, each made when it is asked for. Raises KernelUnavailable."""
+    """Yield machine code for that architecture, then PTX, each made when it is asked for. Raises
+    KernelUnavailable."""
     target = nvrtc.target(arch)
     yield compiled(kernel, nvrtc, target, kept)
     if not target.ptx:
@@ -332,7 +348,8 @@ def images(nvrtc: cuda_bindings.Nvrtc, kept: KernelCache, kernel: Kernel, arch: 
 def compiled(
     kernel: Kernel, nvrtc: cuda_bindings.Nvrtc, target: cuda_bindings.CompileTarget, kept: KernelCache
 ) -> bytes:
-    """Return machine code or PTX of a kernel, from the cache or the compiler. Raises KernelUnavailable."""
+    """Return machine code or PTX of a kernel, from the cache or the compiler. Raises
+    KernelUnavailable."""
     key = kernel_key(kernel, f"NVRTC {nvrtc.version}", target.option)
     return kept.get(
         key,
@@ -342,7 +359,8 @@ def compiled(
 
 @cache
 def device_of(where: torch.device) -> DeviceInfo:
-    """Look up a CUDA device. Raises KernelUnavailable for one without a number, which is whatever device is current."""
+    """Look up a CUDA device. Raises KernelUnavailable for one without a number, which is whatever
+    device is current."""
     if where.index is None:
         raise KernelUnavailable("a CUDA device without a number", got=str(where), expected="cuda:0, cuda:1 ...")
     properties = torch.cuda.get_device_properties(where)
@@ -350,7 +368,8 @@ def device_of(where: torch.device) -> DeviceInfo:
 
 
 def stream_of() -> Callable[[torch.device], int]:
-    """Return a function that reads the handle of a device's current stream; torch's short cut saves an object and its checks per launch."""
+    """Return a function that reads the handle of a device's current stream; torch's short cut saves
+    an object and its checks per launch."""
     short_cut = getattr(torch._C, "_cuda_getCurrentRawStream", None)
     if short_cut is None:
         return lambda where: int(torch.cuda.current_stream(where).cuda_stream)

@@ -1,6 +1,8 @@
-"""``torch.ops.zero_trial``: every op of the table registered for CPU, CUDA and tensors without data; and what each one runs as here.
+"""``torch.ops.zero_trial``: every op of the table registered for CPU, CUDA and tensors without
+data; and what each one runs as here.
 
-Registered by schema, not by decorator: a call costs microseconds, and FakeTensor and torch.compile know what is written.
+Registered by schema, not by decorator: a call costs microseconds, and FakeTensor and torch.compile
+know what is written.
 """
 
 from __future__ import annotations
@@ -21,8 +23,8 @@ from zero_trial.ops.spec import OPTIMIZERS, SCHEMAS
 
 Implementation = Callable[..., Any]
 
-# Elements of a sum of two dtypes from which the kernel is worth it: below, torch's add_ is as fast (measured 11 against 19 microseconds
-# at 64 Ki elements, 46 against 38 at 256 Ki).
+# Elements of a sum of two dtypes from which the kernel is worth it: below, torch's add_ is as fast
+# (measured 11 against 19 microseconds at 64 Ki elements, 46 against 38 at 256 Ki).
 WORTH_ELEMENTS = 1 << 18
 
 # Over many tensors CPU runs the op over one tensor on each: calls are a loop either way.
@@ -67,7 +69,8 @@ def _register() -> torch.library.Library:
 
 
 def _on_one_device(*given: object) -> None:
-    """Check the devices of an op on tensors without data: one such tensor among real ones would make a step do nothing at all."""
+    """Check the devices of an op on tensors without data: one such tensor among real ones would
+    make a step do nothing at all."""
     found = {x.device for each in given for x in (each if isinstance(each, list) else [each]) if isinstance(x, Tensor)}
     if len(found) > 1:
         raise ConfigError("tensors of an op on different devices", got=", ".join(sorted(map(str, found))))
@@ -80,10 +83,12 @@ OPS = torch.ops.zero_trial
 
 
 def accumulate(into: Tensor, values: Tensor) -> None:
-    """Add ``values`` to ``into``, of the same shape; kernel and torch give the same bits if ``into`` is the wider one.
+    """Add ``values`` to ``into``, of the same shape; kernel and torch give the same bits if
+    ``into`` is the wider one.
 
-    torch's ``add_`` on CPU first widens all of ``values`` in a temporary (4 bytes per element; above 32 MiB its pages are new each time, which
-    takes ten times as long as the sum itself). The native kernel makes none.
+    torch's ``add_`` on CPU first widens all of ``values`` in a temporary (4 bytes per element;
+    above 32 MiB its pages are new each time, which takes ten times as long as the sum itself). The
+    native kernel makes none.
     """
     if into.dtype is values.dtype or not into.is_cpu or into.numel() < WORTH_ELEMENTS:
         into.add_(values)
@@ -101,13 +106,15 @@ class OpReport:
 
 
 def report() -> list[OpReport]:
-    """Report on all ops of ``torch.ops.zero_trial``. Builds the CPU library if it is missing; CUDA kernels are compiled when first used."""
+    """Report on all ops of ``torch.ops.zero_trial``. Builds the CPU library if it is missing; CUDA
+    kernels are compiled when first used."""
     cpu, cuda = backend().describe(), cuda_backend().describe()
     return [OpReport(name, "torch's own kernels" if name in _PLAIN_ON_CPU else cpu, cuda) for name in SCHEMAS]
 
 
 def refused() -> dict[str, str]:
-    """Return the CUDA kernels that could not be compiled or loaded in this process so far, and why."""
+    """Return the CUDA kernels that could not be compiled or loaded in this process so far, and
+    why."""
     cuda = cuda_backend().cuda
     return {} if cuda is None else {kernel.name: why for kernel, why in cuda.refused.items()}
 
@@ -118,7 +125,8 @@ def as_json(lines: Sequence[OpReport]) -> str:
 
 
 def as_text(lines: Sequence[OpReport]) -> str:
-    """Format a report as text: a line per op, and one per CUDA kernel that could not be compiled or loaded."""
+    """Format a report as text: a line per op, and one per CUDA kernel that could not be compiled or
+    loaded."""
     width = max(len(line.name) for line in lines)
     rows = [f"{line.name:<{width}}  CPU: {line.cpu}; CUDA: {line.cuda}" for line in lines]
     return "\n".join([*rows, *(f"{name}: {why}" for name, why in refused().items())])

@@ -1,7 +1,9 @@
-"""The folder that keeps compiled kernels between processes: what may be loaded from there, and which process builds.
+"""The folder that keeps compiled kernels between processes: what may be loaded from there, and
+which process builds.
 
-A library is code that runs with all of its user's rights, so it is loaded only from a place where no other user could have put it. Mapping
-half a file can kill the process instead of failing, so each file holds a checksum of its content.
+A library is code that runs with all of its user's rights, so it is loaded only from a place where
+no other user could have put it. Mapping half a file can kill the process instead of failing, so
+each file holds a checksum of its content.
 """
 
 from __future__ import annotations
@@ -30,9 +32,11 @@ class BuildLockTimeout(OSError):
 
 
 def cache_folder(environ: Mapping[str, str]) -> Path:
-    """Return ``$XDG_CACHE_HOME/zero_trial`` or ``~/.cache/zero_trial``. Raises RuntimeError for a user without a home."""
+    """Return ``$XDG_CACHE_HOME/zero_trial`` or ``~/.cache/zero_trial``. Raises RuntimeError for a
+    user without a home."""
     for base, below in ((environ.get("XDG_CACHE_HOME"), ""), (environ.get("HOME"), ".cache")):
-        if base and os.path.isabs(base):  # a relative one would depend on where a process was started
+        # a relative one would depend on where a process was started
+        if base and os.path.isabs(base):
             return Path(base, below, "zero_trial")
     try:
         return Path(pwd.getpwuid(os.getuid()).pw_dir, ".cache", "zero_trial")
@@ -64,7 +68,8 @@ def why_not(folder: Path) -> str:
 
 
 def is_sound(path: Path) -> bool:
-    """Return whether the file exists, is complete, and could only be written by this user or root."""
+    """Return whether the file exists, is complete, and could only be written by this user or
+    root."""
     try:
         with open(path, "rb") as file:
             ours, content = not _open_to_others(os.fstat(file.fileno())), file.read()
@@ -74,7 +79,8 @@ def is_sound(path: Path) -> bool:
 
 
 def seal(path: Path) -> None:
-    """Append the file's checksum, which a loader does not look at, and make it writable only for its owner."""
+    """Append the file's checksum, which a loader does not look at, and make it writable only for
+    its owner."""
     with open(path, "r+b") as file:
         digest = hashlib.sha256(file.read()).digest()
         file.write(digest)
@@ -83,7 +89,8 @@ def seal(path: Path) -> None:
 
 @contextmanager
 def turn(path: Path, seconds: float) -> Iterator[None]:
-    """Hold the lock next to ``path``, which is released when the process ends. Raises BuildLockTimeout after ``seconds``."""
+    """Hold the lock next to ``path``, which is released when the process ends. Raises
+    BuildLockTimeout after ``seconds``."""
     with open(path.with_suffix(".lock"), "w") as lock:
         end = time.monotonic() + seconds
         while True:
@@ -103,7 +110,8 @@ def scratch_prefix(path: Path) -> str:
 
 
 def sweep(path: Path) -> None:
-    """Remove what killed builds left; call it only while holding :func:`turn`. Young folders of other versions stay: they may be building."""
+    """Remove what killed builds left; call it only while holding :func:`turn`. Young folders of
+    other versions stay: they may be building."""
     for left in path.parent.glob("build-*"):
         try:
             own = left.name.startswith(scratch_prefix(path))
@@ -131,9 +139,11 @@ def unsealed(content: bytes) -> bytes | None:
 
 
 class KernelCache:
-    """Compiled CUDA kernels, a file each: checked when it is read, replaced in one step when it is written.
+    """Compiled CUDA kernels, a file each: checked when it is read, replaced in one step when it is
+    written.
 
-    ``folder`` may be unwritable, writable by other users, or None: then images live as long as the process.
+    ``folder`` may be unwritable, writable by other users, or None: then images live as long as the
+    process.
     """
 
     def __init__(self, folder: Path | None) -> None:
@@ -142,7 +152,8 @@ class KernelCache:
         self._kept: dict[str, bytes] = {}
 
     def get(self, key: str, make: Callable[[], bytes]) -> bytes:
-        """Return the image of that key: from memory, from the folder, or made. A broken file counts as missing and is replaced."""
+        """Return the image of that key: from memory, from the folder, or made. A broken file counts
+        as missing and is replaced."""
         if key not in self._kept:
             found = self._read(key)
             if found is None:

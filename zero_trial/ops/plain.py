@@ -1,6 +1,8 @@
-"""The ops in plain torch: in place, with the formulas of ``reference`` and in chunks, so that temporaries stay small.
+"""The ops in plain torch: in place, with the formulas of ``reference`` and in chunks, so that
+temporaries stay small.
 
-For devices, dtypes and layouts that no native kernel takes, and what the kernels are compared with. Computes in the parameter's dtype.
+For devices, dtypes and layouts that no native kernel takes, and what the kernels are compared with.
+Computes in the parameter's dtype.
 """
 
 from __future__ import annotations
@@ -43,7 +45,8 @@ def step_of(op: OptimizerOp) -> Step:
 
 
 def in_turn(op: OptimizerOp, step: Step) -> Step:
-    """Make the op over many tensors from ``step``, the one over one tensor. It reads ``factor`` on the host."""
+    """Make the op over many tensors from ``step``, the one over one tensor. It reads ``factor`` on
+    the host."""
     end, count = 2 + len(op.states), len(op.number_names)
 
     def steps(*given: Any) -> None:
@@ -59,7 +62,8 @@ def in_turn(op: OptimizerOp, step: Step) -> Step:
 
 
 def times(multiplier: float, factor: Tensor | None) -> float:
-    """Return what kernels multiply gradients by: the product in fp32, as they compute it. Reads ``factor`` on the host."""
+    """Return what kernels multiply gradients by: the product in fp32, as they compute it. Reads
+    ``factor`` on the host."""
     if factor is None:
         return multiplier
     return float(torch.tensor(multiplier, dtype=torch.float32) * factor.detach().cpu().float().reshape(()))
@@ -71,7 +75,8 @@ def _gradient(g: Tensor, p: Tensor, multiplier: float) -> Tensor:
 
 
 def _chunks(*tensors: Tensor | None) -> Iterator[tuple[Tensor, ...]]:
-    """Yield the same elements of all tensors, chunk by chunk; None becomes an empty tensor, which :func:`_store` skips."""
+    """Yield the same elements of all tensors, chunk by chunk; None becomes an empty tensor, which
+    :func:`_store` skips."""
     given = [tensor for tensor in tensors if tensor is not None]
     together = all(tensor.is_contiguous() for tensor in given)
     cut = {id(tensor): tensor.view(-1).split(CHUNK) if together else [tensor] for tensor in given}
@@ -93,7 +98,8 @@ def lamb_moments_(
     found_inf: Tensor | None, factor: Tensor | None, beta1: Sequence[float], beta2: Sequence[float],
     eps: Sequence[float], weight_decay: Sequence[float], step: Sequence[float], multiplier: float, bias_correction: bool,
 ) -> Tensor:  # fmt: skip
-    """Update the moments of each tensor in place; return the sums of p^2 and of direction^2, (2, tensors) in float64, 0 where skipped."""
+    """Update the moments of each tensor in place; return the sums of p^2 and of direction^2, (2,
+    tensors) in float64, 0 where skipped."""
     same_sizes(p, g, m, v)
     same_lengths(p, beta1, beta2, eps, weight_decay, step)
     squares = torch.zeros(2, len(p), dtype=torch.float64, device=p[0].device if p else None)
@@ -133,11 +139,13 @@ def _direction(
     p: Tensor, m: Tensor, v: Tensor, beta1: float, beta2: float, eps: float, decay: float, t: float, corrected: bool
 ) -> Tensor:
     c1, c2 = (1 - beta1**t, 1 - beta2**t) if corrected else (1.0, 1.0)
-    return (m / c1) / ((v / c2).sqrt() + eps) + decay * p  # You et al. 2020, Algorithm 2, lines 9 to 11
+    # You et al. 2020, Algorithm 2, lines 9 to 11
+    return (m / c1) / ((v / c2).sqrt() + eps) + decay * p
 
 
 def square_sum(x: Tensor) -> Tensor:
-    """Return the sum of squares in float64, a scalar tensor; not finite if and only if an element is not."""
+    """Return the sum of squares in float64, a scalar tensor; not finite if and only if an element
+    is not."""
     total = torch.zeros((), dtype=torch.float64, device=x.device)
     for chunk in _flat(x):
         total += chunk.double().square().sum()
@@ -151,7 +159,8 @@ def _flat(x: Tensor) -> Sequence[Tensor]:
 def step_control_(square_sum: Tensor, loss_scale: Tensor | None, control: Tensor, unscale: float, clip: float) -> None:
     """Write control = (norm, factor, found_inf).
 
-    norm = sqrt(square_sum) unscale / loss_scale; the factor unscales, and clips the norm to ``clip`` (0: no limit).
+    norm = sqrt(square_sum) unscale / loss_scale; the factor unscales, and clips the norm to
+    ``clip`` (0: no limit).
     """
     if control.shape != (3,) or control.dtype != torch.float32 or square_sum.numel() != 1:
         raise ConfigError(
@@ -166,7 +175,8 @@ def step_control_(square_sum: Tensor, loss_scale: Tensor | None, control: Tensor
     norm = total.sqrt() * factor
     finite = torch.isfinite(norm)
     limited = torch.ones_like(norm)
-    if clip > 0:  # a tensor over a tensor: a number over one is a product with the reciprocal, rounded twice
+    # a tensor over a tensor: a number over one is a product with the reciprocal, rounded twice
+    if clip > 0:
         limited = torch.where(finite, (torch.full_like(norm, clip) / (norm + 1e-6)).clamp(max=1.0), limited)
     control.copy_(torch.stack([norm, factor * limited, (~finite).double()]))
 
@@ -195,7 +205,8 @@ def same_lengths(*lists: Sized) -> None:
 
 
 def same_sizes(*lists: Sequence[Tensor]) -> None:
-    """Raise ConfigError unless all lists have the same length, and tensors at the same index the same size."""
+    """Raise ConfigError unless all lists have the same length, and tensors at the same index the
+    same size."""
     same_lengths(*lists)
     for index, row in enumerate(zip(*lists, strict=True)):
         sizes = [tensor.numel() for tensor in row]

@@ -1,8 +1,9 @@
-"""Optimizer arithmetic written out once, plainly, in the letters of the papers: what every faster version is compared
-with.
+"""Optimizer arithmetic written out once, plainly, in the letters of the papers: what every faster
+version is compared with.
 
-Each function takes the tensors before a step and returns them after it; nothing is changed in place. Any floating dtype
-works and is kept: with float64 inputs the result is the oracle for fp32 kernels. ``t`` counts steps from 1.
+Each function takes the tensors before a step and returns them after it; nothing is changed in
+place. Any floating dtype works and is kept: with float64 inputs the result is the oracle for fp32
+kernels. ``t`` counts steps from 1.
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ def adam(
     eps: float = 1e-8,
     weight_decay: float = 0.0,
 ) -> AdamResult:
-    """Adam with L2 regularisation: the decay is part of the gradient (Loshchilov & Hutter 2019, Algorithm 2,
-    violet)."""
+    """Adam with L2 regularisation: the decay is part of the gradient (Loshchilov & Hutter 2019,
+    Algorithm 2, violet)."""
     g = g + weight_decay * p
     m, v = _adam_moments(g, m, v, betas)
     m_hat = m / (1 - betas[0] ** t)  # Kingma & Ba 2015, Algorithm 1: bias-corrected moments
@@ -61,8 +62,8 @@ def adamw(
     eps: float = 1e-8,
     weight_decay: float = 0.0,
 ) -> AdamResult:
-    """Adam with decoupled decay (Loshchilov & Hutter 2019, Algorithm 2, line 12, with the decay scaled by lr as in
-    torch)."""
+    """Adam with decoupled decay (Loshchilov & Hutter 2019, Algorithm 2, line 12, with the decay
+    scaled by lr as in torch)."""
     m, v = _adam_moments(g, m, v, betas)
     m_hat = m / (1 - betas[0] ** t)
     v_hat = v / (1 - betas[1] ** t)
@@ -110,7 +111,8 @@ def adagrad(
     eps: float = 1e-10,
     weight_decay: float = 0.0,
 ) -> AdagradResult:
-    """Duchi, Hazan & Singer 2011, diagonal form (figure 1): p -= lr g / sqrt(sum of g^2). ``lr_decay`` as in torch."""
+    """Duchi, Hazan & Singer 2011, diagonal form (figure 1): p -= lr g / sqrt(sum of g^2).
+    ``lr_decay`` as in torch."""
     g = g + weight_decay * p
     s = s + g * g
     return AdagradResult(p - lr / (1 + (t - 1) * lr_decay) * g / (s.sqrt() + eps), s)
@@ -134,8 +136,8 @@ def sgd(
     nesterov: bool = False,
     weight_decay: float = 0.0,
 ) -> SgdResult:
-    """Sutskever et al. 2013, equations 1 to 4, in torch's form: the buffer starts as the first gradient, lr outside
-    it."""
+    """Sutskever et al. 2013, equations 1 to 4, in torch's form: the buffer starts as the first
+    gradient, lr outside it."""
     g = g + weight_decay * p
     if momentum == 0.0:
         return SgdResult(p - lr * g, None)
@@ -158,8 +160,8 @@ def lamb(
     max_coeff: float = 10.0,
     min_coeff: float = 0.01,
 ) -> AdamResult:
-    """You et al. 2020, Algorithm 2, on one whole tensor; phi is the identity and the ratio is clamped as in
-    DeepSpeed."""
+    """You et al. 2020, Algorithm 2, on one whole tensor; phi is the identity and the ratio is
+    clamped as in DeepSpeed."""
     m, v = _adam_moments(g, m, v, betas)
     c1, c2 = (1 - betas[0] ** t, 1 - betas[1] ** t) if bias_correction else (1.0, 1.0)
     r = (m / c1) / ((v / c2).sqrt() + eps)

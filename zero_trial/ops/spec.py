@@ -1,8 +1,10 @@
-"""The ops of ``torch.ops.zero_trial`` in one table: what Python, torch's dispatcher and the C sources agree on.
+"""The ops of ``torch.ops.zero_trial`` in one table: what Python, torch's dispatcher and the C
+sources agree on.
 
-A row of OPTIMIZERS is one elementwise optimizer step. Its two ops (over one tensor, over many), their schemas and registrations, the
-arguments of the CPU and CUDA kernels and the form in plain torch follow from the row. The arithmetic of an element is the struct of that
-name in csrc/include/zt_optimizers.h.
+A row of OPTIMIZERS is one elementwise optimizer step. Its two ops (over one tensor, over many),
+their schemas and registrations, the arguments of the CPU and CUDA kernels and the form in plain
+torch follow from the row. The arithmetic of an element is the struct of that name in
+csrc/include/zt_optimizers.h.
 
     p           parameter, changed in place; fp32 for the native kernels, any dtype in plain torch
     g           gradient in fp32, bf16 or fp16; multiplied by ``multiplier`` as it is read
@@ -11,9 +13,11 @@ name in csrc/include/zt_optimizers.h.
     found_inf   one-element fp32 tensor; where it is not 0 nothing is changed; or None
     factor      one-element fp32 tensor that multiplies the gradients on top of ``multiplier``; or None
 
-All tensors of one step have the same number of elements, are on one device and do not overlap. In ops over many tensors these are lists,
-``out`` is as long as the others or empty, and numbers that a tensor has of its own come as lists too. Steps are taken outside of autograd's
-graph (``torch.no_grad()``) and leave the tensors' version counters alone; sums have no derivative. A ConfigError says what does not fit.
+All tensors of one step have the same number of elements, are on one device and do not overlap. In
+ops over many tensors these are lists, ``out`` is as long as the others or empty, and numbers that a
+tensor has of its own come as lists too. Steps are taken outside of autograd's graph
+(``torch.no_grad()``) and leave the tensors' version counters alone; sums have no derivative. A
+ConfigError says what does not fit.
 """
 
 from __future__ import annotations
@@ -41,14 +45,17 @@ class OptimizerOp:
     """An elementwise optimizer step: one row of the table.
 
     Args:
-        name: of the ops without their endings (``adam`` for ``adam_`` and ``adam_many_``), and of its line in ZT_OPTIMIZERS.
+        name: of the ops without their endings (``adam`` for ``adam_`` and ``adam_many_``), and of
+            its line in ZT_OPTIMIZERS.
         struct: the struct of csrc/include/zt_optimizers.h.
         states: names of the tensors beside parameter and gradient, one or two.
         numbers: what a tensor has of its own, in the words of a schema.
         shared: what all tensors of a call have in common; ``multiplier`` is one of them.
         scalars: (numbers, shared) -> the fields of the struct in their order, computed in double.
-        formula: (p, g, states, numbers, shared without the multiplier) -> the new p and states, in plain torch.
-        blocks: how many blocks of the CUDA kernel a multiprocessor holds at once: as many as registers allow without spilling.
+        formula: (p, g, states, numbers, shared without the multiplier) -> the new p and states, in
+            plain torch.
+        blocks: how many blocks of the CUDA kernel a multiprocessor holds at once: as many as
+            registers allow without spilling.
     """
 
     name: str
@@ -109,12 +116,14 @@ class OptimizerOp:
             raise ConfigError("steps are numbered from 1", where=self.single, got=step)
 
     def pack(self, *arguments: float) -> bytes:
-        """Return the struct as kernels read it, from the numbers of a tensor and what it shares with others."""
+        """Return the struct as kernels read it, from the numbers of a tensor and what it shares
+        with others."""
         return pack_floats(self.scalars(*arguments))
 
 
 def pack_floats(values: Sequence[float]) -> bytes:
-    """Round ``values`` to fp32 as C does, so that what is too large becomes infinite, and pack them."""
+    """Round ``values`` to fp32 as C does, so that what is too large becomes infinite, and pack
+    them."""
     try:
         return struct.pack(f"{len(values)}f", *values)
     except OverflowError:
@@ -191,7 +200,8 @@ SGD = OptimizerOp(
     name="sgd",
     struct="ZtSgd",
     states=("b",),
-    numbers="float lr, float momentum, float dampening, float weight_decay, bool first",  # first: b becomes g, undamped
+    # first: b becomes g, undamped
+    numbers="float lr, float momentum, float dampening, float weight_decay, bool first",
     shared="bool nesterov, float multiplier",
     scalars=_sgd_scalars,
     formula=_sgd,

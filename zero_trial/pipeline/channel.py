@@ -1,14 +1,17 @@
-"""Point-to-point channels between pipeline ranks: a value becomes a payload, its description and bytes, and a value again.
+"""Point-to-point channels between pipeline ranks: a value becomes a payload, its description and
+bytes, and a value again.
 
-Values are tensors of any dtype in nested tuples, lists and dicts, with None, booleans, numbers and strings between them. The description is
-JSON: the same shapes and values have the same text, so that it is sent once.
+Values are tensors of any dtype in nested tuples, lists and dicts, with None, booleans, numbers and
+strings between them. The description is JSON: the same shapes and values have the same text, so
+that it is sent once.
 
     header    8 numbers of 64 bits: kind, chunk, micro-batch, samples, description's number, its bytes, payload bytes, state
     text      the description, the first time that it is used; or why the sender failed
     payload   the tensors' bytes
 
-Messages between two ranks arrive in the order of the sends. The next header is requested before it is needed, so a message moves while its
-receiver computes; nothing waits for a send before the step ends. Payloads are counted as ``send``, headers as ``header``.
+Messages between two ranks arrive in the order of the sends. The next header is requested before it
+is needed, so a message moves while its receiver computes; nothing waits for a send before the step
+ends. Payloads are counted as ``send``, headers as ``header``.
 """
 
 from __future__ import annotations
@@ -32,7 +35,8 @@ ALIGN = 16  # bytes; every dtype's view starts at a multiple
 
 @dataclass
 class Payload:
-    """A value with its tensors in order; ``differentiable[i]``: a gradient of tensor i is wanted back."""
+    """A value with its tensors in order; ``differentiable[i]``: a gradient of tensor i is wanted
+    back."""
 
     value: Any
     tensors: list[torch.Tensor] = field(default_factory=list)
@@ -67,7 +71,8 @@ def map_tensors(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
 
 
 def to_payload(value: Any) -> tuple[str, Payload]:
-    """Return the description of ``value``, and its tensors. Raises TrialError for what cannot travel."""
+    """Return the description of ``value``, and its tensors. Raises TrialError for what cannot
+    travel."""
     payload = Payload(value)
     text = json.dumps(_describe(value, payload, ""), separators=(",", ":"))
     return text, payload
@@ -95,7 +100,8 @@ def _describe(value: Any, payload: Payload, path: str) -> Any:
 
 
 def pack(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    """Return the tensors' bytes (n,) uint8, each at a multiple of ALIGN; a view where there is one tensor only. None if there are no bytes."""
+    """Return the tensors' bytes (n,) uint8, each at a multiple of ALIGN; a view where there is one
+    tensor only. None if there are no bytes."""
     parts = [_bytes(tensor) for tensor in tensors]
     if sum(part.numel() for part in parts) == 0:
         return None
@@ -112,7 +118,8 @@ def pack(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
 
 
 def unpack(text: str, raw: torch.Tensor | None, device: torch.device) -> Payload:
-    """Rebuild the value; its tensors share the memory of ``raw`` (n,) uint8, which starts a storage."""
+    """Rebuild the value; its tensors share the memory of ``raw`` (n,) uint8, which starts a
+    storage."""
     payload = Payload(None)
     offset = 0
 
@@ -155,24 +162,27 @@ def _aligned(offset: int) -> int:
     return -(-offset // ALIGN) * ALIGN
 
 
-# --- messages -------------------------------------------------------------------------------------------------------
+# --- messages -------------------------------------------------------------------------------------
 
 
 HEADER = 8
 HEADER_BYTES = 8 * HEADER
 GOES_ON, FAILED = 0, 1  # the header's state
 LINGER_SECONDS = 2.0
-KNOWN_DESCRIPTIONS = 256  # beyond that (values that change with each micro-batch) a description goes with its message
+# beyond that (values that change with each micro-batch) a description goes with its message
+KNOWN_DESCRIPTIONS = 256
 
 
 _KINDS = {ActionKind.SEND_F: 0, ActionKind.SEND_B: 1, ActionKind.RECV_F: 0, ActionKind.RECV_B: 1}
 
 
-_LAST_TAGS = 0xFFFFF  # collectives count up from 0 in these 20 bits; messages keep to the last 16 values
+# collectives count up from 0 in these 20 bits; messages keep to the last 16 values
+_LAST_TAGS = 0xFFFFF
 
 
 def message_tags(channel: int, number: int) -> int:
-    """Return the tag of a channel's message: never a collective's (before a million of them), and another one for another engine."""
+    """Return the tag of a channel's message: never a collective's (before a million of them), and
+    another one for another engine."""
     return (_LAST_TAGS - number % 16) << 11 | channel & 0x7FF
 
 
@@ -200,7 +210,8 @@ class SendChannel:
         self._under_way: deque[Message] = deque()
 
     def send(self, action: Action, value: object, samples: int) -> None:
-        """Start to send ``value``; does not wait. The tensors must stay as they are until :meth:`finish`."""
+        """Start to send ``value``; does not wait. The tensors must stay as they are until
+        :meth:`finish`."""
         text, payload = to_payload(value)
         number = self._known.get(text, 0)
         new = number == 0
@@ -221,7 +232,8 @@ class SendChannel:
             self._under_way.popleft()
 
     def fail(self, why: str) -> None:
-        """Send the error ``why`` in place of the message that the other rank waits for. Does not wait: :meth:`linger` does, a little."""
+        """Send the error ``why`` in place of the message that the other rank waits for. Does not
+        wait: :meth:`linger` does, a little."""
         data = why.encode()[:4000]
         try:
             self._header([0, 0, 0, 0, 0, len(data), 0, FAILED], "failure")
@@ -230,7 +242,8 @@ class SendChannel:
             self._under_way.clear()  # the other rank is gone and needs no error
 
     def linger(self, timeout: float = LINGER_SECONDS) -> None:
-        """Wait at most ``timeout`` seconds for messages under way; a rank that never receives them is not waited for."""
+        """Wait at most ``timeout`` seconds for messages under way; a rank that never receives them
+        is not waited for."""
         end = time.monotonic() + timeout
         while self._under_way and time.monotonic() < end:
             if self._under_way[0].done:
@@ -273,7 +286,8 @@ class ReceiveChannel:
         self._request_header()
 
     def take(self, action: Action) -> ReceivedPayload:
-        """Return the next message, which must be that of the receive ``action``. Raises PeerFailed, or MeshError for another message."""
+        """Return the next message, which must be that of the receive ``action``. Raises PeerFailed,
+        or MeshError for another message."""
         if self._next is None:
             self._expected = max(self._expected, 1)
             self._request_header()

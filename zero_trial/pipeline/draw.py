@@ -1,10 +1,11 @@
-"""A simulated schedule drawn as text, a row per rank and a column per unit of time, and as a picture.
+"""A simulated schedule drawn as text, a row per rank and a column per unit of time, and as a
+picture.
 
     rank 0  F0 F1 .  .  B0 -  F2 B1 -  .  B2 -
     rank 1  .  F0 B0 -  F1 B1 -  F2 B2 -  .  .
 
-``.`` is idle, ``-`` is the rest of an action that takes longer than one unit. With several chunks per rank an action
-has its chunk before it: ``2F0``.
+``.`` is idle, ``-`` is the rest of an action that takes longer than one unit. With several chunks
+per rank an action has its chunk before it: ``2F0``.
 """
 
 from __future__ import annotations
@@ -58,10 +59,11 @@ def _whole(time: float) -> int:
     return int(time)
 
 
-# --- picture: computations over time on the left, the most activations at once on the right ---------------------------------
+# --- picture: computations over time on the left, the most activations at once on the right -------
 
 
-# Blue forward, orange backward or input gradient, green weight gradient; later chunks of a rank are darker.
+# Blue forward, orange backward or input gradient, green weight gradient; later chunks of a rank are
+# darker.
 _COLOURS = {
     ActionKind.F: (0.62, 0.77, 0.94),
     ActionKind.B: (0.98, 0.78, 0.55),
@@ -82,7 +84,8 @@ _INCHES_PER_ROW = 0.42
 
 
 def save_picture(schedule: Schedule, report: SimulationReport, path: Path) -> None:
-    """Write the picture in the format of the path's suffix. Raises ConfigError without matplotlib, or where nothing can be written."""
+    """Write the picture in the format of the path's suffix. Raises ConfigError without matplotlib,
+    or where nothing can be written."""
     try:
         figure = import_module("matplotlib.figure").Figure(figsize=_size(report), layout="constrained")
     except ImportError:

@@ -1,4 +1,5 @@
-"""Perform one rank's row of a schedule, action by action. The caller says what the sharding actions do."""
+"""Perform one rank's row of a schedule, action by action. The caller says what the sharding actions
+do."""
 
 from __future__ import annotations
 
@@ -38,7 +39,7 @@ def _place(error: Exception) -> str | None:
     return f"It was raised in {own[-1].filename}, line {own[-1].lineno}: {own[-1].line}"
 
 
-# --- one step -----------------------------------------------------------------------------------------------------------
+# --- one step -------------------------------------------------------------------------------------
 
 
 FORWARD, BACKWARD = "forward", "backward"
@@ -60,7 +61,8 @@ class ChunkSharding(Protocol):
         """Note that a backward through the chunk has ended."""
 
     def reduce(self, chunk: int) -> None:
-        """Start to reduce the chunk's gradients, which are complete for the step, or for a micro-batch."""
+        """Start to reduce the chunk's gradients, which are complete for the step, or for a
+        micro-batch."""
 
     def tied_reduce(self, tie: int) -> None:
         """Sum the reduced gradients of a tied weight over all ranks that hold it."""
@@ -76,7 +78,8 @@ class PhaseTimer(Protocol):
 
 @dataclass
 class LastStageResult:
-    """Losses, samples and outputs by micro-batch on the last chunk's rank; outputs only if they were to be kept."""
+    """Losses, samples and outputs by micro-batch on the last chunk's rank; outputs only if they
+    were to be kept."""
 
     losses: dict[int, torch.Tensor] = field(default_factory=dict)
     samples: dict[int, int] = field(default_factory=dict)
@@ -85,7 +88,8 @@ class LastStageResult:
 
 @dataclass(frozen=True)
 class StepOptions:
-    """What a run computes. ``scale``: the factor on each micro-batch's share of the loss before its backward."""
+    """What a run computes. ``scale``: the factor on each micro-batch's share of the loss before its
+    backward."""
 
     training: bool = True
     loss: Loss | None = None  # None: no losses are computed
@@ -94,7 +98,8 @@ class StepOptions:
 
 
 class Executor:
-    """Runs schedules on pipeline rank ``comm.index``. ``channel`` sets its messages apart from those of other engines of the process."""
+    """Runs schedules on pipeline rank ``comm.index``. ``channel`` sets its messages apart from
+    those of other engines of the process."""
 
     def __init__(
         self,
@@ -132,10 +137,11 @@ class Executor:
         self._run = _Run(StepInput(), StepOptions(), None)
 
     def run(self, schedule: Schedule, batch: StepInput, options: StepOptions) -> LastStageResult:
-        """Perform the row. Afterwards gradients are being reduced, and messages may still be under way: :meth:`finish` waits for those.
+        """Perform the row. Afterwards gradients are being reduced, and messages may still be under
+        way: :meth:`finish` waits for those.
 
-        Raises TrialError for what a layer raises (naming rank, micro-batch and action), PeerFailed for what a layer of another rank raised,
-        MeshError for a rank that is gone.
+        Raises TrialError for what a layer raises (naming rank, micro-batch and action), PeerFailed
+        for what a layer of another rank raised, MeshError for a rank that is gone.
         """
         self._run = run = _Run(batch, options, schedule)
         place = schedule.placement
@@ -167,7 +173,7 @@ class Executor:
                 found[place.ranks[action.chunk + 1]] += 1
         return found
 
-    # --- computations ---------------------------------------------------------------------------------------------
+    # --- computations -----------------------------------------------------------------------------
 
     def _forward(self, action: Action) -> None:
         run, chunk, number = self._run, action.chunk, action.micro_batch
@@ -252,7 +258,7 @@ class Executor:
         else:
             run.gradients[chunk - 1, number] = found
 
-    # --- messages -------------------------------------------------------------------------------------------------
+    # --- messages ---------------------------------------------------------------------------------
 
     def _send(self, action: Action) -> None:
         run, item = self._run, (action.chunk, action.micro_batch)
@@ -270,7 +276,7 @@ class Executor:
         else:
             run.gradients[item] = list(self._in[run.place.ranks[action.chunk + 1]].take(action).payload.value)
 
-    # --- faults ---------------------------------------------------------------------------------------------------
+    # --- faults -----------------------------------------------------------------------------------
 
     def _fail(self, error: Exception, stages: int) -> NoReturn:
         """Send the other pipeline ranks the reason why this one stops, then raise."""
@@ -309,14 +315,16 @@ class _Run:
 
 
 def _without_label(payload: Payload) -> tuple[Payload, Any]:
-    """Separate what travelled together: the activations, whose tensors come first, and the label."""
+    """Separate what travelled together: the activations, whose tensors come first, and the
+    label."""
     value, label = payload.value
     count = len(tensors_in(value))
     return Payload(value, payload.tensors[:count], payload.differentiable[:count]), label
 
 
 def loss_error(loss: Any, where: str, with_grad: str) -> TrialError:
-    """Return the error for a loss that cannot be differentiated. ``with_grad``: what to do where it does not require grad."""
+    """Return the error for a loss that cannot be differentiated. ``with_grad``: what to do where it
+    does not require grad."""
     if isinstance(loss, torch.Tensor) and loss.numel() == 1:
         return TrialError("the loss does not require grad", where=where, fix=with_grad)
     got = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__

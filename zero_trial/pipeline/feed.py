@@ -1,8 +1,9 @@
 """Read the input of one pipeline step, as all ranks agree before anything runs.
 
-The rank of the first chunk reads inputs; that of the last reads labels if it has an iterator of its own, which must give the same batches;
-if it has none, labels travel through the pipe. All exchange how many micro-batches and samples they got, so that all see the end of the data, or
-of one rank's data, and none hangs.
+The rank of the first chunk reads inputs; that of the last reads labels if it has an iterator of its
+own, which must give the same batches; if it has none, labels travel through the pipe. All exchange
+how many micro-batches and samples they got, so that all see the end of the data, or of one rank's
+data, and none hangs.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ class StepInput:
         micro_batches: of the step, the same on all ranks.
         total: samples that all reading ranks have together.
         alike: all micro-batches of all ranks have the same number of samples.
-        lines: ranks that read inputs: data-parallel ones, and model-parallel ones, which read the same.
+        lines: ranks that read inputs: data-parallel ones, and model-parallel ones, which read the
+            same.
     """
 
     inputs: Sequence[Any] = ()
@@ -47,7 +49,8 @@ class StepInput:
     lines: int = 1
 
     def share(self, samples: int) -> float:
-        """Return the part that a micro-batch of ``samples`` is of what all lines read; the parts add up to 1."""
+        """Return the part that a micro-batch of ``samples`` is of what all lines read; the parts
+        add up to 1."""
         if self.alike:
             return 1.0 / (self.micro_batches * self.lines)
         return samples / self.total
@@ -56,9 +59,11 @@ class StepInput:
 def read_step(
     iterator: Iterator[Any] | None, wanted: int, mesh: Mesh, placement: ChunkPlacement, split: Read
 ) -> StepInput:
-    """Read at most ``wanted`` micro-batches, as many as every reading rank has. Collective over the world.
+    """Read at most ``wanted`` micro-batches, as many as every reading rank has. Collective over the
+    world.
 
-    Raises StopIteration on all ranks where none has any; DataError where one has fewer than another, or where the first stage has no iterator.
+    Raises StopIteration on all ranks where none has any; DataError where one has fewer than
+    another, or where the first stage has no iterator.
     """
     here = mesh.coordinates["pipe"]
     first, last = placement.ranks[0], placement.ranks[-1]
@@ -101,7 +106,8 @@ def sample_count(value: Any) -> int:
 
 
 def _agreed(table: Sequence[Sequence[int]], stage_of: Sequence[int], first: int) -> int:
-    """Return the number of micro-batches that every reading rank has, or raise what the table means."""
+    """Return the number of micro-batches that every reading rank has, or raise what the table
+    means."""
     without = [rank for rank, row in enumerate(table) if stage_of[rank] == first and not row[HAS_ITERATOR]]
     if without:
         raise DataError(

@@ -1,7 +1,9 @@
-"""The schedules by name: one generator of a rank's computations each, without messages and without sharding. Pure.
+"""The schedules by name: one generator of a rank's computations each, without messages and without
+sharding. Pure.
 
-In their pictures, rows are ranks, columns units of time, and F0 is the forward of micro-batch 0; B is a backward and takes two units, or I and W
-are its halves for inputs and for weights. Prices are for P ranks and M micro-batches.
+In their pictures, rows are ranks, columns units of time, and F0 is the forward of micro-batch 0; B
+is a backward and takes two units, or I and W are its halves for inputs and for weights. Prices are
+for P ranks and M micro-batches.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ def gpipe(rank: int, stages: int, micro_batches: int) -> Iterator[Action]:
         rank 0  F0 F1 F2 .  .  .  B0 -  B1 -  B2 -
         rank 1  .  F0 F1 F2 B0 -  B1 -  B2 -  .  .
 
-    Prices, P ranks, M micro-batches: bubble (P-1)/(M+P-1); M micro-batches' activations live on every rank. Huang et al. 2019.
+    Prices, P ranks, M micro-batches: bubble (P-1)/(M+P-1); M micro-batches' activations live on
+    every rank. Huang et al. 2019.
 
     Yields rank ``rank``'s computations; chunk and rank have the same number.
     """
@@ -38,8 +41,9 @@ def one_f_one_b(rank: int, stages: int, micro_batches: int) -> Iterator[Action]:
         rank 0  F0 F1 .  .  B0 -  F2 B1 -  .  B2 -
         rank 1  .  F0 B0 -  F1 B1 -  F2 B2 -  .  .
 
-    Prices, P ranks, M micro-batches: bubble (P-1)/(M+P-1), as GPipe; but rank r holds the activations of min(P-r, M) micro-batches only.
-    Narayanan et al. 2021 (PipeDream-flush); DeepSpeed's TrainSchedule, which gives it max(2, min(P-r, M)) buffers.
+    Prices, P ranks, M micro-batches: bubble (P-1)/(M+P-1), as GPipe; but rank r holds the
+    activations of min(P-r, M) micro-batches only. Narayanan et al. 2021 (PipeDream-flush);
+    DeepSpeed's TrainSchedule, which gives it max(2, min(P-r, M)) buffers.
 
     Yields rank ``rank``'s computations; chunk and rank have the same number.
     """
@@ -55,11 +59,13 @@ def one_f_one_b(rank: int, stages: int, micro_batches: int) -> Iterator[Action]:
 def interleaved(rank: int, stages: int, micro_batches: int, chunks: int) -> Iterator[Action]:
     """Interleaved 1F1B: each rank holds v chunks, so that the pipeline fills v times as fast.
 
-    The micro-batches go in groups through one chunk after the other. Groups are as even as possible and none is smaller than P (Megatron asks
-    for a multiple of P instead): a smaller one would leave a rank waiting for a chunk that waits for it.
+    The micro-batches go in groups through one chunk after the other. Groups are as even as possible
+    and none is smaller than P (Megatron asks for a multiple of P instead): a smaller one would
+    leave a rank waiting for a chunk that waits for it.
 
-    Prices, P ranks, M >= P micro-batches, groups of g: bubble (P-1)/(vM+P-1); v times the messages of 1F1B; rank r holds up to
-    (v-1)g + 2(P-r-1) + 1 chunks' activations, each 1/v of a rank's layers. Narayanan et al. 2021, §2.2.
+    Prices, P ranks, M >= P micro-batches, groups of g: bubble (P-1)/(vM+P-1); v times the messages
+    of 1F1B; rank r holds up to (v-1)g + 2(P-r-1) + 1 chunks' activations, each 1/v of a rank's
+    layers. Narayanan et al. 2021, §2.2.
 
     Yields rank ``rank``'s computations on its ``chunks`` chunks rank, rank + P, rank + 2P, ...
     """
@@ -77,7 +83,8 @@ def interleaved(rank: int, stages: int, micro_batches: int, chunks: int) -> Iter
 
 
 def even_groups(micro_batches: int, smallest: int) -> list[range]:
-    """Divide micro-batches into as many groups of at least ``smallest`` as possible, of sizes that differ by one at most."""
+    """Divide micro-batches into as many groups of at least ``smallest`` as possible, of sizes that
+    differ by one at most."""
     count = max(1, micro_batches // smallest)
     size, more = divmod(micro_batches, count)
     starts = [index * size + min(index, more) for index in range(count + 1)]
@@ -85,13 +92,15 @@ def even_groups(micro_batches: int, smallest: int) -> list[range]:
 
 
 def looped_bfs(rank: int, stages: int, micro_batches: int, chunks: int) -> Iterator[Action]:
-    """Looped breadth-first: each rank takes all micro-batches through one chunk before it turns to its next.
+    """Looped breadth-first: each rank takes all micro-batches through one chunk before it turns to
+    its next.
 
-    A chunk's parameters are needed in two runs only, one of forwards and one of backwards, and its gradients are complete at the end of a run:
-    the schedule that suits ZeRO 2 and 3.
+    A chunk's parameters are needed in two runs only, one of forwards and one of backwards, and its
+    gradients are complete at the end of a run: the schedule that suits ZeRO 2 and 3.
 
-    Prices, P ranks of v chunks, M >= P micro-batches: bubble (P-1)/(vM+P-1); v times the messages of 1F1B; vM chunks' activations live on every
-    rank; with ``ParameterLifetime.CHUNK`` 2v-1 gathers per rank (the last chunk's two runs meet); full gradients of one chunk at a time.
+    Prices, P ranks of v chunks, M >= P micro-batches: bubble (P-1)/(vM+P-1); v times the messages
+    of 1F1B; vM chunks' activations live on every rank; with ``ParameterLifetime.CHUNK`` 2v-1
+    gathers per rank (the last chunk's two runs meet); full gradients of one chunk at a time.
     Lamy-Poirier 2023.
 
     Yields rank ``rank``'s computations on its ``chunks`` chunks rank, rank + P, rank + 2P, ...
@@ -112,10 +121,12 @@ def zb_h1(rank: int, stages: int, micro_batches: int) -> Iterator[Action]:
         rank 1  .  F0 F1 .  I0 F2 I1 W0 I2 W1 W2
         rank 2  .  .  F0 I0 F1 I1 F2 I2 W0 W1 W2
 
-    Rank r puts its weight gradients off by r micro-batches: so many activations fewer than rank 0 does it hold for the forwards ahead.
+    Rank r puts its weight gradients off by r micro-batches: so many activations fewer than rank 0
+    does it hold for the forwards ahead.
 
-    Prices, P ranks, M >= P micro-batches, costs F, I, W: idle (P-1)(F+I-W) per rank, a third of 1F1B's where the costs are alike; at most
-    min(P, M) micro-batches' activations on every rank, which is 1F1B's maximum. Qi et al. 2023, §2.2.
+    Prices, P ranks, M >= P micro-batches, costs F, I, W: idle (P-1)(F+I-W) per rank, a third of
+    1F1B's where the costs are alike; at most min(P, M) micro-batches' activations on every rank,
+    which is 1F1B's maximum. Qi et al. 2023, §2.2.
 
     Yields rank ``rank``'s computations; chunk and rank have the same number.
     """
@@ -133,10 +144,12 @@ def zb_h1(rank: int, stages: int, micro_batches: int) -> Iterator[Action]:
 
 
 def zb_v(rank: int, stages: int, micro_batches: int) -> Iterator[Action]:
-    """ZB-V: two chunks per rank, down the ranks and up again, with input and weight gradients apart.
+    """ZB-V: two chunks per rank, down the ranks and up again, with input and weight gradients
+    apart.
 
-    The last chunk is on rank 0, so the first gradient arrives where the first forward began, and from then on a rank always has one of
-    F, I, W of one of its chunks to do. The phases of rank r, with `a` its chunk on the way down and `b` on the way up:
+    The last chunk is on rank 0, so the first gradient arrives where the first forward began, and
+    from then on a rank always has one of F, I, W of one of its chunks to do. The phases of rank r,
+    with `a` its chunk on the way down and `b` on the way up:
 
         1. 2(P-r)-1 times    Fa              fill the way down
         2. r times           Fb Fa           what comes up again
@@ -146,9 +159,11 @@ def zb_v(rank: int, stages: int, micro_batches: int) -> Iterator[Action]:
         6. P-r times         Ia Wa
         7. the weight gradients that were put off
 
-    Prices, P ranks, M >= 2P micro-batches, F = I = W: makespan 6M + P - 1 chunk computations, so bubble (P-1)/(6M+P-1), a sixth of 1F1B's idle
-    time; at most 2P chunks' activations on every rank, which is 1F1B's maximum; twice the messages of 1F1B, less those of the turn.
-    Fewer micro-batches run as the first M of 2P. Qi et al. 2024, "Pipeline Parallelism with Controllable Memory".
+    Prices, P ranks, M >= 2P micro-batches, F = I = W: makespan 6M + P - 1 chunk computations, so
+    bubble (P-1)/(6M+P-1), a sixth of 1F1B's idle time; at most 2P chunks' activations on every
+    rank, which is 1F1B's maximum; twice the messages of 1F1B, less those of the turn. Fewer
+    micro-batches run as the first M of 2P. Qi et al. 2024, "Pipeline Parallelism with Controllable
+    Memory".
 
     Yields rank ``rank``'s computations on its chunks ``rank`` and ``2 * stages - 1 - rank``.
     """
@@ -162,7 +177,8 @@ def zb_v(rank: int, stages: int, micro_batches: int) -> Iterator[Action]:
 
 
 def _steps(rank: int, stages: int, micro_batches: int) -> Iterator[str]:
-    """Yield kind and chunk of each computation; its micro-batch is how often the two came before."""
+    """Yield kind and chunk of each computation; its micro-batch is how often the two came
+    before."""
     down = rank + 2 * (stages - rank) - 1  # forwards on the way down in phases 1 and 2
     gradients = {"a": 0, "b": stages - rank}
     yield from ("Fa",) * (2 * (stages - rank) - 1)
@@ -184,7 +200,8 @@ def _steps(rank: int, stages: int, micro_batches: int) -> Iterator[str]:
 def inference(rank: int, stages: int, micro_batches: int, chunks: int) -> Iterator[Action]:
     """Inference: forwards only.
 
-    Prices, P ranks of v chunks, M >= P micro-batches: bubble (P-1)/(vM+P-1); nothing is kept for a backward.
+    Prices, P ranks of v chunks, M >= P micro-batches: bubble (P-1)/(vM+P-1); nothing is kept for a
+    backward.
 
     Yields rank ``rank``'s computations on its ``chunks`` chunks rank, rank + P, rank + 2P, ...
     """
@@ -203,7 +220,8 @@ Generate = Callable[[int, int, int, int], Iterator[Action]]
 
 @dataclass(frozen=True)
 class Recipe:
-    """``chunks`` is how many a rank has when the caller does not say; ``fixed`` that it cannot be another number."""
+    """``chunks`` is how many a rank has when the caller does not say; ``fixed`` that it cannot be
+    another number."""
 
     generate: Generate
     summary: str
@@ -234,7 +252,8 @@ RECIPES: Mapping[str, Recipe] = {
 
 
 def build(name: str, stages: int, micro_batches: int, chunks: int | None = None) -> Schedule:
-    """Return the schedule ``name`` as computations alone; ``chunks`` is per rank. Raises ConfigError for what the recipe cannot do."""
+    """Return the schedule ``name`` as computations alone; ``chunks`` is per rank. Raises
+    ConfigError for what the recipe cannot do."""
     recipe = RECIPES.get(name)
     if recipe is None:
         raise ConfigError(

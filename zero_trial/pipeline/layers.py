@@ -1,4 +1,5 @@
-"""Layers of a pipeline: described now and built later, only where they are needed; joined to chunks; and timed. DeepSpeed's arguments."""
+"""Layers of a pipeline: described now and built later, only where they are needed; joined to
+chunks; and timed. DeepSpeed's arguments."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ Layer = Any
 
 
 class LayerSpec:
-    """A module's class and the arguments to build it with: ``LayerSpec(nn.Linear, 8, 4, bias=False)``."""
+    """A module's class and the arguments to build it with: ``LayerSpec(nn.Linear, 8, 4,
+    bias=False)``."""
 
     def __init__(self, typename: type[nn.Module], *module_args: Any, **module_kwargs: Any) -> None:
         if not (isinstance(typename, type) and issubclass(typename, nn.Module)):
@@ -53,10 +55,11 @@ class LayerSpec:
 
 
 class TiedLayerSpec(LayerSpec):
-    """A layer that shares weights with the others of its ``key``, which may be on other pipeline stages.
+    """A layer that shares weights with the others of its ``key``, which may be on other pipeline
+    stages.
 
-    The first one builds the module; each calls ``forward_fn(module, input)``, or the module where that is None. ``tied_weight_attr`` names the
-    shared weights, dotted from the module.
+    The first one builds the module; each calls ``forward_fn(module, input)``, or the module where
+    that is None. ``tied_weight_attr`` names the shared weights, dotted from the module.
     """
 
     def __init__(
@@ -75,7 +78,8 @@ class TiedLayerSpec(LayerSpec):
 
 
 def layer_facts(layer: Layer) -> LayerFacts:
-    """Return what partitioning needs of a layer. A spec is built on the meta device: without memory, and without drawing random numbers."""
+    """Return what partitioning needs of a layer. A spec is built on the meta device: without
+    memory, and without drawing random numbers."""
     if isinstance(layer, LayerSpec):
         return LayerFacts(layer.typename.__name__, _trainable(_build_on_meta(layer)))
     if isinstance(layer, nn.Module):
@@ -88,7 +92,8 @@ def layer_facts(layer: Layer) -> LayerFacts:
 
 
 def tied_chunks(layers: Sequence[Layer], bounds: Sequence[int]) -> dict[str, tuple[int, ...]]:
-    """Return for each key of tied layers the chunks that hold it, in the order of the keys' first layers; ``bounds`` as ``partition`` gives them."""
+    """Return for each key of tied layers the chunks that hold it, in the order of the keys' first
+    layers; ``bounds`` as ``partition`` gives them."""
     found: dict[str, set[int]] = {}
     for chunk, (first, after) in enumerate(pairwise(bounds)):
         for layer in layers[first:after]:
@@ -114,7 +119,7 @@ def _trainable(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
 
 
-# --- chunks: the built layers of one contiguous part of a pipeline --------------------------------------------------------
+# --- chunks: the built layers of one contiguous part of a pipeline --------------------------------
 
 
 Call = Callable[[Any], Any]
@@ -122,10 +127,12 @@ Call = Callable[[Any], Any]
 
 @dataclass(frozen=True)
 class LayerSeeds:
-    """Layer i of the model is built after ``function(base + i)``, so that its first weights are the same however the model is cut.
+    """Layer i of the model is built after ``function(base + i)``, so that its first weights are the
+    same however the model is cut.
 
-    It sets the random state of the whole process, as DeepSpeed's ``seed_layers`` does; and, as there, again before each layer's forward:
-    micro-batch n (1, 2, ... through all steps) of layer i runs after ``function(n * base + i)``, so dropout is the same however the model is cut.
+    It sets the random state of the whole process, as DeepSpeed's ``seed_layers`` does; and, as
+    there, again before each layer's forward: micro-batch n (1, 2, ... through all steps) of layer i
+    runs after ``function(n * base + i)``, so dropout is the same however the model is cut.
     """
 
     base: int = 1234
@@ -134,9 +141,11 @@ class LayerSeeds:
 
 @dataclass(frozen=True)
 class Recompute:
-    """``interval`` layers at a time keep their input only and run again in backward: ``function(run, input)``.
+    """``interval`` layers at a time keep their input only and run again in backward:
+    ``function(run, input)``.
 
-    Layers without parameters to train are not recomputed; ``classes`` limits it to layers of these class names.
+    Layers without parameters to train are not recomputed; ``classes`` limits it to layers of these
+    class names.
     """
 
     interval: int
@@ -151,11 +160,13 @@ class Recompute:
 
 
 class Chunk(nn.Module):
-    """Layers ``first`` to ``after - 1`` of ``layers``, one after the other; the others are not built.
+    """Layers ``first`` to ``after - 1`` of ``layers``, one after the other; the others are not
+    built.
 
-    Parameters have DeepSpeed's names: ``3.weight`` for layer 3 of the whole model, ``tied_modules.KEY.weight`` for tied ones. ``tied`` is
-    shared by the chunks of one rank, so that a weight is there once. Tied modules of other ranks start with other values: the engine
-    makes them alike before training.
+    Parameters have DeepSpeed's names: ``3.weight`` for layer 3 of the whole model,
+    ``tied_modules.KEY.weight`` for tied ones. ``tied`` is shared by the chunks of one rank, so that
+    a weight is there once. Tied modules of other ranks start with other values: the engine makes
+    them alike before training.
     """
 
     def __init__(
@@ -181,7 +192,8 @@ class Chunk(nn.Module):
     def forward(self, value: Any, micro_batch: int | None = None) -> Any:
         """Return the layers' composition, with any value that the layers agree on between them.
 
-        ``micro_batch``: the number that the seeds of the forward follow from; by default one more than at the last call.
+        ``micro_batch``: the number that the seeds of the forward follow from; by default one more
+            than at the last call.
         """
         self._micro_batch = self._micro_batch + 1 if micro_batch is None else micro_batch
         recompute, count = self._recompute, len(self._calls)
@@ -232,7 +244,7 @@ class Chunk(nn.Module):
         return call
 
 
-# --- profile: how long each layer takes, forward and backward, measured once with an example input ------------------------
+# --- profile: how long each layer takes, forward and backward, measured once with an example input
 
 
 ROUNDS = 3
@@ -241,10 +253,11 @@ ROUNDS = 3
 def layer_times(
     layers: Sequence[Layer], example: Any, seeds: LayerSeeds | None, clock: Callable[[], float] = time.perf_counter
 ) -> list[float]:
-    """Measure the seconds of each layer's forward and backward: rank 0's, the best of three rounds, on every rank. Collective over the world.
+    """Measure the seconds of each layer's forward and backward: rank 0's, the best of three rounds,
+    on every rank. Collective over the world.
 
-    Builds one layer after the other and keeps none; the random state afterwards is that before. ``example``: what the first layer gets, or a
-    function without arguments that makes it.
+    Builds one layer after the other and keeps none; the random state afterwards is that before.
+    ``example``: what the first layer gets, or a function without arguments that makes it.
     """
     if example is None:
         raise ConfigError(

@@ -1,4 +1,5 @@
-"""Passes: from a schedule of computations to one with messages, sharding, reductions and the optimizer's step. Pure.
+"""Passes: from a schedule of computations to one with messages, sharding, reductions and the
+optimizer's step. Pure.
 
 Each takes a schedule and returns one with more actions in its rows; none moves a computation.
 
@@ -42,10 +43,11 @@ def lower(
     reduction: ReductionTiming = ReductionTiming.BOUNDARY,
     ties: Sequence[Sequence[int]] = (),
 ) -> Schedule:
-    """Apply all passes in their order; a schedule without backwards gets neither reductions nor a step.
+    """Apply all passes in their order; a schedule without backwards gets neither reductions nor a
+    step.
 
-    Messages come after sharding: so a gather is under way while its rank waits for a message, and a result is sent before its rank turns to
-    freeing and reducing.
+    Messages come after sharding: so a gather is under way while its rank waits for a message, and a
+    result is sent before its rank turns to freeing and reducing.
     """
     if schedule.training:
         schedule = add_reduce(schedule, reduction)
@@ -56,11 +58,13 @@ def lower(
 
 
 def add_send_recv(schedule: Schedule) -> Schedule:
-    """Return each output and input gradient that another rank needs is sent right after it is computed, and received before it is needed.
+    """Return each output and input gradient that another rank needs is sent right after it is
+    computed, and received before it is needed.
 
-    Receives between two ranks come in the order of the sends: a message that was sent before the one that is needed is received before it,
-    and kept. So a channel needs no tags, and a receive never waits for more than the computation after it does.
-    Price: one message per micro-batch for each border between chunks on different ranks, and as many back for training.
+    Receives between two ranks come in the order of the sends: a message that was sent before the
+    one that is needed is received before it, and kept. So a channel needs no tags, and a receive
+    never waits for more than the computation after it does. Price: one message per micro-batch for
+    each border between chunks on different ranks, and as many back for training.
     """
     place = schedule.placement
     channels: Channels = {}
@@ -80,7 +84,8 @@ def add_send_recv(schedule: Schedule) -> Schedule:
 
 
 def _message(action: Action, place: ChunkPlacement) -> tuple[Action, Action] | None:
-    """Return the send and the receive that follow a computation, if another rank waits for its result."""
+    """Return the send and the receive that follow a computation, if another rank waits for its
+    result."""
     kind, chunk, micro_batch, _ = action
     if kind is ActionKind.F and place.sends_forward(chunk):
         return Action(ActionKind.SEND_F, chunk, micro_batch), Action(ActionKind.RECV_F, chunk + 1, micro_batch)
@@ -112,11 +117,13 @@ def _with_receives(row: Row, rank: int, place: ChunkPlacement, channels: Channel
 
 
 def add_unshard_reshard(schedule: Schedule, parameters: ParameterLifetime) -> Schedule:
-    """Return a chunk's parameters are gathered before it computes and freed after: for all of the step, for a run, or for one computation.
+    """Return a chunk's parameters are gathered before it computes and freed after: for all of the
+    step, for a run, or for one computation.
 
-    A weight gradient counts as a computation that reads parameters, which holds for every way of cutting a backward in two.
-    Price in gathers per chunk and step: HOLD 1; CHUNK its runs u (2 and, for the last chunk, 1 in looped breadth-first); FREE 2M, or 3M where
-    input and weight gradients are apart. Each gather moves the chunk's parameters x (D-1)/D elements per rank.
+    A weight gradient counts as a computation that reads parameters, which holds for every way of
+    cutting a backward in two. Price in gathers per chunk and step: HOLD 1; CHUNK its runs u (2 and,
+    for the last chunk, 1 in looped breadth-first); FREE 2M, or 3M where input and weight gradients
+    are apart. Each gather moves the chunk's parameters x (D-1)/D elements per rank.
     """
     rows = tuple(tuple(_sharded(row, parameters)) for row in schedule.rows)
     return replace(schedule, rows=rows, parameters=parameters)
@@ -134,7 +141,8 @@ def _sharded(row: Row, parameters: ParameterLifetime) -> Iterator[Action]:
 
 
 def _lives(row: Row, computes: Sequence[int], parameters: ParameterLifetime) -> tuple[set[int], set[int]]:
-    """Return the computations of a row before which parameters are gathered, and those after which they are freed."""
+    """Return the computations of a row before which parameters are gathered, and those after which
+    they are freed."""
     if parameters is ParameterLifetime.FREE:
         return set(computes), set(computes)
     if parameters is ParameterLifetime.HOLD:
@@ -146,9 +154,11 @@ def _lives(row: Row, computes: Sequence[int], parameters: ParameterLifetime) -> 
 
 
 def add_reduce(schedule: Schedule, reduction: ReductionTiming) -> Schedule:
-    """Return a chunk's gradients are reduced over the data-parallel ranks once they are complete: for the step, or for a micro-batch.
+    """Return a chunk's gradients are reduced over the data-parallel ranks once they are complete:
+    for the step, or for a micro-batch.
 
-    Price in reductions per chunk and step: BOUNDARY 1, with its full gradients alive from its first backward to its last; MICRO M.
+    Price in reductions per chunk and step: BOUNDARY 1, with its full gradients alive from its first
+    backward to its last; MICRO M.
     """
     rows = tuple(tuple(_reduced(row, reduction)) for row in schedule.rows)
     return replace(schedule, rows=rows, reduction=reduction)
@@ -170,10 +180,12 @@ def _reduced(row: Row, reduction: ReductionTiming) -> Iterator[Action]:
 
 
 def add_tied_reduce(schedule: Schedule, ties: Sequence[Sequence[int]]) -> Schedule:
-    """Return each weight that chunks on several ranks share gets the sum of its gradients there, after each rank has reduced its own.
+    """Return each weight that chunks on several ranks share gets the sum of its gradients there,
+    after each rank has reduced its own.
 
-    Only the shard that a rank owns is summed, so it moves 1/D of the weight. Ties come last in every row and in the same order, so that no
-    two ranks wait for each other. Chunks of one rank share one parameter and need nothing.
+    Only the shard that a rank owns is summed, so it moves 1/D of the weight. Ties come last in
+    every row and in the same order, so that no two ranks wait for each other. Chunks of one rank
+    share one parameter and need nothing.
     """
     groups = tuple(tuple(sorted(set(tie))) for tie in ties)
     for tie in groups:
@@ -198,15 +210,16 @@ def add_step(schedule: Schedule) -> Schedule:
     return replace(schedule, rows=tuple((*row, Action(ActionKind.STEP)) for row in schedule.rows), steps=True)
 
 
-# --- policies: which sharding actions a ZeRO plan puts into a schedule, what they move, and what they need --------------
+# --- policies: which sharding actions a ZeRO plan puts into a schedule, what they move, and what th
 
 
 @dataclass(frozen=True)
 class Sharding:
-    """What a ZeRO plan cuts into shards and frees, as far as a schedule has to know it: ``Sharding(*plan.cuts)``.
+    """What a ZeRO plan cuts into shards and frees, as far as a schedule has to know it:
+    ``Sharding(*plan.cuts)``.
 
-    ``optimizer``: each rank updates a shard. ``gradients``: full ones are freed once they are reduced. ``parameters``: full ones are freed
-    between uses.
+    ``optimizer``: each rank updates a shard. ``gradients``: full ones are freed once they are
+    reduced. ``parameters``: full ones are freed between uses.
     """
 
     optimizer: bool = False
@@ -234,7 +247,8 @@ class ZeroPolicy:
     reduction: ReductionTiming
 
     def volume(self, rank: RankReport, chunks: int) -> float:
-        """Return the elements that a rank with ``chunks`` alike chunks moves per step among its D data-parallel ranks, as in the table."""
+        """Return the elements that a rank with ``chunks`` alike chunks moves per step among its D
+        data-parallel ranks, as in the table."""
         if not self.sharding.optimizer:
             return 2 * rank.reductions / chunks
         gathers = chunks if self.parameters is None and rank.reductions else rank.gathers
@@ -250,7 +264,8 @@ class ZeroPolicy:
 def choose(
     sharding: Sharding, parameters: ParameterLifetime | None = None, reduction: ReductionTiming | None = None
 ) -> ZeroPolicy:
-    """Return the policy for the arguments; what is None is chosen so that least is moved. Raises ConfigError for what the plan cannot do."""
+    """Return the policy for the arguments; what is None is chosen so that least is moved. Raises
+    ConfigError for what the plan cannot do."""
     if not sharding.parameters and parameters is not None:
         raise ConfigError(
             "parameters are freed at ZeRO stage 3 only",
@@ -279,7 +294,8 @@ def candidates(
     *,
     chunks: int = 1,
 ) -> list[ZeroPolicy]:
-    """Return all policies that agree with the arguments, those that move less before those that need less memory. ``chunks`` are per rank."""
+    """Return all policies that agree with the arguments, those that move less before those that
+    need less memory. ``chunks`` are per rank."""
     first = choose(sharding, parameters, reduction)
     pairs: list[tuple[ParameterLifetime | None, ReductionTiming]] = [(first.parameters, first.reduction)]
     if sharding.parameters:
@@ -297,7 +313,8 @@ def candidates(
 
 @dataclass(frozen=True)
 class ModelBytes:
-    """Bytes of one rank's part of the model: whole parameters, whole gradients, whole optimizer state, over ``ranks`` that share them."""
+    """Bytes of one rank's part of the model: whole parameters, whole gradients, whole optimizer
+    state, over ``ranks`` that share them."""
 
     parameters: int
     gradients: int
@@ -306,7 +323,8 @@ class ModelBytes:
 
 
 def needed(policy: ZeroPolicy, weights: ModelBytes, rank: RankReport, chunks: int) -> int:
-    """Return the most bytes that a rank holds in a step: shards, and full copies at the same time. Activations and messages are not counted."""
+    """Return the most bytes that a rank holds in a step: shards, and full copies at the same time.
+    Activations and messages are not counted."""
     sharding, ranks = policy.sharding, weights.ranks
     optimizer = weights.optimizer // ranks if sharding.optimizer else weights.optimizer
     parameters = weights.parameters
@@ -320,7 +338,8 @@ def needed(policy: ZeroPolicy, weights: ModelBytes, rank: RankReport, chunks: in
 
 @dataclass(frozen=True)
 class PricedPolicy:
-    """A policy with its price on the rank that needs most: bytes without activations, and elements moved as ``Policy.volume`` has them."""
+    """A policy with its price on the rank that needs most: bytes without activations, and elements
+    moved as ``Policy.volume`` has them."""
 
     policy: ZeroPolicy
     bytes: int
@@ -331,7 +350,8 @@ class PricedPolicy:
 def choose_fitting(
     policies: Sequence[ZeroPolicy], price: Callable[[ZeroPolicy], tuple[int, float]], limit: int | None
 ) -> PricedPolicy:
-    """Return the first policy that needs at most ``limit`` bytes; where none does, the one that needs least. ``price`` gives bytes and volume."""
+    """Return the first policy that needs at most ``limit`` bytes; where none does, the one that
+    needs least. ``price`` gives bytes and volume."""
     choices = [PricedPolicy(policy, *price(policy)) for policy in policies]
     fitting = next((choice for choice in choices if limit is None or choice.bytes <= limit), None)
     if fitting is not None:

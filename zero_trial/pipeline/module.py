@@ -1,4 +1,5 @@
-"""A pipeline module: a model as a list of layers, of which each pipeline rank builds its own and no others. DeepSpeed's arguments."""
+"""A pipeline module: a model as a list of layers, of which each pipeline rank builds its own and no
+others. DeepSpeed's arguments."""
 
 from __future__ import annotations
 
@@ -31,18 +32,25 @@ LossFunction = Callable[[Any, Any], torch.Tensor]
 
 
 class PipelineModule(nn.Module):
-    """Layers that follow each other: specs (built where they are needed), modules, and functions of one argument, in any mixture.
+    """Layers that follow each other: specs (built where they are needed), modules, and functions of
+    one argument, in any mixture.
 
-    ``num_stages``: pipeline ranks; None takes ds_config's ``mesh.pipe`` when ``initialize`` builds the layers. ``topology`` gives it too.
+    ``num_stages``: pipeline ranks; None takes ds_config's ``mesh.pipe`` when ``initialize`` builds
+        the layers. ``topology`` gives it too.
     ``loss_fn(output, label)``: without it the last layer's output is the loss.
-    ``seed_layers``: layer i is built after ``seed_fn(base_seed + i)``, so that weights do not depend on the number of stages.
-    ``partition_method``: uniform, parameters, type:REGEX, or profile, which runs ``profile_input`` through the layers and needs it.
-    ``activation_checkpoint_interval``: so many layers at a time are recomputed in backward by ``activation_checkpoint_func``; 0 keeps all.
-    ``chunks_per_rank``: parts of the model per rank, for interleaved schedules; ``placement``: another one than round after round (ZB-V's).
-    ``dynamic_shape`` is accepted for compatibility: shapes travel with every message and may always vary.
+    ``seed_layers``: layer i is built after ``seed_fn(base_seed + i)``, so that weights do not
+        depend on the number of stages.
+    ``partition_method``: uniform, parameters, type:REGEX, or profile, which runs ``profile_input``
+        through the layers and needs it.
+    ``activation_checkpoint_interval``: so many layers at a time are recomputed in backward by
+        ``activation_checkpoint_func``; 0 keeps all.
+    ``chunks_per_rank``: parts of the model per rank, for interleaved schedules; ``placement``:
+    another one than round after round (ZB-V's). ``dynamic_shape`` is accepted for compatibility:
+    shapes travel with every message and may always vary.
 
-    With one stage it is an ordinary module: ``module(x)`` is the last layer's output. All parameters of a tied module are tied, whatever
-    ``tied_weight_attr`` names, so that the number of stages changes nothing. Raises ConfigError.
+    With one stage it is an ordinary module: ``module(x)`` is the last layer's output. All
+    parameters of a tied module are tied, whatever ``tied_weight_attr`` names, so that the number of
+    stages changes nothing. Raises ConfigError.
     """
 
     def __init__(
@@ -84,7 +92,8 @@ class PipelineModule(nn.Module):
         self._topology = topology
         self._profile_input = profile_input
         self._chunks: dict[int, Chunk] = {}  # not registered: its layers are, under their own names
-        self._built: list[str] = []  # names of the children that are layers; others are the user's own
+        # names of the children that are layers; others are the user's own
+        self._built: list[str] = []
         wanted = placement or (ChunkPlacement.loop(self.num_stages, chunks_per_rank) if self.num_stages else None)
         stage = self._stage_here(wanted)
         if wanted is not None and stage is not None:
@@ -92,7 +101,8 @@ class PipelineModule(nn.Module):
 
     @classmethod
     def from_sequential(cls, model: nn.Sequential, num_stages: int | None = None, **options: Any) -> PipelineModule:
-        """Return an ``nn.Sequential`` as a pipeline: its children are the layers. Options as for the class."""
+        """Return an ``nn.Sequential`` as a pipeline: its children are the layers. Options as for
+        the class."""
         return cls(list(model), num_stages, **options)
 
     @classmethod
@@ -104,10 +114,11 @@ class PipelineModule(nn.Module):
         num_stages: int | None = None,
         **options: Any,
     ) -> PipelineModule:
-        """Return a transformer as a pipeline: what comes before its blocks, the blocks, what comes after. Options as for the class."""
+        """Return a transformer as a pipeline: what comes before its blocks, the blocks, what comes
+        after. Options as for the class."""
         return cls([*_listed(embed), *blocks, *_listed(head)], num_stages, **options)
 
-    # --- building -------------------------------------------------------------------------------------------------
+    # --- building ---------------------------------------------------------------------------------
 
     def build(
         self,
@@ -117,9 +128,11 @@ class PipelineModule(nn.Module):
         partition_method: str | None = None,
         activation_checkpoint_interval: int | None = None,
     ) -> None:
-        """Build the layers of pipeline rank ``stage`` under ``placement``, in place of those that were built before.
+        """Build the layers of pipeline rank ``stage`` under ``placement``, in place of those that
+        were built before.
 
-        Nothing happens where they are the same. Collective over the world where the partition is measured.
+        Nothing happens where they are the same. Collective over the world where the partition is
+        measured.
         """
         method = partition_method or self.partition_method
         if activation_checkpoint_interval is not None:
@@ -143,7 +156,8 @@ class PipelineModule(nn.Module):
             chunk.set_recompute(recompute)
 
     def unbuilt(self) -> PipelineModule:
-        """Return another one of the same layers and settings, with nothing built yet; layers that are modules are the same objects."""
+        """Return another one of the same layers and settings, with nothing built yet; layers that
+        are modules are the same objects."""
         return PipelineModule(
             self._layers,
             loss_fn=self.loss_fn,
@@ -158,10 +172,12 @@ class PipelineModule(nn.Module):
         )
 
     def build_whole(self) -> None:
-        """Build all layers here, as a pipeline of one stage, to look at the model without ranks. Builds them again at each call."""
+        """Build all layers here, as a pipeline of one stage, to look at the model without ranks.
+        Builds them again at each call."""
         method = self.partition_method
         self._forget()
-        self.build(ChunkPlacement.loop(1), 0, partition_method="uniform")  # there is one part, and nothing to measure
+        # there is one part, and nothing to measure
+        self.build(ChunkPlacement.loop(1), 0, partition_method="uniform")
         self.partition_method = method
 
     def _build_chunks(self, numbers: Sequence[int]) -> None:
@@ -185,11 +201,13 @@ class PipelineModule(nn.Module):
         self._chunks.clear()
 
     def children_outside_layers(self) -> dict[str, nn.Module]:
-        """Return the children that are not layers, by name: a loss function that is a module, and what a subclass adds."""
+        """Return the children that are not layers, by name: a loss function that is a module, and
+        what a subclass adds."""
         return {name: child for name, child in self.named_children() if name not in self._built}
 
     def _refuse_parameters_outside_layers(self, placement: ChunkPlacement) -> None:
-        """Raise ConfigError where several stages hold a child with parameters that is not a layer: each would train its own."""
+        """Raise ConfigError where several stages hold a child with parameters that is not a layer:
+        each would train its own."""
         for name, child in self.children_outside_layers().items() if placement.stages > 1 else ():
             if next(child.parameters(), None) is not None:
                 raise ConfigError(
@@ -213,7 +231,8 @@ class PipelineModule(nn.Module):
         return Recompute(interval, self.activation_checkpoint_func, self.checkpointable_layers)
 
     def _stage_here(self, placement: ChunkPlacement | None) -> int | None:
-        """Return this process's pipeline rank; None where it is not known yet: then ``initialize`` builds."""
+        """Return this process's pipeline rank; None where it is not known yet: then ``initialize``
+        builds."""
         if placement is None:
             return None
         if placement.stages == 1:
@@ -225,7 +244,7 @@ class PipelineModule(nn.Module):
             return int(self._topology.get_coord(rank).pipe)
         return rank // (size // placement.stages)
 
-    # --- the built part -------------------------------------------------------------------------------------------
+    # --- the built part ---------------------------------------------------------------------------
 
     @property
     def built(self) -> bool:
@@ -237,7 +256,8 @@ class PipelineModule(nn.Module):
         return dict(self._chunks)
 
     def forward(self, value: Any) -> Any:
-        """Return this rank's layers, one after the other: the whole model where there is one stage. The loss is not computed here."""
+        """Return this rank's layers, one after the other: the whole model where there is one stage.
+        The loss is not computed here."""
         if not self._chunks:
             raise _not_built("forward")
         numbers = list(self._chunks)
@@ -255,14 +275,16 @@ class PipelineModule(nn.Module):
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield parameters as any module does. Raises ConfigError before the layers are built: an empty list would train nothing."""
+        """Yield parameters as any module does. Raises ConfigError before the layers are built: an
+        empty list would train nothing."""
         if not self._chunks:
             raise _not_built("parameters")
         return super().named_parameters(prefix, recurse, remove_duplicate)
 
     @property
     def total_parameters(self) -> int:
-        """Return the trainable elements of the whole model, of which this rank has built its part; a tied weight counts once."""
+        """Return the trainable elements of the whole model, of which this rank has built its part;
+        a tied weight counts once."""
         facts = [(layer, layer_facts(layer).elements) for layer in self._layers]
         tied = {layer.key: elements for layer, elements in facts if isinstance(layer, TiedLayerSpec)}
         return sum(tied.values()) + sum(elements for layer, elements in facts if not isinstance(layer, TiedLayerSpec))
@@ -294,7 +316,8 @@ def _stages(number: int | None, topology: ProcessTopology | None, placement: Chu
 
 
 def _refuse_init() -> None:
-    """Raise ConfigError inside ``zero.Init``, for which all ranks build the same modules: ranks of a pipeline would wait for each other for ever."""
+    """Raise ConfigError inside ``zero.Init``, for which all ranks build the same modules: ranks of
+    a pipeline would wait for each other for ever."""
     modes = torch.overrides._get_current_function_mode_stack()
     if any(getattr(mode, "cuts_parameters", False) for mode in modes):
         raise ConfigError(
@@ -309,7 +332,8 @@ def _listed(layers: Layer | Sequence[Layer]) -> list[Layer]:
 
 
 def _refuse_shared(layers: Sequence[Layer], parts: Sequence[int]) -> None:
-    """Raise ConfigError where built modules of two chunks share a parameter: each rank would train its own."""
+    """Raise ConfigError where built modules of two chunks share a parameter: each rank would train
+    its own."""
     holder: dict[int, tuple[int, int]] = {}
     for chunk, (first, after) in enumerate(pairwise(parts)):
         for index in range(first, after):

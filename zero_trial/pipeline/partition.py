@@ -1,6 +1,8 @@
-"""Partition: where a list of layers is cut into contiguous parts, one for each chunk of a pipeline. Pure.
+"""Partition: where a list of layers is cut into contiguous parts, one for each chunk of a pipeline.
+Pure.
 
-A partition of n layers in p parts is p + 1 boundaries, as DeepSpeed has it: part i is layers ``bounds[i]`` to ``bounds[i + 1] - 1``.
+A partition of n layers in p parts is p + 1 boundaries, as DeepSpeed has it: part i is layers
+``bounds[i]`` to ``bounds[i + 1] - 1``.
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ _WHERE = "PipelineModule partition_method"
 
 @dataclass(frozen=True)
 class LayerFacts:
-    """What partitioning knows of a layer: its class's (or function's) name, and its trainable elements."""
+    """What partitioning knows of a layer: its class's (or function's) name, and its trainable
+    elements."""
 
     name: str
     elements: int
@@ -28,8 +31,9 @@ class LayerFacts:
 def partition(method: str, layers: Sequence[LayerFacts], parts: int, times: Sequence[float] | None = None) -> list[int]:
     """Return the boundaries by DeepSpeed's ``partition_method``, in any case.
 
-    ``uniform`` counts layers, ``parameters`` trainable elements, ``type:REGEX`` the layers whose name the expression is found in (case does not
-    matter), ``profile`` the measured ``times`` of the layers in any unit. Raises ConfigError for another method or where it cannot be used.
+    ``uniform`` counts layers, ``parameters`` trainable elements, ``type:REGEX`` the layers whose
+    name the expression is found in (case does not matter), ``profile`` the measured ``times`` of
+    the layers in any unit. Raises ConfigError for another method or where it cannot be used.
     """
     kind = method.strip().lower()
     if kind == "uniform":
@@ -51,16 +55,19 @@ def partition(method: str, layers: Sequence[LayerFacts], parts: int, times: Sequ
 
 
 def uniform(layers: int, parts: int) -> list[int]:
-    """Put equally many layers into each part; the first parts get one more where they do not divide evenly."""
+    """Put equally many layers into each part; the first parts get one more where they do not divide
+    evenly."""
     _check(layers, parts)
     size, more = divmod(layers, parts)
     return [index * size + min(index, more) for index in range(parts + 1)]
 
 
 def balanced(weights: Sequence[float], parts: int) -> list[int]:
-    """Return the cut whose heaviest part is as light as can be, no part being empty; among such cuts the most even one (least sum of squares).
+    """Return the cut whose heaviest part is as light as can be, no part being empty; among such
+    cuts the most even one (least sum of squares).
 
-    Exact, by dynamic programming in O(parts x n^2): first the least heaviest part, then the most even cut within it.
+    Exact, by dynamic programming in O(parts x n^2): first the least heaviest part, then the most
+    even cut within it.
     """
     _check(len(weights), parts)
     wrong = next((weight for weight in weights if not 0 <= weight < inf), None)
@@ -72,9 +79,11 @@ def balanced(weights: Sequence[float], parts: int) -> list[int]:
 
 
 def _cut(sums: Sequence[float], parts: int, *, limit: float, heaviest: bool) -> tuple[float, list[int]]:
-    """Return the best cut in parts of at most ``limit``, by its heaviest part or by its sum of squares: its price and its boundaries."""
+    """Return the best cut in parts of at most ``limit``, by its heaviest part or by its sum of
+    squares: its price and its boundaries."""
     count = len(sums) - 1
-    # best[n] is the price of the first n layers in as many parts as rounds so far; back has where the last of these parts begins.
+    # best[n] is the price of the first n layers in as many parts as rounds so far; back has where
+    # the last of these parts begins.
     best = [0.0] + [inf] * count
     back: list[list[int]] = []
     for _ in range(parts):

@@ -1,8 +1,9 @@
 """A schedule as data: for each pipeline rank the actions that it performs in one step. Pure.
 
-An action is one thing that one rank does. Its text form is short enough to draw: ``2F0`` is chunk 2's forward of micro-batch 0, ``2REDUCE`` the
-reduction of chunk 2's gradients. A chunk is a run of layers; chunks are numbered through the whole model, so that chunk c feeds chunk c + 1
-on whichever ranks the two are.
+An action is one thing that one rank does. Its text form is short enough to draw: ``2F0`` is chunk
+2's forward of micro-batch 0, ``2REDUCE`` the reduction of chunk 2's gradients. A chunk is a run of
+layers; chunks are numbered through the whole model, so that chunk c feeds chunk c + 1 on whichever
+ranks the two are.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ class ActionKind(str, Enum):
     I = "I"  # noqa: E741  gradient of the chunk's input, which the chunk before waits for
     W = "W"  # gradient of the chunk's weights, needed only by the reduction
 
-    # A send is asynchronous; a receive is where the payload has to be there (it may be asked for earlier, in the same order).
+    # A send is asynchronous; a receive is where the payload has to be there (it may be asked for
+    # earlier, in the same order).
     SEND_F = "SEND_F"  # 1SEND_F0: the output of chunk 1, to chunk 2
     RECV_F = "RECV_F"  # 2RECV_F0: the input of chunk 2, from chunk 1
     SEND_B = "SEND_B"  # 2SEND_B0: the gradient of chunk 2's input, to chunk 1
@@ -36,8 +38,10 @@ class ActionKind(str, Enum):
 
     UNSHARD = "UNSHARD"  # gather the chunk's parameters over the shard axis
     RESHARD = "RESHARD"  # free them again
-    REDUCE = "REDUCE"  # 2REDUCE: all that chunk 2 has gathered up; 2REDUCE1: micro-batch 1's gradients
-    TIED_REDUCE = "TIED_REDUCE"  # 0TIED_REDUCE1: tie 1 over the ranks that hold it; 0 is the first chunk here that does
+    # 2REDUCE: all that chunk 2 has gathered up; 2REDUCE1: micro-batch 1's gradients
+    REDUCE = "REDUCE"
+    # 0TIED_REDUCE1: tie 1 over the ranks that hold it; 0 is the first chunk here that does
+    TIED_REDUCE = "TIED_REDUCE"
     STEP = "STEP"  # the optimizer's; it belongs to no chunk
 
 
@@ -60,7 +64,8 @@ _WITH_MICRO_BATCH = COMPUTE | SENDS | RECEIVES
 
 
 class Action(NamedTuple):
-    """A kind with its chunk and, where it has one, its micro-batch or tie. A tuple, because simulations make and hash millions."""
+    """A kind with its chunk and, where it has one, its micro-batch or tie. A tuple, because
+    simulations make and hash millions."""
 
     kind: ActionKind
     chunk: int = NONE
@@ -108,7 +113,7 @@ def _unreadable(text: str) -> ConfigError:
     )
 
 
-# --- placement: which pipeline rank holds which chunk of the model ------------------------------------------------------
+# --- placement: which pipeline rank holds which chunk of the model --------------------------------
 #
 # loop, 3 ranks, 2 chunks each        V, 3 ranks, always 2 chunks each
 # rank 0   chunks 0 3                 rank 0   chunks 0 5    both ends: the loss comes out where the data goes in
@@ -160,7 +165,7 @@ class ChunkPlacement:
         return chunk > 0 and self.ranks[chunk] != self.ranks[chunk - 1]
 
 
-# --- the schedule -----------------------------------------------------------------------------------------------------
+# --- the schedule ---------------------------------------------------------------------------------
 
 
 Row = tuple[Action, ...]
@@ -174,25 +179,31 @@ class ParameterLifetime(str, Enum):
     """How long a chunk's full parameters live at ZeRO stage 3."""
 
     HOLD = "hold"  # from the chunk's first use in a step to its last: 1 gather per chunk
-    CHUNK = "chunk"  # while the rank stays with the chunk: as many gathers as the schedule has runs of it
+    # while the rank stays with the chunk: as many gathers as the schedule has runs of it
+    CHUNK = "chunk"
     FREE = (
-        "free"  # for one computation: 2 gathers per chunk and micro-batch, 3 where input and weight gradients are apart
+        # for one computation: 2 gathers per chunk and micro-batch, 3 where input and weight
+        # gradients are apart
+        "free"
     )
 
 
 class ReductionTiming(str, Enum):
     """When a chunk's gradients are reduced."""
 
-    BOUNDARY = "boundary"  # after its last backward: 1 reduction per chunk, the full gradients live until then
-    MICRO = "micro"  # after each backward: 1 reduction per chunk and micro-batch, only shards live in between
+    # after its last backward: 1 reduction per chunk, the full gradients live until then
+    BOUNDARY = "boundary"
+    # after each backward: 1 reduction per chunk and micro-batch, only shards live in between
+    MICRO = "micro"
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """``rows[r]`` are rank r's actions. The other fields say what the passes have added, so that a validator can notice what is missing.
+    """``rows[r]`` are rank r's actions. The other fields say what the passes have added, so that a
+    validator can notice what is missing.
 
-    ``parameters`` is None where parameters are never freed (ZeRO stages 0, 1 and 2); ``reduction`` None where no gradients are reduced;
-    ``ties`` are groups of chunks that share a weight.
+    ``parameters`` is None where parameters are never freed (ZeRO stages 0, 1 and 2); ``reduction``
+    None where no gradients are reduced; ``ties`` are groups of chunks that share a weight.
     """
 
     name: str

@@ -1,9 +1,12 @@
-"""The simulator: all ranks of a schedule are run through, and what would hang or compute something wrong is found before anything runs. Pure.
+"""The simulator: all ranks of a schedule are run through, and what would hang or compute something
+wrong is found before anything runs. Pure.
 
-A rank performs its actions in order. A send never waits. A receive waits until the message has been sent, and messages between two ranks
-arrive in the order of the sends; a reduction of tied weights waits for all that hold them; nothing else waits for other ranks, since
-reductions and gathers are among data-parallel ranks, which all perform the same row. Whatever order such ranks take in reality, they come to
-the same end: so one order is enough to find every deadlock (a Kahn network is determinate; Kahn 1974).
+A rank performs its actions in order. A send never waits. A receive waits until the message has been
+sent, and messages between two ranks arrive in the order of the sends; a reduction of tied weights
+waits for all that hold them; nothing else waits for other ranks, since reductions and gathers are
+among data-parallel ranks, which all perform the same row. Whatever order such ranks take in
+reality, they come to the same end: so one order is enough to find every deadlock (a Kahn network is
+determinate; Kahn 1974).
 """
 
 from __future__ import annotations
@@ -27,7 +30,8 @@ from zero_trial.pipeline.schedule import (
 
 @dataclass(frozen=True)
 class Costs:
-    """Forward, input gradient, weight gradient and message. The usual rule of thumb has the first three alike and messages hidden."""
+    """Forward, input gradient, weight gradient and message. The usual rule of thumb has the first
+    three alike and messages hidden."""
 
     forward: float = 1
     input_gradient: float = 1
@@ -47,7 +51,7 @@ class Costs:
 ALIKE = Costs()
 
 
-# --- the report: time, bubble, and for each rank what lives and what moves ------------------------------------------------
+# --- the report: time, bubble, and for each rank what lives and what moves ------------------------
 
 
 class Span(NamedTuple):
@@ -60,10 +64,12 @@ class Span(NamedTuple):
 
 @dataclass
 class RankReport:
-    """One rank's counts; `live` and the other peaks are largest numbers of things that exist at once.
+    """One rank's counts; `live` and the other peaks are largest numbers of things that exist at
+    once.
 
-    An activation is what one chunk keeps of one micro-batch from its forward until its last gradient. A parameter or gradient is one chunk's
-    full copy. A waiting message has been sent to this rank and not been used yet.
+    An activation is what one chunk keeps of one micro-batch from its forward until its last
+    gradient. A parameter or gradient is one chunk's full copy. A waiting message has been sent to
+    this rank and not been used yet.
     """
 
     spans: list[Span] = field(default_factory=list)
@@ -112,7 +118,7 @@ class SimulationReport:
         return {"makespan": self.makespan, "bubble": self.bubble, "ranks": ranks}
 
 
-# --- one rank: how far it is, what it has, and what each action needs to be there -----------------------------------------
+# --- one rank: how far it is, what it has, and what each action needs to be there -----------------
 
 
 Item = tuple[int, int]
@@ -139,9 +145,11 @@ class SimulatedRank:
         ] = {}  # computations, with the time of their end; receives, with the time of the send
         self.live: set[Item] = set()
         self.waiting: set[Action] = set()
-        self.stays: list[tuple[float, int]] = []  # +1 when a message is sent here, -1 when it is used
+        # +1 when a message is sent here, -1 when it is used
+        self.stays: list[tuple[float, int]] = []
         self.open: set[int] = set()
-        self.full: dict[int, int] = {}  # chunk -> micro-batches whose gradients are there and not reduced
+        # chunk -> micro-batches whose gradients are there and not reduced
+        self.full: dict[int, int] = {}
         self.reduced: dict[int, int] = {}  # chunk -> micro-batches whose gradients are reduced
         self.tied: set[int] = set()
         self._perform: dict[ActionKind, Callable[[Action], bool]] = {
@@ -389,18 +397,22 @@ class SimulatedRank:
         raise self.fault("a computation is missing", expected=action)
 
 
-# --- all ranks ----------------------------------------------------------------------------------------------------------
+# --- all ranks ------------------------------------------------------------------------------------
 
 
 def validate(
     schedule: Schedule, costs: Costs = ALIKE, *, max_activations: int | None = None, max_waiting: int | None = None
 ) -> SimulationReport:
-    """Simulate the lowered schedule and return its costs. Raises ScheduleError, naming rank, place and action, if
+    """Simulate the lowered schedule and return its costs. Raises ScheduleError, naming rank, place
+    and action, if
 
     - a rank waits for ever, or a message is lost or overtaken by another;
-    - a computation is missing, comes twice, or comes before what it needs: its input, its output's gradient, its parameters;
-    - gradients are not reduced, reduced twice or before they are complete; a tied weight or a step is missing;
-    - a rank holds more than ``max_activations`` activations, or ``max_waiting`` received messages, at once.
+    - a computation is missing, comes twice, or comes before what it needs: its input, its output's
+      gradient, its parameters;
+    - gradients are not reduced, reduced twice or before they are complete; a tied weight or a step
+      is missing;
+    - a rank holds more than ``max_activations`` activations, or ``max_waiting`` received messages,
+      at once.
     """
     ranks = _Simulation(schedule, costs).run()
     report = SimulationReport(tuple(rank.report for rank in ranks))

@@ -1,7 +1,8 @@
-"""Forwards and backwards of one pipeline rank's chunks, by micro-batch, without messages and sharding.
+"""Forwards and backwards of one pipeline rank's chunks, by micro-batch, without messages and
+sharding.
 
-A stage boundary is where received tensors enter a chunk's graph, and where their gradients come out of it again. Between boundary and outputs
-a backward runs whole or in two halves.
+A stage boundary is where received tensors enter a chunk's graph, and where their gradients come out
+of it again. Between boundary and outputs a backward runs whole or in two halves.
 """
 
 from __future__ import annotations
@@ -18,9 +19,11 @@ from zero_trial.pipeline.channel import Payload, map_tensors
 
 
 class StageBoundary:
-    """The inputs of one chunk and micro-batch. :meth:`open` lets them in; ``gradients`` is filled by the backward pass.
+    """The inputs of one chunk and micro-batch. :meth:`open` lets them in; ``gradients`` is filled
+    by the backward pass.
 
-    What comes out of :meth:`open` is neither a leaf nor a view, so the first layer may work in place, and nothing is copied.
+    What comes out of :meth:`open` is neither a leaf nor a view, so the first layer may work in
+    place, and nothing is copied.
     """
 
     def __init__(self, payload: Payload, anchor: torch.Tensor) -> None:
@@ -30,7 +33,8 @@ class StageBoundary:
         self._payload: Payload | None = payload
 
     def open(self) -> Any:
-        """Return the value, its tensors joined to the graph where gradients are wanted. Can be called once."""
+        """Return the value, its tensors joined to the graph where gradients are wanted. Can be
+        called once."""
         payload, self._payload = self._payload, None
         if payload is None:
             return None
@@ -49,7 +53,8 @@ class StageBoundary:
 
 
 class _Join(torch.autograd.Function):
-    """Makes the tensors outputs of a node whose backward hands their gradients to the boundary. The anchor only makes it part of a graph."""
+    """Makes the tensors outputs of a node whose backward hands their gradients to the boundary. The
+    anchor only makes it part of a graph."""
 
     @staticmethod
     def forward(
@@ -71,7 +76,8 @@ def detached(value: Any) -> Any:
 
 
 def local_payload(value: Any) -> Payload:
-    """Return ``value`` as if it had been sent to this rank: its tensors outside any graph, in order, with whether gradients are wanted back."""
+    """Return ``value`` as if it had been sent to this rank: its tensors outside any graph, in
+    order, with whether gradients are wanted back."""
     payload = Payload(None)
 
     def take(tensor: torch.Tensor) -> torch.Tensor:
@@ -83,20 +89,23 @@ def local_payload(value: Any) -> Payload:
     return payload
 
 
-# --- a backward in two halves ---------------------------------------------------------------------------------------
+# --- a backward in two halves ---------------------------------------------------------------------
 #
-# First comes the gradient of a chunk's inputs, which another rank waits for; later those of its weights.
+# First comes the gradient of a chunk's inputs, which another rank waits for; later those of its
+# weights.
 #
 #     nodes that lead to the inputs       out ── MulBackward ── AddmmBackward ── GeluBackward ── AddmmBackward ── boundary
 #     weights hang off them                                        │ │                              │ │
 #                                                               weight bias                      weight bias
 #
-# The first half runs the upper line; autograd skips what only weights need. Each node with weights keeps the gradient that came to it. The second
-# half runs every such node once more, from that gradient and down to its weights only. A weight that hangs off several nodes (a shared one) is
+# The first half runs the upper line; autograd skips what only weights need. Each node with weights
+# keeps the gradient that came to it. The second half runs every such node once more, from that
+# gradient and down to its weights only. A weight that hangs off several nodes (a shared one) is
 # done in the first half: from one node the other would be met again, and counted twice.
 #
-# Price: the gradients that came to such nodes, and all that the forward saved, live until the second half. As zero-bubble schedules assume it
-# (Qi et al. 2023), matrix products are computed once; what leads from a node to a weight without touching inputs is computed in the second half.
+# Price: the gradients that came to such nodes, and all that the forward saved, live until the
+# second half. As zero-bubble schedules assume it (Qi et al. 2023), matrix products are computed
+# once; what leads from a node to a weight without touching inputs is computed in the second half.
 
 
 Gradients = Sequence[torch.Tensor | None]
@@ -113,14 +122,16 @@ class _Place:
 
 @dataclass(frozen=True)
 class GraphSplit:
-    """Of a graph: the nodes with weights, and the weights that must be done together with the inputs."""
+    """Of a graph: the nodes with weights, and the weights that must be done together with the
+    inputs."""
 
     places: list[_Place] = field(default_factory=list)
     shared: list[torch.Tensor] = field(default_factory=list)
 
 
 class SplitBackward:
-    """One chunk's backward for one micro-batch. ``boundary`` is the node where its inputs enter, ``anchor`` the leaf behind it."""
+    """One chunk's backward for one micro-batch. ``boundary`` is the node where its inputs enter,
+    ``anchor`` the leaf behind it."""
 
     def __init__(self, outputs: Sequence[torch.Tensor], boundary: Node, anchor: torch.Tensor) -> None:
         self._outputs = list(outputs)
@@ -167,7 +178,8 @@ def split_graph(outputs: Iterable[torch.Tensor], boundary: Node) -> GraphSplit:
                     seen.add(following)
                     stack.append(following)
     path = _all_before(boundary, before) if boundary in seen else set()
-    holders: dict[Node, list[Node]] = defaultdict(list)  # leaf -> the nodes of the path that it hangs off
+    # leaf -> the nodes of the path that it hangs off
+    holders: dict[Node, list[Node]] = defaultdict(list)
     for node in path - {boundary}:
         for leaf in _leaves_off(node, path):
             holders[leaf].append(node)
@@ -221,7 +233,7 @@ def _keeper(place: _Place) -> Any:
     return keep
 
 
-# --- the stage --------------------------------------------------------------------------------------------------------
+# --- the stage ------------------------------------------------------------------------------------
 
 
 Item = tuple[int, int]
@@ -238,7 +250,8 @@ Loss = Callable[[Any, Any], torch.Tensor]
 
 @dataclass
 class _Live:
-    """What a backward pass needs of a forward: where the inputs came in, and the outputs that gradients come back to."""
+    """What a backward pass needs of a forward: where the inputs came in, and the outputs that
+    gradients come back to."""
 
     boundary: StageBoundary
     outputs: list[torch.Tensor]
@@ -248,7 +261,8 @@ class _Live:
 
 @dataclass
 class Stage:
-    """Forwards and backwards of the chunks of one rank. ``splits`` are the chunks whose backward can be cut in two.
+    """Forwards and backwards of the chunks of one rank. ``splits`` are the chunks whose backward
+    can be cut in two.
 
     ``peak`` is the most activations (one chunk, one micro-batch) that lived at once.
     """
@@ -276,13 +290,15 @@ class Stage:
         self._live[chunk, micro_batch].outputs = list(outputs)
 
     def backward(self, chunk: int, micro_batch: int, gradients: Gradients) -> list[torch.Tensor | None]:
-        """Run the whole backward; return the gradients of the inputs that wanted one. Hooks take those of the weights."""
+        """Run the whole backward; return the gradients of the inputs that wanted one. Hooks take
+        those of the weights."""
         live = self._live.pop((chunk, micro_batch))
         _run_backward(live.outputs, gradients)
         return live.boundary.take()
 
     def backward_inputs(self, chunk: int, micro_batch: int, gradients: Gradients) -> list[torch.Tensor | None]:
-        """Return the gradients of the inputs only. Without inputs that want one, nothing is computed; a chunk that cannot be split computes all."""
+        """Return the gradients of the inputs only. Without inputs that want one, nothing is
+        computed; a chunk that cannot be split computes all."""
         live = self._live[chunk, micro_batch]
         if live.boundary.node is None:
             live.gradients = tuple(gradients)

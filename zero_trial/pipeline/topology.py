@@ -1,6 +1,7 @@
 """Process topologies under DeepSpeed's names: ranks as points of a grid with named axes. Pure.
 
-zero_trial's own mesh is ``mesh.topology``; these are for code that was written for DeepSpeed and builds or reads a topology.
+zero_trial's own mesh is ``mesh.topology``; these are for code that was written for DeepSpeed and
+builds or reads a topology.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ class ProcessTopology:
         self._places = list(self.mapping)
 
     def get_rank(self, **coord_kwargs: int) -> int:
-        """Return the rank at a coordinate of all axes. Raises ConfigError where an axis is missing or a coordinate is outside."""
+        """Return the rank at a coordinate of all axes. Raises ConfigError where an axis is missing
+        or a coordinate is outside."""
         if set(coord_kwargs) != set(self.axes):
             raise ConfigError(
                 "get_rank needs every axis", where="topology", got=sorted(coord_kwargs), expected=self.axes
@@ -56,7 +58,8 @@ class ProcessTopology:
     def get_rank_repr(
         self, rank: int, omit_axes: Sequence[str] = ("data", "pipe"), inner_sep: str = "_", outer_sep: str = "-"
     ) -> str:
-        """Return the coordinate as text, such as ``model_00``: part of DeepSpeed's checkpoint file names."""
+        """Return the coordinate as text, such as ``model_00``: part of DeepSpeed's checkpoint file
+        names."""
         place = self.get_coord(rank)
         return outer_sep.join(
             f"{axis}{inner_sep}{getattr(place, axis):02d}" for axis in self.axes if axis not in omit_axes
@@ -75,7 +78,8 @@ class ProcessTopology:
         return self._places[rank]
 
     def get_axis_comm_lists(self, axis: str) -> list[list[int]]:
-        """Return the groups of ranks that differ on this axis only, which communicate along it. Empty for an axis that is not there."""
+        """Return the groups of ranks that differ on this axis only, which communicate along it.
+        Empty for an axis that is not there."""
         if axis not in self.axes:
             return []
         others = [name for name in self.axes if name != axis]
@@ -103,7 +107,8 @@ class ProcessTopology:
 
 
 class PipeDataParallelTopology(ProcessTopology):
-    """Pipelines whose data-parallel ranks are neighbours: gradients stay on a host, activations cross hosts."""
+    """Pipelines whose data-parallel ranks are neighbours: gradients stay on a host, activations
+    cross hosts."""
 
     def __init__(self, num_pp: int, num_dp: int) -> None:
         super().__init__(axes=["pipe", "data"], dims=[num_pp, num_dp])

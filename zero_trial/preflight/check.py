@@ -228,7 +228,8 @@ def _dry_run(
     """Build the trial and return how many parameters its engines have; None where it did not get so
     far.
     """
-    from zero_trial.preflight.trial_dry_run import DryRunRequest, dry_run_trial  # torch, and the user's code
+    # torch, and the user's code
+    from zero_trial.preflight.trial_dry_run import DryRunRequest, dry_run_trial
 
     seed = experiment.experiment_seed or 0
     scene = DryRunRequest(experiment, entrypoint, point.hyperparameters, model_dir, slots, seed, request.dry_run)

@@ -127,7 +127,8 @@ def memory_plan(
     return Planner(ModelSubject(model, batch, **subject), settings, ranks).plan()
 
 
-# What to change when a plan does not fit: the smallest change that does, and the error that names it.
+# What to change when a plan does not fit: the smallest change that does, and the error that names
+# it.
 
 
 def smallest_change(planner: Planner, limit: int) -> MemoryPlan | None:

@@ -12,7 +12,8 @@ from pathlib import Path
 from zero_trial.preflight.issues import Area, CheckIssue, Severity, note
 from zero_trial.util.text import format_bytes
 
-# What Determined leaves out by itself, by its meaning: compiled Python, version control, editors, caches, terraform, its shared mount.
+# What Determined leaves out by itself, by its meaning: compiled Python, version control, editors,
+# caches, terraform, its shared mount.
 ALWAYS = (
     *("__pycache__/", "*.py[co]", "*$py.class", ".git/", ".vscode/", ".idea/", ".mypy_cache/", "/shared_fs"),
     *("terraform", "terraform_data", "terraform.tfstate*", "terraform.tfvars*", ".terraform*"),
@@ -95,7 +96,8 @@ def _regex(glob: str) -> str:
     return found
 
 
-# The model's folder as a cluster would be sent it: its size after ``.detignore``, against Determined's limit.
+# The model's folder as a cluster would be sent it: its size after ``.detignore``, against
+# Determined's limit.
 
 
 LIMIT = 128 * 2**20 // 8 * 6 - 2**20

@@ -133,9 +133,12 @@ def _filled(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
     return torch.full(shape, 0.01, dtype=dtype) if dtype.is_floating_point else torch.zeros(shape, dtype=dtype)
 
 
-STEPS = 2  # the second is measured: from then on the optimizer has its state and the order of reductions is known
+# the second is measured: from then on the optimizer has its state and the order of reductions is
+# known
+STEPS = 2
 MOST_ACCUMULATION = 2  # a third micro-batch of a step needs what the second needs
-SMALL_WORK = 1_000_000_000  # parameters times elements of the batch: below, real numbers are faster than fake ones
+# parameters times elements of the batch: below, real numbers are faster than fake ones
+SMALL_WORK = 1_000_000_000
 
 
 @dataclass(frozen=True)
@@ -185,7 +188,8 @@ def dry_run(
     live.hold(leaf for leaf in tree_flatten(given)[0] if isinstance(leaf, torch.Tensor))
     copies = [role.blueprint.options(fake=fake) for role in roles]
     with warnings.catch_warnings(), torch.random.fork_rng(devices=[]), first.without_values(fake=fake), live:
-        warnings.simplefilter("ignore")  # fake tensors have no addresses, and torch warns who asks for one
+        # fake tensors have no addresses, and torch warns who asks for one
+        warnings.simplefilter("ignore")
         engines = [
             _engine(role, options, FakeWorld(ranks, exchange, segments), live)
             for role, options in zip(roles, copies, strict=True)
@@ -214,7 +218,8 @@ class Way(Enum):
     """What tensors a dry run has, as a plan prints it."""
 
     FAKE = "fake tensors"  # tensors without values, on the device of the training
-    FAKE_ON_CPU = "fake tensors on the CPU"  # where this torch has no fake tensors for that device: kernels may save other things there
+    # where this torch has no fake tensors for that device: kernels may save other things there
+    FAKE_ON_CPU = "fake tensors on the CPU"
     REAL = "real tensors"  # real numbers on the CPU
 
 

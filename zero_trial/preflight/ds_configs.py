@@ -1,4 +1,5 @@
-"""Resolve the ds_config of every point of a search; the same fault at many points is reported once."""
+"""Resolve the ds_config of every point of a search; the same fault at many points is reported
+once."""
 
 from __future__ import annotations
 
@@ -90,7 +91,8 @@ def _add(groups: dict[str, _Group], error: ZeroTrialError, severity: Severity, p
 
 
 def _findings(groups: Iterable[_Group], space: Space, some_legal: bool) -> Iterable[CheckIssue]:
-    """Return an invalid combination is a warning as long as there are others that can be trained."""
+    """Return an invalid combination is a warning as long as there are others that can be
+    trained."""
     for group in groups:
         invalid = isinstance(group.error, InvalidHP)
         severity = Severity.WARNING if invalid and some_legal else group.severity

@@ -166,7 +166,8 @@ class TrialSubject:
 
         Args:
             batches: real ones of the trial's loader, handed out in turn.
-            calls_per_step: 1 for a trial that does all micro-batches of a step itself; None: once per micro-batch.
+            calls_per_step: 1 for a trial that does all micro-batches of a step itself; None: once
+                per micro-batch.
         """
         self._train, self._batches, self._calls_per_step = train, list(batches), calls_per_step
 

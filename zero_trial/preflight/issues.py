@@ -60,7 +60,8 @@ class CheckIssue:
     """One issue.
 
     Args:
-        points: numbers of the points of the search at which it occurs; empty where it occurs at all.
+        points: numbers of the points of the search at which it occurs; empty where it occurs at
+            all.
         at: the same as a phrase for people.
     """
 

@@ -16,7 +16,8 @@ from torch.utils._pytree import tree_flatten
 
 @dataclass
 class _Storage:
-    """One live storage: its bytes when last looked at, and whether autograd saved a tensor in it."""
+    """One live storage: its bytes when last looked at, and whether autograd saved a tensor in
+    it."""
 
     ref: weakref.ref[Any]
     size: int
@@ -122,7 +123,8 @@ class LiveBytes(TorchDispatchMode):
 
     def _gone(self, key: int, number: int) -> None:
         known = self._storages.get(key)
-        if known is None or known.number != number:  # the address has been given to another storage since
+        # the address has been given to another storage since
+        if known is None or known.number != number:
             return
         del self._storages[key]
         self.live -= known.size
@@ -137,7 +139,8 @@ class LiveBytes(TorchDispatchMode):
                 self.saved += known.size
                 self.saved_peak = max(self.saved_peak, self.saved)
             if tensor.grad_fn is not None:
-                # A node that holds its own output by way of a hook would hold itself: a graph that is run in part only would stay for ever.
+                # A node that holds its own output by way of a hook would hold itself: a graph that
+                # is run in part only would stay for ever.
                 return tensor.detach()
         return tensor
 

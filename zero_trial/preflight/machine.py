@@ -41,7 +41,8 @@ def check_machine(slots: int, where: str, devices: HostDevices, config: DsConfig
 _IN_MEMORY = ("tmpfs", "ramfs")
 
 
-_MOMENTS = {"lion": 1, "adagrad": 1, "rmsprop": 1}  # per element; others have two, and SGD one if it has momentum
+# per element; others have two, and SGD one if it has momentum
+_MOMENTS = {"lion": 1, "adagrad": 1, "rmsprop": 1}
 
 
 @dataclass(frozen=True)

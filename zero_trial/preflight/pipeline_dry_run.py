@@ -85,10 +85,12 @@ def _trainable(module: nn.Module) -> int:
     return sum(param.numel() for param in module.parameters() if param.requires_grad)
 
 
-# A pipeline rank's row played through with its layers alone, and what tensors it held: no other rank, no sharding, no messages.
+# A pipeline rank's row played through with its layers alone, and what tensors it held: no other
+# rank, no sharding, no messages.
 #
-# What comes from other ranks is a tensor of the right shape. Full parameters and gradients that sharding gathers and frees are counted by the
-# row's own actions (UNSHARD, RESHARD, REDUCE), so each computation is seen together with what is whole at that moment.
+# What comes from other ranks is a tensor of the right shape. Full parameters and gradients that
+# sharding gathers and frees are counted by the row's own actions (UNSHARD, RESHARD, REDUCE), so
+# each computation is seen together with what is whole at that moment.
 
 
 @dataclass(frozen=True)
@@ -185,7 +187,8 @@ def dry_run_rank(
     live = LiveBytes()
     inputs, labels = parts.whole.batch(batch, fake=fake)
     with warnings.catch_warnings(), torch.random.fork_rng(devices=[]), parts.whole.without_values(fake=fake):
-        warnings.simplefilter("ignore")  # fake tensors have no addresses, and torch warns who asks for one
+        # fake tensors have no addresses, and torch warns who asks for one
+        warnings.simplefilter("ignore")
         model = parts.whole.options(fake=fake)["model"]
         chunks = {int(name): chunk for name, chunk in model.items()}
         for param in model.parameters():

@@ -62,7 +62,8 @@ class PipelinePlan:
         return limit is None or self.largest.figures.total <= limit
 
     def line(self, limit: int | None = None) -> str:
-        """``params 0.8M on 2 stages · stage 0 needs most: 9.6 MiB states + 8.0 MiB activations, peak 20.1 MiB (limit 5.7 GiB)  fits``"""
+        """``params 0.8M on 2 stages · stage 0 needs most: 9.6 MiB states + 8.0 MiB activations, peak 20.1 MiB (limit 5.7 GiB)
+        fits``"""
         most, figures = self.largest, self.largest.figures
         text = (
             f"params {format_count(self.parameter_count)} on {len(self.stages)} stages · stage {most.rank} needs most: "
@@ -191,7 +192,8 @@ class PipelinePlanner:
     def _make(self, zero_stage: int, micro_batch: int) -> PipelinePlan:
         accumulation = self.micro_batch * self.accumulation // micro_batch
         settings = variant(self._settings, stage=zero_stage, micro_batch=micro_batch, accumulation=accumulation)
-        if zero_stage != self.zero_stage:  # what was asked of the sharding may be nothing that another stage can do
+        # what was asked of the sharding may be nothing that another stage can do
+        if zero_stage != self.zero_stage:
             zero = replace(settings.zero_optimization, reduce_every="auto", reshard_after="auto")
             settings = replace(
                 settings, zero_optimization=zero, pipeline=replace(settings.pipeline, zero_policy="auto")

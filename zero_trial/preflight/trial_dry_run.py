@@ -1,4 +1,5 @@
-"""Build the user's trial in this process, with the engine of a fake rank 0, and report what fails."""
+"""Build the user's trial in this process, with the engine of a fake rank 0, and report what
+fails."""
 
 from __future__ import annotations
 

@@ -23,7 +23,8 @@ Value = float | str | None
 Steps = Mapping[int, Value]
 
 
-MODEL_DIR = "data.zero_trial.model_dir"  # where it lies says nothing of what is in it; the certificate has its code
+# where it lies says nothing of what is in it; the certificate has its code
+MODEL_DIR = "data.zero_trial.model_dir"
 
 
 VERSIONS = "data.zero_trial.versions."

@@ -295,9 +295,11 @@ def _experiment_status(experiment: Experiment) -> Status:
     return Status((experiment.shown_state or experiment.state.value).lower().replace("_", " "), tone)
 
 
-# Why a search stopped a trial: its brackets replayed, validation by validation, with the search's own rules.
+# Why a search stopped a trial: its brackets replayed, validation by validation, with the search's
+# own rules.
 #
-# A search stores the rungs and not what it saw when it decided; its decisions follow from the order of validations.
+# A search stores the rungs and not what it saw when it decided; its decisions follow from the order
+# of validations.
 
 
 @dataclass(frozen=True)
@@ -389,13 +391,15 @@ def ordinal(number: int) -> str:
     return f"{number}{ending}"
 
 
-# The best point of a sweep as an experiment that runs: the sweep's configuration with one value for each range.
+# The best point of a sweep as an experiment that runs: the sweep's configuration with one value for
+# each range.
 
 
 KEPT_OF_SEARCHER = ("metric", "smaller_is_better")
 
 
-DROPPED = ("project", "workspace", "checkpoint_policy", "labels")  # of the sweep, not of its best point
+# of the sweep, not of its best point
+DROPPED = ("project", "workspace", "checkpoint_policy", "labels")
 
 
 def best_experiment(

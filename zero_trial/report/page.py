@@ -73,7 +73,8 @@ def _attribute(name: str, value: Any) -> str:
     return f" {spelled}" if value is True else f' {spelled}="{escape(printable(str(value)), quote=True)}"'
 
 
-# The page around a report: one HTML document with its style and script inside, which may load nothing from anywhere.
+# The page around a report: one HTML document with its style and script inside, which may load
+# nothing from anywhere.
 
 
 # The browser itself refuses whatever would be loaded, should something slip through.

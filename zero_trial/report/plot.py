@@ -26,7 +26,8 @@ from zero_trial.report.data import (
 from zero_trial.report.page import Child, Html, el, join, json_data
 from zero_trial.util.text import format_count, format_number, format_value
 
-LOG_RATIO = 50.0  # values that lie further apart than this are told apart on a logarithmic scale only
+# values that lie further apart than this are told apart on a logarithmic scale only
+LOG_RATIO = 50.0
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,8 @@ class Tick:
 
 @dataclass(frozen=True)
 class Scale:
-    """``low`` is at 0 and ``high`` at 1; ``choices`` instead of numbers stand at equal distances."""
+    """``low`` is at 0 and ``high`` at 1; ``choices`` instead of numbers stand at equal
+    distances."""
 
     low: float = 0.0
     high: float = 1.0
@@ -165,7 +167,8 @@ def frame(
     """Return the figure that every chart of a report stands in.
 
     Args:
-        shapes: SVG paths in the drawing's own coordinates, 0 to BOX, which are stretched to the figure's width.
+        shapes: SVG paths in the drawing's own coordinates, 0 to BOX, which are stretched to the
+            figure's width.
         labels: tick labels, placed in percent of the drawing (``x_labels``, ``y_labels``).
         caption: what stands in the figcaption; nothing leaves it out.
         overlay: HTML over the drawing, such as buttons.
@@ -341,7 +344,8 @@ def _spoken(title: str, lines: Sequence[Line]) -> str:
 # The learning curves of a sweep: one line for each trial, the better the darker.
 
 
-CLOSE_UP = 20.0  # times the spread of the better half: a worse value than that would press all other curves flat
+# times the spread of the better half: a worse value than that would press all other curves flat
+CLOSE_UP = 20.0
 
 
 def trial_curves(report: SweepReport) -> tuple[Html, str] | None:

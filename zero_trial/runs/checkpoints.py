@@ -1,13 +1,15 @@
-"""The checkpoints of a run's folder: which there are, where a run starts, how one gets its name, and whether its files are whole.
+"""The checkpoints of a run's folder: which there are, where a run starts, how one gets its name,
+and whether its files are whole.
 
-A finished checkpoint is a folder ``step-000200`` with a description that lists its files and their checksums:
+A finished checkpoint is a folder ``step-000200`` with a description that lists its files and their
+checksums:
 
     metadata.json = {..., "files": {"trial_state.json": {"bytes": 812, "sha256": "9f…"},
                                     "model0/rank-00000.safetensors": {"bytes": 4096}},
                      "sha256": of everything before it}
 
-Tensor files have a checksum in the manifest beside them, and very large files of the trial's own are not read a second
-time: of both only the size is noted here.
+Tensor files have a checksum in the manifest beside them, and very large files of the trial's own
+are not read a second time: of both only the size is noted here.
 """
 
 from __future__ import annotations
@@ -35,9 +37,11 @@ _MANIFEST_START = b'{"sha256": "'  # how a manifest of the engine begins
 
 
 def named_step(path: Path) -> int | None:
-    """Return the step that a checkpoint's folder is named after; None for anything else (temporary folders among them).
+    """Return the step that a checkpoint's folder is named after; None for anything else (temporary
+    folders among them).
 
-    A folder gets this name when it is complete. If it has no ``metadata.json``, it has lost it since.
+    A folder gets this name when it is complete. If it has no ``metadata.json``, it has lost it
+    since.
     """
     head, _, digits = path.name.partition("-")
     return int(digits) if head == "step" and digits.isdigit() and path.is_dir() else None
@@ -49,12 +53,14 @@ def checkpoint_step(path: Path) -> int | None:
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Return whether ``path`` is a folder that a save has written, also one that has lost some of its files since."""
+    """Return whether ``path`` is a folder that a save has written, also one that has lost some of
+    its files since."""
     return path.is_dir() and ((path / METADATA).is_file() or (path / TRIAL_STATE).is_file() or bool(manifests(path)))
 
 
 def latest_checkpoint(folder: Path, apart_from: Collection[str] = ()) -> Path | None:
-    """Find the checkpoint with the highest step, damaged or not, without those of ``apart_from`` (absolute paths).
+    """Find the checkpoint with the highest step, damaged or not, without those of ``apart_from``
+    (absolute paths).
 
     There is no pointer file that could be torn.
     """
@@ -76,7 +82,8 @@ def starting_point(
         warm_start: the same, for a new trial that takes the weights.
         apart_from: checkpoints (absolute paths) that are passed over.
 
-    Raises ConfigError where there is no checkpoint to be named, CheckpointError where all of them are passed over.
+    Raises ConfigError where there is no checkpoint to be named, CheckpointError where all of them
+    are passed over.
     """
     own = latest_checkpoint(RunFolder(run_dir).checkpoints, apart_from) if run_dir is not None else None
     named = resume or warm_start
@@ -91,7 +98,8 @@ def starting_point(
 def resumed_from(path: Path) -> dict[str, Any]:
     """Return a checkpoint, its step, and the id of its trial.
 
-    Of a damaged description the step in the folder's name is taken; ``find_fault`` says what is wrong with it.
+    Of a damaged description the step in the folder's name is taken; ``find_fault`` says what is
+    wrong with it.
     """
     try:
         found = json.loads((path / METADATA).read_text(encoding="utf-8"))
@@ -107,7 +115,8 @@ def resumed_from(path: Path) -> dict[str, Any]:
 
 
 def named_checkpoint(path: Path, apart_from: Collection[str] = ()) -> Path:
-    """Return ``path`` itself if it is a checkpoint, or the latest of a run's folder. Raises ConfigError if it is neither."""
+    """Return ``path`` itself if it is a checkpoint, or the latest of a run's folder. Raises
+    ConfigError if it is neither."""
     itself = named_step(path) is not None
     found = path if itself else latest_checkpoint(RunFolder(path).checkpoints, apart_from)
     if str(path.resolve()) in apart_from or (apart_from and found is None):
@@ -120,10 +129,11 @@ def named_checkpoint(path: Path, apart_from: Collection[str] = ()) -> Path:
 
 
 def publish(temporary: Path, final: Path) -> None:
-    """Give ``temporary`` its final name; an older checkpoint of that name, damaged or not, is replaced.
+    """Give ``temporary`` its final name; an older checkpoint of that name, damaged or not, is
+    replaced.
 
-    The parent is flushed, so that the name survives a power failure. Raises CheckpointError if something that is not a
-    checkpoint has the name.
+    The parent is flushed, so that the name survives a power failure. Raises CheckpointError if
+    something that is not a checkpoint has the name.
     """
     aside = None
     if final.exists() and not is_checkpoint(final):
@@ -137,7 +147,8 @@ def publish(temporary: Path, final: Path) -> None:
 
 
 def delete(path: Path) -> None:
-    """Delete a checkpoint. It is renamed first: a process killed meanwhile must not leave half of it under its name."""
+    """Delete a checkpoint. It is renamed first: a process killed meanwhile must not leave half of
+    it under its name."""
     shutil.rmtree(path.rename(_other_name(path, "tmp")), ignore_errors=True)
 
 
@@ -155,12 +166,14 @@ def sweep(folder: Path) -> None:
 
 
 def _other_name(path: Path, kind: str) -> Path:
-    """Return a name that is not a checkpoint's: ``tmp`` for what is written or deleted, ``old`` for what a new one replaces."""
+    """Return a name that is not a checkpoint's: ``tmp`` for what is written or deleted, ``old`` for
+    what a new one replaces."""
     return path.with_name(f"{path.name}.{kind}-{uuid.uuid4().hex[:8]}")
 
 
 def add_checksums(metadata: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """Return ``metadata`` with the sizes and checksums of the files in ``folder``. Raises OSError."""
+    """Return ``metadata`` with the sizes and checksums of the files in ``folder``. Raises
+    OSError."""
     paths = sorted(path for path in folder.rglob("*") if path.is_file() and path != folder / METADATA)
     files = {path.relative_to(folder).as_posix(): _record(path) for path in paths}
     document = {**metadata, "files": files}
@@ -168,7 +181,8 @@ def add_checksums(metadata: Mapping[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def find_fault(folder: Path) -> str | None:
-    """Describe what is wrong with a finished checkpoint, as far as its checksums tell; None if nothing is.
+    """Describe what is wrong with a finished checkpoint, as far as its checksums tell; None if
+    nothing is.
 
     Older versions wrote none: of their checkpoints nothing is known to be wrong.
     """
@@ -177,7 +191,8 @@ def find_fault(folder: Path) -> str | None:
         document = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return f"{path}: the file is missing"
-    except (OSError, ValueError, RecursionError) as error:  # RecursionError: a million opening brackets
+    except (OSError, ValueError, RecursionError) as error:
+        # RecursionError: a million opening brackets
         return f"{path}: cannot be read ({type(error).__name__}: {error})"
     if not isinstance(document, dict) or "steps_completed" not in document:
         return f"{path}: not the description of a checkpoint"
@@ -206,7 +221,8 @@ def _is_summed(path: Path, size: int) -> bool:
 
 
 def manifests(folder: Path) -> list[Path]:
-    """List the manifests of the engines in a checkpoint. A trial may have a file of that name, too."""
+    """List the manifests of the engines in a checkpoint. A trial may have a file of that name,
+    too."""
     return sorted(path for path in folder.rglob(MANIFEST) if _is_manifest(path))
 
 

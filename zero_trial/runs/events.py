@@ -1,4 +1,5 @@
-"""A run's files of JSON: appended line by line or replaced whole, never left half written, and followed while they grow."""
+"""A run's files of JSON: appended line by line or replaced whole, never left half written, and
+followed while they grow."""
 
 from __future__ import annotations
 
@@ -31,12 +32,14 @@ def append_line(path: Path, record: Mapping[str, Any]) -> None:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Read the records of a file of JSON lines. A missing file has none; a torn line (its writer was killed) is left out."""
+    """Read the records of a file of JSON lines. A missing file has none; a torn line (its writer
+    was killed) is left out."""
     return json_lines(path.read_text(encoding="utf-8", errors="replace").splitlines()) if path.exists() else []
 
 
 def json_lines(lines: Iterable[str]) -> list[dict[str, Any]]:
-    """Return the JSON objects among ``lines``. Anything else is passed over, since a reader must not end a run."""
+    """Return the JSON objects among ``lines``. Anything else is passed over, since a reader must
+    not end a run."""
     found = []
     for line in lines:
         try:
@@ -49,7 +52,8 @@ def json_lines(lines: Iterable[str]) -> list[dict[str, Any]]:
 
 
 def keep_lines(path: Path, stays: Callable[[dict[str, Any]], bool]) -> None:
-    """Rewrite ``path`` without the records for which ``stays`` is false, and without torn lines. Raises StorageError."""
+    """Rewrite ``path`` without the records for which ``stays`` is false, and without torn lines.
+    Raises StorageError."""
     if not path.exists():
         return
     lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
@@ -64,7 +68,8 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
 
 
 def replace_file(path: Path, text: str) -> None:
-    """Make ``text`` the whole content of ``path``: written beside it, flushed to disk and renamed. Raises StorageError."""
+    """Make ``text`` the whole content of ``path``: written beside it, flushed to disk and renamed.
+    Raises StorageError."""
     with _storage_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(path, text)

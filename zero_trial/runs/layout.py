@@ -1,4 +1,5 @@
-"""The layout of a run's folder: the names of its files, its status, the numbered folders ``runs/0001``, and the run lock."""
+"""The layout of a run's folder: the names of its files, its status, the numbered folders
+``runs/0001``, and the run lock."""
 
 from __future__ import annotations
 
@@ -116,11 +117,13 @@ class RunFolder:
         return any(path.exists() for path in (self.config_lock, self.events, self.metrics, self.ranks, self.errors))
 
     def has_failed_ranks(self) -> bool:
-        """Return whether a rank has left an error; a rank that was asked to stop, and has saved, has not failed."""
+        """Return whether a rank has left an error; a rank that was asked to stop, and has saved,
+        has not failed."""
         return any(_field(path, "exit_code") != Preempted.exit_code for path in self.error_files())
 
     def status(self) -> RunStatus:
-        """Return how the run in this folder ended, as far as its files say; a file that cannot be read counts as missing."""
+        """Return how the run in this folder ended, as far as its files say; a file that cannot be
+        read counts as missing."""
         if self.error_files():
             return RunStatus.FAILED if self.has_failed_ranks() else RunStatus.PREEMPTED
         if self.summary.is_file():
@@ -174,10 +177,11 @@ def given_run_folder(folder: Path) -> Path:
 
 
 def resumed_run_folder(path: Path) -> Path:
-    """Make a run's folder ready to go on: the records of its end are removed, its checkpoints, metrics and logs stay.
+    """Make a run's folder ready to go on: the records of its end are removed, its checkpoints,
+    metrics and logs stay.
 
-    The summary is removed, too: a completed run that goes on and is killed must not read as completed. A run that ended
-    before its first checkpoint starts again at its first step.
+    The summary is removed, too: a completed run that goes on and is killed must not read as
+    completed. A run that ended before its first checkpoint starts again at its first step.
     """
     folder = RunFolder(path)
     if not folder.has_run() and not folder.checkpoints.is_dir():
@@ -203,9 +207,10 @@ def _refused(error: OSError, folder: Path, where: str, fix: str) -> ConfigError:
 def lock_run(path: Path) -> Iterator[None]:
     """Keep every other process out of a run's folder until the block or this process ends.
 
-    Two runs in one folder would destroy each other's checkpoints. The lock is the operating system's (flock), so a
-    process that is killed holds nothing; on a file system without locks, and for a folder that does not exist, nothing
-    is locked. Raises ConfigError if another process has the lock.
+    Two runs in one folder would destroy each other's checkpoints. The lock is the operating
+    system's (flock), so a process that is killed holds nothing; on a file system without locks, and
+    for a folder that does not exist, nothing is locked. Raises ConfigError if another process has
+    the lock.
     """
     if not path.is_dir():
         yield

@@ -1,7 +1,8 @@
-"""What a run was made from: ``config.lock.yaml``, which repeats it, and the code, versions and machine of each of its starts.
+"""What a run was made from: ``config.lock.yaml``, which repeats it, and the code, versions and
+machine of each of its starts.
 
-Together with summary.json and the events it is what ``zero-trial diff`` compares. Two runs that agree in all of it have
-the same bits.
+Together with summary.json and the events it is what ``zero-trial diff`` compares. Two runs that
+agree in all of it have the same bits.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ _NOT_CODE = {"__pycache__", "node_modules", "site-packages", "runs", "checkpoint
 
 @dataclass(frozen=True)
 class LockedFacts:
-    """What a lock adds to the experiment: where the model is, on how many ranks, from which seed."""
+    """What a lock adds to the experiment: where the model is, on how many ranks, from which
+    seed."""
 
     model_dir: Path
     slots: int
@@ -50,10 +52,12 @@ class LockedFacts:
 def write_lock(
     folder: Path, experiment: ExperimentConfig, locked: LockedFacts, ds_config: Mapping[str, Any] | None
 ) -> Path:
-    """Write ``config.lock.yaml``: the experiment with the ds_config resolved inside it, this run's slots and seed.
+    """Write ``config.lock.yaml``: the experiment with the ds_config resolved inside it, this run's
+    slots and seed.
 
-    Hyperparameters stay as they are: the trial may read a ds_config out of them by itself, and laid over the resolved
-    one it changes nothing. The model's folder is noted relative to the lock, so that a project can be moved as a whole.
+    Hyperparameters stay as they are: the trial may read a ds_config out of them by itself, and laid
+    over the resolved one it changes nothing. The model's folder is noted relative to the lock, so
+    that a project can be moved as a whole.
     """
     content = copy.deepcopy(dict(experiment.raw))
     content["resources"] = {**(content.get("resources") or {}), "slots_per_trial": locked.slots}
@@ -98,10 +102,12 @@ def _version(name: str) -> str | None:
 def add_start(
     run_dir: Path, run: Mapping[str, Any], model_dir: Path, torch_version: str, machine: Mapping[str, Any]
 ) -> None:
-    """Add one start to the run's provenance, on rank 0 and before training. A run that goes on has an entry for each.
+    """Add one start to the run's provenance, on rank 0 and before training. A run that goes on has
+    an entry for each.
 
     Args:
-        run: step, seed, number of ranks and hyperparameters; what JSON cannot hold is written as text.
+        run: step, seed, number of ranks and hyperparameters; what JSON cannot hold is written as
+            text.
         machine: the device and the machine's arithmetic.
     """
     path = RunFolder(run_dir).provenance
@@ -131,10 +137,11 @@ def _earlier_starts(path: Path) -> list[Any]:
 
 
 def code_of(folder: Path) -> dict[str, Any]:
-    """Hash the source files below ``folder``: name -> the first 16 digits of its SHA-256, and one sum over all of them.
+    """Hash the source files below ``folder``: name -> the first 16 digits of its SHA-256, and one
+    sum over all of them.
 
-    Hidden folders and folders that hold no code (``runs``, unless it is a Python package) are left out. The order is the
-    same on every machine.
+    Hidden folders and folders that hold no code (``runs``, unless it is a Python package) are left
+    out. The order is the same on every machine.
     """
     files: dict[str, str] = {}
     size = visited = 0

@@ -1,7 +1,9 @@
-"""What the ranks of a run leave in its folder for the supervisor: their processes, how they ended, their errors.
+"""What the ranks of a run leave in its folder for the supervisor: their processes, how they ended,
+their errors.
 
-``<run>/ranks/rank-<r>.json`` is written when a rank starts and again when it ends; ``<run>/errors/rank-<r>.json`` when
-it fails. Both are renamed into place, so that a reader never sees half a record.
+``<run>/ranks/rank-<r>.json`` is written when a rank starts and again when it ends;
+``<run>/errors/rank-<r>.json`` when it fails. Both are renamed into place, so that a reader never
+sees half a record.
 """
 
 from __future__ import annotations
@@ -67,8 +69,8 @@ class RankExit:
 class AgentRecord:
     """What the agent of one host says of its ranks.
 
-    ``closing``: it has begun to end those that are left. ``failures``: the first one in front; the agent itself ends the
-    others with SIGTERM.
+    ``closing``: it has begun to end those that are left. ``failures``: the first one in front; the
+    agent itself ends the others with SIGTERM.
     """
 
     closing: bool = False
@@ -88,7 +90,8 @@ def write_rank(run_dir: Path, record: RankRecord) -> None:
 
 
 def write_error(run_dir: Path, record: ErrorRecord) -> None:
-    """Write the error of one rank, unless it has left one already: the first one is the cause. Raises StorageError."""
+    """Write the error of one rank, unless it has left one already: the first one is the cause.
+    Raises StorageError."""
     path = RunFolder(run_dir).error(record.rank)
     if not path.exists():
         write_json(path, asdict(record))
@@ -121,9 +124,11 @@ def read_agent(path: Path) -> AgentRecord:
 
 
 def baselines(metric: str, summary: Mapping[str, Any]) -> dict[str, float]:
-    """Find the figures of summary.json that measure the same quantity in another way, by what is before its name.
+    """Find the figures of summary.json that measure the same quantity in another way, by what is
+    before its name.
 
-    ``unigram_bits_per_byte`` is a baseline of ``val_bits_per_byte``, and ``chance_accuracy`` one of ``accuracy``.
+    ``unigram_bits_per_byte`` is a baseline of ``val_bits_per_byte``, and ``chance_accuracy`` one of
+    ``accuracy``.
     """
     quantity = metric.removeprefix("validation_").removeprefix("val_")
     measured = summary.get("final_validation") or {}

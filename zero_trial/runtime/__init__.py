@@ -1,4 +1,5 @@
-"""One rank of a trial: the platform around it (a folder, a Determined cluster, memory) and the ways to start it.
+"""One rank of a trial: the platform around it (a folder, a Determined cluster, memory) and the ways
+to start it.
 
 python -m zero_trial.run model_def:MyTrial     in a run's folder, or as a task of a cluster
 entrypoint: model_def:MyTrial                  inside of Determined's harness

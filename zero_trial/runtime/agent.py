@@ -1,7 +1,9 @@
-"""torch.distributed.run under the supervisor: ``python -m zero_trial.runtime.agent RECORD ARGUMENTS-OF-TORCHRUN``.
+"""torch.distributed.run under the supervisor: ``python -m zero_trial.runtime.agent RECORD
+ARGUMENTS-OF-TORCHRUN``.
 
-It starts the ranks of one host and meets the agents of other hosts, as torch's own command does. For the supervisor it also
-writes RECORD: whether it has begun to end its ranks, and which of them failed, in order.
+It starts the ranks of one host and meets the agents of other hosts, as torch's own command does.
+For the supervisor it also writes RECORD: whether it has begun to end its ranks, and which of them
+failed, in order.
 """
 
 from __future__ import annotations
@@ -21,22 +23,26 @@ from zero_trial.runs.records import AgentRecord, RankExit, write_agent
 
 
 def main(argv: Sequence[str]) -> None:
-    """Run the ranks to their end. Raises ChildFailedError, as torch's command does, when one fails."""
+    """Run the ranks to their end. Raises ChildFailedError, as torch's command does, when one
+    fails."""
     record, *arguments = argv
     note_closing(Path(record))
     try:
         torchrun.main(list(arguments))
     except ChildFailedError as error:
-        with suppress(StorageError):  # a full disk changes neither the end of the ranks nor the error
+        # a full disk changes neither the end of the ranks nor the error
+        with suppress(StorageError):
             write_agent(Path(record), AgentRecord(closing=True, failures=failures_of(error)))
         raise
 
 
 def note_closing(record: Path) -> None:
-    """Make torch's agent write down that it ends its ranks, before it waits for them; torch has no hook for that.
+    """Make torch's agent write down that it ends its ranks, before it waits for them; torch has no
+    hook for that.
 
-    ``SubprocessContext.close`` is also called after a success, when all ranks of this host have ended and other hosts may
-    still work: nothing is written then, or the supervisor would take a rank that left by ``os._exit(0)`` for a killed one.
+    ``SubprocessContext.close`` is also called after a success, when all ranks of this host have
+    ended and other hosts may still work: nothing is written then, or the supervisor would take a
+    rank that left by ``os._exit(0)`` for a killed one.
     """
     close = SubprocessContext.close
 

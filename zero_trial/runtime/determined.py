@@ -1,7 +1,8 @@
-"""A Determined cluster as a platform: metrics, checkpoints, preemption and progress of one trial over a core.Context.
+"""A Determined cluster as a platform: metrics, checkpoints, preemption and progress of one trial
+over a core.Context.
 
-The classes import nothing of Determined: they are given a context, and a test gives another one. The functions at the
-end are the only place that imports it.
+The classes import nothing of Determined: they are given a context, and a test gives another one.
+The functions at the end are the only place that imports it.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from zero_trial.errors import CheckpointError, ConfigError
 from zero_trial.runtime.protocols import Distributed
 
 EARLY_EXITS = {"INVALID_HP": "EXITED_REASON_INVALID_HP"}  # our reason -> the master's
-TENSORBOARD_SECONDS = 1.1  # core copies TensorBoard files once a second at most, and skips what comes sooner
+# core copies TensorBoard files once a second at most, and skips what comes sooner
+TENSORBOARD_SECONDS = 1.1
 
 Show = Callable[[Mapping[str, Any]], None]
 
@@ -39,7 +41,8 @@ class TrialFacts:
 
 
 def reportable(value: Any) -> Any:
-    """Return ``value`` with the numbers that JSON lacks written as Determined does: NaN, Infinity, -Infinity."""
+    """Return ``value`` with the numbers that JSON lacks written as Determined does: NaN, Infinity,
+    -Infinity."""
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
     if isinstance(value, Mapping):
@@ -51,7 +54,8 @@ def reportable(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class DeterminedMetrics:
-    """Reports metrics to the master. A thread of core's ships them; the next report raises what it could not ship."""
+    """Reports metrics to the master. A thread of core's ships them; the next report raises what it
+    could not ship."""
 
     core: Any
 
@@ -66,8 +70,9 @@ class DeterminedMetrics:
 class DeterminedCheckpoints:
     """Checkpoints in the experiment's checkpoint_storage, registered with the master under a uuid.
 
-    All ranks write into rank 0's folder: on a file system that the hosts share that is the checkpoint itself, else it is a
-    temporary folder that is uploaded afterwards, and then all ranks must be on one host.
+    All ranks write into rank 0's folder: on a file system that the hosts share that is the
+    checkpoint itself, else it is a temporary folder that is uploaded afterwards, and then all ranks
+    must be on one host.
     """
 
     core: Any
@@ -75,12 +80,13 @@ class DeterminedCheckpoints:
 
     @contextmanager
     def store_path(self, metadata: Mapping[str, Any]) -> Iterator[tuple[Path, str]]:
-        """Collective. Write into rank 0's folder. A rank that fails inside the block leaves at once; the launcher then
-        ends the others.
+        """Collective. Write into rank 0's folder. A rank that fails inside the block leaves at
+        once; the launcher then ends the others.
         """
         with self.core.checkpoint.store_path(dict(metadata), shard=True) as (own, storage_id):
             yield Path(self.distributed.broadcast(str(own))), storage_id
-            self.distributed.barrier()  # no rank removes its own (empty) folder while rank 0's is written to
+            # no rank removes its own (empty) folder while rank 0's is written to
+            self.distributed.barrier()
 
     @contextmanager
     def restore_path(self, storage_id: str) -> Iterator[Path]:
@@ -105,7 +111,8 @@ class DeterminedCheckpoints:
 
 @dataclass(frozen=True)
 class DeterminedPreemption:
-    """Asks whether the master wants this trial to stop, on rank 0 (PreemptMode.ChiefOnly), and broadcasts the answer."""
+    """Asks whether the master wants this trial to stop, on rank 0 (PreemptMode.ChiefOnly), and
+    broadcasts the answer."""
 
     core: Any
     distributed: Distributed
@@ -125,7 +132,8 @@ class DeterminedProgress:
         self.core.train.report_progress(min(max(fraction, 0.0), 1.0))
 
     def emit(self, event: Mapping[str, Any]) -> None:
-        """Print the event without paths, which are of the task's own file system; the log has the storage id."""
+        """Print the event without paths, which are of the task's own file system; the log has the
+        storage id."""
         self.show({name: value for name, value in event.items() if name != "path"})
 
 
@@ -133,7 +141,8 @@ class DeterminedProgress:
 class TensorboardSync:
     """Copies TensorBoard files to the storage, and the last ones for certain.
 
-    The ranks of a host share a folder, so the first of each host copies it: rank 0 everything, other hosts' their traces.
+    The ranks of a host share a folder, so the first of each host copies it: rank 0 everything,
+    other hosts' their traces.
     """
 
     core: Any
@@ -254,9 +263,11 @@ class DeterminedPlatform:
         return True
 
     def keep(self, figures: Mapping[str, Any]) -> None:
-        """Write figures of the whole trial into its metadata, under ``zero_trial``, beside the user's own; rank 0 only.
+        """Write figures of the whole trial into its metadata, under ``zero_trial``, beside the
+        user's own; rank 0 only.
 
-        The figures are informative, so a master that does not take them does not end the trial; the log says it.
+        The figures are informative, so a master that does not take them does not end the trial; the
+        log says it.
         """
         try:
             kept = self.core.train.get_metadata() or {}
@@ -277,7 +288,8 @@ def installed() -> bool:
 
 
 def trial_facts() -> TrialFacts | None:
-    """Return what the master says about this task's trial; None where this process is not a cluster trial."""
+    """Return what the master says about this task's trial; None where this process is not a cluster
+    trial."""
     if not installed():
         return None
     import determined
@@ -320,7 +332,8 @@ def open_platform(
     launched: bool,
     core_context: Any = None,
 ) -> Iterator[DeterminedPlatform]:
-    """Collective. Open this trial's platform, with a core.Context of its own unless one is given, which stays open then.
+    """Collective. Open this trial's platform, with a core.Context of its own unless one is given,
+    which stays open then.
 
     ``launched``: a launch layer has set the rank variables, so that there may be several ranks.
     """
@@ -335,8 +348,8 @@ def open_platform(
 
 
 def _open_core(launched: bool) -> Any:
-    """Open a core.Context in the modes that this package expects: rank 0 asks about preemption, TensorBoard files are
-    uploaded here.
+    """Open a core.Context in the modes that this package expects: rank 0 asks about preemption,
+    TensorBoard files are uploaded here.
     """
     import determined
     from determined import core
@@ -357,8 +370,8 @@ def _open_core(launched: bool) -> Any:
 
 
 def invalid_hp_class() -> type[BaseException] | None:
-    """Return the error that trials written for Determined raise for hyperparameters that cannot be trained; None without
-    Determined.
+    """Return the error that trials written for Determined raise for hyperparameters that cannot be
+    trained; None without Determined.
     """
     if not installed():
         return None
@@ -369,7 +382,8 @@ def invalid_hp_class() -> type[BaseException] | None:
 
 
 def harness_bases() -> tuple[type, type]:
-    """Return the classes that the harness asks of a trial and of its controller: ``(LegacyTrial, TrialController)``."""
+    """Return the classes that the harness asks of a trial and of its controller: ``(LegacyTrial,
+    TrialController)``."""
     import determined
 
     return determined.LegacyTrial, determined.TrialController

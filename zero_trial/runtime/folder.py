@@ -1,10 +1,11 @@
-"""One rank of a run in a folder of this machine: where it starts, how it is asked to stop, and what it leaves.
+"""One rank of a run in a folder of this machine: where it starts, how it is asked to stop, and what
+it leaves.
 
     with rank_of_folder(state) as stop, open_folder(run, state, stop) as platform: ...
 
-The outer block ends the process: an error becomes an exit code, a message where the launcher looks for it, and a record
-in the folder. A run that was asked to stop and has saved ends with 75. The inner block joins the ranks and opens the
-platform.
+The outer block ends the process: an error becomes an exit code, a message where the launcher looks
+for it, and a record in the folder. A run that was asked to stop and has saved ends with 75. The
+inner block joins the ranks and opens the platform.
 """
 
 from __future__ import annotations
@@ -77,8 +78,8 @@ class LocalRun:
 class StopRequest:
     """Whether a signal has asked this process to save and stop.
 
-    A launcher sends the same signal to end the other ranks when one has failed. ``failed`` tells the two apart: if it
-    is true, the signal ends the process as usual.
+    A launcher sends the same signal to end the other ranks when one has failed. ``failed`` tells
+    the two apart: if it is true, the signal ends the process as usual.
     """
 
     def __init__(self, failed: Callable[[], bool] = lambda: False) -> None:
@@ -90,8 +91,8 @@ class StopRequest:
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Count SIGTERM as a request to stop, however often it comes: a scheduler may send it to every process, and a
-        launcher pass it on.
+        """Count SIGTERM as a request to stop, however often it comes: a scheduler may send it to
+        every process, and a launcher pass it on.
 
         Only the main thread can listen.
         """
@@ -117,8 +118,9 @@ class StopRequest:
 def rank_of_folder(state: RankState, *, script: bool = False) -> Iterator[StopRequest]:
     """Run one rank of a run in a folder, from its first line to its last.
 
-    SIGTERM asks it to save and stop. An error of the block is recorded in the folder, once ``state`` knows it, and
-    ends the process. ``script``: errors that are not this package's are raised as they are.
+    SIGTERM asks it to save and stop. An error of the block is recorded in the folder, once
+    ``state`` knows it, and ends the process. ``script``: errors that are not this package's are
+    raised as they are.
     """
     stop = StopRequest(lambda: state.folder is not None and RunFolder(state.folder).has_failed_ranks())
     try:
@@ -126,7 +128,8 @@ def rank_of_folder(state: RankState, *, script: bool = False) -> Iterator[StopRe
             yield stop
     except (Exception, KeyboardInterrupt) as error:
         if isinstance(error, InvalidHP) and state.context is not None:
-            with suppress(OSError, ZeroTrialError):  # the error itself is recorded whether this can be written or not
+            # the error itself is recorded whether this can be written or not
+            with suppress(OSError, ZeroTrialError):
                 state.context.platform.report_early_exit("INVALID_HP")
         if state.folder is not None:
             record_error(as_known_error(error), state.folder, state)
@@ -142,8 +145,8 @@ def rank_of_folder(state: RankState, *, script: bool = False) -> Iterator[StopRe
 def open_folder(
     run: LocalRun, state: RankState, stop: StopRequest, *, show: EventLog | None = None
 ) -> Iterator[LocalPlatform]:
-    """Collective. Open the platform of a run in its folder, on ranks that have joined, at the checkpoint where the run
-    starts.
+    """Collective. Open the platform of a run in its folder, on ranks that have joined, at the
+    checkpoint where the run starts.
 
     Raises CheckpointError on every rank where there are checkpoints and all of them are damaged.
     """
@@ -177,7 +180,8 @@ def open_folder(
 
 @contextmanager
 def lock_run_together(folder: Path, ranks: Distributed) -> Iterator[None]:
-    """Collective at its beginning. Take the run lock on rank 0; every rank raises ConfigError if another process has it."""
+    """Collective at its beginning. Take the run lock on rank 0; every rank raises ConfigError if
+    another process has it."""
     with ExitStack() as stack:
         fault: str | None = None
         if ranks.rank == 0:
@@ -192,8 +196,8 @@ def lock_run_together(folder: Path, ranks: Distributed) -> Iterator[None]:
 
 
 def forget_errors(state: RankState) -> None:
-    """Remove this rank's error of an earlier start in this folder; rank 0 also removes those of ranks that do not exist
-    now.
+    """Remove this rank's error of an earlier start in this folder; rank 0 also removes those of
+    ranks that do not exist now.
     """
     if state.folder is None:
         return
@@ -249,7 +253,8 @@ def raise_if_preempted(outcome: Outcome) -> None:
 
 
 def record_error(error: BaseException, run_dir: Path, state: RankState) -> None:
-    """Leave the error in the run's folder for the supervisor. A disk that is full does not change how the rank ends."""
+    """Leave the error in the run's folder for the supervisor. A disk that is full does not change
+    how the rank ends."""
     record = error_record(error, state.env.rank, error_text(error), state.step)
     with suppress(StorageError):
         write_error(run_dir, record)

@@ -1,4 +1,5 @@
-"""The entrypoint ``model_def:MyTrial``: a trial inside of Determined's own harness, which asks for classes of its own.
+"""The entrypoint ``model_def:MyTrial``: a trial inside of Determined's own harness, which asks for
+classes of its own.
 
 harness                                     here
 issubclass(MyTrial, det.LegacyTrial)        ZeroTrial is registered as a virtual subclass
@@ -51,7 +52,8 @@ def train_deferred(load: Callable[[DeterminedPlatform], TrialFactory], core_cont
 def install(train: Train = train_deferred) -> None:
     """Make ZeroTrial a class that the harness accepts.
 
-    For the harness's own process only: there, a trial that is called with the harness's context is deferred.
+    For the harness's own process only: there, a trial that is called with the harness's context is
+    deferred.
     """
     legacy_trial, trial_controller = harness_bases()
 

@@ -1,4 +1,5 @@
-"""A platform without files but for checkpoints, and ranks that are threads of one process: for tests."""
+"""A platform without files but for checkpoints, and ranks that are threads of one process: for
+tests."""
 
 from __future__ import annotations
 
@@ -19,14 +20,16 @@ Result = TypeVar("Result")
 
 
 class ThreadExchange:
-    """Where ``size`` threads exchange values. If one does not come in time, all others raise MeshError."""
+    """Where ``size`` threads exchange values. If one does not come in time, all others raise
+    MeshError."""
 
     def __init__(self, size: int, timeout: float = 30.0) -> None:
         self.size = size
         self._timeout = timeout
         self._changed = threading.Condition()
         self._arrived: dict[int, str] = {}
-        self._rounds: list[list[str]] = []  # complete exchanges; they stay valid when a rank fails later
+        # complete exchanges; they stay valid when a rank fails later
+        self._rounds: list[list[str]] = []
         self._broken = False
 
     def exchange(self, rank: int, value: Any) -> list[Any]:
@@ -52,8 +55,8 @@ class ThreadExchange:
 
 
 def run_ranks(size: int, work: Callable[[Distributed], Result]) -> list[Result | BaseException]:
-    """Call ``work`` on ``size`` threads that are each other's ranks; return their results, or what they raised, in rank
-    order.
+    """Call ``work`` on ``size`` threads that are each other's ranks; return their results, or what
+    they raised, in rank order.
     """
     meeting = ThreadExchange(size)
     outcomes: list[Any] = [None] * size
@@ -144,7 +147,8 @@ class InMemoryPreemption:
 
 @dataclass
 class InMemoryPlatform:
-    """One rank's view; give the same ``record`` and ``storage`` to all ranks, and to the run that resumes."""
+    """One rank's view; give the same ``record`` and ``storage`` to all ranks, and to the run that
+    resumes."""
 
     hparams: Mapping[str, Any] = field(default_factory=dict)
     experiment: Mapping[str, Any] = field(default_factory=dict)

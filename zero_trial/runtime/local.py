@@ -1,4 +1,5 @@
-"""A run in a folder of this machine: its platform (metrics, checkpoints, events as plain files), and the checkpoint where it starts."""
+"""A run in a folder of this machine: its platform (metrics, checkpoints, events as plain files),
+and the checkpoint where it starts."""
 
 from __future__ import annotations
 
@@ -53,7 +54,8 @@ class LocalMetrics:
 
 @dataclass(frozen=True)
 class LocalCheckpoints:
-    """Checkpoints as ``checkpoints/step-000200/``, written under a temporary name and renamed by rank 0.
+    """Checkpoints as ``checkpoints/step-000200/``, written under a temporary name and renamed by
+    rank 0.
 
     With several hosts the folder must be one that they share.
     """
@@ -63,10 +65,12 @@ class LocalCheckpoints:
 
     @contextmanager
     def store_path(self, metadata: Mapping[str, Any]) -> Iterator[tuple[Path, str]]:
-        """Collective. Where rank 0 cannot make, finish or name the folder, every rank raises CheckpointError.
+        """Collective. Where rank 0 cannot make, finish or name the folder, every rank raises
+        CheckpointError.
 
-        A rank that fails inside the block leaves at once, without a collective: the others may be in one of the engine's, which
-        ends when that rank does. What was written is removed: it may be what has filled the disk.
+        A rank that fails inside the block leaves at once, without a collective: the others may be
+        in one of the engine's, which ends when that rank does. What was written is removed: it may
+        be what has filled the disk.
         """
         name = f"step-{int(metadata['steps_completed']):06d}"
         temporary = Path(self._lead(lambda: self._make(f"{name}.tmp-{uuid.uuid4().hex[:8]}"), name))
@@ -78,7 +82,8 @@ class LocalCheckpoints:
                 raise self._not_written(error, str(temporary)) from error
             raise
         self.distributed.barrier()  # all files are there
-        self._lead(lambda: self._finish(temporary, name, metadata), name)  # no rank looks for it before it has its name
+        # no rank looks for it before it has its name
+        self._lead(lambda: self._finish(temporary, name, metadata), name)
 
     def _make(self, name: str) -> str:
         (self.folder / name).mkdir(parents=True)
@@ -97,7 +102,8 @@ class LocalCheckpoints:
             shutil.rmtree(temporary, ignore_errors=True)
 
     def _lead(self, act: Callable[[], Any], name: str) -> Any:
-        """Collective. What ``act`` returns on rank 0. Every rank raises what it raises there, so that none waits in vain."""
+        """Collective. What ``act`` returns on rank 0. Every rank raises what it raises there, so
+        that none waits in vain."""
         outcome: dict[str, Any] = {}
         if self.distributed.rank == 0:
             try:
@@ -135,7 +141,8 @@ class LocalCheckpoints:
 
 @dataclass(frozen=True)
 class LocalPreemption:
-    """Stop as soon as the file ``preempt`` appears in the run folder, or one of the ranks was asked by a signal."""
+    """Stop as soon as the file ``preempt`` appears in the run folder, or one of the ranks was asked
+    by a signal."""
 
     folder: RunFolder
     distributed: Distributed
@@ -167,7 +174,8 @@ class LocalProgress:
 class LocalPlatform:
     """One rank's view of a run in a folder. ``distributed`` is injected; alone by default.
 
-    ``asked``: whether a signal asked this rank to stop. ``show``: sees every event as it is written (rank 0).
+    ``asked``: whether a signal asked this rank to stop. ``show``: sees every event as it is written
+        (rank 0).
     """
 
     run_dir: Path
@@ -208,10 +216,11 @@ class LocalPlatform:
         return LocalProgress(self.folder, show=self.show)
 
     def tidy(self) -> None:
-        """Remove what a run that was killed here left beyond the step where this one goes on; rank 0 only, before
-        training.
+        """Remove what a run that was killed here left beyond the step where this one goes on; rank
+        0 only, before training.
 
-        Then no step is reported twice, and the summary of an earlier end does not stand for this one.
+        Then no step is reported twice, and the summary of an earlier end does not stand for this
+        one.
         """
         self.folder.summary.unlink(missing_ok=True)
         sweep(self.folder.checkpoints)
@@ -222,7 +231,8 @@ class LocalPlatform:
         return replace(self, latest_checkpoint=checkpoint, steps_completed=step)
 
     def started_from(self, named: str | Path, note: Note) -> LocalPlatform:
-        """Collective. The same run, starting from another checkpoint, or from the latest whole one of a run's folder."""
+        """Collective. The same run, starting from another checkpoint, or from the latest whole one
+        of a run's folder."""
         start = agree_on_start(self.distributed, None, resume=Path(named), note=note)
         return replace(self.resumed_at(start["checkpoint"], start["step"]), trial_id=start["trial_id"])
 
@@ -243,21 +253,23 @@ class LocalPlatform:
 
     def report_early_exit(self, reason: str) -> None:
         self.run_dir.mkdir(parents=True, exist_ok=True)
-        with suppress(FileExistsError), self.folder.early_exit.open("x") as file:  # only the first rank writes it
+        # only the first rank writes it
+        with suppress(FileExistsError), self.folder.early_exit.open("x") as file:
             file.write(json.dumps({"reason": reason, "rank": self.distributed.rank}) + "\n")
 
 
 def agree_on_start(
     ranks: Distributed, run_dir: Path | None, resume: Path | None = None, warm_start: Path | None = None, *, note: Note
 ) -> dict[str, Any]:
-    """Collective. Return the newest intact checkpoint where a run starts, its step and its trial's id (see
-    ``starting_point``).
+    """Collective. Return the newest intact checkpoint where a run starts, its step and its trial's
+    id (see ``starting_point``).
 
-    A checkpoint may have been damaged since it was written. Then the one before it is taken, with a note on rank 0.
-    All files are read for that, each by one rank; the engine's load checks once more what it reads.
+    A checkpoint may have been damaged since it was written. Then the one before it is taken, with a
+    note on rank 0. All files are read for that, each by one rank; the engine's load checks once
+    more what it reads.
 
-    Raises CheckpointError on every rank where there are checkpoints and all are damaged: the user did not mean to
-    start afresh then.
+    Raises CheckpointError on every rank where there are checkpoints and all are damaged: the user
+    did not mean to start afresh then.
     """
     damaged: dict[str, str] = {}
     while True:
@@ -294,7 +306,8 @@ def _propose(
 def verify_checkpoint(folder: Path, index: int, count: int) -> str | None:
     """Return what is wrong with a finished checkpoint; None if nothing.
 
-    Of ``count`` ranks each reads its share of the tensor files; rank 0 also compares all other files.
+    Of ``count`` ranks each reads its share of the tensor files; rank 0 also compares all other
+    files.
     """
     if index == 0 and (fault := find_fault(folder)) is not None:
         return fault

@@ -1,11 +1,13 @@
-"""Rank 0's memory: planned at the first micro-batch, measured in the second step, so that a run can compare the two.
+"""Rank 0's memory: planned at the first micro-batch, measured in the second step, so that a run can
+compare the two.
 
     step 1   before the first forward: the shapes of the inputs are known, so a copy of the model without values
              goes through a dry run
     step 2   every operation of this rank is watched, from the first forward until the optimizer has stepped
 
-Both count bytes of live tensors at their peak. Neither changes a number or a random state of the run. The dry run does
-not see a loss that is computed outside of the model; ``preflight.dry_run.loss_in`` stands in for it.
+Both count bytes of live tensors at their peak. Neither changes a number or a random state of the
+run. The dry run does not see a loss that is computed outside of the model;
+``preflight.dry_run.loss_in`` stands in for it.
 """
 
 from __future__ import annotations
@@ -49,7 +51,8 @@ class MemoryWatch:
         self._handles: list[Any] = []
 
     def around(self, initialize: Factory) -> Factory:
-        """Return ``initialize`` with a copy of the first model made before it, and a watch on its engine after it."""
+        """Return ``initialize`` with a copy of the first model made before it, and a watch on its
+        engine after it."""
 
         def initialize_and_watch(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
             first = self._blueprint is None and self._engine is None
@@ -69,7 +72,8 @@ class MemoryWatch:
         return initialize_and_watch
 
     def summary(self) -> dict[str, Any]:
-        """Return bytes of live tensors, planned and measured, at the peak and between steps; what is not known is left out."""
+        """Return bytes of live tensors, planned and measured, at the peak and between steps; what
+        is not known is left out."""
         found: dict[str, Any] = {}
         if self.plan is not None:
             found["memory_planned_bytes"] = self.plan.figures.peak
@@ -115,7 +119,8 @@ class MemoryWatch:
             self._start(engine, (args, kwargs))
 
     def _make_plan(self, blueprint: Blueprint, engine: Engine, args: Any, kwargs: Any) -> None:
-        # Loaded by the first micro-batch of rank 0 alone: nothing before it, and no other rank, needs the planner.
+        # Loaded by the first micro-batch of rank 0 alone: nothing before it, and no other rank,
+        # needs the planner.
         from zero_trial.preflight.compare import Planner, does_not_fit
         from zero_trial.preflight.dry_run import ModelSubject, loss_in
         from zero_trial.preflight.plan import rank_limit
@@ -164,7 +169,8 @@ class MemoryWatch:
 
 @contextmanager
 def _untouched_randomness() -> Iterator[None]:
-    """Restore Python's and numpy's random states after the block; the dry run itself restores torch's."""
+    """Restore Python's and numpy's random states after the block; the dry run itself restores
+    torch's."""
     state = random.getstate()
     numpy = sys.modules.get("numpy")
     other = numpy.random.get_state() if numpy is not None else None

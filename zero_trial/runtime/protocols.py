@@ -1,8 +1,9 @@
-"""The narrow surface between a trial and what surrounds it: metrics, checkpoints, preemption, progress, the ranks.
+"""The narrow surface between a trial and what surrounds it: metrics, checkpoints, preemption,
+progress, the ranks.
 
-Each protocol is as small as the controller's need and no wider than what Determined's ``core.Context`` can answer, so
-that a cluster, a folder on a laptop and a test in memory are three forms of the same thing. "Collective" means: every
-rank must call it, in the same order.
+Each protocol is as small as the controller's need and no wider than what Determined's
+``core.Context`` can answer, so that a cluster, a folder on a laptop and a test in memory are three
+forms of the same thing. "Collective" means: every rank must call it, in the same order.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from typing import Any, Protocol
 
 
 class Distributed(Protocol):
-    """The ranks of one trial, exchanging small JSON-able values (never tensors; those go through the engine)."""
+    """The ranks of one trial, exchanging small JSON-able values (never tensors; those go through
+    the engine)."""
 
     @property
     def rank(self) -> int: ...
@@ -49,22 +51,25 @@ class Metrics(Protocol):
 
 
 class CheckpointStore(Protocol):
-    """Where checkpoints are stored. A checkpoint is a folder with a storage id; it exists completely or not at all."""
+    """Where checkpoints are stored. A checkpoint is a folder with a storage id; it exists
+    completely or not at all."""
 
     def store_path(self, metadata: Mapping[str, Any]) -> AbstractContextManager[tuple[Path, str]]:
-        """Collective. Yield a folder to write into and its storage id; it becomes a checkpoint when the block ends well
-        on every rank.
+        """Collective. Yield a folder to write into and its storage id; it becomes a checkpoint when
+        the block ends well on every rank.
 
-        ``metadata`` holds ``steps_completed`` and whatever else describes the checkpoint (JSON-able).
+        ``metadata`` holds ``steps_completed`` and whatever else describes the checkpoint
+        (JSON-able).
         """
 
     def restore_path(self, storage_id: str) -> AbstractContextManager[Path]:
-        """Collective. Yield the folder of a checkpoint, to be read inside the block. Raises CheckpointError if there is
-        none.
+        """Collective. Yield the folder of a checkpoint, to be read inside the block. Raises
+        CheckpointError if there is none.
         """
 
     def retain(self, storage_ids: Sequence[str]) -> None:
-        """Delete, if that is up to this platform, every checkpoint of this trial that is not named; rank 0 only.
+        """Delete, if that is up to this platform, every checkpoint of this trial that is not named;
+        rank 0 only.
 
         Does nothing where the cluster deletes checkpoints.
         """
@@ -141,16 +146,17 @@ class Platform(Protocol):
         """Return the best value of the searcher's metric that was reported so far; rank 0 only."""
 
     def sync_tensorboard(self) -> None:
-        """Copy TensorBoard files that may have changed, where they are also stored elsewhere; called on each rank."""
+        """Copy TensorBoard files that may have changed, where they are also stored elsewhere;
+        called on each rank."""
 
     def profile_system(self) -> bool:
-        """Measure this host's processors, memory and network from now on, on each rank; return False where this platform
-        does not.
+        """Measure this host's processors, memory and network from now on, on each rank; return
+        False where this platform does not.
         """
 
     def report_early_exit(self, reason: str) -> None:
-        """Report why the trial ends early (``INVALID_HP``), from any rank that fails; posted once, however many ranks
-        call it.
+        """Report why the trial ends early (``INVALID_HP``), from any rank that fails; posted once,
+        however many ranks call it.
         """
 
 
@@ -158,13 +164,15 @@ AllGather = Callable[[Any], list[Any]]
 
 
 def alone(value: Any) -> list[Any]:
-    """Return the values of a world of one. They go through JSON too, so that one rank sees what many would see."""
+    """Return the values of a world of one. They go through JSON too, so that one rank sees what
+    many would see."""
     return [json.loads(json.dumps(value))]
 
 
 @dataclass(frozen=True)
 class JsonDistributed:
-    """Implements ``Distributed`` over ``exchange``: a collective that gives every rank's value, in rank order."""
+    """Implements ``Distributed`` over ``exchange``: a collective that gives every rank's value, in
+    rank order."""
 
     rank: int = 0
     size: int = 1
@@ -189,7 +197,8 @@ class JsonDistributed:
         return values if self.rank == 0 else None
 
     def broadcast(self, value: Any) -> Any:
-        # Everyone sends something: a second primitive would save a few bytes and cost a second contract.
+        # Everyone sends something: a second primitive would save a few bytes and cost a second
+        # contract.
         return self.exchange(value if self.rank == 0 else None)[0]
 
     def barrier(self) -> None:

@@ -1,4 +1,5 @@
-"""One rank of a trial, however it was started: its ranks, its device, its context, training, its figures, its log."""
+"""One rank of a trial, however it was started: its ranks, its device, its context, training, its
+figures, its log."""
 
 from __future__ import annotations
 
@@ -85,7 +86,8 @@ def own_device(env: RankEnv) -> torch.device:
 
 
 def load_trial_class(name: Entrypoint, model_dir: Path) -> type[ZeroTrial]:
-    """Import the user's class. Raises ConfigError, naming the trials that there are, if it is not one."""
+    """Import the user's class. Raises ConfigError, naming the trials that there are, if it is not
+    one."""
     check_entrypoint(name, model_dir, where="entrypoint")
     return import_trial_class(name.module, name.name, model_dir)
 
@@ -113,8 +115,8 @@ def open_context(
 def skip_last_garbage_collection() -> None:
     """Let the interpreter end without a search for garbage: the memory is freed anyway.
 
-    There are 300 000 objects to look at. The search takes a second, four fifths of the time between a rank's last line
-    and its exit, in every trial of a search.
+    There are 300 000 objects to look at. The search takes a second, four fifths of the time between
+    a rank's last line and its exit, in every trial of a search.
     """
     atexit.unregister(gc.freeze)
     atexit.register(gc.freeze)
@@ -131,7 +133,8 @@ def train(make: TrialFactory, platform: Platform, state: RankState, engine_facto
 
 @contextmanager
 def refuse_sys_exit() -> Iterator[None]:
-    """Raise TrialError where the trial's code calls ``sys.exit``: its rank would leave no error, and the others would wait for it."""
+    """Raise TrialError where the trial's code calls ``sys.exit``: its rank would leave no error,
+    and the others would wait for it."""
     try:
         yield
     except SystemExit as ending:
@@ -155,10 +158,12 @@ def as_known_error(error: BaseException) -> BaseException:
 
 
 def report_error(error: BaseException, *, script: bool) -> BaseException:
-    """Print what ends this rank, leave it where the launcher looks for it, and return what to raise then.
+    """Print what ends this rank, leave it where the launcher looks for it, and return what to raise
+    then.
 
-    That is SystemExit with the error's exit code. For a ``script``, an error that is not this package's is neither printed
-    nor changed: the script may catch it, and Python prints it otherwise.
+    That is SystemExit with the error's exit code. For a ``script``, an error that is not this
+    package's is neither printed nor changed: the script may catch it, and Python prints it
+    otherwise.
     """
     known = as_known_error(error)
     if script and not isinstance(known, ZeroTrialError):
@@ -169,7 +174,8 @@ def report_error(error: BaseException, *, script: bool) -> BaseException:
 
 
 def print_error(error: BaseException) -> None:
-    """Print an error into the log: its message, and the traceback of one that is not this package's.
+    """Print an error into the log: its message, and the traceback of one that is not this
+    package's.
 
     The message begins with ``error   ``, so that it can be found among what launchers print after it. A run that was
     asked to stop, and has saved, is not an error.
@@ -198,11 +204,13 @@ def error_text(error: BaseException) -> str:
 
 
 def write_error_file(text: str, *, printed: bool, path: str | None = None, now: float | None = None) -> None:
-    """Write the error into the file in which torch.distributed.run looks for it, once per rank: the first one is the cause.
+    """Write the error into the file in which torch.distributed.run looks for it, once per rank: the
+    first one is the cause.
 
-    The form is that of torch's ``@record`` (torch.distributed.elastic.multiprocessing.errors). Without it the launcher
-    reports that there is no traceback, whatever the rank has printed. Does nothing without a launcher, or where the file
-    cannot be written: the log has the error. ``printed``: whether the log has it too.
+    The form is that of torch's ``@record`` (torch.distributed.elastic.multiprocessing.errors).
+    Without it the launcher reports that there is no traceback, whatever the rank has printed. Does
+    nothing without a launcher, or where the file cannot be written: the log has the error.
+    ``printed``: whether the log has it too.
     """
     place = launcher_error_file() if path is None else path
     if not place:
@@ -227,8 +235,8 @@ def figures_of(trained: Trained) -> dict[str, Any]:
 
 
 def peak_memory(device: torch.device) -> int:
-    """Return peak bytes: of this process's device memory on CUDA, of its resident set on CPU (interpreter and libraries
-    included).
+    """Return peak bytes: of this process's device memory on CUDA, of its resident set on CPU
+    (interpreter and libraries included).
     """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
@@ -262,7 +270,8 @@ class EventLog:
 
 
 def done_event(outcome: Outcome, figures: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Return the last event of a trial that ran to an end, with its figures where no file has them."""
+    """Return the last event of a trial that ran to an end, with its figures where no file has
+    them."""
     event = {"kind": "done", "step": outcome.step, "total_steps": outcome.total_steps, "end": outcome.end.value}
     return {**event, "checkpoint": outcome.checkpoint, **({"figures": dict(figures)} if figures else {})}
 

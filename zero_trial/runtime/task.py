@@ -1,8 +1,9 @@
-"""One rank of a trial that is a task of a Determined cluster: join the ranks, open the platform, train, and end.
+"""One rank of a trial that is a task of a Determined cluster: join the ranks, open the platform,
+train, and end.
 
-A task ends with exit code 0 if its trial was trained, or preempted and saved, or if its hyperparameters cannot be trained,
-which is reported to the master. Any other code is a crash, after which the master starts the trial again, up to
-max_restarts times.
+A task ends with exit code 0 if its trial was trained, or preempted and saved, or if its
+hyperparameters cannot be trained, which is reported to the master. Any other code is a crash, after
+which the master starts the trial again, up to max_restarts times.
 """
 
 from __future__ import annotations
@@ -34,14 +35,16 @@ EARLY_EXIT = "early exit"
 
 @contextmanager
 def open_task(state: RankState, core_context: Any = None, *, script: bool = False) -> Iterator[DeterminedPlatform]:
-    """Collective. Join the ranks and open the trial's platform, from this rank's first line to its last.
+    """Collective. Join the ranks and open the trial's platform, from this rank's first line to its
+    last.
 
-    An error of the block is printed at once, then the platform closes (it may still have TensorBoard files to copy), then
-    the process ends with the error's exit code. Hyperparameters that cannot be trained are reported to the master, once,
-    and end every rank with exit code 0.
+    An error of the block is printed at once, then the platform closes (it may still have
+    TensorBoard files to copy), then the process ends with the error's exit code. Hyperparameters
+    that cannot be trained are reported to the master, once, and end every rank with exit code 0.
 
     Args:
-        core_context: an open core.Context to use, which stays open; else the platform opens one of its own.
+        core_context: an open core.Context to use, which stays open; else the platform opens one of
+            its own.
         script: errors that are not this package's are raised as they are.
     """
     ending: BaseException | None = None
@@ -63,7 +66,8 @@ def open_task(state: RankState, core_context: Any = None, *, script: bool = Fals
                     platform.report_early_exit("INVALID_HP")
                     sys.stderr.write(f"hyperparameters that cannot be trained: {error}\n")
                     ending = SystemExit(0)
-                elif notice.claimed(EARLY_EXIT):  # another rank has ended the trial, and this one lost its connection
+                elif notice.claimed(EARLY_EXIT):
+                    # another rank has ended the trial, and this one lost its connection
                     ending = SystemExit(0)
                 else:
                     ending = report_error(error, script=script)
@@ -83,7 +87,8 @@ def train_task(
     engine_factory: EngineFactory,
     core_context: Any = None,
 ) -> None:
-    """Collective. Train the experiment's trial. ``load`` gives its class once the ranks have joined."""
+    """Collective. Train the experiment's trial. ``load`` gives its class once the ranks have
+    joined."""
     state = RankState()
     with open_task(state, core_context) as platform:
         if (platform.experiment.get("profiling") or {}).get("enabled"):
@@ -92,7 +97,8 @@ def train_task(
 
 
 def finish_task(trained: Trained, platform: DeterminedPlatform) -> None:
-    """Collective. Print the figures of a trial that has ended well; what was measured of its memory goes to the master."""
+    """Collective. Print the figures of a trial that has ended well; what was measured of its memory
+    goes to the master."""
     if trained.watch is not None and (kept := trained.watch.summary()):
         platform.keep(kept)
     # A preempted trial goes on later: its figures are those of a part.

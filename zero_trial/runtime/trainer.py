@@ -1,4 +1,5 @@
-"""``zero_trial.init()`` and ``Trainer``: a trial trained by the user's own script, on a laptop and as a task of a cluster.
+"""``zero_trial.init()`` and ``Trainer``: a trial trained by the user's own script, on a laptop and
+as a task of a cluster.
 
 with zero_trial.init(hparams={"lr": 0.1}) as context:
     trial = MyTrial(context)
@@ -62,7 +63,8 @@ class ScriptContext(ZeroTrialContext):
         self.platform = self.platform.started_from(checkpoint, self.note)
 
     def end_with(self, outcome: Outcome) -> None:
-        """Keep how a fit ended. The next one goes on from its checkpoint: it repeats no steps and no reports."""
+        """Keep how a fit ended. The next one goes on from its checkpoint: it repeats no steps and
+        no reports."""
         self.outcome = outcome
         if outcome.checkpoint is not None:
             self.platform = self.platform.resumed_at(outcome.checkpoint, outcome.step)
@@ -77,20 +79,24 @@ def init(
     run_dir: str | Path | None = None,
     seed: int | None = None,
 ) -> Iterator[ZeroTrialContext]:
-    """Collective. Join the ranks, seed everything and give the context for the trial; the end of the block leaves.
+    """Collective. Join the ranks, seed everything and give the context for the trial; the end of
+    the block leaves.
 
-    On a cluster, experiment config and seed are the task's own, and so are the hyperparameters unless given.
+    On a cluster, experiment config and seed are the task's own, and so are the hyperparameters
+    unless given.
 
     Args:
         hparams: the trial's hyperparameters, instead of the experiment's.
         exp_conf: an experiment's YAML, or the same as a dict.
-        enable_tensorboard_logging: whether reported metrics also go to the TensorBoard writer, if the trial makes one.
-        run_dir: the run's folder (default: the next of ``runs/NNNN``); a run that is in it already goes on.
+        enable_tensorboard_logging: whether reported metrics also go to the TensorBoard writer, if
+            the trial makes one.
+        run_dir: the run's folder (default: the next of ``runs/NNNN``); a run that is in it already
+            goes on.
         seed: instead of the experiment's.
 
-    An error of this package that leaves the block ends the process with the error's exit code and its message, so that
-    a launcher understands it: 75 for a run that was asked to stop and has saved. Hyperparameters that cannot be trained
-    end every rank.
+    An error of this package that leaves the block ends the process with the error's exit code and
+    its message, so that a launcher understands it: 75 for a run that was asked to stop and has
+    saved. Hyperparameters that cannot be trained end every rank.
     """
     state = RankState()
     with ExitStack() as stack:
@@ -119,7 +125,8 @@ def _open_folder(
     run_dir: str | Path | None,
     seed: int | None,
 ) -> LocalPlatform:
-    """Collective. Open the platform of a script's run in a folder that no other process may use meanwhile."""
+    """Collective. Open the platform of a script's run in a folder that no other process may use
+    meanwhile."""
     state.env = init_distributed()
     ranks = rank_world(state.env)
     experiment, own, own_seed = _experiment(exp_conf)
@@ -165,7 +172,8 @@ def _mapping(value: Any, where: str) -> Mapping[str, Any]:
 
 
 def _run_folder(given: str | Path | None) -> Path:
-    """Return the run's folder, absolute: the given one, that of ``zero-trial launch``, or the next of ``runs/NNNN``."""
+    """Return the run's folder, absolute: the given one, that of ``zero-trial launch``, or the next
+    of ``runs/NNNN``."""
     named = given if given is not None else launcher_run_dir()
     folder = Path(named) if named is not None else new_run_folder(Path("runs"))
     try:
@@ -195,7 +203,8 @@ def _check_trial(given: object) -> None:
 
 
 class Trainer:
-    """Trains ``trial``, which was made with ``context``, inside the block of ``zero_trial.init()``."""
+    """Trains ``trial``, which was made with ``context``, inside the block of
+    ``zero_trial.init()``."""
 
     def __init__(self, trial: ZeroTrial, context: ZeroTrialContext) -> None:
         if not isinstance(context, ScriptContext):
@@ -221,25 +230,29 @@ class Trainer:
         test_mode: bool = False,
         profiling_enabled: bool = False,
     ) -> Outcome:
-        """Collective. Train until ``max_length`` steps or epochs of the trial are complete, also those before a resume.
+        """Collective. Train until ``max_length`` steps or epochs of the trial are complete, also
+        those before a resume.
 
-        What is not given is the experiment config's, else Determined's default: no validation and no checkpoint on the
-        way, a report every 100 steps, a checkpoint of the best validation. The last step is always validated and saved.
+        What is not given is the experiment config's, else Determined's default: no validation and
+        no checkpoint on the way, a report every 100 steps, a checkpoint of the best validation. The
+        last step is always validated and saved.
 
         Args:
-            checkpoint_period: how often to save: a Batch, an Epoch, a number of steps, or ``{"batches": n}`` and the like.
+            checkpoint_period: how often to save: a Batch, an Epoch, a number of steps, or
+                ``{"batches": n}`` and the like.
             validation_period: how often to validate, in the same forms.
             max_length: when to end, in the same forms.
             reporting_period: how often to report training metrics, in the same forms.
-            checkpoint_policy: after a validation, save if it is the ``"best"`` so far, ``"all"`` of them, or ``"none"``.
-            latest_checkpoint: start from this one (default: the task's own on a cluster, the run folder's newest
-                elsewhere).
+            checkpoint_policy: after a validation, save if it is the ``"best"`` so far, ``"all"`` of
+                them, or ``"none"``.
+            latest_checkpoint: start from this one (default: the task's own on a cluster, the run
+                folder's newest elsewhere).
             step_zero_validation: validate before the first step.
             test_mode: one step and one validation batch; not on a cluster.
             profiling_enabled: report this host's load; only on a cluster.
 
-        A second ``fit`` goes on where the first has ended, from its last checkpoint. Returns how it ended; a run that
-        was asked to stop has saved by then.
+        A second ``fit`` goes on where the first has ended, from its last checkpoint. Returns how it
+        ended; a run that was asked to stop has saved by then.
         """
         context = self._context
         if latest_checkpoint is not None:
@@ -287,7 +300,8 @@ class Trainer:
         return settings
 
     def _warn_of_another_length(self, length: TrainUnit) -> None:
-        """Note a length other than ``searcher.max_time``, by which a search that stops trials early measures them."""
+        """Note a length other than ``searcher.max_time``, by which a search that stops trials early
+        measures them."""
         searcher = self._context.platform.experiment.get("searcher") or {}
         most, metric = searcher.get("max_time"), searcher.get("time_metric")
         own = {"batches": "Batch", "epochs": "Epoch"}.get(str(metric))

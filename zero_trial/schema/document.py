@@ -55,7 +55,8 @@ class ValueSource(str):
 
     @property
     def is_given(self) -> bool:
-        """Return whether the user wrote this value: into a file, an overlay, a dict, or the model."""
+        """Return whether the user wrote this value: into a file, an overlay, a dict, or the
+        model."""
         return self.provenance in (Provenance.GIVEN, Provenance.OVERLAY, Provenance.MODEL)
 
 

@@ -46,7 +46,8 @@ def dotted(path: Path) -> str:
     return "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in path)
 
 
-# What YAML 1.1 reads as a string although a person means a number: an exponent without a dot or a sign (1e-4, 5e8, 1.0e4).
+# What YAML 1.1 reads as a string although a person means a number: an exponent without a dot or a
+# sign (1e-4, 5e8, 1.0e4).
 EXPONENT = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+")
 
 
@@ -273,7 +274,8 @@ class Text(Type):
     Args:
         synonyms: pairs of another word for a choice and that choice.
         starts: beginnings after which anything may follow.
-        pattern: a regular expression that has to be found in it; ``otherwise`` is the sentence where it is not.
+        pattern: a regular expression that has to be found in it; ``otherwise`` is the sentence
+            where it is not.
     """
 
     choices: tuple[str, ...] = ()
@@ -457,7 +459,8 @@ class ListOf(Type):
 
 @dataclass(frozen=True)
 class OneOf(Type):
-    """The first of ``types`` that has no issue; ``otherwise`` is the sentence where all have some."""
+    """The first of ``types`` that has no issue; ``otherwise`` is the sentence where all have
+    some."""
 
     types: tuple[Type, ...]
     otherwise: str

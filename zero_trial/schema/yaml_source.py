@@ -77,7 +77,8 @@ def _indent(line: str) -> int:
     return len(line) - len(line.lstrip(" "))
 
 
-# YAML with the line of every key; a key that stands twice in one mapping is a fault that names both lines.
+# YAML with the line of every key; a key that stands twice in one mapping is a fault that names both
+# lines.
 
 
 def read_yaml(text: str, file: str) -> Document:
@@ -151,7 +152,8 @@ class _Builder:
     def mapping(self, node: yaml.MappingNode, path: Path) -> dict[str, Any]:
         written = {id(key) for key, _ in node.value}
         if any(key.tag == "tag:yaml.org,2002:merge" for key, _ in node.value):
-            self.loader.flatten_mapping(node)  # what "<<" merges comes first, so that the mapping's own keys win
+            # what "<<" merges comes first, so that the mapping's own keys win
+            self.loader.flatten_mapping(node)
         found: dict[str, Any] = {}
         own: dict[str, int] = {}
         for key_node, value_node in node.value:

@@ -1,7 +1,9 @@
-"""Full values of sharded parameters for user code: GatheredParameters, state_dict() and load_state_dict(), and the safe_get_* functions.
+"""Full values of sharded parameters for user code: GatheredParameters, state_dict() and
+load_state_dict(), and the safe_get_* functions.
 
-User code gives parameters and nothing else, as in DeepSpeed's API, so a directory leads from a bare ``nn.Parameter`` to the owner of its
-shard. It is weak in both directions: it keeps neither parameters nor engines alive, and it stores nothing on the tensor.
+User code gives parameters and nothing else, as in DeepSpeed's API, so a directory leads from a bare
+``nn.Parameter`` to the owner of its shard. It is weak in both directions: it keeps neither
+parameters nor engines alive, and it stores nothing on the tensor.
 """
 
 from __future__ import annotations
@@ -25,14 +27,17 @@ from zero_trial.sharding.unshard import ModuleHook
 
 
 class GatheredParameters:
-    """``with GatheredParameters(model.parameters()): ...`` reads and edits full parameters that are sharded.
+    """``with GatheredParameters(model.parameters()): ...`` reads and edits full parameters that are
+    sharded.
 
-    Inside the block the parameters hold their full values on every rank of the shard axis. Collective: every rank must enter.
+    Inside the block the parameters hold their full values on every rank of the shard axis.
+    Collective: every rank must enter.
 
-    ``modifier_rank=None``: read only; edits are dropped where parameters are sharded. ``modifier_rank=r``: what data-parallel rank ``r``
-    wrote becomes the value of all ranks at every ZeRO stage, fp32 master weights included (elements that were not edited keep their bits).
-    Ordinary parameters pass through untouched. ``fwd_module`` is accepted for compatibility: uses outside a module's own forward need no
-    registration here.
+    ``modifier_rank=None``: read only; edits are dropped where parameters are sharded.
+    ``modifier_rank=r``: what data-parallel rank ``r`` wrote becomes the value of all ranks at every
+    ZeRO stage, fp32 master weights included (elements that were not edited keep their bits).
+    Ordinary parameters pass through untouched. ``fwd_module`` is accepted for compatibility: uses
+    outside a module's own forward need no registration here.
     """
 
     def __init__(
@@ -68,7 +73,8 @@ def safe_get_full_fp32_param(param: nn.Parameter) -> torch.Tensor:
 
 
 def safe_set_full_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
-    """Set the fp32 master weight and the parameter to ``value`` (full shape, alike on all ranks). Collective over shard."""
+    """Set the fp32 master weight and the parameter to ``value`` (full shape, alike on all ranks).
+    Collective over shard."""
     _, group, index = _find(param)
     group.wait_before_writing()  # a gather under way reads the shard, and so may peers
     with group.materialized():
@@ -79,7 +85,8 @@ def safe_set_full_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
 
 
 def safe_get_full_grad(param: nn.Parameter) -> torch.Tensor | None:
-    """Return the full averaged, unscaled gradient of this step after backward at the boundary; None before. Collective over shard."""
+    """Return the full averaged, unscaled gradient of this step after backward at the boundary; None
+    before. Collective over shard."""
     model, group, index = _find(param)
     grad_buffer = model.grad_buffer_of(group)
     if grad_buffer is None or not grad_buffer.shard_filled:
@@ -88,14 +95,16 @@ def safe_get_full_grad(param: nn.Parameter) -> torch.Tensor | None:
 
 
 def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
-    """Return the full state ``optim_state_key`` (``exp_avg``, ``exp_avg_sq`` ...); None before the first step. Collective over shard."""
+    """Return the full state ``optim_state_key`` (``exp_avg``, ``exp_avg_sq`` ...); None before the
+    first step. Collective over shard."""
     _, group, index = _find(param)
     shard = _optimizer_of(param).state_shard(group, optim_state_key)
     return None if shard is None else full_of_shard(group, index, shard)
 
 
 def safe_set_full_optimizer_state(param: nn.Parameter, value: torch.Tensor, optim_state_key: str) -> None:
-    """Set state ``optim_state_key`` from ``value`` (full shape). Raises TrialError before the first step, when there is no state."""
+    """Set state ``optim_state_key`` from ``value`` (full shape). Raises TrialError before the first
+    step, when there is no state."""
     _, group, index = _find(param)
     shard = _optimizer_of(param).state_shard(group, optim_state_key)
     if shard is None:
@@ -105,14 +114,16 @@ def safe_set_full_optimizer_state(param: nn.Parameter, value: torch.Tensor, opti
 
 
 def safe_get_local_fp32_param(param: nn.Parameter) -> torch.Tensor:
-    """Return this rank's part of the fp32 master weight, flat; empty if its shard holds none of it. Local."""
+    """Return this rank's part of the fp32 master weight, flat; empty if its shard holds none of it.
+    Local."""
     _, group, index = _find(param)
     with group.materialized():
         return _wide(_local(group, index, group.master))
 
 
 def safe_get_local_grad(param: nn.Parameter) -> torch.Tensor | None:
-    """Return this rank's part of the averaged, unscaled gradient, flat; None before the boundary. Local."""
+    """Return this rank's part of the averaged, unscaled gradient, flat; None before the boundary.
+    Local."""
     model, group, index = _find(param)
     grad_buffer = model.grad_buffer_of(group)
     if grad_buffer is None or not grad_buffer.shard_filled:
@@ -130,13 +141,15 @@ def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) ->
 def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
     """Do nothing; exists for code that comes from DeepSpeed.
 
-    Weights outside the blocks live for the whole step, and a block's own live while it computes. If another module uses a block's weight,
-    name the module that holds both in ``zero_optimization.leaf_module``.
+    Weights outside the blocks live for the whole step, and a block's own live while it computes. If
+    another module uses a block's weight, name the module that holds both in
+    ``zero_optimization.leaf_module``.
     """
 
 
 def full_of_shard(group: ParamGroup, index: int, shard: torch.Tensor) -> torch.Tensor:
-    """Return the full tensor of slot ``index`` from every rank's ``shard`` (shard_numel,). Collective over shard."""
+    """Return the full tensor of slot ``index`` from every rank's ``shard`` (shard_numel,).
+    Collective over shard."""
     shard = shard.to(group.shard.device)  # where the ranks exchange
     full = torch.empty(group.layout.numel, dtype=shard.dtype, device=shard.device)
     group.comm.all_gather(full, shard.contiguous(), f"full value from {group.name}").wait()
@@ -213,11 +226,14 @@ class TrainedParams(Protocol):
 
 
 class FullParams:
-    """Gathers the full parameters of one model for user code, and takes edits back. Collective over shard: every rank must ask for the same.
+    """Gathers the full parameters of one model for user code, and takes edits back. Collective over
+    shard: every rank must ask for the same.
 
-    state_dict: torch calls the hooks of every module inside the one that was asked, outermost first. Each module's own parameters are
-    gathered when its turn comes and freed when another group's turn has come, so that the device holds one group at a time and never the
-    whole model. Where parameters are freed, ``state_dict`` hands out copies in the host's memory, on every rank of the axis.
+    state_dict: torch calls the hooks of every module inside the one that was asked, outermost
+    first. Each module's own parameters are gathered when its turn comes and freed when another
+    group's turn has come, so that the device holds one group at a time and never the whole model.
+    Where parameters are freed, ``state_dict`` hands out copies in the host's memory, on every rank
+    of the axis.
     """
 
     def __init__(
@@ -238,7 +254,8 @@ class FullParams:
         self._scope: nn.Module | None = None  # the module whose state dict was asked for
         self._loading = False
         self._gathered: list[ParamGroup] = []  # for the state dict
-        # Modules whose own entries are views still: torch copies nothing, and calls the hooks of a module's children before its own.
+        # Modules whose own entries are views still: torch copies nothing, and calls the hooks of a
+        # module's children before its own.
         self._uncopied: list[tuple[nn.Module, list[ParamGroup]]] = []
         self._drops_values = False
         self._copies = any(group.plan.params is not Lifetime.ALWAYS for group in groups)
@@ -264,7 +281,7 @@ class FullParams:
             handle.remove()
         self.handles.clear()
 
-    # --- GatheredParameters ---------------------------------------------------------------------------------------
+    # --- GatheredParameters -----------------------------------------------------------------------
 
     def open(self, params: list[nn.Parameter]) -> None:
         """See :class:`ShardOwner`. May be nested."""
@@ -280,7 +297,8 @@ class FullParams:
         self._opened.append(opened)
 
     def close(self, params: list[nn.Parameter], source: int | None) -> None:
-        """See :class:`ShardOwner`. Raises TrialError when the optimizer has freed what was being edited."""
+        """See :class:`ShardOwner`. Raises TrialError when the optimizer has freed what was being
+        edited."""
         opened, held = self._opened.pop(), self._holding(params)
         for group in held:
             group.unpin()
@@ -301,10 +319,11 @@ class FullParams:
         wanted = {id(param) for param in params}
         return [group for group in self._groups if any(id(param) in wanted for param in group.params)]
 
-    # --- state_dict, load_state_dict ------------------------------------------------------------------------------
+    # --- state_dict, load_state_dict --------------------------------------------------------------
 
     def rank0_state_dict(self) -> dict[str, Any]:
-        """``state_dict()`` of the module for the first rank of the shard axis alone, in the host's memory; the other ranks get an empty one.
+        """``state_dict()`` of the module for the first rank of the shard axis alone, in the host's
+        memory; the other ranks get an empty one.
 
         The ranks of a host then hold one copy of the model and not one each.
         """
@@ -317,7 +336,8 @@ class FullParams:
         return state if first else {}
 
     def _enter(self, part: nn.Module, own: list[ParamGroup], *, loading: bool) -> None:
-        """Gather the groups of the part's own parameters, in place of those of the part before it."""
+        """Gather the groups of the part's own parameters, in place of those of the part before
+        it."""
         if self._scope is None or part is self._scope or all(part is not inner for inner in self._scope.modules()):
             self._publisher.wait_result()
             self._loading = False  # what an earlier call left open when it failed is dropped
@@ -335,7 +355,8 @@ class FullParams:
         self._gathered += freed
 
     def _after_state_dict(self, part: nn.Module, state: dict[str, Any], prefix: str, _: object) -> None:
-        """Replace the part's own entries, views of buffers that will be freed, by copies. Those of inner modules are copied already."""
+        """Replace the part's own entries, views of buffers that will be freed, by copies. Those of
+        inner modules are copied already."""
         if self._copies:
             for name in (*part._parameters, *part._buffers):
                 if torch.is_tensor(value := state.get(prefix + name)):
@@ -356,7 +377,8 @@ class FullParams:
             self._scope, self._loading = None, False
 
     def _free_gathered(self, keep: Collection[ParamGroup]) -> None:
-        """Free the groups that were gathered here, except ``keep`` and those whose entries are not copied yet.
+        """Free the groups that were gathered here, except ``keep`` and those whose entries are not
+        copied yet.
 
         Values that were loaded into them are copied to the shards before.
         """
@@ -380,13 +402,15 @@ def _groups_of(params: Iterable[nn.Parameter], group_of: Mapping[int, ParamGroup
 
 
 class ShardOwner(Protocol):
-    """The object that keeps the shards of some parameters: a model's FullParams, or before there is an engine a PreSharded."""
+    """The object that keeps the shards of some parameters: a model's FullParams, or before there is
+    an engine a PreSharded."""
 
     def open(self, params: list[nn.Parameter]) -> None:
         """Gather the full parameters. Collective over shard."""
 
     def close(self, params: list[nn.Parameter], source: int | None) -> None:
-        """Keep the edits of rank ``source`` (None: nothing was edited) and return to the state before :meth:`open`. Collective."""
+        """Keep the edits of rank ``source`` (None: nothing was edited) and return to the state
+        before :meth:`open`. Collective."""
 
 
 # parameter -> how to reach its owner, and the optimizer that has its state
@@ -401,7 +425,8 @@ def register_owner(params: Iterable[nn.Parameter], owner: ShardOwner) -> None:
 
 
 def own_params(params: Iterable[nn.Parameter], owner: ShardOwner) -> None:
-    """Record ``owner`` and keep it alive as long as ``params``: nothing else does (shards made before there is an engine)."""
+    """Record ``owner`` and keep it alive as long as ``params``: nothing else does (shards made
+    before there is an engine)."""
     for param in params:
         _OWNERS[param] = lambda owner=owner: owner
 
@@ -426,7 +451,8 @@ def owner_of_param(param: torch.Tensor) -> ShardOwner | None:
 
 
 def by_owner(params: Iterable[nn.Parameter]) -> list[tuple[ShardOwner, list[nn.Parameter]]]:
-    """Group parameters by owner, in the order in which owners are met; ordinary ones are left out."""
+    """Group parameters by owner, in the order in which owners are met; ordinary ones are left
+    out."""
     found: dict[int, tuple[ShardOwner, list[nn.Parameter]]] = {}
     for param in params:
         owner = owner_of_param(param)

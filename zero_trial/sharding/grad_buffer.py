@@ -1,11 +1,13 @@
-"""Collects the gradients of one group in one flat buffer, filled by autograd's hooks, and reports when all of them are ready.
+"""Collects the gradients of one group in one flat buffer, filled by autograd's hooks, and reports
+when all of them are ready.
 
     micro-batch 1   autograd hands over a fresh gradient  -> copied into its view once, and .grad becomes the view
     micro-batch 2+  autograd adds into .grad, that is into the view, by itself
     other dtype     (16-bit gradients, fp32 accumulation) every gradient is added into its view and dropped
 
-Compared with zeroing the buffer and letting autograd add from the start, this moves 12 instead of 20 bytes per fp32 element. Gradients below
-SMALL elements are copied together by one foreach call when the group is ready: one dispatch instead of one per tensor.
+Compared with zeroing the buffer and letting autograd add from the start, this moves 12 instead of
+20 bytes per fp32 element. Gradients below SMALL elements are copied together by one foreach call
+when the group is ready: one dispatch instead of one per tensor.
 
 The buffer's memory is of one of three kinds:
 
@@ -13,8 +15,9 @@ The buffer's memory is of one of three kinds:
     ResizedGrads      until reduced, in ordinary or device memory: the buffer's storage is resized to nothing and back
     PooledGrads       until reduced, where peers read in place: a pool for what is in flight, one being filled and one spare
 
-Memory that peers have mapped cannot be freed, which is why the third kind passes it on instead. Between steps the pool keeps buffers of at
-most LARGEST_KEPT bytes, as freed memory of that size stays anyway (:func:`keep_freed_memory`); larger ones are given back.
+Memory that peers have mapped cannot be freed, which is why the third kind passes it on instead.
+Between steps the pool keeps buffers of at most LARGEST_KEPT bytes, as freed memory of that size
+stays anyway (:func:`keep_freed_memory`); larger ones are given back.
 """
 
 from __future__ import annotations
@@ -38,7 +41,8 @@ LARGEST_KEPT = 32 << 20  # bytes
 
 
 class GradBuffer:
-    """The full-gradient buffer of a group, this rank's shard of it, and the count of gradients that are still to come.
+    """The full-gradient buffer of a group, this rank's shard of it, and the count of gradients that
+    are still to come.
 
     Args:
         dtype, shard_dtype: of the full buffer and of the reduced shard.
@@ -74,8 +78,11 @@ class GradBuffer:
         self._frees = not kept
         self._owned = False  # no peer reads the full buffer
         self._stale = False  # padding may hold anything
-        self.sealed = False  # being reduced, or reduced and not yet used: gradients that come now wait in .grad
-        self.late = False  # a gradient came after the group was ready (re-entrant checkpointing): reduce only when backward has ended
+        # being reduced, or reduced and not yet used: gradients that come now wait in .grad
+        self.sealed = False
+        # a gradient came after the group was ready (re-entrant checkpointing): reduce only when
+        # backward has ended
+        self.late = False
         count = len(group.params)
         self.filled = [False] * count  # the view holds a gradient of this accumulation
         self._waiting: list[int] = []  # small gradients, to be copied together
@@ -89,7 +96,8 @@ class GradBuffer:
         self._shares = group.dtype == dtype  # .grad can be the view itself
 
     def register_hooks(self, on_ready: Callable[[GradBuffer], None]) -> None:
-        """Call ``on_ready(self)`` when every parameter of the group has got its gradient in the running backward pass."""
+        """Call ``on_ready(self)`` when every parameter of the group has got its gradient in the
+        running backward pass."""
         self._on_ready = on_ready
         self.handles = [
             param.register_post_accumulate_grad_hook(self._hook(index, param.numel() < SMALL))
@@ -103,7 +111,8 @@ class GradBuffer:
         return flat.full if flat is not None else self._nothing
 
     def _hook(self, index: int, small: bool) -> Callable[[nn.Parameter], None]:
-        # Weak: autograd holds hooks where Python's garbage collector does not look, so that an engine that was not destroyed would never be freed.
+        # Weak: autograd holds hooks where Python's garbage collector does not look, so that an
+        # engine that was not destroyed would never be freed.
         me = weakref.ref(self)
         seen, queued, waiting = self._seen, self._queued, self._waiting
 
@@ -145,9 +154,11 @@ class GradBuffer:
         param.grad = self.views[index] if self._shares else None
 
     def flush_small(self, *, show: bool = True) -> None:
-        """Copy the small gradients that wait; afterwards the buffer holds all that has come (unless it is sealed).
+        """Copy the small gradients that wait; afterwards the buffer holds all that has come (unless
+        it is sealed).
 
-        ``show``: the parameters' ``.grad`` become the views, for autograd to add into and for user code to read.
+        ``show``: the parameters' ``.grad`` become the views, for autograd to add into and for user
+            code to read.
         """
         waiting = self._waiting
         if not waiting or self.sealed:
@@ -190,13 +201,15 @@ class GradBuffer:
         self._counting = True
 
     def end_pass(self) -> None:
-        """End the backward pass: gradients that come until the next one belong to other losses and complete nothing."""
+        """End the backward pass: gradients that come until the next one belong to other losses and
+        complete nothing."""
         if self._waiting:
             self.flush_small()
         self._counting = False
 
     def allocate(self) -> FlatGrads:
-        """Give the full buffer memory, with whatever that held: :meth:`seal` zeroes what got no gradient.
+        """Give the full buffer memory, with whatever that held: :meth:`seal` zeroes what got no
+        gradient.
 
         Waits for peers that still read an earlier sum's parts there.
         """
@@ -207,12 +220,14 @@ class GradBuffer:
         return flat
 
     def wait_for_readers(self) -> None:
-        """Wait until the reduced gradient may be written: where it is in the full buffer, peers may be reading it. Peers must come as far."""
+        """Wait until the reduced gradient may be written: where it is in the full buffer, peers may
+        be reading it. Peers must come as far."""
         if self.in_place:
             self._memory.borrow()
 
     def seal(self) -> torch.Tensor:
-        """Return the full buffer (n,) for its reduction: what got no gradient is zero, and autograd no longer writes into it."""
+        """Return the full buffer (n,) for its reduction: what got no gradient is zero, and autograd
+        no longer writes into it."""
         self.sealed = False
         if self._waiting:
             self.flush_small(show=False)
@@ -233,7 +248,8 @@ class GradBuffer:
         return flat.full
 
     def end_reduction(self) -> None:
-        """Note that the shard holds a reduced sum; free the full buffer where full gradients do not always live."""
+        """Note that the shard holds a reduced sum; free the full buffer where full gradients do not
+        always live."""
         self.shard_filled = True
         if self.group.plan.reduce_at is ReduceAt.MICRO:
             self.sealed = False
@@ -248,7 +264,8 @@ class GradBuffer:
         self.filled[:] = [False] * count
 
     def free(self) -> None:
-        """Give the full buffer's memory back, where full gradients do not always live (the shard has its own)."""
+        """Give the full buffer's memory back, where full gradients do not always live (the shard
+        has its own)."""
         if self._frees and self.live:
             self.views[:] = [self._nothing] * len(self.views)
             self._memory.give_back()
@@ -270,13 +287,15 @@ class GradBuffer:
         self.handles.clear()
 
     def persistent_bytes(self) -> int:
-        """Count the bytes of gradients that outlive a backward pass on this rank, without the pool of what is in flight."""
+        """Count the bytes of gradients that outlive a backward pass on this rank, without the pool
+        of what is in flight."""
         full = 0 if self._frees else self.group.layout.numel * self.dtype.itemsize
         return full + (0 if self.in_place else self.shard.numel() * self.shard.element_size())
 
 
 def _dense(grad: torch.Tensor) -> torch.Tensor:
-    """Return a dense gradient for embeddings with ``sparse=True``: buffers, norms and shards have a place for every element."""
+    """Return a dense gradient for embeddings with ``sparse=True``: buffers, norms and shards have a
+    place for every element."""
     return grad.to_dense() if grad.is_sparse else grad
 
 
@@ -304,7 +323,8 @@ class GradientMemory(Protocol):
         ...
 
     def borrow(self) -> FlatGrads:
-        """Return memory that no peer reads, with whatever it held. May wait for peers that still read there."""
+        """Return memory that no peer reads, with whatever it held. May wait for peers that still
+        read there."""
         ...
 
     def give_back(self) -> None:
@@ -374,14 +394,16 @@ class PooledGrads:
 
 @dataclass(eq=False)
 class PooledBuffer:
-    """A buffer (bytes), and by id of their PooledGrads the views that groups have cut from it: they are used again in every step."""
+    """A buffer (bytes), and by id of their PooledGrads the views that groups have cut from it: they
+    are used again in every step."""
 
     buffer: torch.Tensor
     cuts: dict[int, FlatGrads] = field(default_factory=dict)
 
 
 class BufferPool:
-    """Buffers of ``comm`` for the gradients in flight. At most ``most`` that fit a group, unless more are in use at once."""
+    """Buffers of ``comm`` for the gradients in flight. At most ``most`` that fit a group, unless
+    more are in use at once."""
 
     def __init__(self, comm: AxisComm, most: int) -> None:
         self._comm = comm
@@ -393,7 +415,8 @@ class BufferPool:
     def take(self, nbytes: int) -> PooledBuffer:
         """Return a buffer of ``nbytes`` to twice that.
 
-        Where there are ``most`` already, and peers still read all that were given back, it waits for the first of those.
+        Where there are ``most`` already, and peers still read all that were given back, it waits
+        for the first of those.
         """
         left = []
         for pooled in self._left:

@@ -1,9 +1,11 @@
-"""Chooses the parameters that are gathered, freed and reduced together: a model's tree cut into blocks, and parameters into buckets.
+"""Chooses the parameters that are gathered, freed and reduced together: a model's tree cut into
+blocks, and parameters into buckets.
 
-A block is a member of the model's stack: a child of a ModuleList, or one of several alike children of a Sequential (the outermost such stack, unless
-one member holds more than a quarter of the model and has a stack of its own). Everything outside the blocks (embeddings, final norm, head,
-parameters that several blocks share) belongs to the root block, which lives as long as the whole forward and backward: code may use such a
-weight outside its own module, as tied heads do.
+A block is a member of the model's stack: a child of a ModuleList, or one of several alike children
+of a Sequential (the outermost such stack, unless one member holds more than a quarter of the model
+and has a stack of its own). Everything outside the blocks (embeddings, final norm, head, parameters
+that several blocks share) belongs to the root block, which lives as long as the whole forward and
+backward: code may use such a weight outside its own module, as tied heads do.
 """
 
 from __future__ import annotations
@@ -21,12 +23,13 @@ from zero_trial.sharding.layout import living_dtype
 
 ROOT = ""
 
-# --- settings --------------------------------------------------------------------------------------------------------
+# --- settings -------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class LeafRules:
-    """ds_config's ``zero_optimization.leaf_module``: modules that are blocks by name, whatever the tree looks like."""
+    """ds_config's ``zero_optimization.leaf_module``: modules that are blocks by name, whatever the
+    tree looks like."""
 
     classes: tuple[str, ...] = ()
     names: tuple[str, ...] = ()
@@ -54,7 +57,8 @@ class GroupingLimits:
 
 @dataclass(frozen=True)
 class UnshardLimits:
-    """Elements: how many gathered ones may live at once, how soon one must be needed again to be kept, how many may be prefetched."""
+    """Elements: how many gathered ones may live at once, how soon one must be needed again to be
+    kept, how many may be prefetched."""
 
     max_live: int = 1_000_000_000
     max_reuse_distance: int = 1_000_000_000
@@ -84,10 +88,12 @@ class ShardingSettings:
 
 @dataclass(frozen=True)
 class ManualGroup:
-    """Parameters (by id) that a schedule gathers, frees and reduces together, such as those of one chunk of a pipeline.
+    """Parameters (by id) that a schedule gathers, frees and reduces together, such as those of one
+    chunk of a pipeline.
 
-    ``copies`` are the ranks that hold the same parameters for other layers (tied weights), or None. Copies have the same shapes in the same
-    order on all their ranks, and so the same layout: each rank exchanges the shard that it owns.
+    ``copies`` are the ranks that hold the same parameters for other layers (tied weights), or None.
+    Copies have the same shapes in the same order on all their ranks, and so the same layout: each
+    rank exchanges the shard that it owns.
     """
 
     name: str
@@ -98,7 +104,8 @@ class ManualGroup:
 
     @property
     def owned(self) -> bool:
-        """Whether this rank counts the group in the norm and writes it to checkpoints: of several copies, only the owner does."""
+        """Whether this rank counts the group in the norm and writes it to checkpoints: of several
+        copies, only the owner does."""
         return self.copies is None or self.copies.index == self.owner
 
     def agree(self, values: torch.Tensor, label: str) -> None:
@@ -111,12 +118,13 @@ class ManualGroup:
         return self.copies.size if self.copies is not None else 1
 
 
-# --- blocks of a module -----------------------------------------------------------------------------------------------
+# --- blocks of a module ---------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class ModuleFacts:
-    """A module as grouping sees it: its dotted name, class, kind, the number of parameters below it, and its children."""
+    """A module as grouping sees it: its dotted name, class, kind, the number of parameters below
+    it, and its children."""
 
     name: str
     class_name: str
@@ -178,7 +186,8 @@ def _too_large(member: ModuleFacts, root: ModuleFacts) -> bool:
 
 
 def block_of(parameter_names: Sequence[str], blocks: Sequence[str]) -> str:
-    """Return the block of a parameter with these names (several when tied): the one block that contains all of them, else the root."""
+    """Return the block of a parameter with these names (several when tied): the one block that
+    contains all of them, else the root."""
     owners = {_innermost_block(name, blocks) for name in parameter_names}
     return owners.pop() if len(owners) == 1 else ROOT
 
@@ -191,12 +200,13 @@ def _innermost_block(name: str, blocks: Sequence[str]) -> str:
     return best
 
 
-# --- parameters of a module -------------------------------------------------------------------------------------------
+# --- parameters of a module -----------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class ParamFacts:
-    """One parameter as grouping sees it. Parameters with different ``key`` (dtype, device, trainable or not) cannot share a group."""
+    """One parameter as grouping sees it. Parameters with different ``key`` (dtype, device,
+    trainable or not) cannot share a group."""
 
     name: str
     numel: int
@@ -223,10 +233,12 @@ def collect_params(
     dtype: torch.dtype,
     with_frozen: bool,
 ) -> tuple[list[ParamFacts], dict[str, nn.Parameter], Sequence[str]]:
-    """Return members for grouping, parameters by first name, and block names. ``opt_groups``: id(parameter) -> optimizer group.
+    """Return members for grouping, parameters by first name, and block names. ``opt_groups``:
+    id(parameter) -> optimizer group.
 
-    A frozen parameter is left as it is, or only sharded (``with_frozen``); so is every parameter where nothing is trained. A trainable
-    parameter in no optimizer group is left as it is: another optimizer may train it.
+    A frozen parameter is left as it is, or only sharded (``with_frozen``); so is every parameter
+    where nothing is trained. A trainable parameter in no optimizer group is left as it is: another
+    optimizer may train it.
     """
     blocks = find_blocks(module_facts(module), rules)
     members, params = [], {}
@@ -257,7 +269,8 @@ def collect_params(
 def by_manual_group(
     members: Sequence[ParamFacts], params: Mapping[str, nn.Parameter], manual_groups: Sequence[ManualGroup]
 ) -> list[ParamFacts]:
-    """Return the members with their manual groups as blocks; no group spans two of them. Every parameter must be in one."""
+    """Return the members with their manual groups as blocks; no group spans two of them. Every
+    parameter must be in one."""
     name_of = {param: manual_group.name for manual_group in manual_groups for param in manual_group.params}
     found = []
     for member in members:
@@ -266,9 +279,10 @@ def by_manual_group(
     return found
 
 
-# Parts of tensors in a model that is parallel itself. Such a model marks them as Megatron's and DeepSpeed's do: an attribute
-# ``tensor_model_parallel`` or ``model_parallel`` that is true. All other parameters are taken for copies of each other, and the first rank's
-# count where something is summed over the model: the gradient norm.
+# Parts of tensors in a model that is parallel itself. Such a model marks them as Megatron's and
+# DeepSpeed's do: an attribute ``tensor_model_parallel`` or ``model_parallel`` that is true. All
+# other parameters are taken for copies of each other, and the first rank's count where something is
+# summed over the model: the gradient norm.
 
 MARKS = ("tensor_model_parallel", "model_parallel")
 
@@ -283,12 +297,13 @@ def split_parts_from_copies(members: Sequence[ParamFacts], params: Mapping[str, 
     return [replace(member, key=(*member.key, is_model_parallel(params[member.name]))) for member in members]
 
 
-# --- groups -----------------------------------------------------------------------------------------------------------
+# --- groups ---------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class GroupSpec:
-    """A group to build: its members in layout order (sorted by optimizer group, so that each is one run), and whether it always lives."""
+    """A group to build: its members in layout order (sorted by optimizer group, so that each is one
+    run), and whether it always lives."""
 
     name: str
     members: tuple[ParamFacts, ...]
@@ -297,10 +312,12 @@ class GroupSpec:
 
 
 def into_buckets(members: Sequence[ParamFacts], limits: GroupingLimits) -> list[GroupSpec]:
-    """Fill buckets of parameters that always live, from the last parameter backwards: backward finishes those first.
+    """Fill buckets of parameters that always live, from the last parameter backwards: backward
+    finishes those first.
 
-    A bucket closes at ``limits.bucket`` elements or at a quarter of the model (never below 1 Mi), whichever is smaller, so that reductions
-    overlap with what is left of backward and no buffer is larger than the model needs.
+    A bucket closes at ``limits.bucket`` elements or at a quarter of the model (never below 1 Mi),
+    whichever is smaller, so that reductions overlap with what is left of backward and no buffer is
+    larger than the model needs.
     """
     total = sum(member.numel for member in members)
     goal = min(limits.bucket, max(-(-total // limits.buckets_wanted), 1 << 20))
@@ -338,10 +355,12 @@ def persistent_members(
 
 
 def into_blocks(members: Sequence[ParamFacts], limits: GroupingLimits) -> list[GroupSpec]:
-    """Make groups of parameters that live while their block computes: one per block and key; small ones always live, in buckets.
+    """Make groups of parameters that live while their block computes: one per block and key; small
+    ones always live, in buckets.
 
-    A parameter below ``limits.persistence`` elements stays live, as long as all such together stay below ``limits.model_persistence``.
-    Order: as backward reaches them, last block first, the root's and the persistent buckets at the end.
+    A parameter below ``limits.persistence`` elements stays live, as long as all such together stay
+    below ``limits.model_persistence``. Order: as backward reaches them, last block first, the
+    root's and the persistent buckets at the end.
     """
     small, kept = persistent_members(members, limits)
     grouped: dict[tuple[str, tuple[object, ...]], list[ParamFacts]] = {}
@@ -356,10 +375,12 @@ def into_blocks(members: Sequence[ParamFacts], limits: GroupingLimits) -> list[G
 
 
 def merge_small(blocks: Sequence[str], members: Sequence[ParamFacts], smallest: int) -> dict[str, tuple[str, ...]]:
-    """Merge neighbouring blocks of one stack until each group has ``smallest`` elements: group name -> its blocks, in order.
+    """Merge neighbouring blocks of one stack until each group has ``smallest`` elements: group name
+    -> its blocks, in order.
 
-    A group is gathered when its first block is used and freed after its last: fewer and larger messages, for at most ``smallest`` more
-    elements that live. ``members``: the parameters that will be freed.
+    A group is gathered when its first block is used and freed after its last: fewer and larger
+    messages, for at most ``smallest`` more elements that live. ``members``: the parameters that
+    will be freed.
     """
     sizes = Counter[str]()
     for member in members:
@@ -387,7 +408,8 @@ def _stack_of(block: str) -> str:
 
 
 def runs_of_groups(offsets: Sequence[tuple[int, int]], numel: int) -> Mapping[int, tuple[int, int]]:
-    """Return [start, stop) of each optimizer group in a flat buffer. ``offsets``: (offset, optimizer group) of each slot in order.
+    """Return [start, stop) of each optimizer group in a flat buffer. ``offsets``: (offset,
+    optimizer group) of each slot in order.
 
     Padding goes with the group before it, so that every run starts and ends at an aligned element.
     """

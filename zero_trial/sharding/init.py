@@ -1,9 +1,10 @@
 """``zero.Init``: builds a model of which no rank ever holds the whole.
 
-A parameter is cut into shards as soon as the module that owns it is assigned to its parent: at that moment the module's own initialization is
-over. Code that touches such a parameter later in the same block (``self.apply(init_weights)``, ``nn.init.normal_(self.head.weight)``) works: the
-parameter is gathered for it and cut again afterwards, at most OPEN of them whole at a time. Random numbers are drawn as without Init, so the
-model is the same, bit for bit.
+A parameter is cut into shards as soon as the module that owns it is assigned to its parent: at that
+moment the module's own initialization is over. Code that touches such a parameter later in the same
+block (``self.apply(init_weights)``, ``nn.init.normal_(self.head.weight)``) works: the parameter is
+gathered for it and cut again afterwards, at most OPEN of them whole at a time. Random numbers are
+drawn as without Init, so the model is the same, bit for bit.
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ _METADATA_METHODS = {
 
 
 class PreSharded:
-    """One parameter's shard on this rank: ``ceil(numel / N)`` elements, padded to ALIGN; the parameter itself keeps only its shape.
+    """One parameter's shard on this rank: ``ceil(numel / N)`` elements, padded to ALIGN; the
+    parameter itself keeps only its shape.
 
     Cutting is collective over ``comm``: rank 0's values are everyone's.
     """
@@ -58,7 +60,8 @@ class PreSharded:
         self.cut()
 
     def cut(self) -> None:
-        """Keep this rank's part of the parameter's current value and free the rest. Collective, if the value is there."""
+        """Keep this rank's part of the parameter's current value and free the rest. Collective, if
+        the value is there."""
         if not self.live:
             return
         values = self._param.detach().contiguous().view(-1)
@@ -88,7 +91,8 @@ class PreSharded:
 
     def open(self, params: list[nn.Parameter]) -> None:
         with torch._C.DisableTorchFunction(), torch.no_grad():
-            self.cut()  # what was written until now stays, whatever becomes of the edits that follow
+            # what was written until now stays, whatever becomes of the edits that follow
+            self.cut()
             self.lift()
 
     def close(self, params: list[nn.Parameter], source: int | None) -> None:
@@ -103,7 +107,8 @@ class PreSharded:
 
 
 def read_first_values(param: nn.Parameter) -> torch.Tensor:
-    """Return the full first value of a parameter, gathered if it was cut while the model was built. Collective in that case."""
+    """Return the full first value of a parameter, gathered if it was cut while the model was built.
+    Collective in that case."""
     sharded = owner_of_param(param)
     if isinstance(sharded, PreSharded):
         return param.detach() if sharded.live else sharded.gather()
@@ -111,14 +116,16 @@ def read_first_values(param: nn.Parameter) -> torch.Tensor:
 
 
 class Init:
-    """Context manager around a model's construction. Does nothing with one rank or where ``enabled`` is false.
+    """Context manager around a model's construction. Does nothing with one rank or where
+    ``enabled`` is false.
 
     Collective over the data-parallel ranks: all of them must build the same model.
 
     Args:
         module: a module that is built already, to be cut at once (then no ``with`` is needed).
-        dtype: casts parameters as they are cut (None: as built, so that fp32 masters later lose nothing).
-        mem_efficient_linear, pin_memory ...: DeepSpeed's arguments without a meaning here, accepted; ``remote_device`` is refused.
+        dtype: casts parameters as they are cut (None: as built, so that fp32 masters later lose
+        nothing). mem_efficient_linear, pin_memory ...: DeepSpeed's arguments without a meaning
+        here, accepted; ``remote_device`` is refused.
     """
 
     def __init__(
@@ -148,7 +155,8 @@ class Init:
         self._enabled = enabled
         self._handles: list[Any] = []
         self._mode: _Lifting | None = None
-        self._pending: dict[int, nn.Parameter] = {}  # built, but their module is not in its parent yet
+        # built, but their module is not in its parent yet
+        self._pending: dict[int, nn.Parameter] = {}
         if module is not None and enabled:
             with self:
                 for param in module.parameters():
@@ -211,9 +219,11 @@ class Init:
 
 
 class _Lifting(TorchFunctionMode):
-    """Gathers a cut parameter for the function that touches it; the least recently touched are cut again."""
+    """Gathers a cut parameter for the function that touches it; the least recently touched are cut
+    again."""
 
-    cuts_parameters = True  # for code that cannot be built like this: every rank must build the same modules
+    # for code that cannot be built like this: every rank must build the same modules
+    cuts_parameters = True
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,13 +1,16 @@
-"""A group's flat buffer: how parameters are laid out in it and cut into shards, the dtypes they have there, and the norm over shards.
+"""A group's flat buffer: how parameters are laid out in it and cut into shards, the dtypes they
+have there, and the norm over shards.
 
-Every tensor starts at a multiple of ALIGN elements, and a shard is a multiple of ALIGN elements long:
+Every tensor starts at a multiple of ALIGN elements, and a shard is a multiple of ALIGN elements
+long:
 
     |<------------- shard 0 ------------->|<------------- shard 1 ------------->|
     | wte .......... | . | h0.qkv ........ ........ | h0.out ....... | padding   |
     0                ^ALIGN               ^shard_numel
 
-Why aligned: 64 bytes for 16-bit and 128 bytes for fp32 keep vector loads whole, so that an element's bits do not depend on where its shard was cut
-(a scalar tail may round differently from the vector body), and any ALIGN-sized row belongs to one tensor. Price: at most ALIGN-1 elements per
+Why aligned: 64 bytes for 16-bit and 128 bytes for fp32 keep vector loads whole, so that an
+element's bits do not depend on where its shard was cut (a scalar tail may round differently from
+the vector body), and any ALIGN-sized row belongs to one tensor. Price: at most ALIGN-1 elements per
 tensor, and at most ALIGN * shards - 1 per group.
 """
 
@@ -43,7 +46,8 @@ class ParamSlot:
 
 @dataclass(frozen=True)
 class SlotSlice:
-    """The part of a slot that lies in one shard: elements [start, stop) of the flattened tensor, at ``offset`` within the shard."""
+    """The part of a slot that lies in one shard: elements [start, stop) of the flattened tensor, at
+    ``offset`` within the shard."""
 
     slot: ParamSlot
     start: int
@@ -102,7 +106,8 @@ class Layout:
 
 
 def lay_out(tensors: Sequence[tuple[str, tuple[int, ...]]], shards: int, replicas: int = 1) -> Layout:
-    """Lay out ``tensors`` (name, shape) in the given order, cut into ``shards`` equal parts that ``replicas`` can divide again."""
+    """Lay out ``tensors`` (name, shape) in the given order, cut into ``shards`` equal parts that
+    ``replicas`` can divide again."""
     slots, offset = [], 0
     for name, shape in tensors:
         slot = ParamSlot(name, tuple(shape), offset)
@@ -119,24 +124,28 @@ def round_up(value: int, multiple: int) -> int:
 def living_dtype(own: torch.dtype, asked: torch.dtype) -> torch.dtype:
     """Return the dtype in which a tensor that was given in ``own`` is trained.
 
-    A 16-bit ``asked`` (ds_config's bf16 or fp16) is for every floating tensor. fp32 means that nothing was asked for: every tensor keeps its
-    dtype, so that float64 stays, and so do 16-bit parameters, with fp32 masters.
+    A 16-bit ``asked`` (ds_config's bf16 or fp16) is for every floating tensor. fp32 means that
+    nothing was asked for: every tensor keeps its dtype, so that float64 stays, and so do 16-bit
+    parameters, with fp32 masters.
     """
     return own if asked == torch.float32 or not own.is_floating_point else asked
 
 
 def wide_dtype(living: torch.dtype, usual: torch.dtype) -> torch.dtype:
-    """Return the dtype of a parameter's gradient and messages: ``usual``, but float64 for a float64 parameter."""
+    """Return the dtype of a parameter's gradient and messages: ``usual``, but float64 for a float64
+    parameter."""
     return living if living == torch.float64 else usual
 
 
 def has_own_master(living: torch.dtype) -> bool:
-    """Return whether the optimizer updates the parameter itself; a 16-bit parameter has an fp32 master beside it."""
+    """Return whether the optimizer updates the parameter itself; a 16-bit parameter has an fp32
+    master beside it."""
     return living in (torch.float32, torch.float64)
 
 
 def describe_dtypes(params: Iterable[tuple[str, torch.dtype]], asked: torch.dtype) -> list[str]:
-    """Return log lines about the dtypes of the trainable ``params`` (name, dtype); none where all are fp32 or as ``asked``."""
+    """Return log lines about the dtypes of the trainable ``params`` (name, dtype); none where all
+    are fp32 or as ``asked``."""
     named = [(name, dtype) for name, dtype in params if dtype.is_floating_point]
     counts = Counter(dtype for _, dtype in named)
     if not set(counts) - {torch.float32} or set(counts) == {asked}:
@@ -163,14 +172,17 @@ def _short(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-# The gradient norm does not depend on where shards were cut. The native kernel adds squares, exact in float64, in float64. Without it, rows of
-# ALIGN elements are summed: they never cross a tensor, so every ZeRO stage and every number of ranks has the same rows; a row's sum of squares is
-# made in fp32 and the rows are added in float64. Either way the total differs between shardings by about 1e-16, which the final rounding
-# hides: stages clip by the same factor and their loss traces stay bit-equal. In rows, an element above 1.8e19 overflows and counts as non-finite.
+# The gradient norm does not depend on where shards were cut. The native kernel adds squares, exact
+# in float64, in float64. Without it, rows of ALIGN elements are summed: they never cross a tensor,
+# so every ZeRO stage and every number of ranks has the same rows; a row's sum of squares is made in
+# fp32 and the rows are added in float64. Either way the total differs between shardings by about
+# 1e-16, which the final rounding hides: stages clip by the same factor and their loss traces stay
+# bit-equal. In rows, an element above 1.8e19 overflows and counts as non-finite.
 
 
 def square_sum(shard: torch.Tensor) -> torch.Tensor:
-    """Sum the squares of ``shard`` (n,), n a multiple of ALIGN: a float64 scalar tensor, not finite if any element is not.
+    """Sum the squares of ``shard`` (n,), n a multiple of ALIGN: a float64 scalar tensor, not finite
+    if any element is not.
 
     Reads the shard once.
     """
@@ -188,12 +200,14 @@ def square_sum_of_rows(shard: torch.Tensor) -> torch.Tensor:
 
 
 def clip_factor(norm: float, limit: float) -> float:
-    """Return the factor that brings ``norm`` to at most ``limit`` (0: no limit), as torch's clip_grad_norm_ does, 1e-6 included."""
+    """Return the factor that brings ``norm`` to at most ``limit`` (0: no limit), as torch's
+    clip_grad_norm_ does, 1e-6 included."""
     return min(1.0, limit / (norm + 1e-6)) if limit > 0 else 1.0
 
 
 def divisor(total: torch.Tensor, unscale: float, limit: float) -> torch.Tensor:
-    """Compute ``1 / (unscale clip_factor)`` on the device from the sum of squares ``total`` (1,) in float64: an fp32 scalar.
+    """Compute ``1 / (unscale clip_factor)`` on the device from the sum of squares ``total`` (1,) in
+    float64: an fp32 scalar.
 
     Nothing is clipped where the norm is not finite. The host reads nothing.
     """

@@ -1,4 +1,5 @@
-"""A module whose parameters, gradients and optimizer state live by a ZeroPlan: param groups, gradient buffers, reducer, unsharder, publisher.
+"""A module whose parameters, gradients and optimizer state live by a ZeroPlan: param groups,
+gradient buffers, reducer, unsharder, publisher.
 
 forward          unsharder.unshard(block)                              where parameters do not always live
 backward         grad_buffer hook -> reducer.grad_ready(grad_buffer)   reduce-scatter of each group when its gradients are ready
@@ -44,12 +45,15 @@ from zero_trial.sharding.unshard import Unsharder
 
 
 class ShardedModel:
-    """``module`` with its trainable parameters in groups. Construction makes all ranks start from rank 0's values: collective over data.
+    """``module`` with its trainable parameters in groups. Construction makes all ranks start from
+    rank 0's values: collective over data.
 
     Args:
         opt_groups: for each optimizer group, its parameters.
-        manual_groups: groups that a schedule gathers and reduces; empty where the module's own hooks do.
-        on_group_built: called with each group before the next one is built; it may move master and shard elsewhere.
+        manual_groups: groups that a schedule gathers and reduces; empty where the module's own
+            hooks do.
+        on_group_built: called with each group before the next one is built; it may move master and
+            shard elsewhere.
         status: the state of the engine's steps.
     """
 
@@ -75,13 +79,15 @@ class ShardedModel:
         self.wire_scale = settings.wire_scale
         self.manual_groups = ManualGroups(manual_groups)
         if plan.frees_memory and any(param.device.type == "cpu" for param in module.parameters()):
-            keep_freed_memory()  # changes the allocator of the whole process: not where only GPU memory is freed
+            # changes the allocator of the whole process: not where only GPU memory is freed
+            keep_freed_memory()
         built = build_param_groups(module, opt_groups, plan, mesh, policy, settings, self.manual_groups, on_group_built)
         self.groups = built.all
         self._freed = [group for groups in built.freed.values() for group in groups]
         sync_unmanaged(module, {id(param) for param in self._params()}, policy, self.manual_groups, mesh.data)
         self.unsharder = Unsharder(built.modules, built.freed, plan.reshard, settings.live)
-        # Where peers sum up the full gradients: along shard, or along replica where nothing is sharded.
+        # Where peers sum up the full gradients: along shard, or along replica where nothing is
+        # sharded.
         along = mesh.shard if mesh.shard.size > 1 else mesh.replica
         in_place = bool(self.groups) and along.reads_in_place(self.groups[0].full.device)
         self.grad_pool = BufferPool(along, settings.in_flight + 2) if in_place else None
@@ -106,7 +112,8 @@ class ShardedModel:
             wire_scale=settings.wire_scale,
             in_flight=settings.in_flight,
         )
-        # Where this rank's pipeline stage counts the gradient norm, and gradients that are reduced where they live.
+        # Where this rank's pipeline stage counts the gradient norm, and gradients that are reduced
+        # where they live.
         self._owned = [self.manual_groups.owns(grad_buffer.group) for grad_buffer in self.grad_buffers]
         self._in_place = [grad_buffer for grad_buffer in self.grad_buffers if grad_buffer.in_place]
         self._grad_buffers_of = self.manual_groups.grad_buffers(self.grad_buffers)
@@ -122,21 +129,23 @@ class ShardedModel:
         """Return the factor from a reduced gradient shard to the averaged gradient."""
         return self._status.gradient_multiplier()
 
-    # --- one step -------------------------------------------------------------------------------------------------
+    # --- one step ---------------------------------------------------------------------------------
 
     def begin_backward(self, *, reduce: bool, last: bool) -> None:
-        """Start a backward pass of this model's own loss; ``reduce``: its gradients are reduced; ``last``: the step follows."""
+        """Start a backward pass of this model's own loss; ``reduce``: its gradients are reduced;
+        ``last``: the step follows."""
         if self.frees_parameters:
             self.unsharder.begin_backward(last=last)
         self.reducer.begin_pass(reduce=reduce)
 
     def end_backward(self) -> None:
-        """End the backward pass: gradients that are to be reduced are when this returns. Collective over shard and replica if so."""
+        """End the backward pass: gradients that are to be reduced are when this returns. Collective
+        over shard and replica if so."""
         self.reducer.finish_pass()
 
     def wait_before_writing(self) -> None:
-        """Wait until shards may be written: for gathers under way (fetched ahead and never used), and for peers that read parameters or
-        gradients in place.
+        """Wait until shards may be written: for gathers under way (fetched ahead and never used),
+        and for peers that read parameters or gradients in place.
 
         Every rank must call it at the same place, between a step's collectives and the next step's.
         """
@@ -150,7 +159,8 @@ class ShardedModel:
             grad_buffer.wait_for_readers()
 
     def publish(self) -> None:
-        """Round changed masters into parameters and publish them (a checkpoint was read). Collective over shard.
+        """Round changed masters into parameters and publish them (a checkpoint was read).
+        Collective over shard.
 
         ``publisher.wait`` must follow.
         """
@@ -159,13 +169,15 @@ class ShardedModel:
         self.unsharder.start_step()
 
     def wait(self) -> None:
-        """Wait until the published parameters are whole on all ranks: see :meth:`ParamPublisher.wait`."""
+        """Wait until the published parameters are whole on all ranks: see
+        :meth:`ParamPublisher.wait`."""
         self.publisher.wait()
 
-    # --- actions of a schedule ------------------------------------------------------------------------------------
+    # --- actions of a schedule --------------------------------------------------------------------
 
     def end_pass(self, manual_group: str) -> None:
-        """End a backward pass through the manual group's modules: its gradients are in their buffers."""
+        """End a backward pass through the manual group's modules: its gradients are in their
+        buffers."""
         for grad_buffer in self._grad_buffers_of[manual_group]:
             grad_buffer.end_pass()
 
@@ -174,7 +186,8 @@ class ShardedModel:
         self.reducer.reduce(self._grad_buffers_of[manual_group])
 
     def sum_copies(self, manual_group: str) -> None:
-        """Sum the manual group's reduced gradients over all its copies. Collective over shard and replica, and over the copies."""
+        """Sum the manual group's reduced gradients over all its copies. Collective over shard and
+        replica, and over the copies."""
         copies = self.manual_groups.by_name[manual_group].copies
         self.reducer.wait()
         for grad_buffer in self._grad_buffers_of[manual_group]:
@@ -182,9 +195,11 @@ class ShardedModel:
                 self.reducer.sum_copies(grad_buffer, copies)
 
     def owned_square_sums(self) -> list[torch.Tensor]:
-        """Return the square sums of the reduced gradient shards that no other pipeline stage counts.
+        """Return the square sums of the reduced gradient shards that no other pipeline stage
+        counts.
 
-        A group that another rank of the model axis counts gives zero here, or NaN where it is not finite: that concerns all ranks.
+        A group that another rank of the model axis counts gives zero here, or NaN where it is not
+        finite: that concerns all ranks.
         """
         buffers, found = self.reducer.grad_buffers, []
         for index, total in self.reducer.square_sums.items():
@@ -192,11 +207,12 @@ class ShardedModel:
                 found.append(total if buffers[index].group.counts else total * 0)
         return found
 
-    # --- full parameters ------------------------------------------------------------------------------------------
+    # --- full parameters --------------------------------------------------------------------------
 
     @contextmanager
     def materialized(self) -> Iterator[None]:
-        """Make masters and shards readable and writable inside the block, wherever they live; only between steps. May be nested. Local."""
+        """Make masters and shards readable and writable inside the block, wherever they live; only
+        between steps. May be nested. Local."""
         with ExitStack() as stack:
             for group in self.groups:
                 stack.enter_context(group.materialized())
@@ -217,7 +233,8 @@ class ShardedModel:
         return self._full_params.rank0_state_dict()
 
     def group_of(self, param: torch.Tensor) -> tuple[ParamGroup, int]:
-        """Return the group that holds ``param``, and its slot's index there. Raises TrialError for a parameter that this model does not train."""
+        """Return the group that holds ``param``, and its slot's index there. Raises TrialError for
+        a parameter that this model does not train."""
         for group in self.groups:
             for index, own in enumerate(group.params):
                 if own is param:
@@ -228,23 +245,27 @@ class ShardedModel:
         return next((grad_buffer for grad_buffer in self.grad_buffers if grad_buffer.group is group), None)
 
     def persistent_bytes(self) -> dict[str, int]:
-        """Count the bytes that outlive a step on this rank: parameters with masters, and gradients."""
+        """Count the bytes that outlive a step on this rank: parameters with masters, and
+        gradients."""
         return {
             "parameters": sum(group.persistent_bytes() for group in self.groups) + swap_buffer_bytes(self.groups),
             "gradients": sum(grad_buffer.persistent_bytes() for grad_buffer in self.grad_buffers),
         }
 
     def buffers(self) -> list[torch.Tensor]:
-        """List the flat buffers whose memory is freed and allocated again, or not allocated by torch: parameters, shards, gradients in flight."""
+        """List the flat buffers whose memory is freed and allocated again, or not allocated by
+        torch: parameters, shards, gradients in flight."""
         pooled = self.grad_pool.buffers() if self.grad_pool is not None else []
         of_groups = [buffer for group in self.groups for buffer in (group.full, group.shard)]
         return [*of_groups, *(grad_buffer.full for grad_buffer in self.grad_buffers), *pooled]
 
     def remove_hooks(self) -> None:
-        """Remove every hook from the module; its parameters become whole, ordinary parameters again. Collective over shard.
+        """Remove every hook from the module; its parameters become whole, ordinary parameters
+        again. Collective over shard.
 
-        Where the plan frees parameters, the whole module (also what always lived, and its buffers) is in the host's memory
-        afterwards: it goes there group by group, since the device may not hold it at once. Else it stays on its device.
+        Where the plan frees parameters, the whole module (also what always lived, and its buffers)
+        is in the host's memory afterwards: it goes there group by group, since the device may not
+        hold it at once. Else it stays on its device.
         """
         to_host = self.frees_parameters and not all(on_host(group.full) for group in self.groups)
         self.wait()
@@ -282,7 +303,8 @@ class BuiltGroups:
     Args:
         all: in the model's order.
         freed: by block, those whose parameters do not always live.
-        modules: for each such block the modules, in their order, that it stands for (none where a schedule says when to gather).
+        modules: for each such block the modules, in their order, that it stands for (none where a
+            schedule says when to gather).
     """
 
     all: list[ParamGroup]
@@ -300,7 +322,8 @@ def build_param_groups(
     manual_groups: ManualGroups,
     on_group_built: Callable[[ParamGroup], None],
 ) -> BuiltGroups:
-    """Build all groups of ``module``, with rank 0's values. Collective over data; arguments as for :class:`ShardedModel`."""
+    """Build all groups of ``module``, with rank 0's values. Collective over data; arguments as for
+    :class:`ShardedModel`."""
     number = {id(param): index for index, opt_group in enumerate(opt_groups) for param in opt_group}
     members, params, blocks = collect_params(
         module, number, settings.leaf, dtype=policy.param, with_frozen=plan.frees_parameters
@@ -371,7 +394,8 @@ def _build(
 def sync_unmanaged(
     module: nn.Module, managed: Collection[int], policy: DtypePolicy, manual_groups: ManualGroups, data: AxisComm
 ) -> None:
-    """Give parameters whose ids are not in ``managed``, and all buffers, the policy's dtype and rank 0's values. Collective over ``data``."""
+    """Give parameters whose ids are not in ``managed``, and all buffers, the policy's dtype and
+    rank 0's values. Collective over ``data``."""
     for name, param in module.named_parameters():
         if id(param) not in managed:
             values = read_first_values(param)
@@ -386,7 +410,8 @@ def sync_unmanaged(
 
 
 class ManualGroups:
-    """The manual groups of a model: none where its own hooks gather and reduce; otherwise every parameter is in one."""
+    """The manual groups of a model: none where its own hooks gather and reduce; otherwise every
+    parameter is in one."""
 
     def __init__(self, manual_groups: Sequence[ManualGroup] = ()) -> None:
         self.all = tuple(manual_groups)
@@ -397,7 +422,8 @@ class ManualGroups:
                 self._holders.setdefault(param, []).append(manual_group)
 
     def of(self, group: ParamGroup) -> ManualGroup | None:
-        """Return the manual group of ``group``, which never spans two; None without manual groups."""
+        """Return the manual group of ``group``, which never spans two; None without manual
+        groups."""
         found = self._holders.get(id(group.params[0]), ()) if group.params else ()
         return found[0] if found else None
 
@@ -410,12 +436,14 @@ class ManualGroups:
         return found
 
     def owns(self, group: ParamGroup) -> bool:
-        """Return whether this rank's pipeline stage counts the group's norm and saves it: true for all groups but copies."""
+        """Return whether this rank's pipeline stage counts the group's norm and saves it: true for
+        all groups but copies."""
         manual_group = self.of(group)
         return manual_group is None or manual_group.owned
 
     def is_copy(self, name: str) -> bool:
-        """Return whether a parameter or buffer is a copy of another pipeline stage's, which saves it."""
+        """Return whether a parameter or buffer is a copy of another pipeline stage's, which saves
+        it."""
         return any(name.startswith(f"{manual_group.module}.") for manual_group in self.all if not manual_group.owned)
 
     def agree(self, param: nn.Parameter, values: torch.Tensor, label: str) -> None:

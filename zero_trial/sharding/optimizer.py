@@ -1,9 +1,11 @@
-"""The optimizer over shards: any torch optimizer, stepping on this rank's flat pieces of the master weights.
+"""The optimizer over shards: any torch optimizer, stepping on this rank's flat pieces of the master
+weights.
 
     shard of a group    |<-------- one optimizer group -------->|<---- another ---->|
     pieces              |<----- piece ----->|<----- piece ----->|<----- piece ----->|   cut further where a store wants it
 
-A StateStore says where master weights and moments live between steps: DeviceStore here, others in ``offload``.
+A StateStore says where master weights and moments live between steps: DeviceStore here, others in
+``offload``.
 """
 
 from __future__ import annotations
@@ -39,7 +41,8 @@ from zero_trial.sharding.param_group import ParamGroup
 
 @dataclass(frozen=True)
 class ShardPiece:
-    """Elements [low, high) of a group's shard that belong to one optimizer group; ``weight`` (high-low,) is that part of the master."""
+    """Elements [low, high) of a group's shard that belong to one optimizer group; ``weight``
+    (high-low,) is that part of the master."""
 
     group: ParamGroup
     grad_buffer: GradBuffer
@@ -53,12 +56,14 @@ class ShardPiece:
         return self.high - self.low
 
     def gradient(self) -> torch.Tensor:
-        """Return the reduced gradient in the weight's dtype and shape: a view where dtypes agree, else a new tensor (4 bytes per element)."""
+        """Return the reduced gradient in the weight's dtype and shape: a view where dtypes agree,
+        else a new tensor (4 bytes per element)."""
         return self.grad_buffer.shard[self.low : self.high].to(self.weight.dtype).view(self.weight.shape)
 
     @property
     def rounded(self) -> torch.Tensor | None:
-        """Where the weight's rounded copy belongs, (high-low,): this piece of the 16-bit shard; None where the weight is the shard itself."""
+        """Where the weight's rounded copy belongs, (high-low,): this piece of the 16-bit shard;
+        None where the weight is the shard itself."""
         group = self.group
         return None if group.master is group.shard else group.shard[self.low : self.high]
 
@@ -69,7 +74,8 @@ class ShardPiece:
 
 
 class StateStore(Protocol):
-    """Hands out the pieces of a step batch by batch. Between ``borrow`` and ``give_back`` their weights and moments are where the update runs."""
+    """Hands out the pieces of a step batch by batch. Between ``borrow`` and ``give_back`` their
+    weights and moments are where the update runs."""
 
     def expect(self) -> None:
         """Start to fetch what the next step needs first; that step may be skipped."""
@@ -80,15 +86,18 @@ class StateStore(Protocol):
     def borrow(self, batch: Sequence[ShardPiece]) -> None: ...
 
     def give_back(self, batch: Sequence[ShardPiece], rounded: bool) -> bool:
-        """Take the batch back; ``rounded``: the update has made the 16-bit copies. Return whether they exist now."""
+        """Take the batch back; ``rounded``: the update has made the 16-bit copies. Return whether
+        they exist now."""
         ...
 
     def lent(self) -> AbstractContextManager[None]:
-        """Make all masters and all state readable and writable inside the block; only between steps."""
+        """Make all masters and all state readable and writable inside the block; only between
+        steps."""
         ...
 
     def zeros(self, piece: ShardPiece, kind: str) -> torch.Tensor | None:
-        """Return zeros for state ``kind`` of a piece where the store keeps that kind, else None; only inside :meth:`lent`."""
+        """Return zeros for state ``kind`` of a piece where the store keeps that kind, else None;
+        only inside :meth:`lent`."""
         ...
 
     def resident_bytes(self, value: torch.Tensor, kind: str) -> int:
@@ -106,10 +115,12 @@ class StateStore(Protocol):
 
 
 class DeviceStore:
-    """Keeps everything on the compute device. Price: K bytes per parameter and shard (12 for Adam: master, two moments), no traffic.
+    """Keeps everything on the compute device. Price: K bytes per parameter and shard (12 for Adam:
+    master, two moments), no traffic.
 
-    Pieces go in one batch when their gradients need no cast; else in batches of at most ``cast_numel`` elements, which bounds the fp32 copies.
-    ``by_group``: one batch per group, for an optimizer that needs no casts and whose results can be published while it goes on.
+    Pieces go in one batch when their gradients need no cast; else in batches of at most
+    ``cast_numel`` elements, which bounds the fp32 copies. ``by_group``: one batch per group, for an
+    optimizer that needs no casts and whose results can be published while it goes on.
     """
 
     def __init__(self, pieces: Sequence[ShardPiece], cast_numel: float = 1 << 26, *, by_group: bool = False) -> None:
@@ -167,9 +178,11 @@ def cut_pieces(
     """Cut this rank's shards into pieces: one per group and optimizer group.
 
     Args:
-        whole_tensors: one piece per tensor instead, in its shape (a scalar as (1,)), for optimizers that need whole tensors. Possible only
-            where nothing is sharded; otherwise raises ConfigError.
-        most: cut further at multiples of so many elements, counted from the shard's start (not with ``whole_tensors``).
+        whole_tensors: one piece per tensor instead, in its shape (a scalar as (1,)), for optimizers
+            that need whole tensors. Possible only where nothing is sharded; otherwise raises
+            ConfigError.
+        most: cut further at multiples of so many elements, counted from the shard's start (not with
+            ``whole_tensors``).
         make: builds each piece from ShardPiece's fields.
     """
     if whole_tensors and any(grad_buffer.group.comm.size > 1 for grad_buffer in grad_buffers):
@@ -211,9 +224,11 @@ def _runs(grad_buffer: GradBuffer, most: int | None, make: Make) -> Iterator[Sha
 def segments_of(
     pieces: Sequence[ShardPiece], groups: Sequence[ParamGroup]
 ) -> tuple[dict[int, list[TensorSegment]], int]:
-    """Return which elements of each piece (by id of its weight) belong to which tensor, and the number of tensors.
+    """Return which elements of each piece (by id of its weight) belong to which tensor, and the
+    number of tensors.
 
-    Tensors are numbered over all ``groups``, which are the same on every rank: a rank may have no piece of some of them.
+    Tensors are numbered over all ``groups``, which are the same on every rank: a rank may have no
+    piece of some of them.
     """
     names = sorted({slot.name for group in groups for slot in group.layout.slots})
     number = {name: index for index, name in enumerate(names)}
@@ -228,11 +243,14 @@ def segments_of(
 
 
 def rebind(base: torch.optim.Optimizer, pieces: Sequence[ShardPiece]) -> None:
-    """Make a client's optimizer object step on ``pieces`` instead of the model's parameters; its groups and settings stay.
+    """Make a client's optimizer object step on ``pieces`` instead of the model's parameters; its
+    groups and settings stay.
 
-    Raises ConfigError when it already holds state: that state belongs to whole tensors that this rank no longer has.
+    Raises ConfigError when it already holds state: that state belongs to whole tensors that this
+    rank no longer has.
     """
-    eager = isinstance(base, torch.optim.Adagrad)  # the one torch optimizer that makes its state when it is built
+    # the one torch optimizer that makes its state when it is built
+    eager = isinstance(base, torch.optim.Adagrad)
 
     def has_stepped(state: Mapping[str, Any]) -> bool:
         telling = (
@@ -261,9 +279,11 @@ def rebind(base: torch.optim.Optimizer, pieces: Sequence[ShardPiece]) -> None:
 
 
 class StepStatus:
-    """The state of the engine's steps, for code that shows numbers to users: the last step may still be undone.
+    """The state of the engine's steps, for code that shows numbers to users: the last step may
+    still be undone.
 
-    This class itself serves loops without an engine: every step's outcome is known, and the loss is not scaled.
+    This class itself serves loops without an engine: every step's outcome is known, and the loss is
+    not scaled.
     """
 
     @property
@@ -280,7 +300,8 @@ class StepStatus:
 
 
 def _batching(base: torch.optim.Optimizer) -> dict[str, Any]:
-    """Choose how ``base`` gets its pieces: by group, all at once (norms over tensors that lie in several pieces), or bounded by the casts' memory."""
+    """Choose how ``base`` gets its pieces: by group, all at once (norms over tensors that lie in
+    several pieces), or bounded by the casts' memory."""
     if not isinstance(base, ShardOptimizer):
         return {}
     if not base.elementwise:
@@ -290,7 +311,8 @@ def _batching(base: torch.optim.Optimizer) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class StateView:
-    """A tensor of optimizer state, or the master weight, of one logical tensor's part: elements [start, stop) of the flattened tensor."""
+    """A tensor of optimizer state, or the master weight, of one logical tensor's part: elements
+    [start, stop) of the flattened tensor."""
 
     kind: str  # "master", "exp_avg" ...
     name: str
@@ -301,9 +323,11 @@ class StateView:
 
 
 class ShardedOptimizer:
-    """Steps ``base`` on the shards' pieces; everything user code knows of an optimizer (``param_groups``, lr) is the base's own.
+    """Steps ``base`` on the shards' pieces; everything user code knows of an optimizer
+    (``param_groups``, lr) is the base's own.
 
-    ``loss_scale`` and ``cur_scale`` report the engine's loss scale, as DeepSpeed's optimizer objects do.
+    ``loss_scale`` and ``cur_scale`` report the engine's loss scale, as DeepSpeed's optimizer
+    objects do.
 
     Args:
         groups: all parameter groups of the model, the same on every rank.
@@ -347,7 +371,8 @@ class ShardedOptimizer:
     cur_scale = loss_scale
 
     def takes_device_scalars(self, device: torch.device) -> bool:
-        """Return whether :meth:`update` can read factor and skip on ``device``, where the gradients are, so that the host reads nothing there."""
+        """Return whether :meth:`update` can read factor and skip on ``device``, where the gradients
+        are, so that the host reads nothing there."""
         if not supports_device_scalars(self.base) or not isinstance(self.store, DeviceStore):
             return False
         at_home = all(piece.weight.device == piece.grad_buffer.shard.device for piece in self.pieces)
@@ -355,7 +380,8 @@ class ShardedOptimizer:
 
     @property
     def divides(self) -> bool:
-        """Whether device scalars must hold a divisor of the gradients: torch's own fused optimizers cannot multiply."""
+        """Whether device scalars must hold a divisor of the gradients: torch's own fused optimizers
+        cannot multiply."""
         return not isinstance(self.base, ShardOptimizer)
 
     def expect(self) -> None:
@@ -363,7 +389,8 @@ class ShardedOptimizer:
         self.store.expect()
 
     def step(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Raise TrialError: a loop of plain torch would step without reduced gradients, and would not publish the new values."""
+        """Raise TrialError: a loop of plain torch would step without reduced gradients, and would
+        not publish the new values."""
         raise TrialError(
             "the engine steps this optimizer: it reduces, clips and unscales the gradients before, and gathers the parameters after",
             where="optimizer.step",
@@ -373,11 +400,14 @@ class ShardedOptimizer:
     def update(
         self, multiplier: float, scalars: DeviceScalars | None = None
     ) -> Iterator[tuple[Sequence[ShardPiece], bool]]:
-        """Step with ``multiplier`` times the reduced gradients; yield pieces as soon as they are done, and whether their 16-bit copies are.
+        """Step with ``multiplier`` times the reduced gradients; yield pieces as soon as they are
+        done, and whether their 16-bit copies are.
 
-        Bytes per parameter from a 16-bit gradient to a 16-bit parameter (Adam): 28 in one pass where the optimizer fuses, else 28 and two
-        casts of 6 each. With ``scalars`` (see :meth:`takes_device_scalars` and :attr:`divides`) the device may skip the step: then
-        :meth:`undo_step` must follow. Optimizers that sum norms over tensors (LAMB) are collective over shard.
+        Bytes per parameter from a 16-bit gradient to a 16-bit parameter (Adam): 28 in one pass
+        where the optimizer fuses, else 28 and two casts of 6 each. With ``scalars`` (see
+        :meth:`takes_device_scalars` and :attr:`divides`) the device may skip the step: then
+        :meth:`undo_step` must follow. Optimizers that sum norms over tensors (LAMB) are collective
+        over shard.
         """
         self._stateful = len(self.base.state)
         for batch in self.store.batches():
@@ -406,7 +436,8 @@ class ShardedOptimizer:
         """Do nothing: gradients live in the groups, and :meth:`Engine.zero_grad` drops them."""
 
     def lent(self) -> AbstractContextManager[None]:
-        """Make masters and state readable and writable inside the block, wherever they live; only between steps. May be nested."""
+        """Make masters and state readable and writable inside the block, wherever they live; only
+        between steps. May be nested."""
         return self.store.lent()
 
     def close(self) -> None:
@@ -414,11 +445,13 @@ class ShardedOptimizer:
         self.store.close()
 
     def identity(self) -> dict[str, Any]:
-        """Return class and hyperparameter names, for a checkpoint: state belongs to another optimizer if the latter differ."""
+        """Return class and hyperparameter names, for a checkpoint: state belongs to another
+        optimizer if the latter differ."""
         return {"class": type(self.base).__name__, "settings": sorted(set(self.base.defaults) - _HOW_NOT_WHAT)}
 
     def bind_tensors(self, groups: Sequence[ParamGroup], sum_over_shards: Callable[[torch.Tensor], None]) -> None:
-        """Give an optimizer with norms per tensor (LAMB) the elements of each piece that belong to each tensor.
+        """Give an optimizer with norms per tensor (LAMB) the elements of each piece that belong to
+        each tensor.
 
         ``groups``: all of the model, the same on every rank (see :func:`segments_of`).
         """
@@ -426,12 +459,14 @@ class ShardedOptimizer:
             segments, count = segments_of(self.pieces, groups)
             self.base.bind(segments, count, sum_over_shards)
 
-    # --- state, for checkpoints and user code ---------------------------------------------------------------------
+    # --- state, for checkpoints and user code -----------------------------------------------------
 
     def views(self) -> Iterator[StateView]:
-        """Yield every tensor of master weights and state on this rank, by logical tensor. Their values are there only inside :meth:`lent`.
+        """Yield every tensor of master weights and state on this rank, by logical tensor. Their
+        values are there only inside :meth:`lent`.
 
-        State that is not one value per element (rows and columns of Adafactor) exists for whole tensors only and has its own shape.
+        State that is not one value per element (rows and columns of Adafactor) exists for whole
+        tensors only and has its own shape.
         """
         self._status.settle()
         for piece in self.pieces:
@@ -444,7 +479,8 @@ class ShardedOptimizer:
             yield from _by_tensor(piece, {"master": piece.weight.detach()} | elementwise)
 
     def scalars(self) -> dict[str, dict[str, float]]:
-        """Return the state that is one number per tensor (step counts), by optimizer group: ``{"0": {"step": 12.0}}``.
+        """Return the state that is one number per tensor (step counts), by optimizer group: ``{"0":
+        {"step": 12.0}}``.
 
         All pieces of a group step together, so their numbers are the same.
         """
@@ -464,10 +500,11 @@ class ShardedOptimizer:
         scalars: Mapping[str, Mapping[str, float]],
         shape_of: Callable[[str, str], tuple[int, ...] | None],
     ) -> None:
-        """Replace all state by zeros of the named kinds and the scalar state, so that a checkpoint can be read into :meth:`views`.
+        """Replace all state by zeros of the named kinds and the scalar state, so that a checkpoint
+        can be read into :meth:`views`.
 
-        ``shape_of(kind, tensor)`` is the stored shape, None if there is no such state: then a piece of that tensor gets none either.
-        Only inside :meth:`lent`.
+        ``shape_of(kind, tensor)`` is the stored shape, None if there is no such state: then a piece
+        of that tensor gets none either. Only inside :meth:`lent`.
         """
         self._status.settle()
         self.base.state.clear()
@@ -494,7 +531,8 @@ class ShardedOptimizer:
                 self.base.state[piece.weight] = state
 
     def state_shard(self, group: ParamGroup, kind: str) -> torch.Tensor | None:
-        """Return the group's shard of state ``kind`` (shard_numel,), put together from its pieces; None if there is no such state yet."""
+        """Return the group's shard of state ``kind`` (shard_numel,), put together from its pieces;
+        None if there is no such state yet."""
         self._status.settle()
         out: torch.Tensor | None = None
         with self.store.lent():
@@ -526,7 +564,8 @@ class ShardedOptimizer:
 
 
 def _by_tensor(piece: ShardPiece, tensors: Mapping[str, torch.Tensor]) -> Iterator[StateView]:
-    """Yield the part of each logical tensor that ``tensors``, which have the piece's shape, hold."""
+    """Yield the part of each logical tensor that ``tensors``, which have the piece's shape,
+    hold."""
     for part in piece.group.layout.pieces(piece.group.comm.index):
         low, high = max(part.offset, piece.low), min(part.offset + part.numel, piece.high)
         if low < high:
@@ -537,7 +576,8 @@ def _by_tensor(piece: ShardPiece, tensors: Mapping[str, torch.Tensor]) -> Iterat
 
 
 def whole_slot(piece: ShardPiece) -> ParamSlot | None:
-    """Return the tensor that ``piece`` covers exactly, in its shape; None if there is no such tensor."""
+    """Return the tensor that ``piece`` covers exactly, in its shape; None if there is no such
+    tensor."""
     if piece.group.comm.size > 1:
         return None
     shape = tuple(piece.weight.shape)
@@ -555,7 +595,8 @@ def _fused(base: torch.optim.Optimizer) -> bool:
     return any(opt_group.get("fused") or opt_group.get("capturable") for opt_group in base.param_groups)
 
 
-# Hyperparameters that choose an implementation or a variant with the same state, and those that every optimizer has.
+# Hyperparameters that choose an implementation or a variant with the same state, and those that
+# every optimizer has.
 _HOW_NOT_WHAT = {
     "lr", "weight_decay", "maximize", "foreach", "capturable", "differentiable", "fused", "amsgrad", "decoupled_weight_decay",
     "bias_correction",

@@ -1,6 +1,8 @@
-"""Parameters that are gathered, freed and reduced together: a Layout plus its live buffers; and their publication after an update.
+"""Parameters that are gathered, freed and reduced together: a Layout plus its live buffers; and
+their publication after an update.
 
-Memory of one group of n elements on N shards (p bytes per parameter element: 2 for fp16 and bf16, 4 for fp32):
+Memory of one group of n elements on N shards (p bytes per parameter element: 2 for fp16 and bf16, 4
+for fp32):
 
     full     n p        always, or while the group computes
     shard    n/N p      part of full while full always lives
@@ -34,7 +36,8 @@ class OffloadedShard(Protocol):
     """A shard that lives outside of memory. Its values change only in updates."""
 
     def expect(self) -> bool:
-        """Start to read the values ahead, as far as there is room; they are needed soon. Return whether that was asked for before."""
+        """Start to read the values ahead, as far as there is room; they are needed soon. Return
+        whether that was asked for before."""
         ...
 
     def fetch(self, into: torch.Tensor) -> None:
@@ -56,12 +59,14 @@ class OffloadedShard(Protocol):
 
 
 class ParamGroup:
-    """One flat buffer and the parameters that are views of it: views of ``full``, or freed, if their lifetime says so.
+    """One flat buffer and the parameters that are views of it: views of ``full``, or freed, if
+    their lifetime says so.
 
     Args:
         params: ``params[i]`` is the tensor of ``layout.slots[i]``.
         runs: for each optimizer group, its [start, stop) in the flat buffer.
-        counts: this rank counts the group in the norm over the model axis, of which all ranks may hold the same parameters.
+        counts: this rank counts the group in the norm over the model axis, of which all ranks may
+            hold the same parameters.
         read: returns the first full value of a parameter.
         agree: makes first values (n,) equal on all ranks; collective.
     """
@@ -95,7 +100,8 @@ class ParamGroup:
         self.comm = comm
         low, high = layout.shard_range(comm.index)
         always = plan.params is Lifetime.ALWAYS
-        # Values that are sent in every step are in a buffer that peers can read in place; memory that is freed is ordinary.
+        # Values that are sent in every step are in a buffer that peers can read in place; memory
+        # that is freed is ordinary.
         self.full = (
             comm.buffer(layout.numel, dtype, device)
             if always
@@ -121,11 +127,13 @@ class ParamGroup:
             self.reshard()
 
     def replace_master(self, master: torch.Tensor) -> None:
-        """Keep the master in ``master`` from now on: the same values elsewhere, or NaN while they are in a file."""
+        """Keep the master in ``master`` from now on: the same values elsewhere, or NaN while they
+        are in a file."""
         self.master = master
 
     def replace_shard(self, shard: torch.Tensor) -> None:
-        """Keep the shard in ``shard`` from now on, and the master, too, where it is the shard itself."""
+        """Keep the shard in ``shard`` from now on, and the master, too, where it is the shard
+        itself."""
         if self.master is self.shard:
             self.master = shard
         self.shard = shard
@@ -141,7 +149,8 @@ class ParamGroup:
     def _fill(
         self, read: Callable[[nn.Parameter], torch.Tensor], agree: Callable[[torch.Tensor], None] | None
     ) -> torch.Tensor:
-        """Copy the parameters' first values into ``full`` and return them unrounded (n,), so that the fp32 masters lose nothing."""
+        """Copy the parameters' first values into ``full`` and return them unrounded (n,), so that
+        the fp32 masters lose nothing."""
         wide = (
             self.full
             if all(p.dtype == self.dtype for p in self.params)
@@ -156,7 +165,8 @@ class ParamGroup:
         return wide
 
     def unshard_async(self) -> None:
-        """Start the all-gather of the full parameters; :meth:`finish_unshard` completes it. Moves n (N-1)/N elements. Collective over shard."""
+        """Start the all-gather of the full parameters; :meth:`finish_unshard` completes it. Moves n
+        (N-1)/N elements. Collective over shard."""
         if self.live or self._gathering is not None:
             return
         with trace_range("unshard"):
@@ -169,8 +179,8 @@ class ParamGroup:
     def expect(self) -> bool:
         """Return whether to call :meth:`unshard_async` now, for a use that comes soon.
 
-        The first call for a shard that lives outside of memory only starts to read it. The answer depends on the order of calls alone, so
-        that it is the same on all ranks of the axis.
+        The first call for a shard that lives outside of memory only starts to read it. The answer
+        depends on the order of calls alone, so that it is the same on all ranks of the axis.
         """
         if self.live or self._gathering is not None:
             return False
@@ -190,7 +200,8 @@ class ParamGroup:
             self.live = True
 
     def wait_before_writing(self) -> None:
-        """Wait until the shard may be written: a gather under way is finished, and no peer reads it in place any more.
+        """Wait until the shard may be written: a gather under way is finished, and no peer reads it
+        in place any more.
 
         Peers must come as far: all ranks call this at the same place between their collectives.
         """
@@ -215,8 +226,9 @@ class ParamGroup:
     def reshard(self, *, stale: bool = False) -> None:
         """Free the full buffer's memory, unless it is pinned (``stale``: even then).
 
-        The parameters keep their shapes but read as NaN, so that a use outside its time shows. Tensors that autograd saved as views of
-        ``full`` stay valid: they share the storage, which the next gather refills.
+        The parameters keep their shapes but read as NaN, so that a use outside its time shows.
+        Tensors that autograd saved as views of ``full`` stay valid: they share the storage, which
+        the next gather refills.
         """
         if not self.live or self.plan.params is Lifetime.ALWAYS or (self._pins and not stale):
             return
@@ -226,13 +238,16 @@ class ParamGroup:
         self.full.untyped_storage().resize_(0)
 
     def publish(self, *, rounded: bool = False, lend: bool = True) -> Pending | None:
-        """Round an updated master into the shard and start to give every rank the new full copy, where one always lives.
+        """Round an updated master into the shard and start to give every rank the new full copy,
+        where one always lives.
 
-        Moves n (N-1)/N elements where parameters always live and are sharded, nothing otherwise. Returns what to wait for.
+        Moves n (N-1)/N elements where parameters always live and are sharded, nothing otherwise.
+        Returns what to wait for.
 
         Args:
             rounded: the shard holds the rounded values already.
-            lend: peers may read the shard in place. Without it, the full copy may be edited as soon as it has arrived here.
+            lend: peers may read the shard in place. Without it, the full copy may be edited as soon
+                as it has arrived here.
         """
         if self.master is not self.shard and not rounded:
             with self.materialized():
@@ -245,7 +260,8 @@ class ParamGroup:
         return self.comm.all_gather(self.full, self.own, self.name, lend=lend)
 
     def load_full(self, params: Collection[int] | None = None) -> None:
-        """Copy the full values, which are alike on all ranks, into shard and master. ``params`` (ids): only these parameters' elements."""
+        """Copy the full values, which are alike on all ranks, into shard and master. ``params``
+        (ids): only these parameters' elements."""
         self.wait_before_writing()
         if params is None:
             parts = [slice(None)]
@@ -263,7 +279,8 @@ class ParamGroup:
                     self.master[part].copy_(self.shard[part])
 
     def apply_edits(self) -> None:
-        """Copy edits of the full values, alike on all ranks, into shard and master. Masters of other elements keep all their bits."""
+        """Copy edits of the full values, alike on all ranks, into shard and master. Masters of
+        other elements keep all their bits."""
         self.wait_before_writing()
         with self.materialized():
             if self.master is not self.shard:
@@ -278,12 +295,14 @@ class ParamGroup:
             param.data = view
 
     def persistent_bytes(self) -> int:
-        """Count the bytes of parameters and master weights that outlive a step on this rank's device."""
+        """Count the bytes of parameters and master weights that outlive a step on this rank's
+        device."""
         low = self.shard.element_size() * (
             self.layout.numel if self.plan.params is Lifetime.ALWAYS else self.layout.shard_numel
         )
         elsewhere = self.master is self.shard or is_absent(self.master) or self.master.device != self.shard.device
-        low = low if self.offloaded is None else 0  # what passes through buffers is counted once, by swap_buffer_bytes
+        # what passes through buffers is counted once, by swap_buffer_bytes
+        low = low if self.offloaded is None else 0
         return low + (0 if elsewhere else self.master.numel() * 4)
 
 
@@ -295,7 +314,8 @@ class Updated(Protocol):
 
 
 class ParamPublisher:
-    """Publishes the groups of one model after each update, in the model's order on every rank, whatever share of them a rank updates.
+    """Publishes the groups of one model after each update, in the model's order on every rank,
+    whatever share of them a rank updates.
 
         update 0 | all-gather 0 ...........
                  | update 1 | all-gather 1 ...
@@ -315,7 +335,8 @@ class ParamPublisher:
         self._hook: Any = None
 
     def begin(self, pieces: Sequence[Updated] = (), *, lend: bool = True) -> None:
-        """Prepare for an update of ``pieces``. Without ``lend``, what has arrived may be edited before the peers have come as far."""
+        """Prepare for an update of ``pieces``. Without ``lend``, what has arrived may be edited
+        before the peers have come as far."""
         self._queue = deque(self._groups)
         self._lend = lend
         self._pieces_left.clear()
@@ -324,10 +345,11 @@ class ParamPublisher:
             self._pieces_left[id(piece.group)] = self._pieces_left.get(id(piece.group), 0) + 1
 
     def updated(self, pieces: Sequence[Updated], rounded: bool) -> None:
-        """Publish each group whose turn has come, now that the masters of ``pieces`` are new. Collective over shard.
+        """Publish each group whose turn has come, now that the masters of ``pieces`` are new.
+        Collective over shard.
 
-        ``rounded``: their 16-bit copies are new, too. A rank may have no piece of a group at all (its part is padding): the group goes when
-        its turn comes.
+        ``rounded``: their 16-bit copies are new, too. A rank may have no piece of a group at all
+        (its part is padding): the group goes when its turn comes.
         """
         for piece in pieces:
             self._pieces_left[id(piece.group)] -= 1
@@ -337,12 +359,14 @@ class ParamPublisher:
             self._publish(self._queue.popleft())
 
     def finish(self) -> None:
-        """Publish the remaining groups. :meth:`wait` or :meth:`wait_at_next_forward` must follow. Collective over shard."""
+        """Publish the remaining groups. :meth:`wait` or :meth:`wait_at_next_forward` must follow.
+        Collective over shard."""
         while self._queue:
             self._publish(self._queue.popleft())
 
     def publish_frozen(self) -> None:
-        """Publish the groups that no step changes: their values were replaced (a checkpoint was read). Collective over shard."""
+        """Publish the groups that no step changes: their values were replaced (a checkpoint was
+        read). Collective over shard."""
         for group in self._groups:
             if not group.trainable and (pending := group.publish()) is not None:
                 self.under_way.append(pending)
@@ -357,11 +381,13 @@ class ParamPublisher:
                 self.under_way.append(pending)
 
     def wait(self) -> None:
-        """Wait until every parameter that always lives is whole here and on the other ranks of the shard axis, which must come as far."""
+        """Wait until every parameter that always lives is whole here and on the other ranks of the
+        shard axis, which must come as far."""
         wait_all(self.wait_result())
 
     def wait_result(self) -> Sequence[Pending]:
-        """Wait until every parameter that always lives is whole here; return the exchanges whose input peers may still be reading."""
+        """Wait until every parameter that always lives is whole here; return the exchanges whose
+        input peers may still be reading."""
         if self._hook is not None:
             self._hook.remove()
             self._hook = None
@@ -375,8 +401,9 @@ class ParamPublisher:
     def wait_at_next_forward(self) -> None:
         """Defer the wait to the next forward of the module, or of any part of it.
 
-        One rank alone may call that, so it waits for the result alone: what was published with ``lend=False`` may be edited then. The hook
-        is torch's global one, because any part may be called first; it is removed after that call.
+        One rank alone may call that, so it waits for the result alone: what was published with
+        ``lend=False`` may be edited then. The hook is torch's global one, because any part may be
+        called first; it is removed after that call.
         """
         if self.under_way and self._hook is None:
             parts, this = {id(part) for part in self._module.modules()}, weakref.ref(self)
@@ -395,19 +422,22 @@ def swap_buffer_bytes(groups: Sequence[ParamGroup]) -> int:
 
 
 def absent(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return a tensor of ``shape`` over a single NaN: it takes no memory, and arithmetic with it shows. Integers get their largest value."""
+    """Return a tensor of ``shape`` over a single NaN: it takes no memory, and arithmetic with it
+    shows. Integers get their largest value."""
     numbers = dtype.is_floating_point or dtype.is_complex or dtype == torch.bool
     value = float("nan") if numbers else torch.iinfo(dtype).max
     return torch.full((), value, dtype=dtype, device=device).expand(tuple(shape))
 
 
 def is_absent(tensor: torch.Tensor) -> bool:
-    """Return whether the tensor's values are elsewhere: it has elements and no memory of its own for them."""
+    """Return whether the tensor's values are elsewhere: it has elements and no memory of its own
+    for them."""
     return tensor.numel() > 1 and not any(tensor.stride())
 
 
 def trace_range(name: str) -> AbstractContextManager[Any]:
-    """Mark ``zero_trial.NAME`` in the traces of torch.profiler; does nothing while no profiler runs."""
+    """Mark ``zero_trial.NAME`` in the traces of torch.profiler; does nothing while no profiler
+    runs."""
     return record_function(f"zero_trial.{name}") if torch_profiler._is_profiler_enabled else _NO_RANGE
 
 
@@ -421,13 +451,16 @@ _LARGEST_HEAP_BLOCK = 32 << 20  # what glibc allows on 64-bit machines
 
 
 def keep_freed_memory() -> bool:
-    """Keep the memory of freed CPU buffers in the process, so that the next buffer does not pay for its pages again. Return whether that worked.
+    """Keep the memory of freed CPU buffers in the process, so that the next buffer does not pay for
+    its pages again. Return whether that worked.
 
-    glibc returns large freed blocks to the kernel and gets zeroed pages back at the next allocation: about 0.25 microseconds of CPU per KiB
-    on each use. A plan that frees and revives whole groups in every step pays that for all its parameters and gradients. Blocks above 32 MiB
+    glibc returns large freed blocks to the kernel and gets zeroed pages back at the next
+    allocation: about 0.25 microseconds of CPU per KiB on each use. A plan that frees and revives
+    whole groups in every step pays that for all its parameters and gradients. Blocks above 32 MiB
     are still mapped one by one.
 
-    Process-wide and idempotent; the peak of memory in use is unchanged, but the process does not shrink after it.
+    Process-wide and idempotent; the peak of memory in use is unchanged, but the process does not
+    shrink after it.
     """
     mallopt = _glibc("mallopt")
     if mallopt is None:
@@ -438,8 +471,9 @@ def keep_freed_memory() -> bool:
 def give_freed_memory_back() -> bool:
     """Return every unused page of the heap to the kernel; return whether there were any.
 
-    For moments at which much is freed that is not needed again. A large block that is freed is seldom whole for the next one: something small
-    is put into it, and the heap grows by another block.
+    For moments at which much is freed that is not needed again. A large block that is freed is
+    seldom whole for the next one: something small is put into it, and the heap grows by another
+    block.
     """
     trim = _glibc("malloc_trim")
     return trim is not None and bool(trim(0))

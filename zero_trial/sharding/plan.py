@@ -9,7 +9,8 @@
 
 Gradients that always live keep one buffer, which every step fills anew.
 
-Traffic per optimizer step, in elements per rank, N ranks on the shard axis, Psi parameters, g micro-batches (Rajbhandari et al. 2020, section 7):
+Traffic per optimizer step, in elements per rank, N ranks on the shard axis, Psi parameters, g
+micro-batches (Rajbhandari et al. 2020, section 7):
 
     stages 0, 1, 2   (1 + r) Psi (N-1)/N          r = 1 when reduced at the boundary, g when at every micro-batch
     stage 3          (a + r) Psi (N-1)/N          a = 1 when parameters are kept for the step, up to 2g when freed after every use
@@ -45,7 +46,8 @@ class Reshard(Enum):
     WITHIN_LIMITS = "auto"  # kept while max_live_parameters and max_reuse_distance allow
     AFTER_FORWARD = "forward"  # after every forward and every backward of their group
     AFTER_STEP = "step"  # kept until the optimizer step
-    SCHEDULED = "scheduled"  # gathered and freed by a schedule's actions, manual group by manual group
+    # gathered and freed by a schedule's actions, manual group by manual group
+    SCHEDULED = "scheduled"
 
 
 @dataclass(frozen=True)
@@ -59,7 +61,8 @@ class ZeroPlan:
     reshard: Reshard = Reshard.WITHIN_LIMITS
 
     def persistent(self) -> ZeroPlan:
-        """Return the plan for parameters too small to be worth freeing: always live, otherwise the same."""
+        """Return the plan for parameters too small to be worth freeing: always live, otherwise the
+        same."""
         return ZeroPlan(self.shard_optimizer, Lifetime.ALWAYS, self.grads, self.reduce_at, self.reshard)
 
     def scheduled(self, *, reduce_at: ReduceAt) -> ZeroPlan:
@@ -102,10 +105,11 @@ _STAGES = {
 
 
 def plan_for_stage(stage: int, *, reduce_every: str = "auto", reshard_after: str = "auto") -> ZeroPlan:
-    """Return the plan of a ZeRO stage; ``reduce_every`` (auto, micro, boundary) and ``reshard_after`` (auto, forward, step) override its choices.
+    """Return the plan of a ZeRO stage; ``reduce_every`` (auto, micro, boundary) and
+    ``reshard_after`` (auto, forward, step) override its choices.
 
-    At the boundary, stage 2 keeps the full gradients of an accumulation until its end and moves 2 Psi instead of (g+1) Psi; with one
-    micro-batch per step both are the same.
+    At the boundary, stage 2 keeps the full gradients of an accumulation until its end and moves 2
+    Psi instead of (g+1) Psi; with one micro-batch per step both are the same.
     """
     if stage not in _STAGES:
         raise ConfigError("no such ZeRO stage", where="zero_optimization.stage", got=stage, expected="0, 1, 2 or 3")

@@ -1,28 +1,36 @@
-"""Reduces full gradients into this rank's gradient shard: reduce-scatter over ``shard``, then all-reduce over ``replica``, group by group.
+"""Reduces full gradients into this rank's gradient shard: reduce-scatter over ``shard``, then
+all-reduce over ``replica``, group by group.
 
     launch   cast to the wire's dtype, reduce-scatter over shard   | at most in_flight groups wait here
              all-reduce over replica, first half: the sum          | ... and here
              all-reduce over replica, second half: pass it on      | ... and here
     store    into (or onto) the shard, square sum for the norm, full buffer freed
 
-Every rank launches the reduction of every trained group exactly once per reduced backward pass, in one order on all ranks, whatever the order
-in which gradients became ready: first the construction order, then, from the second step on, the order that rank 0 saw in the first. A group
-that never becomes ready (unused parameters, another branch taken) is reduced with zeros when backward has ended. A group that no pass of a
-step has reduced is reduced before the step (:meth:`GradReducer.reduce_missing`). Which groups these are is the same on all ranks without an
+Every rank launches the reduction of every trained group exactly once per reduced backward pass, in
+one order on all ranks, whatever the order in which gradients became ready: first the construction
+order, then, from the second step on, the order that rank 0 saw in the first. A group that never
+becomes ready (unused parameters, another branch taken) is reduced with zeros when backward has
+ended. A group that no pass of a step has reduced is reduced before the step
+(:meth:`GradReducer.reduce_missing`). Which groups these are is the same on all ranks without an
 exchange.
 
-Late gradients come after their group's reduction: from another engine's loss, or from re-entrant checkpointing of shared weights. Their group
-needs a second sum (:meth:`GradReducer.reduce_late`), and which ranks have some depends on what autograd did there. No launch order can replace
-an exchange here: a rank without late gradients has to launch a reduction because another rank has some, or skip it because none has. Where
-the host reads the norm, the number of late groups is a second number in the norm's exchange, and one rank alone may have some. Where the
-device decides the step (CUDA), no host reads anything between backward and update. There only ranks with late gradients exchange which groups
-are late: these may differ, but either all ranks or none must have some. A rank that alone has some waits for the others until the time limit.
+Late gradients come after their group's reduction: from another engine's loss, or from re-entrant
+checkpointing of shared weights. Their group needs a second sum (:meth:`GradReducer.reduce_late`),
+and which ranks have some depends on what autograd did there. No launch order can replace an
+exchange here: a rank without late gradients has to launch a reduction because another rank has
+some, or skip it because none has. Where the host reads the norm, the number of late groups is a
+second number in the norm's exchange, and one rank alone may have some. Where the device decides the
+step (CUDA), no host reads anything between backward and update. There only ranks with late
+gradients exchange which groups are late: these may differ, but either all ranks or none must have
+some. A rank that alone has some waits for the others until the time limit.
 
-On CPU the hook of a ready group waits for an older group's exchange where more than ``in_flight`` are under way: this bounds the memory in
-flight, and starts an all-reduce's second half while backward still runs. To start it wherever the first half happens to be done would give
-ranks different orders of collectives. A model with collectives of its own in backward (SyncBatchNorm) must therefore run them on all ranks at
-the same place among its groups: a rank that took another branch is waited for inside a hook, while it waits for the collective. On a device
-nothing waits in hooks.
+On CPU the hook of a ready group waits for an older group's exchange where more than ``in_flight``
+are under way: this bounds the memory in flight, and starts an all-reduce's second half while
+backward still runs. To start it wherever the first half happens to be done would give ranks
+different orders of collectives. A model with collectives of its own in backward (SyncBatchNorm)
+must therefore run them on all ranks at the same place among its groups: a rank that took another
+branch is waited for inside a hook, while it waits for the collective. On a device nothing waits in
+hooks.
 """
 
 from __future__ import annotations
@@ -46,9 +54,11 @@ from zero_trial.sharding.unshard import Unsharder
 
 @dataclass(frozen=True)
 class NonFiniteGradient:
-    """A gradient that is not finite: on which rank (None when only the sum is known), and its group and position in the flat buffer.
+    """A gradient that is not finite: on which rank (None when only the sum is known), and its group
+    and position in the flat buffer.
 
-    ``exact`` is False when what is known to be bad is a sum over the shard axis to which ``rank`` belongs.
+    ``exact`` is False when what is known to be bad is a sum over the shard axis to which ``rank``
+    belongs.
     """
 
     rank: int | None
@@ -80,12 +90,14 @@ class _Reduction:
     stash: torch.Tensor | None  # an earlier sum of this step that the reduction will overwrite
     scatter: Pending
     reduce: Pending = DONE
-    square_sum: torch.Tensor | None = None  # of this rank's slice of the sum over replicas, where it was computed
+    # of this rank's slice of the sum over replicas, where it was computed
+    square_sum: torch.Tensor | None = None
     # replica index -> first position that is not finite, in its slice
     bad_replicas: dict[int, int] = field(default_factory=dict)
 
     def start_sum_over(self, replica: AxisComm, *, on_host: bool) -> None:
-        """Start the sum over ``replica``; on the host, its squares and bad positions are recorded before its inputs are overwritten."""
+        """Start the sum over ``replica``; on the host, its squares and bad positions are recorded
+        before its inputs are overwritten."""
         label = self.grad_buffer.group.name
         self.reduce = replica.all_reduce(self.out, label, self._look if on_host else None)
 
@@ -104,8 +116,8 @@ class GradReducer:
         unsharder: frees a group's parameters when its gradients are ready (None: they always live).
         wire_dtype: dtype on the wire (None: the gradient buffer's own).
         wire_scale: multiplies before the sum (prescaling against overflow).
-        in_flight: how many groups wait at once in each phase: stages 2 and 3 hold at most that many full gradient buffers (three times as
-            many where gradients go over ``replica``, too).
+        in_flight: how many groups wait at once in each phase: stages 2 and 3 hold at most that many
+            full gradient buffers (three times as many where gradients go over ``replica``, too).
     """
 
     def __init__(
@@ -131,23 +143,26 @@ class GradReducer:
         self._casts = BufferPool(self._along, in_flight + 2)
         self._order = list(range(len(self.grad_buffers)))
         self._index = {id(grad_buffer): index for index, grad_buffer in enumerate(self.grad_buffers)}
-        self._seen: list[int] = []  # in the order in which they became ready, until the order is learned
+        # in the order in which they became ready, until the order is learned
+        self._seen: list[int] = []
         self._learned = False
         self._cursor = 0
         self._ready: set[int] = set()
         self._waiting: dict[_ReducePhase, deque[_Reduction]] = {phase: deque() for phase in _ReducePhase}
         self._under_way = 0  # reductions in all phases together
         self.active = False
-        # By group index, of this rank's slices of the finished shards: the norm is their sum over shard and replica.
+        # By group index, of this rank's slices of the finished shards: the norm is their sum over
+        # shard and replica.
         self.square_sums: dict[int, torch.Tensor] = {}
         self.nonfinite: list[NonFiniteGradient] = []
         for grad_buffer in self.grad_buffers:
             grad_buffer.register_hooks(self.grad_ready)
 
-    # --- a backward pass ------------------------------------------------------------------------------------------
+    # --- a backward pass --------------------------------------------------------------------------
 
     def begin_pass(self, *, reduce: bool = True) -> None:
-        """Start a backward pass; with ``reduce`` its gradients are reduced. Waits for what a pass that ended in an exception left under way."""
+        """Start a backward pass; with ``reduce`` its gradients are reduced. Waits for what a pass
+        that ended in an exception left under way."""
         if self._under_way:
             self.wait()
         self.active = reduce
@@ -157,7 +172,8 @@ class GradReducer:
             grad_buffer.begin_pass()
 
     def grad_ready(self, grad_buffer: GradBuffer) -> None:
-        """Launch all groups whose turn it is, now that this one's gradients are ready. Collective through the launched reductions."""
+        """Launch all groups whose turn it is, now that this one's gradients are ready. Collective
+        through the launched reductions."""
         if self._unsharder is not None:
             self._unsharder.after_gradients(grad_buffer.group)
         if not self.active:
@@ -172,7 +188,8 @@ class GradReducer:
             self._cursor += 1
 
     def finish_pass(self) -> None:
-        """Reduce what is left and wait for everything; then every group's shard holds its sum. Collective: every rank must call."""
+        """Reduce what is left and wait for everything; then every group's shard holds its sum.
+        Collective: every rank must call."""
         for grad_buffer in self.grad_buffers:
             grad_buffer.end_pass()
         if self.active:
@@ -185,7 +202,8 @@ class GradReducer:
                 self._learn_order()
 
     def reduce(self, grad_buffers: Sequence[GradBuffer]) -> None:
-        """Start to reduce these, whose gradients are ready: for the step, or for a micro-batch. Collective: ranks must agree on the order."""
+        """Start to reduce these, whose gradients are ready: for the step, or for a micro-batch.
+        Collective: ranks must agree on the order."""
         chosen = {id(grad_buffer) for grad_buffer in grad_buffers}
         if any(id(reduction.grad_buffer) in chosen for queue in self._waiting.values() for reduction in queue):
             self.wait()
@@ -199,7 +217,8 @@ class GradReducer:
                 self._advance(phase)
 
     def sum_copies(self, grad_buffer: GradBuffer, copies: AxisComm) -> None:
-        """Sum the reduced shards of ``grad_buffer`` over the ranks that hold copies of it; then all have the same bits.
+        """Sum the reduced shards of ``grad_buffer`` over the ranks that hold copies of it; then all
+        have the same bits.
 
         Moves 2n (C-1)/C elements for a shard of n on C ranks. Collective over ``copies``.
         """
@@ -207,10 +226,11 @@ class GradReducer:
         copies.all_reduce(grad_buffer.shard, grad_buffer.group.name).wait()
         self.square_sums[self._index[id(grad_buffer)]] = self._square_sum(grad_buffer)
 
-    # --- before a step --------------------------------------------------------------------------------------------
+    # --- before a step ----------------------------------------------------------------------------
 
     def reduce_missing(self) -> None:
-        """Reduce the groups that no backward pass of this step has reduced (``no_sync``, another engine's loss). Collective.
+        """Reduce the groups that no backward pass of this step has reduced (``no_sync``, another
+        engine's loss). Collective.
 
         They are the same on all ranks: all launch every reduction together.
         """
@@ -230,9 +250,11 @@ class GradReducer:
         return count
 
     def reduce_late(self) -> None:
-        """Reduce late gradients: where any rank has some, the group gets a second sum on top of the first; ranks without some add zeros.
+        """Reduce late gradients: where any rank has some, the group gets a second sum on top of the
+        first; ranks without some add zeros.
 
-        Exchanges one flag per group. Collective over shard and replica: see the top of this file for when ranks call it.
+        Exchanges one flag per group. Collective over shard and replica: see the top of this file
+        for when ranks call it.
         """
         late = [int(grad_buffer.has_gradients) for grad_buffer in self.grad_buffers]
         for axis in (self._shard, self._replica):
@@ -244,7 +266,8 @@ class GradReducer:
         self.wait()
 
     def reset(self) -> None:
-        """Drop all gradients and sums of this step; waits for reductions under way (backward ended in an exception)."""
+        """Drop all gradients and sums of this step; waits for reductions under way (backward ended
+        in an exception)."""
         if self._under_way:
             self.wait()
         for grad_buffer in self.grad_buffers:
@@ -253,10 +276,11 @@ class GradReducer:
         self.nonfinite.clear()
         self.active = False
 
-    # --- the order ------------------------------------------------------------------------------------------------
+    # --- the order --------------------------------------------------------------------------------
 
     def _learn_order(self) -> None:
-        """Adopt the order that rank 0 saw; groups that became ready late or never come at the end."""
+        """Adopt the order that rank 0 saw; groups that became ready late or never come at the
+        end."""
         seen = list(dict.fromkeys(index for index in self._seen if not self.grad_buffers[index].late))
         order = seen + [index for index in self._order if index not in seen]
         for axis in (self._shard, self._replica):
@@ -270,29 +294,33 @@ class GradReducer:
         return [self.grad_buffers[index].group.name for index in self._order] if self._learned else None
 
     def set_order(self, names: list[str] | None) -> None:
-        """Continue with a learned order, if it names exactly these groups. The order never changes results, only what overlaps."""
+        """Continue with a learned order, if it names exactly these groups. The order never changes
+        results, only what overlaps."""
         known = {grad_buffer.group.name: index for index, grad_buffer in enumerate(self.grad_buffers)}
         if names is not None and sorted(names) == sorted(known):
             self._order = [known[name] for name in names]
             self._learned = True
 
-    # --- one reduction --------------------------------------------------------------------------------------------
+    # --- one reduction ----------------------------------------------------------------------------
 
     def _launch(self, grad_buffer: GradBuffer) -> None:
-        """Start the group's reduction, and advance older ones so that no phase has more than ``in_flight``."""
+        """Start the group's reduction, and advance older ones so that no phase has more than
+        ``in_flight``."""
         with trace_range("reduce"):
             shard, rows = grad_buffer.shard, self._shard.size
             stash = shard.clone() if grad_buffer.in_place and grad_buffer.shard_filled else None
             full = grad_buffer.seal()
             wire, pooled, dtype = full, None, self._wire_dtype
-            if dtype is not None and full.dtype not in (dtype, torch.float64):  # float64 stays: see wide_dtype
+            # float64 stays: see wide_dtype
+            if dtype is not None and full.dtype not in (dtype, torch.float64):
                 wire, pooled = self._cast(full, dtype)
             if self._wire_scale != 1.0:
                 wire.mul_(self._wire_scale)
             straight = not grad_buffer.in_place and not grad_buffer.shard_filled and shard.dtype == wire.dtype
             out = shard if straight and rows > 1 else wire.view(rows, -1)[self._shard.index]
             if stash is not None and rows > 1:
-                out = torch.empty_like(out)  # replicas may read it after the earlier sum was added where gradients live
+                # replicas may read it after the earlier sum was added where gradients live
+                out = torch.empty_like(out)
             scatter = self._shard.reduce_scatter(wire, out, grad_buffer.group.name)
             self._waiting[_ReducePhase.SCATTER].append(_Reduction(grad_buffer, wire, pooled, out, stash, scatter))
             self._under_way += 1
@@ -303,7 +331,8 @@ class GradReducer:
                     self._advance(phase)
 
     def _cast(self, full: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, PooledBuffer | None]:
-        """Return ``full`` (n,) in ``dtype``; where ranks read in place, it is cast straight into a pooled buffer, so that no copy out follows."""
+        """Return ``full`` (n,) in ``dtype``; where ranks read in place, it is cast straight into a
+        pooled buffer, so that no copy out follows."""
         if not self._along.reads_in_place(full.device):
             return full.to(dtype), None
         nbytes = full.numel() * dtype.itemsize
@@ -311,7 +340,8 @@ class GradReducer:
         return pooled.buffer[:nbytes].view(dtype).copy_(full), pooled
 
     def _advance(self, phase: _ReducePhase) -> None:
-        """Wait for the oldest reduction of a phase and start its next one. All ranks do so in the same order."""
+        """Wait for the oldest reduction of a phase and start its next one. All ranks do so in the
+        same order."""
         reduction, following = self._waiting[phase][0], None
         if phase is _ReducePhase.SCATTER:
             reduction.scatter.wait_result(keep=True)
@@ -340,10 +370,12 @@ class GradReducer:
         elif out.data_ptr() != shard.data_ptr():
             shard.copy_(out)
         if reduction.stash is not None:
-            if self._shard.size == 1:  # else peers read only their own parts, and this rank's is its own
+            # else peers read only their own parts, and this rank's is its own
+            if self._shard.size == 1:
                 grad_buffer.wait_for_readers()
             shard.add_(reduction.stash)
-        total = reduction.square_sum  # taken on the way: the shard's, if that is this sum and nothing else
+        # taken on the way: the shard's, if that is this sum and nothing else
+        total = reduction.square_sum
         if total is None or adds or out.dtype != shard.dtype:
             total = self._square_sum(grad_buffer)
         self.square_sums[self._index[id(grad_buffer)]] = total
@@ -357,15 +389,17 @@ class GradReducer:
         grad_buffer.end_reduction()
 
     def _square_sum(self, grad_buffer: GradBuffer) -> torch.Tensor:
-        """Sum the squares of what this rank counts in the norm: replicas hold the same shard, so that each counts one slice."""
+        """Sum the squares of what this rank counts in the norm: replicas hold the same shard, so
+        that each counts one slice."""
         shard = grad_buffer.shard
         return square_sum(shard if self._replica.size == 1 else shard.view(self._replica.size, -1)[self._replica.index])
 
     def _record_nonfinite(self, reduction: _Reduction, total: torch.Tensor) -> None:
-        """Record whose contribution was not finite, unless an earlier micro-batch has spoilt the group already.
+        """Record whose contribution was not finite, unless an earlier micro-batch has spoilt the
+        group already.
 
-        Where both axes reduce, a bad value in a slice that another replica counts may have come over this rank's shard axis, and only here
-        it is known from whom: all of the shard is read.
+        Where both axes reduce, a bad value in a slice that another replica counts may have come
+        over this rank's shard axis, and only here it is known from whom: all of the shard is read.
         """
         grad_buffer = reduction.grad_buffer
         if any(earlier.grad_buffer is grad_buffer for earlier in self.nonfinite):
@@ -375,10 +409,12 @@ class GradReducer:
         self.nonfinite.extend(self._find_nonfinite(reduction))
 
     def _find_nonfinite(self, reduction: _Reduction) -> list[NonFiniteGradient]:
-        """Find whose contribution was not finite, where direct exchange still holds each rank's part; else only the place in the sum.
+        """Find whose contribution was not finite, where direct exchange still holds each rank's
+        part; else only the place in the sum.
 
-        Over replica each rank holds the parts of one slice of its shard. Two ranks may see the same fault: the one on whose shard axis it
-        happened sees the rank, the one that adds the replicas sees that axis (or the rank, where it is of size one).
+        Over replica each rank holds the parts of one slice of its shard. Two ranks may see the same
+        fault: the one on whose shard axis it happened sees the rank, the one that adds the replicas
+        sees that axis (or the rank, where it is of size one).
         """
         grad_buffer, shard, replica = reduction.grad_buffer, self._shard, self._replica
         low, _ = grad_buffer.group.layout.shard_range(shard.index)

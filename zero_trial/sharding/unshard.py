@@ -1,7 +1,8 @@
 """Unshards parameters ahead of need and reshards them after use, where they do not always live.
 
-Blocks are gathered when their module's forward begins, kept or freed when it ends, gathered again when a gradient reaches one of the
-module's outputs, and freed when their own gradients are ready. The module that is used next is gathered while the present one computes.
+Blocks are gathered when their module's forward begins, kept or freed when it ends, gathered again
+when a gradient reaches one of the module's outputs, and freed when their own gradients are ready.
+The module that is used next is gathered while the present one computes.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ class Unsharder:
     """Keeps the full parameters of a model's blocks while they are needed.
 
     Args:
-        modules: for each block name the modules, in their usual order, that it stands for (several where small ones were put together).
+        modules: for each block name the modules, in their usual order, that it stands for (several
+            where small ones were put together).
         groups: by block name, those whose parameters do not always live.
     """
 
@@ -44,7 +46,9 @@ class Unsharder:
         self._order = UseOrder(self._sizes)
         self._cleaning = False
         self._to_be_continued = (
-            False  # the backward pass builds a graph of its own (create_graph), whose backward needs the weights again
+            # the backward pass builds a graph of its own (create_graph), whose backward needs the
+            # weights again
+            False
         )
         self._last_micro_batch = True
         self._inside_root = False
@@ -64,7 +68,8 @@ class Unsharder:
         self.handles.append(module.register_forward_hook(ModuleHook(after), with_kwargs=True))
 
     def _install_side_doors(self, root: nn.Module) -> None:
-        """Gather the root's parameters also for direct calls of its parts: ``model.head(x)``, or a method that is not forward."""
+        """Gather the root's parameters also for direct calls of its parts: ``model.head(x)``, or a
+        method that is not forward."""
         held = {id(param) for group in self._groups[ROOT] for param in group.params}
         for module in root.modules():
             if module is not root and any(id(param) in held for param in module.parameters(recurse=False)):
@@ -82,7 +87,8 @@ class Unsharder:
                     tensor.register_hook(functools.partial(self._before_backward, ROOT))
 
     def begin_backward(self, *, last: bool) -> None:
-        """Start a backward pass; ``last``: an optimizer step follows, so that nothing is kept for another micro-batch."""
+        """Start a backward pass; ``last``: an optimizer step follows, so that nothing is kept for
+        another micro-batch."""
         self._last_micro_batch = last
 
     def start_step(self) -> None:
@@ -92,7 +98,8 @@ class Unsharder:
         self._order.start_step()
 
     def unshard(self, block: str, *, record: bool = True) -> None:
-        """Gather the block's parameters, and start to gather those of the next blocks. Collective over shard.
+        """Gather the block's parameters, and start to gather those of the next blocks. Collective
+        over shard.
 
         ``record=False`` for uses outside of training steps (evaluation): they predict nothing.
         """
@@ -109,7 +116,8 @@ class Unsharder:
             self._prefetch()
 
     def unshard_async(self, block: str) -> None:
-        """Start to gather the block's parameters: :meth:`unshard` waits for them. Collective over shard."""
+        """Start to gather the block's parameters: :meth:`unshard` waits for them. Collective over
+        shard."""
         for group in self._groups.get(block, ()):
             group.unshard_async()
 
@@ -136,7 +144,8 @@ class Unsharder:
                 group.reshard()
 
     def was_used(self, block: str) -> bool:
-        """Return whether the block's forward has run, with gradients, since the last update. True for parameters that always live."""
+        """Return whether the block's forward has run, with gradients, since the last update. True
+        for parameters that always live."""
         scheduled = self._reshard is Reshard.SCHEDULED
         return scheduled or block not in self._groups or self._order.seen(block)
 
@@ -147,7 +156,8 @@ class Unsharder:
         )
 
     def after_gradients(self, group: ParamGroup) -> None:
-        """Free the group's parameters, unless they are kept for another use: its gradients are complete."""
+        """Free the group's parameters, unless they are kept for another use: its gradients are
+        complete."""
         if group.block in self._groups and not self._keeps_after_backward():
             group.reshard()
 
@@ -184,7 +194,9 @@ class Unsharder:
             if not outputs and any(group.trainable for group in self._groups[block]):
                 return  # the way back is not visible: stay until the step
         if not last or torch._C._current_graph_task_id() != -1:
-            return  # its neighbours come next; or: recomputation inside a backward pass: its gradients follow at once
+            # its neighbours come next; or: recomputation inside a backward pass: its gradients
+            # follow at once
+            return
         if not self._keeps_after_forward(block):
             for group in self._groups[block]:
                 group.reshard()
@@ -197,7 +209,8 @@ class Unsharder:
             torch.autograd.Variable._execution_engine.queue_callback(self._end_of_backward)
 
     def _end_of_backward(self) -> None:
-        """Free what backward left behind: groups whose parameters were not all used, and frozen ones. Prefetched groups stay."""
+        """Free what backward left behind: groups whose parameters were not all used, and frozen
+        ones. Prefetched groups stay."""
         self._cleaning = False
         if not self._keeps_after_backward():
             for chosen in self._groups.values():
@@ -236,7 +249,8 @@ class Unsharder:
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
-    """List every tensor in nested tuples, lists, dicts, dataclasses and plain objects with attributes (model outputs)."""
+    """List every tensor in nested tuples, lists, dicts, dataclasses and plain objects with
+    attributes (model outputs)."""
     if isinstance(value, torch.Tensor):
         return [value]
     found: list[torch.Tensor] = []
@@ -254,8 +268,9 @@ class UseOrder:
         recorded   root  h0  h1  h2 | h2  h1  h0
         cursor                ^        the next needs: h2, then h2 (still live), h1
 
-    A step that leaves the remembered order is followed as it goes, without prefetching, and becomes the order of the next. A use costs time
-    for the blocks that are looked ahead at, not for all that the step still has (blocks times micro-batches, twice).
+    A step that leaves the remembered order is followed as it goes, without prefetching, and becomes
+    the order of the next. A use costs time for the blocks that are looked ahead at, not for all
+    that the step still has (blocks times micro-batches, twice).
     """
 
     def __init__(self, sizes: Mapping[str, int]) -> None:
@@ -312,7 +327,8 @@ class UseOrder:
         return list(found)
 
     def distance(self, block: str) -> int | None:
-        """Count the elements that are used before ``block`` is used again in this step; None if it is not, or if that is unknown."""
+        """Count the elements that are used before ``block`` is used again in this step; None if it
+        is not, or if that is unknown."""
         if not self.on_track:
             return None
         now, places = len(self._now), self._uses.get(block, [])
@@ -324,11 +340,12 @@ _OWN = frozenset(vars(nn.Module()))  # what every module has
 
 
 class SideOutputs:
-    """Tensors that a forward leaves on ``block`` or a module inside it instead of returning them: an auxiliary loss, say, through which
-    gradients may come back.
+    """Tensors that a forward leaves on ``block`` or a module inside it instead of returning them:
+    an auxiliary loss, say, through which gradients may come back.
 
-    torch's own modules leave nothing: they are examined only where they hold an attribute that could be a tensor, or have got a new one
-    (a user's hook does that). Price: one look at an attribute for each of the others', one comparison for each quiet module.
+    torch's own modules leave nothing: they are examined only where they hold an attribute that
+    could be a tensor, or have got a new one (a user's hook does that). Price: one look at an
+    attribute for each of the others', one comparison for each quiet module.
     """
 
     def __init__(self, block: nn.Module) -> None:
@@ -364,8 +381,8 @@ def _cannot_be_tensor(value: object) -> bool:
 class ModuleHook:
     """A hook on a user's module that does nothing in a deep copy of that module.
 
-    ``copy.deepcopy(engine.module)`` (an EMA, a frozen reference model) is then an ordinary module, which reaches neither the engine's
-    process groups nor its shards.
+    ``copy.deepcopy(engine.module)`` (an EMA, a frozen reference model) is then an ordinary module,
+    which reaches neither the engine's process groups nor its shards.
     """
 
     __slots__ = ("_call",)

@@ -1,4 +1,5 @@
-"""The trial half: the user's class, its context, and the controller that runs it. Knows nothing of sharding."""
+"""The trial half: the user's class, its context, and the controller that runs it. Knows nothing of
+sharding."""
 
 from zero_trial.trial.callbacks import TrialCallback
 from zero_trial.trial.context import (

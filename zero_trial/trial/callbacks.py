@@ -14,7 +14,8 @@ class TrialCallback:
     """
 
     def on_trial_startup(self, first_batch_idx: int, checkpoint_uuid: str | None) -> None:
-        """Called when the trial is built; its checkpoint, if there is one, is loaded right after this.
+        """Called when the trial is built; its checkpoint, if there is one, is loaded right after
+        this.
 
         ``first_batch_idx`` steps are complete.
         """
@@ -32,7 +33,8 @@ class TrialCallback:
         """Called after the last step of an epoch."""
 
     def on_training_workload_end(self, avg_metrics: dict[str, Any], batch_metrics: list[dict[str, Any]]) -> None:
-        """Called when training metrics are reported: averages over all replicas, and this rank's values step by step."""
+        """Called when training metrics are reported: averages over all replicas, and this rank's
+        values step by step."""
 
     def on_validation_start(self) -> None: ...
 

@@ -1,4 +1,5 @@
-"""A trial's checkpoint: the engines' files, and trial_state.json with everything else that a resumed run needs."""
+"""A trial's checkpoint: the engines' files, and trial_state.json with everything else that a
+resumed run needs."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ FORMAT = 1
 
 @dataclass
 class TrialSnapshot:
-    """Every counter of a trial; the same on all ranks, but for ``ranks``, which holds each rank's own part."""
+    """Every counter of a trial; the same on all ranks, but for ``ranks``, which holds each rank's
+    own part."""
 
     step: int = 0
     trial_id: str = ""
@@ -32,7 +34,8 @@ class TrialSnapshot:
     last_validation: int | None = None  # step
     initial_metrics: dict[str, Any] = field(default_factory=dict)
     latest_metrics: dict[str, Any] = field(default_factory=dict)
-    window: dict[str, Any] = field(default_factory=dict)  # training metrics not reported yet: name -> [sum, count]
+    # training metrics not reported yet: name -> [sum, count]
+    window: dict[str, Any] = field(default_factory=dict)
     samples: int = 0  # data position over all replicas
     micro_batches: int = 0  # data position of one replica
     history: list[list[Any]] = field(
@@ -51,7 +54,8 @@ class TrialSnapshot:
 
 
 def read_state(path: Path) -> TrialSnapshot:
-    """Read the state in a checkpoint's folder. Raises CheckpointError if it is missing, damaged or of a newer format."""
+    """Read the state in a checkpoint's folder. Raises CheckpointError if it is missing, damaged or
+    of a newer format."""
     try:
         content = json.loads((path / STATE_FILE).read_text())
         seal = content.pop("sha256", None)
@@ -65,8 +69,8 @@ def read_state(path: Path) -> TrialSnapshot:
 
 
 def write_state(path: Path, state: TrialSnapshot) -> None:
-    """Write ``state`` into a checkpoint's folder and flush it. The later renaming of the folder makes it complete or
-    absent.
+    """Write ``state`` into a checkpoint's folder and flush it. The later renaming of the folder
+    makes it complete or absent.
     """
     content = {"format": FORMAT, **asdict(state)}
     with (path / STATE_FILE).open("w") as file:
@@ -100,7 +104,8 @@ class Checkpointer:
     def save(
         self, state: TrialSnapshot, loader_state: Any, value: float | None, keep: Keep, smaller_is_better: bool
     ) -> str:
-        """Collective. Write a checkpoint of ``state``, delete those that need not be kept, and return its storage id.
+        """Collective. Write a checkpoint of ``state``, delete those that need not be kept, and
+        return its storage id.
 
         ``value``: the searcher's metric at this very step, if it was validated.
         """
@@ -166,7 +171,8 @@ class Checkpointer:
 
     @contextmanager
     def open(self, storage_id: str | None) -> Iterator[tuple[Path, TrialSnapshot] | None]:
-        """Collective. Open the checkpoint for the length of the block: its folder and state; None without a checkpoint."""
+        """Collective. Open the checkpoint for the length of the block: its folder and state; None
+        without a checkpoint."""
         if storage_id is None:
             yield None
             return
@@ -174,8 +180,8 @@ class Checkpointer:
             yield path, read_state(path)
 
     def load(self, path: Path, state: TrialSnapshot) -> None:
-        """Collective. Load callbacks, reducers, then the engines, which restore the random state: nothing may draw from
-        it afterwards.
+        """Collective. Load callbacks, reducers, then the engines, which restore the random state:
+        nothing may draw from it afterwards.
 
         Of another trial's checkpoint only the weights are taken.
         """
@@ -191,7 +197,8 @@ class Checkpointer:
 
 
 def _size(folder: Path) -> dict[str, Any]:
-    """Return path, bytes and number of files of a checkpoint on this machine; nothing for one stored elsewhere."""
+    """Return path, bytes and number of files of a checkpoint on this machine; nothing for one
+    stored elsewhere."""
     files = [path for path in folder.rglob("*") if path.is_file()] if folder.is_dir() else []
     if not files:
         return {}

@@ -1,4 +1,5 @@
-"""A trial's context: its hyperparameters and experiment, its engines, its place among the ranks, its data and metrics."""
+"""A trial's context: its hyperparameters and experiment, its engines, its place among the ranks,
+its data and metrics."""
 
 from __future__ import annotations
 
@@ -19,14 +20,16 @@ from zero_trial.trial.ds_config import Reconciled, reconcile_config, reconcile_e
 from zero_trial.trial.metrics import FunctionReducer, MetricReducer, ReducerTable
 from zero_trial.trial.settings import TrainPosition
 
-# The signature of zero_trial.initialize: (model=..., config=..., ...) -> (engine, optimizer, dataloader, lr_scheduler)
+# The signature of zero_trial.initialize: (model=..., config=..., ...) -> (engine, optimizer,
+# dataloader, lr_scheduler)
 EngineFactory = Callable[..., tuple[Any, Any, Any, Any]]
 
 
 class HParams(dict[str, Any]):
     """A ``dict`` in every respect; ``h.lr`` is ``h["lr"]``, and nested mappings are HParams too.
 
-    Methods of ``dict`` win over keys of the same name (``h["keys"]`` always works). Lists stay lists.
+    Methods of ``dict`` win over keys of the same name (``h["keys"]`` always works). Lists stay
+    lists.
     """
 
     def __init__(self, values: Mapping[str, Any]) -> None:
@@ -52,8 +55,9 @@ def _nested(value: Any) -> Any:
 class ModelParallelUnit:
     """A rank's place among the data-parallel replicas, and its duties.
 
-    ``should_report_metrics``: this rank's metrics count (once per replica, so that tensor- and pipeline-parallel peers
-    do not weigh in as replicas). ``should_build_data_loader``: this rank reads batches.
+    ``should_report_metrics``: this rank's metrics count (once per replica, so that tensor- and
+    pipeline-parallel peers do not weigh in as replicas). ``should_build_data_loader``: this rank
+    reads batches.
     """
 
     data_parallel_rank: int
@@ -70,10 +74,11 @@ def make_data_parallel_mpu(dist: Distributed) -> ModelParallelUnit:
 def make_engine_mpu(grid: Any, first: bool | None = None, last: bool | None = None) -> ModelParallelUnit:
     """Return a rank's place from an engine's ``mpu``.
 
-    The first and last pipeline ranks of the first model-parallel slice read data; the last one reports.
+    The first and last pipeline ranks of the first model-parallel slice read data; the last one
+    reports.
 
-    ``first`` and ``last``: whether this rank holds the first and the last layer, where the engine knows; a schedule
-    may place both on one rank.
+    ``first`` and ``last``: whether this rank holds the first and the last layer, where the engine
+    knows; a schedule may place both on one rank.
     """
     pipe, pipes = grid.get_pipe_parallel_rank(), grid.get_pipe_parallel_world_size()
     first = pipe == 0 if first is None else first
@@ -88,14 +93,16 @@ def make_engine_mpu(grid: Any, first: bool | None = None, last: bool | None = No
 
 
 def mpu_of(engine: Any) -> ModelParallelUnit:
-    """Return the place that an engine gives its rank; a pipeline's engine knows where the first and the last layer are."""
+    """Return the place that an engine gives its rank; a pipeline's engine knows where the first and
+    the last layer are."""
     if not getattr(engine, "is_pipe_parallel", False) or not hasattr(engine, "is_last_stage"):
         return make_engine_mpu(engine.mpu)
     return make_engine_mpu(engine.mpu, bool(engine.is_first_stage()), bool(engine.is_last_stage()))
 
 
 class ZeroTrialContext:
-    """Given to the trial's ``__init__``. ``engine_factory`` makes engines; the trial half never imports the engine."""
+    """Given to the trial's ``__init__``. ``engine_factory`` makes engines; the trial half never
+    imports the engine."""
 
     def __init__(self, platform: Platform, engine_factory: EngineFactory, device: torch.device | None = None) -> None:
         self.platform = platform
@@ -107,8 +114,10 @@ class ZeroTrialContext:
         self.profiling = Profiling()
         self.auto_accumulation = True
         self.check_reproducibility = True
-        self.ds_configs: list[DsConfig] = []  # of the engines made by ``initialize``, as they were used
-        self.parameters = 0  # of the models given to ``initialize``, counted before they are sharded
+        # of the engines made by ``initialize``, as they were used
+        self.ds_configs: list[DsConfig] = []
+        # of the models given to ``initialize``, counted before they are sharded
+        self.parameters = 0
         self.weights_only = False  # see use_weights_only
         self.tensorboard = TensorBoardLog(platform)
         self._position: TrainPosition | None = None
@@ -121,7 +130,8 @@ class ZeroTrialContext:
 
     @property
     def distributed(self) -> Distributed:
-        """The ranks of this trial: rank, size, local_rank, and collectives for small JSON-able values."""
+        """The ranks of this trial: rank, size, local_rank, and collectives for small JSON-able
+        values."""
         return self.platform.distributed
 
     def get_hparams(self) -> HParams:
@@ -170,12 +180,13 @@ class ZeroTrialContext:
     ) -> Any:
         """Collective. Build and return a wrapped engine for ``model``, in one call.
 
-        Finds the ds_config, lays ``hyperparameters.ds_config`` over it, reconciles the batch sizes, builds the engine,
-        wraps it and takes this rank's place among the replicas from it.
+        Finds the ds_config, lays ``hyperparameters.ds_config`` over it, reconciles the batch sizes,
+        builds the engine, wraps it and takes this rank's place among the replicas from it.
 
         Args:
             config: a ds_config, its path, or None for the one that the experiment names.
-            options: further arguments of ``zero_trial.initialize`` (optimizer, lr_scheduler, model_parameters ...).
+            options: further arguments of ``zero_trial.initialize`` (optimizer, lr_scheduler,
+                model_parameters ...).
         """
         given = with_stages(trial_ds_config(config, self.platform), model)
         filled, table = reconcile_config(given, self.platform)
@@ -187,8 +198,8 @@ class ZeroTrialContext:
         return self.wrap_model_engine(engine)
 
     def wrap_model_engine(self, engine: Any) -> Any:
-        """Register and return an engine; the first one fixes batch size and accumulation, and the mpu unless one was
-        given.
+        """Register and return an engine; the first one fixes batch size and accumulation, and the
+        mpu unless one was given.
         """
         verbs = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
         if not all(callable(getattr(engine, verb, None)) for verb in verbs):
@@ -201,7 +212,8 @@ class ZeroTrialContext:
         self.engines.append(engine)
         if len(self.engines) == 1:
             self.device = getattr(engine, "device", self.device)
-            if isinstance(getattr(engine, "price", None), str):  # of a pipeline: its schedule and policy
+            # of a pipeline: its schedule and policy
+            if isinstance(getattr(engine, "price", None), str):
                 self.note(engine.price)
             if not self._mpu_given and hasattr(getattr(engine, "mpu", None), "get_slice_parallel_rank"):
                 self._mpu = mpu_of(engine)
@@ -210,7 +222,8 @@ class ZeroTrialContext:
         return engine
 
     def wrap_mpu(self, mpu: Any) -> ModelParallelUnit:
-        """Set this rank's place among the replicas, instead of taking the first engine's. Allowed once.
+        """Set this rank's place among the replicas, instead of taking the first engine's. Allowed
+        once.
 
         ``mpu``: a ModelParallelUnit, or what an engine has as ``mpu``.
         """
@@ -241,8 +254,8 @@ class ZeroTrialContext:
     def reconcile_ds_config(self, engine_or_config: Any) -> Reconciled:
         """Compare batch sizes with the hyperparameters and note how they agree.
 
-        Takes an engine, an engine's ``_config``, a ds_config or its path. Raises InvalidHP in a search, ConfigError
-        otherwise, if they do not agree.
+        Takes an engine, an engine's ``_config``, a ds_config or its path. Raises InvalidHP in a
+        search, ConfigError otherwise, if they do not agree.
         """
         if not isinstance(engine_or_config, Mapping) and hasattr(engine_or_config, "train_micro_batch_size_per_gpu"):
             table = reconcile_engine(engine_or_config, self.platform)
@@ -254,8 +267,8 @@ class ZeroTrialContext:
     def overwrite_ds_config(
         self, base: Mapping[str, Any] | str | Path, overrides: Mapping[str, Any] | None = None
     ) -> dict[str, Any]:
-        """Return a copy of ``base`` overwritten by ``overrides`` (nested or dotted); by ``hyperparameters.ds_config``
-        without them.
+        """Return a copy of ``base`` overwritten by ``overrides`` (nested or dotted); by
+        ``hyperparameters.ds_config`` without them.
         """
         leaves = self._hparams.get("ds_config") or {} if overrides is None else overrides
         changed: dict[str, Any] = overwrite_ds_config(base, leaves)
@@ -286,7 +299,8 @@ class ZeroTrialContext:
         self.auto_accumulation = False
 
     def disable_dataset_reproducibility_checks(self) -> None:
-        """Allow loaders that this package can neither shard nor resume exactly; both are then up to the trial."""
+        """Allow loaders that this package can neither shard nor resume exactly; both are then up to
+        the trial."""
         self.check_reproducibility = False
 
     def get_stop_requested(self) -> bool:
@@ -297,8 +311,8 @@ class ZeroTrialContext:
         self._stop = bool(stop_requested)
 
     def set_profiler(self, *args: Any, **options: Any) -> None:
-        """Profile the run with torch.profiler.profile(*args, **options), stepped per optimizer step; traces go to the
-        TensorBoard folder.
+        """Profile the run with torch.profiler.profile(*args, **options), stepped per optimizer
+        step; traces go to the TensorBoard folder.
         """
         self.profiling.set(self.get_tensorboard_path(), *args, **options)
 
@@ -342,7 +356,8 @@ class ZeroTrialContext:
         self._position = position
 
     def use_weights_only(self) -> None:
-        """Take only the weights of the checkpoint to load: it is another trial's. For the controller."""
+        """Take only the weights of the checkpoint to load: it is another trial's. For the
+        controller."""
         self.weights_only = True
 
     def _started(self) -> TrainPosition:
@@ -375,7 +390,8 @@ class ZeroTrialContext:
         return self.tensorboard.enabled
 
     def set_enable_tensorboard_logging(self, enable: bool) -> None:
-        """Choose whether reported metrics also go to the writer, once ``get_tensorboard_writer`` has made one."""
+        """Choose whether reported metrics also go to the writer, once ``get_tensorboard_writer``
+        has made one."""
         self.tensorboard.enable(enable)
 
     def get_tensorboard_writer(self) -> Any:
@@ -384,15 +400,16 @@ class ZeroTrialContext:
 
 
 def count_parameters(model: Any) -> int:
-    """Count the elements of all parameters; of a pipeline those of the whole model, of which this rank may have built a
-    part.
+    """Count the elements of all parameters; of a pipeline those of the whole model, of which this
+    rank may have built a part.
     """
     whole = getattr(model, "total_parameters", None)
     return whole if isinstance(whole, int) else sum(parameter.numel() for parameter in model.parameters())
 
 
 class DeviceMover:
-    """Moves tensors inside nested dicts, lists and tuples; notes once per type what it does not move."""
+    """Moves tensors inside nested dicts, lists and tuples; notes once per type what it does not
+    move."""
 
     def __init__(self, note: Callable[[str], None]) -> None:
         self._note = note
@@ -422,8 +439,8 @@ class DeviceMover:
 
 
 class Profiling:
-    """Profiles nothing until ``set`` is called; then runs a torch.profiler.profile whose traces go to the TensorBoard
-    folder.
+    """Profiles nothing until ``set`` is called; then runs a torch.profiler.profile whose traces go
+    to the TensorBoard folder.
     """
 
     def __init__(self) -> None:
@@ -451,7 +468,8 @@ class Profiling:
 
 
 class TensorBoardLog:
-    """A trial's TensorBoard files: reported metrics go there if the trial has made a writer and has not disabled it."""
+    """A trial's TensorBoard files: reported metrics go there if the trial has made a writer and has
+    not disabled it."""
 
     def __init__(self, platform: Platform) -> None:
         self.enabled = True
@@ -462,7 +480,8 @@ class TensorBoardLog:
         self.enabled = enable
 
     def path(self) -> Path:
-        """Make and return the folder. Raises ConfigError where the platform keeps no TensorBoard files."""
+        """Make and return the folder. Raises ConfigError where the platform keeps no TensorBoard
+        files."""
         path = self._platform.tensorboard_path
         if path is None:
             raise ConfigError("this platform keeps no TensorBoard files", where="get_tensorboard_path")

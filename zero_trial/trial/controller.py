@@ -1,4 +1,5 @@
-"""The loop around a trial: train, report, validate, save, stop, at boundaries of one global step counter."""
+"""The loop around a trial: train, report, validate, save, stop, at boundaries of one global step
+counter."""
 
 from __future__ import annotations
 
@@ -62,7 +63,8 @@ class Score:
 
 
 class StepRunner:
-    """One optimizer step of a trial: call ``train_batch`` as often as the accumulation says, and check that it trained."""
+    """One optimizer step of a trial: call ``train_batch`` as often as the accumulation says, and
+    check that it trained."""
 
     def __init__(self, trial: ZeroTrial, context: ZeroTrialContext, feed: TrainFeed | None) -> None:
         self._call = fitted(trial.train_batch)
@@ -73,8 +75,9 @@ class StepRunner:
     def run(self, step: int, epoch: int) -> tuple[dict[str, torch.Tensor], Overflowed]:
         """Run step number ``step`` (from 0).
 
-        Returns its metrics, averaged over micro-batches (empty on ranks that do not report), and a function that tells
-        whether a loss scale skipped the step. Calling that may wait for the device: call it only when it matters.
+        Returns its metrics, averaged over micro-batches (empty on ranks that do not report), and a
+        function that tells whether a loss scale skipped the step. Calling that may wait for the
+        device: call it only when it matters.
         """
         engines = self._context.engines
         where = f"rank {self._context.distributed.rank}, step {step + 1}"
@@ -126,10 +129,11 @@ def scales_its_loss(engine: Any) -> bool:
 
 
 def watch_skips(engine: Any) -> Callable[[], Overflowed]:
-    """Return a function to call after some steps; it returns one that tells whether any of these steps was skipped.
+    """Return a function to call after some steps; it returns one that tells whether any of these
+    steps was skipped.
 
-    An engine that knows the numbers of its skipped steps (``skipped_between``) is asked only by the last call, which may
-    wait for the device. The count of another engine is read at both ends.
+    An engine that knows the numbers of its skipped steps (``skipped_between``) is asked only by the
+    last call, which may wait for the device. The count of another engine is read at both ends.
     """
     between = getattr(engine, "skipped_between", None)
     if not callable(between):
@@ -170,10 +174,11 @@ class Controller:
         self._callbacks = _checked(trial.build_callbacks())
 
     def run(self) -> Outcome:
-        """Collective. Train to the end, or until the platform or the trial wants to stop; save in every case.
+        """Collective. Train to the end, or until the platform or the trial wants to stop; save in
+        every case.
 
-        Raises InvalidHP (reported to the platform first), Diverged, and all that user code raises. Nothing is saved then:
-        the other ranks may be in the middle of a step.
+        Raises InvalidHP (reported to the platform first), Diverged, and all that user code raises.
+        Nothing is saved then: the other ranks may be in the middle of a step.
         """
         failing = True
         try:
@@ -189,7 +194,8 @@ class Controller:
             self._shut_down(failing)
 
     def _open_loop(self) -> TrainLoop:
-        """Collective. Build the loaders first and load the engines last: loading restores the random state."""
+        """Collective. Build the loaders first and load the engines last: loading restores the
+        random state."""
         context = self._context
         context.get_train_micro_batch_size_per_gpu()  # raises where there is no engine
         storage_id = context.platform.latest_checkpoint
@@ -221,12 +227,14 @@ class Controller:
         return loop
 
     def _shut_down(self, failing: bool) -> None:
-        """Call every callback's ``on_trial_shutdown``. An error in one ends the run, unless the run is failing already."""
+        """Call every callback's ``on_trial_shutdown``. An error in one ends the run, unless the run
+        is failing already."""
         raised: list[Exception] = []
         for name, callback in self._callbacks.items():
             try:
                 callback.on_trial_shutdown()
-            except Exception as error:  # the user's code; the other callbacks are called nevertheless
+            except Exception as error:
+                # the user's code; the other callbacks are called nevertheless
                 raised.append(error)
                 self._context.note(f"on_trial_shutdown of the callback {name} failed: {type(error).__name__}: {error}")
         if raised and not failing:
@@ -236,7 +244,8 @@ class Controller:
 class TrainLoop:
     """Trains one trial on one rank from ``state`` on: train, report, validate, save, stop.
 
-    Collective: the constructor builds the validation loader. ``storage_id`` is the checkpoint that the run starts from.
+    Collective: the constructor builds the validation loader. ``storage_id`` is the checkpoint that
+    the run starts from.
     """
 
     def __init__(
@@ -348,7 +357,8 @@ class TrainLoop:
         return due | {Due.REPORT, Due.VALIDATE} if step == self._total else due
 
     def _boundary(self, due: set[Due]) -> End:
-        """Collective. Do what is due after the step that is complete now, in the order report, validate, save."""
+        """Collective. Do what is due after the step that is complete now, in the order report,
+        validate, save."""
         stop = self._reporter.exchange(self._state.step, self._last_checkpoint)
         self._reporter.stop()
         if Due.REPORT in due:
@@ -358,7 +368,8 @@ class TrainLoop:
             self._save()
         if due:
             self._context.platform.sync_tensorboard()
-        # Not at the end: a platform that acknowledges a preemption would start a complete trial again.
+        # Not at the end: a platform that acknowledges a preemption would start a complete trial
+        # again.
         preempt = self._state.step < self._total and self._context.platform.preemption.should_preempt()
         self._reporter.start()
         if self._state.step < self._total and (preempt or stop):
@@ -374,7 +385,8 @@ class TrainLoop:
             self._context.platform.progress.report_progress(self._state.step / self._total)
 
     def _validate(self) -> bool:
-        """Collective. Validate and report; return whether the checkpoint policy wants a checkpoint of this step."""
+        """Collective. Validate and report; return whether the checkpoint policy wants a checkpoint
+        of this step."""
         context, state = self._context, self._state
         metrics = self._validator.run()
         taken = [name for name in COUNTERS if name in metrics]
@@ -415,7 +427,8 @@ class TrainLoop:
 
 
 def _checked(callbacks: object) -> Mapping[str, TrialCallback]:
-    """Return what ``build_callbacks`` returned. Raises TrialError unless it is callbacks by name."""
+    """Return what ``build_callbacks`` returned. Raises TrialError unless it is callbacks by
+    name."""
     if isinstance(callbacks, Mapping) and all(hasattr(value, "on_trial_shutdown") for value in callbacks.values()):
         return callbacks
     values = callbacks.values() if isinstance(callbacks, Mapping) else [callbacks]

@@ -1,4 +1,5 @@
-"""A trial's data on one rank: the DataLoader, the feed of training batches, epochs, and the position for an exact resume."""
+"""A trial's data on one rank: the DataLoader, the feed of training batches, epochs, and the
+position for an exact resume."""
 
 from __future__ import annotations
 
@@ -41,12 +42,13 @@ class WorkerOptions:
 
 
 class DataLoader:
-    """Describes a loader, with torch's arguments. The trial returns one; the controller makes each rank's loader of it.
+    """Describes a loader, with torch's arguments. The trial returns one; the controller makes each
+    rank's loader of it.
 
-    ``dataset`` is map-style (it has a length and takes an index). With ``shuffle`` the order is a permutation per
-    epoch, drawn from the trial's seed by a generator of its own. In training the epochs are joined end to end, so
-    that every batch is full; ``drop_last`` leaves out each epoch's last, smaller batch instead. In validation the
-    pass is single and the last batch may be smaller.
+    ``dataset`` is map-style (it has a length and takes an index). With ``shuffle`` the order is a
+    permutation per epoch, drawn from the trial's seed by a generator of its own. In training the
+    epochs are joined end to end, so that every batch is full; ``drop_last`` leaves out each epoch's
+    last, smaller batch instead. In validation the pass is single and the last batch may be smaller.
     """
 
     def __init__(
@@ -96,16 +98,17 @@ class DataLoader:
     def get_data_loader(
         self, repeat: bool = False, skip: int = 0, num_replicas: int = 1, rank: int = 0, seed: int = 0
     ) -> TorchDataLoader[Any]:
-        """Return the loader of replica ``rank``. Repeat, then distribute, then skip (see samplers.py).
+        """Return the loader of replica ``rank``. Repeat, then distribute, then skip (see
+        samplers.py).
 
-        ``skip`` counts this replica's micro-batches. ``seed`` is used unless the loader was given its own. ``len()``
-        is this replica's batches per epoch.
+        ``skip`` counts this replica's micro-batches. ``seed`` is used unless the loader was given
+        its own. ``len()`` is this replica's batches per epoch.
         """
         seed = seed if self.seed is None else self.seed
         batches = self._batches(repeat, skip, ReplicaShare(rank, num_replicas), seed)
         arguments = {key: value for key, value in vars(self.workers).items() if value is not None}
-        # Workers' base seeds come from a generator of their own: making an iterator must not move the global random
-        # state.
+        # Workers' base seeds come from a generator of their own: making an iterator must not move
+        # the global random state.
         generator = torch.Generator().manual_seed(seed % 2**63)
         return TorchDataLoader(self.dataset, batch_sampler=batches, generator=generator, **arguments)  # type: ignore[arg-type]
 
@@ -149,10 +152,11 @@ UNKNOWN_LENGTH = 2**62  # epochs of a loader that does not know its length never
 
 
 class TrainFeed:
-    """Iterator over micro-batches. ``taken`` counts those of the whole trial, also those before a resume.
+    """Iterator over micro-batches. ``taken`` counts those of the whole trial, also those before a
+    resume.
 
-    ``samples_each``: samples of one micro-batch over all replicas, 0 where it is not fixed. ``source`` is the loader
-    that the trial returned, asked for its ``state_dict`` if it has one.
+    ``samples_each``: samples of one micro-batch over all replicas, 0 where it is not fixed.
+    ``source`` is the loader that the trial returned, asked for its ``state_dict`` if it has one.
     """
 
     def __init__(
@@ -167,7 +171,8 @@ class TrainFeed:
         self._source = source
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position, JSON-able: micro-batches of this replica, samples over all, the loader's own state."""
+        """Return the position, JSON-able: micro-batches of this replica, samples over all, the
+        loader's own state."""
         own = self._source.state_dict() if hasattr(self._source, "state_dict") else None
         return {"micro_batches": self.taken, "samples": self.taken * self._samples_each, "loader": own}
 
@@ -206,8 +211,8 @@ def empty_loader_error(name: str, loader: Any) -> DataError:
 
 @dataclass(frozen=True)
 class Resume:
-    """How far an earlier process was in the data: samples over all replicas, micro-batches of one, and a loader's own
-    state.
+    """How far an earlier process was in the data: samples over all replicas, micro-batches of one,
+    and a loader's own state.
     """
 
     samples: int = 0
@@ -216,13 +221,14 @@ class Resume:
 
 
 class ForeignLoader(DataError, RuntimeError):
-    """A loader that this package can neither shard nor resume. Also a RuntimeError, which is what Determined raises for
-    it.
+    """A loader that this package can neither shard nor resume. Also a RuntimeError, which is what
+    Determined raises for it.
     """
 
 
 def check_reproducible(loader: Any, name: str, check: bool) -> None:
-    """Raise ForeignLoader for a loader that can neither be sharded nor resumed exactly, unless ``check`` is off."""
+    """Raise ForeignLoader for a loader that can neither be sharded nor resumed exactly, unless
+    ``check`` is off."""
     if isinstance(loader, DataLoader):
         return
     if loader is None or isinstance(loader, (str, bytes)) or not hasattr(loader, "__iter__"):
@@ -239,7 +245,8 @@ def check_reproducible(loader: Any, name: str, check: bool) -> None:
 
 
 def samples_of(loader: Any) -> int | None:
-    """Return samples per epoch over all replicas of our own loader; None where they are not known."""
+    """Return samples per epoch over all replicas of our own loader; None where they are not
+    known."""
     if isinstance(loader, DataLoader) and loader.batch_sampler is None:
         return len(loader.sampler if loader.sampler is not None else loader.dataset)  # type: ignore[arg-type]
     return None
@@ -260,8 +267,8 @@ def local_batches(loader: Any, mpu: ModelParallelUnit) -> int:
 def open_feed(loader: Any, name: str, mpu: ModelParallelUnit, seed: int, resume: Resume) -> TrainFeed:
     """Return this rank's feed, starting where ``resume`` says.
 
-    Our own loader seeks without reading. Another loader takes back its own ``state_dict`` if it has one, or else its
-    batches are read and dropped.
+    Our own loader seeks without reading. Another loader takes back its own ``state_dict`` if it has
+    one, or else its batches are read and dropped.
     """
     if isinstance(loader, DataLoader):
         skip = _skip(loader, mpu, resume)
@@ -278,8 +285,8 @@ def open_feed(loader: Any, name: str, mpu: ModelParallelUnit, seed: int, resume:
 
 
 def _skip(loader: DataLoader, mpu: ModelParallelUnit, resume: Resume) -> int:
-    """Return this replica's micro-batches up to ``resume``. Raises DataError if the samples so far are not a whole
-    number of them.
+    """Return this replica's micro-batches up to ``resume``. Raises DataError if the samples so far
+    are not a whole number of them.
     """
     if loader.batch_sampler is not None or loader.batch_size is None:
         return resume.micro_batches
@@ -296,7 +303,8 @@ def _skip(loader: DataLoader, mpu: ModelParallelUnit, resume: Resume) -> int:
 
 
 def agreed_minimum(distributed: Distributed, batches: int | None, loader: str, note: Callable[[str], None]) -> int:
-    """Collective. Return the smallest number of batches over the ranks that read data (the others pass None).
+    """Collective. Return the smallest number of batches over the ranks that read data (the others
+    pass None).
 
     Notes it if the numbers differ. Raises DataError on every rank, naming the ranks that have none.
     """
@@ -319,14 +327,15 @@ def agreed_minimum(distributed: Distributed, batches: int | None, loader: str, n
 def epoch_steps(
     distributed: Distributed, loader: Any, mpu: ModelParallelUnit, accumulation: int, note: Callable[[str], None]
 ) -> int:
-    """Collective. Return optimizer steps per epoch: the agreed number of micro-batches over the accumulation, at least
-    one.
+    """Collective. Return optimizer steps per epoch: the agreed number of micro-batches over the
+    accumulation, at least one.
     """
     mine = None
     if mpu.should_build_data_loader:
         mine = local_batches(loader, mpu)
         if mine == 0 and samples_of(loader):
-            mine = 1  # our own feed joins epochs end to end, so fewer samples than a step needs are enough
+            # our own feed joins epochs end to end, so fewer samples than a step needs are enough
+            mine = 1
     micro = agreed_minimum(distributed, mine, TRAIN_LOADER, note)
     if micro < accumulation:
         note(
@@ -345,7 +354,8 @@ class TrainData:
 
 @dataclass(frozen=True)
 class DataPosition:
-    """How much data was handed out: samples over all replicas, micro-batches of one, and this rank's loader state."""
+    """How much data was handed out: samples over all replicas, micro-batches of one, and this
+    rank's loader state."""
 
     samples: int
     micro_batches: int
@@ -366,8 +376,8 @@ def open_train_data(trial: ZeroTrial, context: ZeroTrialContext, resume: Resume)
 
 
 def compare_batch(loader: Any, context: ZeroTrialContext) -> None:
-    """Note a loader whose batches differ from the engine's micro batch, by which global batch and throughput are
-    counted.
+    """Note a loader whose batches differ from the engine's micro batch, by which global batch and
+    throughput are counted.
     """
     given = loader.batch_size if isinstance(loader, DataLoader) and loader.batch_sampler is None else None
     micro = context.get_train_micro_batch_size_per_gpu()
@@ -382,7 +392,8 @@ def compare_batch(loader: Any, context: ZeroTrialContext) -> None:
 
 
 def data_position(feed: TrainFeed | None, context: ZeroTrialContext) -> DataPosition:
-    """Collective. Return the position that the ranks agree on; the lowest, with a note, if they differ."""
+    """Collective. Return the position that the ranks agree on; the lowest, with a note, if they
+    differ."""
     own = feed.state_dict() if feed is not None else None
     ranks = context.distributed.allgather(None if own is None else [own["micro_batches"], own["samples"]])
     known = [position for position in ranks if position is not None]

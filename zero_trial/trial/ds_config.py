@@ -1,4 +1,5 @@
-"""Where a trial's ds_config comes from, and how its batch sizes are made to agree with the hyperparameters."""
+"""Where a trial's ds_config comes from, and how its batch sizes are made to agree with the
+hyperparameters."""
 
 from __future__ import annotations
 
@@ -25,8 +26,8 @@ Given = Mapping[str, Any] | str | Path
 
 @dataclass(frozen=True)
 class Reconciled:
-    """Batch sizes that agree: ``train_batch_size = micro * accumulation * data_parallel``; ``table`` says where each
-    is from.
+    """Batch sizes that agree: ``train_batch_size = micro * accumulation * data_parallel``;
+    ``table`` says where each is from.
     """
 
     train_batch_size: int
@@ -47,12 +48,13 @@ class Reconciled:
 
 
 def trial_ds_config(given: Given | None, platform: Platform) -> Document:
-    """Return the base ds_config overwritten by the hyperparameters' values, each with its place; only the form is
-    checked.
+    """Return the base ds_config overwritten by the hyperparameters' values, each with its place;
+    only the form is checked.
 
-    Base: ``given``, else ``data.ds_config`` of the experiment, else the hyperparameter ``deepspeed_config`` (or
-    ``ds_config``, if it names a file). Over it: ``hyperparameters.ds_config``, if it is a dict. Relative paths start
-    at the model's folder. Raises ConfigError if there is neither.
+    Base: ``given``, else ``data.ds_config`` of the experiment, else the hyperparameter
+    ``deepspeed_config`` (or ``ds_config``, if it names a file). Over it:
+    ``hyperparameters.ds_config``, if it is a dict. Relative paths start at the model's folder.
+    Raises ConfigError if there is neither.
     """
     hparams = platform.hparams
     mine = hparams.get("ds_config")
@@ -75,7 +77,8 @@ def trial_ds_config(given: Given | None, platform: Platform) -> Document:
 
 
 def with_stages(config: Document, model: Any) -> Document:
-    """Return ``config`` with the number of pipeline stages that ``model`` fixes, where ds_config does not set it.
+    """Return ``config`` with the number of pipeline stages that ``model`` fixes, where ds_config
+    does not set it.
 
     Raises ConfigError where it says another number: the data-parallel ranks follow from it.
     """
@@ -99,8 +102,8 @@ def with_stages(config: Document, model: Any) -> Document:
 
 
 def _located(name: str | Path, model_dir: Path) -> str | Path:
-    """Return the path of the file ``name`` in the model's folder (an absolute path as it is); other text as it is.
-    Raises ConfigError for a missing file.
+    """Return the path of the file ``name`` in the model's folder (an absolute path as it is); other
+    text as it is. Raises ConfigError for a missing file.
     """
     if (model_dir / name).is_file():
         return model_dir / name
@@ -114,12 +117,14 @@ def _located(name: str | Path, model_dir: Path) -> str | Path:
 
 
 def reconcile_config(config: Document, platform: Platform) -> tuple[DsConfig, Reconciled]:
-    """Read ``config``, fill in "auto" and all three batch sizes, and return it with the table of how they agree.
+    """Read ``config``, fill in "auto" and all three batch sizes, and return it with the table of
+    how they agree.
 
     An engine takes the result as it is: a ds_config is read once.
 
-    The hyperparameter ``global_batch_size`` is ``train_batch_size``; ``data_parallel_world_size`` must be what the
-    ranks give. A contradiction is InvalidHP in a search (it goes on without this point), ConfigError otherwise.
+    The hyperparameter ``global_batch_size`` is ``train_batch_size``; ``data_parallel_world_size``
+    must be what the ranks give. A contradiction is InvalidHP in a search (it goes on without this
+    point), ConfigError otherwise.
     """
     search, world = is_search(platform), platform.distributed.size
     checked = read_ds_config(config, hints=_hints(platform), hyperparameters=platform.hparams, search=search)
@@ -136,8 +141,8 @@ def reconcile_config(config: Document, platform: Platform) -> tuple[DsConfig, Re
 
 
 def reconcile_engine(engine: Any, platform: Platform) -> Reconciled:
-    """Compare the batch sizes of an engine, or of its config, with the hyperparameters. Errors as in
-    ``reconcile_config``.
+    """Compare the batch sizes of an engine, or of its config, with the hyperparameters. Errors as
+    in ``reconcile_config``.
     """
 
     def number(name: str) -> int:
@@ -162,14 +167,15 @@ def reconcile_engine(engine: Any, platform: Platform) -> Reconciled:
 
 
 def is_search(platform: Platform) -> bool:
-    """Return whether other hyperparameters will be tried, so that a combination that cannot work is not an error of the
-    experiment.
+    """Return whether other hyperparameters will be tried, so that a combination that cannot work is
+    not an error of the experiment.
     """
     searcher = platform.experiment.get("searcher") or {}
     return bool(searcher.get("name", "single") != "single")
 
 
 def _hints(platform: Platform) -> dict[str, Any]:
-    """Return what fills "auto" besides the hyperparameters: the run's length in steps, where it is known."""
+    """Return what fills "auto" besides the hyperparameters: the run's length in steps, where it is
+    known."""
     unit = run_length(platform.experiment, platform.hparams)
     return {"total_num_steps": unit.value} if isinstance(unit, Batch) and isinstance(unit.value, int) else {}

@@ -1,4 +1,5 @@
-"""Metrics: what a trial returns, checked and averaged over steps, batches and ranks; and the user's own reducers."""
+"""Metrics: what a trial returns, checked and averaged over steps, batches and ranks; and the user's
+own reducers."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ from zero_trial.runtime.protocols import Distributed
 
 
 class Reducer(Enum):
-    """How a validation metric is reduced over batches and ranks. AVG weighs ranks by their number of batches."""
+    """How a validation metric is reduced over batches and ranks. AVG weighs ranks by their number
+    of batches."""
 
     AVG = "avg"
     SUM = "sum"
@@ -31,7 +33,8 @@ Sums = dict[str, tuple[float, int]]  # name -> (sum over steps and ranks, number
 def training_metrics(returned: Any, where: str) -> dict[str, torch.Tensor]:
     """Return the metrics of ``train_batch`` as detached scalars by name; a bare tensor is the loss.
 
-    No value is read here, so a GPU is not waited for. Raises TrialError for anything but scalars with names.
+    No value is read here, so a GPU is not waited for. Raises TrialError for anything but scalars
+    with names.
     """
     if isinstance(returned, (torch.Tensor, float)):
         returned = {"loss": returned}
@@ -74,7 +77,8 @@ def _as_tensor(name: str, value: Any, where: str) -> torch.Tensor:
 
 
 def mean_over_calls(calls: Sequence[dict[str, torch.Tensor]], where: str) -> dict[str, torch.Tensor]:
-    """Return the mean of each metric over the micro-batches of one step. All calls must return the same names."""
+    """Return the mean of each metric over the micro-batches of one step. All calls must return the
+    same names."""
     names = set(calls[0])
     if any(set(call) != names for call in calls):
         raise TrialError("train_batch must return the same metrics for every micro-batch", where=where)
@@ -99,10 +103,11 @@ def averages(sums: Mapping[str, Sequence[float]]) -> dict[str, float]:
 
 
 def validation_metrics(batches: Sequence[Any], reducers: Mapping[str, Reducer], where: str) -> dict[str, Any]:
-    """Return one rank's value (a number or nested lists) per metric over its batches of ``evaluate_batch``.
+    """Return one rank's value (a number or nested lists) per metric over its batches of
+    ``evaluate_batch``.
 
-    Raises TrialError when a batch returns no dictionary, other names than the first, or None as a value. Bytes are
-    dropped.
+    Raises TrialError when a batch returns no dictionary, other names than the first, or None as a
+    value. Bytes are dropped.
     """
     if not batches:
         return {}
@@ -147,7 +152,8 @@ def _reduce(stacked: torch.Tensor, reducer: Reducer) -> torch.Tensor:
 
 
 def over_ranks(parts: Sequence[tuple[Mapping[str, Any], int]], reducers: Mapping[str, Reducer]) -> dict[str, Any]:
-    """Return the final metrics from (a rank's metrics, its number of batches). Ranks without metrics do not count.
+    """Return the final metrics from (a rank's metrics, its number of batches). Ranks without
+    metrics do not count.
 
     Raises TrialError, on every rank, when ranks have metrics of different names or shapes.
     """
@@ -206,8 +212,8 @@ class MetricReducer(ABC):
 
     @abstractmethod
     def cross_slot_reduce(self, per_slot_metrics: list[Any]) -> Any:
-        """Return the metric (with a name) or a dict of metrics (without one), from all ranks' ``per_slot_reduce`` in
-        rank order.
+        """Return the metric (with a name) or a dict of metrics (without one), from all ranks'
+        ``per_slot_reduce`` in rank order.
         """
 
     def state_dict(self) -> Mapping[str, Any]:
@@ -274,7 +280,8 @@ class ReducerTable:
             item.reducer.reset()
 
     def reduce(self, for_training: bool) -> dict[str, Any]:
-        """Collective. Return the same metrics on every rank, with one all-gather for all reducers."""
+        """Collective. Return the same metrics on every rank, with one all-gather for all
+        reducers."""
         active = self._active(for_training)
         if not active:
             return {}

@@ -1,4 +1,5 @@
-"""What a run reports: its outcome and summary, stragglers, and metrics, progress and diverged losses while it trains."""
+"""What a run reports: its outcome and summary, stragglers, and metrics, progress and diverged
+losses while it trains."""
 
 from __future__ import annotations
 
@@ -53,10 +54,11 @@ class Outcome:
 def build_summary(
     outcome: Outcome, trial: ZeroTrial, context: ZeroTrialContext, more: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the figures for summary.json, on rank 0: the run's, the validation metrics, ``ZeroTrial.summary()``, then
-    ``more``.
+    """Return the figures for summary.json, on rank 0: the run's, the validation metrics,
+    ``ZeroTrial.summary()``, then ``more``.
 
-    Seconds and throughput are of the training part of this process alone: without start-up, validation and saving.
+    Seconds and throughput are of the training part of this process alone: without start-up,
+    validation and saving.
     """
     summary: dict[str, Any] = {
         "end": outcome.end.value,
@@ -99,16 +101,18 @@ def zero_stage(context: ZeroTrialContext) -> int | None:
 
 STRAGGLER_STEPS = 4  # of a stretch, at least
 STRAGGLER_FACTOR = 2.0  # of the others' busy time
-STRAGGLER_SECONDS = 0.002  # per step: a smaller excess does not matter, and may be rank 0's reporting
+# per step: a smaller excess does not matter, and may be rank 0's reporting
+STRAGGLER_SECONDS = 0.002
 STRAGGLER_STRETCHES = 2
 
 
 class StragglerWatch:
     """Finds a rank that all others wait for, by how long each rank is busy between two exchanges.
 
-    Ranks do the same work and meet in every step, so all take as long as the slowest; but the slowest does not wait. Busy
-    time is training time without waiting. A rank that is busy twice as long as the others usually are, in two stretches
-    of steps in a row, is named once. Waiting can be measured where ranks wait on the host: on CPU, not on CUDA.
+    Ranks do the same work and meet in every step, so all take as long as the slowest; but the
+    slowest does not wait. Busy time is training time without waiting. A rank that is busy twice as
+    long as the others usually are, in two stretches of steps in a row, is named once. Waiting can
+    be measured where ranks wait on the host: on CPU, not on CUDA.
     """
 
     def __init__(self) -> None:
@@ -184,8 +188,9 @@ class StepTimer:
 class MetricReporter:
     """Collects this rank's training metrics step by step, exchanges them, and reports.
 
-    Ranks exchange after the first step, then about once a second (rank 0 proposes the step, so that all agree), and at
-    every boundary. The moment of an exchange changes nothing in what is trained or reported.
+    Ranks exchange after the first step, then about once a second (rank 0 proposes the step, so that
+    all agree), and at every boundary. The moment of an exchange changes nothing in what is trained
+    or reported.
     """
 
     def __init__(
@@ -213,7 +218,8 @@ class MetricReporter:
         self._waits = StepTimer(lambda: _seconds_waited(context) or 0.0)
         self._busy_at = 0.0  # busy seconds at the last exchange
         self._stragglers = StragglerWatch()
-        self._steps: list[tuple[int, Overflowed, dict[str, torch.Tensor]]] = []  # since the last exchange
+        # since the last exchange
+        self._steps: list[tuple[int, Overflowed, dict[str, torch.Tensor]]] = []
         self._batches: list[dict[str, float]] = []  # this rank's values since the last report
 
     def start(self) -> None:
@@ -227,7 +233,8 @@ class MetricReporter:
         self._waits.stop()
 
     def add(self, step: int, metrics: dict[str, torch.Tensor], overflowed: Overflowed) -> None:
-        """Step ``step`` (complete steps, from 1) gave ``metrics``; nothing is read from the device here.
+        """Step ``step`` (complete steps, from 1) gave ``metrics``; nothing is read from the device
+        here.
 
         ``overflowed()`` is only asked about a loss that is not finite.
         """
@@ -237,10 +244,11 @@ class MetricReporter:
         return step >= self._next
 
     def exchange(self, step: int, last_checkpoint: str | None) -> bool:
-        """Collective. Join the ranks' metrics since the last exchange; return whether some rank wants to stop.
+        """Collective. Join the ranks' metrics since the last exchange; return whether some rank
+        wants to stop.
 
-        Raises Diverged, naming ``last_checkpoint``, on every rank if any rank's loss was not finite and no loss scale
-        explains it.
+        Raises Diverged, naming ``last_checkpoint``, on every rank if any rank's loss was not finite
+        and no loss scale explains it.
         """
         count = len(self._steps)
         sums, broken = self._read_steps()
@@ -261,8 +269,8 @@ class MetricReporter:
         return any(rank["stop"] for rank in ranks)
 
     def _read_busy(self) -> float | None:
-        """Return the seconds since the last exchange in which this rank did not wait for others; None where that is not
-        known.
+        """Return the seconds since the last exchange in which this rank did not wait for others;
+        None where that is not known.
         """
         if _seconds_waited(self._context) is None:
             return None
@@ -278,7 +286,8 @@ class MetricReporter:
             self._context.note(message)
 
     def _read_steps(self) -> tuple[Sums, list[Any] | None]:
-        """Return this rank's sums, and [step, loss] of the first loss that is not finite. Waits for the device."""
+        """Return this rank's sums, and [step, loss] of the first loss that is not finite. Waits for
+        the device."""
         steps, self._steps = self._steps, []
         rows = [dict.fromkeys(metrics, 0.0) for _, _, metrics in steps]
         for name in dict.fromkeys(name for _, _, metrics in steps for name in metrics):
@@ -298,7 +307,8 @@ class MetricReporter:
         return add_sums({name: (value, 1) for name, value in row.items()} for row in counted), None
 
     def _propose(self, step: int) -> int:
-        """Return the step of the next exchange, about EXCHANGE_SECONDS from now at the pace of the last steps.
+        """Return the step of the next exchange, about EXCHANGE_SECONDS from now at the pace of the
+        last steps.
 
         At most twice as many steps as the last time, because the pace may change.
         """
@@ -311,7 +321,8 @@ class MetricReporter:
         """Emit a ``train`` event, on rank 0.
 
         Args:
-            latest: averages over ranks and over the steps since the last event, whose number is a matter of time.
+            latest: averages over ranks and over the steps since the last event, whose number is a
+                matter of time.
             own: rank 0's values at each of these steps, by which two runs are compared.
         """
         steps = step - self._exchanged
@@ -337,8 +348,8 @@ class MetricReporter:
         self._context.platform.progress.emit(event)
 
     def report(self, step: int) -> None:
-        """Collective, after an exchange. Report the training metrics since the last report to the platform and the
-        callbacks.
+        """Collective, after an exchange. Report the training metrics since the last report to the
+        platform and the callbacks.
         """
         metrics: dict[str, Any] = averages(self.window) | self._context.reduce_metrics(for_training=True)
         self._context.reset_reducers(for_training=True)
@@ -355,7 +366,8 @@ class MetricReporter:
 
 
 def _raise_if_diverged(ranks: Sequence[tuple[int, str] | None], last_checkpoint: str | None) -> None:
-    """Raise Diverged for the earliest step in ``ranks``: each rank's first step with a loss that is not finite, or None."""
+    """Raise Diverged for the earliest step in ``ranks``: each rank's first step with a loss that is
+    not finite, or None."""
     found = [(entry[0], rank, entry[1]) for rank, entry in enumerate(ranks) if entry is not None]
     if not found:
         return
@@ -370,14 +382,15 @@ def _raise_if_diverged(ranks: Sequence[tuple[int, str] | None], last_checkpoint:
 
 
 def _seconds_waited(context: ZeroTrialContext) -> float | None:
-    """Return the seconds for which this process has waited for other ranks; None where the engine does not know."""
+    """Return the seconds for which this process has waited for other ranks; None where the engine
+    does not know."""
     ask = getattr(context.engines[0], "seconds_waited", None) if context.engines else None
     return ask() if callable(ask) else None
 
 
 def _gradient_norm(engine: Any) -> float | None:
-    """Return the norm of the last step before clipping; None where it is not known or not finite (a step that a loss
-    scale skipped).
+    """Return the norm of the last step before clipping; None where it is not known or not finite (a
+    step that a loss scale skipped).
     """
     ask = getattr(engine, "get_global_grad_norm", None)
     norm = ask() if callable(ask) else None
@@ -390,5 +403,6 @@ def _as_json(value: float | None) -> float | str | None:
 
 
 def _readable(value: torch.Tensor) -> torch.Tensor:
-    """Return 16-bit values as fp32: values of several steps are stacked, and their dtypes may differ."""
+    """Return 16-bit values as fp32: values of several steps are stacked, and their dtypes may
+    differ."""
     return value.float() if value.dtype in (torch.float16, torch.bfloat16) else value

@@ -1,4 +1,5 @@
-"""Which samples a replica reads, and in what order: an endless, seekable stream of indices, dealt out batch by batch.
+"""Which samples a replica reads, and in what order: an endless, seekable stream of indices, dealt
+out batch by batch.
 
 The order of operations is repeat, distribute, skip:
 
@@ -7,9 +8,9 @@ The order of operations is repeat, distribute, skip:
     distribute  batch k goes to replica k mod N
     skip        the first ``skip`` batches of this replica are jumped over by arithmetic; nothing is read
 
-Optimizer step s of a run with global batch size G therefore trains exactly the samples [s*G, (s+1)*G) of the stream,
-whatever the number of replicas, the micro batch and the accumulation are. Resuming, on the same ranks or on others,
-neither repeats nor skips a sample.
+Optimizer step s of a run with global batch size G therefore trains exactly the samples [s*G,
+(s+1)*G) of the stream, whatever the number of replicas, the micro batch and the accumulation are.
+Resuming, on the same ranks or on others, neither repeats nor skips a sample.
 """
 
 from __future__ import annotations
@@ -68,10 +69,11 @@ class Shuffled:
 
 @dataclass(frozen=True)
 class FromSampler:
-    """A user's sampler, run through once per epoch, after ``set_epoch(epoch)`` if it has that method.
+    """A user's sampler, run through once per epoch, after ``set_epoch(epoch)`` if it has that
+    method.
 
-    Its order must be a function of the epoch alone, the same on every rank. Otherwise ranks read the same samples, and
-    a resume is not exact.
+    Its order must be a function of the epoch alone, the same on every rank. Otherwise ranks read
+    the same samples, and a resume is not exact.
     """
 
     sampler: Iterable[int]
@@ -88,7 +90,8 @@ class FromSampler:
 
 
 class SampleStream:
-    """The endless stream of samples, read anywhere; ``epoch_length`` cuts every epoch's tail (drop_last).
+    """The endless stream of samples, read anywhere; ``epoch_length`` cuts every epoch's tail
+    (drop_last).
 
     Keeps one epoch's order.
     """
@@ -99,7 +102,8 @@ class SampleStream:
         self._kept: tuple[int, Order] | None = None
 
     def samples(self, start: int, count: int) -> list[int]:
-        """Return samples [start, start + count) of the stream. The cost is that of ``count``, for any ``start``."""
+        """Return samples [start, start + count) of the stream. The cost is that of ``count``, for
+        any ``start``."""
         found: list[int] = []
         while len(found) < count:
             epoch, offset = divmod(start + len(found), self._length)
@@ -152,11 +156,12 @@ class TrainBatches:
 
 @dataclass(frozen=True)
 class ValidationBatches:
-    """This replica's batches of a single pass, for validation. Every replica has equally many, so that none waits for
-    another.
+    """This replica's batches of a single pass, for validation. Every replica has equally many, so
+    that none waits for another.
 
-    What is left after the last round of full batches is split evenly into one smaller batch each; only if there are
-    fewer samples than replicas are they left out (``drop_last`` leaves them out always).
+    What is left after the last round of full batches is split evenly into one smaller batch each;
+    only if there are fewer samples than replicas are they left out (``drop_last`` leaves them out
+    always).
     """
 
     order: EpochOrder
@@ -192,8 +197,8 @@ class ValidationBatches:
 
 @dataclass(frozen=True)
 class DealtBatches:
-    """A user's batch sampler, repeated (or not), dealt out and skipped like the rest; batches keep the sizes that it
-    gives them.
+    """A user's batch sampler, repeated (or not), dealt out and skipped like the rest; batches keep
+    the sizes that it gives them.
     """
 
     batches: Iterable[list[int]]

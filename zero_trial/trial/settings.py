@@ -1,8 +1,9 @@
-"""When things happen and how long a trial runs: periods, boundaries as a pure function of one step counter, settings.
+"""When things happen and how long a trial runs: periods, boundaries as a pure function of one step
+counter, settings.
 
-Steps are optimizer steps, counted from the start of the trial and never from the start of a process or of an epoch;
-"after step s" means that s steps are complete. So a resumed run meets exactly the boundaries that an unbroken one
-meets.
+Steps are optimizer steps, counted from the start of the trial and never from the start of a process
+or of an epoch; "after step s" means that s steps are complete. So a resumed run meets exactly the
+boundaries that an unbroken one meets.
 """
 
 from __future__ import annotations
@@ -17,14 +18,16 @@ from zero_trial.trial.metrics import COUNTERS
 
 @dataclass(frozen=True)
 class Batch:
-    """A period of so many optimizer steps, or the very steps after which something happens. 0 means never."""
+    """A period of so many optimizer steps, or the very steps after which something happens. 0 means
+    never."""
 
     value: int | Container[int]
 
 
 @dataclass(frozen=True)
 class Epoch:
-    """A period of so many epochs, or the very epochs (1 is the first) after which something happens. 0 means never."""
+    """A period of so many epochs, or the very epochs (1 is the first) after which something
+    happens. 0 means never."""
 
     value: int | Container[int]
 
@@ -59,7 +62,8 @@ def next_boundary(step: int, unit: TrainUnit, epoch_length: int, total: int) -> 
 
 
 def total_steps(max_length: TrainUnit, epoch_length: int) -> int:
-    """Return the step counter's value at the end of the run: all steps of the trial, not those still to do."""
+    """Return the step counter's value at the end of the run: all steps of the trial, not those
+    still to do."""
     if not isinstance(max_length.value, int) or max_length.value <= 0:
         raise ConfigError("the run's length must be a positive number", where="max_length", got=max_length)
     if isinstance(max_length, Batch):
@@ -73,8 +77,8 @@ def total_steps(max_length: TrainUnit, epoch_length: int) -> int:
 
 
 def read_unit(value: Any, where: str, global_batch_size: int | None = None) -> TrainUnit:
-    """Read ``{batches: n}``, ``{epochs: n}``, ``{records: n}``, a bare number of batches, or Determined's Batch or
-    Epoch.
+    """Read ``{batches: n}``, ``{epochs: n}``, ``{records: n}``, a bare number of batches, or
+    Determined's Batch or Epoch.
 
     Records need the global batch size: n records are max(n // global batch size, 1) steps.
     """
@@ -148,7 +152,8 @@ POLICIES = ("best", "all", "none")
 
 @dataclass(frozen=True)
 class Keep:
-    """Which checkpoints of a trial stay: the best few by the searcher's metric and the latest few. None keeps all."""
+    """Which checkpoints of a trial stay: the best few by the searcher's metric and the latest few.
+    None keeps all."""
 
     best: int | None = None
     latest: int | None = None
@@ -158,8 +163,9 @@ class Keep:
 class TrainSettings:
     """The arguments of ``fit``, under Determined's names.
 
-    ``max_length`` counts the whole trial's steps, also those before a resume. ``checkpoint_policy``: after a validation
-    save if it is the ``best`` so far, save after ``all`` of them, or ``none``.
+    ``max_length`` counts the whole trial's steps, also those before a resume.
+    ``checkpoint_policy``: after a validation save if it is the ``best`` so far, save after ``all``
+    of them, or ``none``.
     """
 
     max_length: TrainUnit
@@ -181,8 +187,8 @@ class TrainSettings:
 
 
 def run_length(experiment: Mapping[str, Any], hparams: Mapping[str, Any]) -> TrainUnit | None:
-    """Return how long a trial runs by its experiment config: ``searcher.max_length``, or adaptive_asha's ``max_time`` if
-    its ``time_metric`` counts steps or epochs; else None.
+    """Return how long a trial runs by its experiment config: ``searcher.max_length``, or
+    adaptive_asha's ``max_time`` if its ``time_metric`` counts steps or epochs; else None.
     """
     searcher = experiment.get("searcher") or {}
     if searcher.get("max_length") is not None:

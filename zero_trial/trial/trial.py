@@ -1,4 +1,5 @@
-"""The user's class ZeroTrial, its import from the model's folder, and the seed that everything starts from."""
+"""The user's class ZeroTrial, its import from the model's folder, and the seed that everything
+starts from."""
 
 from __future__ import annotations
 
@@ -24,10 +25,12 @@ if TYPE_CHECKING:
 class ZeroTrial(ABC):
     """Subclass this.
 
-    ``__init__`` builds the model and calls ``context.initialize(model=...)``; the methods below do the rest.
+    ``__init__`` builds the model and calls ``context.initialize(model=...)``; the methods below do
+    the rest.
     """
 
-    # Tokens per sample, if samples are sequences: then tokens per second are reported next to samples per second.
+    # Tokens per sample, if samples are sequences: then tokens per second are reported next to
+    # samples per second.
     tokens_per_sample: int | None = None
 
     def __init__(self, context: ZeroTrialContext) -> None:
@@ -37,13 +40,13 @@ class ZeroTrial(ABC):
     def train_batch(
         self, dataloader_iter: Iterator[Any] | None, epoch_idx: int, batch_idx: int
     ) -> torch.Tensor | dict[str, Any]:
-        """Train one micro-batch: take it from ``dataloader_iter``, forward, ``engine.backward(loss)``,
-        ``engine.step()``.
+        """Train one micro-batch: take it from ``dataloader_iter``, forward,
+        ``engine.backward(loss)``, ``engine.step()``.
 
         Called once per accumulation step (once per optimizer step under a pipeline or after
-        ``context.disable_auto_grad_accumulation()``). ``batch_idx`` counts optimizer steps from the start of the
-        trial, ``epoch_idx`` epochs. Returns the loss, or scalars by name. ``dataloader_iter`` is None on ranks that
-        read no data.
+        ``context.disable_auto_grad_accumulation()``). ``batch_idx`` counts optimizer steps from the
+        start of the trial, ``epoch_idx`` epochs. Returns the loss, or scalars by name.
+        ``dataloader_iter`` is None on ranks that read no data.
         """
 
     @abstractmethod
@@ -57,18 +60,22 @@ class ZeroTrial(ABC):
         return None
 
     def evaluate_batch(self, dataloader_iter: Iterator[Any] | None, batch_idx: int) -> dict[str, Any]:
-        """Return the metrics of one validation batch. Runs without gradients and with the engines in eval mode."""
+        """Return the metrics of one validation batch. Runs without gradients and with the engines
+        in eval mode."""
         raise NotImplementedError
 
     def evaluate_full_dataset(self, data_loader: Any) -> dict[str, Any]:
-        """Return the metrics of the whole validation set, unsharded; override it instead of ``evaluate_batch``.
+        """Return the metrics of the whole validation set, unsharded; override it instead of
+        ``evaluate_batch``.
 
-        Every rank runs it (a sharded model needs all of them in its forward); rank 0's metrics count.
+        Every rank runs it (a sharded model needs all of them in its forward); rank 0's metrics
+        count.
         """
         raise NotImplementedError
 
     def evaluation_reducer(self) -> Reducer | dict[str, Reducer]:
-        """Return how validation metrics are reduced: one Reducer for all, or by name (AVG for the rest)."""
+        """Return how validation metrics are reduced: one Reducer for all, or by name (AVG for the
+        rest)."""
         return Reducer.AVG
 
     def build_callbacks(self) -> dict[str, TrialCallback]:
@@ -76,8 +83,8 @@ class ZeroTrial(ABC):
         return {}
 
     def summary(self) -> Mapping[str, Any]:
-        """Return further figures for summary.json (baselines, a data fingerprint); called on rank 0 at the end of the
-        run.
+        """Return further figures for summary.json (baselines, a data fingerprint); called on rank 0
+        at the end of the run.
         """
         return {}
 
@@ -90,13 +97,14 @@ class ZeroTrial(ABC):
         return self.get_batch_length(batch[0])
 
     def save(self, context: ZeroTrialContext, path: Path) -> None:
-        """Collective. Write every engine below ``path``. Extend it for state of your own, and call this one too."""
+        """Collective. Write every engine below ``path``. Extend it for state of your own, and call
+        this one too."""
         for index, engine in enumerate(context.engines):
             engine.save_checkpoint(str(path), tag=f"model{index}", save_latest=False)
 
     def load(self, context: ZeroTrialContext, path: Path) -> None:
-        """Collective. Read every engine from ``path``; only its weights if ``context.weights_only`` (another trial's
-        checkpoint).
+        """Collective. Read every engine from ``path``; only its weights if ``context.weights_only``
+        (another trial's checkpoint).
         """
         for index, engine in enumerate(context.engines):
             options = {"load_module_only": True} if context.weights_only else {}
@@ -111,10 +119,11 @@ def overrides(trial: ZeroTrial, method: str) -> bool:
 
 
 def import_trial_class(module: str, name: str, model_dir: Path) -> type[ZeroTrial]:
-    """Import and return the class ``name`` of ``module``, with ``model_dir`` first on the search path.
+    """Import and return the class ``name`` of ``module``, with ``model_dir`` first on the search
+    path.
 
-    Raises ConfigError, naming the trials that the module defines, if it is not a trial; errors of the module itself
-    pass.
+    Raises ConfigError, naming the trials that the module defines, if it is not a trial; errors of
+    the module itself pass.
     """
     sys.path.insert(0, str(model_dir))
     content = vars(importlib.import_module(module))
@@ -147,8 +156,8 @@ def seed_everything(seed: int) -> None:
 
 
 def fitted(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``method``, called with only as many positional arguments as it takes: ``evaluate_batch(iterator)`` is an
-    older form.
+    """Return ``method``, called with only as many positional arguments as it takes:
+    ``evaluate_batch(iterator)`` is an older form.
     """
     parameters = inspect.signature(method).parameters.values()
     if any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters):

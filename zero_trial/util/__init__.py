@@ -1,1 +1,2 @@
-"""Small helpers that several rooms share: text for people, files that appear whole, failures on several ranks."""
+"""Small helpers that several rooms share: text for people, files that appear whole, failures on
+several ranks."""

@@ -12,7 +12,8 @@ _PACKAGE = str(Path(__file__).parent.parent)
 
 
 def user_frame(error: BaseException) -> traceback.FrameSummary | None:
-    """Return the innermost frame outside of Python, installed packages and this package; None where there is none."""
+    """Return the innermost frame outside of Python, installed packages and this package; None where
+    there is none."""
     theirs = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_users(frame.filename)]
     return theirs[-1] if theirs else None
 
@@ -24,7 +25,8 @@ def _is_users(filename: str) -> bool:
 
 
 def user_line(error: BaseException) -> str | None:
-    """Return ``model_def.py:24 in train_batch: loss = self.engine(x)``; None where no frame is the user's."""
+    """Return ``model_def.py:24 in train_batch: loss = self.engine(x)``; None where no frame is the
+    user's."""
     frame = user_frame(error)
     if frame is None:
         return None

@@ -17,8 +17,8 @@ def replacing(path: Path, *, durable: bool = True, private: bool = False) -> Ite
 
     Args:
         path: the file to replace or to create; its folder exists.
-        durable: content and name are on the disk afterwards, also if the machine loses power. A file that only running
-            processes read does not need that.
+        durable: content and name are on the disk afterwards, also if the machine loses power. A
+            file that only running processes read does not need that.
         private: only this user can read the file, from its first moment on.
     """
     draft = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.part")
@@ -37,7 +37,8 @@ def replacing(path: Path, *, durable: bool = True, private: bool = False) -> Ite
 
 
 def write_atomic(path: Path, content: str | bytes, *, durable: bool = True, private: bool = False) -> None:
-    """Write a file so that a reader finds the old content or the new one, also if this process is killed."""
+    """Write a file so that a reader finds the old content or the new one, also if this process is
+    killed."""
     with replacing(path, durable=durable, private=private) as draft:
         draft.write_bytes(content.encode() if isinstance(content, str) else content)
 

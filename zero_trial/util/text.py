@@ -8,8 +8,9 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
-# ECMA-48: CSI sequences (colours, cursor), OSC and the other string sequences (titles, clipboard) up to
-# their terminator or the end of the line, and the short escapes. The one-byte forms are U+0080 to U+009F.
+# ECMA-48: CSI sequences (colours, cursor), OSC and the other string sequences (titles, clipboard)
+# up to their terminator or the end of the line, and the short escapes. The one-byte forms are
+# U+0080 to U+009F.
 _SEQUENCE = re.compile(
     r"(?:\x1b\[|\x9b)[0-?]*[ -/]*[@-~]?"
     r"|(?:\x1b[\]PX^_]|[\x9d\x90\x98\x9e\x9f])[^\x07\x1b\x9c\n]*(?:\x07|\x1b\\|\x9c)?"
@@ -21,16 +22,17 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 def strip_control(text: str) -> str:
     """Remove terminal escape sequences and control characters, except newlines and tabs.
 
-    For every text that a trial, a file or a peer supplied: an escape sequence in it could move the cursor, rename the
-    window or fill the clipboard of the person who reads it. Lone surrogates become ``?``, so that the text can be
-    encoded.
+    For every text that a trial, a file or a peer supplied: an escape sequence in it could move the
+    cursor, rename the window or fill the clipboard of the person who reads it. Lone surrogates
+    become ``?``, so that the text can be encoded.
     """
     plain = _CONTROL.sub("", _SEQUENCE.sub("", text))
     return plain.encode("utf-8", "replace").decode("utf-8")
 
 
 def format_number(value: float | None, digits: int = 4) -> str:
-    """Format with about ``digits`` significant digits: 0.00391, 2.798, 13128, 1.2e-05; a dash for None."""
+    """Format with about ``digits`` significant digits: 0.00391, 2.798, 13128, 1.2e-05; a dash for
+    None."""
     if value is None:
         return "–"
     if not math.isfinite(value):
@@ -104,7 +106,8 @@ def format_metric(value: object) -> str:
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str | None:
-    """``Did you mean weight_decay?``, with the nearest of the ``known`` names in any case; None where none is near."""
+    """``Did you mean weight_decay?``, with the nearest of the ``known`` names in any case; None
+    where none is near."""
     by_lower = {name.lower(): name for name in known}
     close = difflib.get_close_matches(word.lower(), by_lower, n=1, cutoff=0.6)
     return f"Did you mean {by_lower[close[0]]}?" if close else None

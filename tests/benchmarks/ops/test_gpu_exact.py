@@ -28,7 +28,8 @@ def test_equal_things_are_equal(monkeypatch: pytest.MonkeyPatch, name: str) -> N
 
 @pytest.mark.parametrize("name", gpu_exact.SECTIONS)
 def test_a_gpu_is_compared(gpus: Gpus, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """All of the script's CUDA side: side streams, graphs, and what would be copied from and to a GPU."""
+    """All of the script's CUDA side: side streams, graphs, and what would be copied from and to a
+    GPU."""
     monkeypatch.setattr(gpu_exact, "SIZES", (1, 2099))
     monkeypatch.setattr(gpu_exact, "FLOATS", (torch.bfloat16,))
     monkeypatch.setattr(gpu_exact, "cuda_backend", cuda_runtime.cuda_backend)

@@ -1,4 +1,5 @@
-"""Compiling and loading every kernel, rehearsed without a driver; and what it says of kernels that do not do as they should."""
+"""Compiling and loading every kernel, rehearsed without a driver; and what it says of kernels that
+do not do as they should."""
 
 from __future__ import annotations
 

@@ -60,7 +60,8 @@ class Field:
         return self.agent
 
     def start(self, command: str, **config: Any) -> str:
-        """Start an allocation that runs a shell command; returns its name, unique on this machine."""
+        """Start an allocation that runs a shell command; returns its name, unique on this
+        machine."""
         self.patch.setattr(subject, "steps", lambda has_hook: ["sh", "-c", command])
         self.number += 1
         name = f"{self.home.root.parent.name}-{os.getpid()}-{self.number}.1"

@@ -1,4 +1,5 @@
-"""Checkpoints: reports, deletion, the garbage collector and its policy, and what trials start from."""
+"""Checkpoints: reports, deletion, the garbage collector and its policy, and what trials start
+from."""
 
 from __future__ import annotations
 
@@ -177,7 +178,8 @@ def test_a_checkpoint_is_no_source_any_more_before_its_first_file_goes(
 def test_a_deletion_that_fails_leaves_the_later_checkpoints_as_they_were(
     master: Sandbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The disk refuses the second of three: the first is done, the third untouched, and the command can be repeated."""
+    """The disk refuses the second of three: the first is done, the third untouched, and the command
+    can be repeated."""
     master.create()
     first, second, third = (save(master, 1, steps, files=("a.bin", "b.bin", "weights")) for steps in (1, 2, 3))
     save(master, 1, 4)

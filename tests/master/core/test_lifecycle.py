@@ -165,7 +165,8 @@ def test_what_the_search_is_told(events: tuple[TrialEvent, ...], reason: ExitRea
 
 
 def test_every_event_in_every_state_is_answered() -> None:
-    """No state is a dead end: a run that is there can always be ended, and its exit always leads on."""
+    """No state is a dead end: a run that is there can always be ended, and its exit always leads
+    on."""
     events: list[TrialEvent] = [
         StartTrial(),
         PauseTrial(),

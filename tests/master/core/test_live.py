@@ -1,4 +1,5 @@
-"""The whole master in this process with the genuine harness in its trials: what no fake can show."""
+"""The whole master in this process with the genuine harness in its trials: what no fake can
+show."""
 
 from __future__ import annotations
 

@@ -47,7 +47,8 @@ Ask = Callable[..., "tuple[int, dict[str, Any]]"]
 
 @pytest.fixture
 def ask(server: Server) -> Ask:
-    """Send one request as it is: (method, path, token of a user, token of a task, body, headers) -> (status, JSON)."""
+    """Send one request as it is: (method, path, token of a user, token of a task, body, headers) ->
+    (status, JSON)."""
 
     def send(
         method: str,

@@ -96,7 +96,8 @@ def test_an_allocations_token_is_not_good_for_what_users_do(ask: Ask, world: Wor
 
 
 def test_an_allocations_token_is_good_for_its_own_things_only(ask: Ask, world: World) -> None:
-    """Every part of every path that names an allocation, a task, a trial or an experiment is tried with the other allocation's."""
+    """Every part of every path that names an allocation, a task, a trial or an experiment is tried
+    with the other allocation's."""
     others = {
         "experimentId": "2",
         "trialId": "2",
@@ -367,7 +368,8 @@ def test_only_a_submission_may_be_large_and_only_a_login_is_read_from_anybody() 
 
 
 def test_every_route_is_one_that_determined_has() -> None:
-    """Compared with the paths in the genuine bindings; the few that clients ask for without bindings are named here."""
+    """Compared with the paths in the genuine bindings; the few that clients ask for without
+    bindings are named here."""
     bindings = pytest.importorskip("determined.common.api.bindings")
     text = Path(bindings.__file__).read_text(encoding="utf-8")
     known = {
@@ -571,7 +573,8 @@ def fields(route: Any) -> list[str]:
 
 
 def questions(route: Any, rng: random.Random) -> Iterator[tuple[str, bytes]]:
-    """Every part of the path, every field of the query and every place of the body with every odd value, one at a time; then at random."""
+    """Every part of the path, every field of the query and every place of the body with every odd
+    value, one at a time; then at random."""
     path = path_of(route)
     body = BODIES.get(f"{route.method} {route.path}", {})
     good = json.dumps(body).encode()
@@ -622,7 +625,8 @@ def test_every_route_that_reads_a_body_has_an_example() -> None:
 def test_whatever_is_asked_the_master_has_an_answer(
     route: Any, most: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What makes no sense is refused with a 4xx; no request makes a 500, and none makes a later GET answer 500."""
+    """What makes no sense is refused with a 4xx; no request makes a 500, and none makes a later GET
+    answer 500."""
     monkeypatch.setattr("zero_trial.master.core.accounts._COST", 2)
     world = World(tmp_path / "root")
     world.save(UUID)

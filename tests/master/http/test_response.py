@@ -1,4 +1,5 @@
-"""Answers: JSON, streams, directories as .tar.gz, and records as the dicts that the genuine bindings read."""
+"""Answers: JSON, streams, directories as .tar.gz, and records as the dicts that the genuine
+bindings read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Experiments as the genuine client asks for them: each answer is read with Determined's own bindings."""
+"""Experiments as the genuine client asks for them: each answer is read with Determined's own
+bindings."""
 
 from __future__ import annotations
 
@@ -147,7 +148,8 @@ def test_steering(user: Any, world: World) -> None:
 
 
 def test_the_client_changes_what_it_read(user: Any, world: World) -> None:
-    """``det experiment set description`` and ``label add`` send the whole experiment back as a patch."""
+    """``det experiment set description`` and ``label add`` send the whole experiment back as a
+    patch."""
     before = world.experiments.get(1).config
     patch = bindings.v1PatchExperiment.from_json(bindings.get_GetExperiment(user, experimentId=1).experiment.to_json())
     patch.description, patch.labels = "new words", ["x", "y", "x"]

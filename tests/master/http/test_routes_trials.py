@@ -188,7 +188,8 @@ METRICS: list[tuple[Any, tuple[Any, ...] | None]] = [
 def test_a_value_of_a_metric_is_refused_or_comes_back(
     ask: Ask, world: World, group: str, value: Any, shown: tuple[Any, ...] | None
 ) -> None:
-    """No stored value makes a later answer fail, neither as the searcher's metric nor as another, nor beside numbers."""
+    """No stored value makes a later answer fail, neither as the searcher's metric nor as another,
+    nor beside numbers."""
     world.save(UUID)
     for steps, reported in ((4, 1.0), (5, value), (6, 2.0)):
         values = {"validation_loss": reported, "other": reported}

@@ -263,7 +263,8 @@ def test_it_listens_until_its_block_ends(world: World) -> None:
 
 
 def test_whatever_is_sent_the_server_lives(world: World) -> None:
-    """Noise, halves of requests, and requests with noise in them, on connections that are dropped at once."""
+    """Noise, halves of requests, and requests with noise in them, on connections that are dropped
+    at once."""
     noise = random.Random(7)
     with Server(world, timeouts=Timeouts(linger=0.05, head=0.2, first=0.2)) as server:
         good = f"GET /info HTTP/1.1\r\nHost: 127.0.0.1:{server.port}\r\nConnection: close\r\n\r\n".encode()

@@ -1,4 +1,5 @@
-"""The harness's absolute paths moved below DET_RUN_ROOT, and the launcher's line about failed ranks, in real processes."""
+"""The harness's absolute paths moved below DET_RUN_ROOT, and the launcher's line about failed
+ranks, in real processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Plays a search by hand: trials are called 1, 2, 3 in the order of their creation, and actions are short words."""
+"""Plays a search by hand: trials are called 1, 2, 3 in the order of their creation, and actions are
+short words."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ LR = {"lr": {"type": "log", "base": 10, "minval": -4, "maxval": -1}}
 
 
 class Play:
-    """``+3``: trial 3 is created, ``-3``: it is told to stop, ``.``: the search is over, ``!``: it is over and has failed."""
+    """``+3``: trial 3 is created, ``-3``: it is told to stop, ``.``: the search is over, ``!``: it
+    is over and has failed."""
 
     def __init__(self, search: Searcher) -> None:
         self.search = search

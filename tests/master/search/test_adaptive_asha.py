@@ -14,8 +14,9 @@ from zero_trial.master.search.adaptive_asha import WORST, Bracket, BracketShare,
 
 
 def test_sixteen_trials_in_standard_mode():
-    # Rungs: min(5, log4(16) + 1, log4(16) + 1) = 3, of which standard takes (3 - 1) // 2 + 1 = 2 to 3.
-    # Weights 4^2/3 = 5.33 and 4^1/2 = 2: 11.6 and 4.4 of 16 trials, and the one that is left goes to the first.
+    # Rungs: min(5, log4(16) + 1, log4(16) + 1) = 3, of which standard takes (3 - 1) // 2 + 1 = 2 to
+    # 3. Weights 4^2/3 = 5.33 and 4^1/2 = 2: 11.6 and 4.4 of 16 trials, and the one that is left
+    # goes to the first.
     assert divide(Budget(max_trials=16, max_time=16)) == (BracketShare(3, 12, 8), BracketShare(2, 4, 8))
 
 
@@ -24,7 +25,8 @@ def test_sixteen_trials_in_standard_mode():
     [
         # log4(64) + 1 = 4 rungs, one bracket.
         (Budget(64, 64, mode="aggressive"), [(4, 64, 16)]),
-        # Weights 16/3, 4/2, 1/1 of 8.33: 10.24, 3.84, 1.92, and two are left. Sixteen at a time are 5, 5, 5 and one more for the first.
+        # Weights 16/3, 4/2, 1/1 of 8.33: 10.24, 3.84, 1.92, and two are left. Sixteen at a time are
+        # 5, 5, 5 and one more for the first.
         (Budget(16, 16, mode="conservative"), [(3, 12, 6), (2, 3, 5), (1, 1, 5)]),
         # Two at a time are fewer than three brackets: one each.
         (Budget(16, 16, mode="conservative", max_concurrent_trials=2), [(3, 12, 1), (2, 3, 1), (1, 1, 1)]),
@@ -35,11 +37,13 @@ def test_sixteen_trials_in_standard_mode():
         (Budget(1, 1), [(1, 1, 16)]),
         (Budget(1, 1000), [(1, 1, 16)]),
         (Budget(1000, 1), [(1, 1000, 16)]),
-        # Rungs given by hand are taken as they are, tallest first. Weights 4/3 and 1: 5.7 and 4.3 of 10.
+        # Rungs given by hand are taken as they are, tallest first. Weights 4/3 and 1: 5.7 and 4.3
+        # of 10.
         (Budget(10, 2, divisor=2, bracket_rungs=(1, 3)), [(3, 6, 8), (1, 4, 8)]),
         # max_rungs 2: standard takes 1 to 2. Weights 4/2 and 1: 6.7 and 3.3 of 10.
         (Budget(10, 100, max_rungs=2), [(2, 7, 8), (1, 3, 8)]),
-        # Every bracket has a trial, even where that is more than max_trials: weights 2, 5.33 and 16 give 0, 0 and 0 of 1.
+        # Every bracket has a trial, even where that is more than max_trials: weights 2, 5.33 and 16
+        # give 0, 0 and 0 of 1.
         (Budget(1, 4, bracket_rungs=(2, 3)), [(3, 1, 8), (2, 1, 8)]),
     ],
 )
@@ -88,7 +92,8 @@ def test_a_rung_is_ascending_and_the_newcomer_stands_before_its_equals():
 
 
 def test_the_best_quarter_goes_on():
-    """With divisor 4 the eighth to be measured goes on as the second best, since 8 / 4 = 2 may; the seventh did not, 7 / 4 = 1."""
+    """With divisor 4 the eighth to be measured goes on as the second best, since 8 / 4 = 2 may; the
+    seventh did not, 7 / 4 = 1."""
     bracket = Bracket.ladder(2, 4, 8, 8, 8)
     bracket.position = dict.fromkeys("abcdefgh", 0)
     for name, metric in zip("abcdef", [1, 9, 8, 7, 6, 5], strict=True):
@@ -267,8 +272,9 @@ def test_one_rung_is_random_search():
 
 
 def test_two_brackets_do_not_see_each_other():
-    # Rungs min(5, log2(4) + 1 = 3, log2(8) + 1 = 4) = 3; standard takes 2 and 3. Weights 4/3 and 1: 4.6 and 3.4 of 8, so 5 and 3.
-    # Bracket A after 1, 2, 4 batches: trials 1, 2. Bracket B after 2, 4: trials 3, 4.
+    # Rungs min(5, log2(4) + 1 = 3, log2(8) + 1 = 4) = 3; standard takes 2 and 3. Weights 4/3 and 1:
+    # 4.6 and 3.4 of 8, so 5 and 3. Bracket A after 1, 2, 4 batches: trials 1, 2. Bracket B after 2,
+    # 4: trials 3, 4.
     it = play(bracket_rungs=[], max_trials=8, max_concurrent_trials=4)
     assert it.start() == "+1 +2 +3 +4"
     assert it.val(1, 1, 1.0) == ""
@@ -320,13 +326,15 @@ def test_progress():
     assert it.search.progress({}) == 0
     it.val(1, 2, 1.0)
     it.val(2, 2, 2.0)
-    assert it.search.progress({}) == pytest.approx(2 / (1.2 * 4))  # two of four measured, a fifth on top for the rest
+    # two of four measured, a fifth on top for the rest
+    assert it.search.progress({}) == pytest.approx(2 / (1.2 * 4))
     it.exit(2)
     it.val(3, 2, 3.0)
     it.exit(3)
     it.val(4, 2, 4.0)
     it.exit(4)
-    assert it.search.progress({}) == pytest.approx(4 / 4.8)  # more than the three of four that are over
+    # more than the three of four that are over
+    assert it.search.progress({}) == pytest.approx(4 / 4.8)
     it.val(1, 4, 1.0)
     it.exit(1)
     assert it.search.progress({}) == 1.0

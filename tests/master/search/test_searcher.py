@@ -36,7 +36,8 @@ configs = st.fixed_dictionaries(
 
 
 def run_to_the_end(config: dict[str, Any], seed: int, trouble: float) -> tuple[Searcher, list[str], int]:
-    """Random losses in a random order, ``trouble`` of the trials ending badly; before every event the search is restarted from JSON.
+    """Random losses in a random order, ``trouble`` of the trials ending badly; before every event
+    the search is restarted from JSON.
 
     Returns the search, how its trials ended, and the largest number that were open at once.
     """

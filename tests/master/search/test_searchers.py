@@ -84,7 +84,8 @@ def test_progress():
     it.start()
     assert it.search.progress({it.ids[0]: 0.5, it.ids[1]: 0.25}) == pytest.approx(0.25)
     it.exit(1, INVALID)
-    assert it.search.progress({it.ids[1]: 0.25}) == pytest.approx(0.25 / 3)  # what is invalid has done nothing
+    # what is invalid has done nothing
+    assert it.search.progress({it.ids[1]: 0.25}) == pytest.approx(0.25 / 3)
     it.exit(2, ExitReason.ERRORED)
     assert it.search.progress({it.ids[2]: 0.5}) == pytest.approx(0.5)
     it.exit(3)

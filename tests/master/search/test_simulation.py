@@ -63,8 +63,9 @@ def each_worse() -> Callable[[int], Curve]:
 
 
 def test_two_rungs_by_hand():
-    """One bracket: log4(8) + 1 = 2 rungs, after 4 and 16 batches. Eight trials start together, and the k-th is worse than the one before it:
-    only the first goes on. 8 x 4 batches, and 12 more for the first.
+    """One bracket: log4(8) + 1 = 2 rungs, after 4 and 16 batches. Eight trials start together, and
+    the k-th is worse than the one before it: only the first goes on. 8 x 4 batches, and 12 more for
+    the first.
     """
     found = played({**ASHA, "max_concurrent_trials": 8}, curve=each_worse())
     assert found.rungs == (RungCount(1, 4, 8, 7), RungCount(1, 16, 1, 0))

@@ -82,7 +82,8 @@ def test_kill_9_loses_no_commit_and_leaves_no_half(tmp_path: Path) -> None:
         if int(line) >= 200:
             break
     os.kill(child.pid, signal.SIGKILL)
-    said = [line for line in child.stdout if line.endswith("\n")]  # what it had printed before it died
+    # what it had printed before it died
+    said = [line for line in child.stdout if line.endswith("\n")]
     child.wait(timeout=30)
     last = int(said[-1]) if said else 200
     database = Database(tmp_path / "db")

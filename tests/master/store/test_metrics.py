@@ -110,7 +110,8 @@ def test_the_summary(connection: sqlite3.Connection) -> None:
 
 
 def test_it_is_cheap(tmp_path: Path) -> None:
-    """Each report is a transaction of its own. The bound is loose by a factor of ten: it is about an accidental sync, not about speed."""
+    """Each report is a transaction of its own. The bound is loose by a factor of ten: it is about
+    an accidental sync, not about speed."""
     database = Database(tmp_path / "cheap")
     began = time.process_time()
     for steps in range(1000):

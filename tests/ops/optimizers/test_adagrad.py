@@ -26,7 +26,8 @@ def give_gradients(seed: int, *lists: list[torch.nn.Parameter]) -> None:
 
 @pytest.mark.parametrize("how", [{}, {"lr_decay": 0.1, "weight_decay": 0.1}, {"initial_accumulator_value": 0.5}])
 def test_as_torch_and_through_its_state(how: dict[str, Any]) -> None:
-    """Each goes on with the other's state. Tolerance: twelve steps of a few roundings, on numbers of about 1."""
+    """Each goes on with the other's state. Tolerance: twelve steps of a few roundings, on numbers
+    of about 1."""
     ours, theirs = params(), params()
     mine, other = FusedAdagrad(ours, lr=0.1, **how), torch.optim.Adagrad(theirs, lr=0.1, **how)
     for step in range(12):

@@ -1,4 +1,5 @@
-"""FusedAdam and FusedLion against torch and the reference; state that torch's own optimizers can take over."""
+"""FusedAdam and FusedLion against torch and the reference; state that torch's own optimizers can
+take over."""
 
 from __future__ import annotations
 
@@ -46,7 +47,8 @@ def largest(a: list[torch.nn.Parameter], b: list[torch.nn.Parameter]) -> float:
 
 @pytest.mark.parametrize("decoupled", [True, False])
 def test_twenty_steps_as_torch(decoupled: bool) -> None:
-    """Tolerance: 20 steps of size lr = 0.01, each with a few roundings of 6e-8, on parameters of about 1."""
+    """Tolerance: 20 steps of size lr = 0.01, each with a few roundings of 6e-8, on parameters of
+    about 1."""
     ours, theirs = params(), params()
     mine = FusedAdam(ours, lr=0.01, weight_decay=0.1, adam_w_mode=decoupled)
     other = TORCH[decoupled](theirs, lr=0.01, weight_decay=0.1, fused=True)
@@ -137,7 +139,7 @@ def test_cpu_adam_refuses_other_devices() -> None:
         CPUAdam([torch.nn.Parameter(torch.zeros(2, device="meta"))])
 
 
-# --- in scripts that want only them -----------------------------------------------------------------------------------
+# --- in scripts that want only them ---------------------------------------------------------------
 
 EVERY: list[Any] = [FusedAdam, CPUAdam, FusedLamb, FusedLion, FusedSGD, FusedAdagrad]
 every = pytest.mark.parametrize("kind", EVERY)
@@ -181,7 +183,8 @@ def test_adam_without_bias_correction() -> None:
 
 @every
 def test_a_real_model_learns_as_with_a_scheduler_and_a_scaler(kind: Any) -> None:
-    """Overflow is skipped by torch's GradScaler, the rate is a tensor that a scheduler changes, a closure gives the loss."""
+    """Overflow is skipped by torch's GradScaler, the rate is a tensor that a scheduler changes, a
+    closure gives the loss."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1))
     x, y = torch.randn(32, 8), torch.randn(32, 1)

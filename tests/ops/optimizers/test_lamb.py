@@ -1,4 +1,5 @@
-"""LAMB on whole tensors, and on pieces that cut through tensors, over several ranks in one process."""
+"""LAMB on whole tensors, and on pieces that cut through tensors, over several ranks in one
+process."""
 
 from __future__ import annotations
 
@@ -152,7 +153,8 @@ def test_scalars_and_empty_pieces() -> None:
 
 
 def test_one_pass_from_16_bit_gradients_to_a_16_bit_copy() -> None:
-    """Two tensors in one piece, with padding before, between and behind them, which stays as it is."""
+    """Two tensors in one piece, with padding before, between and behind them, which stays as it
+    is."""
     piece = torch.nn.Parameter(torch.linspace(-1, 1, 12))
     lamb = FusedLamb([piece], **SETTINGS)  # type: ignore[arg-type]
     lamb.bind({id(piece): [TensorSegment(0, 1, 5), TensorSegment(1, 6, 11)]}, 2, lambda _: None)
@@ -191,7 +193,8 @@ def test_groups_differ_in_everything() -> None:
     for p, before, g, settings in zip(params, tensors(), gradients(1)[0], own, strict=False):
         zeros = torch.zeros_like(before)
         want = reference.lamb(before, g, zeros, zeros, 1, **settings).p  # type: ignore[arg-type]
-        torch.testing.assert_close(p.detach(), want, rtol=1e-6, atol=1e-6)  # the ratio is rounded to fp32
+        # the ratio is rounded to fp32
+        torch.testing.assert_close(p.detach(), want, rtol=1e-6, atol=1e-6)
 
 
 def test_a_tensor_of_zeros_steps_with_ratio_one() -> None:

@@ -1,4 +1,5 @@
-"""What our optimizers share: a closure, moments made when first needed, pieces without gradients left alone."""
+"""What our optimizers share: a closure, moments made when first needed, pieces without gradients
+left alone."""
 
 from __future__ import annotations
 
@@ -61,7 +62,8 @@ def test_hooks_of_torch_still_run() -> None:
 
 
 def test_our_optimizers_do_not_load_torchs_compiler() -> None:
-    """It costs every rank a second of CPU, and torch loads it when one of its own optimizers is made."""
+    """It costs every rank a second of CPU, and torch loads it when one of its own optimizers is
+    made."""
     code = (
         "import sys, torch; from zero_trial.ops.optimizers import FusedAdagrad, FusedAdam, FusedLamb, FusedLion, FusedSGD, Lion\n"
         "for made in (FusedAdagrad, FusedAdam, FusedLamb, FusedLion, FusedSGD, Lion):\n"

@@ -144,7 +144,8 @@ def device_step(optimizer: torch.optim.Optimizer, params: list[Any], gradients: 
 
 @pytest.mark.parametrize("name", GATED)
 def test_the_device_gives_the_factor_and_may_skip(name: str) -> None:
-    """Steps 0, 2 and 3 are bad: afterwards nothing shows that they were tried, neither weights nor state nor counts."""
+    """Steps 0, 2 and 3 are bad: afterwards nothing shows that they were tried, neither weights nor
+    state nor counts."""
     torch.manual_seed(0)
     ours = [torch.nn.Parameter(torch.randn(5)), torch.nn.Parameter(torch.randn(3))]
     plain = [torch.nn.Parameter(p.detach().clone()) for p in ours]

@@ -26,7 +26,8 @@ def give_gradients(seed: int, *lists: list[torch.nn.Parameter]) -> None:
 
 @pytest.mark.parametrize("how", [{}, {"nesterov": True}, {"dampening": 0.3}, {"weight_decay": 0.1, "momentum": 0.5}])
 def test_as_torch_and_through_its_state(how: dict[str, Any]) -> None:
-    """Each goes on with the other's state. Tolerance: twelve steps of a few roundings, on numbers of about 1."""
+    """Each goes on with the other's state. Tolerance: twelve steps of a few roundings, on numbers
+    of about 1."""
     ours, theirs = params(), params()
     settings = {"lr": 0.1, "momentum": 0.9, **how}
     mine, other = FusedSGD(ours, **settings), torch.optim.SGD(theirs, **settings)

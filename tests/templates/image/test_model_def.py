@@ -1,4 +1,5 @@
-"""The image template learns to read a few letters, from the files that ``init`` writes to a summary."""
+"""The image template learns to read a few letters, from the files that ``init`` writes to a
+summary."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Find out whether all ranks of an axis can map each other's memory: tried, not guessed from host names."""
+"""Find out whether all ranks of an axis can map each other's memory: tried, not guessed from host
+names."""
 
 from __future__ import annotations
 
@@ -45,8 +46,8 @@ class _Blocks:
     exchange: SharedHandleExchange | None = None
 
 
-# One SharedMemory per process and world, its shared tensors, and what the ranks of each axis found out (None: they cannot read
-# each other's memory). The answer costs two exchanges.
+# One SharedMemory per process and world, its shared tensors, and what the ranks of each axis found
+# out (None: they cannot read each other's memory). The answer costs two exchanges.
 _MEMORIES: WeakKeyDictionary[Any, SharedMemory] = WeakKeyDictionary()
 _TENSORS: WeakKeyDictionary[Any, SharedTensorPool] = WeakKeyDictionary()
 _ANSWERS: WeakKeyDictionary[Any, dict[tuple[int, ...], _Blocks | None]] = WeakKeyDictionary()

@@ -1,4 +1,5 @@
-"""Messages between two ranks of one host: ring buffers in memory that they share, with a doorbell that wakes the reader."""
+"""Messages between two ranks of one host: ring buffers in memory that they share, with a doorbell
+that wakes the reader."""
 
 from __future__ import annotations
 

@@ -1,22 +1,23 @@
-"""Memory that ranks of one host share: anonymous segments of one rank, mapped by its peers; and waits for those processes.
+"""Memory that ranks of one host share: anonymous segments of one rank, mapped by its peers; and
+waits for those processes.
 
 A segment is a memfd: it has no name in any folder, so nothing is left behind when its ranks end,
-however they end. Peers reach it through ``/proc/<pid>/fd/<fd>``, which the kernel permits to processes
-of the same user.
+however they end. Peers reach it through ``/proc/<pid>/fd/<fd>``, which the kernel permits to
+processes of the same user.
 
     | acknowledgements: one int64 per reader | payload ........................ |
     0                                        HEADER bytes
 
-The owner writes a payload under a new generation number and sends readers a handle to it; each reader
-writes that number into its acknowledgement when it has read. A segment whose readers have all
-acknowledged is free for the next payload. No rank waits for that: if none is free, another segment is
-made.
+The owner writes a payload under a new generation number and sends readers a handle to it; each
+reader writes that number into its acknowledgement when it has read. A segment whose readers have
+all acknowledged is free for the next payload. No rank waits for that: if none is free, another
+segment is made.
 
-Peers can read a tensor in place if it lives in a :class:`SharedTensor`: one segment with one tensor in
-it, owned by this process while the tensor or a view of it is alive. A collective lends it to its
-readers. The reader fence is :meth:`SharedSegment.wait_for_readers`: it returns when all of them have
-read, and only then may the tensor be overwritten. When the tensor is gone, its pages go back to the
-system at once, for all ranks that map it, and the empty segment is kept for the next tensor.
+Peers can read a tensor in place if it lives in a :class:`SharedTensor`: one segment with one tensor
+in it, owned by this process while the tensor or a view of it is alive. A collective lends it to its
+readers. The reader fence is :meth:`SharedSegment.wait_for_readers`: it returns when all of them
+have read, and only then may the tensor be overwritten. When the tensor is gone, its pages go back
+to the system at once, for all ranks that map it, and the empty segment is kept for the next tensor.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ READERS = HEADER // 8
 SMALLEST = 1 << 16
 
 
-# --- how many segments a process may map ---------------------------------------------------------------------------
+# --- how many segments a process may map ----------------------------------------------------------
 
 USUAL_LIMIT = 65530
 
@@ -101,7 +102,7 @@ class MappingBudget:
         return own * ranks <= self.limit // 2
 
 
-# --- segments -------------------------------------------------------------------------------------------------------
+# --- segments -------------------------------------------------------------------------------------
 
 
 class MappedSegment:
@@ -152,7 +153,8 @@ class SegmentHandle(NamedTuple):
     descriptor: int
     generation: int
     offset: int  # bytes from the start of the payload area
-    gap: int = 0  # bytes of the owner's own part, which is left out; 0 where the owner's whole tensor is there
+    # bytes of the owner's own part, which is left out; 0 where the owner's whole tensor is there
+    gap: int = 0
 
     def to_tensor(self) -> torch.Tensor:
         return torch.tensor(self, dtype=torch.int64)
@@ -173,7 +175,8 @@ class SharedMemory:
 
     mappings: MappingBudget = field(default_factory=MappingBudget)
     segments: list[SharedSegment] = field(default_factory=list)
-    written: int = 0  # bytes of all payloads so far: what was copied out, since peers could not read it where it lay
+    # bytes of all payloads so far: what was copied out, since peers could not read it where it lay
+    written: int = 0
     _mapped: dict[tuple[int, int], MappedSegment] = field(default_factory=dict)
 
     def acquire(self, nbytes: int, readers: Sequence[int]) -> SharedSegment:
@@ -277,7 +280,7 @@ def map_file(descriptor: int) -> mmap.mmap:
         os.close(descriptor)
 
 
-# --- tensors that peers read in place ------------------------------------------------------------------------------
+# --- tensors that peers read in place -------------------------------------------------------------
 
 _KEEP_SIZE_AND_PUNCH_HOLE = 1 | 2  # of fallocate(2)
 
@@ -292,7 +295,8 @@ class SharedTensor(SharedSegment):
 
     start: int = 0  # address of the payload
     nbytes: int = 0
-    owner: int = 0  # process id: a forked child has the same objects, and must not give away its parent's pages
+    # process id: a forked child has the same objects, and must not give away its parent's pages
+    owner: int = 0
     lease: weakref.ref[memoryview] | None = None
     lent: tuple[int, int] = (0, 0)  # bytes [start, stop) of the payload
 
@@ -350,7 +354,8 @@ class SharedTensorPool:
             return torch.zeros(numel, dtype=dtype)
         try:
             found = self._vacant(nbytes)
-            # Allocates the pages now: a machine that has none left raises here, and does not kill the first process that writes.
+            # Allocates the pages now: a machine that has none left raises here, and does not kill
+            # the first process that writes.
             os.posix_fallocate(found.descriptor, 0, HEADER + nbytes)
         except OSError as trouble:
             if not self._refused:
@@ -431,11 +436,12 @@ def _vacate(found: SharedTensor) -> None:
             found.payload(torch.uint8, found.capacity).zero_()
 
 
-# --- waiting for processes of this host ----------------------------------------------------------------------------
+# --- waiting for processes of this host -----------------------------------------------------------
 
 ELSEWHERE = "is at another operation"  # in the text of an error: a rank has come, with another call
 
-_SPIN_SECONDS = 1e-4  # ranks that arrive together meet within this; then the core is given to others
+# ranks that arrive together meet within this; then the core is given to others
+_SPIN_SECONDS = 1e-4
 _LONGEST_NAP_SECONDS = 1e-3
 _LOOK_SECONDS = 0.05  # how often a waiting rank checks that its peers are alive
 

@@ -1,18 +1,19 @@
-"""Collectives through memory that the ranks of one host share: tensors, and the handles and small values that the ranks exchange there.
+"""Collectives through memory that the ranks of one host share: tensors, and the handles and small
+values that the ranks exchange there.
 
     reduce_scatter   each rank posts a handle to its tensor; the owner of a part adds the parts in place
     all_gather       each rank posts a handle to its shard; peers copy it in
     broadcast        the source posts a handle to its tensor; peers copy it in
 
-What lives in a :class:`~zero_trial.comm.shm.segments.SharedTensor` is read in place; what peers need of
-any other tensor is copied into a segment first, and so is a shared tensor that still has the readers of
-an earlier collective, so that no rank waits when a collective starts. Every rank decides for itself: the
-handle says which.
+What lives in a :class:`~zero_trial.comm.shm.segments.SharedTensor` is read in place; what peers
+need of any other tensor is copied into a segment first, and so is a shared tensor that still has
+the readers of an earlier collective, so that no rank waits when a collective starts. Every rank
+decides for itself: the handle says which.
 
 Price per rank, n elements on N ranks: reads n (N-1)/N; writes as many sums or copies, and out of
-ordinary memory n (N-1)/N (reduce_scatter) or n/N (all_gather) elements more; no payload passes through
-a socket. A peer that ended is noticed by a rank that waits for its handle, or for it to have read. Sums
-are made in rank order, as in direct exchange.
+ordinary memory n (N-1)/N (reduce_scatter) or n/N (all_gather) elements more; no payload passes
+through a socket. A peer that ended is noticed by a rank that waits for its handle, or for it to
+have read. Sums are made in rank order, as in direct exchange.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ from zero_trial.comm.shm.segments import (
 )
 from zero_trial.comm.waits import Finish, Received, Works
 
-# From the first byte on: a message with the payload in it costs two to three times the processor time, also at 16 bytes.
+# From the first byte on: a message with the payload in it costs two to three times the processor
+# time, also at 16 bytes.
 WORTH_BYTES = 1
 
 
@@ -160,10 +162,11 @@ def place(reader: int, owner: int) -> int:
     return reader - (reader > owner)
 
 
-# --- handles: how ranks tell each other where payloads are ---------------------------------------------------------
+# --- handles: how ranks tell each other where payloads are ----------------------------------------
 
 HANDLE_SLOTS = 1024
-_SLOT = struct.Struct("=qqqqqqqq")  # number, tag, process, descriptor, generation, offset, gap, unused: one cache line
+# number, tag, process, descriptor, generation, offset, gap, unused: one cache line
+_SLOT = struct.Struct("=qqqqqqqq")
 _FIRST = 64
 HANDLE_BLOCK_BYTES = _FIRST + HANDLE_SLOTS * _SLOT.size
 
@@ -205,7 +208,8 @@ class SharedHandleExchange:
         if handle is not None:
             start = _FIRST + number % HANDLE_SLOTS * _SLOT.size
             _SLOT.pack_into(self._own, start, -1, tag, *handle, 0)
-            self._own_numbers[start // 8] = number  # last: a reader that sees the number sees the rest
+            # last: a reader that sees the number sees the rest
+            self._own_numbers[start // 8] = number
         self.unread.add(number)
         return PostedHandles(self, number, tag, sources)
 
@@ -286,7 +290,7 @@ class MessageHandles:
         self.handles = {peer: SegmentHandle.from_tensor(values) for peer, values in self._received.items()}
 
 
-# --- small values of all ranks --------------------------------------------------------------------------------------
+# --- small values of all ranks --------------------------------------------------------------------
 
 HALF_BYTES = 4096
 _HEADER = struct.Struct("=qqq")  # number, crc of the operation's name, bytes

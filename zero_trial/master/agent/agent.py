@@ -136,7 +136,8 @@ class Agent:
         while (work := self._work.get()) is not None:
             try:
                 work()
-            except Exception as error:  # a fault of one allocation (a full disk) must not end the work for all others
+            except Exception as error:
+                # a fault of one allocation (a full disk) must not end the work for all others
                 log.error("an order could not be carried out: %s: %s", type(error).__name__, error)
 
     def _start(self, order: StartOrder) -> None:
@@ -146,7 +147,8 @@ class Agent:
             return
         try:
             self._spawn(order, folder)
-        except (OSError, ValueError, ZeroTrialError) as error:  # ValueError: a path with a NUL in it
+        except (OSError, ValueError, ZeroTrialError) as error:
+            # ValueError: a path with a NUL in it
             path = logs.path_of(self._directory.trial_logs(order.allocation.trial_id), order.allocation.run_id)
             logs.append(path, [logs.entry(f"cannot start the trial: {error}", time.time(), "stderr", l="ERROR")])
             if processes.acquire_lease(folder, None):
@@ -182,7 +184,8 @@ class Agent:
     def _kill(self, allocation_id: str) -> None:
         folder = self._directory.allocation(allocation_id)
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        if processes.acquire_lease(folder, None):  # its supervisor has not begun, and now never will
+        # its supervisor has not begun, and now never will
+        if processes.acquire_lease(folder, None):
             processes.record_exit(
                 folder, processes.Exit(KILLED, time.time(), killed=True, why="it was ended before it began")
             )
@@ -204,7 +207,8 @@ class Agent:
             for name, entry in watched.items():
                 try:
                     self._look(name, entry, started, on_started, on_exited)
-                except Exception as error:  # a fault of one allocation must not end the watch over the others
+                except Exception as error:
+                    # a fault of one allocation must not end the watch over the others
                     fault = f"allocation {name}: {type(error).__name__}: {error}"
                     if fault not in reported:
                         reported.add(fault)
@@ -251,7 +255,8 @@ class Agent:
             return processes.Exit(KILLED, time.time(), killed=True, why="the machine was started anew")
         if identity is not None:
             return processes.Exit(KILLED, time.time(), why="its supervisor is gone")
-        if processes.lease_exists(folder):  # made void by a master that was killed before it could record the exit
+        # made void by a master that was killed before it could record the exit
+        if processes.lease_exists(folder):
             return processes.Exit(KILLED, time.time(), killed=True, why="it was ended before it began")
         if entry.child is not None and entry.child.returncode is not None and processes.acquire_lease(folder, None):
             return processes.Exit(

@@ -37,7 +37,8 @@ class SlotDevices:
 
     @property
     def threads(self) -> int:
-        """Return OMP_NUM_THREADS for each process, so that all slots together use the cores once."""
+        """Return OMP_NUM_THREADS for each process, so that all slots together use the cores
+        once."""
         return max(1, self.cores // max(1, self.count))
 
 
@@ -219,7 +220,8 @@ def environment(
     env["OMP_NUM_THREADS"] = str(order.threads)
     env["CUDA_VISIBLE_DEVICES"] = order.visible_devices
     env.update(_of_user(order.config, "cuda" if order.visible_devices else "cpu"))
-    # What a user sets for PYTHONPATH comes after the relocation, and nothing that the harness needs can be overridden.
+    # What a user sets for PYTHONPATH comes after the relocation, and nothing that the harness needs
+    # can be overridden.
     env["PYTHONPATH"] = os.pathsep.join([str(RELOCATION), *filter(None, [env.get("PYTHONPATH")])])
     env.update(_of_harness(order, ports))
     env["DET_RUN_ROOT"] = str(run_root)

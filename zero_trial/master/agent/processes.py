@@ -151,7 +151,8 @@ def _stat(pid: int) -> list[str] | None:
         text = _PROC.joinpath(str(pid), "stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
         return None
-    # The state follows the command name, which is in brackets and may itself hold brackets and blanks.
+    # The state follows the command name, which is in brackets and may itself hold brackets and
+    # blanks.
     return text.rpartition(")")[2].split()
 
 

@@ -39,7 +39,8 @@ def base_of(config: Mapping[str, Any]) -> Path | None:
     if section.get("type") == "shared_fs":
         path = section.get("storage_path") or section.get("tensorboard_path") or section.get("checkpoint_path")
         host = Path(section["host_path"])
-        return host / path if path else host  # an absolute storage_path below host_path stays as it is
+        # an absolute storage_path below host_path stays as it is
+        return host / path if path else host
     if section.get("type") == "directory":
         return Path(section["container_path"])
     return None
@@ -87,7 +88,8 @@ def is_uuid(name: str) -> bool:
 
 
 def delete(base: Path, name: str) -> bool:
-    """Delete a checkpoint's folder; True if it was there. Links inside are removed, never followed."""
+    """Delete a checkpoint's folder; True if it was there. Links inside are removed, never
+    followed."""
     folder = folder_of(base, name)
     if folder is None:
         return False
@@ -108,7 +110,8 @@ def delete_matching(base: Path, name: str, globs: Sequence[str]) -> None:
 
 
 def remaining(base: Path, name: str) -> dict[str, int]:
-    """List the files of a checkpoint that are there now (path -> bytes, as the harness lists them)."""
+    """List the files of a checkpoint that are there now (path -> bytes, as the harness lists
+    them)."""
     folder = folder_of(base, name)
     return {} if folder is None else contents(folder)
 

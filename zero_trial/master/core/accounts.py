@@ -26,7 +26,8 @@ TASK_HEADER = "grpc-metadata-x-allocation-token"
 LOCAL_USER = "determined"  # the user that Determined's clients take by default
 LOGIN_LASTS = 30 * 24 * 3600.0  # seconds until a login must be repeated
 
-_CLIENT_SALT = "GubPEmmotfiK9TMD6Zdw"  # part of Determined's protocol: every client puts it before the password
+# part of Determined's protocol: every client puts it before the password
+_CLIENT_SALT = "GubPEmmotfiK9TMD6Zdw"
 _COST = 2**14  # of scrypt: 16 MiB and some 40 ms a try (RFC 7914, section 2)
 
 
@@ -233,7 +234,8 @@ class AccountService:
             user = self.put_user(User(id=0, name=LOCAL_USER, admin=True, active=True, password=""))
         password = kept.password if kept is not None else ""
         if not password or not check_password(user.password, client_hash(password)):
-            # Determined's command asks for 8 characters with an upper-case letter, a lower-case one and a digit.
+            # Determined's command asks for 8 characters with an upper-case letter, a lower-case one
+            # and a digit.
             password = f"Zt1{secrets.token_urlsafe(15)}"
             user = self.put_user(replace(user, password=store_password(client_hash(password)), active=True))
         token = kept.token if kept is not None else ""

@@ -126,7 +126,8 @@ class CheckpointService:
                 _require_deletable(connection, uuid)
         for uuid, base in bases.items():
             with transaction(self._state) as tx:
-                _require_deletable(tx.connection, uuid)  # again: a trial may have started from it meanwhile
+                # again: a trial may have started from it meanwhile
+                _require_deletable(tx.connection, uuid)
                 checkpoints.change(tx.connection, uuid, state=CheckpointState.PARTIALLY_DELETED)
             try:
                 storage.delete_matching(base, uuid, globs)
@@ -153,7 +154,8 @@ class CheckpointService:
 
 
 def check_source(connection: sqlite3.Connection, config: Mapping[str, Any]) -> None:
-    """Raise Invalid unless the checkpoint that a new experiment starts from exists and is complete."""
+    """Raise Invalid unless the checkpoint that a new experiment starts from exists and is
+    complete."""
     searcher = config.get("searcher") or {}
     trial, saved = searcher.get("source_trial_id"), searcher.get("source_checkpoint_uuid")
     if saved:
@@ -170,7 +172,8 @@ def check_source(connection: sqlite3.Connection, config: Mapping[str, Any]) -> N
 
 
 def require_not_in_use(connection: sqlite3.Connection, uuids: Iterable[str]) -> None:
-    """Raise Conflict if an unfinished experiment starts its trials from one of these checkpoints."""
+    """Raise Conflict if an unfinished experiment starts its trials from one of these
+    checkpoints."""
     users = checkpoints.sources_in_use(connection)
     for uuid in uuids:
         if uuid in users:

@@ -268,7 +268,8 @@ class ExperimentService:
             found = tx.experiment_of(experiment_id)
             patch = replace(patch, labels=_labels(found.labels, patch))
             config = _patched(found.config, patch)
-            if patch.name is not None:  # a name that an older master accepted does not prevent other changes
+            # a name that an older master accepted does not prevent other changes
+            if patch.name is not None:
                 _check_name(config)
             _check_size(config)
             columns: dict[str, Any] = {"config": config}

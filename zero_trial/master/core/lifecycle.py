@@ -1,15 +1,18 @@
-"""The lifecycles of trials and experiments as pure functions: (state, event) -> (state, effects); and which run gets which slots.
+"""The lifecycles of trials and experiments as pure functions: (state, event) -> (state, effects);
+and which run gets which slots.
 
 A trial has at most one run at a time::
 
-    NONE --Activate/start--> QUEUED --Placed--> RUNNING --Exited--> NONE (paused), QUEUED (again) or the end
+    NONE --Activate/start--> QUEUED --Placed--> RUNNING --Exited--> NONE (paused), QUEUED (again) or
+    the end
 
 What an exit means depends on what was asked before it::
 
     stopping                    the end that was asked for
     the trial announced it      that end (invalid hyperparameters ...)
     killed, by us or from outside (overdue, the master or the machine goes down)
-                                as if it had saved: it goes on from its last checkpoint, no restart is counted
+                                as if it had saved: it goes on from its last checkpoint, no restart
+                                is counted
     exit 0, not acknowledged    COMPLETED
     exit 0, acknowledged        paused: stays paused; active: queued again
     exit != 0                   a restart while restarts <= max_restarts, else ERROR
@@ -378,7 +381,8 @@ def _stop_experiment(
 
 @dataclass(frozen=True)
 class QueuedRun:
-    """A queued allocation; ``order`` is its place in the order of arrival (experiment, then trial)."""
+    """A queued allocation; ``order`` is its place in the order of arrival (experiment, then
+    trial)."""
 
     allocation_id: str
     experiment_id: int

@@ -189,7 +189,8 @@ class Master:
         return cls(directory, devices, Agent(directory, grace=grace, host_env=host_env))
 
     def begin(self, master_url: str) -> None:
-        """Take over what an earlier master left, give out slots, and start the background threads."""
+        """Take over what an earlier master left, give out slots, and start the background
+        threads."""
         self.take_over(master_url)
         self.state.agent.begin(self.on_started, self.on_exited)
         self._ticker = threading.Thread(target=self._tick_on, name="ticker", daemon=True)

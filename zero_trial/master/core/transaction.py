@@ -86,7 +86,8 @@ def transaction(state: MasterState) -> Iterator[Transaction]:
                 tx = Transaction(state, connection, state.clock())
                 yield tx
                 tx.finish()
-                for trial_id, level, line in tx.notes:  # before the end of a trial can be seen: its followers read them
+                # before the end of a trial can be seen: its followers read them
+                for trial_id, level, line in tx.notes:
                     state.log_to_trial(trial_id, line, level)
         except BaseException:
             # The searchers have moved on while the store has not: they are restored from the store.
@@ -110,7 +111,8 @@ class Transaction:
     def __init__(self, state: MasterState, connection: sqlite3.Connection, now: float) -> None:
         self.connection = connection
         self.now = now
-        self.orders: list[Callable[[], None]] = []  # to be carried out after the commit, in this order
+        # to be carried out after the commit, in this order
+        self.orders: list[Callable[[], None]] = []
         self.notes: list[tuple[int, str, str]] = []  # (trial, level, line) for the trial's log
         self.signal = False  # requests that wait for a preemption have to look
         self.garbage = False  # checkpoints or experiments are to be deleted
@@ -461,7 +463,8 @@ class Transaction:
                 id=0,
                 experiment_id=experiment.id,
                 request_id=action.request_id,
-                task_id=f"{experiment.id}.{uuid.uuid4()}",  # names files in /tmp, so it is unique beyond this master
+                # names files in /tmp, so it is unique beyond this master
+                task_id=f"{experiment.id}.{uuid.uuid4()}",
                 state=TrialState.ACTIVE if experiment.state is ExperimentState.ACTIVE else TrialState.PAUSED,
                 hparams=action.hparams,
                 seed=action.seed,

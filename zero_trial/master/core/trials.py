@@ -79,7 +79,8 @@ class TrialService:
             return checkpoints.of_trial(connection, trial_id)
 
     def metadata(self, trial_id: int) -> Json:
-        """Return what the trial has set with ``core_context.train.set_metadata``; empty if nothing."""
+        """Return what the trial has set with ``core_context.train.set_metadata``; empty if
+        nothing."""
         self._trial(trial_id)
         with self._state.database.reading() as connection:
             found: Json = trials.metadata(connection, trial_id)
@@ -297,7 +298,8 @@ class TaskService:
         """
         until = time.monotonic() + timeout
         while True:
-            with self._state.signaled:  # held while looking, so that no signal comes between the look and the wait
+            # held while looking, so that no signal comes between the look and the wait
+            with self._state.signaled:
                 found = self.allocation(allocation_id)
                 left = until - time.monotonic()
                 if (

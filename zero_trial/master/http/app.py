@@ -45,7 +45,8 @@ _ANONYMOUS = Principal()
 
 
 class RouteNode:
-    """One part of a path: the parts that may follow it, and the methods of a path that ends here."""
+    """One part of a path: the parts that may follow it, and the methods of a path that ends
+    here."""
 
     def __init__(self) -> None:
         self.literal: dict[str, RouteNode] = {}
@@ -122,7 +123,8 @@ class Application:
         self._hosts = {f"127.0.0.1:{port}", f"localhost:{port}"}
         self._origins = {f"http://{host}" for host in self._hosts}
         self._waits = Waits(waits)
-        self._logins = threading.BoundedSemaphore(4)  # logins at once: checking a password takes 16 MiB
+        # logins at once: checking a password takes 16 MiB
+        self._logins = threading.BoundedSemaphore(4)
         self._large = threading.BoundedSemaphore(2)  # bodies of many megabytes in memory at once
 
     def __call__(self, head: RequestHead, read_body: ReadBody) -> Response | StreamingResponse:
@@ -148,7 +150,8 @@ class Application:
         refusal = self._foreign(head)
         if refusal is not None:
             return refusal
-        method = "GET" if head.method == "HEAD" else head.method  # the connection leaves out the body
+        # the connection leaves out the body
+        method = "GET" if head.method == "HEAD" else head.method
         found = self._router.find(method, split_path(head.path))
         principal = self._principal(head, found)
         if principal is None:
@@ -209,7 +212,8 @@ class Application:
 
     @contextmanager
     def _place_for_body(self, head: RequestHead, found: RouteMatch) -> Iterator[None]:
-        """Hold one of the few places for a body of many megabytes while it is read and dealt with."""
+        """Hold one of the few places for a body of many megabytes while it is read and dealt
+        with."""
         if found.route.limit <= SMALL_BODY or (head.length is not None and head.length <= SMALL_BODY):
             yield
             return

@@ -38,7 +38,8 @@ _TOKEN = frozenset("!#$%&'*+-.^_`|~0123456789abcdefghijklmnopqrstuvwxyz")
 
 
 class BadRequest(Exception):
-    """A malformed request or one that exceeds a limit. The connection is closed after the answer."""
+    """A malformed request or one that exceeds a limit. The connection is closed after the
+    answer."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
@@ -196,7 +197,8 @@ class Reader:
         """Read up to ``mark``; the mark is removed and not returned."""
         start = 0
         while (end := self._buffer.find(mark, start)) < 0 or end > limit:
-            if len(self._buffer) > limit:  # also where the mark came with the bytes that pass the limit
+            # also where the mark came with the bytes that pass the limit
+            if len(self._buffer) > limit:
                 raise BadRequest(status, f"a line or the headers are longer than {limit} bytes")
             start = max(0, len(self._buffer) - len(mark) + 1)
             self._receive(deadline, 16 * 1024)
@@ -291,7 +293,8 @@ class Request:
         if not self.content:
             return {}
         try:
-            value = json.loads(self.content.decode("utf-8"))  # from bytes, json takes half characters too
+            # from bytes, json takes half characters too
+            value = json.loads(self.content.decode("utf-8"))
         except (ValueError, RecursionError):
             raise BadRequest(400, "the body is not JSON") from None
         if value is None:
@@ -319,7 +322,8 @@ class Request:
         return default if not text else text in ("true", "1", "yes")
 
     def query_time(self, name: str) -> float | None:
-        """Return a time of the query string (RFC 3339) in seconds since the epoch. Raises Invalid."""
+        """Return a time of the query string (RFC 3339) in seconds since the epoch. Raises
+        Invalid."""
         text = self.first(name)
         return parse_time(text, name) if text else None
 

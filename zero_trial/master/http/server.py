@@ -42,7 +42,8 @@ class Timeouts:
     idle: float = 120.0  # for the next request of a connection that is kept
     first: float = 10.0  # for the first byte of the first request
     head: float = 10.0  # for the rest of a request's headers
-    send: float = 300.0  # for the client to take a piece of an answer: followed logs may be read in a pager
+    # for the client to take a piece of an answer: followed logs may be read in a pager
+    send: float = 300.0
     linger: float = 2.0  # for the rest of a body that was refused
 
 
@@ -254,7 +255,8 @@ class HttpServer:
                 continue
             try:
                 self._admit(sock)
-            except Exception:  # no thread could be started, most likely: this one is lost, the next may not be
+            except Exception:
+                # no thread could be started, most likely: this one is lost, the next may not be
                 log.exception("a connection could not be served")
                 sock.close()
 

@@ -1,1 +1,2 @@
-"""A folder for the front of PYTHONPATH: its ``sitecustomize`` moves the harness's absolute paths."""
+"""A folder for the front of PYTHONPATH: its ``sitecustomize`` moves the harness's absolute
+paths."""

@@ -299,5 +299,6 @@ def option(section: Mapping[str, Any], name: str, default: Any) -> Any:
 
 
 def max_concurrent(section: Mapping[str, Any]) -> int:
-    """Return ``max_concurrent_trials``; Determined's default is 16, and 0 means all trials at once."""
+    """Return ``max_concurrent_trials``; Determined's default is 16, and 0 means all trials at
+    once."""
     return int(option(section, "max_concurrent_trials", 16))

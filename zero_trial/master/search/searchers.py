@@ -116,7 +116,8 @@ def build(section: Mapping[str, Any], hyperparameters: Mapping[str, Any], seed: 
 
 
 def restore(section: Mapping[str, Any], hyperparameters: Mapping[str, Any], snapshot: Mapping[str, Any]) -> Searcher:
-    """Build the searcher of the same config in the state that it had when ``snapshot`` was taken."""
+    """Build the searcher of the same config in the state that it had when ``snapshot`` was
+    taken."""
     search = build(section, hyperparameters, snapshot["draws"]["seed"])
     search.restore(snapshot)
     return search

@@ -17,7 +17,8 @@ from typing import Any
 
 from zero_trial.errors import ConfigError
 
-# The schema as numbered steps from an empty file to the newest form. A step that was released is never changed.
+# The schema as numbered steps from an empty file to the newest form. A step that was released is
+# never changed.
 MIGRATIONS: tuple[str, ...] = (
     """
     CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL);
@@ -148,7 +149,8 @@ class Database:
     """
 
     def __init__(self, path: Path) -> None:
-        os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))  # SQLite gives its -wal and -shm files the same mode
+        # SQLite gives its -wal and -shm files the same mode
+        os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
         path.chmod(0o600)
         self._lock = threading.RLock()
         self._read_lock = threading.Lock()

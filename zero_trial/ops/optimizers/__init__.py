@@ -1,4 +1,5 @@
-"""Optimizers over lists of flat pieces, and one step with a gradient multiplier for any optimizer."""
+"""Optimizers over lists of flat pieces, and one step with a gradient multiplier for any
+optimizer."""
 
 from zero_trial.ops.optimizers.fused import (
     CPUAdam,

@@ -1,22 +1,26 @@
-"""Our optimizers, each a step in one pass over flat pieces, and one step with a gradient multiplier for any optimizer.
+"""Our optimizers, each a step in one pass over flat pieces, and one step with a gradient multiplier
+for any optimizer.
 
-FusedAdam, FusedLion, FusedAdagrad and FusedSGD are plain ``torch.optim.Optimizer``s: they work on any parameters, whole or flat. State has
-torch's names and shapes (``exp_avg``, ``exp_avg_sq``, ``step``), so checkpoints of theirs and of torch's optimizers can be loaded into each
-other. Where no kernel takes a tensor (another device or dtype, no compiler) it is updated by plain torch with the same formulas;
-``zero_trial.ops.report()`` says which it is.
+FusedAdam, FusedLion, FusedAdagrad and FusedSGD are plain ``torch.optim.Optimizer``s: they work on
+any parameters, whole or flat. State has torch's names and shapes (``exp_avg``, ``exp_avg_sq``,
+``step``), so checkpoints of theirs and of torch's optimizers can be loaded into each other. Where
+no kernel takes a tensor (another device or dtype, no compiler) it is updated by plain torch with
+the same formulas; ``zero_trial.ops.report()`` says which it is.
 
     bytes per fp32 parameter and step    Adam 28 (read p, g, m, v; write p, m, v), the others 20
     16-bit gradient in, 16-bit copy out  the same: 2 less for the gradient, 2 more for the copy; no pass of their own
 
-Unscaling and clipping multiply all gradients by one factor, (1 / loss scale) * min(1, limit / norm). What that costs depends on the optimizer:
+Unscaling and clipping multiply all gradients by one factor, (1 / loss scale) * min(1, limit /
+norm). What that costs depends on the optimizer:
 
     ours (FusedAdam, FusedLamb ...)       the factor goes into the update                         no extra bytes
     torch's fused Adam, AdamW, SGD,       the kernel divides by its ``grad_scale`` as it reads    no extra bytes (the scaled
     Adagrad                                                                                       gradient is written back)
     anything else                         the gradients are multiplied in place first             8 bytes per fp32 gradient
 
-The first two can also read factor and skip from the device (:class:`DeviceScalars`), so that the host does not wait for them. What the host
-counted for a step that the device skipped is taken back by :func:`undo_step`.
+The first two can also read factor and skip from the device (:class:`DeviceScalars`), so that the
+host does not wait for them. What the host counted for a step that the device skipped is taken back
+by :func:`undo_step`.
 """
 
 from __future__ import annotations
@@ -36,7 +40,8 @@ from zero_trial.ops.spec import ADAGRAD, ADAM, LION, SGD, OptimizerOp
 
 
 class ShardUpdate(NamedTuple):
-    """What one pass over a piece reads and writes; ``gradient`` and ``out`` have as many elements as ``weight``, and any floating dtype."""
+    """What one pass over a piece reads and writes; ``gradient`` and ``out`` have as many elements
+    as ``weight``, and any floating dtype."""
 
     weight: Tensor
     gradient: Tensor
@@ -47,7 +52,8 @@ class ShardUpdate(NamedTuple):
 class DeviceScalars(NamedTuple):
     """What a step reads from the device instead of from the host: one-element fp32 tensors.
 
-    ``factor`` multiplies the gradients; where ``found_inf`` is not 0 the step changes no element (None: it always does).
+    ``factor`` multiplies the gradients; where ``found_inf`` is not 0 the step changes no element
+    (None: it always does).
     """
 
     factor: Tensor
@@ -55,14 +61,16 @@ class DeviceScalars(NamedTuple):
 
 
 class ShardOptimizer(torch.optim.Optimizer):
-    """Base of our optimizers. ``fuses``: reads 16-bit gradients, writes rounded weights and reads device scalars in its one pass."""
+    """Base of our optimizers. ``fuses``: reads 16-bit gradients, writes rounded weights and reads
+    device scalars in its one pass."""
 
     elementwise: bool = True
     fuses: bool = False
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group as torch does, without torch's wrapper: that imports all of torch.compile, a second of CPU on every rank, so that a
-        compiler does not look into a function that no compiled graph calls."""
+        """Add a group as torch does, without torch's wrapper: that imports all of torch.compile, a
+        second of CPU on every rank, so that a compiler does not look into a function that no
+        compiled graph calls."""
         inspect.unwrap(torch.optim.Optimizer.add_param_group)(self, param_group)
 
     @torch.no_grad()
@@ -79,7 +87,8 @@ class ShardOptimizer(torch.optim.Optimizer):
         Args:
             updates: the pieces with their gradients; without it, every piece that has a ``.grad``.
             multiplier: of the gradients.
-            scalars: a factor on top of the multiplier, and a skip, read on the device. Only where :attr:`fuses`.
+            scalars: a factor on top of the multiplier, and a skip, read on the device. Only where
+                :attr:`fuses`.
         """
         loss = None
         if closure is not None:
@@ -89,7 +98,8 @@ class ShardOptimizer(torch.optim.Optimizer):
             raise ConfigError(f"{type(self).__name__} cannot read factor and skip from the device")
         given = self._with_gradients() if updates is None else updates
         self.update(given, multiplier, scalars)
-        # The ops write behind autograd's back: a graph that still needs an old weight fails with this as it does with torch's own steps.
+        # The ops write behind autograd's back: a graph that still needs an old weight fails with
+        # this as it does with torch's own steps.
         written = [x for update in given for x in (update.weight, update.out) if x is not None and not x.is_inference()]
         increment_version(written)
         return loss
@@ -113,7 +123,8 @@ class ShardOptimizer(torch.optim.Optimizer):
         return found
 
     def moments_of(self, weight: Tensor, names: Sequence[str], start: float = 0.0) -> list[Tensor]:
-        """Return the named moments of a piece; those that it does not have yet are made, filled with ``start``."""
+        """Return the named moments of a piece; those that it does not have yet are made, filled
+        with ``start``."""
         state = self.state[weight]
         for name in names:
             if state.get(name) is None:  # torch's SGD saves None for a buffer that it has not made
@@ -130,7 +141,8 @@ class ShardOptimizer(torch.optim.Optimizer):
 def scaled_step(optimizer: torch.optim.Optimizer, multiplier: float = 1.0) -> None:
     """Step on ``multiplier`` times the gradients, whose own values are undefined afterwards.
 
-    A multiplier of exactly 1 is a plain step, so an unclipped fp32 run has the bits of torch's own optimizer.
+    A multiplier of exactly 1 is a plain step, so an unclipped fp32 run has the bits of torch's own
+    optimizer.
     """
     if multiplier == 1.0:
         optimizer.step()
@@ -149,15 +161,18 @@ def scaled_step(optimizer: torch.optim.Optimizer, multiplier: float = 1.0) -> No
 
 
 def device_scaled_step(optimizer: torch.optim.Optimizer, divisor: Tensor, found_inf: Tensor | None) -> None:
-    """Step one of torch's optimizers on its gradients divided by ``divisor``; skip where ``found_inf`` is not 0.
+    """Step one of torch's optimizers on its gradients divided by ``divisor``; skip where
+    ``found_inf`` is not 0.
 
-    Both are fp32 scalar tensors on the weights' device, and the host reads neither. For optimizers that :func:`divides_in_kernel` accepts.
+    Both are fp32 scalar tensors on the weights' device, and the host reads neither. For optimizers
+    that :func:`divides_in_kernel` accepts.
     """
     _step_with(optimizer, grad_scale=divisor, **({} if found_inf is None else {"found_inf": found_inf}))
 
 
 def _step_with(optimizer: Any, **scalars: Tensor) -> None:
-    """Step with the attributes through which torch's fused optimizers take these numbers: torch.amp.GradScaler sets the same ones."""
+    """Step with the attributes through which torch's fused optimizers take these numbers:
+    torch.amp.GradScaler sets the same ones."""
     for name, value in scalars.items():
         setattr(optimizer, name, value)
     try:
@@ -168,12 +183,14 @@ def _step_with(optimizer: Any, **scalars: Tensor) -> None:
 
 
 def supports_device_scalars(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether a step of ``optimizer`` can read its factor, and whether to change anything, from the device."""
+    """Return whether a step of ``optimizer`` can read its factor, and whether to change anything,
+    from the device."""
     return (isinstance(optimizer, ShardOptimizer) and optimizer.fuses) or divides_in_kernel(optimizer)
 
 
 def divides_in_kernel(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether ``optimizer`` is one of torch's own (a subclass's step may differ), with the fused kernel in every group.
+    """Return whether ``optimizer`` is one of torch's own (a subclass's step may differ), with the
+    fused kernel in every group.
 
     Its divisor is fp32, which would round a float64 gradient: those are not accepted.
     """
@@ -186,7 +203,8 @@ def divides_in_kernel(optimizer: torch.optim.Optimizer) -> bool:
 def undo_step(optimizer: torch.optim.Optimizer, known: int) -> None:
     """Take back what the host did for the last step, which the device has skipped.
 
-    State that was made for it is deleted; counts of steps on the host go back by one. torch's fused optimizers keep theirs right themselves.
+    State that was made for it is deleted; counts of steps on the host go back by one. torch's fused
+    optimizers keep theirs right themselves.
 
     Args:
         known: number of weights that had state before the step.
@@ -202,12 +220,14 @@ def undo_step(optimizer: torch.optim.Optimizer, known: int) -> None:
 
 
 def one_launch(updates: Sequence[ShardUpdate]) -> bool:
-    """Return whether one launch can step the pieces together; on CPU it would save nothing, as calls are a loop either way."""
+    """Return whether one launch can step the pieces together; on CPU it would save nothing, as
+    calls are a loop either way."""
     return all(update.weight.is_cuda for update in updates) and len({update.weight.device for update in updates}) == 1
 
 
 class FusedOptimizer(ShardOptimizer):
-    """An elementwise optimizer: each piece is one call of one op, and on CUDA all pieces are one launch.
+    """An elementwise optimizer: each piece is one call of one op, and on CUDA all pieces are one
+    launch.
 
     ``op`` is a row of ops/spec.py; ``moments`` are torch's names of its states.
     """
@@ -217,7 +237,8 @@ class FusedOptimizer(ShardOptimizer):
     moments: tuple[str, ...] = ()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take state, also of torch's own optimizer. Raises ConfigError for a variant of the formula that this class does not have."""
+        """Take state, also of torch's own optimizer. Raises ConfigError for a variant of the
+        formula that this class does not have."""
         super().__setstate__(state)
         for group in self.param_groups:
             for key, value in self.defaults.items():
@@ -264,7 +285,8 @@ class FusedOptimizer(ShardOptimizer):
         return tensors, own, shared
 
     def _numbers(self, update: ShardUpdate, first: bool) -> tuple[tuple[float, ...], tuple[bool, ...]]:
-        """Return the piece's own numbers, and what its group shares but the multiplier, both in the order of the row. Counts the step.
+        """Return the piece's own numbers, and what its group shares but the multiplier, both in the
+        order of the row. Counts the step.
 
         Args:
             first: the piece had no moments before this step.
@@ -294,8 +316,9 @@ def _require(*, lr: float, betas: tuple[float, float], weight_decay: float, eps:
 class FusedAdam(FusedOptimizer):
     """AdamW, or Adam with L2 regularisation where ``adam_w_mode`` is false.
 
-    DeepSpeed 0.19.8's arguments and defaults, in torch's order. Its ``amsgrad`` and ``set_grad_none`` are taken with the one value that
-    they can have; ``bias_correction`` False leaves the moments as they are.
+    DeepSpeed 0.19.8's arguments and defaults, in torch's order. Its ``amsgrad`` and
+    ``set_grad_none`` are taken with the one value that they can have; ``bias_correction`` False
+    leaves the moments as they are.
     """
 
     op = ADAM
@@ -330,7 +353,8 @@ class FusedAdam(FusedOptimizer):
 
 
 class CPUAdam(FusedAdam):
-    """FusedAdam under the name that scripts written for optimizer offload use; every parameter must be on the CPU."""
+    """FusedAdam under the name that scripts written for optimizer offload use; every parameter must
+    be on the CPU."""
 
     def __init__(
         self,
@@ -417,7 +441,8 @@ class FusedAdagrad(FusedOptimizer):
 
 
 class FusedSGD(FusedOptimizer):
-    """torch's arguments. Without momentum there is no state to fuse: ``torch.optim.SGD(fused=True)`` is one pass then."""
+    """torch's arguments. Without momentum there is no state to fuse:
+    ``torch.optim.SGD(fused=True)`` is one pass then."""
 
     op = SGD
     moments = ("momentum_buffer",)
@@ -448,10 +473,12 @@ class FusedSGD(FusedOptimizer):
 
 
 class Lion(ShardOptimizer):
-    """Lion in torch's own kernels: the sign of an interpolated momentum (Chen et al. 2023, "Symbolic discovery", Algorithm 2).
+    """Lion in torch's own kernels: the sign of an interpolated momentum (Chen et al. 2023,
+    "Symbolic discovery", Algorithm 2).
 
-    ``lr``, ``betas`` = (interpolation, momentum) and ``weight_decay`` (decoupled) have DeepSpeed 0.19.8's defaults. State: one moment per
-    parameter (4 bytes in fp32). During the step one temporary of the size of a group's pieces.
+    ``lr``, ``betas`` = (interpolation, momentum) and ``weight_decay`` (decoupled) have DeepSpeed
+    0.19.8's defaults. State: one moment per parameter (4 bytes in fp32). During the step one
+    temporary of the size of a group's pieces.
     """
 
     def __init__(

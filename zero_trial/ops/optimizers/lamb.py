@@ -1,10 +1,12 @@
-"""LAMB over flat pieces: Adam's direction, scaled per logical tensor by |w| / |update| (You et al. 2020, Algorithm 2).
+"""LAMB over flat pieces: Adam's direction, scaled per logical tensor by |w| / |update| (You et al.
+2020, Algorithm 2).
 
-A shard holds only parts of tensors, so the two norms of a tensor are sums over pieces, and over ranks: every rank adds
-the squares of its parts into a (2, tensors) buffer and ``sum_over_shards`` adds the buffers up. That is one small
-collective per step for all tensors together. As in DeepSpeed 0.19.8 the ratio is clamped to [min_coeff, max_coeff], and
-is 1 where one of the norms is 0; unlike there (one factor on the whole step), the moments' bias is corrected before the
-ratio is taken, as the paper says.
+A shard holds only parts of tensors, so the two norms of a tensor are sums over pieces, and over
+ranks: every rank adds the squares of its parts into a (2, tensors) buffer and ``sum_over_shards``
+adds the buffers up. That is one small collective per step for all tensors together. As in DeepSpeed
+0.19.8 the ratio is clamped to [min_coeff, max_coeff], and is 1 where one of the norms is 0; unlike
+there (one factor on the whole step), the moments' bias is corrected before the ratio is taken, as
+the paper says.
 
     bytes per fp32 parameter and step    24 for moments and norms, 16 for the update (2 more for a 16-bit copy): no temporaries
 """
@@ -36,7 +38,8 @@ class TensorSegment(NamedTuple):
 
 @dataclass(frozen=True)
 class _Cut:
-    """A piece as consecutive parts: how long each is, and whose; None is padding, which LAMB leaves alone."""
+    """A piece as consecutive parts: how long each is, and whose; None is padding, which LAMB leaves
+    alone."""
 
     lengths: list[int]
     owners: list[int | None]
@@ -62,7 +65,8 @@ def _no_shards(_: Tensor) -> None:
 class FusedLamb(ShardOptimizer):
     """``bind`` first when pieces hold parts of tensors; unbound, each parameter is one tensor.
 
-    State per element: two moments (8 bytes in fp32). Collective when bound: every rank must step, also without own pieces.
+    State per element: two moments (8 bytes in fp32). Collective when bound: every rank must step,
+    also without own pieces.
     """
 
     elementwise = False
@@ -110,7 +114,8 @@ class FusedLamb(ShardOptimizer):
         self._unbind()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take state. A copy has other parameters, which count as whole tensors until it is bound itself."""
+        """Take state. A copy has other parameters, which count as whole tensors until it is bound
+        itself."""
         bound = "_cuts" in self.__dict__
         super().__setstate__(state)
         if not bound:
@@ -128,12 +133,15 @@ class FusedLamb(ShardOptimizer):
         num_tensors: int,
         sum_over_shards: Callable[[Tensor], None],
     ) -> None:
-        """Set which elements of each piece belong to which logical tensor. Raises ConfigError for a segment outside its piece.
+        """Set which elements of each piece belong to which logical tensor. Raises ConfigError for a
+        segment outside its piece.
 
         Args:
-            segments: id(piece) -> its parts of logical tensors, in order, without overlap; padding between them.
+            segments: id(piece) -> its parts of logical tensors, in order, without overlap; padding
+                between them.
             num_tensors: of the whole model.
-            sum_over_shards: adds a (2, num_tensors) float64 tensor over the ranks that share the tensors, in place.
+            sum_over_shards: adds a (2, num_tensors) float64 tensor over the ranks that share the
+                tensors, in place.
         """
         pieces = {id(piece): piece for group in self.param_groups for piece in group["params"]}
         missing = pieces.keys() - segments.keys()
@@ -163,7 +171,8 @@ class FusedLamb(ShardOptimizer):
             self._apply(those, norms[:, whose], found_inf)
 
     def _parts(self, update: ShardUpdate, number: int) -> Iterator[_Part]:
-        """Cut a piece into its tensors' parts. Makes its moments where they are missing, and counts its step."""
+        """Cut a piece into its tensors' parts. Makes its moments where they are missing, and counts
+        its step."""
         moments, step = self.moments_of(update.weight, _MOMENTS), self.count_step(update.weight)
         group = self.param_groups[update.group]
         tensors: list[Any] = [update.weight.detach(), update.gradient, *moments, update.out]
@@ -178,7 +187,8 @@ class FusedLamb(ShardOptimizer):
                 yield _Part(p, g, m, v, out, owner, group, step)
 
     def _apply(self, parts: Sequence[_Part], norms: Tensor, found_inf: Tensor | None) -> None:
-        """Step each part along its direction, as long as its tensor's ratio says (lines 9 to 12); ``norms`` (2, parts)."""
+        """Step each part along its direction, as long as its tensor's ratio says (lines 9 to 12);
+        ``norms`` (2, parts)."""
         low, high = (
             self._constant([part.group[key] for part in parts], torch.float64, norms.device)
             for key in ("min_coeff", "max_coeff")
@@ -191,7 +201,8 @@ class FusedLamb(ShardOptimizer):
         OPS.lamb_apply_(p, m, v, out, found_inf, ratio, lr, *_numbers(parts), parts[0].group["bias_correction"])
 
     def _constant(self, values: Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return ``values`` as a tensor, kept between steps: copying them to a CUDA device in every step would wait for it."""
+        """Return ``values`` as a tensor, kept between steps: copying them to a CUDA device in every
+        step would wait for it."""
         key = (*values, dtype, device)
         if key not in self._constants:
             if len(self._constants) >= _CONSTANTS:
@@ -201,7 +212,8 @@ class FusedLamb(ShardOptimizer):
 
 
 def _alike(parts: Sequence[_Part]) -> list[list[_Part]]:
-    """Group parts that one call can take: with or without bias correction, with or without a copy."""
+    """Group parts that one call can take: with or without bias correction, with or without a
+    copy."""
     found: dict[tuple[bool, bool], list[_Part]] = {}
     for part in parts:
         found.setdefault((part.group["bias_correction"], part.out is None), []).append(part)

@@ -1,11 +1,13 @@
-"""Updates on the host for parameters on a device: gradients come down piece by piece, new values go up, through a few buffers.
+"""Updates on the host for parameters on a device: gradients come down piece by piece, new values go
+up, through a few buffers.
 
     buffer 0   gradient 0 down | update 0 on the CPU | values 0 up | gradient 2 down ...
     buffer 1        gradient 1 down    | wait        | update 1 on the CPU | values 1 up
                                                         time -->
 
-Traffic per step of a shard of n elements: a gradient down (2 or 4 bytes each) and a parameter up (2 or 4 bytes each). Host memory: the
-buffers, never a second copy of the model; masters and moments are where the store behind keeps them.
+Traffic per step of a shard of n elements: a gradient down (2 or 4 bytes each) and a parameter up (2
+or 4 bytes each). Host memory: the buffers, never a second copy of the model; masters and moments
+are where the store behind keeps them.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ Wait = Callable[[], None]
 
 
 class HostCopier(Protocol):
-    """Copies between device and host. ``down`` and ``up`` start a copy and return what waits for it; both tensors must stay until then."""
+    """Copies between device and host. ``down`` and ``up`` start a copy and return what waits for
+    it; both tensors must stay until then."""
 
     def buffer(self, nbytes: int) -> torch.Tensor:
         """Return host memory to copy to and from, (nbytes,) uint8."""
@@ -41,7 +44,8 @@ class HostCopier(Protocol):
         ...
 
     def up(self, source: torch.Tensor, into: torch.Tensor) -> Wait:
-        """Copy from the host to the device. Work that the device is given afterwards sees the result."""
+        """Copy from the host to the device. Work that the device is given afterwards sees the
+        result."""
         ...
 
 
@@ -64,7 +68,8 @@ class BlockingCopier:
 
 
 class StreamCopier:
-    """Copies on a stream for each direction. ``pinned``: the device copies its buffers by itself; copies of other buffers block the host."""
+    """Copies on a stream for each direction. ``pinned``: the device copies its buffers by itself;
+    copies of other buffers block the host."""
 
     def __init__(self, device: torch.device, *, pinned: bool) -> None:
         self._device = device
@@ -77,7 +82,8 @@ class StreamCopier:
 
     def begin(self) -> None:
         now = torch.cuda.current_stream(self._device)
-        # Down reads gradients that the reductions before have written; up writes shards that gathers before may still read.
+        # Down reads gradients that the reductions before have written; up writes shards that
+        # gathers before may still read.
         self._down.wait_stream(now)
         self._up.wait_stream(now)
 
@@ -86,7 +92,8 @@ class StreamCopier:
 
     def up(self, source: torch.Tensor, into: torch.Tensor) -> Wait:
         done = self._copy(source, into, self._up)
-        torch.cuda.current_stream(self._device).wait_event(done)  # the gather of the new values is given to this stream
+        # the gather of the new values is given to this stream
+        torch.cuda.current_stream(self._device).wait_event(done)
         return done.synchronize
 
     def _copy(self, source: torch.Tensor, into: torch.Tensor, stream: torch.cuda.Stream) -> torch.cuda.Event:
@@ -107,7 +114,8 @@ def _nothing() -> None:
 
 
 def master_to_host(group: ParamGroup) -> None:
-    """Move the group's master to the host's memory, beside the shard on the device, also where the shard has the same dtype."""
+    """Move the group's master to the host's memory, beside the shard on the device, also where the
+    shard has the same dtype."""
     group.replace_master(group.master.detach().to("cpu", copy=True))
 
 
@@ -174,7 +182,8 @@ class StagingBuffers:
 
 @dataclass(frozen=True)
 class StagedPiece(ShardPiece):
-    """A piece whose weight is on the host and whose group is on a device; gradient and new values are in staging buffers during its update."""
+    """A piece whose weight is on the host and whose group is on a device; gradient and new values
+    are in staging buffers during its update."""
 
     staging: StagingBuffers
 
@@ -197,7 +206,8 @@ class StagedPiece(ShardPiece):
 
 
 class StagedStore:
-    """The :class:`StateStore` of staged ``pieces``. ``behind`` keeps masters and state, in the same order; None: host memory."""
+    """The :class:`StateStore` of staged ``pieces``. ``behind`` keeps masters and state, in the same
+    order; None: host memory."""
 
     def __init__(
         self, pieces: Sequence[StagedPiece], staging: StagingBuffers, behind: StateStore | None, *, buffers: int
@@ -222,7 +232,8 @@ class StagedStore:
             yield from self.behind.batches()
 
     def borrow(self, batch: Sequence[ShardPiece]) -> None:
-        """Bring the batch's gradients to the host, and its weights and state to where the update runs."""
+        """Bring the batch's gradients to the host, and its weights and state to where the update
+        runs."""
         while self._coming and self._staging.free:
             self._staging.fetch(self._coming.popleft())
         self.behind.borrow(batch)

@@ -1,4 +1,5 @@
-"""Masters and optimizer state in a file between updates: pieces go through a ring of buffers, read ahead of the update, written behind it.
+"""Masters and optimizer state in a file between updates: pieces go through a ring of buffers, read
+ahead of the update, written behind it.
 
     backward   read piece 0, 1, 2
     buffer 0   update 0 | write 0        | read piece 3 ...
@@ -6,12 +7,14 @@
     buffer 2                       update 2 | write 2
                                           time -->
 
-Traffic per step of a rank with n elements: what is in the file, once in each direction; for Adam 2 x 12 n bytes with 16-bit parameters
-(master and two moments), 2 x 8 n with fp32 parameters, which are their own masters and stay. The first step reads masters only: there are
-no moments yet. Where parameters are in a file, too (:mod:`zero_trial.sharding.offload.nvme_params`), an update writes 2 n more bytes of
-16-bit ones, or reads and writes 4 n of fp32 ones.
+Traffic per step of a rank with n elements: what is in the file, once in each direction; for Adam 2
+x 12 n bytes with 16-bit parameters (master and two moments), 2 x 8 n with fp32 parameters, which
+are their own masters and stay. The first step reads masters only: there are no moments yet. Where
+parameters are in a file, too (:mod:`zero_trial.sharding.offload.nvme_params`), an update writes 2 n
+more bytes of 16-bit ones, or reads and writes 4 n of fp32 ones.
 
-Memory: the ring, at most a quarter of what is in the file (:func:`zero_trial.sharding.offload.swap_file.buffer_elements`).
+Memory: the ring, at most a quarter of what is in the file
+(:func:`zero_trial.sharding.offload.swap_file.buffer_elements`).
 """
 
 from __future__ import annotations
@@ -35,7 +38,8 @@ from zero_trial.sharding.optimizer import ShardPiece
 from zero_trial.sharding.param_group import ParamGroup, absent, give_freed_memory_back, is_absent
 
 _PROBE = 96  # elements: no count or factor of a state is so long
-_OWN = ("step", "zero_grad")  # schedulers put wrappers of these on the object, which would step the real one
+# schedulers put wrappers of these on the object, which would step the real one
+_OWN = ("step", "zero_grad")
 _HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 
 MASTER = "master"
@@ -51,10 +55,11 @@ class StateColumn:
 
 
 def state_columns(base: torch.optim.Optimizer, dtype: torch.dtype = torch.float32) -> list[StateColumn]:
-    """Find the columns of all groups of an elementwise optimizer for weights in ``dtype``, in the order in which it makes them.
+    """Find the columns of all groups of an elementwise optimizer for weights in ``dtype``, in the
+    order in which it makes them.
 
-    A twin of ``base`` makes one step on a few zeros; ``base`` stays as it is. The step is a real one also in a dry run on fake
-    tensors, since optimizers read their counts of steps.
+    A twin of ``base`` makes one step on a few zeros; ``base`` stays as it is. The step is a real
+    one also in a dry run on fake tensors, since optimizers read their counts of steps.
     """
     with _disable_current_modes():
         return _columns_of_twin(base, dtype)
@@ -87,8 +92,8 @@ class MasterSwap:
 
     Args:
         space: the file.
-        budget: elements whose state goes to the file; None for all. A group goes as a whole, so more than was asked for may stay
-            in memory, never less.
+        budget: elements whose state goes to the file; None for all. A group goes as a whole, so
+            more than was asked for may stay in memory, never less.
     """
 
     def __init__(self, space: SwapSpace, budget: int | None = None) -> None:
@@ -98,9 +103,11 @@ class MasterSwap:
         self._chosen: set[int] = set()
 
     def swap_out(self, group: ParamGroup) -> None:
-        """Write the group's master to the file; it reads as NaN afterwards. Groups without one of their own (fp32, frozen) stay.
+        """Write the group's master to the file; it reads as NaN afterwards. Groups without one of
+        their own (fp32, frozen) stay.
 
-        It is called as soon as a group is built, so that the masters of a model are never in memory together.
+        It is called as soon as a group is built, so that the masters of a model are never in memory
+        together.
         """
         if not self._chooses(group):
             return
@@ -130,7 +137,8 @@ class MasterSwap:
 
 
 class RoundedBuffers:
-    """Where the new 16-bit values of each piece are while it is updated, until they are on their way to a file."""
+    """Where the new 16-bit values of each piece are while it is updated, until they are on their
+    way to a file."""
 
     def __init__(self) -> None:
         self._of: dict[int, torch.Tensor] = {}
@@ -148,27 +156,32 @@ class RoundedBuffers:
         self._of.clear()
 
     def of(self, piece: ShardPiece) -> torch.Tensor | None:
-        """Return the piece's buffer; None where its values are not rounded, or it is not being updated."""
+        """Return the piece's buffer; None where its values are not rounded, or it is not being
+        updated."""
         return self._of.get(id(piece))
 
 
 @dataclass(frozen=True)
 class SwappedPiece(ShardPiece):
-    """A piece of a group whose shard may be in a file; then its new values go to ``rounded_buffers``."""
+    """A piece of a group whose shard may be in a file; then its new values go to
+    ``rounded_buffers``."""
 
     rounded_buffers: RoundedBuffers
 
     @property
     def rounded(self) -> torch.Tensor | None:
-        """The buffer for new 16-bit values during the piece's update, or the shard, where that is in memory."""
+        """The buffer for new 16-bit values during the piece's update, or the shard, where that is
+        in memory."""
         return super().rounded if self.group.offloaded is None else self.rounded_buffers.of(self)
 
 
 @dataclass(frozen=True)
 class SwapSlot:
-    """Where ``numel`` elements of one column are: in a file, and in whichever buffer their piece is in.
+    """Where ``numel`` elements of one column are: in a file, and in whichever buffer their piece is
+    in.
 
-    ``offset`` (in the file) and ``start`` (in the buffer) are bytes, with the same remainder by BLOCK.
+    ``offset`` (in the file) and ``start`` (in the buffer) are bytes, with the same remainder by
+    BLOCK.
     """
 
     space: SwapSpace
@@ -199,7 +212,8 @@ def regions_of(
 ) -> dict[str, Region]:
     """Return all of the group that is in a file, by kind, and reserve room for its state.
 
-    A shard that is its own master is the column MASTER; else MASTER and ROUNDED are two, in whatever file each is.
+    A shard that is its own master is the column MASTER; else MASTER and ROUNDED are two, in
+    whatever file each is.
     """
     found: dict[str, Region] = {}
     master_dtype = group.master.dtype
@@ -216,12 +230,14 @@ def regions_of(
 
 
 def slots_of(piece: ShardPiece, regions: Mapping[str, Region], buffer_numel: int) -> tuple[dict[str, SwapSlot], int]:
-    """Return the piece's slots by kind, and the bytes of a buffer for pieces of ``buffer_numel`` elements at most."""
+    """Return the piece's slots by kind, and the bytes of a buffer for pieces of ``buffer_numel``
+    elements at most."""
     slots, start = {}, 0
     for kind, (space, begin, dtype) in regions.items():
         offset = begin + piece.low * dtype.itemsize
         slots[kind] = SwapSlot(space, offset, start + offset % BLOCK, dtype, piece.numel)
-        start += round_up(buffer_numel * dtype.itemsize, BLOCK) + BLOCK  # wherever in a block they begin
+        # wherever in a block they begin
+        start += round_up(buffer_numel * dtype.itemsize, BLOCK) + BLOCK
     return slots, start
 
 
@@ -235,10 +251,12 @@ class _Loaded:
 
 
 class SwappedStore:
-    """The :class:`StateStore` of pieces whose masters and state are in a file, and their parameters where those are swapped, too.
+    """The :class:`StateStore` of pieces whose masters and state are in a file, and their parameters
+    where those are swapped, too.
 
-    Pieces go one by one, in their order, in every step. Between steps their tensors keep shape and dtype and read as NaN; inside
-    :meth:`lent` they can be read and written. State that is in no column stays in memory.
+    Pieces go one by one, in their order, in every step. Between steps their tensors keep shape and
+    dtype and read as NaN; inside :meth:`lent` they can be read and written. State that is in no
+    column stays in memory.
 
     Args:
         masters, shards: what moved masters and parameters away; at least one of them.
@@ -246,7 +264,8 @@ class SwappedStore:
         columns: of the optimizer, by the weight's dtype.
         buffer_numel: elements of a piece at most.
         buffer_count: buffers in the ring.
-        rounded_buffers: where the new 16-bit values of swapped parameters are until they are written.
+        rounded_buffers: where the new 16-bit values of swapped parameters are until they are
+            written.
     """
 
     def __init__(
@@ -277,7 +296,8 @@ class SwappedStore:
             key: slot for key, (slots, _) in found.items() if (slot := slots.pop(ROUNDED, None)) is not None
         }
         self._slots = {key: slots for key, (slots, _) in found.items()}
-        self._written: dict[int, list[DiskTransfer]] = {}  # by id of the piece: its writes that may be under way
+        # by id of the piece: its writes that may be under way
+        self._written: dict[int, list[DiskTransfer]] = {}
         # (id of the piece, kind) that the file holds
         self._stored = {(key, MASTER) for key, slots in self._slots.items() if MASTER in slots}
         size = max((size for _, size in found.values()), default=0)
@@ -318,10 +338,11 @@ class SwappedStore:
         """The ring, between steps."""
         return [*self._free, *(left.buffer for left in self._loaded), *(buffer for buffer, _ in self._writing)]
 
-    # --- one step -------------------------------------------------------------------------------------------------
+    # --- one step ---------------------------------------------------------------------------------
 
     def expect(self) -> None:
-        """Read what the coming step needs first, into the buffers that there are. After a skipped step it is still there for the next."""
+        """Read what the coming step needs first, into the buffers that there are. After a skipped
+        step it is still there for the next."""
         if self._under_way:  # it was broken off
             self._drain()
         if not self._expected and self._failure.first is None:
@@ -341,7 +362,8 @@ class SwappedStore:
         self._under_way = False
 
     def borrow(self, batch: Sequence[ShardPiece]) -> None:
-        """Bring the batch's tensors into a buffer and start to read the next ones. Raises StorageError."""
+        """Bring the batch's tensors into a buffer and start to read the next ones. Raises
+        StorageError."""
         self._read_ahead()
         now = self._loaded[0]
         self._failure.wait(now.transfers)
@@ -352,7 +374,8 @@ class SwappedStore:
             self._rounded_buffers.assign(now.piece, rounded.of_buffer(now.buffer))
 
     def give_back(self, batch: Sequence[ShardPiece], rounded: bool) -> bool:
-        """Start to write what the update changed; return whether the 16-bit copies are up to date now."""
+        """Start to write what the update changed; return whether the 16-bit copies are up to date
+        now."""
         now = self._loaded.popleft()
         piece = now.piece
         if not rounded and piece.rounded is not None:
@@ -372,14 +395,16 @@ class SwappedStore:
             of_shard.append(transfers[-1])
         if self._shards is not None and of_shard:
             self._shards.add_writes(piece.group, of_shard)
-        if is_new:  # the optimizer made its state outside of the buffer, in memory that has just been freed
+        # the optimizer made its state outside of the buffer, in memory that has just been freed
+        if is_new:
             give_freed_memory_back()
         self._written[id(piece)] = transfers
         self._writing.append((now.buffer, transfers))
         return rounded
 
     def _read_ahead(self) -> None:
-        """Read as many pieces as there are free buffers; wait for a buffer that is being written only if nothing else is left."""
+        """Read as many pieces as there are free buffers; wait for a buffer that is being written
+        only if nothing else is left."""
         while self._coming:
             if not self._free and self._writing and (not self._loaded or _done(self._writing[0][1])):
                 self._failure.wait(self._writing[0][1])  # which may be interrupted
@@ -403,11 +428,12 @@ class SwappedStore:
         for _, transfers in self._writing:
             self._failure.wait(transfers)
 
-    # --- between steps --------------------------------------------------------------------------------------------
+    # --- between steps ----------------------------------------------------------------------------
 
     @contextmanager
     def lent(self) -> Iterator[None]:
-        """Make all masters, all state and swapped parameters readable and writable inside the block, in pages that the kernel may drop.
+        """Make all masters, all state and swapped parameters readable and writable inside the
+        block, in pages that the kernel may drop.
 
         May be nested. Raises StorageError, also if the disk has failed before.
         """
@@ -418,7 +444,8 @@ class SwappedStore:
             yield
 
     def zeros(self, piece: ShardPiece, kind: str) -> torch.Tensor | None:
-        """Return state of zeros for a piece, where it will be kept; None if there is no such column. Only inside :meth:`lent`."""
+        """Return state of zeros for a piece, where it will be kept; None if there is no such
+        column. Only inside :meth:`lent`."""
         slot = self._slots[id(piece)].get(kind)
         return None if slot is None else self._in_file(slot).zero_()
 
@@ -427,7 +454,8 @@ class SwappedStore:
         return 0 if is_absent(value) else value.numel() * value.element_size()
 
     def close(self) -> None:
-        """Wait for what is under way and give the disk's space back; masters and state read as NaN from now on."""
+        """Wait for what is under way and give the disk's space back; masters and state read as NaN
+        from now on."""
         try:
             self._drain()
         except StorageError:
@@ -473,7 +501,8 @@ class SwappedStore:
                     self._tensor(piece, kind).data = self._in_file(slot)
 
     def _unmap(self, area: torch.Tensor | None) -> None:
-        """Put everything back; state may have been made, replaced or cleared since it was mapped."""
+        """Put everything back; state may have been made, replaced or cleared since it was
+        mapped."""
         self._stored.clear()
         for piece in self._pieces:
             for kind, slot in self._slots[id(piece)].items():
@@ -484,14 +513,15 @@ class SwappedStore:
                 group.replace_master(absent((group.layout.shard_numel,), group.master.dtype, group.master.device))
         self._area = None
 
-    # --- one tensor -----------------------------------------------------------------------------------------------
+    # --- one tensor -------------------------------------------------------------------------------
 
     def _tensor(self, piece: ShardPiece, kind: str) -> torch.Tensor:
         tensor: torch.Tensor = piece.weight if kind == MASTER else self._state[piece.weight][kind]
         return tensor
 
     def _keeps(self, piece: ShardPiece, kind: str) -> bool:
-        """Return whether the file holds it and it is still wanted: state may be cleared between steps."""
+        """Return whether the file holds it and it is still wanted: state may be cleared between
+        steps."""
         return (id(piece), kind) in self._stored and self._has(piece, kind)
 
     def _has(self, piece: ShardPiece, kind: str) -> bool:
@@ -505,7 +535,8 @@ class SwappedStore:
         )
 
     def _put(self, piece: ShardPiece, kind: str, target: torch.Tensor) -> torch.Tensor:
-        """Copy the tensor's values into ``target``, unless they are there, free the tensor's own memory, and return ``target``."""
+        """Copy the tensor's values into ``target``, unless they are there, free the tensor's own
+        memory, and return ``target``."""
         tensor = self._tensor(piece, kind)
         held = tensor.detach()
         if not _same_memory(held, target):

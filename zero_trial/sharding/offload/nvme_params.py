@@ -1,11 +1,13 @@
-"""Parameter shards in a file between uses: read through a few buffers, ahead of the blocks that come next, and written by the update.
+"""Parameter shards in a file between uses: read through a few buffers, ahead of the blocks that
+come next, and written by the update.
 
     buffer 0   read h3 .... | into full | read h0 ...
     buffer 1        read h2 ......  | into full |
     full                     h3 gathered, computes    h2 gathered, computes
 
-Traffic per gather of a shard of n elements: n elements read, in whole blocks of the disk. An update writes n.
-Memory: the buffers. The shard is read into this rank's part of the full buffer, and gathered from there.
+Traffic per gather of a shard of n elements: n elements read, in whole blocks of the disk. An update
+writes n. Memory: the buffers. The shard is read into this rank's part of the full buffer, and
+gathered from there.
 """
 
 from __future__ import annotations
@@ -43,7 +45,8 @@ class _Part:
 
 @dataclass(eq=False)
 class SwappedShard:
-    """One group's shard in the file, from ``offset`` bytes on. See :class:`zero_trial.sharding.param_group.OffloadedShard`."""
+    """One group's shard in the file, from ``offset`` bytes on. See
+    :class:`zero_trial.sharding.param_group.OffloadedShard`."""
 
     swapper: ParamSwapper
     group: ParamGroup
@@ -96,14 +99,16 @@ class ParamSwapper:
         self._count = count
         self._keep = keep
         self._shards: dict[int, SwappedShard] = {}  # by id of the group
-        self._expected: list[SwappedShard] = []  # those with parts, in the order in which they were expected
+        # those with parts, in the order in which they were expected
+        self._expected: list[SwappedShard] = []
         self._free: deque[torch.Tensor] | None = None  # None until all shards are known
         self._buffer_numel = 0
         self._area: torch.Tensor | None = None
         self._access = MappedAccess(space.mapped, self.failure, self._wait_for_all, self._map, self._unmap)
 
     def swap_out(self, group: ParamGroup) -> None:
-        """Write the group's shard to the file; it reads as NaN afterwards, and so does its master where that is the same.
+        """Write the group's shard to the file; it reads as NaN afterwards, and so does its master
+        where that is the same.
 
         Groups that always live stay in memory.
         """
@@ -141,7 +146,8 @@ class ParamSwapper:
         return [*(self._free or ()), *(part.buffer for shard in self._shards.values() for part in shard.parts)]
 
     def lent(self) -> AbstractContextManager[None]:
-        """Make all shards readable and writable inside the block, in pages that the kernel may drop; only between steps. May be nested."""
+        """Make all shards readable and writable inside the block, in pages that the kernel may
+        drop; only between steps. May be nested."""
         return self._access()
 
     @property
@@ -153,10 +159,11 @@ class ParamSwapper:
         """Give the disk's space back, when transfers under way are done."""
         self.space.close()
 
-    # --- one shard ------------------------------------------------------------------------------------------------
+    # --- one shard --------------------------------------------------------------------------------
 
     def expect(self, shard: SwappedShard) -> bool:
-        """Read as much of a shard that is needed soon as there are free buffers; return whether it was expected before."""
+        """Read as much of a shard that is needed soon as there are free buffers; return whether it
+        was expected before."""
         if self._access.is_open or self.failure.first is not None:
             return False
         before = bool(shard.parts)
@@ -192,7 +199,8 @@ class ParamSwapper:
         self._expected = [other for other in self._expected if other is not shard]
 
     def _start(self, shard: SwappedShard, done: int) -> None:
-        """Read what follows the parts that there are, or follows element ``done`` if there are none, as far as there are free buffers."""
+        """Read what follows the parts that there are, or follows element ``done`` if there are
+        none, as far as there are free buffers."""
         free = self._free_buffers()
         for part in shard.parts:
             if part.transfer is None:
@@ -217,7 +225,8 @@ class ParamSwapper:
         self.failure.wait([part.transfer for part in parts if part.transfer is not None])
 
     def _reclaim_buffer(self) -> None:
-        """Free a buffer of the shard that is needed last. There is one: the caller has none, and none is free."""
+        """Free a buffer of the shard that is needed last. There is one: the caller has none, and
+        none is free."""
         victim = next(shard for shard in reversed(self._expected) if shard.parts)
         self._wait_for([victim.parts[-1]])
         self._release(victim.parts.pop())
@@ -226,7 +235,8 @@ class ParamSwapper:
         self._free_buffers().append(part.buffer)
 
     def _free_buffers(self) -> deque[torch.Tensor]:
-        """Return the free buffers. They are made when the first of them is needed: then all shards are known."""
+        """Return the free buffers. They are made when the first of them is needed: then all shards
+        are known."""
         if self._free is None:
             shards = self._shards.values()
             wanted = min(self._most, round_up(max((shard.numel for shard in shards), default=0), CUT))
@@ -235,13 +245,13 @@ class ParamSwapper:
             self._free = deque(self.space.buffer(nbytes) for _ in range(self._count))
         return self._free
 
-    # --- all of them ----------------------------------------------------------------------------------------------
+    # --- all of them ------------------------------------------------------------------------------
 
     def _wait_for_all(self) -> None:
         """Wait for all transfers. What was read ahead is read again when it is needed.
 
-        It keeps its buffers: a rank may look into its shards alone, and what :meth:`expect` answers must stay the same on all
-        ranks.
+        It keeps its buffers: a rank may look into its shards alone, and what :meth:`expect` answers
+        must stay the same on all ranks.
         """
         for shard in self._shards.values():
             self._wait_for(shard.parts)

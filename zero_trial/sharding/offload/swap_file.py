@@ -1,4 +1,5 @@
-"""One rank's swap file for state that does not fit into memory: unnamed, allocated in advance, past the page cache where that works.
+"""One rank's swap file for state that does not fit into memory: unnamed, allocated in advance, past
+the page cache where that works.
 
 requests   a transfer is cut into blocks; ``depth`` threads pread and pwrite them (the calls release the interpreter lock)
 direct     whole 4096-byte blocks go with O_DIRECT where the file system has it; what begins or ends inside a block goes through the page cache
@@ -25,21 +26,26 @@ from zero_trial.errors import ConfigError, DoesNotFit, StorageError
 from zero_trial.sharding.layout import round_up
 from zero_trial.util.text import format_bytes
 
-BLOCK = 4096  # O_DIRECT takes offsets, lengths and addresses that are multiples of it, on every disk we know of
-CUT = BLOCK  # elements: pieces are cut at multiples of it, so that for every dtype cuts are between blocks of the disk
+# O_DIRECT takes offsets, lengths and addresses that are multiples of it, on every disk we know of
+BLOCK = 4096
+# elements: pieces are cut at multiples of it, so that for every dtype cuts are between blocks of
+# the disk
+CUT = BLOCK
 MOST = 1 << 22  # elements of a buffer: 16 MiB of fp32; disks reach their best rate with less
 
 Transfer = Callable[[int, memoryview, int], int]
 
 
 class DiskTransfer:
-    """A transfer under way. The tensor must be neither written nor read until :meth:`wait` has returned."""
+    """A transfer under way. The tensor must be neither written nor read until :meth:`wait` has
+    returned."""
 
     def __init__(self, where: str, futures: list[Future[None]], memory: list[torch.Tensor] | None = None) -> None:
         self._where = where
         self._futures = futures
-        # The threads hold it, too, so that the memory outlives a transfer that is dropped. They let go of it a little later than the transfer
-        # ends, which would leave freed memory beside what is allocated next: after a wait it is free.
+        # The threads hold it, too, so that the memory outlives a transfer that is dropped. They let
+        # go of it a little later than the transfer ends, which would leave freed memory beside what
+        # is allocated next: after a wait it is free.
         self._memory = memory if memory is not None else []
 
     def done(self) -> bool:
@@ -79,9 +85,11 @@ class SwapSpace(Protocol):
 
 
 class SwapFile:
-    """An unnamed file in ``folder`` of at least ``nbytes``. ``bytes_read`` and ``bytes_written`` count what was asked for.
+    """An unnamed file in ``folder`` of at least ``nbytes``. ``bytes_read`` and ``bytes_written``
+    count what was asked for.
 
-    Raises ConfigError for a folder that cannot be used, and DoesNotFit where the disk has not so much room.
+    Raises ConfigError for a folder that cannot be used, and DoesNotFit where the disk has not so
+    much room.
     """
 
     def __init__(
@@ -117,14 +125,16 @@ class SwapFile:
         return self._size
 
     def reserve(self, nbytes: int) -> int:
-        """Reserve ``nbytes`` (rounded up to whole blocks) and return their offset; the file grows where it must."""
+        """Reserve ``nbytes`` (rounded up to whole blocks) and return their offset; the file grows
+        where it must."""
         offset = self._end
         self._end += round_up(nbytes, BLOCK)
         self._allocate(self._end)
         return offset
 
     def buffer(self, nbytes: int) -> torch.Tensor:
-        """Return memory that transfers can reach past the page cache: (nbytes,) uint8 of zeros, at the start of a page."""
+        """Return memory that transfers can reach past the page cache: (nbytes,) uint8 of zeros, at
+        the start of a page."""
         return torch.frombuffer(mmap.mmap(-1, max(nbytes, 1)), dtype=torch.uint8)
 
     def read(self, offset: int, into: torch.Tensor) -> DiskTransfer:
@@ -139,9 +149,11 @@ class SwapFile:
 
     @contextmanager
     def mapped(self) -> Iterator[torch.Tensor]:
-        """Map the whole file as (size,) uint8, to read and to write inside the block; no transfer may be under way.
+        """Map the whole file as (size,) uint8, to read and to write inside the block; no transfer
+        may be under way.
 
-        The kernel loads pages as they are touched and may drop them again, so they do not count as the process's own memory.
+        The kernel loads pages as they are touched and may drop them again, so they do not count as
+        the process's own memory.
         """
         self._require_open()
         try:
@@ -182,7 +194,8 @@ class SwapFile:
             )
 
     def _allocate(self, nbytes: int) -> None:
-        """Make the file at least so large, with blocks on the disk: afterwards no write can find it full."""
+        """Make the file at least so large, with blocks on the disk: afterwards no write can find it
+        full."""
         self._require_open()
         wanted = round_up(nbytes, BLOCK)
         if wanted <= self._size:
@@ -204,7 +217,8 @@ class SwapFile:
         self._size = wanted
 
     def _direct_works(self) -> bool:
-        """Write and read one block: some file systems open a file with O_DIRECT and then refuse to transfer."""
+        """Write and read one block: some file systems open a file with O_DIRECT and then refuse to
+        transfer."""
         if self._direct is None or self._size < BLOCK:
             return self._direct is not None
         try:
@@ -223,7 +237,8 @@ class SwapFile:
         return DiskTransfer(str(self.folder), futures, held)
 
     def _requests(self, offset: int, address: int, nbytes: int) -> Iterator[tuple[int, int, int]]:
-        """Yield (descriptor, low, high) of the blocks of one transfer: the middle direct where that is possible, the edges not."""
+        """Yield (descriptor, low, high) of the blocks of one transfer: the middle direct where that
+        is possible, the edges not."""
         low, high = min(round_up(offset, BLOCK) - offset, nbytes), nbytes
         if self._direct is None or (address + low) % BLOCK:
             yield from ((self._cached, *span) for span in _spans(0, nbytes, self._block))
@@ -235,7 +250,8 @@ class SwapFile:
 
 
 def _open(folder: Path, direct: bool, where: str) -> tuple[int, int | None]:
-    """Open one unnamed file twice: through the page cache, and past it (None where that is not possible)."""
+    """Open one unnamed file twice: through the page cache, and past it (None where that is not
+    possible)."""
     path = folder / f"zero_trial-{os.getpid()}-{uuid.uuid4().hex[:12]}"
     if not os.path.isdir(folder):  # Path.is_dir raises where it may not look
         fix = "Make it, or name another one."
@@ -274,7 +290,8 @@ def _pwrite(fd: int, memory: memoryview, offset: int) -> int:
 
 
 def _all_of(transfer: Transfer, fd: int, memory: memoryview, offset: int, held: list[torch.Tensor]) -> None:
-    """Repeat a call that did only part of its work; no progress is an error. ``held`` keeps the memory alive."""
+    """Repeat a call that did only part of its work; no progress is an error. ``held`` keeps the
+    memory alive."""
     done = 0
     while done < len(memory):
         now = transfer(fd, memory[done:], offset + done)
@@ -295,7 +312,8 @@ def _free(folder: Path) -> int:
 
 
 def buffer_elements(total: int, wanted: int, count: int, most: int = MOST) -> int:
-    """Return the elements of a buffer: at least CUT, else at most ``wanted`` and ``most``, and a quarter of ``total`` in ``count`` buffers."""
+    """Return the elements of a buffer: at least CUT, else at most ``wanted`` and ``most``, and a
+    quarter of ``total`` in ``count`` buffers."""
     return max(min(wanted, most, total // (4 * count)) // CUT, 1) * CUT
 
 
@@ -309,7 +327,8 @@ class DiskFailure:
         self.first: StorageError | None = None
 
     def wait(self, transfers: Sequence[DiskTransfer]) -> None:
-        """Wait for all of them. Raises StorageError, and remembers it: values that did not reach the disk are lost."""
+        """Wait for all of them. Raises StorageError, and remembers it: values that did not reach
+        the disk are lost."""
         fault: StorageError | None = None
         for transfer in transfers:
             try:
@@ -324,7 +343,8 @@ class DiskFailure:
         self.first = self.first or fault
 
     def require_none(self) -> None:
-        """Raise StorageError after a failure: a checkpoint of half a step, or a step from it, would be silently wrong."""
+        """Raise StorageError after a failure: a checkpoint of half a step, or a step from it, would
+        be silently wrong."""
         if self.first is not None:
             raise StorageError(
                 "the disk has failed, and offloaded state is lost",
@@ -335,7 +355,8 @@ class DiskFailure:
 
 
 class MappedAccess:
-    """Lets everything in a file be read and edited inside a block, in pages of a mapping; nested blocks share the outermost one.
+    """Lets everything in a file be read and edited inside a block, in pages of a mapping; nested
+    blocks share the outermost one.
 
     Args:
         mapped: gives the file's bytes inside a block; None where there is no file.

@@ -30,7 +30,8 @@ class Model(nn.Module):
 
 
 class ImageTrial(ZeroTrial):
-    """Reports the loss and the share of letters that are read right, on fonts that were held out."""
+    """Reports the loss and the share of letters that are read right, on fonts that were held
+    out."""
 
     def __init__(self, context: ZeroTrialContext) -> None:
         self.context, hp, data = context, context.get_hparams(), context.get_data_config()

@@ -64,7 +64,8 @@ def resume_ended(request: Request) -> Response:
 
 
 def _created(request: Request, created: Created) -> Response:
-    # Clients know launch warnings by name and fail on any other text; the rest is in the master's log.
+    # Clients know launch warnings by name and fail on any other text; the rest is in the master's
+    # log.
     warnings = [warning for warning in created.warnings if warning.startswith("LAUNCH_WARNING_")]
     rendered = _render(request, created.experiment)
     return ok({"experiment": rendered, "config": rendered["config"], "warnings": warnings})

@@ -19,7 +19,8 @@ from zero_trial.util.text import strip_control
 _LEVELS = ("TRACE", "DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 _ENTRY = re.compile(r"(\d{4}-\d\d-\d\dT[\d:.]+Z?) ([A-Z]+) (.*)")
 _TAIL = 1024 * 1024  # bytes of the master's log that are read at most
-_LARGEST_PROGRAM = 1000  # instructions of a compiled searchText; the time for a line grows with them
+# instructions of a compiled searchText; the time for a line grows with them
+_LARGEST_PROGRAM = 1000
 
 
 def query(request: Request) -> LogQuery:

@@ -420,7 +420,8 @@ _SLOT = f"{_AGENT}/slots/{{slotId:int}}"
 
 ROUTES = (
     Route("GET", "/info", info, AuthLevel.PUBLIC),
-    # Clients ask for this before they log in, as they may on a real master; it has no more than /info.
+    # Clients ask for this before they log in, as they may on a real master; it has no more than
+    # /info.
     Route("GET", "/api/v1/master", master, AuthLevel.PUBLIC),
     Route("GET", "/api/v1/master/config", master_config),
     Route("GET", "/api/v1/agents", agents),

@@ -250,7 +250,8 @@ def list_tasks(request: Request) -> Response:
 
 # -- what the answers contain, in the shapes of Determined's bindings
 
-_OWN_GROUPS = {"training": "avg_metrics", "validation": "validation_metrics"}  # names in a trial's summary
+# names in a trial's summary
+_OWN_GROUPS = {"training": "avg_metrics", "validation": "validation_metrics"}
 
 
 def trial_json(record: Trial) -> Dict:

@@ -58,7 +58,12 @@ class ShardPiece:
     def gradient(self) -> torch.Tensor:
         """Return the reduced gradient in the weight's dtype and shape: a view where dtypes agree,
         else a new tensor (4 bytes per element)."""
-        return self.grad_buffer.shard[self.low : self.high].to(self.weight.dtype).view(self.weight.shape)
+        return self.reduced.to(self.weight.dtype).view(self.weight.shape)
+
+    @property
+    def reduced(self) -> torch.Tensor:
+        """The reduced gradient (high-low,), where the update reads it, in the dtype of its sum."""
+        return self.grad_buffer.shard[self.low : self.high]
 
     @property
     def rounded(self) -> torch.Tensor | None:
@@ -69,8 +74,7 @@ class ShardPiece:
 
     def update(self) -> ShardUpdate:
         """Return what a fused optimizer reads and writes."""
-        reduced = self.grad_buffer.shard[self.low : self.high]
-        return ShardUpdate(self.weight, reduced, self.rounded, self.opt_group)
+        return ShardUpdate(self.weight, self.reduced, self.rounded, self.opt_group)
 
 
 class StateStore(Protocol):

@@ -111,7 +111,7 @@ def work(ops: list[str], sizes: list[int], rounds: int) -> list[dict[str, Any]]:
     shape, add = MeshShape(shard=world), native_sum(sum_in_order)
     shared, direct = (build_mesh(shape, shared_memory=choice, add=add).shard for choice in (True, False))
     plain = build_mesh(shape, add=sum_in_order).shard
-    if shared.transport != "shared memory":
+    if shared.transport_name != "shared memory":
         raise SystemExit("these ranks cannot share memory")
     rows = []
     for op in ops:

@@ -100,7 +100,7 @@ def random_collectives(shared: bool, count: int) -> int:
     """Try random sizes and dtypes; return how many tensors were in a buffer that peers read in
     place."""
     comm = build_mesh(MeshShape(shard=dist.get_world_size()), shared_memory=shared).shard
-    assert comm.transport == ("shared memory" if shared else "gloo")
+    assert comm.transport_name == ("shared memory" if shared else "gloo")
     assert comm.reads_in_place(torch.device("cpu")) is shared
     chance, put = random.Random(5), Places(comm, comm.size * 65536)
     for seed in range(count):

@@ -388,7 +388,7 @@ def transports(blind_rank: int | None) -> dict[str, str]:
         mesh = build_mesh(MeshShape(shard=world))
     patch.undo()
     probe._ANSWERS.clear()
-    return {"shard": mesh.shard.transport, "replica": mesh.replica.transport}
+    return {"shard": mesh.shard.transport_name, "replica": mesh.replica.transport_name}
 
 
 def test_ranks_of_one_host_share(ranks: Pools) -> None:

@@ -73,39 +73,51 @@ def wired(config: dict[str, Any]) -> Any:
 
 
 WIRED: dict[str, tuple[Any, dict[str, Any], Any]] = {
-    # key: value, what else is in the configuration, what of the wiring becomes what
-    "train_batch_size": (12, {}, lambda wiring: wiring.batch.micro_batch_size == 6),
+    # key: value, what else is in the configuration, what of the resolved configuration becomes what
+    "train_batch_size": (12, {}, lambda resolved: resolved.batch.micro_batch_size == 6),
     "train_micro_batch_size_per_gpu": (
         3,
         {"train_batch_size": None},
-        lambda wiring: wiring.batch.train_batch_size == 6,
+        lambda resolved: resolved.batch.train_batch_size == 6,
     ),
-    "gradient_accumulation_steps": (4, {}, lambda wiring: wiring.batch.micro_batch_size == 1),
-    "gradient_clipping": (0.25, {}, lambda wiring: wiring.clip == 0.25),
-    "fp16.initial_scale_power": (3, FP16, lambda wiring: wiring.policy.loss_scale.scale == 8),
-    "fp16.loss_scale_window": (7, FP16, lambda wiring: wiring.policy.loss_scale.window == 7),
-    "fp16.hysteresis": (5, FP16, lambda wiring: wiring.policy.loss_scale.hysteresis == 5),
-    "fp16.consecutive_hysteresis": (True, FP16, lambda wiring: wiring.policy.loss_scale.consecutive_hysteresis is True),
-    "fp16.min_loss_scale": (4.0, FP16, lambda wiring: wiring.policy.loss_scale.min_scale == 4),
-    "zero_optimization.reduce_bucket_size": (99, {}, lambda wiring: wiring.sharding.limits.bucket == 99),
-    "zero_optimization.overlap_comm": (False, {}, lambda wiring: wiring.sharding.overlap is False),
-    "zero_optimization.prefetch_bucket_size": (99, {}, lambda wiring: 99 in vars(wiring.sharding.live).values()),
-    "zero_optimization.param_persistence_threshold": (99, {}, lambda wiring: wiring.sharding.limits.persistence == 99),
+    "gradient_accumulation_steps": (4, {}, lambda resolved: resolved.batch.micro_batch_size == 1),
+    "gradient_clipping": (0.25, {}, lambda resolved: resolved.clip == 0.25),
+    "fp16.initial_scale_power": (3, FP16, lambda resolved: resolved.policy.loss_scale.scale == 8),
+    "fp16.loss_scale_window": (7, FP16, lambda resolved: resolved.policy.loss_scale.window == 7),
+    "fp16.hysteresis": (5, FP16, lambda resolved: resolved.policy.loss_scale.hysteresis == 5),
+    "fp16.consecutive_hysteresis": (
+        True,
+        FP16,
+        lambda resolved: resolved.policy.loss_scale.consecutive_hysteresis is True,
+    ),
+    "fp16.min_loss_scale": (4.0, FP16, lambda resolved: resolved.policy.loss_scale.min_scale == 4),
+    "zero_optimization.reduce_bucket_size": (99, {}, lambda resolved: resolved.sharding.limits.bucket == 99),
+    "zero_optimization.overlap_comm": (False, {}, lambda resolved: resolved.sharding.overlap is False),
+    "zero_optimization.prefetch_bucket_size": (99, {}, lambda resolved: 99 in vars(resolved.sharding.live).values()),
+    "zero_optimization.param_persistence_threshold": (
+        99,
+        {},
+        lambda resolved: resolved.sharding.limits.persistence == 99,
+    ),
     "zero_optimization.model_persistence_threshold": (
         99,
         {},
-        lambda wiring: wiring.sharding.limits.model_persistence == 99,
+        lambda resolved: resolved.sharding.limits.model_persistence == 99,
     ),
-    "zero_optimization.max_live_parameters": (99, {}, lambda wiring: 99 in vars(wiring.sharding.live).values()),
-    "zero_optimization.max_reuse_distance": (99, {}, lambda wiring: 99 in vars(wiring.sharding.live).values()),
+    "zero_optimization.max_live_parameters": (99, {}, lambda resolved: 99 in vars(resolved.sharding.live).values()),
+    "zero_optimization.max_reuse_distance": (99, {}, lambda resolved: 99 in vars(resolved.sharding.live).values()),
     "zero_optimization.module_granularity_threshold": (
         99,
         {},
-        lambda wiring: wiring.sharding.limits.smallest_group == 99,
+        lambda resolved: resolved.sharding.limits.smallest_group == 99,
     ),
-    "zero_optimization.leaf_module.classes": (["Block"], {}, lambda wiring: wiring.sharding.leaf.classes == ("Block",)),
-    "zero_optimization.leaf_module.names": (["body"], {}, lambda wiring: wiring.sharding.leaf.names == ("body",)),
-    "zero_optimization.leaf_module.name_suffixes": (["mlp"], {}, lambda wiring: "mlp" in str(wiring.sharding.leaf)),
+    "zero_optimization.leaf_module.classes": (
+        ["Block"],
+        {},
+        lambda resolved: resolved.sharding.leaf.classes == ("Block",),
+    ),
+    "zero_optimization.leaf_module.names": (["body"], {}, lambda resolved: resolved.sharding.leaf.names == ("body",)),
+    "zero_optimization.leaf_module.name_suffixes": (["mlp"], {}, lambda resolved: "mlp" in str(resolved.sharding.leaf)),
 }
 
 
@@ -186,7 +198,7 @@ def test_the_mesh_waits_no_longer_than_asked(monkeypatch: pytest.MonkeyPatch):
 def transports_of(transport: str) -> str:
     config = {"train_batch_size": 2, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}, "comm_transport": transport}
     engine, *_ = zero_trial.initialize(model=torch.nn.Linear(1, 1), config=config)
-    return engine.mesh.data.transport
+    return engine.mesh.data.transport_name
 
 
 def test_ranks_share_memory_unless_told_otherwise(ranks: Pools):

@@ -111,7 +111,7 @@ def traffic(section: dict[str, Any], count: int, pipeline: dict[str, Any]) -> di
     engine.train_batch(data)
     counters, report = engine.mesh.counters, validate(engine.schedule(count)).ranks[engine.stage_id]
     chunks = len(engine.pipeline.chunks)
-    padded = sum(unit.layout.numel for unit in engine.sharded.groups)
+    padded = sum(group.layout.numel for group in engine.sharded.groups)
     activations, positions = SAMPLES * (LENGTH - 1) * WIDTH * 4, SAMPLES * (LENGTH - 1)
     labels = positions * 8 if engine.is_first_stage() else 0  # they travel beside the activations
     moved = sum(counters.get(kind, "shard").elements for kind in ("reduce_scatter", "all_gather"))

@@ -71,7 +71,7 @@ def train(model: ShardedModel, dtype: torch.dtype, steps: int = 4) -> list[torch
         publisher.begin(optimizer_of(model).pieces)
         run_update(optimizer_of(model), 0.5 / model.mesh.data.size, publisher.updated)
         publisher.finish()
-        model.unsharder.start_step()
+        model.unsharder.end_step()
         model.reducer.reset()
         model.wait()
     return [group.master.clone() for group in model.groups] + [group.shard.clone() for group in model.groups]

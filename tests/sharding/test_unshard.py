@@ -306,10 +306,10 @@ STEP = ["root", "h0", "h1", "h2", "h2", "h1", "h0"]
 
 def after_one_step(order: list[str] = STEP) -> UseOrder:
     uses = UseOrder(SIZES)
-    uses.start_step()
+    uses.end_step()
     for block in order:
         uses.use(block)
-    uses.start_step()
+    uses.end_step()
     return uses
 
 
@@ -327,7 +327,7 @@ def test_the_first_step_predicts_nothing() -> None:
     uses.use("root")
     assert uses.upcoming(1000) == []
     assert uses.distance("h0") is None
-    uses.start_step()
+    uses.end_step()
     assert uses.on_track
 
 
@@ -360,7 +360,7 @@ def test_a_step_that_leaves_the_order_is_followed_and_becomes_the_next_predictio
         assert not uses.on_track
         assert uses.upcoming(1000) == []
         assert uses.distance("h0") is None
-    uses.start_step()
+    uses.end_step()
     uses.use("root")
     assert uses.upcoming(100) == ["h1"]
 
@@ -375,7 +375,7 @@ def test_a_step_that_goes_on_longer_than_the_last_is_off_track() -> None:
 
 def test_a_step_without_any_use_forgets_nothing() -> None:
     uses = after_one_step()
-    uses.start_step()
+    uses.end_step()
     uses.use("root")
     assert uses.upcoming(1) == ["h0"]
 
@@ -406,7 +406,7 @@ def test_a_step_of_many_blocks_and_micro_batches_costs_time_in_proportion_to_its
     step = [*blocks, *reversed(blocks)] * 20
     uses = UseOrder(sizes)
     for _ in range(2):
-        uses.start_step()
+        uses.end_step()
         for block in step:
             uses.use(block)
             uses.upcoming(200)

@@ -331,7 +331,7 @@ class AxisComm:
         self._control.share(control)
 
     @property
-    def transport(self) -> str:
+    def transport_name(self) -> str:
         """Return how the ranks exchange tensors on the host: ``shared memory`` or ``gloo``."""
         return self._host_transport.name
 

@@ -211,7 +211,7 @@ def build_mesh(
         for axis in axes.values():
             share_memory_if_possible(axis)
     counters.reset()  # building the mesh is not its user's traffic
-    travel = ", ".join(f"{name} {axis.size}: {axis.transport}" for name, axis in axes.items() if axis.size > 1)
+    travel = ", ".join(f"{name} {axis.size}: {axis.transport_name}" for name, axis in axes.items() if axis.size > 1)
     log.debug("mesh of rank %d at %s; tensors on the host over %s", rank, shape.coordinates(rank), travel or "no axis")
     return Mesh(shape, rank, axes, counters, heartbeat)
 

@@ -336,7 +336,7 @@ class RunningKeys:
     dump_state: bool = supported(
         False,
         Bool(),
-        "rank 0 prints the whole configuration and the table of units at start",
+        "rank 0 prints the whole configuration and the table of parameter groups at start",
     )
     dataloader_drop_last: bool = supported(
         False,

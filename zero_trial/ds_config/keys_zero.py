@@ -19,7 +19,7 @@ _QUANTIZED = "quantised communication does not exist here yet, and it changes re
 
 @dataclass(frozen=True)
 class LeafModuleSection:
-    """``zero_optimization.leaf_module``: modules that are gathered and freed as one unit, by class,
+    """``zero_optimization.leaf_module``: modules that are gathered and freed as one block, by class,
     name or end of name.
     """
 
@@ -56,7 +56,7 @@ class OffloadOptimizerSection:
     ratio: float = supported(
         1.0,
         Float(low=0, high=1),
-        "nvme: at most this part of the state goes to the file, unit by unit; on a GPU all of it leaves",
+        "nvme: at most this part of the state goes to the file, in whole parameter groups; on a GPU all of it leaves",
     )
     super_offload: bool = no_effect(False, Bool(), "there is one way of offloading")
     cpuadam_cores_perc: float = no_effect(
@@ -112,7 +112,8 @@ class ZeroSection:
     allgather_bucket_size: int = not_yet(
         500_000_000,
         Int(1, unit="elements"),
-        "parameters are gathered unit by unit, and a unit is limited by reduce_bucket_size",
+        "parameters are gathered group by group: up to ZeRO stage 2 reduce_bucket_size limits a group of several "
+        "parameters; at stage 3 a group is a block of the model, whatever its size",
     )
     use_multi_rank_bucket_allreduce: ClassVar = no_effect(True, Bool(), "there is no all-reduce to bucket")
     allgather_partitions: ClassVar = no_effect(
@@ -184,8 +185,8 @@ class ZeroSection:
     module_granularity_threshold: int = supported(
         0,
         Int(0, unit="elements"),
-        "the smallest unit at ZeRO stage 3: smaller neighbouring blocks are put together; "
-        "0 means 131072, 1 makes every block a unit",
+        "the smallest parameter group at ZeRO stage 3: smaller neighbouring blocks are put together; "
+        "0 means 131072, 1 makes every block a group",
         aliases=("stage3_module_granularity_threshold",),
     )
     use_all_reduce_for_fetch_params: ClassVar = no_effect(
@@ -197,7 +198,7 @@ class ZeroSection:
     allgather_sequential: ClassVar = no_effect(
         False,
         Bool(),
-        "one all-gather per unit",
+        "one all-gather per parameter group",
         aliases=("stage3_allgather_sequential",),
     )
     ignore_unused_parameters: bool = not_yet(
@@ -222,7 +223,7 @@ class ZeroSection:
     save_muon_momentum_buffer_in_memory: bool = not_yet(False, Bool(), "it belongs to Muon")
     leaf_module: LeafModuleSection = section(
         LeafModuleSection,
-        "modules that are gathered as one unit; DeepSpeed lists three mixture-of-experts "
+        "modules that are gathered as one block; DeepSpeed lists three mixture-of-experts "
         "classes by default, zero_trial none",
     )
     reduce_every: str = supported(

@@ -195,7 +195,7 @@ def build_engine(
         mesh,
         resolved.policy,
         resolved.sharding,
-        pipeline.groups if pipeline is not None else (),
+        pipeline.manual_groups if pipeline is not None else (),
         offload.on_group_built,
         outcome,
     )

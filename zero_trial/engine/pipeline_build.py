@@ -69,7 +69,7 @@ class ResolvedPipeline:
     settings: PipelineSettings
     policy: ZeroPolicy
     price: str  # of schedule and policy, in a line
-    groups: tuple[ManualGroup, ...]
+    manual_groups: tuple[ManualGroup, ...]
     channel: int
 
 
@@ -179,7 +179,8 @@ def resolve_pipeline(
         open_direction_groups(mesh, hops_of(model.placement))
     channel = int(mesh.world.gather_json(secrets.randbits(11), "channel")[0])
     groups = tuple(manual_groups(model, mesh))
-    return replace(resolved, plan=plan), ResolvedPipeline(settings, choice.policy, price, groups, channel)
+    pipeline = ResolvedPipeline(settings, choice.policy, price, manual_groups=groups, channel=channel)
+    return replace(resolved, plan=plan), pipeline
 
 
 def weigh(elements: int, dtypes: DtypePolicy, ranks: int) -> ModelBytes:

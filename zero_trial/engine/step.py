@@ -13,8 +13,8 @@ decision on the device. On CUDA waiting would empty the queue, so the device dec
                 A skipped step's schedule, optimizer state and counts are undone.
 
 Code that asks earlier (:meth:`StepOutcome.result`) waits for the norm alone, not for what is queued
-behind it. A skipped step leaves the same bits in both ways; only its publication, of unchanged
-values, is sent where the device decides.
+behind it. A skipped step leaves the same bits in both ways. On CUDA a skipped step still all-gathers
+the unchanged parameters.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class _Overflow:
     ``found``: None where it was not skipped."""
 
     opened: _OpenStep
-    found: list[Row] | None
+    found: list[CulpritRow] | None
     change: _ScaleChange
 
 
@@ -149,8 +149,8 @@ class StepOutcome(StepStatus):
         result.skipped, result.loss_scale = skipped, result.loss_scale.restored(loss_scale)
 
     def close(self) -> None:
-        """Do the same for an engine that ends, in which other ranks may have failed: local, so that
-        a culprit may stay unnamed."""
+        """Finalize without asking other ranks, which may have failed; the culprit may stay unnamed.
+        Raises Diverged."""
         self.settle()
         overflow, self._overflow = self._overflow, None
         if overflow is not None:
@@ -311,7 +311,7 @@ class StepOutcome(StepStatus):
         if change.error is not None:
             raise with_culprit(change.error, result.nonfinite)
 
-    def _culprit(self, opened: _OpenStep, found: Sequence[Row]) -> NonFiniteStep:
+    def _culprit(self, opened: _OpenStep, found: Sequence[CulpritRow]) -> NonFiniteStep:
         return agree_on_culprit(opened.model, opened.step, found, lambda block: block not in opened.unused)
 
     @property
@@ -343,7 +343,7 @@ def update_and_publish(
     with trace_range("publish"):
         publisher.finish()
         if model.frees_parameters:
-            model.unsharder.start_step()
+            model.unsharder.end_step()
         if defer_wait:
             publisher.wait_at_next_forward()
         else:
@@ -473,7 +473,7 @@ def with_culprit(error: Diverged, culprit: NonFiniteStep | None) -> Diverged:
 
 
 # Degree of doubt, rank, number of the parameter group, parameter: the smallest is the answer.
-Row = tuple[int, int, int, str]
+CulpritRow = tuple[int, int, int, str]
 
 
 def find_culprit(model: ShardedModel, step: int) -> NonFiniteStep:
@@ -484,14 +484,14 @@ def find_culprit(model: ShardedModel, step: int) -> NonFiniteStep:
 
 def local_culprits(
     model: ShardedModel, culprits: Sequence[NonFiniteGradient], sums: Mapping[int, torch.Tensor] | None = None
-) -> list[Row]:
+) -> list[CulpritRow]:
     """Find what this rank knows of a gradient that is not finite: what the reduction saw, else what
     its shards hold. Local; reads the device.
 
     ``sums``: of squares, by number of gradient buffer, for when other gradients may have come into
         the shards since: they still tell the group.
     """
-    found: list[Row] = []
+    found: list[CulpritRow] = []
     for culprit in culprits:
         doubt = 2 if culprit.rank is None else 0 if culprit.exact else 1
         found.append((doubt, culprit.rank or 0, model.groups.index(culprit.grad_buffer.group), culprit.parameter()))
@@ -509,7 +509,7 @@ def local_culprits(
 
 
 def agree_on_culprit(
-    model: ShardedModel, step: int, found: Sequence[Row], was_used: Callable[[str], bool]
+    model: ShardedModel, step: int, found: Sequence[CulpritRow], was_used: Callable[[str], bool]
 ) -> NonFiniteStep:
     """Choose one culprit from what all ranks have ``found``; ``was_used(block)``: its forward had
     run. Collective over data, model and pipe.

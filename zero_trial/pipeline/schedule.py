@@ -199,8 +199,8 @@ class ReductionTiming(str, Enum):
 
 @dataclass(frozen=True)
 class Schedule:
-    """``rows[r]`` are rank r's actions. The other fields say what the passes have added, so that a
-    validator can notice what is missing.
+    """``rows[r]`` are rank r's actions. The other fields say what the passes have added, so that the
+    validator notices when an action is absent.
 
     ``parameters`` is None where parameters are never freed (ZeRO stages 0, 1 and 2); ``reduction``
     None where no gradients are reduced; ``ties`` are groups of chunks that share a weight.

@@ -78,7 +78,8 @@ class GradBuffer:
         self._frees = not kept
         self._owned = False  # no peer reads the full buffer
         self._stale = False  # padding may hold anything
-        # being reduced, or reduced and not yet used: gradients that come now wait in .grad
+        # closed to writes from the reduction's start until the step; later gradients stay in
+        # param.grad
         self.sealed = False
         # a gradient came after the group was ready (re-entrant checkpointing): reduce only when
         # backward has ended

@@ -166,7 +166,7 @@ class ShardedModel:
         """
         self.publisher.begin()
         self.publisher.finish()
-        self.unsharder.start_step()
+        self.unsharder.end_step()
 
     def wait(self) -> None:
         """Wait until the published parameters are whole on all ranks: see

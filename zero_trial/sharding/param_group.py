@@ -246,8 +246,8 @@ class ParamGroup:
 
         Args:
             rounded: the shard holds the rounded values already.
-            lend: peers may read the shard in place. Without it, the full copy may be edited as soon
-                as it has arrived here.
+            lend: peers may read the shard in place. ``lend=False`` copies the input, so the caller
+                may overwrite it while peers are still receiving.
         """
         if self.master is not self.shard and not rounded:
             with self.materialized():
@@ -335,8 +335,7 @@ class ParamPublisher:
         self._hook: Any = None
 
     def begin(self, pieces: Sequence[Updated] = (), *, lend: bool = True) -> None:
-        """Prepare for an update of ``pieces``. Without ``lend``, what has arrived may be edited
-        before the peers have come as far."""
+        """Prepare for an update of ``pieces``. ``lend``: see :meth:`ParamGroup.publish`."""
         self._queue = deque(self._groups)
         self._lend = lend
         self._pieces_left.clear()

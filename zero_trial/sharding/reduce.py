@@ -12,17 +12,20 @@ order, then, from the second step on, the order that rank 0 saw in the first. A 
 becomes ready (unused parameters, another branch taken) is reduced with zeros when backward has
 ended. A group that no pass of a step has reduced is reduced before the step
 (:meth:`GradReducer.reduce_missing`). Which groups these are is the same on all ranks without an
-exchange.
+exchange. Where parameters are freed, a group that becomes ready is also resharded,
+unless it is kept for another use (:meth:`Unsharder.reshard_after_gradients`).
 
 Late gradients come after their group's reduction: from another engine's loss, or from re-entrant
 checkpointing of shared weights. Their group needs a second sum (:meth:`GradReducer.reduce_late`),
 and which ranks have some depends on what autograd did there. No launch order can replace an
 exchange here: a rank without late gradients has to launch a reduction because another rank has
-some, or skip it because none has. Where the host reads the norm, the number of late groups is a
-second number in the norm's exchange, and one rank alone may have some. Where the device decides the
-step (CUDA), no host reads anything between backward and update. There only ranks with late
-gradients exchange which groups are late: these may differ, but either all ranks or none must have
-some. A rank that alone has some waits for the others until the time limit.
+some, or skip it because none has.
+
+* The host reads the norm: the number of late groups rides along in the norm's exchange, and any
+  rank may be late.
+* The device decides the step (CUDA): no host reads anything between backward and update, so only
+  ranks with late gradients exchange which groups are late. These groups may differ, but all ranks
+  or none must be late, else a late rank waits for the others until the timeout.
 
 On CPU the hook of a ready group waits for an older group's exchange where more than ``in_flight``
 are under way: this bounds the memory in flight, and starts an all-reduce's second half while
@@ -175,7 +178,7 @@ class GradReducer:
         """Launch all groups whose turn it is, now that this one's gradients are ready. Collective
         through the launched reductions."""
         if self._unsharder is not None:
-            self._unsharder.after_gradients(grad_buffer.group)
+            self._unsharder.reshard_after_gradients(grad_buffer.group)
         if not self.active:
             return
         index = self._index[id(grad_buffer)]

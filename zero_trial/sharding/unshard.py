@@ -91,11 +91,12 @@ class Unsharder:
         another micro-batch."""
         self._last_micro_batch = last
 
-    def start_step(self) -> None:
-        """Start a new sequence of uses: parameters are about to change."""
+    def end_step(self) -> None:
+        """End a sequence of uses, once the parameters have changed: the recorded order becomes the
+        prediction of the next."""
         # A pass that raised has not cleared these.
         self._inside_root = self._cleaning = self._to_be_continued = False
-        self._order.start_step()
+        self._order.end_step()
 
     def unshard(self, block: str, *, record: bool = True) -> None:
         """Gather the block's parameters, and start to gather those of the next blocks. Collective
@@ -155,9 +156,9 @@ class Unsharder:
             group.layout.numel for chosen in self._groups.values() for group in chosen if group.live or group.unsharding
         )
 
-    def after_gradients(self, group: ParamGroup) -> None:
-        """Free the group's parameters, unless they are kept for another use: its gradients are
-        complete."""
+    def reshard_after_gradients(self, group: ParamGroup) -> None:
+        """Free the group's parameters, whose gradients are complete, unless they are kept for
+        another use."""
         if group.block in self._groups and not self._keeps_after_backward():
             group.reshard()
 
@@ -282,8 +283,8 @@ class UseOrder:
         self._seen: set[str] = set()
         self.on_track = False
 
-    def start_step(self) -> None:
-        """Start a new step: what was recorded becomes the prediction."""
+    def end_step(self) -> None:
+        """End the step: the recorded order becomes the prediction of the next."""
         if self._now and self._now != self._last:
             self._last = self._now
             self._passed = [0, *accumulate(self._sizes[block] for block in self._last)]

@@ -82,7 +82,7 @@ def use_ring_channels_if_possible(comm: AxisComm) -> bool:
 
     Collective over the axis, each time.
     """
-    if comm.transport != "shared memory":
+    if comm.transport_name != "shared memory":
         return False
     channels = open_ring_channels(comm, _MEMORIES.setdefault(dist.group.WORLD, SharedMemory()))
     if channels is not None:

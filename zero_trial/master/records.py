@@ -351,7 +351,6 @@ class NewExperiment:
     activate: bool = True
     validate_only: bool = False
     parent_id: int | None = None
-    template: str | None = None
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,8 @@ from zero_trial.master.agent.environment import SlotDevices
 from zero_trial.master.agent.processes import identify
 from zero_trial.master.core import Master
 from zero_trial.master.directory import MasterDirectory
-from zero_trial.master.http import Server
+from zero_trial.master.http import listen
+from zero_trial.master.http.server import HttpServer
 
 log = logging.getLogger(__name__)
 
@@ -99,19 +100,19 @@ def _serve(options: ServeOptions, master: Master, ready: Callable[[], None], sto
         master.stop_runs()
 
 
-def _listen(master: Master, port: int | None, before: int | None) -> Server:
+def _listen(master: Master, port: int | None, before: int | None) -> HttpServer:
     """Listen on the given port, or on the port before: running trials know the master by it."""
     if port is not None or before is None:
-        return Server(master, port=port or 0)
+        return listen(master, port=port or 0)
     try:
-        return Server(master, port=before)
+        return listen(master, port=before)
     except ZeroTrialError as error:
         log.warning(
             "port %d of the last master is taken (%s): runs that it started cannot report here",
             before,
             error,
         )
-        return Server(master, port=0)
+        return listen(master, port=0)
 
 
 def _log_to(directory: MasterDirectory) -> None:

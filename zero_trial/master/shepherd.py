@@ -2,8 +2,8 @@
 the master and leaves no process behind.
 
 It runs in a session of its own, as ``python -m zero_trial.master.shepherd FOLDER`` with its order
-as JSON on stdin. The name of this module is part of the master's state on disk: a master that runs
-while the package is upgraded goes on to start its supervisors by it.
+as JSON on stdin. Do not rename this module: a running master starts it by name even after an
+upgrade.
 
 Orphans become the supervisor's own children (Linux), so that it also finds and ends processes that
 moved into a session of their own.

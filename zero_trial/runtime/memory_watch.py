@@ -33,7 +33,8 @@ Factory = Callable[..., tuple[Any, Any, Any, Any]]
 
 
 class MemoryWatch:
-    """Watch the first engine that ``around`` makes.
+    """Bytes of rank 0's live tensors (not its resident set), planned by a dry run of the first
+    engine that ``around`` makes and measured in the second step of that engine.
 
     Args:
         emit: gets one ``plan`` event, or a ``note`` with the reason why there is no plan.

@@ -57,9 +57,7 @@ class TestCreate:
         warnings = master.experiments.create(new(bind_mounts=mounts)).warnings
         assert any("bind_mounts" in line for line in warnings)
 
-    def test_templates_and_unknown_sources(self, master: Sandbox) -> None:
-        with pytest.raises(Unsupported):
-            master.experiments.create(NewExperiment("", b"", "ada", template="t"))
+    def test_unknown_sources(self, master: Sandbox) -> None:
         with pytest.raises(NotFound):
             master.experiments.create(NewExperiment(yaml.safe_dump(experiment()), b"", "ada", parent_id=9))
         with pytest.raises(Invalid, match="source_trial_id"):

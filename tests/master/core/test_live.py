@@ -16,7 +16,7 @@ from zero_trial.master.agent.environment import SlotDevices
 from zero_trial.master.agent.processes import marked
 from zero_trial.master.core import Master
 from zero_trial.master.directory import MasterDirectory
-from zero_trial.master.http import Server
+from zero_trial.master.http import listen
 from zero_trial.master.records import Experiment, LogQuery, NewExperiment
 
 TRAIN = """
@@ -52,7 +52,7 @@ class Live:
 
         env = {**os.environ, "SECRET_OF_THE_MASTER": "leaked"}
         self.master = Master.on(self.home, SlotDevices(4, cores=4), host_env=env, grace=1.0)
-        self.server = Server(self.master)
+        self.server = listen(self.master)
         self.master.begin(self.server.url)
 
     def create(self, mode: str, files: dict[str, bytes] | None = None, **config: Any) -> Experiment:

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from tests.master.world import TASK_TOKEN, USER_TOKEN, World
-from zero_trial.master.http import Server
-from zero_trial.master.http.server import Timeouts
+from zero_trial.master.http import listen
+from zero_trial.master.http.server import HttpServer, Timeouts
 
 
 @pytest.fixture
@@ -23,20 +23,20 @@ def world(tmp_path: Path) -> Iterator[World]:
 
 
 @pytest.fixture
-def server(world: World) -> Iterator[Server]:
-    with Server(world, timeouts=Timeouts(linger=0.2)) as running:
+def server(world: World) -> Iterator[HttpServer]:
+    with listen(world, timeouts=Timeouts(linger=0.2)) as running:
         yield running
 
 
 @pytest.fixture
-def user(server: Server) -> Any:
+def user(server: HttpServer) -> Any:
     """The genuine client's session with the user's token."""
     api = pytest.importorskip("determined.common.api")
     return api.Session(server.url, "determined", USER_TOKEN, None, max_retries=0)
 
 
 @pytest.fixture
-def task(server: Server) -> Any:
+def task(server: HttpServer) -> Any:
     """The genuine harness's session with the token of allocation task-1.1."""
     api = pytest.importorskip("determined.common.api")
     return api.TaskSession(server.url, "determined", TASK_TOKEN, None, max_retries=0)
@@ -46,7 +46,7 @@ Ask = Callable[..., "tuple[int, dict[str, Any]]"]
 
 
 @pytest.fixture
-def ask(server: Server) -> Ask:
+def ask(server: HttpServer) -> Ask:
     """Send one request as it is: (method, path, token of a user, token of a task, body, headers) ->
     (status, JSON)."""
 

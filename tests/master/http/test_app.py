@@ -23,11 +23,11 @@ import yaml
 from tests.master.http.conftest import Ask
 from tests.master.world import CONFIG, OTHER_TASK_TOKEN, TASK_TOKEN, USER_TOKEN, UUID, World
 from zero_trial.master.core.accounts import Principal
-from zero_trial.master.http import Server
 from zero_trial.master.http.app import Application, Router, all_routes
 from zero_trial.master.http.request import AuthLevel, BadRequest, Request, RequestHead, Route, parse_head
 from zero_trial.master.http.response import Response, StreamingResponse
 from zero_trial.master.http.routes.experiments import CONTEXT_BODY
+from zero_trial.master.http.server import HttpServer
 from zero_trial.master.records import User
 
 ROUTES = list(all_routes())
@@ -186,26 +186,26 @@ def test_a_user_who_was_switched_off_is_nobody(ask: Ask, world: World) -> None:
     "host",
     ["example.com", "127.0.0.1", "127.0.0.1:1", "localhost", "", "127.0.0.1.example.com:{port}", "example.com:{port}"],
 )
-def test_another_host_is_not_answered(ask: Ask, server: Server, host: str) -> None:
+def test_another_host_is_not_answered(ask: Ask, server: HttpServer, host: str) -> None:
     """A page that points its own name at this machine (DNS rebinding) still sends its own name."""
     status, _ = ask("GET", "/info", user=USER_TOKEN, headers={"Host": host.format(port=server.port)})
     assert status == 403
 
 
-def test_a_request_without_a_host_is_not_answered(server: Server) -> None:
+def test_a_request_without_a_host_is_not_answered(server: HttpServer) -> None:
     with socket.create_connection(("127.0.0.1", server.port), timeout=10) as sock:
         sock.sendall(b"GET /info HTTP/1.1\r\nConnection: close\r\n\r\n")
         assert sock.recv(100).startswith(b"HTTP/1.1 403 ")
 
 
-def test_localhost_is_this_host_too(ask: Ask, server: Server) -> None:
+def test_localhost_is_this_host_too(ask: Ask, server: HttpServer) -> None:
     assert ask("GET", "/info", headers={"Host": f"LOCALHOST:{server.port}"})[0] == 200
 
 
 @pytest.mark.parametrize(
     "origin", ["http://example.com", "null", "https://127.0.0.1:{port}", "http://127.0.0.1:1", "http://127.0.0.1"]
 )
-def test_another_origin_is_not_answered(ask: Ask, server: Server, origin: str, world: World) -> None:
+def test_another_origin_is_not_answered(ask: Ask, server: HttpServer, origin: str, world: World) -> None:
     before = world.content()
     headers = {"Origin": origin.format(port=server.port)}
     assert ask("GET", "/info", headers=headers)[0] == 403
@@ -213,7 +213,7 @@ def test_another_origin_is_not_answered(ask: Ask, server: Server, origin: str, w
     assert world.content() == before
 
 
-def test_the_same_origin_is_answered_and_a_cross_site_fetch_is_not(ask: Ask, server: Server) -> None:
+def test_the_same_origin_is_answered_and_a_cross_site_fetch_is_not(ask: Ask, server: HttpServer) -> None:
     assert ask("GET", "/info", headers={"Origin": server.url})[0] == 200
     assert ask("GET", "/info", headers={"Sec-Fetch-Site": "cross-site"})[0] == 403
 
@@ -268,7 +268,7 @@ def test_a_fault_of_ours_is_500_with_a_trace_in_the_log_and_the_server_goes_on(
 
 
 @pytest.mark.parametrize("body", [b"{", b"[]", b'"x"', b"\xff", b"[" * 100_000])
-def test_a_body_that_is_no_json_object_is_400(server: Server, body: bytes) -> None:
+def test_a_body_that_is_no_json_object_is_400(server: HttpServer, body: bytes) -> None:
     with socket.create_connection(("127.0.0.1", server.port), timeout=10) as sock:
         head = f"PATCH /api/v1/experiments/1 HTTP/1.1\r\nHost: 127.0.0.1:{server.port}\r\nAuthorization: Bearer {USER_TOKEN}\r\n"
         sock.sendall(head.encode() + b"Connection: close\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
@@ -276,7 +276,7 @@ def test_a_body_that_is_no_json_object_is_400(server: Server, body: bytes) -> No
 
 
 @pytest.mark.parametrize("token", [USER_TOKEN, None])
-def test_a_gigabyte_is_refused_before_it_is_read(server: Server, token: str | None) -> None:
+def test_a_gigabyte_is_refused_before_it_is_read(server: HttpServer, token: str | None) -> None:
     authorization = f"Authorization: Bearer {token}\r\n" if token else ""
     with socket.create_connection(("127.0.0.1", server.port), timeout=10) as sock:
         head = f"POST /api/v1/experiments HTTP/1.1\r\nHost: 127.0.0.1:{server.port}\r\n{authorization}Content-Length: 1073741824\r\n\r\n"
@@ -286,7 +286,7 @@ def test_a_gigabyte_is_refused_before_it_is_read(server: Server, token: str | No
     assert json.loads(text.partition(b"\r\n\r\n")[2])["message"]
 
 
-def test_a_gigabyte_in_chunks_is_refused_when_it_passes_the_limit(server: Server) -> None:
+def test_a_gigabyte_in_chunks_is_refused_when_it_passes_the_limit(server: HttpServer) -> None:
     with socket.create_connection(("127.0.0.1", server.port), timeout=10) as sock:
         head = f"PATCH /api/v1/experiments/1 HTTP/1.1\r\nHost: 127.0.0.1:{server.port}\r\nAuthorization: Bearer {USER_TOKEN}\r\n"
         sock.sendall(head.encode() + b"Transfer-Encoding: chunked\r\n\r\n")
@@ -335,7 +335,7 @@ def test_a_part_of_a_path_that_nothing_compares_is_closed_to_allocations(world: 
 @pytest.mark.parametrize(
     ("path", "status"), [("/info", 200), ("/api/v1/trials/1/logs", 200), ("/api/v1/trials/9", 404), ("/nothing", 404)]
 )
-def test_head_is_answered_as_get_without_a_body(server: Server, path: str, status: int) -> None:
+def test_head_is_answered_as_get_without_a_body(server: HttpServer, path: str, status: int) -> None:
     """The next request on the same connection is read right: no body of the first is in its way."""
     connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=10)
     headers = {"Authorization": f"Bearer {USER_TOKEN}"}

@@ -13,7 +13,8 @@ import pytest
 
 from tests.master.http.conftest import Ask
 from tests.master.world import BEGAN, USER_TOKEN, World
-from zero_trial.master.http import Server
+from zero_trial.master.http import listen
+from zero_trial.master.http.server import HttpServer
 
 
 @pytest.fixture(autouse=True)
@@ -133,7 +134,7 @@ def test_followed_lines_come_while_more_are_awaited(user: Any, world: World) -> 
 
 
 def test_who_stops_reading_is_noticed_although_no_line_comes(
-    server: Server, world: World, monkeypatch: pytest.MonkeyPatch
+    server: HttpServer, world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     closed = threading.Event()
     read = world.trials.logs
@@ -155,7 +156,7 @@ def test_who_stops_reading_is_noticed_although_no_line_comes(
 
 
 def test_followers_take_only_part_of_the_connections(world: World) -> None:
-    with Server(world, connections=4) as server:
+    with listen(world, connections=4) as server:
         session = api.Session(server.url, "determined", USER_TOKEN, None, max_retries=0)
         following = [iter(api.trial_logs(session, 1, follow=True)) for _ in range(3)]
         for lines in following:

@@ -13,7 +13,7 @@ import pytest
 
 from tests.master.http.conftest import Ask
 from tests.master.world import TASK_TOKEN, USER_TOKEN, UUID, World
-from zero_trial.master.http import Server
+from zero_trial.master.http import listen
 from zero_trial.master.records import LogQuery
 
 bindings = pytest.importorskip("determined.common.api.bindings")
@@ -293,7 +293,7 @@ def test_when_too_many_wait_the_next_waits_a_second_and_others_are_answered(
     monkeypatch.setattr(
         world.tasks, "preemption_signal", lambda name, seconds: (asked.append(seconds), signal(name, seconds))[1]
     )
-    with Server(world, connections=4) as server:
+    with listen(world, connections=4) as server:
         session = api.TaskSession(server.url, "determined", TASK_TOKEN, None, max_retries=0)
         polls = [threading.Thread(target=lambda: session.get(POLL, params={"timeout_seconds": "60"})) for _ in range(3)]
         for poll in polls:

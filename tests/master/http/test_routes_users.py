@@ -10,7 +10,7 @@ import pytest
 from tests.master.http.conftest import Ask
 from tests.master.world import USER_TOKEN, World
 from zero_trial.master.core import accounts as auth
-from zero_trial.master.http import Server
+from zero_trial.master.http.server import HttpServer
 
 authentication = pytest.importorskip("determined.common.api.authentication")
 bindings = pytest.importorskip("determined.common.api.bindings")
@@ -27,7 +27,7 @@ def known(world: World) -> World:
     return world
 
 
-def test_the_genuine_client_logs_in_and_out(server: Server, known: World) -> None:
+def test_the_genuine_client_logs_in_and_out(server: HttpServer, known: World) -> None:
     session = authentication.login(server.url, "determined", PASSWORD)
     assert bindings.get_GetMe(session).user.username == bindings.get_CurrentUser(session).user.username == "determined"
     bindings.post_Logout(session)
@@ -39,7 +39,7 @@ def test_the_genuine_client_logs_in_and_out(server: Server, known: World) -> Non
     ("name", "password"), [("determined", "wrong"), ("determined", ""), ("nobody", PASSWORD), ("' OR '1'='1", PASSWORD)]
 )
 def test_a_wrong_login_is_refused_in_the_words_that_clients_know(
-    server: Server, known: World, name: str, password: str
+    server: HttpServer, known: World, name: str, password: str
 ) -> None:
     with pytest.raises(errors.ForbiddenException, match=r"Forbidden\(invalid credentials\)$"):
         authentication.login(server.url, name, password)
@@ -67,7 +67,7 @@ def test_a_large_login_is_not_read(ask: Ask) -> None:
     assert ask("POST", "/api/v1/auth/login", body={"username": "x" * 20_000})[0] == 413
 
 
-def test_accounts_through_the_genuine_client(user: Any, server: Server) -> None:
+def test_accounts_through_the_genuine_client(user: Any, server: HttpServer) -> None:
     determined = client.Determined._from_session(user)
     made = determined.create_user("somebody", admin=False, password="Another1word")
     assert [each.username for each in determined.list_users()] == ["determined", "somebody"]
@@ -86,7 +86,7 @@ def test_accounts_through_the_genuine_client(user: Any, server: Server) -> None:
         authentication.login(server.url, "someone", "Other2words")
 
 
-def test_who_is_no_administrator_changes_only_himself_and_only_a_little(user: Any, server: Server) -> None:
+def test_who_is_no_administrator_changes_only_himself_and_only_a_little(user: Any, server: HttpServer) -> None:
     client.Determined._from_session(user).create_user("somebody", admin=False, password="Another1word")
     own = authentication.login(server.url, "somebody", "Another1word")
     determined = client.Determined._from_session(own)

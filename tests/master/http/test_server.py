@@ -13,7 +13,7 @@ import pytest
 
 from tests.master.world import World
 from zero_trial.errors import ZeroTrialError
-from zero_trial.master.http import Server
+from zero_trial.master.http import listen
 from zero_trial.master.http.request import RequestHead
 from zero_trial.master.http.response import Response, StreamingResponse, failure
 from zero_trial.master.http.server import Connection, HttpServer, ReadBody, Timeouts
@@ -255,7 +255,7 @@ def test_a_large_answer_arrives_whole(start: Start) -> None:
 
 
 def test_it_listens_until_its_block_ends(world: World) -> None:
-    with Server(world) as server:
+    with listen(world) as server:
         assert server.url == f"http://127.0.0.1:{server.port}"
         socket.create_connection(("127.0.0.1", server.port), timeout=10).close()
     with pytest.raises(OSError):
@@ -266,7 +266,7 @@ def test_whatever_is_sent_the_server_lives(world: World) -> None:
     """Noise, halves of requests, and requests with noise in them, on connections that are dropped
     at once."""
     noise = random.Random(7)
-    with Server(world, timeouts=Timeouts(linger=0.05, head=0.2, first=0.2)) as server:
+    with listen(world, timeouts=Timeouts(linger=0.05, head=0.2, first=0.2)) as server:
         good = f"GET /info HTTP/1.1\r\nHost: 127.0.0.1:{server.port}\r\nConnection: close\r\n\r\n".encode()
         for _ in range(100):
             text = bytearray(good)
@@ -289,7 +289,7 @@ def test_whatever_is_sent_the_server_lives(world: World) -> None:
 
 def test_many_clients_at_once_are_all_answered(world: World) -> None:
     answers: list[bytes] = []
-    with Server(world) as server:
+    with listen(world) as server:
         request = f"GET /info HTTP/1.1\r\nHost: 127.0.0.1:{server.port}\r\nConnection: close\r\n\r\n".encode()
 
         def ask() -> None:
@@ -307,5 +307,5 @@ def test_many_clients_at_once_are_all_answered(world: World) -> None:
 
 
 def test_two_on_one_port_are_refused(world: World) -> None:
-    with Server(world) as server, pytest.raises(ZeroTrialError, match="Choose another port"):
-        Server(world, port=server.port)
+    with listen(world) as server, pytest.raises(ZeroTrialError, match="Choose another port"):
+        listen(world, port=server.port)

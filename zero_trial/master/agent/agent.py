@@ -41,10 +41,12 @@ KILLED = 128 + signal.SIGKILL
 
 
 class LeaseState(Enum):
-    """The state of an allocation's lease, as a restarted master finds it."""
+    """The lease of an allocation as a restarted master finds it: a file that the supervisor takes
+    once and that does not expire.
+    """
 
     NONE = "none"  # it was never started
-    RUNNING = "running"  # it runs, or has ended unseen: the watch will find out
+    RUNNING = "running"  # it was started; it may have ended while no master ran
 
 
 class AgentApi(Protocol):

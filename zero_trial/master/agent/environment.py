@@ -108,9 +108,7 @@ class StartOrder:
 
 
 GAP = 16
-"""Between the two ports of the training processes, as the harness has it: both are moved by the
-lowest slot.
-"""
+"""Distance of the two port bases; the harness adds the lowest slot number to each."""
 
 _TRIES = 200
 

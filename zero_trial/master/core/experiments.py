@@ -58,13 +58,6 @@ class ExperimentService:
         Raises Invalid with all errors of the configuration, or if it needs more slots than there
         are.
         """
-        if new.template is not None:
-            raise Unsupported(
-                "this master keeps no templates",
-                where="template",
-                got=new.template,
-                fix="Put its keys into the experiment's file.",
-            )
         done = self._complete(new.config_text)
         warnings = (*done.warnings, *self._check_machine(done.config))
         self._check_sources(new, done.config)
@@ -213,19 +206,19 @@ class ExperimentService:
         effect on an ended one.
         """
         with transaction(self._state) as tx:
-            tx.experiment(experiment_id, lifecycle.CancelExperiment())
+            tx.apply_to_experiment(experiment_id, lifecycle.CancelExperiment())
 
     def kill(self, experiment_id: int) -> None:
         """End the trials at once; the experiment ends CANCELED. No effect on an ended one."""
         with transaction(self._state) as tx:
-            tx.experiment(experiment_id, lifecycle.KillExperiment())
+            tx.apply_to_experiment(experiment_id, lifecycle.KillExperiment())
 
     def _run(self, experiment_id: int, event: lifecycle.ExperimentEvent) -> None:
         with transaction(self._state) as tx:
             state = tx.state_of(experiment_id)
             if state not in (ExperimentState.ACTIVE, ExperimentState.PAUSED):
                 raise Conflict(f"experiment {experiment_id} is {state.value}", expected="ACTIVE or PAUSED")
-            tx.experiment(experiment_id, event)
+            tx.apply_to_experiment(experiment_id, event)
 
     # -- keeping
 
@@ -343,7 +336,7 @@ class ExperimentService:
             reason="",
             pruned=0,
         )
-        tx.trial(trial_id, lifecycle.StartTrial())
+        tx.apply_to_trial(trial_id, lifecycle.StartTrial())
 
 
 def _labels(there: Sequence[str], patch: ExperimentPatch) -> list[str] | None:

@@ -3,7 +3,7 @@ and which run gets which slots.
 
 A trial has at most one run at a time::
 
-    NONE --Activate/start--> QUEUED --Placed--> RUNNING --Exited--> NONE (paused), QUEUED (again) or
+    NONE --StartTrial--> QUEUED --Placed--> RUNNING --Exited--> NONE (paused), QUEUED (again) or
     the end
 
 What an exit means depends on what was asked before it::

@@ -232,7 +232,7 @@ class Master:
             why = f": {ended.why}" if ended.why else ""
             level = "INFO" if ended.code == 0 else "ERROR"
             tx.note(run.trial_id, level, f"run {run.run_id} ended with exit code {ended.code}{why}")
-            tx.trial(run.trial_id, lifecycle.Exited(ended.code, ended.why, killed=ended.killed))
+            tx.apply_to_trial(run.trial_id, lifecycle.Exited(ended.code, ended.why, killed=ended.killed))
 
     def tick(self) -> None:
         """End the runs that should have ended by now."""
@@ -245,7 +245,7 @@ class Master:
                     continue
                 trials.change_allocation(tx.connection, run.id, deadline=None)
                 tx.note(run.trial_id, "WARNING", f"run {run.run_id} did not end in time")
-                tx.trial(run.trial_id, lifecycle.Overdue())
+                tx.apply_to_trial(run.trial_id, lifecycle.Overdue())
 
     def _tick_on(self) -> None:
         while not self.state.closed.wait(TICK_SECONDS):
@@ -264,7 +264,7 @@ class Master:
         with transaction(self.state) as tx:
             for run in trials.allocations(tx.connection):
                 if run.state is not AllocationState.QUEUED:
-                    tx.trial(run.trial_id, lifecycle.Overdue())
+                    tx.apply_to_trial(run.trial_id, lifecycle.Overdue())
         until = time.monotonic() + seconds
         while self._running() and time.monotonic() < until:
             with self.state.signaled:

@@ -42,8 +42,9 @@ class LiveSearch:
 
 
 class MasterState:
-    """The state that services and transactions share. ``master_url`` is the address that trials
-    get; "" until it is known.
+    """Objects that all services and transactions of a master share: store, searches, agent, lock.
+
+    ``master_url`` is the address that trials get; "" until it is known.
     """
 
     def __init__(

@@ -29,7 +29,6 @@ from zero_trial.master.records import (
     AllocationState,
     Experiment,
     ExperimentState,
-    NotFound,
     Trial,
     TrialState,
     existing,
@@ -43,8 +42,8 @@ EARLY_EXIT_SECONDS = 60.0
 """The time that a trial gets to end after it has announced an early exit."""
 
 MAX_PRUNED = 200
-"""After so many points in a row that cannot be reconciled the search is given up: a searcher
-replaces each of them.
+"""Fail the experiment after 200 consecutive pruned points. Searchers replace a pruned point, so
+without a limit this would not end.
 """
 
 
@@ -104,8 +103,8 @@ def transaction(state: MasterState) -> Iterator[Transaction]:
 
 
 class Transaction:
-    """The open transaction: events are applied to it, and `transaction` finishes it once before the
-    commit.
+    """An open database transaction on the master's store: apply events to it; `transaction` finishes
+    it before the commit.
     """
 
     def __init__(self, state: MasterState, connection: sqlite3.Connection, now: float) -> None:
@@ -123,7 +122,7 @@ class Transaction:
 
     # -- events
 
-    def trial(self, trial_id: int, event: lifecycle.TrialEvent) -> None:
+    def apply_to_trial(self, trial_id: int, event: lifecycle.TrialEvent) -> None:
         """Apply an event to a trial, with all that follows for its run."""
         trial = self.trial_of(trial_id)
         run = trials.newest_allocation(self.connection, trial_id)
@@ -135,7 +134,7 @@ class Transaction:
         for effect in effects:
             self._carry_out(effect, trial_id, run, after)
 
-    def experiment(self, experiment_id: int, event: lifecycle.ExperimentEvent) -> None:
+    def apply_to_experiment(self, experiment_id: int, event: lifecycle.ExperimentEvent) -> None:
         """Apply an event to an experiment, with all that follows for its trials."""
         state = self.state_of(experiment_id)
         after, effects = lifecycle.step_experiment(state, event)
@@ -204,6 +203,8 @@ class Transaction:
         changed = {name: getattr(after, name) for name in names if getattr(before, name) != getattr(after, name)}
         trials.change(self.connection, trial_id, **changed)
         if run is not None and after.run is RunStage.RUNNING:
+            if before.run is RunStage.QUEUED:
+                trials.change_allocation(self.connection, run.id, state=AllocationState.STARTING, started=self.now)
             pairs = {"preempt": "preempting", "acked": "acked", "killing": "killing"}
             flags = {
                 column: int(getattr(after, name))
@@ -254,7 +255,7 @@ class Transaction:
         }
         if effect in events:
             for trial in trials.live(self.connection, experiment_id):
-                self.trial(trial.id, events[effect])
+                self.apply_to_trial(trial.id, events[effect])
             return
         progress = {"progress": 1.0} if state is ExperimentState.COMPLETED else {}
         experiments.change(self.connection, experiment_id, ended=self.now, collect=1, **progress)
@@ -264,14 +265,14 @@ class Transaction:
     def _end_if_no_trial_is_left(self, experiment_id: int) -> None:
         """End an experiment that is stopping with its last trial."""
         if self.state_of(experiment_id).stopping and not trials.live(self.connection, experiment_id):
-            self.experiment(experiment_id, lifecycle.AllTrialsEnded())
+            self.apply_to_experiment(experiment_id, lifecycle.AllTrialsEnded())
 
     def give_up(self, experiment_id: int, error: str) -> None:
         """End an experiment as failed, with all its trials."""
         experiments.change(self.connection, experiment_id, error=error)
-        self.experiment(experiment_id, lifecycle.SearchOver(failed=True))
+        self.apply_to_experiment(experiment_id, lifecycle.SearchOver(failed=True))
         for trial in trials.live(self.connection, experiment_id):
-            self.trial(trial.id, lifecycle.Fail(error))
+            self.apply_to_trial(trial.id, lifecycle.Fail(error))
 
     # -- runs
 
@@ -383,17 +384,9 @@ class Transaction:
         return queue
 
     def _assign(self, made: SlotAssignment) -> None:
-        trials.change_allocation(
-            self.connection,
-            made.allocation_id,
-            state=AllocationState.STARTING,
-            slots=made.slots,
-            started=self.now,
-        )
-        run = trials.allocation(self.connection, made.allocation_id)
-        if run is None:
-            raise NotFound(f"allocation {made.allocation_id} is gone")
-        self.order_start(run)
+        trials.change_allocation(self.connection, made.allocation_id, slots=made.slots)
+        self.apply_to_trial(self._allocation(made.allocation_id).trial_id, lifecycle.Placed())
+        self.order_start(self._allocation(made.allocation_id))
 
     # -- the search
 
@@ -408,7 +401,7 @@ class Transaction:
             actions = self._ask(live, event)
         except MetricMissing as error:
             if isinstance(event, Validated):
-                self.trial(event.trial.id, lifecycle.Fail(str(error)))
+                self.apply_to_trial(event.trial.id, lifecycle.Fail(str(error)))
             return
         except Exception as error:  # a bug in a searcher ends this experiment, not the master
             log.exception("the search of experiment %d failed", experiment_id)
@@ -430,11 +423,11 @@ class Transaction:
         elif isinstance(action, Stop):
             trial = trials.of_request(self.connection, experiment_id, action.request_id)
             if trial is not None:
-                self.trial(trial.id, lifecycle.StopBySearch())
+                self.apply_to_trial(trial.id, lifecycle.StopBySearch())
         elif isinstance(action, Shutdown):
             if action.failed:
                 self._explain_failure(experiment_id)
-            self.experiment(experiment_id, lifecycle.SearchOver(action.failed))
+            self.apply_to_experiment(experiment_id, lifecycle.SearchOver(action.failed))
 
     def _create(self, experiment_id: int, live: LiveSearch, action: Create) -> None:
         experiment = self.experiment_of(experiment_id)
@@ -447,7 +440,7 @@ class Transaction:
             return
         live.pruned = 0
         if experiment.state is ExperimentState.ACTIVE:
-            self.trial(trial_id, lifecycle.StartTrial())
+            self.apply_to_trial(trial_id, lifecycle.StartTrial())
 
     def _why_not(self, experiment: Experiment, live: LiveSearch, action: Create) -> str | None:
         try:
@@ -500,6 +493,9 @@ class Transaction:
 
     def trial_of(self, trial_id: int) -> Trial:
         return existing(trials.get(self.connection, trial_id), f"trial {trial_id}")
+
+    def _allocation(self, allocation_id: str) -> Allocation:
+        return existing(trials.allocation(self.connection, allocation_id), f"allocation {allocation_id}")
 
     def experiment_of(self, experiment_id: int) -> Experiment:
         return existing(experiments.get(self.connection, experiment_id, derived=False), f"experiment {experiment_id}")

@@ -1,12 +1,12 @@
 """The master over HTTP: what the genuine ``det`` command and the genuine harness ask, answered by a
 `Master`.
 
-``with Server(master, port=0) as server`` listens on loopback at ``server.url`` until the block
+``with listen(master, port=0) as server`` listens on loopback at ``server.url`` until the block
 ends.
 """
 
 from __future__ import annotations
 
-from zero_trial.master.http.app import Server
+from zero_trial.master.http.app import listen
 
-__all__ = ["Server"]
+__all__ = ["listen"]

@@ -13,7 +13,6 @@ import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from types import TracebackType
 
 from zero_trial.errors import ZeroTrialError
 from zero_trial.master.core import Master
@@ -225,33 +224,21 @@ class Application:
             self._large.release()
 
 
-class Server:
-    """Serves ``master`` on loopback, in threads of its own, from its construction until ``close``.
+def listen(
+    master: Master, *, port: int = 0, connections: int = MAX_CONNECTIONS, timeouts: Timeouts | None = None
+) -> HttpServer:
+    """Start a server that answers for ``master`` on loopback, in its own threads until ``close``.
 
-    ``port`` 0 takes a free one. At most three quarters of the connections may wait in long polls
-    and followed logs, so that some are left for requests that are answered at once. Raises
-    ZeroTrialError if the port is taken.
+    At most three quarters of the connections may wait in long polls and followed logs, so that some
+    are left for requests that are answered at once. Raises ZeroTrialError if the port is taken.
+
+    Args:
+        port: 0 takes a free one.
+        connections: the most that may be open at a time.
     """
-
-    def __init__(
-        self, master: Master, *, port: int = 0, connections: int = MAX_CONNECTIONS, timeouts: Timeouts | None = None
-    ) -> None:
-        self._http = HttpServer(port=port, limit=connections, timeouts=timeouts)
-        self.port = self._http.port
-        self.url = self._http.url
-        self._http.start(Application(master, Router(all_routes()), port=self.port, waits=max(1, connections * 3 // 4)))
-
-    def close(self) -> None:
-        """Stop listening and end every connection."""
-        self._http.close()
-
-    def __enter__(self) -> Server:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
+    server = HttpServer(port=port, limit=connections, timeouts=timeouts)
+    server.start(Application(master, Router(all_routes()), port=server.port, waits=max(1, connections * 3 // 4)))
+    return server
 
 
 def all_routes() -> Iterator[Route]:

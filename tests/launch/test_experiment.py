@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from zero_trial.errors import ConfigError
-from zero_trial.launch.experiment import RunRequest, check, read_summary, repeat_command, write_report
+from zero_trial.launch.experiment import RunRequest, check_run, read_summary, repeat_command, write_report
 from zero_trial.launch.placement import PlacementRequest
 from zero_trial.runs.layout import RunFolder
 
@@ -37,7 +37,7 @@ def request(project: Path, changes: dict[str, Any] | None = None, **more: Any) -
 
 
 def test_a_good_experiment(project: Path):
-    checked = check(request(project), {"CUDA_VISIBLE_DEVICES": ""})
+    checked = check_run(request(project), {"CUDA_VISIBLE_DEVICES": ""})
     assert (checked.ranks, checked.seed, str(checked.entrypoint)) == (2, 0, "model_def:MyTrial")
     assert checked.batch is not None and checked.batch.batch.micro_batch_size == 4
     assert not (project / "runs").exists()
@@ -45,20 +45,20 @@ def test_a_good_experiment(project: Path):
 
 def test_slots_and_seed_of_the_command_line_win(project: Path):
     changes = {"reproducibility": {"experiment_seed": 3}}
-    assert check(request(project, changes), {"CUDA_VISIBLE_DEVICES": ""}).seed == 3
-    checked = check(request(project, changes, slots=4, seed=9), {"CUDA_VISIBLE_DEVICES": ""})
+    assert check_run(request(project, changes), {"CUDA_VISIBLE_DEVICES": ""}).seed == 3
+    checked = check_run(request(project, changes, slots=4, seed=9), {"CUDA_VISIBLE_DEVICES": ""})
     assert (checked.ranks, checked.seed) == (4, 9)
     assert checked.batch is not None and checked.batch.batch.micro_batch_size == 2
 
 
 def test_a_trial_may_bring_its_own_ds_config(project: Path):
-    checked = check(request(project, {"data": {}}), {"CUDA_VISIBLE_DEVICES": ""})
+    checked = check_run(request(project, {"data": {}}), {"CUDA_VISIBLE_DEVICES": ""})
     assert checked.ds_config is None and checked.batch is None
 
 
 def test_several_hosts_count_all_ranks(project: Path):
     hosts = PlacementRequest(nnodes="2", node_rank=1, master_addr="a")
-    checked = check(request(project, placement=hosts), {"CUDA_VISIBLE_DEVICES": ""})
+    checked = check_run(request(project, placement=hosts), {"CUDA_VISIBLE_DEVICES": ""})
     assert checked.ranks == 4
     assert checked.batch is not None and checked.batch.batch.micro_batch_size == 2
 
@@ -76,7 +76,7 @@ def test_several_hosts_count_all_ranks(project: Path):
 )
 def test_refusals(changes: dict[str, Any], more: dict[str, Any], message: str, project: Path):
     with pytest.raises(ConfigError) as caught:
-        check(request(project, changes, **more), {"CUDA_VISIBLE_DEVICES": ""})
+        check_run(request(project, changes, **more), {"CUDA_VISIBLE_DEVICES": ""})
     assert message in str(caught.value)
     assert caught.value.exit_code == 2
 
@@ -96,7 +96,7 @@ def test_the_command_that_repeats(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_the_report_of_a_run_is_written_once(project: Path, tmp_path: Path):
     """A run that goes on from its lock, where all is written out, keeps the sources of the first
     time."""
-    checked = check(request(project), {"CUDA_VISIBLE_DEVICES": ""})
+    checked = check_run(request(project), {"CUDA_VISIBLE_DEVICES": ""})
     write_report(tmp_path, checked)
     body = json.loads(RunFolder(tmp_path).resolved_config.read_text())
     sources = {entry["key"]: entry["source"] for entry in body["values"]}
@@ -109,5 +109,5 @@ def test_the_report_of_a_run_is_written_once(project: Path, tmp_path: Path):
 
 
 def test_a_trial_with_its_own_ds_config_has_no_report(project: Path, tmp_path: Path):
-    write_report(tmp_path, check(request(project, {"data": {}}), {"CUDA_VISIBLE_DEVICES": ""}))
+    write_report(tmp_path, check_run(request(project, {"data": {}}), {"CUDA_VISIBLE_DEVICES": ""}))
     assert not RunFolder(tmp_path).resolved_config.exists()

@@ -51,14 +51,14 @@ def add_parser(subparsers: Any) -> None:
 
 def handle(options: argparse.Namespace) -> int:
     """Run the verb."""
-    from zero_trial.launch.experiment import RunRequest, check
+    from zero_trial.launch.experiment import RunRequest, check_run
     from zero_trial.launch.placement import PlacementRequest
 
     placement = PlacementRequest(slots=options.slots)
     request = RunRequest(
         experiment=options.experiment, model_dir=options.model_dir, slots=options.slots, placement=placement
     )
-    checked = check(request, os.environ)
+    checked = check_run(request, os.environ)
     limit = _limit(options.limit, checked)
     # A host's memory is all ranks' together, so a run on it takes the policy that moves least; a
     # limit that is asked for is another machine's.

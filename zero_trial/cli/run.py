@@ -60,11 +60,11 @@ def handle(options: argparse.Namespace) -> int:
 
 
 def _train(request: RunRequest, *, as_json: bool) -> int:
-    from zero_trial.launch.experiment import read_summary, repeat_command, run_experiment, timed_check
+    from zero_trial.launch.experiment import read_summary, repeat_command, run_experiment, timed_check_run
     from zero_trial.launch.screen import Screen
     from zero_trial.launch.summary import summary_lines
 
-    checked, seconds = timed_check(request)
+    checked, seconds = timed_check_run(request)
     screen = Screen(sys.stderr if as_json else sys.stdout, quiet=as_json)
     _print_start(checked, seconds, screen)
     outcome, folder = run_experiment(checked, request, screen)

@@ -121,7 +121,7 @@ def known_keys(section: str = "") -> frozenset[str]:
     return frozenset(inner.keys) if isinstance(inner, Fields) else frozenset()
 
 
-def check_experiment(config: Mapping[str, Any]) -> list[Issue]:
+def experiment_issues(config: Mapping[str, Any]) -> list[Issue]:
     """Return every issue of a merged experiment. Pure."""
     issues = _TOP.check(config, ())
     if not config.get("entrypoint"):
@@ -207,7 +207,7 @@ def examine(document: Document, defaults: ClusterDefaults, template: Mapping[str
         below = merge(above, below)
         old_forms += more
     merged = merge(own, below)
-    return Examined(merged, check_experiment(merged), list(dict.fromkeys(old_forms)))
+    return Examined(merged, experiment_issues(merged), list(dict.fromkeys(old_forms)))
 
 
 def _as_json(value: Any, path: Path, issues: list[Issue]) -> Any:

@@ -68,7 +68,7 @@ class CheckedRun:
         return self.own.ranks * (int(hosts) if hosts.isdigit() else 1)
 
 
-def check(request: RunRequest, env: Mapping[str, str]) -> CheckedRun:
+def check_run(request: RunRequest, env: Mapping[str, str]) -> CheckedRun:
     """Read and check everything that can be known without running the trial. Raises ConfigError;
     starts and writes nothing."""
     path = _experiment_path(request)
@@ -209,10 +209,10 @@ def read_summary(folder: Path) -> dict[str, Any] | None:
     return dict(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else None
 
 
-def timed_check(request: RunRequest) -> tuple[CheckedRun, float]:
-    """Return the result of ``check`` and the seconds it took."""
+def timed_check_run(request: RunRequest) -> tuple[CheckedRun, float]:
+    """Return the result of ``check_run`` and the seconds it took."""
     start = time.perf_counter()
-    checked = check(request, os.environ)
+    checked = check_run(request, os.environ)
     return checked, time.perf_counter() - start
 
 

@@ -12,10 +12,13 @@ Gradients that always live keep one buffer, which every step fills anew.
 Traffic per optimizer step, in elements per rank, N ranks on the shard axis, Psi parameters, g
 micro-batches (Rajbhandari et al. 2020, section 7):
 
-    stages 0, 1, 2   (1 + r) Psi (N-1)/N          r = 1 when reduced at the boundary, g when at every micro-batch
+    stage 0          2 r Psi (N-1)/N              r = 1 when reduced at the boundary, g when at every micro-batch
+    stages 1, 2      (1 + r) Psi (N-1)/N
     stage 3          (a + r) Psi (N-1)/N          a = 1 when parameters are kept for the step, up to 2g when freed after every use
 
-No code outside this file asks for the stage's number.
+Code that trains decides by the plan, not by the stage's number. The number is used where a file or
+a user names it: reading DeepSpeed's checkpoints, comparing the stages in a memory plan, options and
+messages.
 """
 
 from __future__ import annotations

@@ -231,7 +231,7 @@ def reads(order: list[SwappedShard]) -> float:
     start = time.perf_counter()
     for index, shard in enumerate(order):
         for later in order[index : index + 4]:
-            later.expect()
+            later.start_read()
         shard.fetch(into[: shard.numel])
     return time.perf_counter() - start
 

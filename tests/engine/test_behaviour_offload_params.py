@@ -210,7 +210,7 @@ def test_blocks_are_read_ahead_of_their_use(tmp_path: Path, monkeypatch: pytest.
     seen = len(ahead)
     assert seen == 2 * (5 + 3)
     monkeypatch.setattr(
-        SwappedShard, "expect", lambda shard, once=SwappedShard.expect: shard.group.block and once(shard)
+        SwappedShard, "start_read", lambda shard, once=SwappedShard.start_read: shard.group.block and once(shard)
     )
     train(engine, range(1, 2))
     assert [block for block, _ in ahead[seen : seen + 2]] == ["", ""], "the root, trained and frozen, was not announced"

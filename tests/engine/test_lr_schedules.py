@@ -22,7 +22,7 @@ from zero_trial.engine.lr_schedules import (
     WarmupCosine,
     WarmupType,
     build_scheduler,
-    choose_schedule,
+    choose_lr_scheduler,
     torch_scheduler_names,
 )
 from zero_trial.errors import CheckpointError, ConfigError
@@ -262,21 +262,23 @@ def sgd() -> torch.optim.Optimizer:
 def test_a_clients_wins_over_ds_configs() -> None:
     base = sgd()
     own = torch.optim.lr_scheduler.StepLR(base, 1)
-    assert choose_schedule(base, own, read_ds_config(WARM)) is own
-    made = choose_schedule(base, lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1), read_ds_config(WARM))
+    assert choose_lr_scheduler(base, own, read_ds_config(WARM)) is own
+    made = choose_lr_scheduler(
+        base, lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1), read_ds_config(WARM)
+    )
     assert made.optimizer is base
-    theirs = choose_schedule(base, None, read_ds_config(WARM))
+    theirs = choose_lr_scheduler(base, None, read_ds_config(WARM))
     assert theirs.get_last_lr() != [1.0], "it warms up from the start"
 
 
 def test_none_where_there_is_nothing_to_schedule() -> None:
-    assert choose_schedule(sgd(), None, read_ds_config(PLAIN)) is None
-    assert choose_schedule(None, None, read_ds_config(WARM)) is None
+    assert choose_lr_scheduler(sgd(), None, read_ds_config(PLAIN)) is None
+    assert choose_lr_scheduler(None, None, read_ds_config(WARM)) is None
 
 
 def test_that_of_another_optimizer_is_refused() -> None:
     with pytest.raises(ConfigError, match="belongs to another optimizer"):
-        choose_schedule(sgd(), torch.optim.lr_scheduler.StepLR(sgd(), 1), read_ds_config(PLAIN))
+        choose_lr_scheduler(sgd(), torch.optim.lr_scheduler.StepLR(sgd(), 1), read_ds_config(PLAIN))
 
 
 class Wrapper(torch.optim.Optimizer):
@@ -291,5 +293,5 @@ def test_that_of_a_wrapper_around_the_engines_is_taken() -> None:
     weight = torch.nn.Parameter(torch.ones(1))
     optimizer = torch.optim.SGD([weight], lr=1.0)
     theirs = torch.optim.lr_scheduler.ConstantLR(Wrapper(optimizer), factor=0.5)
-    assert choose_schedule(optimizer, theirs, read_ds_config(PLAIN)) is theirs
+    assert choose_lr_scheduler(optimizer, theirs, read_ds_config(PLAIN)) is theirs
     assert optimizer.param_groups[0]["lr"] == 0.5

@@ -134,7 +134,7 @@ def pair() -> tuple[SendChannel, ReceiveChannel]:
 
 def test_a_message_says_what_it_is():
     outbox, inbox = pair()
-    inbox.expect(2)
+    inbox.prepare(2)
     outbox.send(Action.parse("0SEND_F3"), (torch.ones(2, 3), "label"), samples=2)
     outbox.send(Action.parse("0SEND_F4"), (torch.zeros(2, 3), "label"), samples=1)
     outbox.finish()
@@ -173,7 +173,7 @@ def test_another_message_than_expected_is_an_error():
 
 def test_a_failure_comes_instead():
     outbox, inbox = pair()
-    inbox.expect(1)
+    inbox.prepare(1)
     outbox.fail("rank 0: it broke")
     outbox.linger()
     with pytest.raises(PeerFailed, match="rank 0: it broke"):

@@ -68,7 +68,7 @@ def test_any_number_of_buffers_and_any_order(count: int, ahead: tuple[int, ...])
     away = SwappedGroups(count=count)
     for order in ((0, 1, 2, 3), (3, 1, 0, 2)):
         for index in ahead:
-            away.groups[index].expect()
+            away.groups[index].start_read_or_ready()
         assert [away.gather(index) for index in order] == [True] * 4
     assert len(away.swapper.buffers) == count
     assert not any(away.parts(index) for index in range(4))
@@ -76,22 +76,22 @@ def test_any_number_of_buffers_and_any_order(count: int, ahead: tuple[int, ...])
 
 def test_reading_ahead_goes_as_far_as_there_are_buffers() -> None:
     away = SwappedGroups(count=4)
-    assert [group.expect() for group in away.groups] == [False] * 4
+    assert [group.start_read_or_ready() for group in away.groups] == [False] * 4
     assert [away.parts(index) for index in range(4)] == [
         [(0, CUT), (CUT, 2 * CUT), (2 * CUT, 2 * CUT + 128)],
         [(0, 32)],
         [],
         [],
     ]
-    assert [group.expect() for group in away.groups] == [True, True, False, False], "time to gather"
+    assert [group.start_read_or_ready() for group in away.groups] == [True, True, False, False], "time to gather"
     assert away.gather(0)
-    assert not away.groups[2].expect() and away.parts(2) == [(0, CUT), (CUT, 2 * CUT), (2 * CUT, 3 * CUT)]
+    assert not away.groups[2].start_read_or_ready() and away.parts(2) == [(0, CUT), (CUT, 2 * CUT), (2 * CUT, 3 * CUT)]
 
 
 def test_buffers_are_reclaimed_from_the_shard_needed_last() -> None:
     away = SwappedGroups(count=4)
-    away.groups[1].expect()
-    away.groups[2].expect()
+    away.groups[1].start_read_or_ready()
+    away.groups[2].start_read_or_ready()
     assert away.gather(0)
     assert away.parts(1) == [(0, 32)] and away.parts(2) == [(0, CUT), (CUT, 2 * CUT)]
 
@@ -101,7 +101,7 @@ def test_each_gather_reads_whole_blocks_once() -> None:
     read: list[int] = []
     once = away.disk.read
     away.disk.read = lambda offset, into: (read.append(into.numel()), once(offset, into))[1]  # type: ignore[method-assign]
-    away.groups[0].expect()
+    away.groups[0].start_read_or_ready()
     away.gather(0)
     assert sum(read) == 2 * 2 * CUT + 4096
 
@@ -131,7 +131,7 @@ def test_new_values_are_waited_for_before_they_are_read() -> None:
 def test_what_was_read_ahead_is_forgotten_before_an_update() -> None:
     away = SwappedGroups()
     group, new = away.groups[0], torch.full_like(away.values[0], 3.0)
-    group.expect()
+    group.start_read_or_ready()
     group.wait_before_writing()
     away.disk.write(away.swapper.offset_of(group), new).wait()
     away.values[0] = new
@@ -141,12 +141,12 @@ def test_what_was_read_ahead_is_forgotten_before_an_update() -> None:
 def test_lent_shards_can_be_edited_and_nested() -> None:
     away = SwappedGroups()
     group = away.groups[3]
-    group.expect()
+    group.start_read_or_ready()
     with away.swapper.lent(), group.materialized():
         assert group.master is group.shard
         assert all(torch.equal(each.shard, value) for each, value in zip(away.groups, away.values, strict=True))
         group.shard[:3] = 7.0
-        assert not group.expect()
+        assert not group.start_read_or_ready()
         group.unshard_async()
         assert group.full[0] == 7.0, "also gathered meanwhile"
         group.finish_unshard()
@@ -159,12 +159,12 @@ def test_lent_shards_can_be_edited_and_nested() -> None:
 @pytest.mark.parametrize("count", [1, 4])
 def test_a_rank_that_looks_into_its_shards_answers_as_those_that_do_not(count: int) -> None:
     """What was read ahead is read again, with its edits, and keeps its buffers: the answers of
-    expect() decide over collectives."""
+    start_read_or_ready() decide over collectives."""
     looking, other = SwappedGroups(count=count), SwappedGroups(count=count)
     answers: list[list[Any]] = [[], []]
     for found, away in zip(answers, (looking, other), strict=True):
         for turn in range(3):
-            found += [group.expect() for group in away.groups]
+            found += [group.start_read_or_ready() for group in away.groups]
             if away is looking:
                 with looking.swapper.lent():
                     looking.groups[0].shard[turn] = 7.0
@@ -221,7 +221,7 @@ def test_a_disk_that_fails_gives_nothing_more(monkeypatch: pytest.MonkeyPatch) -
     with pytest.raises(StorageError, match="no"):
         away.gather(0)
     for _ in range(2):
-        assert not away.groups[1].expect()
+        assert not away.groups[1].start_read_or_ready()
         with pytest.raises(StorageError, match="the disk has failed, and offloaded state is lost"):
             away.gather(1)
         with pytest.raises(StorageError, match="the disk has failed"), away.swapper.lent():

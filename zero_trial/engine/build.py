@@ -31,7 +31,7 @@ from zero_trial.ds_config.report import filled_line
 from zero_trial.ds_config.table import DsConfig
 from zero_trial.engine.compat import hints_of, rank_loader
 from zero_trial.engine.engine import Engine
-from zero_trial.engine.lr_schedules import choose_schedule
+from zero_trial.engine.lr_schedules import choose_lr_scheduler
 from zero_trial.engine.observe import COLLECTOR_PAUSE, Observer, build_observer, describe_state
 from zero_trial.engine.offload_config import (
     REAL_BACKENDS,
@@ -200,13 +200,13 @@ def build_engine(
         outcome,
     )
     wrapped = _build_optimizer(sharded, outcome, optimizer, groups, settings, offload) if optimizes else None
-    schedule = choose_schedule(wrapped.base if wrapped is not None else None, lr_scheduler, settings)
+    lr_scheduler = choose_lr_scheduler(wrapped.base if wrapped is not None else None, lr_scheduler, settings)
     observer = build_observer(settings, resolved, model, mesh, device) if observed else Observer()
     loader = None
     if training_data is not None:
         options = {"collate_fn": collate_fn} if collate_fn is not None else {}
         loader = rank_loader(training_data, resolved.batch.micro_batch_size, mesh, settings, **options)
-    parts = (model, sharded, wrapped, schedule, outcome, observer, resolved, settings, mesh, device)
+    parts = (model, sharded, wrapped, lr_scheduler, outcome, observer, resolved, settings, mesh, device)
     place: dict[str, Any] = {"client_mpu": mpu, "training_dataloader": loader}
     place["local_rank"] = read_rank_env().local_rank
     return Engine(*parts, **place) if pipeline is None else PipelineEngine(*parts, **place, resolved_pipeline=pipeline)

@@ -190,7 +190,7 @@ class Engine(nn.Module):
         reduce = self._sync and (last or self.sharded.plan.reduces_every_micro_batch)
         with self.observer.phase(BACKWARD, self):
             if last and self.optimizer is not None:
-                self.optimizer.expect()
+                self.optimizer.prefetch()
             self.sharded.begin_backward(reduce=reduce, last=last)
             factor = before.loss_scale.scale / steps
             (loss if factor == 1.0 else loss.to(wide_dtype(loss.dtype, torch.float32)) * factor).backward(
@@ -386,8 +386,8 @@ class Engine(nn.Module):
         return self._lr_scheduler
 
     @lr_scheduler.setter
-    def lr_scheduler(self, schedule: Any) -> None:
-        self._lr_scheduler = schedule
+    def lr_scheduler(self, lr_scheduler: Any) -> None:
+        self._lr_scheduler = lr_scheduler
 
     def get_lr(self) -> list[float]:
         return [group["lr"] for group in self.optimizer.param_groups] if self.optimizer is not None else []

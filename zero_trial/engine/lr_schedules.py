@@ -528,10 +528,10 @@ def _warmup_type(value: Any) -> WarmupType:
         ) from None
 
 
-# Which schedule an engine follows: the client's, or ds_config's.
+# Which LR scheduler an engine steps: the client's, or ds_config's.
 
 
-def choose_schedule(optimizer: torch.optim.Optimizer | None, client: Any, settings: DsConfig) -> Any:
+def choose_lr_scheduler(optimizer: torch.optim.Optimizer | None, client: Any, settings: DsConfig) -> Any:
     """Return the client's (an object, or a function of ``optimizer``), else ds_config's, else None.
     Raises ConfigError."""
     if client is not None:
@@ -544,18 +544,18 @@ def choose_schedule(optimizer: torch.optim.Optimizer | None, client: Any, settin
     return build_scheduler(settings.scheduler.type, settings.scheduler.params, optimizer)
 
 
-def _require_own(schedule: Any, optimizer: torch.optim.Optimizer | None) -> None:
-    """Return a schedule of torch's is bound to an optimizer; if that is another one, every learning
-    rate would stay as it is, without a word."""
-    theirs = getattr(schedule, "optimizer", None)
+def _require_own(lr_scheduler: Any, optimizer: torch.optim.Optimizer | None) -> None:
+    """Raise ConfigError for a scheduler that is bound to another optimizer: every learning rate
+    would silently stay as it is."""
+    theirs = getattr(lr_scheduler, "optimizer", None)
     if optimizer is None or not isinstance(theirs, torch.optim.Optimizer) or theirs is optimizer:
         return
     # a wrapper around ours: what it changes is ours
     if theirs.param_groups is optimizer.param_groups:
         return
-    kind = type(schedule).__name__
+    kind = type(lr_scheduler).__name__
     raise ConfigError(
-        "the schedule belongs to another optimizer than the engine's, and would change nothing",
+        "the LR scheduler belongs to another optimizer than the engine's, and would change nothing",
         where="initialize(lr_scheduler)",
         got=f"{kind} of {type(theirs).__name__}",
         fix=f"Give a function of the optimizer: lr_scheduler=lambda optimizer: {kind}(optimizer, ...); or pass that optimizer as well.",

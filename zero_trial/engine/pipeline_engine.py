@@ -88,7 +88,7 @@ class PipelineEngine(Engine):
         self._shards.start_step()
         self.sharded.wait()
         if self.optimizer is not None:
-            self.optimizer.expect()
+            self.optimizer.prefetch()
         found = self._perform(schedule, batch, StepOptions(loss=self._loss, scale=scale * batch.lines))
         with self.observer.phase(REDUCE_WAIT, self):
             self.sharded.reducer.wait()

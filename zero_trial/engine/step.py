@@ -8,9 +8,9 @@ The host decides where reading the norm costs nothing (CPU), and for optimizers 
 decision on the device. On CUDA waiting would empty the queue, so the device decides:
 
     step()      norm, factor and found_inf stay on the device, where the update reads them; the sum starts for the host; values are
-                published. Schedule and counts of steps advance as if the step were applied.
+                published. The LR scheduler and counts of steps advance as if the step were applied.
     backward()  of the next step finalizes: the sum arrived long ago, while the device is still busy with the update and the forward.
-                A skipped step's schedule, optimizer state and counts are undone.
+                A skipped step's LR scheduler, optimizer state and counts are undone.
 
 Code that asks earlier (:meth:`StepOutcome.result`) waits for the norm alone, not for what is queued
 behind it. A skipped step leaves the same bits in both ways. On CUDA a skipped step still all-gathers
@@ -191,11 +191,11 @@ class StepOutcome(StepStatus):
         model: ShardedModel,
         optimizer: ShardedOptimizer,
         step: int,
-        schedule: Any,
+        lr_scheduler: Any,
         arguments: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         """Update and publish with the reduced gradients of step number ``step``, and advance
-        ``schedule``; or skip it. Collective.
+        ``lr_scheduler``; or skip it. Collective.
 
         The outcome of the step before is final. Afterwards the gradients are forgotten. Raises
         Diverged.
@@ -207,7 +207,7 @@ class StepOutcome(StepStatus):
                 reducer.reduce_late()
             with trace_range("norm"):
                 total = self._sum_over_ranks(model)
-            self._apply_on_device(model, optimizer, step, schedule, arguments, total)
+            self._apply_on_device(model, optimizer, step, lr_scheduler, arguments, total)
             return
         result, unscale = self._result, self.gradient_multiplier()
         with trace_range("norm"):
@@ -220,8 +220,8 @@ class StepOutcome(StepStatus):
         if result.applied and result.norm is not None:
             factor = 1.0 if change.overflow else clip_factor(result.norm, self._config.clip)
             update_and_publish(model, optimizer, unscale * factor, defer_wait=self._config.defer_publish)
-            if schedule is not None:
-                schedule.step(**arguments)
+            if lr_scheduler is not None:
+                lr_scheduler.step(**arguments)
         else:
             result.nonfinite = find_culprit(model, step)
         reducer.reset()
@@ -233,7 +233,7 @@ class StepOutcome(StepStatus):
         model: ShardedModel,
         optimizer: ShardedOptimizer,
         step: int,
-        schedule: Any,
+        lr_scheduler: Any,
         arguments: Mapping[str, Any],
         total: torch.Tensor,
     ) -> None:
@@ -248,14 +248,14 @@ class StepOutcome(StepStatus):
         update_and_publish(model, optimizer, 1.0, scalars, defer_wait=self._config.defer_publish)
         self._open = opened
         reducer.reset()
-        if schedule is None:
+        if lr_scheduler is None:
             return
         if not self._config.skip_nonfinite:
-            schedule.step(**arguments)
-        elif can_undo(schedule):
-            undo.insert(0, step_with_undo(schedule, optimizer.base.param_groups, arguments))
+            lr_scheduler.step(**arguments)
+        elif can_undo(lr_scheduler):
+            undo.insert(0, step_with_undo(lr_scheduler, optimizer.base.param_groups, arguments))
         elif self.result().applied:
-            schedule.step(**arguments)
+            lr_scheduler.step(**arguments)
 
     def _device_scalars(
         self, room: torch.Tensor, total: torch.Tensor, unscale: float, *, divides: bool
@@ -387,30 +387,30 @@ class PinnedReadback:
         return self._here
 
 
-# --- undo of a schedule ---------------------------------------------------------------------------
+# --- undo of a learning rate scheduler ------------------------------------------------------------
 
 
-def can_undo(schedule: Any) -> bool:
-    """Return whether ``schedule`` can go back to an earlier state: torch's and ours can, and every
-    other one that a checkpoint can hold."""
-    return hasattr(schedule, "state_dict") and hasattr(schedule, "load_state_dict")
+def can_undo(lr_scheduler: Any) -> bool:
+    """Return whether ``lr_scheduler`` can go back to an earlier state: torch's and ours can, and
+    every other one that a checkpoint can hold."""
+    return hasattr(lr_scheduler, "state_dict") and hasattr(lr_scheduler, "load_state_dict")
 
 
 def step_with_undo(
-    schedule: Any, groups: Sequence[dict[str, Any]], arguments: Mapping[str, Any] = MappingProxyType({})
+    lr_scheduler: Any, groups: Sequence[dict[str, Any]], arguments: Mapping[str, Any] = MappingProxyType({})
 ) -> Callable[[], None]:
-    """Step ``schedule``; return the function that restores it and ``groups`` (the optimizer's,
+    """Step ``lr_scheduler``; return the function that restores it and ``groups`` (the optimizer's,
     which it writes into) as they are now.
 
     What the caller has written into the groups since then stays: only values that the step wrote go
     back.
     """
-    state, before = _copy(schedule.state_dict()), _settings(groups)
-    schedule.step(**arguments)
+    state, before = _copy(lr_scheduler.state_dict()), _settings(groups)
+    lr_scheduler.step(**arguments)
     after = _settings(groups)
 
     def undo() -> None:
-        schedule.load_state_dict(state)
+        lr_scheduler.load_state_dict(state)
         for group, old, new in zip(groups, before, after, strict=True):
             group.update({key: old[key] for key in old if key in group and _same(group[key], new.get(key))})
 

@@ -280,7 +280,7 @@ class ReceiveChannel:
         self._next: Message | None = None
         self._expected = 0
 
-    def expect(self, messages: int) -> None:
+    def prepare(self, messages: int) -> None:
         """Prepare for ``messages`` messages in this step; the first header is requested now."""
         self._expected = messages
         self._request_header()

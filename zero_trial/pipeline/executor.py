@@ -148,7 +148,7 @@ class Executor:
         row = schedule.rows[self.comm.index]
         try:
             for source, count in self._expected(schedule).items():
-                self._in[source].expect(count)
+                self._in[source].prepare(count)
             for action in row:
                 run.action = action
                 self._verbs[action.kind](action)

@@ -388,7 +388,7 @@ class ShardedOptimizer:
         cannot multiply."""
         return not isinstance(self.base, ShardOptimizer)
 
-    def expect(self) -> None:
+    def prefetch(self) -> None:
         """Start to fetch state that lives elsewhere for the next step."""
         self.store.expect()
 

@@ -35,9 +35,9 @@ from zero_trial.sharding.plan import Lifetime, ZeroPlan
 class OffloadedShard(Protocol):
     """A shard that lives outside of memory. Its values change only in updates."""
 
-    def expect(self) -> bool:
+    def start_read(self) -> bool:
         """Start to read the values ahead, as far as there is room; they are needed soon. Return
-        whether that was asked for before."""
+        whether an earlier call has started it."""
         ...
 
     def fetch(self, into: torch.Tensor) -> None:
@@ -114,7 +114,8 @@ class ParamGroup:
         self.offloaded: OffloadedShard | None = None
         self._pins = 0  # open blocks of user code (GatheredParameters) that use the full parameters
         self._gathering: Pending | None = None
-        self._freed = [] if always else [absent(s.shape, dtype, device) for s in layout.slots]
+        # what the parameters are while they are freed
+        self._placeholders = [] if always else [absent(s.shape, dtype, device) for s in layout.slots]
         master = self._fill(read, agree)[low:high]
         self.own = self.full[low:high]  # this rank's part; its values are there only while live
         self.shard = self.own if always else comm.buffer(layout.shard_numel, dtype, device).copy_(self.own)
@@ -176,7 +177,7 @@ class ParamGroup:
             shard = self.shard if self.offloaded is None else self.own
             self._gathering = self.comm.all_gather(self.full, shard, self.name)
 
-    def expect(self) -> bool:
+    def start_read_or_ready(self) -> bool:
         """Return whether to call :meth:`unshard_async` now, for a use that comes soon.
 
         The first call for a shard that lives outside of memory only starts to read it. The answer
@@ -184,7 +185,7 @@ class ParamGroup:
         """
         if self.live or self._gathering is not None:
             return False
-        return self.offloaded is None or self.offloaded.expect()
+        return self.offloaded is None or self.offloaded.start_read()
 
     def unshard(self) -> None:
         """Gather the full parameters and wait for them. Collective over shard."""
@@ -233,8 +234,8 @@ class ParamGroup:
         if not self.live or self.plan.params is Lifetime.ALWAYS or (self._pins and not stale):
             return
         self.live = False
-        for param, nothing in zip(self.params, self._freed, strict=True):
-            param.data = nothing
+        for param, placeholder in zip(self.params, self._placeholders, strict=True):
+            param.data = placeholder
         self.full.untyped_storage().resize_(0)
 
     def publish(self, *, rounded: bool = False, lend: bool = True) -> Pending | None:

@@ -108,7 +108,7 @@ class Unsharder:
             self._order.use(block)
         for group in self._groups.get(block, ()):
             if group.offloaded is not None:
-                group.expect()
+                group.start_read_or_ready()
         for group in self._groups.get(block, ()):
             group.unshard_async()
         for group in self._groups.get(block, ()):
@@ -174,7 +174,7 @@ class Unsharder:
         for block in self._order.upcoming(self._limits.prefetch):
             fits = fits and (self._reshard is not Reshard.WITHIN_LIMITS or self._fits(self._sizes[block]))
             for group in self._groups[block]:
-                if (group.offloaded is None or group.expect()) and fits:
+                if (group.offloaded is None or group.start_read_or_ready()) and fits:
                     group.unshard_async()
 
     def _before_forward(self, block: str, first: bool, module: nn.Module, args: Any, kwargs: Any) -> None:

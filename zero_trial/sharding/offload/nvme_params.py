@@ -54,8 +54,8 @@ class SwappedShard:
     parts: deque[_Part] = field(default_factory=deque)  # that are read ahead
     written: list[DiskTransfer] = field(default_factory=list)  # writes that may be under way
 
-    def expect(self) -> bool:
-        return self.swapper.expect(self)
+    def start_read(self) -> bool:
+        return self.swapper.start_read(self)
 
     def fetch(self, into: torch.Tensor) -> None:
         self.swapper.fetch(self, into)
@@ -99,8 +99,8 @@ class ParamSwapper:
         self._count = count
         self._keep = keep
         self._shards: dict[int, SwappedShard] = {}  # by id of the group
-        # those with parts, in the order in which they were expected
-        self._expected: list[SwappedShard] = []
+        # those with parts, in the order in which their reads started
+        self._reading: list[SwappedShard] = []
         self._free: deque[torch.Tensor] | None = None  # None until all shards are known
         self._buffer_numel = 0
         self._area: torch.Tensor | None = None
@@ -161,9 +161,9 @@ class ParamSwapper:
 
     # --- one shard --------------------------------------------------------------------------------
 
-    def expect(self, shard: SwappedShard) -> bool:
-        """Read as much of a shard that is needed soon as there are free buffers; return whether it
-        was expected before."""
+    def start_read(self, shard: SwappedShard) -> bool:
+        """Start to read as much of a shard that is needed soon as there are free buffers; return
+        whether an earlier call has started it."""
         if self._access.is_open or self.failure.first is not None:
             return False
         before = bool(shard.parts)
@@ -189,14 +189,14 @@ class ParamSwapper:
             into[part.low : part.high].copy_(_values(part, shard))
             done = part.high
             self._release(shard.parts.popleft())
-        self._expected = [other for other in self._expected if other is not shard]
+        self._reading = [other for other in self._reading if other is not shard]
 
     def forget(self, shard: SwappedShard) -> None:
         """Drop what was read ahead: it is not needed, or about to be out of date."""
         self._wait_for(shard.parts)
         while shard.parts:
             self._release(shard.parts.popleft())
-        self._expected = [other for other in self._expected if other is not shard]
+        self._reading = [other for other in self._reading if other is not shard]
 
     def _start(self, shard: SwappedShard, done: int) -> None:
         """Read what follows the parts that there are, or follows element ``done`` if there are
@@ -206,10 +206,10 @@ class ParamSwapper:
             if part.transfer is None:
                 self._read(shard, part)
         low = shard.parts[-1].high if shard.parts else done
-        if low < shard.numel and free and shard not in self._expected:
+        if low < shard.numel and free and shard not in self._reading:
             self.failure.wait(shard.written)
             shard.written.clear()
-            self._expected.append(shard)
+            self._reading.append(shard)
         while low < shard.numel and free:
             high = min(low + self._buffer_numel, shard.numel)
             shard.parts.append(_Part(low, high, free.popleft()))
@@ -227,7 +227,7 @@ class ParamSwapper:
     def _reclaim_buffer(self) -> None:
         """Free a buffer of the shard that is needed last. There is one: the caller has none, and
         none is free."""
-        victim = next(shard for shard in reversed(self._expected) if shard.parts)
+        victim = next(shard for shard in reversed(self._reading) if shard.parts)
         self._wait_for([victim.parts[-1]])
         self._release(victim.parts.pop())
 
@@ -250,8 +250,8 @@ class ParamSwapper:
     def _wait_for_all(self) -> None:
         """Wait for all transfers. What was read ahead is read again when it is needed.
 
-        It keeps its buffers: a rank may look into its shards alone, and what :meth:`expect` answers
-        must stay the same on all ranks.
+        It keeps its buffers: a rank may look into its shards alone, and what :meth:`start_read`
+        answers must stay the same on all ranks.
         """
         for shard in self._shards.values():
             self._wait_for(shard.parts)

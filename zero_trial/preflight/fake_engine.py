@@ -35,22 +35,25 @@ META = torch.device("meta")
 
 
 class ProxyEngine:
-    """What a trial takes for its engine.
-
-    Calls and attributes go to ``playing``, the engine that is planned at the moment.
+    """The engine that a trial gets: it passes calls and attributes to the one that is planned at the
+    moment.
 
     ``device``: where the trial should put its tensors.
     """
 
-    def __init__(self, playing: Engine, device: torch.device) -> None:
-        self.playing = playing
+    def __init__(self, planned: Engine, device: torch.device) -> None:
+        self._planned = planned
         self.device = device
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.playing(*args, **kwargs)
+        return self._planned(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.playing, name)
+        return getattr(self._planned, name)
+
+    def stand_for(self, planned: Engine) -> None:
+        """Pass calls and attributes to this engine from now on."""
+        self._planned = planned
 
 
 def fake_initialize(ranks: int, *, evaluates: bool) -> Callable[..., tuple[Any, Any, Any, Any]]:
@@ -206,7 +209,7 @@ class TrialSubject:
 
         def micro(engines: Sequence[Engine], batches: Sequence[Any]) -> None:
             for part, engine in zip(self._parts, engines, strict=True):
-                part.proxy.playing = engine
+                part.proxy.stand_for(engine)
             train(_repeated(batches))
 
         return dry_run_any(roles, ranks, micro, given, calls=self._calls_per_step or accumulation, one_host=one_host)

@@ -51,6 +51,18 @@ class RankState:
     context: ZeroTrialContext | None = None
     watch: MemoryWatch | None = None
 
+    def set_rank(self, env: RankEnv) -> None:
+        """Note the rank, as the launcher gives it or once the ranks have joined."""
+        self.env = env
+
+    def set_folder(self, folder: Path) -> None:
+        """Note the run's folder: errors are recorded there from now on."""
+        self.folder = folder
+
+    def set_context(self, context: ZeroTrialContext, watch: MemoryWatch | None) -> None:
+        """Note the trial's context, and the watch on its engine."""
+        self.context, self.watch = context, watch
+
     @property
     def step(self) -> int | None:
         position = self.context.position if self.context is not None else None
@@ -101,14 +113,15 @@ def open_context(
     """Seed everything, and make the context of the trial that is built next."""
     skip_last_garbage_collection()
     env = state.env
+    watch: MemoryWatch | None = None
     if env.rank == 0:
-        from zero_trial.runtime.memory_watch import MemoryWatch  # and the engine's dry run with it
+        from zero_trial.runtime import memory_watch  # and the engine's dry run with it
 
-        state.watch = MemoryWatch(platform.progress.emit, env.local_world_size)
-        engine_factory = state.watch.around(engine_factory)
+        watch = memory_watch.MemoryWatch(platform.progress.emit, env.local_world_size)
+        engine_factory = watch.around(engine_factory)
     seed_everything(platform.seed)
     context = make(platform, engine_factory, own_device(env))
-    state.context = context
+    state.set_context(context, watch)
     return context
 
 

@@ -127,7 +127,7 @@ def _open_folder(
 ) -> LocalPlatform:
     """Collective. Open the platform of a script's run in a folder that no other process may use
     meanwhile."""
-    state.env = init_distributed()
+    state.set_rank(init_distributed())
     ranks = rank_world(state.env)
     experiment, own, own_seed = _experiment(exp_conf)
     folder = Path(ranks.broadcast(str(_run_folder(run_dir)) if ranks.rank == 0 else None))

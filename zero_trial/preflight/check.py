@@ -42,7 +42,7 @@ class CheckRequest:
     dry_run: bool = False
 
 
-@dataclass
+@dataclass(frozen=True)
 class CheckReport:
     """All issues, and in ``looked`` a few words on each area, in the order of the check."""
 
@@ -55,7 +55,7 @@ class CheckReport:
 
     @property
     def faults(self) -> list[CheckIssue]:
-        return [finding for finding in self.findings if finding.severity is Severity.FAULT]
+        return _faults(self.findings)
 
     @property
     def exit_code(self) -> int:
@@ -73,53 +73,157 @@ def check_experiment(request: CheckRequest, env: Mapping[str, str]) -> CheckRepo
     Faults of the experiment are not raised: the report holds all issues.
     """
     started = time.perf_counter()
-    report = CheckReport()
-    _check(request, env, report)
-    report.seconds = time.perf_counter() - started
-    return report
+    check = _ExperimentCheck(request)
+    check.run(env)
+    seconds = time.perf_counter() - started
+    return CheckReport(check.findings, check.looked, check.experiment, check.space, check.configs, seconds)
 
 
-def _check(request: CheckRequest, env: Mapping[str, str], report: CheckReport) -> None:
-    try:
-        examined = examine_experiment(request.experiment)
-    except ConfigError as error:
-        report.findings += issues_of(Area.EXPERIMENT, error)
-        return
-    experiment = report.experiment = examined.config
-    report.looked[Area.EXPERIMENT] = request.experiment.name
-    report.findings += [finding for fault in examined.faults for finding in issues_of(Area.EXPERIMENT, fault)]
-    report.findings += [note(Area.EXPERIMENT, Severity.WARNING, text) for text in experiment.warnings]
-    report.findings += check_searcher(experiment)
-    report.findings += [note(Area.EXPERIMENT, Severity.WARNING, text) for text in examined.cluster_warnings]
-    report.findings += [
-        note(Area.EXPERIMENT, Severity.FAULT, f"a master refuses this: {fault.what}", where=fault.where)
-        for fault in examined.cluster_faults
-    ]
-    model_dir = _model_dir(request, experiment, report)
-    entrypoint = _entrypoint(experiment, model_dir, report) if model_dir is not None else None
-    slots = request.slots if request.slots is not None else experiment.slots_per_trial
-    first = _configs(request, experiment, model_dir or Path(), slots, report)
-    document = experiment.document
-    where = (
-        "--slots" if request.slots else document.at(("resources", "slots_per_trial")).where("resources.slots_per_trial")
-    )
-    devices = count_devices(env)
-    report.looked[Area.SLOTS] = (
-        f"{slots} slots on {devices.gpus or devices.cores} {'GPUs' if devices.gpus else 'cores'}"
-    )
-    report.findings += check_machine(slots, where, devices, first.config if first is not None else None)
-    if model_dir is None:
-        return
-    context = measure(model_dir)
-    report.looked[Area.CONTEXT] = f"folder {format_bytes(context.size)}"
-    report.findings += check_context(context, for_cluster="determined.launch" in experiment.entrypoint)
-    parameters: int | None = None
-    if request.build and entrypoint is not None and slots > 0:
-        point = first.point if first is not None else _only_point(experiment, report)
-        if point is not None:
-            parameters = _dry_run(request, experiment, entrypoint, point, model_dir, slots, report)
-    if first is not None:
-        report.findings += check_nvme(first.config, max(slots, 1), parameters, base=model_dir)
+class _ExperimentCheck:
+    """One check of an experiment, and all that it has found so far."""
+
+    def __init__(self, request: CheckRequest) -> None:
+        self.request = request
+        self.findings: list[CheckIssue] = []
+        self.looked: dict[Area, str] = {}
+        self.experiment: ExperimentConfig | None = None
+        self.space: Space | None = None
+        self.configs: ConfigChecks | None = None
+
+    def run(self, env: Mapping[str, str]) -> None:
+        """Look at every area that can be read."""
+        try:
+            examined = examine_experiment(self.request.experiment)
+        except ConfigError as error:
+            self.findings += issues_of(Area.EXPERIMENT, error)
+            return
+        experiment = self.experiment = examined.config
+        self.looked[Area.EXPERIMENT] = self.request.experiment.name
+        self.findings += [finding for fault in examined.faults for finding in issues_of(Area.EXPERIMENT, fault)]
+        self.findings += [note(Area.EXPERIMENT, Severity.WARNING, text) for text in experiment.warnings]
+        self.findings += check_searcher(experiment)
+        self.findings += [note(Area.EXPERIMENT, Severity.WARNING, text) for text in examined.cluster_warnings]
+        self.findings += [
+            note(Area.EXPERIMENT, Severity.FAULT, f"a master refuses this: {fault.what}", where=fault.where)
+            for fault in examined.cluster_faults
+        ]
+        model_dir = self._model_dir(experiment)
+        entrypoint = self._entrypoint(experiment, model_dir) if model_dir is not None else None
+        slots = self.request.slots if self.request.slots is not None else experiment.slots_per_trial
+        first = self._configs(experiment, model_dir or Path(), slots)
+        document = experiment.document
+        where = (
+            "--slots"
+            if self.request.slots
+            else document.at(("resources", "slots_per_trial")).where("resources.slots_per_trial")
+        )
+        devices = count_devices(env)
+        self.looked[Area.SLOTS] = (
+            f"{slots} slots on {devices.gpus or devices.cores} {'GPUs' if devices.gpus else 'cores'}"
+        )
+        self.findings += check_machine(slots, where, devices, first.config if first is not None else None)
+        if model_dir is None:
+            return
+        context = measure(model_dir)
+        self.looked[Area.CONTEXT] = f"folder {format_bytes(context.size)}"
+        self.findings += check_context(context, for_cluster="determined.launch" in experiment.entrypoint)
+        parameters: int | None = None
+        if self.request.build and entrypoint is not None and slots > 0:
+            point = first.point if first is not None else self._only_point(experiment)
+            if point is not None:
+                parameters = self._dry_run(experiment, entrypoint, point, model_dir, slots)
+        if first is not None:
+            self.findings += check_nvme(first.config, max(slots, 1), parameters, base=model_dir)
+
+    def _model_dir(self, experiment: ExperimentConfig) -> Path | None:
+        model_dir = self.request.model_dir or locked_model_dir(experiment) or Path()
+        if model_dir.is_dir():
+            return model_dir
+        what, expected = "there is no such folder", "a folder with the trial's module"
+        fault = note(Area.ENTRYPOINT, Severity.FAULT, what, where="MODEL_DIR", got=str(model_dir), expected=expected)
+        self.findings.append(fault)
+        return None
+
+    def _entrypoint(self, experiment: ExperimentConfig, model_dir: Path) -> Entrypoint | None:
+        """Find the trial's class by reading the source; None where it does not exist."""
+        where = experiment.document.at(("entrypoint",)).where("entrypoint")
+        if not experiment.entrypoint:
+            return None  # reported already
+        try:
+            entrypoint = parse_entrypoint(experiment.entrypoint, where)
+            check_entrypoint(entrypoint, model_dir, where)
+        except ConfigError as error:
+            self.findings += issues_of(Area.ENTRYPOINT, error)
+            return None
+        self.looked[Area.ENTRYPOINT] = str(entrypoint)
+        return entrypoint
+
+    def _configs(self, experiment: ExperimentConfig, model_dir: Path, slots: int) -> Resolved | None:
+        """Resolve the ds_config of every point and return the first that can be trained."""
+        if any(finding.area is Area.EXPERIMENT and _breaks_space(finding) for finding in _faults(self.findings)):
+            return None
+        searcher, seed = experiment.searcher.name, experiment.experiment_seed or 0
+        space = self.space = explore(experiment.hyperparameters, searcher, max(self.request.points, 1), seed)
+        if not experiment.names_ds_config():
+            self.looked[Area.DS_CONFIG] = "ds_config is the trial's own"
+            return None
+        checks = self.configs = check_ds_configs(experiment, model_dir, max(slots, 1), space)
+        self.findings += checks.findings
+        if len(space.points) > 1:
+            total = space.total if space.total is not None else "a space without end"
+            some = "" if space.complete else f" of {total}"
+            self.looked[Area.SPACE] = (
+                f"{len(space.points)} points{some}: {len(checks.legal)} legal, {len(checks.pruned)} would be pruned"
+            )
+        self.looked[Area.DS_CONFIG] = _filled(checks)
+        return checks.legal[0] if checks.legal else None
+
+    def _only_point(self, experiment: ExperimentConfig) -> Point | None:
+        """Return the first point where the trial brings its own ds_config; else None."""
+        return self.space.points[0] if self.space is not None and not experiment.names_ds_config() else None
+
+    def _dry_run(
+        self,
+        experiment: ExperimentConfig,
+        entrypoint: Entrypoint,
+        point: Point,
+        model_dir: Path,
+        slots: int,
+    ) -> int | None:
+        """Build the trial and return the number of its engines' parameters; None if it was not built."""
+        # torch, and the user's code
+        from zero_trial.preflight.trial_dry_run import DryRunRequest, dry_run_trial
+
+        seed = experiment.experiment_seed or 0
+        scene = DryRunRequest(
+            experiment, entrypoint, point.hyperparameters, model_dir, slots, seed, self.request.dry_run
+        )
+        found = dry_run_trial(scene)
+        self.findings += found.findings
+        if found.parameters:
+            self.looked[Area.TRIAL] = f"{found.parameters:,} parameters".replace(",", " ")
+        if found.epoch_steps is not None:
+            more = f", {found.validation_batches} validation batches" if found.validation_batches else ""
+            self.looked[Area.LOADERS] = f"{found.epoch_steps} steps per epoch{more}"
+        if found.metrics is not None:
+            self.looked[Area.METRIC] = f"reports {', '.join(found.metrics)}"
+        return found.parameters
+
+
+def _faults(findings: list[CheckIssue]) -> list[CheckIssue]:
+    return [finding for finding in findings if finding.severity is Severity.FAULT]
+
+
+def _breaks_space(finding: CheckIssue) -> bool:
+    """Return whether the issue is about a range, which cannot be sampled then."""
+    return "hyperparameters" in (finding.error.where or "") and 'nested key "type"' not in finding.error.what
+
+
+def _filled(checks: ConfigChecks) -> str:
+    filled = (Provenance.AUTO, Provenance.OPEN)
+    sources = checks.legal[0].config.sources.values() if checks.legal else ()
+    autos = sum(source.provenance in filled for source in sources)
+    return f"ds_config ({autos} 'auto' filled)" if autos else "ds_config"
 
 
 def check_searcher(experiment: ExperimentConfig) -> list[CheckIssue]:
@@ -149,100 +253,6 @@ def _ranges(experiment: ExperimentConfig) -> list[CheckIssue]:
         fix = "Use constants, or another searcher."
         return [note(Area.SPACE, Severity.WARNING, what, where=where, fix=fix)]
     return []
-
-
-def _model_dir(request: CheckRequest, experiment: ExperimentConfig, report: CheckReport) -> Path | None:
-    model_dir = request.model_dir or locked_model_dir(experiment) or Path()
-    if model_dir.is_dir():
-        return model_dir
-    what, expected = "there is no such folder", "a folder with the trial's module"
-    fault = note(Area.ENTRYPOINT, Severity.FAULT, what, where="MODEL_DIR", got=str(model_dir), expected=expected)
-    report.findings.append(fault)
-    return None
-
-
-def _entrypoint(experiment: ExperimentConfig, model_dir: Path, report: CheckReport) -> Entrypoint | None:
-    """Find the trial's class by reading the source; None where it does not exist."""
-    where = experiment.document.at(("entrypoint",)).where("entrypoint")
-    if not experiment.entrypoint:
-        return None  # reported already
-    try:
-        entrypoint = parse_entrypoint(experiment.entrypoint, where)
-        check_entrypoint(entrypoint, model_dir, where)
-    except ConfigError as error:
-        report.findings += issues_of(Area.ENTRYPOINT, error)
-        return None
-    report.looked[Area.ENTRYPOINT] = str(entrypoint)
-    return entrypoint
-
-
-def _configs(
-    request: CheckRequest, experiment: ExperimentConfig, model_dir: Path, slots: int, report: CheckReport
-) -> Resolved | None:
-    """Resolve the ds_config of every point and return the first that can be trained."""
-    if any(finding.area is Area.EXPERIMENT and _breaks_space(finding) for finding in report.faults):
-        return None
-    searcher, seed = experiment.searcher.name, experiment.experiment_seed or 0
-    space = report.space = explore(experiment.hyperparameters, searcher, max(request.points, 1), seed)
-    if not experiment.names_ds_config():
-        report.looked[Area.DS_CONFIG] = "ds_config is the trial's own"
-        return None
-    checks = report.configs = check_ds_configs(experiment, model_dir, max(slots, 1), space)
-    report.findings += checks.findings
-    if len(space.points) > 1:
-        total = space.total if space.total is not None else "a space without end"
-        some = "" if space.complete else f" of {total}"
-        report.looked[Area.SPACE] = (
-            f"{len(space.points)} points{some}: {len(checks.legal)} legal, {len(checks.pruned)} would be pruned"
-        )
-    report.looked[Area.DS_CONFIG] = _filled(checks)
-    return checks.legal[0] if checks.legal else None
-
-
-def _breaks_space(finding: CheckIssue) -> bool:
-    """Return whether the issue is about a range, which cannot be sampled then."""
-    return "hyperparameters" in (finding.error.where or "") and 'nested key "type"' not in finding.error.what
-
-
-def _filled(checks: ConfigChecks) -> str:
-    filled = (Provenance.AUTO, Provenance.OPEN)
-    sources = checks.legal[0].config.sources.values() if checks.legal else ()
-    autos = sum(source.provenance in filled for source in sources)
-    return f"ds_config ({autos} 'auto' filled)" if autos else "ds_config"
-
-
-def _only_point(experiment: ExperimentConfig, report: CheckReport) -> Point | None:
-    """Return the first point where the trial brings its own ds_config; else None."""
-    return report.space.points[0] if report.space is not None and not experiment.names_ds_config() else None
-
-
-def _dry_run(
-    request: CheckRequest,
-    experiment: ExperimentConfig,
-    entrypoint: Entrypoint,
-    point: Point,
-    model_dir: Path,
-    slots: int,
-    report: CheckReport,
-) -> int | None:
-    """Build the trial and return how many parameters its engines have; None where it did not get so
-    far.
-    """
-    # torch, and the user's code
-    from zero_trial.preflight.trial_dry_run import DryRunRequest, dry_run_trial
-
-    seed = experiment.experiment_seed or 0
-    scene = DryRunRequest(experiment, entrypoint, point.hyperparameters, model_dir, slots, seed, request.dry_run)
-    found = dry_run_trial(scene)
-    report.findings += found.findings
-    if found.parameters:
-        report.looked[Area.TRIAL] = f"{found.parameters:,} parameters".replace(",", " ")
-    if found.epoch_steps is not None:
-        more = f", {found.validation_batches} validation batches" if found.validation_batches else ""
-        report.looked[Area.LOADERS] = f"{found.epoch_steps} steps per epoch{more}"
-    if found.metrics is not None:
-        report.looked[Area.METRIC] = f"reports {', '.join(found.metrics)}"
-    return found.parameters
 
 
 def render_check(report: CheckReport) -> list[str]:

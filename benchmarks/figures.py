@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,8 @@ def main() -> int:
 def figures() -> str:
     """The block: a table of the engine, and a line per other benchmark."""
     lines = [_optimizer_line(), _pipeline_line(), _overhead_line(), _master_line(), _comm_line()]
-    return "\n".join([_engine_table(), "", *lines])
+    wrapped = [textwrap.fill(line, 100, subsequent_indent="  ", break_on_hyphens=False) for line in lines]
+    return "\n".join([_engine_table(), "", *wrapped])
 
 
 def _results(name: str) -> dict[str, Any]:

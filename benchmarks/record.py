@@ -47,7 +47,9 @@ def command() -> str:
     """What was typed, without any path outside of the repository."""
     script, home = Path(sys.argv[0]).resolve(), FOLDER.parent
     place = script.relative_to(home) if script.is_relative_to(home) else Path(script.name)
-    return shlex.join(["python", f"benchmarks/{place}", *sys.argv[1:]])
+    # of a folder of this machine (--before) only the name is kept
+    given = [Path(word).name if Path(word).is_absolute() else word for word in sys.argv[1:]]
+    return shlex.join(["python", f"benchmarks/{place}", *given])
 
 
 def machine() -> dict[str, Any]:

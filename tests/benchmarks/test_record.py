@@ -16,14 +16,14 @@ def test_save_writes_table_and_facts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(record, "FOLDER", tmp_path)
-    monkeypatch.setattr(sys, "argv", ["/somewhere/benchmarks/engine.py", "--rounds", "2"])
+    monkeypatch.setattr(sys, "argv", ["/somewhere/benchmarks/engine.py", "--rounds", "2", "--before", "/checkouts/old"])
     columns = [("engine", lambda row: row["name"]), ("ms", record.number("wall_ms")), ("other", record.number("none"))]
     record.save("try", {"ranks": 2}, [{"name": "ddp", "wall_ms": 1.26}], columns, "A note.")
     table = "| engine | ms | other |\n|---|---|---|\n| ddp | 1.3 |  |"
     assert capsys.readouterr().out.strip() == table
     written = (tmp_path / "try.md").read_text()
     assert table in written
-    assert "- command: python benchmarks/engine.py --rounds 2\n" in written
+    assert "- command: python benchmarks/engine.py --rounds 2 --before old\n" in written
     facts = json.loads((tmp_path / "try.json").read_text())
     assert facts["versions"]["torch"]
     assert facts["machine"]["cores"] > 0

@@ -81,7 +81,7 @@ class StateStore(Protocol):
     """Hands out the pieces of a step batch by batch. Between ``borrow`` and ``give_back`` their
     weights and moments are where the update runs."""
 
-    def expect(self) -> None:
+    def prefetch(self) -> None:
         """Start to fetch what the next step needs first; that step may be skipped."""
         ...
 
@@ -144,7 +144,7 @@ class DeviceStore:
             self._batches[-1].append(piece)
             room -= needs
 
-    def expect(self) -> None:
+    def prefetch(self) -> None:
         return None
 
     def batches(self) -> Iterator[Sequence[ShardPiece]]:
@@ -390,7 +390,7 @@ class ShardedOptimizer:
 
     def prefetch(self) -> None:
         """Start to fetch state that lives elsewhere for the next step."""
-        self.store.expect()
+        self.store.prefetch()
 
     def step(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Raise TrialError: a loop of plain torch would step without reduced gradients, and would

@@ -219,8 +219,8 @@ class StagedStore:
         self._coming: deque[StagedPiece] = deque()
         staging.allocate(self._pieces, buffers)
 
-    def expect(self) -> None:
-        self.behind.expect()
+    def prefetch(self) -> None:
+        self.behind.prefetch()
 
     def batches(self) -> Iterator[Sequence[ShardPiece]]:
         self._staging.clear()

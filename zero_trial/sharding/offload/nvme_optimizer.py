@@ -340,7 +340,7 @@ class SwappedStore:
 
     # --- one step ---------------------------------------------------------------------------------
 
-    def expect(self) -> None:
+    def prefetch(self) -> None:
         """Read what the coming step needs first, into the buffers that there are. After a skipped
         step it is still there for the next."""
         if self._under_way:  # it was broken off

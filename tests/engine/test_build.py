@@ -112,7 +112,9 @@ def test_a_schedule_of_another_optimizer_would_change_nothing():
     around one that nobody steps."""
     model = nn.Linear(3, 2)
     stray = torch.optim.lr_scheduler.StepLR(torch.optim.AdamW(model.parameters()), 10)
-    with pytest.raises(ConfigError, match=r"lr_scheduler\): the LR scheduler belongs to another .* got StepLR of AdamW"):
+    with pytest.raises(
+        ConfigError, match=r"lr_scheduler\): the LR scheduler belongs to another .* got StepLR of AdamW"
+    ):
         zero_trial.initialize(model=model, lr_scheduler=stray, config=CONFIG)
     engine, *_ = zero_trial.initialize(
         model=model, lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.1), config=CONFIG

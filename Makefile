@@ -5,6 +5,10 @@ BIN := .venv/bin
 STAMP := .venv/.zero_trial_installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c constraints.txt
 
+# Processes that run tests side by side. Each file's tests stay in one, where they share their pools of ranks.
+WORKERS ?= 2
+PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+
 # Containers often set it. pytest then compiles every test file again in each run, which takes 18 of the 27 seconds of collecting them.
 unexport PYTHONDONTWRITEBYTECODE
 
@@ -14,18 +18,19 @@ run: setup  ## Train the quickstart: a byte-level GPT at ZeRO-2 on two CPU ranks
 	$(BIN)/python experiments/quickstart/run.py
 
 test: setup  ## Run the tests that cover every room, in minutes
-	$(BIN)/python -m pytest -m "not slow and not extended"
+	$(PYTEST) -m "not slow and not extended"
 
 test-slow: setup  ## Run the tests that `make test` leaves out
-	$(BIN)/python -m pytest -m "slow and not extended"
+	$(PYTEST) -m "slow and not extended"
 
 test-extended: setup  ## Run the numeric tests under other instruction sets, and every benchmark as its docstring says
 	$(BIN)/python -m pytest -m extended
 
-test-all: test test-slow  ## Run every test but the extended ones
+test-all: setup  ## Run every test but the extended ones
+	$(PYTEST) -m "not extended"
 
 durations: setup  ## Run every test and record what each takes: `make test` is chosen from it
-	$(BIN)/python -m pytest -m "not extended" --record-durations
+	$(PYTEST) -m "not extended" --record-durations
 
 lint: setup  ## Check style, formatting and types
 	$(BIN)/ruff check .

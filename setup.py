@@ -31,6 +31,7 @@ EXTRAS = {
         "pillow",
         "psutil",
         "pytest",
+        "pytest-xdist",
         "ruff",
         "tensorboard",
         "types-PyYAML",

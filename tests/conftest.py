@@ -23,7 +23,15 @@ from tests.support.cuda_fixtures import (  # noqa: F401
     kept_kernels,
 )
 from tests.support.pool import Pools, seed_generators
-from tests.support.tiers import function_of, group, read_durations, slow_cases, write_durations
+from tests.support.tiers import (
+    file_of,
+    function_of,
+    group,
+    read_durations,
+    seconds_by_file,
+    slow_cases,
+    write_durations,
+)
 
 settings.register_profile("recorded", derandomize=True)
 settings.register_profile("explore", print_blob=True)
@@ -37,13 +45,19 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if config.getoption("--record-durations"):
+    if config.getoption("--record-durations") and not _is_worker(config):
         config.pluginmanager.register(Recorder())
 
 
+def _is_worker(config: pytest.Config) -> bool:
+    """Tell whether this process runs tests for another one, as `pytest -n 2` arranges it."""
+    return hasattr(config, "workerinput")
+
+
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark as slow what the recorded durations say `make test` has no time for."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark as slow what the recorded durations say `make test` has no time for; processes side by
+    side begin with the files that take longest, so that they end together."""
     durations = read_durations()
     smoke = {function_of(item.nodeid) for item in items if item.get_closest_marker("smoke")}
     slow: set[str] = set()
@@ -52,6 +66,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.nodeid in slow:
             item.add_marker(pytest.mark.slow)
+    if _is_worker(config):
+        seconds = seconds_by_file(durations)
+        items.sort(key=lambda item: -seconds.get(file_of(item.nodeid), 0.0))
 
 
 class Recorder:

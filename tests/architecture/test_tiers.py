@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.support.tiers import BUDGET, LONGEST, group, read_durations, slow_cases, write_durations
+from tests.support.tiers import BUDGET, LONGEST, group, read_durations, seconds_by_file, slow_cases, write_durations
 
 
 def test_a_short_function_runs_as_a_whole():
@@ -30,3 +30,7 @@ def test_cases_without_a_record_count_as_the_mean():
 def test_only_functions_that_matter_are_recorded(tmp_path: Path):
     write_durations({"a::t[1]": 0.4, "a::t[2]": 0.4, "b::u": 0.1}, tmp_path / "d.json")
     assert read_durations(tmp_path / "d.json") == {"a::t[1]": 0.4, "a::t[2]": 0.4}
+
+
+def test_the_seconds_of_a_file_are_those_of_its_tests():
+    assert seconds_by_file({"a::t[1]": 0.5, "a::u": 1.0, "b::t": 0.25}) == {"a": 1.5, "b": 0.25}

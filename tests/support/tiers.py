@@ -26,6 +26,19 @@ def function_of(node_id: str) -> str:
     return node_id.partition("[")[0]
 
 
+def file_of(node_id: str) -> str:
+    """Keep the file from the name of a test."""
+    return node_id.partition("::")[0]
+
+
+def seconds_by_file(durations: Mapping[str, float]) -> dict[str, float]:
+    """Add up the recorded seconds of each file."""
+    total: dict[str, float] = {}
+    for node_id, seconds in durations.items():
+        total[file_of(node_id)] = total.get(file_of(node_id), 0.0) + seconds
+    return total
+
+
 def slow_cases(cases: Mapping[str, float], smoke: bool = False) -> set[str]:
     """Choose the cases of one function to leave out; ``cases`` are seconds by name, in the order of
     collection."""

@@ -12,6 +12,7 @@ import pytest
 from zero_trial.ds_config.reader import read_ds_config
 from zero_trial.ds_config.reconcile import reconcile
 from zero_trial.ds_config.report import (
+    clipping_line,
     config_report,
     entries_of,
     filled_line,
@@ -171,3 +172,10 @@ def test_what_auto_became():
         "ds_config, filled in: optimizer.params.lr 0.5 (hyperparameter learning_rate), gradient_clipping 1.0 (hyperparameter max_grad_norm)"
     )
     assert filled_line(read_ds_config({"train_batch_size": 4})) == ""
+
+
+def test_the_default_that_clips_is_said():
+    assert clipping_line(read_ds_config({"train_batch_size": 4})).startswith("gradient_clipping 1.0 by default")
+    for written in (0.0, 1.0, 2.0):
+        assert clipping_line(read_ds_config({"train_batch_size": 4, "gradient_clipping": written})) == ""
+    assert clipping_line(read_ds_config({"train_batch_size": 4}, hyperparameters={"max_grad_norm": 1.0})) == ""

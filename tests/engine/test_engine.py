@@ -480,3 +480,64 @@ def test_nothing_is_kept_alive() -> None:
     gc.collect()
     assert len(gone[0]) == 0
     roster.check("here")
+
+
+# --- unused parameters ----------------------------------------------------------------------------
+
+
+class Branches(nn.Module):
+    """Two layers, of which a forward uses those that it is asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Linear(3, 1), nn.Linear(3, 1)
+
+    def forward(self, x: torch.Tensor, *names: str) -> torch.Tensor:
+        return torch.stack([getattr(self, name)(x).sum() for name in names]).sum()
+
+
+def branches(stage: int, ignore: bool = False, **config: Any) -> zero_trial.Engine:
+    zero = {"stage": stage, "param_persistence_threshold": 0, "ignore_unused_parameters": ignore}
+    return zero_trial.initialize(model=Branches(), config=CONFIG | {"zero_optimization": zero} | config)[0]
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_an_unused_parameter_ends_the_step_where_ds_config_forbids_it(stage: int) -> None:
+    found, x = branches(stage), torch.ones(4, 3)
+    found.backward(found(x, "left", "right"))
+    found.step()
+    before = found.module_state_dict()
+    found.backward(found(x, "right"))
+    with pytest.raises(
+        TrialError, match=r"engine\.step: unused parameters.* got left\.weight, left\.bias since step 1"
+    ):
+        found.step()
+    assert all(torch.equal(before[name], value) for name, value in found.module_state_dict().items())
+    found.zero_grad()
+    found.backward(found(x, "left", "right"))
+    found.step()
+    assert found.global_steps == 2
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_a_parameter_is_used_if_one_micro_batch_uses_it(stage: int) -> None:
+    found, x = branches(stage, gradient_accumulation_steps=2), torch.ones(2, 3)
+    for name in ("left", "right"):
+        found.backward(found(x, name))
+        found.step()
+    assert found.global_steps == 1
+
+
+def test_a_parameter_that_is_frozen_at_the_moment_may_be_unused() -> None:
+    found, x = branches(1), torch.ones(4, 3)
+    found.module.left.requires_grad_(False)
+    found.backward(found(x, "right"))
+    found.step()
+    assert found.global_steps == 1
+
+
+def test_unused_parameters_are_ignored_by_default() -> None:
+    found, x = branches(2, ignore=True), torch.ones(4, 3)
+    found.backward(found(x, "right"))
+    found.step()
+    assert found.global_steps == 1

@@ -201,10 +201,11 @@ class ZeroSection:
         "one all-gather per parameter group",
         aliases=("stage3_allgather_sequential",),
     )
-    ignore_unused_parameters: bool = not_yet(
+    ignore_unused_parameters: bool = supported(
         True,
         Bool(),
-        "unused parameters are always allowed; their gradient is zero",
+        "true: the gradient of an unused parameter is zero; false: a step in which a trainable parameter got "
+        "no gradient is an error, at every stage",
     )
     legacy_stage1: ClassVar = refused(
         False,

@@ -119,6 +119,13 @@ def filled_line(config: DsConfig) -> str:
     return f"ds_config, filled in: {', '.join(filled)}" if filled else ""
 
 
+def clipping_line(config: DsConfig) -> str:
+    """Return that gradients are clipped although ds_config does not ask for it; "" where it says."""
+    if not config.source("gradient_clipping").is_default or not config.gradient_clipping:
+        return ""
+    return f"gradient_clipping {config.gradient_clipping} by default: ds_config has no such key, and 0 switches it off"
+
+
 def report_body(config: DsConfig, batch: Iterable[Row] = ()) -> dict[str, Any]:
     """Return the report for machines: ``values`` (one object per key), ``batch`` (rows of a
     Reconciliation), ``warnings``, and ``ds_config``, from which the run can be repeated.

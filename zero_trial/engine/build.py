@@ -27,7 +27,7 @@ from zero_trial.comm import (
 from zero_trial.comm.mesh import mesh_around
 from zero_trial.ds_config.keys_running import ActivationCheckpointingSection
 from zero_trial.ds_config.reader import read_ds_config
-from zero_trial.ds_config.report import filled_line
+from zero_trial.ds_config.report import clipping_line, filled_line
 from zero_trial.ds_config.table import DsConfig
 from zero_trial.engine.compat import hints_of, rank_loader
 from zero_trial.engine.engine import Engine
@@ -112,7 +112,7 @@ def initialize(
         COLLECTOR_PAUSE.hold(engine)
     _configure_checkpointing(settings, mesh)
     if mesh.rank == 0:
-        lines = [filled_line(settings), offload_line(engine)]
+        lines = [filled_line(settings), clipping_line(settings), offload_line(engine)]
         if settings.dump_state:
             lines.append(describe_state(settings, engine.resolved, mesh, engine.sharded.groups))
         for line in filter(None, lines):

@@ -82,12 +82,49 @@ class ParameterCheck:
             )
 
 
+class _UsedParameters:
+    """The trained parameters that have got a gradient since the last step, for
+    ``ignore_unused_parameters: false``."""
+
+    def __init__(self, params: Mapping[str, nn.Parameter]) -> None:
+        self._params = params
+        self._used: set[str] = set()
+        # a hook holds the set alone: one that held the engine would keep it alive
+        self._handles = [
+            param.register_post_accumulate_grad_hook(lambda _, name=name, used=self._used: used.add(name))
+            for name, param in params.items()
+        ]
+
+    def unused(self) -> list[str]:
+        """Return the names of those without a gradient that are not frozen at the moment."""
+        return [name for name, param in self._params.items() if name not in self._used and param.requires_grad]
+
+    def restart(self) -> None:
+        """Forget the gradients so far: a step has used them, or they were dropped."""
+        self._used.clear()
+
+    def close(self) -> None:
+        """Remove the hooks."""
+        for handle in self._handles:
+            handle.remove()
+
+
 def _no_gradients(step: int) -> TrialError:
     return TrialError(
         "there are no gradients to step with",
         where="engine.step",
         got=f"no backward pass since step {step}",
         fix="Call engine.backward(loss) on every rank before it, or leave this step() out.",
+    )
+
+
+def _unused(names: list[str], step: int) -> TrialError:
+    return TrialError(
+        "unused parameters: they got no gradient, and ds_config forbids that",
+        where="engine.step",
+        got=f"{_listed(names)} since step {step}",
+        expected="a gradient for every trainable parameter (zero_optimization.ignore_unused_parameters is false)",
+        fix="Use them in the loss, freeze them before initialize(), or remove ignore_unused_parameters.",
     )
 
 
@@ -152,6 +189,11 @@ class Engine(nn.Module):
         self._call = forward_of(module, resolved.autocast, device.type)
         self._sync = True
         self._check = ParameterCheck(module)
+        watched = (
+            [] if config.zero_optimization.ignore_unused_parameters else [each.group for each in model.grad_buffers]
+        )
+        pairs = (zip(group.layout.slots, group.params, strict=True) for group in watched)
+        self._used = _UsedParameters({slot.name: param for group in pairs for slot, param in group})
         if observer.events is not None:
             weakref.finalize(self, observer.events.close)  # also when the interpreter ends
 
@@ -217,9 +259,7 @@ class Engine(nn.Module):
         # no rank can ask them.
         have = self._pending or any(buffer.has_gradients or buffer.shard_filled for buffer in self.sharded.grad_buffers)
         if not have and self.optimizer is not None:
-            error = _no_gradients(self.global_steps)
-            self.mesh.heartbeat.report_error(str(error))
-            raise error
+            raise self._report(_no_gradients(self.global_steps))
         micro_batches = self._batch.accumulation if self._managed else self._pending
         self._optimizer_step(micro_batches, 1 if self._managed else micro_batches, lr_kwargs or {})
 
@@ -230,6 +270,8 @@ class Engine(nn.Module):
             raise TrialError(
                 "there is no optimizer to step", where="engine.step", fix='Add "optimizer" to ds_config or pass one.'
             )
+        if unused := self._used.unused():
+            raise self._report(_unused(unused, self.global_steps))
         self.micro_steps += calls
         with self.observer.phase(STEP, self):
             self.outcome.finalize()
@@ -242,8 +284,15 @@ class Engine(nn.Module):
             self.global_samples += micro_batches * self._batch.micro_batch_size * self.mesh.data.size
             self._pending = 0
             self._restarted = False
+            self._used.restart()
             self.mesh.heartbeat.begin_step(self.global_steps)
         self.observer.after_step(self)
+
+    def _report(self, error: TrialError) -> TrialError:
+        """Tell the other ranks of ``error``: they may be in a collective that this rank will not
+        enter."""
+        self.mesh.heartbeat.report_error(str(error))
+        return error
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients since the last step, also those that another engine's loss left here
@@ -258,6 +307,7 @@ class Engine(nn.Module):
         if done:
             self._restart_accumulation(done)
         self.sharded.reducer.reset()
+        self._used.restart()
         self._pending = 0
         for param in self.module.parameters():
             param.grad = None
@@ -336,6 +386,7 @@ class Engine(nn.Module):
             last_first.callback(self.observer.close)
             last_first.callback(self.sharded.remove_hooks)
             last_first.callback(self.outcome.close)
+            last_first.callback(self._used.close)
 
     def __getattr__(self, name: str) -> Any:
         """Fall through to the module, so that ``engine.generate(...)`` works."""

@@ -293,7 +293,10 @@ def _engine(role: Role, options: dict[str, Any], world: FakeWorld, live: LiveByt
     model = options.pop("model")
     live.hold([*model.parameters(), *model.buffers()])
     mesh = fake_mesh(mesh_shape(role.settings, world.ranks), world.exchange, world.segments)
-    return build_engine(model, role.settings, mesh, role.blueprint.device, places=FAKE_SWAP, **options)
+    zero = replace(role.settings.zero_optimization, ignore_unused_parameters=True)  # bytes are all that is asked
+    return build_engine(
+        model, replace(role.settings, zero_optimization=zero), mesh, role.blueprint.device, places=FAKE_SWAP, **options
+    )
 
 
 def _call(micro: Micro | None, engines: Sequence[Engine], batches: Sequence[Any]) -> None:

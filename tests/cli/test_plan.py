@@ -5,18 +5,19 @@ from __future__ import annotations
 import json
 import shutil
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
+from tests.preflight.project import MODEL, project
 from zero_trial.cli.main import main
 
 ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture()
-def experiment(tmp_path: Path) -> Iterator[tuple[str, str]]:
+def experiment(tmp_path: Path) -> tuple[str, str]:
     """The quickstart with a small model on few files."""
     shutil.copytree(ROOT / "experiments" / "quickstart", tmp_path / "experiment")
     path = tmp_path / "experiment" / "const.yaml"
@@ -26,12 +27,7 @@ def experiment(tmp_path: Path) -> Iterator[tuple[str, str]]:
         .replace("layers: 3", "layers: 2")
         .replace("width: 128", "width: 64")
     )
-    before, modules = list(sys.path), set(sys.modules)
-    yield str(path), str(ROOT / "model_defs" / "gpt")
-    sys.path[:] = before
-    for name in set(sys.modules) - modules:
-        if name in ("model", "model_def"):
-            del sys.modules[name]
+    return str(path), str(ROOT / "model_defs" / "gpt")
 
 
 def test_the_table(experiment: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
@@ -91,26 +87,42 @@ def test_user_errors(
     assert words in capsys.readouterr().err
 
 
-def test_a_pipeline_has_a_row_per_stage(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_pipeline_has_a_row_per_stage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shutil.copytree(ROOT / "experiments" / "gpt_pipeline_zero3", tmp_path / "experiment")
     path = tmp_path / "experiment" / "const.yaml"
     text = path.read_text().replace("source: stdlib", f"source: {ROOT / 'zero_trial' / 'zero'}")
     path.write_text(text.replace("sequence: 128", "sequence: 32").replace("width: 128", "width: 32"))
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    modules = set(sys.modules)
-    try:
-        assert main(["plan", str(path), str(ROOT / "model_defs" / "gpt"), "--limit", "1GiB"]) == 0
-        shown = capsys.readouterr().out
-        assert main(["plan", str(path), str(ROOT / "model_defs" / "gpt"), "--limit", "100KiB", "--json"]) == 3
-        found = json.loads(capsys.readouterr().out)
-    finally:
-        for name in set(sys.modules) - modules:
-            if name in ("model", "model_def", "layers"):
-                del sys.modules[name]
+    assert main(["plan", str(path), str(ROOT / "model_defs" / "gpt"), "--limit", "1GiB"]) == 0
+    shown = capsys.readouterr().out
+    assert main(["plan", str(path), str(ROOT / "model_defs" / "gpt"), "--limit", "100KiB", "--json"]) == 3
+    found = json.loads(capsys.readouterr().out)
     assert "per rank: ZeRO-3, fp32, 2 stages x 2 ranks, micro batch 4, accumulation 4" in shown
     assert "looped_bfs, 2 stages x 2 chunks, 4 micro-batches, bubble 11.1%; ZeRO-3, parameters chunk" in shown
     assert "ZeRO-3, micro batch 4 x accumulation 4 (as configured)" in shown
     assert [stage["rank"] for stage in found["plan"]["stages"]] == [0, 1] and not found["fits"]
     assert found["error"].startswith("pipeline stage ")
+
+
+OWN_ENGINE = """engine, _, self.loader, _ = zero_trial.initialize(
+            None, torch.nn.Linear(4, 1), None, None, [torch.ones(4)] * 40, config=context.get_data_config()["ds_config"]
+        )
+        self.engine = context.wrap_model_engine(engine)"""
+
+
+def test_a_trial_that_calls_initialize_itself_is_planned_like_another(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As in code for DeepSpeed, with the loader of its four results; no process group is made."""
+    engine = 'self.engine = context.initialize(model=torch.nn.Linear(context.get_hparam("width"), 1))'
+    loader = "DataLoader([torch.ones(4)] * 40, self.context.get_train_micro_batch_size_per_gpu())"
+    assert engine in MODEL and loader in MODEL
+    own = MODEL.replace(engine, OWN_ENGINE).replace("import torch\n", "import torch\nimport zero_trial\n")
+    disabled = "self.context = context\n        context.disable_dataset_reproducibility_checks()"
+    own = own.replace(loader, "self.loader", 1).replace("self.context = context", disabled)
+    plans = []
+    for name, model in (("given", MODEL), ("own", own)):
+        made = project(tmp_path / name, model=model)
+        assert main(["plan", str(made.experiment), str(made.folder), "--limit", "1GiB", "--json"]) == 0
+        plans.append(json.loads(capsys.readouterr().out))
+    assert plans[0] == plans[1] and plans[0]["plan"]["parameter_count"] == 5
+    assert not dist.is_initialized() and "model_def" not in sys.modules

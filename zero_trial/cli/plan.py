@@ -8,8 +8,6 @@ import argparse
 import contextlib
 import json
 import os
-import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -63,7 +61,7 @@ def handle(options: argparse.Namespace) -> int:
     # A host's memory is all ranks' together, so a run on it takes the policy that moves least; a
     # limit that is asked for is another machine's.
     asked = limit if options.limit is not None or _device() == "cuda" else None
-    with contextlib.redirect_stdout(sys.stderr), trial_planner(checked, options.stage, asked) as planner:
+    with _trial_planner(checked, options.stage, asked) as planner:
         own, rows = planner.plan(), planner.compare()
         error = None if own.fits(limit) or limit is None else _does_not_fit(planner, limit)
     if options.json:
@@ -121,7 +119,7 @@ def _device() -> str:
 
 
 @contextlib.contextmanager
-def trial_planner(
+def _trial_planner(
     checked: CheckedRun, stage: int | None = None, limit: int | None = None
 ) -> Iterator[Planner | PipelinePlanner]:
     """The planner of an experiment's trial, built here as rank 0 of all. Raises what the trial
@@ -129,32 +127,21 @@ def trial_planner(
 
     ``limit``: bytes of one rank, by which the policy of a pipeline is chosen where it is open.
     """
-    import torch
-
     from zero_trial.preflight.compare import Planner
     from zero_trial.preflight.fake_engine import TrialSubject
     from zero_trial.preflight.pipeline_plan import PipelinePlanner
-    from zero_trial.runtime.in_memory import InMemoryPlatform
-    from zero_trial.runtime.protocols import JsonDistributed
-    from zero_trial.trial.context import ZeroTrialContext
+    from zero_trial.preflight.trial_dry_run import DryRunRequest, fake_task
     from zero_trial.trial.data import Resume, open_train_data
-    from zero_trial.trial.trial import fitted, import_trial_class, seed_everything
+    from zero_trial.trial.trial import fitted
 
-    ranks, experiment = checked.ranks, checked.experiment
-    with tempfile.TemporaryDirectory(prefix="zero-trial-plan-") as folder:
-        platform = InMemoryPlatform(
-            hparams=experiment.hyperparameters,
-            experiment=experiment.plain(),
-            model_dir=checked.model_dir.resolve(),
-            seed=checked.seed,
-            distributed=JsonDistributed(0, ranks, 0, lambda value: [value] * ranks),
-            storage=Path(folder),
-        )
-        kind = import_trial_class(checked.entrypoint.module, checked.entrypoint.name, checked.model_dir.resolve())
-        seed_everything(checked.seed)
-        device = _device()
-        subject = TrialSubject(ranks, device)
-        context = ZeroTrialContext(platform, subject.factory, torch.device("cpu"))
+    ranks, experiment, device = checked.ranks, checked.experiment, _device()
+    request = DryRunRequest(
+        experiment, checked.entrypoint, experiment.hyperparameters, checked.model_dir, ranks, checked.seed
+    )
+    subject = TrialSubject(ranks, device)
+    with fake_task(request, subject.factory) as task:
+        kind = task.import_class()
+        context = task.seeded_context()
         trial = kind(context)
         one_host = ranks == checked.own.ranks
         feed = open_train_data(trial, context, Resume()).feed

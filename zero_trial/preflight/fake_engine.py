@@ -65,6 +65,26 @@ def fake_initialize(ranks: int, *, evaluates: bool) -> Callable[..., tuple[Any, 
     right values. ``evaluates``: pipelines get values, too.
     """
 
+    def engine(model: nn.Module, settings: DsConfig, options: dict[str, Any], data: dict[str, Any]) -> Any:
+        given = options | data
+        if not isinstance(model, PipelineModule):
+            return _rank_0(model, settings, ranks, CPU, given)
+        if evaluates:
+            return _whole_pipeline(model, settings, ranks, CPU, given)
+        return ProxyEngine(_whole_pipeline(model, settings, ranks, META, given), CPU)
+
+    return _initializer(engine)
+
+
+def _initializer(
+    make_engine: Callable[[nn.Module, DsConfig, dict[str, Any], dict[str, Any]], Any],
+) -> Callable[..., tuple[Any, Any, Any, Any]]:
+    """Return a function with the signature of ``zero_trial.initialize`` that calls ``make_engine``.
+
+    ``make_engine`` gets the model, the ds_config, what the engine is made from, and what its data
+    loader is made from.
+    """
+
     def initialize(
         args: Any = None,
         model: nn.Module | None = None,
@@ -81,15 +101,9 @@ def fake_initialize(ranks: int, *, evaluates: bool) -> Callable[..., tuple[Any, 
         config_params: Any = None,
     ) -> tuple[Any, Any, Any, Any]:
         model, settings = read_settings(args, model, config, config_params)
-        given = {"optimizer": optimizer, "model_parameters": model_parameters, "lr_scheduler": lr_scheduler}
-        given |= {"training_data": training_data, "collate_fn": collate_fn}
-        engine: Any
-        if isinstance(model, PipelineModule) and not evaluates:
-            engine = ProxyEngine(_whole_pipeline(model, settings, ranks, META, given), CPU)
-        elif isinstance(model, PipelineModule):
-            engine = _whole_pipeline(model, settings, ranks, CPU, given)
-        else:
-            engine = _rank_0(model, settings, ranks, CPU, given)
+        options = {"optimizer": optimizer, "model_parameters": model_parameters, "lr_scheduler": lr_scheduler}
+        data = {"training_data": training_data, "collate_fn": collate_fn}
+        engine = make_engine(model, settings, options, data)
         return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
 
     return initialize
@@ -136,31 +150,27 @@ class TrialSubject:
         self._batches: list[Any] = []
         self._calls_per_step: int | None = None
 
-    def factory(
-        self,
-        args: Any = None,
-        model: nn.Module | None = None,
-        config: Any = None,
-        config_params: Any = None,
-        **options: Any,
-    ) -> tuple[Any, Any, Any, Any]:
-        """Take the arguments of ``zero_trial.initialize`` and return what it does, with a
-        :class:`ProxyEngine` for the engine.
+    @property
+    def factory(self) -> Callable[..., tuple[Any, Any, Any, Any]]:
+        """Return a function with the signature of ``zero_trial.initialize`` whose engines are
+        planned, each behind a :class:`ProxyEngine`.
         """
-        model, settings = read_settings(args, model, config, config_params)
-        names = ("optimizer", "model_parameters", "lr_scheduler")
-        given = {name: _listed(value) for name, value in options.items() if name in names}
+        return _initializer(self._engine)
+
+    def _engine(
+        self, model: nn.Module, settings: DsConfig, options: dict[str, Any], data: dict[str, Any]
+    ) -> ProxyEngine:
+        given = {name: _listed(value) for name, value in options.items() if value is not None}
         if isinstance(model, PipelineModule):
             self.pipeline = self.pipeline or (model, settings)
-            engine = _whole_pipeline(model, settings, self.ranks, META, given)
-            return ProxyEngine(engine, CPU), engine.optimizer, None, engine.lr_scheduler
+            return ProxyEngine(_whole_pipeline(model, settings, self.ranks, META, given | data), CPU)
         blueprint = Blueprint(model, given, self._device)
         with blueprint.without_values(fake=True):
             copied = blueprint.options(fake=True)
-            engine = _rank_0(copied.pop("model"), settings, self.ranks, self._device, copied)
+            engine = _rank_0(copied.pop("model"), settings, self.ranks, self._device, copied | data)
         proxy = ProxyEngine(engine, engine.device)
         self._parts.append(_Part(blueprint, settings, proxy))
-        return proxy, engine.optimizer, None, engine.lr_scheduler
+        return proxy
 
     def perform(
         self, train: Callable[[Any], Any], batches: Sequence[Any], *, calls_per_step: int | None = None

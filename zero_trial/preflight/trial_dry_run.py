@@ -23,7 +23,7 @@ from zero_trial.preflight.issues import Area, CheckIssue, Severity, issues_of, n
 from zero_trial.preflight.trial_source import reported_metrics, training_issues
 from zero_trial.runtime.in_memory import InMemoryPlatform
 from zero_trial.runtime.protocols import JsonDistributed
-from zero_trial.trial.context import ZeroTrialContext
+from zero_trial.trial.context import EngineFactory, ZeroTrialContext
 from zero_trial.trial.data import TRAIN_LOADER, check_reproducible, compare_batch, epoch_steps
 from zero_trial.trial.metrics import COUNTERS, without_counters
 from zero_trial.trial.settings import settings_from_experiment
@@ -69,47 +69,77 @@ def dry_run_trial(request: DryRunRequest) -> DryRunResult:
     Whatever the trial raises becomes an issue.
     """
     found = DryRunResult()
-    storage = tempfile.TemporaryDirectory(prefix="zero-trial-check-")
+    engines = fake_initialize(request.slots, evaluates=request.dry_run)
+    with fake_task(request, engines) as task, contextlib.suppress(_Ended):
+        _Stage(request, found, task).run()
+    return found
+
+
+class FakeTask:
+    """What surrounds a trial that is built in this process: rank 0 of ranks that are not there.
+
+    Attributes:
+        ranks: what the ranks would tell each other; each says what rank 0 says.
+    """
+
+    def __init__(self, request: DryRunRequest, storage: Path) -> None:
+        self._request = request
+        self.ranks = JsonDistributed(0, request.slots, 0, lambda value: [value] * request.slots)
+        self.platform = InMemoryPlatform(
+            hparams=request.hyperparameters,
+            experiment=request.experiment.plain(),
+            model_dir=request.model_dir.resolve(),
+            seed=request.seed,
+            distributed=self.ranks,
+            storage=storage,
+        )
+
+    def import_class(self) -> type[ZeroTrial]:
+        """Import the trial's class, which runs the user's module."""
+        name = self._request.entrypoint
+        return import_trial_class(name.module, name.name, self._request.model_dir.resolve())
+
+    def seeded_context(self) -> ZeroTrialContext:
+        """Seed all random generators as a run does and return the context to build the trial
+        with.
+        """
+        seed_everything(self._request.seed)
+        return ZeroTrialContext(self.platform, zero_trial.initialize, torch.device("cpu"))
+
+
+@contextlib.contextmanager
+def fake_task(request: DryRunRequest, initialize: EngineFactory) -> Iterator[FakeTask]:
+    """Yield what a trial is built with; inside, its engines come from ``initialize``.
+
+    What the trial prints goes to stderr. Afterwards its modules are forgotten and its files are
+    gone.
+    """
     with (
-        storage as folder,
+        tempfile.TemporaryDirectory(prefix="zero-trial-dry-run-") as folder,
         contextlib.redirect_stdout(sys.stderr),
         _model_folder(request.model_dir),
-        _fake_engines(request.slots, evaluates=request.dry_run),
-        contextlib.suppress(_Ended),
+        _replaced_initialize(initialize),
     ):
-        _Stage(request, found, Path(folder)).run()
-    return found
+        yield FakeTask(request, Path(folder))
 
 
 class _Stage:
     """The steps of one dry run, each of which may end it."""
 
-    def __init__(self, request: DryRunRequest, found: DryRunResult, storage: Path) -> None:
+    def __init__(self, request: DryRunRequest, found: DryRunResult, task: FakeTask) -> None:
         self._request = request
         self._found = found
-        self._ranks = JsonDistributed(0, request.slots, 0, lambda value: [value] * request.slots)
-        self._platform = InMemoryPlatform(
-            hparams=request.hyperparameters,
-            experiment=request.experiment.plain(),
-            model_dir=request.model_dir.resolve(),
-            seed=request.seed,
-            distributed=self._ranks,
-            storage=storage,
-        )
+        self._task = task
 
     def run(self) -> None:
         request = self._request
         if request.experiment.searcher.max_length is not None:
-            settings = lambda: settings_from_experiment(self._platform.experiment, request.hyperparameters)  # noqa: E731
+            settings = lambda: settings_from_experiment(self._task.platform.experiment, request.hyperparameters)  # noqa: E731
             with contextlib.suppress(_Ended):
                 self._try(Area.EXPERIMENT, settings)
-        name = request.entrypoint
-        kind = self._try(
-            Area.ENTRYPOINT, lambda: import_trial_class(name.module, name.name, request.model_dir.resolve()), "import"
-        )
-        seed_everything(request.seed)
-        context = ZeroTrialContext(self._platform, zero_trial.initialize, torch.device("cpu"))
-        trial = self._try(Area.TRIAL, lambda: kind(context), f"{name.name}.__init__")
+        kind = self._try(Area.ENTRYPOINT, self._task.import_class, "import")
+        context = self._task.seeded_context()
+        trial = self._try(Area.TRIAL, lambda: kind(context), f"{request.entrypoint.name}.__init__")
         self._try(Area.TRIAL, context.get_train_micro_batch_size_per_gpu)
         self._found.parameters = context.parameters
         self._found.findings += _training_issues(trial)
@@ -120,12 +150,12 @@ class _Stage:
 
     def _train_loader(self, trial: ZeroTrial, context: ZeroTrialContext) -> None:
         """Check the loader as the controller does, without reading a batch or starting a worker."""
-        loader, before = trial.build_training_data_loader(), len(self._platform.record.events)
+        loader, before = trial.build_training_data_loader(), len(self._task.platform.record.events)
         check_reproducible(loader, TRAIN_LOADER, context.check_reproducibility)
         compare_batch(loader, context)
         accumulation = context.get_num_micro_batches_per_slot()
-        self._found.epoch_steps = epoch_steps(self._ranks, loader, context.mpu, accumulation, context.note)
-        for event in self._platform.record.events[before:]:
+        self._found.epoch_steps = epoch_steps(self._task.ranks, loader, context.mpu, accumulation, context.note)
+        for event in self._task.platform.record.events[before:]:
             self._found.findings.append(note(Area.LOADERS, Severity.WARNING, event["message"]))
 
     def _metric(self, trial: ZeroTrial, validator: Validator, context: ZeroTrialContext) -> None:
@@ -239,12 +269,12 @@ def _model_folder(folder: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _fake_engines(ranks: int, *, evaluates: bool) -> Iterator[None]:
+def _replaced_initialize(initialize: EngineFactory) -> Iterator[None]:
     """Replace ``zero_trial.initialize`` inside: a trial may call it itself and wrap the engine that
     it returns.
     """
     before = vars(zero_trial).get("initialize")
-    vars(zero_trial)["initialize"] = fake_initialize(ranks, evaluates=evaluates)
+    vars(zero_trial)["initialize"] = initialize
     try:
         yield
     finally:

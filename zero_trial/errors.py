@@ -155,6 +155,12 @@ class StorageError(ZeroTrialError):
     exit_code: int = ExitStatus.INFRASTRUCTURE
 
 
+class MasterError(ZeroTrialError):
+    """The embedded master does not start, or does not answer."""
+
+    exit_code: int = ExitStatus.INFRASTRUCTURE
+
+
 class KernelUnavailable(ZeroTrialError):
     """A native kernel cannot be built or loaded here; the pure-torch reference is used instead, and
     said so.

@@ -16,7 +16,8 @@ from zero_trial.checkpoint import Slice, save_checkpoint
 from zero_trial.checkpoint.folder import choose_checkpoint, only_engine
 from zero_trial.cli.main import main
 from zero_trial.errors import CheckpointError, ConfigError
-from zero_trial.runs.checkpoints import METADATA, add_checksums
+from zero_trial.runs.checkpoints import add_checksums
+from zero_trial.util.files import METADATA
 
 
 @pytest.mark.parametrize("action", ["ls", "verify", "show", "export", "import"])

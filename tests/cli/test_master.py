@@ -124,6 +124,8 @@ def test_what_is_wrong_is_told_by_up_itself(shell: Shell) -> None:
         taken.listen()
         done = shell.run("up", "--cpu", "--slots", "1", "--port", str(taken.getsockname()[1]))
     assert done.returncode == 5 and "did not start" in done.stderr and "Traceback" not in done.stderr
+    fix = " ".join(done.stderr.split()).rpartition(". ")[2]
+    assert "master.out" in fix and "zero-trial master up" in fix
 
 
 def test_trials_end_with_down_even_if_the_master_was_killed_and_go_on_after_up(shell: Shell) -> None:

@@ -21,11 +21,11 @@ def parse(line: str) -> RunRequest:
 
 
 def test_the_usual_form():
-    assert parse("const.yaml model") == RunRequest(experiment=Path("const.yaml"), model_dir=Path("model"))
+    assert parse("const.yaml model") == RunRequest(experiment_path=Path("const.yaml"), model_dir=Path("model"))
 
 
 def test_a_lock_needs_no_model_folder():
-    assert parse("runs/0001/config.lock.yaml") == RunRequest(experiment=Path("runs/0001/config.lock.yaml"))
+    assert parse("runs/0001/config.lock.yaml") == RunRequest(experiment_path=Path("runs/0001/config.lock.yaml"))
 
 
 def test_all_options():
@@ -57,7 +57,7 @@ def test_the_newest_run_of_this_folder(tmp_path: Path, monkeypatch: pytest.Monke
         make_run(tmp_path / "runs" / name)
     assert newest_run(Path("runs")) == Path("runs/0010")
     assert main(["resume"]) == 0
-    assert (asked[0].resume, asked[0].experiment, asked[0].slots) == (Path("runs/0010"), None, None)
+    assert (asked[0].resume, asked[0].experiment_path, asked[0].slots) == (Path("runs/0010"), None, None)
 
 
 def test_a_named_run_on_other_slots(tmp_path: Path, asked: list, capsys: pytest.CaptureFixture[str]) -> None:

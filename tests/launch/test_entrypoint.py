@@ -97,6 +97,14 @@ def test_a_syntax_error_is_named_with_its_line(tmp_path: Path):
         check_entrypoint(Entrypoint("model_def", "MyTrial"), tmp_path)
 
 
+def test_a_class_of_another_module_is_named(model_dir: Path):
+    (model_dir / "broken.py").write_text("class MyOther(:")
+    (model_dir / "other.py").write_text("from model_def import MyTrial\nclass MyOther(MyTrial): ...\n")
+    with pytest.raises(ConfigError) as caught:
+        check_entrypoint(Entrypoint("model_def", "MyOther"), model_dir)
+    assert caught.value.fix == "Use entrypoint: other:MyOther."
+
+
 def test_trials_in_order():
     tree = ast.parse("class A(ZeroTrial): ...\nclass B: ...\nclass C(A): ...\nclass D(zero_trial.ZeroTrial[int]): ...")
     assert trial_classes(tree) == ["A", "C", "D"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ from zero_trial.errors import ConfigError
 from zero_trial.launch.experiment import RunRequest, check_run, read_summary, repeat_command, write_report
 from zero_trial.launch.placement import PlacementRequest
 from zero_trial.runs.layout import RunFolder
+
+ROOT = Path(__file__).parents[2]
 
 EXPERIMENT: dict[str, Any] = {
     "name": "tiny",
@@ -33,7 +36,7 @@ def project(tmp_path: Path) -> Path:
 def request(project: Path, changes: dict[str, Any] | None = None, **more: Any) -> RunRequest:
     path = project / "const.yaml"
     path.write_text(yaml.safe_dump({**EXPERIMENT, **(changes or {})}))
-    return RunRequest(**{"experiment": path, "model_dir": project, **more})
+    return RunRequest(**{"experiment_path": path, "model_dir": project, **more})
 
 
 def test_a_good_experiment(project: Path):
@@ -69,8 +72,8 @@ def test_several_hosts_count_all_ranks(project: Path):
         ({"searcher": {"name": "grid", "metric": "loss", "max_length": 3}}, {}, "the searcher grid tries many trials"),
         ({"entrypoint": "model_def:Other"}, {}, "const.yaml:"),
         ({}, {"model_dir": Path("nowhere")}, "MODEL_DIR: there is no such folder: got nowhere"),
-        ({}, {"experiment": Path("nowhere.yaml")}, "nowhere.yaml: cannot be read"),
-        ({}, {"experiment": None}, "there is no experiment to run"),
+        ({}, {"experiment_path": Path("nowhere.yaml")}, "nowhere.yaml: cannot be read"),
+        ({}, {"experiment_path": None}, "there is no experiment to run"),
         ({}, {"slots": 3}, "8"),  # 8 samples cannot be shared by 3 ranks
     ],
 )
@@ -79,6 +82,41 @@ def test_refusals(changes: dict[str, Any], more: dict[str, Any], message: str, p
         check_run(request(project, changes, **more), {"CUDA_VISIBLE_DEVICES": ""})
     assert message in str(caught.value)
     assert caught.value.exit_code == 2
+
+
+@pytest.mark.parametrize("left_behind", [False, True])
+def test_a_run_of_a_model_that_has_moved_says_what_to_write(
+    left_behind: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """The pipeline of the example GPT was a folder of its own; the values that the one line gives
+    are right."""
+    monkeypatch.chdir(tmp_path)
+    old, new, run = Path("model_defs/gpt_pipeline"), Path("model_defs/gpt"), Path("runs/0001")
+    shutil.copytree(ROOT / new, new)
+    run.mkdir(parents=True)
+    if left_behind:  # as git does where Python has cached modules
+        (old / "__pycache__").mkdir(parents=True)
+    locked = {**EXPERIMENT, "entrypoint": "python3 -m zero_trial.run model_def:GPTPipelineTrial"}
+    locked["data"] = {**locked["data"], "zero_trial": {"model_dir": f"../../{old}"}}
+    lock = RunFolder(run).config_lock
+    lock.write_text(yaml.safe_dump(locked))
+    with pytest.raises(ConfigError) as caught:
+        check_run(RunRequest(resume=run), {"CUDA_VISIBLE_DEVICES": ""})
+    fix = caught.value.fix or ""
+    assert "\n" not in str(caught.value) and str(old) in str(caught.value)
+    entrypoint, place = "pipeline_def:GPTPipelineTrial", f"../../{new}"
+    assert f"entrypoint: {entrypoint}" in fix and f"data.zero_trial.model_dir: {place}" in fix
+    locked["entrypoint"], locked["data"]["zero_trial"]["model_dir"] = entrypoint, place
+    lock.write_text(yaml.safe_dump(locked))
+    checked = check_run(RunRequest(resume=run), {"CUDA_VISIBLE_DEVICES": ""})
+    assert (checked.model_dir, str(checked.entrypoint)) == (new, entrypoint)
+
+
+def test_a_run_of_a_model_that_is_gone(tmp_path: Path):
+    lock = RunFolder(tmp_path).config_lock
+    lock.write_text(yaml.safe_dump({**EXPERIMENT, "data": {"zero_trial": {"model_dir": "../gone/model"}}}))
+    with pytest.raises(ConfigError, match=r"config.lock.yaml:\d+ data.zero_trial.model_dir: .*--resume"):
+        check_run(RunRequest(resume=tmp_path), {"CUDA_VISIBLE_DEVICES": ""})
 
 
 def test_the_summary_is_read_if_there_is_one(tmp_path: Path):

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from zero_trial.runs import checkpoints
-from zero_trial.runs.checkpoints import METADATA, add_checksums, find_fault, manifests
+from zero_trial.runs.checkpoints import add_checksums, find_fault, manifests
+from zero_trial.util.files import METADATA
 
 
 @pytest.fixture

@@ -22,6 +22,7 @@ from zero_trial.checkpoint.reader import (
 )
 from zero_trial.checkpoint.writer import REPLACED, TEMPORARY, check_tag
 from zero_trial.errors import CheckpointError, ConfigError
+from zero_trial.util.files import METADATA, TRIAL_STATE
 
 
 class FoundCheckpoint(NamedTuple):
@@ -97,12 +98,6 @@ def _candidates(directory: Path) -> list[tuple[str, Path]]:
 #     step-000200/                        of a trial: metadata.json, trial_state.json
 #         model0/manifest.json            its engines
 #     global_step40/manifest.json         of an engine alone
-
-
-METADATA = "metadata.json"
-
-
-TRIAL_STATE = "trial_state.json"
 
 
 @dataclass(frozen=True)

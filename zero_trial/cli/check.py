@@ -21,7 +21,7 @@ def add_parser(subparsers: Any) -> None:
         allow_abbrev=False,
     )
     parser.add_argument(
-        "experiment", type=Path, metavar="CONST.yaml", help="the experiment, or a run's config.lock.yaml"
+        "experiment_path", type=Path, metavar="CONST.yaml", help="the experiment, or a run's config.lock.yaml"
     )
     parser.add_argument("model_dir", nargs="?", type=Path, metavar="MODEL_DIR", help="the folder of the trial's module")
     parser.add_argument("--slots", type=int, metavar="N", help="ranks (default: resources.slots_per_trial)")
@@ -41,7 +41,7 @@ def handle(options: argparse.Namespace) -> int:
     from zero_trial.preflight.check import CheckRequest, check_as_json, check_experiment, render_check
 
     request = CheckRequest(
-        options.experiment, options.model_dir, options.slots, options.points, not options.no_build, options.dry_run
+        options.experiment_path, options.model_dir, options.slots, options.points, not options.no_build, options.dry_run
     )
     report = check_experiment(request, os.environ)
     if options.json:

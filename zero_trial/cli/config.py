@@ -24,7 +24,7 @@ def add_parser(subparsers: Any) -> None:
         allow_abbrev=False,
     )
     parser.add_argument(
-        "experiment",
+        "experiment_path",
         type=Path,
         metavar="CONST.yaml",
         help="the experiment, a run's config.lock.yaml, or a ds_config by itself",
@@ -46,11 +46,11 @@ def handle(options: argparse.Namespace) -> int:
     from zero_trial.preflight.ds_configs import first_legal
     from zero_trial.runs.provenance import locked_model_dir
 
-    if _is_ds_config(options.experiment):
-        config = read_ds_config(options.experiment, name=options.experiment.name)
+    if _is_ds_config(options.experiment_path):
+        config = read_ds_config(options.experiment_path, name=options.experiment_path.name)
         _say(config, reconcile(config, options.slots or 1), options)
         return 0
-    experiment = read_experiment(options.experiment)
+    experiment = read_experiment(options.experiment_path)
     model_dir = options.model_dir or locked_model_dir(experiment) or Path()
     slots = options.slots if options.slots is not None else experiment.slots_per_trial
     found = first_legal(experiment, model_dir, slots)

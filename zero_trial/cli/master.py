@@ -16,16 +16,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from zero_trial.errors import ConfigError, ExitStatus, ZeroTrialError
+from zero_trial.errors import ConfigError, MasterError
 from zero_trial.util.text import strip_control
 
 DOWN_SECONDS = 90.0
-
-
-class MasterError(ZeroTrialError):
-    """The master did not do what was asked."""
-
-    exit_code: int = ExitStatus.INFRASTRUCTURE
 
 
 def _add_action(subparsers: Any, name: str, what: str) -> Any:
@@ -117,7 +111,8 @@ def _spawn(options: argparse.Namespace, home: Any) -> None:
     for name in ("port", "slots"):
         value = getattr(options, name)
         words += [f"--{name}", str(value)] if value is not None else []
-    with (home.root / "master.out").open("wb") as out:
+    output = home.root / "master.out"
+    with output.open("wb") as out:
         child = subprocess.Popen(
             words,
             stdin=subprocess.DEVNULL,
@@ -136,11 +131,12 @@ def _spawn(options: argparse.Namespace, home: Any) -> None:
         if home.locked():  # another `up` was faster
             _wait_until_known(home)
             return
-        text = (home.root / "master.out").read_text(encoding="utf-8", errors="replace").strip()
+        text = output.read_text(encoding="utf-8", errors="replace").strip()
         raise MasterError(
             "the master did not start",
             where=str(home.root),
             got=text.removeprefix("error   ") or f"exit code {child.returncode}",
+            fix=f"Remove the cause, which {output} and {home.log} give, and run zero-trial master up again.",
         )
 
 
@@ -247,7 +243,7 @@ def _facts(home: Any) -> dict[str, Any]:
     try:
         with database.reading() as connection:
             known = experiments.all_(connection)
-            runs = trials.allocations(connection)
+            allocations = trials.allocations(connection)
             live = {item.id: trials.of_experiment(connection, item.id, derived=True) for item in known}
     finally:
         database.close()
@@ -255,8 +251,8 @@ def _facts(home: Any) -> dict[str, Any]:
         "running": running,
         "url": home.state().get("url"),
         "root": str(home.root),
-        "slots_used": sum(len(run.slots) for run in runs),
-        "queued": sum(run.state.value == "QUEUED" for run in runs),
+        "slots_used": sum(len(one.slots) for one in allocations),
+        "queued": sum(one.state.value == "QUEUED" for one in allocations),
         "experiments": [
             {
                 "id": item.id,

@@ -31,7 +31,7 @@ def add_parser(subparsers: Any) -> None:
         allow_abbrev=False,
     )
     parser.add_argument(
-        "experiment", type=Path, metavar="CONST.yaml", help="the experiment, or a run's config.lock.yaml"
+        "experiment_path", type=Path, metavar="CONST.yaml", help="the experiment, or a run's config.lock.yaml"
     )
     parser.add_argument("model_dir", nargs="?", type=Path, metavar="MODEL_DIR", help="the folder of the trial's module")
     parser.add_argument("--slots", type=int, metavar="N", help="ranks (default: resources.slots_per_trial)")
@@ -54,7 +54,7 @@ def handle(options: argparse.Namespace) -> int:
 
     placement = PlacementRequest(slots=options.slots)
     request = RunRequest(
-        experiment=options.experiment, model_dir=options.model_dir, slots=options.slots, placement=placement
+        experiment_path=options.experiment_path, model_dir=options.model_dir, slots=options.slots, placement=placement
     )
     checked = check_run(request, os.environ)
     limit = _limit(options.limit, checked)

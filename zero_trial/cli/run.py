@@ -31,7 +31,11 @@ def add_parser(subparsers: Any) -> None:
         allow_abbrev=False,
     )
     parser.add_argument(
-        "experiment", nargs="?", type=Path, metavar="CONST.yaml", help="the experiment, or a run's config.lock.yaml"
+        "experiment_path",
+        nargs="?",
+        type=Path,
+        metavar="CONST.yaml",
+        help="the experiment, or a run's config.lock.yaml",
     )
     parser.add_argument("model_dir", nargs="?", type=Path, metavar="MODEL_DIR", help="the folder of the trial's module")
     parser.add_argument(
@@ -89,7 +93,7 @@ def request_from(options: argparse.Namespace) -> RunRequest:
 
     hostfile, name = read_hostfile(options.hostfile) if options.hostfile else (None, "")
     return RunRequest(
-        experiment=options.experiment,
+        experiment_path=options.experiment_path,
         model_dir=options.model_dir,
         slots=options.slots,
         seed=options.seed,
@@ -118,7 +122,7 @@ def _print_start(checked: CheckedRun, seconds: float, screen: Screen) -> None:
     ]
     config = checked.ds_config
     done = [
-        f"{checked.path.name} ok",
+        f"{checked.experiment_path.name} ok",
         "ds_config ok" if config else "ds_config is the trial's own",
         f"{checked.entrypoint} ok",
     ]

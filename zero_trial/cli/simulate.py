@@ -27,7 +27,7 @@ def add_parser(subparsers: Any) -> None:
         "reconciled. Trains nothing, writes nothing, and gives the same answer for the same seed.",
         allow_abbrev=False,
     )
-    parser.add_argument("experiment", type=Path, metavar="EXPERIMENT.yaml", help="the experiment")
+    parser.add_argument("experiment_path", type=Path, metavar="EXPERIMENT.yaml", help="the experiment")
     parser.add_argument(
         "model_dir", nargs="?", type=Path, metavar="MODEL_DIR", help="where else to look for the ds_config file"
     )
@@ -52,7 +52,7 @@ def handle(options: argparse.Namespace) -> int:
     from zero_trial.master.search import build
     from zero_trial.master.search.simulation import simulate
 
-    config, warnings = _completed(options.experiment)
+    config, warnings = _completed(options.experiment_path)
     seed = config["reproducibility"]["experiment_seed"] if options.trials_seed is None else options.trials_seed
     setup = _setup(config, options)
     found = simulate(build(config["searcher"], config["hyperparameters"], seed), setup)
@@ -125,7 +125,7 @@ def _files(config: Mapping[str, Any], options: argparse.Namespace) -> dict[str, 
     named = ds_config_file(config, config["hyperparameters"])
     if named is None:
         return {}
-    folders = [options.experiment.parent, *([options.model_dir] if options.model_dir else [])]
+    folders = [options.experiment_path.parent, *([options.model_dir] if options.model_dir else [])]
     for folder in folders:
         if (folder / named).is_file():
             return {str(Path(named)): (folder / named).read_bytes()}

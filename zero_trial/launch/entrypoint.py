@@ -5,12 +5,15 @@ from __future__ import annotations
 
 import ast
 import difflib
+import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from zero_trial.errors import ConfigError
+from zero_trial.experiment.experiment import ExperimentConfig
+from zero_trial.runs.provenance import LOCK_SECTION, locked_model_dir
 
 BASE = "ZeroTrial"
 _FORM = re.compile(r"([A-Za-z_][\w.]*):([A-Za-z_]\w*)")
@@ -51,6 +54,51 @@ def parse_entrypoint(value: str | Sequence[str] | None, where: str = "entrypoint
     return Entrypoint(found[0][1], found[0][2])
 
 
+def model_folder(experiment: ExperimentConfig, given: Path | None) -> Path:
+    """Return the folder of the trial's module: ``given``, else the one that a run's lock names,
+    else the current one.
+
+    Raises ConfigError where it does not exist, and for a lock also where it no longer has the
+    module. The error of a lock names the new place if a folder beside the old one has the class.
+    """
+    locked = locked_model_dir(experiment)
+    if given is not None or locked is None:
+        folder = given or Path()
+        if not folder.is_dir():
+            expected = "a folder with the trial's module"
+            raise ConfigError("there is no such folder", where="MODEL_DIR", got=str(folder), expected=expected)
+        return folder
+    entrypoint = parse_entrypoint(experiment.entrypoint)
+    if entrypoint.file(locked) is not None:
+        return locked
+    key = f"data.{LOCK_SECTION}.model_dir"
+    fix = "Write its new place there, or name it: zero-trial run CONST.yaml MODEL_DIR --resume RUN."
+    beside = sorted(locked.parent.iterdir()) if locked.parent.is_dir() else ()
+    for path in _files_with(entrypoint.name, beside):
+        place = os.path.relpath(path.parent, experiment.folder)
+        fix = f"{entrypoint.name} is now in {path}: write entrypoint: {path.stem}:{entrypoint.name} and {key}: {place}."
+    raise ConfigError(
+        f"the model that this run was made from ({entrypoint}) is not in its folder",
+        where=experiment.document.at(tuple(key.split("."))).where(key),
+        got=str(locked),
+        fix=fix,
+    )
+
+
+def _files_with(name: str, folders: Iterable[Path]) -> list[Path]:
+    """Return the Python files in ``folders`` that define a class ``name``; others are passed
+    over."""
+    found = []
+    for path in (path for folder in folders if folder.is_dir() for path in sorted(folder.glob("*.py"))):
+        try:
+            source = read_source(path)
+        except ConfigError:
+            continue
+        if any(isinstance(node, ast.ClassDef) and node.name == name for node in source.body):
+            found.append(path)
+    return found
+
+
 def check_entrypoint(entrypoint: Entrypoint, model_dir: Path, where: str | None = None) -> None:
     """Raise ConfigError when the source shows that the class does not exist. What only running
     could show passes."""
@@ -73,10 +121,12 @@ def check_entrypoint(entrypoint: Entrypoint, model_dir: Path, where: str | None 
     if defined and not _base_is_known(defined[0], source):
         return  # its base comes from elsewhere and may well be a trial
     what = f"{entrypoint} is not a {BASE}" if defined else f"{entrypoint} not found"
+    elsewhere = [] if defined else [file.stem for file in _files_with(entrypoint.name, [model_dir])]
     raise ConfigError(
         f"{what} in {shown}; {it_defines}",
         where=where,
-        fix=_advice(entrypoint.name, trials, before=f"{entrypoint.module}:")
+        fix=_advice(entrypoint.module, elsewhere, after=f":{entrypoint.name}")
+        or _advice(entrypoint.name, trials, before=f"{entrypoint.module}:")
         or f"Write class {entrypoint.name}({BASE}) there.",
     )
 

@@ -20,7 +20,7 @@ from zero_trial.ds_config.table import DsConfig
 from zero_trial.errors import ConfigError, ExitStatus
 from zero_trial.experiment.experiment import ExperimentConfig, read_experiment
 from zero_trial.launch.agent import AgentCommand, RankProgram
-from zero_trial.launch.entrypoint import Entrypoint, check_entrypoint, parse_entrypoint
+from zero_trial.launch.entrypoint import Entrypoint, check_entrypoint, model_folder, parse_entrypoint
 from zero_trial.launch.environment import HostDevices, count_devices, host_environment, host_names, threads_per_rank
 from zero_trial.launch.hosts import HostPlan
 from zero_trial.launch.placement import PlacementRequest, place
@@ -28,7 +28,7 @@ from zero_trial.launch.screen import EventWatcher, NoWatcher, Screen
 from zero_trial.launch.supervisor import LaunchResult, Supervisor
 from zero_trial.runs.checkpoints import checkpoint_step, latest_checkpoint
 from zero_trial.runs.layout import RunFolder, given_run_folder, lock_run, new_run_folder, resumed_run_folder
-from zero_trial.runs.provenance import LockedFacts, locked_model_dir, write_lock
+from zero_trial.runs.provenance import LockedFacts, write_lock
 
 DEFAULT_SEED = 0
 
@@ -37,7 +37,7 @@ DEFAULT_SEED = 0
 class RunRequest:
     """What the command line asks for; None means not said."""
 
-    experiment: Path | None = None
+    experiment_path: Path | None = None
     model_dir: Path | None = None
     slots: int | None = None
     seed: int | None = None
@@ -51,7 +51,7 @@ class CheckedRun:
     """An experiment that may be started. ``ds_config`` and ``batch`` are None where the trial
     itself will give the ds_config."""
 
-    path: Path
+    experiment_path: Path
     experiment: ExperimentConfig
     entrypoint: Entrypoint
     model_dir: Path
@@ -71,16 +71,9 @@ class CheckedRun:
 def check_run(request: RunRequest, env: Mapping[str, str]) -> CheckedRun:
     """Read and check everything that can be known without running the trial. Raises ConfigError;
     starts and writes nothing."""
-    path = _experiment_path(request)
-    experiment = read_experiment(path)
-    model_dir = request.model_dir or locked_model_dir(experiment) or Path()
-    if not model_dir.is_dir():
-        raise ConfigError(
-            "there is no such folder",
-            where="MODEL_DIR",
-            got=str(model_dir),
-            expected="a folder with the trial's module",
-        )
+    experiment_path = _experiment_path(request)
+    experiment = read_experiment(experiment_path)
+    model_dir = model_folder(experiment, request.model_dir)
     if experiment.searcher.searches:
         raise ConfigError(
             f"the searcher {experiment.searcher.name} tries many trials, and zero-trial run runs one",
@@ -97,13 +90,13 @@ def check_run(request: RunRequest, env: Mapping[str, str]) -> CheckedRun:
     if placement.own is None:
         raise ConfigError("zero-trial run starts the ranks of this host only", fix="Run the same command on each host.")
     seed = next(seed for seed in (request.seed, experiment.experiment_seed, DEFAULT_SEED) if seed is not None)
-    checked = CheckedRun(path, experiment, entrypoint, model_dir, placement.own, devices, seed, None, None)
+    checked = CheckedRun(experiment_path, experiment, entrypoint, model_dir, placement.own, devices, seed, None, None)
     return _check_ds_config(checked)
 
 
 def _experiment_path(request: RunRequest) -> Path:
-    if request.experiment is not None:
-        return request.experiment
+    if request.experiment_path is not None:
+        return request.experiment_path
     if request.resume is not None and RunFolder(request.resume).config_lock.is_file():
         return RunFolder(request.resume).config_lock
     raise ConfigError(

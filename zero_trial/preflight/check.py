@@ -11,13 +11,12 @@ from typing import Any
 from zero_trial.errors import ConfigError
 from zero_trial.experiment.experiment import ExperimentConfig, examine_experiment
 from zero_trial.experiment.space import Point, Space, explore, find_ranges
-from zero_trial.launch.entrypoint import Entrypoint, check_entrypoint, parse_entrypoint
+from zero_trial.launch.entrypoint import Entrypoint, check_entrypoint, model_folder, parse_entrypoint
 from zero_trial.launch.environment import count_devices
 from zero_trial.preflight.context_folder import check_context, measure
 from zero_trial.preflight.ds_configs import ConfigChecks, Resolved, check_ds_configs
 from zero_trial.preflight.issues import Area, CheckIssue, Severity, issues_of, note
 from zero_trial.preflight.machine import check_machine, check_nvme
-from zero_trial.runs.provenance import locked_model_dir
 from zero_trial.schema.document import Provenance
 from zero_trial.util.text import format_bytes
 
@@ -34,7 +33,7 @@ class CheckRequest:
         dry_run: whether one batch is evaluated.
     """
 
-    experiment: Path
+    experiment_path: Path
     model_dir: Path | None = None
     slots: int | None = None
     points: int = MOST_POINTS
@@ -93,12 +92,12 @@ class _ExperimentCheck:
     def run(self, env: Mapping[str, str]) -> None:
         """Look at every area that can be read."""
         try:
-            examined = examine_experiment(self.request.experiment)
+            examined = examine_experiment(self.request.experiment_path)
         except ConfigError as error:
             self.findings += issues_of(Area.EXPERIMENT, error)
             return
         experiment = self.experiment = examined.config
-        self.looked[Area.EXPERIMENT] = self.request.experiment.name
+        self.looked[Area.EXPERIMENT] = self.request.experiment_path.name
         self.findings += [finding for fault in examined.faults for finding in issues_of(Area.EXPERIMENT, fault)]
         self.findings += [note(Area.EXPERIMENT, Severity.WARNING, text) for text in experiment.warnings]
         self.findings += check_searcher(experiment)
@@ -136,13 +135,11 @@ class _ExperimentCheck:
             self.findings += check_nvme(first.config, max(slots, 1), parameters, base=model_dir)
 
     def _model_dir(self, experiment: ExperimentConfig) -> Path | None:
-        model_dir = self.request.model_dir or locked_model_dir(experiment) or Path()
-        if model_dir.is_dir():
-            return model_dir
-        what, expected = "there is no such folder", "a folder with the trial's module"
-        fault = note(Area.ENTRYPOINT, Severity.FAULT, what, where="MODEL_DIR", got=str(model_dir), expected=expected)
-        self.findings.append(fault)
-        return None
+        try:
+            return model_folder(experiment, self.request.model_dir)
+        except ConfigError as error:
+            self.findings += issues_of(Area.ENTRYPOINT, error)
+            return None
 
     def _entrypoint(self, experiment: ExperimentConfig, model_dir: Path) -> Entrypoint | None:
         """Find the trial's class by reading the source; None where it does not exist."""

@@ -285,10 +285,10 @@ def reach(values: Mapping[str, Any], name: str) -> Any:
     return found
 
 
-def as_yaml(experiment: Mapping[str, Any], comment: str) -> str:
+def as_yaml(experiment_yaml: Mapping[str, Any], comment: str) -> str:
     """Return the experiment as a file, under a line that says what it is.
 
     Floats are written so that every YAML reader takes them for numbers.
     """
     head = " ".join(comment.split())
-    return f"# {head}\n" + yaml.safe_dump(dict(experiment), sort_keys=False, allow_unicode=True, width=100)
+    return f"# {head}\n" + yaml.safe_dump(dict(experiment_yaml), sort_keys=False, allow_unicode=True, width=100)

@@ -197,10 +197,10 @@ class _Reader:
             return None
         value, trial = (min if self.smaller else max)(measured, key=lambda pair: pair[0])
         ds_config = self._ds_config(trial)
-        experiment = best_experiment(self._as_submitted(), trial.hparams, trial.seed, ds_config)
+        experiment_yaml = best_experiment(self._as_submitted(), trial.hparams, trial.seed, ds_config)
         name = "best.yaml"
         command = f"zero-trial run {name} MODEL_DIR"
-        text = as_yaml(experiment, f"trial {trial.id} of experiment {self.experiment.id}: {command}")
+        text = as_yaml(experiment_yaml, f"trial {trial.id} of experiment {self.experiment.id}: {command}")
         return BestConfig(str(trial.id), value, name, text, command)
 
     def _as_submitted(self) -> Mapping[str, Any]:

@@ -24,11 +24,9 @@ from typing import Any
 
 from zero_trial.errors import CheckpointError, ConfigError
 from zero_trial.runs.layout import RunFolder
-from zero_trial.util.files import sync_folder
+from zero_trial.util.files import METADATA, TRIAL_STATE, sync_folder
 
-METADATA = "metadata.json"
 MANIFEST = "manifest.json"
-TRIAL_STATE = "trial_state.json"
 
 SUMMED_BYTES = 1 << 26
 """Larger files are known by their size alone: a second reading of them would cost seconds at every save."""

@@ -18,7 +18,6 @@ from typing import Any
 from zero_trial.checkpoint import CheckpointReader
 from zero_trial.errors import CheckpointError, ZeroTrialError
 from zero_trial.runs.checkpoints import (
-    METADATA,
     add_checksums,
     checkpoint_step,
     delete,
@@ -31,6 +30,7 @@ from zero_trial.runs.checkpoints import (
 from zero_trial.runs.events import append_line, keep_lines, read_lines, write_json
 from zero_trial.runs.layout import RunFolder
 from zero_trial.runtime.protocols import Distributed, JsonDistributed
+from zero_trial.util.files import METADATA
 
 Note = Callable[[str], None]
 

@@ -18,8 +18,8 @@ from zero_trial.trial.context import ZeroTrialContext
 from zero_trial.trial.data import Resume
 from zero_trial.trial.settings import Keep
 from zero_trial.trial.trial import ZeroTrial
+from zero_trial.util.files import TRIAL_STATE
 
-STATE_FILE = "trial_state.json"
 FORMAT = 1
 
 
@@ -57,7 +57,7 @@ def read_state(path: Path) -> TrialSnapshot:
     """Read the state in a checkpoint's folder. Raises CheckpointError if it is missing, damaged or
     of a newer format."""
     try:
-        content = json.loads((path / STATE_FILE).read_text())
+        content = json.loads((path / TRIAL_STATE).read_text())
         seal = content.pop("sha256", None)
         if seal is not None and seal != _sum(content):
             raise ValueError("another content than was written")
@@ -65,7 +65,7 @@ def read_state(path: Path) -> TrialSnapshot:
             raise ValueError("another format")
         return TrialSnapshot(**content)
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"the trial's state cannot be read ({error})", where=str(path / STATE_FILE)) from error
+        raise CheckpointError(f"the trial's state cannot be read ({error})", where=str(path / TRIAL_STATE)) from error
 
 
 def write_state(path: Path, state: TrialSnapshot) -> None:
@@ -73,7 +73,7 @@ def write_state(path: Path, state: TrialSnapshot) -> None:
     makes it complete or absent.
     """
     content = {"format": FORMAT, **asdict(state)}
-    with (path / STATE_FILE).open("w") as file:
+    with (path / TRIAL_STATE).open("w") as file:
         json.dump({**content, "sha256": _sum(content)}, file, indent=1)
         file.flush()
         os.fsync(file.fileno())
@@ -147,7 +147,7 @@ class Checkpointer:
         if fault is not None:
             raise CheckpointError(
                 f"the checkpoint cannot be written ({fault})",
-                where=str(path / STATE_FILE),
+                where=str(path / TRIAL_STATE),
                 fix="Free some space; the checkpoints before this one are untouched.",
             )
 

@@ -1,4 +1,4 @@
-"""Files that appear whole or not at all."""
+"""Files that appear whole or not at all, and the names of those that several rooms read."""
 
 from __future__ import annotations
 
@@ -7,6 +7,12 @@ import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+METADATA = "metadata.json"
+"""In a trial's checkpoint: its description, written last."""
+
+TRIAL_STATE = "trial_state.json"
+"""In a trial's checkpoint: the counters of the trial."""
 
 
 @contextmanager

@@ -43,6 +43,14 @@ def both_ways() -> None:
             work.wait()
         finish()
         assert torch.equal(whole, torch.arange(float(size)).repeat_interleave(4)), transport
+        counts = [[(i + 2 * j) % 3 if i != j else 0 for j in range(size)] for i in range(size)]
+        column = [row[rank] for row in counts]
+        received = torch.empty(sum(column))
+        works, finish = transport.all_to_all(torch.full((sum(counts[rank]),), float(rank)), received, counts, 9)
+        for work in works:
+            work.wait()
+        finish()
+        assert torch.equal(received, torch.arange(float(size)).repeat_interleave(torch.tensor(column))), transport
 
 
 def received_parts() -> None:

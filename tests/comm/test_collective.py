@@ -119,6 +119,31 @@ def test_sums_have_the_bits_of_rank_order_wherever_tensors_are(
     assert min(ranks(world).run(random_collectives, shared, count)) > count
 
 
+def uneven(shared: bool) -> tuple[int, int]:
+    """Every rank sends each other rank another number of elements, some none, and rank 1 sends
+    nothing at all."""
+    size = dist.get_world_size()
+    comm = build_mesh(MeshShape(shard=size), shared_memory=shared).shard
+    counts = [[0 if i in (j, 1) else 5 * i + 3 * j for j in range(size)] for i in range(size)]
+    for dtype in DTYPES:
+        row = counts[comm.index]
+        flat = comm.buffer(sum(row), dtype, torch.device("cpu")) if dtype == torch.float32 else None
+        sent = flat if flat is not None else torch.empty(sum(row), dtype=dtype)
+        sent.copy_(torch.cat([torch.full((n,), 10.0 * comm.index + j) for j, n in enumerate(row)]))
+        received = torch.full((sum(line[comm.index] for line in counts),), float("nan"), dtype=dtype)
+        comm.all_to_all(sent, received, counts, "parts").wait()
+        sent.fill_(float("nan"))
+        whose = [torch.full((line[comm.index],), 10.0 * i + comm.index) for i, line in enumerate(counts)]
+        assert torch.equal(received.float(), torch.cat(whose)), (dtype, received)
+    return comm.counters.get("all_to_all", "shard").elements, len(DTYPES) * sum(counts[comm.index])
+
+
+@pytest.mark.parametrize("shared", [True, False], ids=["shared", "gloo"])
+def test_parts_of_any_size_reach_their_ranks(ranks: Pools, shared: bool) -> None:
+    for counted, expected in ranks(3).run(uneven, shared):
+        assert counted == expected
+
+
 def any_tensor() -> None:
     """Broadcast moves whatever a module may keep in a buffer."""
     mesh = line()

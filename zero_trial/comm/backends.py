@@ -26,6 +26,10 @@ from zero_trial.comm.waits import Finish, Received, Works
 # once. ``out`` may be one of them.
 Sum = Callable[[Sequence[torch.Tensor], torch.Tensor], None]
 
+# ``counts[i][j]`` elements go from axis index i to axis index j in an all-to-all. Parts follow one
+# another by receiver in what is sent, and by sender in what is received.
+Counts = Sequence[Sequence[int]]
+
 
 class Transport:
     """Starts collectives on one axis.
@@ -61,6 +65,12 @@ class Transport:
         """Copy ``values`` (n,) of axis index ``source`` into every other rank's."""
         raise NotImplementedError
 
+    def all_to_all(self, sent: torch.Tensor, received: torch.Tensor, counts: Counts, tag: int) -> tuple[Works, Finish]:
+        """Send part j of ``sent`` to rank j, and put what rank i sends here into part i of
+        ``received``; see :data:`Counts`. This rank's own part is empty.
+        """
+        raise NotImplementedError
+
     def buffer(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Return a flat tensor of zeros on the host, from which this transport sends at the least
         cost.
@@ -92,6 +102,12 @@ class NativeTransport(Transport):
         self, full: torch.Tensor, shard: torch.Tensor, tag: int, *, again: bool = False, lend: bool = True
     ) -> tuple[Works, Finish]:
         return [self._gather(full, shard, group=self._group, async_op=True)], nothing
+
+    def all_to_all(self, sent: torch.Tensor, received: torch.Tensor, counts: Counts, tag: int) -> tuple[Works, Finish]:
+        index = dist.get_rank(self._group)
+        incoming, outgoing = [row[index] for row in counts], list(counts[index])
+        work = dist.all_to_all_single(received, sent, incoming, outgoing, group=self._group, async_op=True)
+        return [work], nothing
 
 
 class DirectTransport(Transport):
@@ -140,6 +156,18 @@ class DirectTransport(Transport):
         own = parts[self._index]
         if own.data_ptr() != shard.data_ptr():
             own.copy_(shard)
+        return works, nothing
+
+    def all_to_all(self, sent: torch.Tensor, received: torch.Tensor, counts: Counts, tag: int) -> tuple[Works, Finish]:
+        outgoing = sent.split(list(counts[self._index]))
+        incoming = received.split([row[self._index] for row in counts])
+        works: Works = []
+        for peer in self._peers:
+            if incoming[peer].numel():
+                works.append(dist.irecv(incoming[peer], self._ranks[peer], group=self._group, tag=tag))
+        for peer in self._peers:
+            if outgoing[peer].numel():
+                works.append(dist.isend(outgoing[peer], self._ranks[peer], group=self._group, tag=tag))
         return works, nothing
 
 

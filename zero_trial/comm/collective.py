@@ -28,6 +28,7 @@ import torch
 import torch.distributed as dist
 
 from zero_trial.comm.backends import (
+    Counts,
     DirectTransport,
     NativeTransport,
     Sum,
@@ -71,6 +72,7 @@ class CommCounters:
         reduce_scatter, all_gather    n (N-1)/N
         all_reduce                  2 n (N-1)/N
         broadcast                     n          on the source, 0 elsewhere
+        all_to_all                    what this rank sends to others
         send                          n
     """
 
@@ -441,6 +443,21 @@ class AxisComm:
 
         return self._start("all_reduce", full, own, label, then=pass_on)
 
+    def all_to_all(self, sent: torch.Tensor, received: torch.Tensor, counts: Counts, label: str) -> Pending:
+        """Exchange parts of any size: ``counts[i][j]`` elements go from axis index i to j, the same
+        table on every rank, with zeros on its diagonal.
+
+        Moves the sum of this rank's row.
+
+        Args:
+            sent: (sum of this rank's row,), by receiver.
+            received: (sum of this rank's column,), by sender.
+        """
+        if self.size == 1:
+            return DONE
+        self.counters.add("all_to_all", self.name, sent.numel(), sent.element_size())
+        return self._start("all_to_all", sent, received, label, counts=counts)
+
     def broadcast(self, tensor: torch.Tensor, label: str, source: int = 0) -> None:
         """Overwrite ``tensor`` (any dtype, any strides) with that of axis index ``source``, and
         wait.
@@ -472,6 +489,7 @@ class AxisComm:
         again: bool = False,
         lend: bool = True,
         source: int = 0,
+        counts: Counts = (),
     ) -> Pending:
         """Start a collective.
 
@@ -489,6 +507,8 @@ class AxisComm:
                 works, finish = transport.all_gather(full, part, tag, again=again, lend=lend)
             elif kind == "broadcast":
                 works, finish = transport.broadcast(full, source, tag)
+            elif kind == "all_to_all":
+                works, finish = transport.all_to_all(full, part, counts, tag)
             else:
                 works, finish = transport.reduce_scatter(full, part, tag)
         except (RuntimeError, OSError) as error:

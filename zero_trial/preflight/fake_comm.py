@@ -25,7 +25,7 @@ from weakref import WeakSet
 import torch
 
 from zero_trial.comm import AxisComm, CommCounters, Mesh, MeshShape
-from zero_trial.comm.backends import Transport
+from zero_trial.comm.backends import Counts, Transport
 from zero_trial.comm.collective import ControlChannel
 from zero_trial.comm.mesh import AXES
 from zero_trial.comm.shm.segments import HEADER, SMALLEST, capacity_for
@@ -121,6 +121,12 @@ class FakeTransport(Transport):
         parts[1:].zero_()
         copied_out = self._shares(full) and not self._segments.has(shard)
         segment = self._segments.acquire(shard.numel() * shard.element_size()) if copied_out else None
+        return [], lambda: _free(segment)
+
+    def all_to_all(self, sent: torch.Tensor, received: torch.Tensor, counts: Counts, tag: int) -> tuple[Works, Finish]:
+        received.zero_()
+        copied_out = self._shares(sent) and not self._segments.has(sent)
+        segment = self._segments.acquire(sent.numel() * sent.element_size()) if copied_out else None
         return [], lambda: _free(segment)
 
     def buffer(self, numel: int, dtype: torch.dtype) -> torch.Tensor:

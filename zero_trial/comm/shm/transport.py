@@ -4,6 +4,7 @@ values that the ranks exchange there.
     reduce_scatter   each rank posts a handle to its tensor; the owner of a part adds the parts in place
     all_gather       each rank posts a handle to its shard; peers copy it in
     broadcast        the source posts a handle to its tensor; peers copy it in
+    all_to_all       each rank posts a handle to what it sends; peers copy their parts in
 
 What lives in a :class:`~zero_trial.comm.shm.segments.SharedTensor` is read in place; what peers
 need of any other tensor is copied into a segment first, and so is a shared tensor that still has
@@ -30,7 +31,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from zero_trial.comm.backends import DirectTransport, Sum, Transport, nothing, peers_from
+from zero_trial.comm.backends import Counts, DirectTransport, Sum, Transport, nothing, peers_from
 from zero_trial.comm.shm.segments import (
     ELSEWHERE,
     PeerProcesses,
@@ -138,6 +139,20 @@ class SharedTransport(Transport):
             found = posted.handles[source]
             values.copy_(self._memory.read(found, values.dtype, values.numel()))
             self._memory.acknowledge(found, self._index)
+
+        return [posted], copy_in
+
+    def all_to_all(self, sent: torch.Tensor, received: torch.Tensor, counts: Counts, tag: int) -> tuple[Works, Finish]:
+        handed = sent if sent.numel() else sent.new_zeros(1)  # peers expect a handle all the same
+        posted = self._exchange.post(self._lend(handed) or self._copy(handed), tag, self._peers)
+        parts = received.split([row[self._index] for row in counts])
+
+        def copy_in() -> None:
+            for peer, found in posted.handles.items():
+                if (part := parts[peer]).numel():
+                    start = sum(counts[peer][: self._index]) * sent.element_size()
+                    part.copy_(self._memory.read(found, sent.dtype, part.numel(), start))
+                self._memory.acknowledge(found, self._index)
 
         return [posted], copy_in
 

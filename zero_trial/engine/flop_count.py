@@ -91,6 +91,19 @@ class Flops:
     by_module: Mapping[str, int]
 
 
+class _ModuleFlops(FlopCounterMode):
+    """torch's counter, with the modules of ``model`` by name and attention on a CPU."""
+
+    def __init__(self, model: nn.Module) -> None:
+        aten = torch.ops.aten
+        formulas = {
+            aten._scaled_dot_product_flash_attention_for_cpu: _attention,
+            aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
+        }
+        super().__init__(display=False, custom_mapping=formulas)
+        self.mod_tracker = ModuleTracker(model)  # type: ignore[assignment]
+
+
 class FlopCount:
     """Counts between :meth:`resume` and :meth:`pause`; in between, user code runs as always.
 
@@ -99,13 +112,7 @@ class FlopCount:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        aten = torch.ops.aten
-        formulas = {
-            aten._scaled_dot_product_flash_attention_for_cpu: _attention,
-            aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
-        }
-        self._counter = FlopCounterMode(display=False, custom_mapping=formulas)
-        self._counter.mod_tracker = ModuleTracker(model)  # type: ignore[assignment]
+        self._counter = _ModuleFlops(model)
         self._opened = self._running = False
 
     def resume(self) -> None:

@@ -144,16 +144,14 @@ class Executor:
         for what a layer of another rank raised, MeshError for a rank that is gone.
         """
         self._run = run = _Run(batch, options, schedule)
-        place = schedule.placement
-        row = schedule.rows[self.comm.index]
+        action = None
         try:
             for source, count in self._expected(schedule).items():
                 self._in[source].prepare(count)
-            for action in row:
-                run.action = action
+            for action in schedule.rows[self.comm.index]:
                 self._verbs[action.kind](action)
         except Exception as error:
-            self._fail(error, place.stages)
+            self._fail(error, schedule.placement.stages, action)
         finally:
             self.stage.forget()
         return run.outcome
@@ -278,9 +276,8 @@ class Executor:
 
     # --- faults -----------------------------------------------------------------------------------
 
-    def _fail(self, error: Exception, stages: int) -> NoReturn:
-        """Send the other pipeline ranks the reason why this one stops, then raise."""
-        action = self._run.action
+    def _fail(self, error: Exception, stages: int, action: Action | None) -> NoReturn:
+        """Send the other pipeline ranks the reason why this one stops in ``action``, then raise."""
         if isinstance(error, ZeroTrialError):
             fault = error
         else:
@@ -302,7 +299,6 @@ class _Run:
         self.batch = batch
         self.options = options
         self.outcome = LastStageResult()
-        self.action: Action | None = None
         self.inputs: dict[Item, Payload] = {}
         self.gradients: dict[Item, list[torch.Tensor | None]] = {}
         self.leaving: dict[Item, Any] = {}

@@ -112,7 +112,7 @@ class FlopCount:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._counter = _ModuleFlops(model)
+        self._counter: FlopCounterMode = _ModuleFlops(model)
         self._opened = self._running = False
 
     def resume(self) -> None:

@@ -270,6 +270,35 @@ def test_what_cannot_be_deleted_is_said(master: Sandbox, monkeypatch: pytest.Mon
     assert found.state.value == "DELETE_FAILED" and "no" in found.error
 
 
+def test_what_could_not_be_deleted_is_tried_again(master: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The disk refuses at first; nothing else happens in the master before the collector's next
+    look."""
+    master.create()
+    name = save(master, 1, 1)
+    save(master, 1, 2)
+    folder, delete = base(master, 1) / name, storage.delete
+
+    def refuse(base: Path, name: str) -> bool:
+        (folder / "weights").unlink()
+        raise PermissionError("no")
+
+    monkeypatch.setattr(storage, "delete", refuse)
+    master.checkpoints.delete([name])
+    master.garbage_collector.collect()
+    found = master.checkpoints.get(name)
+    assert (found.state, found.resources, found.size) == (CheckpointState.PARTIALLY_DELETED, {"metadata.json": 10}, 10)
+    monkeypatch.setattr(storage, "delete", delete)
+    monkeypatch.setattr("zero_trial.master.core.checkpoints._RETRY_SECONDS", 0.01)
+    master.state.has_garbage.clear()
+    master.garbage_collector.start()
+    for _ in range(200):
+        if master.checkpoints.get(name).state is CheckpointState.DELETED:
+            break
+        master.state.closed.wait(0.01)
+    master.garbage_collector.close()
+    assert master.checkpoints.get(name).state is CheckpointState.DELETED and not folder.exists()
+
+
 def test_what_a_fork_starts_from_is_kept_until_the_fork_has_ended(master: Sandbox) -> None:
     master.create(
         checkpoint_storage={

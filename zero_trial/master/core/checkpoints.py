@@ -205,6 +205,8 @@ def _count(value: object, where: str) -> int:
 
 # -- garbage collection
 
+_RETRY_SECONDS = 600.0
+
 
 def policy_of(config: Mapping[str, Any]) -> GcPolicy:
     """Return the policy of a completed config."""
@@ -249,7 +251,8 @@ class GarbageCollector:
     """Deletes superfluous checkpoints and deleted experiments in a thread of its own, whenever the
     state has garbage.
 
-    Every deletion can be repeated: what a crash interrupts is done again by the next master.
+    Every deletion can be repeated: what a crash interrupts is done again by the next master, and a
+    checkpoint whose files could not be deleted is tried again every ten minutes.
     """
 
     def __init__(self, state: MasterState) -> None:
@@ -271,7 +274,7 @@ class GarbageCollector:
 
     def _run(self) -> None:
         while not self._closed:
-            self._state.has_garbage.wait()
+            self._state.has_garbage.wait(_RETRY_SECONDS)
             self._state.has_garbage.clear()
             if not self._closed:
                 try:
@@ -322,13 +325,15 @@ class GarbageCollector:
             return
         try:
             storage.delete(base, checkpoint.uuid)
-        except OSError as error:
-            log.warning("checkpoint %s cannot be deleted: %s", checkpoint.uuid, error)
-            state = CheckpointState.PARTIALLY_DELETED
+        except OSError as error:  # it stays marked: the next look tries again
+            if checkpoint.state is not CheckpointState.PARTIALLY_DELETED:
+                log.warning("checkpoint %s cannot be deleted, and is tried again: %s", checkpoint.uuid, error)
+            left, state, doomed = storage.remaining(base, checkpoint.uuid), CheckpointState.PARTIALLY_DELETED, 1
         else:
-            state = CheckpointState.DELETED
+            left, state, doomed = {}, CheckpointState.DELETED, 0
         with transaction(self._state) as tx:
-            checkpoints.change(tx.connection, checkpoint.uuid, doomed=0, state=state, resources={}, size=0)
+            size = sum(left.values())
+            checkpoints.change(tx.connection, checkpoint.uuid, doomed=doomed, state=state, resources=left, size=size)
 
     def _delete_experiment(self, number: int) -> None:
         with self._state.database.reading() as connection:

@@ -10,27 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zero_trial.master.core.lifecycle import (
-    Acked,
-    ActivateExperiment,
-    AllTrialsEnded,
-    CancelExperiment,
-    CancelTrial,
     EarlyExit,
     Exited,
-    ExperimentEvent,
     Fail,
-    KillExperiment,
-    KillTrial,
-    Overdue,
-    PauseExperiment,
-    PauseTrial,
-    Placed,
     QueuedRun,
     RunStage,
-    SearchOver,
     SlotAssignment,
-    StartTrial,
-    StopBySearch,
     TrialEffect,
     TrialEvent,
     TrialLife,
@@ -40,12 +25,14 @@ from zero_trial.master.core.lifecycle import (
     step_experiment,
     step_trial,
 )
+from zero_trial.master.core.lifecycle import ExperimentEvent as E
+from zero_trial.master.core.lifecycle import TrialSignal as T
 from zero_trial.master.records import ExperimentState, TrialState
 from zero_trial.master.records import ExperimentState as S
 from zero_trial.master.search import ExitReason
 
 OK, BAD = Exited(0), Exited(1)
-UP = (StartTrial(), Placed())  # a trial that runs
+UP = (T.START, T.PLACED)  # a trial that runs
 
 
 def live(*events: TrialEvent, max_restarts: int = 1) -> tuple[TrialLife, list[str]]:
@@ -59,61 +46,61 @@ def live(*events: TrialEvent, max_restarts: int = 1) -> tuple[TrialLife, list[st
 
 STORIES: list[tuple[str, tuple[TrialEvent, ...], str, RunStage, str]] = [
     ("created", (), "ACTIVE", RunStage.NONE, ""),
-    ("queued", (StartTrial(),), "ACTIVE", RunStage.QUEUED, "request"),
+    ("queued", (T.START,), "ACTIVE", RunStage.QUEUED, "request"),
     ("runs", UP, "ACTIVE", RunStage.RUNNING, "request"),
     ("completes", (*UP, OK), "COMPLETED", RunStage.NONE, "request end"),
     ("restarts", (*UP, BAD), "ACTIVE", RunStage.QUEUED, "request request"),
-    ("restarts, then completes", (*UP, BAD, Placed(), OK), "COMPLETED", RunStage.NONE, "request request end"),
-    ("no restarts left", (*UP, BAD, Placed(), BAD), "ERROR", RunStage.NONE, "request request end"),
+    ("restarts, then completes", (*UP, BAD, T.PLACED, OK), "COMPLETED", RunStage.NONE, "request request end"),
+    ("no restarts left", (*UP, BAD, T.PLACED, BAD), "ERROR", RunStage.NONE, "request request end"),
     # pause and activate
-    ("paused before it began", (StartTrial(), PauseTrial()), "PAUSED", RunStage.NONE, "request withdraw"),
-    ("asked to pause", (*UP, PauseTrial()), "PAUSED", RunStage.RUNNING, "request preempt"),
-    ("asked twice", (*UP, PauseTrial(), PauseTrial()), "PAUSED", RunStage.RUNNING, "request preempt"),
-    ("paused", (*UP, PauseTrial(), Acked(), OK), "PAUSED", RunStage.NONE, "request preempt"),
-    ("finished before it heard of the pause", (*UP, PauseTrial(), OK), "COMPLETED", RunStage.NONE, "request preempt end"),
-    ("crashed while it paused", (*UP, PauseTrial(), BAD), "PAUSED", RunStage.NONE, "request preempt"),
-    ("crashed while it paused, once too often", (*UP, BAD, Placed(), PauseTrial(), BAD), "ERROR", RunStage.NONE, "request request preempt end"),
-    ("goes on", (*UP, PauseTrial(), Acked(), OK, StartTrial()), "ACTIVE", RunStage.QUEUED, "request preempt request"),
-    ("active again before it had paused", (*UP, PauseTrial(), StartTrial(), Acked(), OK), "ACTIVE", RunStage.QUEUED, "request preempt request"),
-    ("ignores the pause", (*UP, PauseTrial(), Overdue()), "PAUSED", RunStage.RUNNING, "request preempt kill"),
-    ("killed because it ignored the pause", (*UP, PauseTrial(), Overdue(), Exited(137)), "PAUSED", RunStage.NONE, "request preempt kill"),
-    ("the same, and active again", (*UP, PauseTrial(), Overdue(), StartTrial(), Exited(137)), "ACTIVE", RunStage.QUEUED, "request preempt kill request"),  # noqa: E501
-    ("an ack that nobody asked for", (*UP, Acked(), OK), "COMPLETED", RunStage.NONE, "request end"),
+    ("paused before it began", (T.START, T.PAUSE), "PAUSED", RunStage.NONE, "request withdraw"),
+    ("asked to pause", (*UP, T.PAUSE), "PAUSED", RunStage.RUNNING, "request preempt"),
+    ("asked twice", (*UP, T.PAUSE, T.PAUSE), "PAUSED", RunStage.RUNNING, "request preempt"),
+    ("paused", (*UP, T.PAUSE, T.ACKED, OK), "PAUSED", RunStage.NONE, "request preempt"),
+    ("finished before it heard of the pause", (*UP, T.PAUSE, OK), "COMPLETED", RunStage.NONE, "request preempt end"),
+    ("crashed while it paused", (*UP, T.PAUSE, BAD), "PAUSED", RunStage.NONE, "request preempt"),
+    ("crashed while it paused, once too often", (*UP, BAD, T.PLACED, T.PAUSE, BAD), "ERROR", RunStage.NONE, "request request preempt end"),
+    ("goes on", (*UP, T.PAUSE, T.ACKED, OK, T.START), "ACTIVE", RunStage.QUEUED, "request preempt request"),
+    ("active again before it had paused", (*UP, T.PAUSE, T.START, T.ACKED, OK), "ACTIVE", RunStage.QUEUED, "request preempt request"),
+    ("ignores the pause", (*UP, T.PAUSE, T.OVERDUE), "PAUSED", RunStage.RUNNING, "request preempt kill"),
+    ("killed because it ignored the pause", (*UP, T.PAUSE, T.OVERDUE, Exited(137)), "PAUSED", RunStage.NONE, "request preempt kill"),
+    ("the same, and active again", (*UP, T.PAUSE, T.OVERDUE, T.START, Exited(137)), "ACTIVE", RunStage.QUEUED, "request preempt kill request"),
+    ("an ack that nobody asked for", (*UP, T.ACKED, OK), "COMPLETED", RunStage.NONE, "request end"),
     # the master goes down
-    ("ended with the master", (*UP, Overdue(), Exited(143)), "ACTIVE", RunStage.QUEUED, "request kill request"),
+    ("ended with the master", (*UP, T.OVERDUE, Exited(143)), "ACTIVE", RunStage.QUEUED, "request kill request"),
     ("ended by somebody else", (*UP, Exited(143, killed=True)), "ACTIVE", RunStage.QUEUED, "request request"),
     # cancel
-    ("canceled before it began", (CancelTrial(),), "CANCELED", RunStage.NONE, "end"),
-    ("canceled in the queue", (StartTrial(), CancelTrial()), "CANCELED", RunStage.NONE, "request withdraw end"),
-    ("canceled", (*UP, CancelTrial()), "STOPPING_CANCELED", RunStage.RUNNING, "request preempt"),
-    ("canceled, gone", (*UP, CancelTrial(), Acked(), OK), "CANCELED", RunStage.NONE, "request preempt end"),
-    ("canceled, gone with an error", (*UP, CancelTrial(), BAD), "CANCELED", RunStage.NONE, "request preempt end"),
-    ("canceled while it pauses", (*UP, PauseTrial(), CancelTrial(), OK), "CANCELED", RunStage.NONE, "request preempt end"),
-    ("canceled while paused", (*UP, PauseTrial(), Acked(), OK, CancelTrial()), "CANCELED", RunStage.NONE, "request preempt end"),
-    ("ignores the cancel", (*UP, CancelTrial(), Overdue(), Exited(137)), "CANCELED", RunStage.NONE, "request preempt kill end"),
+    ("canceled before it began", (T.CANCEL,), "CANCELED", RunStage.NONE, "end"),
+    ("canceled in the queue", (T.START, T.CANCEL), "CANCELED", RunStage.NONE, "request withdraw end"),
+    ("canceled", (*UP, T.CANCEL), "STOPPING_CANCELED", RunStage.RUNNING, "request preempt"),
+    ("canceled, gone", (*UP, T.CANCEL, T.ACKED, OK), "CANCELED", RunStage.NONE, "request preempt end"),
+    ("canceled, gone with an error", (*UP, T.CANCEL, BAD), "CANCELED", RunStage.NONE, "request preempt end"),
+    ("canceled while it pauses", (*UP, T.PAUSE, T.CANCEL, OK), "CANCELED", RunStage.NONE, "request preempt end"),
+    ("canceled while paused", (*UP, T.PAUSE, T.ACKED, OK, T.CANCEL), "CANCELED", RunStage.NONE, "request preempt end"),
+    ("ignores the cancel", (*UP, T.CANCEL, T.OVERDUE, Exited(137)), "CANCELED", RunStage.NONE, "request preempt kill end"),
     # kill
-    ("killed", (*UP, KillTrial()), "STOPPING_KILLED", RunStage.RUNNING, "request kill"),
-    ("killed, gone", (*UP, KillTrial(), Exited(137)), "CANCELED", RunStage.NONE, "request kill end"),
-    ("canceled, then killed", (*UP, CancelTrial(), KillTrial(), Exited(137)), "CANCELED", RunStage.NONE, "request preempt kill end"),
-    ("killed, then canceled", (*UP, KillTrial(), CancelTrial(), Exited(137)), "CANCELED", RunStage.NONE, "request kill end"),
-    ("killed twice", (*UP, KillTrial(), KillTrial()), "STOPPING_KILLED", RunStage.RUNNING, "request kill"),
-    ("killed in the queue", (StartTrial(), KillTrial()), "CANCELED", RunStage.NONE, "request withdraw end"),
+    ("killed", (*UP, T.KILL), "STOPPING_KILLED", RunStage.RUNNING, "request kill"),
+    ("killed, gone", (*UP, T.KILL, Exited(137)), "CANCELED", RunStage.NONE, "request kill end"),
+    ("canceled, then killed", (*UP, T.CANCEL, T.KILL, Exited(137)), "CANCELED", RunStage.NONE, "request preempt kill end"),
+    ("killed, then canceled", (*UP, T.KILL, T.CANCEL, Exited(137)), "CANCELED", RunStage.NONE, "request kill end"),
+    ("killed twice", (*UP, T.KILL, T.KILL), "STOPPING_KILLED", RunStage.RUNNING, "request kill"),
+    ("killed in the queue", (T.START, T.KILL), "CANCELED", RunStage.NONE, "request withdraw end"),
     # the search
-    ("stopped by the search", (*UP, StopBySearch()), "STOPPING_COMPLETED", RunStage.RUNNING, "request preempt"),
-    ("stopped, gone", (*UP, StopBySearch(), Acked(), OK), "COMPLETED", RunStage.NONE, "request preempt end"),
-    ("stopped, crashes while it saves", (*UP, StopBySearch(), BAD), "COMPLETED", RunStage.NONE, "request preempt end"),
-    ("stopped while paused", (*UP, PauseTrial(), Acked(), OK, StopBySearch()), "COMPLETED", RunStage.NONE, "request preempt end"),
-    ("stopped, then paused", (*UP, StopBySearch(), PauseTrial()), "STOPPING_COMPLETED", RunStage.RUNNING, "request preempt"),
-    ("stopped, then started", (*UP, StopBySearch(), StartTrial(), Acked(), OK), "COMPLETED", RunStage.NONE, "request preempt end"),
+    ("stopped by the search", (*UP, T.STOP), "STOPPING_COMPLETED", RunStage.RUNNING, "request preempt"),
+    ("stopped, gone", (*UP, T.STOP, T.ACKED, OK), "COMPLETED", RunStage.NONE, "request preempt end"),
+    ("stopped, crashes while it saves", (*UP, T.STOP, BAD), "COMPLETED", RunStage.NONE, "request preempt end"),
+    ("stopped while paused", (*UP, T.PAUSE, T.ACKED, OK, T.STOP), "COMPLETED", RunStage.NONE, "request preempt end"),
+    ("stopped, then paused", (*UP, T.STOP, T.PAUSE), "STOPPING_COMPLETED", RunStage.RUNNING, "request preempt"),
+    ("stopped, then started", (*UP, T.STOP, T.START, T.ACKED, OK), "COMPLETED", RunStage.NONE, "request preempt end"),
     ("its metric is missing", (*UP, Fail("no metric"), Exited(137)), "ERROR", RunStage.NONE, "request kill end"),
     # what it says itself
     ("invalid hyperparameters", (*UP, EarlyExit("INVALID_HP"), OK), "ERROR", RunStage.NONE, "request watch end"),
     ("says so and crashes", (*UP, EarlyExit("INVALID_HP"), BAD), "ERROR", RunStage.NONE, "request watch end"),
-    ("says so and stays", (*UP, EarlyExit("INVALID_HP"), Overdue(), Exited(137)), "ERROR", RunStage.NONE, "request watch kill end"),
+    ("says so and stays", (*UP, EarlyExit("INVALID_HP"), T.OVERDUE, Exited(137)), "ERROR", RunStage.NONE, "request watch kill end"),
     # what means nothing
     ("an exit without a run", (OK,), "ACTIVE", RunStage.NONE, ""),
-    ("events after the end", (*UP, OK, StartTrial(), KillTrial(), BAD, PauseTrial()), "COMPLETED", RunStage.NONE, "request end"),
-    ("placed twice", (*UP, Placed()), "ACTIVE", RunStage.RUNNING, "request"),
+    ("events after the end", (*UP, OK, T.START, T.KILL, BAD, T.PAUSE), "COMPLETED", RunStage.NONE, "request end"),
+    ("placed twice", (*UP, T.PLACED), "ACTIVE", RunStage.RUNNING, "request"),
 ]  # fmt: skip
 
 
@@ -129,14 +116,14 @@ def test_only_crashes_count_as_restarts() -> None:
     life, _ = live(
         *UP,
         BAD,
-        Placed(),
-        PauseTrial(),
-        Overdue(),
+        T.PLACED,
+        T.PAUSE,
+        T.OVERDUE,
         Exited(137),
-        StartTrial(),
-        Placed(),
-        PauseTrial(),
-        Acked(),
+        T.START,
+        T.PLACED,
+        T.PAUSE,
+        T.ACKED,
         OK,
         max_restarts=3,
     )
@@ -152,10 +139,10 @@ def test_without_restarts_the_first_crash_is_the_end() -> None:
     ("events", "reason"),
     [
         ((*UP, OK), ExitReason.COMPLETED),
-        ((*UP, StopBySearch(), OK), ExitReason.COMPLETED),
-        ((*UP, BAD, Placed(), BAD), ExitReason.ERRORED),
+        ((*UP, T.STOP, OK), ExitReason.COMPLETED),
+        ((*UP, BAD, T.PLACED, BAD), ExitReason.ERRORED),
         ((*UP, Fail("x"), BAD), ExitReason.ERRORED),
-        ((*UP, KillTrial(), BAD), ExitReason.CANCELED),
+        ((*UP, T.KILL, BAD), ExitReason.CANCELED),
         ((*UP, EarlyExit("INVALID_HP"), OK), ExitReason.INVALID_HP),
         ((*UP, EarlyExit("ERRORED"), OK), ExitReason.ERRORED),
     ],
@@ -168,16 +155,16 @@ def test_every_event_in_every_state_is_answered() -> None:
     """No state is a dead end: a run that is there can always be ended, and its exit always leads
     on."""
     events: list[TrialEvent] = [
-        StartTrial(),
-        PauseTrial(),
-        CancelTrial(),
-        KillTrial(),
-        StopBySearch(),
+        T.START,
+        T.PAUSE,
+        T.CANCEL,
+        T.KILL,
+        T.STOP,
         Fail("x"),
-        Placed(),
-        Acked(),
+        T.PLACED,
+        T.ACKED,
         EarlyExit("X"),
-        Overdue(),
+        T.OVERDUE,
         OK,
         BAD,
     ]
@@ -193,41 +180,41 @@ def test_every_event_in_every_state_is_answered() -> None:
             assert not (after.state.final and after.run is not RunStage.NONE)
             todo.append(replace(after, reason="", restarts=min(after.restarts, 1)))
         if life.run is RunStage.RUNNING:
-            assert step_trial(step_trial(life, KillTrial())[0], Exited(137))[0].state.final
+            assert step_trial(step_trial(life, T.KILL)[0], Exited(137))[0].state.final
     assert len(seen) > 30
 
 
-EXPERIMENT_STORIES: list[tuple[S, ExperimentEvent, S, str]] = [
-    (S.ACTIVE, PauseExperiment(), S.PAUSED, "pause_trials"),
-    (S.PAUSED, ActivateExperiment(), S.ACTIVE, "start_trials"),
-    (S.ACTIVE, ActivateExperiment(), S.ACTIVE, ""),
-    (S.PAUSED, PauseExperiment(), S.PAUSED, ""),
-    (S.ACTIVE, CancelExperiment(), S.STOPPING_CANCELED, "cancel_trials"),
-    (S.PAUSED, CancelExperiment(), S.STOPPING_CANCELED, "cancel_trials"),
-    (S.ACTIVE, KillExperiment(), S.STOPPING_KILLED, "kill_trials"),
-    (S.STOPPING_CANCELED, KillExperiment(), S.STOPPING_KILLED, "kill_trials"),
-    (S.STOPPING_KILLED, CancelExperiment(), S.STOPPING_KILLED, ""),
-    (S.ACTIVE, SearchOver(failed=False), S.STOPPING_COMPLETED, ""),
-    (S.ACTIVE, SearchOver(failed=True), S.STOPPING_ERROR, ""),
-    (S.STOPPING_CANCELED, SearchOver(failed=False), S.STOPPING_CANCELED, ""),
-    (S.STOPPING_COMPLETED, CancelExperiment(), S.STOPPING_CANCELED, "cancel_trials"),
-    (S.STOPPING_COMPLETED, PauseExperiment(), S.STOPPING_COMPLETED, ""),
-    (S.STOPPING_COMPLETED, AllTrialsEnded(), S.COMPLETED, "end"),
-    (S.STOPPING_ERROR, AllTrialsEnded(), S.ERROR, "end"),
-    (S.STOPPING_CANCELED, AllTrialsEnded(), S.CANCELED, "end"),
-    (S.STOPPING_KILLED, AllTrialsEnded(), S.CANCELED, "end"),
-    (S.ACTIVE, AllTrialsEnded(), S.ACTIVE, ""),
-    (S.PAUSED, AllTrialsEnded(), S.PAUSED, ""),
-    (S.COMPLETED, KillExperiment(), S.COMPLETED, ""),
-    (S.ERROR, ActivateExperiment(), S.ERROR, ""),
-    (S.DELETING, CancelExperiment(), S.DELETING, ""),
+EXPERIMENT_STORIES: list[tuple[S, E, S, str]] = [
+    (S.ACTIVE, E.PAUSE, S.PAUSED, "pause"),
+    (S.PAUSED, E.ACTIVATE, S.ACTIVE, "start"),
+    (S.ACTIVE, E.ACTIVATE, S.ACTIVE, ""),
+    (S.PAUSED, E.PAUSE, S.PAUSED, ""),
+    (S.ACTIVE, E.CANCEL, S.STOPPING_CANCELED, "cancel"),
+    (S.PAUSED, E.CANCEL, S.STOPPING_CANCELED, "cancel"),
+    (S.ACTIVE, E.KILL, S.STOPPING_KILLED, "kill"),
+    (S.STOPPING_CANCELED, E.KILL, S.STOPPING_KILLED, "kill"),
+    (S.STOPPING_KILLED, E.CANCEL, S.STOPPING_KILLED, ""),
+    (S.ACTIVE, E.SEARCH_COMPLETED, S.STOPPING_COMPLETED, ""),
+    (S.ACTIVE, E.SEARCH_FAILED, S.STOPPING_ERROR, ""),
+    (S.STOPPING_CANCELED, E.SEARCH_COMPLETED, S.STOPPING_CANCELED, ""),
+    (S.STOPPING_COMPLETED, E.CANCEL, S.STOPPING_CANCELED, "cancel"),
+    (S.STOPPING_COMPLETED, E.PAUSE, S.STOPPING_COMPLETED, ""),
+    (S.STOPPING_COMPLETED, E.TRIALS_ENDED, S.COMPLETED, ""),
+    (S.STOPPING_ERROR, E.TRIALS_ENDED, S.ERROR, ""),
+    (S.STOPPING_CANCELED, E.TRIALS_ENDED, S.CANCELED, ""),
+    (S.STOPPING_KILLED, E.TRIALS_ENDED, S.CANCELED, ""),
+    (S.ACTIVE, E.TRIALS_ENDED, S.ACTIVE, ""),
+    (S.PAUSED, E.TRIALS_ENDED, S.PAUSED, ""),
+    (S.COMPLETED, E.KILL, S.COMPLETED, ""),
+    (S.ERROR, E.ACTIVATE, S.ERROR, ""),
+    (S.DELETING, E.CANCEL, S.DELETING, ""),
 ]
 
 
 @pytest.mark.parametrize(("before", "event", "after", "effects"), EXPERIMENT_STORIES, ids=str)
-def test_experiment_story(before: S, event: ExperimentEvent, after: S, effects: str) -> None:
-    state, done = step_experiment(before, event)
-    assert (state, " ".join(effect.value for effect in done)) == (after, effects)
+def test_experiment_story(before: S, event: E, after: S, effects: str) -> None:
+    state, signal = step_experiment(before, event)
+    assert (state, "" if signal is None else signal.value) == (after, effects)
 
 
 def wait(name: str, experiment: int = 1, slots: int = 1, priority: int = 42, max_slots: int | None = None) -> QueuedRun:

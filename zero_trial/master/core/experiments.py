@@ -193,25 +193,25 @@ class ExperimentService:
         """Preempt the trials and let them wait. Raises Conflict for an ended experiment; no effect
         on a paused one.
         """
-        self._run(experiment_id, lifecycle.PauseExperiment())
+        self._run(experiment_id, lifecycle.ExperimentEvent.PAUSE)
 
     def activate(self, experiment_id: int) -> None:
         """Let the trials continue from their last checkpoints. Raises Conflict for an ended
         experiment; no effect on an active one.
         """
-        self._run(experiment_id, lifecycle.ActivateExperiment())
+        self._run(experiment_id, lifecycle.ExperimentEvent.ACTIVATE)
 
     def cancel(self, experiment_id: int) -> None:
         """Stop the trials at their next chance, with a checkpoint; the experiment ends CANCELED. No
         effect on an ended one.
         """
         with transaction(self._state) as tx:
-            tx.apply_to_experiment(experiment_id, lifecycle.CancelExperiment())
+            tx.apply_to_experiment(experiment_id, lifecycle.ExperimentEvent.CANCEL)
 
     def kill(self, experiment_id: int) -> None:
         """End the trials at once; the experiment ends CANCELED. No effect on an ended one."""
         with transaction(self._state) as tx:
-            tx.apply_to_experiment(experiment_id, lifecycle.KillExperiment())
+            tx.apply_to_experiment(experiment_id, lifecycle.ExperimentEvent.KILL)
 
     def _run(self, experiment_id: int, event: lifecycle.ExperimentEvent) -> None:
         with transaction(self._state) as tx:
@@ -336,7 +336,7 @@ class ExperimentService:
             reason="",
             pruned=0,
         )
-        tx.apply_to_trial(trial_id, lifecycle.StartTrial())
+        tx.apply_to_trial(trial_id, lifecycle.TrialSignal.START)
 
 
 def _labels(there: Sequence[str], patch: ExperimentPatch) -> list[str] | None:

@@ -53,63 +53,36 @@ class TrialLife:
     reason: str = ""  # why it ended, for people
 
 
-@dataclass(frozen=True)
-class StartTrial:
-    """The trial was created in an active experiment, or its experiment was activated."""
+class TrialSignal(Enum):
+    """An event in the life of a trial that has no value of its own."""
 
-
-@dataclass(frozen=True)
-class PauseTrial:
-    """Its experiment is paused."""
-
-
-@dataclass(frozen=True)
-class CancelTrial:
-    """Its user cancels it: it is to stop at its next chance."""
-
-
-@dataclass(frozen=True)
-class KillTrial:
-    """Its user kills it: it is to end now."""
-
-
-@dataclass(frozen=True)
-class StopBySearch:
-    """The search stops it."""
+    START = "start"  # the trial was created in an active experiment, or its experiment is activated
+    PAUSE = "pause"  # its experiment is paused
+    CANCEL = "cancel"  # its user cancels it: it is to stop at its next chance
+    KILL = "kill"  # its user kills it: it is to end now
+    STOP = "stop"  # the search stops it
+    PLACED = "placed"  # its run got slots
+    ACKED = "acked"  # its run has acknowledged the preemption
+    OVERDUE = "overdue"  # its run should have ended by now
 
 
 @dataclass(frozen=True)
 class Fail:
-    """It cannot go on."""
+    """The trial cannot go on."""
 
     reason: str
-
-
-@dataclass(frozen=True)
-class Placed:
-    """Its run got slots."""
-
-
-@dataclass(frozen=True)
-class Acked:
-    """Its run has acknowledged the preemption."""
 
 
 @dataclass(frozen=True)
 class EarlyExit:
-    """Its run has announced that it ends, and why."""
+    """The trial's run has announced that it ends, and why."""
 
     reason: str
 
 
 @dataclass(frozen=True)
-class Overdue:
-    """Its run should have ended by now."""
-
-
-@dataclass(frozen=True)
 class Exited:
-    """Its run has ended.
+    """The trial's run has ended.
 
     ``why`` describes an end that is not an exit code; ``killed``: its supervisor was asked to end
     it.
@@ -120,19 +93,7 @@ class Exited:
     killed: bool = False
 
 
-TrialEvent: TypeAlias = (
-    StartTrial
-    | PauseTrial
-    | CancelTrial
-    | KillTrial
-    | StopBySearch
-    | Fail
-    | Placed
-    | Acked
-    | EarlyExit
-    | Overdue
-    | Exited
-)
+TrialEvent: TypeAlias = TrialSignal | Fail | EarlyExit | Exited
 
 
 class TrialEffect(Enum):
@@ -172,30 +133,29 @@ def step_trial(life: TrialLife, event: TrialEvent) -> TrialOutcome:
     if life.state.final:
         return life, ()
     match event:
-        case StartTrial():
+        case TrialSignal.START:
             return _start(life)
-        case PauseTrial():
+        case TrialSignal.PAUSE:
             return _pause(life)
-        case CancelTrial():
+        case TrialSignal.CANCEL:
             return _stop_trial(life, TrialState.STOPPING_CANCELED, "canceled by its user")
-        case KillTrial():
+        case TrialSignal.KILL:
             return _stop_trial(life, TrialState.STOPPING_KILLED, "killed by its user")
-        case StopBySearch():
+        case TrialSignal.STOP:
             return _stop_trial(life, TrialState.STOPPING_COMPLETED, "stopped by the search")
+        case TrialSignal.PLACED if life.run is RunStage.QUEUED:
+            return replace(life, run=RunStage.RUNNING), ()
+        case TrialSignal.ACKED if life.run is RunStage.RUNNING and life.preempting:
+            return replace(life, acked=True), ()
+        case TrialSignal.OVERDUE:
+            return _kill(life)
         case Fail(reason):
             return _stop_trial(life, TrialState.STOPPING_ERROR, reason)
-        case Placed():
-            return (replace(life, run=RunStage.RUNNING), ()) if life.run is RunStage.QUEUED else (life, ())
-        case Acked():
-            return (replace(life, acked=True), ()) if life.run is RunStage.RUNNING and life.preempting else (life, ())
-        case EarlyExit(reason):
-            return (
-                (replace(life, early_exit=reason), (TrialEffect.WATCH,)) if life.run is RunStage.RUNNING else (life, ())
-            )
-        case Overdue():
-            return _kill(life) if life.run is RunStage.RUNNING else (life, ())
-        case Exited():
-            return _exited(life, event) if life.run is RunStage.RUNNING else (life, ())
+        case EarlyExit(reason) if life.run is RunStage.RUNNING:
+            return replace(life, early_exit=reason), (TrialEffect.WATCH,)
+        case Exited() if life.run is RunStage.RUNNING:
+            return _exited(life, event)
+    return life, ()
 
 
 def exit_reason(life: TrialLife) -> ExitReason:
@@ -281,53 +241,24 @@ def _end(life: TrialLife, state: TrialState, reason: str) -> TrialOutcome:
     return replace(life, state=state, reason=reason), (TrialEffect.END,)
 
 
-@dataclass(frozen=True)
-class ActivateExperiment:
-    """Its user activates it."""
+class ExperimentEvent(Enum):
+    """An event in the life of an experiment."""
+
+    ACTIVATE = "activate"
+    PAUSE = "pause"
+    CANCEL = "cancel"  # its trials save and stop
+    KILL = "kill"  # it is to end now
+    SEARCH_COMPLETED = "search_completed"
+    SEARCH_FAILED = "search_failed"  # no trial completed
+    TRIALS_ENDED = "trials_ended"  # all of them
 
 
-@dataclass(frozen=True)
-class PauseExperiment:
-    """Its user pauses it."""
-
-
-@dataclass(frozen=True)
-class CancelExperiment:
-    """Its user cancels it: its trials save and stop."""
-
-
-@dataclass(frozen=True)
-class KillExperiment:
-    """Its user kills it: it is to end now."""
-
-
-@dataclass(frozen=True)
-class SearchOver:
-    """The search has ended; ``failed``: no trial completed."""
-
-    failed: bool
-
-
-@dataclass(frozen=True)
-class AllTrialsEnded:
-    """All its trials have ended."""
-
-
-ExperimentEvent: TypeAlias = (
-    ActivateExperiment | PauseExperiment | CancelExperiment | KillExperiment | SearchOver | AllTrialsEnded
-)
-
-
-class ExperimentEffect(Enum):
-    """An effect on all trials, or on the experiment itself, that the caller carries out."""
-
-    START_TRIALS = "start_trials"
-    PAUSE_TRIALS = "pause_trials"
-    CANCEL_TRIALS = "cancel_trials"
-    KILL_TRIALS = "kill_trials"
-    END = "end"  # it is over: its checkpoints are looked through
-
-
+_EXPERIMENT_STOPS = {
+    ExperimentEvent.CANCEL: (ExperimentState.STOPPING_CANCELED, TrialSignal.CANCEL),
+    ExperimentEvent.KILL: (ExperimentState.STOPPING_KILLED, TrialSignal.KILL),
+    ExperimentEvent.SEARCH_COMPLETED: (ExperimentState.STOPPING_COMPLETED, None),
+    ExperimentEvent.SEARCH_FAILED: (ExperimentState.STOPPING_ERROR, None),
+}
 _EXPERIMENT_FORCE = {
     ExperimentState.STOPPING_COMPLETED: 1,
     ExperimentState.STOPPING_ERROR: 1,
@@ -341,39 +272,25 @@ _EXPERIMENT_ENDS = {
     ExperimentState.STOPPING_KILLED: ExperimentState.CANCELED,
 }
 
-ExperimentOutcome: TypeAlias = tuple[ExperimentState, tuple[ExperimentEffect, ...]]
 
+def step_experiment(state: ExperimentState, event: ExperimentEvent) -> tuple[ExperimentState, TrialSignal | None]:
+    """Return the experiment's state after an event, and the event that its live trials get, if any.
 
-def step_experiment(state: ExperimentState, event: ExperimentEvent) -> ExperimentOutcome:
-    """Return the experiment's state after an event, and the effects to carry out. An event that
-    does not apply changes nothing.
+    An event that does not apply changes nothing; a gentler request to stop does not replace a
+    harder one.
     """
-    if state.final:
-        return state, ()
-    match event:
-        case ActivateExperiment() if state is ExperimentState.PAUSED:
-            return ExperimentState.ACTIVE, (ExperimentEffect.START_TRIALS,)
-        case PauseExperiment() if state is ExperimentState.ACTIVE:
-            return ExperimentState.PAUSED, (ExperimentEffect.PAUSE_TRIALS,)
-        case CancelExperiment():
-            return _stop_experiment(state, ExperimentState.STOPPING_CANCELED, (ExperimentEffect.CANCEL_TRIALS,))
-        case KillExperiment():
-            return _stop_experiment(state, ExperimentState.STOPPING_KILLED, (ExperimentEffect.KILL_TRIALS,))
-        case SearchOver(failed):
-            target = ExperimentState.STOPPING_ERROR if failed else ExperimentState.STOPPING_COMPLETED
-            return _stop_experiment(state, target, ())
-        case AllTrialsEnded() if state.stopping:
-            return _EXPERIMENT_ENDS[state], (ExperimentEffect.END,)
-    return state, ()
-
-
-def _stop_experiment(
-    state: ExperimentState, target: ExperimentState, effects: tuple[ExperimentEffect, ...]
-) -> ExperimentOutcome:
-    """Go towards an end; a gentler request does not replace a harder one."""
+    if event is ExperimentEvent.ACTIVATE and state is ExperimentState.PAUSED:
+        return ExperimentState.ACTIVE, TrialSignal.START
+    if event is ExperimentEvent.PAUSE and state is ExperimentState.ACTIVE:
+        return ExperimentState.PAUSED, TrialSignal.PAUSE
+    if event is ExperimentEvent.TRIALS_ENDED and state.stopping:
+        return _EXPERIMENT_ENDS[state], None
+    if event not in _EXPERIMENT_STOPS or state.final:
+        return state, None
+    target, signal = _EXPERIMENT_STOPS[event]
     if state.stopping and _EXPERIMENT_FORCE[state] >= _EXPERIMENT_FORCE[target]:
-        return state, ()
-    return target, effects
+        return state, None
+    return target, signal
 
 
 # -- which queued run gets which slots

@@ -245,7 +245,7 @@ class Master:
                     continue
                 trials.change_allocation(tx.connection, run.id, deadline=None)
                 tx.note(run.trial_id, "WARNING", f"run {run.run_id} did not end in time")
-                tx.apply_to_trial(run.trial_id, lifecycle.Overdue())
+                tx.apply_to_trial(run.trial_id, lifecycle.TrialSignal.OVERDUE)
 
     def _tick_on(self) -> None:
         while not self.state.closed.wait(TICK_SECONDS):
@@ -264,7 +264,7 @@ class Master:
         with transaction(self.state) as tx:
             for run in trials.allocations(tx.connection):
                 if run.state is not AllocationState.QUEUED:
-                    tx.apply_to_trial(run.trial_id, lifecycle.Overdue())
+                    tx.apply_to_trial(run.trial_id, lifecycle.TrialSignal.OVERDUE)
         until = time.monotonic() + seconds
         while self._running() and time.monotonic() < until:
             with self.state.signaled:

@@ -22,7 +22,15 @@ from typing import Any, TypeAlias
 from zero_trial.master.agent.environment import StartOrder
 from zero_trial.master.core import lifecycle
 from zero_trial.master.core.accounts import digest, new_token
-from zero_trial.master.core.lifecycle import QueuedRun, RunStage, SlotAssignment, TrialLife, assign_slots
+from zero_trial.master.core.lifecycle import (
+    ExperimentEvent,
+    QueuedRun,
+    RunStage,
+    SlotAssignment,
+    TrialLife,
+    TrialSignal,
+    assign_slots,
+)
 from zero_trial.master.core.state import LiveSearch, MasterState
 from zero_trial.master.records import (
     Allocation,
@@ -137,13 +145,17 @@ class Transaction:
     def apply_to_experiment(self, experiment_id: int, event: lifecycle.ExperimentEvent) -> None:
         """Apply an event to an experiment, with all that follows for its trials."""
         state = self.state_of(experiment_id)
-        after, effects = lifecycle.step_experiment(state, event)
-        if after is not state:
-            experiments.change(self.connection, experiment_id, state=after)
-        for effect in effects:
-            self._carry_out_on_trials(effect, experiment_id, after)
+        after, signal = lifecycle.step_experiment(state, event)
+        if after is state:
+            return
+        experiments.change(self.connection, experiment_id, state=after)
+        if signal is not None:
+            for trial in trials.live(self.connection, experiment_id):
+                self.apply_to_trial(trial.id, signal)
         if after.stopping:
             self._end_if_no_trial_is_left(experiment_id)
+        elif after.final:
+            self._end_experiment(experiment_id, after)
 
     def search(self, event: SearchEvent) -> None:
         """Queue an event for the search, which gets it before the commit."""
@@ -244,19 +256,7 @@ class Transaction:
 
     # -- experiments
 
-    def _carry_out_on_trials(
-        self, effect: lifecycle.ExperimentEffect, experiment_id: int, state: ExperimentState
-    ) -> None:
-        events: dict[lifecycle.ExperimentEffect, lifecycle.TrialEvent] = {
-            lifecycle.ExperimentEffect.START_TRIALS: lifecycle.StartTrial(),
-            lifecycle.ExperimentEffect.PAUSE_TRIALS: lifecycle.PauseTrial(),
-            lifecycle.ExperimentEffect.CANCEL_TRIALS: lifecycle.CancelTrial(),
-            lifecycle.ExperimentEffect.KILL_TRIALS: lifecycle.KillTrial(),
-        }
-        if effect in events:
-            for trial in trials.live(self.connection, experiment_id):
-                self.apply_to_trial(trial.id, events[effect])
-            return
+    def _end_experiment(self, experiment_id: int, state: ExperimentState) -> None:
         progress = {"progress": 1.0} if state is ExperimentState.COMPLETED else {}
         experiments.change(self.connection, experiment_id, ended=self.now, collect=1, **progress)
         self._state.forget(experiment_id)
@@ -265,12 +265,12 @@ class Transaction:
     def _end_if_no_trial_is_left(self, experiment_id: int) -> None:
         """End an experiment that is stopping with its last trial."""
         if self.state_of(experiment_id).stopping and not trials.live(self.connection, experiment_id):
-            self.apply_to_experiment(experiment_id, lifecycle.AllTrialsEnded())
+            self.apply_to_experiment(experiment_id, ExperimentEvent.TRIALS_ENDED)
 
     def give_up(self, experiment_id: int, error: str) -> None:
         """End an experiment as failed, with all its trials."""
         experiments.change(self.connection, experiment_id, error=error)
-        self.apply_to_experiment(experiment_id, lifecycle.SearchOver(failed=True))
+        self.apply_to_experiment(experiment_id, ExperimentEvent.SEARCH_FAILED)
         for trial in trials.live(self.connection, experiment_id):
             self.apply_to_trial(trial.id, lifecycle.Fail(error))
 
@@ -385,7 +385,7 @@ class Transaction:
 
     def _assign(self, made: SlotAssignment) -> None:
         trials.change_allocation(self.connection, made.allocation_id, slots=made.slots)
-        self.apply_to_trial(self._allocation(made.allocation_id).trial_id, lifecycle.Placed())
+        self.apply_to_trial(self._allocation(made.allocation_id).trial_id, TrialSignal.PLACED)
         self.order_start(self._allocation(made.allocation_id))
 
     # -- the search
@@ -423,11 +423,13 @@ class Transaction:
         elif isinstance(action, Stop):
             trial = trials.of_request(self.connection, experiment_id, action.request_id)
             if trial is not None:
-                self.apply_to_trial(trial.id, lifecycle.StopBySearch())
+                self.apply_to_trial(trial.id, TrialSignal.STOP)
         elif isinstance(action, Shutdown):
             if action.failed:
                 self._explain_failure(experiment_id)
-            self.apply_to_experiment(experiment_id, lifecycle.SearchOver(action.failed))
+            self.apply_to_experiment(
+                experiment_id, ExperimentEvent.SEARCH_FAILED if action.failed else ExperimentEvent.SEARCH_COMPLETED
+            )
 
     def _create(self, experiment_id: int, live: LiveSearch, action: Create) -> None:
         experiment = self.experiment_of(experiment_id)
@@ -440,7 +442,7 @@ class Transaction:
             return
         live.pruned = 0
         if experiment.state is ExperimentState.ACTIVE:
-            self.apply_to_trial(trial_id, lifecycle.StartTrial())
+            self.apply_to_trial(trial_id, TrialSignal.START)
 
     def _why_not(self, experiment: Experiment, live: LiveSearch, action: Create) -> str | None:
         try:

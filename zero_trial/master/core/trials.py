@@ -104,7 +104,7 @@ class TrialService:
     def kill(self, trial_id: int) -> None:
         """End a trial now; the search goes on as if it had been canceled."""
         with transaction(self._state) as tx:
-            tx.apply_to_trial(trial_id, lifecycle.KillTrial())
+            tx.apply_to_trial(trial_id, lifecycle.TrialSignal.KILL)
 
     def set_metadata(self, trial_id: int, metadata: Json) -> None:
         """Replace the metadata of a trial."""
@@ -317,7 +317,7 @@ class TaskService:
             run = existing(trials.allocation(tx.connection, allocation_id), f"allocation {allocation_id}")
             newest = trials.newest_allocation(tx.connection, run.trial_id)
             if newest is not None and newest.id == run.id:
-                tx.apply_to_trial(run.trial_id, lifecycle.Acked())
+                tx.apply_to_trial(run.trial_id, lifecycle.TrialSignal.ACKED)
 
     def accelerator_data(self, allocation_id: str, data: Json) -> None:
         """Record the accelerators that the harness has found."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sqlite3
 
 from zero_trial.master.records import User
-from zero_trial.master.store.database import insert, update
+from zero_trial.master.store.database import insert, record, update
 
 
 def user(connection: sqlite3.Connection, name: str) -> User | None:
@@ -100,11 +100,4 @@ def enable_slot(connection: sqlite3.Connection, number: int, enabled: bool) -> N
 
 
 def _record(row: sqlite3.Row) -> User:
-    return User(
-        id=row["id"],
-        name=row["name"],
-        admin=bool(row["admin"]),
-        active=bool(row["active"]),
-        password=row["password"],
-        display_name=row["display_name"],
-    )
+    return record(User, row, admin=bool(row["admin"]), active=bool(row["active"]))

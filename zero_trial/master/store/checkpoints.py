@@ -10,7 +10,7 @@ from typing import Any
 
 from zero_trial.master.records import Checkpoint, CheckpointState, ExperimentState
 from zero_trial.master.store import experiments, metrics
-from zero_trial.master.store.database import dumps, loads, update
+from zero_trial.master.store.database import dumps, loads, record, update
 
 _UNFINISHED = tuple(state for state in ExperimentState if not state.final)
 
@@ -124,19 +124,13 @@ def sources_in_use(connection: sqlite3.Connection) -> dict[str, int]:
 
 def _record(connection: sqlite3.Connection, row: sqlite3.Row, derived: bool) -> Checkpoint:
     more = _derived(connection, row) if derived and row["trial_id"] is not None else {}
-    return Checkpoint(
-        uuid=row["uuid"],
+    return record(
+        Checkpoint,
+        row,
         state=CheckpointState(row["state"]),
-        trial_id=row["trial_id"],
-        experiment_id=row["experiment_id"],
-        task_id=row["task_id"],
-        allocation_id=row["allocation_id"],
-        reported=row["reported"],
         metadata=loads(row["metadata"]),
         resources=loads(row["resources"]),
-        size=row["size"],
         steps_completed=row["steps"],
-        storage_id=row["storage_id"],
         **more,
     )
 

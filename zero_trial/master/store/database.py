@@ -13,9 +13,11 @@ import threading
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from zero_trial.errors import ConfigError
+
+T = TypeVar("T")
 
 # The schema as numbered steps from an empty file to the newest form. A step that was released is
 # never changed.
@@ -269,6 +271,14 @@ def insert(connection: sqlite3.Connection, table: str, values: Mapping[str, Any]
     marks = ", ".join("?" for _ in values)
     cursor = connection.execute(f"INSERT INTO {table} ({names}) VALUES ({marks})", list(map(plain, values.values())))
     return int(cursor.lastrowid or 0)
+
+
+def record(kind: type[T], row: sqlite3.Row, **more: Any) -> T:
+    """Make a record of a row: columns that are named as its fields are taken as they are, unless
+    ``more`` has the field.
+    """
+    columns = set(row.keys()) - more.keys()
+    return kind(**{name: row[name] for name in kind.__annotations__ if name in columns}, **more)
 
 
 def plain(value: Any) -> Any:

@@ -7,8 +7,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from zero_trial.master.records import AllocationState, Experiment, ExperimentState
-from zero_trial.master.store.database import insert, loads, update
+from zero_trial.master.store.database import insert, loads, record, update
 
+_GIVEN = (
+    *("state", "config", "original_config", "owner", "job_id", "created", "parent_id"),
+    *("name", "description", "labels", "notes"),
+)
 _BEST = """
     SELECT m.trial_id, m.searcher_metric FROM metrics m JOIN trials t ON t.id = m.trial_id
     WHERE t.experiment_id = ? AND m.grp = 'validation' AND m.archived = 0 AND m.searcher_metric IS NOT NULL
@@ -18,23 +22,7 @@ _BEST = """
 
 def add(connection: sqlite3.Connection, experiment: Experiment, context: bytes) -> int:
     """Insert an experiment and return its new id (``experiment.id`` is ignored)."""
-    number = insert(
-        connection,
-        "experiments",
-        {
-            "state": experiment.state,
-            "config": experiment.config,
-            "original_config": experiment.original_config,
-            "owner": experiment.owner,
-            "job_id": experiment.job_id,
-            "created": experiment.created,
-            "parent_id": experiment.parent_id,
-            "name": experiment.name,
-            "description": experiment.description,
-            "labels": experiment.labels,
-            "notes": experiment.notes,
-        },
-    )
+    number = insert(connection, "experiments", {name: getattr(experiment, name) for name in _GIVEN})
     connection.execute("INSERT INTO contexts VALUES (?, ?)", (number, context))
     return number
 
@@ -128,23 +116,13 @@ def _record(connection: sqlite3.Connection, row: sqlite3.Row, derived: bool) -> 
             "checkpoint_size": saved[1],
             "shown_state": shown_state(connection, row["state"], "experiment_id", number),
         }
-    return Experiment(
-        id=number,
+    return record(
+        Experiment,
+        row,
         state=ExperimentState(row["state"]),
         config=config,
-        original_config=row["original_config"],
-        owner=row["owner"],
-        job_id=row["job_id"],
-        created=row["created"],
-        ended=row["ended"],
-        parent_id=row["parent_id"],
         archived=bool(row["archived"]),
-        name=row["name"],
-        description=row["description"],
         labels=tuple(loads(row["labels"])),
-        notes=row["notes"],
-        progress=row["progress"],
-        error=row["error"],
         **more,
     )
 

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from zero_trial.master.records import MetricReport, as_number
-from zero_trial.master.store.database import dumps, loads
+from zero_trial.master.store.database import dumps, loads, record
 
 _TIME = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d+)?(Z|[+-]\d\d:\d\d)?", re.ASCII)
 _KINDS: tuple[tuple[type, str], ...] = (
@@ -178,14 +178,12 @@ def summary(connection: sqlite3.Connection, trial_id: int) -> dict[str, Any]:
 
 
 def _record(row: sqlite3.Row, batch_metrics: bool) -> MetricReport:
-    return MetricReport(
-        trial_id=row["trial_id"],
-        run_id=row["run_id"],
+    return record(
+        MetricReport,
+        row,
         group=row["grp"],
         steps_completed=row["steps"],
         metrics=loads(row["metrics"]),
         batch_metrics=loads(row["batch_metrics"]) if batch_metrics else None,
-        reported=row["reported"],
-        id=row["id"],
         archived=bool(row["archived"]),
     )

@@ -7,26 +7,17 @@ from typing import Any
 
 from zero_trial.master.records import Allocation, AllocationState, Trial, TrialState
 from zero_trial.master.store import experiments, metrics
-from zero_trial.master.store.database import insert, loads, update
+from zero_trial.master.store.database import insert, loads, record, update
+
+_GIVEN = (
+    *("experiment_id", "request_id", "task_id", "state", "hparams", "seed", "created"),
+    *("warm_start_checkpoint", "latest_checkpoint"),
+)
 
 
 def add(connection: sqlite3.Connection, trial: Trial) -> int:
     """Insert a trial and return its new id (``trial.id`` is ignored)."""
-    return insert(
-        connection,
-        "trials",
-        {
-            "experiment_id": trial.experiment_id,
-            "request_id": trial.request_id,
-            "task_id": trial.task_id,
-            "state": trial.state,
-            "hparams": trial.hparams,
-            "seed": trial.seed,
-            "created": trial.created,
-            "warm_start_checkpoint": trial.warm_start_checkpoint,
-            "latest_checkpoint": trial.latest_checkpoint,
-        },
-    )
+    return insert(connection, "trials", {name: getattr(trial, name) for name in _GIVEN})
 
 
 def get(connection: sqlite3.Connection, number: int, *, derived: bool = False) -> Trial | None:
@@ -91,21 +82,8 @@ def metadata(connection: sqlite3.Connection, number: int) -> Any:
 
 def add_allocation(connection: sqlite3.Connection, allocation: Allocation) -> None:
     """Insert a queued allocation."""
-    insert(
-        connection,
-        "allocations",
-        {
-            "id": allocation.id,
-            "trial_id": allocation.trial_id,
-            "experiment_id": allocation.experiment_id,
-            "task_id": allocation.task_id,
-            "run_id": allocation.run_id,
-            "state": allocation.state,
-            "created": allocation.created,
-            "resources_id": allocation.resources_id,
-            "container_id": allocation.container_id,
-        },
-    )
+    names = ("id", "trial_id", "experiment_id", "task_id", "run_id", "state", "created", "resources_id", "container_id")
+    insert(connection, "allocations", {name: getattr(allocation, name) for name in names})
 
 
 def allocation(connection: sqlite3.Connection, name: str) -> Allocation | None:
@@ -156,24 +134,11 @@ def _smaller(connection: sqlite3.Connection, experiment_id: int) -> bool:
 
 
 def _record(row: sqlite3.Row, more: dict[str, Any]) -> Trial:
-    return Trial(
-        id=row["id"],
-        experiment_id=row["experiment_id"],
-        request_id=row["request_id"],
-        task_id=row["task_id"],
+    return record(
+        Trial,
+        row,
         state=TrialState(row["state"]),
         hparams=loads(row["hparams"]),
-        seed=row["seed"],
-        created=row["created"],
-        ended=row["ended"],
-        run_id=row["run_id"],
-        restarts=row["restarts"],
-        steps_completed=row["steps_completed"],
-        latest_checkpoint=row["latest_checkpoint"],
-        warm_start_checkpoint=row["warm_start_checkpoint"],
-        progress=row["progress"],
-        runner_state=row["runner_state"],
-        reason=row["reason"],
         pruned=bool(row["pruned"]),
         **more,
     )
@@ -201,20 +166,11 @@ def _derived(connection: sqlite3.Connection, row: sqlite3.Row, smaller: bool, *,
 
 
 def _allocation(row: sqlite3.Row) -> Allocation:
-    return Allocation(
-        id=row["id"],
-        trial_id=row["trial_id"],
-        experiment_id=row["experiment_id"],
-        task_id=row["task_id"],
-        run_id=row["run_id"],
+    return record(
+        Allocation,
+        row,
         state=AllocationState(row["state"]),
         slots=tuple(loads(row["slots"])),
-        created=row["created"],
-        resources_id=row["resources_id"],
-        container_id=row["container_id"],
-        started=row["started"],
-        ended=row["ended"],
-        exit_code=row["exit_code"],
         preempt=bool(row["preempt"]),
         acked=bool(row["acked"]),
         ready=bool(row["ready"]),

@@ -24,10 +24,17 @@ from tests.master.http.conftest import Ask
 from tests.master.world import CONFIG, OTHER_TASK_TOKEN, TASK_TOKEN, USER_TOKEN, UUID, World
 from zero_trial.master.core.accounts import Principal
 from zero_trial.master.http.app import Application, Router, all_routes
-from zero_trial.master.http.request import AuthLevel, BadRequest, Request, RequestHead, Route, parse_head
-from zero_trial.master.http.response import Response, StreamingResponse
+from zero_trial.master.http.messages import (
+    AuthLevel,
+    BadRequest,
+    Request,
+    RequestHead,
+    Response,
+    Route,
+    StreamingResponse,
+)
 from zero_trial.master.http.routes.experiments import CONTEXT_BODY
-from zero_trial.master.http.server import HttpServer
+from zero_trial.master.http.server import HttpServer, parse_head
 from zero_trial.master.records import User
 
 ROUTES = list(all_routes())

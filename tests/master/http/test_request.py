@@ -12,19 +12,8 @@ import pytest
 
 from tests.master.world import allocation
 from zero_trial.master.core.accounts import Principal
-from zero_trial.master.http.request import (
-    BadRequest,
-    Gone,
-    Reader,
-    Request,
-    Waits,
-    parse_head,
-    parse_query,
-    real,
-    split_path,
-    whole,
-)
-from zero_trial.master.http.response import when
+from zero_trial.master.http.messages import BadRequest, Gone, Request, Waits, parse_query, real, split_path, when, whole
+from zero_trial.master.http.server import Reader, parse_head
 from zero_trial.master.records import Invalid, PermissionDenied, User, parse_time
 
 

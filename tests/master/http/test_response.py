@@ -14,8 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.master.world import UUID, World, allocation, checkpoint, experiment, trial
-from zero_trial.master.http import response
-from zero_trial.master.http.response import encode, failure, finite, lines, maybe_when, ok, pack, when
+from zero_trial.master.http.messages import encode, failure, finite, lines, maybe_when, ok, pack, when
 from zero_trial.master.http.routes.checkpoints import checkpoint_json, checkpoint_workload_json
 from zero_trial.master.http.routes.experiments import experiment_json, job_summary_json
 from zero_trial.master.http.routes.machine import agent_json, device_json
@@ -108,7 +107,7 @@ def test_links_are_left_out(tmp_path: Path) -> None:
 
 def test_a_file_that_shrinks_breaks_the_archive_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a").write_bytes(b"x" * 100_000)
-    monkeypatch.setattr(response, "PIECE", 10)
+    monkeypatch.setattr(messages, "_PIECE", 10)
 
     def shrink(pieces: Iterator[bytes]) -> Iterator[bytes]:
         for number, piece in enumerate(pieces):
@@ -117,7 +116,7 @@ def test_a_file_that_shrinks_breaks_the_archive_off(tmp_path: Path, monkeypatch:
             yield piece
 
     with pytest.raises(OSError, match="became shorter"):
-        list(shrink(response._blocks(tmp_path)))
+        list(shrink(messages._blocks(tmp_path)))
 
 
 bindings = pytest.importorskip("determined.common.api.bindings")

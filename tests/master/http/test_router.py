@@ -6,8 +6,7 @@ import pytest
 
 from zero_trial.errors import ZeroTrialError
 from zero_trial.master.http.app import Router, why_unsupported
-from zero_trial.master.http.request import Route
-from zero_trial.master.http.response import Response
+from zero_trial.master.http.messages import Response, Route
 
 
 def route(method: str, path: str) -> Route:

@@ -14,8 +14,7 @@ import pytest
 from tests.master.world import World
 from zero_trial.errors import ZeroTrialError
 from zero_trial.master.http import listen
-from zero_trial.master.http.request import RequestHead
-from zero_trial.master.http.response import Response, StreamingResponse, failure
+from zero_trial.master.http.messages import RequestHead, Response, StreamingResponse, failure
 from zero_trial.master.http.server import Connection, HttpServer, ReadBody, Timeouts
 
 

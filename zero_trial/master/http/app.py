@@ -17,20 +17,22 @@ from dataclasses import dataclass
 from zero_trial.errors import ZeroTrialError
 from zero_trial.master.core import Master
 from zero_trial.master.core.accounts import TASK_HEADER, USER_HEADER, Principal, require_own
-from zero_trial.master.http.request import (
+from zero_trial.master.http.messages import (
     SMALL_BODY,
     AuthLevel,
     BadRequest,
     Gone,
     Request,
     RequestHead,
+    Response,
     Route,
+    StreamingResponse,
     Waits,
+    failure,
     parse_query,
     split_path,
     whole,
 )
-from zero_trial.master.http.response import Response, StreamingResponse, failure
 from zero_trial.master.http.routes import checkpoints, experiments, logs, machine, trials, users
 from zero_trial.master.http.server import MAX_CONNECTIONS, HttpServer, ReadBody, Timeouts
 from zero_trial.master.records import Conflict, Invalid, NotFound, PermissionDenied, ServiceError, Unsupported
@@ -41,16 +43,6 @@ _NAMES = {"allocationId": "allocation_id", "taskId": "task_id", "resourcesId": "
 _NUMBERS = {"trialId": "trial_id", "experimentId": "experiment_id"}
 _FREE = frozenset({"uuid"})  # the route itself decides whether a checkpoint may be read
 _ANONYMOUS = Principal()
-
-
-class RouteNode:
-    """One part of a path: the parts that may follow it, and the methods of a path that ends
-    here."""
-
-    def __init__(self) -> None:
-        self.literal: dict[str, RouteNode] = {}
-        self.wild: RouteNode | None = None
-        self.methods: dict[str, tuple[Route, Sequence[tuple[str, bool]]]] = {}
 
 
 @dataclass(frozen=True)
@@ -65,52 +57,35 @@ class RouteMatch:
 
 
 class Router:
-    """All routes, prepared once."""
+    """All routes, by method and number of parts; of each, those with literal parts first."""
 
     def __init__(self, routes: Iterable[Route]) -> None:
-        self._root = RouteNode()
+        self._routes: dict[tuple[str, int], list[tuple[list[str], Route]]] = {}
+        shapes = set()
         for route in routes:
-            self._add(route)
+            parts = route.path.strip("/").split("/")
+            shape = (route.method, *("{}" if part.startswith("{") else part for part in parts))
+            if shape in shapes:
+                raise ZeroTrialError("two routes for one method and path", where=f"{route.method} {route.path}")
+            shapes.add(shape)
+            self._routes.setdefault((route.method, len(parts)), []).append((parts, route))
+        for alike in self._routes.values():
+            alike.sort(key=lambda item: [part.startswith("{") for part in item[0]])
 
     def find(self, method: str, parts: Sequence[str]) -> RouteMatch | None:
         """Return the route of a path that was split at its slashes; literal parts win over named
         ones. None if there is none.
         """
-        values: list[str] = []
-        node = self._walk(self._root, parts, 0, values, method)
-        if node is None:
-            return None
-        route, names = node.methods[method]
-        args = {name: value for (name, _), value in zip(names, values, strict=True)}
-        return RouteMatch(route, args, [name for name, number in names if number])
-
-    def _walk(self, node: RouteNode, parts: Sequence[str], at: int, values: list[str], method: str) -> RouteNode | None:
-        if at == len(parts):
-            return node if method in node.methods else None
-        literal = node.literal.get(parts[at])
-        if literal is not None and (found := self._walk(literal, parts, at + 1, values, method)) is not None:
-            return found
-        if node.wild is None or not parts[at]:
-            return None
-        values.append(parts[at])
-        found = self._walk(node.wild, parts, at + 1, values, method)
-        if found is None:
-            values.pop()
-        return found
-
-    def _add(self, route: Route) -> None:
-        node, names = self._root, []
-        for part in route.path.strip("/").split("/"):
-            if part.startswith("{"):
-                name, _, kind = part[1:-1].partition(":")
-                names.append((name, kind == "int"))
-                node.wild = node.wild or RouteNode()
-                node = node.wild
-            else:
-                node = node.literal.setdefault(part, RouteNode())
-        if route.method in node.methods:
-            raise ZeroTrialError("two routes for one method and path", where=f"{route.method} {route.path}")
-        node.methods[route.method] = (route, names)
+        for wanted, route in self._routes.get((method, len(parts)), ()):
+            pairs = list(zip(wanted, parts, strict=True))
+            if all(part if want.startswith("{") else part == want for want, part in pairs):
+                args = {want[1:-1]: part for want, part in pairs if want.startswith("{")}
+                return RouteMatch(
+                    route,
+                    {name.removesuffix(":int"): part for name, part in args.items()},
+                    [name.removesuffix(":int") for name in args if name.endswith(":int")],
+                )
+        return None
 
 
 class Application:

@@ -1,5 +1,10 @@
-"""The HTTP server: a listening socket on loopback, a bounded number of connections, one thread
+"""The HTTP/1.1 server: a listening socket on loopback, a bounded number of connections, one thread
 each.
+
+Requests are read off the socket with limits on their size and duration, strictly on purpose (RFC
+9112): one Content-Length or one chunked Transfer-Encoding, no folded headers, nothing that two
+readers could understand in two ways. docs/decisions/0022 gives the reason why the reader is not a
+library's.
 
 A connection that waits (a long poll, followed logs, an idle keep-alive) costs a thread that sleeps.
 When all connections are taken, the one that has waited longest for a request is closed for the new
@@ -14,18 +19,27 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import TracebackType
 
 from zero_trial.errors import ZeroTrialError
-from zero_trial.master.http.request import BadRequest, Gone, Reader, RequestHead
-from zero_trial.master.http.response import REASONS, Response, StreamingResponse, failure
+from zero_trial.master.http.messages import (
+    REASONS,
+    BadRequest,
+    Gone,
+    RequestHead,
+    Response,
+    StreamingResponse,
+    failure,
+)
 
 log = logging.getLogger(__name__)
 ReadBody = Callable[[int], "bytes | bytearray"]
 Handler = Callable[[RequestHead, ReadBody], "Response | StreamingResponse"]
-PIECE = 256 * 1024  # bytes handed to the socket at once
+MAX_HEAD = 32 * 1024  # bytes of request line and headers
+SLOWEST = 256 * 1024  # bytes a second below which a body is taken for an attack
+PIECE = 256 * 1024  # bytes asked of the socket or handed to it at once
 LOOPBACK = "127.0.0.1"
 MAX_CONNECTIONS = 512
 _FULL_BODY = b'{"message":"too many connections"}'
@@ -33,6 +47,8 @@ _FULL = (
     b"HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json\r\nConnection: close\r\n"
     b"Content-Length: %d\r\n\r\n%b" % (len(_FULL_BODY), _FULL_BODY)
 )
+_HEX = frozenset(b"0123456789abcdefABCDEF")
+_TOKEN = frozenset("!#$%&'*+-.^_`|~0123456789abcdefghijklmnopqrstuvwxyz")
 
 
 @dataclass(frozen=True)
@@ -45,6 +61,144 @@ class Timeouts:
     # for the client to take a piece of an answer: followed logs may be read in a pager
     send: float = 300.0
     linger: float = 2.0  # for the rest of a body that was refused
+
+
+def parse_head(block: bytes) -> RequestHead:
+    """Read request line and headers (without the empty line that ends them). Raises BadRequest."""
+    lines = block.split(b"\r\n")
+    try:
+        method, target, version = lines[0].decode("ascii").split(" ")
+    except ValueError:
+        raise BadRequest(400, "the request line is not METHOD TARGET HTTP/1.1") from None
+    if version != "HTTP/1.1":
+        raise BadRequest(505, f"{version[:20]} is not supported; use HTTP/1.1")
+    if not target.startswith("/") or not target.isprintable() or not method.isalpha():
+        raise BadRequest(400, "the request target must be a path, the method a word")
+    headers = _headers(lines[1:])
+    path, _, query = target.partition("#")[0].partition("?")
+    keep_alive = headers.get("connection", "").lower() != "close"
+    return RequestHead(method, path, query, headers, keep_alive, _length(headers))
+
+
+def _headers(lines: list[bytes]) -> dict[str, str]:
+    headers: dict[str, str] = {}
+    for line in lines:
+        name, colon, value = line.decode("latin-1").partition(":")
+        name = name.lower()
+        if not colon or not name or not _TOKEN.issuperset(name):
+            raise BadRequest(400, "a header line is not NAME: VALUE")
+        if name in headers and name in ("host", "content-length", "transfer-encoding", "authorization", "origin"):
+            raise BadRequest(400, f"the header {name} came twice")
+        headers[name] = value.strip()
+    return headers
+
+
+def _length(headers: Mapping[str, str]) -> int | None:
+    coding, length = headers.get("transfer-encoding"), headers.get("content-length")
+    if coding is not None:
+        if coding.lower() != "chunked" or length is not None:
+            raise BadRequest(400, "a body is either chunked or has a Content-Length")
+        return None
+    if length is None:
+        return 0
+    if not length.isascii() or not length.isdigit() or len(length) > 15:
+        raise BadRequest(400, "Content-Length is not a number of bytes")
+    return int(length)
+
+
+class Reader:
+    """Reads requests off one socket, each read with the time that is left until a deadline."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+        self._buffer = bytearray()
+
+    @property
+    def waiting(self) -> bool:
+        """Return whether nothing of the next request has arrived yet."""
+        return not self._buffer
+
+    def head(self, *, idle: float, seconds: float) -> RequestHead:
+        """Read the next request's head. Raises Gone, BadRequest.
+
+        Args:
+            idle: seconds to wait for its first byte.
+            seconds: time for the rest.
+        """
+        if not self._buffer:
+            self._receive(time.monotonic() + idle, MAX_HEAD)
+        block = self._until(b"\r\n\r\n", MAX_HEAD, time.monotonic() + seconds, 431)
+        return parse_head(block.lstrip(b"\r\n"))
+
+    def body(self, head: RequestHead, limit: int) -> bytes | bytearray:
+        """Read the body, never more than ``limit`` bytes of it. Raises BadRequest (413, 408) and
+        Gone.
+        """
+        if head.length is None:
+            return self._chunked(limit)
+        if head.length > limit:
+            raise BadRequest(413, f"the body has {head.length} bytes, at most {limit} are accepted here")
+        deadline = time.monotonic() + 10 + head.length / SLOWEST
+        return self._exactly(head.length, deadline)
+
+    def _chunked(self, limit: int) -> bytearray:
+        body = bytearray()
+        deadline = time.monotonic() + 10 + limit / SLOWEST
+        while True:
+            size_text = self._until(b"\r\n", 1024, deadline, 400).partition(b";")[0].strip()
+            try:
+                size = int(size_text, 16) if _HEX.issuperset(size_text) else -1
+            except ValueError:
+                size = -1
+            if size < 0:
+                raise BadRequest(400, "a chunk does not begin with its size")
+            if len(body) + size > limit:
+                raise BadRequest(413, f"the body has more than the {limit} bytes that are accepted here")
+            if size == 0:
+                while self._until(b"\r\n", 1024, deadline, 400):  # trailers are read and forgotten
+                    pass
+                return body
+            body += self._exactly(size, deadline)
+            if self._exactly(2, deadline) != b"\r\n":
+                raise BadRequest(400, "a chunk is longer than its size")
+
+    def _exactly(self, count: int, deadline: float) -> bytearray:
+        while len(self._buffer) < count:
+            self._receive(deadline, min(PIECE, count - len(self._buffer)))
+        if len(self._buffer) == count:  # the usual case; a large body is not copied
+            taken, self._buffer = self._buffer, bytearray()
+            return taken
+        taken = self._buffer[:count]
+        del self._buffer[:count]
+        return taken
+
+    def _until(self, mark: bytes, limit: int, deadline: float, status: int) -> bytes:
+        """Read up to ``mark``; the mark is removed and not returned."""
+        start = 0
+        while (end := self._buffer.find(mark, start)) < 0 or end > limit:
+            # also where the mark came with the bytes that pass the limit
+            if len(self._buffer) > limit:
+                raise BadRequest(status, f"a line or the headers are longer than {limit} bytes")
+            start = max(0, len(self._buffer) - len(mark) + 1)
+            self._receive(deadline, 16 * 1024)
+        taken = bytes(self._buffer[:end])
+        del self._buffer[: end + len(mark)]
+        return taken
+
+    def _receive(self, deadline: float, count: int) -> None:
+        left = deadline - time.monotonic()
+        if left <= 0:
+            raise BadRequest(408, "the request came too slowly")
+        self._sock.settimeout(left)
+        try:
+            data = self._sock.recv(count)
+        except TimeoutError:
+            raise (BadRequest(408, "the request came too slowly") if self._buffer else Gone("silent")) from None
+        except OSError as error:
+            raise Gone(str(error)) from None
+        if not data:
+            raise Gone("closed")
+        self._buffer += data
 
 
 class Connection:

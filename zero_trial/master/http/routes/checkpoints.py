@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from zero_trial.master.http.request import AuthLevel, Request, Route
-from zero_trial.master.http.response import Dict, Response, StreamingResponse, ok, pack, when
+from zero_trial.master.http.messages import AuthLevel, Dict, Request, Response, Route, StreamingResponse, ok, pack, when
 from zero_trial.master.records import Checkpoint, CheckpointState, Invalid, PermissionDenied, parse_time
 from zero_trial.master.store.experiments import smaller_is_better
 from zero_trial.master.store.metrics import number_of
@@ -25,13 +24,13 @@ _KEYS: dict[str, Callable[[Checkpoint], Any]] = {
 
 def of_experiment(request: Request) -> Response:
     """GET /experiments/{experimentId}/checkpoints."""
-    number = request.number("experimentId")
+    number = request.numbers["experimentId"]
     return _listed(request, request.master.experiments.checkpoints(number), number)
 
 
 def of_trial(request: Request) -> Response:
     """GET /trials/{trialId}/checkpoints."""
-    trial = request.master.trials.get(request.number("trialId"))
+    trial = request.master.trials.get(request.numbers["trialId"])
     return _listed(request, request.master.trials.checkpoints(trial.id), trial.experiment_id)
 
 
@@ -73,12 +72,12 @@ def _with_key(found: Sequence[Checkpoint], key: Callable[[Checkpoint], Any], *, 
 
 def get(request: Request) -> Response:
     """GET /checkpoints/{uuid}."""
-    return ok({"checkpoint": checkpoint_json(_readable(request, request.text("uuid")))})
+    return ok({"checkpoint": checkpoint_json(_readable(request, request.args["uuid"]))})
 
 
 def download(request: Request) -> StreamingResponse:
     """GET /checkpoints/{uuid} outside of /api/v1: its files as .tar.gz."""
-    found = _readable(request, request.text("uuid"))
+    found = _readable(request, request.args["uuid"])
     return StreamingResponse(pack(request.master.checkpoints.directory(found.uuid)), content_type="application/gzip")
 
 

@@ -8,8 +8,7 @@ from typing import Any
 
 from zero_trial.master.core import context_archive
 from zero_trial.master.core.master import POOL
-from zero_trial.master.http.request import AuthLevel, Request, Route, real, whole
-from zero_trial.master.http.response import Dict, Response, maybe_when, ok, when
+from zero_trial.master.http.messages import AuthLevel, Dict, Request, Response, Route, maybe_when, ok, real, when, whole
 from zero_trial.master.http.routes.trials import trial_json
 from zero_trial.master.records import (
     Created,
@@ -108,7 +107,7 @@ def list_all(request: Request) -> Response:
 
 def get(request: Request) -> Response:
     """GET /experiments/{experimentId}."""
-    experiment = request.master.experiments.get(request.number("experimentId"))
+    experiment = request.master.experiments.get(request.numbers["experimentId"])
     job = next((job for job in request.master.machine.jobs() if job.experiment_id == experiment.id), None)
     rendered = _render(request, experiment)
     return ok({"experiment": rendered, "config": rendered["config"], "jobSummary": job_summary_json(job)})
@@ -116,7 +115,7 @@ def get(request: Request) -> Response:
 
 def trials(request: Request) -> Response:
     """GET /experiments/{experimentId}/trials."""
-    found = request.master.experiments.trials(request.number("experimentId"))
+    found = request.master.experiments.trials(request.numbers["experimentId"])
     states = set(request.query_all("states"))
     found = [trial for trial in found if not states or f"STATE_{trial.state.value}" in states]
     found.sort(key=lambda trial: trial.id, reverse=request.first("orderBy") == "ORDER_BY_DESC")
@@ -126,7 +125,7 @@ def trials(request: Request) -> Response:
 
 def model_def(request: Request) -> Response:
     """GET /experiments/{experimentId}/model_def."""
-    packed = request.master.experiments.context(request.number("experimentId"))
+    packed = request.master.experiments.context(request.numbers["experimentId"])
     return ok({"b64Tgz": base64.b64encode(packed).decode()})
 
 
@@ -134,7 +133,7 @@ def steer(operation: str) -> Callable[[Request], Response]:
     """POST /experiments/{experimentId}/OPERATION."""
 
     def action(request: Request) -> Response:
-        getattr(request.master.experiments, operation)(request.number("experimentId"))
+        getattr(request.master.experiments, operation)(request.numbers["experimentId"])
         return Response()
 
     return action
@@ -155,7 +154,7 @@ def patch(request: Request) -> Response:
         gc_policy=_policy(body.get("checkpointStorage")),
     )
     return ok(
-        {"experiment": _render(request, request.master.experiments.patch(request.number("experimentId"), change))}
+        {"experiment": _render(request, request.master.experiments.patch(request.numbers["experimentId"], change))}
     )
 
 
@@ -189,10 +188,10 @@ def _count(value: Any, name: str) -> int:
 
 def label(request: Request) -> Response:
     """PUT and DELETE /experiments/{experimentId}/labels/{label}."""
-    name = request.text("label")
+    name = request.args["label"]
     put = request.head.method == "PUT"
     change = ExperimentPatch(add_label=name) if put else ExperimentPatch(remove_label=name)
-    changed = request.master.experiments.patch(request.number("experimentId"), change)
+    changed = request.master.experiments.patch(request.numbers["experimentId"], change)
     return ok({"labels": list(changed.labels)})
 
 
@@ -200,7 +199,7 @@ def best_metric(request: Request) -> Response:
     """GET /experiments/{experimentId}/searcher/best_searcher_validation_metric; 404 if there is
     none yet.
     """
-    best = request.master.experiments.best_searcher_metric(request.number("experimentId"))
+    best = request.master.experiments.best_searcher_metric(request.numbers["experimentId"])
     if best is None:
         raise NotFound("no trial has reported the searcher's metric yet")
     return ok({"metric": best})
@@ -212,7 +211,7 @@ def preview_gc(request: Request) -> Response:
     """
     names = ("save_experiment_best", "save_trial_best", "save_trial_latest")
     policy = GcPolicy(*(_count(request.first(name), name) for name in names))
-    number = request.number("experimentId")
+    number = request.numbers["experimentId"]
     searcher = request.master.experiments.get(number).config.get("searcher")
     metric = searcher.get("metric") if isinstance(searcher, Mapping) else None
     checkpoints = [

@@ -11,8 +11,18 @@ from typing import Any
 
 import re2
 
-from zero_trial.master.http.request import AuthLevel, Request, Route, whole
-from zero_trial.master.http.response import Dict, Response, StreamingResponse, failure, lines, when
+from zero_trial.master.http.messages import (
+    AuthLevel,
+    Dict,
+    Request,
+    Response,
+    Route,
+    StreamingResponse,
+    failure,
+    lines,
+    when,
+    whole,
+)
 from zero_trial.master.records import Invalid, LogLine, LogQuery
 from zero_trial.util.text import strip_control
 
@@ -134,7 +144,7 @@ def _shared(line: LogLine) -> Dict:
 
 def trial_logs(request: Request) -> Response | StreamingResponse:
     """GET /trials/{trialId}/logs."""
-    number = request.number("trialId")
+    number = request.numbers["trialId"]
     request.master.trials.get(number)
     return _stream(
         request,
@@ -145,7 +155,7 @@ def trial_logs(request: Request) -> Response | StreamingResponse:
 
 def task_logs(request: Request) -> Response | StreamingResponse:
     """GET /tasks/{taskId}/logs."""
-    name = request.text("taskId")
+    name = request.args["taskId"]
     request.master.tasks.task(name)
     return _stream(
         request,

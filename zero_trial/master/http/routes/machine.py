@@ -8,8 +8,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from zero_trial.master.core.master import POOL
-from zero_trial.master.http.request import AuthLevel, Request, Route, real, whole
-from zero_trial.master.http.response import Dict, Response, ok, when
+from zero_trial.master.http.messages import AuthLevel, Dict, Request, Response, Route, ok, real, when, whole
 from zero_trial.master.http.routes.experiments import PROJECT_ID, WORKSPACE, WORKSPACE_ID
 from zero_trial.master.records import (
     AgentInfo,
@@ -72,9 +71,9 @@ def agents(request: Request) -> Response:
 
 def _agent(request: Request) -> Dict:
     for agent in _agents(request):
-        if agent["id"] == request.text("agentId"):
+        if agent["id"] == request.args["agentId"]:
             return agent
-    raise NotFound(f"agent {request.text('agentId')[:60]!r} not found")
+    raise NotFound(f"agent {request.args['agentId'][:60]!r} not found")
 
 
 def agent(request: Request) -> Response:
@@ -89,9 +88,9 @@ def slots(request: Request) -> Response:
 
 def slot(request: Request) -> Response:
     """GET /agents/{agentId}/slots/{slotId}."""
-    found = _agent(request)["slots"].get(str(request.number("slotId")))
+    found = _agent(request)["slots"].get(str(request.numbers["slotId"]))
     if found is None:
-        raise NotFound(f"slot {request.number('slotId')} not found")
+        raise NotFound(f"slot {request.numbers['slotId']} not found")
     return ok({"slot": found})
 
 
@@ -100,7 +99,7 @@ def switch_slot(enabled: bool) -> Any:
 
     def action(request: Request) -> Response:
         _agent(request)
-        changed: SlotInfo = request.master.machine.set_slot_enabled(request.number("slotId"), enabled)
+        changed: SlotInfo = request.master.machine.set_slot_enabled(request.numbers["slotId"], enabled)
         return ok({"slot": slot_json(changed, None)})
 
     return action
@@ -125,7 +124,7 @@ def resource_pools(request: Request) -> Response:
 
 def pool_bindings(request: Request) -> Response:
     """GET /resource-pools/{pool}/workspace-bindings: the one pool serves the one workspace."""
-    _require_pool(request, request.text("pool"))
+    _require_pool(request, request.args["pool"])
     page, pagination = request.page([WORKSPACE_ID])
     return ok({"workspaceIds": list(page), "pagination": pagination})
 
@@ -209,20 +208,20 @@ def workspaces(request: Request) -> Response:
 
 def workspace(request: Request) -> Response:
     """GET /workspaces/{workspaceId}."""
-    _require_one(request.number("workspaceId"), WORKSPACE_ID, "workspace")
+    _require_one(request.numbers["workspaceId"], WORKSPACE_ID, "workspace")
     return ok({"workspace": _workspace(request)})
 
 
 def projects(request: Request) -> Response:
     """GET /workspaces/{workspaceId}/projects."""
-    _require_one(request.number("workspaceId"), WORKSPACE_ID, "workspace")
+    _require_one(request.numbers["workspaceId"], WORKSPACE_ID, "workspace")
     page, pagination = request.page([_project(request)])
     return ok({"projects": list(page), "pagination": pagination})
 
 
 def project(request: Request) -> Response:
     """GET /projects/{projectId}."""
-    _require_one(request.number("projectId"), PROJECT_ID, "project")
+    _require_one(request.numbers["projectId"], PROJECT_ID, "project")
     return ok({"project": _project(request)})
 
 

@@ -10,8 +10,21 @@ from collections.abc import Iterator, Mapping
 from itertools import islice
 from typing import Any
 
-from zero_trial.master.http.request import AuthLevel, BadRequest, Request, Route, real, whole
-from zero_trial.master.http.response import Dict, Response, StreamingResponse, lines, maybe_when, ok, when
+from zero_trial.master.http.messages import (
+    AuthLevel,
+    BadRequest,
+    Dict,
+    Request,
+    Response,
+    Route,
+    StreamingResponse,
+    lines,
+    maybe_when,
+    ok,
+    real,
+    when,
+    whole,
+)
 from zero_trial.master.http.routes.checkpoints import checkpoint_workload_json
 from zero_trial.master.records import (
     Allocation,
@@ -32,19 +45,19 @@ CROWDED_POLL = 1.0  # the same when too many wait already
 
 def get(request: Request) -> Response:
     """GET /trials/{trialId}."""
-    return ok({"trial": trial_json(request.master.trials.get(request.number("trialId")))})
+    return ok({"trial": trial_json(request.master.trials.get(request.numbers["trialId"]))})
 
 
 def kill(request: Request) -> Response:
     """POST /trials/{trialId}/kill."""
-    request.master.trials.kill(request.number("trialId"))
+    request.master.trials.kill(request.numbers["trialId"])
     return Response()
 
 
 def workloads(request: Request) -> Response:
     """GET /trials/{trialId}/workloads."""
     batches = request.query_flag("includeBatchMetrics")
-    found = request.master.trials.workloads(request.number("trialId"), include_batch_metrics=batches)
+    found = request.master.trials.workloads(request.numbers["trialId"], include_batch_metrics=batches)
     kept = request.first("filter")
     if kept == "FILTER_OPTION_CHECKPOINT":
         found = [each for each in found if each.checkpoint is not None]
@@ -87,7 +100,7 @@ def report_metrics(request: Request) -> Response:
         raise BadRequest(400, "a report has a group and metrics")
     values = report.get("metrics")
     averages = values.get("avgMetrics") if isinstance(values, dict) else None
-    number = request.number("trialId")
+    number = request.numbers["trialId"]
     if not isinstance(values, dict) or not isinstance(averages, dict) or report.get("trialId", number) != number:
         raise BadRequest(400, "a report has metrics.avgMetrics and the trial's own id")
     batches = values.get("batchMetrics")
@@ -111,7 +124,7 @@ def report_progress(request: Request) -> Response:
     body = request.body()
     raw = body.get("is_raw", body.get("isRaw", False))
     request.master.trials.report_progress(
-        request.number("trialId"), real(body.get("progress"), "progress"), is_raw=bool(raw)
+        request.numbers["trialId"], real(body.get("progress"), "progress"), is_raw=bool(raw)
     )
     return Response()
 
@@ -119,7 +132,7 @@ def report_progress(request: Request) -> Response:
 def runner_metadata(request: Request) -> Response:
     """POST /trials/{trialId}/runner/metadata."""
     state = request.body().get("state")
-    request.master.trials.set_runner_state(request.number("trialId"), state[:1000] if isinstance(state, str) else "")
+    request.master.trials.set_runner_state(request.numbers["trialId"], state[:1000] if isinstance(state, str) else "")
     return Response()
 
 
@@ -128,7 +141,7 @@ def early_exit(request: Request) -> Response:
     reason = request.body().get("reason")
     if not isinstance(reason, str):
         raise Invalid("reason must be one of Determined's EXITED_REASON_ names")
-    request.master.trials.early_exit(request.number("trialId"), reason)
+    request.master.trials.early_exit(request.numbers["trialId"], reason)
     return Response()
 
 
@@ -142,7 +155,7 @@ def start_run(request: Request) -> Response:
 
 def get_metadata(request: Request) -> Response:
     """GET /runs/{trialId}/metadata."""
-    return ok({"metadata": dict(request.master.trials.metadata(request.number("trialId")))})
+    return ok({"metadata": dict(request.master.trials.metadata(request.numbers["trialId"]))})
 
 
 def set_metadata(request: Request) -> Response:
@@ -150,7 +163,7 @@ def set_metadata(request: Request) -> Response:
     metadata = request.body().get("metadata")
     if not isinstance(metadata, dict):
         raise Invalid("metadata must be an object")
-    request.master.trials.set_metadata(request.number("trialId"), metadata)
+    request.master.trials.set_metadata(request.numbers["trialId"], metadata)
     return ok({"metadata": metadata})
 
 
@@ -159,19 +172,19 @@ def set_metadata(request: Request) -> Response:
 
 def context_directory(request: Request) -> Response:
     """GET /tasks/{taskId}/context_directory."""
-    return ok({"b64Tgz": base64.b64encode(request.master.tasks.context(request.text("taskId"))).decode()})
+    return ok({"b64Tgz": base64.b64encode(request.master.tasks.context(request.args["taskId"])).decode()})
 
 
 def accelerator_data(request: Request) -> Response:
     """POST /allocations/{allocationId}/acceleratorData."""
     data = request.body().get("acceleratorData")
-    request.master.tasks.accelerator_data(request.text("allocationId"), data if isinstance(data, dict) else {})
+    request.master.tasks.accelerator_data(request.args["allocationId"], data if isinstance(data, dict) else {})
     return Response()
 
 
 def rendezvous(request: Request) -> Response:
     """GET /allocations/{allocationId}/resources/{resourcesId}/rendezvous."""
-    found = request.master.tasks.rendezvous(request.text("allocationId"), request.text("resourcesId"))
+    found = request.master.tasks.rendezvous(request.args["allocationId"], request.args["resourcesId"])
     return ok({"rendezvousInfo": {"addresses": list(found.addresses), "rank": found.rank, "slots": list(found.slots)}})
 
 
@@ -188,18 +201,18 @@ def preemption(request: Request) -> Response:
         raise Invalid("timeout_seconds must be a number of seconds", got=text[:40])
     with request.waits.one() as room:
         wait = min(timeout, MAX_POLL if room else CROWDED_POLL)
-        return ok({"preempt": request.master.tasks.preemption_signal(request.text("allocationId"), wait)})
+        return ok({"preempt": request.master.tasks.preemption_signal(request.args["allocationId"], wait)})
 
 
 def ack_preemption(request: Request) -> Response:
     """POST /allocations/{allocationId}/signals/ack_preemption."""
-    request.master.tasks.ack_preemption(request.text("allocationId"))
+    request.master.tasks.ack_preemption(request.args["allocationId"])
     return Response()
 
 
 def ready(request: Request) -> Response:
     """POST /allocations/{allocationId}/ready."""
-    request.master.tasks.set_ready(request.text("allocationId"))
+    request.master.tasks.set_ready(request.args["allocationId"])
     return Response()
 
 
@@ -222,12 +235,12 @@ def post_logs(request: Request) -> Response:
 
 def get_task(request: Request) -> Response:
     """GET /tasks/{taskId}."""
-    return ok({"task": task_json(request.master.tasks.task(request.text("taskId")))})
+    return ok({"task": task_json(request.master.tasks.task(request.args["taskId"]))})
 
 
 def get_allocation(request: Request) -> Response:
     """GET /allocations/{allocationId}."""
-    return ok({"allocation": allocation_json(request.master.tasks.allocation(request.text("allocationId")))})
+    return ok({"allocation": allocation_json(request.master.tasks.allocation(request.args["allocationId"]))})
 
 
 def list_tasks(request: Request) -> Response:

@@ -6,8 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from zero_trial.master.core.accounts import LOCAL_USER, USER_HEADER, client_hash, digest, store_password
-from zero_trial.master.http.request import AuthLevel, Request, Route
-from zero_trial.master.http.response import Dict, Response, ok
+from zero_trial.master.http.messages import AuthLevel, Dict, Request, Response, Route, ok
 from zero_trial.master.records import Conflict, Invalid, NotFound, PermissionDenied, Unsupported, User
 
 ROOT = "/api/v1/users"
@@ -54,9 +53,9 @@ def by_id(request: Request) -> Response:
 
 def by_name(request: Request) -> Response:
     """GET /users/{name}/by-username."""
-    found = request.master.accounts.user(request.text("name"))
+    found = request.master.accounts.user(request.args["name"])
     if found is None:
-        raise NotFound(f"user {request.text('name')[:60]!r} not found")
+        raise NotFound(f"user {request.args['name'][:60]!r} not found")
     return ok({"user": user_json(found)})
 
 
@@ -126,7 +125,7 @@ def _sent_password(body: dict[str, Any]) -> str:
 
 
 def _user(request: Request) -> User:
-    number = request.number("userId")
+    number = request.numbers["userId"]
     found = next((user for user in request.master.accounts.users() if user.id == number), None)
     if found is None:
         raise NotFound(f"user {number} not found")

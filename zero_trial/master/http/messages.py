@@ -1,40 +1,31 @@
-"""One HTTP/1.1 request: read off a socket with limits on its size and duration, then passed to a
-route.
-
-The reader is strict on purpose (RFC 9112): one Content-Length or one chunked Transfer-Encoding, no
-folded headers, nothing that two readers could understand in two ways. docs/decisions/0022 gives the
-reason why it is not a library's.
+"""Requests and responses as routes see them, and how a route is declared. The server reads and
+writes them.
 """
 
 from __future__ import annotations
 
 import json
 import math
-import socket
+import tarfile
 import threading
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import zlib
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
 from enum import Enum
-from typing import TYPE_CHECKING, Any, TypeVar
+from pathlib import Path
+from typing import Any, TypeVar
 from urllib.parse import parse_qs, unquote
 
 from zero_trial.master.core import Master
 from zero_trial.master.core.accounts import Principal, require_own
-from zero_trial.master.records import Invalid, PermissionDenied, parse_time
+from zero_trial.master.records import EARLIEST, LATEST, Invalid, PermissionDenied, parse_time
 
-if TYPE_CHECKING:
-    from zero_trial.master.http.response import Response, StreamingResponse
-
-MAX_HEAD = 32 * 1024  # bytes of request line and headers
-CHUNK = 256 * 1024  # bytes asked of the socket at once
-SLOWEST = 256 * 1024  # bytes a second below which a body is taken for an attack
+Dict = dict[str, Any]
 T = TypeVar("T")
 MAX_NUMBER = 2**31 - 1  # of an id, an offset or a limit on the wire
 DEEPEST = 100  # levels of a body; code that walks it does so by recursion
-_HEX = frozenset(b"0123456789abcdefABCDEF")
-_TOKEN = frozenset("!#$%&'*+-.^_`|~0123456789abcdefghijklmnopqrstuvwxyz")
 
 
 class BadRequest(Exception):
@@ -82,144 +73,6 @@ def split_path(path: str) -> list[str]:
     not ``a/b``.
     """
     return [unquote(part) for part in path.strip("/").split("/")]
-
-
-def parse_head(block: bytes) -> RequestHead:
-    """Read request line and headers (without the empty line that ends them). Raises BadRequest."""
-    lines = block.split(b"\r\n")
-    try:
-        method, target, version = lines[0].decode("ascii").split(" ")
-    except ValueError:
-        raise BadRequest(400, "the request line is not METHOD TARGET HTTP/1.1") from None
-    if version != "HTTP/1.1":
-        raise BadRequest(505, f"{version[:20]} is not supported; use HTTP/1.1")
-    if not target.startswith("/") or not target.isprintable() or not method.isalpha():
-        raise BadRequest(400, "the request target must be a path, the method a word")
-    headers = _headers(lines[1:])
-    path, _, query = target.partition("#")[0].partition("?")
-    keep_alive = headers.get("connection", "").lower() != "close"
-    return RequestHead(method, path, query, headers, keep_alive, _length(headers))
-
-
-def _headers(lines: list[bytes]) -> dict[str, str]:
-    headers: dict[str, str] = {}
-    for line in lines:
-        name, colon, value = line.decode("latin-1").partition(":")
-        name = name.lower()
-        if not colon or not name or not _TOKEN.issuperset(name):
-            raise BadRequest(400, "a header line is not NAME: VALUE")
-        if name in headers and name in ("host", "content-length", "transfer-encoding", "authorization", "origin"):
-            raise BadRequest(400, f"the header {name} came twice")
-        headers[name] = value.strip()
-    return headers
-
-
-def _length(headers: Mapping[str, str]) -> int | None:
-    coding, length = headers.get("transfer-encoding"), headers.get("content-length")
-    if coding is not None:
-        if coding.lower() != "chunked" or length is not None:
-            raise BadRequest(400, "a body is either chunked or has a Content-Length")
-        return None
-    if length is None:
-        return 0
-    if not length.isascii() or not length.isdigit() or len(length) > 15:
-        raise BadRequest(400, "Content-Length is not a number of bytes")
-    return int(length)
-
-
-class Reader:
-    """Reads requests off one socket, each read with the time that is left until a deadline."""
-
-    def __init__(self, sock: socket.socket) -> None:
-        self._sock = sock
-        self._buffer = bytearray()
-
-    @property
-    def waiting(self) -> bool:
-        """Return whether nothing of the next request has arrived yet."""
-        return not self._buffer
-
-    def head(self, *, idle: float, seconds: float) -> RequestHead:
-        """Read the next request's head. Raises Gone, BadRequest.
-
-        Args:
-            idle: seconds to wait for its first byte.
-            seconds: time for the rest.
-        """
-        if not self._buffer:
-            self._receive(time.monotonic() + idle, MAX_HEAD)
-        block = self._until(b"\r\n\r\n", MAX_HEAD, time.monotonic() + seconds, 431)
-        return parse_head(block.lstrip(b"\r\n"))
-
-    def body(self, head: RequestHead, limit: int) -> bytes | bytearray:
-        """Read the body, never more than ``limit`` bytes of it. Raises BadRequest (413, 408) and
-        Gone.
-        """
-        if head.length is None:
-            return self._chunked(limit)
-        if head.length > limit:
-            raise BadRequest(413, f"the body has {head.length} bytes, at most {limit} are accepted here")
-        deadline = time.monotonic() + 10 + head.length / SLOWEST
-        return self._exactly(head.length, deadline)
-
-    def _chunked(self, limit: int) -> bytearray:
-        body = bytearray()
-        deadline = time.monotonic() + 10 + limit / SLOWEST
-        while True:
-            size_text = self._until(b"\r\n", 1024, deadline, 400).partition(b";")[0].strip()
-            try:
-                size = int(size_text, 16) if _HEX.issuperset(size_text) else -1
-            except ValueError:
-                size = -1
-            if size < 0:
-                raise BadRequest(400, "a chunk does not begin with its size")
-            if len(body) + size > limit:
-                raise BadRequest(413, f"the body has more than the {limit} bytes that are accepted here")
-            if size == 0:
-                while self._until(b"\r\n", 1024, deadline, 400):  # trailers are read and forgotten
-                    pass
-                return body
-            body += self._exactly(size, deadline)
-            if self._exactly(2, deadline) != b"\r\n":
-                raise BadRequest(400, "a chunk is longer than its size")
-
-    def _exactly(self, count: int, deadline: float) -> bytearray:
-        while len(self._buffer) < count:
-            self._receive(deadline, min(CHUNK, count - len(self._buffer)))
-        if len(self._buffer) == count:  # the usual case; a large body is not copied
-            taken, self._buffer = self._buffer, bytearray()
-            return taken
-        taken = self._buffer[:count]
-        del self._buffer[:count]
-        return taken
-
-    def _until(self, mark: bytes, limit: int, deadline: float, status: int) -> bytes:
-        """Read up to ``mark``; the mark is removed and not returned."""
-        start = 0
-        while (end := self._buffer.find(mark, start)) < 0 or end > limit:
-            # also where the mark came with the bytes that pass the limit
-            if len(self._buffer) > limit:
-                raise BadRequest(status, f"a line or the headers are longer than {limit} bytes")
-            start = max(0, len(self._buffer) - len(mark) + 1)
-            self._receive(deadline, 16 * 1024)
-        taken = bytes(self._buffer[:end])
-        del self._buffer[: end + len(mark)]
-        return taken
-
-    def _receive(self, deadline: float, count: int) -> None:
-        left = deadline - time.monotonic()
-        if left <= 0:
-            raise BadRequest(408, "the request came too slowly")
-        self._sock.settimeout(left)
-        try:
-            data = self._sock.recv(count)
-        except TimeoutError:
-            raise (BadRequest(408, "the request came too slowly") if self._buffer else Gone("silent")) from None
-        except OSError as error:
-            raise Gone(str(error)) from None
-        if not data:
-            raise Gone("closed")
-        self._buffer += data
 
 
 class Waits:
@@ -277,14 +130,6 @@ class Request:
     def require_admin(self) -> None:
         if self.principal.user is None or not self.principal.user.admin:
             raise PermissionDenied("only an administrator may do this")
-
-    def text(self, name: str) -> str:
-        """Return a named part of the path."""
-        return self.args[name]
-
-    def number(self, name: str) -> int:
-        """Return a named part of the path that is a number."""
-        return self.numbers[name]
 
     def body(self) -> dict[str, Any]:
         """Return the JSON object that came with the request; empty if nothing came. Raises
@@ -414,9 +259,174 @@ def real(value: Any, name: str) -> float:
     return number
 
 
+# -- what goes back: a whole body, or a stream whose end is not known yet
+
+REASONS: Mapping[int, str] = {
+    200: "OK",
+    400: "Bad Request",
+    401: "Unauthorized",
+    403: "Forbidden",
+    404: "Not Found",
+    405: "Method Not Allowed",
+    408: "Request Timeout",
+    409: "Conflict",
+    413: "Content Too Large",
+    431: "Request Header Fields Too Large",
+    500: "Internal Server Error",
+    501: "Not Implemented",
+    503: "Service Unavailable",
+    505: "HTTP Version Not Supported",
+}
+_BATCH = 64 * 1024  # bytes of lines that are sent together
+_PIECE = 256 * 1024  # bytes of a file that are read at once
+_GZIP = 31  # zlib's window of 2**15 with a gzip header around it
+
+
+@dataclass(frozen=True)
+class Response:
+    """A status and a whole body."""
+
+    status: int = 200
+    body: bytes = b"{}"
+    content_type: str = "application/json"
+    close: bool = False  # the connection ends with this answer
+
+
+@dataclass(frozen=True)
+class StreamingResponse:
+    """A body in pieces. An empty piece sends nothing; the server then checks whether the client is
+    still connected.
+    """
+
+    pieces: Generator[bytes, None, None]
+    content_type: str = "application/json"
+    done: Callable[[], None] | None = (
+        None  # called once, when the stream has ended or was given up, even before its first piece
+    )
+    status: int = field(default=200, init=False)
+
+    def close(self) -> None:
+        """Release what the stream holds."""
+        self.pieces.close()
+        if self.done is not None:
+            self.done()
+
+
+def encode(value: Any) -> bytes:
+    """Encode JSON; numbers that JSON does not know become the strings of protobuf's JSON ("NaN",
+    "Infinity", "-Infinity").
+    """
+    try:
+        return json.dumps(value, separators=(",", ":"), allow_nan=False, ensure_ascii=False).encode("utf-8", "replace")
+    except ValueError:
+        return json.dumps(finite(value), separators=(",", ":"), ensure_ascii=False).encode("utf-8", "replace")
+
+
+def finite(value: Any) -> Any:
+    """Return the same value with "NaN", "Infinity" and "-Infinity" in place of numbers that are not
+    finite.
+    """
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    if isinstance(value, Mapping):
+        return {key: finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(item) for item in value]
+    return value
+
+
+def ok(value: Any) -> Response:
+    """Return 200 with a JSON body."""
+    return Response(200, encode(value))
+
+
+def failure(status: int, message: str, *, close: bool = False) -> Response:
+    """Return an error with its text in the two places that Determined's clients read: ``message``
+    and ``error.error``.
+    """
+    error = {"code": status, "reason": REASONS.get(status, "Error"), "error": message}
+    return Response(status, encode({"message": message, "error": error}), close=close)
+
+
+def lines(
+    values: Iterable[Mapping[str, Any] | None], *, follow: bool, done: Callable[[], None] | None = None
+) -> StreamingResponse:
+    """Stream newline-delimited JSON, one ``{"result": value}`` per line.
+
+    With ``follow`` every line is sent by itself; None becomes an empty piece.
+    """
+    encoded = (b"" if value is None else encode({"result": value}) + b"\n" for value in values)
+    return StreamingResponse(encoded if follow else _batched(encoded), done=done)
+
+
+def _batched(pieces: Iterable[bytes]) -> Generator[bytes, None, None]:
+    held: list[bytes] = []
+    size = 0
+    for piece in pieces:
+        held.append(piece)
+        size += len(piece)
+        if size >= _BATCH:
+            yield b"".join(held)
+            held, size = [], 0
+    if size:
+        yield b"".join(held)
+
+
+def pack(directory: Path) -> Generator[bytes, None, None]:
+    """Stream the plain files below ``directory``, without links, as a .tar.gz. Raises OSError if a
+    file shrinks meanwhile.
+    """
+    squeeze = zlib.compressobj(1, zlib.DEFLATED, _GZIP)
+    for block in _blocks(directory):
+        if piece := squeeze.compress(block):
+            yield piece
+    yield squeeze.flush()
+
+
+def _blocks(directory: Path) -> Iterator[bytes]:
+    for path in sorted(directory.rglob("*")):
+        if path.is_file() and not path.is_symlink():
+            yield from _file(path, path.relative_to(directory).as_posix())
+    yield bytes(2 * tarfile.BLOCKSIZE)
+
+
+def _file(path: Path, name: str) -> Iterator[bytes]:
+    with path.open("rb") as stream:
+        info = tarfile.TarInfo(name)
+        info.size = path.stat().st_size
+        info.mode = 0o644
+        info.mtime = int(path.stat().st_mtime)
+        yield info.tobuf(tarfile.PAX_FORMAT)
+        left = info.size
+        while left:
+            data = stream.read(min(_PIECE, left))
+            if not data:
+                raise OSError(f"{name} became shorter while it was read")
+            left -= len(data)
+            yield data
+    yield bytes(-info.size % tarfile.BLOCKSIZE)
+
+
+def when(seconds: float) -> str:
+    """Return a time as RFC 3339 in UTC with milliseconds.
+
+    A time that has no such form, which older masters stored, becomes the nearest that has one.
+    """
+    return (
+        datetime.fromtimestamp(min(max(seconds, EARLIEST), LATEST), timezone.utc)
+        .isoformat(timespec="milliseconds")
+        .replace("+00:00", "Z")
+    )
+
+
+def maybe_when(seconds: float | None) -> str | None:
+    """Return a time as `when` does; None for a time that has not come."""
+    return None if seconds is None else when(seconds)
+
+
 # -- the declaration of a route
 
-Action = Callable[[Request], "Response | StreamingResponse"]
+Action = Callable[[Request], Response | StreamingResponse]
 
 SMALL_BODY = 8 * 1024 * 1024  # bytes
 

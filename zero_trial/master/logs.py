@@ -129,15 +129,13 @@ class _Tail:
     def new(self) -> Iterator[LogLine]:
         """Return the lines since the last call, by time; those of one file stay in their order."""
         paths = sorted(self._source.folder.glob("*.jsonl"))
-        return heapq.merge(*map(self._of, paths), key=lambda line: line.time)
+        readers = [_Reader(self._source, path).lines(self._counted(path)) for path in paths]
+        return heapq.merge(*readers, key=lambda line: line.time)
 
     def skip(self) -> Mapping[Path, int]:
         """Skip what is there now, and return where it ends."""
         self._read = _ends(self._source)
         return dict(self._read)
-
-    def _of(self, path: Path) -> Iterator[LogLine]:
-        return _Reader(self._source, path).lines(self._counted(path))
 
     def _counted(self, path: Path) -> Iterator[Line]:
         for place, raw in forward(path, self._read.get(path, 0)):
@@ -155,9 +153,10 @@ class _Reader:
 
     def lines(self, found: Iterable[Line]) -> Iterator[LogLine]:
         """Convert lines as they are found."""
-        return (self._line(raw, self._run_id, place) for place, raw in found)
+        return (self._line(raw, place) for place, raw in found)
 
-    def _line(self, raw: bytes, run_id: int, place: int) -> LogLine:
+    def _line(self, raw: bytes, place: int) -> LogLine:
+        run_id = self._run_id
         try:
             data = json.loads(raw)
         except ValueError:  # its writer was killed in the middle of it

@@ -226,15 +226,6 @@ class Checkpoint:
 
 
 @dataclass(frozen=True)
-class Workload:
-    """One line of a trial's history; exactly one of the three is set."""
-
-    training: MetricReport | None = None
-    validation: MetricReport | None = None
-    checkpoint: Checkpoint | None = None
-
-
-@dataclass(frozen=True)
 class LogLine:
     """One line of output. ``id`` rises with the line and can be used to go on after it."""
 
@@ -403,15 +394,6 @@ class LogQuery:
     rank_ids: tuple[int, ...] = ()
     search: str = ""  # a plain substring
     allocation_ids: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class RendezvousInfo:
-    """The addresses at which the ranks of an allocation meet."""
-
-    addresses: tuple[str, ...]
-    rank: int
-    slots: tuple[int, ...]  # slots on each address
 
 
 _SPELLED = MappingProxyType({"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf})

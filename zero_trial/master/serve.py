@@ -8,11 +8,12 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import zero_trial
 from zero_trial.errors import ConfigError, ZeroTrialError
+from zero_trial.master.agent.agent import Agent
 from zero_trial.master.agent.environment import SlotDevices
 from zero_trial.master.agent.processes import identify
 from zero_trial.master.core import Master
@@ -54,12 +55,14 @@ def serve(options: ServeOptions, ready: Callable[[], None]) -> None:
         {"pid": me.pid, "start": me.start, "port": directory.state().get("port"), "url": ""}
     )  # there, not ready
     _log_to(directory)
-    with _stop_signals() as stopping:
-        master = Master.on(directory, options.devices, host_env=options.host_env)
-        try:
-            _serve(options, master, ready, stopping)
-        finally:
-            master.close()
+    stopping = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stopping.set())
+    master = Master(directory, options.devices, Agent(directory, host_env=options.host_env))
+    try:
+        _serve(options, master, ready, stopping)
+    finally:
+        master.close()
     with contextlib.suppress(FileNotFoundError):  # the directory was removed
         directory.write_state({**directory.state(), "pid": 0, "url": "", "stopped": time.time()})
     directory.unlock()
@@ -125,11 +128,3 @@ def _log_to(directory: MasterDirectory) -> None:
     logger.setLevel(logging.INFO)
     logger.handlers = [handler]
     logger.propagate = False
-
-
-@contextlib.contextmanager
-def _stop_signals() -> Iterator[threading.Event]:
-    stopping = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: stopping.set())
-    yield stopping

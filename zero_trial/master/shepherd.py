@@ -20,10 +20,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from zero_trial.master import logs
 from zero_trial.master.agent import processes, storage
@@ -44,16 +43,11 @@ class RunOrder:
     SIGTERM.
     """
 
-    command: tuple[str, ...]
+    command: Sequence[str]
     cwd: str
     env: Mapping[str, str]
     log: str
     grace: float
-
-    @classmethod
-    def of(cls, content: Mapping[str, Any]) -> RunOrder:
-        """Read an order from its JSON form."""
-        return cls(tuple(content["command"]), content["cwd"], content["env"], content["log"], content["grace"])
 
 
 class Lines:
@@ -91,20 +85,16 @@ class Lines:
             try:
                 logs.append(self._path, [logs.entry(text, at, self._stdtype) for text in texts])
             except OSError as error:  # a full disk: lines are lost, the trial is not
-                self._report_lost(error)
+                if not self._lost:  # said once, in the supervisor's own log if that can be written
+                    self._lost = True
+                    with contextlib.suppress(OSError):
+                        sys.stderr.write(f"lines of {self._stdtype} are lost: {error}\n")
 
     def _note(self, text: str) -> None:
         if not self.cause and (found := _CAUSE.match(text)):
             self.cause = found[1]
         if found := _FIRST_FAILURE.match(text):
             self.first_failure = found[1]
-
-    def _report_lost(self, error: OSError) -> None:
-        """Write once to the supervisor's own log, if that can be written, that lines are lost."""
-        if not self._lost:
-            self._lost = True
-            with contextlib.suppress(OSError):
-                sys.stderr.write(f"lines of {self._stdtype} are lost: {error}\n")
 
 
 class AllocationSupervisor:
@@ -263,7 +253,7 @@ def main(folder: Path, text: str) -> int:
     """Take the lease of the allocation, run ``text`` (a RunOrder as JSON), record how it ended. Do
     nothing if the lease is taken.
     """
-    order = RunOrder.of(json.loads(text))
+    order = RunOrder(**json.loads(text))
     processes.adopt_orphans()
     supervisor = AllocationSupervisor(order)
     if not processes.acquire_lease(folder, processes.identify(os.getpid())):

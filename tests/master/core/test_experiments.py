@@ -152,7 +152,6 @@ class TestRunning:
             "delete",
             "trials",
             "checkpoints",
-            "best_searcher_metric",
         ],
     )
     def test_there_is_no_such_experiment(self, master: Sandbox, operation: str) -> None:

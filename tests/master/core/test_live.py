@@ -12,6 +12,7 @@ import pytest
 import yaml
 
 from tests.master.fakes import experiment, tgz
+from zero_trial.master.agent.agent import Agent
 from zero_trial.master.agent.environment import SlotDevices
 from zero_trial.master.agent.processes import marked
 from zero_trial.master.core import Master
@@ -51,7 +52,7 @@ class Live:
         import os
 
         env = {**os.environ, "SECRET_OF_THE_MASTER": "leaked"}
-        self.master = Master.on(self.home, SlotDevices(4, cores=4), host_env=env, grace=1.0)
+        self.master = Master(self.home, SlotDevices(4, cores=4), Agent(self.home, host_env=env, grace=1.0))
         self.server = listen(self.master)
         self.master.begin(self.server.url)
 

@@ -59,7 +59,7 @@ def test_the_queue(master: Sandbox) -> None:
 
 
 def test_who_we_are_outlives_a_restart(master: Sandbox) -> None:
-    before = master.machine.info()
+    before = master.machine.info
     master.restart()
-    assert master.machine.info() == before and before.version == "0.38.1"
-    assert master.machine.log_file() == master.directory.log
+    assert master.machine.info == before and before.version == "0.38.1"
+    assert master.machine.log_file == master.directory.log

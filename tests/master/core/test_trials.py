@@ -8,7 +8,7 @@ import pytest
 
 from tests.master.core.test_checkpoints import save
 from tests.master.fakes import Sandbox
-from zero_trial.master.records import Conflict, Invalid, LogQuery, NotFound
+from zero_trial.master.records import Conflict, Invalid, LogQuery, MetricReport, NotFound
 
 
 def report(master: Sandbox, steps: int | None, group: str = "training", run_id: int = 1, **values: float) -> None:
@@ -53,20 +53,18 @@ def test_workloads_are_the_trials_history(master: Sandbox) -> None:
     save(master, 1, 2)
     kinds = []
     for item in master.trials.workloads(1):
-        one = item.training or item.validation or item.checkpoint
-        assert one is not None
-        kinds.append((type(one).__name__ if item.checkpoint else getattr(one, "group", ""), one.steps_completed))
+        kinds.append((getattr(item, "group", type(item).__name__), item.steps_completed))
     assert kinds == [("training", 1), ("training", 2), ("validation", 2), ("Checkpoint", 2)]
-    first = master.trials.workloads(1, include_batch_metrics=True)[0].training
-    assert first is not None and first.batch_metrics == [{"x": 1}]
+    first = master.trials.workloads(1, include_batch_metrics=True)[0]
+    assert isinstance(first, MetricReport) and first.batch_metrics == [{"x": 1}]
 
 
 def test_progress_of_the_trial_and_of_the_search(master: Sandbox) -> None:
     master.create()
-    master.trials.report_progress(1, 0.5, is_raw=True)
+    master.trials.report_progress(1, 0.5)
     assert master.trials.get(1).progress == 0.5
     assert master.experiments.get(1).progress == pytest.approx(0.5)
-    master.trials.report_progress(1, 7.0, is_raw=True)
+    master.trials.report_progress(1, 7.0)
     assert master.trials.get(1).progress == 1.0
 
 
@@ -168,15 +166,6 @@ def test_an_ack_of_a_run_that_is_over_is_not_one_of_the_next(master: Sandbox) ->
     master.tasks.ack_preemption(old)
     master.exit(1)
     assert master.state_of(1) == "COMPLETED"
-
-
-def test_where_ranks_meet(master: Sandbox) -> None:
-    master.create(resources={"slots_per_trial": 2})
-    run = master.run_of(1).allocation
-    found = master.tasks.rendezvous(run.id, run.resources_id)
-    assert (found.addresses, found.rank, found.slots) == (("127.0.0.1",), 0, (2,))
-    with pytest.raises(NotFound):
-        master.tasks.rendezvous(run.id, "other")
 
 
 def test_what_it_says_of_itself(master: Sandbox) -> None:

@@ -17,7 +17,7 @@ def test_who_the_master_is(ask: Ask, user: Any, world: World) -> None:
     status, answer = ask("GET", "/info")
     assert (status, answer["version"], answer["telemetry"]) == (200, "0.38.1", {"enabled": False})
     found = bindings.get_GetMaster(user)
-    assert (found.version, found.clusterName, found.rbacEnabled) == ("0.38.1", world.machine.info().cluster_name, False)
+    assert (found.version, found.clusterName, found.rbacEnabled) == ("0.38.1", world.machine.info.cluster_name, False)
     assert bindings.get_GetMasterConfig(user).config["resource_pools"] == [
         {"pool_name": "default", "description": "the slots of this machine"}
     ]

@@ -78,7 +78,9 @@ class _Watched:
 
 
 class Agent:
-    """The only agent of this machine."""
+    """The only agent of this machine: see `AgentApi`. One thread starts and ends, another watches
+    and calls back.
+    """
 
     def __init__(
         self,
@@ -99,9 +101,6 @@ class Agent:
         self._threads: list[threading.Thread] = []
 
     def begin(self, on_started: Callable[[str], None], on_exited: Callable[[str, processes.Exit], None]) -> None:
-        """Begin to work, in two threads. The callbacks are called from the watching one, once for
-        each allocation.
-        """
         self._threads = [
             threading.Thread(target=self._do_work, name="agent-work", daemon=True),
             threading.Thread(target=self._watch, args=(on_started, on_exited), name="agent-watch", daemon=True),
@@ -110,17 +109,14 @@ class Agent:
             thread.start()
 
     def start(self, order: StartOrder) -> None:
-        """Start an allocation, later. Nothing happens if an earlier master has started it."""
         with self._lock:
             self._watched.setdefault(order.allocation.id, _Watched())
         self._work.put(lambda: self._start(order))
 
     def kill(self, allocation_id: str) -> None:
-        """End all processes of an allocation, later."""
         self._work.put(lambda: self._kill(allocation_id))
 
     def adopt(self, allocation_id: str) -> LeaseState:
-        """Watch an allocation that an earlier master may have started."""
         if not processes.lease_exists(self._directory.allocation(allocation_id)):
             return LeaseState.NONE
         with self._lock:
@@ -128,7 +124,6 @@ class Agent:
         return LeaseState.RUNNING
 
     def close(self) -> None:
-        """Stop watching; what runs goes on."""
         self._closed.set()
         self._work.put(None)
         for thread in self._threads:
@@ -242,7 +237,9 @@ class Agent:
         with self._lock:
             self._watched.pop(name, None)
         started.discard(name)
-        self._tidy(folder)
+        for path in (folder / "work", folder / "root"):  # copies of the context
+            shutil.rmtree(path, ignore_errors=True)
+        storage.remove_scratch(folder)  # a killed supervisor could not
 
     def _ended(self, folder: Path, identity: processes.Identity | None, entry: _Watched) -> processes.Exit | None:
         alive = (
@@ -265,12 +262,6 @@ class Agent:
                 127, time.time(), why=f"its supervisor could not begin, see {folder / 'supervisor.log'}"
             )
         return None
-
-    def _tidy(self, folder: Path) -> None:
-        """Remove copies of the context and what a killed supervisor could not remove."""
-        for path in (folder / "work", folder / "root"):
-            shutil.rmtree(path, ignore_errors=True)
-        storage.remove_scratch(folder)
 
 
 def steps(has_hook: bool) -> list[str]:

@@ -244,7 +244,7 @@ class AccountService:
             token = self.grant(user, lasts=None)
         credentials = Credentials(LOCAL_USER, password, token)
         if credentials != kept:
-            _write(file, credentials)
+            write_atomic(file, json.dumps(asdict(credentials)), private=True)
         return credentials
 
 
@@ -254,7 +254,3 @@ def _read(file: Path) -> Credentials | None:
         return Credentials(str(found["user"]), str(found["password"]), str(found["token"]))
     except (OSError, ValueError, KeyError, TypeError):
         return None
-
-
-def _write(file: Path, credentials: Credentials) -> None:
-    write_atomic(file, json.dumps(asdict(credentials)), private=True)

@@ -171,12 +171,6 @@ class ExperimentService:
         with self._state.database.reading() as connection:
             return checkpoints.of_experiment(connection, experiment_id)
 
-    def best_searcher_metric(self, experiment_id: int) -> float | None:
-        """Return the best value of the searcher's metric over all trials, as reported; None before
-        the first validation.
-        """
-        return self.get(experiment_id).best_metric
-
     def preview_gc(self, experiment_id: int, policy: GcPolicy) -> list[Checkpoint]:
         """List the checkpoints that this policy would delete; deletes nothing."""
         config = self.get(experiment_id).config

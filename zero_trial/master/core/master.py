@@ -11,10 +11,9 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
-from pathlib import Path
+from collections.abc import Callable
 
-from zero_trial.master.agent.agent import GRACE_SECONDS, Agent, AgentApi, LeaseState
+from zero_trial.master.agent.agent import AgentApi, LeaseState
 from zero_trial.master.agent.environment import SlotDevices
 from zero_trial.master.agent.processes import Exit
 from zero_trial.master.core import lifecycle
@@ -33,7 +32,6 @@ from zero_trial.master.records import (
     Experiment,
     ExperimentState,
     Job,
-    MasterInfo,
     NotFound,
     ResourcePool,
     SlotInfo,
@@ -55,22 +53,18 @@ _LIVE = (
 
 
 class MachineService:
-    """Operations on the machine and its queue."""
+    """Operations on the machine and its queue.
+
+    Attributes:
+        info: version and identity.
+        log_file: the path of the master's own log. An entry is one line, ``2026-01-31T12:00:00.000Z
+            LEVEL message``; other lines belong to the entry before them.
+    """
 
     def __init__(self, state: MasterState) -> None:
         self._state = state
-
-    def info(self) -> MasterInfo:
-        """Return version and identity."""
-        return self._state.info
-
-    def log_file(self) -> Path:
-        """Return the path of the master's own log.
-
-        An entry is one line, ``2026-01-31T12:00:00.000Z LEVEL message``; other lines belong to the
-        entry before them.
-        """
-        return self._state.directory.log
+        self.info = state.info
+        self.log_file = state.directory.log
 
     def slots(self) -> list[SlotInfo]:
         """List all slots."""
@@ -175,18 +169,6 @@ class Master:
         self.machine = MachineService(state)
         self.accounts = AccountService(state)
         self._ticker: threading.Thread | None = None
-
-    @classmethod
-    def on(
-        cls,
-        directory: MasterDirectory,
-        devices: SlotDevices,
-        *,
-        host_env: Mapping[str, str],
-        grace: float = GRACE_SECONDS,
-    ) -> Master:
-        """Make the master of this machine. ``host_env``: what trials may see of the environment."""
-        return cls(directory, devices, Agent(directory, grace=grace, host_env=host_env))
 
     def begin(self, master_url: str) -> None:
         """Take over what an earlier master left, give out slots, and start the background

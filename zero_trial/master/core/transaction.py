@@ -13,10 +13,11 @@ from __future__ import annotations
 import logging
 import sqlite3
 import uuid
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, TypeAlias
 
 from zero_trial.master.agent.environment import StartOrder
@@ -26,7 +27,6 @@ from zero_trial.master.core.lifecycle import (
     ExperimentEvent,
     QueuedRun,
     RunStage,
-    SlotAssignment,
     TrialLife,
     TrialSignal,
     assign_slots,
@@ -366,27 +366,18 @@ class Transaction:
         holding = {slot for run in runs for slot in run.slots}
         off = accounts.disabled_slots(self.connection)
         free = [slot for slot in range(self._state.devices.count) if slot not in holding and slot not in off]
-        used: dict[int, int] = {}
+        used: Counter[int] = Counter()
         for run in runs:
-            used[run.experiment_id] = used.get(run.experiment_id, 0) + len(run.slots)
-        for made in assign_slots(self._queue(runs), free, used):
-            self._assign(made)
-
-    def _queue(self, runs: list[Allocation]) -> list[QueuedRun]:
-        known: dict[int, Mapping[str, Any]] = {}
-        queue = []
-        for run in runs:
-            if run.state is not AllocationState.QUEUED:
-                continue
-            if run.experiment_id not in known:
-                known[run.experiment_id] = self.experiment_of(run.experiment_id).config.get("resources") or {}
-            queue.append(QueuedRun.of(run, known[run.experiment_id]))
-        return queue
-
-    def _assign(self, made: SlotAssignment) -> None:
-        trials.change_allocation(self.connection, made.allocation_id, slots=made.slots)
-        self.apply_to_trial(self._allocation(made.allocation_id).trial_id, TrialSignal.PLACED)
-        self.order_start(self._allocation(made.allocation_id))
+            used[run.experiment_id] += len(run.slots)
+        resources = cache(lambda number: self.experiment_of(number).config.get("resources") or {})
+        queue = [QueuedRun.of(run, resources(run.experiment_id)) for run in runs if run.state is AllocationState.QUEUED]
+        for made in assign_slots(queue, free, used):
+            trials.change_allocation(self.connection, made.allocation_id, slots=made.slots)
+            placed = existing(
+                trials.allocation(self.connection, made.allocation_id), f"allocation {made.allocation_id}"
+            )
+            self.apply_to_trial(placed.trial_id, TrialSignal.PLACED)
+            self.order_start(placed)
 
     # -- the search
 
@@ -426,7 +417,9 @@ class Transaction:
                 self.apply_to_trial(trial.id, TrialSignal.STOP)
         elif isinstance(action, Shutdown):
             if action.failed:
-                self._explain_failure(experiment_id)
+                reasons = [one.reason for one in trials.of_experiment(self.connection, experiment_id) if one.reason]
+                if reasons:
+                    experiments.change(self.connection, experiment_id, error=reasons[-1])
             self.apply_to_experiment(
                 experiment_id, ExperimentEvent.SEARCH_FAILED if action.failed else ExperimentEvent.SEARCH_COMPLETED
             )
@@ -485,19 +478,10 @@ class Transaction:
             return
         self.search(Ended(self.trial_of(trial_id), ExitReason.INVALID_HP))
 
-    def _explain_failure(self, experiment_id: int) -> None:
-        """Copy the reason of the last trial that failed to the experiment."""
-        reasons = [trial.reason for trial in trials.of_experiment(self.connection, experiment_id) if trial.reason]
-        if reasons:
-            experiments.change(self.connection, experiment_id, error=reasons[-1])
-
     # -- reading
 
     def trial_of(self, trial_id: int) -> Trial:
         return existing(trials.get(self.connection, trial_id), f"trial {trial_id}")
-
-    def _allocation(self, allocation_id: str) -> Allocation:
-        return existing(trials.allocation(self.connection, allocation_id), f"allocation {allocation_id}")
 
     def experiment_of(self, experiment_id: int) -> Experiment:
         return existing(experiments.get(self.connection, experiment_id, derived=False), f"experiment {experiment_id}")

@@ -22,11 +22,8 @@ from zero_trial.master.records import (
     LogLine,
     LogQuery,
     MetricReport,
-    NotFound,
-    RendezvousInfo,
     Task,
     Trial,
-    Workload,
     existing,
     parse_time,
 )
@@ -51,7 +48,7 @@ class TrialService:
         with self._state.database.reading() as connection:
             return existing(trials.get(connection, trial_id, derived=True), f"trial {trial_id}")
 
-    def workloads(self, trial_id: int, *, include_batch_metrics: bool = False) -> list[Workload]:
+    def workloads(self, trial_id: int, *, include_batch_metrics: bool = False) -> list[MetricReport | Checkpoint]:
         """List training reports, validation reports and checkpoints by steps completed, without
         archived reports.
         """
@@ -63,8 +60,7 @@ class TrialService:
                 for report in metrics.of_trial(connection, trial_id, group, batch_metrics=include_batch_metrics)
             ]
             reports += [(item.steps_completed, 2, item) for item in checkpoints.of_trial(connection, trial_id)]
-        entries = sorted(reports, key=lambda entry: entry[:2])
-        return [_workload(item) for _, _, item in entries]
+        return [item for _, _, item in sorted(reports, key=lambda entry: entry[:2])]
 
     def metrics(self, trial_id: int, group: str | None = None) -> list[MetricReport]:
         """List the reports of a group (None: of all groups), without archived ones."""
@@ -146,19 +142,15 @@ class TrialService:
                 )
             at = tx.now if reported is None else reported
             report = MetricReport(trial_id, run_id, group, steps_completed, metrics, batch_metrics, at)
-            self._take(tx, trial, report)
-
-    def _take(self, tx: Transaction, trial: Trial, report: MetricReport) -> None:
-        if report.group == "validation":
-            self._validated(tx, trial, report)
-        else:
-            metrics.add(tx.connection, report)
-        if report.steps_completed is not None and report.group in ("training", "validation"):
-            steps = max(trial.steps_completed, report.steps_completed)
-            if steps != trial.steps_completed:
+            self._add(tx, trial, report)
+            steps = steps_completed if group in ("training", "validation") else None
+            if steps is not None and steps > trial.steps_completed:
                 trials.change(tx.connection, trial.id, steps_completed=steps)
 
-    def _validated(self, tx: Transaction, trial: Trial, report: MetricReport) -> None:
+    def _add(self, tx: Transaction, trial: Trial, report: MetricReport) -> None:
+        if report.group != "validation":
+            metrics.add(tx.connection, report)
+            return
         if metrics.known(tx.connection, report):
             return  # sent again because the answer was lost: the search has it
         experiment = tx.experiment_of(trial.experiment_id)
@@ -166,13 +158,12 @@ class TrialService:
         metrics.add(tx.connection, report, metrics.number_of(report.metrics, name))
         tx.search(Validated(trial, report.metrics))
 
-    def report_progress(self, trial_id: int, progress: float, *, is_raw: bool) -> None:
+    def report_progress(self, trial_id: int, progress: float) -> None:
         """Record how far a trial is, and compute how far its search is.
 
         Args:
             progress: a fraction of this trial's own work from 0 to 1.
         """
-        del is_raw  # both ways it is the trial's own fraction
         with transaction(self._state) as tx:
             trial = tx.trial_of(trial_id)
             trials.change(tx.connection, trial_id, progress=min(1.0, max(0.0, progress)))
@@ -222,12 +213,6 @@ def _ended(state: MasterState, trial_id: int) -> Callable[[], bool]:
     return ended
 
 
-def _workload(item: MetricReport | Checkpoint) -> Workload:
-    if isinstance(item, Checkpoint):
-        return Workload(checkpoint=item)
-    return Workload(training=item) if item.group == "training" else Workload(validation=item)
-
-
 class TaskService:
     """Operations on tasks and their allocations."""
 
@@ -274,13 +259,6 @@ class TaskService:
         trial = self._trial(task_id)
         with self._state.database.reading() as connection:
             return experiments.context(connection, trial.experiment_id) or b""
-
-    def rendezvous(self, allocation_id: str, resources_id: str) -> RendezvousInfo:
-        """Return where the ranks meet. Raises NotFound for resources of another allocation."""
-        found = self.allocation(allocation_id)
-        if found.resources_id != resources_id:
-            raise NotFound(f"resources {resources_id} not found")
-        return RendezvousInfo(("127.0.0.1",), 0, (len(found.slots),))
 
     def logs(self, task_id: str, query: LogQuery) -> Iterator[LogLine | None]:
         """Return the log lines of the task's trial."""

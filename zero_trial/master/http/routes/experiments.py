@@ -199,7 +199,7 @@ def best_metric(request: Request) -> Response:
     """GET /experiments/{experimentId}/searcher/best_searcher_validation_metric; 404 if there is
     none yet.
     """
-    best = request.master.experiments.best_searcher_metric(request.numbers["experimentId"])
+    best = request.master.experiments.get(request.numbers["experimentId"]).best_metric
     if best is None:
         raise NotFound("no trial has reported the searcher's metric yet")
     return ok({"metric": best})

@@ -170,7 +170,7 @@ def master_logs(request: Request) -> Response | StreamingResponse:
     """
     if request.query_flag("follow"):
         return failure(501, "the master's log is not followed over HTTP: run 'zero-trial master logs'")
-    entries = list(_entries(request.master.machine.log_file()))
+    entries = list(_entries(request.master.machine.log_file))
     offset, limit = request.query_number("offset", 0), request.query_number("limit", 0)
     kept = entries[offset:] if offset < 0 else entries[min(offset, len(entries)) :]
     return lines(({"logEntry": entry} for entry in (kept[:limit] if limit > 0 else kept)), follow=False)

@@ -27,12 +27,12 @@ from zero_trial.master.records import (
 
 def info(request: Request) -> Response:
     """GET /info."""
-    return ok(info_json(request.master.machine.info()))
+    return ok(info_json(request.master.machine.info))
 
 
 def master(request: Request) -> Response:
     """GET /api/v1/master."""
-    return ok(master_json(request.master.machine.info()))
+    return ok(master_json(request.master.machine.info))
 
 
 def master_config(request: Request) -> Response:
@@ -40,7 +40,7 @@ def master_config(request: Request) -> Response:
     pools = [
         {"pool_name": pool.name, "description": pool.description} for pool in request.master.machine.resource_pools()
     ]
-    record = request.master.machine.info()
+    record = request.master.machine.info
     return ok(
         {
             "config": {

@@ -29,11 +29,12 @@ from zero_trial.master.http.routes.checkpoints import checkpoint_workload_json
 from zero_trial.master.records import (
     Allocation,
     AllocationState,
+    Checkpoint,
     Invalid,
     MetricReport,
+    NotFound,
     Task,
     Trial,
-    Workload,
     parse_time,
 )
 
@@ -41,6 +42,11 @@ ROOT = "/api/v1/trials"
 _PER_LINE = 1000  # metric reports that are sent in one line of a stream
 MAX_POLL = 60.0  # seconds that a long poll waits
 CROWDED_POLL = 1.0  # the same when too many wait already
+_WORKLOAD_FILTERS = {
+    "FILTER_OPTION_CHECKPOINT": ("checkpoint",),
+    "FILTER_OPTION_VALIDATION": ("validation",),
+    "FILTER_OPTION_CHECKPOINT_OR_VALIDATION": ("checkpoint", "validation"),
+}
 
 
 def get(request: Request) -> Response:
@@ -58,17 +64,10 @@ def workloads(request: Request) -> Response:
     """GET /trials/{trialId}/workloads."""
     batches = request.query_flag("includeBatchMetrics")
     found = request.master.trials.workloads(request.numbers["trialId"], include_batch_metrics=batches)
-    kept = request.first("filter")
-    if kept == "FILTER_OPTION_CHECKPOINT":
-        found = [each for each in found if each.checkpoint is not None]
-    elif kept == "FILTER_OPTION_VALIDATION":
-        found = [each for each in found if each.validation is not None]
-    elif kept == "FILTER_OPTION_CHECKPOINT_OR_VALIDATION":
-        found = [each for each in found if each.training is None]
-    if request.first("orderBy") == "ORDER_BY_DESC":
-        found = found[::-1]
-    page, pagination = request.page(found)
-    return ok({"workloads": [workload_json(each) for each in page], "pagination": pagination})
+    kinds = _WORKLOAD_FILTERS.get(request.first("filter"), ("training", "validation", "checkpoint"))
+    kept = [each for each in map(workload_json, found) if each.keys() & set(kinds)]
+    page, pagination = request.page(kept[::-1] if request.first("orderBy") == "ORDER_BY_DESC" else kept)
+    return ok({"workloads": page, "pagination": pagination})
 
 
 def metrics(group: str | None) -> Any:
@@ -121,11 +120,8 @@ def report_metrics(request: Request) -> Response:
 
 def report_progress(request: Request) -> Response:
     """POST /trials/{trialId}/progress."""
-    body = request.body()
-    raw = body.get("is_raw", body.get("isRaw", False))
-    request.master.trials.report_progress(
-        request.numbers["trialId"], real(body.get("progress"), "progress"), is_raw=bool(raw)
-    )
+    fraction = real(request.body().get("progress"), "progress")  # of the trial, with "isRaw" and without
+    request.master.trials.report_progress(request.numbers["trialId"], fraction)
     return Response()
 
 
@@ -184,8 +180,10 @@ def accelerator_data(request: Request) -> Response:
 
 def rendezvous(request: Request) -> Response:
     """GET /allocations/{allocationId}/resources/{resourcesId}/rendezvous."""
-    found = request.master.tasks.rendezvous(request.args["allocationId"], request.args["resourcesId"])
-    return ok({"rendezvousInfo": {"addresses": list(found.addresses), "rank": found.rank, "slots": list(found.slots)}})
+    found = request.master.tasks.allocation(request.args["allocationId"])
+    if found.resources_id != request.args["resourcesId"]:
+        raise NotFound(f"resources {request.args['resourcesId'][:60]} not found")
+    return ok({"rendezvousInfo": {"addresses": ["127.0.0.1"], "rank": 0, "slots": [len(found.slots)]}})
 
 
 def preemption(request: Request) -> Response:
@@ -321,13 +319,11 @@ def report_json(report: MetricReport) -> Dict:
     }
 
 
-def workload_json(record: Workload) -> Dict:
+def workload_json(record: MetricReport | Checkpoint) -> Dict:
     """Render a v1WorkloadContainer."""
-    if record.checkpoint is not None:
-        return {"checkpoint": checkpoint_workload_json(record.checkpoint)}
-    if record.validation is not None:
-        return {"validation": metrics_json(record.validation)}
-    return {"training": _maybe_metrics(record.training)}
+    if isinstance(record, Checkpoint):
+        return {"checkpoint": checkpoint_workload_json(record)}
+    return {record.group: metrics_json(record)}
 
 
 _ALLOCATION_STATES = {

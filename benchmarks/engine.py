@@ -2,8 +2,8 @@
 by side.
 
 python benchmarks/engine.py --rounds 5
-python benchmarks/engine.py --contenders bare ddp ours-2 --dtypes fp32 --rounds 1 --steps 4     # quick
-python benchmarks/engine.py --contenders bare before-2 ours-2 --before ../other_checkout        # against a commit
+python benchmarks/engine.py --contenders bare ddp ours-2 --dtypes fp32 --rounds 1 --steps 4  # quick
+python benchmarks/engine.py --contenders bare before-2 ours-2 --before ../other_checkout
 """
 
 from __future__ import annotations

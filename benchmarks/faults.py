@@ -1,8 +1,8 @@
 """Faults, injected on purpose into real runs of a tiny model on CPU ranks, and what became of them.
 
-    python benchmarks/faults.py                       # all of it, in the counts of the table below: most of an hour
+    python benchmarks/faults.py                       # all, in the counts below: most of an hour
     python benchmarks/faults.py --short               # about a tenth: some minutes
-    python benchmarks/faults.py --only F1 F3          # some; --seed chooses others, --json says where the figures go
+    python benchmarks/faults.py --only F1 F3          # some; --seed chooses others
     python benchmarks/faults.py --only F1 --count 1   # quick
 
 Ends with 1 if anything did not hold.

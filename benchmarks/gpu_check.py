@@ -1,17 +1,22 @@
 """The proof of the CUDA half on one GPU, within eight minutes: `make gpu-check`.
 
-    python benchmarks/gpu_check.py                    # needs a CUDA device, torch, safetensors, tqdm, pyyaml and pytest, and nothing installed
-    python benchmarks/gpu_check.py --dry-run          # quick: the same steps, tiny, on the CPU: that the script works
+    python benchmarks/gpu_check.py
+    python benchmarks/gpu_check.py --dry-run  # quick: the same steps, tiny, on the CPU
+
+It needs a CUDA device, torch, safetensors, tqdm, pyyaml and pytest, and nothing installed.
 
 In this order, all in processes of their own that are ended when their time is up, so that a crash
 or a hang costs one row:
 
-    compile    every kernel by NVRTC for this device, cold and from the cache, and loaded by the driver
+    compile    every kernel by NVRTC for this device, cold and from the cache, and loaded by the
+               driver
     exact      every op against the CPU's kernels, bit for bit, and against float64
     tests      the engine on this GPU: one rank over NCCL, two ranks over gloo (pytest -m gpu)
     speed      every op as a percentage of the copy bandwidth, beside torch's
-    train      a GPT of about 1 B parameters in bf16 beside plain torch with fused AdamW: tokens per second, MFU, peak memory
-    memory     every op on small tensors under compute-sanitizer, where it is installed: accesses, then races in shared memory
+    train      a GPT of about 1 B parameters in bf16 beside plain torch with fused AdamW: tokens per
+               second, MFU, peak memory
+    memory     every op on small tensors under compute-sanitizer, where it is installed: accesses,
+               then races in shared memory
     deepspeed  DeepSpeed's FusedAdam, where it is installed and can be built
 
 One JSON in benchmarks/results/ holds machine, versions and all results, good or bad; it is written

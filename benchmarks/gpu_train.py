@@ -1,8 +1,8 @@
 """Training a GPT on one GPU in bf16: this engine beside plain torch with its fused AdamW; one
 contender per process, its numbers as JSON.
 
-    python benchmarks/gpu_train.py ours-1             # ours-<ZeRO stage> or torch; needs a CUDA device
-    python benchmarks/gpu_train.py torch --dry-run    # quick: a tiny GPT on the CPU: that the script works
+    python benchmarks/gpu_train.py ours-1           # ours-<ZeRO stage> or torch; needs CUDA
+    python benchmarks/gpu_train.py torch --dry-run  # quick: a tiny GPT on the CPU
 
 Both keep fp32 masters and moments, compute in bf16, clip the norm to 1 and train on the same
 batches: plain torch by autocast over fp32 weights, as its users do it. MFU counts 6 operations per

@@ -3,7 +3,7 @@
 
     python benchmarks/offload.py --folder /mnt/nvme --parameters 50 --rounds 5
     python benchmarks/offload.py --folder /mnt/nvme --parameters 50 --rounds 5 --params
-    python benchmarks/offload.py --parameters 1 --rounds 1 --buffers 2     # quick: moves about 150 MB
+    python benchmarks/offload.py --parameters 1 --rounds 1 --buffers 2  # quick: moves about 150 MB
 
 One rank trains a stack of square linear layers in bf16 with AdamW. `memory` and `nvme` are the time
 of `engine.step()` alone, with state in memory and in a file; `disk` is the same traffic through the

@@ -2,7 +2,7 @@
 the engine itself.
 
 python benchmarks/overhead.py --rounds 5
-python benchmarks/overhead.py --contenders bare ddp ours-2 --tensors 60 --rounds 1 --steps 4     # quick
+python benchmarks/overhead.py --contenders bare ddp ours-2 --tensor 60 --rounds 1 --steps 4  # quick
 """
 
 from __future__ import annotations

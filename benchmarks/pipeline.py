@@ -2,7 +2,7 @@
 PipelineModule and torch.distributed.pipelining.
 
 python benchmarks/pipeline.py --rounds 5
-python benchmarks/pipeline.py --ranks 2 --contenders ours-1f1b ours-zb_h1 --rounds 1 --steps 2     # quick
+python benchmarks/pipeline.py --ranks 2 --contender ours-1f1b ours-zb_h1 --round 1 --step 2  # quick
 """
 
 from __future__ import annotations

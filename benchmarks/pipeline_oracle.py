@@ -1,9 +1,9 @@
 """Every pipeline against plain torch on one process: schedules x stages x shards x ZeRO stages x
 micro-batches, fp32, 20 steps.
 
-    python benchmarks/pipeline_oracle.py                  # all of it: 288 cases, up to eight ranks
-    python benchmarks/pipeline_oracle.py --stages 2 --schedules 1f1b zb_v --zero 2 3
-    python benchmarks/pipeline_oracle.py --stages 2 --shards 1 --schedules 1f1b --zero 2 --micro-batches 4     # quick
+python benchmarks/pipeline_oracle.py                  # all of it: 288 cases, up to eight ranks
+python benchmarks/pipeline_oracle.py --stages 2 --schedules 1f1b zb_v --zero 2 3
+python benchmarks/pipeline_oracle.py --stage 2 --shard 1 --schedule 1f1b --zero 2 --micro 4  # quick
 
 The tests hold a covering subset; this is the whole. Ends with 1 if a case is off by more than the
 tolerance.

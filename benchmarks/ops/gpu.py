@@ -1,8 +1,8 @@
 """The optimizer's kernels on a GPU, as a percentage of the measured copy bandwidth, beside torch's
 own and DeepSpeed's.
 
-    python benchmarks/ops/gpu.py                      # needs a CUDA device; two minutes, more where DeepSpeed must be built
-    python benchmarks/ops/gpu.py --dry-run            # quick: tiny, on the CPU: that the script works
+    python benchmarks/ops/gpu.py            # needs a CUDA device; two minutes, or DeepSpeed's build
+    python benchmarks/ops/gpu.py --dry-run  # quick: tiny, on the CPU: that the script works
 
 `bytes` are those that the job needs per element: a 16-bit gradient read, fp32 parameter and state
 read and written, a 16-bit copy written. A contender that moves more has a lower percentage for the
@@ -40,7 +40,8 @@ PIECES = 37  # tensors of the launches over many
 COVER, COVER_READS = (
     2**28,
     6,
-    # fp32 elements, 1 GiB: about 1.5 ms at 4.3 TB/s; reads, for what is written stays in the L2 cache
+    # fp32 elements, 1 GiB: about 1.5 ms at 4.3 TB/s; reads, for what is written stays in the L2
+    # cache
 )
 Job = Callable[[], Any]
 

@@ -1,8 +1,8 @@
 """Every CUDA op against the CPU's kernels, bit for bit, and against float64: dtypes, odd sizes,
 views that start anywhere, NaN and infinity.
 
-    python benchmarks/ops/gpu_exact.py                # needs a CUDA device; exits with 1 where a bit differs
-    python benchmarks/ops/gpu_exact.py --dry-run      # quick: CPU against CPU: that the script works
+    python benchmarks/ops/gpu_exact.py            # needs a CUDA device; 1 where a bit differs
+    python benchmarks/ops/gpu_exact.py --dry-run  # quick: CPU against CPU: that the script works
 
 A row of JSON per section, as soon as it is done. An error is a row too; after one that leaves the
 device unusable the exit code is 3.

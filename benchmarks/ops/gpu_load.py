@@ -1,8 +1,8 @@
 """Every CUDA kernel compiled for this GPU and loaded by its driver: times, registers, and how many
 blocks a multiprocessor holds.
 
-    python benchmarks/ops/gpu_load.py                 # needs a CUDA device
-    python benchmarks/ops/gpu_load.py --dry-run       # quick: some, for sm_90, not loaded: that the script works
+    python benchmarks/ops/gpu_load.py            # needs a CUDA device
+    python benchmarks/ops/gpu_load.py --dry-run  # quick: some, for sm_90, not loaded
 
 A row of JSON per source, as soon as it is done, with what went wrong in it. Launches are as large
 as ``blocks`` of ops/cuda_kernels.py says a multiprocessor holds at once; where the GPU holds fewer,

@@ -2,7 +2,7 @@
 next.
 
     python experiments/quickstart/run.py           the master ends with it; nothing is left running
-    python experiments/quickstart/run.py --keep    the master stays up, for the commands that are printed at the end
+    python experiments/quickstart/run.py --keep    the master stays up: try what is printed
     python experiments/quickstart/run.py CONFIG.yaml MODEL_DIR    another experiment
 
 It does no more than what a person would type:

@@ -28,8 +28,8 @@ CASES = (
     "fp32-stage3-ranks2-universal",
 )
 TOLERANCE = {"fp32": 1e-6, "bf16": 5e-3, "fp16": 2e-3}
-"""Between the two engines' losses over five steps: sums are rounded in another order. Measured: 2.4e-7, 7.4e-4 and 2.6e-4, of losses of
-about 2."""
+"""Between the two engines' losses over five steps: sums are rounded in another order. Measured:
+2.4e-7, 7.4e-4 and 2.6e-4, of losses of about 2."""
 
 
 def unpack(name: str, folder: Path) -> Path:

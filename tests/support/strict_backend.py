@@ -5,9 +5,9 @@ Tensors of floating-point numbers count as being on the device, all others as be
 parameters, gradients, norms and losses are the former, what ranks tell each other in between (JSON,
 lengths, counts) is the latter.
 
-    device   one thread per group makes the collectives, in the order of their launches; a wait without a time limit stands for ordering
-             streams, a wait with one blocks the host, as ProcessGroupNCCL has it, and is noted in
-             ``host_waits``
+    device   one thread per group makes the collectives, in the order of their launches; a wait
+             without a time limit stands for ordering streams, a wait with one blocks the host, as
+             ProcessGroupNCCL has it, and is noted in ``host_waits``
     host     gloo; every wait blocks the host and is noted
 
 The two kinds may not be mixed in one call, and the tensor collectives of the hot path take device

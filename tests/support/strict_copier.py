@@ -9,9 +9,9 @@ from zero_trial.sharding.offload.host import Wait
 
 
 class StrictCopier:
-    """Down: the host reads garbage until it has waited, and the device's values are spoiled then, so
-    that an update which reads them there shows. Up: the host must have waited before it writes to
-    what went up."""
+    """Down: the host reads garbage until it has waited, and the device's values are spoiled then,
+    so that an update which reads them there shows. Up: the host must have waited before it writes
+    to what went up."""
 
     def __init__(self) -> None:
         self.begun = 0

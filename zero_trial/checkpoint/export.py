@@ -2,7 +2,8 @@
 
     OUT.safetensors                         one file, if OUT is named like one
     OUT/model.safetensors                   one file in a folder, if everything fits into a shard
-    OUT/model-00001-of-00003.safetensors    several, with model.safetensors.index.json, in Hugging Face's layout
+    OUT/model-00001-of-00003.safetensors    several, with model.safetensors.index.json, in Hugging
+                                            Face's layout
 
 Memory: a few chunks of 16 MiB, whatever the sizes of tensors and shards. Tied weights are written
 once, with the other names in the metadata; ``safetensors.torch.load_model`` and ``from_pretrained``

@@ -5,8 +5,8 @@ A value that JSON does not have is an object with one key that starts with ``$``
 key, or with keys that are not strings, is written as a list of pairs, so that no content of a
 checkpoint can be taken for a marker.
 
-    (1, 2)   {"$tuple": [1, 2]}          inf      {"$float": "inf"}           b"ab"      {"$bytes": "YWI="}
-    {1: 2}   {"$items": [[1, 2]]}        {1, 2}   {"$set": [1, 2]}            tensor     {"$tensor": name}
+    (1, 2)   {"$tuple": [1, 2]}     inf      {"$float": "inf"}     b"ab"     {"$bytes": "YWI="}
+    {1: 2}   {"$items": [[1, 2]]}   {1, 2}   {"$set": [1, 2]}      tensor    {"$tensor": name}
 """
 
 from __future__ import annotations

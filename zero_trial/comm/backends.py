@@ -2,7 +2,8 @@
 
     NativeTransport    the backend's own collectives: NCCL, for tensors on a device
     DirectTransport    point-to-point exchange over gloo, for tensors on the host
-    SharedTransport    memory that the ranks of one host share (see :mod:`zero_trial.comm.shm.transport`)
+    SharedTransport    memory that the ranks of one host share (see
+                       :mod:`zero_trial.comm.shm.transport`)
 
 Direct exchange sends every peer exactly the part that it needs, and adds what arrives in rank
 order. Against gloo's own collectives, two ranks and 11 M fp32 elements on loopback: reduce-scatter

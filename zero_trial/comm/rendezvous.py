@@ -2,10 +2,11 @@
 together.
 
     read_rank_env      the rank variables of the launcher; no other module reads them
-    init_distributed   rank 0 opens the store (or a launcher's agent has) ─► each rank signs in ─► all are
-                       there ─► the process group is made over the store, with a time limit on every
+    init_distributed   rank 0 opens the store (or a launcher's agent has) ─► each rank signs in ─►
+                       all are there ─► the process group is made over the store, with a time limit
+                       on every collective
+    fail_together      the fault of one rank is raised by all, so that none waits for the next
                        collective
-    fail_together      the fault of one rank is raised by all, so that none waits for the next collective
     ExitNotice         one rank ends early for a good reason, and every other one ends too
 
 torch.distributed.run, DeepSpeed's launcher, Determined's torch_distributed layer and SLURM's srun
@@ -412,9 +413,12 @@ class ExitNotice:
     """An agreed early end: what the ranks have claimed, by way of the process group's ``store``
     (None for a world of one).
 
-    rank 1   claim("early exit") -> True      a key in the store, so it is seen before rank 1's connections close
-    rank 0   in a collective with rank 1      its watch sees the key within a second and ends the process in order
-    rank 2   raises for the same reason       claim("early exit") -> False: another rank has claimed it
+    rank 1   claim("early exit") -> True      a key in the store, so it is seen before rank 1's
+                                              connections close
+    rank 0   in a collective with rank 1      its watch sees the key within a second and ends the
+                                              process in order
+    rank 2   raises for the same reason       claim("early exit") -> False: another rank has claimed
+                                              it
     """
 
     def __init__(self, store: Any = None, world_size: int = 1) -> None:

@@ -1,7 +1,8 @@
 """Waits for collectives: where each rank is, what is under way, for how long, and the error that
 names the missing rank.
 
-    Heartbeat   publishes this rank's last collective in the process group's store, and warns about slow waits
+    Heartbeat   publishes this rank's last collective in the process group's store, and warns about
+                slow waits
     Watchdog    bounds the waits of one axis and turns their failures into MeshErrors
     Pending     a collective under way, which owns its buffers until it has been waited for
     Message     a tensor on its way between two ranks

@@ -19,8 +19,8 @@ _QUANTIZED = "quantised communication does not exist here yet, and it changes re
 
 @dataclass(frozen=True)
 class LeafModuleSection:
-    """``zero_optimization.leaf_module``: modules that are gathered and freed as one block, by class,
-    name or end of name.
+    """``zero_optimization.leaf_module``: modules that are gathered and freed as one block, by
+    class, name or end of name.
     """
 
     classes: tuple[str, ...] = supported((), Names(), "class names, bare or with their module")

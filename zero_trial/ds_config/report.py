@@ -120,7 +120,8 @@ def filled_line(config: DsConfig) -> str:
 
 
 def clipping_line(config: DsConfig) -> str:
-    """Return that gradients are clipped although ds_config does not ask for it; "" where it says."""
+    """Return that gradients are clipped although ds_config does not ask for it; "" where it
+    says."""
     if not config.source("gradient_clipping").is_default or not config.gradient_clipping:
         return ""
     return f"gradient_clipping {config.gradient_clipping} by default: ds_config has no such key, and 0 switches it off"

@@ -348,8 +348,8 @@ def _flops(row: ModuleRow) -> int:
 
 # --- flops_profiler: counts one micro-batch of rank 0, times another one, then reports once -------
 #
-#     step profile_step - 1   the first micro-batch is counted: that slows it down, so it is not timed
-#     step profile_step       the first micro-batch is timed, module by module; the report follows its backward
+#     step profile_step - 1   the first micro-batch is counted, which slows it down: it is not timed
+#     step profile_step       the first micro-batch is timed by module; then the report follows
 #
 # Steps are numbered from 0 as ``engine.global_steps`` is, so that what is timed is warm. A run that
 # is resumed behind profile_step is profiled in its first two steps.

@@ -3,7 +3,8 @@
     param/<name>           every parameter; its master where there is one
     state/<kind>/<name>    optimizer state with one value per element (exp_avg ...)
     buffer/<name>          buffers of the first rank that has them
-    rank<i>/...            what differs between ranks: random generators, buffers that are not the first rank's
+    rank<i>/...            what differs between ranks: random generators, buffers that are not the
+                           first rank's
 
 No name mentions a shard. Where models are parallel themselves (``mesh.model``, or a client's
 ``mpu`` with several data-parallel groups) ranks hold other tensors under the same names; then the

@@ -1,20 +1,24 @@
 """One optimizer step, from the gradients' norm to the published parameters, and the undo of a step
 that the device skipped.
 
-    apply()     square sum of the reduced gradients, all-reduced -> norm and clip factor -> update -> publish
-    finalize()  the outcome, known on all ranks: loss scale, counts, the name of a gradient that was not finite
+    apply()     square sum of the reduced gradients, all-reduced -> norm and clip factor -> update
+                -> publish
+    finalize()  the outcome, known on all ranks: loss scale, counts, the name of a gradient that was
+                not finite
 
 The host decides where reading the norm costs nothing (CPU), and for optimizers that cannot read the
 decision on the device. On CUDA waiting would empty the queue, so the device decides:
 
-    step()      norm, factor and found_inf stay on the device, where the update reads them; the sum starts for the host; values are
-                published. The LR scheduler and counts of steps advance as if the step were applied.
-    backward()  of the next step finalizes: the sum arrived long ago, while the device is still busy with the update and the forward.
-                A skipped step's LR scheduler, optimizer state and counts are undone.
+    step()      norm, factor and found_inf stay on the device, where the update reads them; the sum
+                starts for the host; values are published. The LR scheduler and counts of steps
+                advance as if the step were applied.
+    backward()  of the next step finalizes: the sum arrived long ago, while the device is still busy
+                with the update and the forward. A skipped step's LR scheduler, optimizer state and
+                counts are undone.
 
 Code that asks earlier (:meth:`StepOutcome.result`) waits for the norm alone, not for what is queued
-behind it. A skipped step leaves the same bits in both ways. On CUDA a skipped step still all-gathers
-the unchanged parameters.
+behind it. A skipped step leaves the same bits in both ways. On CUDA a skipped step still all-
+gathers the unchanged parameters.
 """
 
 from __future__ import annotations

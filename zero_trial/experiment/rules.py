@@ -231,7 +231,8 @@ def _as_json(value: Any, path: Path, issues: list[Issue]) -> Any:
 
 
 def _text(text: str, path: Path, issues: list[Issue]) -> str:
-    """Return ``text``. Half a character, which YAML can write (``"\\ud800"``) and UTF-8 cannot, is an issue."""
+    """Return ``text``. Half a character, which YAML can write (``"\\ud800"``) and UTF-8 cannot, is
+    an issue."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError:

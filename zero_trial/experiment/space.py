@@ -70,7 +70,8 @@ Path = tuple[str, ...]
 
 
 MOST_POINTS = 1_000_000
-"""A grid that is larger than this is a slip: it would not end, and its axes would fill the memory."""
+"""A grid that is larger than this is a slip: it would not end, and its axes would fill the
+memory."""
 
 
 @dataclass(frozen=True)

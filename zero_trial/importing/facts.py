@@ -63,7 +63,8 @@ _SAME_STATE = frozenset(
         "name",
     ]
 )
-"""Keys of a group that say nothing of which state the optimizer has; an engine compares the others with its own optimizer's."""
+"""Keys of a group that say nothing of which state the optimizer has; an engine compares the others
+with its own optimizer's."""
 
 
 _NUMPY = {

@@ -16,7 +16,8 @@ from typing import IO, Any, NamedTuple
 from zero_trial.errors import CheckpointError
 
 LARGEST_KEY = 64
-"""Values of a key, tuples inside tuples counted: Python hashes a tuple by walking all of it, each time, however often its parts repeat."""
+"""Values of a key, tuples inside tuples counted: Python hashes a tuple by walking all of it, each
+time, however often its parts repeat."""
 
 MOST_OPERATIONS = 20_000_000
 """About 200 000 tensors; more is no checkpoint that one file would hold."""

@@ -54,7 +54,8 @@ WRAPPERS = ("state_dict", "model", "module", "model_state_dict")
 
 
 BUFFERS = ("*running_mean", "*running_var", "*num_batches_tracked")
-"""Names of buffers in floating point; whole numbers and truth values are buffers whatever their name."""
+"""Names of buffers in floating point; whole numbers and truth values are buffers whatever their
+name."""
 
 
 def find_weights(source: Path) -> Path | None:

@@ -1,9 +1,10 @@
 """The optimizer of ZeRO stages 1 to 3 as DeepSpeed saves it: flat buffers by rank, cut into
 parameters.
 
-stages 1, 2   a group's parameters end to end, padded, cut into one equal partition per rank     aaaaabbb|bccccc..
-stage 3       each parameter cut by itself, ceil(numel / ranks) elements each; a rank's
-              partitions end to end                                                              rank 0 aaabbc  rank 1 aa.bbc
+stages 1, 2   aaaaabbb|bccccc..               a group's parameters end to end, padded, cut into one
+                                              equal partition per rank
+stage 3       rank 0 aaabbc  rank 1 aa.bbc    each parameter cut by itself, ceil(numel / ranks)
+                                              elements each; a rank's partitions end to end
 """
 
 from __future__ import annotations

@@ -36,7 +36,8 @@ PARENT = "ZERO_TRIAL_PARENT_PID"
 
 
 RUN_DIR = "ZERO_TRIAL_RUN_DIR"
-"""Environment variable in which a rank finds the run's folder, for a script that opens a run of its own."""
+"""Environment variable in which a rank finds the run's folder, for a script that opens a run of its
+own."""
 
 
 ERROR_HEADER = "[zero_trial] this rank ends with an error:"

@@ -33,7 +33,8 @@ from zero_trial.launch.agent import AgentCommand, tail
 from zero_trial.runs.records import ErrorRecord, RankExit, RankRecord, read_agent, read_errors, read_ranks
 
 INFRASTRUCTURE = ExitStatus.INFRASTRUCTURE
-"""The exit code of a run that ended for a reason outside of the trial: a killed rank, a lost host."""
+"""The exit code of a run that ended for a reason outside of the trial: a killed rank, a lost
+host."""
 
 PREEMPTED = ExitStatus.PREEMPTED
 

@@ -5,8 +5,9 @@ Everything a step depends on is read from device memory by the kernel, so nothin
 device: ``found_inf``, ``factor`` and, in a launch over many tensors, the table of pointers and
 scalars, which is copied there in the order of the stream.
 
-    launches    a step of one tensor 1 · of many 1 (per pair of the gradients' and the copies' dtypes; one tensor alone needs no table) ·
-                square_sum 1 + 1 per factor 1024 of chunks · LAMB 2 and 1
+    launches    a step of one tensor 1 · of many 1 (per pair of the gradients' and the copies'
+                dtypes; one tensor alone needs no table) · square_sum 1 + 1 per factor 1024 of
+                chunks · LAMB 2 and 1
 
 A CUDA graph cannot hold a table: while one is captured each tensor is a launch of its own, and
 casts and LAMB are plain torch.

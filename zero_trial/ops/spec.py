@@ -11,7 +11,8 @@ csrc/include/zt_optimizers.h.
     states      in the parameter's dtype, changed in place
     out         receives the new parameter rounded to its own dtype (bf16 or fp16), or None
     found_inf   one-element fp32 tensor; where it is not 0 nothing is changed; or None
-    factor      one-element fp32 tensor that multiplies the gradients on top of ``multiplier``; or None
+    factor      one-element fp32 tensor that multiplies the gradients on top of ``multiplier``; or
+                None
 
 All tensors of one step have the same number of elements, are on one device and do not overlap. In
 ops over many tensors these are lists, ``out`` is as long as the others or empty, and numbers that a

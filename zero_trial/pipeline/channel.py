@@ -5,7 +5,8 @@ Values are tensors of any dtype in nested tuples, lists and dicts, with None, bo
 strings between them. The description is JSON: the same shapes and values have the same text, so
 that it is sent once.
 
-    header    8 numbers of 64 bits: kind, chunk, micro-batch, samples, description's number, its bytes, payload bytes, state
+    header    8 numbers of 64 bits: kind, chunk, micro-batch, samples, description's number, its
+              bytes, payload bytes, state
     text      the description, the first time that it is used; or why the sender failed
     payload   the tensors' bytes
 

@@ -3,11 +3,12 @@ optimizer's step. Pure.
 
 Each takes a schedule and returns one with more actions in its rows; none moves a computation.
 
-    build("1f1b", 2, 2), rank 1              1F0 1B0                     1F1 1B1
-    add_reduce, boundary                                                     1B1                   1REDUCE
-    add_unshard_reshard, hold       1UNSHARD 1F0                             1B1          1RESHARD 1REDUCE
-    add_send_recv          1UNSHARD 1RECV_F0 1F0 1B0 1SEND_B0 1RECV_F1 1F1   1B1 1SEND_B1 1RESHARD 1REDUCE
-    add_step                                                                                              STEP
+    build("1f1b", 2, 2), rank 1   1F0 1B0 1F1 1B1
+    add_reduce, boundary          1F0 1B0 1F1 1B1 1REDUCE
+    add_unshard_reshard, hold     1UNSHARD 1F0 1B0 1F1 1B1 1RESHARD 1REDUCE
+    add_send_recv                 1UNSHARD 1RECV_F0 1F0 1B0 1SEND_B0 1RECV_F1 1F1 1B1 1SEND_B1
+                                  1RESHARD 1REDUCE
+    add_step                      ... 1RESHARD 1REDUCE STEP
 """
 
 from __future__ import annotations
@@ -231,10 +232,12 @@ class Sharding:
 class ZeroPolicy:
     """``parameters`` is None where parameters are never freed.
 
-    | sharded | parameters | reduction | volume per step and rank, in the rank's parameters x (D-1)/D |
+    The volume is per step and rank, in the rank's parameters x (D-1)/D.
+
+    | sharded | parameters | reduction | volume |
     |---|---|---|---|
     | nothing | stay | boundary | 2, an all-reduce |
-    | optimizer (and gradients) | stay | boundary | 2, a reduce-scatter and an all-gather of what was updated |
+    | optimizer (and gradients) | stay | boundary | 2, a reduce-scatter and an all-gather |
     | optimizer and gradients | stay | micro | M + 1 |
     | all | hold | boundary | 2, a gather and a reduce-scatter |
     | all | hold | micro | M + 1 |

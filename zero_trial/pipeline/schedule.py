@@ -116,7 +116,7 @@ def _unreadable(text: str) -> ConfigError:
 # --- placement: which pipeline rank holds which chunk of the model --------------------------------
 #
 # loop, 3 ranks, 2 chunks each        V, 3 ranks, always 2 chunks each
-# rank 0   chunks 0 3                 rank 0   chunks 0 5    both ends: the loss comes out where the data goes in
+# rank 0   chunks 0 3                 rank 0   chunks 0 5    both ends: data in, loss out
 # rank 1   chunks 1 4                 rank 1   chunks 1 4
 # rank 2   chunks 2 5                 rank 2   chunks 2 3    the turn: no message between them
 
@@ -199,8 +199,8 @@ class ReductionTiming(str, Enum):
 
 @dataclass(frozen=True)
 class Schedule:
-    """``rows[r]`` are rank r's actions. The other fields say what the passes have added, so that the
-    validator notices when an action is absent.
+    """``rows[r]`` are rank r's actions. The other fields say what the passes have added, so that
+    the validator notices when an action is absent.
 
     ``parameters`` is None where parameters are never freed (ZeRO stages 0, 1 and 2); ``reduction``
     None where no gradients are reduced; ``ties`` are groups of chunks that share a weight.

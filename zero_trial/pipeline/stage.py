@@ -94,9 +94,9 @@ def local_payload(value: Any) -> Payload:
 # First comes the gradient of a chunk's inputs, which another rank waits for; later those of its
 # weights.
 #
-#     nodes that lead to the inputs       out ── MulBackward ── AddmmBackward ── GeluBackward ── AddmmBackward ── boundary
-#     weights hang off them                                        │ │                              │ │
-#                                                               weight bias                      weight bias
+#     nodes that lead to the inputs   out ── Mul ── Addmm ── Gelu ── Addmm ── boundary  (Backward)
+#     weights hang off them                          │ │              │ │
+#                                                 weight bias      weight bias
 #
 # The first half runs the upper line; autograd skips what only weights need. Each node with weights
 # keeps the gradient that came to it. The second half runs every such node once more, from that

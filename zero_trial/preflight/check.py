@@ -187,7 +187,8 @@ class _ExperimentCheck:
         model_dir: Path,
         slots: int,
     ) -> int | None:
-        """Build the trial and return the number of its engines' parameters; None if it was not built."""
+        """Build the trial and return the number of its engines' parameters; None if it was not
+        built."""
         # torch, and the user's code
         from zero_trial.preflight.trial_dry_run import DryRunRequest, dry_run_trial
 

@@ -101,7 +101,8 @@ def _regex(glob: str) -> str:
 
 
 LIMIT = 128 * 2**20 // 8 * 6 - 2**20
-"""Bytes; Determined 0.38.1's MAX_CONTEXT_SIZE: what 128 MiB hold in base64, less 1 MiB for the envelope."""
+"""Bytes; Determined 0.38.1's MAX_CONTEXT_SIZE: what 128 MiB hold in base64, less 1 MiB for the
+envelope."""
 
 
 MOST_FILES = 200_000

@@ -4,10 +4,11 @@ nothing.
 What a collective of n elements on N ranks holds until its result is there, by how the ranks
 exchange:
 
-    SHARED    ranks of one host      nothing where the source is a buffer that peers read in place; else n (N-1)/N (reduce-scatter) or n/N
-                                     (all-gather) in segments that peers read; segments stay for the
-                                     next payload
-    DIRECT    CPU ranks over gloo    n (N-1)/N received contributions (reduce-scatter); small payloads go this way on one host too
+    SHARED    ranks of one host      nothing where the source is a buffer that peers read in place;
+                                     else n (N-1)/N (reduce-scatter) or n/N (all-gather) in segments
+                                     that peers read; segments stay for the next payload
+    DIRECT    CPU ranks over gloo    n (N-1)/N received contributions (reduce-scatter); small
+                                     payloads go this way on one host too
     NATIVE    NCCL                   nothing that is a tensor
 """
 

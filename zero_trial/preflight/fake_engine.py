@@ -1,8 +1,10 @@
 """Build what a dry run gives a trial in place of ``zero_trial.initialize``: the real engine, as
 rank 0 of a fake mesh.
 
-    fake_initialize   one engine with real values on the CPU, for ``check``: the trial builds, loads and evaluates with it
-    TrialSubject      engines without values behind a proxy, for ``plan``: the trial's train_batch runs on one planned engine after another
+    fake_initialize   one engine with real values on the CPU, for ``check``: the trial builds, loads
+                      and evaluates with it
+    TrialSubject      engines without values behind a proxy, for ``plan``: the trial's train_batch
+                      runs on one planned engine after another
 
 A pipeline is one engine of one stage that holds all layers, because the stages of a real one
 exchange tensors and the other ranks of a fake mesh send none. Its layers have no values where only
@@ -35,8 +37,8 @@ META = torch.device("meta")
 
 
 class ProxyEngine:
-    """The engine that a trial gets: it passes calls and attributes to the one that is planned at the
-    moment.
+    """The engine that a trial gets: it passes calls and attributes to the one that is planned at
+    the moment.
 
     ``device``: where the trial should put its tensors.
     """

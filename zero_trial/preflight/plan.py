@@ -1,10 +1,14 @@
 """What one rank needs in memory, by kind, as a table and as a line. Pure.
 
-    states        outlives a step: parameters (low precision and fp32 masters), gradients, optimizer state
-    activations   the most that autograd keeps for backward at one time, storages counted once, without parameters and the batch
-    temporary     the rest of the peak: gradients on their way, receive buffers, gathered parameters, workspace of operations, the batch
+    states        outlives a step: parameters (low precision and fp32 masters), gradients, optimizer
+                  state
+    activations   the most that autograd keeps for backward at one time, storages counted once,
+                  without parameters and the batch
+    temporary     the rest of the peak: gradients on their way, receive buffers, gathered
+                  parameters, workspace of operations, the batch
     peak          the most tensor bytes that live at one time in a training step
-    exchange      segments that ranks of one host share to exchange tensors; 0 for other ways to exchange
+    exchange      segments that ranks of one host share to exchange tensors; 0 for other ways to
+                  exchange
 
 The interpreter, libraries, allocator caches and kernels' own workspace are no tensors and not in
 it.
@@ -73,8 +77,8 @@ class MemoryPlan:
         return limit is None or self.figures.total <= limit
 
     def line(self, limit: int | None = None) -> str:
-        """``params 1.2M · per rank 14.1 MiB states + 22.0 MiB activations, peak 40.1 MiB (limit 11.5 GiB)
-        fits``"""
+        """``params 1.2M · per rank 14.1 MiB states + 22.0 MiB activations, peak 40.1 MiB (limit
+        11.5 GiB) fits``"""
         figures = self.figures
         text = f"params {format_count(self.parameter_count)} · per rank {format_bytes(figures.states)} states"
         if figures.activations is not None and figures.peak is not None:

@@ -183,7 +183,8 @@ ABSENT = "not there"
 
 
 SHARING = ("batch: data-parallel ranks", "batch: train_micro_batch_size_per_gpu", "resources.slots_per_trial", "ranks")
-"""Settings by which ranks share the work: where they differ, rank 0 of the one run has seen other samples than rank 0 of the other."""
+"""Settings by which ranks share the work: where they differ, rank 0 of the one run has seen other
+samples than rank 0 of the other."""
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,8 @@ from zero_trial.util.files import METADATA, TRIAL_STATE, sync_folder
 MANIFEST = "manifest.json"
 
 SUMMED_BYTES = 1 << 26
-"""Larger files are known by their size alone: a second reading of them would cost seconds at every save."""
+"""Larger files are known by their size alone: a second reading of them would cost seconds at every
+save."""
 
 _MANIFEST_START = b'{"sha256": "'  # how a manifest of the engine begins
 

@@ -28,12 +28,14 @@ from zero_trial.runs.events import write_json
 from zero_trial.runs.layout import RunFolder
 
 LOCK_SECTION = "zero_trial"
-"""The lock's own facts are under ``data.zero_trial``: an experiment may hold anything under ``data``."""
+"""The lock's own facts are under ``data.zero_trial``: an experiment may hold anything under
+``data``."""
 
 MOST_FOLDERS = 500
 MOST_FILES = 2000
 MOST_BYTES = 1 << 26
-"""Limits of the model's code. A folder beyond them is not a folder of code, and its entry says that it is not complete."""
+"""Limits of the model's code. A folder beyond them is not a folder of code, and its entry says that
+it is not complete."""
 
 CODE_SUFFIXES = (".py", ".c", ".cpp", ".h", ".cu", ".cuh")
 _NOT_CODE = {"__pycache__", "node_modules", "site-packages", "runs", "checkpoints"}

@@ -3,5 +3,6 @@ to start it.
 
 python -m zero_trial.run model_def:MyTrial     in a run's folder, or as a task of a cluster
 entrypoint: model_def:MyTrial                  inside of Determined's harness
-zero_trial.init() and Trainer.fit()            inside of the user's own script, in a folder or as a task of a cluster
+zero_trial.init() and Trainer.fit()            inside of the user's own script, in a folder or as a
+                                               task of a cluster
 """

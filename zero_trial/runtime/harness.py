@@ -5,7 +5,8 @@ harness                                     here
 issubclass(MyTrial, det.LegacyTrial)        ZeroTrial is registered as a virtual subclass
 Controller.pre_execute_hook(env, backend)   nothing: the ranks join each other later
 MyTrial.trial_context_class(core, env)      the core.Context is kept
-MyTrial(context)                            deferred: an error in it must end the task like any other, reported once
+MyTrial(context)                            deferred: an error in it must end the task like any
+                                            other, reported once
 Controller.from_trial(...).run()            the same as ``python -m zero_trial.run``
 """
 

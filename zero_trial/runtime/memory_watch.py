@@ -1,9 +1,10 @@
 """Rank 0's memory: planned at the first micro-batch, measured in the second step, so that a run can
 compare the two.
 
-    step 1   before the first forward: the shapes of the inputs are known, so a copy of the model without values
-             goes through a dry run
-    step 2   every operation of this rank is watched, from the first forward until the optimizer has stepped
+    step 1   before the first forward: the shapes of the inputs are known, so a copy of the model
+             without values goes through a dry run
+    step 2   every operation of this rank is watched, from the first forward until the optimizer has
+             stepped
 
 Both count bytes of live tensors at their peak. Neither changes a number or a random state of the
 run. The dry run does not see a loss that is computed outside of the model;

@@ -190,8 +190,8 @@ def print_error(error: BaseException) -> None:
     """Print an error into the log: its message, and the traceback of one that is not this
     package's.
 
-    The message begins with ``error   ``, so that it can be found among what launchers print after it. A run that was
-    asked to stop, and has saved, is not an error.
+    The message begins with ``error   ``, so that it can be found among what launchers print after
+    it. A run that was asked to stop, and has saved, is not an error.
     """
     text = error_text(error)
     write_error_file(text, printed=True)  # first: what is printed is then surely in the file
@@ -290,8 +290,8 @@ def done_event(outcome: Outcome, figures: Mapping[str, Any] | None = None) -> di
 
 
 def done_lines(event: Mapping[str, Any]) -> list[str]:
-    """Return ``done    step 200/200  checkpoint <uuid>`` or another ending; the event's figures, if any, in a line
-    before.
+    """Return ``done    step 200/200  checkpoint <uuid>`` or another ending; the event's figures, if
+    any, in a line before.
     """
     word = {End.STOPPED.value: "stopped", End.PREEMPTED.value: "paused"}.get(event["end"], "done")
     where = f"step {event['step']}/{event['total_steps']}  checkpoint {event['checkpoint']}"

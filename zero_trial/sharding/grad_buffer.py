@@ -1,9 +1,11 @@
 """Collects the gradients of one group in one flat buffer, filled by autograd's hooks, and reports
 when all of them are ready.
 
-    micro-batch 1   autograd hands over a fresh gradient  -> copied into its view once, and .grad becomes the view
+    micro-batch 1   autograd hands over a fresh gradient  -> copied into its view once, and .grad
+                                                          becomes the view
     micro-batch 2+  autograd adds into .grad, that is into the view, by itself
-    other dtype     (16-bit gradients, fp32 accumulation) every gradient is added into its view and dropped
+    other dtype     (16-bit gradients, fp32 accumulation) every gradient is added into its view and
+                    dropped
 
 Compared with zeroing the buffer and letting autograd add from the start, this moves 12 instead of
 20 bytes per fp32 element. Gradients below SMALL elements are copied together by one foreach call
@@ -12,8 +14,10 @@ when the group is ready: one dispatch instead of one per tensor.
 The buffer's memory is of one of three kinds:
 
     PersistentGrads   gradients always live: one buffer per group, n elements
-    ResizedGrads      until reduced, in ordinary or device memory: the buffer's storage is resized to nothing and back
-    PooledGrads       until reduced, where peers read in place: a pool for what is in flight, one being filled and one spare
+    ResizedGrads      until reduced, in ordinary or device memory: the buffer's storage is resized
+                      to nothing and back
+    PooledGrads       until reduced, where peers read in place: a pool for what is in flight, one
+                      being filled and one spare
 
 Memory that peers have mapped cannot be freed, which is why the third kind passes it on instead.
 Between steps the pool keeps buffers of at most LARGEST_KEPT bytes, as freed memory of that size

@@ -1,9 +1,9 @@
 """A module whose parameters, gradients and optimizer state live by a ZeroPlan: param groups,
 gradient buffers, reducer, unsharder, publisher.
 
-forward          unsharder.unshard(block)                              where parameters do not always live
-backward         grad_buffer hook -> reducer.grad_ready(grad_buffer)   reduce-scatter of each group when its gradients are ready
-step             optimizer.step -> publisher.updated(pieces)           all-gather of each group when it is updated
+forward    unsharder.unshard(block)                              where parameters do not always live
+backward   grad_buffer hook -> reducer.grad_ready(grad_buffer)   reduce-scatter of each ready group
+step       optimizer.step -> publisher.updated(pieces)           all-gather of each updated group
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 weights.
 
     shard of a group    |<-------- one optimizer group -------->|<---- another ---->|
-    pieces              |<----- piece ----->|<----- piece ----->|<----- piece ----->|   cut further where a store wants it
+    pieces              |<----- piece ----->|<----- piece ----->|<----- piece ----->|
+                        cut further where a store wants it
 
 A StateStore says where master weights and moments live between steps: DeviceStore here, others in
 ``offload``.

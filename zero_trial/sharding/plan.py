@@ -1,20 +1,22 @@
 """The lifetime table of a ZeRO stage: how long the full copy of each thing lives. Pure.
 
-| ZeRO stage | full parameters live            | full gradients live   | master weights and moments |
-|------------|---------------------------------|-----------------------|----------------------------|
-| 0          | always                          | always                | whole on every rank        |
-| 1          | always                          | always                | one shard per rank         |
-| 2          | always                          | until reduced         | one shard per rank         |
-| 3          | while their group computes       | until reduced         | one shard per rank         |
+| ZeRO stage | full parameters live         | full gradients live | master weights and moments |
+| ---------- | ---------------------------- | ------------------- | -------------------------- |
+| 0          | always                       | always              | whole on every rank        |
+| 1          | always                       | always              | one shard per rank         |
+| 2          | always                       | until reduced       | one shard per rank         |
+| 3          | while their group computes   | until reduced       | one shard per rank         |
 
 Gradients that always live keep one buffer, which every step fills anew.
 
 Traffic per optimizer step, in elements per rank, N ranks on the shard axis, Psi parameters, g
 micro-batches (Rajbhandari et al. 2020, section 7):
 
-    stage 0          2 r Psi (N-1)/N              r = 1 when reduced at the boundary, g when at every micro-batch
+    stage 0          2 r Psi (N-1)/N              r = 1 when reduced at the boundary, g when at
+                                                  every micro-batch
     stages 1, 2      (1 + r) Psi (N-1)/N
-    stage 3          (a + r) Psi (N-1)/N          a = 1 when parameters are kept for the step, up to 2g when freed after every use
+    stage 3          (a + r) Psi (N-1)/N          a = 1 when parameters are kept for the step, up to
+                                                  2g when freed after every use
 
 Code that trains decides by the plan, not by the stage's number. The number is used where a file or
 a user names it: reading DeepSpeed's checkpoints, comparing the stages in a memory plan, options and

@@ -1,9 +1,9 @@
 """Reduces full gradients into this rank's gradient shard: reduce-scatter over ``shard``, then
 all-reduce over ``replica``, group by group.
 
-    launch   cast to the wire's dtype, reduce-scatter over shard   | at most in_flight groups wait here
-             all-reduce over replica, first half: the sum          | ... and here
-             all-reduce over replica, second half: pass it on      | ... and here
+    launch   cast to the wire's dtype, reduce-scatter over shard   | at most in_flight groups wait
+             all-reduce over replica, first half: the sum          | in each of these
+             all-reduce over replica, second half: pass it on      |
     store    into (or onto) the shard, square sum for the norm, full buffer freed
 
 Every rank launches the reduction of every trained group exactly once per reduced backward pass, in

@@ -4,9 +4,11 @@ out batch by batch.
 The order of operations is repeat, distribute, skip:
 
     repeat      epoch 0's order, epoch 1's order, ... end to end: a function of (seed, epoch) alone
-    batch       consecutive samples, ``batch_size`` each; a batch may span the seam of two epochs, so every batch is full
+    batch       consecutive samples, ``batch_size`` each; a batch may span the seam of two epochs,
+                so every batch is full
     distribute  batch k goes to replica k mod N
-    skip        the first ``skip`` batches of this replica are jumped over by arithmetic; nothing is read
+    skip        the first ``skip`` batches of this replica are jumped over by arithmetic; nothing is
+                read
 
 Optimizer step s of a run with global batch size G therefore trains exactly the samples [s*G,
 (s+1)*G) of the stream, whatever the number of replicas, the micro batch and the accumulation are.

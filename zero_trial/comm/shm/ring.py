@@ -50,7 +50,8 @@ class Doorbell:
 class RingBuffer:
     """One direction between two ranks, seen from either end: one rank writes, the other reads.
 
-        | number up to which the reader has read | slot 0: number, tag, bytes, handle, small payload | slot 1 ... | slot SLOTS - 1 |
+        | number up to which the reader has read | slot 0 | slot 1 | ... | slot SLOTS - 1 |
+        a slot: number, tag, bytes, handle, small payload
 
     A payload above INLINE bytes is in a shared segment, to which the handle points.
     """

@@ -1,7 +1,8 @@
 """Collectives through memory that the ranks of one host share: tensors, and the handles and small
 values that the ranks exchange there.
 
-    reduce_scatter   each rank posts a handle to its tensor; the owner of a part adds the parts in place
+    reduce_scatter   each rank posts a handle to its tensor; the owner of a part adds the parts in
+                     place
     all_gather       each rank posts a handle to its shard; peers copy it in
     broadcast        the source posts a handle to its tensor; peers copy it in
     all_to_all       each rank posts a handle to what it sends; peers copy their parts in
@@ -192,7 +193,8 @@ class SharedHandleExchange:
     Every rank has one block that it alone writes and all others read: a ring of the handles of its
     last collectives, numbered.
 
-        | number up to which I have read every rank's | slot 0: number, tag, handle | slot 1 ... | slot n - 1 |
+        | number up to which I have read every rank's | slot 0 | slot 1 | ... | slot n - 1 |
+        a slot: number, tag, handle
 
     All ranks of the axis start their collectives in one order (also those of several engines on the
     same ranks), so number k is the same collective everywhere. Its handle goes into slot k mod n

@@ -111,8 +111,8 @@ def transaction(state: MasterState) -> Iterator[Transaction]:
 
 
 class Transaction:
-    """An open database transaction on the master's store: apply events to it; `transaction` finishes
-    it before the commit.
+    """An open database transaction on the master's store: apply events to it; `transaction`
+    finishes it before the commit.
     """
 
     def __init__(self, state: MasterState, connection: sqlite3.Connection, now: float) -> None:

@@ -8,15 +8,16 @@ no kernel takes a tensor (another device or dtype, no compiler) it is updated by
 the same formulas; ``zero_trial.ops.report()`` says which it is.
 
     bytes per fp32 parameter and step    Adam 28 (read p, g, m, v; write p, m, v), the others 20
-    16-bit gradient in, 16-bit copy out  the same: 2 less for the gradient, 2 more for the copy; no pass of their own
+    16-bit gradient in, 16-bit copy out  the same: 2 less for the gradient, 2 more for the copy; no
+                                         pass of their own
 
 Unscaling and clipping multiply all gradients by one factor, (1 / loss scale) * min(1, limit /
 norm). What that costs depends on the optimizer:
 
-    ours (FusedAdam, FusedLamb ...)       the factor goes into the update                         no extra bytes
-    torch's fused Adam, AdamW, SGD,       the kernel divides by its ``grad_scale`` as it reads    no extra bytes (the scaled
-    Adagrad                                                                                       gradient is written back)
-    anything else                         the gradients are multiplied in place first             8 bytes per fp32 gradient
+    ours (FusedAdam, FusedLamb ...)   no extra bytes: the factor goes into the update
+    torch's fused Adam, AdamW, SGD,   no extra bytes: the kernel divides by its ``grad_scale`` as it
+    Adagrad                           reads, and writes the scaled gradient back
+    anything else                     8 bytes per fp32 gradient, multiplied in place first
 
 The first two can also read factor and skip from the device (:class:`DeviceScalars`), so that the
 host does not wait for them. What the host counted for a step that the device skipped is taken back

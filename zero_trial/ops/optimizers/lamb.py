@@ -8,7 +8,8 @@ adds the buffers up. That is one small collective per step for all tensors toget
 there (one factor on the whole step), the moments' bias is corrected before the ratio is taken, as
 the paper says.
 
-    bytes per fp32 parameter and step    24 for moments and norms, 16 for the update (2 more for a 16-bit copy): no temporaries
+    bytes per fp32 parameter and step    24 for moments and norms, 16 for the update (2 more for a
+                                         16-bit copy): no temporaries
 """
 
 from __future__ import annotations

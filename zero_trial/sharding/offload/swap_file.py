@@ -1,9 +1,12 @@
 """One rank's swap file for state that does not fit into memory: unnamed, allocated in advance, past
 the page cache where that works.
 
-requests   a transfer is cut into blocks; ``depth`` threads pread and pwrite them (the calls release the interpreter lock)
-direct     whole 4096-byte blocks go with O_DIRECT where the file system has it; what begins or ends inside a block goes through the page cache
-unnamed    the name is removed as soon as the file is open: whatever ends the process, also SIGKILL, gives the space back
+requests   a transfer is cut into blocks; ``depth`` threads pread and pwrite them (the calls release
+           the interpreter lock)
+direct     whole 4096-byte blocks go with O_DIRECT where the file system has it; what begins or ends
+           inside a block goes through the page cache
+unnamed    the name is removed as soon as the file is open: whatever ends the process, also SIGKILL,
+           gives the space back
 """
 
 from __future__ import annotations

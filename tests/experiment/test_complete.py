@@ -61,7 +61,7 @@ def test_completing_twice_changes_nothing():
         ("- a", "experiment: not a YAML mapping: expected keys with values."),
         ("a: [", "experiment:1: not readable as YAML"),
         ("a: b: c", "experiment:1: not readable as YAML"),
-        (f"{GOOD}name: b\n", "experiment:4 name: the key stands twice"),
+        (f"{GOOD}name: b\n", "experiment:4 name: duplicate key"),
         (f"{GOOD}data: {{x: .nan}}\n", "<config>.data.x: nan is not a number that JSON knows"),
         (f"{GOOD}data: {{x: [.inf]}}\n", "<config>.data.x[0]: inf is not a number that JSON knows"),
         (f"{GOOD}data: {{x: !!binary aGk=}}\n", "<config>.data.x: a YAML value of type bytes has no JSON form"),

@@ -80,7 +80,7 @@ def test_a_trial_that_brings_its_own_ds_config(tmp_path: Path):
     [
         ("a: [1", "error: const.yaml:1: not readable as YAML"),
         ("- 1\n", "error: const.yaml: not a YAML mapping"),
-        ("a: 1\na: 2\n", "error: const.yaml:2 a: the key stands twice"),
+        ("a: 1\na: 2\n", "error: const.yaml:2 a: duplicate key"),
     ],
 )
 def test_what_is_no_experiment(tmp_path: Path, text: str, message: str):

@@ -75,7 +75,7 @@ def test_places_in_words(place: Location, where: str, source: str):
 def test_twice():
     assert (
         str(twice("f.json", ("a", "b"), 2, 5))
-        == "f.json:5 a.b: the key stands twice: got it on line 2 and line 5. Remove one of them."
+        == "f.json:5 a.b: duplicate key: got it on line 2 and line 5. Remove one of them."
     )
 
 

@@ -50,8 +50,8 @@ def test_duplicate_keys_are_all_named_with_both_lines():
         read_json('{"a": 1,\n"b": {"c": 1,\n"c": 2},\n"a": 3}', "ds.json")
     assert str(error.value) == (
         "2 faults:\n"
-        "  ds.json:3 b.c: the key stands twice: got it on line 2 and line 3. Remove one of them.\n"
-        "  ds.json:4 a: the key stands twice: got it on line 1 and line 4. Remove one of them."
+        "  ds.json:3 b.c: duplicate key: got it on line 2 and line 3. Remove one of them.\n"
+        "  ds.json:4 a: duplicate key: got it on line 1 and line 4. Remove one of them."
     )
 
 

@@ -24,7 +24,7 @@ def test_a_bare_exponent_is_a_number_with_a_warning():
 
 
 def test_duplicates_are_named_with_both_lines():
-    with pytest.raises(ConfigError, match=r"f:3 a.b: the key stands twice: got it on line 2 and line 3"):
+    with pytest.raises(ConfigError, match=r"f:3 a.b: duplicate key: got it on line 2 and line 3"):
         read_yaml("a:\n  b: 1\n  b: 2\n", "f")
 
 

@@ -69,7 +69,7 @@ class StoredTensor:
 
     @property
     def is_master(self) -> bool:
-        """Whether what is stored is not what the model computes with."""
+        """Return whether what is stored is not what the model computes with."""
         return self.lives is not None and self.lives != self.entry.dtype
 
 
@@ -94,7 +94,7 @@ class Inventory:
 
     @property
     def without_frozen(self) -> bool:
-        """Whether frozen parameters were left out when it was saved
+        """Return whether frozen parameters were left out when it was saved
         (``exclude_frozen_parameters``): the model is not whole here."""
         return self.state.get("without_frozen") is True
 
@@ -369,7 +369,7 @@ def write_export(stream: TensorStream, plan: ExportPlan, out: Path, progress: Pr
             for part, shard in zip(parts, plan.shards, strict=False):
                 disk.write(part, _shard_chunks(stream, shard, plan, overflowed, progress))
             if len(paths) > len(plan.shards):
-                disk.write(parts[-1], [index_text(plan, paths).encode()])
+                disk.write(parts[-1], [_index_text(plan, paths).encode()])
             for part, path in zip(parts, paths, strict=True):
                 disk.rename(part, path)
                 undo.callback(path.unlink, missing_ok=True)
@@ -382,7 +382,7 @@ def write_export(stream: TensorStream, plan: ExportPlan, out: Path, progress: Pr
     return Exported({path: path.stat().st_size for path in paths}, overflowed)
 
 
-def index_text(plan: ExportPlan, paths: Sequence[Path]) -> str:
+def _index_text(plan: ExportPlan, paths: Sequence[Path]) -> str:
     """Make the text of ``model.safetensors.index.json``: which file has which tensor, and their
     bytes in all."""
     places = {item.name: path.name for path, shard in zip(paths, plan.shards, strict=False) for item in shard}

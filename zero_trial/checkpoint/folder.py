@@ -154,7 +154,7 @@ class CheckpointFolder:
 
     @property
     def trials(self) -> tuple[str, ...]:
-        """Whose checkpoints these are: a cluster's storage has those of many."""
+        """Return whose checkpoints these are: a cluster's storage has those of many."""
         return tuple(dict.fromkeys(one.trial for one in self.saved if one.trial))
 
     def latest(self, trial: str | None = None) -> SavedCheckpoint | None:
@@ -325,7 +325,7 @@ def find_damage(saved: SavedCheckpoint, progress: Progress | None = None) -> lis
     return found
 
 
-def in_file(manifest: Manifest, file: str) -> tuple[str, ...]:
+def _in_file(manifest: Manifest, file: str) -> tuple[str, ...]:
     """Name the tensors in ``file``: ``param/head.weight`` for one that is there alone,
     ``param/wte.weight[0:4096]`` for a part of one."""
     return tuple(
@@ -341,7 +341,7 @@ def damaged_files(folder: Path, manifest: Manifest, progress: Progress | None = 
     for name, expected in sorted(manifest.files.items()):
         what = _fault(folder / name, expected, progress)
         if what is not None:
-            yield Damage(folder / name, what, in_file(manifest, name))
+            yield Damage(folder / name, what, _in_file(manifest, name))
 
 
 def _fault(path: Path, expected: FileRecord, progress: Progress | None) -> str | None:

@@ -176,7 +176,7 @@ class Slice:
 
     @property
     def flat(self) -> torch.Tensor:
-        """The memory as one dim, without a copy."""
+        """Return the memory as one dim, without a copy."""
         return self.tensor.detach().view(-1)
 
     @classmethod
@@ -302,7 +302,7 @@ class Manifest:
     def from_json(cls, text: str, where: str = MANIFEST_NAME) -> Manifest:
         """Read and check the manifest that ``text`` holds. Raises CheckpointError for anything that
         is not exactly that."""
-        document = _parse(unseal(text, where), where)
+        document = _parse(_unseal(text, where), where)
         found = document.get("format")
         if found != FORMAT:
             raise CheckpointError("this version does not read that format", where=where, got=found, expected=FORMAT)
@@ -330,7 +330,7 @@ def seal(body: str) -> str:
     return f'{{"sha256": "{sha256(body.encode()).hexdigest()}",\n{body[1:]}\n'
 
 
-def unseal(text: str, where: str) -> str:
+def _unseal(text: str, where: str) -> str:
     """Return the text that ``seal`` was given. Raises CheckpointError if it has changed."""
     found = _SEAL.match(text)
     if found is None:

@@ -30,7 +30,7 @@ class CheckpointReader:
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """name -> shape of every stored tensor."""
+        """Return name -> shape of every stored tensor."""
         return {name: entry.shape for name, entry in self.manifest.tensors.items()}
 
     def dtype(self, name: str) -> torch.dtype:

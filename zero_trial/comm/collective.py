@@ -166,8 +166,7 @@ class ControlChannel:
         self.shared_bytes = 0  # how many bytes on the host go through the shared block
 
     def share(self, block: SharedControlBlock | None) -> None:
-        """From now on exchange values on the host through ``block``. All ranks must call it
-        alike."""
+        """Exchange values on the host through ``block`` from now on. All ranks must call it alike."""
         self._shared = block
         self.shared_bytes = CONTROL_CAPACITY if block is not None else 0
 
@@ -322,8 +321,8 @@ class AxisComm:
         exchange: SharedHandleExchange | None,
         tensors: SharedTensorPool | None = None,
     ) -> None:
-        """From now on move tensors on the host through ``memory``, and control values through
-        ``control``: all ranks are on this host.
+        """Move tensors on the host through ``memory``, and control values through ``control``, from
+        now on: all ranks are on this host.
 
         ``exchange`` carries handles to them, by default as messages; ``tensors`` holds buffers that
         peers read in place. All ranks must call it alike.
@@ -560,15 +559,14 @@ class AxisComm:
     # --- messages between two ranks ---------------------------------------------------------------
 
     def use_ring_channels(self, channels: RingChannels | None) -> None:
-        """From now on send messages on the host through ``channels``, or through the backend again
+        """Send messages on the host through ``channels`` from now on, or through the backend again
         (None). All ranks must call it alike.
         """
         self._channels = channels
 
     def use_direction_groups(self, groups: Mapping[tuple[int, int], Any]) -> None:
-        """From now on send messages from one axis index to another by the group of that pair.
-
-        The axis's own group carries all others.
+        """Send messages from one axis index to another by the group of that pair; the axis's own
+        group carries all others.
         """
         self.directions |= groups
 

@@ -54,9 +54,9 @@ def diagnose(positions: Positions, own: int, here: str, error: Exception, timeou
     """
     text = printable(error)
     if isinstance(error, MappingRefused):
-        return too_many_mapped(error, here)
+        return _too_many_mapped(error, here)
     lost = any(part in text.lower() for part in _LOST)
-    known = lost_peer(positions, own, text) if lost else absent_peer(positions, own, text, timeout)
+    known = _lost_peer(positions, own, text) if lost else _absent_peer(positions, own, text, timeout)
     if known is not None:
         return MeshError(known[0], where=here, fix=known[1])
     return MeshError(
@@ -74,7 +74,7 @@ def printable(error: Exception) -> str:
     return "".join(char if char.isprintable() else "?" for char in first)
 
 
-def lost_peer(positions: Positions, own: int, text: str) -> tuple[str, str]:
+def _lost_peer(positions: Positions, own: int, text: str) -> tuple[str, str]:
     """Return what a broken connection means, and what to do: the peer ended, or had given up before
     this rank came.
     """
@@ -91,7 +91,7 @@ def lost_peer(positions: Positions, own: int, text: str) -> tuple[str, str]:
     )
 
 
-def absent_peer(positions: Positions, own: int, text: str, timeout: float) -> tuple[str, str] | None:
+def _absent_peer(positions: Positions, own: int, text: str, timeout: float) -> tuple[str, str] | None:
     """Return what a timeout, or a mismatch of collectives, means, and what to do; None for an error
     of another kind.
     """
@@ -111,7 +111,7 @@ def absent_peer(positions: Positions, own: int, text: str, timeout: float) -> tu
     return f"waited {timeout:g} s for a rank that came too late", f"{others}. Find out what held it up; {_SLOW}."
 
 
-def too_many_mapped(error: MappingRefused, here: str) -> MeshError:
+def _too_many_mapped(error: MappingRefused, here: str) -> MeshError:
     """Return the MeshError for a shared segment that may not be mapped."""
     return MeshError(
         "the ranks of this host share too many pieces of memory",

@@ -52,7 +52,7 @@ class MeshShape:
 
     @property
     def data_parallel_size(self) -> int:
-        """Ranks that see different data: replica x shard."""
+        """Return how many ranks see different data: replica x shard."""
         return self.replica * self.shard
 
     def coordinates(self, rank: int) -> dict[str, int]:

@@ -453,14 +453,14 @@ class ExitNotice:
             return False
 
     def watch(self, name: str, leave: Callable[[], None] | None = None) -> None:
-        """From now on call ``leave()``, on a thread, soon after another rank has claimed ``name``.
+        """Call ``leave()``, on a thread, soon after another rank has claimed ``name``.
 
         By default it ends this process with code 0: the main thread may be stuck in a collective
         that never ends.
         """
         if self._store is None or self._thread is not None:
             return
-        arguments = (name, leave if leave is not None else leave_process)
+        arguments = (name, leave if leave is not None else _leave_process)
         self._thread = threading.Thread(target=self._watch, args=arguments, name="zero_trial-exit", daemon=True)
         self._thread.start()
 
@@ -479,7 +479,7 @@ class ExitNotice:
             self._thread = None
 
 
-def leave_process() -> None:
+def _leave_process() -> None:
     """End this process at once with code 0; what was printed is kept."""
     sys.stdout.flush()
     sys.stderr.flush()

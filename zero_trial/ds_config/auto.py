@@ -136,8 +136,8 @@ def named(hints: Hints, names: tuple[str, ...]) -> AutoValue | None:
 
 
 def resolve_auto(document: Document, hints: Hints, *, fill: bool = False) -> tuple[Document, list[ConfigError]]:
-    """``document`` (canonical keys) with every "auto" replaced or left out, and the faults for
-    those that have no source.
+    """Return ``document`` (canonical keys) with every "auto" replaced or left out, and the faults
+    for those that have no source.
 
     ``hints`` are hyperparameters and facts of the model (``hidden_size``). With ``fill`` they also
     stand in for keys that are missing.
@@ -194,8 +194,8 @@ def _fill(document: Document, hints: Hints) -> Document:
 
 
 def _autos(section: Mapping[str, Any], above: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
-    """Return paths of every "auto" that is not itself a value of its key; what stands in opaque
-    sections is not looked at.
+    """Return the path of every "auto" that is not itself a value of its key; opaque sections are
+    not searched.
     """
     found: list[tuple[str, ...]] = []
     for key, value in section.items():
@@ -220,8 +220,8 @@ def _takes_auto(path: str) -> bool:
 
 
 def _may_default(path: str) -> bool:
-    """Without a source, sizes take their default (they are limits, not results), and so does what
-    is decided here or has no effect.
+    """Return whether "auto" without a source means the default: for sizes (limits, not results),
+    and for what is decided here or has no effect.
     """
     row = TABLE.get(path)
     if row is None or row.required or path in ("fp16.enabled", "bf16.enabled", "zero_optimization.stage"):

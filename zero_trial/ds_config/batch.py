@@ -15,9 +15,7 @@ _NAMES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumu
 
 @dataclass(frozen=True)
 class BatchTriple:
-    """A solved triangle; ``how`` says for each of the three ds_config names how its value came
-    about.
-    """
+    """A solved triangle; ``how``: for each of the three ds_config keys, where its value came from."""
 
     train_batch_size: int
     micro_batch_size: int
@@ -68,8 +66,8 @@ def solve_batch(
 
 
 def derive_triple(batch: int | None, micro: int | None, steps: int | None, dp_world: int) -> tuple[int, int, int]:
-    """DeepSpeed's derivation by integer division, at least 1 each; the caller checks that the
-    product agrees. Pure numbers.
+    """Derive the missing numbers as DeepSpeed does, by integer division and at least 1 each; the
+    caller checks that the product agrees. Pure.
     """
     if steps is None:
         steps = max(batch // (micro * dp_world), 1) if batch is not None and micro is not None else 1

@@ -16,8 +16,10 @@ from zero_trial.schema.types import Section, ValidationError
 
 Assignments = list[tuple[str, Any]]
 
-
 _CPU = {"device": "cpu"}
+
+# Sections that DeepSpeed reads as plain dicts, so that it does not see a misspelled key in them.
+_LAX = ("", "aio", "activation_checkpointing", "flops_profiler", "pipeline", "checkpoint")
 
 
 def translate(path: str, value: Any) -> Assignments:
@@ -40,7 +42,7 @@ def translate(path: str, value: Any) -> Assignments:
 
 
 def translate_amp(amp: Mapping[str, Any]) -> Assignments:
-    """apex's levels: O1 is autocast with fp16, O2 and O3 are fp16 parameters, O0 is fp32.
+    """Translate apex's levels: O1 is autocast with fp16, O2 and O3 are fp16 parameters, O0 is fp32.
 
     An "auto" switch is off, as there is no apex.
     """
@@ -54,14 +56,6 @@ def translate_amp(amp: Mapping[str, Any]) -> Assignments:
     if "min_loss_scale" in amp:
         found.append(("fp16.min_loss_scale", amp["min_loss_scale"]))
     return found
-
-
-# One spelling per key: aliases resolved, old keys translated, unknown keys named with what was
-# probably meant.
-
-
-# Sections that DeepSpeed reads as plain dicts, so that it does not see a misspelled key in them.
-_LAX = ("", "aio", "activation_checkpointing", "flops_profiler", "pipeline", "checkpoint")
 
 
 @dataclass
@@ -118,7 +112,7 @@ def _walk(document: Document, section: Mapping[str, Any], raw: Path, parent: str
         place = document.at(raw_path)
         row = lookup(parent, str(name))
         if row is None:
-            result.faults.append(unknown_key(place, raw_path, parent, str(name)))
+            result.faults.append(_unknown_key(place, raw_path, parent, str(name)))
         elif value is None:
             continue
         elif row.path == "amp":
@@ -158,7 +152,7 @@ def _enter(document: Document, row: Key, value: Any, raw_path: Path, result: Can
 
 
 def _declare(row: Key, place: Location, raw_path: Path, result: Canonical) -> None:
-    """Make the section exist, even if it is empty, and refuse it under two spellings at once."""
+    """Create the section, even if it is empty; two spellings of it at once are a fault."""
     parts = tuple(row.path.split("."))
     before = result.written.get(row.path)
     if before is not None and before != ".".join(raw_path):
@@ -201,7 +195,7 @@ def _amp(document: Document, value: Any, raw_path: Path, result: Canonical) -> N
         path = (*raw_path, str(name))
         row = lookup("amp", str(name))
         if row is None:
-            result.faults.append(unknown_key(document.at(path), path, "amp", str(name)))
+            result.faults.append(_unknown_key(document.at(path), path, "amp", str(name)))
         elif row.support is not Support.MAPPED:
             _leaf(document, row, inner, path, result)
         elif inner is not None and inner != "auto":
@@ -240,8 +234,8 @@ def _leaves(path: str, value: Any) -> list[tuple[str, Any]]:
     return [(path, value)]
 
 
-def unknown_key(place: Location, raw_path: Path, parent: str, name: str) -> ConfigError:
-    """Return the fault for a key that is in no row: with the nearest known one, and what DeepSpeed
+def _unknown_key(place: Location, raw_path: Path, parent: str, name: str) -> ConfigError:
+    """Return the fault for a key that is in no row, with the nearest known key and what DeepSpeed
     would have done with it.
     """
     meant = nearest(parent, name)

@@ -30,7 +30,7 @@ def overwrite_ds_config(base: Source, overrides: Mapping[str, Any]) -> dict[str,
 
 
 def overlay(base: Document, over: Document) -> Document:
-    """``base`` with every leaf of ``over`` in its place; another spelling of the same key in
+    """Return ``base`` with every leaf of ``over`` in its place; another spelling of the same key in
     ``base`` gives way.
     """
     faults: list[ConfigError] = []
@@ -133,9 +133,7 @@ def _reach(value: dict[str, Any], path: Path, place: Location) -> tuple[dict[str
 
 
 def _drop_other_spellings(section: dict[str, Any], path: Path, places: dict[Path, Location]) -> None:
-    """Remove aliases of the same key from the base, so that the override does not meet its own
-    older self.
-    """
+    """Remove other spellings of the same key from the base."""
     parent, name = ".".join(path[:-1]), path[-1]
     row = lookup(parent, name)
     others = [key for key in section if row is not None and key != name and lookup(parent, key) is row]
@@ -145,8 +143,8 @@ def _drop_other_spellings(section: dict[str, Any], path: Path, places: dict[Path
 
 
 def _shape_fault(before: Any, leaf: Any, path: Path, place: Location) -> ConfigError | None:
-    """Return a plain value over a section loses everything in it, and a section over a plain value
-    is a slip; both are refused.
+    """Return the fault where a plain value would replace a section, which loses everything in it,
+    or a section a plain value, which is a slip.
     """
     where = place.where(".".join(path))
     if isinstance(before, Mapping) and before and leaf is not None and not isinstance(leaf, Mapping) and leaf != "auto":

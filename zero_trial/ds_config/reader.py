@@ -28,6 +28,7 @@ from zero_trial.schema.document import DEFAULT, Document, Provenance, ValueSourc
 from zero_trial.schema.source import Source, open_source
 from zero_trial.schema.types import Float, ValidationError, as_number
 
+_PARAMS = ("optimizer", "scheduler")
 _NUMBERS = {"lr": Float(low=0), "weight_decay": Float(low=0), "momentum": Float(low=0)}
 
 
@@ -102,7 +103,7 @@ def _checked(key: str, value: Any, where: str, named: KnownParams, found: Params
 
 
 def _as_given(key: str, value: Any, where: str, found: Params) -> None:
-    """An argument of one of torch's classes: only its numbers are looked at."""
+    """Keep an argument of one of torch's classes; only numbers are checked."""
     if key in _NUMBERS:
         try:
             reading = _NUMBERS[key].read(value)
@@ -129,8 +130,8 @@ def _unknown(key: str, where: str, named: KnownParams) -> ConfigError:
 
 
 def _check_name(section: str, name: str, document: Document, found: Params) -> None:
-    """A name that is not in the tables: fine if torch has it, a fault if it is close to a known
-    one, else torch's to say.
+    """Check a name that is not in the tables: torch may have it, a name close to a known one is a
+    fault, and any other is left to torch.
     """
     where = document.at((section, "type")).where(f"{section}.type")
     refused = {known.lower(): why for known, why in REFUSED_OPTIMIZERS.items()} if section == "optimizer" else {}
@@ -154,13 +155,6 @@ def _check_name(section: str, name: str, document: Document, found: Params) -> N
         found.warnings.append(
             f'{where}: "{name}" is not known here; it is looked up in torch when the engine is built.'
         )
-
-
-# From any form of ds_config to DsConfig: every key known, every value of its kind, all faults of a
-# source reported together.
-
-
-_PARAMS = ("optimizer", "scheduler")
 
 
 def read_ds_config(
@@ -209,7 +203,7 @@ def as_invalid_hp(faults: list[ConfigError]) -> list[ConfigError]:
 
 
 def _read_values(document: Document, skip: set[str | None]) -> tuple[dict[str, Any], list[ConfigError], list[str]]:
-    """Dotted path -> inside value for everything given, with the faults and the warnings."""
+    """Return dotted path -> inside value for everything given, with the faults and the warnings."""
     values: dict[str, Any] = {}
     faults: list[ConfigError] = []
     warnings: list[str] = []

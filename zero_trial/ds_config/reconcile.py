@@ -88,7 +88,7 @@ def reconcile(
     slots: int | None = None,
     search: bool = False,
 ) -> Reconciliation:
-    """Batch, mesh and hyperparameters of a run of ``world_size`` ranks in agreement.
+    """Bring batch, mesh and hyperparameters of a run of ``world_size`` ranks into agreement.
 
     Hyperparameters ``global_batch_size`` and ``data_parallel_world_size`` count where ds_config
     says nothing, and must agree where it does. Pure. Raises ConfigError, or InvalidHP in a

@@ -39,10 +39,6 @@ def render_rows(rows: Iterable[Row]) -> str:
     return "\n".join(lines)
 
 
-# The resolved configuration: every value with its source and what it does, as a table, as JSON, and
-# as a ds_config that can be read again.
-
-
 @dataclass(frozen=True)
 class ReportEntry:
     """One key of the report."""
@@ -127,21 +123,17 @@ def clipping_line(config: DsConfig) -> str:
     return f"gradient_clipping {config.gradient_clipping} by default: ds_config has no such key, and 0 switches it off"
 
 
-def report_body(config: DsConfig, batch: Iterable[Row] = ()) -> dict[str, Any]:
-    """Return the report for machines: ``values`` (one object per key), ``batch`` (rows of a
+def report_json(config: DsConfig, batch: Iterable[Row] = ()) -> str:
+    """Return the report for programs: ``values`` (one object per key), ``batch`` (rows of a
     Reconciliation), ``warnings``, and ``ds_config``, from which the run can be repeated.
     """
-    return {
+    body = {
         "values": [asdict(entry) for entry in config_report(config)],
         "batch": [asdict(row) for row in batch],
         "warnings": list(config.warnings),
         "ds_config": resolved_ds_config(config),
     }
-
-
-def report_json(config: DsConfig, batch: Iterable[Row] = ()) -> str:
-    """``report_body`` as text."""
-    return json.dumps(report_body(config, batch), indent=2, ensure_ascii=False)
+    return json.dumps(body, indent=2, ensure_ascii=False)
 
 
 def entries_of(body: Mapping[str, Any]) -> tuple[ReportEntry, ...]:

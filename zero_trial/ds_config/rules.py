@@ -168,7 +168,7 @@ def _policy_is_for_the_stage(values: Values, where: Where) -> ConfigError | None
 
 
 def _policies_agree(values: Values, where: Where) -> ConfigError | None:
-    """Return the older keys say the same of one pipeline stage as of a whole model."""
+    """Return the fault where zero_policy and the keys for a model without a pipeline contradict."""
     path = "pipeline.zero_policy"
     policy = _get(values, path)
     reduce_every = _get(values, "zero_optimization.reduce_every")

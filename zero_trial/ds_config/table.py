@@ -60,7 +60,7 @@ def _rows(cls: Any, parent: str = "") -> Iterator[Key]:
 
 
 def _kept(cls: Any, parent: str = "") -> Iterator[str]:
-    """Dotted paths of the fields of ``cls`` and of the sections in it."""
+    """Yield the dotted paths of the fields of ``cls`` and of the sections in it."""
     for item in dataclasses.fields(cls):
         row = item.metadata.get(DECLARED)
         if row is not None:
@@ -76,7 +76,7 @@ FIELDS: frozenset[str] = frozenset(_kept(DsConfig))
 
 
 def _spellings() -> dict[str, dict[str, Key]]:
-    """Parent path -> every spelling that is valid in it -> row."""
+    """Return parent path -> every spelling that is valid in it -> row."""
     found: dict[str, dict[str, Key]] = {"": {}}
     for row in TABLE.values():
         if row.is_section:

@@ -165,7 +165,7 @@ class ModelStates:
 
     @property
     def parameters(self) -> list[str]:
-        """Every parameter by its first name, in the model's order."""
+        """Return every parameter by its first name, in the model's order."""
         return [name for name in self.tensors if name not in self.buffers and name not in self.aliases]
 
     def frozen_shapes(self) -> dict[str, tuple[int, ...]]:

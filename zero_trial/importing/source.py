@@ -132,7 +132,7 @@ def _listed(index: Path) -> dict[Path, set[str] | None]:
 
 
 def _tensors(path: Path, left_out: list[str]) -> dict[str, tuple[torch.Tensor, Any]]:
-    """Name -> tensor and what two names of one tensor have in common."""
+    """Return name -> tensor and what two names of one tensor have in common."""
     if path.suffix == ".safetensors":
         return _from_safetensors(path)
     content = TorchFile(path).content

@@ -373,7 +373,7 @@ LARGEST_PROGRAM = 1 << 30
 OLD_MAGIC = 0x1950A86A20F9469CFC6C
 
 
-class StorageBytes(NamedTuple):
+class _StorageBytes(NamedTuple):
     """Where a storage's bytes are in the file, and the CRC-32 that they should have (None: the
     format has none)."""
 
@@ -392,7 +392,7 @@ class TorchFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._places: dict[str, StorageBytes] = {}
+        self._places: dict[str, _StorageBytes] = {}
         self._checked: set[str] = set()
         try:
             with path.open("rb") as file:
@@ -421,7 +421,7 @@ class TorchFile:
         self._places = {name.removeprefix("data/"): place for name, place in places.items() if name.startswith("data/")}
         return self._resolver.resolve(read_program(io.BytesIO(self._bytes(program, "data.pkl")), str(self.path)))
 
-    def _place(self, entry: zipfile.ZipInfo) -> StorageBytes:
+    def _place(self, entry: zipfile.ZipInfo) -> _StorageBytes:
         """Return where an entry's bytes begin: the local header says it, not the archive's list."""
         header = self._map[entry.header_offset : entry.header_offset + 30]
         if (
@@ -432,12 +432,12 @@ class TorchFile:
         ):
             raise self._damaged(f"entry {entry.filename} is compressed, encrypted or torn")
         name, extra = struct.unpack("<HH", header[26:30])
-        place = StorageBytes(entry.header_offset + 30 + name + extra, entry.file_size, entry.CRC)
+        place = _StorageBytes(entry.header_offset + 30 + name + extra, entry.file_size, entry.CRC)
         if place.start + place.size > len(self._map):
             raise self._damaged(f"entry {entry.filename} ends behind the end of the file")
         return place
 
-    def _check_order(self, place: StorageBytes | None) -> None:
+    def _check_order(self, place: _StorageBytes | None) -> None:
         order = self._map[place.start : place.start + place.size] if place is not None else b"little"
         if order != b"little":
             raise CheckpointError(
@@ -459,7 +459,7 @@ class TorchFile:
             storage = self._resolver.storages.get(str(key)) if isinstance(key, (str, int)) else None
             if storage is None:
                 raise self._damaged("a storage belongs to nothing")
-            place = StorageBytes(stream.tell() + 8, storage.numel * storage.dtype.itemsize, None)
+            place = _StorageBytes(stream.tell() + 8, storage.numel * storage.dtype.itemsize, None)
             if int.from_bytes(stream.read(8), "little") != storage.numel or place.start + place.size > len(stream):
                 raise self._damaged(f"storage {storage.key} is cut short")
             self._places[storage.key] = place
@@ -474,7 +474,7 @@ class TorchFile:
         flat = torch.frombuffer(self._map, dtype=stored.dtype, count=count, offset=place.start)
         return flat.as_strided(stored.shape, stored.strides, stored.offset)
 
-    def _place_of(self, storage: FileStorage) -> StorageBytes:
+    def _place_of(self, storage: FileStorage) -> _StorageBytes:
         place = self._places.get(storage.key)
         size = storage.numel * storage.dtype.itemsize
         if place is None or place.size != size:
@@ -485,7 +485,7 @@ class TorchFile:
             self._checked.add(storage.key)
         return place
 
-    def _bytes(self, place: StorageBytes, what: str, copy: bool = True) -> bytes:
+    def _bytes(self, place: _StorageBytes, what: str, copy: bool = True) -> bytes:
         with memoryview(self._map)[place.start : place.start + place.size] as view:
             if place.crc is not None and zlib.crc32(view) != place.crc:
                 raise self._damaged(f"{what} has another CRC-32 than when it was written")

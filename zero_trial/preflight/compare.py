@@ -19,8 +19,6 @@ from zero_trial.preflight.plan import MemoryPlan
 from zero_trial.util.text import format_bytes
 
 STAGES = (0, 1, 2, 3)
-
-
 _NVME = OffloadOptimizerSection(device="nvme", nvme_path=".")
 
 
@@ -127,10 +125,6 @@ def memory_plan(
     return Planner(ModelSubject(model, batch, **subject), settings, ranks).plan()
 
 
-# What to change when a plan does not fit: the smallest change that does, and the error that names
-# it.
-
-
 def smallest_change(planner: Planner, limit: int) -> MemoryPlan | None:
     """Return the plan nearest to the run's own that needs at most ``limit`` bytes; the run's own if
     it fits; None if none does.
@@ -163,14 +157,14 @@ def does_not_fit(planner: Planner, limit: int) -> DoesNotFit:
     fix = (
         f"Smallest change that fits: {describe_change(own, found)}."
         if found is not None
-        else nothing_fits(planner, limit)
+        else _nothing_fits(planner, limit)
     )
     more = _stage_up(planner) if found is not None and found.stage == own.stage else ""
     return DoesNotFit(f"rank 0 needs {format_bytes(figures.total)}, has {format_bytes(limit)}{detail}", fix=fix + more)
 
 
 def describe_change(own: MemoryPlan, other: MemoryPlan) -> str:
-    """``micro batch 4→2 with accumulation 1→2 (same global batch)``, ``stage 2→3``, or both."""
+    """Return ``micro batch 4→2 with accumulation 1→2 (same global batch)``, ``stage 2→3``, or both."""
     parts = []
     if other.micro_batch != own.micro_batch:
         parts.append(
@@ -181,8 +175,8 @@ def describe_change(own: MemoryPlan, other: MemoryPlan) -> str:
     return " and ".join(parts) or "none"
 
 
-def nothing_fits(planner: Planner, limit: int) -> str:
-    """Return what is said when no stage and no micro-batch fits."""
+def _nothing_fits(planner: Planner, limit: int) -> str:
+    """Return the advice where no stage and no micro-batch fits."""
     rows = [choice.plan for choice in planner.compare() if choice.plan is not None]
     least = min(rows, key=lambda plan: plan.figures.total)
     return (

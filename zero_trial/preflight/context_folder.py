@@ -41,13 +41,12 @@ class Ignore:
 
     @classmethod
     def of(cls, lines: Iterable[str]) -> Ignore:
-        """Comments and empty lines are no patterns."""
+        """Make the patterns of ``lines``; comments and empty lines are none."""
         return cls(tuple(pattern for line in lines if (pattern := read_pattern(line)) is not None))
 
     def ignores(self, path: str, folder: bool) -> bool:
-        """``path`` is relative, with ``/`` between its parts.
-
-        What lies in an ignored folder is not asked about: nobody walks into it.
+        """Return whether ``path``, relative and with ``/`` between its parts, is ignored. Not asked
+        for what is inside an ignored folder.
         """
         answer = False
         for pattern in self.patterns:
@@ -96,14 +95,9 @@ def _regex(glob: str) -> str:
     return found
 
 
-# The model's folder as a cluster would be sent it: its size after ``.detignore``, against
-# Determined's limit.
-
-
 LIMIT = 128 * 2**20 // 8 * 6 - 2**20
 """Bytes; Determined 0.38.1's MAX_CONTEXT_SIZE: what 128 MiB hold in base64, less 1 MiB for the
 envelope."""
-
 
 MOST_FILES = 200_000
 
@@ -144,8 +138,8 @@ def measure(folder: Path, most_files: int = MOST_FILES) -> ContextFolder:
 
 
 def check_context(context: ContextFolder, for_cluster: bool) -> list[CheckIssue]:
-    """Return a folder that is too large is a fault where the experiment is one for a cluster, and
-    worth a word where it is not. Pure.
+    """Return the issue of a folder that is too large: a fault where the experiment is one for a
+    cluster, else a warning. Pure.
     """
     if context.complete and context.size <= LIMIT:
         return []

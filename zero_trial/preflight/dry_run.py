@@ -150,7 +150,7 @@ class Role:
 
 
 @dataclass(frozen=True)
-class FakeWorld:
+class _FakeWorld:
     """The fake ranks: their number, how they exchange tensors, and the shared segments that this
     takes.
     """
@@ -191,7 +191,7 @@ def dry_run(
         # fake tensors have no addresses, and torch warns who asks for one
         warnings.simplefilter("ignore")
         engines = [
-            _engine(role, options, FakeWorld(ranks, exchange, segments), live)
+            _engine(role, options, _FakeWorld(ranks, exchange, segments), live)
             for role, options in zip(roles, copies, strict=True)
         ]
         copies.clear()
@@ -289,7 +289,7 @@ def with_state_at(settings: DsConfig, place: OffloadOptimizerSection | None) -> 
     return replace(settings, zero_optimization=replace(settings.zero_optimization, offload_optimizer=place))
 
 
-def _engine(role: Role, options: dict[str, Any], world: FakeWorld, live: LiveBytes) -> Engine:
+def _engine(role: Role, options: dict[str, Any], world: _FakeWorld, live: LiveBytes) -> Engine:
     model = options.pop("model")
     live.hold([*model.parameters(), *model.buffers()])
     mesh = fake_mesh(mesh_shape(role.settings, world.ranks), world.exchange, world.segments)
@@ -364,7 +364,7 @@ class ModelSubject:
     def _set(self, blueprint: Blueprint, batch: Any, loss: Loss | None) -> None:
         self._blueprint = blueprint
         self._batch = batch
-        self._loss = loss if loss is not None else call_and_reduce
+        self._loss = loss if loss is not None else _call_and_reduce
         self._rows = rows_of(batch)
 
     @property
@@ -383,7 +383,7 @@ class ModelSubject:
         return dry_run_any([Role(self._blueprint, settings)], ranks, known, [batch], calls=calls, one_host=one_host)
 
 
-def call_and_reduce(engine: Any, batch: Any) -> torch.Tensor:
+def _call_and_reduce(engine: Any, batch: Any) -> torch.Tensor:
     """Call the model on ``batch`` and return its loss, or one made of its outputs."""
     if isinstance(batch, Mapping):
         return loss_in(engine(**batch))

@@ -40,8 +40,8 @@ class ConfigChecks:
 
 
 def resolve(experiment: ExperimentConfig, model_dir: Path, slots: int, point: Point) -> Resolved:
-    """Raises ConfigError with all faults of the point's ds_config, InvalidHP where a search would
-    go on without the point.
+    """Resolve one point. Raises ConfigError with all faults of its ds_config, InvalidHP where a
+    search would go on without the point.
     """
     search = experiment.searcher.searches
     values = point.hyperparameters
@@ -51,7 +51,7 @@ def resolve(experiment: ExperimentConfig, model_dir: Path, slots: int, point: Po
 
 
 def check_ds_configs(experiment: ExperimentConfig, model_dir: Path, slots: int, space: Space) -> ConfigChecks:
-    """Return all points of ``space``. Reads files; starts nothing."""
+    """Check the ds_config of every point of ``space``. Reads files; starts nothing."""
     groups: dict[str, _Group] = {}
     legal: list[Resolved] = []
     pruned: list[int] = []
@@ -81,7 +81,8 @@ class _Group:
 
 
 def _add(groups: dict[str, _Group], error: ZeroTrialError, severity: Severity, point: Point) -> None:
-    """Numbers differ from point to point and do not make another fault."""
+    """Add the point to the group of the same error; numbers, which differ from point to point, do
+    not count."""
     key = (
         f"{type(error).__name__} {error.where} {_NUMBERS.sub('#', error.what)} {error.expected if error.where else ''}"
     )
@@ -91,7 +92,7 @@ def _add(groups: dict[str, _Group], error: ZeroTrialError, severity: Severity, p
 
 
 def _findings(groups: Iterable[_Group], space: Space, some_legal: bool) -> Iterable[CheckIssue]:
-    """Return an invalid combination is a warning as long as there are others that can be
+    """Yield an issue per group; an invalid combination is a warning as long as others can be
     trained."""
     for group in groups:
         invalid = isinstance(group.error, InvalidHP)

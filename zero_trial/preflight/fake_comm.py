@@ -70,7 +70,7 @@ class Segments:
         return sum(HEADER + segment.capacity for segment in self.made)
 
     def add_shared(self, tensor: torch.Tensor) -> None:
-        """``tensor`` lives where peers read it in place."""
+        """Note that ``tensor`` lives where peers read it in place."""
         self._homes.add(tensor.untyped_storage())
 
     def has(self, tensor: torch.Tensor) -> bool:
@@ -86,7 +86,7 @@ class Segments:
         return found
 
 
-class FakeTransport(Transport):
+class _FakeTransport(Transport):
     """One axis as its first rank sees it.
 
     Nothing is sent; what would arrive from the others is zeros.
@@ -144,7 +144,7 @@ class FakeTransport(Transport):
         return self._exchange is Exchange.SHARED and full.numel() * full.element_size() >= WORTH_BYTES
 
 
-class FakeControl(ControlChannel):
+class _FakeControl(ControlChannel):
     """Control values of ranks that are not there: every other rank's are this one's."""
 
     def all_reduce(self, values: torch.Tensor, label: str, op: str) -> None:
@@ -170,8 +170,8 @@ def fake_mesh(shape: MeshShape, exchange: Exchange = Exchange.SHARED, segments: 
 
     def axis(name: str, size: int) -> AxisComm:
         ranks = tuple(range(size))
-        control = FakeControl(name, None, Watchdog(heartbeat, ranks, 0.0), torch.device("cpu"))
-        transport = FakeTransport(size, exchange, pool)
+        control = _FakeControl(name, None, Watchdog(heartbeat, ranks, 0.0), torch.device("cpu"))
+        transport = _FakeTransport(size, exchange, pool)
         return AxisComm(name, ranks, 0, None, counters, heartbeat, 0.0, transport=transport, control=control)
 
     sizes = dict(zip(AXES, shape.sizes, strict=True))
@@ -188,7 +188,7 @@ def _free(segment: _Segment | None) -> None:
 # --- offloaded state: buffers in memory, as the run has them, and no disk ---
 
 
-class FakeSwapFile:
+class _FakeSwapFile:
     """Transfers move nothing and are over at once: what is read is what the buffer held."""
 
     def __init__(self) -> None:
@@ -213,19 +213,17 @@ class FakeSwapFile:
 
     @contextmanager
     def mapped(self) -> Iterator[torch.Tensor]:
-        """A tensor of the file's size with whatever the memory held: pages that nobody touches do
-        not exist.
-        """
+        """Yield a tensor of the file's size with undefined content; untouched pages need no memory."""
         yield torch.empty(self._end, dtype=torch.uint8)
 
     def close(self) -> None:
-        """There is nothing to give back."""
+        """Do nothing: there is nothing to give back."""
 
 
-def fake_swap_file(folder: Path, nbytes: int, aio: AioSection, where: str) -> FakeSwapFile:
-    """In the place of :func:`zero_trial.engine.offload_config.open_swap_file`."""
-    return FakeSwapFile()
+def _fake_swap_file(folder: Path, nbytes: int, aio: AioSection, where: str) -> _FakeSwapFile:
+    """Stand in for :func:`zero_trial.engine.offload_config.open_swap_file`."""
+    return _FakeSwapFile()
 
 
 # The device's copies move nothing that has values, and at once.
-FAKE_SWAP = OffloadBackends(fake_swap_file, lambda device, pinned: BlockingCopier())
+FAKE_SWAP = OffloadBackends(_fake_swap_file, lambda device, pinned: BlockingCopier())

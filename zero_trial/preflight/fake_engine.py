@@ -36,7 +36,7 @@ CPU = torch.device("cpu")
 META = torch.device("meta")
 
 
-class ProxyEngine:
+class _ProxyEngine:
     """The engine that a trial gets: it passes calls and attributes to the one that is planned at
     the moment.
 
@@ -73,7 +73,7 @@ def fake_initialize(ranks: int, *, evaluates: bool) -> Callable[..., tuple[Any, 
             return _rank_0(model, settings, ranks, CPU, given)
         if evaluates:
             return _whole_pipeline(model, settings, ranks, CPU, given)
-        return ProxyEngine(_whole_pipeline(model, settings, ranks, META, given), CPU)
+        return _ProxyEngine(_whole_pipeline(model, settings, ranks, META, given), CPU)
 
     return _initializer(engine)
 
@@ -131,7 +131,7 @@ def _whole_pipeline(
 class _Part:
     blueprint: Blueprint
     settings: DsConfig
-    proxy: ProxyEngine
+    proxy: _ProxyEngine
 
 
 class TrialSubject:
@@ -155,22 +155,22 @@ class TrialSubject:
     @property
     def factory(self) -> Callable[..., tuple[Any, Any, Any, Any]]:
         """Return a function with the signature of ``zero_trial.initialize`` whose engines are
-        planned, each behind a :class:`ProxyEngine`.
+        planned, each behind a :class:`_ProxyEngine`.
         """
         return _initializer(self._engine)
 
     def _engine(
         self, model: nn.Module, settings: DsConfig, options: dict[str, Any], data: dict[str, Any]
-    ) -> ProxyEngine:
+    ) -> _ProxyEngine:
         given = {name: _listed(value) for name, value in options.items() if value is not None}
         if isinstance(model, PipelineModule):
             self.pipeline = self.pipeline or (model, settings)
-            return ProxyEngine(_whole_pipeline(model, settings, self.ranks, META, given | data), CPU)
+            return _ProxyEngine(_whole_pipeline(model, settings, self.ranks, META, given | data), CPU)
         blueprint = Blueprint(model, given, self._device)
         with blueprint.without_values(fake=True):
             copied = blueprint.options(fake=True)
             engine = _rank_0(copied.pop("model"), settings, self.ranks, self._device, copied | data)
-        proxy = ProxyEngine(engine, engine.device)
+        proxy = _ProxyEngine(engine, engine.device)
         self._parts.append(_Part(blueprint, settings, proxy))
         return proxy
 

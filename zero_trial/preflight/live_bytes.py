@@ -49,28 +49,28 @@ class LiveBytes(TorchDispatchMode):
         self.saved_peak = 0
 
     def hold(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Counts tensors that were made before, or elsewhere."""
+        """Count tensors that were made before, or elsewhere."""
         for tensor in tensors:
             self._see(tensor)
         self.peak = max(self.peak, self.live)
 
     def follow(self, tensors: Callable[[], Iterable[torch.Tensor]]) -> None:
-        """These tensors' storages come and go without an operation (resized in place, or mapped):
-        they are asked for, and looked at again, at every operation.
+        """Measure ``tensors()`` anew at every operation: their storages come and go without one
+        (resized in place, or mapped).
         """
         self._followed = tensors
         self.hold(tensors())
 
     def restart(self) -> None:
-        """Peaks are of what comes from now on."""
+        """Start the peaks anew."""
         self._look_again()
         self.peak = self.live
         self.saved_peak = self.saved
 
     @contextmanager
     def saving(self) -> Iterator[None]:
-        """Inside, storages made from now on that autograd saves for backward are counted as
-        ``saved`` while they live.
+        """Count as ``saved`` the storages made inside that autograd saves for backward, while they
+        live.
 
         What was there before (parameters, buffers, the batch) is not: it would be there without
         backward too.

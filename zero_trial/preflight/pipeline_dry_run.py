@@ -44,7 +44,7 @@ class Parts:
     loss_fn: Any
 
     def layers(self, rank: int) -> str:
-        """``0-3`` or ``0-1,4-5``: the layers of a pipeline rank."""
+        """Return the layers of a pipeline rank: ``0-3`` or ``0-1,4-5``."""
         runs = [(self.bounds[chunk], self.bounds[chunk + 1] - 1) for chunk in self.placement.of(rank)]
         return ",".join(f"{first}-{last}" if last > first else f"{first}" for first, last in runs)
 
@@ -202,7 +202,7 @@ def dry_run_rank(
 
 
 def _play(player: _Player, row: Row, live: LiveBytes, sizes: Mapping[int, Copies]) -> HeldBytes:
-    """Return every computation with what is whole around it."""
+    """Perform the row, and return the most bytes of all computations, each with what is whole then."""
     parameters: dict[int, int] = {}
     gradients: dict[int, int] = {}
     activations = peak = 0
@@ -262,7 +262,7 @@ def _fresh(value: Any) -> Any:
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:
-    """Floating tensors in the parameters' dtype."""
+    """Return the value with its floating tensors in ``dtype``."""
     return tree_map(
         lambda leaf: leaf.to(dtype) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf, value
     )
@@ -273,5 +273,5 @@ def _gradients(outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def _drop_grad(param: torch.Tensor) -> None:
-    """The gradient is in its buffer, which is counted elsewhere."""
+    """Drop the gradient: it is in its buffer, which is counted elsewhere."""
     param.grad = None

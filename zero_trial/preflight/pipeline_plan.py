@@ -62,8 +62,8 @@ class PipelinePlan:
         return limit is None or self.largest.figures.total <= limit
 
     def line(self, limit: int | None = None) -> str:
-        """``params 0.8M on 2 stages · stage 0 needs most: 9.6 MiB states + 8.0 MiB activations,
-        peak 20.1 MiB (limit 5.7 GiB) fits``"""
+        """Return ``params 0.8M on 2 stages · stage 0 needs most: 9.6 MiB states + 8.0 MiB
+        activations, peak 20.1 MiB (limit 5.7 GiB) fits``"""
         most, figures = self.largest, self.largest.figures
         text = (
             f"params {format_count(self.parameter_count)} on {len(self.stages)} stages · stage {most.rank} needs most: "

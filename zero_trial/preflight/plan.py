@@ -77,8 +77,8 @@ class MemoryPlan:
         return limit is None or self.figures.total <= limit
 
     def line(self, limit: int | None = None) -> str:
-        """``params 1.2M · per rank 14.1 MiB states + 22.0 MiB activations, peak 40.1 MiB (limit
-        11.5 GiB) fits``"""
+        """Return ``params 1.2M · per rank 14.1 MiB states + 22.0 MiB activations, peak 40.1 MiB
+        (limit 11.5 GiB) fits``"""
         figures = self.figures
         text = f"params {format_count(self.parameter_count)} · per rank {format_bytes(figures.states)} states"
         if figures.activations is not None and figures.peak is not None:
@@ -122,13 +122,7 @@ class MemoryPlan:
         return {**asdict(self), "figures": {**asdict(figures), **derived}}
 
 
-# How much memory one rank may use here: a number with a unit, or this machine's memory divided by
-# its ranks.
-
-
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
-
-
 _CGROUP = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 
 

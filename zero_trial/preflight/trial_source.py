@@ -45,7 +45,8 @@ def reported_metrics(method: Callable[..., Any]) -> frozenset[str] | None:
 
 
 def _is_plain(decorator: ast.expr) -> bool:
-    """torch's own decorators (``torch.no_grad()`` ...) leave the returned dict as it is."""
+    """Return whether it is one of torch's (``torch.no_grad()`` ...), which leave the returned dict
+    as it is."""
     return ast.unparse(decorator).startswith("torch.")
 
 
@@ -84,7 +85,7 @@ def _keyword(keyword: ast.keyword) -> str:
 
 
 def _names_of_local(name: str, function: _Function) -> frozenset[str]:
-    """Of a local variable, if every place that names it is understood."""
+    """Return the names in a local variable, if every place that names it is understood."""
     found: frozenset[str] = frozenset()
     understood: set[int] = set()
     assigned = False
@@ -124,7 +125,6 @@ class SourceIssue:
 
 
 _CLIP = ("does not reach gradients that an engine holds", "Set gradient_clipping in ds_config.")
-
 
 _CALLS = {
     "loss.backward": ("leaves out the accumulation and the loss scale of an engine", "Call engine.backward(loss)."),

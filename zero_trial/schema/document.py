@@ -12,10 +12,7 @@ from zero_trial.errors import ConfigError
 
 Path = tuple[str, ...]
 
-
 MOST_LEVELS = 64  # of nesting, in dicts as in files
-
-
 MOST_VALUES = 100_000
 
 
@@ -41,9 +38,7 @@ class ValueSource(str):
     provenance: Provenance
 
     def __new__(cls, text: str, provenance: Provenance | None = None) -> ValueSource:
-        """Without ``provenance`` it is read from the text: that of a report that was written as
-        JSON.
-        """
+        """Make a source; without ``provenance`` it follows from the text, that of a JSON report."""
         made = super().__new__(cls, text)
         made.provenance = provenance if provenance is not None else _provenance_of(text)
         return made
@@ -77,8 +72,8 @@ GIVEN = ValueSource("given", Provenance.GIVEN)
 
 @dataclass(frozen=True)
 class Location:
-    """Where a value stands: file and line, the dotted prefix under which a ds_config lies there,
-    and a note on how the value came about.
+    """The place of a value: file and line, the dotted prefix of a ds_config inside another file,
+    and a note on where the value came from.
     """
 
     file: str | None = None
@@ -88,13 +83,13 @@ class Location:
     provenance: Provenance = Provenance.GIVEN
 
     def spot(self) -> str:
-        """``const.yaml:14``, or "" for a dict that was passed in."""
+        """Return ``const.yaml:14``, or "" for a dict that was passed in."""
         if self.file is None:
             return ""
         return f"{self.file}:{self.line}" if self.line else self.file
 
     def where(self, dotted: str) -> str:
-        """Return what stands before a fault: ``const.yaml:14
+        """Return the beginning of an error message: ``const.yaml:14
         hyperparameters.ds_config.zero_optimization.stage``.
         """
         full = f"{self.prefix}.{dotted}" if self.prefix else dotted
@@ -185,9 +180,9 @@ class Document:
 
 
 def twice(file: str, path: Path, first: int | None, second: int) -> ConfigError:
-    """Return the fault for a key that stands twice in one object, with both lines."""
+    """Return the fault for a key that one object has twice, with both lines."""
     return ConfigError(
-        "the key stands twice",
+        "duplicate key",
         where=f"{file}:{second} {'.'.join(path)}",
         got=f"it on line {first} and line {second}",
         fix="Remove one of them.",
@@ -195,7 +190,7 @@ def twice(file: str, path: Path, first: int | None, second: int) -> ConfigError:
 
 
 def _require_finite(mapping: Mapping[str, Any], place: Location) -> None:
-    """Raises ConfigError unless everything that reads ``mapping`` by recursion comes to an end."""
+    """Raise ConfigError for a ``mapping`` that contains itself, or is too large to be walked."""
     stack: list[tuple[Any, Path, tuple[int, ...]]] = [(mapping, (), ())]
     values = 0
     while stack:
@@ -219,7 +214,7 @@ def _require_finite(mapping: Mapping[str, Any], place: Location) -> None:
 
 
 def shown(value: Any) -> str:
-    """Return a value as it would stand in the file, short enough for a message."""
+    """Return a value as a file would spell it, short enough for a message."""
     if isinstance(value, bool) or value is None:
         return {True: "true", False: "false", None: "null"}[value]
     if isinstance(value, str):

@@ -1,7 +1,7 @@
 """JSON as people write it: comments, trailing and missing commas, bare keys and words (the part of
 hjson that real ds_config files use).
 
-Every key keeps its line; a key that stands twice in one object is a fault that names both lines.
+Every key keeps its line; a duplicate key in one object is a fault that names both lines.
 """
 
 from __future__ import annotations
@@ -159,8 +159,8 @@ class _Parser:
         self.at += 1
 
     def separators(self) -> None:
-        """White space, comments and commas; a missing comma between lines and one after the last
-        value are both fine.
+        """Skip white space, comments and commas: a missing comma between lines and one after the
+        last value are both fine.
         """
         self.skip()
         while self.peek() == ",":
@@ -208,8 +208,8 @@ class _Parser:
 
 
 def _joined(text: str) -> str:
-    """Return the two halves of an escaped character outside the basic plane become one; half of one
-    becomes the replacement mark.
+    """Join the two halves of an escaped character outside the basic plane; a lone half becomes the
+    replacement mark.
     """
     if not any("\ud800" <= char <= "\udfff" for char in text):
         return text

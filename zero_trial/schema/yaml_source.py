@@ -14,7 +14,7 @@ from zero_trial.schema.document import MOST_LEVELS, MOST_VALUES, Document, Locat
 from zero_trial.schema.types import EXPONENT, spell_float
 
 
-def yaml_fault(problem: yaml.MarkedYAMLError, text: str, file: str) -> ConfigError:
+def _yaml_fault(problem: yaml.MarkedYAMLError, text: str, file: str) -> ConfigError:
     """Return the reader's complaint with the line it is about and, where its cause can be told, the
     mending.
     """
@@ -77,10 +77,6 @@ def _indent(line: str) -> int:
     return len(line) - len(line.lstrip(" "))
 
 
-# YAML with the line of every key; a key that stands twice in one mapping is a fault that names both
-# lines.
-
-
 def read_yaml(text: str, file: str) -> Document:
     """Return the mapping in ``text``; raises ConfigError with file and line.
 
@@ -91,7 +87,7 @@ def read_yaml(text: str, file: str) -> Document:
         node = yaml.compose(text, Loader=yaml.SafeLoader)
         loader = yaml.SafeLoader("")
     except yaml.MarkedYAMLError as problem:
-        raise yaml_fault(problem, text, file) from None
+        raise _yaml_fault(problem, text, file) from None
     except (yaml.YAMLError, RecursionError) as problem:
         why = " ".join(str(problem).split()) or "too deeply nested"
         raise ConfigError(f"not readable as YAML: {why}", where=file) from None

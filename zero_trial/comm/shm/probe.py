@@ -84,7 +84,7 @@ def use_ring_channels_if_possible(comm: AxisComm) -> bool:
     """
     if comm.transport_name != "shared memory":
         return False
-    channels = open_ring_channels(comm, _MEMORIES.setdefault(dist.group.WORLD, SharedMemory()))
+    channels = _open_ring_channels(comm, _MEMORIES.setdefault(dist.group.WORLD, SharedMemory()))
     if channels is not None:
         comm.use_ring_channels(channels)
     log.debug("messages over %s: %s", comm.name, "the backend" if channels is None else "ring buffers in shared memory")
@@ -153,7 +153,7 @@ def _reads(memory: SharedMemory, row: list[int]) -> bool:
         return False
 
 
-def open_ring_channels(comm: AxisComm, memory: SharedMemory) -> RingChannels | None:
+def _open_ring_channels(comm: AxisComm, memory: SharedMemory) -> RingChannels | None:
     """Open ring buffers along ``comm``, all of whose ranks can read each other's memory.
 
     Collective over it.

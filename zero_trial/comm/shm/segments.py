@@ -187,7 +187,7 @@ class SharedMemory:
             (s for s in self.segments if nbytes <= s.capacity <= max(4 * nbytes, SMALLEST) and not s.has_readers), None
         )
         if found is None:
-            found = self.mappings.take(lambda: create_segment(capacity_for(nbytes)))
+            found = self.mappings.take(lambda: _create_segment(capacity_for(nbytes)))
             self.segments.append(found)
         found.generation += 1
         found.readers = tuple(readers)
@@ -207,7 +207,7 @@ class SharedMemory:
 
     def _map(self, handle: SegmentHandle) -> MappedSegment:
         key = handle[:2]
-        self._mapped[key] = self.mappings.take(lambda: map_segment(*key))
+        self._mapped[key] = self.mappings.take(lambda: _map_segment(*key))
         return self._mapped[key]
 
 
@@ -216,7 +216,7 @@ def capacity_for(nbytes: int) -> int:
     return max(-(-nbytes // SMALLEST), 1) * SMALLEST
 
 
-def create_segment(capacity: int) -> SharedSegment:
+def _create_segment(capacity: int) -> SharedSegment:
     """Make an anonymous segment of ``capacity`` payload bytes.
 
     Raises OSError where the system has none to give.
@@ -226,7 +226,7 @@ def create_segment(capacity: int) -> SharedSegment:
         allow_more()
     try:
         os.ftruncate(descriptor, HEADER + capacity)
-        return SharedSegment(descriptor, capacity, map_segment(os.getpid(), descriptor))
+        return SharedSegment(descriptor, capacity, _map_segment(os.getpid(), descriptor))
     except OSError:
         os.close(descriptor)
         raise
@@ -247,7 +247,7 @@ def allow_more() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
-def map_segment(process: int, descriptor: int) -> MappedSegment:
+def _map_segment(process: int, descriptor: int) -> MappedSegment:
     """Map a process's whole segment. Raises OSError where it cannot be reached.
 
     Mapped by torch, because Python's ``mmap`` would keep a descriptor open for every segment of
@@ -417,7 +417,7 @@ def _new_segment(nbytes: int) -> SharedSegment:
 
     Raises OSError where the system has none to give, or too few would be left for others.
     """
-    segment = create_segment(capacity_for(nbytes))
+    segment = _create_segment(capacity_for(nbytes))
     if many_open(segment.descriptor):
         os.close(segment.descriptor)
         raise OSError(errno.EMFILE, "half of the open files that `ulimit -Hn` allows are in use")

@@ -166,7 +166,10 @@ class ControlChannel:
         self.shared_bytes = 0  # how many bytes on the host go through the shared block
 
     def share(self, block: SharedControlBlock | None) -> None:
-        """Exchange values on the host through ``block`` from now on. All ranks must call it alike."""
+        """Exchange values on the host through ``block`` from now on.
+
+        All ranks must call it alike.
+        """
         self._shared = block
         self.shared_bytes = CONTROL_CAPACITY if block is not None else 0
 

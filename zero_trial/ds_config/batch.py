@@ -15,7 +15,7 @@ _NAMES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumu
 
 @dataclass(frozen=True)
 class BatchTriple:
-    """A solved triangle; ``how``: for each of the three ds_config keys, where its value came from."""
+    """A solved triangle; ``how``: where the value of each ds_config key came from."""
 
     train_batch_size: int
     micro_batch_size: int

@@ -164,7 +164,7 @@ def does_not_fit(planner: Planner, limit: int) -> DoesNotFit:
 
 
 def describe_change(own: MemoryPlan, other: MemoryPlan) -> str:
-    """Return ``micro batch 4→2 with accumulation 1→2 (same global batch)``, ``stage 2→3``, or both."""
+    """Return ``micro batch 4→2 with accumulation 1→2 (same global batch)``, ``stage 2→3``, both."""
     parts = []
     if other.micro_batch != own.micro_batch:
         parts.append(

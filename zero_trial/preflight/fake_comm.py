@@ -213,7 +213,7 @@ class _FakeSwapFile:
 
     @contextmanager
     def mapped(self) -> Iterator[torch.Tensor]:
-        """Yield a tensor of the file's size with undefined content; untouched pages need no memory."""
+        """Yield a tensor of the file's size with undefined content; unused pages are free."""
         yield torch.empty(self._end, dtype=torch.uint8)
 
     def close(self) -> None:

@@ -202,7 +202,7 @@ def dry_run_rank(
 
 
 def _play(player: _Player, row: Row, live: LiveBytes, sizes: Mapping[int, Copies]) -> HeldBytes:
-    """Perform the row, and return the most bytes of all computations, each with what is whole then."""
+    """Perform the row; return the most bytes of any computation, with what is whole around it."""
     parameters: dict[int, int] = {}
     gradients: dict[int, int] = {}
     activations = peak = 0

@@ -7,6 +7,7 @@ next run. ``--hypothesis-profile=explore`` looks for new ones, and prints what r
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections.abc import Iterator
 
@@ -69,6 +70,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if _is_worker(config):
         seconds = seconds_by_file(durations)
         items.sort(key=lambda item: -seconds.get(file_of(item.nodeid), 0.0))
+
+
+def pytest_collection_finish() -> None:
+    """Keep the cycle collector off what lives as long as the run: torch, the tests and their
+    modules. Some tests collect, and each time it would look at all of that.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 class Recorder:

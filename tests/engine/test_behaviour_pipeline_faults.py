@@ -5,16 +5,15 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import time
 from typing import Any
 
 import pytest
 import torch
-from torch import multiprocessing as mp
 from torch import nn
 
 import zero_trial
+from tests.support.fleet import sail
 from tests.support.models import ADAMW
 from tests.support.pipelines import batches, cross_entropy, layers, make_engine
 from tests.support.pool import Pools
@@ -83,40 +82,24 @@ def test_a_layer_that_fails_is_named_on_every_rank(
         assert after == "works"
 
 
-def _train_until_killed(rank: int, port: int, victim: int, answers: Any) -> None:
-    os.environ.update(
-        RANK=str(rank), WORLD_SIZE="3", LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
-    )
-    torch.set_num_threads(1)
+def train_until_killed(victim: int) -> str:
     zero_trial.init_distributed(timeout=30)
     engine = make_engine(layers(4), 3, {"stage": 1}, 4)
     data = batches(0, 4, 50) if engine.is_first_stage() else None
     try:
         for step in range(50):
-            if step == 3 and rank == victim:
+            if step == 3 and engine.global_rank == victim:
                 os.kill(os.getpid(), signal.SIGKILL)
             engine.train_batch(data)
     except ZeroTrialError as error:
-        answers.put((rank, str(error)))
+        return str(error)
+    return ""
 
 
 def test_a_killed_middle_stage_ends_the_others() -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = int(probe.getsockname()[1])
-    context = mp.get_context("spawn")
-    answers = context.Queue()
-    processes = [
-        context.Process(target=_train_until_killed, args=(rank, port, 1, answers), daemon=True) for rank in range(3)
-    ]
-    for process in processes:
-        process.start()
-    found = dict(answers.get(timeout=60) for _ in range(2))
-    for process in processes:
-        process.join(20)
-        process.kill()
-    assert found.keys() == {0, 2}
-    assert all("rank 1" in text for text in found.values())
+    first, killed, last = sail(3, train_until_killed, 1)
+    assert killed.code == -signal.SIGKILL
+    assert all("rank 1" in end.value for end in (first, last))
 
 
 def refused() -> list[str]:

@@ -3,7 +3,6 @@ keeps what is freed."""
 
 from __future__ import annotations
 
-import multiprocessing
 import resource
 import sys
 
@@ -13,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.sharding.parts import address, make_group, mesh_for, parameters
-from tests.support.pool import Pools
+from tests.support.pool import Pools, server
 from zero_trial.precision import dtype_policy
 from zero_trial.sharding.grouping import ShardingSettings
 from zero_trial.sharding.model import ShardedModel
@@ -274,7 +273,7 @@ def faults_of_reviving(keep: bool) -> int:
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc's allocator is what is tuned")
 def test_reviving_a_buffer_costs_no_page_faults() -> None:
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
+    with server().Pool(1) as pool:
         kept = pool.apply(faults_of_reviving, (True,))
     if not keep_freed_memory():
         pytest.skip("this C library has no mallopt")
@@ -302,7 +301,7 @@ def resident_before_and_after() -> tuple[int, int]:
 def test_pages_between_living_blocks_go_back() -> None:
     if not keep_freed_memory():
         pytest.skip("this C library has no mallopt")
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
+    with server().Pool(1) as pool:
         before, after = pool.apply(resident_before_and_after)
     assert before - after > 48 << 20
 

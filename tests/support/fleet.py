@@ -9,7 +9,6 @@ process group in pieces.
 from __future__ import annotations
 
 import faulthandler
-import multiprocessing
 import os
 import signal
 import sys
@@ -23,10 +22,9 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from tests.support.pool import free_port, take_place
+from tests.support.pool import free_port, server, take_place
 
 LIMIT_SECONDS = 60.0
-PRELOADED = ["zero_trial", "zero_trial.run", "zero_trial.trial", "tests.support.fleet"]
 
 
 @dataclass(frozen=True)
@@ -46,8 +44,7 @@ class Fleet:
     def __init__(
         self, size: int, body: Callable[..., Any], args: Sequence[Any], log: Path | None, limit: float
     ) -> None:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(PRELOADED)
+        context = server()
         port = free_port()
         self._limit = limit
         self._begin = time.monotonic()

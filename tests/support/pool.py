@@ -1,9 +1,10 @@
-"""A pool of gloo ranks that lives as long as the test run: a fresh spawn of ranks costs seconds, a
-call costs milliseconds."""
+"""A pool of gloo ranks that lives as long as the test run, and the server that ranks of tests are
+forked from: a process that imports torch costs seconds, a fork of one that has it milliseconds."""
 
 from __future__ import annotations
 
 import faulthandler
+import gc
 import logging
 import multiprocessing
 import os
@@ -12,11 +13,18 @@ import socket
 import sys
 import traceback
 from collections.abc import Callable
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerContext
 from typing import Any
+from unittest import mock
 
 TIMEOUT_SECONDS = 120.0
 COLLECTIVE_TIMEOUT_SECONDS = 30.0
+
+
+PRELOADED = ["pytest", "torch._dynamo", "zero_trial.run", "zero_trial.trial", "tests.support.pipelines"]
+ENVIRONMENT = dict(os.environ)  # as it was before the first test
 
 
 class RankFailed(AssertionError):
@@ -32,7 +40,7 @@ class RankPool:
 
     def __init__(self, size: int, *, strict: bool = False) -> None:
         self.size = size
-        context = multiprocessing.get_context("spawn")
+        context = server()
         port = free_port()
         self._pipes: list[Connection] = []
         self._processes = []
@@ -93,6 +101,17 @@ class Pools:
             pool.close()
 
 
+def server() -> ForkServerContext:
+    """Return the context whose processes are forked from one that has imported everything; it is
+    started with the first use, in the environment of the test run.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    with mock.patch.dict(os.environ, {**ENVIRONMENT, "OMP_NUM_THREADS": "1"}, clear=True):
+        forkserver.ensure_running()
+    return context
+
+
 def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -123,6 +142,7 @@ def _serve(pipe: Connection, rank: int, size: int, port: int, strict: bool) -> N
     if strict:
         strict_backend.register()
     init_distributed(strict_backend.NAME if strict else None, timeout=COLLECTIVE_TIMEOUT_SECONDS)
+    gc.freeze()  # bodies that collect do not look at torch
     while True:
         try:
             body, args, kwargs, timeout = pipe.recv()

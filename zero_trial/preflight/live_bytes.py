@@ -79,6 +79,13 @@ class LiveBytes(TorchDispatchMode):
         with torch.autograd.graph.saved_tensors_hooks(self._save, lambda tensor: tensor):
             yield
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Return False: torch would import its compiler, a second of every run, to keep it out of
+        the method below, and nothing is compiled there.
+        """
+        return False
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:

@@ -12,6 +12,7 @@ import logging
 from collections.abc import Iterator
 
 import pytest
+import torch
 from hypothesis import settings
 
 from tests.support.cuda_fixtures import (  # noqa: F401
@@ -46,6 +47,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # The threads of one operation wait for each other in a loop, which beside another worker takes
+    # ten times as long as the operation.
+    torch.set_num_threads(1)
     if config.getoption("--record-durations") and not _is_worker(config):
         config.pluginmanager.register(Recorder())
 

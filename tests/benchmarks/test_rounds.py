@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 
 from benchmarks.contenders import Workload, missing
 from benchmarks.engine import above_bare
-from benchmarks.rounds import Failed, Job, _medians, run_once, run_rounds
+from benchmarks.rounds import Job, _medians, run_once, run_rounds
 
 TINY = Workload("tiny", micro_batch=4, layers=23, width=8)
 GPT = Workload("gpt", micro_batch=2, sequence=16, layers=1, width=64)
@@ -53,11 +55,10 @@ def test_ours_and_ddp_do_the_same_work() -> None:
 
 
 def test_a_contender_that_fails_is_named_and_the_others_go_on(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(Failed, match=r"(?s)ended with 1\n.*ValueError"):
-        run_once(job("ours-nonsense", ranks=1))
     rows = run_rounds([job("ours-nonsense", ranks=1), job("bare", ranks=1)], rounds=1)
     assert [row["name"] for row in rows] == ["bare"]
-    assert "failed   ours-nonsense fp32" in capsys.readouterr().out
+    failed = re.search(r"(?s)failed   ours-nonsense fp32: rank 0 ended with 1\n.*ValueError", capsys.readouterr().out)
+    assert failed is not None
 
 
 def test_a_peer_that_is_not_installed_is_skipped_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:

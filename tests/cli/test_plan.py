@@ -91,7 +91,11 @@ def test_a_pipeline_has_a_row_per_stage(tmp_path: Path, capsys: pytest.CaptureFi
     shutil.copytree(ROOT / "experiments" / "gpt_pipeline_zero3", tmp_path / "experiment")
     path = tmp_path / "experiment" / "const.yaml"
     text = path.read_text().replace("source: stdlib", f"source: {ROOT / 'zero_trial' / 'zero'}")
-    path.write_text(text.replace("sequence: 128", "sequence: 32").replace("width: 128", "width: 32"))
+    path.write_text(
+        text.replace("sequence: 128", "sequence: 32")
+        .replace("layers: 4", "layers: 2")
+        .replace("width: 128", "width: 32")
+    )
     assert main(["plan", str(path), str(ROOT / "model_defs" / "gpt"), "--limit", "1GiB"]) == 0
     shown = capsys.readouterr().out
     assert main(["plan", str(path), str(ROOT / "model_defs" / "gpt"), "--limit", "100KiB", "--json"]) == 3

@@ -6,8 +6,10 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 import threading
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -101,11 +103,41 @@ EXPERIMENT: dict[str, Any] = {
 @pytest.fixture
 def project(tmp_path: Path) -> Iterator[Path]:
     """A folder with a model; when the test is over, no process may be left that names it."""
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "model_def.py").write_text(MODEL_DEF)
-    write_experiment(tmp_path)
+    write_project(tmp_path)
     yield tmp_path
     assert processes_of(tmp_path) == []
+
+
+@dataclass(frozen=True)
+class Unbroken:
+    """A run from its start to its end, which others are compared with."""
+
+    folder: Path
+    done: subprocess.CompletedProcess[str]
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        return read_summary(self.folder / "runs/0001")
+
+
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory: pytest.TempPathFactory) -> Unbroken:
+    folder = tmp_path_factory.mktemp("unbroken")
+    write_project(folder)
+    done = zero_trial("run", "const.yaml", "model", cwd=folder)
+    assert (done.returncode, done.stderr) == (0, "")
+    return Unbroken(folder, done)
+
+
+def write_project(project: Path) -> None:
+    (project / "model").mkdir()
+    (project / "model" / "model_def.py").write_text(MODEL_DEF)
+    write_experiment(project)
+
+
+def read_summary(run: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((run / "summary.json").read_text())
+    return found
 
 
 def write_experiment(project: Path, fault: str = "none", **changes: Any) -> None:
@@ -125,7 +157,7 @@ def processes_of(project: Path) -> list[str]:
 def run_fault(project: Path, fault: str, ranks: int = 2) -> tuple[int, list[str], str]:
     """Exit code, error lines and whole output of a run with a fault. Never a traceback on the
     screen."""
-    ds_config = EXPERIMENT["data"]["ds_config"] | ({"comm_timeout_seconds": 5.0} if fault == "hang" else {})
+    ds_config = EXPERIMENT["data"]["ds_config"] | ({"comm_timeout_seconds": 3.0} if fault == "hang" else {})
     write_experiment(project, fault, data={"ds_config": ds_config})
     done = zero_trial("run", "const.yaml", "model", "--slots", ranks, cwd=project)
     assert "Traceback" not in done.stdout + done.stderr
@@ -133,12 +165,10 @@ def run_fault(project: Path, fault: str, ranks: int = 2) -> tuple[int, list[str]
 
 
 @pytest.mark.smoke
-def test_a_run_and_its_repetition(project: Path):
+def test_a_run_and_its_repetition(unbroken: Unbroken):
     """The summary holds what the screen shows, and the command that it ends with repeats it to the
     bit."""
-    done = zero_trial("run", "const.yaml", "model", cwd=project)
-    assert (done.returncode, done.stderr) == (0, "")
-    summary = json.loads((project / "runs/0001/summary.json").read_text())
+    project, done, summary = unbroken.folder, unbroken.done, unbroken.summary
     assert (summary["ranks"], summary["zero_stage"], summary["seed"], summary["step"]) == (2, 2, 5, 10)
     before, after = (summary[f"{when}_validation"]["validation_loss"] for when in ("initial", "final"))
     assert after < before
@@ -160,6 +190,7 @@ def test_a_run_and_its_repetition(project: Path):
         log.startswith("ds_config, defaults: ")
         and "ds_config" not in (project / "runs/0001/logs/rank-1.log").read_text()
     )
+    assert processes_of(project) == []
 
 
 @pytest.mark.smoke
@@ -208,9 +239,7 @@ def test_ranks_with_different_numbers_of_batches(project: Path):
     assert any(line.startswith("note    ") and "batches" in line for line in output.splitlines())
 
 
-def test_stopped_and_resumed_is_bit_equal_to_unbroken(project: Path):
-    unbroken = zero_trial("run", "const.yaml", "model", "--run-dir", "whole", cwd=project)
-    assert unbroken.returncode == 0
+def test_stopped_and_resumed_is_bit_equal_to_unbroken(project: Path, unbroken: Unbroken):
     write_experiment(project, "pause")
     os.environ["READY"] = str(project)  # the program below inherits it
     try:
@@ -230,22 +259,19 @@ def test_stopped_and_resumed_is_bit_equal_to_unbroken(project: Path):
     finally:
         del os.environ["READY"]
     assert (resumed.returncode, resumed.stderr) == (0, "")
-    whole, part = (json.loads((project / name / "summary.json").read_text()) for name in ("whole", "part"))
+    part, whole = read_summary(project / "part"), unbroken.summary
     assert part["final_validation"] == whole["final_validation"]
     assert (part["step"], whole["step"]) == (10, 10)
 
 
-def test_a_run_killed_before_its_first_checkpoint_can_be_resumed(project: Path):
-    unbroken = zero_trial("run", "const.yaml", "model", "--run-dir", "whole", cwd=project)
-    assert unbroken.returncode == 0
+def test_a_run_killed_before_its_first_checkpoint_can_be_resumed(project: Path, unbroken: Unbroken):
     write_experiment(project, "kill once")
     done = zero_trial("run", "const.yaml", "model", "--run-dir", "part", cwd=project, env={"READY": str(project)})
     assert done.returncode == 5 and not (project / "part/checkpoints").exists()
     resumed = zero_trial("resume", "part", cwd=project, env={"READY": str(project)})
     assert (resumed.returncode, resumed.stderr) == (0, "")
     assert "saved no checkpoint" in resumed.stdout
-    whole, part = (json.loads((project / name / "summary.json").read_text()) for name in ("whole", "part"))
-    assert part["final_validation"] == whole["final_validation"]
+    assert read_summary(project / "part")["final_validation"] == unbroken.summary["final_validation"]
     steps = [json.loads(line) for line in (project / "part/metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in steps if line["group"] == "training"] == list(range(1, 11))
 

@@ -4,7 +4,6 @@ this host."""
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import shutil
 import socket
@@ -18,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from tests.launch.programs import LIMIT, QUICK, Silent, child_environment, write_program, zero_trial
-from tests.launch.test_end_to_end import MODEL_DEF, write_experiment
+from tests.launch.test_end_to_end import read_summary, write_project
 from zero_trial.launch.agent import AgentCommand, RankProgram
 from zero_trial.launch.hosts import RendezvousSpec
 from zero_trial.launch.supervisor import LaunchResult, Supervisor, is_running
@@ -116,15 +115,13 @@ def test_a_failure_on_one_host_ends_the_other(namespaces: tuple[str, str], tmp_p
 def test_a_trial_on_two_hosts_is_the_same_as_on_one(namespaces: tuple[str, str], tmp_path: Path):
     """The run's folder is shared, as over a network file system; the result is that of two ranks on
     one host, to the bit."""
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "model_def.py").write_text(MODEL_DEF)
-    write_experiment(tmp_path)
+    write_project(tmp_path)
     one = zero_trial("run", "const.yaml", "model", "--slots", 2, "--run-dir", "one", cwd=tmp_path)
     assert one.returncode == 0
     (first, second) = run_both(namespaces, tmp_path, "run", "--run-dir", "two", "const.yaml", "model")
     assert (first[0], first[2], second) == (0, "", (0, second[1], ""))
     assert "2 ranks · ZeRO-2" in first[1]
-    alone, together = (json.loads((tmp_path / name / "summary.json").read_text()) for name in ("one", "two"))
+    alone, together = (read_summary(tmp_path / name) for name in ("one", "two"))
     assert together["final_validation"] == alone["final_validation"]
     assert together["ranks"] == 2
 

@@ -200,11 +200,25 @@ class Det:
     def wait(self, number: int, *states: str) -> str:
         """Until the experiment is in one of the states (without any: until it has ended)."""
         wanted = states or ("COMPLETED", "CANCELED", "ERROR")
-        until(lambda: self.state(number) in wanted, f"experiment {number} is never {wanted}")
-        return self.state(number)
+        until(lambda: self._state(number) in wanted, f"experiment {number} is never {wanted}")
+        return self._state(number)
+
+    def _state(self, number: int) -> str:
+        """The state from the API: a whole ``det`` for each look would slow down what is waited
+        for."""
+        from determined.common.api import bindings
+
+        found = bindings.get_GetExperiment(self.session(), experimentId=number).experiment
+        return str(found.state.value).removeprefix("STATE_")
 
     def wait_for_line(self, trial: int, text: str) -> None:
-        until(lambda: text in self.run("trial", "logs", str(trial)).out, f"trial {trial} never says {text!r}")
+        """Until a line of the trial's log holds the text."""
+        from determined.common.api import bindings
+
+        def logged() -> bool:
+            return any(text in line.message for line in bindings.get_TrialLogs(self.session(), trialId=trial))
+
+        until(logged, f"the log of trial {trial} never holds {text!r}")
 
     def up(self) -> None:
         """Start the master, or find it."""

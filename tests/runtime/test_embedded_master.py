@@ -56,8 +56,8 @@ def workloads(det: Det, trial: int, kind: str) -> dict[int, dict[str, Any]]:
 def test_paused_and_activated_to_the_bit_and_a_crash_is_started_again_as_often_as_it_may(
     det: Det, tmp_path: Path
 ) -> None:
-    stopped = submit(det, "script", wait_at=2)
-    whole = submit(det, "class")
+    stopped = submit(det, "class", wait_at=2)
+    whole = submit(det, "script")
     crashing = submit(det, "module", fault="crash", at=6)
 
     det.wait_for_line(stopped, "waits")

@@ -26,7 +26,7 @@ def main(argv: Sequence[str]) -> None:
     """Run the ranks to their end. Raises ChildFailedError, as torch's command does, when one
     fails."""
     record, *arguments = argv
-    note_closing(Path(record))
+    _note_closing(Path(record))
     try:
         torchrun.main(list(arguments))
     except ChildFailedError as error:
@@ -36,7 +36,7 @@ def main(argv: Sequence[str]) -> None:
         raise
 
 
-def note_closing(record: Path) -> None:
+def _note_closing(record: Path) -> None:
     """Make torch's agent write down that it ends its ranks, before it waits for them; torch has no
     hook for that.
 

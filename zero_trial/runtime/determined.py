@@ -20,9 +20,9 @@ from typing import Any
 from zero_trial.errors import CheckpointError, ConfigError
 from zero_trial.runtime.protocols import Distributed
 
-EARLY_EXITS = {"INVALID_HP": "EXITED_REASON_INVALID_HP"}  # our reason -> the master's
+_EARLY_EXITS = {"INVALID_HP": "EXITED_REASON_INVALID_HP"}  # our reason -> the master's
 # core copies TensorBoard files once a second at most, and skips what comes sooner
-TENSORBOARD_SECONDS = 1.1
+_TENSORBOARD_SECONDS = 1.1
 
 Show = Callable[[Mapping[str, Any]], None]
 
@@ -155,14 +155,14 @@ class TensorboardSync:
 
     def __call__(self) -> None:
         now = self.clock()
-        if now - self._last >= TENSORBOARD_SECONDS and self._has_files():
+        if now - self._last >= _TENSORBOARD_SECONDS and self._has_files():
             self._last = now
             self._copy()
 
     def close(self) -> None:
         """Copy what was written since the last copy, after the wait that core asks for."""
         if self._has_files():
-            self.sleep(max(0.0, self._last + TENSORBOARD_SECONDS - self.clock()))
+            self.sleep(max(0.0, self._last + _TENSORBOARD_SECONDS - self.clock()))
             self._copy()
 
     def _has_files(self) -> bool:
@@ -279,7 +279,7 @@ class DeterminedPlatform:
 
     def report_early_exit(self, reason: str) -> None:
         if self.claim("early exit"):
-            self.core.train.report_early_exit(EARLY_EXITS[reason])
+            self.core.train.report_early_exit(_EARLY_EXITS[reason])
 
 
 def installed() -> bool:

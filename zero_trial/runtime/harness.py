@@ -22,11 +22,11 @@ from zero_trial.runtime.rank import TrialFactory
 from zero_trial.runtime.task import train_task
 from zero_trial.trial import ZeroTrial, ZeroTrialContext
 
-Train = Callable[[Callable[[DeterminedPlatform], TrialFactory], Any], None]
+_Train = Callable[[Callable[[DeterminedPlatform], TrialFactory], Any], None]
 
 
 @dataclass(frozen=True)
-class HarnessContext:
+class _HarnessContext:
     """Holds what the harness gives a trial. Only the open core.Context in it is used."""
 
     core: Any
@@ -34,7 +34,7 @@ class HarnessContext:
 
 
 @dataclass(frozen=True)
-class DeferredTrial:
+class _DeferredTrial:
     """A trial that the harness has asked for; it is built once the ranks have joined."""
 
     kind: type[ZeroTrial]
@@ -45,12 +45,12 @@ class DeferredTrial:
         return trial
 
 
-def train_deferred(load: Callable[[DeterminedPlatform], TrialFactory], core_context: Any) -> None:
+def _train_deferred(load: Callable[[DeterminedPlatform], TrialFactory], core_context: Any) -> None:
     """Train with this package's engine inside of ``core_context``."""
     train_task(load, zero_trial.initialize, core_context)
 
 
-def install(train: Train = train_deferred) -> None:
+def install(train: _Train = _train_deferred) -> None:
     """Make ZeroTrial a class that the harness accepts.
 
     For the harness's own process only: there, a trial that is called with the harness's context is
@@ -61,7 +61,7 @@ def install(train: Train = train_deferred) -> None:
     class Bridge(trial_controller):  # type: ignore[misc, valid-type]
         """The harness's controller: starts the training of the deferred trial."""
 
-        def __init__(self, trial: DeferredTrial, context: HarnessContext) -> None:
+        def __init__(self, trial: _DeferredTrial, context: _HarnessContext) -> None:
             self._trial = trial
             self._core = context.core
 
@@ -77,12 +77,12 @@ def install(train: Train = train_deferred) -> None:
             train(lambda platform: self._trial.build, self._core)
 
     def new(kind: type[ZeroTrial], context: Any = None, *args: Any, **options: Any) -> Any:
-        return DeferredTrial(kind) if isinstance(context, HarnessContext) else object.__new__(kind)
+        return _DeferredTrial(kind) if isinstance(context, _HarnessContext) else object.__new__(kind)
 
     legacy_trial.register(ZeroTrial)  # type: ignore[attr-defined]
     for name, value in (
         ("trial_controller_class", Bridge),
-        ("trial_context_class", HarnessContext),
+        ("trial_context_class", _HarnessContext),
         ("__new__", staticmethod(new)),
     ):
         setattr(ZeroTrial, name, value)

@@ -19,7 +19,7 @@ from zero_trial.runtime.protocols import Distributed, JsonDistributed
 Result = TypeVar("Result")
 
 
-class ThreadExchange:
+class _ThreadExchange:
     """Where ``size`` threads exchange values. If one does not come in time, all others raise
     MeshError."""
 
@@ -58,7 +58,7 @@ def run_ranks(size: int, work: Callable[[Distributed], Result]) -> list[Result |
     """Call ``work`` on ``size`` threads that are each other's ranks; return their results, or what
     they raised, in rank order.
     """
-    meeting = ThreadExchange(size)
+    meeting = _ThreadExchange(size)
     outcomes: list[Any] = [None] * size
 
     def run(rank: int) -> None:
@@ -106,7 +106,7 @@ class ReportedRecord:
 
 
 @dataclass(frozen=True)
-class InMemoryCheckpoints:
+class _InMemoryCheckpoints:
     """Checkpoints in a temporary folder; the record notes their storage ids."""
 
     files: LocalCheckpoints
@@ -130,7 +130,7 @@ class InMemoryCheckpoints:
 
 
 @dataclass(frozen=True)
-class InMemoryPreemption:
+class _InMemoryPreemption:
     """Preempts from the n-th poll on, if the record says so."""
 
     record: ReportedRecord
@@ -170,10 +170,10 @@ class InMemoryPlatform:
                     "ranks need one storage folder in common", fix="Pass storage=tmp_path to every rank."
                 )
             self.storage = Path(tempfile.mkdtemp(prefix="zero-trial-"))
-        self.checkpoints = InMemoryCheckpoints(
+        self.checkpoints = _InMemoryCheckpoints(
             LocalCheckpoints(self.storage, self.distributed), self.record, self.distributed
         )
-        self.preemption = InMemoryPreemption(self.record, self.distributed)
+        self.preemption = _InMemoryPreemption(self.record, self.distributed)
 
     @property
     def metrics(self) -> ReportedRecord:

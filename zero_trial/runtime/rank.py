@@ -138,14 +138,14 @@ def skip_last_garbage_collection() -> None:
 def train(make: TrialFactory, platform: Platform, state: RankState, engine_factory: EngineFactory) -> Trained:
     """Collective. Build the context and the trial, and train as the experiment says."""
     context = open_context(platform, state, engine_factory, ZeroTrialContext)
-    with refuse_sys_exit():
+    with _refuse_sys_exit():
         trial = make(context)
         settings = settings_from_experiment(platform.experiment, platform.hparams)
         return Trained(Controller(trial, context, settings).run(), trial, context, state.watch)
 
 
 @contextmanager
-def refuse_sys_exit() -> Iterator[None]:
+def _refuse_sys_exit() -> Iterator[None]:
     """Raise TrialError where the trial's code calls ``sys.exit``: its rank would leave no error,
     and the others would wait for it."""
     try:
@@ -273,7 +273,7 @@ class EventLog:
     def __call__(self, event: Mapping[str, Any]) -> None:
         if event.get("kind") == "done":
             self._screen.close()  # the last step before the last line
-            for line in done_lines(event):
+            for line in _done_lines(event):
                 self._screen.say(line)
         self._screen.show(event)
         self._screen.tick()
@@ -289,9 +289,9 @@ def done_event(outcome: Outcome, figures: Mapping[str, Any] | None = None) -> di
     return {**event, "checkpoint": outcome.checkpoint, **({"figures": dict(figures)} if figures else {})}
 
 
-def done_lines(event: Mapping[str, Any]) -> list[str]:
-    """Return ``done    step 200/200  checkpoint <uuid>`` or another ending; the event's figures, if
-    any, in a line before.
+def _done_lines(event: Mapping[str, Any]) -> list[str]:
+    """Return ``done    step 200/200  checkpoint <uuid>`` or another ending; the event's figures, if any, in a line
+    before.
     """
     word = {End.STOPPED.value: "stopped", End.PREEMPTED.value: "paused"}.get(event["end"], "done")
     where = f"step {event['step']}/{event['total_steps']}  checkpoint {event['checkpoint']}"

@@ -43,10 +43,10 @@ from zero_trial.trial.context import EngineFactory
 from zero_trial.trial.reporting import Outcome
 from zero_trial.trial.settings import TrainUnit, read_unit, settings_from_experiment
 
-Unit = TrainUnit | int | Mapping[str, int] | Any  # Any: Determined's own Batch and Epoch
+_Unit = TrainUnit | int | Mapping[str, int] | Any  # Any: Determined's own Batch and Epoch
 
 
-class ScriptContext(ZeroTrialContext):
+class _ScriptContext(ZeroTrialContext):
     """A context that a script opened."""
 
     platform: LocalPlatform | DeterminedPlatform
@@ -108,7 +108,7 @@ def init(
         else:
             stop = stack.enter_context(rank_of_folder(state, script=True))
             platform = _open_folder(stack, state, stop, hparams, exp_conf, run_dir, seed)
-        make = partial(ScriptContext, state=state)
+        make = partial(_ScriptContext, state=state)
         context = open_context(platform, state, zero_trial.initialize, make)
         context.set_enable_tensorboard_logging(enable_tensorboard_logging)
         yield context
@@ -207,7 +207,7 @@ class Trainer:
     ``zero_trial.init()``."""
 
     def __init__(self, trial: ZeroTrial, context: ZeroTrialContext) -> None:
-        if not isinstance(context, ScriptContext):
+        if not isinstance(context, _ScriptContext):
             raise ConfigError(
                 "this context is not a script's",
                 where="Trainer",
@@ -220,10 +220,10 @@ class Trainer:
 
     def fit(
         self,
-        checkpoint_period: Unit | None = None,
-        validation_period: Unit | None = None,
-        max_length: Unit | None = None,
-        reporting_period: Unit | None = None,
+        checkpoint_period: _Unit | None = None,
+        validation_period: _Unit | None = None,
+        max_length: _Unit | None = None,
+        reporting_period: _Unit | None = None,
         checkpoint_policy: str | None = None,
         latest_checkpoint: str | Path | None = None,
         step_zero_validation: bool | None = None,

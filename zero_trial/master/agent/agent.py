@@ -37,7 +37,7 @@ GRACE_SECONDS = 10.0
 
 WATCH_SECONDS = 0.1
 _STUCK_SECONDS = 15.0  # after the grace, until a supervisor that does not end is killed itself
-KILLED = 128 + signal.SIGKILL
+_KILLED = 128 + signal.SIGKILL
 
 
 class LeaseState(Enum):
@@ -184,7 +184,7 @@ class Agent:
         # its supervisor has not begun, and now never will
         if processes.acquire_lease(folder, None):
             processes.record_exit(
-                folder, processes.Exit(KILLED, time.time(), killed=True, why="it was ended before it began")
+                folder, processes.Exit(_KILLED, time.time(), killed=True, why="it was ended before it began")
             )
             return
         identity = processes.lease_owner(folder)
@@ -251,12 +251,12 @@ class Agent:
         if alive:
             return None
         if identity is not None and identity.before_boot:
-            return processes.Exit(KILLED, time.time(), killed=True, why="the machine was started anew")
+            return processes.Exit(_KILLED, time.time(), killed=True, why="the machine was started anew")
         if identity is not None:
-            return processes.Exit(KILLED, time.time(), why="its supervisor is gone")
+            return processes.Exit(_KILLED, time.time(), why="its supervisor is gone")
         # made void by a master that was killed before it could record the exit
         if processes.lease_exists(folder):
-            return processes.Exit(KILLED, time.time(), killed=True, why="it was ended before it began")
+            return processes.Exit(_KILLED, time.time(), killed=True, why="it was ended before it began")
         if entry.child is not None and entry.child.returncode is not None and processes.acquire_lease(folder, None):
             return processes.Exit(
                 127, time.time(), why=f"its supervisor could not begin, see {folder / 'supervisor.log'}"

@@ -168,7 +168,7 @@ LARGEST = 32 * 4096
 (MAX_ARG_STRLEN).
 """
 
-ALLOWED = (
+_ALLOWED = (
     "HOME",
     "LANG",
     "LANGUAGE",
@@ -181,7 +181,7 @@ ALLOWED = (
     "LD_LIBRARY_PATH",
     "VIRTUAL_ENV",
 )
-ALLOWED_STARTS = (
+_ALLOWED_STARTS = (
     "LC_",
     "CUDA_",
     "NVIDIA_",
@@ -196,7 +196,7 @@ ALLOWED_STARTS = (
     "SSL_",
     "CONDA_",
 )
-NEVER = ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS")  # set by slot
+_NEVER = ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS")  # set by slot
 
 RELOCATION = Path(__file__).parents[1] / "relocation"
 """The folder whose ``sitecustomize`` moves the harness's absolute paths; first on PYTHONPATH."""
@@ -234,7 +234,7 @@ def size_of_config(config: Mapping[str, Any]) -> int:
 
 
 def _allowed(name: str) -> bool:
-    return name not in NEVER and (name in ALLOWED or name.startswith(ALLOWED_STARTS))
+    return name not in _NEVER and (name in _ALLOWED or name.startswith(_ALLOWED_STARTS))
 
 
 def _of_user(config: Mapping[str, Any], kind: str) -> dict[str, str]:

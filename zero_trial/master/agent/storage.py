@@ -21,7 +21,7 @@ from zero_trial.errors import ConfigError
 SHARED_FS = "determined_shared_fs"
 """The harness's name for the place at which a container sees ``host_path``."""
 
-SCRATCH_PREFIX = "zt-"
+_SCRATCH_PREFIX = "zt-"
 LONGEST_SCRATCH = 40
 """Characters of the path of the directory around it. Sockets are made below it, and the path of a
 socket may have 107.
@@ -146,7 +146,7 @@ def make_scratch(folder: Path, host: Mapping[str, str]) -> Path:
     if link.is_dir():
         return Path(os.readlink(link))
     base = host.get("TMPDIR") or str(_SHARED_TMP)
-    made = Path(tempfile.mkdtemp(prefix=SCRATCH_PREFIX, dir=base if len(base) <= LONGEST_SCRATCH else _SHARED_TMP))
+    made = Path(tempfile.mkdtemp(prefix=_SCRATCH_PREFIX, dir=base if len(base) <= LONGEST_SCRATCH else _SHARED_TMP))
     link.unlink(missing_ok=True)
     link.symlink_to(made)
     return made

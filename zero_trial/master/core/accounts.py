@@ -24,7 +24,7 @@ from zero_trial.util.files import write_atomic
 USER_HEADER = "authorization"
 TASK_HEADER = "grpc-metadata-x-allocation-token"
 LOCAL_USER = "determined"  # the user that Determined's clients take by default
-LOGIN_LASTS = 30 * 24 * 3600.0  # seconds until a login must be repeated
+_LOGIN_LASTS = 30 * 24 * 3600.0  # seconds until a login must be repeated
 
 # part of Determined's protocol: every client puts it before the password
 _CLIENT_SALT = "GubPEmmotfiK9TMD6Zdw"
@@ -211,7 +211,7 @@ class AccountService:
         user = self.user(name)
         if not check_password(user.password if user is not None else "", sent) or user is None or not user.active:
             raise PermissionDenied("invalid credentials")
-        return user, self.grant(user, lasts=LOGIN_LASTS)
+        return user, self.grant(user, lasts=_LOGIN_LASTS)
 
     def grant(self, user: User, *, lasts: float | None) -> str:
         """Make a token of a user, good for ``lasts`` seconds (None: until it is dropped)."""

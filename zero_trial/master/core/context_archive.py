@@ -26,10 +26,10 @@ MAX_BYTES = (
     128 * 1024 * 1024 // 8 * 6 - 1024 * 1024
 )  # of all contents: what Determined's own client sends at most (95 MiB)
 MAX_FILES = 20_000
-MAX_PATH = 1024  # bytes of a path
-MAX_PART = 255  # bytes of one name in it, what file systems take
+_MAX_PATH = 1024  # bytes of a path
+_MAX_PART = 255  # bytes of one name in it, what file systems take
 
-HOOK = "startup-hook.sh"
+_HOOK = "startup-hook.sh"
 _CONFIG_SUFFIXES = (".json", ".yaml", ".yml")
 _LARGEST_CONFIG = 4 << 20  # bytes of a file that may hold a ds_config
 
@@ -94,7 +94,7 @@ def clean_path(path: str) -> str:
     if ".." in parts:
         raise Invalid(f"the path {shown!r} leads out of the directory", fix="Leave out the part with '..'.")
     short = posixpath.join(*parts) if parts else "."
-    if len(short.encode()) > MAX_PATH or any(len(part.encode()) > MAX_PART for part in parts):
+    if len(short.encode()) > _MAX_PATH or any(len(part.encode()) > _MAX_PART for part in parts):
         raise Invalid(f"the path {shown!r} is too long")
     return short
 
@@ -182,7 +182,7 @@ def read_context(tgz: bytes) -> Context:
     with tarfile.open(fileobj=io.BytesIO(tgz), mode="r:gz") as archive:
         for member in archive:
             name = member.name.removeprefix("./")
-            has_hook = has_hook or name == HOOK
+            has_hook = has_hook or name == _HOOK
             if member.isfile() and name.endswith(_CONFIG_SUFFIXES) and member.size <= _LARGEST_CONFIG:
                 content = archive.extractfile(member)
                 files[name] = content.read() if content is not None else b""

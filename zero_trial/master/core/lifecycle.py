@@ -123,10 +123,10 @@ _TRIAL_ENDS = {
     TrialState.STOPPING_ERROR: TrialState.ERROR,
 }
 
-TrialOutcome: TypeAlias = tuple[TrialLife, tuple[TrialEffect, ...]]
+_TrialOutcome: TypeAlias = tuple[TrialLife, tuple[TrialEffect, ...]]
 
 
-def step_trial(life: TrialLife, event: TrialEvent) -> TrialOutcome:
+def step_trial(life: TrialLife, event: TrialEvent) -> _TrialOutcome:
     """Return the trial after an event, and the effects to carry out. An event that does not apply
     changes nothing.
     """
@@ -168,7 +168,7 @@ def exit_reason(life: TrialLife) -> ExitReason:
     }.get(life.state, ExitReason.ERRORED)
 
 
-def _start(life: TrialLife) -> TrialOutcome:
+def _start(life: TrialLife) -> _TrialOutcome:
     if life.state.stopping:
         return life, ()
     life = replace(life, state=TrialState.ACTIVE)
@@ -177,7 +177,7 @@ def _start(life: TrialLife) -> TrialOutcome:
     return life, ()
 
 
-def _pause(life: TrialLife) -> TrialOutcome:
+def _pause(life: TrialLife) -> _TrialOutcome:
     if life.state is not TrialState.ACTIVE:
         return life, ()
     life = replace(life, state=TrialState.PAUSED)
@@ -186,19 +186,19 @@ def _pause(life: TrialLife) -> TrialOutcome:
     return _preempt(life)
 
 
-def _preempt(life: TrialLife) -> TrialOutcome:
+def _preempt(life: TrialLife) -> _TrialOutcome:
     if life.run is not RunStage.RUNNING or life.preempting or life.killing:
         return life, ()
     return replace(life, preempting=True), (TrialEffect.PREEMPT,)
 
 
-def _kill(life: TrialLife) -> TrialOutcome:
+def _kill(life: TrialLife) -> _TrialOutcome:
     if life.run is not RunStage.RUNNING or life.killing:
         return life, ()
     return replace(life, killing=True), (TrialEffect.KILL,)
 
 
-def _stop_trial(life: TrialLife, target: TrialState, reason: str) -> TrialOutcome:
+def _stop_trial(life: TrialLife, target: TrialState, reason: str) -> _TrialOutcome:
     """Go towards an end; a gentler request does not replace a harder one."""
     if life.state.stopping and _TRIAL_FORCE[life.state] >= _TRIAL_FORCE[target]:
         return life, ()
@@ -211,7 +211,7 @@ def _stop_trial(life: TrialLife, target: TrialState, reason: str) -> TrialOutcom
     return ended, (*withdraw, TrialEffect.END)
 
 
-def _exited(life: TrialLife, event: Exited) -> TrialOutcome:
+def _exited(life: TrialLife, event: Exited) -> _TrialOutcome:
     over = replace(life, run=RunStage.NONE, preempting=False, acked=False, killing=False)
     if life.state.stopping:
         return _end(over, _TRIAL_ENDS[life.state], life.reason)
@@ -230,14 +230,14 @@ def _exited(life: TrialLife, event: Exited) -> TrialOutcome:
     return _again(over)
 
 
-def _again(life: TrialLife) -> TrialOutcome:
+def _again(life: TrialLife) -> _TrialOutcome:
     """Request another run, unless the trial is paused."""
     if life.state is TrialState.PAUSED:
         return life, ()
     return replace(life, run=RunStage.QUEUED), (TrialEffect.REQUEST,)
 
 
-def _end(life: TrialLife, state: TrialState, reason: str) -> TrialOutcome:
+def _end(life: TrialLife, state: TrialState, reason: str) -> _TrialOutcome:
     return replace(life, state=state, reason=reason), (TrialEffect.END,)
 
 

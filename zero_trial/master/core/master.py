@@ -40,7 +40,7 @@ from zero_trial.master.store import accounts, experiments, trials
 
 log = logging.getLogger(__name__)
 
-TICK_SECONDS = 0.5
+_TICK_SECONDS = 0.5
 POOL = "default"
 _LIVE = (
     ExperimentState.ACTIVE,
@@ -230,7 +230,7 @@ class Master:
                 tx.apply_to_trial(run.trial_id, lifecycle.TrialSignal.OVERDUE)
 
     def _tick_on(self) -> None:
-        while not self.state.closed.wait(TICK_SECONDS):
+        while not self.state.closed.wait(_TICK_SECONDS):
             try:
                 self.tick()
             except Exception:

@@ -28,7 +28,7 @@ from zero_trial.master.store import Database, accounts, experiments
 
 log = logging.getLogger(__name__)
 
-DETERMINED_VERSION = "0.38.1"
+_DETERMINED_VERSION = "0.38.1"
 """The version that the master reports: Determined's clients compare it with their own."""
 
 
@@ -128,7 +128,7 @@ class MasterState:
                     accounts.set_value(connection, key, known)
                 ids.append(known)
         return MasterInfo(
-            version=DETERMINED_VERSION,
+            version=_DETERMINED_VERSION,
             master_id=ids[0],
             cluster_id=ids[1],
             cluster_name=f"zero_trial {zero_trial.__version__}",

@@ -46,7 +46,7 @@ from zero_trial.master.store import accounts, checkpoints, experiments, metrics,
 
 log = logging.getLogger(__name__)
 
-EARLY_EXIT_SECONDS = 60.0
+_EARLY_EXIT_SECONDS = 60.0
 """The time that a trial gets to end after it has announced an early exit."""
 
 MAX_PRUNED = 200
@@ -78,7 +78,7 @@ class Begun:
     experiment_id: int
 
 
-SearchEvent: TypeAlias = Validated | Ended | Begun
+_SearchEvent: TypeAlias = Validated | Ended | Begun
 
 
 @contextmanager
@@ -126,7 +126,7 @@ class Transaction:
         self.queue_changed = False
         self.touched: set[int] = set()  # experiments whose search has moved
         self._state = state
-        self._search_events: deque[SearchEvent] = deque()
+        self._search_events: deque[_SearchEvent] = deque()
 
     # -- events
 
@@ -157,7 +157,7 @@ class Transaction:
         elif after.final:
             self._end_experiment(experiment_id, after)
 
-    def search(self, event: SearchEvent) -> None:
+    def search(self, event: _SearchEvent) -> None:
         """Queue an event for the search, which gets it before the commit."""
         self._search_events.append(event)
 
@@ -240,7 +240,7 @@ class Transaction:
             trials.change_allocation(self.connection, run.id, deadline=self.now + seconds)
             self.signal = True
         elif effect is lifecycle.TrialEffect.WATCH:
-            trials.change_allocation(self.connection, run.id, deadline=self.now + EARLY_EXIT_SECONDS)
+            trials.change_allocation(self.connection, run.id, deadline=self.now + _EARLY_EXIT_SECONDS)
         elif effect is lifecycle.TrialEffect.KILL:
             self.order_kill(run.id)
             self.note(trial_id, "WARNING", "the master ends this run")
@@ -381,7 +381,7 @@ class Transaction:
 
     # -- the search
 
-    def _pass_to_search(self, event: SearchEvent) -> None:
+    def _pass_to_search(self, event: _SearchEvent) -> None:
         experiment_id = event.experiment_id if isinstance(event, Begun) else event.trial.experiment_id
         experiment = self.experiment_of(experiment_id)
         if experiment.state not in (ExperimentState.ACTIVE, ExperimentState.PAUSED):
@@ -401,7 +401,7 @@ class Transaction:
         for action in actions:
             self._act(experiment_id, live, action)
 
-    def _ask(self, live: LiveSearch, event: SearchEvent) -> list[Action]:
+    def _ask(self, live: LiveSearch, event: _SearchEvent) -> list[Action]:
         if isinstance(event, Begun):
             return live.searcher.start()
         if isinstance(event, Validated):

@@ -89,7 +89,7 @@ class TrialService:
         second or two without a line, so that the caller can check whether its reader is still
         connected.
         """
-        return read_logs(self._state, self._trial(trial_id), query)
+        return _read_logs(self._state, self._trial(trial_id), query)
 
     def _trial(self, trial_id: int) -> Trial:
         with self._state.database.reading() as connection:
@@ -194,7 +194,7 @@ class TrialService:
             raise Conflict(f"trial {trial_id} is {trial.state.value}")
 
 
-def read_logs(state: MasterState, trial: Trial, query: LogQuery) -> Iterator[LogLine | None]:
+def _read_logs(state: MasterState, trial: Trial, query: LogQuery) -> Iterator[LogLine | None]:
     """Return the log lines of a trial."""
     source = logs.Source(state.directory.trial_logs(trial.id), trial.id, trial.task_id)
     if query.follow:
@@ -262,7 +262,7 @@ class TaskService:
 
     def logs(self, task_id: str, query: LogQuery) -> Iterator[LogLine | None]:
         """Return the log lines of the task's trial."""
-        return read_logs(self._state, self._trial(task_id), query)
+        return _read_logs(self._state, self._trial(task_id), query)
 
     def _trial(self, task_id: str) -> Trial:
         with self._state.database.reading() as connection:

@@ -24,7 +24,7 @@ from zero_trial.master.records import EARLIEST, LATEST, Invalid, PermissionDenie
 
 Dict = dict[str, Any]
 T = TypeVar("T")
-MAX_NUMBER = 2**31 - 1  # of an id, an offset or a limit on the wire
+_MAX_NUMBER = 2**31 - 1  # of an id, an offset or a limit on the wire
 DEEPEST = 100  # levels of a body; code that walks it does so by recursion
 
 
@@ -147,7 +147,7 @@ class Request:
         if not isinstance(value, dict):
             raise BadRequest(400, "the body is not a JSON object")
         if _may_be_odd(self.content):
-            check_text(value)
+            _check_text(value)
         return value
 
     def first(self, name: str) -> str:
@@ -197,7 +197,7 @@ def _may_be_odd(body: bytes | bytearray) -> bool:
     return b"\\u" in body or body.count(b"[") + body.count(b"{") > DEEPEST
 
 
-def check_text(value: Any) -> None:
+def _check_text(value: Any) -> None:
     """Raise BadRequest, with the place, for text that has no UTF-8 form (a lone surrogate) and for
     values nested too deeply.
     """
@@ -243,7 +243,7 @@ def whole(value: Any, name: str) -> int:
             raise ValueError
     except (TypeError, ValueError, OverflowError):
         raise Invalid(f"{name} must be a whole number", got=repr(value)[:60]) from None
-    if abs(number) > MAX_NUMBER:
+    if abs(number) > _MAX_NUMBER:
         raise Invalid(f"{name} is too large", got=number)
     return number
 

@@ -37,10 +37,10 @@ from zero_trial.master.http.messages import (
 log = logging.getLogger(__name__)
 ReadBody = Callable[[int], "bytes | bytearray"]
 Handler = Callable[[RequestHead, ReadBody], "Response | StreamingResponse"]
-MAX_HEAD = 32 * 1024  # bytes of request line and headers
-SLOWEST = 256 * 1024  # bytes a second below which a body is taken for an attack
-PIECE = 256 * 1024  # bytes asked of the socket or handed to it at once
-LOOPBACK = "127.0.0.1"
+_MAX_HEAD = 32 * 1024  # bytes of request line and headers
+_SLOWEST = 256 * 1024  # bytes a second below which a body is taken for an attack
+_PIECE = 256 * 1024  # bytes asked of the socket or handed to it at once
+_LOOPBACK = "127.0.0.1"
 MAX_CONNECTIONS = 512
 _FULL_BODY = b'{"message":"too many connections"}'
 _FULL = (
@@ -126,8 +126,8 @@ class Reader:
             seconds: time for the rest.
         """
         if not self._buffer:
-            self._receive(time.monotonic() + idle, MAX_HEAD)
-        block = self._until(b"\r\n\r\n", MAX_HEAD, time.monotonic() + seconds, 431)
+            self._receive(time.monotonic() + idle, _MAX_HEAD)
+        block = self._until(b"\r\n\r\n", _MAX_HEAD, time.monotonic() + seconds, 431)
         return parse_head(block.lstrip(b"\r\n"))
 
     def body(self, head: RequestHead, limit: int) -> bytes | bytearray:
@@ -138,12 +138,12 @@ class Reader:
             return self._chunked(limit)
         if head.length > limit:
             raise BadRequest(413, f"the body has {head.length} bytes, at most {limit} are accepted here")
-        deadline = time.monotonic() + 10 + head.length / SLOWEST
+        deadline = time.monotonic() + 10 + head.length / _SLOWEST
         return self._exactly(head.length, deadline)
 
     def _chunked(self, limit: int) -> bytearray:
         body = bytearray()
-        deadline = time.monotonic() + 10 + limit / SLOWEST
+        deadline = time.monotonic() + 10 + limit / _SLOWEST
         while True:
             size_text = self._until(b"\r\n", 1024, deadline, 400).partition(b";")[0].strip()
             try:
@@ -164,7 +164,7 @@ class Reader:
 
     def _exactly(self, count: int, deadline: float) -> bytearray:
         while len(self._buffer) < count:
-            self._receive(deadline, min(PIECE, count - len(self._buffer)))
+            self._receive(deadline, min(_PIECE, count - len(self._buffer)))
         if len(self._buffer) == count:  # the usual case; a large body is not copied
             taken, self._buffer = self._buffer, bytearray()
             return taken
@@ -267,13 +267,13 @@ class Connection:
         if method == "HEAD":
             self._write(head)
             return
-        if len(answer.body) <= PIECE:
+        if len(answer.body) <= _PIECE:
             self._write(head + answer.body)
             return
         self._write(head)
         view = memoryview(answer.body)
-        for start in range(0, len(view), PIECE):
-            self._write(view[start : start + PIECE])
+        for start in range(0, len(view), _PIECE):
+            self._write(view[start : start + _PIECE])
 
     def _stream(self, answer: StreamingResponse, method: str) -> bool:
         """Send pieces as they come, in HTTP/1.1 chunks.
@@ -325,7 +325,7 @@ class Connection:
             self._sock.shutdown(socket.SHUT_WR)
             while (left := deadline - time.monotonic()) > 0:
                 self._sock.settimeout(left)
-                if not self._sock.recv(PIECE):
+                if not self._sock.recv(_PIECE):
                     return
 
 
@@ -368,7 +368,7 @@ class HttpServer:
 
     @property
     def url(self) -> str:
-        return f"http://{LOOPBACK}:{self.port}"
+        return f"http://{_LOOPBACK}:{self.port}"
 
     def start(self, handler: Handler) -> None:
         """Answer with ``handler`` in threads of their own; returns at once."""
@@ -458,13 +458,13 @@ def _listen(port: int) -> socket.socket:
     sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        sock.bind((LOOPBACK, port))
+        sock.bind((_LOOPBACK, port))
         sock.listen(256)
     except OSError as error:
         sock.close()
         raise ZeroTrialError(
             f"cannot listen: {error.strerror}",
-            where=f"{LOOPBACK}:{port}",
+            where=f"{_LOOPBACK}:{port}",
             fix="Choose another port, or 0 for any that is free.",
         ) from None
     return sock

@@ -22,7 +22,7 @@ from importlib.util import module_from_spec
 from types import CodeType, TracebackType
 from typing import Any, NamedTuple
 
-MOVED = {
+_MOVED = {
     "determined._info": ("/run/determined",),
     "determined.constants": ("/run/determined",),
     "determined.common.constants": ("/determined_shared_fs",),
@@ -30,16 +30,16 @@ MOVED = {
 }
 """Module -> the starts of the paths in it that are moved."""
 
-REPEATED = ("Sending process", "failed (exitcode", "no error file defined for parent")
+_REPEATED = ("Sending process", "failed (exitcode", "no error file defined for parent")
 """The starts of the launcher's log lines about ranks that fail."""
 
-PEER_FAILED = (
+_PEER_FAILED = (
     r"another rank ended|connection (was )?(closed|reset|refused)|broken pipe|peer|socket|timed? ?out|process group"
 )
 """What a rank reports if another rank failed before it."""
 
 
-def relocate(code: CodeType, starts: tuple[str, ...], root: str) -> tuple[CodeType, set[str]]:
+def _relocate(code: CodeType, starts: tuple[str, ...], root: str) -> tuple[CodeType, set[str]]:
     """Move all string constants that begin with one of ``starts`` below ``root``.
 
     Returns the new code and the starts that were found.
@@ -48,7 +48,7 @@ def relocate(code: CodeType, starts: tuple[str, ...], root: str) -> tuple[CodeTy
     constants: list[Any] = []
     for value in code.co_consts:
         if isinstance(value, CodeType):
-            value, inner = relocate(value, starts, root)
+            value, inner = _relocate(value, starts, root)
             found |= inner
         elif isinstance(value, str):
             # Only a path is one: a docstring that begins with it would have blanks.
@@ -59,7 +59,7 @@ def relocate(code: CodeType, starts: tuple[str, ...], root: str) -> tuple[CodeTy
     return code.replace(co_consts=tuple(constants)), found
 
 
-class RelocatingLoader(SourceFileLoader):
+class _RelocatingLoader(SourceFileLoader):
     """Loads a module from its source file, with its paths moved."""
 
     def get_code(self, fullname: str) -> CodeType | None:
@@ -67,8 +67,8 @@ class RelocatingLoader(SourceFileLoader):
         code = super().get_code(fullname)
         if code is None:
             return None
-        starts = MOVED[fullname]
-        moved, found = relocate(code, starts, os.environ["DET_RUN_ROOT"])
+        starts = _MOVED[fullname]
+        moved, found = _relocate(code, starts, os.environ["DET_RUN_ROOT"])
         if found != set(starts):
             missing = ", ".join(sorted(set(starts) - found))
             raise ImportError(
@@ -79,28 +79,28 @@ class RelocatingLoader(SourceFileLoader):
         return moved
 
 
-class RelocatingFinder(MetaPathFinder):
+class _RelocatingFinder(MetaPathFinder):
     """Finds the modules whose paths are moved, where they would be found anyway."""
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         """Return None for all other modules."""
-        if fullname not in MOVED:
+        if fullname not in _MOVED:
             return None
         spec = PathFinder.find_spec(fullname, path, target)
         if spec is not None and spec.origin is not None:
-            spec.loader = RelocatingLoader(fullname, spec.origin)
+            spec.loader = _RelocatingLoader(fullname, spec.origin)
         return spec
 
 
-def next_sitecustomize() -> ModuleSpec | None:
+def _next_sitecustomize() -> ModuleSpec | None:
     """Find the ``sitecustomize`` that this one hides."""
     here = os.path.dirname(os.path.abspath(__file__))
     return PathFinder.find_spec("sitecustomize", [entry for entry in sys.path if os.path.abspath(entry) != here])
 
 
-def run_next() -> None:
+def _run_next() -> None:
     """Import the hidden ``sitecustomize`` in this one's place."""
-    spec = next_sitecustomize()
+    spec = _next_sitecustomize()
     if spec is not None and spec.loader is not None:
         module = module_from_spec(spec)
         sys.modules["sitecustomize"] = module
@@ -110,23 +110,23 @@ def run_next() -> None:
 # -- the launcher: one line about the rank that failed first, in place of a traceback and a table
 
 
-def is_launcher(arguments: list[str]) -> bool:
+def _is_launcher(arguments: list[str]) -> bool:
     """Return whether a process with these arguments is torch.distributed.run."""
     return any(arguments[at : at + 2] == ["-m", "torch.distributed.run"] for at in (1, 2))
 
 
-def install_failure_line() -> None:
+def _install_failure_line() -> None:
     """Let this process print one line about ranks that fail."""
     import logging
 
     sys.excepthook = print_failure
     for name in ("api", "errors.error_handler"):
-        logging.getLogger(f"torch.distributed.elastic.multiprocessing.{name}").addFilter(is_not_repeated)
+        logging.getLogger(f"torch.distributed.elastic.multiprocessing.{name}").addFilter(_is_not_repeated)
 
 
-def is_not_repeated(record: Any) -> bool:
+def _is_not_repeated(record: Any) -> bool:
     """Filter the launcher's log: leave out what the failure line repeats."""
-    return not str(record.msg).startswith(REPEATED)
+    return not str(record.msg).startswith(_REPEATED)
 
 
 def print_failure(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -178,7 +178,7 @@ class FailedRank(NamedTuple):
         import re
 
         if self.report:
-            return 2 if re.search(PEER_FAILED, self.report, re.IGNORECASE) else 0
+            return 2 if re.search(_PEER_FAILED, self.report, re.IGNORECASE) else 0
         return 3 if self.signal == 15 else 1  # SIGTERM: the launcher ends the other ranks with it
 
 
@@ -214,7 +214,7 @@ def _killed_by(number: int) -> str:
 
 if __name__ == "sitecustomize":
     if os.environ.get("DET_RUN_ROOT"):
-        sys.meta_path.insert(0, RelocatingFinder())
-        if is_launcher(sys.orig_argv):
-            install_failure_line()
-    run_next()
+        sys.meta_path.insert(0, _RelocatingFinder())
+        if _is_launcher(sys.orig_argv):
+            _install_failure_line()
+    _run_next()

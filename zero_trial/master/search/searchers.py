@@ -17,7 +17,7 @@ from zero_trial.master.search.adaptive_asha import AdaptiveAsha
 from zero_trial.master.search.searcher import Action, Draws, ExitReason, Searcher, max_concurrent
 
 
-class RandomSearch(Searcher):
+class _RandomSearch(Searcher):
     """``max_trials`` samples, at most ``max_concurrent`` at a time (0: all). Invalid ones do not
     count and are replaced.
     """
@@ -31,7 +31,7 @@ class RandomSearch(Searcher):
 
     @classmethod
     def of(cls, section: Mapping[str, Any], space: Mapping[str, Any], draws: Draws) -> Searcher:
-        return RandomSearch(space, draws, section["max_trials"], max_concurrent(section))
+        return _RandomSearch(space, draws, section["max_trials"], max_concurrent(section))
 
     def _first(self) -> list[Action]:
         return [self._create() for _ in range(min(self.max_trials, self.max_concurrent))]
@@ -46,7 +46,7 @@ class RandomSearch(Searcher):
         return self.trials.units_done(fractions, without_invalid=True) / self.max_trials
 
 
-class SingleSearch(RandomSearch):
+class _SingleSearch(_RandomSearch):
     """One trial."""
 
     kind = "single"
@@ -56,7 +56,7 @@ class SingleSearch(RandomSearch):
 
     @classmethod
     def of(cls, section: Mapping[str, Any], space: Mapping[str, Any], draws: Draws) -> Searcher:
-        return SingleSearch(space, draws)
+        return _SingleSearch(space, draws)
 
 
 class GridSearch(Searcher):
@@ -93,7 +93,7 @@ class GridSearch(Searcher):
 
 
 SEARCHERS: Mapping[str, type[Searcher]] = MappingProxyType(
-    {kind.kind: kind for kind in (SingleSearch, RandomSearch, GridSearch, AdaptiveAsha)}
+    {kind.kind: kind for kind in (_SingleSearch, _RandomSearch, GridSearch, AdaptiveAsha)}
 )
 """The searchers by ``searcher.name``."""
 

@@ -10,7 +10,7 @@ from zero_trial.master.records import Checkpoint, CheckpointState, Invalid, Perm
 from zero_trial.master.store.experiments import smaller_is_better
 from zero_trial.master.store.metrics import number_of
 
-ROOT = "/api/v1/checkpoints"
+_ROOT = "/api/v1/checkpoints"
 
 _KEYS: dict[str, Callable[[Checkpoint], Any]] = {
     "SORT_BY_UUID": lambda each: each.uuid,
@@ -22,14 +22,12 @@ _KEYS: dict[str, Callable[[Checkpoint], Any]] = {
 }
 
 
-def of_experiment(request: Request) -> Response:
-    """GET /experiments/{experimentId}/checkpoints."""
+def _of_experiment(request: Request) -> Response:
     number = request.numbers["experimentId"]
     return _listed(request, request.master.experiments.checkpoints(number), number)
 
 
-def of_trial(request: Request) -> Response:
-    """GET /trials/{trialId}/checkpoints."""
+def _of_trial(request: Request) -> Response:
     trial = request.master.trials.get(request.numbers["trialId"])
     return _listed(request, request.master.trials.checkpoints(trial.id), trial.experiment_id)
 
@@ -70,13 +68,12 @@ def _with_key(found: Sequence[Checkpoint], key: Callable[[Checkpoint], Any], *, 
     return sorted((each for each in found if key(each) is not None), key=key, reverse=reverse)
 
 
-def get(request: Request) -> Response:
-    """GET /checkpoints/{uuid}."""
+def _get(request: Request) -> Response:
     return ok({"checkpoint": checkpoint_json(_readable(request, request.args["uuid"]))})
 
 
-def download(request: Request) -> StreamingResponse:
-    """GET /checkpoints/{uuid} outside of /api/v1: its files as .tar.gz."""
+def _download(request: Request) -> StreamingResponse:
+    """Send the files of a checkpoint as .tar.gz."""
     found = _readable(request, request.args["uuid"])
     return StreamingResponse(pack(request.master.checkpoints.directory(found.uuid)), content_type="application/gzip")
 
@@ -96,8 +93,8 @@ def _readable(request: Request, uuid: str) -> Checkpoint:
     return found
 
 
-def report(request: Request) -> Response:
-    """POST /checkpoints: a trial has saved one."""
+def _report(request: Request) -> Response:
+    """Store a checkpoint that a trial has saved."""
     body = request.body()
     request.own(allocation_id=body.get("allocationId"), task_id=body.get("taskId"))
     metadata, resources, uuid = body.get("metadata"), body.get("resources"), body.get("uuid")
@@ -123,8 +120,8 @@ def report(request: Request) -> Response:
     return Response()
 
 
-def patch(request: Request) -> Response:
-    """PATCH /checkpoints: the harness has deleted files of some."""
+def _patch(request: Request) -> Response:
+    """Record that the harness has deleted files of some checkpoints."""
     changes = request.body().get("checkpoints")
     if not isinstance(changes, list) or not all(isinstance(change, dict) for change in changes):
         raise Invalid("checkpoints must be a list of changes")
@@ -138,14 +135,12 @@ def patch(request: Request) -> Response:
     return Response()
 
 
-def delete(request: Request) -> Response:
-    """DELETE /checkpoints."""
+def _delete(request: Request) -> Response:
     request.master.checkpoints.delete(_texts(request.body().get("checkpointUuids"), "checkpointUuids"))
     return Response()
 
 
-def remove_files(request: Request) -> Response:
-    """POST /checkpoints/rm."""
+def _remove_files(request: Request) -> Response:
     body = request.body()
     globs = _texts(body.get("checkpointGlobs") or [], "checkpointGlobs")
     request.master.checkpoints.remove_files(_texts(body.get("checkpointUuids"), "checkpointUuids"), globs)
@@ -215,12 +210,12 @@ def _size_texts(resources: Mapping[str, int]) -> dict[str, str]:
 
 
 ROUTES = (
-    Route("GET", "/api/v1/experiments/{experimentId:int}/checkpoints", of_experiment, AuthLevel.BOTH),
-    Route("GET", "/api/v1/trials/{trialId:int}/checkpoints", of_trial, AuthLevel.BOTH),
-    Route("GET", f"{ROOT}/{{uuid}}", get, AuthLevel.BOTH),
-    Route("GET", "/checkpoints/{uuid}", download, AuthLevel.BOTH),
-    Route("POST", ROOT, report, AuthLevel.TASK),
-    Route("PATCH", ROOT, patch, AuthLevel.BOTH),
-    Route("DELETE", ROOT, delete),
-    Route("POST", f"{ROOT}/rm", remove_files),
+    Route("GET", "/api/v1/experiments/{experimentId:int}/checkpoints", _of_experiment, AuthLevel.BOTH),
+    Route("GET", "/api/v1/trials/{trialId:int}/checkpoints", _of_trial, AuthLevel.BOTH),
+    Route("GET", f"{_ROOT}/{{uuid}}", _get, AuthLevel.BOTH),
+    Route("GET", "/checkpoints/{uuid}", _download, AuthLevel.BOTH),
+    Route("POST", _ROOT, _report, AuthLevel.TASK),
+    Route("PATCH", _ROOT, _patch, AuthLevel.BOTH),
+    Route("DELETE", _ROOT, _delete),
+    Route("POST", f"{_ROOT}/rm", _remove_files),
 )

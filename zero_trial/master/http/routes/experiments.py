@@ -22,14 +22,13 @@ from zero_trial.master.records import (
     Unsupported,
 )
 
-ROOT = "/api/v1/experiments"
+_ROOT = "/api/v1/experiments"
 WORKSPACE = "Uncategorized"  # the one workspace, and the one project in it
 WORKSPACE_ID = PROJECT_ID = 1
 CONTEXT_BODY = 128 * 1024 * 1024  # bytes: a full context directory in base64, and its configuration
 
 
-def create(request: Request) -> Response:
-    """POST /experiments."""
+def _create(request: Request) -> Response:
     body = request.body()
     files = body.get("modelDefinition") or []
     if not isinstance(files, list):
@@ -44,7 +43,7 @@ def create(request: Request) -> Response:
         raise NotFound(f"there is one project here, number {PROJECT_ID}")
     parent = body.get("parentId")
     new = NewExperiment(
-        config_text=text_of(body, "config"),
+        config_text=_text_of(body, "config"),
         context=context_archive.from_model_definition(files),
         owner=request.user,
         activate=bool(body.get("activate", True)),
@@ -54,11 +53,10 @@ def create(request: Request) -> Response:
     return _created(request, request.master.experiments.create(new))
 
 
-def resume_ended(request: Request) -> Response:
-    """POST /experiments/continue."""
+def _resume_ended(request: Request) -> Response:
     body = request.body()
     return _created(
-        request, request.master.experiments.resume_ended(whole(body.get("id"), "id"), text_of(body, "overrideConfig"))
+        request, request.master.experiments.resume_ended(whole(body.get("id"), "id"), _text_of(body, "overrideConfig"))
     )
 
 
@@ -75,8 +73,8 @@ def _render(request: Request, experiment: Experiment) -> Dict:
     return experiment_json(experiment, user_id=owner.id if owner is not None else 0)
 
 
-def list_all(request: Request) -> Response:
-    """GET /experiments, newest first unless asked otherwise."""
+def _list_all(request: Request) -> Response:
+    """List experiments, newest first unless asked otherwise."""
     users, states, labels = (
         set(request.query_all("users")),
         set(request.query_all("states")),
@@ -105,16 +103,14 @@ def list_all(request: Request) -> Response:
     )
 
 
-def get(request: Request) -> Response:
-    """GET /experiments/{experimentId}."""
+def _get(request: Request) -> Response:
     experiment = request.master.experiments.get(request.numbers["experimentId"])
     job = next((job for job in request.master.machine.jobs() if job.experiment_id == experiment.id), None)
     rendered = _render(request, experiment)
     return ok({"experiment": rendered, "config": rendered["config"], "jobSummary": job_summary_json(job)})
 
 
-def trials(request: Request) -> Response:
-    """GET /experiments/{experimentId}/trials."""
+def _trials(request: Request) -> Response:
     found = request.master.experiments.trials(request.numbers["experimentId"])
     states = set(request.query_all("states"))
     found = [trial for trial in found if not states or f"STATE_{trial.state.value}" in states]
@@ -123,15 +119,12 @@ def trials(request: Request) -> Response:
     return ok({"trials": [trial_json(trial) for trial in page], "pagination": pagination})
 
 
-def model_def(request: Request) -> Response:
-    """GET /experiments/{experimentId}/model_def."""
+def _model_def(request: Request) -> Response:
     packed = request.master.experiments.context(request.numbers["experimentId"])
     return ok({"b64Tgz": base64.b64encode(packed).decode()})
 
 
-def steer(operation: str) -> Callable[[Request], Response]:
-    """POST /experiments/{experimentId}/OPERATION."""
-
+def _steer(operation: str) -> Callable[[Request], Response]:
     def action(request: Request) -> Response:
         getattr(request.master.experiments, operation)(request.numbers["experimentId"])
         return Response()
@@ -139,8 +132,7 @@ def steer(operation: str) -> Callable[[Request], Response]:
     return action
 
 
-def patch(request: Request) -> Response:
-    """PATCH /experiments/{experimentId}."""
+def _patch(request: Request) -> Response:
     body = request.body()
     labels = body.get("labels")
     if labels is not None and not (isinstance(labels, list) and all(isinstance(label, str) for label in labels)):
@@ -186,8 +178,7 @@ def _count(value: Any, name: str) -> int:
     return number
 
 
-def label(request: Request) -> Response:
-    """PUT and DELETE /experiments/{experimentId}/labels/{label}."""
+def _label(request: Request) -> Response:
     name = request.args["label"]
     put = request.head.method == "PUT"
     change = ExperimentPatch(add_label=name) if put else ExperimentPatch(remove_label=name)
@@ -195,20 +186,15 @@ def label(request: Request) -> Response:
     return ok({"labels": list(changed.labels)})
 
 
-def best_metric(request: Request) -> Response:
-    """GET /experiments/{experimentId}/searcher/best_searcher_validation_metric; 404 if there is
-    none yet.
-    """
+def _best_metric(request: Request) -> Response:
     best = request.master.experiments.get(request.numbers["experimentId"]).best_metric
     if best is None:
         raise NotFound("no trial has reported the searcher's metric yet")
     return ok({"metric": best})
 
 
-def preview_gc(request: Request) -> Response:
-    """GET /experiments/{experimentId}/preview_gc: what ``det experiment set gc-policy`` shows
-    before it asks.
-    """
+def _preview_gc(request: Request) -> Response:
+    """Return what ``det experiment set gc-policy`` shows before it asks."""
     names = ("save_experiment_best", "save_trial_best", "save_trial_latest")
     policy = GcPolicy(*(_count(request.first(name), name) for name in names))
     number = request.numbers["experimentId"]
@@ -229,7 +215,7 @@ def preview_gc(request: Request) -> Response:
     return ok({"checkpoints": checkpoints, "metric_name": metric})
 
 
-def text_of(body: Mapping[str, Any], name: str) -> str:
+def _text_of(body: Mapping[str, Any], name: str) -> str:
     """Return a required text of a body. Raises Invalid."""
     value = body.get(name)
     if not isinstance(value, str):
@@ -238,7 +224,7 @@ def text_of(body: Mapping[str, Any], name: str) -> str:
 
 
 def _maybe_text(body: Mapping[str, Any], name: str) -> str | None:
-    return None if body.get(name) is None else text_of(body, name)
+    return None if body.get(name) is None else _text_of(body, name)
 
 
 # -- what the answers contain, in the shapes of Determined's bindings
@@ -296,23 +282,23 @@ def job_summary_json(job: Job | None) -> Dict | None:
     return None if job is None else {"state": f"STATE_{job.state}", "jobsAhead": job.jobs_ahead}
 
 
-_ONE = f"{ROOT}/{{experimentId:int}}"
+_ONE = f"{_ROOT}/{{experimentId:int}}"
 
 ROUTES = (
-    Route("POST", ROOT, create, limit=CONTEXT_BODY),
-    Route("GET", ROOT, list_all),
-    Route("POST", f"{ROOT}/continue", resume_ended),
-    Route("GET", _ONE, get, AuthLevel.BOTH),
-    Route("PATCH", _ONE, patch),
-    Route("DELETE", _ONE, steer("delete")),
+    Route("POST", _ROOT, _create, limit=CONTEXT_BODY),
+    Route("GET", _ROOT, _list_all),
+    Route("POST", f"{_ROOT}/continue", _resume_ended),
+    Route("GET", _ONE, _get, AuthLevel.BOTH),
+    Route("PATCH", _ONE, _patch),
+    Route("DELETE", _ONE, _steer("delete")),
     *(
-        Route("POST", f"{_ONE}/{operation}", steer(operation))
+        Route("POST", f"{_ONE}/{operation}", _steer(operation))
         for operation in ("pause", "activate", "cancel", "kill", "archive", "unarchive")
     ),
-    Route("GET", f"{_ONE}/trials", trials, AuthLevel.BOTH),
-    Route("GET", f"{_ONE}/model_def", model_def),
-    Route("PUT", f"{_ONE}/labels/{{label}}", label),
-    Route("DELETE", f"{_ONE}/labels/{{label}}", label),
-    Route("GET", f"{_ONE}/searcher/best_searcher_validation_metric", best_metric, AuthLevel.BOTH),
-    Route("GET", "/experiments/{experimentId:int}/preview_gc", preview_gc),
+    Route("GET", f"{_ONE}/trials", _trials, AuthLevel.BOTH),
+    Route("GET", f"{_ONE}/model_def", _model_def),
+    Route("PUT", f"{_ONE}/labels/{{label}}", _label),
+    Route("DELETE", f"{_ONE}/labels/{{label}}", _label),
+    Route("GET", f"{_ONE}/searcher/best_searcher_validation_metric", _best_metric, AuthLevel.BOTH),
+    Route("GET", "/experiments/{experimentId:int}/preview_gc", _preview_gc),
 )

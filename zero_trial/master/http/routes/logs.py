@@ -33,7 +33,7 @@ _TAIL = 1024 * 1024  # bytes of the master's log that are read at most
 _LARGEST_PROGRAM = 1000
 
 
-def query(request: Request) -> LogQuery:
+def _query(request: Request) -> LogQuery:
     """Read which lines a request asks for. Raises Invalid."""
     limit = request.query_number("limit", 0)
     return LogQuery(
@@ -49,7 +49,7 @@ def query(request: Request) -> LogQuery:
     )
 
 
-def keeps(request: Request) -> Callable[[LogLine], bool] | None:
+def _keeps(request: Request) -> Callable[[LogLine], bool] | None:
     """Return the filter for what a `LogQuery` cannot express; None if no such filter is asked for.
 
     These are agents, containers, sources, streams and regular expressions.
@@ -108,7 +108,7 @@ def _filtered(found: Iterable[LogLine | None], keep: Callable[[LogLine], bool]) 
 def _stream(
     request: Request, read: Callable[[LogQuery], Iterator[LogLine | None]], shape: Callable[[LogLine], Dict]
 ) -> Response | StreamingResponse:
-    asked, keep = query(request), keeps(request)
+    asked, keep = _query(request), _keeps(request)
     if keep is None:
         found = read(asked)
     else:
@@ -142,8 +142,7 @@ def _shared(line: LogLine) -> Dict:
     }
 
 
-def trial_logs(request: Request) -> Response | StreamingResponse:
-    """GET /trials/{trialId}/logs."""
+def _trial_logs(request: Request) -> Response | StreamingResponse:
     number = request.numbers["trialId"]
     request.master.trials.get(number)
     return _stream(
@@ -153,8 +152,7 @@ def trial_logs(request: Request) -> Response | StreamingResponse:
     )
 
 
-def task_logs(request: Request) -> Response | StreamingResponse:
-    """GET /tasks/{taskId}/logs."""
+def _task_logs(request: Request) -> Response | StreamingResponse:
     name = request.args["taskId"]
     request.master.tasks.task(name)
     return _stream(
@@ -164,9 +162,9 @@ def task_logs(request: Request) -> Response | StreamingResponse:
     )
 
 
-def master_logs(request: Request) -> Response | StreamingResponse:
-    """GET /master/logs; a negative offset counts from the end. Following is left to ``zero-trial
-    master logs``.
+def _master_logs(request: Request) -> Response | StreamingResponse:
+    """Return entries of the master's log; a negative offset counts from the end. Following is left
+    to ``zero-trial master logs``.
     """
     if request.query_flag("follow"):
         return failure(501, "the master's log is not followed over HTTP: run 'zero-trial master logs'")
@@ -205,7 +203,7 @@ def _entries(file: Path) -> Iterator[Dict]:
 
 
 ROUTES = (
-    Route("GET", "/api/v1/trials/{trialId:int}/logs", trial_logs, AuthLevel.BOTH),
-    Route("GET", "/api/v1/tasks/{taskId}/logs", task_logs, AuthLevel.BOTH),
-    Route("GET", "/api/v1/master/logs", master_logs),
+    Route("GET", "/api/v1/trials/{trialId:int}/logs", _trial_logs, AuthLevel.BOTH),
+    Route("GET", "/api/v1/tasks/{taskId}/logs", _task_logs, AuthLevel.BOTH),
+    Route("GET", "/api/v1/master/logs", _master_logs),
 )

@@ -25,18 +25,16 @@ from zero_trial.master.records import (
 )
 
 
-def info(request: Request) -> Response:
-    """GET /info."""
-    return ok(info_json(request.master.machine.info))
+def _info(request: Request) -> Response:
+    return ok(_info_json(request.master.machine.info))
 
 
-def master(request: Request) -> Response:
-    """GET /api/v1/master."""
-    return ok(master_json(request.master.machine.info))
+def _master(request: Request) -> Response:
+    return ok(_master_json(request.master.machine.info))
 
 
-def master_config(request: Request) -> Response:
-    """GET /api/v1/master/config: what of a real master's configuration has a meaning here."""
+def _master_config(request: Request) -> Response:
+    """Return the part of a real master's configuration that has a meaning here."""
     pools = [
         {"pool_name": pool.name, "description": pool.description} for pool in request.master.machine.resource_pools()
     ]
@@ -53,7 +51,7 @@ def master_config(request: Request) -> Response:
     )
 
 
-def _agents(request: Request) -> list[Dict]:
+def _render_agents(request: Request) -> list[Dict]:
     running = [
         allocation
         for task in request.master.tasks.tasks()
@@ -63,78 +61,71 @@ def _agents(request: Request) -> list[Dict]:
     return [agent_json(agent, running) for agent in request.master.machine.agents()]
 
 
-def agents(request: Request) -> Response:
-    """GET /agents."""
-    page, pagination = request.page(_agents(request))
+def _agents(request: Request) -> Response:
+    page, pagination = request.page(_render_agents(request))
     return ok({"agents": page, "pagination": pagination})
 
 
-def _agent(request: Request) -> Dict:
-    for agent in _agents(request):
+def _find_agent(request: Request) -> Dict:
+    for agent in _render_agents(request):
         if agent["id"] == request.args["agentId"]:
             return agent
     raise NotFound(f"agent {request.args['agentId'][:60]!r} not found")
 
 
-def agent(request: Request) -> Response:
-    """GET /agents/{agentId}."""
-    return ok({"agent": _agent(request)})
+def _agent(request: Request) -> Response:
+    return ok({"agent": _find_agent(request)})
 
 
-def slots(request: Request) -> Response:
-    """GET /agents/{agentId}/slots."""
-    return ok({"slots": list(_agent(request)["slots"].values())})
+def _slots(request: Request) -> Response:
+    return ok({"slots": list(_find_agent(request)["slots"].values())})
 
 
-def slot(request: Request) -> Response:
-    """GET /agents/{agentId}/slots/{slotId}."""
-    found = _agent(request)["slots"].get(str(request.numbers["slotId"]))
+def _slot(request: Request) -> Response:
+    found = _find_agent(request)["slots"].get(str(request.numbers["slotId"]))
     if found is None:
         raise NotFound(f"slot {request.numbers['slotId']} not found")
     return ok({"slot": found})
 
 
-def switch_slot(enabled: bool) -> Any:
-    """POST /agents/{agentId}/slots/{slotId}/enable and /disable."""
-
+def _switch_slot(enabled: bool) -> Any:
     def action(request: Request) -> Response:
-        _agent(request)
+        _find_agent(request)
         changed: SlotInfo = request.master.machine.set_slot_enabled(request.numbers["slotId"], enabled)
-        return ok({"slot": slot_json(changed, None)})
+        return ok({"slot": _slot_json(changed, None)})
 
     return action
 
 
-def switch_agent(enabled: bool) -> Any:
-    """POST /agents/{agentId}/enable and /disable: all its slots."""
+def _switch_agent(enabled: bool) -> Any:
+    """Enable or disable all slots of the agent."""
 
     def action(request: Request) -> Response:
-        for each in _agent(request)["slots"].values():
+        for each in _find_agent(request)["slots"].values():
             request.master.machine.set_slot_enabled(int(each["id"]), enabled)
-        return ok({"agent": {**_agent(request), "enabled": enabled}})
+        return ok({"agent": {**_find_agent(request), "enabled": enabled}})
 
     return action
 
 
-def resource_pools(request: Request) -> Response:
-    """GET /resource-pools."""
+def _resource_pools(request: Request) -> Response:
     page, pagination = request.page(request.master.machine.resource_pools())
-    return ok({"resourcePools": [resource_pool_json(pool) for pool in page], "pagination": pagination})
+    return ok({"resourcePools": [_resource_pool_json(pool) for pool in page], "pagination": pagination})
 
 
-def pool_bindings(request: Request) -> Response:
-    """GET /resource-pools/{pool}/workspace-bindings: the one pool serves the one workspace."""
+def _pool_bindings(request: Request) -> Response:
+    """Return that the one pool serves the one workspace."""
     _require_pool(request, request.args["pool"])
     page, pagination = request.page([WORKSPACE_ID])
     return ok({"workspaceIds": list(page), "pagination": pagination})
 
 
-def _jobs(request: Request) -> list[Dict]:
+def _render_jobs(request: Request) -> list[Dict]:
     pool = request.first("resourcePool")
     if pool:
         _require_pool(request, pool)
     ids = {user.name: user.id for user in request.master.accounts.users()}
-    jobs = [job_json(job, pool=pool or POOL, user_id=ids.get(job.owner, 0)) for job in request.master.machine.jobs()]
+    jobs = [_job_json(job, pool=pool or POOL, user_id=ids.get(job.owner, 0)) for job in request.master.machine.jobs()]
     return jobs[::-1] if request.first("orderBy") == "ORDER_BY_DESC" else jobs
 
 
@@ -143,22 +134,18 @@ def _require_pool(request: Request, name: str) -> None:
         raise NotFound(f"resource pool {name[:60]!r} not found")
 
 
-def jobs(request: Request) -> Response:
-    """GET /job-queues."""
-    page, pagination = request.page(_jobs(request))
+def _jobs(request: Request) -> Response:
+    page, pagination = request.page(_render_jobs(request))
     return ok({"jobs": page, "pagination": pagination})
 
 
-def jobs_v2(request: Request) -> Response:
-    """GET /job-queues-v2."""
-    page, pagination = request.page(_jobs(request))
+def _jobs_v2(request: Request) -> Response:
+    page, pagination = request.page(_render_jobs(request))
     return ok({"jobs": [{"full": job} for job in page], "pagination": pagination})
 
 
-def update_jobs(request: Request) -> Response:
-    """POST /job-queues: priorities and weights. All updates are understood before the first is
-    done.
-    """
+def _update_jobs(request: Request) -> Response:
+    """Set priorities and weights. All updates are checked before the first is done."""
     updates = request.body().get("updates")
     if not isinstance(updates, list) or not all(isinstance(update, dict) for update in updates):
         raise Invalid("updates must be a list")
@@ -189,40 +176,36 @@ def _job_change(update: dict[str, Any]) -> dict[str, float | None]:
     return change
 
 
-def _workspace(request: Request) -> Dict:
-    return workspace_json(len(request.master.experiments.all()))
+def _render_workspace(request: Request) -> Dict:
+    return _workspace_json(len(request.master.experiments.all()))
 
 
-def _project(request: Request) -> Dict:
+def _render_project(request: Request) -> Dict:
     everything = request.master.experiments.all()
-    return project_json(len(everything), sum(not each.state.final for each in everything))
+    return _project_json(len(everything), sum(not each.state.final for each in everything))
 
 
-def workspaces(request: Request) -> Response:
-    """GET /workspaces."""
-    found = _workspace(request)
+def _workspaces(request: Request) -> Response:
+    found = _render_workspace(request)
     wanted = request.first("name") or request.first("nameCaseSensitive")
     page, pagination = request.page([found] if wanted.lower() in found["name"].lower() else [])
     return ok({"workspaces": list(page), "pagination": pagination})
 
 
-def workspace(request: Request) -> Response:
-    """GET /workspaces/{workspaceId}."""
+def _workspace(request: Request) -> Response:
     _require_one(request.numbers["workspaceId"], WORKSPACE_ID, "workspace")
-    return ok({"workspace": _workspace(request)})
+    return ok({"workspace": _render_workspace(request)})
 
 
-def projects(request: Request) -> Response:
-    """GET /workspaces/{workspaceId}/projects."""
+def _projects(request: Request) -> Response:
     _require_one(request.numbers["workspaceId"], WORKSPACE_ID, "workspace")
-    page, pagination = request.page([_project(request)])
+    page, pagination = request.page([_render_project(request)])
     return ok({"projects": list(page), "pagination": pagination})
 
 
-def project(request: Request) -> Response:
-    """GET /projects/{projectId}."""
+def _project(request: Request) -> Response:
     _require_one(request.numbers["projectId"], PROJECT_ID, "project")
-    return ok({"project": _project(request)})
+    return ok({"project": _render_project(request)})
 
 
 def _require_one(number: int, only: int, noun: str) -> None:
@@ -245,7 +228,7 @@ _EMPTY_TEXTS = (
 )
 
 
-def info_json(record: MasterInfo) -> Dict:
+def _info_json(record: MasterInfo) -> Dict:
     """Render the answer to ``GET /info``, which every det command asks for first."""
     return {
         "version": record.version,
@@ -257,7 +240,7 @@ def info_json(record: MasterInfo) -> Dict:
     }
 
 
-def master_json(record: MasterInfo) -> Dict:
+def _master_json(record: MasterInfo) -> Dict:
     """Render a v1GetMasterResponse."""
     return {
         "version": record.version,
@@ -281,9 +264,9 @@ def device_json(slot: SlotInfo) -> Dict:
     return {"id": slot.number, "brand": slot.name, "uuid": slot.uuid, "type": f"TYPE_{slot.device_type.upper()}"}
 
 
-def slot_json(record: SlotInfo, allocation: Allocation | None) -> Dict:
+def _slot_json(record: SlotInfo, allocation: Allocation | None) -> Dict:
     """Render a v1Slot; ``allocation`` holds it."""
-    holder = None if allocation is None else container_json(allocation, [record])
+    holder = None if allocation is None else _container_json(allocation, [record])
     return {
         "id": str(record.number),
         "device": device_json(record),
@@ -293,7 +276,7 @@ def slot_json(record: SlotInfo, allocation: Allocation | None) -> Dict:
     }
 
 
-def container_json(allocation: Allocation, slots: Iterable[SlotInfo]) -> Dict:
+def _container_json(allocation: Allocation, slots: Iterable[SlotInfo]) -> Dict:
     """Render a v1Container, in which a real agent would run the allocation."""
     devices = [device_json(slot) for slot in slots]
     state = "STATE_RUNNING" if allocation.state is AllocationState.RUNNING else "STATE_STARTING"
@@ -304,7 +287,7 @@ def agent_json(record: AgentInfo, allocations: Iterable[Allocation]) -> Dict:
     """Render a v1Agent with its slots and what runs on them."""
     running = {allocation.id: allocation for allocation in allocations}
     containers = {
-        allocation.container_id: container_json(
+        allocation.container_id: _container_json(
             allocation, [slot for slot in record.slots if slot.allocation_id == allocation.id]
         )
         for allocation in running.values()
@@ -312,7 +295,7 @@ def agent_json(record: AgentInfo, allocations: Iterable[Allocation]) -> Dict:
     return {
         "id": record.id,
         "registeredTime": when(record.registered),
-        "slots": {str(each.number): slot_json(each, running.get(each.allocation_id or "")) for each in record.slots},
+        "slots": {str(each.number): _slot_json(each, running.get(each.allocation_id or "")) for each in record.slots},
         "containers": containers,
         "addresses": ["127.0.0.1"],
         "enabled": True,
@@ -323,7 +306,7 @@ def agent_json(record: AgentInfo, allocations: Iterable[Allocation]) -> Dict:
     }
 
 
-def job_json(record: Job, *, pool: str, user_id: int) -> Dict:
+def _job_json(record: Job, *, pool: str, user_id: int) -> Dict:
     """Render a v1Job."""
     return {
         "jobId": record.id,
@@ -345,7 +328,7 @@ def job_json(record: Job, *, pool: str, user_id: int) -> Dict:
     }
 
 
-def resource_pool_json(record: ResourcePool) -> Dict:
+def _resource_pool_json(record: ResourcePool) -> Dict:
     """Render a v1ResourcePool."""
     text = dict.fromkeys(_EMPTY_TEXTS, "")
     counts = dict.fromkeys(
@@ -375,7 +358,7 @@ def resource_pool_json(record: ResourcePool) -> Dict:
     }
 
 
-def workspace_json(experiments: int) -> Dict:
+def _workspace_json(experiments: int) -> Dict:
     """Render the only v1Workspace."""
     return {
         "id": WORKSPACE_ID,
@@ -392,7 +375,7 @@ def workspace_json(experiments: int) -> Dict:
     }
 
 
-def project_json(experiments: int, active: int) -> Dict:
+def _project_json(experiments: int, active: int) -> Dict:
     """Render the only v1Project."""
     return {
         "id": PROJECT_ID,
@@ -418,26 +401,26 @@ _AGENT = "/api/v1/agents/{agentId}"
 _SLOT = f"{_AGENT}/slots/{{slotId:int}}"
 
 ROUTES = (
-    Route("GET", "/info", info, AuthLevel.PUBLIC),
+    Route("GET", "/info", _info, AuthLevel.PUBLIC),
     # Clients ask for this before they log in, as they may on a real master; it has no more than
     # /info.
-    Route("GET", "/api/v1/master", master, AuthLevel.PUBLIC),
-    Route("GET", "/api/v1/master/config", master_config),
-    Route("GET", "/api/v1/agents", agents),
-    Route("GET", _AGENT, agent),
-    Route("POST", f"{_AGENT}/enable", switch_agent(True)),
-    Route("POST", f"{_AGENT}/disable", switch_agent(False)),
-    Route("GET", f"{_AGENT}/slots", slots),
-    Route("GET", _SLOT, slot),
-    Route("POST", f"{_SLOT}/enable", switch_slot(True)),
-    Route("POST", f"{_SLOT}/disable", switch_slot(False)),
-    Route("GET", "/api/v1/resource-pools", resource_pools),
-    Route("GET", "/api/v1/resource-pools/{pool}/workspace-bindings", pool_bindings),
-    Route("GET", "/api/v1/job-queues", jobs),
-    Route("GET", "/api/v1/job-queues-v2", jobs_v2),
-    Route("POST", "/api/v1/job-queues", update_jobs),
-    Route("GET", "/api/v1/workspaces", workspaces),
-    Route("GET", "/api/v1/workspaces/{workspaceId:int}", workspace),
-    Route("GET", "/api/v1/workspaces/{workspaceId:int}/projects", projects),
-    Route("GET", "/api/v1/projects/{projectId:int}", project),
+    Route("GET", "/api/v1/master", _master, AuthLevel.PUBLIC),
+    Route("GET", "/api/v1/master/config", _master_config),
+    Route("GET", "/api/v1/agents", _agents),
+    Route("GET", _AGENT, _agent),
+    Route("POST", f"{_AGENT}/enable", _switch_agent(True)),
+    Route("POST", f"{_AGENT}/disable", _switch_agent(False)),
+    Route("GET", f"{_AGENT}/slots", _slots),
+    Route("GET", _SLOT, _slot),
+    Route("POST", f"{_SLOT}/enable", _switch_slot(True)),
+    Route("POST", f"{_SLOT}/disable", _switch_slot(False)),
+    Route("GET", "/api/v1/resource-pools", _resource_pools),
+    Route("GET", "/api/v1/resource-pools/{pool}/workspace-bindings", _pool_bindings),
+    Route("GET", "/api/v1/job-queues", _jobs),
+    Route("GET", "/api/v1/job-queues-v2", _jobs_v2),
+    Route("POST", "/api/v1/job-queues", _update_jobs),
+    Route("GET", "/api/v1/workspaces", _workspaces),
+    Route("GET", "/api/v1/workspaces/{workspaceId:int}", _workspace),
+    Route("GET", "/api/v1/workspaces/{workspaceId:int}/projects", _projects),
+    Route("GET", "/api/v1/projects/{projectId:int}", _project),
 )

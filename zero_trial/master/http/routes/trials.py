@@ -38,10 +38,10 @@ from zero_trial.master.records import (
     parse_time,
 )
 
-ROOT = "/api/v1/trials"
+_ROOT = "/api/v1/trials"
 _PER_LINE = 1000  # metric reports that are sent in one line of a stream
-MAX_POLL = 60.0  # seconds that a long poll waits
-CROWDED_POLL = 1.0  # the same when too many wait already
+_MAX_POLL = 60.0  # seconds that a long poll waits
+_CROWDED_POLL = 1.0  # the same when too many wait already
 _WORKLOAD_FILTERS = {
     "FILTER_OPTION_CHECKPOINT": ("checkpoint",),
     "FILTER_OPTION_VALIDATION": ("validation",),
@@ -49,19 +49,16 @@ _WORKLOAD_FILTERS = {
 }
 
 
-def get(request: Request) -> Response:
-    """GET /trials/{trialId}."""
+def _get(request: Request) -> Response:
     return ok({"trial": trial_json(request.master.trials.get(request.numbers["trialId"]))})
 
 
-def kill(request: Request) -> Response:
-    """POST /trials/{trialId}/kill."""
+def _kill(request: Request) -> Response:
     request.master.trials.kill(request.numbers["trialId"])
     return Response()
 
 
-def workloads(request: Request) -> Response:
-    """GET /trials/{trialId}/workloads."""
+def _workloads(request: Request) -> Response:
     batches = request.query_flag("includeBatchMetrics")
     found = request.master.trials.workloads(request.numbers["trialId"], include_batch_metrics=batches)
     kinds = _WORKLOAD_FILTERS.get(request.first("filter"), ("training", "validation", "checkpoint"))
@@ -70,8 +67,8 @@ def workloads(request: Request) -> Response:
     return ok({"workloads": page, "pagination": pagination})
 
 
-def metrics(group: str | None) -> Any:
-    """GET /trials/metrics/...: every report of the trials asked for, as a stream."""
+def _metrics(group: str | None) -> Any:
+    """Stream every report of the trials asked for."""
 
     def action(request: Request) -> StreamingResponse:
         wanted = group or request.first("group") or None
@@ -91,8 +88,8 @@ def _reports(request: Request, numbers: list[int], group: str | None) -> Iterato
             yield {"metrics": [report_json(report) for report in some]}
 
 
-def report_metrics(request: Request) -> Response:
-    """POST /trials/{trialId}/metrics: the busiest route of all."""
+def _report_metrics(request: Request) -> Response:
+    """Store a report of metrics. This is the busiest route of all."""
     body = request.body()
     report, group = body.get("metrics"), body.get("group")
     if not isinstance(report, dict) or not isinstance(group, str) or not group:
@@ -118,22 +115,19 @@ def report_metrics(request: Request) -> Response:
     return Response()
 
 
-def report_progress(request: Request) -> Response:
-    """POST /trials/{trialId}/progress."""
+def _report_progress(request: Request) -> Response:
     fraction = real(request.body().get("progress"), "progress")  # of the trial, with "isRaw" and without
     request.master.trials.report_progress(request.numbers["trialId"], fraction)
     return Response()
 
 
-def runner_metadata(request: Request) -> Response:
-    """POST /trials/{trialId}/runner/metadata."""
+def _runner_metadata(request: Request) -> Response:
     state = request.body().get("state")
     request.master.trials.set_runner_state(request.numbers["trialId"], state[:1000] if isinstance(state, str) else "")
     return Response()
 
 
-def early_exit(request: Request) -> Response:
-    """POST /trials/{trialId}/early_exit."""
+def _early_exit(request: Request) -> Response:
     reason = request.body().get("reason")
     if not isinstance(reason, str):
         raise Invalid("reason must be one of Determined's EXITED_REASON_ names")
@@ -141,21 +135,19 @@ def early_exit(request: Request) -> Response:
     return Response()
 
 
-def start_run(request: Request) -> Response:
-    """POST /runs/start: a rank begins to report. Its ``runId`` is the trial's id."""
+def _start_run(request: Request) -> Response:
+    """Note that a rank begins to report. Its ``runId`` is the trial's id."""
     number = whole(request.body().get("runId"), "runId")
     request.own(trial_id=number)
     request.master.trials.start_run(number)
     return ok({"storageId": None})
 
 
-def get_metadata(request: Request) -> Response:
-    """GET /runs/{trialId}/metadata."""
+def _get_metadata(request: Request) -> Response:
     return ok({"metadata": dict(request.master.trials.metadata(request.numbers["trialId"]))})
 
 
-def set_metadata(request: Request) -> Response:
-    """POST /runs/{trialId}/metadata."""
+def _set_metadata(request: Request) -> Response:
     metadata = request.body().get("metadata")
     if not isinstance(metadata, dict):
         raise Invalid("metadata must be an object")
@@ -166,30 +158,25 @@ def set_metadata(request: Request) -> Response:
 # -- tasks and allocations
 
 
-def context_directory(request: Request) -> Response:
-    """GET /tasks/{taskId}/context_directory."""
+def _context_directory(request: Request) -> Response:
     return ok({"b64Tgz": base64.b64encode(request.master.tasks.context(request.args["taskId"])).decode()})
 
 
-def accelerator_data(request: Request) -> Response:
-    """POST /allocations/{allocationId}/acceleratorData."""
+def _accelerator_data(request: Request) -> Response:
     data = request.body().get("acceleratorData")
     request.master.tasks.accelerator_data(request.args["allocationId"], data if isinstance(data, dict) else {})
     return Response()
 
 
-def rendezvous(request: Request) -> Response:
-    """GET /allocations/{allocationId}/resources/{resourcesId}/rendezvous."""
+def _rendezvous(request: Request) -> Response:
     found = request.master.tasks.allocation(request.args["allocationId"])
     if found.resources_id != request.args["resourcesId"]:
         raise NotFound(f"resources {request.args['resourcesId'][:60]} not found")
     return ok({"rendezvousInfo": {"addresses": ["127.0.0.1"], "rank": 0, "slots": [len(found.slots)]}})
 
 
-def preemption(request: Request) -> Response:
-    """GET /allocations/{allocationId}/signals/preemption: a long poll, shorter when too many wait
-    already.
-    """
+def _preemption(request: Request) -> Response:
+    """Wait until the allocation is to stop: a long poll, shorter when too many wait already."""
     text = request.first("timeout_seconds") or request.first("timeoutSeconds") or "60"
     try:
         timeout = float(text)
@@ -198,24 +185,22 @@ def preemption(request: Request) -> Response:
     if not timeout >= 0:
         raise Invalid("timeout_seconds must be a number of seconds", got=text[:40])
     with request.waits.one() as room:
-        wait = min(timeout, MAX_POLL if room else CROWDED_POLL)
+        wait = min(timeout, _MAX_POLL if room else _CROWDED_POLL)
         return ok({"preempt": request.master.tasks.preemption_signal(request.args["allocationId"], wait)})
 
 
-def ack_preemption(request: Request) -> Response:
-    """POST /allocations/{allocationId}/signals/ack_preemption."""
+def _ack_preemption(request: Request) -> Response:
     request.master.tasks.ack_preemption(request.args["allocationId"])
     return Response()
 
 
-def ready(request: Request) -> Response:
-    """POST /allocations/{allocationId}/ready."""
+def _ready(request: Request) -> Response:
     request.master.tasks.set_ready(request.args["allocationId"])
     return Response()
 
 
-def post_logs(request: Request) -> Response:
-    """POST /task/logs: lines that come over HTTP instead of through the pipe."""
+def _post_logs(request: Request) -> Response:
+    """Store log lines that come over HTTP instead of through the pipe."""
     sent = request.body().get("logs")
     if not isinstance(sent, list) or not all(isinstance(line, dict) for line in sent):
         raise Invalid("logs must be a list of lines")
@@ -231,18 +216,15 @@ def post_logs(request: Request) -> Response:
     return Response()
 
 
-def get_task(request: Request) -> Response:
-    """GET /tasks/{taskId}."""
-    return ok({"task": task_json(request.master.tasks.task(request.args["taskId"]))})
+def _get_task(request: Request) -> Response:
+    return ok({"task": _task_json(request.master.tasks.task(request.args["taskId"]))})
 
 
-def get_allocation(request: Request) -> Response:
-    """GET /allocations/{allocationId}."""
+def _get_allocation(request: Request) -> Response:
     return ok({"allocation": allocation_json(request.master.tasks.allocation(request.args["allocationId"]))})
 
 
-def list_tasks(request: Request) -> Response:
-    """GET /tasks."""
+def _list_tasks(request: Request) -> Response:
     cluster = request.master
     agents = cluster.machine.agents()
     agent_id, pool = (agents[0].id, agents[0].resource_pool) if agents else ("", "")
@@ -373,7 +355,7 @@ def allocation_json(record: Allocation) -> Dict:
     }
 
 
-def task_json(record: Task) -> Dict:
+def _task_json(record: Task) -> Dict:
     """Render a v1Task."""
     return {
         "taskId": record.id,
@@ -386,30 +368,30 @@ def task_json(record: Task) -> Dict:
 
 _TASK = "/api/v1/tasks/{taskId}"
 _ALLOCATION = "/api/v1/allocations/{allocationId}"
-_ONE = f"{ROOT}/{{trialId:int}}"
+_ONE = f"{_ROOT}/{{trialId:int}}"
 
 ROUTES = (
-    Route("GET", _ONE, get, AuthLevel.BOTH),
-    Route("POST", f"{_ONE}/kill", kill),
-    Route("GET", f"{_ONE}/workloads", workloads, AuthLevel.BOTH),
-    Route("GET", f"{ROOT}/metrics/trial_metrics", metrics(None), AuthLevel.BOTH),
-    Route("GET", f"{ROOT}/metrics/training_metrics", metrics("training"), AuthLevel.BOTH),
-    Route("GET", f"{ROOT}/metrics/validation_metrics", metrics("validation"), AuthLevel.BOTH),
-    Route("POST", f"{_ONE}/metrics", report_metrics, AuthLevel.TASK),
-    Route("POST", f"{_ONE}/progress", report_progress, AuthLevel.TASK),
-    Route("POST", f"{_ONE}/runner/metadata", runner_metadata, AuthLevel.TASK),
-    Route("POST", f"{_ONE}/early_exit", early_exit, AuthLevel.TASK),
-    Route("POST", "/api/v1/runs/start", start_run, AuthLevel.TASK),
-    Route("GET", "/api/v1/runs/{trialId:int}/metadata", get_metadata, AuthLevel.BOTH),
-    Route("POST", "/api/v1/runs/{trialId:int}/metadata", set_metadata, AuthLevel.BOTH),
-    Route("GET", "/api/v1/tasks", list_tasks),
-    Route("GET", _TASK, get_task, AuthLevel.BOTH),
-    Route("GET", f"{_TASK}/context_directory", context_directory, AuthLevel.TASK),
-    Route("POST", "/api/v1/task/logs", post_logs, AuthLevel.TASK),
-    Route("GET", _ALLOCATION, get_allocation, AuthLevel.BOTH),
-    Route("POST", f"{_ALLOCATION}/acceleratorData", accelerator_data, AuthLevel.TASK),
-    Route("GET", f"{_ALLOCATION}/resources/{{resourcesId}}/rendezvous", rendezvous, AuthLevel.TASK),
-    Route("GET", f"{_ALLOCATION}/signals/preemption", preemption, AuthLevel.TASK),
-    Route("POST", f"{_ALLOCATION}/signals/ack_preemption", ack_preemption, AuthLevel.TASK),
-    Route("POST", f"{_ALLOCATION}/ready", ready, AuthLevel.TASK),
+    Route("GET", _ONE, _get, AuthLevel.BOTH),
+    Route("POST", f"{_ONE}/kill", _kill),
+    Route("GET", f"{_ONE}/workloads", _workloads, AuthLevel.BOTH),
+    Route("GET", f"{_ROOT}/metrics/trial_metrics", _metrics(None), AuthLevel.BOTH),
+    Route("GET", f"{_ROOT}/metrics/training_metrics", _metrics("training"), AuthLevel.BOTH),
+    Route("GET", f"{_ROOT}/metrics/validation_metrics", _metrics("validation"), AuthLevel.BOTH),
+    Route("POST", f"{_ONE}/metrics", _report_metrics, AuthLevel.TASK),
+    Route("POST", f"{_ONE}/progress", _report_progress, AuthLevel.TASK),
+    Route("POST", f"{_ONE}/runner/metadata", _runner_metadata, AuthLevel.TASK),
+    Route("POST", f"{_ONE}/early_exit", _early_exit, AuthLevel.TASK),
+    Route("POST", "/api/v1/runs/start", _start_run, AuthLevel.TASK),
+    Route("GET", "/api/v1/runs/{trialId:int}/metadata", _get_metadata, AuthLevel.BOTH),
+    Route("POST", "/api/v1/runs/{trialId:int}/metadata", _set_metadata, AuthLevel.BOTH),
+    Route("GET", "/api/v1/tasks", _list_tasks),
+    Route("GET", _TASK, _get_task, AuthLevel.BOTH),
+    Route("GET", f"{_TASK}/context_directory", _context_directory, AuthLevel.TASK),
+    Route("POST", "/api/v1/task/logs", _post_logs, AuthLevel.TASK),
+    Route("GET", _ALLOCATION, _get_allocation, AuthLevel.BOTH),
+    Route("POST", f"{_ALLOCATION}/acceleratorData", _accelerator_data, AuthLevel.TASK),
+    Route("GET", f"{_ALLOCATION}/resources/{{resourcesId}}/rendezvous", _rendezvous, AuthLevel.TASK),
+    Route("GET", f"{_ALLOCATION}/signals/preemption", _preemption, AuthLevel.TASK),
+    Route("POST", f"{_ALLOCATION}/signals/ack_preemption", _ack_preemption, AuthLevel.TASK),
+    Route("POST", f"{_ALLOCATION}/ready", _ready, AuthLevel.TASK),
 )

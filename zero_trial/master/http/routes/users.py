@@ -9,12 +9,11 @@ from zero_trial.master.core.accounts import LOCAL_USER, USER_HEADER, client_hash
 from zero_trial.master.http.messages import AuthLevel, Dict, Request, Response, Route, ok
 from zero_trial.master.records import Conflict, Invalid, NotFound, PermissionDenied, Unsupported, User
 
-ROOT = "/api/v1/users"
+_ROOT = "/api/v1/users"
 _SMALL = 16 * 1024  # bytes; a login is read without a token
 
 
-def login(request: Request) -> Response:
-    """POST /auth/login."""
+def _login(request: Request) -> Response:
     body = request.body()
     name, password = body.get("username"), body.get("password", "")
     if not isinstance(name, str) or not isinstance(password, str):
@@ -23,44 +22,39 @@ def login(request: Request) -> Response:
     return ok({"token": token, "user": user_json(user)})
 
 
-def logout(request: Request) -> Response:
-    """POST /auth/logout: the token that was sent is good for nothing any more."""
+def _logout(request: Request) -> Response:
+    """Delete the token that was sent."""
     token = request.head.bearer(USER_HEADER)
     if token is not None:
         request.master.accounts.drop_token(digest(token))
     return Response()
 
 
-def me(request: Request) -> Response:
-    """GET /me and /auth/user."""
+def _me(request: Request) -> Response:
     if request.principal.user is None:
         raise PermissionDenied("this needs a user's token")
     return ok({"user": user_json(request.principal.user)})
 
 
-def list_all(request: Request) -> Response:
-    """GET /users."""
+def _list_all(request: Request) -> Response:
     active = request.first("active").lower()
     found = [user for user in request.master.accounts.users() if not active or user.active == (active == "true")]
     page, pagination = request.page(found)
     return ok({"users": [user_json(user) for user in page], "pagination": pagination})
 
 
-def by_id(request: Request) -> Response:
-    """GET /users/{userId}."""
+def _by_id(request: Request) -> Response:
     return ok({"user": user_json(_user(request))})
 
 
-def by_name(request: Request) -> Response:
-    """GET /users/{name}/by-username."""
+def _by_name(request: Request) -> Response:
     found = request.master.accounts.user(request.args["name"])
     if found is None:
         raise NotFound(f"user {request.args['name'][:60]!r} not found")
     return ok({"user": user_json(found)})
 
 
-def create(request: Request) -> Response:
-    """POST /users."""
+def _create(request: Request) -> Response:
     request.require_admin()
     body = request.body()
     asked = body.get("user")
@@ -78,9 +72,9 @@ def create(request: Request) -> Response:
     return ok({"user": user_json(made)})
 
 
-def patch(request: Request) -> Response:
-    """PATCH /users/{userId}. Who is not an administrator may change only their own password and
-    display name.
+def _patch(request: Request) -> Response:
+    """Change a user. Users who are not administrators may change only their own password and display
+    name.
     """
     user, body = _user(request), request.body()
     own = request.principal.user is not None and request.principal.user.id == user.id
@@ -148,13 +142,13 @@ def user_json(record: User) -> Dict:
 
 
 ROUTES = (
-    Route("POST", "/api/v1/auth/login", login, AuthLevel.PUBLIC, limit=_SMALL),
-    Route("POST", "/api/v1/auth/logout", logout),
-    Route("GET", "/api/v1/auth/user", me),
-    Route("GET", "/api/v1/me", me),
-    Route("GET", ROOT, list_all),
-    Route("POST", ROOT, create),
-    Route("GET", f"{ROOT}/{{userId:int}}", by_id),
-    Route("PATCH", f"{ROOT}/{{userId:int}}", patch),
-    Route("GET", f"{ROOT}/{{name}}/by-username", by_name),
+    Route("POST", "/api/v1/auth/login", _login, AuthLevel.PUBLIC, limit=_SMALL),
+    Route("POST", "/api/v1/auth/logout", _logout),
+    Route("GET", "/api/v1/auth/user", _me),
+    Route("GET", "/api/v1/me", _me),
+    Route("GET", _ROOT, _list_all),
+    Route("POST", _ROOT, _create),
+    Route("GET", f"{_ROOT}/{{userId:int}}", _by_id),
+    Route("PATCH", f"{_ROOT}/{{userId:int}}", _patch),
+    Route("GET", f"{_ROOT}/{{name}}/by-username", _by_name),
 )

@@ -104,9 +104,7 @@ class MasterDirectory:
         write_atomic(path, json.dumps(state), durable=False, private=True)
 
     def state(self) -> dict[str, Any]:
-        """Read what the last master recorded; empty if no master has been started in this
-        directory.
-        """
+        """Read what the last master here recorded; empty if there was none."""
         path = self.root / "master.json"
         try:
             return dict(json.loads(path.read_text(encoding="utf-8")))

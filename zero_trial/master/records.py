@@ -332,9 +332,7 @@ class MasterInfo:
 
 @dataclass(frozen=True)
 class NewExperiment:
-    """A submitted experiment. ``context`` is a clean .tar.gz of the model definition (see
-    core.context_archive).
-    """
+    """A submitted experiment. ``context``: a clean .tar.gz of the model definition."""
 
     config_text: str
     context: bytes
@@ -381,9 +379,7 @@ class GcPolicy:
 
 @dataclass(frozen=True)
 class LogQuery:
-    """A query for log lines. With ``follow`` it ends when the trial has ended and its last line was
-    returned.
-    """
+    """A query for log lines; with ``follow`` its answer ends with the trial."""
 
     follow: bool = False
     limit: int | None = None  # of the oldest lines, or with ``newest_first`` of the newest

@@ -29,10 +29,7 @@ _FORMAT = "%(asctime)s.%(msecs)03dZ %(levelname)s %(message)s"
 
 @dataclass(frozen=True)
 class ServeOptions:
-    """Options of one run of the master.
-
-    ``port`` None means its last port, or a free one; 0 means a free one.
-    """
+    """Options of one run of the master. ``port`` None: the last one, or any; 0: any."""
 
     directory: MasterDirectory
     devices: SlotDevices

@@ -39,9 +39,7 @@ _DRAIN_SECONDS = 2.0  # after the last process, for what is still in the pipes
 
 @dataclass(frozen=True)
 class RunOrder:
-    """An order to run a command: working directory, environment, log file, and seconds to end after
-    SIGTERM.
-    """
+    """An order to run a command; ``grace``: seconds between SIGTERM and SIGKILL."""
 
     command: Sequence[str]
     cwd: str
@@ -51,9 +49,7 @@ class RunOrder:
 
 
 class Lines:
-    """Writes one stream of a child to the trial's log, line by line, each with the time at which it
-    arrived.
-    """
+    """Writes one stream of a child to the trial's log, each line with its time."""
 
     def __init__(self, stdtype: str, path: Path) -> None:
         self._stdtype = stdtype
@@ -98,9 +94,7 @@ class Lines:
 
 
 class AllocationSupervisor:
-    """Runs one order: an event loop over the pipes of its processes and the signals to this
-    process.
-    """
+    """Runs one order: an event loop over the pipes of its processes and its signals."""
 
     def __init__(self, order: RunOrder) -> None:
         self._order = order
@@ -152,9 +146,7 @@ class AllocationSupervisor:
         return processes.Exit(status, time.time(), killed=self._stopping, why=self._cause() if failed else "")
 
     def _cause(self) -> str:
-        """Return the printed error of the rank that failed first, else the first error that a rank
-        printed, else "".
-        """
+        """Return the printed error of the rank that failed first, else the first printed one."""
         causes = [stream.first_failure for stream in self._streams] + [stream.cause for stream in self._streams]
         return next((cause for cause in causes if cause), "")[:_LONGEST_CAUSE].rstrip(".")
 

@@ -23,8 +23,7 @@ from zero_trial.runs.records import AgentRecord, RankExit, write_agent
 
 
 def main(argv: Sequence[str]) -> None:
-    """Run the ranks to their end. Raises ChildFailedError, as torch's command does, when one
-    fails."""
+    """Run the ranks to their end. Raises ChildFailedError when one fails."""
     record, *arguments = argv
     _note_closing(Path(record))
     try:

@@ -41,8 +41,7 @@ class TrialFacts:
 
 
 def reportable(value: Any) -> Any:
-    """Return ``value`` with the numbers that JSON lacks written as Determined does: NaN, Infinity,
-    -Infinity."""
+    """Return ``value`` with NaN and the infinities spelled as Determined does."""
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
     if isinstance(value, Mapping):
@@ -111,8 +110,7 @@ class DeterminedCheckpoints:
 
 @dataclass(frozen=True)
 class DeterminedPreemption:
-    """Asks whether the master wants this trial to stop, on rank 0 (PreemptMode.ChiefOnly), and
-    broadcasts the answer."""
+    """Asks the master on rank 0 whether this trial is to stop, and broadcasts the answer."""
 
     core: Any
     distributed: Distributed
@@ -132,8 +130,7 @@ class DeterminedProgress:
         self.core.train.report_progress(min(max(fraction, 0.0), 1.0))
 
     def emit(self, event: Mapping[str, Any]) -> None:
-        """Print the event without paths, which are of the task's own file system; the log has the
-        storage id."""
+        """Print the event without paths, which mean nothing outside of the task."""
         self.show({name: value for name, value in event.items() if name != "path"})
 
 
@@ -288,8 +285,7 @@ def installed() -> bool:
 
 
 def trial_facts() -> TrialFacts | None:
-    """Return what the master says about this task's trial; None where this process is not a cluster
-    trial."""
+    """Return what the master says about this trial; None off a cluster."""
     if not installed():
         return None
     import determined
@@ -382,8 +378,7 @@ def invalid_hp_class() -> type[BaseException] | None:
 
 
 def harness_bases() -> tuple[type, type]:
-    """Return the classes that the harness asks of a trial and of its controller: ``(LegacyTrial,
-    TrialController)``."""
+    """Return the harness's bases of trials and controllers."""
     import determined
 
     return determined.LegacyTrial, determined.TrialController

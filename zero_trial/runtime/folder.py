@@ -180,8 +180,7 @@ def open_folder(
 
 @contextmanager
 def lock_run_together(folder: Path, ranks: Distributed) -> Iterator[None]:
-    """Collective at its beginning. Take the run lock on rank 0; every rank raises ConfigError if
-    another process has it."""
+    """Collective at its beginning. Take the run lock on rank 0, or raise ConfigError on all."""
     with ExitStack() as stack:
         fault: str | None = None
         if ranks.rank == 0:
@@ -253,8 +252,7 @@ def raise_if_preempted(outcome: Outcome) -> None:
 
 
 def record_error(error: BaseException, run_dir: Path, state: RankState) -> None:
-    """Leave the error in the run's folder for the supervisor. A disk that is full does not change
-    how the rank ends."""
+    """Leave the error in the run's folder for the supervisor, unless the disk is full."""
     record = error_record(error, state.env.rank, error_text(error), state.step)
     with suppress(StorageError):
         write_error(run_dir, record)

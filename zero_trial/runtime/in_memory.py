@@ -20,8 +20,7 @@ Result = TypeVar("Result")
 
 
 class _ThreadExchange:
-    """Where ``size`` threads exchange values. If one does not come in time, all others raise
-    MeshError."""
+    """Lets ``size`` threads exchange values. If one is late, the others raise MeshError."""
 
     def __init__(self, size: int, timeout: float = 30.0) -> None:
         self.size = size
@@ -147,8 +146,7 @@ class _InMemoryPreemption:
 
 @dataclass
 class InMemoryPlatform:
-    """One rank's view; give the same ``record`` and ``storage`` to all ranks, and to the run that
-    resumes."""
+    """One rank's view. All ranks, and the run that resumes, share ``record`` and ``storage``."""
 
     hparams: Mapping[str, Any] = field(default_factory=dict)
     experiment: Mapping[str, Any] = field(default_factory=dict)

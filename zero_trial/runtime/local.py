@@ -102,8 +102,7 @@ class LocalCheckpoints:
             shutil.rmtree(temporary, ignore_errors=True)
 
     def _lead(self, act: Callable[[], Any], name: str) -> Any:
-        """Collective. What ``act`` returns on rank 0. Every rank raises what it raises there, so
-        that none waits in vain."""
+        """Collective. Return, or raise, on every rank what ``act`` does on rank 0."""
         outcome: dict[str, Any] = {}
         if self.distributed.rank == 0:
             try:
@@ -141,8 +140,7 @@ class LocalCheckpoints:
 
 @dataclass(frozen=True)
 class LocalPreemption:
-    """Stop as soon as the file ``preempt`` appears in the run folder, or one of the ranks was asked
-    by a signal."""
+    """Stops when the file ``preempt`` appears, or a signal has asked one of the ranks."""
 
     folder: RunFolder
     distributed: Distributed
@@ -231,8 +229,7 @@ class LocalPlatform:
         return replace(self, latest_checkpoint=checkpoint, steps_completed=step)
 
     def started_from(self, named: str | Path, note: Note) -> LocalPlatform:
-        """Collective. The same run, starting from another checkpoint, or from the latest whole one
-        of a run's folder."""
+        """Collective. Return the same run, starting from another checkpoint or run's folder."""
         start = agree_on_start(self.distributed, None, resume=Path(named), note=note)
         return replace(self.resumed_at(start["checkpoint"], start["step"]), trial_id=start["trial_id"])
 

@@ -171,8 +171,7 @@ class MemoryWatch:
 
 @contextmanager
 def _untouched_randomness() -> Iterator[None]:
-    """Restore Python's and numpy's random states after the block; the dry run itself restores
-    torch's."""
+    """Restore Python's and numpy's random states; the dry run restores torch's."""
     state = random.getstate()
     numpy = sys.modules.get("numpy")
     other = numpy.random.get_state() if numpy is not None else None

@@ -17,8 +17,7 @@ from typing import Any, Protocol
 
 
 class Distributed(Protocol):
-    """The ranks of one trial, exchanging small JSON-able values (never tensors; those go through
-    the engine)."""
+    """The ranks of one trial, exchanging small JSON-able values, never tensors."""
 
     @property
     def rank(self) -> int: ...
@@ -51,8 +50,7 @@ class Metrics(Protocol):
 
 
 class CheckpointStore(Protocol):
-    """Where checkpoints are stored. A checkpoint is a folder with a storage id; it exists
-    completely or not at all."""
+    """Stores checkpoints: folders with a storage id, each there completely or not at all."""
 
     def store_path(self, metadata: Mapping[str, Any]) -> AbstractContextManager[tuple[Path, str]]:
         """Collective. Yield a folder to write into and its storage id; it becomes a checkpoint when
@@ -146,8 +144,7 @@ class Platform(Protocol):
         """Return the best value of the searcher's metric that was reported so far; rank 0 only."""
 
     def sync_tensorboard(self) -> None:
-        """Copy TensorBoard files that may have changed, where they are also stored elsewhere;
-        called on each rank."""
+        """Copy TensorBoard files that are also stored elsewhere; called on each rank."""
 
     def profile_system(self) -> bool:
         """Measure this host's processors, memory and network from now on, on each rank; return
@@ -164,15 +161,13 @@ AllGather = Callable[[Any], list[Any]]
 
 
 def alone(value: Any) -> list[Any]:
-    """Return the values of a world of one. They go through JSON too, so that one rank sees what
-    many would see."""
+    """Return the values of a world of one, through JSON as those of many."""
     return [json.loads(json.dumps(value))]
 
 
 @dataclass(frozen=True)
 class JsonDistributed:
-    """Implements ``Distributed`` over ``exchange``: a collective that gives every rank's value, in
-    rank order."""
+    """Implements ``Distributed`` over ``exchange``, which gives all ranks' values in order."""
 
     rank: int = 0
     size: int = 1

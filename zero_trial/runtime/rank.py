@@ -98,8 +98,7 @@ def own_device(env: RankEnv) -> torch.device:
 
 
 def load_trial_class(name: Entrypoint, model_dir: Path) -> type[ZeroTrial]:
-    """Import the user's class. Raises ConfigError, naming the trials that there are, if it is not
-    one."""
+    """Import the user's class. Raises ConfigError, with the trials that there are."""
     check_entrypoint(name, model_dir, where="entrypoint")
     return import_trial_class(name.module, name.name, model_dir)
 
@@ -283,8 +282,7 @@ class EventLog:
 
 
 def done_event(outcome: Outcome, figures: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Return the last event of a trial that ran to an end, with its figures where no file has
-    them."""
+    """Return the last event of a trial, with its figures where no file has them."""
     event = {"kind": "done", "step": outcome.step, "total_steps": outcome.total_steps, "end": outcome.end.value}
     return {**event, "checkpoint": outcome.checkpoint, **({"figures": dict(figures)} if figures else {})}
 

@@ -87,8 +87,7 @@ def train_task(
     engine_factory: EngineFactory,
     core_context: Any = None,
 ) -> None:
-    """Collective. Train the experiment's trial. ``load`` gives its class once the ranks have
-    joined."""
+    """Collective. Train the trial whose class ``load`` gives once the ranks have joined."""
     state = RankState()
     with open_task(state, core_context) as platform:
         if (platform.experiment.get("profiling") or {}).get("enabled"):
@@ -97,8 +96,7 @@ def train_task(
 
 
 def finish_task(trained: Trained, platform: DeterminedPlatform) -> None:
-    """Collective. Print the figures of a trial that has ended well; what was measured of its memory
-    goes to the master."""
+    """Collective. Print a trained trial's figures; those of its memory go to the master."""
     if trained.watch is not None and (kept := trained.watch.summary()):
         platform.keep(kept)
     # A preempted trial goes on later: its figures are those of a part.

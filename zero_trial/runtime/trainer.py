@@ -63,8 +63,7 @@ class _ScriptContext(ZeroTrialContext):
         self.platform = self.platform.started_from(checkpoint, self.note)
 
     def end_with(self, outcome: Outcome) -> None:
-        """Keep how a fit ended. The next one goes on from its checkpoint: it repeats no steps and
-        no reports."""
+        """Keep how a fit ended: the next one goes on from its checkpoint."""
         self.outcome = outcome
         if outcome.checkpoint is not None:
             self.platform = self.platform.resumed_at(outcome.checkpoint, outcome.step)
@@ -125,8 +124,7 @@ def _open_folder(
     run_dir: str | Path | None,
     seed: int | None,
 ) -> LocalPlatform:
-    """Collective. Open the platform of a script's run in a folder that no other process may use
-    meanwhile."""
+    """Collective. Open the platform of a script's run, in a folder that it locks."""
     state.set_rank(init_distributed())
     ranks = rank_world(state.env)
     experiment, own, own_seed = _experiment(exp_conf)
@@ -172,8 +170,7 @@ def _mapping(value: Any, where: str) -> Mapping[str, Any]:
 
 
 def _run_folder(given: str | Path | None) -> Path:
-    """Return the run's folder, absolute: the given one, that of ``zero-trial launch``, or the next
-    of ``runs/NNNN``."""
+    """Return the run's folder: the given one, the launcher's, or the next of ``runs/NNNN``."""
     named = given if given is not None else launcher_run_dir()
     folder = Path(named) if named is not None else new_run_folder(Path("runs"))
     try:
@@ -203,8 +200,7 @@ def _check_trial(given: object) -> None:
 
 
 class Trainer:
-    """Trains ``trial``, which was made with ``context``, inside the block of
-    ``zero_trial.init()``."""
+    """Trains ``trial``, made with ``context``, inside of ``zero_trial.init()``."""
 
     def __init__(self, trial: ZeroTrial, context: ZeroTrialContext) -> None:
         if not isinstance(context, _ScriptContext):
@@ -300,8 +296,7 @@ class Trainer:
         return settings
 
     def _warn_of_another_length(self, length: TrainUnit) -> None:
-        """Note a length other than ``searcher.max_time``, by which a search that stops trials early
-        measures them."""
+        """Note a length other than ``searcher.max_time``, by which searches measure trials."""
         searcher = self._context.platform.experiment.get("searcher") or {}
         most, metric = searcher.get("max_time"), searcher.get("time_metric")
         own = {"batches": "Batch", "epochs": "Epoch"}.get(str(metric))

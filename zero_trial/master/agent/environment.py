@@ -37,8 +37,7 @@ class SlotDevices:
 
     @property
     def threads(self) -> int:
-        """Return OMP_NUM_THREADS for each process, so that all slots together use the cores
-        once."""
+        """Return OMP_NUM_THREADS for each process: all slots together use the cores once."""
         return max(1, self.cores // max(1, self.count))
 
 
@@ -238,9 +237,7 @@ def _allowed(name: str) -> bool:
 
 
 def _of_user(config: Mapping[str, Any], kind: str) -> dict[str, str]:
-    """Read ``environment.environment_variables``: a list of NAME=VALUE for each kind of slot, or
-    one for all.
-    """
+    """Read ``environment_variables``: NAME=VALUE for each kind of slot, or for all."""
     listed = (config.get("environment") or {}).get("environment_variables") or []
     if isinstance(listed, Mapping):
         listed = listed.get(kind) or []

@@ -75,18 +75,14 @@ def identify(pid: int) -> Identity:
 
 
 def adopt_orphans() -> bool:
-    """Make this process the parent of all its descendants that lose theirs (Linux); False where
-    that cannot be done.
-    """
+    """Become the parent of all descendants that lose theirs; return False except on Linux."""
     if sys.platform != "linux":
         return False
     return bool(ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) == 0)
 
 
 def descendants(pid: int) -> list[int]:
-    """Return children, their children and so on, parents before children, without zombies; empty
-    where there is no /proc.
-    """
+    """List all descendants but zombies, parents first; empty where there is no /proc."""
     children: dict[int, list[int]] = {}
     dead = set()
     for entry in _PROC.glob("[0-9]*"):
@@ -125,9 +121,7 @@ def send(pids: Iterable[int], number: signal.Signals) -> None:
 
 
 def sweep(name: str, value: str, seconds: float = 5.0) -> None:
-    """Kill all processes that carry the mark, until none is left or the time is up: one may have
-    forked in the meantime.
-    """
+    """Kill all processes that carry the mark until none is left, for one may have forked."""
     until = time.monotonic() + seconds
     while (pids := marked(name, value)) and time.monotonic() < until:
         send(pids, signal.SIGKILL)
@@ -167,9 +161,7 @@ class Exit:
 
 
 def acquire_lease(folder: Path, identity: Identity | None) -> bool:
-    """Take the lease; return False if it was taken before. ``None`` makes it void: the allocation
-    will never run.
-    """
+    """Take the lease, or with None make it void for good; return False if it was taken before."""
     content = {"void": True} if identity is None else {"pid": identity.pid, "start": identity.start}
     draft = folder / f"{_LEASE_FILE}.{os.getpid()}-{threading.get_ident()}"
     draft.write_text(json.dumps(content), encoding="utf-8")
@@ -206,9 +198,7 @@ def exit_of(folder: Path) -> Exit | None:
 
 
 def _read(path: Path) -> dict[str, Any] | None:
-    """Read a JSON file; None if it is missing, or if the machine lost power before its content was
-    on the disk.
-    """
+    """Read a JSON file; None if it is missing, or was lost in a power cut."""
     try:
         return dict(json.loads(path.read_text(encoding="utf-8")))
     except (FileNotFoundError, ValueError, TypeError):

@@ -47,9 +47,7 @@ def base_of(config: Mapping[str, Any]) -> Path | None:
 
 
 def link(config: Mapping[str, Any], run_root: Path) -> None:
-    """Let a trial see ``host_path`` at its (moved) container path; create the folder if it is
-    missing.
-    """
+    """Let a trial see ``host_path`` at its (moved) container path; create a missing folder."""
     section = config.get("checkpoint_storage") or {}
     if section.get("type") == "directory":
         Path(section["container_path"]).mkdir(parents=True, exist_ok=True)
@@ -68,9 +66,7 @@ def link(config: Mapping[str, Any], run_root: Path) -> None:
 
 
 def folder_of(base: Path, name: str) -> Path | None:
-    """Return the folder of a checkpoint; None if ``name`` is not a UUID, or the folder is missing
-    or a symbolic link.
-    """
+    """Return the folder of a checkpoint; None if it is missing, a link, or not named by a UUID."""
     if not is_uuid(name):
         return None
     folder = base / name
@@ -78,9 +74,7 @@ def folder_of(base: Path, name: str) -> Path | None:
 
 
 def is_uuid(name: str) -> bool:
-    """Return whether ``name`` is a UUID as the harness writes it: it names a row, a folder and a
-    part of a path.
-    """
+    """Return whether ``name`` is a UUID as the harness writes it; it names a row and a folder."""
     try:
         return str(uuid.UUID(name)) == name.lower()
     except ValueError:
@@ -88,8 +82,7 @@ def is_uuid(name: str) -> bool:
 
 
 def delete(base: Path, name: str) -> bool:
-    """Delete a checkpoint's folder; True if it was there. Links inside are removed, never
-    followed."""
+    """Delete a checkpoint's folder, never following links; True if it was there."""
     folder = folder_of(base, name)
     if folder is None:
         return False
@@ -110,8 +103,7 @@ def delete_matching(base: Path, name: str, globs: Sequence[str]) -> None:
 
 
 def remaining(base: Path, name: str) -> dict[str, int]:
-    """List the files of a checkpoint that are there now (path -> bytes, as the harness lists
-    them)."""
+    """List the files of a checkpoint that are there now: path -> bytes."""
     folder = folder_of(base, name)
     return {} if folder is None else contents(folder)
 

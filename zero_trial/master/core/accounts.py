@@ -51,9 +51,7 @@ def new_token() -> str:
 
 
 def digest(token: str) -> str:
-    """Return what the store keeps of a token: its SHA-256 in hexadecimal. A random token needs no
-    salt.
-    """
+    """Return what the store keeps of a token: its SHA-256. A random token needs no salt."""
     return hashlib.sha256(token.encode()).hexdigest()
 
 
@@ -71,9 +69,7 @@ def store_password(sent: str) -> str:
 
 
 def check_password(stored: str, sent: str) -> bool:
-    """Return whether ``sent`` is the stored password. Takes as long for a missing password as for a
-    wrong one.
-    """
+    """Return whether ``sent`` is the stored password; takes as long if there is none."""
     kind, _, rest = stored.partition("$")
     salt, _, kept = rest.partition("$")
     known = kind == "scrypt" and bool(kept)
@@ -106,9 +102,7 @@ def require_own(allocation: Allocation, **asked: object) -> None:
 
 @dataclass(frozen=True)
 class Credentials:
-    """The credentials of the local user: the password for ``det user login``, the token for
-    ``DET_USER_TOKEN``.
-    """
+    """The local user's password, for ``det user login``, and token, for ``DET_USER_TOKEN``."""
 
     user: str
     password: str
@@ -142,9 +136,7 @@ class AccountService:
     def add_user(
         self, name: str, sent_password: str, *, admin: bool, active: bool = True, display_name: str = ""
     ) -> User:
-        """Create a user. ``sent_password`` is the password as clients hash it. Invalid if the name
-        is taken or empty.
-        """
+        """Create a user; clients have hashed the password. Raises Invalid for a bad name."""
         if not name or name != name.strip() or len(name) > 128 or not name.isprintable():
             raise Invalid("a user's name is 1 to 128 printable characters without spaces around them")
         if self.user(name) is not None:
@@ -157,9 +149,7 @@ class AccountService:
     # -- tokens
 
     def add_token(self, token_digest: str, user_id: int, expires: float | None = None) -> None:
-        """Store a user's token by its digest. Tokens of allocations are made where allocations are
-        started.
-        """
+        """Store a user's token by its digest. A transaction adds the tokens of allocations."""
         with self._state.database.transaction() as connection:
             accounts.drop_expired(connection, self._state.clock())
             accounts.add_token(connection, token_digest, user_id=user_id, expires=expires)

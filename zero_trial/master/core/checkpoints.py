@@ -90,9 +90,7 @@ class CheckpointService:
                 trials.change(tx.connection, run.trial_id, latest_checkpoint=stored.uuid)
 
     def patch_resources(self, uuid: str, resources: Mapping[str, int]) -> None:
-        """Record the files that are left after some were deleted (path -> bytes); none left means
-        DELETED.
-        """
+        """Record the files that are left after a deletion; none left means DELETED."""
         with transaction(self._state) as tx:
             existing(checkpoints.get(tx.connection, uuid, derived=False), f"checkpoint {uuid}")
             state = CheckpointState.PARTIALLY_DELETED if resources else CheckpointState.DELETED
@@ -154,8 +152,7 @@ class CheckpointService:
 
 
 def check_source(connection: sqlite3.Connection, config: Mapping[str, Any]) -> None:
-    """Raise Invalid unless the checkpoint that a new experiment starts from exists and is
-    complete."""
+    """Raise Invalid unless the checkpoint to start from exists and is complete."""
     searcher = config.get("searcher") or {}
     trial, saved = searcher.get("source_trial_id"), searcher.get("source_checkpoint_uuid")
     if saved:
@@ -172,8 +169,7 @@ def check_source(connection: sqlite3.Connection, config: Mapping[str, Any]) -> N
 
 
 def require_not_in_use(connection: sqlite3.Connection, uuids: Iterable[str]) -> None:
-    """Raise Conflict if an unfinished experiment starts its trials from one of these
-    checkpoints."""
+    """Raise Conflict if an unfinished experiment starts from one of these checkpoints."""
     users = checkpoints.sources_in_use(connection)
     for uuid in uuids:
         if uuid in users:

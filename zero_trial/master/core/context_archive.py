@@ -154,9 +154,7 @@ def _header(entry: ArchiveEntry) -> tarfile.TarInfo:
 
 
 def _integer(value: Any, default: int) -> int:
-    """Read an integer that may have been sent as text, as protobuf sends 64-bit numbers. Raises
-    Invalid.
-    """
+    """Read an integer; protobuf sends those of 64 bits as text. Raises Invalid."""
     if value is None or value == "":
         return default
     try:

@@ -119,9 +119,7 @@ class ExperimentService:
         return warnings
 
     def _check_sources(self, new: NewExperiment, config: Mapping[str, Any]) -> None:
-        """Raise NotFound or Invalid if the parent experiment or the checkpoint to start from does
-        not exist.
-        """
+        """Raise NotFound or Invalid if the parent or the checkpoint to start from is missing."""
         with self._state.database.reading() as connection:
             if new.parent_id is not None and experiments.get(connection, new.parent_id, derived=False) is None:
                 raise NotFound(f"parent experiment {new.parent_id} not found")
@@ -184,21 +182,15 @@ class ExperimentService:
     # -- running
 
     def pause(self, experiment_id: int) -> None:
-        """Preempt the trials and let them wait. Raises Conflict for an ended experiment; no effect
-        on a paused one.
-        """
+        """Preempt the trials and let them wait. Raises Conflict for an ended experiment."""
         self._run(experiment_id, lifecycle.ExperimentEvent.PAUSE)
 
     def activate(self, experiment_id: int) -> None:
-        """Let the trials continue from their last checkpoints. Raises Conflict for an ended
-        experiment; no effect on an active one.
-        """
+        """Let the trials continue from their last checkpoints. Raises Conflict if it has ended."""
         self._run(experiment_id, lifecycle.ExperimentEvent.ACTIVATE)
 
     def cancel(self, experiment_id: int) -> None:
-        """Stop the trials at their next chance, with a checkpoint; the experiment ends CANCELED. No
-        effect on an ended one.
-        """
+        """Stop the trials at their next chance, with a checkpoint; no effect after the end."""
         with transaction(self._state) as tx:
             tx.apply_to_experiment(experiment_id, lifecycle.ExperimentEvent.CANCEL)
 

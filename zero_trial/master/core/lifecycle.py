@@ -298,8 +298,7 @@ def step_experiment(state: ExperimentState, event: ExperimentEvent) -> tuple[Exp
 
 @dataclass(frozen=True)
 class QueuedRun:
-    """A queued allocation; ``order`` is its place in the order of arrival (experiment, then
-    trial)."""
+    """A queued allocation; ``order``: its place in the order of arrival."""
 
     allocation_id: str
     experiment_id: int
@@ -310,9 +309,7 @@ class QueuedRun:
 
     @classmethod
     def of(cls, run: Allocation, resources: Mapping[str, Any]) -> QueuedRun:
-        """Return the queue's view of an allocation; ``resources`` is that section of its
-        experiment's config.
-        """
+        """Return the queue's view of an allocation, from its experiment's ``resources``."""
         slots, priority = resources.get("slots_per_trial"), resources.get("priority")
         return cls(
             allocation_id=run.id,

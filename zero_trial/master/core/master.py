@@ -171,8 +171,7 @@ class Master:
         self._ticker: threading.Thread | None = None
 
     def begin(self, master_url: str) -> None:
-        """Take over what an earlier master left, give out slots, and start the background
-        threads."""
+        """Take over what an earlier master left, assign slots and start the threads."""
         self.take_over(master_url)
         self.state.agent.begin(self.on_started, self.on_exited)
         self._ticker = threading.Thread(target=self._tick_on, name="ticker", daemon=True)
@@ -204,9 +203,7 @@ class Master:
                 trials.change_allocation(tx.connection, allocation_id, state=AllocationState.RUNNING)
 
     def on_exited(self, allocation_id: str, ended: Exit) -> None:
-        """Record that the processes of an allocation have ended, and let the trial go on
-        accordingly.
-        """
+        """Record that the processes of an allocation have ended, and move its trial on."""
         with transaction(self.state) as tx:
             run = trials.allocation(tx.connection, allocation_id)
             if run is None or run.state is AllocationState.TERMINATED:
@@ -257,9 +254,7 @@ class Master:
             return any(run.state is not AllocationState.QUEUED for run in trials.allocations(connection))
 
     def close(self) -> None:
-        """Stop the background threads and close the store. Trials that run go on; nothing is lost
-        without this call.
-        """
+        """Stop the threads and close the store. Trials that run go on."""
         state = self.state
         state.agent.close()
         self.garbage_collector.close()

@@ -92,9 +92,7 @@ class MasterState:
     # -- what is cached between events
 
     def search_of(self, connection: sqlite3.Connection, experiment: Experiment) -> LiveSearch:
-        """Return the live search of an experiment; restore it from the store if it is not in
-        memory.
-        """
+        """Return the live search of an experiment, restored from the store if needed."""
         live = self.searches.get(experiment.id)
         if live is None:
             snapshot = experiments.snapshot(connection, experiment.id)

@@ -83,9 +83,7 @@ _SearchEvent: TypeAlias = Validated | Ended | Begun
 
 @contextmanager
 def transaction(state: MasterState) -> Iterator[Transaction]:
-    """Change the state: all or nothing, with everything that follows from the change. Serialized by
-    the master's lock.
-    """
+    """Change the state, all or nothing, with all that follows. Serialized by the lock."""
     with state.lock:
         tx: Transaction | None = None
         try:
@@ -166,9 +164,7 @@ class Transaction:
         self.notes.append((trial_id, level, line))
 
     def collect_garbage(self) -> None:
-        """Wake the garbage collector after the commit: checkpoints or experiments are to be
-        deleted.
-        """
+        """Wake the garbage collector after the commit."""
         self.garbage = True
 
     def reschedule(self) -> None:
@@ -277,9 +273,7 @@ class Transaction:
     # -- runs
 
     def _request_run(self, trial_id: int) -> None:
-        """Queue a new run from the newest checkpoint; archive what was reported after that
-        checkpoint.
-        """
+        """Queue a run from the newest checkpoint; archive what was reported after it."""
         trial = self.trial_of(trial_id)
         saved = checkpoints.latest(self.connection, trial_id)
         steps = saved.steps_completed if saved else 0

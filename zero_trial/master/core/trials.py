@@ -42,16 +42,12 @@ class TrialService:
     # -- reading
 
     def get(self, trial_id: int) -> Trial:
-        """Return a trial with its validations, checkpoints and the summary of its metrics. Raises
-        NotFound.
-        """
+        """Return a trial with its validations, checkpoints and summary. Raises NotFound."""
         with self._state.database.reading() as connection:
             return existing(trials.get(connection, trial_id, derived=True), f"trial {trial_id}")
 
     def workloads(self, trial_id: int, *, include_batch_metrics: bool = False) -> list[MetricReport | Checkpoint]:
-        """List training reports, validation reports and checkpoints by steps completed, without
-        archived reports.
-        """
+        """List reports and checkpoints by steps completed, without archived reports."""
         self._trial(trial_id)
         with self._state.database.reading() as connection:
             reports: list[tuple[int, int, MetricReport | Checkpoint]] = [
@@ -75,8 +71,7 @@ class TrialService:
             return checkpoints.of_trial(connection, trial_id)
 
     def metadata(self, trial_id: int) -> Json:
-        """Return what the trial has set with ``core_context.train.set_metadata``; empty if
-        nothing."""
+        """Return what the trial has set with ``train.set_metadata``; empty if nothing."""
         self._trial(trial_id)
         with self._state.database.reading() as connection:
             found: Json = trials.metadata(connection, trial_id)
@@ -271,9 +266,7 @@ class TaskService:
     # -- what an allocation reports and waits for
 
     def preemption_signal(self, allocation_id: str, timeout: float) -> bool:
-        """Wait until the allocation should stop, at most ``timeout`` seconds (0: do not wait);
-        return whether it should.
-        """
+        """Wait at most ``timeout`` seconds for a preemption; return whether there is one."""
         until = time.monotonic() + timeout
         while True:
             # held while looking, so that no signal comes between the look and the wait

@@ -148,9 +148,7 @@ class Application:
                 return found.route.action(request)
 
     def _foreign(self, head: RequestHead) -> Response | None:
-        """Refuse a request that a web page made a browser send (DNS rebinding, cross-site
-        requests).
-        """
+        """Refuse what a web page made a browser send (DNS rebinding, cross-site requests)."""
         if head.headers.get("host", "").lower() not in self._hosts:
             return failure(403, "the Host header does not name this master", close=True)
         origin = head.headers.get("origin")
@@ -172,9 +170,7 @@ class Application:
         return principal
 
     def _scope(self, found: RouteMatch, numbers: dict[str, int], principal: Principal) -> None:
-        """Raise PermissionDenied if an allocation asks for what is not its own; every named part of
-        the path is compared.
-        """
+        """Refuse an allocation what is not its own, by every named part of the path."""
         if principal.allocation is None:
             return
         unknown = found.args.keys() - _NAMES.keys() - _NUMBERS.keys() - _FREE
@@ -186,8 +182,7 @@ class Application:
 
     @contextmanager
     def _place_for_body(self, head: RequestHead, found: RouteMatch) -> Iterator[None]:
-        """Hold one of the few places for a body of many megabytes while it is read and dealt
-        with."""
+        """Hold one of the few places for a large body while it is read and dealt with."""
         if found.route.limit <= SMALL_BODY or (head.length is not None and head.length <= SMALL_BODY):
             yield
             return

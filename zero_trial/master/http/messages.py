@@ -29,8 +29,7 @@ DEEPEST = 100  # levels of a body; code that walks it does so by recursion
 
 
 class BadRequest(Exception):
-    """A malformed request or one that exceeds a limit. The connection is closed after the
-    answer."""
+    """A malformed or too large request. The connection is closed after the answer."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
@@ -43,9 +42,7 @@ class Gone(Exception):
 
 @dataclass(frozen=True)
 class RequestHead:
-    """Request line and headers. ``path`` is as sent, without the query; header names are in lower
-    case.
-    """
+    """Request line and headers; header names are in lower case."""
 
     method: str
     path: str
@@ -69,16 +66,12 @@ def parse_query(text: str) -> dict[str, list[str]]:
 
 
 def split_path(path: str) -> list[str]:
-    """Split a path at its slashes and unquote the parts; empty parts are kept, so that ``a//b`` is
-    not ``a/b``.
-    """
+    """Split a path at its slashes and unquote its parts; ``a//b`` keeps an empty one."""
     return [unquote(part) for part in path.strip("/").split("/")]
 
 
 class Waits:
-    """Counts the requests that wait for something to happen, so that they cannot take every
-    connection.
-    """
+    """Counts the requests that wait, so that they cannot take every connection."""
 
     def __init__(self, limit: int) -> None:
         self._free = threading.BoundedSemaphore(limit)
@@ -113,17 +106,13 @@ class Request:
 
     @property
     def user(self) -> str:
-        """Return the name that an experiment gets as its owner. Raises PermissionDenied for an
-        allocation.
-        """
+        """Return the sender's name. Raises PermissionDenied for an allocation."""
         if self.principal.user is None:
             raise PermissionDenied("this needs a user's token")
         return self.principal.user.name
 
     def own(self, **asked: object) -> None:
-        """Raise PermissionDenied if an allocation asks for what is not its own; a user may ask for
-        everything.
-        """
+        """Raise PermissionDenied if an allocation asks for what is not its own."""
         if self.principal.allocation is not None:
             require_own(self.principal.allocation, **asked)
 
@@ -132,9 +121,7 @@ class Request:
             raise PermissionDenied("only an administrator may do this")
 
     def body(self) -> dict[str, Any]:
-        """Return the JSON object that came with the request; empty if nothing came. Raises
-        BadRequest.
-        """
+        """Return the JSON object that came; empty if nothing came. Raises BadRequest."""
         if not self.content:
             return {}
         try:
@@ -167,8 +154,7 @@ class Request:
         return default if not text else text in ("true", "1", "yes")
 
     def query_time(self, name: str) -> float | None:
-        """Return a time of the query string (RFC 3339) in seconds since the epoch. Raises
-        Invalid."""
+        """Return a time of the query string in seconds since the epoch. Raises Invalid."""
         text = self.first(name)
         return parse_time(text, name) if text else None
 
@@ -323,9 +309,7 @@ def encode(value: Any) -> bytes:
 
 
 def finite(value: Any) -> Any:
-    """Return the same value with "NaN", "Infinity" and "-Infinity" in place of numbers that are not
-    finite.
-    """
+    """Return the same value with "NaN" and "Infinity" in place of what is not finite."""
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
     if isinstance(value, Mapping):
@@ -341,9 +325,7 @@ def ok(value: Any) -> Response:
 
 
 def failure(status: int, message: str, *, close: bool = False) -> Response:
-    """Return an error with its text in the two places that Determined's clients read: ``message``
-    and ``error.error``.
-    """
+    """Return an error with its text where clients read it: ``message``, ``error.error``."""
     error = {"code": status, "reason": REASONS.get(status, "Error"), "error": message}
     return Response(status, encode({"message": message, "error": error}), close=close)
 

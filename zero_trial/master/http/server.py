@@ -131,9 +131,7 @@ class Reader:
         return parse_head(block.lstrip(b"\r\n"))
 
     def body(self, head: RequestHead, limit: int) -> bytes | bytearray:
-        """Read the body, never more than ``limit`` bytes of it. Raises BadRequest (413, 408) and
-        Gone.
-        """
+        """Read the body, at most ``limit`` bytes. Raises BadRequest (413, 408) and Gone."""
         if head.length is None:
             return self._chunked(limit)
         if head.length > limit:
@@ -317,9 +315,7 @@ class Connection:
             return True
 
     def _linger(self) -> None:
-        """Read what the client still sends, for a moment, so that the answer is not lost to a
-        connection reset.
-        """
+        """Read what still comes, for a moment, or a reset would discard the answer."""
         deadline = time.monotonic() + self._timeouts.linger
         with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_WR)

@@ -130,9 +130,7 @@ def _is_not_repeated(record: Any) -> bool:
 
 
 def print_failure(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Print, as an ``excepthook``, which rank failed first and how; print any other error as Python
-    does.
-    """
+    """Print which rank failed first and how; any other error as Python does."""
     failures = getattr(error, "failures", None) if kind.__name__ == "ChildFailedError" else None
     if not failures:
         sys.__excepthook__(kind, error, trace)
@@ -141,9 +139,7 @@ def print_failure(kind: type[BaseException], error: BaseException, trace: Traceb
 
 
 class FailedRank(NamedTuple):
-    """The end of one rank: the exit code that its launcher saw, and the error report that it left,
-    if any.
-    """
+    """The end of one rank: its exit code, and the error report that it left, if any."""
 
     rank: int
     code: int

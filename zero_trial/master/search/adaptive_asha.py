@@ -21,9 +21,7 @@ from zero_trial.master.search.searcher import Action, Draws, ExitReason, MetricM
 
 @dataclass(frozen=True)
 class Budget:
-    """The keys of ``searcher`` that determine the brackets; ``max_time`` in units of the time
-    metric.
-    """
+    """The keys of ``searcher`` that determine the brackets."""
 
     max_trials: int
     max_time: int
@@ -66,9 +64,7 @@ def rungs_by_mode(mode: str, most: int) -> list[int]:
 
 
 def _most_rungs(budget: Budget) -> int:
-    """Return the most rungs into which max_time can be divided and by which max_trials can be
-    thinned.
-    """
+    """Return the most rungs that max_time and max_trials have room for."""
     by_time, by_trials = (
         int(math.log(number) / math.log(budget.divisor)) + 1 for number in (budget.max_time, budget.max_trials)
     )
@@ -300,9 +296,7 @@ class AdaptiveAsha(Searcher):
 
 
 def training_length(searcher: Mapping[str, Any]) -> tuple[str, int]:
-    """Return the time metric and how much of it a whole training is: max_time, or the older
-    max_length.
-    """
+    """Return the time metric and the length of a training: max_time, or max_length."""
     length = searcher.get("max_length")
     if searcher.get("max_time") is not None:
         return str(searcher["time_metric"]), int(searcher["max_time"])

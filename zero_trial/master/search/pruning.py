@@ -44,9 +44,7 @@ def reason(config: Mapping[str, Any], hparams: Mapping[str, Any], files: Mapping
 
 
 def ds_config_file(config: Mapping[str, Any], hparams: Mapping[str, Any]) -> str | None:
-    """Return the file of the base ds_config, as the experiment names it; None if it is written out,
-    or there is none.
-    """
+    """Return the file of the base ds_config; None if it is written out, or missing."""
     named = _base(config, hparams)[1]
     return named if isinstance(named, str) else None
 

@@ -29,9 +29,7 @@ class ExitReason(str, Enum):
 
 @dataclass(frozen=True)
 class Create:
-    """Start a trial with ``hparams`` and this seed. ``request_id`` is the searcher's name for the
-    trial from now on.
-    """
+    """Start a trial with this seed; the searcher calls it ``request_id`` from now on."""
 
     request_id: str
     hparams: Mapping[str, Any]
@@ -40,18 +38,14 @@ class Create:
 
 @dataclass(frozen=True)
 class Stop:
-    """End a trial as by a preemption, with a checkpoint, and do not start it again; its exit is
-    reported as COMPLETED.
-    """
+    """End a trial for good, with a checkpoint; its exit is reported as COMPLETED."""
 
     request_id: str
 
 
 @dataclass(frozen=True)
 class Shutdown:
-    """The search is over: no trial is left and none will be created. ``failed``: no trial completed
-    or was canceled.
-    """
+    """The search is over. ``failed``: no trial completed or was canceled."""
 
     failed: bool
 
@@ -61,9 +55,7 @@ Action: TypeAlias = Create | Stop | Shutdown
 
 @dataclass
 class Draws:
-    """The random streams of a search: ``drawn`` of them have been taken since it was seeded with
-    ``seed``.
-    """
+    """The random streams of a search, of which ``drawn`` have been taken."""
 
     seed: int
     drawn: int = 0
@@ -122,9 +114,7 @@ class SearchTrials:
         return len(self.states)
 
     def invalid_in_a_row(self) -> int:
-        """Count the trials that are over and had invalid hyperparameters, from the youngest back to
-        the first other one.
-        """
+        """Count the ended trials with invalid hyperparameters since the last valid one."""
         number = 0
         for state in reversed(self.states.values()):
             if state in _OPEN:
@@ -135,9 +125,7 @@ class SearchTrials:
         return number
 
     def units_done(self, fractions: Mapping[str, float], *, without_invalid: bool) -> float:
-        """Return the work done in units of a trial: 1 for each that is over, its own fraction for
-        each that runs.
-        """
+        """Return the work done, in trials: 1 for each that is over, a fraction if it runs."""
         done = 0.0
         for request_id, state in self.states.items():
             if state in _OPEN:
@@ -220,9 +208,7 @@ class Searcher(abc.ABC):
         }
 
     def restore(self, snapshot: Mapping[str, Any]) -> None:
-        """Take the state of ``snapshot``. Raises ZeroTrialError for a snapshot of another kind of
-        search.
-        """
+        """Take the state of ``snapshot``. Raises ZeroTrialError for another searcher's."""
         if snapshot.get("kind") != self.kind:
             raise ZeroTrialError(
                 "the snapshot belongs to another searcher", got=snapshot.get("kind"), expected=self.kind
@@ -299,6 +285,5 @@ def option(section: Mapping[str, Any], name: str, default: Any) -> Any:
 
 
 def max_concurrent(section: Mapping[str, Any]) -> int:
-    """Return ``max_concurrent_trials``; Determined's default is 16, and 0 means all trials at
-    once."""
+    """Return ``max_concurrent_trials``, by default 16; 0 means all at once."""
     return int(option(section, "max_concurrent_trials", 16))

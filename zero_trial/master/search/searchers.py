@@ -18,9 +18,7 @@ from zero_trial.master.search.searcher import Action, Draws, ExitReason, Searche
 
 
 class _RandomSearch(Searcher):
-    """``max_trials`` samples, at most ``max_concurrent`` at a time (0: all). Invalid ones do not
-    count and are replaced.
-    """
+    """``max_trials`` samples, some at a time (0: all). Invalid ones are replaced."""
 
     kind = "random"
 
@@ -116,8 +114,7 @@ def build(section: Mapping[str, Any], hyperparameters: Mapping[str, Any], seed: 
 
 
 def restore(section: Mapping[str, Any], hyperparameters: Mapping[str, Any], snapshot: Mapping[str, Any]) -> Searcher:
-    """Build the searcher of the same config in the state that it had when ``snapshot`` was
-    taken."""
+    """Build the searcher of the same config in the state of ``snapshot``."""
     search = build(section, hyperparameters, snapshot["draws"]["seed"])
     search.restore(snapshot)
     return search

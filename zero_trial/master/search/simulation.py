@@ -51,9 +51,7 @@ Invalid = Callable[[Mapping[str, Any]], str | None]
 
 @dataclass(frozen=True)
 class Setup:
-    """The settings of a simulation: trials have ``length`` units of ``unit``, and are measured
-    every ``period`` of them.
-    """
+    """The settings of a simulation, for trials of ``length`` units, measured every ``period``."""
 
     metric: str
     unit: str

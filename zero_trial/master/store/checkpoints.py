@@ -39,9 +39,7 @@ def put(connection: sqlite3.Connection, checkpoint: Checkpoint) -> None:
 
 
 def get(connection: sqlite3.Connection, uuid: str, *, derived: bool = True) -> Checkpoint | None:
-    """Return one checkpoint; ``derived`` adds its trial's hyperparameters, config and the
-    validation at its step.
-    """
+    """Return one checkpoint; ``derived``: with its trial's config and validation."""
     row = connection.execute("SELECT * FROM checkpoints WHERE uuid = ?", (uuid,)).fetchone()
     return None if row is None else _record(connection, row, derived)
 

@@ -146,9 +146,7 @@ MIGRATIONS: tuple[str, ...] = (
 
 
 class Database:
-    """The file at ``path``, mode 0600. Transactions are serial; reads see the last transaction that
-    was committed.
-    """
+    """The file at ``path``, mode 0600. Reads see the last committed transaction."""
 
     def __init__(self, path: Path) -> None:
         # SQLite gives its -wal and -shm files the same mode
@@ -274,9 +272,7 @@ def insert(connection: sqlite3.Connection, table: str, values: Mapping[str, Any]
 
 
 def record(kind: type[T], row: sqlite3.Row, **more: Any) -> T:
-    """Make a record of a row: columns that are named as its fields are taken as they are, unless
-    ``more`` has the field.
-    """
+    """Make a record of the columns that are named as its fields; ``more`` goes before."""
     columns = set(row.keys()) - more.keys()
     return kind(**{name: row[name] for name in kind.__annotations__ if name in columns}, **more)
 

@@ -128,9 +128,7 @@ def _record(connection: sqlite3.Connection, row: sqlite3.Row, derived: bool) -> 
 
 
 def shown_state(connection: sqlite3.Connection, state: str, column: str, number: int) -> str:
-    """Refine ACTIVE by the allocations of this experiment or trial: the furthest of QUEUED,
-    STARTING, RUNNING.
-    """
+    """Refine ACTIVE by the furthest allocation of this experiment or trial."""
     if state != ExperimentState.ACTIVE.value:
         return state
     rows = connection.execute(

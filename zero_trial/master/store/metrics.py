@@ -61,9 +61,7 @@ def _count(entry: dict[str, Any], number: float) -> None:
 
 
 def _extreme(choose: Any, one: float, other: float) -> float:
-    """Return the smaller or larger value as Go's math does: an infinity on that side wins over NaN,
-    NaN over all else.
-    """
+    """Return the smaller or larger value as Go's math does, with infinities and NaN."""
     end = choose(-math.inf, math.inf)
     if end in (one, other):
         return float(end)
@@ -96,17 +94,13 @@ def add(connection: sqlite3.Connection, report: MetricReport, searcher_metric: f
 
 
 def number_of(metrics: Mapping[str, Any], name: str) -> float | None:
-    """Return a metric as a number that can be compared; None if it is missing, not of a numeric
-    type, or NaN.
-    """
+    """Return a metric as a number that can be compared; None if it is not one, or NaN."""
     number = as_number(metrics.get(name))
     return None if number is None or math.isnan(number) else number
 
 
 def known(connection: sqlite3.Connection, report: MetricReport) -> bool:
-    """Return whether this very report was stored before: a client that missed the answer sends it
-    again.
-    """
+    """Return whether this report is there: a client that missed the answer repeats it."""
     row = connection.execute(
         "SELECT 1 FROM metrics WHERE trial_id = ? AND run_id = ? AND grp = ? AND steps IS ? AND metrics = ? LIMIT 1",
         (report.trial_id, report.run_id, report.group, report.steps_completed, dumps(report.metrics)),

@@ -21,9 +21,7 @@ def add(connection: sqlite3.Connection, trial: Trial) -> int:
 
 
 def get(connection: sqlite3.Connection, number: int, *, derived: bool = False) -> Trial | None:
-    """Return one trial; ``derived`` reads its validations, checkpoints and the summary of its
-    metrics too.
-    """
+    """Return one trial; ``derived``: with validations, checkpoints and summary."""
     row = connection.execute("SELECT * FROM trials WHERE id = ?", (number,)).fetchone()
     if row is None:
         return None

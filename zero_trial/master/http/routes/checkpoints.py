@@ -41,9 +41,7 @@ def _listed(request: Request, found: Sequence[Checkpoint], experiment_id: int) -
 
 
 def _sorted(request: Request, found: list[Checkpoint], smaller: bool) -> list[Checkpoint]:
-    """Sort by a metric, best first, without those that lack it; or by an attribute, ascending
-    unless asked otherwise.
-    """
+    """Sort by a metric, without those that lack it, or by an attribute."""
     metric, attribute = request.first("sortByMetric"), request.first("sortByAttr")
     order = request.first("orderBy")
     if metric:

@@ -175,9 +175,7 @@ def _master_logs(request: Request) -> Response | StreamingResponse:
 
 
 def _entries(file: Path) -> Iterator[Dict]:
-    """Read the entries of the last part of the master's log; a line without a time belongs to the
-    entry before it.
-    """
+    """Read the last entries; a line without a time belongs to the entry before it."""
     try:
         with file.open("rb") as stream:
             start = max(0, stream.seek(0, 2) - _TAIL)

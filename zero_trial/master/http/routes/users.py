@@ -73,9 +73,7 @@ def _create(request: Request) -> Response:
 
 
 def _patch(request: Request) -> Response:
-    """Change a user. Users who are not administrators may change only their own password and display
-    name.
-    """
+    """Change a user. Only administrators change more than their own password and shown name."""
     user, body = _user(request), request.body()
     own = request.principal.user is not None and request.principal.user.id == user.id
     if not own or any(body.get(name) is not None for name in ("active", "admin", "username")):
@@ -109,9 +107,7 @@ def _changed(user: User, body: dict[str, Any]) -> User:
 
 
 def _sent_password(body: dict[str, Any]) -> str:
-    """Return the password of a body as clients hash it. Raises Invalid without one: such an account
-    would be open to all.
-    """
+    """Return a body's password as clients hash it. Raises Invalid if there is none."""
     password = body.get("password")
     if not isinstance(password, str) or not password:
         raise Invalid("a user needs a password")

@@ -24,15 +24,9 @@ BLOCK = 64 * 1024  # bytes that are read at a time
 LONGEST = 16 * 1024 * 1024  # bytes of a line; what is longer, as in a damaged file, is cut
 Line = tuple[int, bytes]  # where it begins, and its bytes with the newline
 
-FOLLOW_SECONDS = 0.2
-"""Between two reads of a followed log."""
-
-SILENCE_SECONDS = 1.0
-"""After so long without a line a follower gets None."""
-
-MASTER = 0
-"""The run under which the master's own lines about a trial are kept."""
-
+FOLLOW_SECONDS = 0.2  # between two reads of a followed log
+SILENCE_SECONDS = 1.0  # after so long without a line a follower gets None
+MASTER = 0  # the run under which the master's own lines about a trial are kept
 _RANK = re.compile(r"^\[rank=(\d+)\] ")
 _LEVEL = re.compile(r"\b(TRACE|DEBUG|INFO|WARNING|ERROR|CRITICAL)\b")
 

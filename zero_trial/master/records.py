@@ -19,12 +19,8 @@ from zero_trial.errors import ZeroTrialError
 
 Json = Mapping[str, Any]
 T = TypeVar("T")
-EARLIEST = -62135596800.0
-
-LATEST = 253402300799.0
-"""The times between which RFC 3339 can write one in UTC: 0001-01-01T00:00:00Z and
-9999-12-31T23:59:59Z.
-"""
+# The times between which RFC 3339 can write one in UTC: 0001-01-01T00:00:00Z, 9999-12-31T23:59:59Z.
+EARLIEST, LATEST = -62135596800.0, 253402300799.0
 
 
 class ExperimentState(str, Enum):
@@ -117,7 +113,6 @@ class Experiment:
     labels: tuple[str, ...] = ()
     notes: str = ""
     progress: float | None = None  # 0 to 1
-    unmanaged: bool = False
     # What is derived from the trials when it is read:
     num_trials: int = 0
     pruned_trials: int = 0  # points that could not be reconciled and were never launched

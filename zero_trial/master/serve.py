@@ -46,7 +46,13 @@ def serve(options: ServeOptions, ready: Callable[[], None]) -> None:
     directory = options.directory
     directory.prepare()
     if not directory.lock(seconds=0.5):
-        raise _already_running(directory)
+        state = directory.state()
+        raise ConfigError(
+            "a master is already running here",
+            where=str(directory.root),
+            got=f"{state.get('url') or 'no address yet'}, pid {state.get('pid', '?')}",
+            fix="Use it, end it with `zero-trial master down`, or choose another --root.",
+        )
     me = identify(os.getpid())
     directory.write_state(
         {"pid": me.pid, "start": me.start, "port": directory.state().get("port"), "url": ""}
@@ -64,17 +70,6 @@ def serve(options: ServeOptions, ready: Callable[[], None]) -> None:
         directory.write_state({**directory.state(), "pid": 0, "url": "", "stopped": time.time()})
     directory.unlock()
     log.info("stopped")
-
-
-def _already_running(directory: MasterDirectory) -> ConfigError:
-    """Return the error for a directory in which a master works."""
-    state = directory.state()
-    return ConfigError(
-        "a master is already running here",
-        where=str(directory.root),
-        got=f"{state.get('url') or 'no address yet'}, pid {state.get('pid', '?')}",
-        fix="Use it, end it with `zero-trial master down`, or choose another --root.",
-    )
 
 
 def _serve(options: ServeOptions, master: Master, ready: Callable[[], None], stopping: threading.Event) -> None:

@@ -132,7 +132,8 @@ class AllocationSupervisor:
 
     def _finish(self) -> processes.Exit:
         while self._child is not None and self._status is None:
-            self._poll(self._wait_seconds())
+            left = 1.0 if self._kill_at is None else self._kill_at - time.monotonic()
+            self._poll(max(0.01, min(1.0, left)))
             self._end_if_stopping()
         self._end_rest()
         until = time.monotonic() + _DRAIN_SECONDS
@@ -174,9 +175,6 @@ class AllocationSupervisor:
                 self._streams.append(Lines(name, log))
                 self._selector.register(stream, selectors.EVENT_READ, self._streams[-1])
                 self._open += 1
-
-    def _wait_seconds(self) -> float:
-        return 1.0 if self._kill_at is None else max(0.01, min(1.0, self._kill_at - time.monotonic()))
 
     def _poll(self, seconds: float) -> None:
         """Wait for a signal or output, at most ``seconds``, and handle it."""

@@ -7,7 +7,7 @@ import pytest
 from tests.master.fakes import Sandbox, experiment, tgz
 from zero_trial.master.core import transaction
 from zero_trial.master.core.context_archive import read_context
-from zero_trial.master.core.state import new_searcher
+from zero_trial.master.core.state import searcher_of
 from zero_trial.master.search import Create, ExitReason, pruning, restore
 
 
@@ -22,7 +22,7 @@ def test_small_configuration_files_of_a_context_are_read() -> None:
 def test_a_searcher_goes_on_where_it_was() -> None:
     random = {"name": "random", "metric": "val", "max_trials": 3, "max_concurrent_trials": 1}
     config = experiment(searcher=random, hyperparameters={"a": {"type": "double", "minval": 0.0, "maxval": 1.0}})
-    first = new_searcher(config)
+    first = searcher_of(config)
     start = first.start()
     assert isinstance(start[0], Create)
     again = restore(config["searcher"], config["hyperparameters"], first.snapshot())
@@ -35,7 +35,7 @@ def test_the_seed_decides(seed: int, same: bool) -> None:
     space = {"a": {"type": "double", "minval": 0.0, "maxval": 1.0}}
     random = {"name": "random", "metric": "val", "max_trials": 1}
     one, two = (
-        new_searcher(
+        searcher_of(
             experiment(searcher=random, hyperparameters=space, reproducibility={"experiment_seed": number})
         ).start()[0]
         for number in (7, seed)

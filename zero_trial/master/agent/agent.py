@@ -32,9 +32,7 @@ from zero_trial.master.directory import MasterDirectory
 
 log = logging.getLogger(__name__)
 
-GRACE_SECONDS = 10.0
-"""Between SIGTERM and SIGKILL of a trial's processes."""
-
+GRACE_SECONDS = 10.0  # between SIGTERM and SIGKILL of a trial's processes
 WATCH_SECONDS = 0.1
 _STUCK_SECONDS = 15.0  # after the grace, until a supervisor that does not end is killed itself
 _KILLED = 128 + signal.SIGKILL

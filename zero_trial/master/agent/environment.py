@@ -106,9 +106,7 @@ class StartOrder:
     has_hook: bool = False  # the context directory has a startup-hook.sh
 
 
-GAP = 16
-"""Distance of the two port bases; the harness adds the lowest slot number to each."""
-
+GAP = 16  # distance of the two port bases; the harness adds the lowest slot number to each
 _TRIES = 200
 
 
@@ -168,34 +166,13 @@ LARGEST = 32 * 4096
 """
 
 _ALLOWED = (
-    "HOME",
-    "LANG",
-    "LANGUAGE",
-    "TMPDIR",
-    "TZ",
-    "USER",
-    "LOGNAME",
-    "SHELL",
-    "TERM",
-    "LD_LIBRARY_PATH",
-    "VIRTUAL_ENV",
+    *("HOME", "LANG", "LANGUAGE", "TMPDIR", "TZ", "USER", "LOGNAME", "SHELL", "TERM"),
+    *("LD_LIBRARY_PATH", "VIRTUAL_ENV"),
 )
 _ALLOWED_STARTS = (
-    "LC_",
-    "CUDA_",
-    "NVIDIA_",
-    "NCCL_",
-    "GLOO_",
-    "XDG_CACHE",
-    "OMP_",
-    "MKL_",
-    "TORCH_",
-    "TRITON_",
-    "HF_",
-    "SSL_",
-    "CONDA_",
+    *("LC_", "CUDA_", "NVIDIA_", "NCCL_", "GLOO_", "XDG_CACHE", "OMP_", "MKL_"),
+    *("TORCH_", "TRITON_", "HF_", "SSL_", "CONDA_"),
 )
-_NEVER = ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS")  # set by slot
 
 RELOCATION = Path(__file__).parents[1] / "relocation"
 """The folder whose ``sitecustomize`` moves the harness's absolute paths; first on PYTHONPATH."""
@@ -211,7 +188,7 @@ def environment(
         run_root: the folder below which the harness's absolute paths are moved.
         python: the interpreter, whose folder comes first on PATH.
     """
-    env = {name: value for name, value in host.items() if _allowed(name)}
+    env = {name: value for name, value in host.items() if name in _ALLOWED or name.startswith(_ALLOWED_STARTS)}
     env["PATH"] = os.pathsep.join([str(Path(python).parent), host.get("PATH") or os.defpath])
     env["PYTHONUNBUFFERED"] = "1"
     env["OMP_NUM_THREADS"] = str(order.threads)
@@ -230,10 +207,6 @@ def size_of_config(config: Mapping[str, Any]) -> int:
     largest variable of all.
     """
     return len(f"DET_EXPERIMENT_CONFIG={json.dumps(config)}") + 1
-
-
-def _allowed(name: str) -> bool:
-    return name not in _NEVER and (name in _ALLOWED or name.startswith(_ALLOWED_STARTS))
 
 
 def _of_user(config: Mapping[str, Any], kind: str) -> dict[str, str]:

@@ -19,7 +19,7 @@ from zero_trial.master.agent.environment import LARGEST, size_of_config
 from zero_trial.master.core import lifecycle
 from zero_trial.master.core.checkpoints import check_source, require_not_in_use, superfluous
 from zero_trial.master.core.context_archive import read_context
-from zero_trial.master.core.state import MasterState, new_searcher
+from zero_trial.master.core.state import MasterState, searcher_of
 from zero_trial.master.core.transaction import Begun, Transaction, transaction
 from zero_trial.master.records import (
     Checkpoint,
@@ -295,7 +295,7 @@ class ExperimentService:
     def _revive(self, tx: Transaction, experiment_id: int, config: Mapping[str, Any], trial_id: int) -> None:
         """Put the same trial under a search that has just begun."""
         self._state.forget(experiment_id)
-        searcher = new_searcher(config)
+        searcher = searcher_of(config)
         first = next(action for action in searcher.start() if isinstance(action, Create))
         experiments.change(
             tx.connection,

@@ -107,9 +107,7 @@ class TrialEffect(Enum):
     END = "end"  # the trial is over: the search gets its end
 
 
-INVALID_HP = "INVALID_HP"
-"""The early exit that a search forgives."""
-
+INVALID_HP = "INVALID_HP"  # the early exit that a search forgives
 _TRIAL_FORCE = {
     TrialState.STOPPING_COMPLETED: 1,
     TrialState.STOPPING_CANCELED: 2,

@@ -95,8 +95,7 @@ class MasterState:
         """Return the live search of an experiment, restored from the store if needed."""
         live = self.searches.get(experiment.id)
         if live is None:
-            snapshot = experiments.snapshot(connection, experiment.id)
-            searcher = _restored(experiment.config, snapshot) if snapshot else new_searcher(experiment.config)
+            searcher = searcher_of(experiment.config, experiments.snapshot(connection, experiment.id))
             live = self.searches[experiment.id] = LiveSearch(searcher, self.context_of(connection, experiment.id))
         return live
 
@@ -133,11 +132,9 @@ class MasterState:
         )
 
 
-def new_searcher(config: Mapping[str, Any]) -> Searcher:
-    """Build the searcher of a completed config, not yet started."""
-    seed = int((config.get("reproducibility") or {}).get("experiment_seed", 0))
-    return build(config["searcher"], config.get("hyperparameters") or {}, seed)
-
-
-def _restored(config: Mapping[str, Any], snapshot: Mapping[str, Any]) -> Searcher:
-    return restore(config["searcher"], config.get("hyperparameters") or {}, snapshot)
+def searcher_of(config: Mapping[str, Any], snapshot: Mapping[str, Any] | None = None) -> Searcher:
+    """Build the searcher of a completed config, not yet started or in the state of ``snapshot``."""
+    section, space = config["searcher"], config.get("hyperparameters") or {}
+    if snapshot:
+        return restore(section, space, snapshot)
+    return build(section, space, int((config.get("reproducibility") or {}).get("experiment_seed", 0)))

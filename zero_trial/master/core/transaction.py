@@ -46,9 +46,7 @@ from zero_trial.master.store import accounts, checkpoints, experiments, metrics,
 
 log = logging.getLogger(__name__)
 
-_EARLY_EXIT_SECONDS = 60.0
-"""The time that a trial gets to end after it has announced an early exit."""
-
+_EARLY_EXIT_SECONDS = 60.0  # the time that a trial gets to end after it has announced an early exit
 MAX_PRUNED = 200
 """Fail the experiment after 200 consecutive pruned points. Searchers replace a pruned point, so
 without a limit this would not end.

@@ -5,7 +5,7 @@ they wait for.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from zero_trial.master import logs
@@ -192,20 +192,17 @@ class TrialService:
 def _read_logs(state: MasterState, trial: Trial, query: LogQuery) -> Iterator[LogLine | None]:
     """Return the log lines of a trial."""
     source = logs.Source(state.directory.trial_logs(trial.id), trial.id, trial.task_id)
-    if query.follow:
-        return logs.follow(source, query, _ended(state, trial.id))
-    return logs.lines(source, query)
+    if not query.follow:
+        return logs.lines(source, query)
 
-
-def _ended(state: MasterState, trial_id: int) -> Callable[[], bool]:
     def ended() -> bool:
         if state.closed.is_set():
             return True
         with state.database.reading() as connection:
-            trial = trials.get(connection, trial_id)
-        return trial is None or trial.state.final
+            found = trials.get(connection, trial.id)
+        return found is None or found.state.final
 
-    return ended
+    return logs.follow(source, query, ended)
 
 
 class TaskService:

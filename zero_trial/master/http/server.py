@@ -21,11 +21,11 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from http import HTTPStatus
 from types import TracebackType
 
 from zero_trial.errors import ZeroTrialError
 from zero_trial.master.http.messages import (
-    REASONS,
     BadRequest,
     Gone,
     RequestHead,
@@ -259,7 +259,7 @@ class Connection:
     def _send(self, answer: Response, *, keep: bool = False, method: str = "") -> None:
         end = "\r\n" if keep else "Connection: close\r\n\r\n"
         head = (
-            f"HTTP/1.1 {answer.status} {REASONS.get(answer.status, 'Status')}\r\nContent-Type: {answer.content_type}\r\n"
+            f"HTTP/1.1 {answer.status} {HTTPStatus(answer.status).phrase}\r\nContent-Type: {answer.content_type}\r\n"
             f"Content-Length: {len(answer.body)}\r\nX-Content-Type-Options: nosniff\r\n{end}"
         ).encode()
         if method == "HEAD":
@@ -354,7 +354,6 @@ class HttpServer:
     def __init__(self, *, port: int = 0, limit: int = MAX_CONNECTIONS, timeouts: Timeouts | None = None) -> None:
         self._limit = limit
         self._timeouts = timeouts or Timeouts()
-        self._handler: Handler | None = None
         self._lock = threading.Lock()
         self._open: dict[Connection, None] = {}  # oldest first
         self._thread: threading.Thread | None = None
@@ -368,8 +367,7 @@ class HttpServer:
 
     def start(self, handler: Handler) -> None:
         """Answer with ``handler`` in threads of their own; returns at once."""
-        self._handler = handler
-        self._thread = threading.Thread(target=self._accept, name="http-accept", daemon=True)
+        self._thread = threading.Thread(target=self._accept, args=(handler,), name="http-accept", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
@@ -393,7 +391,7 @@ class HttpServer:
     ) -> None:
         self.close()
 
-    def _accept(self) -> None:
+    def _accept(self, handler: Handler) -> None:
         while True:
             try:
                 sock, _ = self._socket.accept()
@@ -404,14 +402,14 @@ class HttpServer:
                 self._closing.wait(0.05)  # out of descriptors, most likely: others will close
                 continue
             try:
-                self._admit(sock)
+                self._admit(sock, handler)
             except Exception:
                 # no thread could be started, most likely: this one is lost, the next may not be
                 log.exception("a connection could not be served")
                 sock.close()
 
-    def _admit(self, sock: socket.socket) -> None:
-        connection = Connection(sock, self._require_handler(), self._timeouts)
+    def _admit(self, sock: socket.socket, handler: Handler) -> None:
+        connection = Connection(sock, handler, self._timeouts)
         with self._lock:
             full = len(self._open) >= self._limit
             victim = next((other for other in self._open if not other.busy), None) if full else None
@@ -443,11 +441,6 @@ class HttpServer:
         finally:
             with self._lock:
                 self._open.pop(connection, None)
-
-    def _require_handler(self) -> Handler:
-        if self._handler is None:
-            raise ZeroTrialError("the server was not started")
-        return self._handler
 
 
 def _listen(port: int) -> socket.socket:

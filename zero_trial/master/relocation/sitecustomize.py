@@ -92,15 +92,10 @@ class _RelocatingFinder(MetaPathFinder):
         return spec
 
 
-def _next_sitecustomize() -> ModuleSpec | None:
-    """Find the ``sitecustomize`` that this one hides."""
-    here = os.path.dirname(os.path.abspath(__file__))
-    return PathFinder.find_spec("sitecustomize", [entry for entry in sys.path if os.path.abspath(entry) != here])
-
-
 def _run_next() -> None:
-    """Import the hidden ``sitecustomize`` in this one's place."""
-    spec = _next_sitecustomize()
+    """Import the ``sitecustomize`` that this one hides, in its place."""
+    here = os.path.dirname(os.path.abspath(__file__))
+    spec = PathFinder.find_spec("sitecustomize", [entry for entry in sys.path if os.path.abspath(entry) != here])
     if spec is not None and spec.loader is not None:
         module = module_from_spec(spec)
         sys.modules["sitecustomize"] = module

@@ -253,10 +253,7 @@ class Searcher(abc.ABC):
         request_id = str(uuid.UUID(int=stream.getrandbits(128), version=4))
         seed = stream.randrange(2**31)
         self.trials.create(request_id)
-        return Create(request_id, self._sample(stream) if hparams is None else hparams, seed)
-
-    def _sample(self, stream: random.Random) -> dict[str, Any]:
-        return sample(self.space, stream)
+        return Create(request_id, sample(self.space, stream) if hparams is None else hparams, seed)
 
     def _may_replace_invalid(self) -> bool:
         """Return whether another sample can be better than the invalid ones before it."""

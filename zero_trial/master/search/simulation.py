@@ -17,9 +17,7 @@ from typing import Any, TypeAlias
 from zero_trial.master.search.adaptive_asha import AdaptiveAsha
 from zero_trial.master.search.searcher import Action, Create, ExitReason, Searcher, Stop
 
-Curve: TypeAlias = Callable[[float], float]
-"""Fraction of the training (0 to 1) -> loss."""
-
+Curve: TypeAlias = Callable[[float], float]  # fraction of the training (0 to 1) -> loss
 _START = 5.0
 
 

@@ -273,7 +273,7 @@ def experiment_json(record: Experiment, *, user_id: int = 1) -> Dict:
         "workspaceId": WORKSPACE_ID,
         "workspaceName": WORKSPACE,
         "parentArchived": False,
-        "unmanaged": record.unmanaged,
+        "unmanaged": False,
     }
 
 

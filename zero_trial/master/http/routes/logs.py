@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -101,10 +102,6 @@ def _pattern(text: str) -> Any:
     return pattern
 
 
-def _filtered(found: Iterable[LogLine | None], keep: Callable[[LogLine], bool]) -> Iterator[LogLine | None]:
-    return (line for line in found if line is None or keep(line))
-
-
 def _stream(
     request: Request, read: Callable[[LogQuery], Iterator[LogLine | None]], shape: Callable[[LogLine], Dict]
 ) -> Response | StreamingResponse:
@@ -113,7 +110,7 @@ def _stream(
         found = read(asked)
     else:
         # The limit counts lines that pass every filter.
-        everything = _filtered(read(LogQuery(**{**asked.__dict__, "limit": None})), keep)
+        everything = (line for line in read(replace(asked, limit=None)) if line is None or keep(line))
         found = islice(everything, asked.limit) if asked.limit is not None else everything
     if not asked.follow:
         return lines((shape(line) for line in found if line is not None), follow=False)

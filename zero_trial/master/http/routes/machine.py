@@ -150,17 +150,14 @@ def _update_jobs(request: Request) -> Response:
     if not isinstance(updates, list) or not all(isinstance(update, dict) for update in updates):
         raise Invalid("updates must be a list")
     numbers = {job.id: job.experiment_id for job in request.master.machine.jobs()}
-    changes = [(_job_number(numbers, update), _job_change(update)) for update in updates]
-    for number, change in changes:
-        request.master.experiments.patch(number, ExperimentPatch(resources=change))
+    for update in updates:
+        name = update.get("jobId")
+        if not isinstance(name, str) or name not in numbers:
+            raise NotFound(f"job {str(name)[:60]!r} is not in the queue")
+    changes = [_job_change(update) for update in updates]
+    for update, change in zip(updates, changes, strict=True):
+        request.master.experiments.patch(numbers[update["jobId"]], ExperimentPatch(resources=change))
     return Response()
-
-
-def _job_number(numbers: dict[str, int], update: dict[str, Any]) -> int:
-    name = update.get("jobId")
-    if not isinstance(name, str) or name not in numbers:
-        raise NotFound(f"job {str(name)[:60]!r} is not in the queue")
-    return numbers[name]
 
 
 def _job_change(update: dict[str, Any]) -> dict[str, float | None]:

@@ -17,7 +17,7 @@ from zero_trial.util.files import write_atomic
 
 
 class MasterDirectory:
-    """Paths below one root, mode 0700."""
+    """Names the paths below one root, mode 0700, and holds its lock."""
 
     def __init__(self, root: Path) -> None:
         self.root = root.absolute()

@@ -36,8 +36,11 @@ def main(argv: Sequence[str]) -> None:
 
 
 def _note_closing(record: Path) -> None:
-    """Make torch's agent write down that it ends its ranks, before it waits for them; torch has no
-    hook for that.
+    """Make torch's agent write down that it ends its ranks, before it waits for them.
+
+    Torch has no hook for that: its agent makes the SubprocessContext itself, deep below ``main``,
+    and takes no class or callback for it. So the method of torch's class is replaced, here only, in
+    a process that runs nothing else.
 
     ``SubprocessContext.close`` is also called after a success, when all ranks of this host have
     ended and other hosts may still work: nothing is written then, or the supervisor would take a

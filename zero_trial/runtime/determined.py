@@ -67,7 +67,7 @@ class DeterminedMetrics:
 
 @dataclass(frozen=True)
 class DeterminedCheckpoints:
-    """Checkpoints in the experiment's checkpoint_storage, registered with the master under a uuid.
+    """Stores checkpoints in checkpoint_storage and registers them with the master by a uuid.
 
     All ranks write into rank 0's folder: on a file system that the hosts share that is the
     checkpoint itself, else it is a temporary folder that is uploaded afterwards, and then all ranks

@@ -56,7 +56,7 @@ from zero_trial.trial.reporting import End, Outcome
 
 @dataclass(frozen=True)
 class LocalRun:
-    """What a run in a folder is made from.
+    """Describes a run in a folder.
 
     Attributes:
         folder: absolute; a checkpoint in it is continued.
@@ -76,7 +76,7 @@ class LocalRun:
 
 
 class StopRequest:
-    """Whether a signal has asked this process to save and stop.
+    """Records whether a signal has asked this process to save and stop.
 
     A launcher sends the same signal to end the other ranks when one has failed. ``failed`` tells
     the two apart: if it is true, the signal ends the process as usual.

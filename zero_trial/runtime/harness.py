@@ -80,6 +80,9 @@ def install(train: _Train = _train_deferred) -> None:
         return _DeferredTrial(kind) if isinstance(context, _HarnessContext) else object.__new__(kind)
 
     legacy_trial.register(ZeroTrial)  # type: ignore[attr-defined]
+    # The harness takes no arguments and has no registry: it reads the two classes off the user's
+    # class, which derives from ZeroTrial, and calls it. No other door leads into it, so the three
+    # names are set here, on ZeroTrial, and nowhere else.
     for name, value in (
         ("trial_controller_class", Bridge),
         ("trial_context_class", _HarnessContext),

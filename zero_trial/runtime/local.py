@@ -37,7 +37,7 @@ Note = Callable[[str], None]
 
 @dataclass(frozen=True)
 class LocalMetrics:
-    """Reported metrics, one JSON line each, in ``metrics.jsonl``."""
+    """Writes reported metrics, one JSON line each, in ``metrics.jsonl``."""
 
     folder: RunFolder
     clock: Callable[[], float] = time.time
@@ -54,10 +54,10 @@ class LocalMetrics:
 
 @dataclass(frozen=True)
 class LocalCheckpoints:
-    """Checkpoints as ``checkpoints/step-000200/``, written under a temporary name and renamed by
-    rank 0.
+    """Stores checkpoints as ``checkpoints/step-000200/``.
 
-    With several hosts the folder must be one that they share.
+    Rank 0 renames them from a temporary name once they are complete. With several hosts the folder
+    must be one that they share.
     """
 
     folder: Path
@@ -65,8 +65,8 @@ class LocalCheckpoints:
 
     @contextmanager
     def store_path(self, metadata: Mapping[str, Any]) -> Iterator[tuple[Path, str]]:
-        """Collective. Where rank 0 cannot make, finish or name the folder, every rank raises
-        CheckpointError.
+        """Collective. Write into a new folder. Where rank 0 cannot make, finish or name it, every
+        rank raises CheckpointError.
 
         A rank that fails inside the block leaves at once, without a collective: the others may be
         in one of the engine's, which ends when that rank does. What was written is removed: it may
@@ -153,7 +153,7 @@ class LocalPreemption:
 
 @dataclass(frozen=True)
 class LocalProgress:
-    """Events, one JSON line each, in ``events.jsonl``."""
+    """Writes events, one JSON line each, in ``events.jsonl``."""
 
     folder: RunFolder
     clock: Callable[[], float] = time.time

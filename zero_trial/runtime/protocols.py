@@ -42,7 +42,7 @@ class Distributed(Protocol):
 
 
 class Metrics(Protocol):
-    """Where reported numbers go. Called on rank 0 only."""
+    """Takes reported numbers. Called on rank 0 only."""
 
     def report_training_metrics(self, steps_completed: int, metrics: Mapping[str, Any]) -> None: ...
 
@@ -74,14 +74,14 @@ class CheckpointStore(Protocol):
 
 
 class Preemption(Protocol):
-    """Whether this trial is asked to stop, save, and be resumed later."""
+    """Asks whether this trial is to stop, save, and be resumed later."""
 
     def should_preempt(self) -> bool:
         """Collective. Ask on rank 0 and return the same answer on every rank."""
 
 
 class Progress(Protocol):
-    """How far the trial is, for a searcher and for the user. Called on rank 0 only."""
+    """Reports how far the trial is, to a searcher and the user. Called on rank 0 only."""
 
     def report_progress(self, fraction: float) -> None:
         """Report the ``fraction`` of the whole run that is done, 0 to 1."""
@@ -117,14 +117,14 @@ class Platform(Protocol):
 
     @property
     def model_dir(self) -> Path:
-        """Relative paths of the experiment config start here."""
+        """Return the folder where relative paths of the experiment config start."""
 
     @property
     def seed(self) -> int: ...
 
     @property
     def trial_id(self) -> str:
-        """Names the trial. A checkpoint of another trial gives its weights only."""
+        """Return the trial's name. A checkpoint of another trial gives its weights only."""
 
     @property
     def experiment_id(self) -> str: ...

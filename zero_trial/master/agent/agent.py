@@ -48,7 +48,7 @@ class LeaseState(Enum):
 
 
 class AgentApi(Protocol):
-    """The agent as the core uses it; tests have one without processes."""
+    """Starts, watches and ends allocations; tests have one without processes."""
 
     def begin(self, on_started: Callable[[str], None], on_exited: Callable[[str, processes.Exit], None]) -> None:
         """Begin to work. The callbacks are called from any thread, once for each allocation."""
@@ -76,9 +76,7 @@ class _Watched:
 
 
 class Agent:
-    """The only agent of this machine: see `AgentApi`. One thread starts and ends, another watches
-    and calls back.
-    """
+    """Does so on this machine: one thread starts and ends, another watches and calls back."""
 
     def __init__(
         self,

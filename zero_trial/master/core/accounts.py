@@ -110,7 +110,7 @@ class Credentials:
 
 
 class AccountService:
-    """Operations on users and tokens."""
+    """Reads and changes users and tokens."""
 
     def __init__(self, state: MasterState) -> None:
         self._state = state

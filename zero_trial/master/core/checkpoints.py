@@ -40,7 +40,7 @@ log = logging.getLogger(__name__)
 
 
 class CheckpointService:
-    """Operations on checkpoints by their UUID."""
+    """Reads, records and deletes checkpoints by their UUID."""
 
     def __init__(self, state: MasterState) -> None:
         self._state = state

@@ -45,7 +45,7 @@ _GC_KEYS = ("save_experiment_best", "save_trial_best", "save_trial_latest")
 
 
 class ExperimentService:
-    """Operations on experiments."""
+    """Creates, steers, changes and deletes experiments."""
 
     def __init__(self, state: MasterState) -> None:
         self._state = state

@@ -53,7 +53,7 @@ _LIVE = (
 
 
 class MachineService:
-    """Operations on the machine and its queue.
+    """Describes the machine and its queue.
 
     Attributes:
         info: version and identity.
@@ -146,7 +146,7 @@ def _job(experiment: Experiment, runs: list[Allocation], order: list[int]) -> Jo
 
 
 class Master:
-    """All services of one machine's master, and its background threads.
+    """Runs all services of one machine's master, and its threads.
 
     Call ``begin`` once the address is known and ``close`` at the end. ``directory`` is prepared and
     locked.

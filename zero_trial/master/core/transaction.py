@@ -107,9 +107,7 @@ def transaction(state: MasterState) -> Iterator[Transaction]:
 
 
 class Transaction:
-    """An open database transaction on the master's store: apply events to it; `transaction`
-    finishes it before the commit.
-    """
+    """Applies events within an open database transaction, which `transaction` finishes."""
 
     def __init__(self, state: MasterState, connection: sqlite3.Connection, now: float) -> None:
         self.connection = connection

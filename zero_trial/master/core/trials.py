@@ -34,7 +34,7 @@ _LOOK_SECONDS = 1.0  # a waiting request looks again at least so often
 
 
 class TrialService:
-    """Operations on single trials."""
+    """Reads and kills single trials, and takes their reports."""
 
     def __init__(self, state: MasterState) -> None:
         self._state = state
@@ -206,7 +206,7 @@ def _read_logs(state: MasterState, trial: Trial, query: LogQuery) -> Iterator[Lo
 
 
 class TaskService:
-    """Operations on tasks and their allocations."""
+    """Reads tasks and their allocations, and takes what these report."""
 
     def __init__(self, state: MasterState) -> None:
         self._state = state

@@ -53,7 +53,7 @@ _TOKEN = frozenset("!#$%&'*+-.^_`|~0123456789abcdefghijklmnopqrstuvwxyz")
 
 @dataclass(frozen=True)
 class Timeouts:
-    """How long a connection waits for its client, in seconds."""
+    """Limits how long a connection waits for its client, in seconds."""
 
     idle: float = 120.0  # for the next request of a connection that is kept
     first: float = 10.0  # for the first byte of the first request
@@ -345,7 +345,7 @@ class _Body:
 
 
 class HttpServer:
-    """The listening socket and its connections.
+    """Listens on a socket and serves its connections, a thread each.
 
     It listens from its construction and answers after ``start``; ``with`` closes it. ``port`` 0
     takes a free one. Raises ZeroTrialError if the port is taken.

@@ -152,11 +152,10 @@ class MetricMissing(ZeroTrialError):
 
 
 class Searcher(abc.ABC):
-    """One experiment's search. Pure: no clock, no files; the same events give the same actions. Not
-    thread-safe.
+    """Decides one experiment's search. Not thread-safe.
 
-    Events about a trial that is over, and any event after Shutdown, change nothing. An unknown
-    request id is a ZeroTrialError.
+    Pure: no clock, no files; the same events give the same actions. Events about a trial that is
+    over, and any event after Shutdown, change nothing. An unknown request id is a ZeroTrialError.
     """
 
     kind: ClassVar[str]

@@ -24,7 +24,9 @@ def platform_on(core: FakeCore, claim: Callable[[str], bool] | None = None, even
     ranks = core.ranks
     sync = TensorboardSync(core, ranks.rank, ranks.local_rank)
     show = events.append if events is not None else lambda event: None
-    return DeterminedPlatform(core, FACTS, ranks, show, claim or Claims(), sync)
+    return DeterminedPlatform(
+        **vars(FACTS), core=core, distributed=ranks, show=show, claim=claim or Claims(), tensorboard=sync
+    )
 
 
 def test_it_is_a_platform_with_the_tasks_facts(tmp_path: Path) -> None:

@@ -45,7 +45,15 @@ def core(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeCore:
         facts = TrialFacts("1", "1", 7, {}, EXPERIMENT)
         sync = TensorboardSync(fake, 0, 0)
         try:
-            yield DeterminedPlatform(fake, facts, distributed, show, claim, sync, tmp_path)
+            yield DeterminedPlatform(
+                **vars(facts),
+                core=fake,
+                distributed=distributed,
+                show=show,
+                claim=claim,
+                tensorboard=sync,
+                model_dir=tmp_path,
+            )
         finally:
             sync.close()
 

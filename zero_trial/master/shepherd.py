@@ -240,9 +240,7 @@ class AllocationSupervisor:
 
 
 def main(folder: Path, text: str) -> int:
-    """Take the lease of the allocation, run ``text`` (a RunOrder as JSON), record how it ended. Do
-    nothing if the lease is taken.
-    """
+    """Take the allocation's lease, run the RunOrder in ``text`` (JSON), record its exit."""
     order = RunOrder(**json.loads(text))
     processes.adopt_orphans()
     supervisor = AllocationSupervisor(order)

@@ -176,48 +176,19 @@ class TensorboardSync:
         return self.rank == 0 or not path.match("*tfevents*")
 
 
-@dataclass(frozen=True)
-class DeterminedPlatform:
+@dataclass(frozen=True, kw_only=True)
+class DeterminedPlatform(TrialFacts):
     """One rank's view of its trial on a cluster.
 
     ``claim(name)``: whether this rank is the first of all ranks to ask for ``name``.
     """
 
     core: Any
-    facts: TrialFacts
     distributed: Distributed
     show: Show
     claim: Callable[[str], bool]
     tensorboard: TensorboardSync
     model_dir: Path = Path()
-
-    @property
-    def hparams(self) -> Mapping[str, Any]:
-        return self.facts.hparams
-
-    @property
-    def experiment(self) -> Mapping[str, Any]:
-        return self.facts.experiment
-
-    @property
-    def seed(self) -> int:
-        return self.facts.seed
-
-    @property
-    def trial_id(self) -> str:
-        return self.facts.trial_id
-
-    @property
-    def experiment_id(self) -> str:
-        return self.facts.experiment_id
-
-    @property
-    def latest_checkpoint(self) -> str | None:
-        return self.facts.latest_checkpoint
-
-    @property
-    def steps_completed(self) -> int:
-        return self.facts.steps_completed
 
     @property
     def tensorboard_path(self) -> Path:
@@ -241,11 +212,11 @@ class DeterminedPlatform:
 
     def resumed_at(self, checkpoint: str, step: int) -> DeterminedPlatform:
         """Return the same trial, going on from a checkpoint of its own."""
-        return replace(self, facts=replace(self.facts, latest_checkpoint=checkpoint, steps_completed=step))
+        return replace(self, latest_checkpoint=checkpoint, steps_completed=step)
 
     def started_from(self, named: str | Path, note: Callable[[str], None]) -> DeterminedPlatform:
         """Return the same trial, starting from another checkpoint of the cluster's, by its uuid."""
-        return replace(self, facts=replace(self.facts, latest_checkpoint=str(named)))
+        return replace(self, latest_checkpoint=str(named))
 
     def best_validation(self) -> float | None:
         """Return the best value over the whole experiment, as the master knows it."""
@@ -339,14 +310,20 @@ def open_platform(
     with ExitStack() as stack:
         core = stack.enter_context(_open_core(launched)) if core_context is None else core_context
         sync = TensorboardSync(core, distributed.rank, distributed.local_rank, get_rank_aware_path)
-        yield DeterminedPlatform(core, facts, distributed, show, claim, sync, Path.cwd())
+        yield DeterminedPlatform(
+            **vars(facts),
+            core=core,
+            distributed=distributed,
+            show=show,
+            claim=claim,
+            tensorboard=sync,
+            model_dir=Path.cwd(),
+        )
         sync.close()
 
 
 def _open_core(launched: bool) -> Any:
-    """Open a core.Context in the modes that this package expects: rank 0 asks about preemption,
-    TensorBoard files are uploaded here.
-    """
+    """Open a core.Context: rank 0 asks about preemption, `TensorboardSync` uploads."""
     import determined
     from determined import core
 
@@ -366,9 +343,7 @@ def _open_core(launched: bool) -> Any:
 
 
 def invalid_hp_class() -> type[BaseException] | None:
-    """Return the error that trials written for Determined raise for hyperparameters that cannot be
-    trained; None without Determined.
-    """
+    """Return Determined's InvalidHP; None without Determined."""
     if not installed():
         return None
     import determined

@@ -195,9 +195,7 @@ def lock_run_together(folder: Path, ranks: Distributed) -> Iterator[None]:
 
 
 def forget_errors(state: RankState) -> None:
-    """Remove this rank's error of an earlier start in this folder; rank 0 also removes those of
-    ranks that do not exist now.
-    """
+    """Remove this rank's earlier error; on rank 0 also those of ranks that are no more."""
     if state.folder is None:
         return
     env = state.env

@@ -54,9 +54,7 @@ class _ThreadExchange:
 
 
 def run_ranks(size: int, work: Callable[[Distributed], Result]) -> list[Result | BaseException]:
-    """Call ``work`` on ``size`` threads that are each other's ranks; return their results, or what
-    they raised, in rank order.
-    """
+    """Call ``work`` on a thread per rank; return what each returned or raised."""
     meeting = _ThreadExchange(size)
     outcomes: list[Any] = [None] * size
 

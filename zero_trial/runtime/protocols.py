@@ -61,9 +61,7 @@ class CheckpointStore(Protocol):
         """
 
     def restore_path(self, storage_id: str) -> AbstractContextManager[Path]:
-        """Collective. Yield the folder of a checkpoint, to be read inside the block. Raises
-        CheckpointError if there is none.
-        """
+        """Collective. Yield the folder of a checkpoint. Raises CheckpointError without one."""
 
     def retain(self, storage_ids: Sequence[str]) -> None:
         """Delete, if that is up to this platform, every checkpoint of this trial that is not named;
@@ -147,14 +145,10 @@ class Platform(Protocol):
         """Copy TensorBoard files that are also stored elsewhere; called on each rank."""
 
     def profile_system(self) -> bool:
-        """Measure this host's processors, memory and network from now on, on each rank; return
-        False where this platform does not.
-        """
+        """Measure this host from now on, on each rank; return False if that is not done here."""
 
     def report_early_exit(self, reason: str) -> None:
-        """Report why the trial ends early (``INVALID_HP``), from any rank that fails; posted once,
-        however many ranks call it.
-        """
+        """Report, from any rank but once, why the trial ends early (``INVALID_HP``)."""
 
 
 AllGather = Callable[[Any], list[Any]]

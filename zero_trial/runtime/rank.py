@@ -247,9 +247,7 @@ def figures_of(trained: Trained) -> dict[str, Any]:
 
 
 def peak_memory(device: torch.device) -> int:
-    """Return peak bytes: of this process's device memory on CUDA, of its resident set on CPU
-    (interpreter and libraries included).
-    """
+    """Return peak bytes of this process: device memory on CUDA, resident set on CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     status = Path("/proc/self/status")
@@ -288,9 +286,7 @@ def done_event(outcome: Outcome, figures: Mapping[str, Any] | None = None) -> di
 
 
 def _done_lines(event: Mapping[str, Any]) -> list[str]:
-    """Return ``done    step 200/200  checkpoint <uuid>`` or another ending; the event's figures, if any, in a line
-    before.
-    """
+    """Return ``done    step 200/200  checkpoint <uuid>`` or the like, after the figures."""
     word = {End.STOPPED.value: "stopped", End.PREEMPTED.value: "paused"}.get(event["end"], "done")
     where = f"step {event['step']}/{event['total_steps']}  checkpoint {event['checkpoint']}"
     if not event.get("figures"):

@@ -103,7 +103,7 @@ def init(
         if is_cluster_trial():
             platform = stack.enter_context(open_task(state, script=True))
             if hparams is not None:
-                platform = replace(platform, facts=replace(platform.facts, hparams=hparams))
+                platform = replace(platform, hparams=hparams)
         else:
             stop = stack.enter_context(rank_of_folder(state, script=True))
             platform = _open_folder(stack, state, stop, hparams, exp_conf, run_dir, seed)

@@ -85,10 +85,7 @@ def _gpus(env: Mapping[str, str], files: Path) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class StartOrder:
-    """An order to start one allocation.
-
-    ``token`` is not hashed: it goes into the environment of the trial and nowhere else.
-    """
+    """An order to start one allocation. ``token`` goes into its environment and nowhere else."""
 
     allocation: Allocation
     config: Json
@@ -128,9 +125,7 @@ class Ports:
 
 
 def free_ports(avoid: Set[int] = frozenset()) -> Ports:
-    """Find ports that are free now and not in ``avoid`` (assigned, but perhaps not yet in use).
-    Raises OSError if there are none.
-    """
+    """Find ports that are free now and not in ``avoid``. Raises OSError if there are none."""
     with ExitStack() as held:
         for _ in range(_TRIES):
             ports = Ports(*(held.enter_context(_any_port()) for _ in range(3)))
@@ -203,9 +198,7 @@ def environment(
 
 
 def size_of_config(config: Mapping[str, Any]) -> int:
-    """Return the bytes of the variable in which the harness looks for a trial's configuration, the
-    largest variable of all.
-    """
+    """Return the bytes of the variable with the configuration, the largest of all."""
     return len(f"DET_EXPERIMENT_CONFIG={json.dumps(config)}") + 1
 
 

@@ -101,9 +101,7 @@ def descendants(pid: int) -> list[int]:
 
 
 def marked(name: str, value: str) -> list[int]:
-    """Return the pids of processes that were started with this environment variable, without this
-    process; empty where there is no /proc.
-    """
+    """List the pids of the other processes that were started with this variable."""
     wanted = f"{name}={value}".encode()
     found = []
     for entry in _PROC.glob("[0-9]*"):

@@ -32,9 +32,7 @@ _SHARED_TMP = Path("/tmp")
 
 
 def base_of(config: Mapping[str, Any]) -> Path | None:
-    """Return the folder whose sub-folders are checkpoints, from a completed config; None if it is
-    not on this machine's disk.
-    """
+    """Return the folder of all checkpoints; None if it is not on this machine's disk."""
     section = config.get("checkpoint_storage") or {}
     if section.get("type") == "shared_fs":
         path = section.get("storage_path") or section.get("tensorboard_path") or section.get("checkpoint_path")

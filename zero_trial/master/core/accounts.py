@@ -56,9 +56,7 @@ def digest(token: str) -> str:
 
 
 def client_hash(password: str) -> str:
-    """Hash a password as clients do before they send it (``isHashed``): salted SHA-512 in
-    hexadecimal; an empty one stays empty.
-    """
+    """Hash a password as clients do (``isHashed``): salted SHA-512; an empty one stays empty."""
     return hashlib.sha512((_CLIENT_SALT + password).encode()).hexdigest() if password else ""
 
 
@@ -160,9 +158,7 @@ class AccountService:
             accounts.drop_token(connection, token_digest)
 
     def token_owner(self, token_digest: str) -> Principal | None:
-        """Return the owner of a token; None if it is unknown, expired, or its allocation has ended.
-        Fast: asked on every request.
-        """
+        """Return the owner of a token; None if it is unknown, has expired or its run has ended."""
         with self._state.database.reading() as connection:
             found = accounts.token(connection, token_digest, self._state.clock())
             if found is None:

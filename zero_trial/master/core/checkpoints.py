@@ -51,9 +51,7 @@ class CheckpointService:
             return existing(checkpoints.get(connection, uuid), f"checkpoint {uuid}")
 
     def directory(self, uuid: str) -> Path:
-        """Return the folder of its files. Raises NotFound if they are gone, Unsupported if they are
-        not on this machine's disk.
-        """
+        """Return its folder. Raises NotFound if it is gone, Unsupported if it is elsewhere."""
         base = self._base(self.get(uuid))
         folder = storage.folder_of(base, uuid)
         if folder is None:
@@ -98,9 +96,7 @@ class CheckpointService:
             checkpoints.change(tx.connection, uuid, resources=dict(resources), size=size, state=state)
 
     def delete(self, uuids: Sequence[str]) -> None:
-        """Mark checkpoints for deletion on disk. All or none: raises NotFound, or Conflict for one
-        that an unfinished trial needs.
-        """
+        """Mark checkpoints for deletion, all or none. Raises NotFound or Conflict."""
         with transaction(self._state) as tx:
             for uuid in uuids:
                 _require_deletable(tx.connection, uuid)
@@ -180,9 +176,7 @@ def require_not_in_use(connection: sqlite3.Connection, uuids: Iterable[str]) -> 
 
 
 def _require_deletable(connection: sqlite3.Connection, uuid: str) -> None:
-    """Raise NotFound, or Conflict for a checkpoint that an unfinished trial goes on from or an
-    unfinished experiment starts from.
-    """
+    """Raise NotFound, or Conflict if an unfinished trial or experiment needs it."""
     found = existing(checkpoints.get(connection, uuid, derived=False), f"checkpoint {uuid}")
     trial = None if found.trial_id is None else trials.get(connection, found.trial_id)
     if trial is not None and not trial.state.final and trial.latest_checkpoint == uuid:

@@ -217,9 +217,7 @@ class ExperimentService:
         self._set_ended(experiment_id, archived=0)
 
     def delete(self, experiment_id: int) -> None:
-        """Begin to delete an ended experiment with its checkpoints on disk, and return at once.
-        Raises Conflict for another.
-        """
+        """Begin to delete an ended experiment with its checkpoints. Raises Conflict for another."""
         with transaction(self._state) as tx:
             self._require_ended(tx, experiment_id)
             saved = checkpoints.of_experiment(tx.connection, experiment_id)

@@ -125,9 +125,7 @@ _TrialOutcome: TypeAlias = tuple[TrialLife, tuple[TrialEffect, ...]]
 
 
 def step_trial(life: TrialLife, event: TrialEvent) -> _TrialOutcome:
-    """Return the trial after an event, and the effects to carry out. An event that does not apply
-    changes nothing.
-    """
+    """Return the trial after an event, unchanged if it does not apply, and the effects."""
     if life.state.final:
         return life, ()
     match event:

@@ -236,9 +236,7 @@ class Master:
     # -- the end
 
     def stop_runs(self, seconds: float = 60.0) -> None:
-        """End all running allocations and wait until they are gone; the next master runs them again
-        from their checkpoints.
-        """
+        """End all running allocations; the next master goes on with their trials."""
         self.state.stop_serving()
         with transaction(self.state) as tx:
             for run in trials.allocations(tx.connection):

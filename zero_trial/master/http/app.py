@@ -47,9 +47,7 @@ _ANONYMOUS = Principal()
 
 @dataclass(frozen=True)
 class RouteMatch:
-    """A route and the named parts of the path that led to it; ``numbers`` are those that must be
-    numbers.
-    """
+    """A route and the named parts of its path; ``numbers`` names those that must be numbers."""
 
     route: Route
     args: Mapping[str, str]
@@ -73,9 +71,7 @@ class Router:
             alike.sort(key=lambda item: [part.startswith("{") for part in item[0]])
 
     def find(self, method: str, parts: Sequence[str]) -> RouteMatch | None:
-        """Return the route of a path that was split at its slashes; literal parts win over named
-        ones. None if there is none.
-        """
+        """Return the route of a path that was split at its slashes; None if there is none."""
         for wanted, route in self._routes.get((method, len(parts)), ()):
             pairs = list(zip(wanted, parts, strict=True))
             if all(part if want.startswith("{") else part == want for want, part in pairs):

@@ -179,9 +179,7 @@ class Request:
 
 
 def _check_text(value: Any) -> None:
-    """Raise BadRequest, with the place, for text that has no UTF-8 form (a lone surrogate) and for
-    values nested too deeply.
-    """
+    """Raise BadRequest, with the place, for lone surrogates and for too deep values."""
     todo: list[tuple[Any, tuple[str | int, ...]]] = [(value, ())]
     while todo:
         item, path = todo.pop()
@@ -259,9 +257,7 @@ class Response:
 
 @dataclass(frozen=True)
 class StreamingResponse:
-    """A body in pieces. An empty piece sends nothing; the server then checks whether the client is
-    still connected.
-    """
+    """A body in pieces. An empty one sends nothing; it lets the server look for the client."""
 
     pieces: Generator[bytes, None, None]
     content_type: str = "application/json"
@@ -278,9 +274,7 @@ class StreamingResponse:
 
 
 def encode(value: Any) -> bytes:
-    """Encode JSON; numbers that JSON does not know become the strings of protobuf's JSON ("NaN",
-    "Infinity", "-Infinity").
-    """
+    """Encode JSON; NaN and the infinities become strings, as in protobuf's JSON."""
     try:
         return json.dumps(value, separators=(",", ":"), allow_nan=False, ensure_ascii=False).encode("utf-8", "replace")
     except ValueError:
@@ -334,9 +328,7 @@ def _batched(pieces: Iterable[bytes]) -> Generator[bytes, None, None]:
 
 
 def pack(directory: Path) -> Generator[bytes, None, None]:
-    """Stream the plain files below ``directory``, without links, as a .tar.gz. Raises OSError if a
-    file shrinks meanwhile.
-    """
+    """Stream the plain files below ``directory`` as a .tar.gz. Raises OSError if one shrinks."""
     squeeze = zlib.compressobj(1, zlib.DEFLATED, _GZIP)
     for block in _blocks(directory):
         if piece := squeeze.compress(block):

@@ -200,9 +200,7 @@ class Reader:
 
 
 class Connection:
-    """Serves one socket with ``handler`` until it is closed. ``busy`` is read by the server when it
-    looks for connections to end.
-    """
+    """Serves one socket with ``handler`` until it is closed."""
 
     def __init__(self, sock: socket.socket, handler: Handler, timeouts: Timeouts) -> None:
         self._sock = sock

@@ -40,10 +40,7 @@ _PEER_FAILED = (
 
 
 def _relocate(code: CodeType, starts: tuple[str, ...], root: str) -> tuple[CodeType, set[str]]:
-    """Move all string constants that begin with one of ``starts`` below ``root``.
-
-    Returns the new code and the starts that were found.
-    """
+    """Move constants that begin with one of ``starts`` below ``root``; return code and hits."""
     found: set[str] = set()
     constants: list[Any] = []
     for value in code.co_consts:

@@ -150,9 +150,7 @@ class Bracket:
         return min(self.max_concurrent, self.max_trials)
 
     def climb(self, request_id: str, time: int, metric: float) -> bool:
-        """Record a validation after ``time`` units; return whether the trial must stop. One
-        validation may pass several rungs.
-        """
+        """Record a validation at one rung or several; return whether the trial must stop."""
         for number in range(self.position[request_id], len(self.rungs)):
             rung = self.rungs[number]
             self.position[request_id] = number

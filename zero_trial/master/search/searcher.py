@@ -61,9 +61,7 @@ class Draws:
     drawn: int = 0
 
     def next(self) -> random.Random:
-        """Return the stream of the next trial. It depends on the trial's number only, never on the
-        order of earlier events.
-        """
+        """Return the stream of the next trial, which depends on the trial's number only."""
         self.drawn += 1
         return random.Random(f"{self.seed}/{self.drawn}")
 

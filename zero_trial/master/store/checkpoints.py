@@ -104,9 +104,7 @@ def source_of(connection: sqlite3.Connection, config: Mapping[str, Any]) -> str 
 
 
 def sources_in_use(connection: sqlite3.Connection) -> dict[str, int]:
-    """Return the checkpoints that trials start from or will start from, each with one unfinished
-    experiment that needs it.
-    """
+    """Return the checkpoints that trials start from, each with an unfinished experiment."""
     rows = connection.execute(
         "SELECT warm_start_checkpoint, experiment_id FROM trials WHERE warm_start_checkpoint IS NOT NULL "
         "AND state NOT IN ('COMPLETED', 'CANCELED', 'ERROR')"

@@ -254,9 +254,7 @@ def loads(text: str | None) -> Any:
 
 
 def update(connection: sqlite3.Connection, table: str, key: str, value: Any, changes: Mapping[str, Any]) -> None:
-    """Set columns of one row. Table, key and columns are literals of the caller, never input; lists
-    and dicts become JSON.
-    """
+    """Set columns of one row. Table, key and columns are literals, never input."""
     if not changes:
         return
     columns = ", ".join(f"{name} = ?" for name in changes)

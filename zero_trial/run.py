@@ -31,7 +31,7 @@ from zero_trial.runtime.task import train_task
 from zero_trial.trial.context import EngineFactory
 
 
-def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
+def _parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     """Parse the arguments of one rank, which are the same for every rank."""
     parser = argparse.ArgumentParser(prog="python -m zero_trial.run", description=__doc__)
     parser.add_argument("entrypoint", nargs="?", help="module:Class; the experiment's entrypoint unless given")
@@ -53,9 +53,9 @@ def main(argv: Sequence[str] | None = None, engine_factory: EngineFactory | None
     """Run one rank; return the exit code. An error is recorded in
     ``<run>/errors/rank-<r>.json``."""
     words = list(sys.argv[1:] if argv is None else argv)
-    options = parse_arguments(words)
+    options = _parse_arguments(words)
     options.repeat = options.repeat or shlex.join(["python", "-m", "zero_trial.run", *words])
-    run = run_task if options.run_dir is None and is_cluster_trial() else run_folder
+    run = _run_task if options.run_dir is None and is_cluster_trial() else _run_folder
     try:
         run(options, engine_factory or zero_trial.initialize)
     except SystemExit as end:
@@ -66,7 +66,7 @@ def main(argv: Sequence[str] | None = None, engine_factory: EngineFactory | None
     return 0
 
 
-def run_task(options: argparse.Namespace, engine_factory: EngineFactory) -> None:
+def _run_task(options: argparse.Namespace, engine_factory: EngineFactory) -> None:
     """Run one rank of a task of a Determined master."""
 
     def load(platform: Platform) -> type[zero_trial.ZeroTrial]:
@@ -76,7 +76,7 @@ def run_task(options: argparse.Namespace, engine_factory: EngineFactory) -> None
     train_task(load, engine_factory)
 
 
-def run_folder(options: argparse.Namespace, engine_factory: EngineFactory) -> None:
+def _run_folder(options: argparse.Namespace, engine_factory: EngineFactory) -> None:
     """Run one rank of a run in a folder."""
     state = RankState(folder=options.run_dir)
     with rank_of_folder(state) as stop:

@@ -33,10 +33,10 @@ def add_parser(subparsers: Any) -> None:
     )
     parser.add_argument("--no-build", action="store_true", help="read files only: do not import the model definition")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.set_defaults(handler=handle)
+    parser.set_defaults(handler=_handle)
 
 
-def handle(options: argparse.Namespace) -> int:
+def _handle(options: argparse.Namespace) -> int:
     """Run the verb."""
     from zero_trial.preflight.check import CheckRequest, check_as_json, check_experiment, render_check
 

@@ -49,10 +49,10 @@ def _add_ls(subparsers: Any) -> None:
         "folder", type=Path, metavar="FOLDER", help="a run's folder, a folder of checkpoints, or a checkpoint"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.set_defaults(handler=list_checkpoints)
+    parser.set_defaults(handler=_list_checkpoints)
 
 
-def list_checkpoints(options: argparse.Namespace) -> int:
+def _list_checkpoints(options: argparse.Namespace) -> int:
     """Run the action."""
     from zero_trial.checkpoint.folder import inspect_folder
 
@@ -72,7 +72,7 @@ def list_checkpoints(options: argparse.Namespace) -> int:
     return 0
 
 
-def state_of(saved: SavedCheckpoint, listing: CheckpointFolder) -> str:
+def _state_of(saved: SavedCheckpoint, listing: CheckpointFolder) -> str:
     """``whole``, ``latest``, ``broken`` or ``left over``."""
     if saved.leftover:
         return "left over"
@@ -89,7 +89,7 @@ def _list_row(saved: SavedCheckpoint, listing: CheckpointFolder) -> tuple[str, .
         _joined(saved.facts("zero_stage")),
         saved.folder.name,
         *_trial_column(saved.trial or "", listing),
-        state_of(saved, listing),
+        _state_of(saved, listing),
     )
 
 
@@ -118,14 +118,14 @@ def _listed(saved: SavedCheckpoint, listing: CheckpointFolder) -> dict[str, Any]
         "zero_stage": _single(saved.facts("zero_stage")),
         "mesh": _single(saved.facts("mesh")),
         "engines": [engine.folder.name for engine in saved.engines] if saved.trial is not None else [],
-        "state": "whole" if saved.whole else state_of(saved, listing),
+        "state": "whole" if saved.whole else _state_of(saved, listing),
         "latest": listing.is_latest(saved),
         "trial": saved.trial,
         "fault": saved.fault,
     }
 
 
-NAMED = 6  # tensors of a broken file that are named; --json names all
+_NAMED = 6  # tensors of a broken file that are named; --json names all
 
 
 def _add_verify(subparsers: Any) -> None:
@@ -142,10 +142,10 @@ def _add_verify(subparsers: Any) -> None:
     )
     parser.add_argument("--all", action="store_true", help="verify all checkpoints in the folder, not only the newest")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.set_defaults(handler=verify)
+    parser.set_defaults(handler=_verify)
 
 
-def verify(options: argparse.Namespace) -> int:
+def _verify(options: argparse.Namespace) -> int:
     """Run the action."""
     from zero_trial.checkpoint.folder import bytes_to_read, inspect_folder
 
@@ -204,8 +204,8 @@ def _print_verified(saved: SavedCheckpoint, damage: Sequence[Damage]) -> None:
     for one in damage:
         lines = [f"broken  {shown(one.file)}: {one.what.removeprefix(f'{one.file}: ')}"]
         if one.tensors:
-            more = f" and {len(one.tensors) - NAMED} more" if len(one.tensors) > NAMED else ""
-            lines.append(f"        {len(one.tensors)} tensors lie in it: {', '.join(one.tensors[:NAMED])}{more}")
+            more = f" and {len(one.tensors) - _NAMED} more" if len(one.tensors) > _NAMED else ""
+            lines.append(f"        {len(one.tensors)} tensors lie in it: {', '.join(one.tensors[:_NAMED])}{more}")
         sys.stderr.write("\n".join(lines) + "\n")
 
 
@@ -233,10 +233,10 @@ def _add_show(subparsers: Any) -> None:
     )
     parser.add_argument("checkpoint", type=Path, metavar="CKPT", help=FOLDER_HELP)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.set_defaults(handler=show)
+    parser.set_defaults(handler=_show)
 
 
-def show(options: argparse.Namespace) -> int:
+def _show(options: argparse.Namespace) -> int:
     """Run the action."""
     from zero_trial.checkpoint.export import take_inventory
     from zero_trial.checkpoint.folder import choose_checkpoint

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from zero_trial.importing.imported import ImportedState
 
 
-DEFAULT_SHARD = "5GB"
+_DEFAULT_SHARD = "5GB"
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(?:([KMGT])(I?))?B?\s*")
 
 
@@ -53,14 +53,14 @@ def add_export(subparsers: Any) -> None:
         choices=("masters", "model"),
         help="the optimizer's fp32 masters where there are any, or the weights that the model computes with (default: masters)",
     )
-    parser.add_argument("--shard-size", metavar="SIZE", help=f"the largest size of a file (default: {DEFAULT_SHARD})")
+    parser.add_argument("--shard-size", metavar="SIZE", help=f"the largest size of a file (default: {_DEFAULT_SHARD})")
     parser.add_argument("--part", type=int, metavar="K", help="for a model-parallel checkpoint: which part, from 0")
     parser.add_argument("--no-verify", action="store_true", help="skip the comparison with the SHA-256 sums")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.set_defaults(handler=export)
+    parser.set_defaults(handler=_export)
 
 
-def export(options: argparse.Namespace) -> int:
+def _export(options: argparse.Namespace) -> int:
     """Run the action."""
     from zero_trial.checkpoint.export import (
         SUFFIX,
@@ -83,7 +83,7 @@ def export(options: argparse.Namespace) -> int:
         weights=WeightSource(options.weights),
         dtype=exported_dtype(options.dtype),
         part=options.part,
-        shard_bytes=None if one_file else parse_size(options.shard_size or DEFAULT_SHARD),
+        shard_bytes=None if one_file else parse_size(options.shard_size or _DEFAULT_SHARD),
         where=str(engine.folder),
     )
     file_names(options.out, len(plan.shards))  # what is in the way is said before anything is read
@@ -178,10 +178,10 @@ def add_import(subparsers: Any) -> None:
         help="for plain weights: names that are buffers (repeatable)",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.set_defaults(handler=import_)
+    parser.set_defaults(handler=_import)
 
 
-def import_(options: argparse.Namespace) -> int:
+def _import(options: argparse.Namespace) -> int:
     """Run the action."""
     from zero_trial.importing.imported import ImportOptions, write_imported
     from zero_trial.importing.source import read_source
@@ -190,7 +190,7 @@ def import_(options: argparse.Namespace) -> int:
     wanted = ImportOptions(not options.no_optimizer, options.strip, names, tuple(options.buffer))
     imported = read_source(options.source, options.tag, wanted)
     folder = write_imported(imported, options.out, options.name)
-    facts = summary(imported, folder)
+    facts = _summary(imported, folder)
     if options.json:
         print(json.dumps(facts))
         return 0
@@ -229,7 +229,7 @@ def read_names(path: Path) -> list[list[str]]:
     return [list(row) for row in content]
 
 
-def summary(imported: ImportedState, folder: Path) -> dict[str, Any]:
+def _summary(imported: ImportedState, folder: Path) -> dict[str, Any]:
     """Return what there is to say, as JSON."""
     return {
         "folder": str(folder),

@@ -35,10 +35,10 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--json", action="store_true", help="print one JSON object; its ds_config repeats the run on any release"
     )
-    parser.set_defaults(handler=handle)
+    parser.set_defaults(handler=_handle)
 
 
-def handle(options: argparse.Namespace) -> int:
+def _handle(options: argparse.Namespace) -> int:
     """Run the verb."""
     from zero_trial.ds_config.reader import read_ds_config
     from zero_trial.ds_config.reconcile import reconcile

@@ -44,10 +44,10 @@ def add_parser(subparsers: Any) -> None:
         help="values within X of each other are equal (default: 0, every bit)",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.set_defaults(handler=handle)
+    parser.set_defaults(handler=_handle)
 
 
-def handle(options: argparse.Namespace) -> int:
+def _handle(options: argparse.Namespace) -> int:
     """Run the verb."""
     from zero_trial.report.difference import compare_runs, read_run
 

@@ -14,12 +14,12 @@ from dataclasses import asdict, dataclass
 from importlib import metadata
 from typing import Any
 
-OPTIONAL = {
+_OPTIONAL = {
     "determined": "needed to run on a Determined cluster: pip install 'zero_trial[determined]'",
     "tensorboard": "needed for TensorBoard files: pip install 'zero_trial[tensorboard]'",
     "deepspeed": "only measured against, never needed: pip install 'zero_trial[bench]'",
 }
-REQUIRED = ("torch", "safetensors", "PyYAML", "tqdm", "psutil", "google-re2", "attrdict3")
+_REQUIRED = ("torch", "safetensors", "PyYAML", "tqdm", "psutil", "google-re2", "attrdict3")
 
 
 @dataclass(frozen=True)
@@ -43,19 +43,19 @@ def add_parser(subparsers: Any) -> None:
         description="Show versions, devices, compilers, kernels and optional packages of this machine, and why one is missing.",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.set_defaults(handler=handle)
+    parser.set_defaults(handler=_handle)
 
 
-def handle(options: argparse.Namespace) -> int:
+def _handle(options: argparse.Namespace) -> int:
     """Run the verb."""
     facts = collect(os.environ)
-    print(as_json(facts) if options.json else as_text(facts))
+    print(_as_json(facts) if options.json else as_text(facts))
     return 0
 
 
 def collect(env: Mapping[str, str]) -> list[Fact]:
     """Return all facts about this machine; imports torch."""
-    return [*versions(), *machine(env), *backends(), *kernels(), *transport(), *tools()]
+    return [*versions(), *_machine(env), *_backends(), *kernels(), *transport(), *_tools()]
 
 
 def versions() -> list[Fact]:
@@ -64,11 +64,11 @@ def versions() -> list[Fact]:
         Fact("versions", "python", platform.python_version()),
         _package("zero_trial", "not installed: run from its sources"),
     ]
-    facts += [_package(name, "missing, and zero_trial needs it: pip install zero_trial") for name in REQUIRED]
-    return facts + [_package(name, f"not installed; {why}") for name, why in OPTIONAL.items()]
+    facts += [_package(name, "missing, and zero_trial needs it: pip install zero_trial") for name in _REQUIRED]
+    return facts + [_package(name, f"not installed; {why}") for name, why in _OPTIONAL.items()]
 
 
-def machine(env: Mapping[str, str]) -> list[Fact]:
+def _machine(env: Mapping[str, str]) -> list[Fact]:
     """Processor, memory and GPUs."""
     from zero_trial.launch.environment import count_devices
 
@@ -84,7 +84,7 @@ def machine(env: Mapping[str, str]) -> list[Fact]:
     ]
 
 
-def backends() -> list[Fact]:
+def _backends() -> list[Fact]:
     """Return what torch can compute on and communicate by."""
     try:
         import torch
@@ -162,7 +162,7 @@ def _ask(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=180, check=False)
 
 
-def tools() -> list[Fact]:
+def _tools() -> list[Fact]:
     """Return programs outside of Python that some parts use."""
     wanted = {
         "g++": "the CPU kernels need it, clang++ or $CXX once, unless they have been built",
@@ -184,7 +184,7 @@ def as_text(facts: list[Fact]) -> str:
     return "\n".join(lines)
 
 
-def as_json(facts: list[Fact]) -> str:
+def _as_json(facts: list[Fact]) -> str:
     """Return the report for programs."""
     return json.dumps({"facts": [asdict(fact) for fact in facts]}, indent=1)
 

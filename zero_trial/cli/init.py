@@ -44,15 +44,15 @@ def add_parser(subparsers: Any) -> None:
         help="text: a byte-level language model; image: a network that reads letters (default: text)",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.set_defaults(handler=handle)
+    parser.set_defaults(handler=_handle)
 
 
-def handle(options: argparse.Namespace) -> int:
+def _handle(options: argparse.Namespace) -> int:
     """Run the verb."""
     folder: Path = options.folder
     files = template(options.template, experiment_name(folder, options.template))
     plant(folder, files)
-    commands = next_commands(folder)
+    commands = _next_commands(folder)
     if options.json:
         print(json.dumps({"folder": str(folder.resolve()), "files": sorted(files), "next": commands}))
         return 0
@@ -74,10 +74,10 @@ def experiment_name(folder: Path, otherwise: str) -> str:
     letter.
     """
     name = folder.resolve().name
-    return name if re.fullmatch(r"[A-Za-z][\w.-]*", name, re.ASCII) and name.lower() not in YAML_WORDS else otherwise
+    return name if re.fullmatch(r"[A-Za-z][\w.-]*", name, re.ASCII) and name.lower() not in _YAML_WORDS else otherwise
 
 
-YAML_WORDS = ("y", "n", "yes", "no", "true", "false", "on", "off", "null")
+_YAML_WORDS = ("y", "n", "yes", "no", "true", "false", "on", "off", "null")
 """What YAML 1.1 takes for something else than text."""
 
 
@@ -108,7 +108,7 @@ def plant(folder: Path, files: dict[str, str]) -> None:
         ) from error
 
 
-def next_commands(folder: Path) -> list[str]:
+def _next_commands(folder: Path) -> list[str]:
     """Return what to type next, from where the command was typed."""
     here = folder.resolve() == Path.cwd()
     return [

@@ -63,7 +63,7 @@ def add_parser(subparsers: Any) -> None:
     _add_hosts(parser)
     _add_rendezvous(parser)
     _add_target(parser)
-    parser.set_defaults(handler=handle)
+    parser.set_defaults(handler=_handle)
 
 
 def _add_hosts(parser: argparse.ArgumentParser) -> None:
@@ -140,7 +140,7 @@ def _add_target(parser: argparse.ArgumentParser) -> None:
     group.add_argument("arguments", nargs=argparse.REMAINDER, metavar="arguments", help="what the script is given")
 
 
-def handle(options: argparse.Namespace) -> int:
+def _handle(options: argparse.Namespace) -> int:
     """Run the verb."""
     from zero_trial.cli.output import report_outcome
     from zero_trial.launch.script import launch_script

@@ -19,7 +19,7 @@ from typing import Any
 from zero_trial.errors import ConfigError, MasterError
 from zero_trial.util.text import strip_control
 
-DOWN_SECONDS = 90.0
+_DOWN_SECONDS = 90.0
 
 
 def _add_action(subparsers: Any, name: str, what: str) -> Any:
@@ -46,7 +46,7 @@ def add_parser(subparsers: Any) -> None:
     logs = _add_action(words, "logs", "show the master's log")
     logs.add_argument("-f", "--follow", action="store_true", help="follow the log as it grows")
     logs.add_argument("-n", "--tail", type=int, metavar="N", help="show only the last N lines")
-    for word, handler in ((up, up_), (down, down_), (status, status_), (logs, logs_)):
+    for word, handler in ((up, _up), (down, _down), (status, _status), (logs, _logs)):
         word.add_argument("--root", type=Path, help="the master's folder (default: ~/.local/state/zero_trial/master)")
         word.add_argument("--json", action="store_true", help="print one JSON object")
         word.set_defaults(handler=handler)
@@ -67,7 +67,7 @@ def _home(options: argparse.Namespace) -> Any:
 # -- up
 
 
-def up_(options: argparse.Namespace) -> int:
+def _up(options: argparse.Namespace) -> int:
     """Start a master, unless one runs already."""
     from zero_trial.master.agent.environment import find_devices
 
@@ -152,7 +152,7 @@ def _wait_until_known(home: Any, seconds: float = 10.0) -> None:
 
 
 def _show(options: argparse.Namespace, home: Any, fresh: bool) -> None:
-    exports = exports_of(home)
+    exports = _exports_of(home)
     if options.json:
         print(json.dumps({"root": str(home.root), "started": fresh, **home.state(), "env": exports}), flush=True)
         return
@@ -183,7 +183,7 @@ def _still(options: argparse.Namespace) -> str:
     return " (it was running already" + (f"; {', '.join(ignored)} not applied: down first)" if ignored else ")")
 
 
-def exports_of(home: Any) -> dict[str, str]:
+def _exports_of(home: Any) -> dict[str, str]:
     """Return what the genuine ``det`` reads from its environment: address, user, and a token in
     place of a password.
     """
@@ -194,7 +194,7 @@ def exports_of(home: Any) -> dict[str, str]:
 # -- down
 
 
-def down_(options: argparse.Namespace) -> int:
+def _down(options: argparse.Namespace) -> int:
     """End the master and all its trials' processes; one that is not running leaves nothing behind
     either.
     """
@@ -207,7 +207,7 @@ def down_(options: argparse.Namespace) -> int:
         state = home.state()
         identity = Identity(state.get("pid", 0), state.get("start", ""))
         identity.send(signal.SIGTERM)
-        until = time.monotonic() + DOWN_SECONDS
+        until = time.monotonic() + _DOWN_SECONDS
         while identity.alive and time.monotonic() < until:
             time.sleep(0.05)
         identity.send(signal.SIGKILL)
@@ -224,7 +224,7 @@ def down_(options: argparse.Namespace) -> int:
 # -- status
 
 
-def status_(options: argparse.Namespace) -> int:
+def _status(options: argparse.Namespace) -> int:
     """Return what the master has: read from its store, so that it can be asked when it is down
     too."""
     home = _home(options)
@@ -296,7 +296,7 @@ def _text(facts: Mapping[str, Any]) -> list[str]:
 # -- logs
 
 
-def logs_(options: argparse.Namespace) -> int:
+def _logs(options: argparse.Namespace) -> int:
     """Print the master's log."""
     home = _home(options)
     if not home.log.exists():

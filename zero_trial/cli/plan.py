@@ -44,10 +44,10 @@ def add_parser(subparsers: Any) -> None:
         "--stage", type=int, choices=(0, 1, 2, 3), help="plan for this ZeRO stage instead of ds_config's"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.set_defaults(handler=handle)
+    parser.set_defaults(handler=_handle)
 
 
-def handle(options: argparse.Namespace) -> int:
+def _handle(options: argparse.Namespace) -> int:
     """Run the verb."""
     from zero_trial.launch.experiment import RunRequest, check_run
     from zero_trial.launch.placement import PlacementRequest

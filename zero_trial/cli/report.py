@@ -29,20 +29,20 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "-o", "--output", type=Path, metavar="FILE", help=f"the page to write (default: RUN_FOLDER/{NAME})"
     )
-    parser.set_defaults(handler=handle)
+    parser.set_defaults(handler=_handle)
 
 
-def handle(options: argparse.Namespace) -> int:
+def _handle(options: argparse.Namespace) -> int:
     """Run the verb."""
     from zero_trial.report.run_page import render_run
     from zero_trial.report.run_reader import from_run_folder
 
     report = from_run_folder(options.run)
-    write_page(options.output or options.run / NAME, render_run(report))
+    _write_page(options.output or options.run / NAME, render_run(report))
     return 0
 
 
-def write_page(path: Path, text: str) -> None:
+def _write_page(path: Path, text: str) -> None:
     """Write the page and say where it is."""
     try:
         path.write_text(text, encoding="utf-8")
@@ -76,19 +76,19 @@ def add_sweep_parser(subparsers: Any) -> None:
         help="the page to write (default: sweep-ID.html, or FOLDER/sweep.html)",
     )
     report.add_argument("--root", type=Path, help="the master's folder (default: that of zero-trial master up)")
-    report.set_defaults(handler=report_sweep)
+    report.set_defaults(handler=_report_sweep)
 
 
-def report_sweep(options: argparse.Namespace) -> int:
+def _report_sweep(options: argparse.Namespace) -> int:
     """Run the verb."""
     from zero_trial.report.sweep_page import render_sweep
 
-    report, output = read_sweep(options.sweep, options.root)
-    write_page(options.output or output, render_sweep(report))
+    report, output = _read_sweep(options.sweep, options.root)
+    _write_page(options.output or output, render_sweep(report))
     return 0
 
 
-def read_sweep(sweep: str, root: Path | None) -> tuple[SweepReport, Path]:
+def _read_sweep(sweep: str, root: Path | None) -> tuple[SweepReport, Path]:
     """Return the report and where it is written unless something else is said.
 
     A number is an experiment, unless a folder has it for its name.

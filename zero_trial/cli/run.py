@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from zero_trial.launch.experiment import CheckedRun, RunRequest
     from zero_trial.launch.screen import Screen
 
-RUNS = Path("runs")
+_RUNS = Path("runs")
 
 
 def add_parser(subparsers: Any) -> None:
@@ -55,10 +55,10 @@ def add_parser(subparsers: Any) -> None:
     group.add_argument("--master_addr", "--master-addr", default="", metavar="HOST", help="address of host 0")
     group.add_argument("--master_port", "--master-port", type=int, metavar="PORT", help="its port (default 29500)")
     group.add_argument("-H", "--hostfile", metavar="FILE", help="lines of the form: host slots=N")
-    parser.set_defaults(handler=handle)
+    parser.set_defaults(handler=_handle)
 
 
-def handle(options: argparse.Namespace) -> int:
+def _handle(options: argparse.Namespace) -> int:
     """Train the trial that the options describe."""
     return _train(request_from(options), as_json=options.json)
 
@@ -150,15 +150,15 @@ def add_resume_parser(subparsers: Any) -> None:
     )
     parser.add_argument("--slots", type=int, metavar="N", help="ranks on this host (default: as many as before)")
     parser.add_argument("--json", action="store_true", help="print one JSON object at the end and nothing else")
-    parser.set_defaults(handler=resume)
+    parser.set_defaults(handler=_resume)
 
 
-def resume(options: argparse.Namespace) -> int:
+def _resume(options: argparse.Namespace) -> int:
     """Go on with the named run, or the newest one."""
     from zero_trial.launch.experiment import RunRequest
     from zero_trial.launch.placement import PlacementRequest
 
-    folder = given_run(options.run) if options.run is not None else newest_run(RUNS)
+    folder = _given_run(options.run) if options.run is not None else newest_run(_RUNS)
     was_complete = RunFolder(folder).status() is RunStatus.COMPLETED
     placement = PlacementRequest(slots=options.slots)
     code = _train(RunRequest(slots=options.slots, resume=folder, placement=placement), as_json=options.json)
@@ -170,7 +170,7 @@ def resume(options: argparse.Namespace) -> int:
     return code
 
 
-def given_run(folder: Path) -> Path:
+def _given_run(folder: Path) -> Path:
     """Return the folder if a run has begun in it. Raises ConfigError."""
     if not RunFolder(folder).config_lock.is_file():
         raise ConfigError(
@@ -196,4 +196,4 @@ def newest_run(root: Path) -> Path:
             got=f"no folder {root}/NNNN in {Path.cwd().name}/",
             fix="Name the run's folder: zero-trial resume path/to/runs/0001.",
         )
-    return given_run(max(numbered, key=lambda path: int(path.name)))
+    return _given_run(max(numbered, key=lambda path: int(path.name)))

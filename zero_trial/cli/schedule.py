@@ -62,10 +62,10 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--actions", action="store_true", help="print every action of every rank too")
     parser.add_argument("--png", type=Path, metavar="FILE", help="draw a picture (needs matplotlib)")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.set_defaults(handler=handle)
+    parser.set_defaults(handler=_handle)
 
 
-def handle(options: argparse.Namespace) -> int:
+def _handle(options: argparse.Namespace) -> int:
     """Run the verb."""
     from zero_trial.pipeline.draw import grid, rows_as_text, save_picture
     from zero_trial.pipeline.generators import build

@@ -44,10 +44,10 @@ def add_parser(subparsers: Any) -> None:
         "--length", type=int, metavar="N", help="length of a training, if the searcher does not set one"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.set_defaults(handler=handle)
+    parser.set_defaults(handler=_handle)
 
 
-def handle(options: argparse.Namespace) -> int:
+def _handle(options: argparse.Namespace) -> int:
     """Run the verb."""
     from zero_trial.master.search import build
     from zero_trial.master.search.simulation import simulate
@@ -68,7 +68,7 @@ def handle(options: argparse.Namespace) -> int:
         }
         print(json.dumps(shown))
     else:
-        print("\n".join([*render(config["searcher"], setup, found), *(f"note    {line}" for line in warnings)]))
+        print("\n".join([*_render(config["searcher"], setup, found), *(f"note    {line}" for line in warnings)]))
     return 0
 
 
@@ -135,7 +135,7 @@ def _files(config: Mapping[str, Any], options: argparse.Namespace) -> dict[str, 
     )
 
 
-def render(searcher: Mapping[str, Any], setup: Setup, found: Simulated) -> list[str]:
+def _render(searcher: Mapping[str, Any], setup: Setup, found: Simulated) -> list[str]:
     """Return the table, line by line."""
     lines = [
         f"search  {searcher['name']}: {found.trials} trial{'' if found.trials == 1 else 's'} of {setup.length} {setup.unit}"

@@ -30,23 +30,23 @@ if TYPE_CHECKING:
 CHARACTERS = string.ascii_letters + string.digits
 
 
-FONT_SUFFIXES = (".ttf", ".otf")
+_FONT_SUFFIXES = (".ttf", ".otf")
 
 
-HELD_OUT = 0.2  # of font families, at least one
+_HELD_OUT = 0.2  # of font families, at least one
 
 
-SYMBOL_FONTS = ("cmex10", "cmsy10")  # signs stand where other fonts have letters
+_SYMBOL_FONTS = ("cmex10", "cmsy10")  # signs stand where other fonts have letters
 
 
 # of the image's side; so every letter fits, with its descender, at its true size beside the others
-EM = 0.72
+_EM = 0.72
 
 
-BASELINE = 0.74
+_BASELINE = 0.74
 
 
-OVERSAMPLING = 4
+_OVERSAMPLING = 4
 
 
 # degrees, of the side, of the size: how far a variant may go
@@ -110,7 +110,7 @@ def glyph_images(
     default those that come with matplotlib. Fonts without all of ``characters`` are left out. Needs
     Pillow. Raises DataError when there is nothing to draw with.
     """
-    check_request(size, characters, split, variants)
+    _check_request(size, characters, split, variants)
     chosen = _of_split(_faces(fonts, characters), split)
     if not chosen:
         raise DataError(
@@ -124,10 +124,10 @@ def glyph_images(
         for label, character in enumerate(characters)
         for variant in range(variants)
     ]
-    return collected(drawn, size, tuple(characters), tuple(face.name for face in chosen))
+    return _collected(drawn, size, tuple(characters), tuple(face.name for face in chosen))
 
 
-def check_request(size: int, characters: str, split: str, variants: int) -> None:
+def _check_request(size: int, characters: str, split: str, variants: int) -> None:
     """Raise DataError for values that a YAML file may hold but that do not describe a set of
     images."""
     if not isinstance(size, int) or not 8 <= size <= 1024:
@@ -145,7 +145,7 @@ def _faces(fonts: str | Path | None, characters: str) -> list[_Face]:
     folder = _matplotlib_fonts() if fonts is None else Path(fonts).expanduser()
     found = []
     for path in sorted(folder.rglob("*"), key=lambda path: path.name):
-        if path.suffix.lower() in FONT_SUFFIXES and path.stem not in SYMBOL_FONTS:
+        if path.suffix.lower() in _FONT_SUFFIXES and path.stem not in _SYMBOL_FONTS:
             font = _font(path, 32)
             if _covers(font, characters):
                 found.append(_Face(path, path.stem, _family(font)))
@@ -194,7 +194,7 @@ def _covers(font: FreeTypeFont, characters: str) -> bool:
 
 def _of_split(faces: Sequence[_Face], split: str) -> list[_Face]:
     families = sorted({face.family for face in faces}, key=lambda name: hashlib.sha256(name.encode()).hexdigest())
-    count = 0 if len(families) < 2 else max(1, round(HELD_OUT * len(families)))
+    count = 0 if len(families) < 2 else max(1, round(_HELD_OUT * len(families)))
     held_out = set(families[:count])
     return [face for face in faces if (face.family in held_out) == (split == "validation")]
 
@@ -203,12 +203,12 @@ def _draw(face: _Face, character: str, size: int, variant: int) -> Image:
     """Draw one letter large and scale it down, so that rotated edges are smooth."""
     from PIL import Image, ImageDraw
 
-    side = size * OVERSAMPLING
+    side = size * _OVERSAMPLING
     turn, scale, right, down = _jitter(f"{face.name} {character} {variant}") if variant else (0.0, 1.0, 0.0, 0.0)
     image = Image.new("L", (side, side), 0)
-    at = (side * (0.5 + right), side * (BASELINE + down))
+    at = (side * (0.5 + right), side * (_BASELINE + down))
     ImageDraw.Draw(image).text(
-        at, character, fill=255, font=_font(face.path, max(1, round(side * EM * scale))), anchor="ms"
+        at, character, fill=255, font=_font(face.path, max(1, round(side * _EM * scale))), anchor="ms"
     )
     if turn:
         image = image.rotate(turn, Image.Resampling.BILINEAR)
@@ -223,7 +223,7 @@ def _jitter(name: str) -> tuple[float, float, float, float]:
     return turn, scale, amount.uniform(-MAX_SHIFT, MAX_SHIFT), amount.uniform(-MAX_SHIFT, MAX_SHIFT)
 
 
-def collected(
+def _collected(
     drawn: Sequence[tuple[bytes, int]], size: int, classes: tuple[str, ...], sources: tuple[str, ...]
 ) -> GlyphImages:
     """Return pixels and label of each image as one record."""
@@ -235,7 +235,7 @@ def collected(
     return GlyphImages(images, labels, classes, sources, digest.hexdigest())
 
 
-IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp")
+_IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp")
 
 
 def image_folder(folder: str | Path, size: int = 32, split: Split = "train", *, val_share: float = 0.1) -> GlyphImages:
@@ -246,9 +246,9 @@ def image_folder(folder: str | Path, size: int = 32, split: Split = "train", *, 
     split does not move when files are added. Raises DataError when a side is empty or a file is not
     an image.
     """
-    check_request(size, "ab", split, 1)
+    _check_request(size, "ab", split, 1)
     root = Path(folder).expanduser()
-    paths = sorted(path for path in root.rglob("*") if path.suffix.lower() in IMAGE_SUFFIXES and path.is_file())
+    paths = sorted(path for path in root.rglob("*") if path.suffix.lower() in _IMAGE_SUFFIXES and path.is_file())
     classes = tuple(sorted({_class_of(path, root) for path in paths}))
     bound = int(val_share * 16**8)
     read = []
@@ -257,9 +257,9 @@ def image_folder(folder: str | Path, size: int = 32, split: Split = "train", *, 
         if held_out == (split == "validation"):
             read.append((_square(path, size).tobytes(), classes.index(_class_of(path, root))))
     if not read:
-        kinds = ", ".join(IMAGE_SUFFIXES)
+        kinds = ", ".join(_IMAGE_SUFFIXES)
         raise DataError(f"no {split} images", where=f"image folder {str(folder)!r}", expected=f"files of {kinds}")
-    return collected(read, size, classes, (f"{len(read)} files",))
+    return _collected(read, size, classes, (f"{len(read)} files",))
 
 
 def _square(path: Path, size: int) -> Image:

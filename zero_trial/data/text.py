@@ -62,7 +62,7 @@ class ByteDataset(Dataset[tuple[torch.Tensor, torch.Tensor]]):
         return torch.cat([self.text[start : start + self.sequence] for start in starts])
 
 
-BYTE_VALUES = 256
+_BYTE_VALUES = 256
 
 
 def unigram_bits_per_byte(train: torch.Tensor, val: torch.Tensor) -> float:
@@ -73,7 +73,7 @@ def unigram_bits_per_byte(train: torch.Tensor, val: torch.Tensor) -> float:
     a byte that training never showed costs a finite number of bits.
     """
     _not_empty(val)
-    counts = torch.bincount(train.long(), minlength=BYTE_VALUES).double() + 1.0
+    counts = torch.bincount(train.long(), minlength=_BYTE_VALUES).double() + 1.0
     bits = -torch.log2(counts / counts.sum())
     return float(bits[val.long()].mean())
 
@@ -97,13 +97,13 @@ def _not_empty(val: torch.Tensor) -> None:
 
 # Tests differ between distributions (Debian leaves them out), and the rest is installed or built
 # here: none of it is the library's own text.
-STDLIB_SKIPPED_FOLDERS = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages"})
+_STDLIB_SKIPPED_FOLDERS = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages"})
 
 
-STDLIB_SKIPPED_PREFIXES = ("_sysconfigdata", "config-")
+_STDLIB_SKIPPED_PREFIXES = ("_sysconfigdata", "config-")
 
 
-TEXT_PROBE_BYTES = 8192  # a file with a zero byte in its first 8 KiB is taken for binary
+_TEXT_PROBE_BYTES = 8192  # a file with a zero byte in its first 8 KiB is taken for binary
 
 
 @dataclass(frozen=True)
@@ -205,7 +205,7 @@ def _read_all(source: str | Path, suffixes: Sequence[str] | None) -> Iterator[_T
             content = path.read_bytes()
         except OSError as error:
             raise DataError(f"cannot be read ({error.strerror})", where=str(path)) from error
-        if content and (suffixes or b"\0" not in content[:TEXT_PROBE_BYTES]):
+        if content and (suffixes or b"\0" not in content[:_TEXT_PROBE_BYTES]):
             yield _text_file(content)
 
 
@@ -238,7 +238,7 @@ def _walk(root: Path, suffixes: Sequence[str] | None, *, stdlib: bool) -> list[P
 def _skipped(name: str, stdlib: bool) -> bool:
     if name.startswith(".") or name == "__pycache__":
         return True
-    return stdlib and (name in STDLIB_SKIPPED_FOLDERS or name.startswith(STDLIB_SKIPPED_PREFIXES))
+    return stdlib and (name in _STDLIB_SKIPPED_FOLDERS or name.startswith(_STDLIB_SKIPPED_PREFIXES))
 
 
 def _distinct(files: Iterator[_TextFile]) -> list[_TextFile]:

@@ -27,7 +27,7 @@ from zero_trial.schema.types import (
     not_a_map,
 )
 
-TYPES = ("int", "double", "log", "categorical", "const")
+_TYPES = ("int", "double", "log", "categorical", "const")
 Names = tuple[str, ...]
 
 
@@ -47,7 +47,7 @@ def read_hyperparameters(document: Document, faults: list[ConfigError]) -> Docum
             return copy.deepcopy(value)
         if path and "type" in value:
             kind = value["type"]
-            if not isinstance(kind, str) or kind not in TYPES:
+            if not isinstance(kind, str) or kind not in _TYPES:
                 faults.append(_nested_type(document, raw, value))
                 return copy.deepcopy(dict(value))
             faults.extend(located(issue, document) for issue in _check_range(value, raw))
@@ -70,7 +70,7 @@ def located(issue: Issue, document: Document) -> ConfigError:
 
 def is_range(value: Any) -> bool:
     """Return True for a resolved hyperparameter that is still something to search over."""
-    return isinstance(value, Mapping) and isinstance(value.get("type"), str) and value["type"] in TYPES[:4]
+    return isinstance(value, Mapping) and isinstance(value.get("type"), str) and value["type"] in _TYPES[:4]
 
 
 def ranges(section: Mapping[str, Any], above: Names = ()) -> list[str]:
@@ -103,7 +103,7 @@ def _nested_type(document: Document, raw: Names, value: Mapping[str, Any]) -> Co
         'a nested key "type" is read as the type of a hyperparameter',
         where=document.at((*raw, "type")).where(".".join((*raw, "type"))),
         got=shown(kind),
-        expected=f"one of {', '.join(TYPES)}",
+        expected=f"one of {', '.join(_TYPES)}",
         fix=fix,
     )
 
@@ -160,7 +160,7 @@ def _range(kind: str, bound: Type, **more: Field) -> Fields:
     return Fields(keys, (_ascending, _finite))
 
 
-RANGES: Mapping[str, Fields] = {
+_RANGES: Mapping[str, Fields] = {
     "int": _range("int", exact_int()),
     "double": _range("double", exact_float()),
     "log": _range("log", exact_float(), base=Field(exact_float(above=0), required=True)),
@@ -202,9 +202,9 @@ def _check(value: Any, path: Path, names: tuple[str, ...]) -> Iterator[Issue]:
             yield from _check(inner, (*path, name), (*names, str(name)))
         return
     kind = value["type"]
-    if not isinstance(kind, str) or kind not in RANGES:
+    if not isinstance(kind, str) or kind not in _RANGES:
         yield Issue(path, RULE, NESTED_TYPE)
-        yield Issue(path, RULE, accepted_form(value, names))
+        yield Issue(path, RULE, _accepted_form(value, names))
     else:
         yield from _check_range(value, path)
 
@@ -213,10 +213,10 @@ def _check_range(value: Mapping[str, Any], path: Path) -> list[Issue]:
     """Return the issues of a range; ``value["type"]`` is one of the known kinds."""
     if value["type"] == "const" and "val" not in value:
         return [Issue((*path, "val"), MISSING, "is a required property")]
-    return RANGES[value["type"]].check(value, path)
+    return _RANGES[value["type"]].check(value, path)
 
 
-def accepted_form(value: Mapping[str, Any], names: tuple[str, ...]) -> str:
+def _accepted_form(value: Mapping[str, Any], names: tuple[str, ...]) -> str:
     """Return how a map with a key "type" of its own is to be written."""
     inside = ", ".join(f"{key}: {shown(inner)}" for key, inner in sorted(value.items(), key=_type_first))
     const = f"{names[-1]}: {{type: const, val: {{{inside}}}}}"

@@ -55,7 +55,7 @@ from zero_trial.schema.yaml_source import read_yaml
 ROOT = "<config>"
 
 
-NO_ENTRYPOINT = "managed experiments require entrypoint"
+_NO_ENTRYPOINT = "managed experiments require entrypoint"
 
 
 _COMMAND = OneOf((exact_text(), ListOf(exact_text())), "is neither a string nor a list of strings")
@@ -121,11 +121,11 @@ def known_keys(section: str = "") -> frozenset[str]:
     return frozenset(inner.keys) if isinstance(inner, Fields) else frozenset()
 
 
-def experiment_issues(config: Mapping[str, Any]) -> list[Issue]:
+def _experiment_issues(config: Mapping[str, Any]) -> list[Issue]:
     """Return every issue of a merged experiment. Pure."""
     issues = _TOP.check(config, ())
     if not config.get("entrypoint"):
-        issues.append(Issue(("entrypoint",), MISSING, NO_ENTRYPOINT))
+        issues.append(Issue(("entrypoint",), MISSING, _NO_ENTRYPOINT))
     return issues + _check_grid(config, issues)
 
 
@@ -207,7 +207,7 @@ def examine(document: Document, defaults: ClusterDefaults, template: Mapping[str
         below = merge(above, below)
         old_forms += more
     merged = merge(own, below)
-    return Examined(merged, experiment_issues(merged), list(dict.fromkeys(old_forms)))
+    return Examined(merged, _experiment_issues(merged), list(dict.fromkeys(old_forms)))
 
 
 def _as_json(value: Any, path: Path, issues: list[Issue]) -> Any:

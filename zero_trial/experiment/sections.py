@@ -32,7 +32,7 @@ from zero_trial.schema.types import (
     not_a_map,
 )
 
-UNITS = ("batches", "epochs", "records")
+_UNITS = ("batches", "epochs", "records")
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ def read_period(value: Any, low: int = 0) -> Period:
     ValidationError."""
     expected = "{batches: n}, {epochs: n}, {records: n} or a number of batches"
     if isinstance(value, Mapping):
-        if len(value) != 1 or next(iter(value)) not in UNITS:
+        if len(value) != 1 or next(iter(value)) not in _UNITS:
             raise ValidationError(expected)
         unit, count = next(iter(value.items()))
     else:
@@ -259,7 +259,7 @@ _FIXED_IN_A_CONTAINER = (
 )
 
 
-class PodSpec(Type):
+class _PodSpec(Type):
     """A Kubernetes pod, as far as a master looks at it: what Determined itself decides may not be
     set.
     """
@@ -342,7 +342,7 @@ ENVIRONMENT = Fields(
         "proxy_ports": Field(_PROXY_PORTS, []),
         "force_pull_image": Field(Bool(), False),
         "registry_auth": Field(_REGISTRY_AUTH),
-        "pod_spec": Field(PodSpec()),
+        "pod_spec": Field(_PodSpec()),
         "add_capabilities": Field(_TEXTS, []),
         "drop_capabilities": Field(_TEXTS, []),
     }

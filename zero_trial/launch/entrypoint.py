@@ -91,7 +91,7 @@ def _files_with(name: str, folders: Iterable[Path]) -> list[Path]:
     found = []
     for path in (path for folder in folders if folder.is_dir() for path in sorted(folder.glob("*.py"))):
         try:
-            source = read_source(path)
+            source = _read_source(path)
         except ConfigError:
             continue
         if any(isinstance(node, ast.ClassDef) and node.name == name for node in source.body):
@@ -111,7 +111,7 @@ def check_entrypoint(entrypoint: Entrypoint, model_dir: Path, where: str | None 
             where=where,
             fix=_advice(entrypoint.module, [Path(name).stem for name in there], f":{entrypoint.name}"),
         )
-    source = read_source(path)
+    source = _read_source(path)
     trials = trial_classes(source)
     if entrypoint.name in trials or entrypoint.name in _imported_or_assigned(source):
         return
@@ -131,7 +131,7 @@ def check_entrypoint(entrypoint: Entrypoint, model_dir: Path, where: str | None 
     )
 
 
-def read_source(path: Path) -> ast.Module:
+def _read_source(path: Path) -> ast.Module:
     """Return the syntax tree of a file. Raises ConfigError with file and line for a syntax
     error."""
     try:

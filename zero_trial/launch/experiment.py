@@ -30,7 +30,7 @@ from zero_trial.runs.checkpoints import checkpoint_step, latest_checkpoint
 from zero_trial.runs.layout import RunFolder, given_run_folder, lock_run, new_run_folder, resumed_run_folder
 from zero_trial.runs.provenance import LockedFacts, write_lock
 
-DEFAULT_SEED = 0
+_DEFAULT_SEED = 0
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ def check_run(request: RunRequest, env: Mapping[str, str]) -> CheckedRun:
     )
     if placement.own is None:
         raise ConfigError("zero-trial run starts the ranks of this host only", fix="Run the same command on each host.")
-    seed = next(seed for seed in (request.seed, experiment.experiment_seed, DEFAULT_SEED) if seed is not None)
+    seed = next(seed for seed in (request.seed, experiment.experiment_seed, _DEFAULT_SEED) if seed is not None)
     checked = CheckedRun(experiment_path, experiment, entrypoint, model_dir, placement.own, devices, seed, None, None)
     return _check_ds_config(checked)
 

@@ -55,8 +55,8 @@ def main(argv: Sequence[str]) -> int:
         os.environ[PARENT] = str(os.getpid())
         return _run_code(options)
     run_dir = Path(options.run_dir)
-    record = own_record(os.environ, watched=options.exec is None)
-    redirect_output(RunFolder(run_dir).log(record.rank))
+    record = _own_record(os.environ, watched=options.exec is None)
+    _redirect_output(RunFolder(run_dir).log(record.rank))
     write_rank(run_dir, record)
     os.environ[RUN_DIR] = str(run_dir.resolve())
     if options.cwd:
@@ -69,14 +69,14 @@ def main(argv: Sequence[str]) -> int:
     return code
 
 
-def own_record(env: Mapping[str, str], *, watched: bool) -> RankRecord:
+def _own_record(env: Mapping[str, str], *, watched: bool) -> RankRecord:
     """Return the record of this process, as torch.distributed.run has placed it."""
     return RankRecord(
         int(env.get("RANK", "0")), int(env.get("LOCAL_RANK", "0")), os.getpid(), watched, host=socket.gethostname()
     )
 
 
-def redirect_output(log: Path) -> None:
+def _redirect_output(log: Path) -> None:
     """Send stdout and stderr of this process, those of native libraries too, line by line to the
     end of ``log``."""
     log.parent.mkdir(parents=True, exist_ok=True)

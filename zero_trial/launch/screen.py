@@ -14,7 +14,7 @@ from zero_trial.runs.events import Tail, json_lines
 from zero_trial.runs.layout import RunFolder
 from zero_trial.util.text import strip_control
 
-PLAIN_SECONDS = 10.0
+_PLAIN_SECONDS = 10.0
 
 
 class Screen:
@@ -64,7 +64,7 @@ class Screen:
 
     def tick(self) -> None:
         """Print the plain line when its time has come."""
-        if self._waiting is not None and self._clock() - self._last_plain >= PLAIN_SECONDS:
+        if self._waiting is not None and self._clock() - self._last_plain >= _PLAIN_SECONDS:
             self._flush()
 
     def close(self) -> None:

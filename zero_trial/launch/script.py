@@ -22,11 +22,11 @@ from zero_trial.launch.screen import LogWatcher, NoWatcher
 from zero_trial.launch.supervisor import LaunchResult, Supervisor, Watcher
 from zero_trial.runs.layout import RunFolder, given_run_folder, new_run_folder
 
-DEFAULT_HOSTFILE = Path("/job/hostfile")
+_DEFAULT_HOSTFILE = Path("/job/hostfile")
 """Where DeepSpeed's launcher looks when no hostfile is named."""
 
 
-ENVIRONMENT_FILE = ".deepspeed_env"
+_ENVIRONMENT_FILE = ".deepspeed_env"
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ def launch_script(request: ScriptRequest, output: TextIO) -> tuple[LaunchResult,
 def read_hostfile(given: str | None) -> tuple[str | None, str]:
     """Return the text and the name of the hostfile: the given one, else DeepSpeed's default if it
     exists, else none."""
-    path = Path(given) if given else DEFAULT_HOSTFILE
+    path = Path(given) if given else _DEFAULT_HOSTFILE
     if path.is_file():
         return path.read_text(encoding="utf-8"), str(path)
     if given:
@@ -156,7 +156,7 @@ def _exports(env: Mapping[str, str], folders: Iterable[Path]) -> dict[str, str]:
     """
     exports = {"PYTHONPATH": env["PYTHONPATH"]} if env.get("PYTHONPATH") else {}
     for folder in folders:
-        path = folder / ENVIRONMENT_FILE
+        path = folder / _ENVIRONMENT_FILE
         if path.is_file():
             return {**exports, **parse_exports(path.read_text(encoding="utf-8"), str(path))}
     return exports

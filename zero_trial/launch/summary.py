@@ -56,11 +56,11 @@ def event_line(event: Event) -> str | None:
     if kind == "plan" and event.get("message"):
         return f"plan    {event['message']}"
     if kind == "start":
-        return start_line(event)
+        return _start_line(event)
     return None
 
 
-def start_line(event: Event) -> str | None:
+def _start_line(event: Event) -> str | None:
     """Return ``start   params 1.2 M  train_batch_size 32 …`` from the facts of a start event."""
     facts = []
     if event.get("parameters"):

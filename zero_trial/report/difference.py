@@ -27,7 +27,7 @@ Steps = Mapping[int, Value]
 MODEL_DIR = "data.zero_trial.model_dir"
 
 
-VERSIONS = "data.zero_trial.versions."
+_VERSIONS = "data.zero_trial.versions."
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ def _settings(folder: Path, certificate: Mapping[str, Any]) -> dict[str, Any]:
         found = flatten({key: certificate[key] for key in ("hyperparameters", "seed", "ranks") if key in certificate})
     for row in _mappings(read_json(RunFolder(folder).resolved_config).get("batch")):
         found[f"batch: {row.get('name')}"] = row.get("value")
-    return {key: value for key, value in found.items() if key != MODEL_DIR and not key.startswith(VERSIONS)}
+    return {key: value for key, value in found.items() if key != MODEL_DIR and not key.startswith(_VERSIONS)}
 
 
 def _traces(folder: Path) -> list[Trace]:
@@ -182,7 +182,7 @@ def _value(value: Any) -> Value:
 ABSENT = "not there"
 
 
-SHARING = ("batch: data-parallel ranks", "batch: train_micro_batch_size_per_gpu", "resources.slots_per_trial", "ranks")
+_SHARING = ("batch: data-parallel ranks", "batch: train_micro_batch_size_per_gpu", "resources.slots_per_trial", "ranks")
 """Settings by which ranks share the work: where they differ, rank 0 of the one run has seen other
 samples than rank 0 of the other."""
 
@@ -270,7 +270,7 @@ def compare_runs(a: RunRecord, b: RunRecord, rtol: float = 0.0) -> RunDifference
     """
     settings = changes(a.settings, b.settings)
     notes = [*_not_compared(a, b)]
-    shared_alike = not any(change.key in SHARING for change in settings)
+    shared_alike = not any(change.key in _SHARING for change in settings)
     traces = [
         _compare(one, other, rtol)
         for one in a.traces

@@ -45,7 +45,7 @@ from zero_trial.schema.json_source import read_json
 from zero_trial.schema.yaml_source import read_yaml
 from zero_trial.util.text import format_duration
 
-LARGEST_DS_CONFIG = 2**20  # bytes
+_LARGEST_DS_CONFIG = 2**20  # bytes
 
 
 _WORDS = {
@@ -236,7 +236,7 @@ def member(archive: bytes, name: str) -> str | None:
     try:
         with tarfile.open(fileobj=io.BytesIO(archive), mode="r:gz") as files:
             for entry in files:
-                if entry.isfile() and entry.name.removeprefix("./") == wanted and entry.size <= LARGEST_DS_CONFIG:
+                if entry.isfile() and entry.name.removeprefix("./") == wanted and entry.size <= _LARGEST_DS_CONFIG:
                     content = files.extractfile(entry)
                     return content.read().decode("utf-8", "replace") if content is not None else None
     except (tarfile.TarError, OSError, EOFError):
@@ -395,11 +395,11 @@ def ordinal(number: int) -> str:
 # each range.
 
 
-KEPT_OF_SEARCHER = ("metric", "smaller_is_better")
+_KEPT_OF_SEARCHER = ("metric", "smaller_is_better")
 
 
 # of the sweep, not of its best point
-DROPPED = ("project", "workspace", "checkpoint_policy", "labels")
+_DROPPED = ("project", "workspace", "checkpoint_policy", "labels")
 
 
 def best_experiment(
@@ -411,10 +411,10 @@ def best_experiment(
 
     Pure; ``config`` is left as it is.
     """
-    found = {key: copy.deepcopy(value) for key, value in config.items() if key not in DROPPED}
+    found = {key: copy.deepcopy(value) for key, value in config.items() if key not in _DROPPED}
     searcher = config.get("searcher") or {}
     found["name"] = f"{config.get('name') or 'sweep'}-best"
-    found["searcher"] = {"name": "single", **{key: searcher[key] for key in KEPT_OF_SEARCHER if key in searcher}}
+    found["searcher"] = {"name": "single", **{key: searcher[key] for key in _KEPT_OF_SEARCHER if key in searcher}}
     length = _length(searcher)
     if length is not None:
         found["searcher"]["max_length"] = length

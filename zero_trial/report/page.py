@@ -48,7 +48,7 @@ def join(children: Child) -> Html:
         return children
     if isinstance(children, Iterable) and not isinstance(children, (str, bytes)):
         return Html("".join(join(child) for child in children))
-    return Html(escape(printable(str(children)), quote=True))
+    return Html(escape(_printable(str(children)), quote=True))
 
 
 def json_data(value: Any) -> Html:
@@ -58,7 +58,7 @@ def json_data(value: Any) -> Html:
     return Html(f'<script type="application/json">{text}</script>')
 
 
-def printable(text: str) -> str:
+def _printable(text: str) -> str:
     """Control characters, which HTML does not allow, as their pictures; half pairs of UTF-16 as the
     mark for unknown characters.
     """
@@ -70,7 +70,7 @@ def _attribute(name: str, value: Any) -> str:
     if value is None or value is False:
         return ""
     spelled = name.removesuffix("_").replace("_", "-")
-    return f" {spelled}" if value is True else f' {spelled}="{escape(printable(str(value)), quote=True)}"'
+    return f" {spelled}" if value is True else f' {spelled}="{escape(_printable(str(value)), quote=True)}"'
 
 
 # The page around a report: one HTML document with its style and script inside, which may load
@@ -78,7 +78,7 @@ def _attribute(name: str, value: Any) -> str:
 
 
 # The browser itself refuses whatever would be loaded, should something slip through.
-POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:; base-uri 'none'; form-action 'none'"
+_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:; base-uri 'none'; form-action 'none'"
 
 
 def document(title: str, head: Html, sections: Sequence[tuple[str, str, Child]], created: str) -> str:
@@ -155,7 +155,7 @@ def _head(title: str) -> Html:
         el("meta", charset="utf-8"),
         el("meta", name="viewport", content="width=device-width, initial-scale=1"),
         el("meta", name="color-scheme", content="light dark"),
-        el("meta", http_equiv="Content-Security-Policy", content=POLICY),
+        el("meta", http_equiv="Content-Security-Policy", content=_POLICY),
         el("title", title),
         el("link", rel="icon", href="data:,"),
         _asset("style", "page.css"),

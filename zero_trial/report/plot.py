@@ -27,7 +27,7 @@ from zero_trial.report.page import Child, Html, el, join, json_data
 from zero_trial.util.text import format_count, format_number, format_value
 
 # values that lie further apart than this are told apart on a logarithmic scale only
-LOG_RATIO = 50.0
+_LOG_RATIO = 50.0
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Scale:
         if self.choices:
             return tuple(Tick(self._of_choice(choice) or 0.0, choice) for choice in self.choices)
         values = _log_values(self.low, self.high, most) if self.log else _linear_values(self.low, self.high, most)
-        return tuple(Tick(self.place(value) or 0.0, tick_label(value)) for value in values)
+        return tuple(Tick(self.place(value) or 0.0, _tick_label(value)) for value in values)
 
     def _of_choice(self, name: str) -> float | None:
         if name not in self.choices:
@@ -85,7 +85,7 @@ def fit(values: Iterable[float], *, log: bool | None = None, margin: float = 0.0
         return Scale()
     low, high = min(found), max(found)
     if log is None:
-        log = low > 0 and high / low >= LOG_RATIO
+        log = low > 0 and high / low >= _LOG_RATIO
     if log and low > 0:
         air = (high / low) ** margin if high > low else 2.0
         return Scale(low / air, high * air, log=True)
@@ -102,7 +102,7 @@ def fit_axis(axis: Axis, values: Sequence[Any]) -> Scale:
     return fit(numbers, log=axis.log or None)
 
 
-def tick_label(value: float) -> str:
+def _tick_label(value: float) -> str:
     """Return a round value, short: 20k, 0.5, 1e−5."""
     return format_count(value) if 10_000 <= abs(value) < 1e12 else format_number(value, 6)
 
@@ -135,7 +135,7 @@ BOX = 1000  # the drawing's own coordinates
 MOST_POINTS = 600
 
 
-SMOOTHING = 0.4
+_SMOOTHING = 0.4
 
 
 @dataclass(frozen=True)
@@ -199,7 +199,7 @@ def y_labels(ticks: Iterable[Tick]) -> list[Html]:
     return [el("span", tick.label, class_="y", style=f"top:{100 * (1 - tick.at):.4g}%") for tick in ticks]
 
 
-def grid_lines(ticks: Iterable[Tick]) -> list[Html]:
+def _grid_lines(ticks: Iterable[Tick]) -> list[Html]:
     """Return a line across the drawing for each tick of the y axis."""
     return [el("path", d=f"M0 {BOX * (1 - tick.at):.5g}H{BOX}", class_="grid") for tick in ticks]
 
@@ -222,7 +222,7 @@ def line_chart(
     x = fit([step for line in shown for step in line.series.steps], log=False, margin=0.0)
     y = fit([value for line in shown for value in line.series.values] + ([0.0] if zero else []))
     return frame(
-        [grid_lines(y.ticks()), [_draw(line, x, y, index) for index, line in enumerate(shown)]],
+        [_grid_lines(y.ticks()), [_draw(line, x, y, index) for index, line in enumerate(shown)]],
         labels=[y_labels(y.ticks()), x_labels(x.ticks(6), x_label)],
         caption=[el("h3", title), _legend(shown) if legend else None, _slider() if slider else None],
         said=_spoken(title, shown),
@@ -244,7 +244,7 @@ def thinned(series: Series) -> Series:
     return Series(series.name, steps, values)
 
 
-def smoothed(values: Sequence[float], weight: float = SMOOTHING) -> list[float]:
+def smoothed(values: Sequence[float], weight: float = _SMOOTHING) -> list[float]:
     """Return the exponential running mean without its pull to zero at the start (Kingma & Ba 2015,
     section 3, with beta = ``weight``).
     """
@@ -307,7 +307,7 @@ def _slider() -> Html:
     return el(
         "label",
         "smoothing ",
-        el("input", type="range", min=0, max=0.98, step=0.02, value=SMOOTHING, class_="smoothing"),
+        el("input", type="range", min=0, max=0.98, step=0.02, value=_SMOOTHING, class_="smoothing"),
         class_="needs-script",
     )
 
@@ -345,7 +345,7 @@ def _spoken(title: str, lines: Sequence[Line]) -> str:
 
 
 # times the spread of the better half: a worse value than that would press all other curves flat
-CLOSE_UP = 20.0
+_CLOSE_UP = 20.0
 
 
 def trial_curves(report: SweepReport) -> tuple[Html, str] | None:
@@ -361,7 +361,7 @@ def trial_curves(report: SweepReport) -> tuple[Html, str] | None:
     worst_first = sorted(drawn, key=lambda trial: -ranked.get(trial.id, len(ranked)))
     key = el("span", "worst", el("i", class_="ramp"), "best", class_="scale-key")
     chart = frame(
-        [grid_lines(y.ticks()), [_curve(trial, ranked.get(trial.id), len(ranked), x, y) for trial in worst_first]],
+        [_grid_lines(y.ticks()), [_curve(trial, ranked.get(trial.id), len(ranked), x, y) for trial in worst_first]],
         labels=[y_labels(y.ticks()), x_labels(x.ticks(6), report.unit)],
         caption=[el("h3", report.metric), key, el("span", class_="lit-name soft", role="status")],
         said=f"{report.metric} of {len(drawn)} trials over {report.unit}",
@@ -385,7 +385,7 @@ def _close_up(drawn: Sequence[TrialReport], report: SweepReport) -> tuple[Scale,
     if not report.smaller_is_better:
         values = [-value for value in reversed(values)]
     half = values[len(values) // 2] - values[0]
-    limit = values[0] + CLOSE_UP * max(half, 1e-12)
+    limit = values[0] + _CLOSE_UP * max(half, 1e-12)
     inside = [value for value in values if value <= limit] if len(values) > 4 else values
     sign = 1 if report.smaller_is_better else -1
     left = len(values) - len(inside)
@@ -498,7 +498,7 @@ def _mark(decision: RungDecision, across: Mapping[int, float], scale: Scale, rep
 # Parallel coordinates: an axis for each swept value and one for the metric, a line for each trial.
 
 
-MIDDLE = 0.5  # where a trial without a value passes an axis
+_MIDDLE = 0.5  # where a trial without a value passes an axis
 
 
 def parallel_view(report: SweepReport) -> Html | None:
@@ -543,7 +543,7 @@ def _rounded(place: float | None) -> float | None:
 
 def _line(trial: TrialReport, places: Sequence[float | None], quality: float) -> Html:
     points = [
-        (f"{BOX * index / (len(places) - 1):.5g}", f"{BOX * (1 - (MIDDLE if place is None else place)):.5g}")
+        (f"{BOX * index / (len(places) - 1):.5g}", f"{BOX * (1 - (_MIDDLE if place is None else place)):.5g}")
         for index, place in enumerate(places)
     ]
     return el(

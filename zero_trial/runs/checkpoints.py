@@ -26,7 +26,7 @@ from zero_trial.errors import CheckpointError, ConfigError
 from zero_trial.runs.layout import RunFolder
 from zero_trial.util.files import METADATA, TRIAL_STATE, sync_folder
 
-MANIFEST = "manifest.json"
+_MANIFEST = "manifest.json"
 
 SUMMED_BYTES = 1 << 26
 """Larger files are known by their size alone: a second reading of them would cost seconds at every
@@ -35,7 +35,7 @@ save."""
 _MANIFEST_START = b'{"sha256": "'  # how a manifest of the engine begins
 
 
-def named_step(path: Path) -> int | None:
+def _named_step(path: Path) -> int | None:
     """Return the step that a checkpoint's folder is named after; None for anything else (temporary
     folders among them).
 
@@ -48,10 +48,10 @@ def named_step(path: Path) -> int | None:
 
 def checkpoint_step(path: Path) -> int | None:
     """Return the step of a checkpoint that has its ``metadata.json``; None for anything else."""
-    return named_step(path) if (path / METADATA).is_file() else None
+    return _named_step(path) if (path / METADATA).is_file() else None
 
 
-def is_checkpoint(path: Path) -> bool:
+def _is_checkpoint(path: Path) -> bool:
     """Return whether ``path`` is a folder that a save has written, also one that has lost some of
     its files since."""
     return path.is_dir() and ((path / METADATA).is_file() or (path / TRIAL_STATE).is_file() or bool(manifests(path)))
@@ -66,7 +66,7 @@ def latest_checkpoint(folder: Path, apart_from: Collection[str] = ()) -> Path | 
     if not folder.is_dir():
         return None
     paths = [path for path in folder.iterdir() if str(path.resolve()) not in apart_from]
-    found = [(step, path) for path in paths if (step := named_step(path)) is not None]
+    found = [(step, path) for path in paths if (step := _named_step(path)) is not None]
     return max(found)[1] if found else None
 
 
@@ -108,7 +108,7 @@ def resumed_from(path: Path) -> dict[str, Any]:
     step = described.get("steps_completed")
     return {
         "checkpoint": str(path.resolve()),
-        "step": step if isinstance(step, int) else named_step(path) or 0,
+        "step": step if isinstance(step, int) else _named_step(path) or 0,
         "trial_id": str(described.get("trial_id", "")),
     }
 
@@ -116,7 +116,7 @@ def resumed_from(path: Path) -> dict[str, Any]:
 def named_checkpoint(path: Path, apart_from: Collection[str] = ()) -> Path:
     """Return ``path`` itself if it is a checkpoint, or the latest of a run's folder. Raises
     ConfigError if it is neither."""
-    itself = named_step(path) is not None
+    itself = _named_step(path) is not None
     found = path if itself else latest_checkpoint(RunFolder(path).checkpoints, apart_from)
     if str(path.resolve()) in apart_from or (apart_from and found is None):
         raise CheckpointError("it is damaged", where=str(path), fix="Name another checkpoint.")
@@ -135,7 +135,7 @@ def publish(temporary: Path, final: Path) -> None:
     something that is not a checkpoint has the name.
     """
     aside = None
-    if final.exists() and not is_checkpoint(final):
+    if final.exists() and not _is_checkpoint(final):
         raise CheckpointError("something that is not a checkpoint has its name", where=str(final), fix="Move it away.")
     if final.exists():
         aside = final.rename(_other_name(final, "old"))
@@ -216,13 +216,13 @@ def _record(path: Path) -> dict[str, Any]:
 
 
 def _is_summed(path: Path, size: int) -> bool:
-    return size <= SUMMED_BYTES and not (path.suffix == ".safetensors" and _is_manifest(path.with_name(MANIFEST)))
+    return size <= SUMMED_BYTES and not (path.suffix == ".safetensors" and _is_manifest(path.with_name(_MANIFEST)))
 
 
 def manifests(folder: Path) -> list[Path]:
     """List the manifests of the engines in a checkpoint. A trial may have a file of that name,
     too."""
-    return sorted(path for path in folder.rglob(MANIFEST) if _is_manifest(path))
+    return sorted(path for path in folder.rglob(_MANIFEST) if _is_manifest(path))
 
 
 def _is_manifest(path: Path) -> bool:

@@ -59,15 +59,15 @@ def keep_lines(path: Path, stays: Callable[[dict[str, Any]], bool]) -> None:
     lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
     kept = [json.dumps(record) + "\n" for record in read_lines(path) if stays(record)]
     if kept != lines:
-        replace_file(path, "".join(kept))
+        _replace_file(path, "".join(kept))
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
     """Make ``value`` the whole content of ``path``, as ``replace_file`` does."""
-    replace_file(path, json.dumps(value, indent=1) + "\n")
+    _replace_file(path, json.dumps(value, indent=1) + "\n")
 
 
-def replace_file(path: Path, text: str) -> None:
+def _replace_file(path: Path, text: str) -> None:
     """Make ``text`` the whole content of ``path``: written beside it, flushed to disk and renamed.
     Raises StorageError."""
     with _storage_errors(path):

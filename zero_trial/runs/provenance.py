@@ -37,7 +37,7 @@ MOST_BYTES = 1 << 26
 """Limits of the model's code. A folder beyond them is not a folder of code, and its entry says that
 it is not complete."""
 
-CODE_SUFFIXES = (".py", ".c", ".cpp", ".h", ".cu", ".cuh")
+_CODE_SUFFIXES = (".py", ".c", ".cpp", ".h", ".cu", ".cuh")
 _NOT_CODE = {"__pycache__", "node_modules", "site-packages", "runs", "checkpoints"}
 
 
@@ -150,7 +150,7 @@ def code_of(folder: Path) -> dict[str, Any]:
     for place, folders, names in os.walk(folder):
         folders[:] = sorted(name for name in folders if _may_hold_code(Path(place) / name))
         visited += 1
-        for path in (Path(place) / name for name in sorted(names) if name.endswith(CODE_SUFFIXES)):
+        for path in (Path(place) / name for name in sorted(names) if name.endswith(_CODE_SUFFIXES)):
             try:
                 content = path.read_bytes()
             except OSError:  # it is removed while a run starts

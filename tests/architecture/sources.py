@@ -53,12 +53,14 @@ def modules() -> tuple[Module, ...]:
     return tuple(parse(path) for path in sorted(PACKAGE.rglob("*.py")))
 
 
+@cache
 def parse(path: Path) -> Module:
     parts = path.relative_to(ROOT).with_suffix("").parts
     name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
     return Module(name, path, ast.parse(path.read_text(encoding="utf-8"), str(path)))
 
 
+@cache
 def known_names() -> set[str]:
     return {module.name for module in modules()}
 

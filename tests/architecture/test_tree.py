@@ -6,6 +6,7 @@ from __future__ import annotations
 import ast
 import json
 import re
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -73,11 +74,10 @@ def _indent(line: str) -> int:
     return len(line) - len(line.lstrip())
 
 
-def imported_by_tests_of(room: str) -> set[str]:
-    """Name the modules that the tests of a room import, also by a name that a package passes on, or
-    that a string names."""
-    known = known_names()
-    passed_on = {
+@cache
+def passed_on() -> dict[str, str]:
+    """Map the names that the package's ``__init__`` files import to the modules they come from."""
+    return {
         f"{m.name}.{alias.asname or alias.name}": f"{node.module}"
         for m in modules()
         if m.path.name == "__init__.py"
@@ -85,16 +85,20 @@ def imported_by_tests_of(room: str) -> set[str]:
         if isinstance(node, ast.ImportFrom)
         for alias in node.names
     }
+
+
+def imported_by_tests_of(room: str) -> set[str]:
+    """Name the modules that the tests of a room import, also by a name that a package passes on, or
+    that a string names."""
     found: set[str] = set()
     for path in sorted((ROOT / "tests" / room).rglob("*.py")):
-        text = path.read_text(encoding="utf-8")
-        named = {item.module for item in Module("tests", path, ast.parse(text)).imports(types=True)}
-        named |= set(re.findall(r"zero_trial(?:\.\w+)+", text))
-        named |= {passed_on[name] for name in named if name in passed_on}
+        named = {item.module for item in Module("tests", path, parse(path).tree).imports(types=True)}
+        named |= set(re.findall(r"zero_trial(?:\.\w+)+", path.read_text(encoding="utf-8")))
+        named |= {passed_on()[name] for name in named if name in passed_on()}
         found |= {
             ".".join(parts[:n]) for name in named for parts in [name.split(".")] for n in range(2, len(parts) + 1)
         }
-    return found & known
+    return found & known_names()
 
 
 def has_test_file(module: Module) -> bool:

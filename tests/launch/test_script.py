@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.pool import free_port
 from zero_trial.errors import ConfigError
 from zero_trial.launch.environment import gloo_interface
 from zero_trial.launch.hosts import HostPlan, RendezvousSpec
@@ -83,7 +84,7 @@ def test_ssh_starts_the_other_host_s_part(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setenv("FAKE_SSH_LOG", str(tmp_path / "hosts"))
     monkeypatch.chdir(tmp_path)
     hosts = PlacementRequest(
-        hostfile="localhost slots=1\nother slots=1", master_addr="127.0.0.1", master_port=29612, spread=True
+        hostfile="localhost slots=1\nother slots=1", master_addr="127.0.0.1", master_port=free_port(), spread=True
     )
     outcome, _ = launch_script(ScriptRequest("train.py", run_dir=Path("run"), placement=hosts), io.StringIO())
     assert outcome.exit_code == 0

@@ -56,7 +56,7 @@ def test_one_rank_that_can_open_no_file_ends_all_with_5(desk: Desk) -> None:
     assert result.held, result
 
 
-def test_what_a_run_must_not_leave_is_told(desk: Desk) -> None:
+def test_what_a_run_must_not_leave_is_named(desk: Desk) -> None:
     run = desk.copy(desk.unbroken(Plan()))
     assert unreadable(run) == "checkpoints [4, 8, 12]"
     path = run / "checkpoints/step-000008/model0/rank-00001.safetensors"
@@ -64,7 +64,7 @@ def test_what_a_run_must_not_leave_is_told(desk: Desk) -> None:
     assert str(path) in unreadable(run)
 
 
-def test_who_was_named_as_slow_is_judged(tmp_path: Path) -> None:
+def test_the_rank_that_was_named_as_slow_is_checked(tmp_path: Path) -> None:
     def judge(*notes: str, rank: int | None = 1) -> str:
         lines = [json.dumps({"kind": "note", "message": note}) + "\n" for note in notes]
         (tmp_path / "events.jsonl").write_text("".join(lines))
@@ -77,7 +77,7 @@ def test_who_was_named_as_slow_is_judged(tmp_path: Path) -> None:
     assert judge(rank=None) == "" and judge(named.format(0, 8, 15), rank=None).startswith("a false alarm")
 
 
-def test_what_is_not_held_is_counted_and_said() -> None:
+def test_what_is_not_held_is_counted_and_printed() -> None:
     def inject(desk: Desk, count: int) -> Iterator[Result]:
         yield from (Result("a", True, 0.5), Result("b", False, 2.0, "it was lost"))
 

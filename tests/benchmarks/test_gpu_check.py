@@ -98,7 +98,7 @@ def test_the_exit_code_and_the_file(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     assert gpu_check.main(["--dry-run", "--only", "speed"]) == 0
 
 
-def test_who_is_stopped_ends_the_step_under_way() -> None:
+def test_a_stop_ends_the_step_under_way() -> None:
     """A step is a process group of its own: it would go on."""
     code = (
         "import runpy, sys; sys.argv = ['gpu_check.py', '--dry-run', '--only', 'exact'];"
@@ -145,7 +145,7 @@ def test_what_the_steps_find_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
         (None, "{}", None),
     ],
 )
-def test_a_memory_checker_that_cannot_tell_is_no_failure(code: int | None, said: str, verdict: bool | None) -> None:
+def test_a_memory_checker_without_a_verdict_is_no_failure(code: int | None, said: str, verdict: bool | None) -> None:
     assert gpu_check.sanitized(Ended(code, said, 5.0))["ok"] is verdict
     made = check()
     made.results["memory"] = {"ok": verdict}

@@ -45,7 +45,7 @@ def test_json(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatc
     assert {"section", "name", "value", "why"} == set(facts[0])
 
 
-def test_kernels_are_told_by_device_and_backend():
+def test_kernels_are_shown_by_device_and_backend():
     ops = [
         {"name": "adam_", "cpu": "native (avx2)", "cuda": "plain torch (no CUDA device)"},
         {"name": "copy_", "cpu": "torch's own", "cuda": "plain torch (no CUDA device)"},

@@ -114,7 +114,7 @@ def test_a_second_master_in_the_foreground_is_refused(shell: Shell) -> None:
     assert done.returncode == 2 and "a master is already running here" in done.stderr and "Traceback" not in done.stderr
 
 
-def test_what_is_wrong_is_told_by_up_itself(shell: Shell) -> None:
+def test_what_is_wrong_is_reported_by_up_itself(shell: Shell) -> None:
     done = shell.run("up", "--slots", "0")
     assert done.returncode == 2 and "--slots" in done.stderr
     import socket

@@ -70,7 +70,7 @@ def test_native_and_direct_exchange_agree(ranks: Pools) -> None:
     ranks(3).run(both_ways)
 
 
-def test_contributions_can_be_told_apart(ranks: Pools) -> None:
+def test_contributions_differ(ranks: Pools) -> None:
     ranks(3).run(received_parts)
 
 

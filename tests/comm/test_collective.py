@@ -226,7 +226,7 @@ def test_an_axis_of_one_rank_communicates_nothing() -> None:
     assert comm.heartbeat.sequence == 0
 
 
-def test_tags_tell_collectives_apart() -> None:
+def test_tags_of_collectives_differ() -> None:
     tags = {
         message_tag(number, name)
         for number in range(50)

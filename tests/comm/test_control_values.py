@@ -88,7 +88,7 @@ def test_payloads_cross_many_times_over() -> None:
 
 
 @pytest.mark.parametrize(("name", "payload"), [("barrier", b"12345678"), ("sum", b"1234")])
-def test_ranks_that_disagree_are_told(name: str, payload: bytes) -> None:
+def test_ranks_that_disagree_get_an_error(name: str, payload: bytes) -> None:
     left, right = pair()
 
     def other() -> None:
@@ -157,7 +157,7 @@ def one_goes_elsewhere() -> str:
     return ""
 
 
-def test_ranks_at_different_operations_hear_of_it_at_once() -> None:
+def test_ranks_at_different_operations_get_an_error_at_once() -> None:
     pools = Pools()
     try:
         texts = pools(2).run(one_goes_elsewhere)

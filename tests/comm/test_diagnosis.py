@@ -86,7 +86,7 @@ def test_of_a_lost_connection_only_those_are_suspected_that_did_not_give_up() ->
     assert "rank 1" not in text
 
 
-def test_a_failure_that_was_caught_long_ago_excuses_nobody() -> None:
+def test_a_failure_that_was_caught_long_ago_excuses_no_rank() -> None:
     assert "another rank ended" in str(explain(FakeHeartbeat({1: EARLIER}), (0, 1), NAME, CLOSED, 1.0))
     assert "waited 1 s for rank 1" in str(explain(FakeHeartbeat({1: EARLIER}), (0, 1), NAME, TIMED_OUT, 1.0))
 
@@ -99,7 +99,7 @@ def test_when_all_are_there_they_disagree() -> None:
 
 
 @pytest.mark.parametrize("sequence", [9, 11])
-def test_who_is_here_by_now_or_further_on_was_late(sequence: int) -> None:
+def test_a_rank_that_is_here_by_now_or_further_on_was_late(sequence: int) -> None:
     """The peers' boards are read after the wait: a slow rank has come since. Only another name
     under the same number is a disagreement."""
     came = RankPosition(17, sequence, NAME if sequence == 9 else "all_reduce(reduction order) over shard", 0.0, True)
@@ -110,7 +110,7 @@ def test_who_is_here_by_now_or_further_on_was_late(sequence: int) -> None:
     assert "disagree" not in text
 
 
-def test_a_rank_that_came_with_another_call_is_told_at_once() -> None:
+def test_a_rank_that_came_with_another_call_is_named_at_once() -> None:
     """Nobody waited for the limit, and where the others' boards stand does not matter."""
     elsewhere = RuntimeError(f"another rank of this axis (index 1) {ELSEWHERE}")
     for position in (LATE, HERE, GAVE_UP):
@@ -131,7 +131,7 @@ def test_this_rank_tells_the_others_that_it_gave_up() -> None:
     assert own.gave_up
 
 
-def test_any_other_failure_is_told_as_it_is() -> None:
+def test_any_other_failure_is_passed_on_as_it_is() -> None:
     error = str(explain(FakeHeartbeat({1: HERE}), (0, 1), NAME, RuntimeError("Invalid scalar type\nbacktrace"), 1.0))
     assert "a collective failed: got Invalid scalar type." in error
     assert "backtrace" not in error

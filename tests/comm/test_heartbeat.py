@@ -124,7 +124,7 @@ def test_a_rank_that_said_nothing_and_a_damaged_entry_are_none() -> None:
     board.close()
 
 
-def test_without_the_store_nobody_elses_position_can_be_had() -> None:
+def test_without_the_store_no_other_position_can_be_had() -> None:
     store = FakeStore()
     board = Heartbeat(store, 1, 2)
     store.set("zero_trial/position/0", json.dumps(RankPosition()._asdict()))

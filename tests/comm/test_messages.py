@@ -183,7 +183,7 @@ def _sleep() -> None:
     time.sleep(60)
 
 
-def test_the_end_of_a_process_is_heard() -> None:
+def test_the_end_of_a_process_is_noticed() -> None:
     child = get_context("fork").Process(target=_sleep)
     child.start()
     process, bell = os.pidfd_open(child.pid or 0), Doorbell()
@@ -193,7 +193,7 @@ def test_the_end_of_a_process_is_heard() -> None:
     os.close(process)
 
 
-def test_a_ring_keeps_what_it_was_told() -> None:
+def test_a_ring_keeps_what_was_written() -> None:
     ring = RingBuffer(mmap.mmap(-1, RING_BYTES))
     ring.write(3, 99, torch.empty(1000, dtype=torch.uint8), SegmentHandle(1, 2, 3, 4))
     assert ring.has(3)

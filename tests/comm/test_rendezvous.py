@@ -146,7 +146,7 @@ def test_all_arrive_at_one_store() -> None:
     assert missing_ranks(found[0], 5) == [3, 4]
 
 
-def test_those_who_do_not_come_are_named_by_all() -> None:
+def test_absent_ranks_are_named_by_all() -> None:
     found = come((0, 2), 4, LATER)
     for rank in (0, 2):
         assert found[rank].startswith(f"rank {rank} of 4, init_distributed: the ranks did not find each other: ")

@@ -369,7 +369,7 @@ def test_gives_up_in_time() -> None:
         PeerProcesses({1: os.getpid()}).wait_for(1, number(6), 0, 7, 0.05)
 
 
-def test_a_killed_process_is_noticed_though_nobody_asked_for_its_status() -> None:
+def test_a_killed_process_is_noticed_before_its_status_is_read() -> None:
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     peers = PeerProcesses({1: child.pid})
     os.kill(child.pid, signal.SIGKILL)
@@ -402,7 +402,7 @@ def test_ranks_of_one_host_share(ranks: Pools) -> None:
     assert ranks(2).run(transports, None) == [{"shard": "shared memory", "replica": "gloo"}] * 2
 
 
-def test_one_rank_that_cannot_read_is_enough_for_nobody_to_share(ranks: Pools) -> None:
+def test_one_rank_that_cannot_read_keeps_all_from_sharing(ranks: Pools) -> None:
     assert ranks(2).run(transports, 1) == [{"shard": "gloo", "replica": "gloo"}] * 2
 
 

@@ -229,7 +229,7 @@ def test_several_are_under_way_and_are_read_in_any_order() -> None:
         assert (here[k].handles[1], there[k].handles[0]) == (handle(10 + k), handle(k))
 
 
-def test_nobody_is_a_whole_ring_ahead() -> None:
+def test_no_rank_is_a_whole_ring_ahead() -> None:
     left, right = pair()
     kept = [left.post(handle(k), k, []) for k in range(HANDLE_SLOTS)]
     for posted in kept:
@@ -242,7 +242,7 @@ def test_nobody_is_a_whole_ring_ahead() -> None:
         assert posted.handles == {0: handle(k)}
 
 
-def test_what_nobody_waits_for_holds_nobody_up() -> None:
+def test_an_exchange_without_a_wait_holds_no_rank_up() -> None:
     left, right = pair()
     for k in range(3 * HANDLE_SLOTS):
         left.post(handle(k), k, [1])
@@ -269,7 +269,7 @@ def test_thousands_cross_in_order() -> None:
     assert received == [-k for k in range(3 * HANDLE_SLOTS)]
 
 
-def test_another_operation_is_told_apart() -> None:
+def test_another_operation_is_recognized() -> None:
     left, right = pair()
     here = left.post(handle(1), 5, [1])
     right.post(handle(1), 6, [0])

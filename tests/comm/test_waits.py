@@ -71,7 +71,7 @@ def test_memory_of_a_peer_that_is_gone_is_a_mesh_error() -> None:
         Pending(watch(), "sum", [], finish).wait()
 
 
-def test_a_segment_that_may_not_be_mapped_is_told_as_such() -> None:
+def test_a_segment_that_may_not_be_mapped_is_named_as_such() -> None:
     def finish() -> None:
         raise MappingRefused(49148, 65530)
 

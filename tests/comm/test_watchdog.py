@@ -92,7 +92,7 @@ def test_a_rank_that_never_arrives_is_named(ranks: Pools, operation: str) -> Non
 
 
 @pytest.mark.parametrize("operation", ["reduce_scatter", "all_reduce"])
-def test_all_who_wait_name_the_one_that_is_late(ranks: Pools, operation: str) -> None:
+def test_all_waiting_ranks_name_the_late_one(ranks: Pools, operation: str) -> None:
     answers = ranks(3).run(wait_in_vain, operation, 1, f"vain/3/{operation}")
     for rank in (0, 2):
         assert answers[rank].startswith(
@@ -118,7 +118,7 @@ def come_too_late(salt: str) -> str:
     return "no error"
 
 
-def test_a_rank_that_comes_too_late_is_told_so(ranks: Pools) -> None:
+def test_a_rank_that_comes_too_late_gets_an_error(ranks: Pools) -> None:
     waited, late = ranks(2).run(come_too_late, "too late")
     assert "waited 0.3 s for rank 1" in waited
     assert late.startswith("rank 1, step 0, all_gather(weights) over shard: rank 0 gave up before this rank came."), (

@@ -125,7 +125,7 @@ EXERCISED: dict[str, str] = {
     "disable_python_gc": f"{_OBSERVE}::test_disable_python_gc",
     "dataloader_drop_last": f"{_KEYS}::test_dataloader_drop_last",
     "log_level": f"{_KEYS}::test_log_level",
-    "comm_transport": "ds_config/test_exercised.py::test_ranks_share_memory_unless_told_otherwise",
+    "comm_transport": "ds_config/test_exercised.py::test_ranks_share_memory_by_default",
     "comm_timeout_seconds": "ds_config/test_exercised.py::test_the_mesh_waits_no_longer_than_asked",
     **_below("tensorboard", f"{_MONITORS}::test_several_at_once", "enabled", "output_path"),
     "tensorboard.job_name": "ds_config/test_exercised.py::test_tensorboard_files_lie_in_the_folder_of_the_job",

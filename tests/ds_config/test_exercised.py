@@ -201,7 +201,7 @@ def transports_of(transport: str) -> str:
     return engine.mesh.data.transport_name
 
 
-def test_ranks_share_memory_unless_told_otherwise(ranks: Pools):
+def test_ranks_share_memory_by_default(ranks: Pools):
     """comm_transport."""
     assert ranks(2).run(transports_of, "auto") == ["shared memory"] * 2
     assert ranks(2).run(transports_of, "gloo") == ["gloo"] * 2

@@ -90,7 +90,7 @@ def test_torchs_own_classes_take_what_torch_takes():
     assert read("scheduler", "StepLR", {"step_size": "3e0"}).values == {"step_size": 3.0}
 
 
-def test_a_name_that_nobody_knows_is_left_to_torch():
+def test_an_unknown_name_is_left_to_torch():
     found = read("optimizer", "Zyx", {})
     assert not found.faults
     assert found.warnings == [

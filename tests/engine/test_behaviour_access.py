@@ -403,7 +403,7 @@ def called_early(stage: str, how: str) -> None:
 
 @pytest.mark.parametrize("how", ["part", "state", "save", "forward"])
 @pytest.mark.parametrize("stage", ["zero1", "zero2"])
-def test_whoever_calls_a_part_waits_for_its_parameters(ranks: Pools, stage: str, how: str) -> None:
+def test_a_call_of_a_part_waits_for_its_parameters(ranks: Pools, stage: str, how: str) -> None:
     ranks(2).run(called_early, stage, how)
 
 

@@ -149,7 +149,7 @@ def forgotten(stage: int) -> tuple[bool, int]:
 
 
 @pytest.mark.parametrize("stage", [0, 3])
-def test_an_engine_that_nobody_destroyed_goes_too(ranks: Pools, stage: int) -> None:
+def test_an_engine_that_was_not_destroyed_goes_too(ranks: Pools, stage: int) -> None:
     assert ranks(2).run(forgotten, stage) == [(True, 0)] * 2
 
 

@@ -251,7 +251,7 @@ def more_batches() -> str:
 ELSEWHERE = ("another rank makes another collective call at this point", "gave up before this rank came")
 
 
-def test_ranks_that_part_ways_are_told() -> None:
+def test_ranks_in_different_collectives_get_an_error() -> None:
     """Below stage 3 a block may be left out on one rank; at stage 3 nobody can gather it alone, and
     the error says who waited for what."""
     pool = RankPool(2)

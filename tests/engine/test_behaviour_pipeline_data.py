@@ -107,7 +107,7 @@ def test_data_that_end_early_on_one_rank_are_an_error_on_all(ranks: Pools) -> No
         )
 
 
-def nobody_reads() -> str:
+def no_rank_reads() -> str:
     engine = make_engine(layers(2), 2, {"stage": 1}, 2)
     try:
         engine.train_batch(None)
@@ -121,7 +121,7 @@ def nobody_reads() -> str:
 def test_a_first_stage_without_data_is_named(ranks: Pools) -> None:
     assert all(
         text.startswith("rank 0: the rank of the first layer has nothing to read")
-        for text in ranks(2).run(nobody_reads)
+        for text in ranks(2).run(no_rank_reads)
     )
 
 

@@ -146,7 +146,7 @@ def test_names() -> None:
     assert names.twins is engine.mesh.world and names.aliases() == {} and names.buffers() == []
 
 
-def test_the_dtypes_that_masters_do_not_tell() -> None:
+def test_the_dtypes_that_masters_do_not_show() -> None:
     module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).to(torch.bfloat16), nn.Linear(2, 2).double())
     config = {"train_batch_size": 1, "optimizer": ADAMW}
     engine, *_ = zero_trial.initialize(model=module, config=config)

@@ -173,7 +173,7 @@ def test_the_same_bits_for_every_optimizer_and_stage(ranks: Pools, stage: str, o
 
 @pytest.mark.parametrize("ask", ["always", "rank 1"])
 @pytest.mark.parametrize("stage", ["zero0", "zero3"])
-def test_whoever_asks_gets_the_same_answers(ranks: Pools, stage: str, ask: str) -> None:
+def test_every_reader_gets_the_same_answers(ranks: Pools, stage: str, ask: str) -> None:
     assert ranks(2).run(both, stage, FP16, ask=ask) == [[], []]
 
 
@@ -267,7 +267,7 @@ def test_nothing_is_read_in_a_step_and_once_after_it(ranks: Pools, stage: str, o
         assert found == [([], step, step, True) for step in range(3)]
 
 
-def test_the_proof_sees_who_reads():
+def test_the_proof_sees_reads():
     engine = build_engine(Case(Tower, loss), STAGES["zero1"])
     outcome = make_late(engine)
 
@@ -312,7 +312,7 @@ LEAVES_OPEN: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", [*ASKERS, *LEAVES_OPEN])
-def test_who_asks_for_the_verdict(name: str) -> None:
+def test_which_calls_read_the_verdict(name: str) -> None:
     engine = build_engine(Case(Tower, loss, config=SCHEDULE), STAGES["zero1"])
     outcome = make_late(engine)
     engine.backward(loss(engine, Turn(0, 0, 0)))
@@ -365,7 +365,7 @@ def test_a_checkpoint_asks_before_it_is_written(tmp_path: Path) -> None:
     assert not outcome.open and engine.skipped_steps == 1 and engine.global_steps == 1
 
 
-def test_who_holds_the_schedule_sees_it_advance_at_once_and_go_back_with_the_verdict():
+def test_a_held_schedule_advances_at_once_and_goes_back_with_the_verdict():
     engine = build_engine(Case(Tower, loss, config=SCHEDULE), STAGES["zero1"])
     make_late(engine)
     schedule, when = engine.lr_scheduler, {"now": False}

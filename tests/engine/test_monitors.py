@@ -58,7 +58,7 @@ def test_every_writer_gets_every_event():
     assert not monitor.enabled
 
 
-def test_nobody_listens():
+def test_no_monitor_is_enabled():
     monitor = Monitor()
     assert not monitor.enabled
     monitor.write_events([("a", 1.0, 8)])

@@ -41,7 +41,7 @@ def lines(config: dict[str, Any], steps: int, caplog: pytest.LogCaptureFixture) 
     return [record.getMessage() for record in caplog.records]
 
 
-def test_nobody_watches_unless_asked():
+def test_nothing_is_watched_unless_asked():
     engine = make_engine(TinyLM, {})
     assert vars(engine.observer) == dict.fromkeys(vars(engine.observer)) | {"monitor": engine.monitor}
     assert not engine.monitor.enabled

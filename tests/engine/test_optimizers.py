@@ -143,7 +143,7 @@ def test_groups_keep_their_own_settings() -> None:
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.0, 0.2]
 
 
-def test_fused_is_not_forced_on_those_who_chose_or_cannot() -> None:
+def test_fused_is_not_forced_where_it_was_set_or_cannot_be() -> None:
     assert not resolve_optimizer("AdamW", {"foreach": True}).build(params()).param_groups[0]["fused"]
     assert resolve_optimizer("AdamW", {"fused": False}).build(params()).param_groups[0]["fused"] is False
     meta = torch.nn.Parameter(torch.empty(3, device="meta"))
@@ -164,7 +164,7 @@ def test_fused_is_not_forced_on_those_who_chose_or_cannot() -> None:
         (type("Mine", (torch.optim.Adafactor,), {"elementwise": True}), True),
     ],
 )
-def test_who_may_work_on_flat_pieces(cls: type, expected: bool) -> None:
+def test_which_optimizers_may_work_on_flat_pieces(cls: type, expected: bool) -> None:
     assert is_elementwise(cls) is expected
 
 

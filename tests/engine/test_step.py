@@ -156,7 +156,7 @@ class Outside(nn.Module):
 
 
 @pytest.mark.parametrize(("threshold", "told"), [(0, True), (1000, False)])
-def test_weights_read_outside_their_forward_are_told(threshold: int, told: bool):
+def test_weights_read_outside_their_forward_are_named(threshold: int, told: bool):
     config = {
         "train_batch_size": 1,
         "optimizer": {"type": "SGD", "params": {"lr": 1.0}},

@@ -75,7 +75,7 @@ def test_the_top(changes: str, fault: str | None):
         judge(changes, fault)
 
 
-def test_all_faults_are_told_together():
+def test_all_faults_are_reported_together():
     assert len(refused("{max_restarts: -1, lr: 3, searcher: null, resources: {slots_per_trial: x}}")) == 4
 
 

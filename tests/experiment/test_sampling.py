@@ -55,7 +55,7 @@ def test_the_order_of_the_names_does_not_matter():
     assert list(sample(other, random.Random(1))) == ["b", "a"]
 
 
-def test_what_is_sampled_is_nobody_elses():
+def test_what_is_sampled_is_not_shared():
     space = {"a": [1], "b": {"type": "categorical", "vals": [[1]]}, "c": {"type": "const", "val": [1]}}
     drawn = sample(space, random.Random(0))
     for name in "abc":

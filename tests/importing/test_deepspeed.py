@@ -124,7 +124,7 @@ def test_the_loss_scale_goes_on(tmp_path: Path) -> None:
     assert scales == [32, 32, 64, 64, 64, 128]
 
 
-def test_the_losses_can_tell(tmp_path: Path) -> None:
+def test_the_losses_differ(tmp_path: Path) -> None:
     """Without the moments, or with a tensor that is not the right one, they are others by far."""
     imported("fp32-stage2-ranks3", tmp_path)
     expected = losses("fp32-stage2-ranks3")

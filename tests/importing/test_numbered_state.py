@@ -156,7 +156,7 @@ def test_masters_in_one_flat_tensor_per_group() -> None:
     expect(optimizer(content, model(torch.float16)), masters=True)
 
 
-def test_a_frozen_twin_cannot_be_told_apart_but_by_its_values() -> None:
+def test_a_frozen_twin_differs_in_its_values_alone() -> None:
     """Two weights of one shape, one of them frozen: 32 bit has nothing to tell them by, masters
     have their values."""
     content = torch_state([["b.weight"]])

@@ -34,7 +34,7 @@ def test_a_killed_rank_left_no_words():
     assert cause.message.startswith("killed by SIGKILL (signal 9)")
 
 
-def test_a_mesh_error_is_an_echo_while_somebody_died():
+def test_a_mesh_error_is_an_echo_where_a_process_died():
     lost = error(0, 1.0, "rank 1 never came to all_gather", "MeshError", 5)
     killed = first_cause([lost], RANKS, [RankExit(1, 101, -11)], [])
     assert killed is not None and killed.rank == 1
@@ -62,7 +62,7 @@ def test_a_rank_that_only_vanished():
     assert cause is not None and (cause.rank, cause.exit_code) == (1, 5)
 
 
-def test_who_was_gone_before_anyone_was_asked_to_stop_comes_before_who_was_asked():
+def test_a_rank_gone_before_the_stop_comes_before_those_that_were_stopped():
     """The agent's word about the first to die may be missing; rank 0 died of the agent's
     SIGTERM."""
     assert first_cause([], RANKS, [RankExit(0, 100, -15)], [RANKS[1]]) == Cause(

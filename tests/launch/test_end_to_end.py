@@ -307,7 +307,7 @@ def test_a_run_that_crashed_after_it_had_saved_goes_on_by_itself(project: Path):
         ),
     ],
 )
-def test_what_can_be_known_before_is_said_before(changes: dict[str, Any], message: str, project: Path):
+def test_faults_that_can_be_known_before_a_run(changes: dict[str, Any], message: str, project: Path):
     """Nothing is started and no run folder is made."""
     write_experiment(project, **changes)
     done = zero_trial("run", "const.yaml", "model", cwd=project)

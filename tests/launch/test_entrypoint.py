@@ -86,7 +86,7 @@ def test_a_package_and_a_dotted_module(tmp_path: Path):
         "from zero_trial import ZeroTrial\nclass Base(ZeroTrial): ...\nclass MyTrial(Base): ...",
     ],
 )
-def test_what_only_running_could_tell_is_let_through(source: str, tmp_path: Path):
+def test_what_only_running_could_show_is_let_through(source: str, tmp_path: Path):
     (tmp_path / "model_def.py").write_text(source)
     check_entrypoint(Entrypoint("model_def", "MyTrial"), tmp_path)
 

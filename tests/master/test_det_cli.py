@@ -58,7 +58,7 @@ def ended(det: Det) -> int:
     return number
 
 
-def test_nobody_is_asked_for_a_password(det: Det) -> None:
+def test_no_password_is_asked_for(det: Det) -> None:
     assert det.program("user", "whoami").out == "You are logged in as user 'determined'\n"
     assert "DET_USER_TOKEN" in det.exports
     private = [path for path in det.root.iterdir() if path.name in ("user.json", "master.db", "master.json")]
@@ -88,7 +88,7 @@ def test_a_login_by_hand_with_the_password_of_the_file(det: Det) -> None:
     )
 
 
-def test_a_wrong_token_is_told_to_log_in(det: Det) -> None:
+def test_a_wrong_token_leads_to_a_login(det: Det) -> None:
     env = {**det.env(), "DET_USER_TOKEN": "wrong"}
     done = subprocess.run(
         [str(BIN / "det"), "e", "list"], env=env, capture_output=True, text=True, timeout=SECONDS, check=False

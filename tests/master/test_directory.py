@@ -64,7 +64,7 @@ def test_everything_lies_below_the_root(tmp_path: Path) -> None:
     assert all(path.is_relative_to(tmp_path) for path in paths) and len(set(paths)) == len(paths)
 
 
-def test_a_start_waits_for_somebody_who_only_asked(tmp_path: Path) -> None:
+def test_a_start_waits_for_a_process_that_only_looked(tmp_path: Path) -> None:
     holder, home = MasterDirectory(tmp_path), MasterDirectory(tmp_path)
     holder.prepare()
     assert holder.lock()

@@ -138,7 +138,7 @@ class TestFollow:
         write(tmp_path, 1, "d", at=20)
         assert [line.message for line in [*found, *lines] if line is not None] == ["b", "c", "d"]
 
-    def test_silence_is_told(self, tmp_path: Path) -> None:
+    def test_silence_is_reported(self, tmp_path: Path) -> None:
         source = logs.Source(tmp_path, 7, "1.t")
         assert list(itertools.islice(logs.follow(source, LogQuery(), lambda: False), 2)) == [None, None]
 

@@ -142,7 +142,7 @@ def test_a_failure_is_known_by_what_a_rank_said_of_it(supervised: Supervised) ->
     assert (ended.code, ended.why) == (5, "searcher.metric: no such metric")
 
 
-def test_the_launcher_who_has_seen_all_ranks_has_the_last_word(supervised: Supervised) -> None:
+def test_the_launchers_exit_code_counts_last(supervised: Supervised) -> None:
     lines = ("[rank=0] error   connection closed by peer", "error   rank 1: killed by SIGKILL; ended with it: rank 0")
     ended = supervised.run(
         *py(f"import sys; print({lines[0]!r}, file=sys.stderr); print({lines[1]!r}, file=sys.stderr); sys.exit(1)")
@@ -171,7 +171,7 @@ def test_asked_to_end_it_gives_time_and_then_ends_everybody(supervised: Supervis
     assert ended is not None and (ended.code, ended.killed) == (137, True) and not identify(pid).alive
 
 
-def test_who_hears_sigterm_may_clean_up(supervised: Supervised) -> None:
+def test_sigterm_leaves_time_to_clean_up(supervised: Supervised) -> None:
     child = supervised.start(*py(POLITE))
     supervised.wait_for("up")
     child.send_signal(signal.SIGTERM)

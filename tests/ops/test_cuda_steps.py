@@ -174,7 +174,7 @@ def test_many_tensors_of_several_groups_in_one_launch(emulator: Emulator, name: 
 @pytest.mark.parametrize("skipped", [0.0, 1.0])
 @pytest.mark.parametrize("n", [1, TILE + 1, 20 * TILE + 77])
 @pytest.mark.parametrize("name", NUMBERS)
-def test_one_tensor_alone_is_told_by_the_device_without_a_table(
+def test_one_tensor_alone_needs_no_table(
     emulator: Emulator, name: str, n: int, skipped: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A step of the engine: one piece per unit, its factor and whether to skip in device memory."""

@@ -29,7 +29,7 @@ def test_every_op_with_its_backend() -> None:
     assert all(line.cuda for line in lines)
 
 
-def test_what_was_refused_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_refused_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     lines, kernel = report(), cuda_runtime.sums()
     opened = SimpleNamespace(refused={kernel: "error: bad"})
     monkeypatch.setattr(module, "cuda_backend", lambda: SimpleNamespace(cuda=opened))

@@ -145,7 +145,7 @@ def test_evaluation_keeps_all_outputs():
     assert all(executor.stage.peak == 0 for executor in executors)
 
 
-def test_sharding_is_told_what_the_row_says():
+def test_sharding_gets_what_the_row_says():
     schedule = lower(build("gpipe", 2, 2), parameters=ParameterLifetime.HOLD, ties=[(0, 1)])
     _, logs, _ = perform(schedule, Model(2), options=StepOptions(loss=F.mse_loss))
     assert logs[0].told == [

@@ -63,7 +63,7 @@ def test_receives_keep_the_order_of_the_sends():
     assert schedule.rows[1] == parse_row("1RECV_F0 1RECV_F1 1F1 1F0")
 
 
-def test_what_nobody_computes_cannot_be_received():
+def test_what_no_rank_computes_cannot_be_received():
     rows = (parse_row("0F0"), parse_row("1F0 1F1"))
     with pytest.raises(ScheduleError, match=r"rank 1, 1F1: no rank computes what this needs: got no send for 1RECV_F1"):
         add_send_recv(Schedule("mine", ChunkPlacement.loop(2), 2, rows, training=False))

@@ -236,7 +236,7 @@ def test_settings_code_and_data() -> None:
     assert changes({"a": 1}, {"a": 1.0}) == ()
 
 
-def test_the_machine_is_told_and_does_not_count() -> None:
+def test_the_machine_is_shown_and_does_not_count() -> None:
     found = compare_runs(run(made_with={"versions.torch": "2.6"}), run(made_with={"versions.torch": "2.7"}))
     assert found.made_with == (SettingChange("versions.torch", "2.6", "2.7"),) and found.same
 

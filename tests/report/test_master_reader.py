@@ -92,7 +92,7 @@ def played(losses: list[tuple[int, float]], config: dict[str, Any] = ONE_BRACKET
     return bracket_histories(config, search.snapshot(), measured, {}), [(request, "stopped") for request in stops]
 
 
-def test_the_worse_of_two_is_stopped_and_told_why() -> None:
+def test_the_worse_of_two_is_stopped_with_the_reason() -> None:
     (ladder,), stops = played([(2, 1.0), (2, 2.0)])
     assert ladder.units == (2, 4)
     first, second = ladder.decisions

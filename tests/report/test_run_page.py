@@ -104,7 +104,7 @@ def test_the_plan_alone_is_shown_too() -> None:
 
 
 @needs_browser
-def test_in_a_browser_it_fits_a_phone_and_a_desk_and_can_be_used(tmp_path: Path) -> None:
+def test_in_a_browser_it_fits_a_phone_and_a_desktop_and_can_be_used(tmp_path: Path) -> None:
     html = render_run(run_report())
     script = """
       const widths = {};

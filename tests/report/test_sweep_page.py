@@ -109,7 +109,7 @@ def test_hostile_names_stay_text() -> None:
 
 
 @needs_browser
-def test_in_a_browser_it_fits_a_phone_and_a_desk_and_can_be_used(tmp_path: Path) -> None:
+def test_in_a_browser_it_fits_a_phone_and_a_desktop_and_can_be_used(tmp_path: Path) -> None:
     report = sweep_report()
     script = """
       const widths = {};

@@ -90,7 +90,7 @@ with lock_run(pathlib.Path(sys.argv[1])):
 """
 
 
-def test_a_second_one_is_told_who_holds_it(tmp_path: Path) -> None:
+def test_a_second_one_gets_the_holders_name(tmp_path: Path) -> None:
     command = [sys.executable, "-c", HOLD, str(tmp_path)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
         assert other.stdout is not None and other.stdout.readline() == "held\n"

@@ -123,7 +123,7 @@ def test_what_a_block_raises_is_not_taken_for_a_missing_checkpoint(tmp_path: Pat
         raise ZeroDivisionError
 
 
-def test_rank_0_asks_about_preemption_and_all_are_told() -> None:
+def test_rank_0_asks_about_preemption_for_all() -> None:
     def work(ranks: Distributed) -> tuple[list[bool], int]:
         core = FakeCore(Path(), ranks)
         platform = platform_on(core)
@@ -135,7 +135,7 @@ def test_rank_0_asks_about_preemption_and_all_are_told() -> None:
     assert run_ranks(2, work) == [([False, True], 2), ([False, True], 0)]
 
 
-def test_an_early_exit_is_told_once_by_whoever_comes_first() -> None:
+def test_an_early_exit_is_reported_once_by_the_first_rank() -> None:
     claim = Claims()
 
     def work(ranks: Distributed) -> list[str]:

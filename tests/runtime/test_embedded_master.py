@@ -53,9 +53,7 @@ def workloads(det: Det, trial: int, kind: str) -> dict[int, dict[str, Any]]:
     return {w[kind]["totalBatches"]: w[kind]["metrics"]["avgMetrics"] for w in found if w.get(kind)}
 
 
-def test_paused_and_activated_to_the_bit_and_a_crash_is_started_again_as_often_as_it_may(
-    det: Det, tmp_path: Path
-) -> None:
+def test_pause_and_activate_to_the_bit_and_a_crash_with_one_restart(det: Det, tmp_path: Path) -> None:
     stopped = submit(det, "class", wait_at=2)
     whole = submit(det, "script")
     crashing = submit(det, "module", fault="crash", at=6)

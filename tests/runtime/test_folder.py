@@ -63,7 +63,7 @@ def test_ranks_that_have_saved_and_left_have_not_failed(tmp_path: Path) -> None:
     assert RunFolder(tmp_path).has_failed_ranks()
 
 
-def test_errors_of_an_earlier_start_are_forgotten_by_those_whose_they_are(tmp_path: Path) -> None:
+def test_errors_of_an_earlier_start_are_removed_by_their_own_rank(tmp_path: Path) -> None:
     for rank in range(4):
         record_error(ValueError("mine"), tmp_path, RankState(RankEnv(rank=rank, world_size=4)))
     names = lambda: sorted(path.stem for path in (tmp_path / "errors").iterdir())  # noqa: E731

@@ -81,7 +81,7 @@ def test_paused_and_resumed_the_losses_are_those_of_one_go(
 
 
 @pytest.mark.parametrize(("front", "fault"), [("module", "invalid"), ("class", "invalid at once")])
-def test_hyperparameters_that_one_rank_cannot_train_end_all_ranks_and_are_told_once(
+def test_hyperparameters_that_one_rank_cannot_train_end_all_ranks_and_are_reported_once(
     master: StubMaster, front: str, fault: str
 ) -> None:
     task = run(master, front, 2, fault=fault, at=2)

@@ -85,7 +85,7 @@ def test_other_ranks_do_not_watch_their_memory() -> None:
     assert trained.watch is None
 
 
-def test_hyperparameters_that_cannot_be_trained_are_told_at_once() -> None:
+def test_hyperparameters_that_cannot_be_trained_are_reported_at_once() -> None:
     def refuse(context: ZeroTrialContext) -> ZeroTrial:
         raise InvalidHP("too small")
 

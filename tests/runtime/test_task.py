@@ -228,7 +228,7 @@ def test_what_fails_while_the_platform_opens_is_a_failure_too(
     assert capsys.readouterr().err == "error   cluster: not installed.\n"
 
 
-def test_an_exit_of_the_users_own_is_told(core: FakeCore, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_exit_of_the_users_own_is_reported(core: FakeCore, capsys: pytest.CaptureFixture[str]) -> None:
     """A rank that left without a word would keep the others waiting."""
 
     def leave(context: ZeroTrialContext) -> Any:

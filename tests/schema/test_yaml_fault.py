@@ -33,6 +33,6 @@ def test_what_to_do(text: str, line: int, got: str | None, fix: str) -> None:
     assert fault.value.fix is not None and fault.value.fix.startswith(fix)
 
 
-def test_what_nothing_is_known_about_is_told_as_it_is() -> None:
+def test_an_unknown_fault_is_passed_on_as_it_is() -> None:
     with pytest.raises(ConfigError, match=r"^f:1: not readable as YAML: found undefined alias 'x': got 'a: \*x'\.$"):
         read_yaml("a: *x\n", "f")

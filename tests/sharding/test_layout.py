@@ -121,7 +121,7 @@ def test_what_was_given_stays_unless_sixteen_bits_are_asked_for(
     assert living_dtype(own, asked) == lives
 
 
-def test_complex_numbers_are_nobody_s_precision():
+def test_complex_numbers_are_no_precision():
     assert living_dtype(torch.complex64, BF16) == torch.complex64
 
 

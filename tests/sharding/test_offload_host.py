@@ -80,7 +80,9 @@ class Training:
 @pytest.mark.parametrize("buffers", [1, 2, 9])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("name", BUILDS)
-def test_the_same_bits_through_a_desk(tmp_path: Path, name: str, dtype: torch.dtype, buffers: int, away: bool) -> None:
+def test_the_same_bits_through_staging_buffers(
+    tmp_path: Path, name: str, dtype: torch.dtype, buffers: int, away: bool
+) -> None:
     here = Training(BUILDS[name], dtype)
     there = Training(BUILDS[name], dtype, buffers=buffers, folder=tmp_path if away else None)
     assert len(there.values()) == 6
@@ -103,7 +105,7 @@ def test_masters_leave_the_device_also_where_they_are_the_shard() -> None:
     assert torch.equal(group.master, group.shard)
 
 
-def test_a_step_that_is_broken_off_leaves_the_desk_usable() -> None:
+def test_a_step_that_is_broken_off_leaves_the_staging_buffers_usable() -> None:
     training = Training(BUILDS["fused"], torch.bfloat16, buffers=2)
 
     def stop(pieces: Any, rounded: bool) -> None:

@@ -125,7 +125,7 @@ def test_a_full_disk_is_found_before_anything_is_written(tmp_path: Path) -> None
     assert error.value.exit_code == 3
 
 
-def test_a_fault_in_the_middle_is_raised_by_who_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fault_in_the_middle_is_raised_by_the_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = SwapFile(tmp_path, 1 << 20, block_size=BLOCK, depth=2)
     into, once = file.buffer(1 << 16), os.preadv
 

@@ -172,7 +172,7 @@ def test_checkpoint_policies(policy: str, smaller: bool, saved: list[int]) -> No
     assert run.record.checkpoints == [f"step-{step:06d}" for step in saved]
 
 
-def test_a_searcher_metric_that_nobody_reports() -> None:
+def test_a_searcher_metric_that_is_never_reported() -> None:
     with pytest.raises(
         ConfigError, match=r"'val_loss' was never reported: got the trial reports \['validation_loss'\]"
     ):
@@ -270,7 +270,7 @@ def test_metrics_with_the_counters_names_are_said_to_be_replaced() -> None:
 
 
 @pytest.mark.parametrize("fails", [True, False])
-def test_a_shutdown_that_fails_hides_no_cause_and_keeps_nobody_from_his_own(fails: bool) -> None:
+def test_a_shutdown_that_fails_hides_no_cause_and_no_other_shutdown(fails: bool) -> None:
     calls: list[str] = []
 
     class Broken(TrialCallback):
@@ -420,7 +420,7 @@ def test_ranks_with_different_numbers_of_batches_use_the_smallest_and_say_so(tmp
     assert any("different numbers of batches [3, 5]" in event.get("message", "") for event in first.record.events)
 
 
-def test_live_events_for_whoever_watches() -> None:
+def test_live_events() -> None:
     ticks = iter(range(10_000))
     run = run_rank(LineTrial, steps(4, validation_period=Batch(4)), clock=lambda: float(next(ticks)))
     kinds = [event["kind"] for event in run.record.events if event["kind"] != "note"]
@@ -475,7 +475,7 @@ def test_metrics_are_averaged_over_replicas_and_not_over_the_ranks_of_one(tmp_pa
     assert first.outcome.final_metrics["validation_loss"] < 100
 
 
-def test_events_tell_of_validation_and_checkpoints() -> None:
+def test_events_of_validation_and_checkpoints() -> None:
     run = run_rank(LineTrial, steps(2))
     events = {event["kind"]: event for event in run.record.events}
     assert set(events["validation"]["metrics"]) == {"validation_loss"}

@@ -25,7 +25,7 @@ def test_outside_of_a_trial_it_is_one_pass_over_everything() -> None:
     assert indices(loader) == [[0, 1], [2, 3], [4]] and len(loader) == 3
 
 
-def test_a_replicas_loader_starts_where_it_is_told_and_reads_nothing_before() -> None:
+def test_a_replicas_loader_starts_where_it_should_and_reads_nothing_before() -> None:
     data = Points(24)
     loader = DataLoader(data, batch_size=2).get_data_loader(repeat=True, skip=3, num_replicas=2, rank=1)
     assert indices(loader, 2) == [[14, 15], [18, 19]]

@@ -29,7 +29,7 @@ def test_the_pace_of_the_exchanges_does_not_show_in_the_reports() -> None:
     assert trained == [list(range(1, 13)), [1, 3, 5, 9, 10, 12]]
 
 
-def test_every_steps_own_values_are_told_at_whatever_pace() -> None:
+def test_every_steps_own_values_are_reported_at_any_pace() -> None:
     for seconds in (10.0, 1e-6):
         run = run_rank(LineTrial, steps(12, reporting_period=Batch(5)), clock=clock(seconds))
         trained = [event for event in run.record.events if event["kind"] == "train"]

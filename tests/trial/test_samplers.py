@@ -114,7 +114,7 @@ class Epochs:
         return iter([self.epoch * 10 + index for index in range(3)])
 
 
-def test_a_users_sampler_is_told_the_epoch() -> None:
+def test_a_users_sampler_gets_the_epoch() -> None:
     order = FromSampler(Epochs(), 3)  # type: ignore[arg-type]
     assert SampleStream(order).samples(2, 5) == [2, 10, 11, 12, 20]
 

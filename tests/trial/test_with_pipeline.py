@@ -148,7 +148,7 @@ def test_a_pipeline_trains_and_reports_what_one_rank_does(
     ("stages", "schedule", "reading", "reporting"),
     [(2, "1f1b", [0, 1], [1]), (4, "1f1b", [0, 3], [3]), (2, "zb_v", [0], [0])],
 )
-def test_who_reads_and_who_reports(
+def test_which_ranks_read_and_which_report(
     ranks: Pools, tmp_path: Path, stages: int, schedule: str, reading: list[int], reporting: list[int]
 ) -> None:
     every = ranks(stages).run(run_here, ds_config(stages, schedule=schedule), 2, storage=tmp_path)

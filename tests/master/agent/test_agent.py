@@ -161,7 +161,7 @@ def test_the_next_agent_takes_over_what_runs(field: Field) -> None:
     field.expect("exited", name, 4, "")
 
 
-def test_what_ended_while_nobody_watched_is_told(field: Field) -> None:
+def test_what_ended_unwatched_is_reported(field: Field) -> None:
     name = field.start("echo up; exit 5")
     field.expect("started", name)
     field.expect("exited", name, 5)
@@ -229,7 +229,7 @@ def test_a_start_is_reported_before_an_end_that_came_between_two_looks(field: Fi
     field.expect("exited", "x.1", 3)
 
 
-def test_an_end_that_could_not_be_told_is_told_again(field: Field) -> None:
+def test_an_end_that_could_not_be_reported_is_reported_again(field: Field) -> None:
     field.agent.close()
     refused = []
 
@@ -260,7 +260,7 @@ def test_what_cannot_be_started_does_not_end_the_work(field: Field) -> None:
     field.expect("exited")
 
 
-def test_a_variable_that_no_process_can_have_is_told(field: Field) -> None:
+def test_a_variable_that_no_process_can_have_is_reported(field: Field) -> None:
     field.start("true", environment={"environment_variables": ["A=b\0c"]})
     field.expect("started")
     assert field.expect("exited")[2] == 127

@@ -60,7 +60,7 @@ def test_a_process_is_alive_until_it_ends_even_as_a_zombie(child: subprocess.Pop
     identity.send(signal.SIGTERM)  # to nobody
 
 
-def test_a_pid_that_is_used_again_is_somebody_else(child: subprocess.Popen[str]) -> None:
+def test_a_pid_that_is_used_again_is_another_process(child: subprocess.Popen[str]) -> None:
     other = Identity(child.pid, "1")
     assert not other.alive
     other.send(signal.SIGKILL)
@@ -87,7 +87,7 @@ def test_a_mark_in_the_environment_finds_them_and_a_sweep_ends_them(child: subpr
     assert marked("ZT_TEST_MARK", mark) == []
 
 
-def test_nobody_is_no_process() -> None:
+def test_pid_0_is_no_process() -> None:
     """Pid 0 is a group to kill(2), ours."""
     for pid in (0, -1):
         assert not Identity(pid, "").alive
@@ -109,7 +109,7 @@ def test_the_first_claim_holds(tmp_path: Path) -> None:
     assert lease_owner(tmp_path) == Identity(1, "2") and lease_exists(tmp_path)
 
 
-def test_a_void_one_belongs_to_nobody_for_ever(tmp_path: Path) -> None:
+def test_a_void_one_has_no_owner_ever(tmp_path: Path) -> None:
     assert acquire_lease(tmp_path, None)
     assert lease_exists(tmp_path) and lease_owner(tmp_path) is None and not acquire_lease(tmp_path, Identity(1, "2"))
 

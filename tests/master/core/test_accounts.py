@@ -71,7 +71,7 @@ def test_a_login_gives_a_token_that_works_and_expires(world: World) -> None:
         world.accounts.login("somebody", "word", is_hashed=True)
 
 
-def test_who_was_switched_off_cannot_log_in(world: World) -> None:
+def test_a_deactivated_user_cannot_log_in(world: World) -> None:
     made = world.accounts.add_user("somebody", "hash", admin=False)
     world.accounts.put_user(replace(made, active=False))
     with pytest.raises(PermissionDenied, match="invalid credentials"):

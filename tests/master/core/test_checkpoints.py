@@ -440,7 +440,7 @@ def test_a_search_needs_its_source_for_the_trials_that_it_has_not_made(master: S
     master.experiments.delete(1)
 
 
-def test_its_own_checkpoints_keep_nobody_from_deleting_an_experiment(master: Sandbox) -> None:
+def test_its_own_checkpoints_do_not_block_deleting_an_experiment(master: Sandbox) -> None:
     finished(master)
     master.experiments.delete(1)
     master.garbage_collector.collect()

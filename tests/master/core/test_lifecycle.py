@@ -147,7 +147,7 @@ def test_without_restarts_the_first_crash_is_the_end() -> None:
         ((*UP, EarlyExit("ERRORED"), OK), ExitReason.ERRORED),
     ],
 )
-def test_what_the_search_is_told(events: tuple[TrialEvent, ...], reason: ExitReason) -> None:
+def test_events_that_reach_the_search(events: tuple[TrialEvent, ...], reason: ExitReason) -> None:
     assert exit_reason(live(*events)[0]) is reason
 
 
@@ -244,7 +244,7 @@ def test_a_big_one_is_not_starved_by_small_ones() -> None:
     assert placed(wait("t1", slots=2), wait("t2"), free=[0]) == {}
 
 
-def test_max_slots_bounds_an_experiment_and_holds_back_nobody_else() -> None:
+def test_max_slots_bounds_an_experiment_and_no_other() -> None:
     queue = [wait("t1", 1, max_slots=1), wait("t2", 1, max_slots=1), wait("t3", 2)]
     assert placed(*queue, free=[0, 1]) == {"t1": (0,), "t3": (1,)}
     assert placed(*queue, free=[0, 1], used={1: 1}) == {"t3": (0,)}

@@ -119,7 +119,7 @@ def test_invalid_hyperparameters(live: Live) -> None:
     assert trial.state.value == "ERROR" and trial.restarts == 0 and "INVALID_HP" in trial.reason
 
 
-def test_a_trial_that_does_not_hear_is_ended_after_its_time(live: Live) -> None:
+def test_a_trial_that_ignores_preemption_is_killed_after_its_time(live: Live) -> None:
     made = live.create("deaf", preemption_timeout=1)
     live.wait(made, lambda _: live.said(made, "running"))
     live.master.experiments.pause(made.id)

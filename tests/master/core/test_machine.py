@@ -11,7 +11,7 @@ from zero_trial.master.records import NotFound
 WHOLE = {"slots_per_trial": 2}
 
 
-def test_slots_and_who_holds_them(master: Sandbox) -> None:
+def test_slots_and_their_holders(master: Sandbox) -> None:
     master.create()
     held, free = master.machine.slots()
     assert (
@@ -58,7 +58,7 @@ def test_the_queue(master: Sandbox) -> None:
     assert (jobs[0].requested_slots, jobs[0].allocated_slots, jobs[1].allocated_slots) == (2, 2, 0)
 
 
-def test_who_we_are_outlives_a_restart(master: Sandbox) -> None:
+def test_the_clusters_identity_outlives_a_restart(master: Sandbox) -> None:
     before = master.machine.info
     master.restart()
     assert master.machine.info == before and before.version == "0.38.1"

@@ -90,7 +90,7 @@ def test_a_validation_without_the_searchers_metric_ends_an_asha_trial_as_failed(
     assert len(master.experiments.trials(1)) > 1  # the search goes on
 
 
-def test_hyperparameters_that_the_trial_refuses_are_told_to_the_search(master: Sandbox) -> None:
+def test_hyperparameters_that_the_trial_refuses_reach_the_search(master: Sandbox) -> None:
     random = {"name": "random", "metric": "val", "max_trials": 2, "max_concurrent_trials": 1}
     made = master.create(searcher=random, hyperparameters={"a": {"type": "double", "minval": 0, "maxval": 1}})
     master.trials.early_exit(1, "EXITED_REASON_INVALID_HP")

@@ -62,7 +62,7 @@ def test_a_run_starts_from_the_newest_checkpoint_and_what_came_after_it_is_archi
     assert [report.steps_completed for report in trials_.metrics(1)] == [1, 2]
 
 
-def test_priority_then_submission_decides_who_is_next(master: Sandbox) -> None:
+def test_priority_then_submission_decides_what_is_next(master: Sandbox) -> None:
     whole = {"slots_per_trial": 2}
     master.create(resources=whole)
     master.create(resources=whole)
@@ -124,7 +124,7 @@ def test_a_deadline_outlives_the_master(master: Sandbox) -> None:
     assert len(master.agent.killed) == 1
 
 
-def test_an_exit_that_is_told_twice_counts_once(master: Sandbox) -> None:
+def test_an_exit_that_is_reported_twice_counts_once(master: Sandbox) -> None:
     master.create(max_restarts=1)
     name = master.run_of(1).allocation.id
     for _ in range(3):

@@ -103,7 +103,7 @@ def test_a_trial_that_said_that_it_ends_and_does_not_is_ended(master: Sandbox) -
     assert master.state_of(1) == "ERROR" and "INVALID_HP" in master.trials.get(1).reason
 
 
-def test_logs_tell_what_the_master_did(master: Sandbox) -> None:
+def test_logs_hold_what_the_master_did(master: Sandbox) -> None:
     master.create()
     master.exit(1, code=3, why="so it goes")
     master.exit(1)
@@ -135,7 +135,7 @@ def test_a_task_and_its_runs(master: Sandbox) -> None:
     assert master.tasks.allocation(run.id).exit_code == 0
 
 
-def test_who_waits_for_a_preemption_hears_of_it(master: Sandbox) -> None:
+def test_a_wait_for_a_preemption_ends_with_it(master: Sandbox) -> None:
     made = master.create()
     name = master.run_of(1).allocation.id
     assert not master.tasks.preemption_signal(name, 0)
@@ -147,7 +147,7 @@ def test_who_waits_for_a_preemption_hears_of_it(master: Sandbox) -> None:
     assert heard == [True]
 
 
-def test_who_waits_is_let_go_when_the_run_ends(master: Sandbox) -> None:
+def test_a_wait_ends_when_the_run_ends(master: Sandbox) -> None:
     master.create()
     name = master.run_of(1).allocation.id
     heard: list[bool] = []

@@ -184,7 +184,7 @@ def test_the_token_of_an_allocation_that_is_over_is_none(ask: Ask, world: World)
     assert ask("GET", "/api/v1/trials/2", task=OTHER_TASK_TOKEN)[0] == 401
 
 
-def test_a_user_who_was_switched_off_is_nobody(ask: Ask, world: World) -> None:
+def test_a_deactivated_user_has_no_access(ask: Ask, world: World) -> None:
     world.accounts.put_user(replace(world.accounts.users()[0], active=False))
     assert ask("GET", "/api/v1/me", user=USER_TOKEN)[0] == 401
 
@@ -247,9 +247,7 @@ def test_what_is_no_number_never_reaches_a_service(ask: Ask, world: World, numbe
     assert world.content() == before
 
 
-def test_an_unknown_route_is_404_for_those_who_may_ask_and_is_written_down(
-    ask: Ask, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_unknown_route_is_404_for_users_and_is_logged(ask: Ask, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         status, answer = ask("GET", "/api/v1/inventions/7", user=USER_TOKEN)
     assert (status, answer["message"]) == (404, "GET /api/v1/inventions/7 is not known to the embedded master")
@@ -629,9 +627,7 @@ def test_every_route_that_reads_a_body_has_an_example() -> None:
 
 @pytest.mark.parametrize("most", [150, pytest.param(10**6, marks=pytest.mark.slow)], ids=["some", "all"])
 @pytest.mark.parametrize("route", ROUTES, ids=lambda route: f"{route.method} {route.path}")
-def test_whatever_is_asked_the_master_has_an_answer(
-    route: Any, most: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_request_gets_an_answer(route: Any, most: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What makes no sense is refused with a 4xx; no request makes a 500, and none makes a later GET
     answer 500."""
     monkeypatch.setattr("zero_trial.master.core.accounts._COST", 2)

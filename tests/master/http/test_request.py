@@ -314,7 +314,7 @@ def test_places_to_wait_are_counted_and_given_back() -> None:
         (b"[1]", "not a JSON object"),
     ],
 )  # fmt: skip
-def test_bodies_that_nobody_could_store_or_walk(body: bytes, words: str) -> None:
+def test_bodies_that_cannot_be_stored_or_walked(body: bytes, words: str) -> None:
     with pytest.raises(BadRequest, match=words) as caught:
         call(body=body).body()
     assert caught.value.status == 400

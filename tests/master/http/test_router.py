@@ -80,5 +80,5 @@ def test_parts_of_determined_that_are_not_here(path: str, words: str) -> None:
 @pytest.mark.parametrize(
     "path", ["", "/", "/api", "/api/v1", "/api/v1/inventions", "/api/v1/notebooksx", "/metadata/x"]
 )
-def test_what_nobody_knows_has_no_reason(path: str) -> None:
+def test_an_unknown_status_has_no_reason(path: str) -> None:
     assert why_unsupported(path) is None

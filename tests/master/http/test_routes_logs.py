@@ -133,7 +133,7 @@ def test_followed_lines_come_while_more_are_awaited(user: Any, world: World) -> 
     assert [each.log for each in lines] == ["run 1 ended with exit code 0"]
 
 
-def test_who_stops_reading_is_noticed_although_no_line_comes(
+def test_a_reader_that_stops_is_noticed_although_no_line_comes(
     server: HttpServer, world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     closed = threading.Event()

@@ -13,7 +13,7 @@ bindings = pytest.importorskip("determined.common.api.bindings")
 errors = pytest.importorskip("determined.common.api.errors")
 
 
-def test_who_the_master_is(ask: Ask, user: Any, world: World) -> None:
+def test_identity_of_the_master(ask: Ask, user: Any, world: World) -> None:
     status, answer = ask("GET", "/info")
     assert (status, answer["version"], answer["telemetry"]) == (200, "0.38.1", {"enabled": False})
     found = bindings.get_GetMaster(user)
@@ -23,7 +23,7 @@ def test_who_the_master_is(ask: Ask, user: Any, world: World) -> None:
     ]
 
 
-def test_agents_and_slots_with_who_holds_them(user: Any, world: World) -> None:
+def test_agents_and_slots_with_their_holders(user: Any, world: World) -> None:
     (agent,) = bindings.get_GetAgents(user).agents
     assert (agent.id, sorted(agent.slots), agent.resourcePools) == ("laptop", ["0", "1"], ["default"])
     assert agent.slots["0"].container.id == "container-1"

@@ -256,7 +256,7 @@ def test_a_trial_is_set_up(task: Any, world: World) -> None:
     assert world.tasks.allocation("task-1.1").ready
 
 
-def test_preemption_is_told_at_once_when_nobody_waits(task: Any, world: World) -> None:
+def test_preemption_is_answered_at_once_without_a_wait(task: Any, world: World) -> None:
     assert task.get(POLL, params={"timeout_seconds": "0"}).json() == {"preempt": False}
     world.experiments.pause(1)
     assert task.get(POLL, params={"timeout_seconds": "60"}).json() == {"preempt": True}
@@ -278,7 +278,7 @@ def test_a_wait_that_is_none_is_refused(ask: Ask, seconds: str) -> None:
     assert ask("GET", f"{POLL}?timeout_seconds={seconds}", task=TASK_TOKEN)[0] == 400
 
 
-def test_nobody_waits_longer_than_a_minute(ask: Ask, waits: list[float]) -> None:
+def test_no_request_waits_longer_than_a_minute(ask: Ask, waits: list[float]) -> None:
     assert ask("GET", f"{POLL}?timeout_seconds=inf", task=TASK_TOKEN) == (200, {"preempt": False})
     assert waits == [60.0]
 

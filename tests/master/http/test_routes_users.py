@@ -86,7 +86,7 @@ def test_accounts_through_the_genuine_client(user: Any, server: HttpServer) -> N
         authentication.login(server.url, "someone", "Other2words")
 
 
-def test_who_is_no_administrator_changes_only_himself_and_only_a_little(user: Any, server: HttpServer) -> None:
+def test_without_administrator_rights_only_some_own_fields_can_be_changed(user: Any, server: HttpServer) -> None:
     client.Determined._from_session(user).create_user("somebody", admin=False, password="Another1word")
     own = authentication.login(server.url, "somebody", "Another1word")
     determined = client.Determined._from_session(own)
@@ -135,7 +135,7 @@ def test_an_administrator_does_not_lock_himself_out(ask: Ask, world: World, body
     assert world.accounts.users() == before
 
 
-def test_a_user_who_is_not_there(user: Any) -> None:
+def test_a_user_that_does_not_exist(user: Any) -> None:
     for path in ("/api/v1/users/9", "/api/v1/users/nobody/by-username"):
         with pytest.raises(errors.NotFoundException, match=r"user .* not found"):
             user.get(path)

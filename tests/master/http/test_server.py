@@ -60,7 +60,7 @@ def test_a_port_can_be_used_again_at_once() -> None:
         assert again.port == server.port
 
 
-def test_clients_that_say_nothing_or_say_it_slowly_lock_nobody_out() -> None:
+def test_silent_and_slow_clients_lock_no_other_out() -> None:
     with serving(limit=4) as server, contextlib.ExitStack() as stack:
         slow = [stack.enter_context(connect(server)) for _ in range(12)]
         for sock in slow[::2]:
@@ -70,7 +70,7 @@ def test_clients_that_say_nothing_or_say_it_slowly_lock_nobody_out() -> None:
             assert get(sock).startswith(b"HTTP/1.1 200 OK")
 
 
-def test_when_every_connection_is_being_answered_a_new_one_is_told_so() -> None:
+def test_when_every_connection_is_being_answered_a_new_one_is_refused() -> None:
     release, entered = threading.Event(), threading.Semaphore(0)
 
     def handler(head: object, read_body: object) -> Response:
@@ -186,7 +186,7 @@ def test_a_body_that_no_one_read_ends_the_connection(start: Start) -> None:
     assert read_all(client).count(b"HTTP/1.1 ") == 1
 
 
-def test_who_asks_before_sending_a_body_is_told_to_go_on(start: Start) -> None:
+def test_expect_100_continue_is_answered(start: Start) -> None:
     client = start(echo)
     client.sendall(b"POST /a HTTP/1.1\r\nContent-Length: 3\r\nExpect: 100-continue\r\nConnection: close\r\n\r\n")
     assert client.recv(25) == b"HTTP/1.1 100 Continue\r\n\r\n"

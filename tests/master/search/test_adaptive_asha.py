@@ -103,7 +103,7 @@ def test_the_best_quarter_goes_on():
     assert bracket.position["h"] == 1 and bracket.position["g"] == 0
 
 
-def test_who_ends_early_is_last():
+def test_a_trial_that_ends_early_is_last():
     bracket = Bracket.ladder(2, 2, 4, 4, 4)
     bracket.position = {"a": 0, "b": 0}
     bracket.drop_early("a")

@@ -27,7 +27,7 @@ def test_they_fall_from_five(name: str):
         assert values[0] == pytest.approx(5.0) and values == sorted(values, reverse=True) and values[-1] >= 0.99
 
 
-def test_who_is_early_is_late_in_one_and_first_in_the_other():
+def test_an_early_trial_is_last_in_one_and_first_in_the_other():
     early, late = 0.1, 1.0
     for name, agrees in (("power", True), ("crossing", False)):
         curves = [CURVES[name](seed) for seed in range(40)]

@@ -23,18 +23,19 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks import faults_checkpoints, faults_mesh, faults_runs, record
-from benchmarks.faults_runs import Desk, Result
+from benchmarks.faults_runs import Result, Workbench
 from benchmarks.record import Column, markdown, number
 
 
 @dataclass(frozen=True)
 class Fault:
-    """``inject(desk, count)`` yields one result per injection; ``count`` of them, or ``short``."""
+    """``inject(workbench, count)`` yields one result per injection: ``count``, or ``short``, of
+    them."""
 
     name: str
     what: str
     promise: str
-    inject: Callable[[Desk, int], Iterator[Result]]
+    inject: Callable[[Workbench, int], Iterator[Result]]
     count: int
     short: int
 
@@ -76,8 +77,8 @@ def measure(fault: Fault, count: int, seed: int, say: Callable[[str], None] = pr
     begin = time.monotonic()
     results: list[Result] = []
     with tempfile.TemporaryDirectory(prefix="faults-") as folder:
-        desk = Desk(Path(folder), seed)
-        for result in fault.inject(desk, count):
+        workbench = Workbench(Path(folder), seed)
+        for result in fault.inject(workbench, count):
             results.append(result)
             if not result.held:
                 say(f"{fault.name} not held: {result.kind}: {result.why}")

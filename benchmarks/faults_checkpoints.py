@@ -12,32 +12,32 @@ from typing import Any
 
 import torch
 
-from benchmarks.faults_runs import Desk, Result
+from benchmarks.faults_runs import Result, Workbench
 from benchmarks.faults_trial import PERIOD, Plan
 from tests.support.pool import Pools
 
 NEWEST, OLDER = 3 * PERIOD, 2 * PERIOD
 
 
-def flipped_bits(desk: Desk, count: int) -> Iterator[Result]:
+def flipped_bits(workbench: Workbench, count: int) -> Iterator[Result]:
     """F4: one random bit of one file of the newest checkpoint."""
-    files = damageable(desk)
+    files = damageable(workbench)
     for number in range(count):
         name = files[number % len(files)]
-        yield damaged(desk, name, kind_of(name), "flip")
+        yield damaged(workbench, name, kind_of(name), "flip")
 
 
-def lost_files(desk: Desk, count: int) -> Iterator[Result]:
+def lost_files(workbench: Workbench, count: int) -> Iterator[Result]:
     """F5: a file of the newest checkpoint is cut short or gone."""
-    files = damageable(desk)
+    files = damageable(workbench)
     for number in range(count):
         name, how = files[number % len(files)], ("cut", "gone")[number // len(files) % 2]
-        yield damaged(desk, name, f"{kind_of(name)} {'cut short' if how == 'cut' else 'gone'}", how)
+        yield damaged(workbench, name, f"{kind_of(name)} {'cut short' if how == 'cut' else 'gone'}", how)
 
 
-def damageable(desk: Desk) -> list[str]:
+def damageable(workbench: Workbench) -> list[str]:
     """The files of a checkpoint."""
-    folder = newest(desk.unbroken(Plan()))
+    folder = newest(workbench.unbroken(Plan()))
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
 
 
@@ -51,15 +51,15 @@ def kind_of(name: str) -> str:
     return "a file of tensors" if name.endswith(".safetensors") else Path(name).name
 
 
-def damaged(desk: Desk, name: str, kind: str, how: str) -> Result:
+def damaged(workbench: Workbench, name: str, kind: str, how: str) -> Result:
     """The newest checkpoint is damaged: where does a restart begin, and does it say why?"""
     from zero_trial.errors import ZeroTrialError
     from zero_trial.runtime.local import agree_on_start
     from zero_trial.runtime.protocols import JsonDistributed
 
-    run = desk.copy(desk.unbroken(Plan()))
+    run = workbench.copy(workbench.unbroken(Plan()))
     path = newest(run) / name
-    damage(path, how, desk)
+    damage(path, how, workbench)
     lines: list[str] = []
     begin = time.monotonic()
     try:
@@ -74,15 +74,15 @@ def damaged(desk: Desk, name: str, kind: str, how: str) -> Result:
     return Result(kind, not why, seconds, why)
 
 
-def damage(path: Path, how: str, desk: Desk) -> None:
+def damage(path: Path, how: str, workbench: Workbench) -> None:
     """One bit, a cut at a random byte, or the whole file."""
     content = bytearray(path.read_bytes())
     if how == "flip":
-        bit = desk.chance.randrange(8 * len(content))
+        bit = workbench.chance.randrange(8 * len(content))
         content[bit // 8] ^= 1 << bit % 8
         path.write_bytes(bytes(content))
     elif how == "cut":
-        path.write_bytes(bytes(content[: desk.chance.randrange(len(content))]))
+        path.write_bytes(bytes(content[: workbench.chance.randrange(len(content))]))
     else:
         path.unlink()
 
@@ -163,15 +163,15 @@ def read(stage: int, folder: str, saved: dict[str, torch.Tensor]) -> tuple[list[
     return wrong, after
 
 
-def resharded(desk: Desk, count: int) -> Iterator[Result]:
+def resharded(workbench: Workbench, count: int) -> Iterator[Result]:
     """F6: ranks x stages into ranks x stages, ``count`` of the 256."""
     places = list(itertools.product((1, 2, 3, 4), (0, 1, 2, 3)))
     pairs = list(itertools.product(places, places))
-    chosen = sorted(desk.chance.sample(pairs, min(count, len(pairs))))
+    chosen = sorted(workbench.chance.sample(pairs, min(count, len(pairs))))
     pools = Pools()
     try:
         for source, of_source in itertools.groupby(chosen, key=lambda pair: pair[0]):
-            folder = desk.folder / f"from-{source[0]}-{source[1]}"
+            folder = workbench.folder / f"from-{source[0]}-{source[1]}"
             saved, reference = pools(source[0]).run(write, source[1], str(folder))[0]
             for _, target in of_source:
                 yield moved(pools, source, target, folder, saved, reference)

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.faults_runs import Desk, Result
-from tests.support.fleet import Ended, fleet, sail
+from benchmarks.faults_runs import Result, Workbench
+from tests.support.fresh_ranks import Ended, fresh_ranks, run_fresh
 
 TIMEOUT = 2.0
 PROMISED = 30.0  # seconds until every rank has an error
@@ -66,13 +66,13 @@ def deviate(kind: str, comm: Any, size: int) -> None:
 KINDS = ("skipped", "another size", "another kind", "another name", "another dtype", "one that nobody else makes")
 
 
-def mismatched(desk: Desk, count: int) -> Iterator[Result]:
+def mismatched(workbench: Workbench, count: int) -> Iterator[Result]:
     """F10: one rank makes another collective than the others."""
     for number in range(count):
         kind, size = KINDS[number % len(KINDS)], 2 + number % 2
-        victim = desk.chance.randrange(size)
+        victim = workbench.chance.randrange(size)
         begin = time.monotonic()
-        ended = sail(size, mismatch, kind, victim, limit=PROMISED + 30)
+        ended = run_fresh(size, mismatch, kind, victim, limit=PROMISED + 30)
         seconds = time.monotonic() - begin
         yield Result(kind, not (why := silent(ended, victim)), seconds, f"{kind}, {size} ranks: {why}" if why else "")
 
@@ -105,13 +105,13 @@ def join(absent: int, timeout: float) -> str:
     return "no error"
 
 
-def never_started(desk: Desk, count: int) -> Iterator[Result]:
+def never_started(workbench: Workbench, count: int) -> Iterator[Result]:
     """F11: one rank does not come."""
     for number in range(count):
         size, timeout = 2 + number % 2, 3.0
-        absent = desk.chance.randrange(size)
-        with fleet(size, join, absent, timeout, limit=60) as ships:
-            ended = ships.wait()
+        absent = workbench.chance.randrange(size)
+        with fresh_ranks(size, join, absent, timeout, limit=60) as started:
+            ended = started.wait()
         others = [end for rank, end in enumerate(ended) if rank != absent]
         seconds = max(end.seconds for end in others)
         named = all(f"rank {absent}" in str(end.value).partition(":")[2] for end in others)
@@ -133,20 +133,20 @@ def hold(folder: str) -> str:
     return "held"
 
 
-def two_writers(desk: Desk, count: int) -> Iterator[Result]:
+def two_writers(workbench: Workbench, count: int) -> Iterator[Result]:
     """F15: a second writer of one run folder is refused; a killed one leaves no lock behind."""
     for number in range(count):
-        folder = desk.folder / f"held-{number}"
+        folder = workbench.folder / f"held-{number}"
         folder.mkdir()
-        with fleet(1, hold, str(folder), limit=60) as first:
+        with fresh_ranks(1, hold, str(folder), limit=60) as first:
             while not (folder / "is held").exists() and first.processes[0].is_alive():
                 time.sleep(0.02)
-            (second,) = sail(1, hold, str(folder), limit=10)
+            (second,) = run_fresh(1, hold, str(folder), limit=10)
             why = "" if "another process is running in this folder" in str(second.value) else f"second: {second}"
             (folder / "is held").unlink()
             first.kill(0)
             first.wait()
-        with fleet(1, hold, str(folder), limit=20) as third:
+        with fresh_ranks(1, hold, str(folder), limit=20) as third:
             while not (folder / "is held").exists() and third.processes[0].is_alive():
                 time.sleep(0.02)
             why = why or ("" if (folder / "is held").exists() else "the lock of a killed process holds")

@@ -22,7 +22,7 @@ from typing import Any
 
 from benchmarks import faults_trial as trial
 from benchmarks.faults_trial import PERIOD, STEPS, Plan
-from tests.support.fleet import Ended, fleet
+from tests.support.fresh_ranks import Ended, fresh_ranks
 
 # seconds after one rank failed: the others end by themselves long before, or the fault is not held
 GRACE = 30.0
@@ -40,7 +40,7 @@ class Result:
     why: str = ""
 
 
-class Desk:
+class Workbench:
     """A folder for runs, a source of chance, and the unbroken run that all are compared with."""
 
     def __init__(self, folder: Path, seed: int) -> None:
@@ -56,14 +56,14 @@ class Desk:
         trial.write_experiment(run, plan)
         return run
 
-    def sail(self, run: Path, plan: Plan, ranks: int = 2) -> list[Ended]:
-        with self.start(run, plan, ranks) as ships:
-            return ships.wait(GRACE)
+    def run_fresh(self, run: Path, plan: Plan, ranks: int = 2) -> list[Ended]:
+        with self.start(run, plan, ranks) as started:
+            return started.wait(GRACE)
 
     def start(self, run: Path, plan: Plan, ranks: int = 2) -> Any:
         trial.write_experiment(run, plan)
         arguments = (str(self.folder / "model"), str(run), plan)
-        return fleet(ranks, trial.rank_main, *arguments, log=self.log(run), limit=120.0)
+        return fresh_ranks(ranks, trial.rank_main, *arguments, log=self.log(run), limit=120.0)
 
     def log(self, run: Path) -> Path:
         return run.with_name(run.name + ".log")
@@ -74,7 +74,7 @@ class Desk:
         key = json.dumps(trial.experiment(calm), sort_keys=True)
         if key not in self._unbroken:
             run = self.new_run(calm)
-            ended = self.sail(run, calm)
+            ended = self.run_fresh(run, calm)
             if [end.code for end in ended] != [0, 0]:
                 raise RuntimeError(f"the unbroken run failed: {trial.words_of(self.log(run), [0, 1])[-2000:]}")
             self._unbroken[key] = run
@@ -92,7 +92,7 @@ class Desk:
         nothing."""
         calm = replace(plan, what="", tap=None, count_taps=False, pause=0.0)
         (run / "preempt").unlink(missing_ok=True)  # as the launcher does
-        ended = self.sail(run, calm)
+        ended = self.run_fresh(run, calm)
         if [end.code for end in ended] != [0, 0]:
             return f"the restart ended with {[end.code for end in ended]}: {self.last_words(run)}"
         if trial.bits(run) != trial.bits(self.unbroken(plan)):
@@ -122,42 +122,42 @@ def first_step_again(run: Path, before: int) -> int:
     return int(rows[0]["step"]) if rows else STEPS
 
 
-def kill_one(desk: Desk, count: int) -> Iterator[Result]:
+def kill_one(workbench: Workbench, count: int) -> Iterator[Result]:
     """F1: SIGKILL to one rank at a random time; the run is started again."""
     plan = Plan(pause=0.02)
-    desk.unbroken(plan)
-    probe = desk.new_run(plan)
-    length = max(end.seconds for end in desk.sail(probe, plan))
+    workbench.unbroken(plan)
+    probe = workbench.new_run(plan)
+    length = max(end.seconds for end in workbench.run_fresh(probe, plan))
     for _ in range(count):
-        run, victim = desk.new_run(plan), desk.chance.randrange(2)
-        with desk.start(run, plan) as ships:
-            time.sleep(desk.chance.uniform(0.1, 1.0) * length)
+        run, victim = workbench.new_run(plan), workbench.chance.randrange(2)
+        with workbench.start(run, plan) as started:
+            time.sleep(workbench.chance.uniform(0.1, 1.0) * length)
             killed = time.monotonic()
-            ships.kill(victim)
-            ended = ships.wait(GRACE)
+            started.kill(victim)
+            ended = started.wait(GRACE)
         seconds = time.monotonic() - killed
         done = last_step(run)
         before = len(trial.noted(run, trial.SEEN).get(0, []))
         began = done > 0
         why = ""
         if ended[1 - victim].code not in (0, BROKEN, None) or (began and ended[1 - victim].code is None):
-            why = f"the other rank ended with {ended[1 - victim].code}: {desk.last_words(run)}"
-        why = why or desk.resumed(run, plan)
+            why = f"the other rank ended with {ended[1 - victim].code}: {workbench.last_words(run)}"
+        why = why or workbench.resumed(run, plan)
         if not why and done - first_step_again(run, before) > PERIOD:
             why = f"lost {done - first_step_again(run, before)} steps"
         yield Result("before the first step" if not began else "in training", not why, seconds if began else 0.0, why)
 
 
-def kill_in_save(desk: Desk, count: int) -> Iterator[Result]:
+def kill_in_save(workbench: Workbench, count: int) -> Iterator[Result]:
     """F2: SIGKILL to all ranks at every moment of a save. ``count``: times each."""
-    for rank, index, name in moments(desk) * count:
-        yield kill_at(desk, rank, index, name)
+    for rank, index, name in moments(workbench) * count:
+        yield kill_at(workbench, rank, index, name)
 
 
-def moments(desk: Desk) -> list[tuple[int, int, str]]:
+def moments(workbench: Workbench) -> list[tuple[int, int, str]]:
     """Rank, number and name of everything that a save does to the disk."""
-    probe = desk.new_run(Plan(count_taps=True))
-    desk.sail(probe, Plan(count_taps=True))
+    probe = workbench.new_run(Plan(count_taps=True))
+    workbench.run_fresh(probe, Plan(count_taps=True))
     return [
         (rank, index, row["event"])
         for rank, rows in trial.noted(probe, trial.FIRED).items()
@@ -165,15 +165,15 @@ def moments(desk: Desk) -> list[tuple[int, int, str]]:
     ]
 
 
-def kill_at(desk: Desk, rank: int, index: int, name: str) -> Result:
+def kill_at(workbench: Workbench, rank: int, index: int, name: str) -> Result:
     """All ranks are killed at one moment: what they left can be read, and the run goes on from
     there."""
     plan = Plan(tap=(rank, index))
-    run = desk.new_run(plan)
-    ended = desk.sail(run, plan)
+    run = workbench.new_run(plan)
+    ended = workbench.run_fresh(run, plan)
     why = "" if [end.code for end in ended] == [KILLED, KILLED] else f"not killed: {[end.code for end in ended]}"
     why = why or unreadable(run)
-    why = why or desk.resumed(run, plan)
+    why = why or workbench.resumed(run, plan)
     return Result(f"rank {rank}: {name}", not why, 0.0, why)
 
 
@@ -212,29 +212,29 @@ FULL = (
 )
 
 
-def full_disk(desk: Desk, count: int) -> Iterator[Result]:
+def full_disk(workbench: Workbench, count: int) -> Iterator[Result]:
     """F3: the disk takes no more, at a random byte of the second checkpoint."""
     for number in range(count):
         kind, what, ranks = FULL[number % len(FULL)]
-        room = desk.chance.randrange(0, 60_000 if what == "full" else 12_000)
+        room = workbench.chance.randrange(0, 60_000 if what == "full" else 12_000)
         plan = Plan(what, step=2 * PERIOD - 1, ranks=ranks, number=3 if what == "open files" else room)
         if what != "full":
-            yield break_disk(desk, kind, plan, desk.new_run(plan))
+            yield break_disk(workbench, kind, plan, workbench.new_run(plan))
             continue
-        with small_disk(desk.folder / f"disk-{number}") as folder:
+        with small_disk(workbench.folder / f"disk-{number}") as folder:
             if folder is not None:
-                yield break_disk(desk, kind, plan, desk.new_run(plan, folder))
+                yield break_disk(workbench, kind, plan, workbench.new_run(plan, folder))
 
 
-def break_disk(desk: Desk, kind: str, plan: Plan, run: Path) -> Result:
+def break_disk(workbench: Workbench, kind: str, plan: Plan, run: Path) -> Result:
     """One injection: exit 5 on all ranks or none, without a traceback, the checkpoint before whole,
     nothing temporary left."""
     begin = time.monotonic()
-    log = desk.folder / f"{run.name}.log"
-    arguments = (str(desk.folder / "model"), str(run), plan)
-    with fleet(2, trial.rank_main, *arguments, log=log, limit=120.0) as ships:
-        ended = ships.wait(GRACE)
-    seconds = desk.since_fired(run, ended, begin)
+    log = workbench.folder / f"{run.name}.log"
+    arguments = (str(workbench.folder / "model"), str(run), plan)
+    with fresh_ranks(2, trial.rank_main, *arguments, log=log, limit=120.0) as started:
+        ended = started.wait(GRACE)
+    seconds = workbench.since_fired(run, ended, begin)
     codes = {end.code for end in ended}
     words = trial.words_of(log, [0, 1])
     if plan.what == "no folder" and (run / "moved").is_dir():
@@ -248,28 +248,28 @@ def break_disk(desk: Desk, kind: str, plan: Plan, run: Path) -> Result:
     return Result(kind, not why, seconds, why)
 
 
-def same_samples(desk: Desk, count: int) -> Iterator[Result]:
+def same_samples(workbench: Workbench, count: int) -> Iterator[Result]:
     """F7: stopped at a random step and resumed, also on another number of ranks: no sample twice,
     none left out."""
     for number in range(count):
         hparams = {"workers": 2 * (number % 4 == 3)}
-        unbroken = trial.ids_by_step(desk.unbroken(Plan(hparams=hparams)))
-        plan = Plan("preempt", step=desk.chance.randrange(1, STEPS - 1), hparams=hparams)
-        run = desk.new_run(plan)
-        ended = desk.sail(run, plan)
+        unbroken = trial.ids_by_step(workbench.unbroken(Plan(hparams=hparams)))
+        plan = Plan("preempt", step=workbench.chance.randrange(1, STEPS - 1), hparams=hparams)
+        run = workbench.new_run(plan)
+        ended = workbench.run_fresh(run, plan)
         then = (2, 1, 4, 2)[number % 4]
         calm = replace(plan, what="")
         (run / "preempt").unlink(missing_ok=True)
-        more = desk.sail(run, calm, then)
+        more = workbench.run_fresh(run, calm, then)
         codes = [end.code for end in ended], [end.code for end in more]
-        why = "" if codes == ([PREEMPTED] * 2, [0] * then) else f"exit codes {codes}: {desk.last_words(run)}"
+        why = "" if codes == ([PREEMPTED] * 2, [0] * then) else f"exit codes {codes}: {workbench.last_words(run)}"
         if not why and trial.ids_by_step(run) != unbroken:
             why = f"stopped after step {plan.step + 1}: other samples"
         kind = f"2 ranks, then {then}" + (", workers" if hparams["workers"] else "")
         yield Result(kind, not why, 0.0, why)
 
 
-def not_finite(desk: Desk, count: int) -> Iterator[Result]:
+def not_finite(workbench: Workbench, count: int) -> Iterator[Result]:
     """F8: one rank's loss or gradient is not finite in one step."""
     fp16 = {"fp16": {"enabled": True, "initial_scale_power": 8}}
     kinds = (
@@ -281,21 +281,21 @@ def not_finite(desk: Desk, count: int) -> Iterator[Result]:
     )
     for number in range(count):
         what, config = kinds[number % len(kinds)]
-        rank = desk.chance.randrange(2)
-        plan = Plan(what, step=desk.chance.randrange(PERIOD, STEPS - 1), ranks=(rank,), ds_config=config)
-        run, begin = desk.new_run(plan), time.monotonic()
-        ended = desk.sail(run, plan)
-        seconds = desk.since_fired(run, ended, begin)
+        rank = workbench.chance.randrange(2)
+        plan = Plan(what, step=workbench.chance.randrange(PERIOD, STEPS - 1), ranks=(rank,), ds_config=config)
+        run, begin = workbench.new_run(plan), time.monotonic()
+        ended = workbench.run_fresh(run, plan)
+        seconds = workbench.since_fired(run, ended, begin)
         codes = [end.code for end in ended]
         skips = what == "nan gradient"
-        why = "" if codes == ([0, 0] if skips else [4, 4]) else f"exit codes {codes}: {desk.last_words(run)}"
+        why = "" if codes == ([0, 0] if skips else [4, 4]) else f"exit codes {codes}: {workbench.last_words(run)}"
         # where a loss scale is too high at first, a skipped step is no news
         if not why and "fp16" not in config:
-            words = trial.words_of(desk.log(run), [0, 1])
+            words = trial.words_of(workbench.log(run), [0, 1])
             # the engine counts the steps before, a trial the steps up to this one
             step = plan.step + (not skips)
             named = f"rank {rank}" in words and f"step {step}" in words
-            why = "" if named else f"rank {rank}, step {step} not named: {desk.last_words(run)}"
+            why = "" if named else f"rank {rank}, step {step} not named: {workbench.last_words(run)}"
         if not why and not finite(run):
             why = f"step {plan.step + 1}: a checkpoint with values that are not finite was kept"
         kind = what + (", fp16" if "fp16" in config else "") + (": skipped" if skips else ": ended")
@@ -315,68 +315,70 @@ def finite(run: Path) -> bool:
     return True
 
 
-def asked_to_stop(desk: Desk, count: int) -> Iterator[Result]:
+def asked_to_stop(workbench: Workbench, count: int) -> Iterator[Result]:
     """F12: SIGTERM to one rank or to all, or the file of a preemption."""
     for number in range(count):
         what, ranks = (("term", (0, 1)), ("term", (1,)), ("preempt", (0, 1)))[number % 3]
-        plan = Plan(what, step=desk.chance.randrange(STEPS - 1), ranks=ranks)
-        run, begin = desk.new_run(plan), time.monotonic()
-        ended = desk.sail(run, plan)
-        seconds = desk.since_fired(run, ended, begin)
+        plan = Plan(what, step=workbench.chance.randrange(STEPS - 1), ranks=ranks)
+        run, begin = workbench.new_run(plan), time.monotonic()
+        ended = workbench.run_fresh(run, plan)
+        seconds = workbench.since_fired(run, ended, begin)
         codes = [end.code for end in ended]
-        why = "" if codes == [PREEMPTED] * 2 else f"exit codes {codes}: {desk.last_words(run)}"
+        why = "" if codes == [PREEMPTED] * 2 else f"exit codes {codes}: {workbench.last_words(run)}"
         if not why and (plan.step + 1) not in trial.whole_steps(run):
             why = f"stopped in step {plan.step + 1}, checkpoints of {trial.whole_steps(run)}"
-        why = why or desk.resumed(run, plan)
+        why = why or workbench.resumed(run, plan)
         kind = "SIGTERM to " + ("all" if len(ranks) == 2 else "one") if what == "term" else "preempt file"
         yield Result(kind, not why, seconds, why)
 
 
-def uneven(desk: Desk, count: int) -> Iterator[Result]:
+def uneven(workbench: Workbench, count: int) -> Iterator[Result]:
     """F13: ranks whose loaders have different lengths: the shortest is an epoch for all."""
     for number in range(count):
         plan = Plan(hparams={"uneven": 1 + number % 3})
-        run = desk.new_run(plan)
-        ended = desk.sail(run, plan)
+        run = workbench.new_run(plan)
+        ended = workbench.run_fresh(run, plan)
         codes = [end.code for end in ended]
-        why = "" if codes == [0, 0] else f"exit codes {codes}: {desk.last_words(run)}"
+        why = "" if codes == [0, 0] else f"exit codes {codes}: {workbench.last_words(run)}"
         if not why and '"kind": "note"' not in (run / "events.jsonl").read_text():
             why = "nothing was said"
         yield Result(f"differ by {1 + number % 3}", not why, max(end.seconds for end in ended), why)
 
 
-def out_of_memory(desk: Desk, count: int) -> Iterator[Result]:
+def out_of_memory(workbench: Workbench, count: int) -> Iterator[Result]:
     """F14: memory runs out in one rank's forward."""
     for _ in range(count):
-        rank = desk.chance.randrange(2)
-        plan = Plan("out of memory", step=desk.chance.randrange(PERIOD, STEPS), ranks=(rank,))
-        run, begin = desk.new_run(plan), time.monotonic()
-        ended = desk.sail(run, plan)
-        seconds = desk.since_fired(run, ended, begin)
+        rank = workbench.chance.randrange(2)
+        plan = Plan("out of memory", step=workbench.chance.randrange(PERIOD, STEPS), ranks=(rank,))
+        run, begin = workbench.new_run(plan), time.monotonic()
+        ended = workbench.run_fresh(run, plan)
+        seconds = workbench.since_fired(run, ended, begin)
         codes = [end.code for end in ended]
-        words = trial.words_of(desk.log(run), [rank])
-        why = "" if (codes[rank], codes[1 - rank]) == (3, BROKEN) else f"exit codes {codes}: {desk.last_words(run)}"
+        words = trial.words_of(workbench.log(run), [rank])
+        why = (
+            "" if (codes[rank], codes[1 - rank]) == (3, BROKEN) else f"exit codes {codes}: {workbench.last_words(run)}"
+        )
         why = why or ("" if "Halve train_micro_batch_size_per_gpu" in words else "no suggestion")
         why = why or ("" if trial.whole_steps(run) else "no checkpoint is whole")
-        why = why or desk.resumed(run, plan)
+        why = why or workbench.resumed(run, plan)
         yield Result("in the forward of one rank", not why, seconds, why)
 
 
-def straggler(desk: Desk, count: int) -> Iterator[Result]:
+def straggler(workbench: Workbench, count: int) -> Iterator[Result]:
     """F9: one rank takes five times as long for a step, from a random step on; every other run is
     clean."""
     for number in range(count):
-        rank, slow = desk.chance.randrange(2), number % 2 == 0
-        first = desk.chance.randrange(8)
+        rank, slow = workbench.chance.randrange(2), number % 2 == 0
+        first = workbench.chance.randrange(8)
         longer = {
             "searcher": {"name": "single", "metric": "validation_loss", "max_length": {"batches": 32}},
             "min_checkpoint_period": {"batches": 0},
         }
         plan = Plan("slow" if slow else "", first, (rank,), number=0.08, pause=0.02, experiment=longer)
-        run = desk.new_run(plan)
-        ended = desk.sail(run, plan)
+        run = workbench.new_run(plan)
+        ended = workbench.run_fresh(run, plan)
         codes = [end.code for end in ended]
-        why = "" if codes == [0, 0] else f"exit codes {codes}: {desk.last_words(run)}"
+        why = "" if codes == [0, 0] else f"exit codes {codes}: {workbench.last_words(run)}"
         why = why or named_rightly(run, rank if slow else None, first)
         yield Result("slow" if slow else "clean", not why, 0.0, why)
 

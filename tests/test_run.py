@@ -237,8 +237,8 @@ def test_a_run_that_gets_sigterm_has_saved_and_exits_with_75(folder: Path) -> No
     longer(folder, 6)
     path = folder / "model" / "model_def.py"
     text = path.read_text()
-    kill = "if batch_idx == 2 and not vars(self).setdefault('told', []):\n            "
-    kill += "import os, signal; self.told.append(1); os.kill(os.getpid(), signal.SIGTERM)\n        "
+    kill = "if batch_idx == 2 and not vars(self).setdefault('reported', []):\n            "
+    kill += "import os, signal; self.reported.append(1); os.kill(os.getpid(), signal.SIGTERM)\n        "
     kill += "x = next(dataloader_iter)\n        loss"
     path.write_text(text.replace("x = next(dataloader_iter)\n        loss", kill))
     assert run(folder) == 75

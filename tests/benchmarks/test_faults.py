@@ -11,9 +11,9 @@ import pytest
 
 from benchmarks.faults import FAULTS, Fault, counted, measure
 from benchmarks.faults_runs import (
-    Desk,
     Plan,
     Result,
+    Workbench,
     break_disk,
     kill_at,
     moments,
@@ -24,40 +24,40 @@ from benchmarks.faults_runs import (
 
 
 @pytest.fixture(scope="module")
-def desk(tmp_path_factory: pytest.TempPathFactory) -> Desk:
-    return Desk(tmp_path_factory.mktemp("faults"), seed=1)
+def workbench(tmp_path_factory: pytest.TempPathFactory) -> Workbench:
+    return Workbench(tmp_path_factory.mktemp("faults"), seed=1)
 
 
-def test_all_ranks_killed_inside_a_save(desk: Desk) -> None:
+def test_all_ranks_killed_inside_a_save(workbench: Workbench) -> None:
     """Half a file of rank 1 is written; all is written but the name. The sweep over all moments is
     the script's."""
-    known = moments(desk)
+    known = moments(workbench)
     names = [f"{rank}: {name}" for rank, _, name in known]
     assert len(names) >= 20 and names[-1].startswith("1: fsync")
     half = next(moment for moment in known if moment[0] == 1 and moment[2].startswith("write"))
     nameless = next(moment for moment in known if moment[2] == "os.rename step-000008.tmp-*")
     for moment in (half, nameless):
-        result = kill_at(desk, *moment)
+        result = kill_at(workbench, *moment)
         assert result.held, result
 
 
-def test_a_full_disk_ends_all_ranks_with_5(desk: Desk) -> None:
-    with small_disk(desk.folder / "small") as folder:
+def test_a_full_disk_ends_all_ranks_with_5(workbench: Workbench) -> None:
+    with small_disk(workbench.folder / "small") as folder:
         if folder is None:
             pytest.skip("this user may not mount a small file system")
         plan = Plan("full", step=7, number=20_000)
-        result = break_disk(desk, "full", plan, desk.new_run(plan, folder))
+        result = break_disk(workbench, "full", plan, workbench.new_run(plan, folder))
     assert result.held, result
 
 
-def test_one_rank_that_can_open_no_file_ends_all_with_5(desk: Desk) -> None:
+def test_one_rank_that_can_open_no_file_ends_all_with_5(workbench: Workbench) -> None:
     plan = Plan("open files", step=7, ranks=(1,), number=3)
-    result = break_disk(desk, "no files", plan, desk.new_run(plan))
+    result = break_disk(workbench, "no files", plan, workbench.new_run(plan))
     assert result.held, result
 
 
-def test_what_a_run_must_not_leave_is_named(desk: Desk) -> None:
-    run = desk.copy(desk.unbroken(Plan()))
+def test_what_a_run_must_not_leave_is_named(workbench: Workbench) -> None:
+    run = workbench.copy(workbench.unbroken(Plan()))
     assert unreadable(run) == "checkpoints [4, 8, 12]"
     path = run / "checkpoints/step-000008/model0/rank-00001.safetensors"
     path.write_bytes(path.read_bytes()[:-1])
@@ -78,7 +78,7 @@ def test_the_rank_that_was_named_as_slow_is_checked(tmp_path: Path) -> None:
 
 
 def test_what_is_not_held_is_counted_and_printed() -> None:
-    def inject(desk: Desk, count: int) -> Iterator[Result]:
+    def inject(workbench: Workbench, count: int) -> Iterator[Result]:
         yield from (Result("a", True, 0.5), Result("b", False, 2.0, "it was lost"))
 
     said: list[str] = []

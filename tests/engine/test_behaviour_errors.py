@@ -272,8 +272,8 @@ def test_ranks_in_different_collectives_get_an_error() -> None:
         assert second
         # through shared memory who comes second sees at once that the other is elsewhere; the other
         # hears so, or that it was given up
-        told = [any(words in text for words in ELSEWHERE) for text in (first, second)]
-        assert told == [True, True]
+        reported = [any(words in text for words in ELSEWHERE) for text in (first, second)]
+        assert reported == [True, True]
         assert any(ELSEWHERE[0] in text for text in (first, second))
     finally:
         pool.close()

@@ -234,10 +234,10 @@ class World:
 
     def __init__(self, **other: Any) -> None:
         self.other = other
-        self.told: dict[str, Any] = {}
+        self.reported: dict[str, Any] = {}
 
     def gather_json(self, value: dict[str, Any], label: str) -> list[Any]:
-        self.told = value
+        self.reported = value
         return [value, self.other]
 
 
@@ -249,7 +249,7 @@ def test_a_rank_that_must_and_cannot_tells_the_others_before_it_ends(monkeypatch
     world = World(native=True, why="", strict=False)
     with pytest.raises(KernelUnavailable, match=r"no C\+\+ compiler"):
         build.agree_on_kernels(world)  # type: ignore[arg-type]
-    assert world.told == {"native": False, "why": "no C++ compiler", "strict": True}
+    assert world.reported == {"native": False, "why": "no C++ compiler", "strict": True}
 
 
 def test_plain_torch_everywhere_is_nothing_to_speak_of(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import zero_trial
-from tests.support.fleet import sail
+from tests.support.fresh_ranks import run_fresh
 from tests.support.models import ADAMW
 from tests.support.pipelines import batches, cross_entropy, layers, make_engine
 from tests.support.pool import Pools
@@ -97,7 +97,7 @@ def train_until_killed(victim: int) -> str:
 
 
 def test_a_killed_middle_stage_ends_the_others() -> None:
-    first, killed, last = sail(3, train_until_killed, 1)
+    first, killed, last = run_fresh(3, train_until_killed, 1)
     assert killed.code == -signal.SIGKILL
     assert all("rank 1" in end.value for end in (first, last))
 

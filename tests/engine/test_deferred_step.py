@@ -96,7 +96,7 @@ def train(
     engine: zero_trial.Engine, steps: range, bad: tuple[int, ...], ask: str, value: float = float("inf")
 ) -> dict[str, Any]:
     """``ask``: "never", "always", or "rank 1" alone, which must not keep the others waiting."""
-    lines, when, told, losses = Lines(), {"now": False}, [], []
+    lines, when, reported, losses = Lines(), {"now": False}, [], []
     logging.getLogger("zero_trial").addHandler(lines)
     spoil(engine, "blocks.1.weight", 1 % engine.world_size, when, value)
     rounds = engine.gradient_accumulation_steps()
@@ -107,12 +107,12 @@ def train(
         engine.step()
         losses.append(result.item())
         if ask == "always" or (ask == "rank 1" and engine.global_rank == 1):
-            told.append(answers(engine))
+            reported.append(answers(engine))
     when["now"] = False
     engine.outcome.finalize()
     logging.getLogger("zero_trial").removeHandler(lines)
     said = [line for line in lines.lines if "not finite" in line]
-    return left(engine) | {"losses": losses, "told": told, "said": said}
+    return left(engine) | {"losses": losses, "reported": reported, "said": said}
 
 
 SCHEDULE = {"scheduler": {"type": "ExponentialLR", "params": {"gamma": 0.9}}}

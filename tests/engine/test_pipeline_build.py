@@ -259,7 +259,7 @@ def module_of(placement: ChunkPlacement, stage: int) -> PipelineModule:
     return module
 
 
-class Told:
+class Recorded:
     def __init__(self) -> None:
         self.words: list[str] = []
         self.unsharder: Any = SimpleNamespace(
@@ -273,8 +273,8 @@ class Told:
 
 
 def shards_of(placement: ChunkPlacement, stage: int, *, micro: bool = False) -> tuple[ChunkShards, list[str]]:
-    told: Any = Told()
-    return ChunkShards(told, module_of(placement, stage), every_micro_batch=micro), told.words
+    reported: Any = Recorded()
+    return ChunkShards(reported, module_of(placement, stage), every_micro_batch=micro), reported.words
 
 
 def test_a_tied_module_goes_with_its_chunks():

@@ -155,8 +155,8 @@ class Outside(nn.Module):
         return x.sum()
 
 
-@pytest.mark.parametrize(("threshold", "told"), [(0, True), (1000, False)])
-def test_weights_read_outside_their_forward_are_named(threshold: int, told: bool):
+@pytest.mark.parametrize(("threshold", "reported"), [(0, True), (1000, False)])
+def test_weights_read_outside_their_forward_are_named(threshold: int, reported: bool):
     config = {
         "train_batch_size": 1,
         "optimizer": {"type": "SGD", "params": {"lr": 1.0}},
@@ -165,8 +165,8 @@ def test_weights_read_outside_their_forward_are_named(threshold: int, told: bool
     engine = zero_trial.initialize(model=Outside(), config=config)[0]
     engine.backward(engine(torch.ones(1, 4)))
     engine.step()
-    assert engine.was_step_applied() != told
-    if told:
+    assert engine.was_step_applied() != reported
+    if reported:
         assert engine.last_nonfinite is not None
         text = engine.last_nonfinite.describe()
         assert "the forward of layers." in text

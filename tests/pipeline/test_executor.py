@@ -29,10 +29,10 @@ class Log:
     """Shards that only write down what they are told."""
 
     def __init__(self) -> None:
-        self.told: list[str] = []
+        self.reported: list[str] = []
 
     def __getattr__(self, name: str) -> Any:
-        return lambda number: self.told.append(f"{name}{number}")
+        return lambda number: self.reported.append(f"{name}{number}")
 
 
 class Silence:
@@ -127,8 +127,8 @@ def test_every_schedule_gives_the_whole_model_s_gradients(name: str, stages: int
     for rank, log, executor in zip(report.ranks, logs, executors, strict=True):
         assert executor.stage.peak == rank.peak_activations
         assert executor.comm.counters.get("header", "pipe").calls == rank.messages
-        assert sum(told.startswith("unshard") for told in log.told) == rank.gathers
-        assert sum(told.startswith("reduce") for told in log.told) == rank.reductions
+        assert sum(reported.startswith("unshard") for reported in log.reported) == rank.gathers
+        assert sum(reported.startswith("reduce") for reported in log.reported) == rank.reductions
 
 
 def test_labels_need_not_travel():
@@ -148,7 +148,7 @@ def test_evaluation_keeps_all_outputs():
 def test_sharding_gets_what_the_row_says():
     schedule = lower(build("gpipe", 2, 2), parameters=ParameterLifetime.HOLD, ties=[(0, 1)])
     _, logs, _ = perform(schedule, Model(2), options=StepOptions(loss=F.mse_loss))
-    assert logs[0].told == [
+    assert logs[0].reported == [
         "unshard0",
         "need0",
         "need0",

@@ -18,7 +18,7 @@ from zero_trial.trial import ZeroTrial, ZeroTrialContext
 load = pytest.importorskip("determined.load")
 
 
-class Told:
+class Recorded:
     """In the place of the run on the cluster."""
 
     def __init__(self) -> None:
@@ -33,14 +33,14 @@ class Told:
 
 
 @pytest.fixture()
-def told(monkeypatch: pytest.MonkeyPatch) -> Told:
+def reported(monkeypatch: pytest.MonkeyPatch) -> Recorded:
     """A base class of this test's own, made what the harness wants: a class that was adopted once
     stays so."""
 
     class Base(ZeroTrial):
         """In the place of ZeroTrial."""
 
-    run = Told()
+    run = Recorded()
     monkeypatch.setattr(harness, "ZeroTrial", Base)
     harness.install(run)
     return run
@@ -60,7 +60,7 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return "model_of_a_test:MyTrial"
 
 
-def test_the_harness_takes_the_class_and_hands_the_trial_over(told: Told, module: str) -> None:
+def test_the_harness_takes_the_class_and_hands_the_trial_over(reported: Recorded, module: str) -> None:
     kind = load.trial_class_from_entrypoint(module)
     controller_class = load.get_trial_controller_class(kind)
     controller_class.pre_execute_hook("env", "backend")
@@ -68,8 +68,8 @@ def test_the_harness_takes_the_class_and_hands_the_trial_over(told: Told, module
     trial = kind(context)
     controller = controller_class.from_trial(trial_inst=trial, context=context, env="env")
     controller.run()
-    assert told.core == "core"
-    made = told.load(None)(
+    assert reported.core == "core"
+    made = reported.load(None)(
         ZeroTrialContext(
             InMemoryPlatform(
                 experiment={
@@ -82,18 +82,18 @@ def test_the_harness_takes_the_class_and_hands_the_trial_over(told: Told, module
     assert type(made) is kind and made.engine is not None
 
 
-def test_a_failure_is_the_harness_exit_code(told: Told, module: str) -> None:
+def test_a_failure_is_the_harness_exit_code(reported: Recorded, module: str) -> None:
     kind = load.trial_class_from_entrypoint(module)
     context = kind.trial_context_class("core", "env")
-    told.end = SystemExit(3)
+    reported.end = SystemExit(3)
     with pytest.raises(SystemExit, match="3"):
         kind.trial_controller_class.from_trial(kind(context), context, "env").run()
 
 
-def test_any_other_construction_is_what_it_was(told: Told, module: str) -> None:
+def test_any_other_construction_is_what_it_was(reported: Recorded, module: str) -> None:
     kind = load.trial_class_from_entrypoint(module)
     assert type(kind.__new__(kind)) is kind
-    assert told.load is None
+    assert reported.load is None
 
 
 def test_only_the_harness_process_is_changed() -> None:

@@ -47,8 +47,8 @@ def run(tmp_path: Path) -> Path:
 
 
 def start(run: Path, **named: Any) -> tuple[dict[str, Any], list[str]]:
-    told: list[str] = []
-    return agree_on_start(JsonDistributed(), run, **named, note=told.append), told
+    reported: list[str] = []
+    return agree_on_start(JsonDistributed(), run, **named, note=reported.append), reported
 
 
 def test_the_newest_if_it_is_whole(run: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
@@ -62,19 +62,19 @@ def test_the_newest_if_it_is_whole(run: Path, tmp_path_factory: pytest.TempPathF
 )
 def test_a_damaged_one_is_passed_over_in_words(run: Path, name: str) -> None:
     flip(run / "checkpoints/step-000012" / name)
-    found, told = start(run)
+    found, reported = start(run)
     assert found["step"] == 8
-    assert len(told) == 1 and f"step-000012/{name}" in told[0]
+    assert len(reported) == 1 and f"step-000012/{name}" in reported[0]
     flip(run / "checkpoints/step-000008" / name)
-    found, told = start(run)
-    assert (found["step"], len(told)) == (4, 2)
+    found, reported = start(run)
+    assert (found["step"], len(reported)) == (4, 2)
 
 
 def test_a_checkpoint_that_lost_its_description_is_damaged(run: Path) -> None:
     (run / "checkpoints/step-000012/metadata.json").unlink()
-    found, told = start(run)
+    found, reported = start(run)
     assert found["step"] == 8
-    assert told == [
+    assert reported == [
         f"a damaged checkpoint is passed over: {run / 'checkpoints/step-000012/metadata.json'}: the file is missing"
     ]
     for step in (4, 8):
@@ -94,8 +94,8 @@ def test_where_none_is_whole_no_rank_starts_afresh(run: Path) -> None:
 
 def test_all_ranks_agree_and_each_reads_its_share(run: Path) -> None:
     def work(ranks: Any) -> tuple[int, list[str]]:
-        told: list[str] = []
-        return agree_on_start(ranks, run, note=told.append)["step"], told
+        reported: list[str] = []
+        return agree_on_start(ranks, run, note=reported.append)["step"], reported
 
     path = run / "checkpoints/step-000012/model0/rank-00000.safetensors"
     flip(path)
@@ -176,8 +176,8 @@ def test_a_checkpoint_by_name_is_that_one_or_none(run: Path, tmp_path: Path) -> 
     assert start(new, resume=other)[0]["step"] == 8
     flip(run / "checkpoints/step-000012/model0/rank-00000.safetensors")
     assert start(new, resume=run)[0]["step"] == 8
-    warm, told = start(new, warm_start=run)
-    assert warm["step"] == 8 and warm["trial_id"] != "t" and len(told) == 1
+    warm, reported = start(new, warm_start=run)
+    assert warm["step"] == 8 and warm["trial_id"] != "t" and len(reported) == 1
     flip(other / "trial_state.json")
     with pytest.raises(CheckpointError, match=r"no checkpoint is whole.*step-000008/trial_state"):
         start(new, resume=other)

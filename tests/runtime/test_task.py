@@ -151,7 +151,7 @@ def test_the_echo_of_another_ranks_leaving_is_no_failure(core: FakeCore, monkeyp
     claims = Claims()
     claims(EARLY_EXIT)
 
-    class Told:
+    class Recorded:
         claim = staticmethod(claims)
 
         def watch(self, name: str) -> None: ...
@@ -161,7 +161,7 @@ def test_the_echo_of_another_ranks_leaving_is_no_failure(core: FakeCore, monkeyp
         def claimed(self, name: str) -> bool:
             return name == EARLY_EXIT
 
-    monkeypatch.setattr(task, "open_exit_notice", Told)
+    monkeypatch.setattr(task, "open_exit_notice", Recorded)
     assert run(Lost) == 0 and core.early_exits == []
 
 

@@ -84,26 +84,26 @@ def test_the_timer_leaves_out_what_lies_between() -> None:
     assert timer.seconds == 5.0
 
 
-@pytest.mark.parametrize(("norm", "told"), [(1.5, 1.5), (None, None), (float("inf"), None)])
-def test_the_gradient_norm_where_an_engine_says_one(norm: float | None, told: float | None) -> None:
+@pytest.mark.parametrize(("norm", "reported"), [(1.5, 1.5), (None, None), (float("inf"), None)])
+def test_the_gradient_norm_where_an_engine_says_one(norm: float | None, reported: float | None) -> None:
     class WithNorm(LineTrial):
         def build_training_data_loader(self) -> Any:
             self.context.engines[0].get_global_grad_norm = lambda: norm
             return super().build_training_data_loader()
 
     events = [event for event in run_rank(WithNorm, steps(1)).record.events if event["kind"] == "train"]
-    assert [event.get("grad_norm") for event in events] == [told]
+    assert [event.get("grad_norm") for event in events] == [reported]
 
 
 def watch(*talks: tuple[int, Sequence[float | None]]) -> list[str]:
     """What is said after talks at these steps."""
     watched = StragglerWatch()
-    return [told for step, busy in talks if (told := watched.observe(step, busy)) is not None]
+    return [reported for step, busy in talks if (reported := watched.observe(step, busy)) is not None]
 
 
 def test_a_slow_rank_is_named_with_its_times() -> None:
-    (told,) = watch((1, (9.0, 0.0, 0.0)), (5, (0.4, 0.2, 2.0)), (9, (0.4, 0.4, 2.0)), (13, (0.4, 0.4, 2.0)))
-    assert told == (
+    (reported,) = watch((1, (9.0, 0.0, 0.0)), (5, (0.4, 0.2, 2.0)), (9, (0.4, 0.4, 2.0)), (13, (0.4, 0.4, 2.0)))
+    assert reported == (
         "rank 2 keeps the others waiting: in steps 6 to 9 it was busy 0.50 s per step, and others 0.10 s. "
         "Look at its data loading, and at what else runs on its host"
     )
@@ -111,8 +111,8 @@ def test_a_slow_rank_is_named_with_its_times() -> None:
 
 def test_short_talks_are_joined_to_a_stretch() -> None:
     talks = [(step, (0.010, 0.050)) for step in range(1, 20)]
-    (told,) = watch(*talks)
-    assert told.startswith(
+    (reported,) = watch(*talks)
+    assert reported.startswith(
         "rank 1 keeps the others waiting: in steps 6 to 9 it was busy 50.0 ms per step, and others 10.0 ms"
     )
 

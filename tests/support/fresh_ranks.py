@@ -38,7 +38,7 @@ class Ended:
     seconds: float = 0.0  # from the start to the end of the process
 
 
-class Fleet:
+class FreshRanks:
     """``size`` ranks under way."""
 
     def __init__(
@@ -77,7 +77,7 @@ class Fleet:
             wait([*open_pipes, *sentinels], left)
             for rank, process in enumerate(self.processes):
                 if rank not in answers and rank not in found:
-                    answers |= self._hear(rank)
+                    answers |= self._receive(rank)
                 if rank not in found and not process.is_alive():
                     value, error = answers.get(rank, (None, ""))
                     found[rank] = Ended(process.exitcode, value, error, time.monotonic() - self._begin)
@@ -87,7 +87,7 @@ class Fleet:
         late = time.monotonic() - self._begin
         return [found.get(rank, Ended(None, seconds=late)) for rank in range(len(self.processes))]
 
-    def _hear(self, rank: int) -> dict[int, tuple[Any, str]]:
+    def _receive(self, rank: int) -> dict[int, tuple[Any, str]]:
         try:
             return {rank: self._pipes[rank].recv()} if self._pipes[rank].poll() else {}
         except (EOFError, ConnectionResetError):
@@ -101,28 +101,28 @@ class Fleet:
 
 
 @contextmanager
-def fleet(
+def fresh_ranks(
     size: int, body: Callable[..., Any], *args: Any, log: Path | None = None, limit: float = LIMIT_SECONDS
-) -> Iterator[Fleet]:
+) -> Iterator[FreshRanks]:
     """``body(*args)`` on ``size`` fresh ranks, whose environment says where they stand; none is
     left at the end of the block.
 
     ``log``: a folder for what each rank prints. ``body`` is a module-level function; an int that it
         returns is the exit code as well.
     """
-    ships = Fleet(size, body, args, log, limit)
+    started = FreshRanks(size, body, args, log, limit)
     try:
-        yield ships
+        yield started
     finally:
-        ships.close()
+        started.close()
 
 
-def sail(
+def run_fresh(
     size: int, body: Callable[..., Any], *args: Any, log: Path | None = None, limit: float = LIMIT_SECONDS
 ) -> list[Ended]:
-    """``body(*args)`` on ``size`` fresh ranks to the end; see :func:`fleet`."""
-    with fleet(size, body, *args, log=log, limit=limit) as ships:
-        return ships.wait()
+    """``body(*args)`` on ``size`` fresh ranks to the end; see :func:`fresh_ranks`."""
+    with fresh_ranks(size, body, *args, log=log, limit=limit) as started:
+        return started.wait()
 
 
 def _live(

@@ -69,6 +69,7 @@ EXERCISED: dict[str, str] = {
         "gradient_predivide_factor",
     ),
     "gradient_allreduce_op": f"{_KEYS}::test_gradient_allreduce_op_sum",
+    **_below("compile", "engine/test_behaviour_access.py::test_compile_in_ds_config", "enabled", "backend", "kwargs"),
     "managed_gradient_accumulation": f"{_KEYS}::test_the_caller_owns_the_boundary",
     "zero_optimization.stage": f"{_VOLUME}::test_stages_1_and_2_move_2_psi",
     **_below(

@@ -116,5 +116,5 @@ def test_every_changed_leaf_keeps_its_place():
 
 
 def test_open_values_are_laid_whole():
-    merged = overwrite_ds_config({"compile": {"a": 1}}, {"compile": {"b": 2}})
-    assert merged == {"compile": {"b": 2}}
+    merged = overwrite_ds_config({"autotuning": {"a": 1}}, {"autotuning": {"b": 2}})
+    assert merged == {"autotuning": {"b": 2}}

@@ -19,7 +19,7 @@ from zero_trial.ds_config.reader import as_invalid_hp, read_ds_config
 from zero_trial.ds_config.report import config_report
 from zero_trial.ds_config.table import FIELDS, TABLE, DsConfig
 from zero_trial.errors import ConfigError, InvalidHP
-from zero_trial.schema.types import Opaque
+from zero_trial.schema.types import MapOf, Opaque
 
 ROWS = list(TABLE.values())
 LEAVES = [row for row in ROWS if not row.is_section]
@@ -118,7 +118,7 @@ def test_every_alias_is_the_same_key(row: Key):
 
 @pytest.mark.parametrize("row", [row for row in ROWS if not isinstance(row.type, Opaque)], ids=lambda row: row.path)
 def test_every_key_refuses_what_is_not_of_its_kind(row: Key):
-    wrong: Any = 3.5 if row.is_section else {"x": 1}
+    wrong: Any = 3.5 if row.is_section or isinstance(row.type, MapOf) else {"x": 1}
     config = merged(row.path, wrong)
     with pytest.raises(ConfigError) as error:
         read_ds_config(config)

@@ -502,28 +502,91 @@ def test_the_caller_may_own_the_boundary(ranks: Pools, stage: str) -> None:
 # --- torch.compile --------------------------------------------------------------------------------
 
 
-class Compiled(Net):
-    """Every block compiled; ``aot_eager`` needs no compiler on the machine and traces the same
-    graphs."""
+# ``aot_eager`` needs no compiler on the machine and traces the same graphs.
 
+
+class Block(nn.Sequential):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """A frame outside of torch, which torch.compile traces."""
+        return super().forward(x)
+
+
+class BlockNet(Net):
     def __init__(self) -> None:
         super().__init__()
-        for index, block in enumerate(self.blocks):
-            self.blocks[index] = torch.compile(block, backend="aot_eager", fullgraph=True)
+        self.blocks = nn.ModuleList([Block(*block) for block in self.blocks])
 
 
-def compiled(stage: str) -> float:
+def compile_before(model: Net, form: str) -> nn.Module:
+    if form == "blocks in place":
+        for block in model.blocks:
+            block.compile(backend="aot_eager", fullgraph=True)
+    elif form == "blocks":
+        for index, block in enumerate(model.blocks):
+            model.blocks[index] = torch.compile(block, backend="aot_eager", fullgraph=True)
+    elif form == "model":
+        return torch.compile(model, backend="aot_eager")
+    elif form == "model in place":
+        model.compile(backend="aot_eager")
+    return model
+
+
+def compile_after(engine: zero_trial.Engine, form: str) -> None:
+    if form == "engine":
+        engine.compile("aot_eager", {"fullgraph": True})
+    elif form == "blocks in place, late":
+        for block in engine.module.blocks:
+            block.compile(backend="aot_eager", fullgraph=True)
+
+
+def compiled(stage: str, form: str) -> tuple[float, int]:
     torch._dynamo.reset()
-    engine = build_engine(Case(Compiled, loss, steps=3), STAGES[stage])
+    torch._dynamo.utils.counters.clear()
+    engine = build_engine(Case(lambda: compile_before(BlockNet(), form), loss, steps=3), STAGES[stage])
+    compile_after(engine, form)
     for step in range(3):
         engine.backward(loss(engine, Turn(step, 0, engine.global_rank)))
         engine.step()
-    reference = list(train_dense(Case(Net, loss, steps=3), 2))[-1]
+    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    reference = list(train_dense(Case(BlockNet, loss, steps=3), 2))[-1]
     state = {name.replace("_orig_mod.", ""): value for name, value in engine.module_state_dict().items()}
-    return max((state[name] - value).abs().max().item() for name, value in reference.state_dict().items())
+    engine.destroy()
+    gaps = [(state[name] - value).abs().max().item() for name, value in reference.state_dict().items()]
+    return max(gaps), graphs
 
 
+@pytest.mark.parametrize(
+    "form", ["blocks", "blocks in place", "blocks in place, late", "model", "model in place", "engine"]
+)
 @pytest.mark.parametrize("stage", ["zero2", "zero3", "zero3-free"])
-def test_compiled_blocks_train_alike(ranks: Pools, stage: str) -> None:
-    for gap in ranks(2).run(compiled, stage):
-        assert gap <= TOLERANCE
+def test_compiled_models_train_alike(ranks: Pools, stage: str, form: str) -> None:
+    for gap, graphs in ranks(2).run(compiled, stage, form):
+        assert gap <= TOLERANCE and graphs >= 1
+
+
+def whole_stage_3_graph() -> str:
+    torch._dynamo.reset()
+    whole = Case(lambda: torch.compile(Net(), backend="aot_eager", fullgraph=True), loss, steps=1)
+    engine = build_engine(whole, STAGES["zero3-free"])
+    try:
+        loss(engine, Turn(0, 0, 0))
+    except torch._dynamo.exc.Unsupported as error:
+        return str(error)
+    return ""
+
+
+def test_one_graph_of_a_stage_3_model_is_refused(ranks: Pools) -> None:
+    for text in ranks(1).run(whole_stage_3_graph):
+        assert "zero_trial gathers this block's parameters here (ZeRO stage 3)" in text and "fullgraph" in text
+
+
+def compiled_by_config() -> tuple[bool, float]:
+    torch._dynamo.reset()
+    section = {"enabled": True, "backend": "aot_eager", "kwargs": {"dynamic": False}}
+    engine = build_engine(Case(Net, loss, config={"compile": section}, steps=1), STAGES["zero2"])
+    return engine.module._compiled_call_impl is not None, loss(engine, Turn(0, 0, 0)).item()
+
+
+def test_compile_in_ds_config(ranks: Pools) -> None:
+    for done, value in ranks(1).run(compiled_by_config):
+        assert done and value > 0

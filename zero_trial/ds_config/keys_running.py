@@ -13,11 +13,12 @@ from types import MappingProxyType
 from typing import Any, ClassVar
 
 from zero_trial.ds_config.key import Origin, mapped, no_effect, not_yet, refused, section, supported
-from zero_trial.schema.types import AnyOf, Bool, DType, Float, Int, Names, Opaque, Text
+from zero_trial.schema.types import AnyOf, Bool, DType, Float, Int, MapOf, Names, Opaque, Text
 
 _FOLDER = (
     "written to output_path/job_name; without an output path, to a folder of the section's name where the run started"
 )
+_DEEPCOMPILE = "an option of deepcompile"
 SCHEDULE_CHUNKS: Mapping[str, int | None] = MappingProxyType(
     {"1f1b": 1, "gpipe": 1, "interleaved": None, "looped_bfs": None, "zb_h1": 1, "zb_v": 2}
 )
@@ -133,6 +134,39 @@ class ThroughputSection:
 
     enabled: bool = supported(True, Bool(), "the progress line says samples/s of all ranks")
     synchronized: bool = supported(True, Bool(), "the device is waited for before the clock is read")
+
+
+@dataclass(frozen=True)
+class CompileSection:
+    """``compile``: torch.compile, as ``engine.compile()`` applies it."""
+
+    enabled: bool = supported(
+        False,
+        Bool(),
+        "the model is compiled at initialize; at stage 3 block by block, since blocks are gathered and freed",
+        origin=Origin.LEGACY,
+    )
+    backend: str = supported("inductor", Text(), "torch.compile's backend", origin=Origin.LEGACY)
+    kwargs: Mapping[str, Any] = supported({}, MapOf(), "torch.compile's other arguments", origin=Origin.LEGACY)
+    deepcompile: ClassVar = not_yet(
+        False, Bool(), "DeepSpeed's passes over compiled graphs do not exist here; gathers stay outside of graphs"
+    )
+    free_activation: ClassVar = not_yet(None, Opaque(), _DEEPCOMPILE)
+    free_activation_threshold: ClassVar = not_yet(None, Opaque(), _DEEPCOMPILE)
+    offload_activation: ClassVar = not_yet(None, Opaque(), _DEEPCOMPILE)
+    offload_opt_states: ClassVar = not_yet(None, Opaque(), _DEEPCOMPILE)
+    offload_parameters: ClassVar = not_yet(None, Opaque(), _DEEPCOMPILE)
+    double_buffer: ClassVar = not_yet(None, Opaque(), _DEEPCOMPILE)
+    symmetric_memory: ClassVar = not_yet(None, Opaque(), _DEEPCOMPILE)
+    sync_before_reduce: ClassVar = not_yet(None, Opaque(), _DEEPCOMPILE)
+    sync_after_reduce: ClassVar = not_yet(None, Opaque(), _DEEPCOMPILE)
+    sync_before_allgather: ClassVar = not_yet(None, Opaque(), _DEEPCOMPILE)
+    sync_after_allgather: ClassVar = not_yet(None, Opaque(), _DEEPCOMPILE)
+    keep_int_input_tensors: ClassVar = not_yet(None, Opaque(), _DEEPCOMPILE)
+    keep_all_input_tensors: ClassVar = not_yet(None, Opaque(), _DEEPCOMPILE)
+    passes: ClassVar = not_yet(None, Opaque(), _DEEPCOMPILE)
+    debug_log: ClassVar = not_yet(None, Opaque(), _DEEPCOMPILE)
+    dump_graphs: ClassVar = not_yet(None, Opaque(), _DEEPCOMPILE)
 
 
 @dataclass(frozen=True)
@@ -410,4 +444,4 @@ class RunningKeys:
         "expert parallelism does not exist here",
         instead="Remove the section.",
     )
-    compile: ClassVar = not_yet(None, Opaque(), "the model is run as it is; torch.compile it before initialize")
+    compile: CompileSection = section(CompileSection, "torch.compile")

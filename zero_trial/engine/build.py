@@ -108,6 +108,8 @@ def initialize(
         collate_fn=collate_fn,
         observed=True,
     )
+    if settings.compile.enabled:
+        engine.compile(settings.compile.backend, settings.compile.kwargs)
     if settings.disable_python_gc:
         COLLECTOR_PAUSE.hold(engine)
     _configure_checkpointing(settings, mesh)

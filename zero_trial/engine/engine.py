@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -361,6 +361,20 @@ class Engine(nn.Module):
             yield
         finally:
             self._sync = before
+
+    def compile(
+        self,
+        backend: str | Callable[..., Any] = "inductor",
+        compile_kwargs: Mapping[str, Any] | None = None,
+        **options: Any,
+    ) -> None:
+        """Compile the module in place with ``torch.compile(backend=..., **compile_kwargs,
+        **options)``: as a whole, or, where ZeRO stage 3 gathers and frees blocks, block by block.
+
+        Compiled blocks train with the bits that ``torch.compile`` gives them without an engine.
+        """
+        for module in self.sharded.unsharder.compilable() or [self.module]:
+            module.compile(backend=backend, **(dict(compile_kwargs or {}) | options))
 
     def train(self, mode: bool = True) -> Engine:
         """Set the mode, as torch does. Raises TrialError for parameters that the model did not have

@@ -434,6 +434,9 @@ class MapOf(Type):
 
     each: Type | None = None
 
+    def describe(self) -> str:
+        return "an object"
+
     def check(self, value: Any, path: Path) -> list[Issue]:
         if not isinstance(value, Mapping):
             return not_a_map(value, path)

@@ -8,6 +8,7 @@ The module that is used next is gathered while the present one computes.
 from __future__ import annotations
 
 import functools
+import sys
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate
@@ -53,6 +54,7 @@ class Unsharder:
         self._last_micro_batch = True
         self._inside_root = False
         self.handles: list[Any] = []
+        self._modules = modules
         if reshard is Reshard.SCHEDULED:
             return  # a schedule knows when a block computes
         for block in groups:
@@ -62,10 +64,9 @@ class Unsharder:
             self._install_side_doors(modules[ROOT][0])
 
     def _install(self, module: nn.Module, block: str, *, first: bool, last: bool) -> None:
-        before = functools.partial(self._before_forward, block, first)
-        after = functools.partial(self._after_forward, block, last, SideOutputs(module))
-        self.handles.append(module.register_forward_pre_hook(ModuleHook(before), prepend=True, with_kwargs=True))
-        self.handles.append(module.register_forward_hook(ModuleHook(after), with_kwargs=True))
+        before = UntracedHook(functools.partial(self._before_forward, block, first))
+        after = UntracedHook(functools.partial(self._after_forward, block, last, SideOutputs(module)))
+        self.handles.append(AroundForward(module, before, after))
 
     def _install_side_doors(self, root: nn.Module) -> None:
         """Gather the root's parameters also for direct calls of its parts: ``model.head(x)``, or a
@@ -149,6 +150,12 @@ class Unsharder:
         for parameters that always live."""
         scheduled = self._reshard is Reshard.SCHEDULED
         return scheduled or block not in self._groups or self._order.seen(block)
+
+    def compilable(self) -> list[nn.Module]:
+        """List the modules whose parameters come and go, each as a whole; the root, in which all
+        others are, only where it is alone. Empty where all parameters always live."""
+        blocks = [module for block, modules in self._modules.items() if block != ROOT for module in modules]
+        return blocks or list(self._modules.get(ROOT, ()))
 
     def live_numel(self) -> int:
         """Count the elements of full parameters that live now or are being gathered."""
@@ -337,6 +344,10 @@ class UseOrder:
         return self._passed[places[later]] - self._passed[now] if later < len(places) else None
 
 
+_GATHERED_HERE = (
+    "zero_trial gathers this block's parameters here (ZeRO stage 3), which no graph can hold: "
+    "compile the blocks with fullgraph=True, or the whole model without it"
+)
 _OWN = frozenset(vars(nn.Module()))  # what every module has
 
 
@@ -396,6 +407,73 @@ class ModuleHook:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
         return _nothing
+
+
+class UntracedHook(ModuleHook):
+    """A hook that torch.compile calls and does not trace: the graph breaks there."""
+
+    __slots__ = ()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._call(*args, **kwargs)
+
+    # What torch.compiler.disable sets, without its import of all of torch.compile.
+    __call__._torchdynamo_disable = True  # type: ignore[attr-defined]
+    __call__._torchdynamo_disable_msg = _GATHERED_HERE  # type: ignore[attr-defined]
+
+
+def _keep_out_of_graphs() -> None:
+    """Run the hooks, and all that they call, without torch.compile from now on, where anything
+    compiles in this process."""
+    if "torch._dynamo" in sys.modules and not hasattr(UntracedHook.__call__, "_torchdynamo_disable_recursive"):
+        torch.compiler.disable(UntracedHook, reason=_GATHERED_HERE)
+
+
+class AroundForward:
+    """Two hooks around the call of a module.
+
+    ``module.compile()`` compiles the call with the module's hooks in it. These two then go outside
+    of the compiled call, so that the block is one graph (``fullgraph=True``), whether it is
+    compiled before or after this.
+    """
+
+    def __init__(self, module: nn.Module, before: UntracedHook, after: UntracedHook) -> None:
+        self._module, self._before, self._after = module, before, after
+        self._compiled: Callable[..., Any] | None = None
+        self._handles: list[Any] = []
+        if module._compiled_call_impl is None:
+            self._handles = [
+                module.register_forward_pre_hook(UntracedHook(self._enter), prepend=True, with_kwargs=True),
+                module.register_forward_hook(after, with_kwargs=True),
+            ]
+        else:
+            self._go_outside()
+
+    def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        _keep_out_of_graphs()
+        if module._compiled_call_impl is not None:
+            self._go_outside()  # from the next call on; this one has a break in its graph
+        self._before(module, args, kwargs)
+
+    def _go_outside(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._compiled = self._module._compiled_call_impl
+        self._module._compiled_call_impl = UntracedHook(self._call_compiled)
+
+    def _call_compiled(self, *args: Any, **kwargs: Any) -> Any:
+        self._before(self._module, args, kwargs)
+        output = self._compiled(*args, **kwargs)  # type: ignore[misc]
+        self._after(self._module, args, kwargs, output)
+        return output
+
+    def remove(self) -> None:
+        """Take both hooks away; a compiled call stays."""
+        for handle in self._handles:
+            handle.remove()
+        if self._compiled is not None:
+            self._module._compiled_call_impl = self._compiled
+            self._compiled = None
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:

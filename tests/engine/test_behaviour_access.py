@@ -14,7 +14,7 @@ from torch import nn
 import zero_trial
 from tests.support.dense import STAGES, TOLERANCE, Case, Turn, adamw, build_engine, difference, train_dense
 from tests.support.pool import Pools
-from zero_trial import zero
+from zero_trial import PipelineModule, zero
 
 WIDTH = 10
 
@@ -532,6 +532,8 @@ def compile_before(model: Net, form: str) -> nn.Module:
 
 
 def compile_after(engine: zero_trial.Engine, form: str) -> None:
+    if form == "engine, inductor":
+        engine.compile()
     if form == "engine":
         engine.compile("aot_eager", {"fullgraph": True})
     elif form == "blocks in place, late":
@@ -555,10 +557,15 @@ def compiled(stage: str, form: str) -> tuple[float, int]:
     return max(gaps), graphs
 
 
+IN_EVERY_FORM = ["blocks", "blocks in place", "blocks in place, late", "model", "model in place", "engine"]
+
+
 @pytest.mark.parametrize(
-    "form", ["blocks", "blocks in place", "blocks in place, late", "model", "model in place", "engine"]
+    ("stage", "form"),
+    [(stage, "blocks") for stage in ("zero2", "zero3")]
+    + [("zero2", "model in place"), ("zero3", "model")]
+    + [("zero3-free", form) for form in (*IN_EVERY_FORM, "engine, inductor")],
 )
-@pytest.mark.parametrize("stage", ["zero2", "zero3", "zero3-free"])
 def test_compiled_models_train_alike(ranks: Pools, stage: str, form: str) -> None:
     for gap, graphs in ranks(2).run(compiled, stage, form):
         assert gap <= TOLERANCE and graphs >= 1
@@ -590,3 +597,27 @@ def compiled_by_config() -> tuple[bool, float]:
 def test_compile_in_ds_config(ranks: Pools) -> None:
     for done, value in ranks(1).run(compiled_by_config):
         assert done and value > 0
+
+
+def pipeline_losses(schedule: str, compiled: bool) -> list[float]:
+    torch._dynamo.reset()
+    layers = [*(Block(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(4)), Block(nn.Linear(WIDTH, 3))]
+    model = PipelineModule(layers, num_stages=2, loss_fn=nn.CrossEntropyLoss(), seed_layers=True)
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 3,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "eps": 1e-3}},
+        "pipeline": {"schedule": schedule},
+        "compile": {"enabled": compiled, "backend": "aot_eager", "kwargs": {"fullgraph": True}},
+    }
+    engine = zero_trial.initialize(model=model, config=config)[0]
+    batches = [(Turn(step, 0, 0).normal(2, WIDTH), torch.tensor([0, 2])) for step in range(6)]
+    data = iter(batches)
+    return [engine.train_batch(data).item() for _ in range(2)]
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
+def test_a_compiled_pipeline_trains_alike(ranks: Pools, schedule: str) -> None:
+    compiled, plain = (ranks(2).run(pipeline_losses, schedule, value) for value in (True, False))
+    for own, expected in zip(compiled, plain, strict=True):
+        assert own == pytest.approx(expected, rel=1e-6)

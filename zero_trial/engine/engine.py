@@ -373,8 +373,11 @@ class Engine(nn.Module):
 
         Compiled blocks train with the bits that ``torch.compile`` gives them without an engine.
         """
-        for module in self.sharded.unsharder.compilable() or [self.module]:
+        for module in self._compilable():
             module.compile(backend=backend, **(dict(compile_kwargs or {}) | options))
+
+    def _compilable(self) -> list[nn.Module]:
+        return self.sharded.unsharder.compilable() or [self.module]
 
     def train(self, mode: bool = True) -> Engine:
         """Set the mode, as torch does. Raises TrialError for parameters that the model did not have

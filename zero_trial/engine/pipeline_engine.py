@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NoReturn, cast
 
 import torch
+from torch import nn
 
 from zero_trial.engine.compat import PipelineParallelGrid, RepeatingLoader
 from zero_trial.engine.engine import Engine
@@ -63,6 +64,10 @@ class PipelineEngine(Engine):
         if not isinstance(self.module, PipelineModule):
             raise TrialError("the model of this engine is not a PipelineModule", got=type(self.module).__name__)
         return self.module
+
+    def _compilable(self) -> list[nn.Module]:
+        """List the layers of this rank's chunks, which a schedule calls one by one."""
+        return [layer for chunk in self._chunks.values() for layer in chunk.children()]
 
     # --- a step -----------------------------------------------------------------------------------
 

@@ -110,15 +110,3 @@ def test_in_a_search_it_is_an_invalid_point():
 def test_the_hyperparameter_counts_where_ds_config_says_nothing():
     assert reconcile(config(), 2, {"global_batch_size": 8}).batch.micro_batch_size == 4
     assert reconcile(config(train_batch_size=8), 2, {"global_batch_size": 8}).batch.train_batch_size == 8
-
-
-def test_muon_is_refused_where_ranks_share_a_matrix() -> None:
-    def muon(stage: int, **mesh: int) -> DsConfig:
-        given = {"train_batch_size": 4, "optimizer": {"type": "muon"}, "zero_optimization": {"stage": stage}}
-        return read_ds_config(given | {"mesh": mesh})
-
-    reconcile(muon(0), 2)
-    reconcile(muon(2), 1)
-    reconcile(muon(2, shard=1), 2)
-    with pytest.raises(ConfigError, match=r"optimizer\.type: Muon needs whole matrices"):
-        reconcile(muon(1), 2)

@@ -25,7 +25,6 @@ from tests.support.dense import (
 )
 from tests.support.models import Tower, adamw
 from tests.support.pool import Pools
-from zero_trial.errors import ConfigError
 from zero_trial.ops.optimizers import FusedLamb, Lion
 
 
@@ -139,39 +138,6 @@ def train_client(name: str, stage: str, as_object: bool) -> float:
 def test_client_optimizer(ranks: Pools, name: str, stage: str, as_object: bool) -> None:
     for gap in ranks(2).run(train_client, name, stage, as_object):
         assert gap <= TOLERANCE
-
-
-def whole_tensors(stage: str, given: str) -> float | str:
-    """Adafactor looks at rows and columns of whole tensors."""
-    make = lambda groups: torch.optim.Adafactor(groups, lr=0.01)  # noqa: E731
-    case = Case(
-        Tower, loss, groups=two_groups, optimizer={"type": "Adafactor", "params": {"lr": 0.01}}, dense_optimizer=make
-    )
-    try:
-        if given == "name":
-            return compare(case, STAGES[stage])
-        torch.manual_seed(1)
-        model = Tower()
-        client = (
-            {"optimizer": make(two_groups(model))}
-            if given == "object"
-            else {"optimizer": make, "model_parameters": two_groups(model)}
-        )
-        engine = build_engine(Case(lambda: model, loss), STAGES[stage], **client)
-        steps = list(zip(train_dense(case, 2), train_ranks(case, engine), strict=True))
-        return difference(engine, steps[-1][0])
-    except ConfigError as error:
-        return str(error)
-
-
-@pytest.mark.parametrize("given", ["object", "callable", "name"])
-def test_an_optimizer_of_whole_tensors_runs_unsharded_and_is_refused_sharded(ranks: Pools, given: str) -> None:
-    for gap in ranks(2).run(whole_tensors, "zero0", given):
-        assert isinstance(gap, float)
-        assert gap <= TOLERANCE
-    for message in ranks(2).run(whole_tensors, "zero1", given):
-        assert "this optimizer needs whole tensors" in str(message)
-        assert "zero_optimization.stage 0" in str(message)
 
 
 # --- schedules ------------------------------------------------------------------------------------

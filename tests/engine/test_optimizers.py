@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import sys
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-import zero_trial
 from zero_trial.engine import optimizers
 from zero_trial.engine.optimizers import (
-    check_shapes,
     groups_over,
-    is_elementwise,
+    muon_groups,
     parameter_groups,
     resolve_optimizer,
     torch_optimizer_names,
@@ -43,7 +39,6 @@ def test_adam_means_adamw() -> None:
     assert optimizer.param_groups[0]["betas"] == (0.9, 0.95)
     assert optimizer.param_groups[0]["weight_decay"] == 0.0
     assert optimizer.param_groups[0]["fused"] is True
-    assert spec.elementwise
     assert spec.note is not None
     assert "AdamW" in spec.note
 
@@ -151,29 +146,6 @@ def test_fused_is_not_forced_where_it_was_set_or_cannot_be() -> None:
 
 
 @pytest.mark.parametrize(
-    ("cls", "expected"),
-    [
-        (torch.optim.AdamW, True),
-        (torch.optim.RMSprop, True),
-        (torch.optim.Adafactor, False),
-        (torch.optim.LBFGS, False),
-        (Lion, True),
-        (FusedLamb, False),
-        (type("Shampoo", (torch.optim.Optimizer,), {}), False),
-        (type("Mine", (torch.optim.Adafactor,), {}), False),
-        (type("Mine", (torch.optim.Adafactor,), {"elementwise": True}), True),
-    ],
-)
-def test_which_optimizers_may_work_on_flat_pieces(cls: type, expected: bool) -> None:
-    assert is_elementwise(cls) is expected
-
-
-def test_only_lamb_binds() -> None:
-    assert resolve_optimizer("Lamb").binds_tensors
-    assert not resolve_optimizer("AdamW").binds_tensors
-
-
-@pytest.mark.parametrize(
     ("name", "given", "where", "words"),
     [
         ("AdamW", {"max_grad_norm": 1.0}, "optimizer.params.max_grad_norm", '"gradient_clipping": 1.0'),
@@ -186,6 +158,8 @@ def test_only_lamb_binds() -> None:
         ("LBFGS", {}, "optimizer.type", "several times"),
         ("SparseAdam", {}, "optimizer.type", "sparse"),
         ("MuAdam", {}, "optimizer.type", "mup"),
+        ("Muon", {"moon_lr": 0.1}, "optimizer.params.moon_lr", "Did you mean muon_lr?"),
+        ("Muon", {"muon_lr": "0.1"}, "optimizer.params.muon_lr", "not a number"),
         ("Tensor", {}, "optimizer.type", "no such optimizer"),
     ],
 )
@@ -203,7 +177,7 @@ def test_adam_without_bias_correction(name: str, decoupled: bool) -> None:
     given = {"lr": 0.5, "betas": (0.9, 0.999), "eps": 0.0, "bias_correction": False}
     more = {} if decoupled else {"adam_w_mode": False}
     spec = resolve_optimizer(name.split()[0], given | more)
-    assert (spec.optimizer_class, spec.elementwise) == (FusedAdam, True)
+    assert spec.optimizer_class is FusedAdam
     weight = torch.nn.Parameter(torch.zeros(1))
     weight.grad = torch.ones(1)
     built = spec.build([weight])
@@ -224,29 +198,32 @@ def test_values_that_torch_refuses_are_a_config_error() -> None:
         resolve_optimizer("AdamW", {"lr": -1.0}).build(params())
 
 
-def test_muon_is_refused_by_the_name_of_what_it_cannot_train() -> None:
-    matrix, bias = torch.zeros(4, 4), torch.zeros(4)
-    check_shapes("muon", {"weight": matrix}, 1)
-    check_shapes("AdamW", {"weight": matrix, "bias": bias}, 8)
-    with pytest.raises(ConfigError, match=r"optimizer\.type.*layer\.bias of shape \(4,\)"):
-        check_shapes("Muon", {"layer.weight": matrix, "layer.bias": bias}, 1)
-    with pytest.raises(ConfigError, match=r"Muon needs whole matrices, and 2 ranks"):
-        check_shapes("Muon", {"weight": matrix}, 2)
+def test_muon_takes_hidden_matrices_and_adamw_the_rest() -> None:
+    """DeepSpeed's rule by names and dimensions; a parameter's use_muon wins; each kind has its own
+    settings, and a group's own win over them."""
+    model = nn.ModuleDict({"embed": nn.Embedding(5, 4), "up": nn.Linear(4, 4), "LM_Head": nn.Linear(4, 5)})
+    model["up"].bias.use_muon = True  # of one dimension all the same
+    given = {"lr": 0.5, "adam_lr": 0.25, "weight_decay": 0.1, "betas": [0.8, 0.9], "momentum": 0.7}
+    named = dict(model.named_parameters())
+    groups = muon_groups(model, [{"params": list(named.values())}], given)
+    found = [[name for name, param in named.items() if any(param is each for each in g["params"])] for g in groups]
+    assert found == [["up.weight"], ["embed.weight", "up.bias", "LM_Head.weight", "LM_Head.bias"]]
+    settings = [{key: value for key, value in group.items() if key != "params"} for group in groups]
+    assert settings == [
+        {"lr": 0.5, "weight_decay": 0.1, "momentum": 0.7, "use_muon": True},
+        {"lr": 0.25, "weight_decay": 0.1, "betas": (0.8, 0.9), "use_muon": False},
+    ]
+    model["up"].weight.use_muon, model["LM_Head"].weight.use_muon = False, True
+    (muon, _) = muon_groups(model, [{"params": list(named.values()), "lr": 2.0}], given)
+    assert muon["params"][0] is model["LM_Head"].weight and muon["lr"] == 2.0
 
 
-def test_muon_trains_matrices_and_refuses_a_bias_before_anything_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = {"train_batch_size": 2, "optimizer": {"type": "Muon", "params": {"lr": 0.1}}}
-    model = torch.nn.Linear(4, 4, bias=False)
-    before = model.weight.detach().clone()
-    engine, *_ = zero_trial.initialize(model=model, config=config)
-    engine.backward(engine(torch.randn(2, 4)).sum())
-    engine.step()
-    assert not torch.equal(engine.module.weight, before)
-    engine.destroy()
-    # the first to communicate
-    monkeypatch.setattr(sys.modules["zero_trial.engine.build"], "ShardedModel", None)
-    with pytest.raises(ConfigError, match="bias of shape"):
-        zero_trial.initialize(model=torch.nn.Linear(4, 4), config=config)
+def test_muon_has_deepspeeds_defaults() -> None:
+    weights = params(4, 4)
+    groups = [{"params": weights[:1], "use_muon": True}, {"params": weights[1:], "use_muon": False}]
+    matrices, others = resolve_optimizer("muon", {"ns_method": "gram"}).build(groups).param_groups
+    assert (matrices["lr"], matrices["momentum"], matrices["weight_decay"]) == (0.02, 0.95, 0.0)
+    assert (others["lr"], others["betas"], others["eps"], others["weight_decay"]) == (3e-4, (0.9, 0.95), 1e-10, 0.0)
 
 
 def test_without_any_all_that_is_trained_is_one_group() -> None:
@@ -274,7 +251,7 @@ def test_doubles_and_strangers_are_refused() -> None:
         parameter_groups(model, None, nn.Linear(3, 2).parameters())
 
 
-def test_groups_over_pieces_of_their_own() -> None:
-    pieces: Any = [SimpleNamespace(opt_group=index, weight=weight) for index, weight in ((0, "a"), (1, "b"), (0, "c"))]
-    found = groups_over(pieces, [{"params": [1], "lr": 0.5}, {"params": [2]}, {"params": []}])
+def test_groups_over_weights_of_their_own() -> None:
+    weights: Any = [["a", "c"], ["b"], []]
+    found = groups_over(weights, [{"params": [1], "lr": 0.5}, {"params": [2]}, {"params": []}])
     assert found == [{"params": ["a", "c"], "lr": 0.5}, {"params": ["b"]}, {"params": []}]

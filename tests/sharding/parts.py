@@ -106,7 +106,7 @@ _OPTIMIZERS: WeakKeyDictionary[ShardedModel, ShardedOptimizer] = WeakKeyDictiona
 def add_optimizer(
     model: ShardedModel, base: type[torch.optim.Optimizer] = torch.optim.AdamW, **kwargs: Any
 ) -> ShardedOptimizer:
-    pieces = cut_pieces(model.grad_buffers, whole_tensors=False)
+    pieces = cut_pieces(model.grad_buffers)
     made = ShardedOptimizer(base([piece.weight for piece in pieces], **kwargs), pieces, groups=model.groups)  # type: ignore[call-arg]
     _OPTIMIZERS[model] = made
     return made

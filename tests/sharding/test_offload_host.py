@@ -51,7 +51,7 @@ class Training:
                 masters.swap_out(group)
         make = functools.partial(StagedPiece, staging=staging) if buffers else None
         given = {"most": CUT, "make": make} if make else {}
-        pieces = cut_pieces(grad_buffers, whole_tensors=False, **given)
+        pieces = cut_pieces(grad_buffers, **given)
         base = build([piece.weight for piece in pieces], lr=0.01)
         if folder is not None:
             columns = {torch.float32: state_columns(base)}

@@ -71,7 +71,7 @@ class Training:
             masters = MasterSwap(self.file)
             for group in self.groups:
                 masters.swap_out(group)
-        pieces = cut_pieces(self.grad_buffers, whole_tensors=False, most=CUT if folder is not None else None)
+        pieces = cut_pieces(self.grad_buffers, most=CUT if folder is not None else None)
         self.base = build(
             [
                 {
@@ -380,7 +380,7 @@ def test_columns_of_one_byte(tmp_path: Path) -> None:
     masters = MasterSwap(file)
     for group in away.groups:
         masters.swap_out(group)
-    pieces = cut_pieces(away.grad_buffers, whole_tensors=False, most=CUT)
+    pieces = cut_pieces(away.grad_buffers, most=CUT)
     state: dict[torch.Tensor, dict[str, Any]] = {piece.weight: {} for piece in pieces}
     store = SwappedStore(
         masters, pieces, state, {torch.float32: [StateColumn("q", torch.uint8)]}, buffer_numel=CUT, buffer_count=2

@@ -55,7 +55,7 @@ def test_tensors_are_numbered_over_all_groups_also_where_a_rank_has_no_piece() -
     its peers."""
     model = build_small(0)
     grad_buffers = model.grad_buffers
-    pieces = cut_pieces(grad_buffers[-1:], whole_tensors=False)
+    pieces = cut_pieces(grad_buffers[-1:])
     opt_groups = [{"params": [piece.weight for piece in pieces if piece.opt_group == index]} for index in (0, 1)]
     optimizer = ShardedOptimizer(FusedLamb(opt_groups), pieces)
     names = {slot.name for grad_buffer in grad_buffers for slot in grad_buffer.group.layout.slots}
@@ -75,7 +75,7 @@ def test_tensors_are_numbered_over_all_groups_also_where_a_rank_has_no_piece() -
 
 def test_pieces_are_runs_of_one_optimizer_group() -> None:
     model = build_small(1)
-    pieces = cut_pieces(model.grad_buffers, whole_tensors=False)
+    pieces = cut_pieces(model.grad_buffers)
     assert {piece.opt_group for piece in pieces} == {0, 1}
     for grad_buffer in model.grad_buffers:
         spans = sorted((piece.low, piece.high) for piece in pieces if piece.grad_buffer is grad_buffer)
@@ -86,39 +86,45 @@ def test_pieces_are_runs_of_one_optimizer_group() -> None:
 
 def test_pieces_are_cut_at_multiples_counted_from_the_shards_start() -> None:
     model = build_small(1)
-    for piece in cut_pieces(model.grad_buffers, whole_tensors=False, most=32):
+    for piece in cut_pieces(model.grad_buffers, most=32):
         assert piece.low // 32 == (piece.high - 1) // 32
-    whole = sum(piece.numel for piece in cut_pieces(model.grad_buffers, whole_tensors=False))
-    assert sum(piece.numel for piece in cut_pieces(model.grad_buffers, whole_tensors=False, most=32)) == whole
+    whole = sum(piece.numel for piece in cut_pieces(model.grad_buffers))
+    assert sum(piece.numel for piece in cut_pieces(model.grad_buffers, most=32)) == whole
 
 
 def test_a_tensor_without_elements_is_no_piece() -> None:
     module = Small()
     module.nothing = nn.Parameter(torch.empty(0, 3))
-    pieces = cut_pieces(make_model(module, 0).grad_buffers, whole_tensors=True)
+    pieces = cut_pieces(make_model(module, 0).grad_buffers, whole=(0, 1))
     assert len(pieces) == len(list(Small().parameters()))
 
 
 def test_whole_tensors_where_nothing_is_sharded() -> None:
     """Muon, Shampoo, Adafactor: an optimizer that looks at rows and columns gets real shapes."""
     model = build_small(0)
-    pieces = cut_pieces(model.grad_buffers, whole_tensors=True)
+    pieces = cut_pieces(model.grad_buffers, whole=(0, 1))
     shapes = sorted(tuple(param.shape) or (1,) for param in Small().parameters())
     assert sorted(tuple(piece.weight.shape) for piece in pieces) == shapes
     assert {tuple(piece.weight.shape): piece.opt_group for piece in pieces}[(7, 11)] == 0
     assert {tuple(piece.weight.shape): piece.opt_group for piece in pieces}[(7,)] == 1
 
 
-def refuses_whole_tensors() -> str:
-    try:
-        cut_pieces(build_small(1).grad_buffers, whole_tensors=True)
-    except ConfigError as error:
-        return str(error)
-    return "accepted"
+def test_no_piece_of_a_whole_tensor_where_ranks_hold_parts_of_it(ranks: Pools) -> None:
+    """Its owner updates it: see test_whole_tensors."""
+    found = ranks(2).run(pieces_of_whole_tensors)
+    assert [lows for lows, _ in found] == [[], []]
+    assert {group for _, left in found for group in left} == {1}
 
 
-def test_whole_tensors_of_shards_are_refused(ranks: Pools) -> None:
-    assert all("needs whole tensors, and sharding cuts them" in text for text in ranks(2).run(refuses_whole_tensors))
+def pieces_of_whole_tensors() -> tuple[list[int], list[int]]:
+    buffers = build_small(1).grad_buffers
+    left = sorted({piece.opt_group for piece in cut_pieces(buffers, whole=(0,))})
+    return [piece.low for piece in cut_pieces(buffers, whole=(0, 1))], left
+
+
+def by_group(base: torch.optim.Optimizer, pieces: list[ShardPiece]) -> list[list[nn.Parameter]]:
+    groups = range(len(base.param_groups))
+    return [[piece.weight for piece in pieces if piece.opt_group == index] for index in groups]
 
 
 def piece(numel: int = 64, dtype: torch.dtype = torch.float32) -> ShardPiece:
@@ -176,8 +182,8 @@ def test_a_clients_optimizer_steps_on_pieces_with_its_own_groups() -> None:
         [{"params": opt_groups[0], "lr": 0.5}, {"params": opt_groups[1], "lr": 0.25, "weight_decay": 0.0}]
     )
     model = make_model(module, 1, opt_groups=opt_groups)
-    pieces = cut_pieces(model.grad_buffers, whole_tensors=False)
-    rebind(base, pieces)
+    pieces = cut_pieces(model.grad_buffers)
+    rebind(base, by_group(base, pieces))
     assert [opt_group["lr"] for opt_group in base.param_groups] == [0.5, 0.25]
     for index, opt_group in enumerate(base.param_groups):
         assert [id(p) for p in opt_group["params"]] == [
@@ -210,12 +216,12 @@ def test_a_client_optimizer_must_be_fresh(kind: Any, options: dict[str, Any]) ->
             module(torch.ones(2, 11)).backward()
             base.step()
         model = make_model(module, 0)
-        pieces = cut_pieces(model.grad_buffers, whole_tensors=False)
+        pieces = cut_pieces(model.grad_buffers)
         if stepped:
             with pytest.raises(ConfigError, match="has stepped before"):
-                rebind(base, pieces)
+                rebind(base, by_group(base, pieces))
         else:
-            rebind(base, pieces)
+            rebind(base, by_group(base, pieces))
             for piece in pieces:
                 piece.weight.grad = torch.ones_like(piece.weight)
             base.step()

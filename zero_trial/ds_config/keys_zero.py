@@ -241,6 +241,13 @@ class ZeroSection:
         "or after the step (least traffic)",
         origin=Origin.OURS,
     )
+    elementwise_optimizer: bool = supported(
+        False,
+        Bool(),
+        "the client optimizer works element by element, so that its tensors are cut evenly over the ranks; "
+        "a class that is not known to gets whole tensors, each updated by one rank",
+        origin=Origin.OURS,
+    )
     mics_shard_size: int | None = supported(
         None,
         Int(-1, unit="ranks"),

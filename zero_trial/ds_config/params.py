@@ -87,6 +87,21 @@ _LION = {
 }
 
 
+_MUON = {
+    "lr": Param(Float(low=0)),
+    "muon_lr": Param(Float(low=0), 0.02),
+    "adam_lr": Param(Float(low=0), 3e-4),
+    "momentum": Param(Float(low=0), 0.95),
+    "weight_decay": _DECAY,
+    "betas": Param(Numbers(2, 0.0, 1.0), (0.9, 0.95)),
+    "eps": Param(Float(low=0), 1e-10),
+    "ns_method": Param(Text(("standard", "gram")), "gram"),
+    "nesterov": Param(Bool(), True),
+    "ns_steps": Param(Int(1, 99), 5),
+    "ns_coefficients": Param(Numbers(3)),
+}
+
+
 def _by_lower_name(*named: KnownParams) -> Mapping[str, KnownParams]:
     return MappingProxyType({item.name.lower(): item for item in named})
 
@@ -99,11 +114,11 @@ OPTIMIZERS = _by_lower_name(
     KnownParams("Lamb", _LAMB),
     KnownParams("Adagrad", _ADAGRAD),
     KnownParams("Lion", _LION),
+    KnownParams("Muon", _MUON),
     KnownParams("OneBitAdam", _ADAM | _COMPRESSION),
     KnownParams("ZeroOneAdam", _ADAM | _COMPRESSION),
     KnownParams("OneBitLamb", _LAMB | _COMPRESSION),
 )
-ANY_CASE = ("Muon",)
 ONE_BIT = {"OneBitAdam": "AdamW", "ZeroOneAdam": "AdamW", "OneBitLamb": "Lamb"}
 _MUP = "it needs the shapes that the mup package keeps; build it with mup and pass it to initialize"
 REFUSED_OPTIMIZERS = {

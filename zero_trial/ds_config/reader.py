@@ -12,7 +12,6 @@ from zero_trial.ds_config.auto import contradictions, resolve_auto
 from zero_trial.ds_config.canonical import canonical
 from zero_trial.ds_config.key import Key, Support
 from zero_trial.ds_config.params import (
-    ANY_CASE,
     ONE_BIT,
     OPTIMIZERS,
     REFUSED_OPTIMIZERS,
@@ -139,11 +138,10 @@ def _check_name(section: str, name: str, document: Document, found: Params) -> N
         found.faults.append(ConfigError(f"it cannot be used: {refused[name.lower()]}", where=where, got=shown(name)))
         return
     if section == "optimizer":
-        exact = {*TORCH_OPTIMIZERS, *(named.name for named in OPTIMIZERS.values()), *ANY_CASE}
-        any_case = {known.lower() for known in ANY_CASE}
+        exact = {*TORCH_OPTIMIZERS, *(named.name for named in OPTIMIZERS.values())}
     else:
-        exact, any_case = {*TORCH_SCHEDULERS, *(named.name for named in SCHEDULERS.values())}, set()
-    if name in exact or name.lower() in any_case:
+        exact = {*TORCH_SCHEDULERS, *(named.name for named in SCHEDULERS.values())}
+    if name in exact:
         return
     by_lower = {known.lower(): known for known in sorted(exact)}
     near = difflib.get_close_matches(name.lower(), by_lower, 1)

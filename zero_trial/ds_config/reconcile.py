@@ -102,10 +102,6 @@ def reconcile(
     except ConfigError as fault:
         raise (kind(fault.what, where=fault.where, fix=fault.fix) if search else fault) from None
     data = axes.data_parallel
-    if config.optimizer is not None and config.optimizer.type.lower() == "muon" and _cuts(config, axes):
-        what = f"Muon needs whole matrices, and {axes.shard} ranks share each of them"
-        fix = "Use zero_optimization.stage 0 or mesh.shard 1, or an elementwise optimizer such as AdamW."
-        faults.append(ConfigError(what, where="optimizer.type", fix=fix))
     if slots is not None and slots != world_size:
         faults.append(
             _differs("resources.slots_per_trial", slots, f"{world_size} ranks", "Start as many ranks as slots.")
@@ -164,11 +160,6 @@ def _rows(config: DsConfig, batch: BatchTriple, axes: AxisSizes, world_size: int
         Row("mesh.replica", axes.replica, axis("replica", config.mesh.replica)),
         *(Row(name, value, batch.how[name]) for name, value in zip(_GIVEN, values, strict=True)),
     )
-
-
-def _cuts(config: DsConfig, axes: AxisSizes) -> bool:
-    """Return whether ranks hold parts of a tensor's optimizer state."""
-    return plan_for_stage(config.zero_optimization.stage).shard_optimizer and axes.shard > 1
 
 
 def _differs(where: str, got: Any, expected: str, fix: str) -> ConfigError:

@@ -7,6 +7,7 @@ import itertools
 import logging
 import sys
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -40,15 +41,10 @@ from zero_trial.engine.offload_config import (
     offload_line,
     offloads,
     plan_offload,
+    refuse_whole_tensors,
 )
-from zero_trial.engine.optimizers import (
-    Groups,
-    check_shapes,
-    groups_over,
-    is_elementwise,
-    parameter_groups,
-    resolve_optimizer,
-)
+from zero_trial.engine.optimizer_plan import OptimizerPlan, plan_optimizer
+from zero_trial.engine.optimizers import groups_over, parameter_groups
 from zero_trial.engine.pipeline_build import ResolvedPipeline, build_layers, resolve_pipeline, with_stages
 from zero_trial.engine.pipeline_engine import PipelineEngine
 from zero_trial.engine.resolved_config import ResolvedConfig, mesh_shape, resolve_config
@@ -56,12 +52,12 @@ from zero_trial.engine.step import StepOutcome
 from zero_trial.errors import ConfigError, KernelUnavailable
 from zero_trial.ops import Backend, backend
 from zero_trial.ops.cpu import native_sum
-from zero_trial.ops.optimizers import FusedLamb
 from zero_trial.pipeline.module import PipelineModule
 from zero_trial.sharding.grouping import is_model_parallel
 from zero_trial.sharding.layout import describe_dtypes
 from zero_trial.sharding.model import ShardedModel
 from zero_trial.sharding.optimizer import ShardedOptimizer, cut_pieces, rebind
+from zero_trial.sharding.whole_tensors import own_tensors
 
 log = logging.getLogger("zero_trial")
 
@@ -178,11 +174,10 @@ def build_engine(
         model.to(device)
     optimizes = optimizer is not None or settings.optimizer is not None
     groups = parameter_groups(model, optimizer, model_parameters)
-    trained = [param for group in groups for param in group["params"]] if optimizes else []
-    if optimizer is None and settings.optimizer is not None:
-        ids = {id(param) for param in trained}
-        tensors = {name: param for name, param in model.named_parameters() if id(param) in ids}
-        check_shapes(settings.optimizer.type, tensors, mesh.shard.size if resolved.plan.shard_optimizer else 1)
+    plan = plan_optimizer(optimizer, groups, model, settings, mesh) if optimizes else None
+    trained = [param for group in plan.groups for param in group["params"]] if plan is not None else []
+    if plan is not None and plan.whole:
+        refuse_whole_tensors(settings, device)
     pipeline: ResolvedPipeline | None = None
     if isinstance(model, PipelineModule):
         resolved, pipeline = resolve_pipeline(model, settings, mesh, resolved, device)
@@ -192,7 +187,7 @@ def build_engine(
     outcome = StepOutcome(resolved, mesh, device, deferred=observed and device.type == "cuda")
     sharded = ShardedModel(
         model,
-        [group["params"] for group in groups] if optimizes else [],
+        [group["params"] for group in plan.groups] if plan is not None else [],
         resolved.plan,
         mesh,
         resolved.policy,
@@ -201,7 +196,7 @@ def build_engine(
         offload.on_group_built,
         outcome,
     )
-    wrapped = _build_optimizer(sharded, outcome, optimizer, groups, settings, offload) if optimizes else None
+    wrapped = _build_optimizer(sharded, outcome, plan, offload) if plan is not None else None
     lr_scheduler = choose_lr_scheduler(wrapped.base if wrapped is not None else None, lr_scheduler, settings)
     observer = build_observer(settings, resolved, model, mesh, device) if observed else Observer()
     loader = None
@@ -273,38 +268,39 @@ def _device() -> torch.device:
 
 
 def _build_optimizer(
-    sharded: ShardedModel,
-    outcome: StepOutcome,
-    optimizer: Any,
-    groups: Groups,
-    settings: DsConfig,
-    offload: OffloadPlan,
+    sharded: ShardedModel, outcome: StepOutcome, plan: OptimizerPlan, offload: OffloadPlan
 ) -> ShardedOptimizer:
-    """Build the optimizer over this rank's pieces: the client's object, made to step on them, or
-    what builds one over them."""
-    buffers = sharded.grad_buffers
-    if isinstance(optimizer, torch.optim.Optimizer):
-        base = optimizer
-        pieces = cut_pieces(buffers, whole_tensors=_needs_tensors(base), most=offload.most, make=offload.piece)
-        rebind(base, pieces)
-    elif optimizer is None and settings.optimizer is not None:
-        spec = resolve_optimizer(settings.optimizer.type, settings.optimizer.params)
-        whole = not spec.elementwise and not spec.binds_tensors
-        pieces = cut_pieces(buffers, whole_tensors=whole, most=offload.most, make=offload.piece)
-        base = spec.build(groups_over(pieces, groups))
-    else:  # a callable: its optimizer says only afterwards whether it needs whole tensors
-        pieces = cut_pieces(buffers, whole_tensors=False, most=offload.most, make=offload.piece)
-        base = optimizer(groups_over(pieces, groups))
-        if _needs_tensors(base):
-            pieces = cut_pieces(buffers, whole_tensors=True)
-            base = optimizer(groups_over(pieces, groups))
-    store = offload.store(base, pieces, is_elementwise(type(base)))
-    return ShardedOptimizer(base, pieces, groups=sharded.groups, shard=sharded.mesh.shard, status=outcome, store=store)
-
-
-def _needs_tensors(base: torch.optim.Optimizer) -> bool:
-    """Return whether ``base`` works on whole tensors, so that they cannot be cut anywhere."""
-    return not is_elementwise(type(base)) and not isinstance(base, FusedLamb)
+    """Build the optimizer over this rank's pieces and whole tensors: the client's object, made to
+    step on them, or what builds one over them. Collective over shard where a callable gets whole
+    tensors, whose values it may read."""
+    buffers, shard = sharded.grad_buffers, sharded.mesh.shard
+    names = [name for name, _ in sharded.module.named_parameters()]
+    whole = (
+        own_tensors(buffers, plan.whole, names, shard, plan.work, one_owner=plan.one_owner) if shard.size > 1 else None
+    )
+    pieces = cut_pieces(buffers, whole=plan.whole, names=names, most=offload.most, make=offload.piece)
+    weights: list[list[nn.Parameter]] = [[] for _ in plan.groups]
+    for part in (*(whole.own if whole is not None else ()), *pieces):
+        weights[part.opt_group].append(part.weight)
+    if plan.client is not None:
+        base = plan.client
+        rebind(base, weights)
+    else:
+        with whole.at_hand(gradients=False) if whole is not None and plan.by_callable else nullcontext():
+            base = plan.make(groups_over(weights, plan.groups))
+    store = offload.store(base, pieces, plan.elementwise)
+    return ShardedOptimizer(
+        base,
+        pieces,
+        groups=sharded.groups,
+        shard=shard,
+        status=outcome,
+        store=store,
+        whole=whole,
+        whole_groups=plan.whole,
+        at_once=plan.at_once,
+        publisher=sharded,
+    )
 
 
 # --- console --------------------------------------------------------------------------------------

@@ -206,20 +206,24 @@ def _read_optimizer(engine: CheckpointedEngine, reader: CheckpointReader, state:
     if optimizer is None:
         return
     _require_same_optimizer(engine, reader, state)
+    # what a class of the same name counts in its groups (schedule-free's k) may come with its first
+    # step
+    same_class = state["optimizer"] is not None and state["optimizer"]["class"] == optimizer.identity()["class"]
     for group, saved in zip(optimizer.param_groups, state["groups"], strict=True):
         group.update(
             {
                 key: value
                 for key, value in saved.items()
-                if key in group and key not in ("fused", "foreach", "capturable")
+                if (same_class or key in group) and key not in ("fused", "foreach", "capturable")
             }
         )
     known = reader.shapes
-    optimizer.make_state(state["kinds"], state["scalars"], lambda kind, name: known.get(names.state(kind, name)))
+    whole = _whole_states(engine, reader, state.get("whole_states", {}))
+    optimizer.make_state(state["kinds"], state["scalars"], lambda kind, name: known.get(names.state(kind, name)), whole)
     slices = [
         Slice(names.state(view.kind, view.name), view.shape, view.start, view.stop, view.tensor)
         for view in optimizer.views()
-        if view.kind != "master"
+        if view.kind != "master" and view.name not in whole
     ]
     absent = sorted({part.name for part in slices} - known.keys())
     if absent:
@@ -230,6 +234,25 @@ def _read_optimizer(engine: CheckpointedEngine, reader: CheckpointReader, state:
             fix="Load with load_optimizer_states=False to start the optimizer afresh.",
         )
     reader.read_into(slices)
+
+
+def _whole_states(
+    engine: CheckpointedEngine, reader: CheckpointReader, saved: Mapping[str, Any]
+) -> dict[str, dict[str, Any]]:
+    """Read the state of the tensors that this rank updates whole, as far as it was saved whole: by
+    name, on the device where it belongs."""
+    names, found = CheckpointNames(engine), {}
+    for name in engine.optimizer.whole_names if engine.optimizer is not None else ():
+        own = saved.get(names.param(name))
+        if own is None:
+            continue
+
+        def fetch(kind: str, name: str = name, on_device: Collection[str] = own["on_device"]) -> torch.Tensor:
+            value = reader.read(names.state(kind, name))
+            return value.to(engine.device) if value.dim() or kind in on_device else value
+
+        found[name] = decode_state(own["state"], fetch)
+    return found
 
 
 def _require_same_optimizer(engine: CheckpointedEngine, reader: CheckpointReader, state: Mapping[str, Any]) -> None:

@@ -160,6 +160,20 @@ def offloads(config: DsConfig) -> bool:
     return section is not None and section.device != "none"
 
 
+def refuse_whole_tensors(config: DsConfig, device: torch.device) -> None:
+    """Raise ConfigError where optimizer state is to leave ``device``, for an optimizer that updates
+    whole tensors. Pure, so that it can be asked before the first collective."""
+    section = config.zero_optimization.offload_optimizer
+    if section is not None and section.device not in ("none", device.type):
+        raise ConfigError(
+            "this optimizer updates whole tensors, and offloaded state comes in pieces",
+            where=f"{_Z}.offload_optimizer.device",
+            got=f'"{section.device}"',
+            fix="Use an elementwise optimizer (Adam, AdamW, SGD, Lion, Adagrad ...), or remove offload_optimizer. "
+            "If yours works element by element, say so: zero_optimization.elementwise_optimizer true.",
+        )
+
+
 def plan_offload(
     config: DsConfig,
     mesh: Mesh,

@@ -14,8 +14,7 @@ from torch import nn
 
 from zero_trial.errors import ConfigError
 from zero_trial.ops import native_on
-from zero_trial.ops.optimizers import FusedAdagrad, FusedAdam, FusedLamb, FusedLion, FusedSGD, Lion
-from zero_trial.sharding.optimizer import ShardPiece
+from zero_trial.ops.optimizers import FusedAdagrad, FusedAdam, FusedLamb, FusedLion, FusedSGD, Lion, Muon
 from zero_trial.util.text import did_you_mean
 
 Groups = list[dict[str, Any]]
@@ -61,14 +60,44 @@ def parameter_groups(model: nn.Module, optimizer: Any, model_parameters: Iterabl
     return groups
 
 
-def groups_over(pieces: Sequence[ShardPiece], groups: Groups) -> Groups:
-    """Return the same groups with the same settings, over pieces of masters instead of
-    parameters."""
+def groups_over(weights: Sequence[Sequence[nn.Parameter]], groups: Groups) -> Groups:
+    """Return the same groups with the same settings, over pieces of masters, or whole tensors,
+    instead of parameters; ``weights`` are those of each group."""
     return [
-        {key: value for key, value in group.items() if key != "params"}
-        | {"params": [p.weight for p in pieces if p.opt_group == index]}
-        for index, group in enumerate(groups)
+        {key: value for key, value in group.items() if key != "params"} | {"params": list(own)}
+        for own, group in zip(weights, groups, strict=True)
     ]
+
+
+def muon_groups(model: nn.Module, groups: Groups, params: Mapping[str, Any]) -> Groups:
+    """Split each group into what Muon trains and what AdamW trains, with ds_config's ``params`` for
+    each; a group's own settings win.
+
+    A parameter's ``use_muon`` decides; without it the rule of DeepSpeed 0.19: two or more
+    dimensions, and neither ``embed`` nor ``lm_head`` in its name.
+    """
+    names = {id(param): name.lower() for name, param in model.named_parameters()}
+
+    def by_muon(param: nn.Parameter) -> bool:
+        chosen = getattr(param, "use_muon", None)
+        if chosen is not None:
+            return bool(chosen) and param.dim() >= 2
+        return param.dim() >= 2 and not any(word in names[id(param)] for word in ("embed", "lm_head"))
+
+    shared = {key: params[key] for key in ("lr", "weight_decay") if key in params}
+    muon = shared | {key: params[key] for key in ("momentum", *_MUON_ONLY) if key in params}
+    adam = shared | {key: params[key] for key in ("betas", "eps") if key in params}
+    muon |= {"lr": params["muon_lr"]} if "muon_lr" in params else {}
+    adam |= {"lr": params["adam_lr"]} if "adam_lr" in params else {}
+    found: Groups = []
+    for group in groups:
+        own = {key: value for key, value in group.items() if key != "params"}
+        for use_muon, settings in ((True, muon), (False, adam)):
+            chosen = [param for param in group["params"] if by_muon(param) is use_muon]
+            if chosen:
+                settings = {key: tuple(value) if isinstance(value, list) else value for key, value in settings.items()}
+                found.append({**settings, **own, "use_muon": use_muon, "params": chosen})
+    return found
 
 
 # --- from ds_config's optimizer name and params to an optimizer -----------------------------------
@@ -78,11 +107,6 @@ def groups_over(pieces: Sequence[ShardPiece], groups: Groups) -> Groups:
 
 
 WHERE = "optimizer.params"
-
-
-# What needs whole tensors (matrices, norms, factors), so that its result on flat pieces would be
-# another optimizer.
-WHOLE_TENSOR_NAMES = frozenset({"Adafactor", "Muon", "LBFGS", "Lamb", "LAMB", "FusedLamb", "LARS", "Shampoo", "SOAP"})
 
 
 # Where torch's fused kernel exists in every torch >= 2.6: one pass over the state instead of about
@@ -127,16 +151,6 @@ class OptimizerSpec:
     params: Mapping[str, Any] = field(default_factory=dict)
     note: str | None = None
     torch_only: bool = False
-
-    @property
-    def elementwise(self) -> bool:
-        return is_elementwise(self.optimizer_class)
-
-    @property
-    def binds_tensors(self) -> bool:
-        """Return whether its ``bind`` learns which elements of a piece belong to which tensor, so
-        that pieces may be cut anywhere."""
-        return hasattr(self.optimizer_class, "bind")
 
     def build(self, param_groups: ParamGroups) -> torch.optim.Optimizer:
         """Return the optimizer over ``param_groups`` (tensors, or dicts with ``params`` and own
@@ -192,41 +206,6 @@ def _defaults(optimizer_class: type[torch.optim.Optimizer], names: Collection[st
     return {name: parameters[name].default for name in names if name in parameters}
 
 
-def is_elementwise(optimizer_class: type) -> bool:
-    """Return whether this class may work on flat pieces of tensors: its ``elementwise`` attribute,
-    else True unless its name is known not to."""
-    declared = getattr(optimizer_class, "elementwise", None)
-    if isinstance(declared, bool):
-        return declared
-    return not any(base.__name__ in WHOLE_TENSOR_NAMES for base in optimizer_class.__mro__)
-
-
-def check_shapes(name: str, tensors: Mapping[str, torch.Tensor], shard: int) -> None:
-    """Raise ConfigError where ds_config's optimizer ``name`` cannot train ``tensors`` (by name) cut
-    over ``shard`` ranks.
-
-    Pure and the same on every rank, so that it can be asked before the first collective. Muon
-    orthogonalizes whole matrices.
-    """
-    if name.lower() != "muon":
-        return
-    other = next((each for each, tensor in tensors.items() if tensor.dim() != 2), None)
-    if other is not None:
-        raise ConfigError(
-            "Muon trains matrices only",
-            where="optimizer.type",
-            got=f"{other} of shape {tuple(tensors[other].shape)}",
-            expected="parameters of two dimensions",
-            fix="Use AdamW, or pass the matrices alone: initialize(model_parameters=...), with requires_grad_(False) for the rest.",
-        )
-    if shard > 1:
-        raise ConfigError(
-            f"Muon needs whole matrices, and {shard} ranks share each of them",
-            where="optimizer.type",
-            fix="Use zero_optimization.stage 0 or mesh.shard 1, or an elementwise optimizer such as AdamW.",
-        )
-
-
 def resolve_optimizer(name: str, params: Mapping[str, Any] | None = None) -> OptimizerSpec:
     """Return the optimizer that ``{"type": name, "params": params}`` means. Raises ConfigError for
     what cannot be honoured."""
@@ -280,12 +259,31 @@ def _lamb(name: str, given: dict[str, Any]) -> OptimizerSpec:
     return _spec(name, FusedLamb, given, _LAMB_NOTE)
 
 
+# Of Muon's parameters, those of its matrices alone, beside momentum and muon_lr.
+_MUON_ONLY = ("nesterov", "ns_steps", "ns_coefficients")
+
+
 def _muon(name: str, given: dict[str, Any]) -> OptimizerSpec:
-    if not hasattr(torch.optim, "Muon"):
-        raise ConfigError(
-            "this torch has no Muon", where="optimizer.type", got=f"torch {torch.__version__}", expected="torch >= 2.9"
-        )
-    return _torch_by_name("Muon", given)
+    note = "Muon trains hidden matrices, AdamW everything else"
+    if given.pop("ns_method", "standard") == "gram":
+        note += "; ns_method gram is computed by the standard iteration, which gives the same matrix"
+    known = ("lr", "muon_lr", "adam_lr", "momentum", "weight_decay", "betas", "eps", *_MUON_ONLY)
+    for key in given:
+        if key not in known:
+            raise ConfigError(
+                f"{name} has no parameter {key!r}",
+                where=f"{WHERE}.{key}",
+                expected=", ".join((*known, "ns_method")),
+                fix=did_you_mean(key, known),
+            )
+    faults = [
+        _not_a_number(key, given[key])
+        for key in ("lr", "muon_lr", "adam_lr", "eps", "weight_decay", "momentum")
+        if key in given and not _is_number(given[key])
+    ]
+    if faults:
+        raise ConfigError.many(faults)
+    return OptimizerSpec(name, Muon, {}, note)  # its groups have the numbers: muon_groups
 
 
 _LAMB_NOTE = (

@@ -172,11 +172,15 @@ def _save(
     engine.sharded.wait()
     tag = _same_everywhere(engine, f"global_step{engine.global_steps}" if tag in (None, "") else str(tag))
     state = _engine_state(engine, client_state) | {"without_frozen": without_frozen}
+    whole_states, whole_slices = _whole_states(engine)
+    if whole_states:
+        state["whole_states"] = whole_states
     state, state_tensors = fail_together(engine.mesh.world, lambda: encode_state(state, "engine"), "engine state")
     own, own_tensors = encode_state(_own_state(engine), f"rank{engine.mesh.rank}")
     slices = (
         list(_weights(engine, without_frozen))
         + list(_moments(engine))
+        + whole_slices
         + [Slice.whole(n, t) for n, t in own_tensors.items()]
     )
     if engine.mesh.rank == 0:
@@ -272,9 +276,48 @@ def _moments(engine: CheckpointedEngine) -> Iterator[Slice]:
     names = CheckpointNames(engine)
     if engine.optimizer is None or engine.mesh.coordinates["replica"] != 0:
         return
+    whole = frozenset(engine.optimizer.whole_names)  # in _whole_states
     for view in engine.optimizer.views():
-        if view.kind != "master" and not engine.sharded.manual_groups.is_copy(view.name):
+        if view.kind != "master" and view.name not in whole and not engine.sharded.manual_groups.is_copy(view.name):
             yield Slice(names.state(view.kind, view.name), view.shape, view.start, view.stop, view.tensor)
+
+
+def _whole_states(engine: CheckpointedEngine) -> tuple[dict[str, Any], list[Slice]]:
+    """Return the state of tensors that are updated whole: of the whole model as JSON by the
+    parameter's name here, and this rank's tensors in it. Collective over the world.
+
+    Tensors in lists and dicts have their place in the kind: ``state/GG.0/<name>``. Raises
+    CheckpointError for state that cannot be saved.
+    """
+    names, optimizer = CheckpointNames(engine), engine.optimizer
+
+    def encode() -> tuple[dict[str, Any], list[Slice]]:
+        trees: dict[str, Any] = {}
+        slices: list[Slice] = []
+        for name, state in optimizer.whole_states() if optimizer is not None else ():
+            if engine.sharded.manual_groups.is_copy(name):
+                continue
+            tree, tensors = encode_state(state, f"optimizer state of {name}:")
+            kinds = {place: place.partition(":/")[2].replace("/", ".") for place in tensors}
+            on_device = [kinds[place] for place, tensor in tensors.items() if not tensor.is_cpu]
+            trees[names.param(name)] = {"state": _renamed(tree, kinds), "on_device": on_device}
+            slices += [Slice.whole(names.state(kinds[place], name), tensors[place].contiguous()) for place in tensors]
+        return trees, slices if engine.mesh.coordinates["replica"] == 0 else []
+
+    trees, slices = fail_together(engine.mesh.world, encode, "optimizer state of whole tensors")
+    everyone = engine.mesh.world.gather_json(trees, "optimizer state of whole tensors")
+    return {name: tree for own in everyone for name, tree in own.items()}, slices
+
+
+def _renamed(tree: Any, names: Mapping[str, str]) -> Any:
+    """Return encoded state whose tensors have other names."""
+    if isinstance(tree, list):
+        return [_renamed(item, names) for item in tree]
+    if isinstance(tree, dict):
+        if set(tree) == {"$tensor"}:
+            return {"$tensor": names[tree["$tensor"]]}
+        return {key: _renamed(item, names) for key, item in tree.items()}
+    return tree
 
 
 def _engine_state(engine: CheckpointedEngine, client_state: dict[str, Any]) -> dict[str, Any]:

@@ -340,7 +340,7 @@ def update_and_publish(
     """
     model.wait_before_writing()
     publisher = model.publisher
-    publisher.begin(optimizer.pieces, lend=not defer_wait)
+    publisher.begin(optimizer.updated, lend=not defer_wait)
     with trace_range("update"):
         for pieces, rounded in optimizer.update(multiplier, scalars):
             publisher.updated(pieces, rounded)

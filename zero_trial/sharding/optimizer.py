@@ -1,9 +1,12 @@
 """The optimizer over shards: any torch optimizer, stepping on this rank's flat pieces of the master
-weights.
+weights, or on whole tensors where it looks at more than single elements.
 
     shard of a group    |<-------- one optimizer group -------->|<---- another ---->|
     pieces              |<----- piece ----->|<----- piece ----->|<----- piece ----->|
                         cut further where a store wants it
+
+Whole tensors are pieces in their shapes where nothing is sharded; elsewhere each has one owner (see
+``whole_tensors``).
 
 A StateStore says where master weights and moments live between steps: DeviceStore here, others in
 ``offload``.
@@ -12,9 +15,10 @@ A StateStore says where master weights and moments live between steps: DeviceSto
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, NoReturn, Protocol
 
 import torch
@@ -37,7 +41,8 @@ from zero_trial.ops.optimizers import (
 from zero_trial.sharding.full_params import register_optimizer
 from zero_trial.sharding.grad_buffer import GradBuffer
 from zero_trial.sharding.layout import ParamSlot
-from zero_trial.sharding.param_group import ParamGroup
+from zero_trial.sharding.param_group import ParamGroup, Updated
+from zero_trial.sharding.whole_tensors import WholeTensor, WholeTensors, opt_group_of
 
 
 @dataclass(frozen=True)
@@ -178,47 +183,45 @@ Make = Callable[..., ShardPiece]
 
 
 def cut_pieces(
-    grad_buffers: Sequence[GradBuffer], *, whole_tensors: bool, most: int | None = None, make: Make = ShardPiece
+    grad_buffers: Sequence[GradBuffer],
+    *,
+    whole: Collection[int] = (),
+    names: Sequence[str] = (),
+    most: int | None = None,
+    make: Make = ShardPiece,
 ) -> list[ShardPiece]:
     """Cut this rank's shards into pieces: one per group and optimizer group.
 
     Args:
-        whole_tensors: one piece per tensor instead, in its shape (a scalar as (1,)), for optimizers
-            that need whole tensors. Possible only where nothing is sharded; otherwise raises
-            ConfigError.
-        most: cut further at multiples of so many elements, counted from the shard's start (not with
-            ``whole_tensors``).
-        make: builds each piece from ShardPiece's fields.
+        whole: optimizer groups whose tensors are not cut. Where nothing is sharded each gets a
+            piece in its shape (a scalar in (1,)); elsewhere none, since its owner updates it
+            (:func:`own_tensors`).
+        names: of the model's parameters, in the order that whole tensors shall have.
+        most: cut further at multiples of so many elements, counted from the shard's start.
+        make: builds each flat piece from ShardPiece's fields.
     """
-    if whole_tensors and any(grad_buffer.group.comm.size > 1 for grad_buffer in grad_buffers):
-        raise ConfigError(
-            "this optimizer needs whole tensors, and sharding cuts them",
-            where="optimizer.type",
-            fix="Use zero_optimization.stage 0, or an elementwise optimizer (Adam, AdamW, SGD, Lion, Adagrad, LAMB ...).",
-        )
-    return [
-        piece
-        for grad_buffer in grad_buffers
-        for piece in (_tensors(grad_buffer, make) if whole_tensors else _runs(grad_buffer, most, make))
-    ]
+    order = {name: index for index, name in enumerate(names)}
+    tensors = [found for grad_buffer in grad_buffers for found in _tensors(grad_buffer, whole)]
+    tensors.sort(key=lambda found: order.get(found[0], len(order)))
+    runs = [piece for grad_buffer in grad_buffers for piece in _runs(grad_buffer, whole, most, make)]
+    return [*(piece for _, piece in tensors), *runs]
 
 
-def _tensors(grad_buffer: GradBuffer, make: Make) -> Iterator[ShardPiece]:
+def _tensors(grad_buffer: GradBuffer, whole: Collection[int]) -> Iterator[tuple[str, ShardPiece]]:
     group = grad_buffer.group
-    for slot in group.layout.slots:
-        if slot.numel:
-            opt_group = next(
-                opt_group for opt_group, (start, stop) in group.runs.items() if start <= slot.offset < stop
-            )
+    for slot in group.layout.slots if whole and group.comm.size == 1 else ():
+        if slot.numel and (opt_group := opt_group_of(group, slot)) in whole:
             end = slot.offset + slot.numel
             view = group.master[slot.offset : end].view(slot.shape or (1,))
-            yield make(group, grad_buffer, opt_group, slot.offset, end, nn.Parameter(view))
+            yield slot.name, ShardPiece(group, grad_buffer, opt_group, slot.offset, end, nn.Parameter(view))
 
 
-def _runs(grad_buffer: GradBuffer, most: int | None, make: Make) -> Iterator[ShardPiece]:
+def _runs(grad_buffer: GradBuffer, whole: Collection[int], most: int | None, make: Make) -> Iterator[ShardPiece]:
     group = grad_buffer.group
     low, high = group.layout.shard_range(group.comm.index)
     for opt_group, (start, stop) in sorted(group.runs.items()):
+        if opt_group in whole:
+            continue
         a, b = max(start, low) - low, min(stop, high) - low
         while a < b:
             end = b if most is None else min((a // most + 1) * most, b)
@@ -247,9 +250,9 @@ def segments_of(
     return segments, len(names)
 
 
-def rebind(base: torch.optim.Optimizer, pieces: Sequence[ShardPiece]) -> None:
-    """Make a client's optimizer object step on ``pieces`` instead of the model's parameters; its
-    groups and settings stay.
+def rebind(base: torch.optim.Optimizer, weights: Sequence[Sequence[nn.Parameter]]) -> None:
+    """Make a client's optimizer object step on ``weights`` (of each group) instead of the model's
+    parameters; its groups and settings stay.
 
     Raises ConfigError when it already holds state: that state belongs to whole tensors that this
     rank no longer has.
@@ -272,8 +275,8 @@ def rebind(base: torch.optim.Optimizer, pieces: Sequence[ShardPiece]) -> None:
             fix="Pass a fresh optimizer and load its state with engine.load_checkpoint.",
         )
     base.state.clear()
-    for index, opt_group in enumerate(base.param_groups):
-        opt_group["params"] = [piece.weight for piece in pieces if piece.opt_group == index]
+    for opt_group, own in zip(base.param_groups, weights, strict=True):
+        opt_group["params"] = list(own)
     if eager:
         for opt_group in base.param_groups:
             for weight in opt_group["params"]:
@@ -304,14 +307,12 @@ class StepStatus:
         """Wait until the last step's outcome is known."""
 
 
-def _batching(base: torch.optim.Optimizer) -> dict[str, Any]:
+def _batching(base: torch.optim.Optimizer, at_once: bool) -> dict[str, Any]:
     """Choose how ``base`` gets its pieces: by group, all at once (norms over tensors that lie in
-    several pieces), or bounded by the casts' memory."""
-    if not isinstance(base, ShardOptimizer):
-        return {}
-    if not base.elementwise:
+    several pieces, or a class that may count its own steps), or bounded by the casts' memory."""
+    if at_once or (isinstance(base, ShardOptimizer) and not base.elementwise):
         return {"cast_numel": math.inf}
-    return {"by_group": True} if base.fuses else {}
+    return {"by_group": True} if isinstance(base, ShardOptimizer) and base.fuses else {}
 
 
 @dataclass(frozen=True)
@@ -327,6 +328,16 @@ class StateView:
     tensor: torch.Tensor
 
 
+class Publisher(Protocol):
+    """The part of a sharded model that publishes changed masters."""
+
+    def wait_before_writing(self) -> None: ...
+
+    def publish(self) -> None: ...
+
+    def wait(self) -> None: ...
+
+
 class ShardedOptimizer:
     """Steps ``base`` on the shards' pieces; everything user code knows of an optimizer
     (``param_groups``, lr) is the base's own.
@@ -337,6 +348,10 @@ class ShardedOptimizer:
     Args:
         groups: all parameter groups of the model, the same on every rank.
         shard: the axis that cuts them.
+        whole: the tensors that are updated whole where ranks hold parts of them.
+        whole_groups: optimizer groups whose tensors are updated whole, sharded or not.
+        at_once: ``base`` is stepped once per step, with all of its pieces.
+        publisher: of the model's parameters, for what changes them between steps.
     """
 
     def __init__(
@@ -348,10 +363,17 @@ class ShardedOptimizer:
         shard: AxisComm | None = None,
         status: StepStatus | None = None,
         store: StateStore | None = None,
+        whole: WholeTensors | None = None,
+        whole_groups: Collection[int] = (),
+        at_once: bool = False,
+        publisher: Publisher | None = None,
     ) -> None:
         self.base = base
         self.pieces = list(pieces)
-        self.store = store if store is not None else DeviceStore(self.pieces, **_batching(base))
+        self.whole = whole
+        self._held = [*_held_whole(self.pieces, whole_groups), *(whole.own if whole is not None else ())]
+        self._publisher = publisher
+        self.store = store if store is not None else DeviceStore(self.pieces, **_batching(base, at_once))
         self._status = status if status is not None else StepStatus()
         self._stateful = 0  # weights that had state before the last step
         register_optimizer((param for group in groups for param in group.params), self)
@@ -404,7 +426,7 @@ class ShardedOptimizer:
 
     def update(
         self, multiplier: float, scalars: DeviceScalars | None = None
-    ) -> Iterator[tuple[Sequence[ShardPiece], bool]]:
+    ) -> Iterator[tuple[Sequence[Updated], bool]]:
         """Step with ``multiplier`` times the reduced gradients; yield pieces as soon as they are
         done, and whether their 16-bit copies are.
 
@@ -415,7 +437,13 @@ class ShardedOptimizer:
         over shard.
         """
         self._stateful = len(self.base.state)
+        if self.whole is not None:  # first: its exchanges come before any group's publication, on every rank
+            with self.whole.at_hand(gradients=True):
+                self._step_whole(self.whole.own, multiplier, scalars)
+            yield self.whole.updated, False
         for batch in self.store.batches():
+            if not batch and self.whole is not None:
+                continue  # the base has stepped
             self.store.borrow(batch)
             rounded = False
             if isinstance(self.base, ShardOptimizer) and self.base.fuses:
@@ -432,6 +460,49 @@ class ShardedOptimizer:
                 for piece in batch:
                     piece.weight.grad = None
             yield batch, self.store.give_back(batch, rounded)
+
+    def _step_whole(self, tensors: Sequence[WholeTensor], multiplier: float, scalars: DeviceScalars | None) -> None:
+        """Step ``base`` on the tensors that this rank owns. One that owns none steps nothing, as
+        an optimizer may not expect to have no tensors."""
+        if not tensors:
+            return
+        if isinstance(self.base, ShardOptimizer):
+            updates = [ShardUpdate(each.weight, _gradient_of(each.weight), None, each.opt_group) for each in tensors]
+            self.base.step(updates=updates, multiplier=multiplier, scalars=scalars)
+        else:
+            scaled_step(self.base, multiplier)
+
+    @property
+    def updated(self) -> list[Updated]:
+        """What :meth:`update` yields in a step, for the publisher."""
+        return [*self.pieces, *(self.whole.updated if self.whole is not None else ())]
+
+    def train(self) -> None:
+        """Let the optimizer put the weights into the mode for training: see :meth:`eval`."""
+        self._switch("train")
+
+    def eval(self) -> None:
+        """Let an optimizer that trains on other weights than it evaluates (schedule-free) change
+        all parameters for evaluation, until :meth:`train`. Collective over shard; between steps.
+
+        Raises TrialError where the optimizer has no such method."""
+        self._switch("eval")
+
+    def _switch(self, mode: str) -> None:
+        switch, publisher = getattr(self.base, mode, None), self._publisher
+        if not callable(switch) or publisher is None:
+            raise TrialError(
+                f"this optimizer has no {mode}()",
+                where=f"optimizer.{mode}",
+                got=type(self.base).__name__,
+                fix="Leave the call out: only schedule-free optimizers have other weights for evaluation.",
+            )
+        self._status.settle()
+        publisher.wait_before_writing()
+        with self.store.lent(), self.whole.at_hand(gradients=False) if self.whole is not None else nullcontext():
+            switch()
+        publisher.publish()
+        publisher.wait()
 
     def undo_step(self) -> None:
         """Undo what the host counted and made for the last step, which the device has skipped."""
@@ -474,26 +545,46 @@ class ShardedOptimizer:
         tensors only and has its own shape.
         """
         self._status.settle()
+        for held in self._held:
+            for key, value in self.base.state.get(held.weight, {}).items():
+                if torch.is_tensor(value) and value.dim() > 0:
+                    shape = held.slot.shape if value.shape == held.weight.shape else tuple(value.shape)
+                    yield StateView(key, held.slot.name, shape, 0, value.numel(), value.view(-1))
+        known = {id(held.weight) for held in self._held}
         for piece in self.pieces:
-            state = self.base.state.get(piece.weight, {})
-            if (slot := whole_slot(piece)) is not None:
-                for key, value in state.items():
-                    if torch.is_tensor(value) and value.dim() > 0 and not is_elementwise_state(value, piece):
-                        yield StateView(key, slot.name, tuple(value.shape), 0, value.numel(), value.view(-1))
+            state = {} if id(piece.weight) in known else self.base.state.get(piece.weight, {})
             elementwise = {key: value for key, value in state.items() if is_elementwise_state(value, piece)}
             yield from _by_tensor(piece, {"master": piece.weight.detach()} | elementwise)
+
+    def whole_states(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Yield name and state of each tensor that is updated whole here, and has any state:
+        numbers and tensors of any shape, also in lists and dicts."""
+        self._status.settle()
+        for held in self._held:
+            state = self.base.state.get(held.weight, {})
+            if state:
+                yield (
+                    held.slot.name,
+                    {key: _reshaped(value, held.weight.shape, held.slot.shape) for key, value in state.items()},
+                )
+
+    @property
+    def whole_names(self) -> list[str]:
+        """The tensors that are updated whole here."""
+        return [held.slot.name for held in self._held]
 
     def scalars(self) -> dict[str, dict[str, float]]:
         """Return the state that is one number per tensor (step counts), by optimizer group: ``{"0":
         {"step": 12.0}}``.
 
-        All pieces of a group step together, so their numbers are the same.
+        All flat pieces of a group step together, so their numbers are the same. Tensors that are
+        updated whole have their own in :meth:`whole_states`.
         """
         self._status.settle()
         found: dict[str, dict[str, float]] = {}
-        for piece in self.pieces:
+        for piece in (*self.pieces, *self._held):
             for key, value in self.base.state.get(piece.weight, {}).items():
-                if not is_elementwise_state(value, piece) and (
+                if not _has_shape_of(value, piece.weight) and (
                     isinstance(value, (int, float)) or (torch.is_tensor(value) and value.numel() == 1)
                 ):
                     found.setdefault(str(piece.opt_group), {})[key] = float(value)
@@ -504,41 +595,64 @@ class ShardedOptimizer:
         kinds: Sequence[str],
         scalars: Mapping[str, Mapping[str, float]],
         shape_of: Callable[[str, str], tuple[int, ...] | None],
+        states: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
     ) -> None:
         """Replace all state by zeros of the named kinds and the scalar state, so that a checkpoint
         can be read into :meth:`views`.
 
         ``shape_of(kind, tensor)`` is the stored shape, None if there is no such state: then a piece
-        of that tensor gets none either. Only inside :meth:`lent`.
+        of that tensor gets none either. ``states``: what :meth:`whole_states` has yielded, by name;
+        a tensor that it has gets this state. Only inside :meth:`lent`.
         """
         self._status.settle()
         self.base.state.clear()
+        for held in self._held:
+            if held.slot.name in states:
+                own = states[held.slot.name]
+                state = {key: _reshaped(value, held.slot.shape, held.weight.shape) for key, value in own.items()}
+            else:
+                state = {}
+                for kind in kinds:
+                    if (shape := shape_of(kind, held.slot.name)) is not None:
+                        state[kind] = held.weight.new_zeros(held.weight.shape if shape == held.slot.shape else shape)
+                state |= self._scalars_of(held, scalars)
+            if state:
+                self.base.state[held.weight] = state
+        known = {id(held.weight) for held in self._held}
         for piece in self.pieces:
-            weight, slot = piece.weight.detach(), whole_slot(piece)
+            if id(piece.weight) in known:
+                continue
             start, stop = piece.group.runs[piece.opt_group]
-            names = [
-                part.name
-                for part in ([slot] if slot is not None else piece.group.layout.slots)
-                if start <= part.offset < stop
-            ]
-            state: dict[str, Any] = {}
+            names = [slot.name for slot in piece.group.layout.slots if start <= slot.offset < stop]
+            state = {}
             for kind in kinds:
-                shape = next((found for name in names if (found := shape_of(kind, name)) is not None), None)
-                if shape is not None:
-                    own_shape = slot is not None and shape != slot.shape
-                    kept = None if own_shape else self.store.zeros(piece, kind)
-                    state[kind] = weight.new_zeros(shape if own_shape else weight.shape) if kept is None else kept
-            for key, value in scalars.get(str(piece.opt_group), {}).items():
-                state[key] = torch.tensor(
-                    value, dtype=torch.float32, device=weight.device if _fused(self.base) else "cpu"
-                )
+                if any(shape_of(kind, name) is not None for name in names):
+                    kept = self.store.zeros(piece, kind)
+                    state[kind] = torch.zeros_like(piece.weight.detach()) if kept is None else kept
+            state |= self._scalars_of(piece, scalars)
             if state:
                 self.base.state[piece.weight] = state
 
+    def _scalars_of(
+        self, piece: ShardPiece | WholeTensor, scalars: Mapping[str, Mapping[str, float]]
+    ) -> dict[str, torch.Tensor]:
+        device = piece.weight.device if _fused(self.base) else "cpu"
+        own = scalars.get(str(piece.opt_group), {})
+        return {key: torch.tensor(value, dtype=torch.float32, device=device) for key, value in own.items()}
+
     def state_shard(self, group: ParamGroup, kind: str) -> torch.Tensor | None:
         """Return the group's shard of state ``kind`` (shard_numel,), put together from its pieces;
-        None if there is no such state yet."""
+        None if there is no such state yet. Raises TrialError where tensors of the group are updated
+        whole: no rank has a shard of their state."""
         self._status.settle()
+        tensors = self.whole.tensors if self.whole is not None else ()
+        if (tensor := next((each for each in tensors if each.group is group), None)) is not None:
+            raise TrialError(
+                "the optimizer state of this parameter is not cut into shards: one rank updates the whole tensor",
+                where=tensor.slot.name,
+                got=f"owner: rank {group.comm.ranks[tensor.owner]}",
+                fix="Read it from a checkpoint, where it is whole, or train at zero_optimization.stage 0.",
+            )
         out: torch.Tensor | None = None
         with self.store.lent():
             for piece in self.pieces:
@@ -559,12 +673,15 @@ class ShardedOptimizer:
     def persistent_bytes(self) -> int:
         """Count the bytes of state on this rank (without masters) and of the store's own memory."""
         self._status.settle()
+        known = {id(held.weight) for held in self._held}
         states = sum(
             self.store.resident_bytes(value, kind)
             for piece in self.pieces
+            if id(piece.weight) not in known
             for kind, value in self.base.state.get(piece.weight, {}).items()
             if torch.is_tensor(value) and is_elementwise_state(value, piece)
         )
+        states += sum(_bytes_of(self.base.state.get(held.weight, {})) for held in self._held)
         return states + sum(buffer.numel() * buffer.element_size() for buffer in self.store.buffers)
 
 
@@ -580,20 +697,51 @@ def _by_tensor(piece: ShardPiece, tensors: Mapping[str, torch.Tensor]) -> Iterat
                 yield StateView(kind, part.slot.name, part.slot.shape, start, start + high - low, flat)
 
 
-def whole_slot(piece: ShardPiece) -> ParamSlot | None:
-    """Return the tensor that ``piece`` covers exactly, in its shape; None if there is no such
-    tensor."""
-    if piece.group.comm.size > 1:
-        return None
-    shape = tuple(piece.weight.shape)
-    return next(
-        (slot for slot in piece.group.layout.slots if slot.offset == piece.low and (slot.shape or (1,)) == shape), None
-    )
+@dataclass(frozen=True)
+class _HeldWhole:
+    """A piece that is a whole tensor, since nothing is sharded."""
+
+    slot: ParamSlot
+    opt_group: int
+    weight: nn.Parameter
+
+
+def _held_whole(pieces: Sequence[ShardPiece], whole_groups: Collection[int]) -> list[_HeldWhole]:
+    found = []
+    for piece in pieces:
+        if piece.opt_group in whole_groups:
+            slot = next(slot for slot in piece.group.layout.slots if slot.numel and slot.offset == piece.low)
+            found.append(_HeldWhole(slot, piece.opt_group, piece.weight))
+    return found
+
+
+def _reshaped(value: Any, shape: Sequence[int], into: Sequence[int]) -> Any:
+    """Return ``value`` with the shape ``into`` where it is a tensor of ``shape``: a scalar
+    parameter is trained as (1,)."""
+    if torch.is_tensor(value) and tuple(value.shape) == tuple(shape) != tuple(into):
+        return value.reshape(tuple(into))
+    return value
+
+
+def _bytes_of(state: Any) -> int:
+    """Count the bytes of the tensors in ``state``; single numbers do not count."""
+    if torch.is_tensor(state):
+        return state.numel() * state.element_size() if state.dim() else 0
+    inside = state.values() if isinstance(state, Mapping) else state if isinstance(state, (list, tuple)) else ()
+    return sum(_bytes_of(each) for each in inside)
 
 
 def is_elementwise_state(value: Any, piece: ShardPiece) -> bool:
     """Return whether ``value`` is state with one value per element of the piece."""
-    return torch.is_tensor(value) and value.shape == piece.weight.shape and value.dim() > 0
+    return _has_shape_of(value, piece.weight)
+
+
+def _has_shape_of(value: Any, weight: torch.Tensor) -> bool:
+    return torch.is_tensor(value) and value.shape == weight.shape and value.dim() > 0
+
+
+def _gradient_of(weight: torch.Tensor) -> torch.Tensor:
+    return weight.grad if weight.grad is not None else torch.zeros_like(weight)
 
 
 def _fused(base: torch.optim.Optimizer) -> bool:

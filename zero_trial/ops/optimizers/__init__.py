@@ -18,6 +18,7 @@ from zero_trial.ops.optimizers.fused import (
     undo_step,
 )
 from zero_trial.ops.optimizers.lamb import FusedLamb, TensorSegment
+from zero_trial.ops.optimizers.muon import Muon, orthogonalization_flops
 
 __all__ = [
     "CPUAdam",
@@ -28,11 +29,13 @@ __all__ = [
     "FusedLion",
     "FusedSGD",
     "Lion",
+    "Muon",
     "ShardOptimizer",
     "ShardUpdate",
     "TensorSegment",
     "device_scaled_step",
     "divides_in_kernel",
+    "orthogonalization_flops",
     "scaled_step",
     "supports_device_scalars",
     "undo_step",

@@ -1,0 +1,301 @@
+"""Optimizers that look at whole tensors, against the same class in plain torch on one process: at
+every stage, on several ranks, sharded twice, in pipelines; what they send; and their state in
+checkpoints.
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import zero_trial
+from tests.support.dense import STAGES, TOLERANCE, Case, Turn, build_engine, difference, train_dense, train_ranks
+from tests.support.models import TinyLM, Tower
+from tests.support.pool import Pools
+from tests.support.whole_optimizers import GlobalNorm, LayerWise, MuonLike, ScheduleFree, ShampooLike
+from zero_trial.errors import ConfigError, TrialError
+
+
+def loss(model: Any, turn: Turn) -> torch.Tensor:
+    return (model(turn.normal(4, 5)) - 1).square().mean()
+
+
+class MuonAndAdamW(torch.optim.Optimizer):
+    """torch's two in one, by the number of dimensions."""
+
+    def __init__(self, groups: Any) -> None:
+        params = [param for group in groups for param in group["params"]]
+        super().__init__(params, {})
+        self.parts = [
+            torch.optim.Muon([p for p in params if p.dim() == 2], lr=2e-3, weight_decay=0.1),
+            torch.optim.AdamW(
+                [p for p in params if p.dim() != 2], lr=1e-3, betas=(0.9, 0.95), eps=1e-3, weight_decay=0.1
+            ),
+        ]
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for part in self.parts:
+            part.step()
+
+
+MUON = {"type": "Muon", "params": {"muon_lr": 2e-3, "adam_lr": 1e-3, "eps": 1e-3, "weight_decay": 0.1}}
+
+OPTIMIZERS: dict[str, Any] = {
+    "Muon by name": MuonAndAdamW,
+    "Adafactor by name": lambda groups: torch.optim.Adafactor(groups, lr=0.01),
+    "Adafactor": lambda groups: torch.optim.Adafactor(groups, lr=0.01),
+    "Muon-like": lambda groups: MuonLike(groups, lr=0.01),
+    "Shampoo-like": lambda groups: ShampooLike(groups, lr=0.01),
+    "layer-wise": lambda groups: LayerWise(groups, lr=0.01),
+    "global norm": lambda groups: GlobalNorm(groups, lr=0.01),
+    "schedule-free": lambda groups: ScheduleFree(groups, lr=0.05),
+}
+
+BY_NAME = {"Muon by name": MUON, "Adafactor by name": {"type": "Adafactor", "params": {"lr": 0.01}}}
+
+
+def build(name: str, zero: dict[str, Any], config: dict[str, Any], as_object: bool = False, **case: Any) -> Any:
+    """(the case, its engine)"""
+    make = OPTIMIZERS[name]
+    case = {"clip": 0.2, **case}
+    given = Case(Tower, loss, dense_optimizer=make, config=config, optimizer=BY_NAME.get(name, MUON), **case)
+    if name in BY_NAME:
+        return given, build_engine(given, zero)
+    torch.manual_seed(1)
+    model = Tower()
+    here = Case(lambda: model, loss, config=config, **case)
+    return given, build_engine(
+        here, zero, optimizer=make([{"params": list(model.parameters())}]) if as_object else make
+    )
+
+
+def trained(
+    name: str, zero: dict[str, Any], config: dict[str, Any], as_object: bool, case: dict[str, Any]
+) -> tuple[float, list[str]]:
+    """The largest difference to plain torch, and the exact weights."""
+    given, engine = build(name, zero, config, as_object, **case)
+    if name == "schedule-free":
+        engine.optimizer.train()
+        given = Case(given.build, given.loss, dense_optimizer=ready, clip=given.clip, accumulation=given.accumulation)
+    steps = list(zip(train_dense(given, engine.dp_world_size), train_ranks(given, engine), strict=True))
+    gap = difference(engine, steps[-1][0])
+    weights = [value.flatten().tolist() for value in engine.module_state_dict().values()]
+    engine.destroy()
+    return gap, [each.hex() for weight in weights for each in weight]
+
+
+def ready(groups: Any) -> torch.optim.Optimizer:
+    optimizer = ScheduleFree(groups, lr=0.05)
+    optimizer.train()
+    return optimizer
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("as_object", [True, False], ids=["object", "callable"])
+def test_every_stage_trains_as_plain_torch_and_to_the_same_bits(ranks: Pools, name: str, as_object: bool) -> None:
+    if name in BY_NAME and not as_object:
+        pytest.skip("ds_config builds it")
+    case = {"accumulation": 2}
+    found = {
+        s: ranks(2).run(trained, name, zero | {"reduce_every": "boundary"}, {}, as_object, case)
+        for s, zero in STAGES.items()
+    }
+    assert max(gap for stage in found.values() for gap, _ in stage) <= TOLERANCE
+    assert all(bits == found["zero0"][0][1] for stage in found.values() for _, bits in stage)
+
+
+@pytest.mark.parametrize("name", ["Muon by name", "Shampoo-like", "global norm"])
+@pytest.mark.parametrize("mesh", [{}, {"shard": 2, "replica": 2}], ids=["4", "2x2"])
+@pytest.mark.parametrize("stage", ["zero1", "zero3-free"])
+def test_four_ranks(ranks: Pools, name: str, mesh: dict[str, int], stage: str) -> None:
+    config = {"mesh": mesh} if mesh else {}
+    for gap, _ in ranks(4).run(trained, name, STAGES[stage], config, True, {}):
+        assert gap <= TOLERANCE
+
+
+def low_precision(name: str, zero: dict[str, Any], kind: str) -> list[str]:
+    config: dict[str, Any] = (
+        {"bf16": {"enabled": True}} if kind == "bf16" else {"fp16": {"enabled": True, "initial_scale_power": 6}}
+    )
+    _, engine = build(name, zero, config, True, clip=0.5)
+    assert [buffer.shard.dtype for buffer in engine.sharded.grad_buffers]
+    for _ in train_ranks(Case(Tower, loss), engine):
+        pass
+    assert engine.skipped_steps == 0
+    return [each.hex() for value in engine.module_state_dict().values() for each in value.float().flatten().tolist()]
+
+
+@pytest.mark.parametrize("name", ["Muon by name", "layer-wise"])
+@pytest.mark.parametrize("kind", ["bf16", "fp16"])
+def test_sixteen_bit_parameters_with_masters(ranks: Pools, name: str, kind: str) -> None:
+    """The master and state are fp32: every stage has the same bits."""
+    first = ranks(2).run(low_precision, name, STAGES["zero0"], kind)
+    for stage in ("zero2", "zero3"):
+        assert ranks(2).run(low_precision, name, STAGES[stage] | {"reduce_every": "boundary"}, kind) == first
+
+
+# --- what it costs --------------------------------------------------------------------------------
+
+
+def step_traffic(zero: dict[str, Any], optimizer: dict[str, Any]) -> tuple[int, int, int, dict[str, Any]]:
+    """(elements that the formula says, elements of matrices, floats of state, what a step
+    moved)."""
+    config = {"train_batch_size": 8, "gradient_clipping": 1.0, "optimizer": optimizer, "zero_optimization": zero}
+    torch.manual_seed(1)
+    engine = zero_trial.initialize(model=TinyLM(), config=config)[0]
+    tokens = torch.randint(0, 50, (4, 9), generator=torch.Generator().manual_seed(engine.global_rank))
+    for _ in range(3):
+        engine.mesh.counters.reset()
+        engine.backward(engine(tokens))
+        engine.step()
+    whole = engine.optimizer.whole
+    matrices = sum(tensor.slot.numel for tensor in whole.tensors) if whole is not None else 0
+    weights = [tensor.weight for tensor in whole.own] if whole is not None else []
+    assert all(weight.untyped_storage().nbytes() == 4 for weight in weights), "nothing stays between steps"
+    return whole.elements_sent() if whole else 0, matrices, 0, engine.mesh.counters.table()
+
+
+@pytest.mark.parametrize("stage", ["zero1", "zero3"])
+def test_whole_tensors_travel_by_the_formula_and_nothing_else_changes(ranks: Pools, stage: str) -> None:
+    flat = ranks(2).run(step_traffic, STAGES[stage], {"type": "AdamW", "params": {}})
+    for (sent, matrices, _, table), (*_, usual) in zip(
+        ranks(2).run(step_traffic, STAGES[stage], {"type": "Muon", "params": {}}), flat, strict=True
+    ):
+        moved = table.pop("all_to_all/shard")
+        assert moved["elements"] == sent <= matrices
+        assert moved["calls"] == 3
+        assert table == usual
+
+
+def uneven() -> list[float]:
+    _, engine = build("Shampoo-like", STAGES["zero1"], {}, True)
+    loads = [0.0] * engine.dp_world_size
+    for tensor in engine.optimizer.whole.tensors:
+        loads[tensor.owner] += tensor.slot.numel
+    return loads
+
+
+def test_owners_are_balanced(ranks: Pools) -> None:
+    for loads in ranks(2).run(uneven):
+        assert max(loads) <= 1.1 * sum(loads) / len(loads)
+
+
+# --- checkpoints ----------------------------------------------------------------------------------
+
+
+def saved_or_resumed(name: str, zero: dict[str, Any], folder: str, resume: bool) -> list[str]:
+    """Four steps; saved after two of them, or resumed there."""
+    _, engine = build(name, zero, {}, True)
+    if name == "schedule-free":
+        engine.optimizer.train()
+    if resume:
+        engine.load_checkpoint(folder)
+    for step in range(2 if resume else 0, 4):
+        engine.backward(loss(engine, Turn(step, 0, 0)))
+        engine.step()
+        if step == 1:
+            engine.save_checkpoint(folder)
+    weights = [each.hex() for value in engine.module_state_dict().values() for each in value.flatten().tolist()]
+    engine.destroy()
+    return weights
+
+
+@pytest.mark.parametrize("name", ["Muon by name", "Adafactor", "Shampoo-like", "global norm", "schedule-free"])
+def test_state_of_whole_tensors_moves_to_new_owners(ranks: Pools, tmp_path: Path, name: str) -> None:
+    """All ranks have the same data, so that any number of them trains alike (gradients are summed
+    over 2 and 1 ranks exactly)."""
+    unbroken = ranks(2).run(saved_or_resumed, name, STAGES["zero1"], str(tmp_path), False)[0]
+    for world, stage in ((2, "zero1"), (2, "zero3"), (1, "zero2"), (2, "zero0"), (4, "zero1")):
+        for weights in ranks(world).run(saved_or_resumed, name, STAGES[stage], str(tmp_path), True):
+            assert weights == unbroken, (world, stage)
+
+
+# --- what the client is told, and what is refused -------------------------------------------------
+
+
+def lines(name: str, zero: dict[str, Any]) -> list[str]:
+    found: list[str] = []
+
+    class Keep(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            found.append(record.getMessage())
+
+    log, handler = logging.getLogger("zero_trial"), Keep()
+    log.addHandler(handler)
+    try:
+        _, engine = build(name, zero, {}, True)
+    finally:
+        log.removeHandler(handler)
+    owners = {tensor.owner for tensor in engine.optimizer.whole.tensors} if engine.optimizer.whole else set()
+    return [*found, f"owners {sorted(owners)}"]
+
+
+def test_a_step_that_couples_tensors_has_one_owner_and_says_so(ranks: Pools) -> None:
+    first, second = ranks(2).run(lines, "global norm", STAGES["zero2"])
+    assert any("couples tensors" in line for line in first) and first[-1] == "owners [0]"
+    assert not any("couples tensors" in line for line in second)
+    assert not any("couples tensors" in line for line in ranks(2).run(lines, "global norm", STAGES["zero0"])[0])
+    assert ranks(2).run(lines, "layer-wise", STAGES["zero2"])[0][-1] == "owners [0, 1]"
+
+
+def declared(zero: dict[str, Any]) -> tuple[bool, int]:
+    _, engine = build("layer-wise", zero | {"elementwise_optimizer": True}, {}, True)
+    return engine.optimizer.whole is None, max(piece.weight.dim() for piece in engine.optimizer.pieces)
+
+
+@pytest.mark.parametrize("stage", ["zero0", "zero1"])
+def test_ds_config_can_say_that_an_optimizer_is_elementwise(ranks: Pools, stage: str) -> None:
+    assert ranks(2).run(declared, STAGES[stage]) == [(True, 1)] * 2
+
+
+def evaluated(zero: dict[str, Any]) -> tuple[float, float, str]:
+    """How far the weights for evaluation, and those for training after them, are from plain
+    torch's."""
+    case, engine = build("schedule-free", zero, {}, True, clip=0.0)
+    engine.optimizer.train()
+    case = Case(Tower, loss, dense_optimizer=ready)
+    steps = zip(train_dense(case, 2), train_ranks(case, engine), strict=True)
+    *_, (reference, _) = steps
+    training = difference(engine, reference)
+    before = [param.clone() for param in reference.parameters()]
+    engine.optimizer.eval()
+    moved = max(
+        (engine.module_state_dict()[name] - value).abs().max().item() for name, value in reference.state_dict().items()
+    )
+    engine.optimizer.train()
+    assert all(torch.equal(a, b) for a, b in zip(before, reference.parameters(), strict=True))
+    return training, moved, str(difference(engine, reference) <= TOLERANCE)
+
+
+@pytest.mark.parametrize("stage", ["zero0", "zero2", "zero3-free"])
+def test_schedule_free_weights_are_switched_on_all_ranks(ranks: Pools, stage: str) -> None:
+    for training, moved, back in ranks(2).run(evaluated, STAGES[stage]):
+        assert training <= TOLERANCE
+        assert moved > 1e-3
+        assert back == "True"
+
+
+def test_no_switch_where_there_is_none() -> None:
+    _, engine = build("layer-wise", STAGES["zero0"], {}, True)
+    with pytest.raises(TrialError, match="has no eval"):
+        engine.optimizer.eval()
+
+
+def away(name: str, device: str, folder: str, monkey: Any = None) -> str:
+    offload = {"device": device, "nvme_path": folder}
+    try:
+        build(name, {"stage": 2, "offload_optimizer": offload}, {}, True)
+    except ConfigError as error:
+        return str(error)
+    return "trained"
+
+
+def test_offload_is_refused_before_any_collective(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("zero_trial.engine.build.ShardedModel", None)  # the first to communicate
+    for name in ("Muon by name", "Shampoo-like", "Adafactor by name"):
+        assert "whole tensors, and offloaded state comes in pieces" in away(name, "nvme", str(tmp_path))
+    assert not list(tmp_path.iterdir())

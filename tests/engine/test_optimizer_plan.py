@@ -1,0 +1,128 @@
+"""What is known of an optimizer before it trains: flat pieces or whole tensors, coupling,
+closures."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import zero_trial
+from tests.support.whole_optimizers import Closure, GlobalNorm, LayerWise, MuonLike, Noisy, ShampooLike
+from zero_trial.engine.optimizer_plan import again, is_elementwise, probe, regrouped, stand_ins
+from zero_trial.errors import ConfigError
+from zero_trial.ops.optimizers import CPUAdam, FusedLamb, Lion
+
+
+class OwnDefaults(torch.optim.AdamW):
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, lr=0.5)
+
+
+class OwnStep(torch.optim.AdamW):
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Another rule."""
+
+
+@pytest.mark.parametrize(
+    ("cls", "expected"),
+    [
+        (torch.optim.AdamW, True),
+        (torch.optim.RMSprop, True),
+        (torch.optim.Adafactor, False),
+        (torch.optim.LBFGS, False),
+        (Lion, True),
+        (CPUAdam, True),
+        (FusedLamb, False),
+        (OwnDefaults, True),
+        (OwnStep, False),
+        (type("Own", (torch.optim.Optimizer,), {}), False),
+        (type("Own", (torch.optim.Optimizer,), {"elementwise": True}), True),
+        (type("Own", (torch.optim.Adafactor,), {"elementwise": True}), True),
+        (type("Own", (torch.optim.AdamW,), {"elementwise": False}), False),
+    ],
+)
+def test_who_may_work_on_flat_pieces(cls: type, expected: bool) -> None:
+    assert is_elementwise(cls) is expected
+
+
+def test_an_instance_does_not_change_what_its_class_is() -> None:
+    """torch puts a wrapped step into the class of the first instance."""
+    OwnDefaults([nn.Parameter(torch.zeros(2))])
+    assert is_elementwise(OwnDefaults)
+
+
+def model() -> nn.Module:
+    return nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+
+
+PROBED: list[tuple[Any, bool]] = [
+    (lambda groups: torch.optim.AdamW(groups, foreach=True), False),
+    (lambda groups: torch.optim.Adafactor(groups, lr=0.1), False),
+    (lambda groups: LayerWise(groups, lr=0.1), False),
+    (lambda groups: ShampooLike(groups, lr=0.1), False),
+    (lambda groups: MuonLike(groups, lr=0.1), False),
+    (lambda groups: GlobalNorm(groups, lr=0.1), True),
+]
+
+
+@pytest.mark.parametrize(("make", "couples"), PROBED)
+def test_the_probe_finds_what_couples_tensors(make: Any, couples: bool) -> None:
+    groups = [{"params": list(model().parameters())}]
+    before = torch.get_rng_state()
+    assert probe(make, groups, "it").couples is couples
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_the_probe_says_why_it_cannot_run() -> None:
+    class Bound(torch.optim.SGD):
+        def __init__(self, params: Any, rule: str) -> None:
+            super().__init__(params, lr=0.1)
+
+    found = probe(again(Bound(model().parameters(), "x")), [{"params": list(model().parameters())}], "Bound")
+    assert found.couples is None and "TypeError" in found.why
+    found = probe(lambda groups: Noisy(groups, lr=0.1), [{"params": list(model().parameters())}], "Noisy")
+    assert found.couples is None and found.draws
+
+
+CONFIG: dict[str, Any] = {"train_batch_size": 2, "gradient_clipping": 0.0}
+
+
+@pytest.mark.parametrize(
+    "make",
+    [lambda p: torch.optim.LBFGS(p), lambda p: Closure(p, required=True), lambda p: Closure(p, required=False)],
+    ids=["LBFGS", "required", "asserted"],
+)
+@pytest.mark.parametrize("as_object", [True, False], ids=["object", "callable"])
+def test_a_closure_is_refused_by_name(make: Any, as_object: bool) -> None:
+    net = model()
+    with pytest.raises(ConfigError, match=r"(LBFGS|Closure), whose step\(\) needs a closure") as error:
+        zero_trial.initialize(model=net, config=CONFIG, optimizer=make(net.parameters()) if as_object else make)
+    assert error.value.fix
+
+
+def test_a_callable_that_looks_at_shapes_makes_its_own_groups() -> None:
+    """Flat pieces have none, so its groups are taken from stand-ins."""
+    net = model()
+
+    def make(groups: Any) -> torch.optim.Optimizer:
+        params = [param for group in groups for param in group["params"]]
+        decay = [param for param in params if param.dim() == 2]
+        rest = [param for param in params if param.dim() != 2]
+        return torch.optim.AdamW([{"params": decay, "weight_decay": 0.5}, {"params": rest, "weight_decay": 0.0}])
+
+    given = [{"params": list(net.parameters())}]
+    shapes, known = stand_ins(given)
+    assert regrouped(torch.optim.AdamW(shapes), given, known) is None
+    groups = regrouped(make(shapes), given, known)
+    assert groups is not None
+    assert [[param.dim() for param in group["params"]] for group in groups] == [[2, 2], [1, 1]]
+    engine = zero_trial.initialize(model=net, config=CONFIG, optimizer=make)[0]
+    assert [group["weight_decay"] for group in engine.optimizer.param_groups] == [0.5, 0.0]
+    before = [param.detach().clone() for param in net.parameters()]
+    engine.backward(engine(torch.zeros(2, 3)).sum() * 0)
+    engine.step()
+    kept = [torch.equal(param, old) for param, old in zip(net.parameters(), before, strict=True)]
+    assert kept == [False, True, False, True]

@@ -1,0 +1,145 @@
+"""Optimizers as users write them, whose update of an element depends on more than that element."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+class _Own(torch.optim.Optimizer):
+    def __init__(self, params: Any, lr: float = 0.01) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.sub_(self.direction(param, group), alpha=group["lr"])
+
+    def direction(self, param: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
+        raise NotImplementedError
+
+
+class MuonLike(_Own):
+    """The momentum of a matrix, orthogonalized by an exact decomposition."""
+
+    def direction(self, param: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
+        momentum = self.state[param].setdefault("momentum_buffer", torch.zeros_like(param))
+        momentum.lerp_(param.grad, 0.1)
+        if param.dim() != 2:
+            return momentum / (1 + momentum.abs())
+        norm = momentum.norm() + 1e-2
+        x = momentum / norm
+        return 1.5 * x - 0.5 * x @ x.T @ x
+
+
+class ShampooLike(_Own):
+    """A matrix of squares for each dimension, in a list, and a count that is a number."""
+
+    def direction(self, param: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
+        state = self.state[param]
+        if not state:
+            state["step"] = 0
+            state["factors"] = [torch.eye(size) for size in param.shape]
+        state["step"] += 1
+        moved = param.grad.clone()
+        for dim, factor in enumerate(state["factors"]):
+            flat = param.grad.movedim(dim, 0).reshape(len(factor), -1)
+            factor.lerp_(flat @ flat.T, 1.0 / (1 + state["step"]))
+            moved = torch.tensordot(torch.linalg.inv(factor + torch.eye(len(factor))), moved, ([1], [dim])).movedim(
+                0, dim
+            )
+        return moved
+
+
+class LayerWise(_Own):
+    """As long as the weight, along the gradient (LARS)."""
+
+    def direction(self, param: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
+        return param.grad * ((param.norm() + 0.1) / (param.grad.norm() + 0.1))
+
+
+class Noisy(_Own):
+    """Random numbers in the step (SGLD)."""
+
+    def direction(self, param: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
+        return param.grad + torch.randn_like(param)
+
+
+class GlobalNorm(_Own):
+    """Divides by the norm of all gradients together, and counts its steps in the group."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        params = [param for group in self.param_groups for param in group["params"]]
+        norm = torch.stack([param.grad.square().sum() for param in params]).sum().sqrt()
+        for group in self.param_groups:
+            group["steps"] = group.get("steps", 0) + 1
+            for param in group["params"]:
+                param.sub_(param.grad / (norm + 0.1), alpha=group["lr"] / group["steps"] ** 0.5)
+
+
+class ScheduleFree(_Own):
+    """SGD of Defazio et al. 2024: trains at y, between the iterate z and its mean x; evaluates at
+    x. Counts its steps in the group."""
+
+    beta = 0.9
+
+    def __init__(self, params: Any, lr: float = 0.01) -> None:
+        super().__init__(params, lr)
+        for group in self.param_groups:
+            group.update(train_mode=False, k=0)
+
+    @torch.no_grad()
+    def train(self) -> None:
+        self._move(True, 1 - self.beta)
+
+    @torch.no_grad()
+    def eval(self) -> None:
+        self._move(False, 1 - 1 / self.beta)
+
+    def _move(self, mode: bool, weight: float) -> None:
+        for group in self.param_groups:
+            if group["train_mode"] is not mode:
+                for param in group["params"]:
+                    if "z" in self.state[param]:
+                        param.lerp_(self.state[param]["z"], weight)
+                group["train_mode"] = mode
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            if not group["train_mode"]:
+                raise RuntimeError("call optimizer.train() before the first step")
+            group["k"] += 1
+            for param in group["params"]:
+                z = self.state[param].setdefault("z", param.clone())
+                x = param.lerp(z, 1 - 1 / self.beta)
+                z.sub_(param.grad, alpha=group["lr"])
+                x.lerp_(z, 1 / group["k"])
+                param.copy_(x.lerp(z, 1 - self.beta))
+
+
+class Closure(torch.optim.SGD):
+    """Calls the model again (SAM); ``required`` or not, it cannot do without."""
+
+    def __new__(cls, params: Any, required: bool = False) -> Any:
+        return super().__new__(_Required if required and cls is Closure else cls)
+
+    def __init__(self, params: Any, required: bool = False) -> None:
+        super().__init__(params, lr=0.1)
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        assert closure is not None
+        super().step()
+        closure()
+
+
+class _Required(Closure):
+    def step(self, closure: Any) -> None:  # type: ignore[override]
+        super().step(closure)
+
+
+_Required.__name__ = "Closure"

@@ -1,0 +1,406 @@
+"""What an optimizer's class does with tensors, as far as it can be known before it trains: whether
+it works element by element, whether it couples tensors, and whether its step needs a closure.
+
+    known elementwise (torch's Adam, SGD ... and ours)      flat pieces, cut anywhere
+    ``elementwise = True`` on the class, or ds_config's     flat pieces
+    zero_optimization.elementwise_optimizer
+    every other class                                       whole tensors, each with one owner
+    ... that couples (a global norm inside step())          whole tensors, one owner for all
+
+Coupling is found by a probe: the same optimizer takes a few steps on tiny tensors, together and
+each by itself, with the same gradients.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import math
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from zero_trial.comm import Mesh
+from zero_trial.ds_config.table import DsConfig
+from zero_trial.engine.optimizers import Groups, muon_groups, resolve_optimizer
+from zero_trial.errors import ConfigError
+from zero_trial.ops.optimizers import FusedLamb, Muon, ShardOptimizer, orthogonalization_flops
+from zero_trial.sharding.whole_tensors import Work
+
+log = logging.getLogger("zero_trial")
+
+Make = Callable[[Groups], torch.optim.Optimizer]
+
+# torch's classes that look at one tensor at a time.
+_BY_TENSOR = frozenset(cls for cls in (torch.optim.Adafactor, getattr(torch.optim, "Muon", None)) if cls is not None)
+
+# torch's own classes whose step treats every element by itself.
+ELEMENTWISE: frozenset[type[torch.optim.Optimizer]] = frozenset(
+    {
+        *(torch.optim.Adadelta, torch.optim.Adagrad, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adamax),
+        *(torch.optim.ASGD, torch.optim.NAdam, torch.optim.RAdam, torch.optim.RMSprop, torch.optim.Rprop),
+        torch.optim.SGD,
+    }
+)
+
+_STEPS = ((1.0, 3.0, 0.3), (40.0, 7.0, 90.0), (0.02, 0.1, 0.05))  # of the probe: sizes of gradients
+_SHAPES = ((), (5,), (4, 3), (3, 2, 2), (3, 2, 2, 2))  # by the number of dimensions
+_OTHER_SHAPES = ((), (7,), (3, 5), (2, 3, 2), (2, 3, 2, 2))
+_TOLERANCE = 1e-4  # of an update; a norm over all tensors changes it by more than a tenth
+
+
+def is_elementwise(optimizer_class: type[torch.optim.Optimizer]) -> bool:
+    """Return whether this class may work on flat pieces of tensors: its ``elementwise`` attribute,
+    else whether it is known to, or derived from one that is without a step of its own."""
+    declared = getattr(optimizer_class, "elementwise", None)
+    if isinstance(declared, bool):
+        return declared
+    line = optimizer_class.__mro__
+    known = next((each for each in line if issubclass(each, torch.optim.Optimizer) and each in ELEMENTWISE), None)
+    if known is None:
+        return False
+    step = inspect.unwrap(known.step)  # torch wraps it in the class of the first instance
+    own = [pair for each in line[: line.index(known)] for pair in vars(each).items() if callable(pair[1])]
+    return all(name == "__init__" or (name == "step" and inspect.unwrap(value) is step) for name, value in own)
+
+
+def needs_whole_tensors(optimizer_class: type[torch.optim.Optimizer], declared: bool = False) -> bool:
+    """Return whether tensors may not be cut for this class. LAMB of ours sums its norms over
+    pieces.
+
+    ``declared``: ds_config says that the optimizer works element by element.
+    """
+    return not (declared or is_elementwise(optimizer_class) or issubclass(optimizer_class, FusedLamb))
+
+
+def refuse_closures(optimizer: torch.optim.Optimizer) -> None:
+    """Raise ConfigError for an optimizer that calls the model itself, or takes no dense
+    gradients."""
+    name, step = type(optimizer).__name__, inspect.signature(type(optimizer).step).parameters
+    required = "closure" in step and step["closure"].default is inspect.Parameter.empty
+    if required or isinstance(optimizer, torch.optim.LBFGS):
+        raise needs_closure(name)
+    if isinstance(optimizer, torch.optim.SparseAdam):
+        raise ConfigError(
+            "this optimizer takes sparse gradients, and gradients here are dense",
+            where="optimizer",
+            got=name,
+            fix="Use AdamW, and build the embedding with sparse=False.",
+        )
+
+
+def needs_closure(name: str) -> ConfigError:
+    """Return the error for an optimizer whose step needs a closure."""
+    return ConfigError(
+        "this optimizer calls the model several times per step (a closure), which a step after backward cannot do",
+        where="optimizer",
+        got=f"{name}, whose step() needs a closure",
+        expected="an optimizer whose step() works on the gradients that are there",
+        fix=f"Use AdamW or another first-order optimizer, or train with {name} in plain torch on one process.",
+    )
+
+
+@dataclass(frozen=True)
+class Traits:
+    """What the probe has found.
+
+    Args:
+        couples: the update of one tensor depends on others; None where the probe could not run.
+        draws: a step draws random numbers, so that copies on several ranks would part.
+        why: the probe could not run, in words.
+    """
+
+    couples: bool | None
+    draws: bool = False
+    why: str = ""
+
+
+def probe(make: Make, groups: Sequence[Mapping[str, Any]], name: str) -> Traits:
+    """Step ``make``'s optimizer on tiny tensors of the kinds that ``groups`` hold, together and one
+    by one. Leaves the random generators as they were.
+
+    Raises ConfigError where its step needs a closure.
+    """
+    if type(torch.empty(0)) is not torch.Tensor or torch.empty(0).is_meta:
+        return Traits(None, why="this is a dry run without values")
+    numbers, python = torch.get_rng_state(), random.getstate()
+    try:
+        return _probe(make, groups, name)
+    finally:
+        torch.set_rng_state(numbers)
+        random.setstate(python)
+
+
+def _probe(make: Make, groups: Sequence[Mapping[str, Any]], name: str) -> Traits:
+    kinds: list[tuple[int, tuple[int, ...]]] = []  # group, shape
+    for index, group in enumerate(groups):
+        dims = sorted({min(param.dim(), len(_SHAPES) - 1) for param in group["params"]})
+        kinds += [(index, shapes[dim]) for dim in dims for shapes in (_SHAPES, _OTHER_SHAPES)]
+    try:
+        before = torch.get_rng_state()
+        together = _train(make, groups, kinds, list(range(len(kinds))))
+        draws = not torch.equal(before, torch.get_rng_state())
+        if draws:
+            return Traits(None, draws=True, why="its step draws random numbers")
+        for index in range(len(kinds)):
+            (alone,) = _train(make, groups, kinds, [index])
+            if not _alike(together[index], alone, _start(kinds[index][1], index)):
+                return Traits(True)
+    except ConfigError:
+        raise
+    except Exception as error:  # any code may run here, of any quality
+        if _takes_closure(make, groups, kinds):
+            raise needs_closure(name) from error
+        return Traits(None, why=f"{type(error).__name__}: {str(error)[:80]}")
+    return Traits(False)
+
+
+def _train(
+    make: Make, groups: Sequence[Mapping[str, Any]], kinds: Sequence[tuple[int, tuple[int, ...]]], chosen: list[int]
+) -> list[torch.Tensor]:
+    weights = {index: nn.Parameter(_start(kinds[index][1], index)) for index in chosen}
+    optimizer = make(_over(groups, kinds, weights))
+    if callable(switch := getattr(optimizer, "train", None)):  # schedule-free
+        switch()
+    for step, sizes in enumerate(_STEPS):
+        for index, weight in weights.items():
+            generator = torch.Generator().manual_seed(97 * step + index)
+            weight.grad = torch.randn(weight.shape, generator=generator) * sizes[index % len(sizes)]
+        optimizer.step()
+    return [weight.detach() for weight in weights.values()]
+
+
+def _over(
+    groups: Sequence[Mapping[str, Any]],
+    kinds: Sequence[tuple[int, tuple[int, ...]]],
+    weights: Mapping[int, nn.Parameter],
+) -> Groups:
+    found = []
+    for number, group in enumerate(groups):
+        params = [weight for index, weight in weights.items() if kinds[index][0] == number]
+        if params:
+            found.append({key: value for key, value in group.items() if key != "params"} | {"params": params})
+    return found
+
+
+def _start(shape: tuple[int, ...], index: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(1000 + index))
+
+
+def _alike(one: torch.Tensor, other: torch.Tensor, start: torch.Tensor) -> bool:
+    moved = (other - start).abs().max().item()
+    return math.isfinite(moved) and (one - other).abs().max().item() <= _TOLERANCE * moved + 1e-7
+
+
+def _takes_closure(
+    make: Make, groups: Sequence[Mapping[str, Any]], kinds: Sequence[tuple[int, tuple[int, ...]]]
+) -> bool:
+    """Return whether the step that failed works with a closure."""
+    weights = {index: nn.Parameter(_start(shape, index)) for index, (_, shape) in enumerate(kinds)}
+
+    def closure() -> torch.Tensor:
+        with torch.enable_grad():
+            loss = torch.stack([weight.square().sum() for weight in weights.values()]).sum()
+        loss.backward()
+        return loss.detach()
+
+    try:
+        optimizer = make(_over(groups, kinds, weights))
+        closure()
+        optimizer.step(closure)  # type: ignore[arg-type]
+    except Exception:
+        return False
+    return True
+
+
+def again(optimizer: torch.optim.Optimizer) -> Make:
+    """Return what makes another optimizer of the class and settings of ``optimizer``.
+
+    The result raises TypeError where the class needs arguments that are not settings.
+    """
+    known = inspect.signature(type(optimizer).__init__).parameters
+    free = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in known.values())
+    settings = {key: value for key, value in optimizer.defaults.items() if free or key in known}
+    return lambda groups: type(optimizer)(groups, **settings)
+
+
+def stand_ins(groups: Sequence[Mapping[str, Any]]) -> tuple[Groups, dict[int, nn.Parameter]]:
+    """Return the groups over tensors of zeros in the parameters' shapes, which take no memory, and
+    the parameters by their ids: a callable is asked with them what it makes of these."""
+    known: dict[int, nn.Parameter] = {}
+    found: Groups = []
+    for group in groups:
+        params = []
+        for param in group["params"]:
+            dtype = torch.float64 if param.dtype == torch.float64 else torch.float32
+            stand_in = nn.Parameter(torch.zeros((), dtype=dtype).expand(param.shape))
+            known[id(stand_in)] = param
+            params.append(stand_in)
+        found.append({key: value for key, value in group.items() if key != "params"} | {"params": params})
+    return found, known
+
+
+def regrouped(optimizer: torch.optim.Optimizer, groups: Groups, known: Mapping[int, nn.Parameter]) -> Groups | None:
+    """Return the groups that a callable made out of stand-ins, over the parameters; None where they
+    are those that it was given.
+
+    It has looked at shapes, which flat pieces do not have.
+    """
+    made = [[known[id(each)] for each in group["params"] if id(each) in known] for group in optimizer.param_groups]
+    same = len(made) == len(groups) and all(
+        [id(param) for param in own] == [id(param) for param in group["params"]]
+        for own, group in zip(made, groups, strict=True)
+    )
+    if same:
+        return None
+    settings = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+    return [{**own, "params": params} for own, params in zip(settings, made, strict=True)]
+
+
+# --- the plan -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class OptimizerPlan:
+    """What an optimizer is built over.
+
+    Args:
+        groups: of parameters, with their settings.
+        whole: those of the groups whose tensors are not cut.
+        make: builds the optimizer, unless ``client`` is it.
+        one_owner: one rank updates all tensors, since its step couples them.
+        at_once: it is stepped once per step, with everything: its class may count its steps.
+        work: of updating a whole tensor of a shape.
+    """
+
+    groups: Groups
+    whole: frozenset[int]
+    make: Make
+    client: torch.optim.Optimizer | None = None
+    by_callable: bool = False
+    elementwise: bool = True
+    one_owner: bool = False
+    at_once: bool = False
+    work: Work = math.prod
+
+
+def plan_optimizer(
+    optimizer: torch.optim.Optimizer | Make | None, groups: Groups, model: nn.Module, settings: DsConfig, mesh: Mesh
+) -> OptimizerPlan:
+    """Decide what the optimizer gets: flat pieces, or whole tensors. Local and the same on every
+    rank; rank 0 logs a line about what is not usual.
+
+    Args:
+        optimizer: the client's, or what builds one from parameter groups; None for ds_config's.
+
+    Raises ConfigError for an optimizer that cannot be stepped here.
+    """
+    if optimizer is None:
+        return _by_name(groups, model, settings, mesh)
+    make: Make = again(optimizer) if isinstance(optimizer, torch.optim.Optimizer) else optimizer
+    given, client = groups, optimizer if isinstance(optimizer, torch.optim.Optimizer) else None
+    base = client
+    if base is None:
+        shapes, known = stand_ins(groups)
+        base = make(shapes)
+        if (made := regrouped(base, groups, known)) is not None:
+            groups, client = made, base
+    name = type(base).__name__
+    refuse_closures(base)
+    declared = settings.zero_optimization.elementwise_optimizer
+    elementwise = declared or is_elementwise(type(base))
+    own = isinstance(base, ShardOptimizer)
+    if isinstance(base, Muon):
+        whole = frozenset(index for index, group in enumerate(base.param_groups) if group["use_muon"])
+    else:
+        whole = frozenset(range(len(groups)) if needs_whole_tensors(type(base), declared) else ())
+    one_owner = bool(whole) and not own and type(base) not in _BY_TENSOR and _one_owner(make, given, name, mesh)
+    if whole and not own and not one_owner and mesh.shard.size > 1 and mesh.rank == 0:
+        log.info(
+            "%s is not known to work element by element: each tensor is updated whole by one rank. If it does, "
+            "zero_optimization.elementwise_optimizer true (or elementwise = True on the class) cuts them evenly",
+            name,
+        )
+    return OptimizerPlan(
+        groups,
+        whole,
+        make,
+        client,
+        by_callable=client is None,
+        elementwise=elementwise,
+        one_owner=one_owner,
+        at_once=not own and type(base) not in ELEMENTWISE,
+        work=_work_of(type(base)),
+    )
+
+
+def _by_name(groups: Groups, model: nn.Module, settings: DsConfig, mesh: Mesh) -> OptimizerPlan:
+    section = settings.optimizer
+    if section is None:
+        raise ConfigError("there is no optimizer", where="optimizer", fix='Add "optimizer" to ds_config or pass one.')
+    spec = resolve_optimizer(section.type, section.params)
+    if spec.optimizer_class is Muon:
+        groups = muon_groups(model, groups, section.params)
+        whole = frozenset(index for index, group in enumerate(groups) if group["use_muon"])
+        if mesh.rank == 0:
+            _log_muon(model, groups)
+    else:
+        whole = frozenset(range(len(groups)) if needs_whole_tensors(spec.optimizer_class) else ())
+    work = _work_of(spec.optimizer_class)
+    elementwise = is_elementwise(spec.optimizer_class) and not whole
+    return OptimizerPlan(groups, whole, spec.build, elementwise=elementwise, at_once=bool(whole), work=work)
+
+
+def _log_muon(model: nn.Module, groups: Groups) -> None:
+    """Log which tensors Muon trains, and an embedding that is among them."""
+    muon = {id(param) for group in groups if group["use_muon"] for param in group["params"]}
+    count = sum(len(group["params"]) for group in groups)
+    log.info("Muon trains %d of %d tensors, AdamW the others (param.use_muon decides)", len(muon), count)
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding) and id(module.weight) in muon:
+            log.warning(
+                "Muon trains the embedding %s.weight: its name says neither embed nor lm_head. "
+                "Set use_muon = False on the parameter for AdamW",
+                name,
+            )
+
+
+def _one_owner(make: Make, groups: Groups, name: str, mesh: Mesh) -> bool:
+    """Return whether one rank must update all tensors. Raises ConfigError where none can, because
+    no rank has all of them."""
+    traits = probe(make, groups, name)
+    parts = mesh.pipe.size > 1 or mesh.model_part[1] > 1
+    if traits.couples and parts:
+        raise ConfigError(
+            "the update of one tensor depends on the others, and no rank has all tensors of the model",
+            where="optimizer",
+            got=f"{name} with mesh.pipe {mesh.pipe.size}, {mesh.model_part[1]} parts of the model",
+            fix="Use mesh.pipe 1 and mesh.model 1, an optimizer that updates each tensor by itself, "
+            "or gradient_clipping in place of a norm inside step().",
+        )
+    lines = []
+    if traits.couples and mesh.shard.size > 1:
+        lines.append(
+            f"{name} couples tensors (the update of one depends on others): rank {mesh.shard.ranks[0]} updates all of them, "
+            "and holds all of the optimizer state"
+        )
+    if traits.draws and mesh.data.size > 1:
+        lines.append(f"{name} draws random numbers: copies of a parameter stay alike only where ranks seed torch alike")
+    elif traits.couples is None and (mesh.shard.size > 1 or parts):
+        lines.append(
+            f"{name} could not be tried out before training ({traits.why}): if the update of one of its tensors depends on "
+            "others, as by a norm over all parameters, it is wrong on more than one rank. Use zero_optimization.stage 0 then"
+        )
+    for line in lines if mesh.rank == 0 else ():
+        log.warning("%s", line)
+    return bool(traits.couples)
+
+
+def _work_of(optimizer_class: type) -> Work:
+    """Return the work of updating a tensor: Muon's iteration in operations, else one per
+    element."""
+    return orthogonalization_flops if any("Muon" in each.__name__ for each in optimizer_class.__mro__) else math.prod

@@ -44,7 +44,12 @@ class Module:
     def imports(self, *, types: bool = False) -> list[Import]:
         """List the imports that can run, with ``types`` also those under TYPE_CHECKING; those
         inside functions are not ``top``."""
-        return list(_imports(self.tree, self.name, self.path.name == "__init__.py", top=True, types=types))
+        return list(_imports_of(self, types))
+
+
+@cache
+def _imports_of(module: Module, types: bool) -> tuple[Import, ...]:
+    return tuple(_imports(module.tree, module.name, module.path.name == "__init__.py", top=True, types=types))
 
 
 @cache

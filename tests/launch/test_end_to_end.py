@@ -165,31 +165,38 @@ def run_fault(project: Path, fault: str, ranks: int = 2) -> tuple[int, list[str]
 
 
 @pytest.mark.smoke
-def test_a_run_and_its_repetition(unbroken: Unbroken):
-    """The summary holds what the screen shows, and the command that it ends with repeats it to the
-    bit."""
+def test_a_run(unbroken: Unbroken):
+    """The summary holds what the screen shows."""
     project, done, summary = unbroken.folder, unbroken.done, unbroken.summary
     assert (summary["ranks"], summary["zero_stage"], summary["seed"], summary["step"]) == (2, 2, 5, 10)
     before, after = (summary[f"{when}_validation"]["validation_loss"] for when in ("initial", "final"))
     assert after < before
     assert f"validation_loss {before:.4g} -> {after:.4g}" in done.stdout
     assert "2 ranks · ZeRO-2 · seed 5" in done.stdout
-    repeat = done.stdout.splitlines()[-1].removeprefix("repeat  zero-trial ").split()
-    assert repeat == ["run", "runs/0001/config.lock.yaml"]
-    again = zero_trial(*repeat, "--json", cwd=project)
-    report = json.loads(again.stdout)
-    assert report["exit_code"] == 0
-    assert report["summary"]["final_validation"] == summary["final_validation"]
-    assert (project / "runs/0002/summary.json").exists()
-    first, second = (json.loads((project / f"runs/000{run}/resolved_config.json").read_text()) for run in (1, 2))
-    assert first["ds_config"] == second["ds_config"] and first["batch"][0]["value"] == 2
+    resolved = json.loads((project / "runs/0001/resolved_config.json").read_text())
+    assert resolved["batch"][0]["value"] == 2
     locked = yaml.safe_load((project / "runs/0001/config.lock.yaml").read_text())
-    assert locked["data"]["ds_config"] == first["ds_config"], "defaults are written out"
+    assert locked["data"]["ds_config"] == resolved["ds_config"], "defaults are written out"
     log = (project / "runs/0001/logs/rank-0.log").read_text()
     assert (
         log.startswith("ds_config, defaults: ")
         and "ds_config" not in (project / "runs/0001/logs/rank-1.log").read_text()
     )
+    assert processes_of(project) == []
+
+
+def test_the_command_that_a_run_ends_with_repeats_it(unbroken: Unbroken):
+    """To the bit."""
+    project = unbroken.folder
+    repeat = unbroken.done.stdout.splitlines()[-1].removeprefix("repeat  zero-trial ").split()
+    assert repeat == ["run", "runs/0001/config.lock.yaml"]
+    again = zero_trial(*repeat, "--json", cwd=project)
+    report = json.loads(again.stdout)
+    assert report["exit_code"] == 0
+    assert report["summary"]["final_validation"] == unbroken.summary["final_validation"]
+    assert (project / "runs/0002/summary.json").exists()
+    first, second = (json.loads((project / f"runs/000{run}/resolved_config.json").read_text()) for run in (1, 2))
+    assert first["ds_config"] == second["ds_config"]
     assert processes_of(project) == []
 
 
@@ -317,24 +324,29 @@ def test_faults_that_can_be_known_before_a_run(changes: dict[str, Any], message:
     assert not (project / "runs").exists()
 
 
+SCRIPT = """
+import argparse, os
+parser = argparse.ArgumentParser(); parser.add_argument("--local_rank", type=int); parser.add_argument("--fail", type=int)
+args = parser.parse_args()
+print("rank", os.environ["RANK"], "local", args.local_rank, flush=True)
+if args.fail == args.local_rank: raise ValueError("boom")
+"""
+
+
 @pytest.mark.smoke
 def test_a_plain_script(project: Path):
-    """``launch`` shows rank 0, passes --local_rank to a script that knows it, and names the rank
-    that fails."""
-    script = project / "train.py"
-    script.write_text(
-        "import argparse, os\n"
-        "parser = argparse.ArgumentParser(); parser.add_argument('--local_rank', type=int); parser.add_argument('--fail', type=int)\n"
-        "args = parser.parse_args()\n"
-        "print('rank', os.environ['RANK'], 'local', args.local_rank, flush=True)\n"
-        "if args.fail == args.local_rank: raise ValueError('boom')\n"
-    )
-    good = zero_trial("launch", "--slots", 2, "train.py", cwd=project)
-    assert (good.returncode, good.stdout, good.stderr) == (0, "rank 0 local 0\n", "")
-    bad = zero_trial("launch", "--num_gpus", 2, "train.py", "--fail", 1, cwd=project)
-    # rank 0 may be ended before it speaks
-    assert bad.returncode == 1 and bad.stdout in ("", "rank 0 local 0\n")
-    assert bad.stderr.splitlines() == [
-        "failed  rank 1: ValueError: boom (train.py:5: if args.fail == args.local_rank: raise ValueError('boom'))",
-        "log     runs/0002/logs/rank-1.log",
+    """``launch`` shows rank 0 and passes --local_rank to a script that knows it."""
+    (project / "train.py").write_text(SCRIPT)
+    done = zero_trial("launch", "--slots", 2, "train.py", cwd=project)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "rank 0 local 0\n", "")
+
+
+def test_a_plain_script_that_fails_on_one_rank(project: Path):
+    (project / "train.py").write_text(SCRIPT)
+    done = zero_trial("launch", "--num_gpus", 2, "train.py", "--fail", 1, cwd=project)
+    # rank 0 may be ended before it prints
+    assert done.returncode == 1 and done.stdout in ("", "rank 0 local 0\n")
+    assert done.stderr.splitlines() == [
+        'failed  rank 1: ValueError: boom (train.py:6: if args.fail == args.local_rank: raise ValueError("boom"))',
+        "log     runs/0001/logs/rank-1.log",
     ]

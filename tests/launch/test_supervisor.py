@@ -48,13 +48,16 @@ def test_one_failure_ends_a_rank_that_will_not_end(tmp_path: Path):
 
 
 def test_a_rank_killed_with_sigkill(tmp_path: Path):
-    """The other one ignores SIGTERM, and hears of it as a broken connection."""
+    """The other one ignores SIGTERM, and sees a broken connection."""
     job = supervisor(
         tmp_path,
         """
         if rank == 1:
+            open("dying", "w").close()
             os.kill(os.getpid(), signal.SIGKILL)
         signal.signal(signal.SIGTERM, lambda *_: None)
+        while not os.path.exists("dying"):
+            threading.Event().wait(0.01)
         raise RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:41122")
         """,
     )

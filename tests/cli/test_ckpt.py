@@ -153,7 +153,7 @@ def test_broken(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["ckpt", "verify", str(run / "checkpoints/step-000004")]) == 5
     err = capsys.readouterr().err
     assert "rank-00000.safetensors: its content has changed" in err
-    assert "2 tensors lie in it: param/w, state/exp_avg/w" in err
+    assert "2 tensors are in it: param/w, state/exp_avg/w" in err
 
 
 def test_the_newest_is_verified_also_where_it_is_seen_to_be_broken(run: Path) -> None:

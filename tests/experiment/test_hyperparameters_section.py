@@ -51,7 +51,7 @@ BATCH = "hyperparameters.global_batch_size: is neither a positive integer nor an
         ("{a: {type: log, base: 0, minval: 0, maxval: 3}}", "hyperparameters.a.base: 0 is not more than 0"),
         (
             "{a: {type: log, base: 10, minval: 0, maxval: 400}}",
-            "hyperparameters.a: base to the power of minval or maxval is no finite number",
+            "hyperparameters.a: base to the power of minval or maxval is not a finite number",
         ),
         ("{a: {type: double, minval: -1.7e+308, maxval: 1.7e+308}}", "hyperparameters.a: the range is not finite"),
         ("{a: {type: categorical}}", "hyperparameters.a.vals: is a required property"),

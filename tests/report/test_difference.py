@@ -245,7 +245,7 @@ def test_what_a_run_lacks_is_said() -> None:
     found = compare_runs(run(code=None, data=None), run(data=None, starts=2))
     assert found.same
     assert [note.split(":")[0] for note in found.notes[:2]] == ["code is not compared", "data is not compared"]
-    assert found.notes[0].endswith("A has no certificate") and "A and B have no fingerprint" in found.notes[1]
+    assert found.notes[0].endswith("A has no certificate.json") and "A and B have no fingerprint" in found.notes[1]
     assert found.notes[2] == "B was started 2 times; its last start is compared"
 
 

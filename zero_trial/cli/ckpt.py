@@ -73,7 +73,7 @@ def _list_checkpoints(options: argparse.Namespace) -> int:
 
 
 def _state_of(saved: SavedCheckpoint, listing: CheckpointFolder) -> str:
-    """``whole``, ``latest``, ``broken`` or ``left over``."""
+    """Return ``whole``, ``latest``, ``broken`` or ``left over``."""
     if saved.leftover:
         return "left over"
     return "broken" if saved.fault is not None else "latest" if listing.is_latest(saved) else "whole"
@@ -94,12 +94,12 @@ def _list_row(saved: SavedCheckpoint, listing: CheckpointFolder) -> tuple[str, .
 
 
 def _trial_column(word: str, listing: CheckpointFolder) -> tuple[str, ...]:
-    """Return a column only where checkpoints of several trials lie together."""
+    """Return a column if the folder holds checkpoints of several trials, else none."""
     return (word,) if len(listing.trials) > 1 else ()
 
 
 def _joined(values: tuple[Any, ...]) -> str:
-    """Return several where a trial's engines differ."""
+    """Return the values with commas; a trial's engines may differ."""
     return ",".join(map(str, values)) or "-"
 
 
@@ -177,9 +177,7 @@ def _damage(saved: SavedCheckpoint, progress: Any) -> list[Damage]:
 
 
 def _chosen(listing: CheckpointFolder, everything: bool) -> Sequence[SavedCheckpoint]:
-    """Return all, or the one with the highest step, also where it is seen to be broken: no word
-    about it would be no answer.
-    """
+    """Return all checkpoints, or the one with the highest step, even if it is broken."""
     counted = [saved for saved in listing.saved if listing.single or not saved.leftover]
     if not counted:
         raise ConfigError(
@@ -205,7 +203,7 @@ def _print_verified(saved: SavedCheckpoint, damage: Sequence[Damage]) -> None:
         lines = [f"broken  {shown(one.file)}: {one.what.removeprefix(f'{one.file}: ')}"]
         if one.tensors:
             more = f" and {len(one.tensors) - _NAMED} more" if len(one.tensors) > _NAMED else ""
-            lines.append(f"        {len(one.tensors)} tensors lie in it: {', '.join(one.tensors[:_NAMED])}{more}")
+            lines.append(f"        {len(one.tensors)} tensors are in it: {', '.join(one.tensors[:_NAMED])}{more}")
         sys.stderr.write("\n".join(lines) + "\n")
 
 
@@ -311,7 +309,7 @@ def _dtypes(params: Iterable[StoredTensor]) -> str:
 
 
 def _optimizer(inventory: Inventory) -> Iterable[str]:
-    """Optimizer, schedule and loss scale, as far as an engine has noted them."""
+    """Yield lines on optimizer, schedule and loss scale, as far as an engine has noted them."""
     state = inventory.state
     optimizer = state.get("optimizer")
     if isinstance(optimizer, Mapping):

@@ -98,7 +98,7 @@ def _export(options: argparse.Namespace) -> int:
 
 
 def parse_size(text: str) -> int:
-    """``5GB``, ``500 MiB``, ``1000000``: bytes. Raises ConfigError."""
+    """Return the bytes of ``5GB``, ``500 MiB`` or ``1000000``. Raises ConfigError."""
     found = _SIZE.fullmatch(text.upper())
     unit = (1024 if found[3] else 1000) ** " KMGT".index(found[2] or " ") if found else 0
     count = int(float(found[1]) * unit) if found else 0
@@ -114,7 +114,7 @@ def _verify(folder: Path, manifest: Manifest, progress: Any) -> None:
         raise CheckpointError(
             damage.what,
             where=str(damage.file),
-            fix=f"{len(damage.tensors)} tensors lie in it. Export another checkpoint; nothing was written.",
+            fix=f"{len(damage.tensors)} tensors are in it. Export another checkpoint; nothing was written.",
         )
 
 

@@ -76,7 +76,7 @@ def _is_ds_config(path: Path) -> bool:
 
 
 def _say(config: DsConfig, batch: Reconciliation, options: argparse.Namespace) -> None:
-    """The batch sizes and every value, in words or as JSON."""
+    """Print the batch sizes and every value, as text or as JSON."""
     from zero_trial.ds_config.report import render_report, report_json
 
     if options.json:

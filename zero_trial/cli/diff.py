@@ -97,9 +97,8 @@ def _steps(count: int) -> str:
 
 
 def _parting(trace: TraceComparison) -> str:
-    """``loss of rank 0: from step 17 on, 2.3 and 2.4 (0.1 apart); equal until 16; at most 0.3
-    apart, at step 90``.
-    """
+    """Return ``loss of rank 0: from step 17 on, 2.3 and 2.4 (0.1 apart); equal until 16; at most
+    0.3 apart, at step 90``."""
     parting = trace.parting
     if parting is None:
         return trace.name

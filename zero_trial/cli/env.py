@@ -69,7 +69,7 @@ def versions() -> list[Fact]:
 
 
 def _machine(env: Mapping[str, str]) -> list[Fact]:
-    """Processor, memory and GPUs."""
+    """Return processor, memory and GPUs."""
     from zero_trial.launch.environment import count_devices
 
     devices = count_devices(env)
@@ -118,7 +118,7 @@ def kernels() -> list[Fact]:
     try:
         said = json.loads(done.stdout)
     except ValueError:
-        last = (done.stderr.strip().splitlines() or ["it ended without a word"])[-1]
+        last = (done.stderr.strip().splitlines() or ["it ended without an error message"])[-1]
         return [Fact("kernels", "ops", "", last.removeprefix("error: "))]
     return kernel_facts(said["ops"], said["refused"])
 

@@ -1,5 +1,5 @@
-"""``zero-trial init [FOLDER]``: a folder that trains as it is, to be changed into what one
-wants."""
+"""``zero-trial init [FOLDER]``: a folder that trains as it is and is meant to be
+changed."""
 
 from __future__ import annotations
 
@@ -70,15 +70,15 @@ def template(name: str, experiment: str) -> dict[str, str]:
 
 
 def experiment_name(folder: Path, otherwise: str) -> str:
-    """Return the folder's name where it can stand in a YAML file as it is, and begins with a
-    letter.
+    """Return the folder's name if it begins with a letter and needs no quotes in YAML, else
+    ``otherwise``.
     """
     name = folder.resolve().name
     return name if re.fullmatch(r"[A-Za-z][\w.-]*", name, re.ASCII) and name.lower() not in _YAML_WORDS else otherwise
 
 
 _YAML_WORDS = ("y", "n", "yes", "no", "true", "false", "on", "off", "null")
-"""What YAML 1.1 takes for something else than text."""
+"""Words that YAML 1.1 does not read as text."""
 
 
 def plant(folder: Path, files: dict[str, str]) -> None:

@@ -81,9 +81,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parse(parser: argparse.ArgumentParser, words: Sequence[str]) -> argparse.Namespace:
-    """argparse's own, which ends the process where it does not understand; a verb that is nearly
-    right is named.
-    """
+    """Parse the words with argparse, which ends the process where it does not understand; a
+    misspelled verb is answered with the nearest one."""
     if not words:
         parser.print_help(sys.stderr)
         raise SystemExit(2)

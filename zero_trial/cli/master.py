@@ -53,7 +53,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def default_root(env: Mapping[str, str]) -> Path:
-    """Where the master's folder is if nobody says."""
+    """Return the master's folder when ``--root`` is not given."""
     state = env.get("XDG_STATE_HOME") or str(Path.home() / ".local" / "state")
     return Path(state) / "zero_trial" / "master"
 
@@ -72,7 +72,7 @@ def _up(options: argparse.Namespace) -> int:
     from zero_trial.master.agent.environment import find_devices
 
     home = _home(options)
-    # faults are told here, not in a log
+    # faults are reported here, not in a log
     devices = find_devices(options.slots, os.environ, cpu=options.cpu)
     if options.foreground:
         return _serve(options, home, devices)
@@ -100,7 +100,7 @@ def _serve(options: argparse.Namespace, home: Any, devices: Any) -> int:
 
 
 def _spawn(options: argparse.Namespace, home: Any) -> None:
-    """A process of its own that goes on when this one ends; returns when it serves."""
+    """Start the master as a process that goes on when this one ends; return when it serves."""
     home.prepare()
     reader, writer = os.pipe()
     from zero_trial.master.agent.agent import with_package
@@ -141,7 +141,8 @@ def _spawn(options: argparse.Namespace, home: Any) -> None:
 
 
 def _wait_until_known(home: Any, seconds: float = 10.0) -> None:
-    """Another ``up`` may have begun a moment ago. MasterError if it does not get ready."""
+    """Wait until a master that has begun a moment ago answers. Raises MasterError after
+    ``seconds``."""
     until = time.monotonic() + seconds
     while not home.state().get("url"):
         if time.monotonic() > until:
@@ -177,16 +178,15 @@ def _show(options: argparse.Namespace, home: Any, fresh: bool) -> None:
 
 
 def _still(options: argparse.Namespace) -> str:
-    """Return what is said of a master that ran before ``up``, which changes nothing about it."""
+    """Return a remark on a master that ran before ``up``, and on the options that change nothing
+    about it."""
     given = ("--port", options.port), ("--slots", options.slots), ("--cpu", options.cpu or None)
     ignored = [name for name, value in given if value is not None]
     return " (it was running already" + (f"; {', '.join(ignored)} not applied: down first)" if ignored else ")")
 
 
 def _exports_of(home: Any) -> dict[str, str]:
-    """Return what the genuine ``det`` reads from its environment: address, user, and a token in
-    place of a password.
-    """
+    """Return what the genuine ``det`` reads from its environment: address, user and token."""
     account = json.loads(home.account.read_text(encoding="utf-8"))
     return {"DET_MASTER": home.state()["url"], "DET_USER": account["user"], "DET_USER_TOKEN": account["token"]}
 
@@ -195,9 +195,7 @@ def _exports_of(home: Any) -> dict[str, str]:
 
 
 def _down(options: argparse.Namespace) -> int:
-    """End the master and all its trials' processes; one that is not running leaves nothing behind
-    either.
-    """
+    """End the master and all its trials' processes, also those that a killed master has left."""
     from zero_trial.master.agent.agent import end_all
     from zero_trial.master.agent.processes import Identity
 
@@ -225,11 +223,10 @@ def _down(options: argparse.Namespace) -> int:
 
 
 def _status(options: argparse.Namespace) -> int:
-    """Return what the master has: read from its store, so that it can be asked when it is down
-    too."""
+    """Print what the master has, read from its store: it works while the master is down, too."""
     home = _home(options)
     if not home.database.exists():
-        raise ConfigError("there never was a master here", where=str(home.root), fix="zero-trial master up")
+        raise ConfigError("no master has been started in this folder", where=str(home.root), fix="zero-trial master up")
     facts = _facts(home)
     print(json.dumps(facts) if options.json else "\n".join(_text(facts)))
     return 0
@@ -300,7 +297,7 @@ def _logs(options: argparse.Namespace) -> int:
     """Print the master's log."""
     home = _home(options)
     if not home.log.exists():
-        raise ConfigError("there never was a master here", where=str(home.root), fix="zero-trial master up")
+        raise ConfigError("no master has been started in this folder", where=str(home.root), fix="zero-trial master up")
     with home.log.open(encoding="utf-8", errors="replace") as file:
         lines = file.read().splitlines()
         shown = lines if options.tail is None else lines[-options.tail :] if options.tail else []

@@ -79,7 +79,7 @@ def table(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> str:
 
 def bytes_bar(word: str, total: int, *, quiet: bool = False) -> Any:
     """Return a tqdm bar over bytes on stderr that disappears when it is closed; it shows nothing if
-    stderr is no terminal.
+    stderr is not a terminal.
     """
     from tqdm import tqdm
 

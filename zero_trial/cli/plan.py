@@ -26,7 +26,7 @@ def add_parser(subparsers: Any) -> None:
         "plan",
         help="say what a trial will need in memory",
         description="Plan the memory of each rank: states from the layouts that the engine would build, activations from one micro-batch "
-        "of the trial in a dry run. Every ZeRO stage and smaller micro-batches stand side by side. Starts no ranks and writes nothing; the "
+        "of the trial in a dry run. The plans of every ZeRO stage and of smaller micro-batches are shown. Starts no ranks and writes nothing; the "
         "trial is built once, and its train_batch is called. Exit code 3 if it does not fit.",
         allow_abbrev=False,
     )
@@ -122,10 +122,11 @@ def _device() -> str:
 def _trial_planner(
     checked: CheckedRun, stage: int | None = None, limit: int | None = None
 ) -> Iterator[Planner | PipelinePlanner]:
-    """The planner of an experiment's trial, built here as rank 0 of all. Raises what the trial
-    raises.
+    """Yield the planner of an experiment's trial, which is built here as rank 0. Raises what the
+    trial raises.
 
-    ``limit``: bytes of one rank, by which the policy of a pipeline is chosen where it is open.
+    ``limit``: bytes of one rank, by which the policy of a pipeline is chosen if ds_config leaves it
+    open.
     """
     from zero_trial.preflight.compare import Planner
     from zero_trial.preflight.fake_engine import TrialSubject

@@ -118,7 +118,8 @@ def _setup(config: Mapping[str, Any], options: argparse.Namespace) -> Setup:
 
 
 def _files(config: Mapping[str, Any], options: argparse.Namespace) -> dict[str, bytes]:
-    """Return the base ds_config's file, from beside the YAML or the model's folder."""
+    """Return the content of the base ds_config's file by name, from beside the YAML or from the
+    model's folder."""
     from zero_trial.errors import ConfigError
     from zero_trial.master.search.pruning import ds_config_file
 

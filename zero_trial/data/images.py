@@ -36,7 +36,7 @@ _FONT_SUFFIXES = (".ttf", ".otf")
 _HELD_OUT = 0.2  # of font families, at least one
 
 
-_SYMBOL_FONTS = ("cmex10", "cmsy10")  # signs stand where other fonts have letters
+_SYMBOL_FONTS = ("cmex10", "cmsy10")  # they have signs in place of letters
 
 
 # of the image's side; so every letter fits, with its descender, at its true size beside the others
@@ -305,7 +305,7 @@ def _png_chunks(image: torch.Tensor) -> Iterator[bytes]:
     _, height, width = image.shape
     rows = torch.cat(
         [image.new_zeros(height, 1), image[0]], 1
-    ).contiguous()  # each row's filter, 0 for none, stands before it
+    ).contiguous()  # each row begins with its filter, 0 for none
     yield b"\x89PNG\r\n\x1a\n"
     header = struct.pack(">IIBBBBB", width, height, 8, 0, 0, 0, 0)  # 8 bits, grey
     for kind, body in ((b"IHDR", header), (b"IDAT", zlib.compress(rows.cpu().numpy().tobytes(), 9)), (b"IEND", b"")):

@@ -22,8 +22,8 @@ class ByteDataset(Dataset[tuple[torch.Tensor, torch.Tensor]]):
 
     ``text`` is 1-D uint8. Windows do not overlap in what they predict: window i starts at i *
     sequence. With ``windows`` given, that many windows are spread evenly over the whole text
-    instead (a validation set of bounded cost that is no prefix). An item depends on its index only,
-    so shuffling, sharding and resuming are the sampler's business alone.
+    instead (a validation set of bounded cost that is not a prefix). An item depends on its index
+    only, so shuffling, sharding and resuming are the sampler's business alone.
     """
 
     def __init__(self, text: torch.Tensor, sequence: int, windows: int | None = None) -> None:
@@ -171,7 +171,7 @@ def local_corpus(
     that many bytes. Raises DataError when there is nothing to read.
     """
     if not 0.0 < val_share < 1.0:
-        raise DataError("the validation share must lie between 0 and 1", where="local_corpus(val_share)", got=val_share)
+        raise DataError("the validation share must be between 0 and 1", where="local_corpus(val_share)", got=val_share)
     _check(source, max_bytes)
     files = _limit(_distinct(_read_all(source, suffixes)), max_bytes)
     if not files:

@@ -58,7 +58,7 @@ _UNIONS: Mapping[tuple[str, ...], tuple[str, tuple[str, ...]]] = {
 }
 
 
-# Lists whose items are told apart by a key: an item above hides its twin below.
+# Lists whose items have a key: an item above hides the item below with the same one.
 _KEYED = {("bind_mounts",): "container_path", ("resources", "devices"): "container_path", ("log_policies",): "name"}
 
 
@@ -73,7 +73,7 @@ _ATOMIC = (("data",), ("environment", "pod_spec"))
 
 
 def merge(above: Mapping[str, Json], below: Mapping[str, Json]) -> dict[str, Json]:
-    """``above`` where it says something, else ``below``. Neither is changed."""
+    """Return ``above`` with ``below`` where it has no value. Neither is changed."""
     merged: dict[str, Json] = _merge(above, below, ())
     return merged
 
@@ -102,7 +102,7 @@ def _merge_maps(above: Mapping[str, Json], below: Mapping[str, Json], path: tupl
 
 
 def _merge_hyperparameters(above: Mapping[str, Json], below: Mapping[str, Json], *, top: bool) -> Json:
-    """Namespaces are united; a value or a range is one thing. A null is a value here."""
+    """Merge namespaces; a value or a range is one thing. A null is a value here."""
     if not top and ("type" in above or "type" in below):
         return copy.deepcopy(dict(above))
     merged = copy.deepcopy(dict(above))
@@ -144,9 +144,8 @@ _POWERS = {None: 0, "k": 1, "m": 2, "g": 3, "t": 4, "p": 5}
 
 
 def modern(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """``config`` in today's form, nulls left out, and one line for each old form that was rewritten
-    or is ignored.
-    """
+    """Return ``config`` in today's form, without nulls, and one line for each old form that was
+    rewritten or is ignored."""
     whole = {key: copy.deepcopy(value) for key, value in config.items() if value is not None}
     warnings: list[str] = []
     if isinstance(whole.get("environment"), dict):
@@ -206,14 +205,14 @@ def _resources(section: dict[str, Any], warnings: list[str]) -> dict[str, Any]:
 
 
 def _device(item: Any) -> Any:
-    """``/dev/a:/dev/b:mrw`` as a map."""
+    """Return ``/dev/a:/dev/b:mrw`` as a map."""
     parts = item.split(":") if isinstance(item, str) else []
     names = ("host_path", "container_path", "mode")
     return dict(zip(names, parts, strict=False)) if len(parts) in (2, 3) else item
 
 
 def _log_policy(policy: Any, warnings: list[str]) -> Any:
-    """``action: {type: cancel_retries}`` as ``action: cancel_retries``."""
+    """Return ``action: {type: cancel_retries}`` as ``action: cancel_retries``."""
     action = policy.get("action") if isinstance(policy, dict) else None
     if not isinstance(action, dict) or set(action) != {"type"}:
         return policy

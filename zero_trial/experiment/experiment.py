@@ -97,8 +97,8 @@ class ExperimentConfig:
         return {"total_num_steps": length.count} if length is not None and length.unit == "batches" else {}
 
     def plain(self) -> dict[str, Any]:
-        """Return the experiment as plain data; a ds_config file that lies beside the YAML is named
-        by its full path.
+        """Return the experiment as plain data; a ds_config file beside the YAML is named by its
+        full path.
         """
         raw = dict(self.raw)
         named = self.data.get("ds_config")

@@ -140,11 +140,11 @@ def _ascending(section: Mapping[str, Any]) -> str | None:
 
 
 def _finite(section: Mapping[str, Any]) -> str | None:
-    """Return whether every value between the ends is a number that JSON can hold."""
+    """Return what is wrong if a value between the ends is not a number that JSON can hold."""
     try:
         ends = [float(section.get("base", 1)) ** float(section[name]) for name in ("minval", "maxval")]
     except (OverflowError, ZeroDivisionError):
-        return "base to the power of minval or maxval is no finite number"
+        return "base to the power of minval or maxval is not a finite number"
     width = float(section["maxval"]) - float(section["minval"])
     return None if all(math.isfinite(value) for value in (*ends, width)) else "the range is not finite"
 

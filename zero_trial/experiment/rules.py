@@ -177,7 +177,7 @@ class CompletedConfig:
 def complete(
     yaml_text: str, defaults: ClusterDefaults, *, template: Mapping[str, Any] | None = None
 ) -> CompletedConfig:
-    """Return the completed experiment. ``template`` is a config that lies under the YAML. Pure.
+    """Return the completed experiment. ``template`` is a config below the YAML. Pure.
 
     Raises InvalidExperiment with all faults. What cannot be decided from Determined's published
     behaviour is refused, so that an experiment that is accepted here is accepted there.

@@ -18,11 +18,10 @@ from zero_trial.experiment.hyperparameters import is_range, ranges
 
 
 def sample(space: Mapping[str, Any], rng: random.Random) -> dict[str, Any]:
-    """``space`` with every range replaced by a value.
+    """Return ``space`` with every range replaced by a value.
 
-    Names are visited in alphabetical order, whatever their order in the YAML.
-
-    The top level is a map of names even if one of them is ``type``, as in Determined.
+    Names are visited in alphabetical order, whatever their order in the YAML. The top level is a
+    map of names even if one of them is ``type``, as in Determined.
     """
     drawn = {name: _value(space[name], rng) for name in sorted(space)}
     return {name: drawn[name] for name in space}
@@ -83,9 +82,8 @@ class Grid:
 
     @classmethod
     def of(cls, space: Mapping[str, Any]) -> Grid:
-        """Raises ConfigError for a range without a count, and for a grid of more than
-        ``MOST_POINTS``.
-        """
+        """Return the grid of ``space``. Raises ConfigError for a range without a count, and for a
+        grid of more than ``MOST_POINTS``."""
         found: list[tuple[Path, tuple[Any, ...]]] = []
         _collect(space, (), found)
         grid = cls(space, tuple(found))
@@ -112,7 +110,7 @@ class Grid:
 
 
 def axis_values(spec: Mapping[str, Any]) -> tuple[Any, ...]:
-    """``count`` values from minval to maxval, both included, evenly spaced (for log: in the
+    """Return ``count`` values from minval to maxval, both included, evenly spaced (for log: in the
     exponent); a count of 1 is the middle.
 
     An int axis is rounded, halves away from zero, and has at most maxval - minval + 1 values.

@@ -41,7 +41,7 @@ own."""
 
 
 ERROR_HEADER = "[zero_trial] this rank ends with an error:"
-"""The line in a rank's log after which its traceback stands."""
+"""The line in a rank's log that its traceback follows."""
 
 
 _OWN_FRAMES = (__file__, "<frozen runpy>")

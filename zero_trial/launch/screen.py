@@ -68,7 +68,7 @@ class Screen:
             self._flush()
 
     def close(self) -> None:
-        """Print the last step if it was not printed yet; let the live line stand as it is."""
+        """Print the last step if it was not printed yet; leave the live line as it is."""
         if self._waiting is not None:
             self._flush()
         if self._bar is not None:

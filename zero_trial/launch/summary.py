@@ -51,7 +51,7 @@ def event_line(event: Event) -> str | None:
         parts += [format_bytes(event["bytes"])] if event.get("bytes") else []
         return "  ".join(parts)
     if kind == "note" and event.get("message"):
-        # A long note, a table say, stands whole in events.jsonl.
+        # events.jsonl has the whole of a long note, such as a table.
         return f"note    {str(event['message']).splitlines()[0]}"
     if kind == "plan" and event.get("message"):
         return f"plan    {event['message']}"

@@ -17,7 +17,7 @@ from zero_trial.util.text import format_value
 
 
 class Tone(str, Enum):
-    """How a state is meant: it went well, is under way, was given up on purpose, or went wrong."""
+    """How a state is drawn: it went well, is under way, was ended on purpose, or went wrong."""
 
     GOOD = "good"
     BUSY = "busy"
@@ -63,8 +63,8 @@ class Memory:
 
 @dataclass(frozen=True)
 class Setting:
-    """One ds_config value, where it came from, and what is to be said about it; ``given`` if
-    somebody wrote it or it was filled in.
+    """One ds_config value, where it came from, and a remark; ``given`` if it was written or
+    filled in.
     """
 
     key: str
@@ -143,7 +143,7 @@ class TrialReport:
 
 
 class RungOutcome(str, Enum):
-    """What the search said to a trial."""
+    """What the search decided about a trial."""
 
     WENT_ON = "went on"
     STOPPED = "stopped"
@@ -152,7 +152,7 @@ class RungOutcome(str, Enum):
 
 @dataclass(frozen=True)
 class RungDecision:
-    """One word of the search: when (in units of training) and why, in a sentence."""
+    """One decision of the search: when (in units of training) and why, in a sentence."""
 
     trial: str
     verdict: RungOutcome
@@ -228,7 +228,7 @@ class SweepReport:
 
 
 def leaves(values: Mapping[str, Any], above: tuple[str, ...] = ()) -> dict[str, Any]:
-    """Return every value that is no mapping, by dotted name."""
+    """Return every value that is not a mapping, by dotted name."""
     found: dict[str, Any] = {}
     for key, value in values.items():
         path = (*above, str(key))

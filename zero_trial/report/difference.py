@@ -23,7 +23,7 @@ Value = float | str | None
 Steps = Mapping[int, Value]
 
 
-# where it lies says nothing of what is in it; the certificate has its code
+# the place of the folder does not matter; the provenance has its code
 MODEL_DIR = "data.zero_trial.model_dir"
 
 
@@ -47,7 +47,7 @@ class Trace:
 class RunRecord:
     """One run.
 
-    ``settings``: dotted key -> value. ``code``: file -> digest, None without a certificate;
+    ``settings``: dotted key -> value. ``code``: file -> digest, None without provenance;
     ``whole_code``: whether it is all of it, or the folder held more than is noted. ``data``: the
     fingerprint that the trial gave when it ended, None if it did not.
     """
@@ -68,10 +68,8 @@ class RunRecord:
 
 
 def read_run(folder: Path) -> RunRecord:
-    """Of a run that has finished, or goes on, or has failed.
-
-    Raises ConfigError if there is none.
-    """
+    """Read a run that has finished, is running or has failed. Raises ConfigError if the folder has
+    none."""
     if not is_run(folder):
         raise ConfigError(
             "there is no run in this folder", where=str(folder), expected="a run's folder, such as runs/0001"
@@ -95,7 +93,7 @@ def read_run(folder: Path) -> RunRecord:
 
 
 def flatten(value: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested mappings as dotted keys; an empty one is a value of its own."""
+    """Return nested mappings with dotted keys; an empty one is a value of its own."""
     found: dict[str, Any] = {}
     for key, item in value.items():
         name = f"{prefix}{key}"
@@ -106,15 +104,14 @@ def flatten(value: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return found
 
 
-def _settings(folder: Path, certificate: Mapping[str, Any]) -> dict[str, Any]:
-    """Of the lock file and the batch sizes that came of it; a script's run has only what the
-    certificate says.
-    """
+def _settings(folder: Path, provenance: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the lock's settings and the batch sizes that follow from them; for a script's run what
+    its provenance has."""
     path = RunFolder(folder).config_lock
     lock = read_text(path)
     found = flatten(read_yaml(lock, str(path)).value) if lock else {}
     if not found:
-        found = flatten({key: certificate[key] for key in ("hyperparameters", "seed", "ranks") if key in certificate})
+        found = flatten({key: provenance[key] for key in ("hyperparameters", "seed", "ranks") if key in provenance})
     for row in _mappings(read_json(RunFolder(folder).resolved_config).get("batch")):
         found[f"batch: {row.get('name')}"] = row.get("value")
     return {key: value for key, value in found.items() if key != MODEL_DIR and not key.startswith(_VERSIONS)}
@@ -138,7 +135,7 @@ def _traces(folder: Path) -> list[Trace]:
 
 
 def _each_step(events: Sequence[Mapping[str, Any]]) -> list[Trace]:
-    """Rank 0's own values of every step, and what an event says of the last step before it."""
+    """Return rank 0's own values of every step, and what an event has of its last step."""
     own: dict[str, dict[int, Value]] = {}
     last: dict[str, dict[int, Value]] = {"lr": {}, "grad_norm": {}}
     for event in events:
@@ -160,7 +157,7 @@ def _each_step(events: Sequence[Mapping[str, Any]]) -> list[Trace]:
 
 
 def _mappings(value: Any) -> list[Mapping[str, Any]]:
-    """Return those in a list; none in anything else."""
+    """Return the mappings in a list; none if ``value`` is not a list."""
     return [item for item in value if isinstance(item, Mapping)] if isinstance(value, list) else []
 
 
@@ -170,7 +167,7 @@ def _time(record: Mapping[str, Any]) -> float:
 
 
 def _value(value: Any) -> Value:
-    """Return a number as float; what is none (``"inf"``, None) as it is, as text."""
+    """Return a number as float, None as None, and anything else (``"inf"``) as text."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return None if value is None else str(value)
     return float(value)
@@ -249,14 +246,13 @@ class RunDifference:
 
     @property
     def same_origin(self) -> bool:
-        """Return settings, code and data; not the machine: runs may agree on two machines, and that
-        is worth knowing.
-        """
+        """Return whether settings, code and data agree. The machine does not count: runs may agree
+        on two machines, which is worth knowing."""
         return not (self.settings or self.code or self.data)
 
     @property
     def same_values(self) -> bool:
-        """Of all steps that both have, of which there must be one, and as many steps."""
+        """Return whether all common steps agree, there is one, and both runs have as many steps."""
         return self.first is None and self.ends is None and bool(self.traces)
 
     @property
@@ -265,8 +261,10 @@ class RunDifference:
 
 
 def compare_runs(a: RunRecord, b: RunRecord, rtol: float = 0.0) -> RunDifference:
-    """``rtol``: values count as equal when they differ by at most so much of the larger one; 0
-    compares bits.
+    """Compare two runs.
+
+    ``rtol``: values are equal if they differ by at most this part of the larger one; 0 compares
+    bits.
     """
     settings = changes(a.settings, b.settings)
     notes = [*_not_compared(a, b)]
@@ -306,7 +304,7 @@ def _not_compared(a: RunRecord, b: RunRecord) -> Sequence[str]:
     named = (("A", a), ("B", b))
     why = "no fingerprint of its data (a trial gives one at its end, as summary()['data'])"
     notes = [
-        *_missing("code", [name for name, run in named if run.code is None], "no certificate"),
+        *_missing("code", [name for name, run in named if run.code is None], "no certificate.json"),
         *_missing("data", [name for name, run in named if run.data is None], why),
     ]
     notes += [
@@ -344,7 +342,7 @@ def _equal(a: Value, b: Value, rtol: float) -> bool:
 
 
 def _gap(a: Value, b: Value) -> float | None:
-    """B less A, without its sign; None unless both are finite numbers."""
+    """Return the distance of two finite numbers; None for anything else."""
     if isinstance(a, float) and isinstance(b, float) and math.isfinite(a) and math.isfinite(b):
         return abs(b - a)
     return None

@@ -57,7 +57,7 @@ _WORDS = {
 
 
 def from_master_store(path: Path, experiment_id: int) -> SweepReport:
-    """Return the sweep as it stands.
+    """Return the current state of the sweep.
 
     Raises ConfigError if the store or the experiment is not there. Reads only.
     """
@@ -123,7 +123,7 @@ class _Reader:
         return unit if self.searcher.get("name") == "adaptive_asha" else "batches"
 
     def _ladders(self) -> tuple[BracketHistory, ...]:
-        """In the order in which validations came, whichever trial's they are."""
+        """Return the brackets, replayed from all validations in the order in which they came."""
         unit = self._unit()
         asked = {trial.id: trial.request_id for trial in self.trials}
         validations = sorted(
@@ -146,8 +146,7 @@ class _Reader:
         curve = series(
             self.metric, ((r.steps_completed, r.metrics.get(self.metric)) for r in reports if r.group == "validation")
         )
-        told = trials.metadata(self.connection, trial.id) or {}
-        facts = told.get("zero_trial") if isinstance(told.get("zero_trial"), Mapping) else {}
+        facts = (trials.metadata(self.connection, trial.id) or {}).get("zero_trial")
         stop = next(
             (
                 d
@@ -168,7 +167,7 @@ class _Reader:
             steps=trial.steps_completed,
             why=trial.reason if trial.state in (TrialState.ERROR, TrialState.CANCELED) else "",
             pruned=trial.pruned,
-            memory=_memory(facts or {}),
+            memory=_memory(facts if isinstance(facts, Mapping) else {}),
             throughput=speed * batch if speed is not None and batch else speed,
             restarts=trial.restarts,
             seconds=trial.wall_clock or None,
@@ -205,7 +204,7 @@ class _Reader:
 
     def _as_submitted(self) -> Mapping[str, Any]:
         """Return what the user wrote, with the searcher as the master completed it: a file with
-        every default in it says nothing to a reader.
+        every default in it is hard to read.
         """
         try:
             written = read_yaml(self.experiment.original_config, "the submitted experiment").value
@@ -245,9 +244,8 @@ def member(archive: bytes, name: str) -> str | None:
 
 
 def steps_per_second(reports: Sequence[MetricReport]) -> float | None:
-    """Steps over time between training reports of one run and the next, validations and saves
-    between them included; None with fewer than two.
-    """
+    """Return steps over time between training reports of one run and the next, validations and
+    saves between them included; None with fewer than two."""
     steps, seconds = 0, 0.0
     training = [report for report in reports if report.group == "training" and report.steps_completed is not None]
     for before, after in itertools.pairwise(training):
@@ -386,7 +384,7 @@ def _decision(
 
 
 def ordinal(number: int) -> str:
-    """1st, 2nd, 3rd, 4th, 11th."""
+    """Return 1st, 2nd, 3rd, 4th, 11th."""
     ending = "th" if number % 100 in (11, 12, 13) else {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
     return f"{number}{ending}"
 

@@ -34,7 +34,7 @@ def el(tag: str, *children: Child, **attributes: Any) -> Html:
     Underscores in attribute names are hyphens and one at the end is dropped (``class_``,
     ``aria_label``).
 
-    An attribute that is None or False is left out, True stands without a value.
+    An attribute that is None or False is left out; True is written without a value.
     """
     head = f"<{tag}{''.join(_attribute(name, value) for name, value in attributes.items())}>"
     return Html(head if tag in VOID else f"{head}{join(children)}</{tag}>")
@@ -52,16 +52,15 @@ def join(children: Child) -> Html:
 
 
 def json_data(value: Any) -> Html:
-    """JSON that a script element may hold: nothing in it can end the element or start another."""
+    """Return JSON in a script element, which nothing in it can end."""
     text = json.dumps(value, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
     text = text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
     return Html(f'<script type="application/json">{text}</script>')
 
 
 def _printable(text: str) -> str:
-    """Control characters, which HTML does not allow, as their pictures; half pairs of UTF-16 as the
-    mark for unknown characters.
-    """
+    """Replace control characters, which HTML does not allow, by their pictures, and lone surrogates
+    by a question mark."""
     shown = "".join(chr(0x2400 + ord(c)) if ord(c) < 32 and c not in "\n\t" else c for c in text)
     return shown.encode("utf-8", "replace").decode("utf-8")
 
@@ -77,7 +76,7 @@ def _attribute(name: str, value: Any) -> str:
 # nothing from anywhere.
 
 
-# The browser itself refuses whatever would be loaded, should something slip through.
+# The browser itself refuses whatever would be loaded, if something of that kind is in the page.
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:; base-uri 'none'; form-action 'none'"
 
 
@@ -109,12 +108,12 @@ def heading(title: str, status: Status, subtitle: str) -> Html:
 
 
 def state(status: Status) -> Html:
-    """Return a state as a word with a mark whose form, too, tells it."""
+    """Return a state as a word with a mark, whose form differs too."""
     return el("span", status.word, class_=f"state {status.tone.value}")
 
 
 def figures(items: Iterable[tuple[str, str, str]], lead: int = 1) -> Html:
-    """Return large numbers: name, value and a remark each; the first ``lead`` stand out."""
+    """Return large numbers: name, value and a remark each; the first ``lead`` are larger."""
     parts = [
         el(
             "div",
@@ -128,7 +127,7 @@ def figures(items: Iterable[tuple[str, str, str]], lead: int = 1) -> Html:
 
 
 def facts(items: Iterable[tuple[str, str]], kind: str = "facts") -> Html | None:
-    """Return small facts in a row, or nothing."""
+    """Return small facts in a row; None without any."""
     parts = [el("div", el("dt", name), el("dd", value)) for name, value in items]
     return el("dl", parts, class_=kind) if parts else None
 
@@ -141,7 +140,7 @@ def command(text: str) -> Html:
 
 
 def scrolling(content: Child, label: str) -> Html:
-    """Something that may be wider than the screen, and then scrolls by itself, by keys too."""
+    """Return content that may be wider than the screen and then scrolls by itself, by keys too."""
     return el("div", content, class_="wide", tabindex=0, role="region", aria_label=label)
 
 
@@ -168,9 +167,8 @@ def _asset(tag: str, name: str) -> Html:
 
 
 def memory_view(memory: Memory) -> Html | None:
-    """Planned parts, the planned and the measured peak as bars of one scale, and a line on each;
-    None if nothing is known.
-    """
+    """Return the planned parts and the planned and measured peaks as bars of one scale, with
+    remarks; None if nothing is known."""
     if memory.planned is None and memory.measured is None and not memory.processes:
         return None
     widest = max(memory.planned or 0, memory.measured or 0, sum(_parts(memory).values()), 1)
@@ -185,7 +183,7 @@ def memory_view(memory: Memory) -> Html | None:
 
 
 def bar(value: float | None, widest: float, text: str) -> Child:
-    """Return a number with a bar under it; the text alone where there is no number."""
+    """Return a number with a bar under it; the text alone for None."""
     if value is None or widest <= 0:
         return text
     return [text, el("span", el("i", style=f"--w:{min(value / widest, 1):.4g}"), class_="bar", aria_hidden="true")]
@@ -196,9 +194,8 @@ def _parts(memory: Memory) -> Mapping[str, int]:
 
 
 def _stack(parts: Mapping[str, int], peak: int, widest: int) -> Html:
-    """Parts that together pass the peak do not all live at once: they are drawn in proportion
-    within it.
-    """
+    """Return the parts as one bar. They do not all live at once: if they sum to more than the peak,
+    they are drawn in proportion within it."""
     total = max(sum(parts.values()), peak)
     cells = [
         el(

@@ -1,4 +1,4 @@
-"""The charts of a report: scales, the one frame, and the charts that stand in it.
+"""The charts of a report: scales, the one frame, and the charts in it.
 
 A chart is a function that computes shapes and labels and returns ``frame(...)``. Drawings are SVG
 that is stretched to its box (strokes are not); labels are HTML at percentages of it, so they keep
@@ -26,7 +26,7 @@ from zero_trial.report.data import (
 from zero_trial.report.page import Child, Html, el, join, json_data
 from zero_trial.util.text import format_count, format_number, format_value
 
-# values that lie further apart than this are told apart on a logarithmic scale only
+# values that are further apart than this get a logarithmic scale
 _LOG_RATIO = 50.0
 
 
@@ -40,7 +40,7 @@ class Tick:
 
 @dataclass(frozen=True)
 class Scale:
-    """``low`` is at 0 and ``high`` at 1; ``choices`` instead of numbers stand at equal
+    """``low`` is at 0 and ``high`` at 1; ``choices`` instead of numbers are at equal
     distances."""
 
     low: float = 0.0
@@ -49,7 +49,7 @@ class Scale:
     choices: tuple[str, ...] = ()
 
     def place(self, value: Any) -> float | None:
-        """Where a value is, cut to [0, 1]; None for one that is not on the scale."""
+        """Return where a value is, cut to [0, 1]; None for one that is not on the scale."""
         if self.choices:
             return self._of_choice(format_value(value))
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
@@ -60,7 +60,7 @@ class Scale:
         return min(max((at - low) / (high - low), 0.0), 1.0)
 
     def ticks(self, most: int = 5) -> tuple[Tick, ...]:
-        """Round values within the scale, about ``most`` of them, evenly to the eye."""
+        """Return about ``most`` round values within the scale."""
         if self.choices:
             return tuple(Tick(self._of_choice(choice) or 0.0, choice) for choice in self.choices)
         values = _log_values(self.low, self.high, most) if self.log else _linear_values(self.low, self.high, most)
@@ -71,7 +71,7 @@ class Scale:
             return None
         if len(self.choices) == 1:
             return 0.5
-        # Not at the very ends, where handles and other labels stand.
+        # Not at the very ends, where handles and other labels are.
         return 0.06 + 0.88 * self.choices.index(name) / (len(self.choices) - 1)
 
 
@@ -164,13 +164,13 @@ def frame(
     kind: str = "",
     style: str | None = None,
 ) -> Html:
-    """Return the figure that every chart of a report stands in.
+    """Return the figure around a chart.
 
     Args:
         shapes: SVG paths in the drawing's own coordinates, 0 to BOX, which are stretched to the
             figure's width.
         labels: tick labels, placed in percent of the drawing (``x_labels``, ``y_labels``).
-        caption: what stands in the figcaption; nothing leaves it out.
+        caption: content of the figcaption; None leaves it out.
         overlay: HTML over the drawing, such as buttons.
         said: the chart in words, for readers who do not see it; empty hides the drawing from them.
         keys: what the arrow keys do in it; empty takes it out of the keyboard's order.
@@ -332,7 +332,7 @@ def _behind(lines: Sequence[Line], x: Scale, y: Scale) -> dict[str, object]:
 
 
 def _spoken(title: str, lines: Sequence[Line]) -> str:
-    """Return the chart in words, for those who do not see it."""
+    """Return the chart in words, for screen readers."""
     said = [
         f"{line.label} from {format_number(line.series.values[0])} to {format_number(line.series.values[-1])} in {len(line.series)} points"
         for line in lines
@@ -349,7 +349,7 @@ _CLOSE_UP = 20.0
 
 
 def trial_curves(report: SweepReport) -> tuple[Html, str] | None:
-    """Return the chart of all learning curves, and how many values lie outside it; None if there
+    """Return the chart of all learning curves, and how many values are outside of it; None if there
     are no curves.
     """
     drawn = [trial for trial in report.trials if len(trial.curve)]
@@ -440,7 +440,7 @@ def brackets_view(report: SweepReport) -> Html | None:
 def _ladder(ladder: BracketHistory, report: SweepReport) -> Html:
     """Return a column for each rung, the better metric the higher.
 
-    Metrics that are not finite stand at the worse end.
+    Metrics that are not finite are at the worse end.
     """
     finite = [decision.metric for decision in ladder.decisions if math.isfinite(decision.metric)]
     scale = fit(finite, margin=0.08)
@@ -461,7 +461,7 @@ def _ladder(ladder: BracketHistory, report: SweepReport) -> Html:
 
 
 def _down(at: float, report: SweepReport) -> float:
-    """From a place on the scale to one from the top: the better end is up."""
+    """Return the distance from the top for a place on the scale: the better end is up."""
     return at if report.smaller_is_better else 1 - at
 
 
@@ -531,7 +531,7 @@ def parallel_view(report: SweepReport) -> Html | None:
 def _places_parallel(
     trial: TrialReport, report: SweepReport, scales: Sequence[Scale], goal: Scale
 ) -> list[float | None]:
-    """Heights from 0 to 1; the better metric is always the higher one."""
+    """Return heights from 0 to 1; the better metric is always the higher one."""
     found = [scale.place(trial.point.get(axis.name)) for axis, scale in zip(report.axes, scales, strict=True)]
     at = goal.place(trial.best)
     return [_rounded(place) for place in (*found, 1 - at if report.smaller_is_better and at is not None else at)]

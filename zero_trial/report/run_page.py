@@ -15,7 +15,7 @@ from zero_trial.util.text import format_bytes, format_number, format_value
 
 
 def render_run(report: RunReport) -> str:
-    """Return the whole document. Every name and value is escaped: they may come from anybody."""
+    """Return the whole document. Every name and value is escaped: they may come from a stranger."""
     head = page.heading(report.title, report.status, report.subtitle)
     sections: list[tuple[str, str, Child]] = [
         ("summary", "", _summary(report)),
@@ -51,7 +51,7 @@ def _curves(report: RunReport) -> Child:
     main = []
     if training is not None and len(training):
         main.append(Line(training, "train", f"training {training.name}", smooth=True))
-    # The validation metric that stands on one scale with the training loss goes into its picture.
+    # The validation metric of the same quantity is drawn with the training loss.
     beside = next((name for name in validation if training is not None and _same_quantity(name, training.name)), None)
     if beside is not None:
         main.append(Line(validation.pop(beside), "validation", beside, dots=True))

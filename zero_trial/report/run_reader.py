@@ -92,7 +92,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_text(path: Path) -> str:
-    """Nothing of a file that is not there."""
+    """Return the text of a file; nothing if it does not exist."""
     return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
 
 
@@ -104,9 +104,8 @@ def series(name: str, pairs: Iterable[tuple[Any, Any]]) -> Series:
 
 
 def in_force(records: Sequence[Record]) -> list[Record]:
-    """Records that count: a run that starts again from step s takes back what it said of later
-    steps.
-    """
+    """Return the records that count: a run that starts again from step s takes back its records of
+    later steps."""
     found: list[Record] = []
     for record in records:
         if record.get("kind") == "start" and is_finite(record.get("step")):
@@ -118,7 +117,7 @@ def in_force(records: Sequence[Record]) -> list[Record]:
 
 
 def _training(events: Sequence[Record]) -> tuple[Series | None, tuple[Series, ...]]:
-    """Return the loss, and what else is said while a run trains."""
+    """Return the loss, and the other values that a run reports while it trains."""
     steps = [event for event in in_force(events) if event.get("kind") == "train"]
     speed = "tokens_per_second" if any("tokens_per_second" in event for event in steps) else "samples_per_second"
     names = {"lr": "learning rate", "grad_norm": "gradient norm", speed: speed.replace("_per_second", " per second")}
@@ -130,9 +129,8 @@ def _training(events: Sequence[Record]) -> tuple[Series | None, tuple[Series, ..
 
 
 def _validations(folder: Path, events: Sequence[Record]) -> list[tuple[Any, dict[str, Any]]]:
-    """Step and metrics of each validation that counts; from metrics.jsonl, or from the events where
-    that is missing.
-    """
+    """Return step and metrics of each validation that counts, from metrics.jsonl or, without it,
+    from the events."""
     starts = [event for event in events if event.get("kind") == "start"]
     reports: list[Record] = [
         line for line in read_lines(RunFolder(folder).metrics) if line.get("group") == "validation"
@@ -179,7 +177,7 @@ def _status(summary: Record, errors: Sequence[Record], events: Sequence[Record])
     if summary:
         end = str(summary.get("end") or "completed")
         return Status(end, Tone.GOOD if end == "completed" else Tone.QUIET), ""
-    return Status("running, or ended without a word" if events else "not started", Tone.BUSY), ""
+    return Status("running, or killed" if events else "not started", Tone.BUSY), ""
 
 
 def _subtitle(folder: Path, events: Sequence[Record]) -> str:
@@ -191,7 +189,7 @@ def _subtitle(folder: Path, events: Sequence[Record]) -> str:
 
 
 def _facts(summary: Record, events: Sequence[Record]) -> tuple[tuple[str, str], ...]:
-    """Return the first three stand large."""
+    """Return names and values; the first three are shown large."""
     start = next((event for event in reversed(events) if event.get("kind") == "start"), {})
     last = next((event for event in reversed(events) if is_finite(event.get("step"))), {})
     step = summary.get("step", last.get("step"))
@@ -243,7 +241,7 @@ def _whole(value: Any) -> int | None:
 
 
 def _counts(entry: Any) -> bool:
-    """Not a default of a key that has no effect, nor one that is not there."""
+    """Return whether to show a key: defaults count only if they have an effect and a value."""
     if not isinstance(entry, Mapping) or "key" not in entry:
         return False
     default = ValueSource(str(entry.get("source", "default"))).is_default
@@ -257,7 +255,7 @@ def _setting(entry: Record) -> Setting:
 
 
 def _checkpoints(folder: Path, events: Sequence[Record]) -> tuple[CheckpointRow, ...]:
-    """By step; a step that was saved twice stands once."""
+    """Return the checkpoints by step; one that was saved twice counts once."""
     found: dict[str, CheckpointRow] = {}
     for event in events:
         if event.get("kind") == "checkpoint" and is_finite(event.get("step")):
@@ -378,7 +376,8 @@ def _status_folder_of_runs(trials: tuple[TrialReport, ...]) -> Status:
 
 
 def _best(trial: TrialReport, config: Mapping[str, Any], metric: str) -> BestConfig:
-    """Its lock, which repeats the run wherever the model's folder is."""
+    """Return the best run's lock without its own section: it repeats the run wherever the model's
+    folder is."""
     data = {key: value for key, value in (config.get("data") or {}).items() if key != "zero_trial"}
     text = as_yaml({**config, "data": data}, f"run {trial.id}: zero-trial run best.yaml MODEL_DIR")
     value = trial.best if is_finite(trial.best) and trial.best is not None else float("nan")

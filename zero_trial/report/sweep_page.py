@@ -17,7 +17,7 @@ Cell = Callable[[TrialReport], Html]
 
 
 def render_sweep(report: SweepReport) -> str:
-    """Return the whole document. Every name and value is escaped: they may come from anybody."""
+    """Return the whole document. Every name and value is escaped: they may come from a stranger."""
     head = page.heading(report.title, report.status, report.subtitle)
     sections: list[tuple[str, str, Child]] = [
         ("summary", "", _summary(report)),
@@ -164,7 +164,7 @@ def _trials(report: SweepReport) -> Child:
 
 
 def _columns(report: SweepReport, trials: Sequence[TrialReport]) -> list[tuple[str, str | None, Cell]]:
-    """Name, class and content of each column; columns that no trial fills are left out."""
+    """Return name, class and content of each column that some trial fills."""
     fastest = max((trial.throughput or 0.0 for trial in trials), default=0.0)
     widest = float(max((max(trial.memory.planned or 0, trial.memory.measured or 0) for trial in trials), default=0))
     found: list[tuple[str, str | None, Cell]] = [
@@ -221,7 +221,7 @@ def _value_cell(name: str) -> Cell:
 
 
 def _short(value: object) -> str:
-    """Four digits are enough to compare; the file holds them all."""
+    """Return a float in four digits, which is enough to compare; the file holds all of them."""
     return format_number(value) if isinstance(value, float) else format_value(value)
 
 

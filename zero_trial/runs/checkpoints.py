@@ -81,8 +81,8 @@ def starting_point(
         warm_start: the same, for a new trial that takes the weights.
         apart_from: checkpoints (absolute paths) that are passed over.
 
-    Raises ConfigError where there is no checkpoint to be named, CheckpointError where all of them
-    are passed over.
+    Raises ConfigError if ``resume`` or ``warm_start`` has no checkpoint, CheckpointError if all of
+    them are passed over.
     """
     own = latest_checkpoint(RunFolder(run_dir).checkpoints, apart_from) if run_dir is not None else None
     named = resume or warm_start

@@ -106,8 +106,8 @@ def format_metric(value: object) -> str:
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str | None:
-    """``Did you mean weight_decay?``, with the nearest of the ``known`` names in any case; None
-    where none is near."""
+    """Return ``Did you mean weight_decay?`` with the nearest of the ``known`` names in any case;
+    None if none is near."""
     by_lower = {name.lower(): name for name in known}
     close = difflib.get_close_matches(word.lower(), by_lower, n=1, cutoff=0.6)
     return f"Did you mean {by_lower[close[0]]}?" if close else None

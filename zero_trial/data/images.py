@@ -29,12 +29,9 @@ if TYPE_CHECKING:
 
 CHARACTERS = string.ascii_letters + string.digits
 
-
 _FONT_SUFFIXES = (".ttf", ".otf")
 
-
 _HELD_OUT = 0.2  # of font families, at least one
-
 
 _SYMBOL_FONTS = ("cmex10", "cmsy10")  # they have signs in place of letters
 
@@ -42,16 +39,13 @@ _SYMBOL_FONTS = ("cmex10", "cmsy10")  # they have signs in place of letters
 # of the image's side; so every letter fits, with its descender, at its true size beside the others
 _EM = 0.72
 
-
 _BASELINE = 0.74
-
 
 _OVERSAMPLING = 4
 
 
 # degrees, of the side, of the size: how far a variant may go
 MAX_TURN, MAX_SHIFT, MAX_SCALE = 8.0, 0.06, 0.12
-
 
 Split = Literal["train", "validation"]
 

@@ -99,9 +99,7 @@ def _not_empty(val: torch.Tensor) -> None:
 # here: none of it is the library's own text.
 _STDLIB_SKIPPED_FOLDERS = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages"})
 
-
 _STDLIB_SKIPPED_PREFIXES = ("_sysconfigdata", "config-")
-
 
 _TEXT_PROBE_BYTES = 8192  # a file with a zero byte in its first 8 KiB is taken for binary
 

@@ -50,7 +50,6 @@ class ClusterDefaults:
 
 Json = Any
 
-
 _UNIONS: Mapping[tuple[str, ...], tuple[str, tuple[str, ...]]] = {
     ("checkpoint_storage",): ("type", STORAGE_COMMON),
     ("searcher",): ("name", tuple(SEARCHER_COMMON)),
@@ -61,13 +60,11 @@ _UNIONS: Mapping[tuple[str, ...], tuple[str, tuple[str, ...]]] = {
 # Lists whose items have a key: an item above hides the item below with the same one.
 _KEYED = {("bind_mounts",): "container_path", ("resources", "devices"): "container_path", ("log_policies",): "name"}
 
-
 _APPENDED = (
     *(("environment", "environment_variables", kind) for kind in ("cpu", "cuda", "rocm")),
     ("slurm", "sbatch_args"),
     ("pbs", "pbsbatch_args"),
 )
-
 
 _ATOMIC = (("data",), ("environment", "pod_spec"))
 
@@ -138,7 +135,6 @@ def _merge_lists(above: list[Json], below: list[Json], path: tuple[str, ...]) ->
 
 
 _SIZE = re.compile(r"\A((?:[0-9]*[.])?[0-9]+) ?(?:([kmgtp])(?:i?b)?|b)?\Z", re.IGNORECASE)
-
 
 _POWERS = {None: 0, "k": 1, "m": 2, "g": 3, "t": 4, "p": 5}
 

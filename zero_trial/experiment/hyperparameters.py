@@ -113,9 +113,7 @@ NESTED_TYPE = (
     'if a hyperparameter object\'s ["type"] is set, it must be one of "int", "double", "log", const", or "categorical"'
 )
 
-
 NO_COUNT = "grid search is in use but count was not provided"
-
 
 _NOT_A_BATCH_SIZE = "is neither a positive integer nor an int hyperparameter"
 
@@ -169,7 +167,6 @@ _RANGES: Mapping[str, Fields] = {
     ),
     "const": Fields({"type": Field(exact_text(("const",)), required=True), "val": Field(_Anything())}),
 }
-
 
 COUNTED = ("int", "double", "log")
 

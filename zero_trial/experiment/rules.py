@@ -54,12 +54,9 @@ from zero_trial.schema.yaml_source import read_yaml
 
 ROOT = "<config>"
 
-
 _NO_ENTRYPOINT = "managed experiments require entrypoint"
 
-
 _COMMAND = OneOf((exact_text(), ListOf(exact_text())), "is neither a string nor a list of strings")
-
 
 _NEVER = {"batches": 0}
 

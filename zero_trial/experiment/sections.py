@@ -89,9 +89,7 @@ def _length(low: int) -> tuple[Fields, ...]:
 
 PERIOD = OneOf(_length(0), _WORDS)
 
-
 SEARCHER_LENGTH = OneOf((*_length(1), exact_int(1)), f"{_WORDS}, with a positive integer")
-
 
 TIMED_LENGTH = OneOf(_length(1), f"{_WORDS}, with a positive integer")
 
@@ -131,9 +129,7 @@ def _kind(name: str, *checks: Any, **keys: Field) -> Fields:
 
 _CONCURRENT = Field(exact_int(0), 16)
 
-
 _TRIALS = Field(exact_int(1), required=True)
-
 
 SEARCHER = Tagged(
     "name",
@@ -178,7 +174,6 @@ _KEPT = {
     "save_trial_best": Field(exact_int(0), 1),
     "save_trial_latest": Field(exact_int(0), 1),
 }
-
 
 STORAGE_KEPT = tuple(_KEPT)
 
@@ -251,7 +246,6 @@ STORAGE = Tagged(
 HARDWARE = ("cpu", "cuda", "rocm")
 """Images and environment variables differ by what a task runs on."""
 
-
 _FIXED_IN_A_CONTAINER = (
     *("image", "command", "args", "working_dir", "ports", "env_from", "env", "liveness_probe", "readiness_probe"),
     *("startup_probe", "lifecycle", "termination_message_path", "termination_message_policy", "image_pull_policy"),
@@ -284,9 +278,7 @@ class _PodSpec(Type):
 
 _TEXTS = ListOf(exact_text())
 
-
 _ABSOLUTE = r"\A/"
-
 
 BIND_MOUNTS = ListOf(
     Fields(
@@ -303,7 +295,6 @@ BIND_MOUNTS = ListOf(
     )
 )
 
-
 _DEVICES = ListOf(
     Fields(
         {
@@ -313,7 +304,6 @@ _DEVICES = ListOf(
         }
     )
 )
-
 
 _PROXY_PORTS = ListOf(
     Fields(
@@ -325,14 +315,12 @@ _PROXY_PORTS = ListOf(
     )
 )
 
-
 _REGISTRY_AUTH = Fields(
     {
         name: Field(exact_text())
         for name in ("username", "password", "auth", "email", "serveraddress", "identitytoken", "registrytoken")
     }
 )
-
 
 ENVIRONMENT = Fields(
     {
@@ -413,7 +401,6 @@ PROFILING = Fields(
     (_begins_before_end,),
 )
 
-
 OPTIMIZATIONS = Fields(
     {
         "aggregation_frequency": Field(exact_int(1), 1),
@@ -428,12 +415,9 @@ OPTIMIZATIONS = Fields(
     }
 )
 
-
 REPRODUCIBILITY = Fields({"experiment_seed": Field(exact_int(0, 2**31 - 1))})
 
-
 RETENTION = Fields({"log_retention_days": Field(exact_int(-1, 32767))})
-
 
 SECURITY = Fields({"kerberos": Field(Fields({"config_file": Field(exact_text(), required=True)}))})
 
@@ -494,9 +478,7 @@ def _batch_system(arguments: str) -> Fields:
 
 SLURM = _batch_system("sbatch_args")
 
-
 PBS = _batch_system("pbsbatch_args")
-
 
 _PACHYDERM = Fields(
     {
@@ -510,7 +492,6 @@ _PACHYDERM = Fields(
     }
 )
 
-
 _WEBHOOKS = Fields(
     {
         "webhook_id": Field(ListOf(exact_int())),
@@ -518,6 +499,5 @@ _WEBHOOKS = Fields(
         "exclude": Field(Bool(), False),
     }
 )
-
 
 INTEGRATIONS = Fields({"pachyderm": Field(_PACHYDERM), "webhooks": Field(_WEBHOOKS)})

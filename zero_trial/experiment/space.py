@@ -67,7 +67,6 @@ def _draw(spec: Mapping[str, Any], rng: random.Random) -> Any:
 
 Path = tuple[str, ...]
 
-
 MOST_POINTS = 1_000_000
 """A grid that is larger than this is a slip: it would not end, and its axes would fill the
 memory."""

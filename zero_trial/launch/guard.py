@@ -34,15 +34,12 @@ from zero_trial.util.failures import with_user_line
 PARENT = "ZERO_TRIAL_PARENT_PID"
 """Environment variable with the pid of torch.distributed.run, whose children the ranks are."""
 
-
 RUN_DIR = "ZERO_TRIAL_RUN_DIR"
 """Environment variable in which a rank finds the run's folder, for a script that opens a run of its
 own."""
 
-
 ERROR_HEADER = "[zero_trial] this rank ends with an error:"
 """The line in a rank's log that its traceback follows."""
-
 
 _OWN_FRAMES = (__file__, "<frozen runpy>")
 
@@ -165,7 +162,6 @@ def _exit_code(ending: SystemExit) -> int:
 
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
-
 
 _WATCH_SECONDS = 0.5
 

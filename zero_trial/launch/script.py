@@ -25,7 +25,6 @@ from zero_trial.runs.layout import RunFolder, given_run_folder, new_run_folder
 _DEFAULT_HOSTFILE = Path("/job/hostfile")
 """Where DeepSpeed's launcher looks when no hostfile is named."""
 
-
 _ENVIRONMENT_FILE = ".deepspeed_env"
 
 

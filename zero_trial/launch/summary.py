@@ -11,7 +11,6 @@ from zero_trial.util.text import format_bytes, format_clock, format_count, forma
 
 Event = Mapping[str, Any]
 
-
 COUNTERS = ("batches", "epochs")
 """Validation metrics for the searcher alone; the line has the step."""
 

@@ -19,13 +19,11 @@ from zero_trial.schema.yaml_source import read_yaml
 
 Value = float | str | None
 
-
 Steps = Mapping[int, Value]
 
 
 # the place of the folder does not matter; the provenance has its code
 MODEL_DIR = "data.zero_trial.model_dir"
-
 
 _VERSIONS = "data.zero_trial.versions."
 
@@ -177,7 +175,6 @@ def _value(value: Any) -> Value:
 
 
 ABSENT = "not there"
-
 
 _SHARING = ("batch: data-parallel ranks", "batch: train_micro_batch_size_per_gpu", "resources.slots_per_trial", "ranks")
 """Settings by which ranks share the work: where they differ, rank 0 of the one run has seen other

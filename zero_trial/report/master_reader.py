@@ -47,7 +47,6 @@ from zero_trial.util.text import format_duration
 
 _LARGEST_DS_CONFIG = 2**20  # bytes
 
-
 _WORDS = {
     TrialState.COMPLETED: ("completed", Tone.GOOD),
     TrialState.CANCELED: ("canceled", Tone.QUIET),

@@ -14,15 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from zero_trial.report.data import (
-    Axis,
-    BracketHistory,
-    RungDecision,
-    RungOutcome,
-    Series,
-    SweepReport,
-    TrialReport,
-)
+from zero_trial.report.data import Axis, BracketHistory, RungDecision, RungOutcome, Series, SweepReport, TrialReport
 from zero_trial.report.page import Child, Html, el, join, json_data
 from zero_trial.util.text import format_count, format_number, format_value
 
@@ -130,11 +122,7 @@ def _log_values(low: float, high: float, most: int) -> list[float]:
 
 
 BOX = 1000  # the drawing's own coordinates
-
-
 MOST_POINTS = 600
-
-
 _SMOOTHING = 0.4
 
 
@@ -221,10 +209,15 @@ def line_chart(
     shown = [Line(thinned(line.series), line.role, line.label, line.smooth, line.dots) for line in lines]
     x = fit([step for line in shown for step in line.series.steps], log=False, margin=0.0)
     y = fit([value for line in shown for value in line.series.values] + ([0.0] if zero else []))
+    knob = el("input", type="range", min=0, max=0.98, step=0.02, value=_SMOOTHING, class_="smoothing")
     return frame(
         [_grid_lines(y.ticks()), [_draw(line, x, y, index) for index, line in enumerate(shown)]],
         labels=[y_labels(y.ticks()), x_labels(x.ticks(6), x_label)],
-        caption=[el("h3", title), _legend(shown) if legend else None, _slider() if slider else None],
+        caption=[
+            el("h3", title),
+            _legend(shown) if legend else None,
+            el("label", "smoothing ", knob, class_="needs-script") if slider else None,
+        ],
         said=_spoken(title, shown),
         keys=f"{title}: values by arrow keys",
         size=size,
@@ -257,59 +250,48 @@ def smoothed(values: Sequence[float], weight: float = _SMOOTHING) -> list[float]
 
 
 def _draw(line: Line, x: Scale, y: Scale, index: int) -> list[Html]:
-    raw = _path(line.series.steps, line.series.values, x, y)
-    parts = []
-    if line.smooth:
-        parts.append(el("path", d=raw, class_=f"raw {line.role}"))
-        raw = _path(line.series.steps, smoothed(line.series.values), x, y)
-    parts.append(el("path", d=raw, class_=f"line {line.role}{' guide' if line.dots else ''}", data_line=index))
+    steps, values = line.series.steps, line.series.values
+    raw = _places(steps, values, x, y)
+    drawn = _places(steps, smoothed(values), x, y) if line.smooth else raw
+    parts = [el("path", d=_path(raw), class_=f"raw {line.role}")] if line.smooth else []
+    parts.append(el("path", d=_path(drawn), class_=f"line {line.role}{' guide' if line.dots else ''}", data_line=index))
     if line.dots or len(line.series) == 1:
-        places = _places(line.series.steps, line.series.values, x, y)
-        parts.append(el("path", d="".join(f"M{a} {b}h0" for a, b in places), class_=f"dots {line.role}"))
+        parts.append(el("path", d=_dots(raw), class_=f"dots {line.role}"))
     return parts
 
 
-def _path(steps: Sequence[float], values: Sequence[float], x: Scale, y: Scale) -> str:
-    places = _places(steps, values, x, y)
+_Place = tuple[str, str]
+"""Where a point is in the drawing's coordinates: from the left, from the top."""
+
+
+def _places(steps: Sequence[float], values: Sequence[float], x: Scale, y: Scale) -> list[_Place]:
+    return [
+        (f"{BOX * across:.5g}", f"{BOX * (1 - up):.5g}")
+        for step, value in zip(steps, values, strict=True)
+        if (across := x.place(step)) is not None and (up := y.place(value)) is not None
+    ]
+
+
+def _path(places: Sequence[_Place]) -> str:
     return "M" + "L".join(f"{a} {b}" for a, b in places) if places else "M0 0"
 
 
-def _places(steps: Sequence[float], values: Sequence[float], x: Scale, y: Scale) -> list[tuple[str, str]]:
-    found = []
-    for step, value in zip(steps, values, strict=True):
-        across, up = x.place(step), y.place(value)
-        if across is not None and up is not None:
-            found.append((f"{BOX * across:.5g}", f"{BOX * (1 - up):.5g}"))
-    return found
+def _dots(places: Sequence[_Place]) -> str:
+    return "".join(f"M{a} {b}h0" for a, b in places)
+
+
+def _points(places: Sequence[_Place]) -> str:
+    """Return the places as the script reads them."""
+    return " ".join(f"{a},{b}" for a, b in places)
 
 
 def _legend(lines: Sequence[Line]) -> Html:
-    return el(
-        "ul",
-        [
-            el(
-                "li",
-                el("i", class_=f"key {line.role}{' dotted' if line.dots else ''}"),
-                line.label,
-                el("b", _last(line)),
-            )
-            for line in lines
-        ],
-        class_="legend",
-    )
-
-
-def _last(line: Line) -> str:
-    return format_number(line.series.values[-1]) if len(line.series) else ""
-
-
-def _slider() -> Html:
-    return el(
-        "label",
-        "smoothing ",
-        el("input", type="range", min=0, max=0.98, step=0.02, value=_SMOOTHING, class_="smoothing"),
-        class_="needs-script",
-    )
+    items = []
+    for line in lines:
+        last = format_number(line.series.values[-1]) if len(line.series) else ""
+        key = el("i", class_=f"key {line.role}{' dotted' if line.dots else ''}")
+        items.append(el("li", key, line.label, el("b", last)))
+    return el("ul", items, class_="legend")
 
 
 def _behind(lines: Sequence[Line], x: Scale, y: Scale) -> dict[str, object]:
@@ -342,7 +324,6 @@ def _spoken(title: str, lines: Sequence[Line]) -> str:
 
 
 # The learning curves of a sweep: one line for each trial, the better the darker.
-
 
 # times the spread of the better half: a worse value than that would press all other curves flat
 _CLOSE_UP = 20.0
@@ -394,25 +375,14 @@ def _close_up(drawn: Sequence[TrialReport], report: SweepReport) -> tuple[Scale,
 
 def _curve(trial: TrialReport, rank: int | None, of: int, x: Scale, y: Scale) -> list[Html]:
     curve = thinned(trial.curve)
-    pairs = [
-        (f"{BOX * across:.5g}", f"{BOX * (1 - up):.5g}")
-        for step, value in zip(curve.steps, curve.values, strict=True)
-        if (across := x.place(step)) is not None and (up := y.place(value)) is not None
-    ]
-    quality = 0.0 if rank is None else _quality(rank, of)
-    points = " ".join(f"{a},{b}" for a, b in pairs)
-    path = "M" + "L".join(f"{a} {b}" for a, b in pairs) if pairs else "M0 0"
-    look = {"data_trial": trial.id, "style": f"--q:{quality:.3g}"}
-    marks = "".join(f"M{a} {b}h0" for a, b in pairs)
-    line = el("path", d=path, data_points=points, class_="line best" if rank == 0 else "line", **look)
-    return [
-        line,
-        el("path", d=marks, class_="dots best" if rank == 0 else "dots", **look) if len(pairs) <= 12 else Html(""),
-    ]
+    places = _places(curve.steps, curve.values, x, y)
+    look = {"data_trial": trial.id, "style": f"--q:{0.0 if rank is None else _quality(rank, of):.3g}"}
+    best = " best" if rank == 0 else ""
+    line = el("path", d=_path(places), data_points=_points(places), class_=f"line{best}", **look)
+    return [line, el("path", d=_dots(places), class_=f"dots{best}", **look)] if len(places) <= 12 else [line]
 
 
 # Brackets of a search: a column for each rung, each trial a mark at every rung that it reached.
-
 
 _CLASS = {RungOutcome.WENT_ON: "", RungOutcome.STOPPED: "stopped", RungOutcome.FINISHED: "finished"}
 
@@ -422,18 +392,9 @@ def brackets_view(report: SweepReport) -> Html | None:
     drawn = [ladder for ladder in report.ladders if ladder.decisions]
     if not drawn:
         return None
-    key = el(
-        "p",
-        el(
-            "span",
-            [
-                el("span", el("i", class_=f"mark {kind}".strip()), word)
-                for kind, word in (("", "goes on"), ("stopped", "is stopped here"), ("finished", "reached the top"))
-            ],
-            class_="marks",
-        ),
-        class_="note",
-    )
+    words = (("", "goes on"), ("stopped", "is stopped here"), ("finished", "reached the top"))
+    marks = [el("span", el("i", class_=f"mark {kind}".strip()), word) for kind, word in words]
+    key = el("p", el("span", marks, class_="marks"), class_="note")
     return join([key, el("div", [_ladder(ladder, report) for ladder in drawn], class_="ladders")])
 
 
@@ -497,7 +458,6 @@ def _mark(decision: RungDecision, across: Mapping[int, float], scale: Scale, rep
 
 # Parallel coordinates: an axis for each swept value and one for the metric, a line for each trial.
 
-
 _MIDDLE = 0.5  # where a trial without a value passes an axis
 
 
@@ -534,11 +494,8 @@ def _places_parallel(
     """Return heights from 0 to 1; the better metric is always the higher one."""
     found = [scale.place(trial.point.get(axis.name)) for axis, scale in zip(report.axes, scales, strict=True)]
     at = goal.place(trial.best)
-    return [_rounded(place) for place in (*found, 1 - at if report.smaller_is_better and at is not None else at)]
-
-
-def _rounded(place: float | None) -> float | None:
-    return None if place is None else round(place, 5)
+    found.append(1 - at if report.smaller_is_better and at is not None else at)
+    return [None if place is None else round(place, 5) for place in found]
 
 
 def _line(trial: TrialReport, places: Sequence[float | None], quality: float) -> Html:
@@ -548,8 +505,8 @@ def _line(trial: TrialReport, places: Sequence[float | None], quality: float) ->
     ]
     return el(
         "path",
-        d="M" + "L".join(f"{x} {y}" for x, y in points),
-        data_points=" ".join(f"{x},{y}" for x, y in points),
+        d=_path(points),
+        data_points=_points(points),
         data_trial=trial.id,
         class_="line best" if quality == 1 else "line",
         style=f"--q:{quality:.3g}",

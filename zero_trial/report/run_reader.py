@@ -38,7 +38,6 @@ from zero_trial.util.text import format_count, format_duration, format_number
 
 COUNTERS = ("batches", "epochs")
 
-
 Record = Mapping[str, Any]
 
 
@@ -269,7 +268,6 @@ def _checkpoints(folder: Path, events: Sequence[Record]) -> tuple[CheckpointRow,
 
 
 _IGNORED = ("data.zero_trial.",)  # the lock's own facts
-
 
 _SECTIONS = ("hyperparameters", "data", "resources", "reproducibility", "searcher")
 

@@ -11,7 +11,6 @@ from typing import Any
 
 import yaml
 
-from zero_trial.master.agent.agent import LeaseState
 from zero_trial.master.agent.environment import SlotDevices, StartOrder
 from zero_trial.master.agent.processes import Exit
 from zero_trial.master.core import Master
@@ -48,8 +47,8 @@ class FakeAgent:
     def kill(self, allocation_id: str) -> None:
         self.killed.append(allocation_id)
 
-    def adopt(self, allocation_id: str) -> LeaseState:
-        return LeaseState.RUNNING if allocation_id in self.running else LeaseState.NONE
+    def adopt(self, allocation_id: str) -> bool:
+        return allocation_id in self.running
 
     def close(self) -> None: ...
 

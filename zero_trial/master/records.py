@@ -161,7 +161,7 @@ class Trial:
 
 @dataclass(frozen=True)
 class Allocation:
-    """One run of one trial on some slots."""
+    """One run of one trial on some slots. Where the code says ``run``, it has one of these."""
 
     id: str  # "<task id>.<run id>"
     trial_id: int

@@ -15,7 +15,6 @@ from zero_trial.master.core.lifecycle import (
     Fail,
     QueuedRun,
     RunStage,
-    SlotAssignment,
     TrialEffect,
     TrialEvent,
     TrialLife,
@@ -222,14 +221,11 @@ def wait(name: str, experiment: int = 1, slots: int = 1, priority: int = 42, max
 
 
 def placed(*queue: QueuedRun, free: list[int], used: dict[int, int] | None = None) -> dict[str, tuple[int, ...]]:
-    return {item.allocation_id: item.slots for item in assign_slots(queue, free, used or {})}
+    return assign_slots(queue, free, used or {})
 
 
 def test_first_come_first_served_with_the_lowest_slots() -> None:
-    assert assign_slots([wait("t1", slots=2), wait("t2")], [3, 0, 1], {}) == [
-        SlotAssignment("t1", (0, 1)),
-        SlotAssignment("t2", (3,)),
-    ]
+    assert assign_slots([wait("t1", slots=2), wait("t2")], [3, 0, 1], {}) == {"t1": (0, 1), "t2": (3,)}
 
 
 def test_lower_priority_numbers_go_first() -> None:
@@ -276,13 +272,13 @@ QUEUES = st.lists(
 @given(queue=QUEUES, free=st.sets(st.integers(0, 7)))
 def test_nothing_is_given_out_twice_and_no_limit_is_passed(queue: list[QueuedRun], free: set[int]) -> None:
     made = assign_slots(queue, sorted(free), {})
-    given_out = [slot for item in made for slot in item.slots]
+    given_out = [slot for slots in made.values() for slot in slots]
     assert len(given_out) == len(set(given_out)) and set(given_out) <= free
     by_name: dict[str, Any] = {item.allocation_id: item for item in queue}
-    for item in made:
-        assert len(item.slots) == by_name[item.allocation_id].slots
+    for name, slots in made.items():
+        assert len(slots) == by_name[name].slots
     for experiment in {item.experiment_id for item in queue}:
-        own = [by_name[item.allocation_id] for item in made if by_name[item.allocation_id].experiment_id == experiment]
+        own = [by_name[name] for name in made if by_name[name].experiment_id == experiment]
         limits = [item.max_slots for item in own if item.max_slots is not None and item.slots]
         assert (
             not limits or sum(item.slots for item in own) <= max(limits) or any(item.max_slots is None for item in own)

@@ -19,7 +19,6 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from enum import Enum
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -38,15 +37,6 @@ _STUCK_SECONDS = 15.0  # after the grace, until a supervisor that does not end i
 _KILLED = 128 + signal.SIGKILL
 
 
-class LeaseState(Enum):
-    """The lease of an allocation as a restarted master finds it: a file that the supervisor takes
-    once and that does not expire.
-    """
-
-    NONE = "none"  # it was never started
-    RUNNING = "running"  # it was started; it may have ended while no master ran
-
-
 class AgentApi(Protocol):
     """Starts, watches and ends allocations; tests have one without processes."""
 
@@ -59,8 +49,10 @@ class AgentApi(Protocol):
     def kill(self, allocation_id: str) -> None:
         """End all processes of an allocation, later."""
 
-    def adopt(self, allocation_id: str) -> LeaseState:
-        """Watch an allocation that an earlier master may have started."""
+    def adopt(self, allocation_id: str) -> bool:
+        """Watch an allocation if an earlier master has started it; return whether it has. The
+        allocation may have ended while no master ran.
+        """
 
     def close(self) -> None:
         """Stop watching; what runs goes on."""
@@ -76,7 +68,7 @@ class _Watched:
 
 
 class Agent:
-    """Does so on this machine: one thread starts and ends, another watches and calls back."""
+    """Starts and ends allocations in one thread, watches them and calls back in another."""
 
     def __init__(
         self,
@@ -112,12 +104,12 @@ class Agent:
     def kill(self, allocation_id: str) -> None:
         self._work.put(lambda: self._kill(allocation_id))
 
-    def adopt(self, allocation_id: str) -> LeaseState:
+    def adopt(self, allocation_id: str) -> bool:
         if not processes.lease_exists(self._directory.allocation(allocation_id)):
-            return LeaseState.NONE
+            return False
         with self._lock:
             self._watched.setdefault(allocation_id, _Watched())
-        return LeaseState.RUNNING
+        return True
 
     def close(self) -> None:
         self._closed.set()

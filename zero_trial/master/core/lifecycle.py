@@ -317,21 +317,15 @@ class QueuedRun:
         )
 
 
-@dataclass(frozen=True)
-class SlotAssignment:
-    """Slots for one allocation, lowest numbers first."""
-
-    allocation_id: str
-    slots: tuple[int, ...]
-
-
 def queue_order(queue: Iterable[QueuedRun]) -> list[QueuedRun]:
     """Sort the queue: lower priority numbers first, then first come, first served."""
     return sorted(queue, key=lambda item: (item.priority, item.order))
 
 
-def assign_slots(queue: Iterable[QueuedRun], free: Sequence[int], used: Mapping[int, int]) -> list[SlotAssignment]:
-    """Return the assignments that can be made now; a run gets all its slots or none.
+def assign_slots(
+    queue: Iterable[QueuedRun], free: Sequence[int], used: Mapping[int, int]
+) -> dict[str, tuple[int, ...]]:
+    """Return the slots that can be assigned now, by allocation, lowest numbers first; all or none.
 
     No running allocation is preempted. The first run in the queue that does not fit holds back
     those behind it, so that large runs are not starved by small ones. A run whose experiment has
@@ -343,18 +337,18 @@ def assign_slots(queue: Iterable[QueuedRun], free: Sequence[int], used: Mapping[
     """
     left = sorted(free)
     held = Counter(used)
-    made: list[SlotAssignment] = []
+    made: dict[str, tuple[int, ...]] = {}
     blocked = False
     for item in queue_order(queue):
         if item.slots == 0:
-            made.append(SlotAssignment(item.allocation_id, ()))
+            made[item.allocation_id] = ()
             continue
         if blocked or (item.max_slots is not None and held[item.experiment_id] + item.slots > item.max_slots):
             continue
         if item.slots > len(left):
             blocked = True
             continue
-        made.append(SlotAssignment(item.allocation_id, tuple(left[: item.slots])))
+        made[item.allocation_id] = tuple(left[: item.slots])
         left = left[item.slots :]
         held[item.experiment_id] += item.slots
     return made

@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from zero_trial.master.agent.agent import AgentApi, LeaseState
+from zero_trial.master.agent.agent import AgentApi
 from zero_trial.master.agent.environment import SlotDevices
 from zero_trial.master.agent.processes import Exit
 from zero_trial.master.core import lifecycle
@@ -186,7 +186,7 @@ class Master:
             for run in trials.allocations(tx.connection):
                 if run.state is AllocationState.QUEUED:
                     continue
-                if state.agent.adopt(run.id) is LeaseState.NONE:
+                if not state.agent.adopt(run.id):
                     tx.order_start(run)
                 if trials.killing(tx.connection, run.id):
                     tx.order_kill(run.id)

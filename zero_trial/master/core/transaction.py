@@ -361,11 +361,9 @@ class Transaction:
             used[run.experiment_id] += len(run.slots)
         resources = cache(lambda number: self.experiment_of(number).config.get("resources") or {})
         queue = [QueuedRun.of(run, resources(run.experiment_id)) for run in runs if run.state is AllocationState.QUEUED]
-        for made in assign_slots(queue, free, used):
-            trials.change_allocation(self.connection, made.allocation_id, slots=made.slots)
-            placed = existing(
-                trials.allocation(self.connection, made.allocation_id), f"allocation {made.allocation_id}"
-            )
+        for name, slots in assign_slots(queue, free, used).items():
+            trials.change_allocation(self.connection, name, slots=slots)
+            placed = existing(trials.allocation(self.connection, name), f"allocation {name}")
             self.apply_to_trial(placed.trial_id, TrialSignal.PLACED)
             self.order_start(placed)
 

@@ -21,7 +21,7 @@ from urllib.parse import parse_qs, unquote
 
 from zero_trial.master.core import Master
 from zero_trial.master.core.accounts import Principal, require_own
-from zero_trial.master.records import EARLIEST, LATEST, Invalid, PermissionDenied, parse_time
+from zero_trial.master.records import EARLIEST, LATEST, Invalid, PermissionDenied, User, parse_time
 
 Dict = dict[str, Any]
 T = TypeVar("T")
@@ -106,11 +106,11 @@ class Request:
     waits: Waits
 
     @property
-    def user(self) -> str:
-        """Return the sender's name. Raises PermissionDenied for an allocation."""
+    def user(self) -> User:
+        """Return the sender. Raises PermissionDenied for an allocation."""
         if self.principal.user is None:
             raise PermissionDenied("this needs a user's token")
-        return self.principal.user.name
+        return self.principal.user
 
     def own(self, **asked: object) -> None:
         """Raise PermissionDenied if an allocation asks for what is not its own."""
@@ -225,6 +225,13 @@ def whole(value: Any, name: str) -> int:
     if abs(number) > _MAX_NUMBER:
         raise Invalid(f"{name} is too large", got=number)
     return number
+
+
+def texts(value: Any, name: str) -> list[str]:
+    """Return the texts of a list, each once. Raises Invalid."""
+    if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+        raise Invalid(f"{name} must be a list of texts")
+    return list(dict.fromkeys(value))
 
 
 def real(value: Any, name: str) -> float:

@@ -5,7 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from zero_trial.master.http.messages import AuthLevel, Dict, Request, Response, Route, StreamingResponse, ok, pack, when
+from zero_trial.master.http.messages import (
+    AuthLevel,
+    Dict,
+    Request,
+    Response,
+    Route,
+    StreamingResponse,
+    ok,
+    pack,
+    texts,
+    when,
+)
 from zero_trial.master.records import Checkpoint, CheckpointState, Invalid, PermissionDenied, parse_time
 from zero_trial.master.store.experiments import smaller_is_better
 from zero_trial.master.store.metrics import number_of
@@ -134,21 +145,15 @@ def _patch(request: Request) -> Response:
 
 
 def _delete(request: Request) -> Response:
-    request.master.checkpoints.delete(_texts(request.body().get("checkpointUuids"), "checkpointUuids"))
+    request.master.checkpoints.delete(texts(request.body().get("checkpointUuids"), "checkpointUuids"))
     return Response()
 
 
 def _remove_files(request: Request) -> Response:
     body = request.body()
-    globs = _texts(body.get("checkpointGlobs") or [], "checkpointGlobs")
-    request.master.checkpoints.remove_files(_texts(body.get("checkpointUuids"), "checkpointUuids"), globs)
+    globs = texts(body.get("checkpointGlobs") or [], "checkpointGlobs")
+    request.master.checkpoints.remove_files(texts(body.get("checkpointUuids"), "checkpointUuids"), globs)
     return Response()
-
-
-def _texts(value: Any, name: str) -> list[str]:
-    if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
-        raise Invalid(f"{name} must be a list of texts")
-    return list(dict.fromkeys(value))
 
 
 def _sizes(resources: Any) -> dict[str, int]:

@@ -8,7 +8,19 @@ from typing import Any
 
 from zero_trial.master.core import context_archive
 from zero_trial.master.core.master import POOL
-from zero_trial.master.http.messages import AuthLevel, Dict, Request, Response, Route, maybe_when, ok, real, when, whole
+from zero_trial.master.http.messages import (
+    AuthLevel,
+    Dict,
+    Request,
+    Response,
+    Route,
+    maybe_when,
+    ok,
+    real,
+    texts,
+    when,
+    whole,
+)
 from zero_trial.master.http.routes.trials import trial_json
 from zero_trial.master.records import (
     Created,
@@ -45,7 +57,7 @@ def _create(request: Request) -> Response:
     new = NewExperiment(
         config_text=_text_of(body, "config"),
         context=context_archive.from_model_definition(files),
-        owner=request.user,
+        owner=request.user.name,
         activate=bool(body.get("activate", True)),
         validate_only=bool(body.get("validateOnly", False)),
         parent_id=whole(parent, "parentId") if parent else None,
@@ -135,14 +147,12 @@ def _steer(operation: str) -> Callable[[Request], Response]:
 def _patch(request: Request) -> Response:
     body = request.body()
     labels = body.get("labels")
-    if labels is not None and not (isinstance(labels, list) and all(isinstance(label, str) for label in labels)):
-        raise Invalid("labels must be a list of texts")
     change = ExperimentPatch(
         name=_maybe_text(body, "name"),
         description=_maybe_text(body, "description"),
-        labels=None if labels is None else list(dict.fromkeys(labels)),
+        labels=None if labels is None else texts(labels, "labels"),
         notes=_maybe_text(body, "notes"),
-        resources=_resources(body.get("resources")),
+        resources=resource_changes(body.get("resources")),
         gc_policy=_policy(body.get("checkpointStorage")),
     )
     return ok(
@@ -150,7 +160,8 @@ def _patch(request: Request) -> Response:
     )
 
 
-def _resources(sent: Any) -> Mapping[str, float | None] | None:
+def resource_changes(sent: Any) -> Mapping[str, float | None] | None:
+    """Read changes of resources; None if there are none. Raises Invalid."""
     if not isinstance(sent, dict) or not sent:
         return None
     change: dict[str, float | None] = {}

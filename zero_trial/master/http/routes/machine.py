@@ -8,8 +8,8 @@ from collections.abc import Iterable
 from typing import Any
 
 from zero_trial.master.core.master import POOL
-from zero_trial.master.http.messages import AuthLevel, Dict, Request, Response, Route, ok, real, when, whole
-from zero_trial.master.http.routes.experiments import PROJECT_ID, WORKSPACE, WORKSPACE_ID
+from zero_trial.master.http.messages import AuthLevel, Dict, Request, Response, Route, ok, when
+from zero_trial.master.http.routes.experiments import PROJECT_ID, WORKSPACE, WORKSPACE_ID, resource_changes
 from zero_trial.master.records import (
     AgentInfo,
     Allocation,
@@ -154,23 +154,14 @@ def _update_jobs(request: Request) -> Response:
         name = update.get("jobId")
         if not isinstance(name, str) or name not in numbers:
             raise NotFound(f"job {str(name)[:60]!r} is not in the queue")
-    changes = [_job_change(update) for update in updates]
+        if update.get("aheadOf") or update.get("behindOf"):
+            raise Unsupported("jobs are not moved ahead of or behind others; give the job another priority")
+        if update.get("resourcePool"):
+            raise Unsupported("there is one resource pool; jobs stay in it")
+    changes = [resource_changes(update) for update in updates]
     for update, change in zip(updates, changes, strict=True):
         request.master.experiments.patch(numbers[update["jobId"]], ExperimentPatch(resources=change))
     return Response()
-
-
-def _job_change(update: dict[str, Any]) -> dict[str, float | None]:
-    if update.get("aheadOf") or update.get("behindOf"):
-        raise Unsupported("jobs are not moved ahead of or behind others; give the job another priority")
-    if update.get("resourcePool"):
-        raise Unsupported("there is one resource pool; jobs stay in it")
-    change: dict[str, float | None] = {}
-    if update.get("priority") is not None:
-        change["priority"] = whole(update["priority"], "priority")
-    if update.get("weight") is not None:
-        change["weight"] = real(update["weight"], "weight")
-    return change
 
 
 def _render_workspace(request: Request) -> Dict:

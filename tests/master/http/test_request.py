@@ -288,7 +288,7 @@ def test_an_allocation_is_no_user_and_asks_for_its_own() -> None:
 def test_a_user_asks_for_anything_but_is_no_administrator_for_that() -> None:
     asked = call()
     asked.own(trial_id=7)
-    assert asked.user == "somebody"
+    assert asked.user.name == "somebody"
     with pytest.raises(PermissionDenied):
         asked.require_admin()
 

@@ -42,8 +42,8 @@ def test_json_is_all_that_is_printed(tmp_path: Path, capsys: pytest.CaptureFixtu
     made = project(tmp_path, EXPERIMENT.replace("LineTrial", "Other"), model=f"print('hello')\n{MODEL}")
     assert main(["check", str(made.experiment), str(tmp_path), "--json"]) == 2
     body = json.loads(capsys.readouterr().out)
-    (finding,) = body["findings"]
-    assert (finding["area"], finding["file"], finding["line"]) == ("entrypoint", "const.yaml", 2)
+    (issue,) = body["issues"]
+    assert (issue["area"], issue["file"], issue["line"]) == ("entrypoint", "const.yaml", 2)
 
 
 def test_reading_alone_needs_no_torch(tmp_path: Path):

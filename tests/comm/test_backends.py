@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from tests.support.pool import Pools
-from zero_trial.comm import collective, sum_in_order
+from zero_trial.comm import backends, sum_in_order
 from zero_trial.comm.backends import DirectTransport, NativeTransport, peers_from
 
 # --- transport ------------------------------------------------------------------------------------
@@ -118,7 +118,7 @@ def test_chunks_do_not_show(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch)
     parts = [(1000 * torch.randn(257, generator=generator)).to(dtype) for _ in range(4)]
     whole, cut = torch.empty(257, dtype=dtype), parts[2].clone()
     sum_in_order(parts, whole)
-    monkeypatch.setattr(collective, "CHUNK", 16)
+    monkeypatch.setattr(backends, "CHUNK", 16)
     sum_in_order([*parts[:2], cut, parts[3]], cut)
     assert torch.equal(cut, whole)
     assert whole.isfinite().all() and whole.count_nonzero() > 200

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from tests.support.pool import Pools
 from zero_trial.comm import AxisComm, CommCounters, Mesh, MeshShape, build_mesh
-from zero_trial.comm.collective import Traffic, message_tag
+from zero_trial.comm.backends import Traffic, message_tag
 from zero_trial.comm.waits import Heartbeat
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

@@ -219,7 +219,7 @@ def exchange(with_channels: bool) -> tuple[bool, list[list[float]], str]:
     mesh.world.barrier("all are done")
     if not with_channels:
         return opened, found, ""
-    pipe.timeout = 0.3
+    pipe.watch.timeout = 0.3
     try:
         pipe.receive(torch.empty(1), others[0], "nothing", 77).wait()
     except MeshError as error:

@@ -30,7 +30,7 @@ def fresh_line(timeout: float) -> AxisComm:
     group, patience = dist.new_group(list(range(size))), PATIENCE.total_seconds()
     comm = AxisComm("shard", tuple(range(size)), dist.get_rank(), group, CommCounters(), board, patience)
     comm.barrier("start")  # with patience: on a busy machine ranks leave new_group far apart
-    comm.timeout = timeout
+    comm.watch.timeout = timeout
     return comm
 
 

@@ -225,7 +225,7 @@ def leave_out(stage: str) -> str:
     found = build_engine(Case(Skipping, lambda model, turn: model), STAGES[stage])
     torch.distributed.barrier()
     for comm in (found.mesh.shard, found.mesh.replica, found.mesh.world, found.mesh.data):
-        comm.timeout = 2.0
+        comm.watch.timeout = 2.0
     try:
         found.backward(found(Turn(0, 0, 0).normal(2, 64), found.global_rank).mean())
         found.step()
@@ -238,7 +238,7 @@ def more_batches() -> str:
     """Rank 0 takes one step more than rank 1."""
     found = build_engine(Case(net, lambda model, turn: model), STAGES["zero2"])
     torch.distributed.barrier()
-    found.mesh.shard.timeout = 2.0
+    found.mesh.shard.watch.timeout = 2.0
     try:
         for _ in range(3 if found.global_rank == 0 else 2):
             found.backward(found(torch.ones(2, 3)).mean())

@@ -485,7 +485,7 @@ def alone(folder: str) -> str:
     """Rank 1 never calls save_checkpoint, without an error of its own."""
     engine = engine_of("zero1", {"comm_timeout_seconds": 30.0})
     train(engine, range(2))
-    engine.mesh.world.timeout = 1.5
+    engine.mesh.world.watch.timeout = 1.5
     if engine.global_rank == 1:
         return "did something else"
     return message(lambda: engine.save_checkpoint(folder), MeshError)

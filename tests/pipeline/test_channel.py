@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.memory_axis import axes
-from zero_trial.comm.collective import message_tag
+from zero_trial.comm.backends import message_tag
 from zero_trial.errors import MeshError, TrialError
 from zero_trial.pipeline.channel import (
     ALIGN,

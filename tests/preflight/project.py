@@ -87,5 +87,5 @@ def project(
 
 
 def messages(report: CheckReport) -> list[str]:
-    """The texts of all findings, with the word for their severity."""
-    return [f"{finding.severity.value}: {finding.text}" for finding in report.findings]
+    """The texts of all issues, with the word for their severity."""
+    return [f"{issue.severity.value}: {issue.text}" for issue in report.issues]

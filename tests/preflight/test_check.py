@@ -85,7 +85,7 @@ def test_a_trial_that_brings_its_own_ds_config(tmp_path: Path):
 )
 def test_what_is_no_experiment(tmp_path: Path, text: str, message: str):
     report = project(tmp_path, text).check()
-    assert messages(report)[0].startswith(message) and len(report.findings) == 1 and report.exit_code == 2
+    assert messages(report)[0].startswith(message) and len(report.issues) == 1 and report.exit_code == 2
 
 
 def test_files_that_are_not_there(tmp_path: Path):

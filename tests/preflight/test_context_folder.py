@@ -34,9 +34,9 @@ def test_what_is_counted(tmp_path: Path):
 
 def test_a_folder_that_is_too_large():
     context = ContextFolder(Path("model"), 100 * 2**20, 3, ((90 * 2**20, "data/big.bin"), (10 * 2**20, "b")))
-    (finding,) = check_context(context, for_cluster=True)
-    assert finding.severity is Severity.FAULT
-    assert finding.text == (
+    (issue,) = check_context(context, for_cluster=True)
+    assert issue.severity is Severity.FAULT
+    assert issue.text == (
         "MODEL_DIR model: the folder is too large to be sent to a cluster: 3 files; the largest are data/big.bin (90.0 MiB), "
         "b (10.0 MiB): got 100.0 MiB, expected at most 95.0 MiB. "
         "Name what the trial does not need in model/.detignore, for example: data/big.bin"

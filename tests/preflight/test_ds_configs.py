@@ -1,4 +1,4 @@
-"""The ds_configs of a search: what can be trained, what would be pruned, and one finding for the
+"""The ds_configs of a search: what can be trained, what would be pruned, and one issue for the
 same fault at many points."""
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ def test_points_that_contradict_are_pruned_and_said_once():
     found = check(hyperparameters, {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "SGD"}})
     assert [resolved.point.values["global_batch_size"] for resolved in found.legal] == [8, 8, 12, 12]
     assert found.pruned == (3, 4, 7, 8)
-    (finding,) = found.findings
-    assert finding.severity is Severity.WARNING and finding.points == (3, 4, 7, 8)
-    assert finding.text.startswith("train_batch_size 10 ≠ micro 2 × accumulation 2 × ranks 2 = 8.")
-    assert finding.text.endswith("(would be pruned: at 4 of 8 points, first global_batch_size=10, lr=0.1)")
+    (issue,) = found.issues
+    assert issue.severity is Severity.WARNING and issue.points == (3, 4, 7, 8)
+    assert issue.text.startswith("train_batch_size 10 ≠ micro 2 × accumulation 2 × ranks 2 = 8.")
+    assert issue.text.endswith("(would be pruned: at 4 of 8 points, first global_batch_size=10, lr=0.1)")
     assert found.legal[0].batch.batch.accumulation == 2
     assert found.legal[1].config.optimizer is not None and found.legal[1].config.optimizer.params == {"lr": 0.2}
 
@@ -50,29 +50,29 @@ def test_points_that_contradict_are_pruned_and_said_once():
 def test_a_search_of_which_nothing_is_left_is_a_fault():
     found = check({"global_batch_size": one_of(3, 5)}, {})
     assert found.legal == () and found.pruned == (1, 2)
-    assert [finding.severity for finding in found.findings] == [Severity.FAULT]
-    assert found.findings[0].text.endswith("(would be pruned: at every point)")
+    assert [issue.severity for issue in found.issues] == [Severity.FAULT]
+    assert found.issues[0].text.endswith("(would be pruned: at every point)")
 
 
 def test_a_value_that_cannot_be_is_a_fault_wherever_it_stands():
     found = check({"ds_config": {"zero_optimization": {"stage": one_of(1, 7)}}}, {"train_batch_size": 8})
-    (finding,) = found.findings
-    assert finding.severity is Severity.FAULT and finding.points == (2,) and found.pruned == ()
-    assert "zero_optimization.stage: wrong value: got 7" in finding.text
-    assert "(at 1 of 2 points, first ds_config.zero_optimization.stage=7)" in finding.text
+    (issue,) = found.issues
+    assert issue.severity is Severity.FAULT and issue.points == (2,) and found.pruned == ()
+    assert "zero_optimization.stage: wrong value: got 7" in issue.text
+    assert "(at 1 of 2 points, first ds_config.zero_optimization.stage=7)" in issue.text
 
 
 def test_warnings_are_collected_too():
     found = check({"x": one_of(1, 2)}, {"train_batch_size": 8, "bfloat16": {"enabled": True}})
-    assert [(finding.severity, finding.text) for finding in found.findings] == [
+    assert [(issue.severity, issue.text) for issue in found.issues] == [
         (Severity.WARNING, "data.ds_config.bfloat16: read as bf16. (at every point)")
     ]
 
 
 def test_one_point_is_not_numbered():
     found = check({}, {"train_batch_size": 3}, name="single")
-    assert found.findings[0].text.startswith("train_batch_size 3 ≠") and found.findings[0].at == ""
-    assert found.findings[0].severity is Severity.FAULT
+    assert found.issues[0].text.startswith("train_batch_size 3 ≠") and found.issues[0].at == ""
+    assert found.issues[0].severity is Severity.FAULT
 
 
 def test_resolve_raises():

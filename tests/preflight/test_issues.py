@@ -8,11 +8,11 @@ from zero_trial.errors import ConfigError
 from zero_trial.preflight.issues import Area, CheckIssue, IssueLocation, Severity, issues_of, note, split_where
 
 
-def test_a_finding_for_programs():
+def test_an_issue_for_programs():
     error = ConfigError("wrong value", where="const.yaml:14 data.x", got=3, expected="a word", fix="Write a.")
-    finding = CheckIssue(Area.DS_CONFIG, Severity.FAULT, error, (3, 7), "at 2 of 9 points")
-    assert finding.text == "const.yaml:14 data.x: wrong value: got 3, expected a word. Write a. (at 2 of 9 points)"
-    assert finding.as_json() == {
+    issue = CheckIssue(Area.DS_CONFIG, Severity.FAULT, error, (3, 7), "at 2 of 9 points")
+    assert issue.text == "const.yaml:14 data.x: wrong value: got 3, expected a word. Write a. (at 2 of 9 points)"
+    assert issue.as_json() == {
         "severity": "error",
         "area": "ds_config",
         "file": "const.yaml",
@@ -23,7 +23,7 @@ def test_a_finding_for_programs():
         "expected": "a word",
         "fix": "Write a.",
         "points": [3, 7],
-        "text": finding.text,
+        "text": issue.text,
     }
 
 
@@ -44,8 +44,8 @@ def test_a_place_taken_apart(where: str | None, place: IssueLocation):
     assert split_where(where) == place
 
 
-def test_an_error_of_many_faults_is_many_findings():
+def test_an_error_of_many_faults_is_many_issues():
     many = ConfigError.many([ConfigError("a", where="x"), ConfigError("b")])
-    assert [finding.text for finding in issues_of(Area.EXPERIMENT, many)] == ["x: a.", "b."]
-    assert [finding.severity for finding in issues_of(Area.TRIAL, ConfigError("c"))] == [Severity.FAULT]
+    assert [issue.text for issue in issues_of(Area.EXPERIMENT, many)] == ["x: a.", "b."]
+    assert [issue.severity for issue in issues_of(Area.TRIAL, ConfigError("c"))] == [Severity.FAULT]
     assert note(Area.SLOTS, Severity.NOTE, "so", where="here").text == "here: so."

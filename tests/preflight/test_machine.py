@@ -11,7 +11,7 @@ WHERE = "const.yaml:4 resources.slots_per_trial"
 
 def said(slots: int, devices: HostDevices, **config: object) -> list[str]:
     found = check_machine(slots, WHERE, devices, read_ds_config(config))
-    return [f"{finding.severity.value}: {finding.text}" for finding in found]
+    return [f"{issue.severity.value}: {issue.text}" for issue in found]
 
 
 def test_more_slots_than_gpus():

@@ -31,8 +31,7 @@ def said(
             zero[name] = {"device": "nvme", "nvme_path": "/disk"} | given
     settings = read_ds_config({"zero_optimization": zero, **config})
     return [
-        f"{finding.severity.value}: {finding.text}"
-        for finding in check_nvme(settings, slots, parameters, lambda _: disk)
+        f"{issue.severity.value}: {issue.text}" for issue in check_nvme(settings, slots, parameters, lambda _: disk)
     ]
 
 

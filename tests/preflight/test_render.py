@@ -43,8 +43,8 @@ def test_json(tmp_path: Path):
     body = check_as_json(project(tmp_path, ds_config={"train_batch_size": 3, "gradient_cliping": 1}).check(build=False))
     body = json.loads(json.dumps(body))
     assert (body["ok"], body["exit_code"]) == (False, 2)
-    (finding,) = body["findings"]
-    assert (finding["file"], finding["line"], finding["key"]) == ("ds_config.json", 3, "gradient_cliping")
-    assert finding["fix"].startswith('Did you mean "gradient_clipping"?')
+    (issue,) = body["issues"]
+    assert (issue["file"], issue["line"], issue["key"]) == ("ds_config.json", 3, "gradient_cliping")
+    assert issue["fix"].startswith('Did you mean "gradient_clipping"?')
     assert body["points"] == {"total": 1, "looked_at": [{"number": 1, "values": {}}], "legal": [], "pruned": []}
     assert body["looked"]["experiment"] == "const.yaml"

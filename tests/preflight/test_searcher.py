@@ -16,7 +16,7 @@ def said(searcher: dict[str, Any], hyperparameters: dict[str, Any]) -> list[str]
     base = {"entrypoint": "m:T", "hyperparameters": hyperparameters}
     whole = {"metric": "loss", "max_length": {"batches": 3}, **searcher}
     found = check_searcher(examine_experiment({**base, "searcher": whole}).config)
-    return [f"{finding.severity.value}: {finding.text}" for finding in found]
+    return [f"{issue.severity.value}: {issue.text}" for issue in found]
 
 
 def test_nothing_to_say():

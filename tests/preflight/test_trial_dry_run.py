@@ -1,4 +1,4 @@
-"""A trial built in this process: what it does wrong becomes findings, and nothing of it stays."""
+"""A trial built in this process: what it does wrong becomes issues, and nothing of it stays."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def run(folder: Path, model: str = MODEL, experiment: str = EXPERIMENT, **option
 
 
 def said(found: DryRunResult) -> list[str]:
-    return [f"{finding.severity.value}: {finding.text}" for finding in found.findings]
+    return [f"{issue.severity.value}: {issue.text}" for issue in found.issues]
 
 
 def changed(old: str, new: str) -> str:
@@ -52,9 +52,9 @@ def test_nothing_stays(tmp_path: Path):
 def test_without_a_dry_run_nothing_is_evaluated(tmp_path: Path):
     model = changed('return {"validation_loss"', 'raise SystemError\n        return {"validation_loss"')
     assert said(run(tmp_path, model)) == []
-    (finding,) = run(tmp_path, model, dry_run=True).findings
-    assert finding.text == "model_def.py:25: evaluation raised SystemError in: raise SystemError."
-    assert finding.error.exit_code == 1
+    (issue,) = run(tmp_path, model, dry_run=True).issues
+    assert issue.text == "model_def.py:25: evaluation raised SystemError in: raise SystemError."
+    assert issue.error.exit_code == 1
 
 
 LOADER = "build_training_data_loader"
@@ -94,7 +94,7 @@ def test_another_loader_is_named_with_the_way_out(tmp_path: Path):
     (text,) = said(run(tmp_path, model))
     assert "build_training_data_loader returned torch.utils.data.dataloader.DataLoader" in text
     assert "context.disable_dataset_reproducibility_checks()" in text
-    assert run(tmp_path, model).findings[0].error.exit_code == 2
+    assert run(tmp_path, model).issues[0].error.exit_code == 2
 
 
 def test_an_engine_that_the_trial_makes_itself(tmp_path: Path):
@@ -148,8 +148,8 @@ def test_the_metric_without_a_dry_run(tmp_path: Path, model: str, metric: str, m
 
 def test_a_metric_that_is_no_number(tmp_path: Path):
     model = changed("self.engine(next(dataloader_iter)).mean()}", "'low'}")
-    (finding,) = run(tmp_path, model, dry_run=True).findings
-    assert "validation_loss" in finding.text and finding.severity is Severity.FAULT
+    (issue,) = run(tmp_path, model, dry_run=True).issues
+    assert "validation_loss" in issue.text and issue.severity is Severity.FAULT
 
 
 def test_the_time_metrics_are_always_there(tmp_path: Path):

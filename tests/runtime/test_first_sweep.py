@@ -39,7 +39,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 def test_its_folder_is_right(folder: Path) -> None:
     for name in ("const.yaml", "sweep.yaml"):
         report = check_experiment(CheckRequest(folder / name, folder, slots=2), {})
-        assert report.exit_code == 0, report.findings
+        assert report.exit_code == 0, report.issues
 
 
 def test_its_search_is_the_one_that_it_shows(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from zero_trial.schema.types import EXPONENT, ValidationError, as_number, spell_float
+from zero_trial.schema.document import EXPONENT, spell_float
+from zero_trial.schema.types import ValidationError, as_number
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from zero_trial.schema.types import (
     RULE,
     TYPE,
     UNKNOWN,
+    AnyOf,
     Bool,
     Field,
     Fields,
@@ -21,7 +22,6 @@ from zero_trial.schema.types import (
     Issue,
     ListOf,
     MapOf,
-    OneOf,
     Tagged,
     Type,
     ValidationError,
@@ -64,7 +64,7 @@ def test_checks_come_after_the_keys():
         (MapOf(), [{}, {"a": 1}], [[], "a", None]),
         (MapOf(exact_int()), [{"a": 1}], [{"a": "b"}]),
         (ListOf(exact_int()), [[], [1]], [["a"], {}, "1"]),
-        (OneOf((exact_int(), Bool()), "no"), [1, True], ["a"]),
+        (AnyOf((exact_int(), Bool()), "no"), [1, True], ["a"]),
         (Forbidden("no"), [], [1, "a", {}]),
     ],
 )
@@ -92,7 +92,7 @@ def test_kinds():
 
 
 def test_either_fills_as_the_rule_that_fits():
-    rule = OneOf((exact_int(), POINT), "no")
+    rule = AnyOf((exact_int(), POINT), "no")
     assert rule.fill(3) == 3 and rule.fill({"x": 1})["y"] == 7
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from tests.support.models import TinyLM, make_engine, train_engine
 from tests.support.pool import Pools
-from zero_trial.comm.collective import Traffic
+from zero_trial.comm.backends import Traffic
 
 
 def volume(

@@ -307,7 +307,6 @@ def describe_dtypes(items: Iterable[ExportItem]) -> str:
 
 SUFFIX = ".safetensors"
 
-
 INDEX = "model.safetensors.index.json"
 
 

@@ -35,7 +35,6 @@ _SAFETENSORS: dict[torch.dtype, str] = {
     torch.complex64: "C64",
 }
 
-
 _NAMES = {str(dtype).removeprefix("torch."): dtype for dtype in _SAFETENSORS}
 
 
@@ -204,12 +203,9 @@ def ranges(slices: Sequence[Slice]) -> dict[str, list[tuple[int, int]]]:
 
 FORMAT = 1
 
-
 MANIFEST_NAME = "manifest.json"
 
-
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]*\.safetensors")
-
 
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 

@@ -251,7 +251,6 @@ def plan_copies(tensors: Mapping[str, TensorEntry], wants: Iterable[ReadRequest]
 
 Shapes = Mapping[str, tuple[int, ...]]
 
-
 _SHOWN = 8
 
 

@@ -140,9 +140,7 @@ _DECODERS: dict[str, Callable[[Any, Callable[[str], torch.Tensor]], Any]] = {
     "$array": _to_array,
 }
 
-
 # The state of this process's random generators: torch (CPU and one CUDA device), numpy, random.
-
 
 GENERATORS = ("torch", "cuda", "random", "numpy")
 

@@ -307,14 +307,11 @@ def _tensor_chunks(flat: torch.Tensor) -> Iterator[memoryview]:
 
 TEMPORARY = ".tmp-"
 
-
 REPLACED = ".old-"
-
 
 FORGOTTEN_SECONDS = 24 * 3600.0
 """A folder of another host, whose processes cannot be asked for, is given up when nothing was
 written into it for so long."""
-
 
 _OWNER = re.compile(r"(?P<host>[0-9a-f]{8})-(?P<pid>\d+)-[0-9a-f]{12}")
 

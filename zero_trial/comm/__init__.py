@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from zero_trial.comm.backends import Sum
-from zero_trial.comm.collective import AxisComm, CommCounters, sum_in_order
+from zero_trial.comm.backends import CommCounters, Sum, sum_in_order
+from zero_trial.comm.collective import AxisComm
 from zero_trial.comm.mesh import AXES, Mesh, MeshShape, build_mesh, open_direction_groups, part_of_pipe
 from zero_trial.comm.rendezvous import (
     RankEnv,

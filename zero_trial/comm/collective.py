@@ -4,9 +4,7 @@ that the tensors can take.
 Every verb is collective over the axis: all its ranks must call it in the same order. An axis of one
 rank communicates nothing and costs nothing.
 
-    CommCounters     how many elements and bytes each kind of collective moved
     ControlChannel   a few numbers, or a little JSON, that all ranks need at once
-    sum_in_order     how the ranks' contributions are added
     AxisComm         the verbs
 
 A verb is written once, in AxisComm; a :class:`~zero_trial.comm.backends.Transport` moves the
@@ -18,22 +16,22 @@ from __future__ import annotations
 
 import ctypes
 import json
-import zlib
-from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from zero_trial.comm.backends import (
+    CommCounters,
     Counts,
     DirectTransport,
     NativeTransport,
     Sum,
     Transport,
+    message_tag,
     moves_host_tensors,
+    sum_in_order,
 )
 from zero_trial.comm.shm.ring import RingChannels
 from zero_trial.comm.shm.segments import SharedMemory, SharedTensorPool
@@ -49,93 +47,6 @@ from zero_trial.errors import MeshError
 
 # Sees this rank's part of a sum and what peers put in, by axis index, before it is passed on.
 Look = Callable[[torch.Tensor, Mapping[int, torch.Tensor]], None]
-
-# --- what was moved -------------------------------------------------------------------------------
-
-
-@dataclass
-class Traffic:
-    """Calls, elements and bytes of one kind of collective on one axis."""
-
-    calls: int = 0
-    elements: int = 0
-    bytes: int = 0
-
-
-class CommCounters:
-    """Sums of traffic since the last :meth:`reset`, by (kind, axis).
-
-    An entry counts what this rank has to send in the best algorithm, so that the formulas of the
-    ZeRO paper can be compared with it directly. With n elements in the whole buffer and N ranks on
-    the axis:
-
-        reduce_scatter, all_gather    n (N-1)/N
-        all_reduce                  2 n (N-1)/N
-        broadcast                     n          on the source, 0 elsewhere
-        all_to_all                    what this rank sends to others
-        send                          n
-    """
-
-    def __init__(self) -> None:
-        self._table: defaultdict[tuple[str, str], Traffic] = defaultdict(Traffic)
-
-    def add(self, kind: str, axis: str, elements: int, itemsize: int) -> None:
-        """Count one collective that sends ``elements`` of ``itemsize`` bytes."""
-        entry = self._table[kind, axis]
-        entry.calls += 1
-        entry.elements += elements
-        entry.bytes += elements * itemsize
-
-    def get(self, kind: str, axis: str) -> Traffic:
-        """Return the traffic of one kind of collective on one axis."""
-        return self._table.get((kind, axis), Traffic())
-
-    def total(self, *kinds: str, min_elements: int = 0) -> Traffic:
-        """Return the sum over all axes of the given kinds (all kinds if none is given)."""
-        out = Traffic()
-        for (kind, _), entry in self._table.items():
-            if (not kinds or kind in kinds) and entry.elements >= min_elements:
-                out.calls += entry.calls
-                out.elements += entry.elements
-                out.bytes += entry.bytes
-        return out
-
-    def table(self) -> dict[str, dict[str, int]]:
-        """Return plain numbers for a report: ``{"reduce_scatter/shard": {"calls": 3, ...}}``."""
-        return {f"{kind}/{axis}": vars(entry).copy() for (kind, axis), entry in sorted(self._table.items())}
-
-    def reset(self) -> None:
-        """Forget all traffic so far."""
-        self._table.clear()
-
-
-# --- sums in one order ----------------------------------------------------------------------------
-
-# elements: what torch adds in between stays in a core's cache, and costs no new pages
-CHUNK = 1 << 17
-
-
-def sum_in_order(parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
-    """Make the :data:`Sum` of flat tensors in plain torch.
-
-    Reads and writes the partial sum once for every part after the second.
-    """
-    if len(parts) == 2:
-        torch.add(parts[0], parts[1], out=out)  # one rounding in any dtype
-        return
-    if out.numel() <= CHUNK:
-        _add(parts, out)
-        return
-    for *chunks, target in zip(*(part.split(CHUNK) for part in (*parts, out)), strict=True):
-        _add(chunks, target)
-
-
-def _add(parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
-    total = parts[0].float() if out.dtype.itemsize == 2 else parts[0].clone()
-    for part in parts[1:]:
-        total.add_(part)
-    out.copy_(total)
-
 
 # --- control values -------------------------------------------------------------------------------
 
@@ -343,10 +254,6 @@ class AxisComm:
     def timeout(self) -> float:
         """Return how many seconds a wait may take."""
         return self.watch.timeout
-
-    @timeout.setter
-    def timeout(self, seconds: float) -> None:
-        self.watch.timeout = seconds
 
     @staticmethod
     def on_host(values: torch.Tensor) -> bool:
@@ -605,15 +512,6 @@ class AxisComm:
         except (RuntimeError, OSError) as error:
             self.watch.fail(name, error, among)
         return Message(self.watch, work, name, values, among, on_host)
-
-
-def message_tag(sequence: int, name: str) -> int:
-    """Return the mark of one collective's messages: 20 bits of its number and 11 of its name.
-
-    Ranks that disagree about what comes next then wait for each other in vain, and get a MeshError,
-    instead of summing what does not belong together.
-    """
-    return (sequence % (1 << 20)) << 11 | zlib.crc32(name.encode()) & 0x7FF
 
 
 def _copied(source: torch.Tensor, target: torch.Tensor) -> Pending:

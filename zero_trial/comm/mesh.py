@@ -21,8 +21,8 @@ from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
-from zero_trial.comm.backends import Sum
-from zero_trial.comm.collective import AxisComm, CommCounters, sum_in_order
+from zero_trial.comm.backends import CommCounters, Sum, sum_in_order
+from zero_trial.comm.collective import AxisComm
 from zero_trial.comm.rendezvous import DEFAULT_TIMEOUT_SECONDS, is_distributed, world_heartbeat, world_size
 from zero_trial.comm.shm.probe import share_memory_if_possible
 from zero_trial.comm.waits import Heartbeat
@@ -177,11 +177,7 @@ class Mesh:
 
 
 def build_mesh(
-    shape: MeshShape,
-    *,
-    timeout: float = DEFAULT_TIMEOUT_SECONDS,
-    shared_memory: bool = True,
-    add: Sum = sum_in_order,
+    shape: MeshShape, *, timeout: float = DEFAULT_TIMEOUT_SECONDS, shared_memory: bool = True, add: Sum = sum_in_order
 ) -> Mesh:
     """Build the mesh of ``shape`` for this rank.
 

@@ -18,7 +18,6 @@ from zero_trial.schema.types import ValidationError
 
 AUTO = "auto"
 
-
 Hints = Mapping[str, Any]
 
 
@@ -81,15 +80,11 @@ def _by_hidden(describe: str, formula: Callable[[int], int]) -> Callable[[Hints,
 
 _LR = ("lr", "learning_rate")
 
-
 _TOTAL = ("total_num_steps", "num_training_steps", "max_steps")
-
 
 _HIDDEN = ("hidden_size", "hidden_sizes", "d_model", "n_embd")
 
-
 _Z = "zero_optimization"
-
 
 RULES: Mapping[str, AutoRule] = {
     "train_batch_size": AutoRule(("global_batch_size", "train_batch_size"), derived=True, fill=True),

@@ -210,15 +210,7 @@ def _checked(row: Key, value: Any, place: Location, dotted: str, result: Canonic
     try:
         return row.type.read(value).value
     except ValidationError as problem:
-        result.faults.append(
-            ConfigError(
-                "wrong value",
-                where=place.where(dotted),
-                got=shown(value),
-                expected=problem.expected,
-                fix=problem.fix,
-            )
-        )
+        result.faults.append(problem.fault(place.where(dotted), value))
         return None
 
 

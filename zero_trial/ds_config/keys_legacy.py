@@ -68,10 +68,7 @@ class LegacyKeys:
         instead="Set enabled: false, or remove the section.",
     )
     zenflow: ClassVar = refused(
-        None,
-        Opaque(),
-        "ZenFlow updates with stale gradients; it does not exist here",
-        instead="Remove the section.",
+        None, Opaque(), "ZenFlow updates with stale gradients; it does not exist here", instead="Remove the section."
     )
     sparse_attention: ClassVar = no_effect(
         None,
@@ -80,16 +77,10 @@ class LegacyKeys:
         origin=Origin.LEGACY,
     )
     eigenvalue: ClassVar = no_effect(
-        None,
-        Opaque(),
-        "it only steered quantize_training; removed from DeepSpeed in 0.19.8",
-        origin=Origin.LEGACY,
+        None, Opaque(), "it only steered quantize_training; removed from DeepSpeed in 0.19.8", origin=Origin.LEGACY
     )
     graph_harvesting: ClassVar = no_effect(
-        None,
-        Opaque(),
-        "it only recorded CUDA graphs; removed from DeepSpeed in 0.19.8",
-        origin=Origin.LEGACY,
+        None, Opaque(), "it only recorded CUDA graphs; removed from DeepSpeed in 0.19.8", origin=Origin.LEGACY
     )
     nebula: ClassVar = no_effect(
         None,
@@ -101,27 +92,15 @@ class LegacyKeys:
     autotuning: ClassVar = not_yet(None, Opaque(), "nothing is tuned; training runs with the values that stand here")
     weight_quantization: ClassVar = no_effect(None, Opaque(), "it is for inference", origin=Origin.LEGACY)
     vocabulary_size: ClassVar = no_effect(
-        None,
-        Int(1),
-        "DeepSpeed only warns about its alignment",
-        origin=Origin.LEGACY,
+        None, Int(1), "DeepSpeed only warns about its alignment", origin=Origin.LEGACY
     )
     cuda_visible_devices: ClassVar = no_effect(
-        None,
-        Opaque(),
-        "the launcher decides which devices a rank sees",
-        origin=Origin.LEGACY,
+        None, Opaque(), "the launcher decides which devices a rank sees", origin=Origin.LEGACY
     )
     use_data_before_expert_parallelism: ClassVar = no_effect(
-        False,
-        Bool(),
-        "expert parallelism does not exist here",
-        aliases=("use_data_before_expert_parallel",),
+        False, Bool(), "expert parallelism does not exist here", aliases=("use_data_before_expert_parallel",)
     )
     disable_allgather: ClassVar = no_effect(False, Bool(), "DeepSpeed ignores it as well", origin=Origin.LEGACY)
     allgather_size: ClassVar = no_effect(
-        None,
-        Int(1),
-        "the size is zero_optimization.allgather_bucket_size",
-        origin=Origin.LEGACY,
+        None, Int(1), "the size is zero_optimization.allgather_bucket_size", origin=Origin.LEGACY
     )

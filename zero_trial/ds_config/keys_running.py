@@ -83,9 +83,7 @@ class CometSection:
 
     enabled: bool = supported(False, Bool(), "see comet")
     samples_log_interval: int = supported(
-        100,
-        Int(1),
-        "of every name, an event is sent when so many samples have gone by",
+        100, Int(1), "of every name, an event is sent when so many samples have gone by"
     )
     experiment_name: str | None = supported(None, Text(), "the name that the experiment gets")
     project: str | None = supported(None, Text(), "passed to comet_ml.start")
@@ -102,9 +100,7 @@ class FlopsProfilerSection:
 
     enabled: bool = supported(False, Bool(), "see flops_profiler")
     profile_step: int = supported(
-        1,
-        Int(1),
-        "global_steps at which a micro-batch is timed; one of the step before is counted",
+        1, Int(1), "global_steps at which a micro-batch is timed; one of the step before is counted"
     )
     module_depth: int = supported(-1, Int(-1), "how deep modules are listed; -1 means all")
     top_modules: int = supported(1, Int(1), "how many kinds of modules are named per depth")
@@ -220,30 +216,19 @@ class ActivationCheckpointingSection:
         "mesh.model; when that is 1 there is nothing to cut",
     )
     cpu_checkpointing: bool = supported(
-        False,
-        Bool(),
-        "inputs that zero_trial.checkpointing.checkpoint saves wait on the host",
+        False, Bool(), "inputs that zero_trial.checkpointing.checkpoint saves wait on the host"
     )
     contiguous_memory_optimization: bool = no_effect(
-        False,
-        Bool(),
-        "saved inputs have no buffer of their own that would have to be contiguous",
+        False, Bool(), "saved inputs have no buffer of their own that would have to be contiguous"
     )
     number_checkpoints: int | None = no_effect(
-        None,
-        Int(1),
-        "it sizes a buffer that does not exist here",
-        harmless=(False,),
+        None, Int(1), "it sizes a buffer that does not exist here", harmless=(False,)
     )
     synchronize_checkpoint_boundary: bool = no_effect(
-        False,
-        Bool(),
-        "torch.profiler shows what a checkpointed block costs, without waiting for the device",
+        False, Bool(), "torch.profiler shows what a checkpointed block costs, without waiting for the device"
     )
     profile: bool = no_effect(
-        False,
-        Bool(),
-        "torch.profiler shows what a checkpointed block costs, without waiting for the device",
+        False, Bool(), "torch.profiler shows what a checkpointed block costs, without waiting for the device"
     )
 
 
@@ -255,9 +240,7 @@ class PipelineSection:
     """
 
     seed_layers: bool = no_effect(
-        False,
-        Bool(),
-        "it is an argument of PipelineModule; DeepSpeed ignores it here as well",
+        False, Bool(), "it is an argument of PipelineModule; DeepSpeed ignores it here as well"
     )
     activation_checkpoint_interval: int = supported(
         0,
@@ -266,14 +249,10 @@ class PipelineSection:
         "backward; 0 leaves it to the PipelineModule",
     )
     pipe_partitioned: bool = no_effect(
-        True,
-        Bool(),
-        "messages between stages are sent whole by every model-parallel rank",
+        True, Bool(), "messages between stages are sent whole by every model-parallel rank"
     )
     grad_partitioned: bool = no_effect(
-        True,
-        Bool(),
-        "messages between stages are sent whole by every model-parallel rank",
+        True, Bool(), "messages between stages are sent whole by every model-parallel rank"
     )
     use_reentrant: bool = no_effect(True, Bool(), "checkpointed layers never start a backward inside a backward")
     stages: ClassVar = mapped(
@@ -283,9 +262,7 @@ class PipelineSection:
         becomes="mesh.pipe",
     )
     partition: ClassVar = no_effect(
-        "best",
-        Text(),
-        "DeepSpeed ignores it as well; pipeline.partition_method does what it says",
+        "best", Text(), "DeepSpeed ignores it as well; pipeline.partition_method does what it says"
     )
     schedule: str = supported(
         "1f1b",
@@ -331,10 +308,7 @@ class TensorParallelSection:
         instead="Remove the section; mesh.model is for models that are parallel themselves.",
     )
     tp_size: ClassVar = refused(
-        1,
-        Int(1, unit="ranks"),
-        "automatic tensor parallelism does not exist here",
-        instead="Remove the section.",
+        1, Int(1, unit="ranks"), "automatic tensor parallelism does not exist here", instead="Remove the section."
     )
     dtype: ClassVar = no_effect(None, DType(), "tensor parallelism is off")
     tp_grain_size: ClassVar = no_effect(None, Int(1), "tensor parallelism is off")
@@ -368,14 +342,10 @@ class RunningKeys:
         "rank 0 prints bytes of parameters, gradients, optimizer state and the device, as often as the timers",
     )
     dump_state: bool = supported(
-        False,
-        Bool(),
-        "rank 0 prints the whole configuration and the table of parameter groups at start",
+        False, Bool(), "rank 0 prints the whole configuration and the table of parameter groups at start"
     )
     dataloader_drop_last: bool = supported(
-        False,
-        Bool(),
-        "the loader that initialize makes leaves out an incomplete last batch",
+        False, Bool(), "the loader that initialize makes leaves out an incomplete last batch"
     )
     disable_python_gc: bool = supported(
         False,
@@ -383,9 +353,7 @@ class RunningKeys:
         "Python's cycle collector is off until engine.destroy(); call gc.collect() where a pause does no harm",
     )
     log_level: str | None = supported(
-        None,
-        Text(),
-        "least level of the lines that the engine prints: debug, info, warning, error, critical",
+        None, Text(), "least level of the lines that the engine prints: debug, info, warning, error, critical"
     )
     comm_timeout_seconds: float = supported(
         300.0,
@@ -415,14 +383,12 @@ class RunningKeys:
         "one micro-batch of rank 0 in floating-point operations, parameters, milliseconds and MFU, per module",
     )
     comms_logger: CommsLoggerSection = section(
-        CommsLoggerSection,
-        "calls, elements and bytes of every collective; see engine.comms_summary()",
+        CommsLoggerSection, "calls, elements and bytes of every collective; see engine.comms_summary()"
     )
     timers: TimersSection = section(TimersSection, "timers")
     checkpoint: CheckpointSection = section(CheckpointSection, "how checkpoints are named and written")
     activation_checkpointing: ActivationCheckpointingSection = section(
-        ActivationCheckpointingSection,
-        "how activations are kept between forward and backward",
+        ActivationCheckpointingSection, "how activations are kept between forward and backward"
     )
     pipeline: PipelineSection = section(PipelineSection, "how a pipeline runs: a model that is a PipelineModule")
     sequence_parallel_size: int | None = refused(
@@ -433,15 +399,10 @@ class RunningKeys:
         instead="Remove the key.",
     )
     data_parallel_size: int | None = no_effect(
-        None,
-        Int(1, unit="ranks"),
-        "the data-parallel size follows from the ranks and the mesh",
+        None, Int(1, unit="ranks"), "the data-parallel size follows from the ranks and the mesh"
     )
     tensor_parallel: ClassVar = section(TensorParallelSection, "tensor parallelism")
     expert_parallel: ClassVar = refused(
-        None,
-        Opaque(),
-        "expert parallelism does not exist here",
-        instead="Remove the section.",
+        None, Opaque(), "expert parallelism does not exist here", instead="Remove the section."
     )
     compile: CompileSection = section(CompileSection, "torch.compile")

@@ -32,9 +32,7 @@ class OptimizerSection:
         required=True,
     )
     params: Mapping[str, Any] = supported(
-        {},
-        Opaque(),
-        "keyword arguments of the optimizer; see the parameters by name below",
+        {}, Opaque(), "keyword arguments of the optimizer; see the parameters by name below"
     )
     legacy_fusion: ClassVar = no_effect(False, Bool(), "there is one fused update", origin=Origin.LEGACY)
 
@@ -52,9 +50,7 @@ class SchedulerSection:
         required=True,
     )
     params: Mapping[str, Any] = supported(
-        {},
-        Opaque(),
-        "keyword arguments of the scheduler; see the parameters by name below",
+        {}, Opaque(), "keyword arguments of the scheduler; see the parameters by name below"
     )
 
 
@@ -85,10 +81,7 @@ class Bf16Section:
     enabled: bool = supported(False, Bool(), "switches bf16 on")
     immediate_grad_update: bool = not_yet(False, Bool(), "gradients are always accumulated when they arrive")
     check_grad_overflow: bool = supported(
-        True,
-        Bool(),
-        "a step with a non-finite gradient is skipped on all ranks",
-        was="false",
+        True, Bool(), "a step with a non-finite gradient is skipped on all ranks", was="false"
     )
     bf16_master_weights_and_grads: bool = refused(False, Bool(), _FP32_MASTERS, instead="Remove the key.")
     bf16_optimizer_states: bool = refused(False, Bool(), "optimizer states are fp32", instead="Remove the key.")
@@ -102,9 +95,7 @@ class TorchAutocastSection:
 
     enabled: bool = supported(False, Bool(), "engine(...) runs under torch.autocast; a loss outside of it does not")
     dtype: str | None = supported(
-        None,
-        DType(),
-        "null means bf16; with fp16 the loss is scaled as the keys of fp16 say",
+        None, DType(), "null means bf16; with fp16 the loss is scaled as the keys of fp16 say"
     )
     lower_precision_safe_modules: tuple[str, ...] | None = no_effect(
         None,
@@ -120,25 +111,14 @@ class DataTypesSection:
     """
 
     grad_accum_dtype: str | None = supported(
-        None,
-        DType(),
-        "dtype in which gradients are summed over micro-batches; null means fp32 where masters are fp32",
+        None, DType(), "dtype in which gradients are summed over micro-batches; null means fp32 where masters are fp32"
     )
     param_dtype: str | None = supported(
-        None,
-        DType(),
-        "checked: it must be the dtype of the precision mode (fp16, bf16 or fp32)",
+        None, DType(), "checked: it must be the dtype of the precision mode (fp16, bf16 or fp32)"
     )
-    buffer_dtype: str | None = supported(
-        None,
-        DType(),
-        "dtype of floating buffers; null means that of the parameters",
-    )
+    buffer_dtype: str | None = supported(None, DType(), "dtype of floating buffers; null means that of the parameters")
     keep_in_fp32_modules: tuple[str, ...] | None = refused(
-        None,
-        Names(also=("auto",)),
-        "all parameters of an engine have one dtype",
-        instead="Remove the key.",
+        None, Names(also=("auto",)), "all parameters of an engine have one dtype", instead="Remove the key."
     )
 
 
@@ -147,38 +127,18 @@ class AmpSection:
     """``amp``: apex mixed precision, read as torch_autocast or fp16."""
 
     enabled: ClassVar = mapped(False, Bool(), "see amp", becomes="fp16", origin=Origin.LEGACY)
-    opt_level: ClassVar = mapped(
-        "O1",
-        Text(("O0", "O1", "O2", "O3")),
-        "see amp",
-        becomes="fp16",
-        origin=Origin.LEGACY,
-    )
+    opt_level: ClassVar = mapped("O1", Text(("O0", "O1", "O2", "O3")), "see amp", becomes="fp16", origin=Origin.LEGACY)
     loss_scale: ClassVar = mapped(
-        None,
-        AnyOf((Text(("dynamic",)), Float(low=0))),
-        "see amp",
-        becomes="fp16.loss_scale",
-        origin=Origin.LEGACY,
+        None, AnyOf((Text(("dynamic",)), Float(low=0))), "see amp", becomes="fp16.loss_scale", origin=Origin.LEGACY
     )
     min_loss_scale: ClassVar = mapped(
-        None,
-        Float(above=0),
-        "see amp",
-        becomes="fp16.min_loss_scale",
-        origin=Origin.LEGACY,
+        None, Float(above=0), "see amp", becomes="fp16.min_loss_scale", origin=Origin.LEGACY
     )
     max_loss_scale: ClassVar = no_effect(
-        None,
-        Float(above=0),
-        "a dynamic scale has no upper limit",
-        origin=Origin.LEGACY,
+        None, Float(above=0), "a dynamic scale has no upper limit", origin=Origin.LEGACY
     )
     keep_batchnorm_fp32: ClassVar = no_effect(
-        None,
-        Opaque(),
-        "all parameters of an engine have one dtype",
-        origin=Origin.LEGACY,
+        None, Opaque(), "all parameters of an engine have one dtype", origin=Origin.LEGACY
     )
 
 
@@ -189,24 +149,16 @@ class TrainingKeys:
     """
 
     train_batch_size: int | None = supported(
-        None,
-        Int(1),
-        "samples of one optimizer step over all ranks: micro batch x accumulation x data-parallel ranks",
+        None, Int(1), "samples of one optimizer step over all ranks: micro batch x accumulation x data-parallel ranks"
     )
     train_micro_batch_size_per_gpu: int | None = supported(
-        None,
-        Int(1),
-        "samples of one forward pass on one rank, on any device",
+        None, Int(1), "samples of one forward pass on one rank, on any device"
     )
     gradient_accumulation_steps: int | None = supported(
-        None,
-        Int(1),
-        "forward and backward passes for one optimizer step",
+        None, Int(1), "forward and backward passes for one optimizer step"
     )
     optimizer: OptimizerSection | None = section(
-        OptimizerSection,
-        "a client optimizer passed to initialize wins over it",
-        optional=True,
+        OptimizerSection, "a client optimizer passed to initialize wins over it", optional=True
     )
     scheduler: SchedulerSection | None = section(
         SchedulerSection,
@@ -214,28 +166,20 @@ class TrainingKeys:
         optional=True,
     )
     gradient_clipping: float = supported(
-        1.0,
-        Float(low=0),
-        "largest global L2 norm of the gradient over all parameters; 0 switches it off",
-        was="0.0",
+        1.0, Float(low=0), "largest global L2 norm of the gradient over all parameters; 0 switches it off", was="0.0"
     )
     zero_allow_untested_optimizer: bool = no_effect(
-        False,
-        Bool(),
-        "every optimizer that works element by element is sharded; none is called untested",
+        False, Bool(), "every optimizer that works element by element is sharded; none is called untested"
     )
     zero_force_ds_cpu_optimizer: bool = no_effect(True, Bool(), "any elementwise optimizer can be offloaded")
     fp16: Fp16Section = section(Fp16Section, "half-precision parameters with loss scaling and fp32 master weights")
     bf16: Bf16Section = section(Bf16Section, "bfloat16 parameters with fp32 master weights", aliases=("bfloat16",))
     torch_autocast: TorchAutocastSection = section(
-        TorchAutocastSection,
-        "the forward under torch.autocast, over fp32 parameters",
+        TorchAutocastSection, "the forward under torch.autocast, over fp32 parameters"
     )
     data_types: DataTypesSection = section(DataTypesSection, "dtypes beside those of the precision mode")
     communication_data_type: str | None = supported(
-        None,
-        DType(),
-        "dtype of gradients on the wire; null means the dtype of the parameters",
+        None, DType(), "dtype of gradients on the wire; null means the dtype of the parameters"
     )
     prescale_gradients: bool = supported(False, Bool(), "gradients are divided before they are summed, not after")
     gradient_predivide_factor: float = supported(
@@ -257,22 +201,13 @@ class TrainingKeys:
         "communication overlap",
     )
     fp32_allreduce: ClassVar = mapped(
-        False,
-        Bool(),
-        "gradients on the wire in fp32",
-        becomes="communication_data_type",
-        origin=Origin.LEGACY,
+        False, Bool(), "gradients on the wire in fp32", becomes="communication_data_type", origin=Origin.LEGACY
     )
     sparse_gradients: ClassVar = no_effect(
-        False,
-        Bool(),
-        "gradients of embeddings are reduced dense",
-        origin=Origin.LEGACY,
+        False, Bool(), "gradients of embeddings are reduced dense", origin=Origin.LEGACY
     )
     seq_parallel_communication_data_type: str = no_effect(
-        "fp32",
-        DType(),
-        "sequence parallelism does not exist here yet",
+        "fp32", DType(), "sequence parallelism does not exist here yet"
     )
     amp: ClassVar = section(
         AmpSection,

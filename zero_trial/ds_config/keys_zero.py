@@ -40,9 +40,7 @@ class OffloadOptimizerSection:
     )
     nvme_path: str | None = supported(None, Text(), "the folder of the files, one for each rank")
     buffer_count: int = supported(
-        4,
-        Int(1),
-        "buffers through which offloaded state passes; 3 let reading, updating and writing overlap",
+        4, Int(1), "buffers through which offloaded state passes; 3 let reading, updating and writing overlap"
     )
     pin_memory: bool = supported(
         True,
@@ -60,9 +58,7 @@ class OffloadOptimizerSection:
     )
     super_offload: bool = no_effect(False, Bool(), "there is one way of offloading")
     cpuadam_cores_perc: float = no_effect(
-        0.8,
-        Float(high=1, above=0),
-        "it tunes super_offload; updates use the threads that torch has",
+        0.8, Float(high=1, above=0), "it tunes super_offload; updates use the threads that torch has"
     )
     pipeline: ClassVar = no_effect(False, Bool(), "DeepSpeed derives it from pipeline_read and pipeline_write")
 
@@ -98,16 +94,12 @@ class ZeroSection:
     """``zero_optimization``: the ZeRO stage and its sizes."""
 
     stage: int = supported(
-        0,
-        Int(0, 3),
-        "0 shards nothing, 1 the optimizer state, 2 also the gradients, 3 also the parameters",
+        0, Int(0, 3), "0 shards nothing, 1 the optimizer state, 2 also the gradients, 3 also the parameters"
     )
     contiguous_gradients: bool = no_effect(True, Bool(), "gradients always land in flat buffers")
     reduce_scatter: bool = no_effect(True, Bool(), "gradients are always reduce-scattered, never all-reduced and cut")
     reduce_bucket_size: int = supported(
-        500_000_000,
-        Int(1, unit="elements"),
-        "an upper limit; the buffer is never larger than the model needs",
+        500_000_000, Int(1, unit="elements"), "an upper limit; the buffer is never larger than the model needs"
     )
     allgather_bucket_size: int = not_yet(
         500_000_000,
@@ -117,25 +109,16 @@ class ZeroSection:
     )
     use_multi_rank_bucket_allreduce: ClassVar = no_effect(True, Bool(), "there is no all-reduce to bucket")
     allgather_partitions: ClassVar = no_effect(
-        True,
-        Bool(),
-        "parameters are always all-gathered; DeepSpeed ignores it as well",
+        True, Bool(), "parameters are always all-gathered; DeepSpeed ignores it as well"
     )
     overlap_comm: bool | None = supported(
-        None,
-        Bool(),
-        "communication runs beside computation; null means true at ZeRO stage 3, as in DeepSpeed",
+        None, Bool(), "communication runs beside computation; null means true at ZeRO stage 3, as in DeepSpeed"
     )
     compute_grad_norm: bool = not_yet(
-        True,
-        Bool(),
-        "the norm is always computed: it costs one pass that the overflow check needs anyway",
+        True, Bool(), "the norm is always computed: it costs one pass that the overflow check needs anyway"
     )
     load_from_fp32_weights: bool = refused(
-        True,
-        Bool(),
-        "loading takes the fp32 master weights of the checkpoint",
-        instead="Remove the key.",
+        True, Bool(), "loading takes the fp32 master weights of the checkpoint", instead="Remove the key."
     )
     elastic_checkpoint: ClassVar = no_effect(False, Bool(), "checkpoints do not depend on the number of ranks")
     prefetch_bucket_size: int = supported(
@@ -190,16 +173,10 @@ class ZeroSection:
         aliases=("stage3_module_granularity_threshold",),
     )
     use_all_reduce_for_fetch_params: ClassVar = no_effect(
-        False,
-        Bool(),
-        "parameters are fetched by all-gather",
-        aliases=("stage3_use_all_reduce_for_fetch_params",),
+        False, Bool(), "parameters are fetched by all-gather", aliases=("stage3_use_all_reduce_for_fetch_params",)
     )
     allgather_sequential: ClassVar = no_effect(
-        False,
-        Bool(),
-        "one all-gather per parameter group",
-        aliases=("stage3_allgather_sequential",),
+        False, Bool(), "one all-gather per parameter group", aliases=("stage3_allgather_sequential",)
     )
     ignore_unused_parameters: bool = supported(
         True,
@@ -256,10 +233,7 @@ class ZeroSection:
         origin=Origin.LEGACY,
     )
     mics_hierarchical_params_gather: bool = no_effect(
-        False,
-        Bool(),
-        "parameters are gathered over the shard axis in one step",
-        origin=Origin.LEGACY,
+        False, Bool(), "parameters are gathered over the shard axis in one step", origin=Origin.LEGACY
     )
     zero_hpz_partition_size: int = not_yet(
         1,
@@ -270,20 +244,13 @@ class ZeroSection:
     zero_quantized_nontrainable_weights: bool = refused(False, Bool(), _QUANTIZED, instead="Remove the key.")
     zero_quantized_gradients: bool = refused(False, Bool(), _QUANTIZED, instead="Remove the key.")
     zeropp_loco_param: ClassVar = no_effect(
-        None,
-        Opaque(),
-        "it corrects quantised gradients, which are refused",
-        origin=Origin.LEGACY,
+        None, Opaque(), "it corrects quantised gradients, which are refused", origin=Origin.LEGACY
     )
     offload_optimizer: OffloadOptimizerSection | None = section(
-        OffloadOptimizerSection,
-        "where optimizer state lives between steps",
-        optional=True,
+        OffloadOptimizerSection, "where optimizer state lives between steps", optional=True
     )
     offload_param: OffloadParamSection | None = section(
-        OffloadParamSection,
-        "where parameter shards live between uses",
-        optional=True,
+        OffloadParamSection, "where parameter shards live between uses", optional=True
     )
     sub_group_size: int = supported(
         1_000_000_000,
@@ -292,37 +259,19 @@ class ZeroSection:
         "buffers would hold more than a quarter of it",
     )
     cpu_offload: ClassVar = mapped(
-        False,
-        Bool(),
-        "the old spelling",
-        becomes="zero_optimization.offload_optimizer",
-        origin=Origin.LEGACY,
+        False, Bool(), "the old spelling", becomes="zero_optimization.offload_optimizer", origin=Origin.LEGACY
     )
     cpu_offload_param: ClassVar = mapped(
-        False,
-        Bool(),
-        "the old spelling",
-        becomes="zero_optimization.offload_param",
-        origin=Origin.LEGACY,
+        False, Bool(), "the old spelling", becomes="zero_optimization.offload_param", origin=Origin.LEGACY
     )
     cpu_offload_params: ClassVar = mapped(
-        False,
-        Bool(),
-        "the old spelling",
-        becomes="zero_optimization.offload_param",
-        origin=Origin.LEGACY,
+        False, Bool(), "the old spelling", becomes="zero_optimization.offload_param", origin=Origin.LEGACY
     )
     cpu_offload_use_pin_memory: ClassVar = no_effect(
-        False,
-        Bool(),
-        "pin_memory stands in the offload sections",
-        origin=Origin.LEGACY,
+        False, Bool(), "pin_memory stands in the offload sections", origin=Origin.LEGACY
     )
     zenflow: ClassVar = refused(
-        None,
-        Opaque(),
-        "ZenFlow updates with stale gradients; it does not exist here",
-        instead="Remove the section.",
+        None, Opaque(), "ZenFlow updates with stale gradients; it does not exist here", instead="Remove the section."
     )
 
 
@@ -339,10 +288,7 @@ class MeshSection:
         origin=Origin.OURS,
     )
     replica: int | None = supported(
-        None,
-        Int(1, unit="ranks"),
-        "copies of the sharded state; null is derived",
-        origin=Origin.OURS,
+        None, Int(1, unit="ranks"), "copies of the sharded state; null is derived", origin=Origin.OURS
     )
     pipe: int = supported(
         1,
@@ -351,10 +297,7 @@ class MeshSection:
         origin=Origin.OURS,
     )
     model: int = supported(
-        1,
-        Int(1, unit="ranks"),
-        "ranks of a model-parallel group, which see the same data",
-        origin=Origin.OURS,
+        1, Int(1, unit="ranks"), "ranks of a model-parallel group, which see the same data", origin=Origin.OURS
     )
 
 
@@ -365,10 +308,7 @@ class AioSection:
     block_size: int = supported(1_048_576, Int(1, unit="bytes"), "bytes of one request; rounded up to blocks of 4096")
     queue_depth: int = supported(8, Int(1, 1024), "requests of a rank under way at once, each in a thread of its own")
     intra_op_parallelism: ClassVar = no_effect(
-        1,
-        Int(1),
-        "queue_depth says how many threads there are",
-        aliases=("thread_count",),
+        1, Int(1), "queue_depth says how many threads there are", aliases=("thread_count",)
     )
     single_submit: ClassVar = no_effect(False, Bool(), "every request is a call of its own")
     overlap_events: ClassVar = no_effect(True, Bool(), "requests are always under way while others are made")
@@ -380,9 +320,7 @@ class ZeroKeys:
     """What is sharded, in which sizes, over which axes, and what is offloaded."""
 
     zero_optimization: ZeroSection = section(
-        ZeroSection,
-        "what is sharded over the data-parallel ranks; a bare true means stage 1",
-        switch="stage",
+        ZeroSection, "what is sharded over the data-parallel ranks; a bare true means stage 1", switch="stage"
     )
     mesh: MeshSection = section(MeshSection, "the sizes of the axes that the ranks live on", origin=Origin.OURS)
     aio: AioSection = section(AioSection, "it tunes reads and writes of NVMe offload")

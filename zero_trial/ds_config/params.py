@@ -63,14 +63,11 @@ _LAMB = {
     "eps_inside_sqrt": Param(Bool(), False, only="eps is added outside the square root"),
     "amsgrad": Param(Bool(), False, only="LAMB has no AMSGrad form"),
 }
-_COMPRESSION = {
-    name: Param(Opaque())
-    for name in (
-        *("freeze_step", "cuda_aware", "comm_backend_name", "coeff_beta", "factor_max", "factor_min"),
-        *("factor_threshold", "var_freeze_step", "var_update_scaler", "local_step_scaler", "local_step_clipper"),
-        "pipeline_enable",
-    )
-}
+_COMPRESSION = dict.fromkeys((
+    "freeze_step", "cuda_aware", "comm_backend_name", "coeff_beta", "factor_max", "factor_min",
+    "factor_threshold", "var_freeze_step", "var_update_scaler", "local_step_scaler",
+    "local_step_clipper", "pipeline_enable",
+), Param(Opaque()))  # fmt: skip
 _ADAGRAD = {
     "lr": Param(Float(low=0), 0.01),
     "lr_decay": Param(Float(low=0), 0.0),
@@ -129,9 +126,9 @@ REFUSED_OPTIMIZERS = {
     "SparseAdam": "it works on sparse gradients, and gradients here are dense",
 }
 TORCH_OPTIMIZERS = (
-    *("ASGD", "Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "LBFGS", "Muon", "NAdam", "RAdam"),
-    *("RMSprop", "Rprop", "SGD", "SparseAdam"),
-)
+    "ASGD", "Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "LBFGS", "Muon", "NAdam",
+    "RAdam", "RMSprop", "Rprop", "SGD", "SparseAdam",
+)  # fmt: skip
 
 _RATE = AnyOf((Float(low=0), Numbers(low=0.0, below=float("inf"))))
 _LAST = Param(Int(-1), -1)
@@ -189,14 +186,7 @@ SCHEDULERS = _by_lower_name(
     ),
 )
 TORCH_SCHEDULERS = (
-    *(
-        "ChainedScheduler",
-        "ConstantLR",
-        "CosineAnnealingLR",
-        "CosineAnnealingWarmRestarts",
-        "CyclicLR",
-        "ExponentialLR",
-    ),
-    *("LambdaLR", "LinearLR", "MultiStepLR", "MultiplicativeLR", "OneCycleLR", "PolynomialLR", "ReduceLROnPlateau"),
-    *("SequentialLR", "StepLR"),
-)
+    "ChainedScheduler", "ConstantLR", "CosineAnnealingLR", "CosineAnnealingWarmRestarts", "CyclicLR",
+    "ExponentialLR", "LambdaLR", "LinearLR", "MultiStepLR", "MultiplicativeLR", "OneCycleLR",
+    "PolynomialLR", "ReduceLROnPlateau", "SequentialLR", "StepLR",
+)  # fmt: skip

@@ -19,13 +19,14 @@ from zero_trial.ds_config.params import (
     TORCH_OPTIMIZERS,
     TORCH_SCHEDULERS,
     KnownParams,
+    Param,
 )
 from zero_trial.ds_config.rules import cross_faults
 from zero_trial.ds_config.table import FIELDS, TABLE, DsConfig
 from zero_trial.errors import ConfigError, InvalidHP
 from zero_trial.schema.document import DEFAULT, Document, Provenance, ValueSource, shown
 from zero_trial.schema.source import Source, open_source
-from zero_trial.schema.types import Float, ValidationError, as_number
+from zero_trial.schema.types import Float, Type, ValidationError, as_number
 
 _PARAMS = ("optimizer", "scheduler")
 _NUMBERS = {"lr": Float(low=0), "weight_decay": Float(low=0), "momentum": Float(low=0)}
@@ -69,50 +70,42 @@ def read_params(section: str, name: str, given: Mapping[str, Any], document: Doc
         elif named is None:
             _as_given(str(key), value, where, found)
         elif key in named.params:
-            _checked(str(key), value, where, named, found)
+            _checked(str(key), value, where, named.params[key], found)
         else:
             found.faults.append(_unknown(str(key), where, named))
-    for key in named.params if named else ():
-        if named is not None and named.params[key].required and given.get(key) is None:
+    for key, param in named.params.items() if named else ():
+        if param.required and given.get(key) is None:
             where = document.at((section,)).where(f"{section}.params.{key}")
-            found.faults.append(
-                ConfigError(
-                    f"{named.name} needs it", where=where, expected=named.params[key].type.describe(), fix="Add it."
-                )
-            )
+            what = f"missing: {found.name} requires it"
+            found.faults.append(ConfigError(what, where=where, expected=param.type.describe(), fix="Add it."))
     return found
 
 
-def _checked(key: str, value: Any, where: str, named: KnownParams, found: Params) -> None:
+def _take(key: str, kind: Type, value: Any, where: str, found: Params) -> None:
+    """Put the argument's inside form into ``found``, or its fault."""
     try:
-        reading = named.params[key].type.read(value)
+        reading = kind.read(value)
     except ValidationError as problem:
-        found.faults.append(
-            ConfigError("wrong value", where=where, got=shown(value), expected=problem.expected, fix=problem.fix)
-        )
-        return
-    param = named.params[key]
-    if param.only and reading.value != param.default:
-        found.faults.append(
-            ConfigError(param.only, where=where, got=shown(value), expected=shown(param.default), fix="Leave it out.")
-        )
+        found.faults.append(problem.fault(where, value))
         return
     found.values[key] = reading.value
     found.warnings += [f"{where}: {reading.warning}"] if reading.warning else []
 
 
+def _checked(key: str, value: Any, where: str, param: Param, found: Params) -> None:
+    _take(key, param.type, value, where, found)
+    if param.only and found.values.get(key, param.default) != param.default:
+        del found.values[key]
+        fault = ConfigError(
+            param.only, where=where, got=shown(value), expected=shown(param.default), fix="Leave it out."
+        )
+        found.faults.append(fault)
+
+
 def _as_given(key: str, value: Any, where: str, found: Params) -> None:
     """Keep an argument of one of torch's classes; only numbers are checked."""
     if key in _NUMBERS:
-        try:
-            reading = _NUMBERS[key].read(value)
-        except ValidationError as problem:
-            found.faults.append(
-                ConfigError("wrong value", where=where, got=shown(value), expected=problem.expected, fix=problem.fix)
-            )
-            return
-        found.values[key] = reading.value
-        found.warnings += [f"{where}: {reading.warning}"] if reading.warning else []
+        _take(key, _NUMBERS[key], value, where, found)
         return
     try:
         number, warning = as_number(value, "a number") if isinstance(value, str) else (value, None)
@@ -135,7 +128,9 @@ def _check_name(section: str, name: str, document: Document, found: Params) -> N
     where = document.at((section, "type")).where(f"{section}.type")
     refused = {known.lower(): why for known, why in REFUSED_OPTIMIZERS.items()} if section == "optimizer" else {}
     if name.lower() in refused:
-        found.faults.append(ConfigError(f"it cannot be used: {refused[name.lower()]}", where=where, got=shown(name)))
+        found.faults.append(
+            ConfigError(f"{name} is not supported: {refused[name.lower()]}", where=where, got=shown(name))
+        )
         return
     if section == "optimizer":
         exact = {*TORCH_OPTIMIZERS, *(named.name for named in OPTIMIZERS.values())}
@@ -217,9 +212,7 @@ def _read_values(document: Document, skip: set[str | None]) -> tuple[dict[str, A
         try:
             reading = row.type.read(value)
         except ValidationError as problem:
-            faults.append(
-                ConfigError("wrong value", where=where, got=shown(value), expected=problem.expected, fix=problem.fix)
-            )
+            faults.append(problem.fault(where, value))
             continue
         if row.support is Support.REFUSED and row.asks(reading.value):
             faults.append(ConfigError(row.meaning, where=where, got=shown(value), fix=row.instead))
@@ -237,7 +230,7 @@ def _require_type(section: str, values: dict[str, Any], document: Document, faul
     if f"{section}.type" not in values and document.get((section, "type")) is None:
         where = document.at((section,)).where(section)
         fix = 'Add "type": "AdamW".' if section == "optimizer" else 'Add "type": "WarmupLR".'
-        faults.append(ConfigError("it has no type", where=where, expected=f"{section}.type", fix=fix))
+        faults.append(ConfigError(f"the {section} has no type", where=where, expected=f"{section}.type", fix=fix))
 
 
 def _params_of(

@@ -37,6 +37,7 @@ from zero_trial.schema.types import (
     MISSING,
     RULE,
     TYPE,
+    AnyOf,
     Bool,
     Field,
     Fields,
@@ -44,7 +45,6 @@ from zero_trial.schema.types import (
     Issue,
     ListOf,
     MapOf,
-    OneOf,
     Path,
     Tagged,
     exact_int,
@@ -56,7 +56,7 @@ ROOT = "<config>"
 
 _NO_ENTRYPOINT = "managed experiments require entrypoint"
 
-_COMMAND = OneOf((exact_text(), ListOf(exact_text())), "is neither a string nor a list of strings")
+_COMMAND = AnyOf((exact_text(), ListOf(exact_text())), "is neither a string nor a list of strings")
 
 _NEVER = {"batches": 0}
 

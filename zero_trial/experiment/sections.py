@@ -13,6 +13,7 @@ from typing import Any
 from zero_trial.schema.document import shown
 from zero_trial.schema.types import (
     RULE,
+    AnyOf,
     Bool,
     Field,
     Fields,
@@ -21,7 +22,6 @@ from zero_trial.schema.types import (
     Issue,
     ListOf,
     MapOf,
-    OneOf,
     Path,
     Tagged,
     Type,
@@ -87,11 +87,11 @@ def _length(low: int) -> tuple[Fields, ...]:
     return tuple(Fields({unit: Field(exact_int(low), required=True)}) for unit in ("batches", "records", "epochs"))
 
 
-PERIOD = OneOf(_length(0), _WORDS)
+PERIOD = AnyOf(_length(0), _WORDS)
 
-SEARCHER_LENGTH = OneOf((*_length(1), exact_int(1)), f"{_WORDS}, with a positive integer")
+SEARCHER_LENGTH = AnyOf((*_length(1), exact_int(1)), f"{_WORDS}, with a positive integer")
 
-TIMED_LENGTH = OneOf(_length(1), f"{_WORDS}, with a positive integer")
+TIMED_LENGTH = AnyOf(_length(1), f"{_WORDS}, with a positive integer")
 
 
 # ``searcher``: the four searches that a new experiment may ask for, and what to write instead of

@@ -18,9 +18,7 @@ from zero_trial.importing.torch_file import FileTensor, as_shape
 
 _MODEL = re.compile(r"(?:zero_pp_rank_(?P<rank>\d+)_)?mp_rank_(?P<part>\d+)_model_states\.pt")
 
-
 _OPTIMIZER = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(?P<rank>\d+)_mp_rank_(?P<part>\d+)_optim_states\.pt")
-
 
 _OTHER = {
     "a pipeline's layers": re.compile(r"layer_\d+-model_(?:\d+-)?(?:\d+_)*model_states\.pt|layer_\d+-model_states\.pt"),

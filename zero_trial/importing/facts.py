@@ -11,76 +11,30 @@ import torch
 
 from zero_trial.importing.torch_file import FileTensor, UnknownObject, as_dict, as_integers, as_list
 
-OWN_KEYS = frozenset(
-    [
-        "module",
-        "buffer_names",
-        "optimizer",
-        "param_shapes",
-        "frozen_param_shapes",
-        "shared_params",
-        "frozen_param_fragments",
-        "lr_scheduler",
-        "data_sampler",
-        "random_ltd",
-        "sparse_tensor_module_names",
-        "csr_tensor_module_names",
-        "skipped_steps",
-        "global_steps",
-        "global_samples",
-        "dp_world_size",
-        "mp_world_size",
-        "ds_config",
-        "ds_version",
-        "checkpoint_parallel_dimensions",
-        "num_experts",
-        "universal_checkpoint_info",
-        "autoep_layers",
-        "ds_autoep_layers",
-        "folding",
-    ]
-)
+OWN_KEYS = frozenset((
+    "module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "shared_params",
+    "frozen_param_fragments", "lr_scheduler", "data_sampler", "random_ltd",
+    "sparse_tensor_module_names", "csr_tensor_module_names", "skipped_steps", "global_steps",
+    "global_samples", "dp_world_size", "mp_world_size", "ds_config", "ds_version",
+    "checkpoint_parallel_dimensions", "num_experts", "universal_checkpoint_info", "autoep_layers",
+    "ds_autoep_layers", "folding",
+))  # fmt: skip
 """What DeepSpeed puts into a file of model states; the rest is the client's."""
 
 MOST_VALUES = 100_000
 DEEPEST = 100
 
-_SAME_STATE = frozenset(
-    [
-        "params",
-        "lr",
-        "weight_decay",
-        "maximize",
-        "foreach",
-        "capturable",
-        "differentiable",
-        "fused",
-        "amsgrad",
-        "decoupled_weight_decay",
-        "bias_correction",
-        "initial_lr",
-        "step",
-        "name",
-    ]
-)
+_SAME_STATE = frozenset((
+    "params", "lr", "weight_decay", "maximize", "foreach", "capturable", "differentiable", "fused",
+    "amsgrad", "decoupled_weight_decay", "bias_correction", "initial_lr", "step", "name",
+))  # fmt: skip
 """Keys of a group that say nothing of which state the optimizer has; an engine compares the others
 with its own optimizer's."""
 
-
 _NUMPY = {
-    "f8": "d",
-    "f4": "f",
-    "f2": "e",
-    "i8": "q",
-    "i4": "i",
-    "i2": "h",
-    "i1": "b",
-    "u8": "Q",
-    "u4": "I",
-    "u2": "H",
-    "u1": "B",
-    "b1": "?",
-}
+    "f8": "d", "f4": "f", "f2": "e", "i8": "q", "i4": "i", "i2": "h", "i1": "b", "u8": "Q",
+    "u4": "I", "u2": "H", "u1": "B", "b1": "?",
+}  # fmt: skip
 
 
 class NotPlain(Exception):

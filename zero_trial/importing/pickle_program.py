@@ -22,37 +22,11 @@ time, however often its parts repeat."""
 MOST_OPERATIONS = 20_000_000
 """About 200 000 tensors; more is no checkpoint that one file would hold."""
 
-FORBIDDEN_MODULES = frozenset(
-    [
-        "os",
-        "posix",
-        "nt",
-        "subprocess",
-        "pty",
-        "runpy",
-        "importlib",
-        "imp",
-        "ctypes",
-        "socket",
-        "shutil",
-        "sys",
-        "code",
-        "codeop",
-        "commands",
-        "marshal",
-        "pickle",
-        "_pickle",
-        "multiprocessing",
-        "asyncio",
-        "signal",
-        "webbrowser",
-        "timeit",
-        "pdb",
-        "bdb",
-        "cProfile",
-        "pip",
-    ]
-)
+FORBIDDEN_MODULES = frozenset((
+    "os", "posix", "nt", "subprocess", "pty", "runpy", "importlib", "imp", "ctypes", "socket",
+    "shutil", "sys", "code", "codeop", "commands", "marshal", "pickle", "_pickle",
+    "multiprocessing", "asyncio", "signal", "webbrowser", "timeit", "pdb", "bdb", "cProfile", "pip",
+))  # fmt: skip
 FORBIDDEN_NAMES = frozenset(
     f"{home}.{name}"
     for home in ("builtins", "__builtin__")
@@ -239,27 +213,11 @@ def _global(machine: _Machine, argument: Any) -> None:
 
 Act = Callable[[_Machine, Any], None]
 
-_VALUES = [
-    "INT",
-    "BININT",
-    "BININT1",
-    "BININT2",
-    "LONG",
-    "LONG1",
-    "LONG4",
-    "FLOAT",
-    "BINFLOAT",
-    "STRING",
-    "BINSTRING",
-    "SHORT_BINSTRING",
-    "UNICODE",
-    "SHORT_BINUNICODE",
-    "BINUNICODE",
-    "BINUNICODE8",
-    "BINBYTES",
-    "SHORT_BINBYTES",
-    "BINBYTES8",
-]
+_VALUES = (
+    "INT", "BININT", "BININT1", "BININT2", "LONG", "LONG1", "LONG4", "FLOAT", "BINFLOAT", "STRING",
+    "BINSTRING", "SHORT_BINSTRING", "UNICODE", "SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8",
+    "BINBYTES", "SHORT_BINBYTES", "BINBYTES8",
+)  # fmt: skip
 
 _ACTIONS: Mapping[str, Act] = {
     **dict.fromkeys(_VALUES, lambda machine, argument: machine.push(argument)),

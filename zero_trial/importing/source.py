@@ -48,10 +48,8 @@ def read_source(source: Path, tag: str | None, options: ImportOptions) -> Import
 NAMES = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
 """What is looked for in a folder, the first that is there."""
 
-
 WRAPPERS = ("state_dict", "model", "module", "model_state_dict")
 """Entries below which a training script puts the weights."""
-
 
 BUFFERS = ("*running_mean", "*running_var", "*num_batches_tracked")
 """Names of buffers in floating point; whole numbers and truth values are buffers whatever their

@@ -141,9 +141,7 @@ MOST_COPIED = 1 << 30
 """Bytes of what a file names at many places and has only once, and which is made anew at each: far
 more than any checkpoint has."""
 
-
 ENTRY = 100  # bytes of a dict or a set
-
 
 MOST_DIMENSIONS = 64
 
@@ -366,9 +364,7 @@ _RULES: Mapping[str, Callable[[Resolver, PickledCall], Any]] = {
     "__builtin__.set": _a_set,
 }
 
-
 LARGEST_PROGRAM = 1 << 30
-
 
 OLD_MAGIC = 0x1950A86A20F9469CFC6C
 

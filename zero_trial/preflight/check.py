@@ -28,6 +28,7 @@ class CheckRequest:
     """What to check.
 
     Args:
+        path: the experiment's file.
         points: points of a search to look at, at most.
         build: whether the model definition is imported and built.
         dry_run: whether one batch is evaluated.
@@ -45,7 +46,7 @@ class CheckRequest:
 class CheckReport:
     """All issues, and in ``looked`` a few words on each area, in the order of the check."""
 
-    findings: list[CheckIssue] = field(default_factory=list)
+    issues: list[CheckIssue] = field(default_factory=list)
     looked: dict[Area, str] = field(default_factory=dict)
     experiment: ExperimentConfig | None = None
     space: Space | None = None
@@ -54,14 +55,14 @@ class CheckReport:
 
     @property
     def faults(self) -> list[CheckIssue]:
-        return _faults(self.findings)
+        return _faults(self.issues)
 
     @property
     def exit_code(self) -> int:
         """Return 2 where the configuration is wrong, 1 where only the trial's code is, 0 without
         faults.
         """
-        return max((finding.error.exit_code for finding in self.faults), default=0)
+        return max((issue.error.exit_code for issue in self.faults), default=0)
 
 
 def check_experiment(request: CheckRequest, env: Mapping[str, str]) -> CheckReport:
@@ -75,7 +76,7 @@ def check_experiment(request: CheckRequest, env: Mapping[str, str]) -> CheckRepo
     check = _ExperimentCheck(request)
     check.run(env)
     seconds = time.perf_counter() - started
-    return CheckReport(check.findings, check.looked, check.experiment, check.space, check.configs, seconds)
+    return CheckReport(check.issues, check.looked, check.experiment, check.space, check.configs, seconds)
 
 
 class _ExperimentCheck:
@@ -83,7 +84,7 @@ class _ExperimentCheck:
 
     def __init__(self, request: CheckRequest) -> None:
         self.request = request
-        self.findings: list[CheckIssue] = []
+        self.issues: list[CheckIssue] = []
         self.looked: dict[Area, str] = {}
         self.experiment: ExperimentConfig | None = None
         self.space: Space | None = None
@@ -94,15 +95,15 @@ class _ExperimentCheck:
         try:
             examined = examine_experiment(self.request.experiment_path)
         except ConfigError as error:
-            self.findings += issues_of(Area.EXPERIMENT, error)
+            self.issues += issues_of(Area.EXPERIMENT, error)
             return
         experiment = self.experiment = examined.config
         self.looked[Area.EXPERIMENT] = self.request.experiment_path.name
-        self.findings += [finding for fault in examined.faults for finding in issues_of(Area.EXPERIMENT, fault)]
-        self.findings += [note(Area.EXPERIMENT, Severity.WARNING, text) for text in experiment.warnings]
-        self.findings += check_searcher(experiment)
-        self.findings += [note(Area.EXPERIMENT, Severity.WARNING, text) for text in examined.cluster_warnings]
-        self.findings += [
+        self.issues += [issue for fault in examined.faults for issue in issues_of(Area.EXPERIMENT, fault)]
+        self.issues += [note(Area.EXPERIMENT, Severity.WARNING, text) for text in experiment.warnings]
+        self.issues += check_searcher(experiment)
+        self.issues += [note(Area.EXPERIMENT, Severity.WARNING, text) for text in examined.cluster_warnings]
+        self.issues += [
             note(Area.EXPERIMENT, Severity.FAULT, f"a master refuses this: {fault.what}", where=fault.where)
             for fault in examined.cluster_faults
         ]
@@ -120,25 +121,25 @@ class _ExperimentCheck:
         self.looked[Area.SLOTS] = (
             f"{slots} slots on {devices.gpus or devices.cores} {'GPUs' if devices.gpus else 'cores'}"
         )
-        self.findings += check_machine(slots, where, devices, first.config if first is not None else None)
+        self.issues += check_machine(slots, where, devices, first.config if first is not None else None)
         if model_dir is None:
             return
         context = measure(model_dir)
         self.looked[Area.CONTEXT] = f"folder {format_bytes(context.size)}"
-        self.findings += check_context(context, for_cluster="determined.launch" in experiment.entrypoint)
+        self.issues += check_context(context, for_cluster="determined.launch" in experiment.entrypoint)
         parameters: int | None = None
         if self.request.build and entrypoint is not None and slots > 0:
             point = first.point if first is not None else self._only_point(experiment)
             if point is not None:
                 parameters = self._dry_run(experiment, entrypoint, point, model_dir, slots)
         if first is not None:
-            self.findings += check_nvme(first.config, max(slots, 1), parameters, base=model_dir)
+            self.issues += check_nvme(first.config, max(slots, 1), parameters, base=model_dir)
 
     def _model_dir(self, experiment: ExperimentConfig) -> Path | None:
         try:
             return model_folder(experiment, self.request.model_dir)
         except ConfigError as error:
-            self.findings += issues_of(Area.ENTRYPOINT, error)
+            self.issues += issues_of(Area.ENTRYPOINT, error)
             return None
 
     def _entrypoint(self, experiment: ExperimentConfig, model_dir: Path) -> Entrypoint | None:
@@ -150,14 +151,14 @@ class _ExperimentCheck:
             entrypoint = parse_entrypoint(experiment.entrypoint, where)
             check_entrypoint(entrypoint, model_dir, where)
         except ConfigError as error:
-            self.findings += issues_of(Area.ENTRYPOINT, error)
+            self.issues += issues_of(Area.ENTRYPOINT, error)
             return None
         self.looked[Area.ENTRYPOINT] = str(entrypoint)
         return entrypoint
 
     def _configs(self, experiment: ExperimentConfig, model_dir: Path, slots: int) -> Resolved | None:
         """Resolve the ds_config of every point and return the first that can be trained."""
-        if any(finding.area is Area.EXPERIMENT and _breaks_space(finding) for finding in _faults(self.findings)):
+        if any(issue.area is Area.EXPERIMENT and _breaks_space(issue) for issue in _faults(self.issues)):
             return None
         searcher, seed = experiment.searcher.name, experiment.experiment_seed or 0
         space = self.space = explore(experiment.hyperparameters, searcher, max(self.request.points, 1), seed)
@@ -165,7 +166,7 @@ class _ExperimentCheck:
             self.looked[Area.DS_CONFIG] = "ds_config is the trial's own"
             return None
         checks = self.configs = check_ds_configs(experiment, model_dir, max(slots, 1), space)
-        self.findings += checks.findings
+        self.issues += checks.issues
         if len(space.points) > 1:
             total = space.total if space.total is not None else "a space without end"
             some = "" if space.complete else f" of {total}"
@@ -180,12 +181,7 @@ class _ExperimentCheck:
         return self.space.points[0] if self.space is not None and not experiment.names_ds_config() else None
 
     def _dry_run(
-        self,
-        experiment: ExperimentConfig,
-        entrypoint: Entrypoint,
-        point: Point,
-        model_dir: Path,
-        slots: int,
+        self, experiment: ExperimentConfig, entrypoint: Entrypoint, point: Point, model_dir: Path, slots: int
     ) -> int | None:
         """Build the trial and return the number of its engines' parameters; None if it was not
         built."""
@@ -197,7 +193,7 @@ class _ExperimentCheck:
             experiment, entrypoint, point.hyperparameters, model_dir, slots, seed, self.request.dry_run
         )
         found = dry_run_trial(scene)
-        self.findings += found.findings
+        self.issues += found.issues
         if found.parameters:
             self.looked[Area.TRIAL] = f"{found.parameters:,} parameters".replace(",", " ")
         if found.epoch_steps is not None:
@@ -208,13 +204,13 @@ class _ExperimentCheck:
         return found.parameters
 
 
-def _faults(findings: list[CheckIssue]) -> list[CheckIssue]:
-    return [finding for finding in findings if finding.severity is Severity.FAULT]
+def _faults(issues: list[CheckIssue]) -> list[CheckIssue]:
+    return [issue for issue in issues if issue.severity is Severity.FAULT]
 
 
-def _breaks_space(finding: CheckIssue) -> bool:
+def _breaks_space(issue: CheckIssue) -> bool:
     """Return whether the issue is about a range, which cannot be sampled then."""
-    return "hyperparameters" in (finding.error.where or "") and 'nested key "type"' not in finding.error.what
+    return "hyperparameters" in (issue.error.where or "") and 'nested key "type"' not in issue.error.what
 
 
 def _filled(checks: ConfigChecks) -> str:
@@ -257,16 +253,16 @@ def render_check(report: CheckReport) -> list[str]:
     """Return a line on what was checked, then one block per issue, faults first, each with its
     severity in front.
     """
-    bad = {finding.area for finding in report.faults}
+    bad = {issue.area for issue in report.faults}
     answer = dict.fromkeys((Area.EXPERIMENT, Area.ENTRYPOINT, Area.DS_CONFIG), " ok") | dict.fromkeys(bad, " wrong")
     done = [f"{says}{answer.get(area, '')}" for area, says in report.looked.items() if area is not Area.SPACE]
     lines = [f"check   {' · '.join(done) or 'nothing could be read'}  {report.seconds:.1f} s"]
     if Area.SPACE in report.looked:
         lines.append(f"search  {report.looked[Area.SPACE]}")
     for severity in Severity:
-        for finding in report.findings:
-            if finding.severity is severity:
-                first, *rest = finding.text.splitlines()
+        for issue in report.issues:
+            if issue.severity is severity:
+                first, *rest = issue.text.splitlines()
                 lines += [f"{severity.value:<8}{first}", *(f"        {line}" for line in rest)]
     return lines
 
@@ -280,7 +276,7 @@ def check_as_json(report: CheckReport) -> dict[str, Any]:
         "exit_code": report.exit_code,
         "seconds": round(report.seconds, 3),
         "looked": {area.value: says for area, says in report.looked.items()},
-        "findings": [finding.as_json() for finding in report.findings],
+        "issues": [issue.as_json() for issue in report.issues],
     }
     if report.space is not None:
         checks = report.configs

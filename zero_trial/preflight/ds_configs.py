@@ -34,7 +34,7 @@ class ConfigChecks:
     out.
     """
 
-    findings: tuple[CheckIssue, ...]
+    issues: tuple[CheckIssue, ...]
     legal: tuple[Resolved, ...]
     pruned: tuple[int, ...]
 
@@ -68,7 +68,7 @@ def check_ds_configs(experiment: ExperimentConfig, model_dir: Path, slots: int, 
             legal.append(resolved)
             for warning in resolved.config.warnings:
                 _add(groups, ConfigError(warning), Severity.WARNING, point)
-    return ConfigChecks(tuple(_findings(groups.values(), space, bool(legal))), tuple(legal), tuple(pruned))
+    return ConfigChecks(tuple(_issues(groups.values(), space, bool(legal))), tuple(legal), tuple(pruned))
 
 
 @dataclass
@@ -91,7 +91,7 @@ def _add(groups: dict[str, _Group], error: ZeroTrialError, severity: Severity, p
         group.points.append(point)
 
 
-def _findings(groups: Iterable[_Group], space: Space, some_legal: bool) -> Iterable[CheckIssue]:
+def _issues(groups: Iterable[_Group], space: Space, some_legal: bool) -> Iterable[CheckIssue]:
     """Yield an issue per group; an invalid combination is a warning as long as others can be
     trained."""
     for group in groups:

@@ -206,10 +206,7 @@ class TrialSubject:
             Role(
                 part.blueprint,
                 variant(
-                    with_state_at(part.settings, place),
-                    stage=stage,
-                    micro_batch=micro_batch,
-                    accumulation=accumulation,
+                    with_state_at(part.settings, place), stage=stage, micro_batch=micro_batch, accumulation=accumulation
                 ),
             )
             for part in self._parts

@@ -40,7 +40,6 @@ def check_machine(slots: int, where: str, devices: HostDevices, config: DsConfig
 
 _IN_MEMORY = ("tmpfs", "ramfs")
 
-
 # per element; others have two, and SGD one if it has momentum
 _MOMENTS = {"lion": 1, "adagrad": 1, "rmsprop": 1}
 
@@ -84,7 +83,7 @@ def check_nvme(
     for key, path, size in _places(config, slots, parameters):
         where = _where(config, f"zero_optimization.{key}.nvme_path")
         wanted.setdefault((base / path).absolute(), []).append((where, size))
-    return [finding for folder, uses in wanted.items() for finding in _of_folder(folder, uses, look(folder))]
+    return [issue for folder, uses in wanted.items() for issue in _of_folder(folder, uses, look(folder))]
 
 
 def _of_folder(folder: Path, uses: list[tuple[str, int | None]], disk: DiskSpace) -> list[CheckIssue]:

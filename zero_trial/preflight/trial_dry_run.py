@@ -51,7 +51,7 @@ class DryRunRequest:
 class DryRunResult:
     """What was found; None where the dry run did not get so far, or was not asked to."""
 
-    findings: list[CheckIssue] = field(default_factory=list)
+    issues: list[CheckIssue] = field(default_factory=list)
     parameters: int | None = None
     epoch_steps: int | None = None
     validation_batches: int | None = None
@@ -142,7 +142,7 @@ class _Stage:
         trial = self._try(Area.TRIAL, lambda: kind(context), f"{request.entrypoint.name}.__init__")
         self._try(Area.TRIAL, context.get_train_micro_batch_size_per_gpu)
         self._found.parameters = context.parameters
-        self._found.findings += _training_issues(trial)
+        self._found.issues += _training_issues(trial)
         with contextlib.suppress(_Ended):
             self._try(Area.LOADERS, lambda: self._train_loader(trial, context), TRAIN_LOADER)
         validator = self._try(Area.LOADERS, lambda: Validator(trial, context, [], 1), "build_validation_data_loader")
@@ -156,7 +156,7 @@ class _Stage:
         accumulation = context.get_num_micro_batches_per_slot()
         self._found.epoch_steps = epoch_steps(self._task.ranks, loader, context.mpu, accumulation, context.note)
         for event in self._task.platform.record.events[before:]:
-            self._found.findings.append(note(Area.LOADERS, Severity.WARNING, event["message"]))
+            self._found.issues.append(note(Area.LOADERS, Severity.WARNING, event["message"]))
 
     def _metric(self, trial: ZeroTrial, validator: Validator, context: ZeroTrialContext) -> None:
         searcher = self._request.experiment.searcher
@@ -164,7 +164,7 @@ class _Stage:
         if not validator.enabled:
             severity = Severity.FAULT if searcher.searches else Severity.WARNING
             what = f'"{searcher.metric}" never reported; the trial has no evaluate_batch'
-            self._found.findings.append(note(Area.METRIC, severity, what, where=where))
+            self._found.issues.append(note(Area.METRIC, severity, what, where=where))
             return
         self._found.validation_batches = validator.batches
         if self._request.dry_run:
@@ -174,7 +174,7 @@ class _Stage:
             metrics = dict.fromkeys(stated, 0.0)  # their values are not known
         else:
             what = f'whether "{searcher.metric}" is reported is not known without --dry-run: the source does not name every metric'
-            self._found.findings.append(note(Area.METRIC, Severity.NOTE, what, where=where))
+            self._found.issues.append(note(Area.METRIC, Severity.NOTE, what, where=where))
             return
         if searcher.metric in COUNTERS:
             return
@@ -187,7 +187,7 @@ class _Stage:
         else:
             return
         fix = f"Write metric: {reported[0]}." if len(reported) == 1 else "Name one of these."
-        self._found.findings.append(note(Area.METRIC, Severity.FAULT, what, where=where, fix=fix))
+        self._found.issues.append(note(Area.METRIC, Severity.FAULT, what, where=where, fix=fix))
 
     def _try(self, area: Area, work: Callable[[], Any], doing: str = "") -> Any:
         """Return what ``work`` returns; what it raises becomes an issue and ends the dry run.
@@ -198,11 +198,11 @@ class _Stage:
             return work()
         except InvalidHP as error:
             search = self._request.experiment.searcher.searches
-            self._found.findings += issues_of(area, error, Severity.WARNING if search else Severity.FAULT)
+            self._found.issues += issues_of(area, error, Severity.WARNING if search else Severity.FAULT)
         except ZeroTrialError as error:
-            self._found.findings += issues_of(area, error)
+            self._found.issues += issues_of(area, error)
         except (Exception, SystemExit) as error:
-            self._found.findings.append(
+            self._found.issues.append(
                 CheckIssue(area, Severity.FAULT, trial_code_error(error, self._request.model_dir, doing))
             )
         raise _Ended

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
@@ -226,3 +227,24 @@ def shown(value: Any) -> str:
     else:
         text = str(value)
     return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+# What YAML 1.1 reads as a string although a person means a number: an exponent without a dot or a
+# sign (1e-4, 5e8, 1.0e4).
+EXPONENT = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+")
+
+
+def spell_float(number: float) -> str:
+    """Return a float in a form that JSON and YAML 1.1 both read as a number: a dot in the mantissa
+    and a sign in the exponent.
+    """
+    text = repr(number)
+    if "e" not in text:
+        return text if abs(number) >= 1e-3 or number == 0 else _scientific(f"{number:e}")
+    return _scientific(text)
+
+
+def _scientific(text: str) -> str:
+    mantissa, exponent = text.split("e")
+    mantissa = mantissa.rstrip("0").rstrip(".") if "." in mantissa else mantissa
+    return f"{mantissa if '.' in mantissa else mantissa + '.0'}e{int(exponent):+d}"

@@ -13,19 +13,19 @@ import difflib
 import math
 import re
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from zero_trial.schema.document import shown
+from zero_trial.errors import ConfigError
+from zero_trial.schema.document import EXPONENT, shown, spell_float
 
 Path = tuple[str | int, ...]
 """Keys and list indices from the top of a configuration."""
 
 # What an issue is about, for programs and tests.
-TYPE, RANGE, CHOICE, UNKNOWN, MISSING, RULE, REMOVED = (
-    *("type", "range", "choice", "unknown", "missing"),
-    *("rule", "removed"),  # keys that contradict each other; what no new configuration may hold
-)
+TYPE, RANGE, CHOICE, UNKNOWN, MISSING = "type", "range", "choice", "unknown", "missing"
+RULE, REMOVED = "rule", "removed"  # keys that contradict each other; keys that were taken away
 
 
 @dataclass(frozen=True)
@@ -46,11 +46,6 @@ def dotted(path: Path) -> str:
     return "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in path)
 
 
-# What YAML 1.1 reads as a string although a person means a number: an exponent without a dot or a
-# sign (1e-4, 5e8, 1.0e4).
-EXPONENT = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+")
-
-
 class ValidationError(Exception):
     """A value is not of its type.
 
@@ -68,6 +63,10 @@ class ValidationError(Exception):
         self.text = text
         self.code = code
 
+    def fault(self, where: str, value: object) -> ConfigError:
+        """Return the error for ``value`` at ``where``, with ``fix``."""
+        return ConfigError("wrong value", where=where, got=shown(value), expected=self.expected, fix=self.fix)
+
 
 def as_number(value: object, expected: str) -> tuple[int | float, str | None]:
     """Return a number as it stands, or the YAML string trap ('1e-4') with its warning; raises
@@ -81,28 +80,10 @@ def as_number(value: object, expected: str) -> tuple[int | float, str | None]:
             return number, f"'{value}' is a string in YAML 1.1. Write {spell_float(number)}."
     fix = None
     if isinstance(value, str):
-        try:
+        with suppress(ValueError):
             float(value)
             fix = f"Write {value.strip()} without quotes."
-        except ValueError:
-            pass
     raise ValidationError(expected, fix)
-
-
-def spell_float(number: float) -> str:
-    """Return a float in a form that JSON and YAML 1.1 both read as a number: a dot in the mantissa
-    and a sign in the exponent.
-    """
-    text = repr(number)
-    if "e" not in text:
-        return text if abs(number) >= 1e-3 or number == 0 else _scientific(f"{number:e}")
-    return _scientific(text)
-
-
-def _scientific(text: str) -> str:
-    mantissa, exponent = text.split("e")
-    mantissa = mantissa.rstrip("0").rstrip(".") if "." in mantissa else mantissa
-    return f"{mantissa if '.' in mantissa else mantissa + '.0'}e{int(exponent):+d}"
 
 
 DTYPES = {
@@ -152,10 +133,7 @@ class Type:
         return value
 
 
-_TRUTH = {
-    **dict.fromkeys(("true", "yes", "on", "1"), "true"),
-    **dict.fromkeys(("false", "no", "off", "0"), "false"),
-}
+_TRUTH = {**dict.fromkeys(("true", "yes", "on", "1"), "true"), **dict.fromkeys(("false", "no", "off", "0"), "false")}
 
 
 @dataclass(frozen=True)
@@ -363,15 +341,11 @@ class Numbers(Type):
     def read(self, value: object) -> Reading:
         if not isinstance(value, list | tuple) or (self.count is not None and len(value) != self.count):
             raise ValidationError(self.describe())
-        warnings = []
-        numbers = []
+        numbers, warnings = [], []
         for item in value:
             number, warning = as_number(item, self.describe())
-            if (
-                not math.isfinite(number)
-                or (self.low is not None and number < self.low)
-                or (self.below is not None and number >= self.below)
-            ):
+            low, below = -math.inf if self.low is None else self.low, math.inf if self.below is None else self.below
+            if not (math.isfinite(number) and low <= number < below):
                 raise ValidationError(self.describe())
             numbers.append(float(number))
             warnings += [warning] if warning else []
@@ -380,9 +354,13 @@ class Numbers(Type):
 
 @dataclass(frozen=True)
 class AnyOf(Type):
-    """The first kind that takes the value: a number or a list of numbers, say."""
+    """The first of ``kinds`` that takes the value: a number or a list of numbers, say.
+
+    ``otherwise`` is the sentence where none does.
+    """
 
     kinds: tuple[Type, ...]
+    otherwise: str = ""
 
     def describe(self) -> str:
         return ", or ".join(kind.describe() for kind in self.kinds)
@@ -393,7 +371,11 @@ class AnyOf(Type):
                 return kind.read(value)
             except ValidationError:
                 continue
-        raise ValidationError(self.describe())
+        raise ValidationError(self.describe(), text=self.otherwise)
+
+    def fill(self, value: Any) -> Any:
+        found = next((kind for kind in self.kinds if not kind.check(value, ())), None)
+        return value if found is None else found.fill(value)
 
 
 @dataclass(frozen=True)
@@ -423,9 +405,6 @@ class Opaque(Type):
 
     def read(self, value: object) -> Reading:
         return Reading(value)
-
-
-# Types of values with something inside them. In a section, null means that the key is not written.
 
 
 @dataclass(frozen=True)
@@ -461,25 +440,6 @@ class ListOf(Type):
 
 
 @dataclass(frozen=True)
-class OneOf(Type):
-    """The first of ``types`` that has no issue; ``otherwise`` is the sentence where all have
-    some."""
-
-    types: tuple[Type, ...]
-    otherwise: str
-
-    def check(self, value: Any, path: Path) -> list[Issue]:
-        return [] if self._fitting(value) is not None else [Issue(path, TYPE, self.otherwise)]
-
-    def fill(self, value: Any) -> Any:
-        found = self._fitting(value)
-        return value if found is None else found.fill(value)
-
-    def _fitting(self, value: Any) -> Type | None:
-        return next((each for each in self.types if not each.check(value, ())), None)
-
-
-@dataclass(frozen=True)
 class Forbidden(Type):
     """What no new configuration may hold; ``why`` says what to write instead."""
 
@@ -500,7 +460,7 @@ class Field:
 
 @dataclass(frozen=True)
 class Fields(Type):
-    """A map with these ``keys`` and no others.
+    """A map with these ``keys`` and no others; null means that a key is not written.
 
     Args:
         checks: functions of a section whose keys have no issues; each returns a sentence, or None.

@@ -10,8 +10,7 @@ from typing import Any
 import yaml
 
 from zero_trial.errors import ConfigError
-from zero_trial.schema.document import MOST_LEVELS, MOST_VALUES, Document, Location, Path, twice
-from zero_trial.schema.types import EXPONENT, spell_float
+from zero_trial.schema.document import EXPONENT, MOST_LEVELS, MOST_VALUES, Document, Location, Path, spell_float, twice
 
 
 def _yaml_fault(problem: yaml.MarkedYAMLError, text: str, file: str) -> ConfigError:

@@ -47,7 +47,6 @@ HEADER = 4096
 READERS = HEADER // 8
 SMALLEST = 1 << 16
 
-
 # --- how many segments a process may map ----------------------------------------------------------
 
 USUAL_LIMIT = 65530

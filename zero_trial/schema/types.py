@@ -20,8 +20,7 @@ from typing import Any
 from zero_trial.errors import ConfigError
 from zero_trial.schema.document import EXPONENT, shown, spell_float
 
-Path = tuple[str | int, ...]
-"""Keys and list indices from the top of a configuration."""
+Path = tuple[str | int, ...]  # keys and list indices from the top of a configuration
 
 # What an issue is about, for programs and tests.
 TYPE, RANGE, CHOICE, UNKNOWN, MISSING = "type", "range", "choice", "unknown", "missing"

@@ -6,8 +6,11 @@ from typing import Any
 
 import pytest
 
+from zero_trial.ds_config.overlay import overlay
+from zero_trial.ds_config.reader import read_ds_config
 from zero_trial.ds_config.rules import cross_faults
-from zero_trial.schema.document import Document
+from zero_trial.errors import ConfigError, InvalidHP
+from zero_trial.schema.document import Document, Location
 
 GOOD: list[dict[str, Any]] = [
     {},
@@ -122,3 +125,58 @@ def test_what_goes_together(values: dict[str, Any]):
 def test_what_does_not(values: dict[str, Any], message: str):
     (fault,) = cross_faults(values, Document({}))
     assert str(fault).startswith(message)
+
+
+def rated(scheduler: str, optimizer: Any = 0.022, **params: Any) -> dict[str, Any]:
+    return {
+        "train_batch_size": 4,
+        "optimizer": {"type": "AdamW", "params": {} if optimizer is None else {"lr": optimizer}},
+        "scheduler": {"type": scheduler, "params": params},
+    }
+
+
+@pytest.mark.parametrize(
+    ("config", "peak"),
+    [
+        (rated("WarmupLR", warmup_max_lr=0.001), "warmup_max_lr, which is 0.001"),
+        (rated("WarmupDecayLR", total_num_steps=10), "warmup_max_lr, which is 0.001"),
+        (rated("OneCycle", cycle_min_lr=0.001, cycle_max_lr=0.01), "cycle_max_lr, which is 0.01"),
+    ],
+)
+def test_a_learning_rate_that_the_scheduler_replaces_is_said(config: dict[str, Any], peak: str):
+    (warning,) = read_ds_config(config).warnings
+    assert "optimizer.params.lr" in warning and "got 0.022" in warning and peak in warning
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        rated("WarmupLR"),
+        rated("WarmupLR", warmup_max_lr="auto"),
+        rated("WarmupLR", warmup_max_lr=[0.022, 0.022]),
+        rated("WarmupDecayLR", total_num_steps=10, warmup_max_lr=0.022),
+        rated("WarmupDecayLR", None, total_num_steps=10),
+        rated("WarmupCosineLR", total_num_steps=10),
+        rated("StepLR", step_size=3),
+    ],
+)
+def test_a_learning_rate_that_is_used_is_not_said(config: dict[str, Any]):
+    assert not read_ds_config(config).warnings
+
+
+@pytest.mark.parametrize("given", [None, "auto"])
+def test_a_trial_of_a_sweep_over_a_rate_that_is_not_used_is_not_trained(given: Any):
+    """All of its trials would train at the scheduler's rate, and one of them would win."""
+    config, point = rated("WarmupDecayLR", given, total_num_steps=10), {"lr": 0.022}
+    with pytest.raises(InvalidHP, match=r"the scheduler WarmupDecayLR sets it: got 0.022"):
+        read_ds_config(config, hyperparameters=point, search=True)
+    config["scheduler"]["params"]["warmup_max_lr"] = "auto"
+    both = read_ds_config(config, hyperparameters=point, search=True)
+    assert both.optimizer.params["lr"] == both.scheduler.params["warmup_max_lr"] == 0.022
+
+
+def test_an_overlaid_rate_that_is_not_used_is_refused():
+    base = Document.of(rated("WarmupLR", warmup_max_lr=0.001))
+    over = Document.of({"optimizer": {"params": {"lr": 0.03}}}, Location(prefix="hyperparameters.ds_config"))
+    with pytest.raises(ConfigError, match=r"hyperparameters.ds_config.optimizer.params.lr"):
+        read_ds_config(overlay(base, over), hyperparameters={})

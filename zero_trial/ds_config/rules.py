@@ -27,6 +27,45 @@ def cross_faults(values: Values, document: Document) -> list[ConfigError]:
     return [fault for fault in found if fault is not None]
 
 
+_PEAK_RATES: Mapping[str, tuple[str, float | None]] = {
+    "warmuplr": ("warmup_max_lr", None),
+    "warmupdecaylr": ("warmup_max_lr", 0.001),
+    "onecycle": ("cycle_max_lr", None),
+    "lrrangetest": ("lr_range_test_min_lr", 0.001),
+    "onecyclelr": ("max_lr", None),
+    "cycliclr": ("max_lr", None),
+}
+"""Scheduler -> its parameter that sets the learning rate, and that parameter's default."""
+
+
+def unused_rate(document: Document) -> ConfigError | None:
+    """Return the fault of an ``optimizer.params.lr`` that no step uses, because the scheduler sets
+    another rate; None where both agree."""
+    rate = document.get(("optimizer", "params", "lr"))
+    kind = str(document.get(("scheduler", "type"))).lower()
+    name, default = _PEAK_RATES.get(kind, ("", None))
+    peak = document.get(("scheduler", "params", name), default) if name else None
+    if not _is_number(rate) or peak is None or all(value == rate for value in (peak if _is_list(peak) else [peak])):
+        return None
+    return ConfigError(
+        f"the learning rate is not used: the scheduler {document.get(('scheduler', 'type'))} sets it",
+        where=document.at(("optimizer", "params", "lr")).where("optimizer.params.lr"),
+        got=rate,
+        expected=f"scheduler.params.{name}, which is {shown(peak)}",
+        fix=f'Write "auto" for scheduler.params.{name}: one key then sets both.'
+        if name == "warmup_max_lr"
+        else f"Change scheduler.params.{name} instead.",
+    )
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _is_list(value: object) -> bool:
+    return isinstance(value, list | tuple)
+
+
 def _get(values: Values, path: str) -> Any:
     return values.get(path, TABLE[path].default)
 

@@ -110,6 +110,8 @@ def initialize(
         COLLECTOR_PAUSE.hold(engine)
     _configure_checkpointing(settings, mesh)
     if mesh.rank == 0:
+        for warning in settings.warnings:
+            log.warning("%s", warning)
         lines = [filled_line(settings), clipping_line(settings), offload_line(engine)]
         if settings.dump_state:
             lines.append(describe_state(settings, engine.resolved, mesh, engine.sharded.groups))

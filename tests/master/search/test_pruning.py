@@ -47,6 +47,14 @@ def test_an_example():
         ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, {"global_batch_size": 16}, "bf16"),
         ({"zero_optimisation": {"stage": 1}}, {"global_batch_size": 16}, 'Did you mean "zero_optimization"?'),
         ({"optimizer": {"params": {"lr": "fast"}}}, {"global_batch_size": 16}, "optimizer.params.lr"),
+        (
+            {
+                "optimizer": {"type": "AdamW", "params": {"lr": 0.022}},
+                "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 0.001}},
+            },
+            {"global_batch_size": 16},
+            "the learning rate is not used: the scheduler WarmupLR sets it",
+        ),
         ({"optimizer": 3}, {"global_batch_size": 16}, "hyperparameters.ds_config"),
         ({"mesh": {"pipe": 3}}, {"global_batch_size": 16}, "mesh"),
         ({}, {"global_batch_size": 3}, "3"),
@@ -81,7 +89,7 @@ def test_the_base_is_a_file_of_the_context():
 
 @pytest.mark.parametrize(
     ("content", "part"),
-    [(b"{", "ds.json"), (b"\xff", "ds.json: cannot be read"), (b'{"a": 1, "a": 2}', "twice")],
+    [(b"{", "ds.json"), (b"\xff", "ds.json: cannot be read"), (b'{"a": 1, "a": 2}', "duplicate key")],
 )
 def test_a_file_that_is_no_json(content: bytes, part: str):
     found = why({"train_batch_size": 4}, base="ds.json", files={"ds.json": content})

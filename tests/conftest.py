@@ -80,7 +80,6 @@ def pytest_collection_finish() -> None:
     """Keep the cycle collector off what lives as long as the run: torch, the tests and their
     modules. Some tests collect, and each time it would look at all of that.
     """
-    gc.collect()
     gc.freeze()
 
 

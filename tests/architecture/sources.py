@@ -101,8 +101,8 @@ def _imports(tree: ast.AST, name: str, is_package: bool, *, top: bool, types: bo
         elif isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
             for branch in [*(node.body if types else ()), *node.orelse]:
                 yield from _imports(ast.Module([branch], []), name, is_package, top=top, types=types)
-        else:
-            inside = isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
+        elif isinstance(node, (ast.stmt, ast.excepthandler, ast.match_case)):  # no import in an expression
+            inside = isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
             yield from _imports(node, name, is_package, top=top and not inside, types=types)
 
 

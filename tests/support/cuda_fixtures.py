@@ -18,10 +18,18 @@ from zero_trial.ops import cuda_bindings, cuda_runtime
 from zero_trial.ops.spec import BF16, FP16, FP32, NONE
 
 
+def folder_of_run(factory: pytest.TempPathFactory, name: str) -> Path:
+    """Make a folder that all workers of one test run share."""
+    base = factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / name
+    folder.mkdir(exist_ok=True)
+    return folder
+
+
 @pytest.fixture(scope="session")
 def cuda_driver(tmp_path_factory: pytest.TempPathFactory) -> Emulator:
     """Kernels are compiled when they are loaded, or asked for together."""
-    return emulated_cuda.make(tmp_path_factory.mktemp("cuda"))
+    return emulated_cuda.make(folder_of_run(tmp_path_factory, "cuda"))
 
 
 @pytest.fixture(scope="session")
@@ -74,7 +82,7 @@ def emulator(cuda_built: Emulator, cpu_kernels: None, monkeypatch: pytest.Monkey
 @pytest.fixture(scope="session")
 def kept_kernels(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where kernels are kept, so that each is compiled once."""
-    return tmp_path_factory.mktemp("kept")
+    return folder_of_run(tmp_path_factory, "kept")
 
 
 @pytest.fixture

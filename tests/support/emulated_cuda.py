@@ -8,6 +8,8 @@ compiler and driver are others.
 from __future__ import annotations
 
 import ctypes
+import fcntl
+import hashlib
 import subprocess
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -49,11 +51,11 @@ class Emulator:
                 self.built[kernel] = path
 
     def _compile(self, kernel: Kernel) -> Path:
-        path = self.folder / f"{hash(kernel) & 0xFFFFFFFFFFFF:x}.so"
+        path = self.folder / f"{hashlib.sha256(repr(kernel).encode()).hexdigest()[:16]}.so"
         named = [f"-DZT_SOURCE={(cpu_library.SOURCES / 'cuda' / kernel.source)!s}".replace("=", '="', 1) + '"']
         named += [f"-DZT_ENTRY={kernel.entry}", *(option for option in kernel.options if option.startswith("-D"))]
         command = [self.compiler, *FLAGS, *named, "-I", str(cpu_library.SOURCES / "include"), str(HERE / "kernel.cpp")]
-        run(*command, "-o", str(path))
+        compile_once(command, path)
         return path
 
     def cuda(self) -> cuda_runtime.CudaRuntime:
@@ -97,6 +99,16 @@ class MeasuredDriver(Driver):
         self._library.expect_arguments(-1)
 
 
+def compile_once(command: Sequence[str], path: Path) -> None:
+    """Compile to ``path``, unless another process of this run has done so or does so now."""
+    with open(path.with_suffix(".lock"), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not path.exists():
+            made = path.with_suffix(".new")
+            run(*command, "-o", str(made))
+            made.rename(path)
+
+
 def run(*command: str) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     if done.returncode:
@@ -110,7 +122,7 @@ def make(folder: Path) -> Emulator:
     except KernelUnavailable as trouble:
         pytest.skip(trouble.what)
     path = folder / "driver.so"
-    run(compiler, "-std=c++17", "-O1", "-fPIC", "-shared", str(HERE / "driver.cpp"), "-ldl", "-o", str(path))
+    compile_once([compiler, "-std=c++17", "-O1", "-fPIC", "-shared", str(HERE / "driver.cpp"), "-ldl"], path)
     library = ctypes.CDLL(str(path))
     address, text = ctypes.c_ulong, ctypes.c_char_p
     library.allow.argtypes = [address, address, ctypes.c_long]

@@ -248,9 +248,9 @@ def test_one_file_of_a_context_directory() -> None:
 
 
 def test_speed_is_measured_within_a_run_only() -> None:
-    def told(run: int, steps: int, at: float) -> MetricReport:
+    def report_of(run: int, steps: int, at: float) -> MetricReport:
         return MetricReport(1, run, "training", steps, {}, reported=at)
 
-    assert steps_per_second([told(1, 10, 0.0), told(1, 30, 4.0)]) == 5.0
-    assert steps_per_second([told(1, 10, 0.0), told(2, 30, 1000.0), told(2, 40, 1002.0)]) == 5.0
-    assert steps_per_second([told(1, 10, 0.0)]) is None
+    assert steps_per_second([report_of(1, 10, 0.0), report_of(1, 30, 4.0)]) == 5.0
+    assert steps_per_second([report_of(1, 10, 0.0), report_of(2, 30, 1000.0), report_of(2, 40, 1002.0)]) == 5.0
+    assert steps_per_second([report_of(1, 10, 0.0)]) is None

@@ -144,8 +144,8 @@ def test_an_early_exit_is_reported_once_by_the_first_rank() -> None:
         platform_on(core, claim).report_early_exit("INVALID_HP")
         return core.early_exits
 
-    told = [reason for reasons in run_ranks(2, work) for reason in reasons]  # type: ignore[union-attr]
-    assert told == ["EXITED_REASON_INVALID_HP"]
+    exits = [reason for reasons in run_ranks(2, work) for reason in reasons]  # type: ignore[union-attr]
+    assert exits == ["EXITED_REASON_INVALID_HP"]
 
 
 def test_the_system_profiler_is_cores(tmp_path: Path) -> None:

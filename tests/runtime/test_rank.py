@@ -182,7 +182,7 @@ def test_the_line_of_the_user_s_code_stands_beside_what_it_did():
     assert error_text(raised_here(ConfigError("bad", where="ds_config.json:4"))) == "ds_config.json:4: bad."
 
 
-def test_a_traceback_is_for_faults_of_nobodys_expecting(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_traceback_is_for_unexpected_faults(capsys: pytest.CaptureFixture[str]) -> None:
     print_error(ConfigError("wrong", where="here"))
     assert capsys.readouterr().err == "error   here: wrong.\n"
     try:

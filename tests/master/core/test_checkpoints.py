@@ -131,7 +131,7 @@ def test_storage_elsewhere_has_no_folder(master: Sandbox) -> None:
 def test_numbers_that_cannot_be_are_refused(master: Sandbox, steps: object, size: int) -> None:
     master.create()
     run = master.run_of(1).allocation
-    told = Checkpoint(
+    sent = Checkpoint(
         uuid=str(uuid.uuid4()),
         state=CheckpointState.COMPLETED,
         trial_id=None,
@@ -143,7 +143,7 @@ def test_numbers_that_cannot_be_are_refused(master: Sandbox, steps: object, size
         resources={"weights": size},
     )
     with pytest.raises(Invalid, match="whole number"):
-        master.checkpoints.report(told)
+        master.checkpoints.report(sent)
     assert master.trials.get(1).latest_checkpoint is None
 
 
@@ -209,9 +209,9 @@ def test_a_deletion_that_fails_leaves_the_later_checkpoints_as_they_were(
 def test_a_name_that_is_no_uuid_is_refused(master: Sandbox, name: str) -> None:
     master.create()
     run = master.run_of(1).allocation
-    told = Checkpoint(name, CheckpointState.COMPLETED, None, None, run.task_id, run.id, 0.0, {}, {})
+    sent = Checkpoint(name, CheckpointState.COMPLETED, None, None, run.task_id, run.id, 0.0, {}, {})
     with pytest.raises(Invalid, match="not a UUID"):
-        master.checkpoints.report(told)
+        master.checkpoints.report(sent)
     assert master.trials.get(1).latest_checkpoint is None
 
 

@@ -16,121 +16,29 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from zero_trial.comm import Mesh
 from zero_trial.ds_config.batch import BatchTriple, solve_batch
 from zero_trial.ds_config.table import DsConfig
 from zero_trial.engine import loading, saving
+from zero_trial.engine.backward import (
+    BackwardPasses,
+    ParameterCheck,
+    UsedParameters,
+    no_gradients,
+    unused_error,
+)
 from zero_trial.engine.compat import EngineMpu, rank_loader
 from zero_trial.engine.monitors import Monitor
-from zero_trial.engine.observe import BACKWARD, COLLECTOR_PAUSE, FORWARD, REDUCE_WAIT, STEP, Observer
+from zero_trial.engine.observe import COLLECTOR_PAUSE, FORWARD, STEP, Observer
 from zero_trial.engine.resolved_config import ResolvedConfig
 from zero_trial.engine.step import NonFiniteStep, StepOutcome
 from zero_trial.errors import TrialError
-from zero_trial.pipeline.executor import loss_error
 from zero_trial.precision import cast_floats, forward_of
-from zero_trial.sharding.layout import wide_dtype
 from zero_trial.sharding.model import ShardedModel
 from zero_trial.sharding.optimizer import ShardedOptimizer
 
 log = logging.getLogger("zero_trial")
-
-SHOWN = 3  # names in a message
-
-
-class ParameterCheck:
-    """Refuses parameters that came to a module, or were unfrozen, after its engine was built: they
-    would be neither trained nor saved.
-
-    It keeps no parameter alive.
-    """
-
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
-        self._trained = WeakTensorKeyDictionary()  # parameter -> whether it was to be trained
-        self._names = frozenset(name for name, _ in module.named_parameters())
-        for param in module.parameters():
-            self._trained[param] = param.requires_grad
-
-    def check(self, where: str) -> None:
-        """Raise TrialError for such parameters. Reads names and flags only.
-
-        Frozen parameters under new names may be added (a moving average, a metric's network): a
-        checkpoint has them, too.
-        """
-        fresh, unfrozen = [], []
-        for name, param in self._module.named_parameters():
-            if param not in self._trained:
-                if param.requires_grad or name in self._names:
-                    fresh.append(name)
-            elif param.requires_grad and not self._trained[param]:
-                unfrozen.append(name)
-        if fresh:
-            raise TrialError(
-                "the model has parameters that were added after its engine was built, and that are not trained",
-                where=where,
-                got=_listed(fresh),
-                fix="Change the model before initialize(); to change it later, save a checkpoint and initialize() anew.",
-            )
-        if unfrozen:
-            raise TrialError(
-                "parameters were unfrozen after the engine was built, and are not trained",
-                where=where,
-                got=_listed(unfrozen),
-                fix="Set requires_grad before initialize(); to unfreeze later, save a checkpoint and initialize() anew.",
-            )
-
-
-class _UsedParameters:
-    """The trained parameters that have got a gradient since the last step, for
-    ``ignore_unused_parameters: false``."""
-
-    def __init__(self, params: Mapping[str, nn.Parameter]) -> None:
-        self._params = params
-        self._used: set[str] = set()
-        # a hook holds the set alone: one that held the engine would keep it alive
-        self._handles = [
-            param.register_post_accumulate_grad_hook(lambda _, name=name, used=self._used: used.add(name))
-            for name, param in params.items()
-        ]
-
-    def unused(self) -> list[str]:
-        """Return the names of those without a gradient that are not frozen at the moment."""
-        return [name for name, param in self._params.items() if name not in self._used and param.requires_grad]
-
-    def restart(self) -> None:
-        """Forget the gradients so far: a step has used them, or they were dropped."""
-        self._used.clear()
-
-    def close(self) -> None:
-        """Remove the hooks."""
-        for handle in self._handles:
-            handle.remove()
-
-
-def _no_gradients(step: int) -> TrialError:
-    return TrialError(
-        "there are no gradients to step with",
-        where="engine.step",
-        got=f"no backward pass since step {step}",
-        fix="Call engine.backward(loss) on every rank before it, or leave this step() out.",
-    )
-
-
-def _unused(names: list[str], step: int) -> TrialError:
-    return TrialError(
-        "unused parameters: they got no gradient, and ds_config forbids that",
-        where="engine.step",
-        got=f"{_listed(names)} since step {step}",
-        expected="a gradient for every trainable parameter (zero_optimization.ignore_unused_parameters is false)",
-        fix="Use them in the loss, freeze them before initialize(), or remove ignore_unused_parameters.",
-    )
-
-
-def _listed(names: list[str]) -> str:
-    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-    return ", ".join(names[:SHOWN]) + more
 
 
 class Engine(nn.Module):
@@ -182,18 +90,17 @@ class Engine(nn.Module):
         self._batch: BatchTriple = resolved.batch
         self._stepped = False  # the last call of step was at a boundary
         self._boundary: bool | None = None  # set by a caller who owns the boundary
-        self._pending = 0  # backward passes since the last step
         # zero_grad() has dropped an unfinished accumulation since the last step
         self._restarted = False
         self._managed = config.managed_gradient_accumulation
         self._call = forward_of(module, resolved.autocast, device.type)
-        self._sync = True
         self._check = ParameterCheck(module)
         watched = (
             [] if config.zero_optimization.ignore_unused_parameters else [each.group for each in model.grad_buffers]
         )
         pairs = (zip(group.layout.slots, group.params, strict=True) for group in watched)
-        self._used = _UsedParameters({slot.name: param for group in pairs for slot, param in group})
+        self._used = UsedParameters({slot.name: param for group in pairs for slot, param in group})
+        self._passes = BackwardPasses(self, outcome, resolved)
         if observer.events is not None:
             weakref.finalize(self, observer.events.close)  # also when the interpreter ends
 
@@ -206,42 +113,42 @@ class Engine(nn.Module):
             if self.resolved.policy.param != torch.float32:
                 args, kwargs = cast_floats((args, kwargs), self.resolved.policy.param)
             output = self._call(*args, **kwargs)
+        if torch.is_grad_enabled():
+            self._passes.watch(output)
         if self.observer.events is not None:
             self.observer.events.saw_output(self, output)
         return output
 
-    def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
+    def backward(
+        self,
+        loss: torch.Tensor,
+        retain_graph: bool = False,
+        scale_wrt_gas: bool = True,
+        *,
+        weight: float | torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """Compute the gradients of ``loss`` (a scalar), scaled by 1/accumulation and the loss
-        scale, and reduce them where the plan says so.
+        scale, and reduce them where the plan says so. ``loss.backward()`` does the same, unless
+        there is a loss scale (fp16).
 
-        Returns loss/accumulation. Collective over the data-parallel ranks whenever gradients are
-        reduced. Raises TrialError for a loss without gradients, and Diverged where the step before
-        it has ended the run.
+        Returns loss/accumulation, or loss/weight. Collective over the data-parallel ranks whenever
+        gradients are reduced. Raises TrialError for a loss without gradients, and Diverged where
+        the step before it has ended the run.
+
+        Args:
+            weight: ``loss`` is a sum over so many tokens, say. The step then takes the gradient of
+                the sum of all losses divided by the sum of all weights, over micro-batches and
+                ranks. All ranks give weights to all losses of a step, or to none; 0 is a weight.
         """
-        if not (isinstance(loss, torch.Tensor) and loss.numel() == 1 and loss.requires_grad):
-            raise loss_error(
-                loss, "engine.backward", "Compute it with gradients enabled, from a parameter that requires grad."
-            )
-        before = (
-            self.outcome.finalize()
-        )  # of the last step: its gradients may be overwritten, and the loss scale is known
-        if self.observer.events is not None:
-            self.observer.events.saw_loss(self, loss)
-        steps = self._batch.accumulation if scale_wrt_gas else 1
-        last = self.is_gradient_accumulation_boundary()
-        reduce = self._sync and (last or self.sharded.plan.reduces_every_micro_batch)
-        with self.observer.phase(BACKWARD, self):
-            if last and self.optimizer is not None:
-                self.optimizer.prefetch()
-            self.sharded.begin_backward(reduce=reduce, last=last)
-            factor = before.loss_scale.scale / steps
-            (loss if factor == 1.0 else loss.to(wide_dtype(loss.dtype, torch.float32)) * factor).backward(
-                retain_graph=retain_graph
-            )
-        with self.observer.phase(REDUCE_WAIT, self):
-            self.sharded.end_backward()
-        self._pending += 1
-        return loss.detach() if steps == 1 else loss.detach() / steps
+        return self._passes.run(loss, retain_graph=retain_graph, divide=scale_wrt_gas, weight=weight)
+
+    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+        """Return ``loss`` (any shape) times the loss scale, divided by the accumulation, for
+        ``engine.scale(loss).backward()``.
+
+        Where several engines meet in one loss, each takes its gradients in its own scale.
+        """
+        return self._passes.scale(loss)
 
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
         """Take an optimizer step at the accumulation boundary: clip, update, publish, advance the
@@ -257,10 +164,12 @@ class Engine(nn.Module):
             return
         # Local facts decide: the other ranks may be in a reduction of this step's backward, where
         # no rank can ask them.
-        have = self._pending or any(buffer.has_gradients or buffer.shard_filled for buffer in self.sharded.grad_buffers)
+        have = self._passes.pending or any(
+            buffer.has_gradients or buffer.shard_filled for buffer in self.sharded.grad_buffers
+        )
         if not have and self.optimizer is not None:
-            raise self._report(_no_gradients(self.global_steps))
-        micro_batches = self._batch.accumulation if self._managed else self._pending
+            raise self._report(no_gradients(self.global_steps))
+        micro_batches = self._batch.accumulation if self._managed else self._passes.pending
         self._optimizer_step(micro_batches, 1 if self._managed else micro_batches, lr_kwargs or {})
 
     def _optimizer_step(self, micro_batches: int, calls: int, lr_kwargs: Mapping[str, Any]) -> None:
@@ -271,7 +180,7 @@ class Engine(nn.Module):
                 "there is no optimizer to step", where="engine.step", fix='Add "optimizer" to ds_config or pass one.'
             )
         if unused := self._used.unused():
-            raise self._report(_unused(unused, self.global_steps))
+            raise self._report(unused_error(unused, self.global_steps))
         self.micro_steps += calls
         with self.observer.phase(STEP, self):
             self.outcome.finalize()
@@ -282,7 +191,7 @@ class Engine(nn.Module):
             self._stepped = True
             self.global_steps += 1
             self.global_samples += micro_batches * self._batch.micro_batch_size * self.mesh.data.size
-            self._pending = 0
+            self._passes.forget()
             self._restarted = False
             self._used.restart()
             self.mesh.heartbeat.begin_step(self.global_steps)
@@ -306,9 +215,10 @@ class Engine(nn.Module):
         done = self.pending_micro_batches() if self._managed and self._boundary is None else 0
         if done:
             self._restart_accumulation(done)
-        self.sharded.reducer.reset()
+        self.sharded.reset_gradients()
+        self.outcome.drop_weight()
+        self._passes.forget()
         self._used.restart()
-        self._pending = 0
         for param in self.module.parameters():
             param.grad = None
 
@@ -350,17 +260,14 @@ class Engine(nn.Module):
     def pending_micro_batches(self) -> int:
         """Count the micro-batches whose gradients wait for a step."""
         counted = self._managed and self._boundary is None
-        return self.micro_steps % self._batch.accumulation if counted else self._pending
+        return self.micro_steps % self._batch.accumulation if counted else self._passes.pending
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Accumulate without communication, at every ZeRO stage; the first backward pass after the
         block reduces the sum."""
-        before, self._sync = self._sync, False
-        try:
+        with self._passes.without_sync():
             yield
-        finally:
-            self._sync = before
 
     def compile(
         self,

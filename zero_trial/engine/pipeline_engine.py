@@ -75,7 +75,8 @@ class PipelineEngine(Engine):
         """Take one optimizer step over ``gradient_accumulation_steps()`` micro-batches; return the
         mean loss, a scalar, the same on all ranks.
 
-        A micro-batch is ``(inputs, labels)``. A short one counts by its samples; where all ranks'
+        A micro-batch is ``(inputs, labels)``. A short one counts by its samples, or with a
+        ``loss_weight`` of the module each by its weight; where all ranks'
         data end within a batch, the step is made of what there is. Raises StopIteration on all
         ranks when the data has ended. Collective over the world.
 
@@ -94,10 +95,15 @@ class PipelineEngine(Engine):
         self.sharded.wait()
         if self.optimizer is not None:
             self.optimizer.prefetch()
-        found = self._perform(schedule, batch, StepOptions(loss=self._loss, scale=scale * batch.lines))
+        weight = self.pipeline.loss_weight
+        scale *= batch.lines if weight is None else 1
+        found = self._perform(schedule, batch, StepOptions(loss=self._loss, weight=weight, scale=scale))
         with self.observer.phase(REDUCE_WAIT, self):
             self.sharded.reducer.wait()
         loss = self._mean(batch, found)
+        if weight is not None:
+            zero = torch.zeros((), dtype=torch.float64, device=self.device)
+            self.outcome.add_weight(sum(found.weights.values(), zero))
         if self.observer.events is not None:
             self.observer.events.saw_loss(self, loss)
         self._optimizer_step(batch.micro_batches, self.gradient_accumulation_steps(), {})
@@ -131,7 +137,12 @@ class PipelineEngine(Engine):
             schedule = self.schedule(batch.micro_batches, training=False)
             self._shards.start_step()
             self.sharded.wait()
-            options = StepOptions(False, self._loss if compute_loss else None, return_logits or not compute_loss)
+            options = StepOptions(
+                False,
+                self._loss if compute_loss else None,
+                self.pipeline.loss_weight,
+                return_logits or not compute_loss,
+            )
             found = self._perform(schedule, batch, options)
             self.executor.finish()
         finally:
@@ -200,19 +211,22 @@ class PipelineEngine(Engine):
             return function(output, label)
 
     def _mean(self, batch: StepInput, found: LastStageResult) -> torch.Tensor:
-        """Return the mean loss over the samples of all data-parallel ranks. Collective over the
-        world."""
-        total = torch.zeros(1, dtype=torch.float64, device=self.device)
+        """Return the mean loss over the samples of all data-parallel ranks, or over the weights.
+        Collective over the world."""
+        weighted = self.pipeline.loss_weight is not None
+        total = torch.zeros(1 + weighted, dtype=torch.float64, device=self.device)
         for number, loss in found.losses.items():
-            total += loss.double().reshape(1) * batch.share(found.samples[number])
+            total[0] += loss.double().reshape(()) * (1.0 if weighted else batch.share(found.samples[number]))
+        for weight in found.weights.values():
+            total[1] += weight
         self.mesh.world.all_reduce_small(total, "mean loss")
-        return total.float().reshape(())
+        return (total[0] / total[1] if weighted else total[0]).float()
 
     def _losses(self, batch: StepInput, found: LastStageResult) -> list[torch.Tensor]:
         """Return this pipeline's losses by micro-batch. Collective over pipe."""
         values = torch.zeros(batch.micro_batches, dtype=torch.float64, device=self.device)
         for number, loss in found.losses.items():
-            values[number] = loss.double()
+            values[number] = loss.double() / found.weights.get(number, 1.0)
         self.mesh.pipe.all_reduce_small(values, "losses")
         return list(values.float())
 
@@ -306,6 +320,9 @@ class PipelineEngine(Engine):
 
     def backward(self, *args: Any, **kwargs: Any) -> NoReturn:
         _refuse("backward")
+
+    def scale(self, *args: Any, **kwargs: Any) -> NoReturn:
+        _refuse("scale")
 
     def step(self, *args: Any, **kwargs: Any) -> NoReturn:
         _refuse("step")

@@ -35,7 +35,7 @@ import torch
 
 from zero_trial.comm import Mesh
 from zero_trial.engine.resolved_config import ResolvedConfig
-from zero_trial.errors import Diverged
+from zero_trial.errors import Diverged, TrialError
 from zero_trial.ops.dispatch import OPS
 from zero_trial.ops.optimizers import DeviceScalars
 from zero_trial.precision import LossScale
@@ -103,7 +103,9 @@ class StepOutcome(StepStatus):
     def __init__(self, config: ResolvedConfig, mesh: Mesh, device: torch.device, *, deferred: bool) -> None:
         self.deferred = deferred
         self._config = config
-        self._divisor = config.divisor * config.sharding.wire_scale
+        self._wire_scale = config.sharding.wire_scale
+        # of the losses since the last step, on this rank; None: they are means
+        self._weight: torch.Tensor | None = None
         self._mesh = mesh
         self._device = device
         self._result = StepResult(config.policy.loss_scale)
@@ -130,10 +132,41 @@ class StepOutcome(StepStatus):
 
     def gradient_multiplier(self) -> float:
         """Return the factor from a reduced shard (a sum over ranks of scaled gradients) to the
-        averaged gradient, or to the sum where that was asked for."""
+        averaged gradient, or to the sum where that was asked for. Raises TrialError while weighted
+        losses wait for their step, where the sum of the weights of all ranks becomes known."""
+        if self._weight is not None:
+            raise TrialError(
+                "the mean of weighted losses is not known before engine.step()",
+                where="engine.backward(loss, weight=...)",
+                got="a gradient that is asked for, or changed, before the step",
+                fix='To clip, set "gradient_clipping" in ds_config.',
+            )
+        return self._unscale()
+
+    def _unscale(self) -> float:
+        """Return the factor from a reduced shard to the gradient, but for the sum of the weights
+        where losses are weighted."""
         if self._open is not None:
             self.settle()
-        return 1.0 / (self._divisor * self._result.loss_scale.scale)
+        divisor = self._config.divisor if self._weight is None else 1
+        return 1.0 / (divisor * self._wire_scale * self._result.loss_scale.scale)
+
+    # --- weights ----------------------------------------------------------------------------------
+
+    @property
+    def weighted(self) -> bool:
+        """Whether the losses since the last step are sums with weights."""
+        return self._weight is not None
+
+    def add_weight(self, weight: torch.Tensor) -> None:
+        """Divide the gradients of the next step by ``weight`` (a scalar), added up over its losses
+        and all ranks, and not by the number of ranks. All ranks give weights or none does."""
+        weight = weight.detach().to(self._device, torch.float64).reshape(1)
+        self._weight = weight if self._weight is None else self._weight + weight
+
+    def drop_weight(self) -> None:
+        """Forget the weights since the last step: its gradients are dropped."""
+        self._weight = None
 
     def finalize(self) -> StepResult:
         """Return the outcome, known on all ranks; report a skipped step, and end a run that cannot
@@ -205,22 +238,25 @@ class StepOutcome(StepStatus):
         Diverged.
         """
         reducer = model.reducer
+        model.take_gradient_edits()
         reducer.reduce_missing()
         if self.deferred and optimizer.takes_device_scalars(self._device):
             if reducer.late_groups():
                 reducer.reduce_late()
             with trace_range("norm"):
-                total = self._sum_over_ranks(model)
-            self._apply_on_device(model, optimizer, step, lr_scheduler, arguments, total)
+                sums = self._sum_over_ranks(model)
+            self._apply_on_device(model, optimizer, step, lr_scheduler, arguments, sums)
             return
-        result, unscale = self._result, self.gradient_multiplier()
+        result, unscale = self._result, self._unscale()
         with trace_range("norm"):
-            total, late = self._sum_over_ranks(model, reducer.late_groups())
+            sums = self._sum_over_ranks(model, reducer.late_groups())
             # on some rank: all learn it here; a dry run takes conditions for False
-            if (late > 0).item():
+            if (sums[1] > 0).item():
                 reducer.reduce_late()
-                total = self._sum_over_ranks(model)
-        change = self._decide(total.item(), unscale, step)
+                sums = self._sum_over_ranks(model)
+        if self._weight is not None:
+            unscale /= _checked_weight(sums[-1].item(), step)
+        change = self._decide(sums[0].item(), unscale, step)
         if result.applied and result.norm is not None:
             factor = 1.0 if change.overflow else clip_factor(result.norm, self._config.clip)
             update_and_publish(model, optimizer, unscale * factor, defer_wait=self._config.defer_publish)
@@ -228,7 +264,8 @@ class StepOutcome(StepStatus):
                 lr_scheduler.step(**arguments)
         else:
             result.nonfinite = find_culprit(model, step)
-        reducer.reset()
+        self.drop_weight()
+        model.reset_gradients()
         if change.overflow:
             self._report(change)
 
@@ -239,19 +276,26 @@ class StepOutcome(StepStatus):
         step: int,
         lr_scheduler: Any,
         arguments: Mapping[str, Any],
-        total: torch.Tensor,
+        sums: torch.Tensor,
     ) -> None:
         if self._readback is None:
             self._readback = PinnedReadback(self._device, _CONTROL.stop)
-        unscale, reducer = self.gradient_multiplier(), model.reducer
+        unscale, reducer = self._unscale(), model.reducer
+        # of the gradient times the weights of its losses, which only the device knows
+        weight = sums[-1:] if self._weight is not None else None
+        total = sums if weight is None else sums[:1] / weight.square()
         scalars = self._device_scalars(self._readback.there, total, unscale, divides=optimizer.divides)
+        if weight is not None:
+            by = weight.to(scalars.factor) if optimizer.divides else weight.to(scalars.factor).reciprocal()
+            scalars = scalars._replace(factor=scalars.factor * by.reshape(scalars.factor.shape))
         self._readback.send()
         unused = frozenset(group.block for group in model.groups if not model.unsharder.was_used(group.block))
         undo = [optimizer.undo_step]
         opened = _OpenStep(step, unscale, model, undo, list(reducer.nonfinite), dict(reducer.square_sums), unused)
         update_and_publish(model, optimizer, 1.0, scalars, defer_wait=self._config.defer_publish)
         self._open = opened
-        reducer.reset()
+        self.drop_weight()
+        model.reset_gradients()
         if lr_scheduler is None:
             return
         if not self._config.skip_nonfinite:
@@ -273,7 +317,8 @@ class StepOutcome(StepStatus):
         return DeviceScalars(factor, control[2] if self._config.skip_nonfinite else None)
 
     def _sum_over_ranks(self, model: ShardedModel, *counts: int) -> torch.Tensor:
-        """Sum the squares of the reduced gradient and each of ``counts``: (1 + counts,) in float64.
+        """Sum the squares of the reduced gradient, each of ``counts``, and the weights of the
+        losses if they have some: (1 + counts + 0 or 1,) in float64.
 
         The first is not finite if any element on any rank is not. One all-reduce over each of
         shard, replica (of which each rank counts a slice), model (where copies are counted once)
@@ -283,6 +328,8 @@ class StepOutcome(StepStatus):
         total = torch.stack(sums).sum() if sums else torch.zeros((), dtype=torch.float64, device=self._device)
         values = torch.cat([total.reshape(1), total.new_tensor(counts)]) if counts else total.reshape(1)
         mesh = self._mesh
+        if self._weight is not None:  # ranks of the model axis have the same losses
+            values = torch.cat([values, self._weight if mesh.model.index == 0 else torch.zeros_like(self._weight)])
         for axis in (mesh.shard, mesh.replica, mesh.model, mesh.pipe):
             axis.all_reduce_small(values, "gradient norm")
         return values
@@ -321,6 +368,19 @@ class StepOutcome(StepStatus):
     @property
     def _alone(self) -> bool:
         return self._mesh.data.size == self._mesh.pipe.size == self._mesh.model.size == 1
+
+
+def _checked_weight(weight: float, step: int) -> float:
+    """Return the sum of all weights of a step, which is the same on all ranks."""
+    if not (math.isfinite(weight) and weight > 0):
+        raise TrialError(
+            "the weights of a step do not add up to a number above 0",
+            where=f"engine.step, step {step}",
+            got=weight,
+            expected="the number of tokens, say, of all micro-batches and ranks",
+            fix="Leave out batches without a token, on all ranks.",
+        )
+    return weight
 
 
 def update_and_publish(

@@ -82,6 +82,7 @@ class LastStageResult:
     were to be kept."""
 
     losses: dict[int, torch.Tensor] = field(default_factory=dict)
+    weights: dict[int, torch.Tensor] = field(default_factory=dict)  # only if losses have some
     samples: dict[int, int] = field(default_factory=dict)
     outputs: dict[int, Any] = field(default_factory=dict)
 
@@ -89,10 +90,11 @@ class LastStageResult:
 @dataclass(frozen=True)
 class StepOptions:
     """What a run computes. ``scale``: the factor on each micro-batch's share of the loss before its
-    backward."""
+    backward; on all of its loss where ``weight`` gives the loss a weight."""
 
     training: bool = True
     loss: Loss | None = None  # None: no losses are computed
+    weight: Callable[[Any, Any], float | torch.Tensor] | None = None
     keep_outputs: bool = False
     scale: float = 1.0
 
@@ -222,9 +224,13 @@ class Executor:
         ):
             raise loss_error(loss, "PipelineModule(loss_fn)", "Compute it from the last layer's output.")
         run.outcome.losses[number] = loss.detach()
+        share = run.batch.share(run.samples[number])
+        if run.options.weight is not None:
+            weight, share = torch.as_tensor(run.options.weight(output, label), dtype=torch.float64), 1.0
+            run.outcome.weights[number] = weight.detach().to(self._device).reshape(())
         if run.options.training:
             self.stage.keep(chunk, number, [loss])
-            factor = run.options.scale * run.batch.share(run.samples[number])
+            factor = run.options.scale * share
             run.gradients[chunk, number] = [torch.full_like(loss, factor)]
 
     def _backward(self, action: Action) -> None:

@@ -30,6 +30,8 @@ from zero_trial.pipeline.topology import ProcessTopology
 
 LossFunction = Callable[[Any, Any], torch.Tensor]
 
+LossWeight = Callable[[Any, Any], float | torch.Tensor]
+
 
 class PipelineModule(nn.Module):
     """Layers that follow each other: specs (built where they are needed), modules, and functions of
@@ -38,6 +40,8 @@ class PipelineModule(nn.Module):
     ``num_stages``: pipeline ranks; None takes ds_config's ``mesh.pipe`` when ``initialize`` builds
         the layers. ``topology`` gives it too.
     ``loss_fn(output, label)``: without it the last layer's output is the loss.
+    ``loss_weight(output, label)``: the loss is a sum with this weight (its tokens, say); a step
+        takes the sum of the losses over the sum of the weights.
     ``seed_layers``: layer i is built after ``seed_fn(base_seed + i)``, so that weights do not
         depend on the number of stages.
     ``partition_method``: uniform, parameters, type:REGEX, or profile, which runs ``profile_input``
@@ -71,9 +75,11 @@ class PipelineModule(nn.Module):
         chunks_per_rank: int = 1,
         placement: ChunkPlacement | None = None,
         profile_input: Any = None,
+        loss_weight: LossWeight | None = None,
     ) -> None:
         super().__init__()
         self.loss_fn = loss_fn
+        self.loss_weight = loss_weight
         self.num_stages = _stages(num_stages, topology, placement)
         self.seed_layers = seed_layers
         self.base_seed = base_seed
@@ -161,6 +167,7 @@ class PipelineModule(nn.Module):
         return PipelineModule(
             self._layers,
             loss_fn=self.loss_fn,
+            loss_weight=self.loss_weight,
             seed_layers=self.seed_layers,
             seed_fn=self._seeds.function if self._seeds is not None else None,
             base_seed=self.base_seed,

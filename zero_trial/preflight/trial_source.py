@@ -124,10 +124,12 @@ class SourceIssue:
     fix: str
 
 
-_CLIP = ("does not reach gradients that an engine holds", "Set gradient_clipping in ds_config.")
+_CLIP = (
+    "is an error where gradients are sharded (ZeRO 2 and 3), and clips once more where gradient_clipping does",
+    "Set gradient_clipping in ds_config.",
+)
 
 _CALLS = {
-    "loss.backward": ("leaves out the accumulation and the loss scale of an engine", "Call engine.backward(loss)."),
     "clip_grad_norm_": _CLIP,
     "clip_grad_value_": _CLIP,
     "engine.optimizer.step": ("trains nothing: the engine updates the parameters", "Call engine.step()."),
@@ -136,7 +138,7 @@ _CALLS = {
         "Leave it out; engine.step() does.",
     ),
 }
-"""How a call's name ends -> why it has no effect, and what to write."""
+"""How a call's name ends -> what is wrong with it, and what to write."""
 
 
 def training_issues(method: Callable[..., Any]) -> list[SourceIssue]:

@@ -19,7 +19,6 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from zero_trial.comm import AxisComm
 from zero_trial.errors import TrialError
-from zero_trial.sharding.grad_buffer import GradBuffer
 from zero_trial.sharding.layout import wide_dtype
 from zero_trial.sharding.param_group import ParamGroup, ParamPublisher
 from zero_trial.sharding.plan import Lifetime
@@ -67,15 +66,15 @@ class GatheredParameters:
 
 def safe_get_full_fp32_param(param: nn.Parameter) -> torch.Tensor:
     """Return the full fp32 master weight. Collective over shard: every rank must call."""
-    _, group, index = _find(param)
+    _, group, index = find_param(param)
     with group.materialized():
-        return _wide(full_of_shard(group, index, group.master))
+        return widened(full_of_shard(group, index, group.master))
 
 
 def safe_set_full_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
     """Set the fp32 master weight and the parameter to ``value`` (full shape, alike on all ranks).
     Collective over shard."""
-    _, group, index = _find(param)
+    _, group, index = find_param(param)
     group.wait_before_writing()  # a gather under way reads the shard, and so may peers
     with group.materialized():
         write_to_shard(group, index, group.master, value)
@@ -84,20 +83,10 @@ def safe_set_full_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
         pending.wait()
 
 
-def safe_get_full_grad(param: nn.Parameter) -> torch.Tensor | None:
-    """Return the full averaged, unscaled gradient of this step after backward at the boundary; None
-    before. Collective over shard."""
-    model, group, index = _find(param)
-    grad_buffer = model.grad_buffer_of(group)
-    if grad_buffer is None or not grad_buffer.shard_filled:
-        return None
-    return _wide(full_of_shard(group, index, grad_buffer.shard)) * model.gradient_multiplier()
-
-
 def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
     """Return the full state ``optim_state_key`` (``exp_avg``, ``exp_avg_sq`` ...); None before the
     first step. Collective over shard."""
-    _, group, index = _find(param)
+    _, group, index = find_param(param)
     shard = _optimizer_of(param).state_shard(group, optim_state_key)
     return None if shard is None else full_of_shard(group, index, shard)
 
@@ -105,37 +94,44 @@ def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> 
 def safe_set_full_optimizer_state(param: nn.Parameter, value: torch.Tensor, optim_state_key: str) -> None:
     """Set state ``optim_state_key`` from ``value`` (full shape). Raises TrialError before the first
     step, when there is no state."""
-    _, group, index = _find(param)
-    shard = _optimizer_of(param).state_shard(group, optim_state_key)
-    if shard is None:
-        raise TrialError("the optimizer has no such state yet", where=optim_state_key, fix="Take a step first.")
-    write_to_shard(group, index, shard, value)
+    _, group, index = find_param(param)
+    write_to_shard(group, index, shard := _state_of(param, group, optim_state_key), value)
     _optimizer_of(param).set_state_shard(group, optim_state_key, shard)
 
 
 def safe_get_local_fp32_param(param: nn.Parameter) -> torch.Tensor:
     """Return this rank's part of the fp32 master weight, flat; empty if its shard holds none of it.
     Local."""
-    _, group, index = _find(param)
+    _, group, index = find_param(param)
     with group.materialized():
-        return _wide(_local(group, index, group.master))
+        return widened(local_part(group, index, group.master))
 
 
-def safe_get_local_grad(param: nn.Parameter) -> torch.Tensor | None:
-    """Return this rank's part of the averaged, unscaled gradient, flat; None before the boundary.
-    Local."""
-    model, group, index = _find(param)
-    grad_buffer = model.grad_buffer_of(group)
-    if grad_buffer is None or not grad_buffer.shard_filled:
-        return None
-    return _wide(_local(group, index, grad_buffer.shard)) * model.gradient_multiplier()
+def safe_set_local_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
+    """Set this rank's part of the fp32 master weight, as :func:`safe_get_local_fp32_param` returns
+    it, and publish the parameter. Collective over shard: every rank sets its own part."""
+    _, group, index = find_param(param)
+    group.wait_before_writing()  # a gather under way reads the shard, and so may peers
+    with group.materialized():
+        _write_local(group, index, group.master, value)
+    pending = group.publish()
+    if pending is not None:
+        pending.wait()
 
 
 def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
     """Return this rank's part of a state tensor, flat; None before the first step. Local."""
-    _, group, index = _find(param)
+    _, group, index = find_param(param)
     shard = _optimizer_of(param).state_shard(group, optim_state_key)
-    return None if shard is None else _local(group, index, shard)
+    return None if shard is None else local_part(group, index, shard)
+
+
+def safe_set_local_optimizer_state(param: nn.Parameter, value: torch.Tensor, optim_state_key: str) -> None:
+    """Set this rank's part of state ``optim_state_key``. Local; raises TrialError before the first
+    step, when there is no state."""
+    _, group, index = find_param(param)
+    _write_local(group, index, shard := _state_of(param, group, optim_state_key), value)
+    _optimizer_of(param).set_state_shard(group, optim_state_key, shard)
 
 
 def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
@@ -173,19 +169,36 @@ def write_to_shard(group: ParamGroup, index: int, shard: torch.Tensor, value: to
             shard[piece.offset : piece.offset + piece.numel].copy_(flat[piece.start : piece.stop])
 
 
-def _local(group: ParamGroup, index: int, shard: torch.Tensor) -> torch.Tensor:
+def _write_local(group: ParamGroup, index: int, shard: torch.Tensor, value: torch.Tensor) -> None:
+    """Write ``value``, this rank's part of slot ``index``, into ``shard``. Local."""
+    slot, flat, start = group.layout.slots[index], value.reshape(-1), 0
+    parts = [piece for piece in group.layout.pieces(group.comm.index) if piece.slot is slot]
+    if flat.numel() != sum(piece.numel for piece in parts):
+        raise TrialError(
+            "the value does not have the size of this rank's part",
+            where=slot.name,
+            got=flat.numel(),
+            expected=sum(piece.numel for piece in parts),
+        )
+    for piece in parts:
+        shard[piece.offset : piece.offset + piece.numel].copy_(flat[start : start + piece.numel])
+        start += piece.numel
+
+
+def local_part(group: ParamGroup, index: int, shard: torch.Tensor) -> torch.Tensor:
     """Return a copy of the elements of slot ``index`` in ``shard``."""
     slot = group.layout.slots[index]
     parts = [shard[p.offset : p.offset + p.numel] for p in group.layout.pieces(group.comm.index) if p.slot is slot]
     return torch.cat(parts) if parts else shard.new_empty(0)
 
 
-def _wide(values: torch.Tensor) -> torch.Tensor:
+def widened(values: torch.Tensor) -> torch.Tensor:
     """Return ``values`` in fp32, or in float64 where the parameter is."""
     return values.to(wide_dtype(values.dtype, torch.float32))
 
 
-def _find(param: torch.Tensor) -> tuple[TrainedParams, ParamGroup, int]:
+def find_param(param: torch.Tensor) -> tuple[TrainedParams, ParamGroup, int]:
+    """Return the model that trains ``param``, its group, and its slot's index there."""
     owner = owner_of_param(param)
     model = owner.model() if isinstance(owner, FullParams) else None
     if model is None:
@@ -195,6 +208,14 @@ def _find(param: torch.Tensor) -> tuple[TrainedParams, ParamGroup, int]:
             fix="Pass a parameter of a model given to initialize().",
         )
     return model, *model.group_of(param)
+
+
+def _state_of(param: nn.Parameter, group: ParamGroup, kind: str) -> torch.Tensor:
+    """Return this rank's shard of state ``kind``. Raises TrialError where there is none yet."""
+    shard = _optimizer_of(param).state_shard(group, kind)
+    if shard is None:
+        raise TrialError("the optimizer has no such state yet", where=kind, fix="Take a step first.")
+    return shard
 
 
 def _optimizer_of(param: torch.Tensor) -> StateShards:
@@ -218,11 +239,7 @@ class StateShards(Protocol):
 class TrainedParams(Protocol):
     """The part of a sharded model that the safe_get_* functions use."""
 
-    def gradient_multiplier(self) -> float: ...
-
     def group_of(self, param: torch.Tensor) -> tuple[ParamGroup, int]: ...
-
-    def grad_buffer_of(self, group: ParamGroup) -> GradBuffer | None: ...
 
 
 class FullParams:

@@ -97,6 +97,12 @@ class GradBuffer:
         self._missing = 0
         self._counting = False
         self._on_ready: Callable[[GradBuffer], None] | None = None
+        self._on_foreign: Callable[[bool], None] | None = None
+        # what the gradients of the running pass are multiplied by, and by index what .grad held
+        # before it
+        self._factor = 1.0
+        self._kept: dict[int, torch.Tensor] = {}
+        self._examines = False  # gradients that come now need more than to be copied
         self.handles: list[Any] = []
         self._shares = group.dtype == dtype  # .grad can be the view itself
 
@@ -108,6 +114,12 @@ class GradBuffer:
             param.register_post_accumulate_grad_hook(self._hook(index, param.numel() < SMALL))
             for index, param in enumerate(self.group.params)
         ]
+
+    def on_foreign_gradient(self, call: Callable[[bool], None]) -> None:
+        """Call ``call(added)`` for every gradient that comes outside of a pass of this model's own;
+        ``added``: autograd has added it into the buffer already. The call may begin a pass."""
+        self._on_foreign = call
+        self._examines = True
 
     @property
     def full(self) -> torch.Tensor:
@@ -125,6 +137,8 @@ class GradBuffer:
             grad_buffer = me()
             if grad_buffer is None:
                 return
+            if grad_buffer._examines:
+                grad_buffer._examine(index, param)
             if small or grad_buffer.sealed:
                 if not queued[index]:
                     queued[index] = True
@@ -142,6 +156,38 @@ class GradBuffer:
                 grad_buffer.late = True
 
         return on_grad
+
+    def _examine(self, index: int, param: nn.Parameter) -> None:
+        """Report a gradient that comes outside of a pass, and multiply it where its pass says
+        so."""
+        grad = param.grad
+        if not self._counting and self._on_foreign is not None:
+            self._on_foreign(self._queued[index] or (self.filled[index] and grad is self.views[index]))
+            grad = param.grad if param.grad is not None else self._kept.get(index)
+        if self._factor == 1.0 or grad is None:
+            return
+        kept = self._kept.pop(index, None)
+        with torch.no_grad():
+            grad.mul_(self._factor)
+            param.grad = grad if kept is None or kept is grad else kept.add_(grad)
+
+    def rescale(self, factor: float) -> None:
+        """Multiply the gradients that come from now on, until :meth:`end_pass`, by ``factor``; what
+        has come stays."""
+        self._restore()
+        self._factor = factor
+        self._examines = factor != 1.0 or self._on_foreign is not None
+        if factor != 1.0:
+            for index, param in enumerate(self.group.params):
+                if param.grad is not None:
+                    self._kept[index], param.grad = param.grad, None
+
+    def _restore(self) -> None:
+        """Give parameters that no gradient has reached what ``.grad`` held before the pass."""
+        for index, grad in self._kept.items():
+            self.group.params[index].grad = grad
+        self._kept.clear()
+        self._factor = 1.0
 
     def _take(self, index: int, param: nn.Parameter) -> None:
         """Move one gradient into its view."""
@@ -204,13 +250,17 @@ class GradBuffer:
         self._pass += 1
         self._missing = len(self.group.params)
         self._counting = True
+        self._examines = self._factor != 1.0
 
     def end_pass(self) -> None:
         """End the backward pass: gradients that come until the next one belong to other losses and
         complete nothing."""
+        if self._factor != 1.0:
+            self._restore()
         if self._waiting:
             self.flush_small()
         self._counting = False
+        self._examines = self._on_foreign is not None
 
     def allocate(self) -> FlatGrads:
         """Give the full buffer memory, with whatever that held: :meth:`seal` zeroes what got no
@@ -281,6 +331,7 @@ class GradBuffer:
         for index in self._waiting:
             self._queued[index] = False
         self._waiting.clear()
+        self._kept.clear()
         self.detach()
         self.sealed = self.shard_filled = False
         if self._frees and self.live:

@@ -20,6 +20,7 @@ from zero_trial.comm import AxisComm, Mesh
 from zero_trial.errors import TrialError
 from zero_trial.precision import DtypePolicy
 from zero_trial.sharding.full_params import FullParams, forget_owner, register_owner
+from zero_trial.sharding.grad_access import ShownGradients
 from zero_trial.sharding.grad_buffer import BufferPool, GradBuffer
 from zero_trial.sharding.grouping import (
     GroupSpec,
@@ -118,6 +119,9 @@ class ShardedModel:
         self._in_place = [grad_buffer for grad_buffer in self.grad_buffers if grad_buffer.in_place]
         self._grad_buffers_of = self.manual_groups.grad_buffers(self.grad_buffers)
         self._status = status if status is not None else StepStatus()
+        self._shown = [
+            ShownGradients(grad_buffer, self._status.gradient_multiplier) for grad_buffer in self.grad_buffers
+        ]
         self.publisher = ParamPublisher(module, self.groups)
         self._full_params = FullParams(self, module, self.groups, self.publisher, mesh.data)
         register_owner(self._params(), self._full_params)
@@ -131,17 +135,73 @@ class ShardedModel:
 
     # --- one step ---------------------------------------------------------------------------------
 
+    def expect_backward(self, *, last: bool) -> None:
+        """Let parameters be gathered and freed for a backward pass; ``last``: the step follows."""
+        if self.frees_parameters:
+            self.unsharder.begin_backward(last=last)
+
     def begin_backward(self, *, reduce: bool, last: bool) -> None:
         """Start a backward pass of this model's own loss; ``reduce``: its gradients are reduced;
         ``last``: the step follows."""
-        if self.frees_parameters:
-            self.unsharder.begin_backward(last=last)
+        self.expect_backward(last=last)
+        self._hide_gradients()
         self.reducer.begin_pass(reduce=reduce)
 
-    def end_backward(self) -> None:
+    def end_backward(self, *, show: bool = False) -> None:
         """End the backward pass: gradients that are to be reduced are when this returns. Collective
-        over shard and replica if so."""
+        over shard and replica if so.
+
+        ``show``: they are all that the step will see, and ``param.grad`` shows them.
+        """
         self.reducer.finish_pass()
+        if show:
+            for shown in self._shown:
+                shown.show()
+
+    def on_foreign_gradient(self, call: Callable[[bool], None]) -> None:
+        """See :meth:`GradBuffer.on_foreign_gradient`; no call where a schedule reduces."""
+        for grad_buffer in () if self.manual_groups.all else self.grad_buffers:
+            grad_buffer.on_foreign_gradient(call)
+
+    def rescale_gradients(self, factor: float) -> None:
+        """Multiply the gradients of the backward pass that runs by ``factor``; call it before the
+        first of them comes, and with 1.0 at the end of a pass that :meth:`end_backward` does not
+        end."""
+        self._hide_gradients()
+        for grad_buffer in self.grad_buffers:
+            grad_buffer.rescale(factor)
+
+    def reset_gradients(self) -> None:
+        """Drop all gradients and sums since the last step; waits for reductions under way."""
+        self.reducer.reset()
+        for shown in self._shown:
+            shown.forget()
+
+    def _hide_gradients(self) -> None:
+        self.take_gradient_edits()
+        for shown in self._shown:
+            shown.hide()
+
+    @property
+    def shows_gradients(self) -> bool:
+        """Whether the last backward pass of the step is over: ``param.grad`` shows its
+        gradients."""
+        return any(shown.shown for shown in self._shown)
+
+    def take_gradient_edits(self) -> None:
+        """Let what user code did to ``param.grad`` since the last backward pass count in the step.
+        Local."""
+        for shown in self._shown:
+            if shown.shown and shown.take_edits():
+                self.reducer.recount(shown.grad_buffer)
+
+    def gradient_changed(self, grad_buffer: GradBuffer) -> None:
+        """Note that the reduced gradient of a group has been written by user code."""
+        self.reducer.recount(grad_buffer)
+        shown = self.shown_gradients(grad_buffer.group)
+        if shown is not None and shown.shown:
+            shown.forget()
+            shown.show()
 
     def wait_before_writing(self) -> None:
         """Wait until shards may be written: for gathers under way (fetched ahead and never used),
@@ -241,8 +301,9 @@ class ShardedModel:
                     return group, index
         raise TrialError("this parameter is in no group of this engine", got=tuple(param.shape))
 
-    def grad_buffer_of(self, group: ParamGroup) -> GradBuffer | None:
-        return next((grad_buffer for grad_buffer in self.grad_buffers if grad_buffer.group is group), None)
+    def shown_gradients(self, group: ParamGroup) -> ShownGradients | None:
+        """Return the gradients of ``group`` for user code; None where it is not trained."""
+        return next((shown for shown in self._shown if shown.grad_buffer.group is group), None)
 
     def persistent_bytes(self) -> dict[str, int]:
         """Count the bytes that outlive a step on this rank: parameters with masters, and

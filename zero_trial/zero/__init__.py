@@ -4,13 +4,20 @@ from zero_trial.sharding.full_params import (
     GatheredParameters,
     register_external_parameter,
     safe_get_full_fp32_param,
-    safe_get_full_grad,
     safe_get_full_optimizer_state,
     safe_get_local_fp32_param,
-    safe_get_local_grad,
     safe_get_local_optimizer_state,
     safe_set_full_fp32_param,
     safe_set_full_optimizer_state,
+    safe_set_local_fp32_param,
+    safe_set_local_optimizer_state,
+)
+from zero_trial.sharding.grad_access import (
+    safe_get_full_grad,
+    safe_get_local_grad,
+    safe_set_full_grad,
+    safe_set_local_grad,
+    safe_update_full_grad_vectorized,
 )
 from zero_trial.sharding.grouping import ShardingSettings
 from zero_trial.sharding.init import Init
@@ -34,5 +41,10 @@ __all__ = [
     "safe_get_local_grad",
     "safe_get_local_optimizer_state",
     "safe_set_full_fp32_param",
+    "safe_set_full_grad",
     "safe_set_full_optimizer_state",
+    "safe_set_local_fp32_param",
+    "safe_set_local_grad",
+    "safe_set_local_optimizer_state",
+    "safe_update_full_grad_vectorized",
 ]

@@ -1,0 +1,349 @@
+"""Gradients between the last backward pass and the step: ``param.grad``, torch's clipping, and the
+safe_set_* functions, against dense torch."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import zero_trial
+from tests.support.dense import STAGES, TOLERANCE, Case, Turn, adamw, build_engine, difference
+from tests.support.models import Tower
+from tests.support.pool import Pools
+from zero_trial import zero
+from zero_trial.errors import TrialError
+
+STEPS = 3
+PRECISIONS: dict[str, dict[str, Any]] = {
+    "fp32": {},
+    "bf16": {"bf16": {"enabled": True}},
+    "fp16": {"fp16": {"enabled": True, "loss_scale": 1024.0}},
+}
+FULL = ["zero0", "zero1"]  # where full gradients live
+CUT = ["zero2", "zero3", "zero3-free"]
+
+
+def loss(model: Any, turn: Turn) -> torch.Tensor:
+    return model(turn.normal(4, 5)).float().square().mean()
+
+
+Edit = Callable[[nn.Module], Any]
+
+
+def clip(module: nn.Module) -> None:
+    nn.utils.clip_grad_norm_(module.parameters(), 0.05)
+
+
+def clip_values(module: nn.Module) -> None:
+    nn.utils.clip_grad_value_(list(module.parameters()), 0.01)
+
+
+def scale_one(module: nn.Module) -> None:
+    module.blocks[1].weight.grad *= 3.0  # type: ignore[index, union-attr, operator]
+
+
+def through_data(module: nn.Module) -> None:
+    for param in module.parameters():
+        param.grad.data.add_(param.detach(), alpha=0.1)  # type: ignore[union-attr]
+
+
+def drop(module: nn.Module) -> None:
+    module.last.weight.grad = None  # type: ignore[union-attr]
+
+
+def replace(module: nn.Module) -> None:
+    module.last.bias.grad = torch.full_like(module.last.bias, 0.25)  # type: ignore[union-attr, arg-type]
+
+
+def noise(module: nn.Module) -> None:
+    generator = torch.Generator().manual_seed(4)
+    for param in module.parameters():
+        assert param.grad is not None
+        param.grad.add_(torch.randn(param.shape, generator=generator).to(param.grad.dtype) * 0.01)
+
+
+EDITS: dict[str, Edit] = {
+    edit.__name__: edit for edit in (clip, clip_values, scale_one, through_data, drop, replace, noise)
+}
+
+
+def dense_steps(edit: Edit, ranks: int, accumulation: int) -> tuple[nn.Module, list[float]]:
+    """Plain torch with the mean of all ranks; the norm after each edit."""
+    torch.manual_seed(1)
+    model, norms = Tower(), []
+    optimizer = adamw(model.parameters())
+    for step in range(STEPS):
+        for number in range(accumulation):
+            for rank in range(ranks):
+                (loss(model, Turn(step, number, rank)) / (ranks * accumulation)).backward()
+        edit(model)
+        for param in model.parameters():
+            param.grad = torch.zeros_like(param) if param.grad is None else param.grad
+        norms.append(nn.utils.get_total_norm([param.grad for param in model.parameters()]).item())  # type: ignore[misc]
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, norms
+
+
+def edited(name: str, zero_section: dict[str, Any], accumulation: int, precision: str) -> tuple[float, float]:
+    """(difference of the parameters to dense torch, largest relative one of the norms)"""
+    case = Case(Tower, loss, accumulation=accumulation, config=PRECISIONS[precision])
+    engine, norms = build_engine(case, zero_section), []
+    for step in range(STEPS):
+        for number in range(accumulation):
+            loss(engine, Turn(step, number, engine.global_rank)).backward() if precision != "fp16" else engine.backward(
+                loss(engine, Turn(step, number, engine.global_rank))
+            )
+            if number == accumulation - 1:
+                EDITS[name](engine.module)
+            engine.step()
+        norms.append(engine.get_global_grad_norm())
+    model, expected = dense_steps(EDITS[name], engine.dp_world_size, accumulation)
+    gap = difference(engine, model)
+    engine.destroy()
+    return gap, max(abs(a / b - 1) for a, b in zip(norms, expected, strict=True))
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("stage", FULL)
+@pytest.mark.parametrize("name", EDITS)
+def test_an_edit_counts(ranks: Pools, name: str, stage: str, accumulation: int) -> None:
+    for gap, norm in ranks(2).run(edited, name, STAGES[stage], accumulation, "fp32"):
+        assert gap <= TOLERANCE and norm <= 1e-5
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("stage", FULL)
+def test_an_edit_counts_in_16_bits(ranks: Pools, stage: str, precision: str) -> None:
+    """Gradients of 16 bits differ by 2**-8 (bf16) of themselves; an AdamW step passes on at most as
+    much of its lr."""
+    for gap, norm in ranks(2).run(edited, "clip", STAGES[stage], 2, precision):
+        assert gap <= 2e-2 and norm <= 1e-2
+
+
+def test_hybrid_sharding(ranks: Pools) -> None:
+    config = STAGES["zero1"] | {"mics_shard_size": 2}
+    for gap, norm in ranks(4).run(edited, "clip", config, 1, "fp32"):
+        assert gap <= TOLERANCE and norm <= 1e-5
+
+
+def read_by_one_rank() -> Any:
+    """At stage 0 one rank alone may look; nothing changes, on three ranks neither."""
+    states = []
+    for look in (False, True):
+        engine = build_engine(Case(Tower, loss), STAGES["zero0"])
+        for step in range(STEPS):
+            engine.backward(loss(engine, Turn(step, 0, engine.global_rank)))
+            if look and engine.global_rank == 0:
+                assert all(param.grad.norm() > 0 for param in engine.module.parameters())
+            engine.step()
+        states.append(engine.module_state_dict())
+        engine.destroy()
+    return [name for name, value in states[0].items() if not torch.equal(value, states[1][name])]
+
+
+def test_one_rank_may_look_at_stage_0(ranks: Pools) -> None:
+    assert ranks(3).run(read_by_one_rank) == [[]] * 3
+
+
+def traffic(zero_section: dict[str, Any], look: bool) -> dict[str, int]:
+    engine = build_engine(Case(Tower, loss), zero_section)
+    engine.backward(loss(engine, Turn(0, 0, engine.global_rank)))
+    if look:
+        nn.utils.clip_grad_norm_(engine.module.parameters(), 0.05)
+    engine.step()
+    sent = {name: row["elements"] for name, row in engine.comms_summary().items()}
+    numel = sum(group.layout.numel for group in engine.sharded.groups)
+    engine.destroy()
+    return sent | {"numel": numel}
+
+
+@pytest.mark.parametrize("stage", FULL)
+def test_what_looking_moves(ranks: Pools, stage: str) -> None:
+    """Nothing at stage 0; n (N-1)/N at stage 1."""
+    without, with_look = (ranks(2).run(traffic, STAGES[stage], look)[0] for look in (False, True))
+    more = with_look.get("all_gather/shard", 0) - without.get("all_gather/shard", 0)
+    assert more == (without["numel"] // 2 if stage == "zero1" else 0)
+    with_look["all_gather/shard"] = without["all_gather/shard"] = 0
+    assert with_look == without
+
+
+# --- where full gradients do not live -------------------------------------------------------------
+
+USES: dict[str, Callable[[nn.Module], Any]] = {
+    "clip_grad_norm_": clip,
+    "clip_grad_value_": clip_values,
+    "get_total_norm": lambda module: nn.utils.get_total_norm([param.grad for param in module.parameters()]),
+    "norm": lambda module: module.last.weight.grad.norm(),
+    "edit": scale_one,
+    "optimizer": lambda module: torch.optim.AdamW(module.parameters(), foreach=True).step(),
+    "print": lambda module: str(module.last.weight.grad),
+    "numpy": lambda module: module.last.weight.grad.numpy(),
+}
+
+
+@pytest.mark.parametrize("stage", CUT)
+@pytest.mark.parametrize("use", USES)
+def test_where_gradients_are_cut_every_use_says_so(use: str, stage: str) -> None:
+    engine = build_engine(Case(Tower, loss, accumulation=2), STAGES[stage])
+    for number in range(2):
+        engine.backward(loss(engine, Turn(0, number, 0)))
+        if number == 0:
+            engine.step()
+    with pytest.raises(TrialError, match=r"gradient_clipping.*safe_get_full_grad"):
+        USES[use](engine.module)
+    engine.step()
+    engine.backward(loss(engine, Turn(1, 0, 0)))  # gradients come as before
+    engine.step()
+
+
+def test_a_gradient_that_was_kept_beyond_its_step_says_so() -> None:
+    engine = build_engine(Case(Tower, loss), STAGES["zero0"])
+    engine.backward(loss(engine, Turn(0, 0, 0)))
+    kept = engine.module.last.weight.grad
+    engine.step()
+    assert engine.module.last.weight.grad is None
+    with pytest.raises(TrialError, match="clone"):
+        kept.norm()
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_copies_of_the_module_have_no_gradients(stage: str) -> None:
+    engine = build_engine(Case(Tower, loss), STAGES[stage])
+    engine.backward(loss(engine, Turn(0, 0, 0)))
+    assert all(param.grad is None for param in copy.deepcopy(engine.module).parameters())
+    engine.module.zero_grad()  # as torch: the gradients are dropped
+    engine.step()
+    assert engine.get_global_grad_norm() == 0.0
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_second_pass_after_the_gradients_were_shown(stage: str) -> None:
+    """Its gradients are added to what was edited."""
+    norms = []
+    for late in (False, True):
+        engine = build_engine(Case(Tower, loss), STAGES[stage])
+        value = loss(engine, Turn(0, 0, 0))
+        if late:
+            engine.backward(value, retain_graph=True)
+            if stage in FULL:
+                scale_one(engine.module)
+                engine.module.blocks[1].weight.grad /= 3.0
+            value.backward()
+        else:
+            engine.backward(value * 2)
+        engine.step()
+        norms.append(engine.get_global_grad_norm())
+    assert norms[1] == pytest.approx(norms[0], rel=1e-6)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_a_gradient_that_comes_around_the_engine_after_the_last_pass_is_added(stage: str, accumulation: int) -> None:
+    norms = []
+    for late in (False, True):
+        engine = build_engine(Case(Tower, loss, accumulation=accumulation), STAGES[stage])
+        for number in range(accumulation):
+            value = loss(engine, Turn(0, number, 0))
+            if late:
+                engine.backward(value)
+                if number == accumulation - 1:
+                    loss(engine.module, Turn(0, number, 0)).backward()
+            else:
+                engine.backward(value * (2 if number == accumulation - 1 else 1))
+            engine.step()
+        norms.append(engine.get_global_grad_norm())
+    assert norms[1] == pytest.approx(norms[0], rel=1e-6)
+
+
+# --- safe_set_* -----------------------------------------------------------------------------------
+
+
+def full_set(zero_section: dict[str, Any], how: str, precision: str) -> tuple[float, float]:
+    """Each gradient is multiplied by 3 and clamped; (gap to dense torch, gap of the norms)."""
+
+    def changed(grad: torch.Tensor, param: nn.Parameter) -> torch.Tensor:
+        return (grad * 3).clamp(-0.05, 0.05)
+
+    def at_plain(module: nn.Module) -> None:
+        for param in module.parameters():
+            assert param.grad is not None
+            param.grad.copy_(changed(param.grad, param))
+
+    engine, norms = build_engine(Case(Tower, loss, config=PRECISIONS[precision]), zero_section), []
+    for step in range(STEPS):
+        engine.backward(loss(engine, Turn(step, 0, engine.global_rank)))
+        params = list(engine.module.parameters())
+        if how == "vectorized":
+            zero.safe_update_full_grad_vectorized(params, changed)
+        for param in params if how != "vectorized" else []:
+            read, write = (
+                (zero.safe_get_full_grad, zero.safe_set_full_grad)
+                if how == "full"
+                else (zero.safe_get_local_grad, zero.safe_set_local_grad)
+            )
+            write(param, changed(read(param), param))  # type: ignore[arg-type]
+            torch.testing.assert_close(read(param), changed(read(param) / 3, param), rtol=2e-2, atol=2e-3)
+        engine.step()
+        norms.append(engine.get_global_grad_norm())
+    model, expected = dense_steps(at_plain, engine.dp_world_size, 1)
+    gap = difference(engine, model)
+    engine.destroy()
+    return gap, max(abs(a / b - 1) for a, b in zip(norms, expected, strict=True))
+
+
+@pytest.mark.parametrize("how", ["full", "local", "vectorized"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_gradients_that_are_set(ranks: Pools, stage: str, how: str) -> None:
+    for gap, norm in ranks(2).run(full_set, STAGES[stage], how, "fp32"):
+        assert gap <= TOLERANCE and norm <= 1e-5
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_gradients_that_are_set_in_16_bits(ranks: Pools, precision: str) -> None:
+    for gap, norm in ranks(2).run(full_set, STAGES["zero3"], "full", precision):
+        assert gap <= 2e-2 and norm <= 1e-2
+
+
+def parts_set(zero_section: dict[str, Any]) -> None:
+    engine = build_engine(Case(Tower, loss, config=PRECISIONS["bf16"]), zero_section)
+    engine.backward(loss(engine, Turn(0, 0, engine.global_rank)))
+    engine.step()
+    weight = engine.module.blocks[0].weight
+    zero.safe_set_local_fp32_param(weight, zero.safe_get_local_fp32_param(weight) * 2 + 1)
+    local = zero.safe_get_local_optimizer_state(weight, "exp_avg")
+    assert local is not None
+    zero.safe_set_local_optimizer_state(weight, torch.full_like(local, 0.5), "exp_avg")
+    master, state = zero.safe_get_full_fp32_param(weight), zero.safe_get_full_optimizer_state(weight, "exp_avg")
+    with zero.GatheredParameters(weight):
+        assert torch.equal(weight.float(), master.bfloat16().float()) and master.mean() > 0.9
+    assert state is not None and bool((state == 0.5).all())
+    with pytest.raises(TrialError, match="size of this rank's part"):
+        zero.safe_set_local_fp32_param(weight, torch.ones(3000))
+    engine.destroy()
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_parts_of_masters_and_states_that_are_set(ranks: Pools, stage: str) -> None:
+    ranks(2).run(parts_set, STAGES[stage])
+
+
+def test_gradients_cannot_be_set_before_there_are_any() -> None:
+    engine = build_engine(Case(Tower, loss), STAGES["zero3"])
+    weight = engine.module.last.weight
+    for act in (
+        lambda: zero.safe_set_full_grad(weight, torch.zeros(4, 11)),
+        lambda: zero.safe_set_local_grad(weight, torch.zeros(44)),
+        lambda: zero.safe_update_full_grad_vectorized([weight], lambda grad, param: grad),
+    ):
+        with pytest.raises(TrialError, match=r"last engine\.backward\(\)"):
+            act()
+    engine.backward(loss(engine, Turn(0, 0, 0)))
+    with pytest.raises(TrialError, match="shape"):
+        zero.safe_set_full_grad(weight, torch.zeros(3))
+    assert isinstance(engine, zero_trial.Engine)

@@ -1,0 +1,227 @@
+"""Token-exact means: a step takes the sum of all losses over the sum of all weights, however the
+batch is cut into ranks, micro-batches and pipeline stages."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import zero_trial
+from tests.engine.test_deferred_step import make_late
+from tests.support.dense import STAGES, TOLERANCE, Case, Turn, build_engine, difference
+from tests.support.models import ADAMW, adamw
+from tests.support.pool import Pools
+from zero_trial.errors import TrialError
+from zero_trial.pipeline import PipelineModule
+
+STEPS, BATCH, LENGTH, WORDS, IGNORED = 4, 12, 7, 13, -100
+
+
+def layers() -> list[nn.Module]:
+    torch.manual_seed(5)
+    return [nn.Embedding(WORDS, 10), nn.Linear(10, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, WORDS)]
+
+
+def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sequences of 1 to LENGTH tokens, padded; (tokens, labels)"""
+    generator = torch.Generator().manual_seed(90 + step)
+    tokens = torch.randint(0, WORDS, (BATCH, LENGTH), generator=generator)
+    lengths = torch.randint(1, LENGTH + 1, (BATCH, 1), generator=generator)
+    return tokens, torch.where(torch.arange(LENGTH) < lengths, (tokens * 3 + 1) % WORDS, IGNORED)
+
+
+def loss_sum(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="sum")
+
+
+def count(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return (labels != IGNORED).sum()
+
+
+def train_dense(clip: float = 0.1) -> tuple[list[float], nn.Module]:
+    model = nn.Sequential(*layers())
+    optimizer, losses = adamw(model.parameters()), []
+    for step in range(STEPS):
+        tokens, labels = batch(step)
+        loss = loss_sum(model(tokens), labels) / count(tokens, labels)
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, model
+
+
+def config(micro: int, accumulation: int, zero: dict[str, Any], **more: Any) -> dict[str, Any]:
+    return {
+        "train_micro_batch_size_per_gpu": micro,
+        "gradient_accumulation_steps": accumulation,
+        "gradient_clipping": 0.1,
+        "comm_timeout_seconds": 30.0,
+        "optimizer": ADAMW,
+        "zero_optimization": zero,
+    } | more
+
+
+def train_cut(
+    micro: int, zero: dict[str, Any], more: dict[str, Any], late: bool = False
+) -> tuple[list[float], float, dict[str, int]]:
+    """This rank's part in micro-batches of ``micro``: (global mean losses, difference to dense,
+    what was sent)"""
+    world = torch.distributed.get_world_size()
+    rows = BATCH // world
+    engine = zero_trial.initialize(model=nn.Sequential(*layers()), config=config(micro, rows // micro, zero, **more))[0]
+    if late:
+        make_late(engine)
+    losses = []
+    for step in range(STEPS):
+        tokens, labels = batch(step)
+        sums = torch.zeros(2, dtype=torch.float64)
+        for turn in range(rows // micro):
+            # every rank takes every world-th sequence, so that ranks differ in their tokens
+            part = slice(engine.global_rank + turn * micro * world, (turn + 1) * micro * world, world)
+            x, y = tokens[part], labels[part]
+            value, weight = loss_sum(engine(x), y), count(x, y)
+            mean = engine.backward(value, weight=weight if turn % 2 else int(weight))
+            assert mean.item() == pytest.approx(value.item() / int(weight), rel=1e-6)
+            engine.step()
+            sums += torch.tensor([value.item(), int(weight)], dtype=torch.float64)
+        torch.distributed.all_reduce(sums)
+        losses.append((sums[0] / sums[1]).item())
+    gap = difference(engine, train_dense()[1])
+    sent = {name: row["calls"] for name, row in engine.comms_summary().items()}
+    engine.destroy()
+    return losses, gap, sent
+
+
+def train_pipe(micro: int, pipe: int, zero: dict[str, Any]) -> list[float]:
+    data = torch.distributed.get_world_size() // pipe
+    rows = BATCH // data
+    module = PipelineModule(layers(), num_stages=pipe, loss_fn=loss_sum, loss_weight=count)
+    made = config(micro, rows // micro, zero, mesh={"pipe": pipe}, pipeline={"schedule": "1f1b"})
+    engine = zero_trial.initialize(model=module, config=made)[0]
+    index, losses = engine.mpu.get_data_parallel_rank(), []
+    for step in range(STEPS):
+        tokens, labels = batch(step)
+        parts = [slice(index + turn * micro * data, (turn + 1) * micro * data, data) for turn in range(rows // micro)]
+        losses.append(engine.train_batch(iter([(tokens[part], labels[part]) for part in parts])).item())
+    loss, logits = engine.eval_batch(iter([(tokens[part], labels[part]) for part in parts]), return_logits=True)
+    assert math.isfinite(loss.item()) and (logits is None or len(logits) == len(parts))
+    engine.destroy()
+    return losses
+
+
+CUTS = [(world, micro) for world in (1, 2, 3, 4) for micro in range(1, 13) if (BATCH // world) % micro == 0]
+PIPES = [(2, 2, 1), (2, 2, 2), (2, 2, 4), (2, 2, 12), (3, 3, 1), (3, 3, 2), (4, 2, 1), (4, 2, 2), (4, 2, 3), (4, 4, 3)]
+
+
+def test_there_are_25_cuts() -> None:
+    assert len(CUTS) + len(PIPES) == 25
+
+
+@pytest.mark.parametrize(("world", "micro"), CUTS)
+def test_every_cut_has_one_trace(ranks: Pools, world: int, micro: int) -> None:
+    expected = train_dense()[0]
+    for losses, gap, _ in ranks(world).run(train_cut, micro, STAGES["zero1"], {}):
+        assert losses == pytest.approx(expected, rel=1e-6, abs=0)
+        assert gap <= TOLERANCE
+
+
+@pytest.mark.parametrize(("world", "pipe", "micro"), PIPES)
+def test_every_cut_of_a_pipeline_has_one_trace(ranks: Pools, world: int, pipe: int, micro: int) -> None:
+    expected = train_dense()[0]
+    for losses in ranks(world).run(train_pipe, micro, pipe, {"stage": 1}):
+        assert losses == pytest.approx(expected, rel=1e-6, abs=0)
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["host", "device"])
+@pytest.mark.parametrize("micro", [3, 6])
+@pytest.mark.parametrize("stage", STAGES)
+def test_every_stage(ranks: Pools, stage: str, micro: int, late: bool) -> None:
+    expected = train_dense()[0]
+    for losses, gap, _ in ranks(2).run(train_cut, micro, STAGES[stage], {}, late):
+        assert losses == pytest.approx(expected, rel=1e-6, abs=0)
+        assert gap <= TOLERANCE
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["host", "device"])
+@pytest.mark.parametrize("micro", [3, 6])
+@pytest.mark.parametrize("precision", [{"bf16": {"enabled": True}}, {"fp16": {"enabled": True, "loss_scale": 64.0}}])
+def test_in_16_bits(ranks: Pools, precision: dict[str, Any], micro: int, late: bool) -> None:
+    expected = train_dense()[0]
+    for losses, gap, _ in ranks(2).run(train_cut, micro, STAGES["zero2"], precision, late):
+        assert losses == pytest.approx(expected, rel=1e-2)
+        assert gap <= 2e-2
+
+
+@pytest.mark.parametrize("options", [{"prescale_gradients": True}, {"gradient_allreduce_op": "sum"}])
+def test_whatever_plain_means_are_divided_by(ranks: Pools, options: dict[str, Any]) -> None:
+    for _, gap, _ in ranks(2).run(train_cut, 6, STAGES["zero1"], options):
+        assert gap <= TOLERANCE
+
+
+def train_means(zero: dict[str, Any]) -> dict[str, int]:
+    engine = zero_trial.initialize(model=nn.Sequential(*layers()), config=config(6, 1, zero))[0]
+    for step in range(STEPS):
+        tokens, labels = batch(step)
+        engine.backward(loss_sum(engine(tokens), labels))
+        engine.step()
+    difference(engine, nn.Sequential(*layers()))
+    sent = {name: row["calls"] for name, row in engine.comms_summary().items()}
+    engine.destroy()
+    return sent
+
+
+@pytest.mark.parametrize("stage", ["zero0", "zero2", "zero3"])
+def test_no_collective_comes_on_top(ranks: Pools, stage: str) -> None:
+    weighted = [sent for _, _, sent in ranks(2).run(train_cut, 6, STAGES[stage], {})]
+    assert weighted == ranks(2).run(train_means, STAGES[stage])
+
+
+def one() -> zero_trial.Engine:
+    return build_engine(Case(lambda: nn.Linear(5, 1), lambda model, turn: model, accumulation=2), {"stage": 1})
+
+
+def test_losses_of_both_kinds_do_not_meet_in_a_step() -> None:
+    x = Turn(0, 0, 0).normal(4, 5)
+    for first, second in ((None, 2.0), (2.0, None)):
+        engine = one()
+        engine.backward(engine(x).sum(), weight=first)
+        engine.step()
+        with pytest.raises(TrialError, match="with and without weight="):
+            engine.backward(engine(x).sum(), weight=second)
+        with pytest.raises(TrialError, match="with and without weight="):
+            engine.backward(engine(x).sum(), weight=second) if first is None else engine(x).sum().backward()
+        engine.zero_grad()
+        for _ in range(2):
+            engine.backward(engine(x).sum(), weight=second)
+            engine.step()
+        assert engine.was_step_applied()
+
+
+def test_weights_of_zero_count_for_nothing_and_not_alone() -> None:
+    engine, x = one(), Turn(0, 0, 0).normal(4, 5)
+    assert engine.backward(engine(x).sum() * 0, weight=0).item() == 0.0
+    engine.step()
+    with pytest.raises(TrialError, match="do not add up"):
+        engine.backward(engine(x).sum() * 0, weight=torch.tensor(0))
+        engine.step()
+
+
+def test_a_gradient_of_weighted_losses_cannot_be_asked_for_before_the_step() -> None:
+    engine, x = one(), Turn(0, 0, 0).normal(4, 5)
+    for _ in range(2):
+        engine.backward(engine(x).sum(), weight=3)
+        if engine.micro_steps % 2 == 0:
+            engine.step()
+    with pytest.raises(TrialError, match="gradient_clipping"):
+        nn.utils.clip_grad_norm_(engine.module.parameters(), 1.0)
+    with pytest.raises(TrialError, match="gradient_clipping"):
+        zero_trial.zero.safe_get_full_grad(engine.module.weight)
+    engine.step()
+    assert engine.was_step_applied()

@@ -1,0 +1,425 @@
+"""Backward passes of an engine's model, whoever starts them.
+
+    engine.backward(loss)           scale, begin, autograd, end
+    engine.scale(loss).backward()   autograd's first gradient begins the pass, its callback ends it
+    loss.backward()                 the same; gradients are divided by the accumulation on arrival
+    other.backward(loss)            another engine's pass: gradients are added, reduced at the step
+
+Added are also gradients that come around the engine's forward after the last pass of a step,
+perhaps on one rank alone.
+
+All mean the same update. A gradient is multiplied where it arrives at its parameter, not where the
+pass enters the model: so what reaches parameters by other ways (a penalty on weights, a method of
+the module that is not forward) is scaled, too. The hook on the engine's outputs only notes the
+pass, before autograd adds anything; ``torch.autograd.grad`` passes there without a consequence.
+
+An fp16 loss must be scaled before autograd runs: a gradient that has underflowed does not come
+back. ``loss.backward()`` is therefore refused where there is a loss scale.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from zero_trial.engine.observe import BACKWARD, REDUCE_WAIT, ObservedEngine, Observer
+from zero_trial.engine.resolved_config import ResolvedConfig
+from zero_trial.engine.step import StepOutcome
+from zero_trial.errors import TrialError
+from zero_trial.pipeline.executor import loss_error
+from zero_trial.precision import StaticScale
+from zero_trial.sharding.layout import wide_dtype
+from zero_trial.sharding.model import ShardedModel
+from zero_trial.sharding.optimizer import ShardedOptimizer
+from zero_trial.sharding.unshard import tensors_in
+
+_WITH_GRADIENTS = "Compute it with gradients enabled, from a parameter that requires grad."
+
+
+class TrainedEngine(ObservedEngine, Protocol):
+    """The part of an engine that its backward passes use."""
+
+    @property
+    def sharded(self) -> ShardedModel: ...
+
+    @property
+    def optimizer(self) -> ShardedOptimizer | None: ...
+
+    @property
+    def observer(self) -> Observer: ...
+
+    def gradient_accumulation_steps(self) -> int: ...
+
+    def is_gradient_accumulation_boundary(self) -> bool: ...
+
+
+@dataclass(frozen=True)
+class _ScaledPass:
+    """A running pass whose loss an engine has scaled. ``own``: it is inside that engine's
+    backward()."""
+
+    scale: float
+    own: bool
+
+
+# By autograd's number of the pass. Autograd is one for the process, and two engines can meet in one
+# of its passes; it gives no number twice.
+_SCALED: dict[int, _ScaledPass] = {}
+
+
+@dataclass(eq=False)
+class _NotedPass:
+    """A pass that torch has started. ``foreign``: inside another engine's backward(); ``late``:
+    after the last one of the step."""
+
+    number: int
+    foreign: bool
+    scaled: bool
+    factor: float  # of the gradients that arrive
+    late: bool
+    begun: bool = False
+
+
+class BackwardPasses:
+    """Begins, scales and ends the backward passes of one engine. It holds the engine weakly: the
+    engine owns it."""
+
+    def __init__(self, engine: TrainedEngine, outcome: StepOutcome, resolved: ResolvedConfig) -> None:
+        self._engine = weakref.ref(engine)
+        self._outcome = outcome
+        self._scales = resolved.policy.loss_scale != StaticScale(1.0)
+        self.pending = 0  # passes since the last step
+        self._sync = True
+        self._inside = False  # this engine's own backward() runs
+        self._noted: _NotedPass | None = None
+        self._hook = functools.partial(_note, weakref.ref(self))
+        engine.sharded.on_foreign_gradient(self._gradient_came)
+
+    # --- engine.backward --------------------------------------------------------------------------
+
+    def run(
+        self, loss: torch.Tensor, *, retain_graph: bool, divide: bool, weight: float | torch.Tensor | None
+    ) -> torch.Tensor:
+        """See :meth:`Engine.backward`; ``divide``: by the accumulation."""
+        if not (isinstance(loss, torch.Tensor) and loss.numel() == 1 and loss.requires_grad):
+            raise loss_error(loss, "engine.backward", _WITH_GRADIENTS)
+        engine = self._trained()
+        self._check_weights(engine, weighted=weight is not None)
+        steps = engine.gradient_accumulation_steps() if divide and weight is None else 1
+        if weight is None:
+            mean = loss.detach() if steps == 1 else loss.detach() / steps
+        else:
+            weight = torch.as_tensor(weight, dtype=torch.float64)
+            mean = loss.detach() / weight.to(loss.device, torch.float32).clamp_min(torch.finfo(torch.float32).tiny)
+        factor = self._outcome.finalize().loss_scale.scale / steps
+        if engine.observer.events is not None:
+            engine.observer.events.saw_loss(engine, loss if weight is None else mean)
+        if self._noted is not None:
+            self.forget_pass()
+        last = engine.is_gradient_accumulation_boundary()
+        root = loss if factor == 1.0 else loss.to(wide_dtype(loss.dtype, torch.float32)) * factor
+        number: list[int] = []
+        mark = root.register_hook(functools.partial(_mark, number, _ScaledPass(factor * steps, own=True)))
+        self._inside = True
+        try:
+            with engine.observer.phase(BACKWARD, engine):
+                self._begin(engine, last)
+                root.backward(retain_graph=retain_graph)
+            with engine.observer.phase(REDUCE_WAIT, engine):
+                engine.sharded.end_backward(show=last)
+        finally:
+            self._inside = False
+            mark.remove()
+            for passed in number:
+                _SCALED.pop(passed, None)
+        self.pending += 1
+        if weight is not None:
+            self._outcome.add_weight(weight)
+        return mean
+
+    def _check_weights(self, engine: TrainedEngine, *, weighted: bool) -> None:
+        """Raise TrialError where a pass of the one kind meets gradients of the other."""
+        have = weighted and not self._outcome.weighted
+        have = have and any(buffer.has_gradients or buffer.shard_filled for buffer in engine.sharded.grad_buffers)
+        if have or (self._outcome.weighted and not weighted):
+            raise TrialError(
+                "losses with and without weight= meet in one step",
+                where="backward",
+                expected="engine.backward(loss, weight=...) for every loss of a step, or for none",
+            )
+
+    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+        """See :meth:`Engine.scale`."""
+        if not (isinstance(loss, torch.Tensor) and loss.requires_grad):
+            raise loss_error(loss, "engine.scale", _WITH_GRADIENTS)
+        scale = self._outcome.finalize().loss_scale.scale
+        factor = scale / self._trained().gradient_accumulation_steps()
+        scaled = loss.to(wide_dtype(loss.dtype, torch.float32)) * factor
+        scaled.register_hook(functools.partial(_mark_until_end, _ScaledPass(scale, own=False)))
+        return scaled
+
+    # --- loss.backward ----------------------------------------------------------------------------
+
+    def watch(self, output: Any) -> None:
+        """Note the passes that enter the model by its ``output``."""
+        for tensor in (output,) if output.__class__ is torch.Tensor else tensors_in(output):
+            if tensor.requires_grad and not tensor.is_leaf:
+                tensor.register_hook(self._hook)
+
+    def note(self, *, by_output: bool) -> _NotedPass | None:
+        """Prepare for the gradients of the running pass; None if it is :meth:`run`'s.
+        ``by_output``: it has come to an output of the engine."""
+        number, noted = torch._C._current_graph_task_id(), self._noted
+        if self._inside or (noted is not None and noted.number == number):
+            if noted is not None and by_output:
+                noted.late = False
+            return noted
+        engine, scaled = self._trained(), _SCALED.get(number)
+        if scaled is None:
+            factor = 1.0 / engine.gradient_accumulation_steps()
+        else:
+            factor = self._loss_scale() / scaled.scale if self._scales or scaled.scale != 1.0 else 1.0
+        foreign = scaled is not None and scaled.own
+        is_scaled = scaled is not None or self._loss_scale() == 1.0
+        late = not by_output and engine.sharded.shows_gradients
+        self._noted = noted = _NotedPass(number, foreign, is_scaled, factor, late)
+        engine.sharded.rescale_gradients(factor)
+        if not foreign:
+            engine.sharded.expect_backward(last=engine.is_gradient_accumulation_boundary())
+        _at_end(functools.partial(_end, weakref.ref(self), noted))
+        return noted
+
+    def _gradient_came(self, added: bool) -> None:
+        """Begin the pass with its first gradient. ``added``: to earlier ones already, so that it
+        cannot be multiplied."""
+        noted, first = self._noted, self._noted is None
+        if noted is None:
+            noted = self.note(by_output=False)
+        if noted is None or noted.begun:
+            return
+        if first and added and noted.factor != 1.0:
+            raise _unnoted()
+        self._check_weights(self._trained(), weighted=False)
+        if noted.foreign:
+            return
+        if not noted.scaled:
+            raise _unscaled(self._loss_scale())
+        if noted.late:
+            return
+        noted.begun = True
+        engine = self._trained()
+        self._outcome.finalize()
+        engine.observer.begin(BACKWARD, engine)
+        self._begin(engine, engine.is_gradient_accumulation_boundary())
+
+    def end(self, noted: _NotedPass) -> None:
+        """End a pass that :meth:`note` has noted."""
+        if self._noted is not noted:
+            return
+        self._noted = None
+        engine = self._trained()
+        if not noted.begun:
+            engine.sharded.rescale_gradients(1.0)
+            return
+        engine.observer.end(BACKWARD, engine)
+        with engine.observer.phase(REDUCE_WAIT, engine):
+            engine.sharded.end_backward(show=engine.is_gradient_accumulation_boundary())
+        self.pending += 1
+
+    # --- both -------------------------------------------------------------------------------------
+
+    def _begin(self, engine: TrainedEngine, last: bool) -> None:
+        """Begin a pass whose loss is scaled. The outcome of the step before is final: its gradients
+        may be overwritten."""
+        if last and engine.optimizer is not None:
+            engine.optimizer.prefetch()
+        reduce = self._sync and (last or engine.sharded.plan.reduces_every_micro_batch)
+        engine.sharded.begin_backward(reduce=reduce, last=last)
+
+    def forget_pass(self) -> None:
+        """Forget a pass that an exception has ended."""
+        if self._noted is not None:
+            self._noted = None
+            self._trained().sharded.rescale_gradients(1.0)
+
+    def forget(self) -> None:
+        """Start to count anew: a step was taken, or the gradients were dropped."""
+        self.forget_pass()
+        self.pending = 0
+
+    @contextmanager
+    def without_sync(self) -> Iterator[None]:
+        """Reduce nothing inside the block."""
+        before, self._sync = self._sync, False
+        try:
+            yield
+        finally:
+            self._sync = before
+
+    def _loss_scale(self) -> float:
+        return self._outcome.finalize().loss_scale.scale if self._scales else 1.0
+
+    def _trained(self) -> TrainedEngine:
+        engine = self._engine()
+        if engine is None:
+            raise TrialError("the engine of this model does not exist any more", where="backward")
+        return engine
+
+
+def _unscaled(scale: float) -> TrialError:
+    return TrialError(
+        "the loss is not scaled, so that small fp16 gradients are lost",
+        where="loss.backward()",
+        got="a backward pass without the loss scale",
+        expected=f"a loss multiplied by {scale:g}",
+        fix="Call engine.backward(loss), or engine.scale(loss).backward().",
+    )
+
+
+def _unnoted() -> TrialError:
+    return TrialError(
+        "a gradient was added to earlier ones before it could be scaled",
+        where="loss.backward()",
+        got="a backward pass around the engine's forward",
+        fix="Call engine.backward(loss), or the engine itself (engine(x), not engine.module(x)).",
+    )
+
+
+# Autograd holds hooks and callbacks where Python's garbage collector does not look; so they hold
+# the passes weakly.
+
+
+def _note(passes: weakref.ref[BackwardPasses], grad: torch.Tensor) -> None:
+    found = passes()
+    if found is not None:
+        found.note(by_output=True)
+
+
+def _end(passes: weakref.ref[BackwardPasses], noted: _NotedPass) -> None:
+    found = passes()
+    if found is not None:
+        found.end(noted)
+
+
+def _mark(number: list[int], scaled: _ScaledPass, grad: torch.Tensor) -> None:
+    number.append(torch._C._current_graph_task_id())
+    _SCALED[number[-1]] = scaled
+
+
+def _mark_until_end(scaled: _ScaledPass, grad: torch.Tensor) -> None:
+    number = torch._C._current_graph_task_id()
+    _SCALED[number] = scaled
+    _at_end(lambda: _SCALED.pop(number, None))
+
+
+def _at_end(call: Any) -> None:
+    torch.autograd.Variable._execution_engine.queue_callback(call)
+
+
+# --- which parameters the passes reach ------------------------------------------------------------
+
+_SHOWN = 3  # names in a message
+
+
+class ParameterCheck:
+    """Refuses parameters that came to a module, or were unfrozen, after its engine was built: they
+    would be neither trained nor saved.
+
+    It keeps no parameter alive.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._trained = WeakTensorKeyDictionary()  # parameter -> whether it was to be trained
+        self._names = frozenset(name for name, _ in module.named_parameters())
+        for param in module.parameters():
+            self._trained[param] = param.requires_grad
+
+    def check(self, where: str) -> None:
+        """Raise TrialError for such parameters. Reads names and flags only.
+
+        Frozen parameters under new names may be added (a moving average, a metric's network): a
+        checkpoint has them, too.
+        """
+        fresh, unfrozen = [], []
+        for name, param in self._module.named_parameters():
+            if param not in self._trained:
+                if param.requires_grad or name in self._names:
+                    fresh.append(name)
+            elif param.requires_grad and not self._trained[param]:
+                unfrozen.append(name)
+        if fresh:
+            raise TrialError(
+                "the model has parameters that were added after its engine was built, and that are not trained",
+                where=where,
+                got=_listed(fresh),
+                fix="Change the model before initialize(); to change it later, save a checkpoint and initialize() anew.",
+            )
+        if unfrozen:
+            raise TrialError(
+                "parameters were unfrozen after the engine was built, and are not trained",
+                where=where,
+                got=_listed(unfrozen),
+                fix="Set requires_grad before initialize(); to unfreeze later, save a checkpoint and initialize() anew.",
+            )
+
+
+class UsedParameters:
+    """The trained parameters that have got a gradient since the last step, for
+    ``ignore_unused_parameters: false``."""
+
+    def __init__(self, params: Mapping[str, nn.Parameter]) -> None:
+        self._params = params
+        self._used: set[str] = set()
+        # a hook holds the set alone: one that held the engine would keep it alive
+        self._handles = [
+            param.register_post_accumulate_grad_hook(lambda _, name=name, used=self._used: used.add(name))
+            for name, param in params.items()
+        ]
+
+    def unused(self) -> list[str]:
+        """Return the names of those without a gradient that are not frozen at the moment."""
+        return [name for name, param in self._params.items() if name not in self._used and param.requires_grad]
+
+    def restart(self) -> None:
+        """Forget the gradients so far: a step has used them, or they were dropped."""
+        self._used.clear()
+
+    def close(self) -> None:
+        """Remove the hooks."""
+        for handle in self._handles:
+            handle.remove()
+
+
+def no_gradients(step: int) -> TrialError:
+    """Return the error for a step that no gradient has reached since step number ``step``."""
+    return TrialError(
+        "there are no gradients to step with",
+        where="engine.step",
+        got=f"no backward pass since step {step}",
+        fix="Call engine.backward(loss) on every rank before it, or leave this step() out.",
+    )
+
+
+def unused_error(names: list[str], step: int) -> TrialError:
+    """Return the error for parameters without a gradient since step number ``step``."""
+    return TrialError(
+        "unused parameters: they got no gradient, and ds_config forbids that",
+        where="engine.step",
+        got=f"{_listed(names)} since step {step}",
+        expected="a gradient for every trainable parameter (zero_optimization.ignore_unused_parameters is false)",
+        fix="Use them in the loss, freeze them before initialize(), or remove ignore_unused_parameters.",
+    )
+
+
+def _listed(names: list[str]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more

@@ -1,0 +1,317 @@
+"""Gradients for user code, between the last backward pass of a step and the step: ``param.grad``,
+and the safe_get_* and safe_set_* functions for gradients.
+
+After that pass ``param.grad`` is a :class:`LazyGradient`. It takes no memory. Its first use makes
+the averaged, unscaled gradient, where full gradients live (ZeRO 0 and 1), and raises an error that
+names the way out where they do not. So ``clip_grad_norm_``, which only gets the parameters, works
+or raises; it never does nothing.
+
+    p.grad.norm(), print(p.grad)     local at ZeRO 0; at ZeRO 1 a group is gathered over shard on
+                                     its first use: n (N-1)/N elements
+    p.grad.mul_(c), clip_grad_norm_  values that differ from what was shown go into this rank's
+                                     shard before the step, and the norm is taken anew
+    p.grad = None, p.grad = tensor   the gradient is 0, or the tensor
+
+A gradient that nobody uses costs one assignment and one comparison per parameter and step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol, cast
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map_only
+
+from zero_trial.errors import TrialError
+from zero_trial.sharding.full_params import find_param, local_part, widened
+from zero_trial.sharding.grad_buffer import GradBuffer
+from zero_trial.sharding.layout import ParamSlot
+from zero_trial.sharding.param_group import ParamGroup
+from zero_trial.sharding.plan import Lifetime
+
+Multiplier = Callable[[], float]
+"""Returns the factor from a reduced gradient shard to the averaged, unscaled gradient."""
+
+
+class ShownGradients:
+    """What the parameters of one group have as ``.grad`` after the last backward pass of a step.
+
+    Args:
+        multiplier: see :data:`Multiplier`.
+    """
+
+    def __init__(self, grad_buffer: GradBuffer, multiplier: Multiplier) -> None:
+        self.grad_buffer = grad_buffer
+        self._multiplier = multiplier
+        self._params = grad_buffer.group.params
+        self._lazy: list[LazyGradient] = []
+        self._flat: torch.Tensor | None = None  # the group's gradient (n,), once some of it was used
+        self._used: dict[int, torch.Tensor] = {}  # views of it, by index
+        self._late: dict[int, torch.Tensor] = {}  # what autograd has added since, by index
+        self.shown = False
+
+    def show(self) -> None:
+        """Set every parameter's ``.grad``. Does not read a gradient."""
+        if not self._lazy:
+            self._lazy = [LazyGradient(param, self, index) for index, param in enumerate(self._params)]
+        for param, lazy in zip(self._params, self._lazy, strict=True):
+            param.grad = lazy
+        self.shown = True
+
+    def hide(self) -> None:
+        """Take the ``.grad`` of all parameters away, so that autograd can hand over new ones; one
+        that it has added to what was shown stays."""
+        if self.shown:
+            for index, param in enumerate(self._params):
+                param.grad = self._late.get(index)
+        self.forget()
+
+    def forget(self) -> None:
+        """Forget what was shown; the next use reads the shard again."""
+        self.shown = False
+        self._flat = None
+        self._used.clear()
+        self._late.clear()
+
+    def add(self, index: int, grad: torch.Tensor) -> None:
+        """Keep a gradient that autograd adds to parameter ``index``; :meth:`hide` follows."""
+        self._late[index] = grad.detach().clone()
+
+    def value(self, index: int) -> torch.Tensor:
+        """Return the full gradient of parameter ``index``, to be read and written. Collective over
+        shard when it is the group's first use in a step."""
+        group, buffer = self.grad_buffer.group, self.grad_buffer
+        slot = group.layout.slots[index]
+        if group.plan.grads is Lifetime.USE:
+            raise _not_here(slot)
+        if not self.shown:
+            raise TrialError(
+                "this gradient was used up by a step",
+                where=f"{slot.name}.grad",
+                fix="Read it between engine.backward() and engine.step(), or keep a clone().",
+            )
+        if index not in self._used:
+            if self._flat is None:
+                shard = buffer.shard.to(group.shard.device).contiguous()
+                if group.comm.size > 1:
+                    full = shard.new_empty(group.layout.numel)
+                    group.comm.all_gather(full, shard, f".grad of {group.name}").wait()
+                    shard = full
+                self._flat = widened(shard) * self._multiplier()
+            self._used[index] = self._flat[slot.offset : slot.offset + slot.numel].view(slot.shape)
+        return self._used[index]
+
+    def take_edits(self) -> bool:
+        """Write what user code has changed into this rank's shard; return whether it changed
+        anything. Local."""
+        changed = False
+        for index, (param, lazy) in enumerate(zip(self._params, self._lazy, strict=True)):
+            grad = param.grad
+            if grad is lazy:
+                if index in self._used:
+                    changed |= self._write(index, self._used[index])
+            else:
+                changed |= self._write(index, grad)
+        return changed
+
+    def _write(self, index: int, value: torch.Tensor | None) -> bool:
+        """Write the elements of ``value`` that differ from the gradient in the shard; None is 0."""
+        group, buffer = self.grad_buffer.group, self.grad_buffer
+        factor, changed = 1.0 if value is None else self._multiplier(), False
+        flat = None if value is None else (value.to_dense() if value.is_sparse else value).detach().reshape(-1)
+        for piece in group.layout.pieces(group.comm.index):
+            if piece.slot is not group.layout.slots[index]:
+                continue
+            own = buffer.shard[piece.offset : piece.offset + piece.numel]
+            held = widened(own)
+            new = torch.zeros_like(held) if flat is None else flat[piece.start : piece.stop].to(held)
+            differs = new != held * factor
+            if bool(differs.any()):
+                buffer.wait_for_readers()
+                own.copy_(torch.where(differs, new / factor, held))
+                changed = True
+        return changed
+
+
+class LazyGradient(torch.Tensor):
+    """Stands for a full gradient that is made when it is first used, or that cannot be had."""
+
+    _source: ShownGradients
+    _index: int
+
+    @staticmethod
+    def __new__(cls, param: nn.Parameter, source: ShownGradients, index: int) -> LazyGradient:
+        lazy: LazyGradient = torch.Tensor._make_wrapper_subclass(
+            cls, param.shape, dtype=param.dtype, device=param.device
+        )
+        lazy._source, lazy._index = source, index
+        return lazy
+
+    def __init__(self, param: nn.Parameter, source: ShownGradients, index: int) -> None:
+        super().__init__()
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Sequence[Any], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        args, kwargs = tree_map_only(LazyGradient, _value_of, (args, kwargs or {}))
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Sequence[Any], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Serve what reaches torch below Python: autograd, which adds a late gradient."""
+        if func is torch.ops.aten.add_.Tensor and torch._C._current_graph_task_id() != -1:
+            lazy, grad = args[0], args[1]
+            lazy._source.add(lazy._index, grad)
+            return lazy
+        args, kwargs = tree_map_only(LazyGradient, _value_of, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
+def _value_of(lazy: LazyGradient) -> torch.Tensor:
+    return lazy._source.value(lazy._index)
+
+
+def _not_here(slot: ParamSlot) -> TrialError:
+    return TrialError(
+        "full gradients do not live at this ZeRO stage",
+        where=f"{slot.name}.grad",
+        got="a gradient that is cut into shards",
+        expected="ZeRO stage 0 or 1",
+        fix='To clip, set "gradient_clipping" in ds_config. To read or change it, use zero_trial.zero.safe_get_full_grad '
+        "and safe_set_full_grad.",
+    )
+
+
+# --- by parameter ---------------------------------------------------------------------------------
+
+
+class TrainedGradients(Protocol):
+    """The part of a sharded model that the functions below use."""
+
+    def gradient_multiplier(self) -> float: ...
+
+    def shown_gradients(self, group: ParamGroup) -> ShownGradients | None: ...
+
+    def take_gradient_edits(self) -> None: ...
+
+    def gradient_changed(self, grad_buffer: GradBuffer) -> None: ...
+
+
+def _find(param: nn.Parameter) -> tuple[TrainedGradients, ParamGroup, int]:
+    model, group, index = find_param(param)
+    return cast("TrainedGradients", model), group, index
+
+
+def safe_get_full_grad(param: nn.Parameter) -> torch.Tensor | None:
+    """Return the full averaged, unscaled gradient of this step after backward at the boundary; None
+    before. Collective over shard."""
+    model, group, index = _find(param)
+    shown = model.shown_gradients(group)
+    if shown is None or not shown.grad_buffer.shard_filled:
+        return None
+    slot = group.layout.slots[index]
+    return _gathered(model, shown)[slot.offset : slot.offset + slot.numel].view(slot.shape).clone()
+
+
+def safe_get_local_grad(param: nn.Parameter) -> torch.Tensor | None:
+    """Return this rank's part of the averaged, unscaled gradient, flat; None before the boundary.
+    Local."""
+    model, group, index = _find(param)
+    shown = model.shown_gradients(group)
+    if shown is None or not shown.grad_buffer.shard_filled:
+        return None
+    model.take_gradient_edits()
+    return widened(local_part(group, index, shown.grad_buffer.shard)) * model.gradient_multiplier()
+
+
+def safe_set_full_grad(param: nn.Parameter, value: torch.Tensor) -> None:
+    """Set the averaged, unscaled gradient of this step (full shape, alike on all ranks). Local.
+
+    The norm of the step is that of the new values. Raises TrialError before the last backward pass
+    of a step.
+    """
+    model, group, index = _find(param)
+    slot = group.layout.slots[index]
+    if tuple(value.shape) != slot.shape:
+        raise TrialError(
+            "the value does not have the parameter's shape",
+            where=slot.name,
+            got=tuple(value.shape),
+            expected=slot.shape,
+        )
+    shown = _reduced(model, param, "safe_set_full_grad")
+    flat = value.detach().reshape(-1)
+    parts = [flat[p.start : p.stop] for p in group.layout.pieces(group.comm.index) if p.slot is slot]
+    _set_local(model, shown, index, torch.cat(parts) if parts else flat[:0])
+
+
+def safe_set_local_grad(param: nn.Parameter, value: torch.Tensor) -> None:
+    """Set this rank's part of the averaged, unscaled gradient, as :func:`safe_get_local_grad`
+    returns it. Local; raises TrialError as :func:`safe_set_full_grad` does."""
+    model, _, index = _find(param)
+    _set_local(model, _reduced(model, param, "safe_set_local_grad"), index, value.detach().reshape(-1))
+
+
+def safe_update_full_grad_vectorized(
+    param_list: Iterable[nn.Parameter], update_func: Callable[[torch.Tensor, nn.Parameter], torch.Tensor]
+) -> None:
+    """Set the gradient of each parameter to ``update_func(its full gradient, it)``. Gathers each
+    group once. Collective over shard; raises TrialError as :func:`safe_set_full_grad` does."""
+    gathered: dict[int, torch.Tensor] = {}
+    for param in [param for param in param_list if param.requires_grad]:
+        model, group, index = _find(param)
+        shown, slot = _reduced(model, param, "safe_update_full_grad_vectorized"), group.layout.slots[index]
+        if id(group) not in gathered:
+            gathered[id(group)] = _gathered(model, shown)
+        full = gathered[id(group)][slot.offset : slot.offset + slot.numel].view(slot.shape)
+        safe_set_full_grad(param, update_func(full, param))
+
+
+def _reduced(model: TrainedGradients, param: nn.Parameter, where: str) -> ShownGradients:
+    """Return the gradients of the parameter's group. Raises TrialError where there are none yet."""
+    _, group, index = _find(param)
+    shown = model.shown_gradients(group)
+    if shown is None or not shown.grad_buffer.shard_filled:
+        raise TrialError(
+            "there is no gradient to set yet" if shown is not None else "this parameter is not trained",
+            where=f"{where}({group.layout.slots[index].name})",
+            fix="Call it between the last engine.backward() of a step and engine.step().",
+        )
+    return shown
+
+
+def _gathered(model: TrainedGradients, shown: ShownGradients) -> torch.Tensor:
+    """Return the group's averaged gradient (n,). Collective over shard."""
+    model.take_gradient_edits()
+    group = shown.grad_buffer.group
+    shard = shown.grad_buffer.shard.to(group.shard.device).contiguous()
+    full = shard.new_empty(group.layout.numel)
+    group.comm.all_gather(full, shard, f"gradient of {group.name}").wait()
+    return widened(full) * model.gradient_multiplier()
+
+
+def _set_local(model: TrainedGradients, shown: ShownGradients, index: int, values: torch.Tensor) -> None:
+    """Write this rank's elements (averaged, unscaled) of parameter ``index`` into its shard."""
+    model.take_gradient_edits()
+    buffer, layout = shown.grad_buffer, shown.grad_buffer.group.layout
+    pieces = [p for p in layout.pieces(buffer.group.comm.index) if p.slot is layout.slots[index]]
+    if values.numel() != sum(piece.numel for piece in pieces):
+        raise TrialError(
+            "the value does not have the size of this rank's part",
+            where=layout.slots[index].name,
+            got=values.numel(),
+            expected=sum(piece.numel for piece in pieces),
+        )
+    buffer.wait_for_readers()
+    start = 0
+    for piece in pieces:
+        own = buffer.shard[piece.offset : piece.offset + piece.numel]
+        own.copy_(values[start : start + piece.numel].to(widened(own)) / model.gradient_multiplier())
+        start += piece.numel
+    model.gradient_changed(buffer)

@@ -224,8 +224,8 @@ def _folder(zero: Path, name: str, options: ImportOptions) -> Path:
 
 
 def _steps(scalars: dict[str, dict[str, float]], inner: Any, home: list[int], state: Mapping[str, Any]) -> None:
-    """Return the step. Stage 3 leaves it in what is common to all parameters, or nowhere: then it
-    is the number of steps that were applied."""
+    """Add the step of each group. Stage 3 keeps it with what all parameters share, or nowhere: then
+    it is the number of steps that were applied."""
     rows = inner.get("state", {}) if isinstance(inner, dict) else {}
     for index, group in enumerate(home):
         row = rows.get(index, {}) if isinstance(rows, dict) else {}

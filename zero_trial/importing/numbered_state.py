@@ -75,7 +75,7 @@ class NumberedOptimizer:
         return found
 
     def slices(self) -> list[Slice]:
-        """Yield masters, where there are any, and moments."""
+        """Return masters, where there are any, and moments."""
         found = []
         for index, row in enumerate(self.names):
             for name, place in row:

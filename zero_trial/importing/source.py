@@ -20,7 +20,7 @@ from zero_trial.importing.torch_file import FileTensor, TorchFile
 
 
 def read_source(source: Path, tag: str | None, options: ImportOptions) -> ImportedState:
-    """Return the findings of the reader whose format this is. Raises CheckpointError for a path of
+    """Read a path with the reader of its format. Raises CheckpointError for a path of
     no known format, or a missing one."""
     if not source.exists():
         raise CheckpointError("there is no such file or folder", where=str(source))
@@ -109,7 +109,7 @@ def is_buffer(name: str, tensor: torch.Tensor, patterns: Iterable[str]) -> bool:
 
 
 def _listed(index: Path) -> dict[Path, set[str] | None]:
-    """Yield the files of an index, each with the names that it should hold."""
+    """Return the files of an index, each with the names that it should hold."""
     try:
         content = json.loads(index.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as fault:

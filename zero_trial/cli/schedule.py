@@ -9,6 +9,8 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from zero_trial.cli.output import table
+
 if TYPE_CHECKING:
     from zero_trial.pipeline.lowering import ZeroPolicy
     from zero_trial.pipeline.schedule import Schedule
@@ -122,20 +124,8 @@ def _head(schedule: Schedule, report: SimulationReport, policy: ZeroPolicy, zero
 
 
 def _table(schedule: Schedule, report: SimulationReport, policy: ZeroPolicy) -> str:
-    rows: list[tuple[str, ...]] = [
-        (
-            "rank",
-            "chunks",
-            "idle",
-            "activations",
-            "parameters",
-            "gradients",
-            "gathers",
-            "reductions",
-            "volume",
-            "messages",
-        )
-    ]
+    head = "rank chunks idle activations parameters gradients gathers reductions volume messages"
+    rows: list[tuple[str, ...]] = [tuple(head.split())]
     for index, rank in enumerate(report.ranks):
         chunks = schedule.placement.of(index)
         count = len(chunks)
@@ -148,8 +138,7 @@ def _table(schedule: Schedule, report: SimulationReport, policy: ZeroPolicy) -> 
         )
         counts: tuple[float, ...] = (rank.gathers, rank.reductions, policy.volume(rank, count), rank.messages)
         rows.append((str(index), ",".join(map(str, chunks)), *(f"{number:.4g}" for number in (*numbers, *counts))))
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
+    return table(rows, right=range(len(rows[0])))
 
 
 def _as_dict(schedule: Schedule, report: SimulationReport, policy: ZeroPolicy, zero_stage: int) -> dict[str, Any]:

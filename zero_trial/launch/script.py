@@ -129,16 +129,8 @@ def _start_others(placement: HostPlacement, request: ScriptRequest, folder: Path
 def remote_command(plan: HostPlan, request: ScriptRequest, folder: Path) -> list[str]:
     """Return the ``zero-trial launch`` that another host runs for its part."""
     where = plan.rendezvous
-    command = [
-        sys.executable,
-        "-m",
-        "zero_trial.cli.main",
-        "launch",
-        "--slots",
-        str(plan.ranks),
-        "--run-dir",
-        str(folder),
-    ]
+    command = [sys.executable, "-m", "zero_trial.cli.main", "launch"]
+    command += ["--slots", str(plan.ranks), "--run-dir", str(folder)]
     if not where.single:
         command += ["--nnodes", where.hosts, "--node_rank", str(where.node_rank)]
         command += ["--master_addr", where.master_addr, "--master_port", str(where.master_port)]

@@ -6,13 +6,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from zero_trial.runs.records import baselines
+from zero_trial.runs.records import COUNTERS, baselines
 from zero_trial.util.text import format_bytes, format_clock, format_count, format_metric
 
 Event = Mapping[str, Any]
-
-COUNTERS = ("batches", "epochs")
-"""Validation metrics for the searcher alone; the line has the step."""
 
 
 def training_facts(event: Event) -> str:
@@ -20,15 +17,20 @@ def training_facts(event: Event) -> str:
     facts = []
     if event.get("loss") is not None:
         facts.append(f"loss {format_metric(event['loss'])}")
-    if event.get("tokens_per_second"):
-        facts.append(f"{format_count(event['tokens_per_second'])} tok/s")
-    elif event.get("samples_per_second"):
-        facts.append(f"{format_count(event['samples_per_second'])} samples/s")
+    facts += _speed(event)
     if event.get("lr") is not None:
         facts.append(f"lr {event['lr']:.1e}")
     if event.get("eta_seconds") is not None:
         facts.append(f"eta {format_clock(event['eta_seconds'])}")
     return "  ".join(facts)
+
+
+def _speed(facts: Mapping[str, Any]) -> list[str]:
+    """Return the throughput in tokens if it is known, else in samples."""
+    for name, unit in (("tokens_per_second", "tok/s"), ("samples_per_second", "samples/s")):
+        if facts.get(name):
+            return [f"{format_count(facts[name])} {unit}"]
+    return []
 
 
 def training_line(event: Event) -> str:
@@ -102,11 +104,7 @@ def _metrics(summary: Mapping[str, Any]) -> list[str]:
 
 
 def _figures(summary: Mapping[str, Any]) -> list[str]:
-    figures = []
-    if summary.get("tokens_per_second"):
-        figures.append(f"{format_count(summary['tokens_per_second'])} tok/s")
-    elif summary.get("samples_per_second"):
-        figures.append(f"{format_count(summary['samples_per_second'])} samples/s")
+    figures = _speed(summary)
     peak = summary.get("peak_memory_bytes")
     if peak:
         figures.append(f"peak {format_bytes(max(peak) if isinstance(peak, list) else peak)}/rank")

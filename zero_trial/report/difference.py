@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from zero_trial.errors import ConfigError
-from zero_trial.report.run_reader import COUNTERS, in_force, is_run, read_json, read_text
-from zero_trial.runs.events import read_lines
+from zero_trial.report.run_reader import check_is_run, in_force, read_text
+from zero_trial.runs.events import read_json, read_lines
 from zero_trial.runs.layout import RunFolder
+from zero_trial.runs.records import COUNTERS
 from zero_trial.schema.yaml_source import read_yaml
 
 # What is compared of one run: settings, provenance, data, and the values of every step.
@@ -68,10 +68,7 @@ class RunRecord:
 def read_run(folder: Path) -> RunRecord:
     """Read a run that has finished, is running or has failed. Raises ConfigError if the folder has
     none."""
-    if not is_run(folder):
-        raise ConfigError(
-            "there is no run in this folder", where=str(folder), expected="a run's folder, such as runs/0001"
-        )
+    check_is_run(folder)
     starts = _mappings(read_json(RunFolder(folder).provenance).get("starts"))
     latest: Mapping[str, Any] = starts[-1] if starts else {}
     summary = read_json(RunFolder(folder).summary)

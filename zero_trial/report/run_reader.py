@@ -4,7 +4,6 @@ sweep.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -29,14 +28,12 @@ from zero_trial.report.data import (
     differing_axes,
     leaves,
 )
-from zero_trial.runs.events import read_lines
+from zero_trial.runs.events import read_json, read_lines
 from zero_trial.runs.layout import RunFolder
-from zero_trial.runs.records import baselines, is_finite
+from zero_trial.runs.records import COUNTERS, baselines, is_finite
 from zero_trial.schema.document import ValueSource
 from zero_trial.schema.yaml_source import read_yaml
 from zero_trial.util.text import format_count, format_duration, format_number
-
-COUNTERS = ("batches", "epochs")
 
 Record = Mapping[str, Any]
 
@@ -47,12 +44,16 @@ def is_run(folder: Path) -> bool:
     return any(path.is_file() for path in (files.events, files.metrics, files.config_lock))
 
 
-def from_run_folder(folder: Path) -> RunReport:
-    """Return everything that the folder tells. Raises ConfigError if no run has been there."""
+def check_is_run(folder: Path) -> None:
+    """Raise ConfigError unless a run has written into this folder."""
     if not is_run(folder):
-        raise ConfigError(
-            "there is no run in this folder", where=str(folder), expected="a run's folder, such as runs/0001"
-        )
+        expected = "a run's folder, such as runs/0001"
+        raise ConfigError("there is no run in this folder", where=str(folder), expected=expected)
+
+
+def from_run_folder(folder: Path) -> RunReport:
+    """Return everything that the folder has. Raises ConfigError if no run has been there."""
+    check_is_run(folder)
     files = RunFolder(folder)
     events, summary, body = read_lines(files.events), read_json(files.summary), read_json(files.resolved_config)
     errors = [read_json(path) for path in files.error_files()]
@@ -79,15 +80,6 @@ def from_run_folder(folder: Path) -> RunReport:
         lock=lock,
         created=datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
     )
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """Return a JSON object; an empty one where there is none, or it cannot be read."""
-    try:
-        found = json.loads(read_text(path) or "{}")
-    except ValueError:
-        return {}
-    return found if isinstance(found, dict) else {}
 
 
 def read_text(path: Path) -> str:

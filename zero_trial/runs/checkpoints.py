@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from zero_trial.errors import CheckpointError, ConfigError
+from zero_trial.runs.events import read_json
 from zero_trial.runs.layout import RunFolder
 from zero_trial.util.files import METADATA, TRIAL_STATE, sync_folder
 
@@ -100,11 +101,7 @@ def resumed_from(path: Path) -> dict[str, Any]:
     Of a damaged description the step in the folder's name is taken; ``find_fault`` says what is
     wrong with it.
     """
-    try:
-        found = json.loads((path / METADATA).read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        found = {}
-    described = found if isinstance(found, dict) else {}
+    described = read_json(path / METADATA)
     step = described.get("steps_completed")
     return {
         "checkpoint": str(path.resolve()),

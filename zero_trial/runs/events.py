@@ -51,6 +51,15 @@ def json_lines(lines: Iterable[str]) -> list[dict[str, Any]]:
     return found
 
 
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a JSON object; an empty one if the file is missing, unreadable or something else."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8", errors="replace"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
 def keep_lines(path: Path, stays: Callable[[dict[str, Any]], bool]) -> None:
     """Rewrite ``path`` without the records for which ``stays`` is false, and without torn lines.
     Raises StorageError."""

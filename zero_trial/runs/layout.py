@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 import re
 from collections.abc import Iterator
@@ -14,6 +13,7 @@ from enum import Enum
 from pathlib import Path
 
 from zero_trial.errors import ConfigError, Preempted
+from zero_trial.runs.events import read_json
 
 _NUMBER = re.compile(r"\d{4,}")
 
@@ -119,7 +119,7 @@ class RunFolder:
     def has_failed_ranks(self) -> bool:
         """Return whether a rank has left an error; a rank that was asked to stop, and has saved,
         has not failed."""
-        return any(_field(path, "exit_code") != Preempted.exit_code for path in self.error_files())
+        return any(read_json(path).get("exit_code") != Preempted.exit_code for path in self.error_files())
 
     def status(self) -> RunStatus:
         """Return how the run in this folder ended, as far as its files say; a file that cannot be
@@ -128,17 +128,8 @@ class RunFolder:
             return RunStatus.FAILED if self.has_failed_ranks() else RunStatus.PREEMPTED
         if self.summary.is_file():
             ended = {status.value: status for status in (RunStatus.STOPPED, RunStatus.PREEMPTED)}
-            return ended.get(str(_field(self.summary, "end")), RunStatus.COMPLETED)
+            return ended.get(str(read_json(self.summary).get("end")), RunStatus.COMPLETED)
         return RunStatus.UNFINISHED if self.has_run() else RunStatus.NONE
-
-
-def _field(path: Path, name: str) -> object:
-    """Return one field of a JSON object; None where it is missing, or the file cannot be read."""
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return None
-    return found.get(name) if isinstance(found, dict) else None
 
 
 def new_run_folder(root: Path) -> Path:

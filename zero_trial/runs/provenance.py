@@ -24,7 +24,7 @@ import yaml
 
 import zero_trial
 from zero_trial.experiment.experiment import ExperimentConfig
-from zero_trial.runs.events import write_json
+from zero_trial.runs.events import read_json, write_json
 from zero_trial.runs.layout import RunFolder
 
 LOCK_SECTION = "zero_trial"
@@ -125,17 +125,8 @@ def add_start(
         },
         "machine": {**machine, "system": f"{sys.platform} {platform.machine()}"},
     }
-    write_json(path, {"starts": [*_earlier_starts(path), start]})
-
-
-def _earlier_starts(path: Path) -> list[Any]:
-    """Read the starts noted so far; none from a file that is missing or cannot be read."""
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return []
-    starts = found.get("starts") if isinstance(found, dict) else None
-    return starts if isinstance(starts, list) else []
+    earlier = read_json(path).get("starts")
+    write_json(path, {"starts": [*(earlier if isinstance(earlier, list) else ()), start]})
 
 
 def code_of(folder: Path) -> dict[str, Any]:

@@ -20,6 +20,9 @@ from zero_trial.errors import ZeroTrialError
 from zero_trial.runs.events import write_json
 from zero_trial.runs.layout import RunFolder
 
+COUNTERS = ("batches", "epochs")
+"""Validation metrics for the searcher alone: people read the step instead."""
+
 
 @dataclass(frozen=True)
 class RankRecord:

@@ -233,6 +233,7 @@ class DtypePolicy:
     master: torch.dtype = torch.float32
     loss_scale: LossScale = field(default_factory=StaticScale)
     buffer: torch.dtype | None = None  # floating buffers; None: as the parameters
+    keep_constants: bool = True  # fp32 buffers that are not saved stay fp32
 
     @property
     def has_separate_master(self) -> bool:

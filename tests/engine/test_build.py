@@ -20,8 +20,10 @@ from tests.support.pool import Pools
 from zero_trial.comm import sum_in_order
 from zero_trial.engine.build import ConsoleHandler, log_dtypes, log_model_parts, open_console
 from zero_trial.errors import ConfigError
+from zero_trial.precision import DtypePolicy
 from zero_trial.zero import ShardedOptimizer
 
+BF16 = DtypePolicy(*(torch.bfloat16,) * 3)
 CONFIG: dict[str, Any] = {"train_batch_size": 4, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
 
 
@@ -223,10 +225,10 @@ def resolved(clip: float = 0.0, dtype: torch.dtype = torch.float32) -> Any:
 
 
 def test_rank_0_says_which_dtypes_were_cast(caplog: pytest.LogCaptureFixture) -> None:
-    log_dtypes(nn.Linear(2, 2).double(), torch.bfloat16, mesh(1))
-    log_dtypes(nn.Linear(2, 2), torch.float32, mesh())
+    log_dtypes(nn.Linear(2, 2).double(), BF16, mesh(1))
+    log_dtypes(nn.Linear(2, 2), DtypePolicy(*(torch.float32,) * 3), mesh())
     assert caplog.messages == []
-    log_dtypes(nn.Linear(2, 2).double(), torch.bfloat16, mesh())
+    log_dtypes(nn.Linear(2, 2).double(), BF16, mesh())
     assert len(caplog.messages) == 1 and "float64" in caplog.messages[0]
 
 

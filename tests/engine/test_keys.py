@@ -277,3 +277,24 @@ def test_log_level() -> None:
         assert logging.getLogger("zero_trial").level == logging.ERROR
     finally:
         logging.getLogger("zero_trial").setLevel(before)
+
+
+class Rotary(nn.Module):
+    """Frequencies as Hugging Face keeps them, and a scale that is saved."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.register_buffer("inv_freq", 1.0 / 10_000 ** (torch.arange(0, 64, 2) / 64), persistent=False)
+        self.register_buffer("scale", torch.ones(4))
+
+
+@pytest.mark.parametrize("section", ["bf16", "fp16"])
+def test_fp32_constants_of_a_model_keep_their_bits(section: str, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "zero_trial")
+    model = Rotary()
+    exact = model.inv_freq.clone()
+    config = {"train_batch_size": 1, "optimizer": {"type": "AdamW"}, section: {"enabled": True}}
+    engine = zero_trial.initialize(model=model, config=config)[0]
+    assert torch.equal(engine.module.inv_freq, exact) and engine.module.scale.dtype.itemsize == 2
+    assert "1 fp32 buffers that are not saved keep fp32 (inv_freq)" in caplog.text

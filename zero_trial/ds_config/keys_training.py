@@ -116,7 +116,11 @@ class DataTypesSection:
     param_dtype: str | None = supported(
         None, DType(), "checked: it must be the dtype of the precision mode (fp16, bf16 or fp32)"
     )
-    buffer_dtype: str | None = supported(None, DType(), "dtype of floating buffers; null means that of the parameters")
+    buffer_dtype: str | None = supported(
+        None,
+        DType(),
+        "dtype of floating buffers; null means that of the parameters, and fp32 for fp32 buffers that are not saved",
+    )
     keep_in_fp32_modules: tuple[str, ...] | None = refused(
         None, Names(also=("auto",)), "all parameters of an engine have one dtype", instead="Remove the key."
     )

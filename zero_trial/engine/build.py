@@ -53,9 +53,10 @@ from zero_trial.errors import ConfigError, KernelUnavailable
 from zero_trial.ops import Backend, backend
 from zero_trial.ops.cpu import native_sum
 from zero_trial.pipeline.module import PipelineModule
+from zero_trial.precision import DtypePolicy
 from zero_trial.sharding.grouping import is_model_parallel
 from zero_trial.sharding.layout import describe_dtypes
-from zero_trial.sharding.model import ShardedModel
+from zero_trial.sharding.model import ShardedModel, fp32_buffers
 from zero_trial.sharding.optimizer import ShardedOptimizer, cut_pieces, rebind
 from zero_trial.sharding.whole_tensors import own_tensors
 
@@ -183,7 +184,7 @@ def build_engine(
     pipeline: ResolvedPipeline | None = None
     if isinstance(model, PipelineModule):
         resolved, pipeline = resolve_pipeline(model, settings, mesh, resolved, device)
-    log_dtypes(model, resolved.policy.param, mesh)
+    log_dtypes(model, resolved.policy, mesh)
     log_model_parts(model, mesh, resolved)
     offload = plan_offload(settings, mesh, device, trained, resolved.policy.param, places, list(model.parameters()))
     outcome = StepOutcome(resolved, mesh, device, deferred=observed and device.type == "cuda")
@@ -409,11 +410,20 @@ def _own() -> tuple[Backend | None, KernelUnavailable | None]:
 # --- warnings of rank 0 about a model before it trains --------------------------------------------
 
 
-def log_dtypes(model: nn.Module, asked: torch.dtype, mesh: Mesh) -> None:
-    """Log a warning for each way in which parameters are not what ds_config asks for."""
+def log_dtypes(model: nn.Module, policy: DtypePolicy, mesh: Mesh) -> None:
+    """Log a line for each way in which parameters and buffers are not what ds_config asks for."""
+    if mesh.rank != 0:
+        return
     trained = ((name, param.dtype) for name, param in model.named_parameters() if param.requires_grad)
-    for line in describe_dtypes(trained, asked) if mesh.rank == 0 else ():
+    for line in describe_dtypes(trained, policy.param):
         log.warning(line)
+    if policy.param.itemsize == 2 and policy.keep_constants and (names := fp32_buffers(model)):
+        log.info(
+            "%d fp32 buffers that are not saved keep fp32 (%s%s); data_types.buffer_dtype changes that",
+            len(names),
+            names[0],
+            " ..." if len(names) > 1 else "",
+        )
 
 
 def log_model_parts(model: nn.Module, mesh: Mesh, resolved: ResolvedConfig) -> None:

@@ -110,7 +110,7 @@ def _policy(config: DsConfig, accumulation: int) -> DtypePolicy:
     )
     buffer = config.data_types.buffer_dtype
     if buffer is not None:
-        policy = replace(policy, buffer=dtype_from_name(buffer, "data_types.buffer_dtype"))
+        policy = replace(policy, buffer=dtype_from_name(buffer, "data_types.buffer_dtype"), keep_constants=False)
     elif policy.param != torch.float32:  # else every tensor keeps its own
         policy = replace(policy, buffer=policy.param)
     # Under autocast to fp16 the parameters are fp32, but their gradients pass through fp16 and can

@@ -464,10 +464,23 @@ def sync_unmanaged(
             forget_owner([param])
             manual_groups.agree(param, param.data, name)
             data.broadcast(param.data, name)
+    exact = fp32_buffers(module) if policy.keep_constants else ()
     for name, buffer in module.named_buffers():
-        if buffer.is_floating_point():
+        if buffer.is_floating_point() and name not in exact:
             buffer.data = buffer.data.to(policy.buffer or living_dtype(buffer.dtype, policy.param))
         data.broadcast(buffer.data, name)
+
+
+def fp32_buffers(module: nn.Module) -> list[str]:
+    """List the fp32 buffers that are not saved, which stay fp32 in 16-bit training.
+
+    They are constants of the model's arithmetic, such as the frequencies of rotary embeddings: in
+    bf16 those are wrong by 0.73 rad at position 4096.
+    """
+    constants = {id(inner._buffers[name]) for inner in module.modules() for name in inner._non_persistent_buffers_set}
+    return [
+        name for name, buffer in module.named_buffers() if buffer.dtype == torch.float32 and id(buffer) in constants
+    ]
 
 
 class ManualGroups:

@@ -10,7 +10,16 @@ import torch
 from torch import nn
 
 import zero_trial
-from tests.support.whole_optimizers import Closure, GlobalNorm, LayerWise, MuonLike, Noisy, ShampooLike
+from tests.support.whole_optimizers import (
+    Closure,
+    GlobalNorm,
+    LateCoupling,
+    LayerWise,
+    MuonLike,
+    Noisy,
+    ScheduleFree,
+    ShampooLike,
+)
 from zero_trial.engine.optimizer_plan import again, is_elementwise, probe, regrouped, stand_ins
 from zero_trial.errors import ConfigError
 from zero_trial.ops.optimizers import CPUAdam, FusedLamb, Lion
@@ -64,7 +73,9 @@ PROBED: list[tuple[Any, bool]] = [
     (lambda groups: LayerWise(groups, lr=0.1), False),
     (lambda groups: ShampooLike(groups, lr=0.1), False),
     (lambda groups: MuonLike(groups, lr=0.1), False),
+    (lambda groups: ScheduleFree(groups, lr=0.1), False),
     (lambda groups: GlobalNorm(groups, lr=0.1), True),
+    (lambda groups: LateCoupling(groups, lr=0.1), True),
 ]
 
 

@@ -81,6 +81,18 @@ class GlobalNorm(_Own):
                 param.sub_(param.grad / (norm + 0.1), alpha=group["lr"] / group["steps"] ** 0.5)
 
 
+class LateCoupling(_Own):
+    """Sums all gradients into a number of its group, which grows for long before it changes a step
+    (D-adaptation)."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            group["total"] = group.get("total", 0.0) + sum(p.grad.abs().sum().item() for p in group["params"])
+            for param in group["params"]:
+                param.sub_(param.grad, alpha=group["lr"] * max(1.0, group["total"] / 1e6))
+
+
 class ScheduleFree(_Own):
     """SGD of Defazio et al. 2024: trains at y, between the iterate z and its mean x; evaluates at
     x. Counts its steps in the group."""

@@ -247,9 +247,11 @@ def _whole_states(
         if own is None:
             continue
 
-        def fetch(kind: str, name: str = name, on_device: Collection[str] = own["on_device"]) -> torch.Tensor:
+        def fetch(kind: str, name: str = name, own: Mapping[str, Any] = own) -> torch.Tensor:
             value = reader.read(names.state(kind, name))
-            return value.to(engine.device) if value.dim() or kind in on_device else value
+            if kind in own["strides"]:
+                value = torch.empty_strided(value.shape, own["strides"][kind], dtype=value.dtype).copy_(value)
+            return value.to(engine.device) if value.dim() or kind in own["on_device"] else value
 
         found[name] = decode_state(own["state"], fetch)
     return found

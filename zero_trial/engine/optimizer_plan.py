@@ -50,7 +50,8 @@ ELEMENTWISE: frozenset[type[torch.optim.Optimizer]] = frozenset(
 _STEPS = ((1.0, 3.0, 0.3), (40.0, 7.0, 90.0), (0.02, 0.1, 0.05))  # of the probe: sizes of gradients
 _SHAPES = ((), (5,), (4, 3), (3, 2, 2), (3, 2, 2, 2))  # by the number of dimensions
 _OTHER_SHAPES = ((), (7,), (3, 5), (2, 3, 2), (2, 3, 2, 2))
-_TOLERANCE = 1e-4  # of an update; a norm over all tensors changes it by more than a tenth
+_TOLERANCE = 1e-4  # of a number; a norm over all tensors changes it by more than a tenth
+_ROUNDING = 5e-7  # of weights up to 4
 
 
 def is_elementwise(optimizer_class: type[torch.optim.Optimizer]) -> bool:
@@ -82,7 +83,8 @@ def refuse_closures(optimizer: torch.optim.Optimizer) -> None:
     gradients."""
     name, step = type(optimizer).__name__, inspect.signature(type(optimizer).step).parameters
     required = "closure" in step and step["closure"].default is inspect.Parameter.empty
-    if required or isinstance(optimizer, torch.optim.LBFGS):
+    twice = hasattr(optimizer, "first_step") and hasattr(optimizer, "second_step")  # SAM in all its forms
+    if required or twice or isinstance(optimizer, torch.optim.LBFGS):
         raise needs_closure(name)
     if isinstance(optimizer, torch.optim.SparseAdam):
         raise ConfigError(
@@ -148,7 +150,7 @@ def _probe(make: Make, groups: Sequence[Mapping[str, Any]], name: str) -> Traits
             return Traits(None, draws=True, why="its step draws random numbers")
         for index in range(len(kinds)):
             (alone,) = _train(make, groups, kinds, [index])
-            if not _alike(together[index], alone, _start(kinds[index][1], index)):
+            if not _alike(together[index], alone):
                 return Traits(True)
     except ConfigError:
         raise
@@ -161,7 +163,10 @@ def _probe(make: Make, groups: Sequence[Mapping[str, Any]], name: str) -> Traits
 
 def _train(
     make: Make, groups: Sequence[Mapping[str, Any]], kinds: Sequence[tuple[int, tuple[int, ...]]], chosen: list[int]
-) -> list[torch.Tensor]:
+) -> list[dict[str, torch.Tensor]]:
+    """Return for each of ``chosen``, after some steps, how far it has moved, its state, and what
+    its group and the optimizer count: a coupling may show there long before it shows in the weights
+    (D-adaptation)."""
     weights = {index: nn.Parameter(_start(kinds[index][1], index)) for index in chosen}
     optimizer = make(_over(groups, kinds, weights))
     if callable(switch := getattr(optimizer, "train", None)):  # schedule-free
@@ -171,7 +176,24 @@ def _train(
             generator = torch.Generator().manual_seed(97 * step + index)
             weight.grad = torch.randn(weight.shape, generator=generator) * sizes[index % len(sizes)]
         optimizer.step()
-    return [weight.detach() for weight in weights.values()]
+    found = []
+    for index, weight in weights.items():
+        group = next(each for each in optimizer.param_groups if any(param is weight for param in each["params"]))
+        settings = {key: value for key, value in group.items() if key != "params"}
+        moved = weight.detach() - _start(kinds[index][1], index)
+        facts = {"moved": moved, "state": optimizer.state[weight], "group": settings}
+        found.append(_numbers({**facts, "attributes": dict(vars(optimizer), state=None, param_groups=None)}, ""))
+    return found
+
+
+def _numbers(value: Any, place: str) -> dict[str, torch.Tensor]:
+    """Return all numbers in plain containers, as tensors by their place."""
+    if torch.is_tensor(value):
+        return {place: value.detach().double()} if not value.is_complex() else {}
+    if isinstance(value, (bool, int, float)):
+        return {place: torch.tensor(float(value), dtype=torch.float64)}
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, (list, tuple)) else ()
+    return {at: number for key, each in items for at, number in _numbers(each, f"{place}/{key}").items()}
 
 
 def _over(
@@ -191,9 +213,14 @@ def _start(shape: tuple[int, ...], index: int) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(1000 + index))
 
 
-def _alike(one: torch.Tensor, other: torch.Tensor, start: torch.Tensor) -> bool:
-    moved = (other - start).abs().max().item()
-    return math.isfinite(moved) and (one - other).abs().max().item() <= _TOLERANCE * moved + 1e-7
+def _alike(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> bool:
+    """Return whether the numbers that both have agree, as far as rounding allows."""
+    for place, value in one.items():
+        if place in other and value.shape == other[place].shape and value.numel():
+            size = other[place].abs().max().item()
+            if not (value - other[place]).abs().max().item() <= _TOLERANCE * size + _ROUNDING * (place == "/moved"):
+                return False
+    return True
 
 
 def _takes_closure(

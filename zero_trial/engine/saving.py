@@ -292,6 +292,12 @@ def _whole_states(engine: CheckpointedEngine) -> tuple[dict[str, Any], list[Slic
     names, optimizer = CheckpointNames(engine), engine.optimizer
 
     def encode() -> tuple[dict[str, Any], list[Slice]]:
+        if optimizer is not None and (inner := _inner_optimizer(optimizer.base)) is not None:
+            raise CheckpointError(
+                "this optimizer keeps state in another one inside it, which a checkpoint would lose",
+                where=f"{type(optimizer.base).__name__}.{inner}",
+                fix="Save the weights alone with engine.save_16bit_model, or train with one optimizer.",
+            )
         trees: dict[str, Any] = {}
         slices: list[Slice] = []
         for name, state in optimizer.whole_states() if optimizer is not None else ():
@@ -300,13 +306,24 @@ def _whole_states(engine: CheckpointedEngine) -> tuple[dict[str, Any], list[Slic
             tree, tensors = encode_state(state, f"optimizer state of {name}:")
             kinds = {place: place.partition(":/")[2].replace("/", ".") for place in tensors}
             on_device = [kinds[place] for place, tensor in tensors.items() if not tensor.is_cpu]
-            trees[names.param(name)] = {"state": _renamed(tree, kinds), "on_device": on_device}
+            # an orthogonal factor lies by columns; a product with it has other bits by rows
+            strides = {kinds[place]: list(each.stride()) for place, each in tensors.items() if not each.is_contiguous()}
+            trees[names.param(name)] = {"state": _renamed(tree, kinds), "on_device": on_device, "strides": strides}
             slices += [Slice.whole(names.state(kinds[place], name), tensors[place].contiguous()) for place in tensors]
         return trees, slices if engine.mesh.coordinates["replica"] == 0 else []
 
     trees, slices = fail_together(engine.mesh.world, encode, "optimizer state of whole tensors")
     everyone = engine.mesh.world.gather_json(trees, "optimizer state of whole tensors")
     return {name: tree for own in everyone for name, tree in own.items()}, slices
+
+
+def _inner_optimizer(base: torch.optim.Optimizer) -> str | None:
+    """Return the attribute of ``base`` that is an optimizer, or a list of them."""
+    for name, value in vars(base).items():
+        inside = value if isinstance(value, (list, tuple)) else [value]
+        if any(isinstance(each, torch.optim.Optimizer) for each in inside):
+            return name
+    return None
 
 
 def _renamed(tree: Any, names: Mapping[str, str]) -> Any:

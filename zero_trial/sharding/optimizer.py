@@ -255,7 +255,8 @@ def rebind(base: torch.optim.Optimizer, weights: Sequence[Sequence[nn.Parameter]
     parameters; its groups and settings stay.
 
     Raises ConfigError when it already holds state: that state belongs to whole tensors that this
-    rank no longer has.
+    rank no longer has; and when it holds parameters elsewhere too, as an optimizer around another
+    does: it would go on stepping those.
     """
     # the one torch optimizer that makes its state when it is built
     eager = isinstance(base, torch.optim.Adagrad)
@@ -274,6 +275,16 @@ def rebind(base: torch.optim.Optimizer, weights: Sequence[Sequence[nn.Parameter]
             where="optimizer",
             fix="Pass a fresh optimizer and load its state with engine.load_checkpoint.",
         )
+    known = {id(param) for opt_group in base.param_groups for param in opt_group["params"]}
+    groups = [id(opt_group) for opt_group in base.param_groups]
+    for name, value in vars(base).items():
+        if name not in ("param_groups", "state") and _holds(value, known, groups):
+            raise ConfigError(
+                "this optimizer holds the model's parameters in more than its param_groups",
+                where="optimizer",
+                got=f"{type(base).__name__}.{name}",
+                fix="Pass a callable that builds it from parameter groups: initialize(optimizer=lambda groups: ...).",
+            )
     base.state.clear()
     for opt_group, own in zip(base.param_groups, weights, strict=True):
         opt_group["params"] = list(own)
@@ -284,6 +295,19 @@ def rebind(base: torch.optim.Optimizer, weights: Sequence[Sequence[nn.Parameter]
                     "step": torch.tensor(0.0),
                     "sum": torch.full_like(weight, opt_group["initial_accumulator_value"]),
                 }
+
+
+def _holds(value: Any, params: Collection[int], groups: Collection[int], depth: int = 4) -> bool:
+    """Return whether ``value`` has one of the parameters (ids), other than through one of the
+    optimizer's own groups (ids)."""
+    if torch.is_tensor(value):
+        return id(value) in params
+    if not depth or id(value) in groups:
+        return False
+    if isinstance(value, torch.optim.Optimizer):
+        value = value.param_groups
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
+    return any(_holds(each, params, groups, depth - 1) for each in items)
 
 
 class StepStatus:

@@ -130,3 +130,11 @@ def test_a_trial_that_calls_initialize_itself_is_planned_like_another(
         plans.append(json.loads(capsys.readouterr().out))
     assert plans[0] == plans[1] and plans[0]["plan"]["parameter_count"] == 5
     assert not dist.is_initialized() and "model_def" not in sys.modules
+
+
+def test_a_mistake_in_the_trial_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    broken = MODEL.replace("self.context = context", "self.context = context; context.hparams.depth", 1)
+    made = project(tmp_path, model=broken)
+    assert main(["plan", str(made.experiment), str(made.folder)]) == 1
+    shown = capsys.readouterr().err
+    assert "model_def.py:" in shown and "AttributeError" in shown and "Traceback" not in shown

@@ -131,7 +131,7 @@ def _trial_planner(
     from zero_trial.preflight.compare import Planner
     from zero_trial.preflight.fake_engine import TrialSubject
     from zero_trial.preflight.pipeline_plan import PipelinePlanner
-    from zero_trial.preflight.trial_dry_run import DryRunRequest, fake_task
+    from zero_trial.preflight.trial_dry_run import DryRunRequest, fake_task, raised_by_trial
     from zero_trial.trial.data import Resume, open_train_data
     from zero_trial.trial.trial import fitted
 
@@ -141,11 +141,12 @@ def _trial_planner(
     )
     subject = TrialSubject(ranks, device)
     with fake_task(request, subject.factory) as task:
-        kind = task.import_class()
-        context = task.seeded_context()
-        trial = kind(context)
+        with raised_by_trial(checked.model_dir, "building the trial"):
+            kind = task.import_class()
+            context = task.seeded_context()
+            trial = kind(context)
+            feed = open_train_data(trial, context, Resume()).feed
         one_host = ranks == checked.own.ranks
-        feed = open_train_data(trial, context, Resume()).feed
         if subject.pipeline is not None:
             model, settings = subject.pipeline
             batch = _pair(next(feed)) if feed is not None else (None, None)

@@ -253,6 +253,17 @@ def trial_code_error(error: BaseException, model_dir: Path, doing: str) -> ZeroT
 
 
 @contextlib.contextmanager
+def raised_by_trial(model_dir: Path, doing: str) -> Iterator[None]:
+    """Raise what the trial's code raises in the block as the error of that code."""
+    try:
+        yield
+    except ZeroTrialError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise trial_code_error(error, model_dir, doing) from error
+
+
+@contextlib.contextmanager
 def _model_folder(folder: Path) -> Iterator[None]:
     """Forget afterwards what was imported from the model's folder: the next one may have modules of
     the same names.

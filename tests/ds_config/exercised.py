@@ -61,6 +61,10 @@ EXERCISED: dict[str, str] = {
     "data_types.grad_accum_dtype": f"{_KEYS}::test_grad_accum_dtype",
     "data_types.param_dtype": "ds_config/test_exercised.py::test_the_dtype_of_parameters_is_that_of_the_precision_mode",
     "data_types.buffer_dtype": f"{_KEYS}::test_buffer_dtype",
+    **dict.fromkeys(
+        ("data_types.optimizer_states", "bf16.bf16_optimizer_states"),
+        "engine/test_optimizer_states.py::test_bytes_per_parameter",
+    ),
     "communication_data_type": f"{_KEYS}::test_communication_data_type",
     **_below(
         "",

@@ -66,7 +66,10 @@ BAD: list[tuple[dict[str, Any], str]] = [
         {"activation_checkpointing.contiguous_memory_optimization": True},
         "activation_checkpointing.contiguous_memory_optimization: contiguous memory needs the number",
     ),
-    ({"bf16.bf16_optimizer_states": True}, "bf16.bf16_optimizer_states: it needs bf16 master weights."),
+    (
+        {"bf16.bf16_optimizer_states": True, "data_types.optimizer_states": "8bit"},
+        'bf16.bf16_optimizer_states: contradicts data_types.optimizer_states: got true, expected "8bit". Keep one of the two.',
+    ),
     (
         {"zero_optimization.offload_optimizer.device": "nvme"},
         "zero_optimization.offload_optimizer.device: nvme needs a folder.",

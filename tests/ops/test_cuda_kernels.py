@@ -21,16 +21,20 @@ from zero_trial.errors import KernelUnavailable
 from zero_trial.ops import cpu_library, cuda_bindings, cuda_runtime
 from zero_trial.ops.cuda_runtime import Kernel
 from zero_trial.ops.spec import BF16, FP16, FP32, NONE
+from zero_trial.ops.states import STATE_8BIT, STATE_BF16
 
 BUDGETS = json.loads(cubins.BUDGETS.read_text())
 HINT = "pip install 'zero_trial[cuda-check]'"
 
+NARROW = (STATE_BF16, STATE_8BIT)
+STATES = {("ZT_STATE", state) for state in NARROW}
 CORE = [
     *(
         cuda_runtime.update(op, *kind)
         for op in (op.struct for op in cuda_runtime.OPTIMIZERS)
         for kind in ((FP32, NONE), (BF16, BF16), (FP16, FP16))
     ),
+    *(cuda_runtime.narrow_update(op.struct, state, BF16, BF16) for op in cuda_runtime.OPTIMIZERS for state in NARROW),
     *(cuda_runtime.lamb("zt_lamb_moments", gradient, NONE) for gradient in (FP32, BF16)),
     *(cuda_runtime.lamb("zt_lamb_apply", FP32, out) for out in (NONE, BF16)),
     cuda_runtime.lamb("zt_lamb_squares", FP32, NONE),
@@ -45,12 +49,20 @@ DISASSEMBLED = [
     (cuda_runtime.update("ZtLion", FP16, FP16), 80),
     (cuda_runtime.update("ZtAdagrad", FP32, NONE), 90),
     (cuda_runtime.update("ZtSgd", BF16, BF16), 100),
+    (cuda_runtime.narrow_update("ZtAdam", STATE_BF16, BF16, BF16), 90),
+    (cuda_runtime.narrow_update("ZtAdam", STATE_8BIT, BF16, BF16), 90),
+    (cuda_runtime.narrow_update("ZtLion", STATE_8BIT, BF16, BF16), 80),
     (cuda_runtime.lamb("zt_lamb_moments", FP32, NONE), 80),
     (cuda_runtime.lamb("zt_lamb_apply", FP32, BF16), 100),
     (cuda_runtime.square_sum(BF16), 90),
     (cuda_runtime.copy(BF16, FP32, True), 90),
 ]
-WANTED = [(kernel, arch) for arch in (80, 100) for kernel in CORE] + [(k, 90) for k in cuda_runtime.every_kernel()]
+WANTED = [(kernel, arch) for arch in (80, 100) for kernel in CORE] + [
+    # with states in fewer bits, which gradients and copies differ in as they do with fp32 states, those of CORE
+    (kernel, 90)
+    for kernel in cuda_runtime.every_kernel()
+    if kernel in CORE or not set(kernel.definitions) & STATES
+]
 
 
 @pytest.fixture(scope="module")

@@ -34,7 +34,8 @@ def at(shift: int, values: Tensor) -> Tensor:
 
 def bits(x: Tensor) -> Tensor:
     """What must be equal; NaN is NaN, whatever its payload."""
-    x = torch.where(x.isnan(), torch.full_like(x, math.nan), x)
+    if x.is_floating_point():
+        x = torch.where(x.isnan(), torch.full_like(x, math.nan), x)
     return x.view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()])
 
 

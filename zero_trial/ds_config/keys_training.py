@@ -84,7 +84,9 @@ class Bf16Section:
         True, Bool(), "a step with a non-finite gradient is skipped on all ranks", was="false"
     )
     bf16_master_weights_and_grads: bool = refused(False, Bool(), _FP32_MASTERS, instead="Remove the key.")
-    bf16_optimizer_states: bool = refused(False, Bool(), "optimizer states are fp32", instead="Remove the key.")
+    bf16_optimizer_states: bool = supported(
+        False, Bool(), 'the same as data_types.optimizer_states "bf16"; masters stay fp32'
+    )
 
 
 @dataclass(frozen=True)
@@ -106,8 +108,8 @@ class TorchAutocastSection:
 
 @dataclass(frozen=True)
 class DataTypesSection:
-    """``data_types``: the dtype of gradient accumulation, parameters and buffers; ``None`` follows
-    the precision mode.
+    """``data_types``: the dtype of gradient accumulation, parameters, buffers and optimizer states;
+    ``None`` follows the precision mode.
     """
 
     grad_accum_dtype: str | None = supported(
@@ -120,6 +122,13 @@ class DataTypesSection:
         None,
         DType(),
         "dtype of floating buffers; null means that of the parameters, and fp32 for fp32 buffers that are not saved",
+    )
+    optimizer_states: str | None = supported(
+        None,
+        Text(("fp32", "bf16", "8bit")),
+        "how the optimizer's moments are stored, 4, 2 or 1.0625 bytes each; bf16 and 8-bit blocks are rounded up or "
+        "down at random. For Adam, AdamW, Lion, Adagrad and SGD with momentum; null means fp32",
+        origin=Origin.OURS,
     )
     keep_in_fp32_modules: tuple[str, ...] | None = refused(
         None, Names(also=("auto",)), "all parameters of an engine have one dtype", instead="Remove the key."

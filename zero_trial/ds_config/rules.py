@@ -131,13 +131,16 @@ def _contiguous_needs_number(values: Values, where: Where) -> ConfigError | None
     )
 
 
-def _states_need_masters(values: Values, where: Where) -> ConfigError | None:
-    if not _get(values, "bf16.bf16_optimizer_states") or _get(values, "bf16.bf16_master_weights_and_grads"):
+def _one_format_of_states(values: Values, where: Where) -> ConfigError | None:
+    asked = values.get("data_types.optimizer_states")
+    if not _get(values, "bf16.bf16_optimizer_states") or asked in (None, "bf16"):
         return None
     return ConfigError(
-        "it needs bf16 master weights",
+        "contradicts data_types.optimizer_states",
         where=where("bf16.bf16_optimizer_states"),
-        fix="Set bf16.bf16_master_weights_and_grads to true, or this to false.",
+        got="true",
+        expected=f'"{asked}"',
+        fix="Keep one of the two.",
     )
 
 
@@ -231,7 +234,7 @@ _RULES: tuple[Callable[[Values, Where], ConfigError | None], ...] = (
     _param_dtype_is_the_mode,
     _mics_is_the_shard_axis,
     _contiguous_needs_number,
-    _states_need_masters,
+    _one_format_of_states,
     _nvme_needs_a_path,
     _params_stay_off_nvme,
     _reshard_is_for_stage_3,

@@ -271,6 +271,17 @@ def _require_same_optimizer(engine: CheckpointedEngine, reader: CheckpointReader
             expected=mine["class"],
             fix=fix,
         )
+    saved, own = ((facts or {}).get("states", "fp32") for facts in (stored, mine))
+    if saved != own and "8bit" in (saved, own):
+        raise CheckpointError(
+            "the checkpoint's optimizer states are stored in another way",
+            where=str(reader.folder),
+            got=saved,
+            expected=own,
+            fix=f'Set data_types.optimizer_states to "{saved}". {fix}',
+        )
+    if saved != own and engine.mesh.rank == 0:
+        log.info("the checkpoint's %s optimizer states become %s", saved, own)
     if len(state["groups"]) != len(optimizer.param_groups):
         raise CheckpointError(
             "the checkpoint has another number of optimizer groups",

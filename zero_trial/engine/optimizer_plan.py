@@ -26,7 +26,7 @@ from torch import nn
 
 from zero_trial.comm import Mesh
 from zero_trial.ds_config.table import DsConfig
-from zero_trial.engine.optimizers import Groups, muon_groups, resolve_optimizer
+from zero_trial.engine.optimizers import Groups, muon_groups, resolve_optimizer, wanted_states
 from zero_trial.errors import ConfigError
 from zero_trial.ops.optimizers import FusedLamb, Muon, ShardOptimizer, orthogonalization_flops
 from zero_trial.sharding.whole_tensors import Work
@@ -326,8 +326,9 @@ def plan_optimizer(
 
     Raises ConfigError for an optimizer that cannot be stepped here.
     """
+    states = wanted_states(settings, optimizer)
     if optimizer is None:
-        return _by_name(groups, model, settings, mesh)
+        return _by_name(groups, model, settings, mesh, states)
     make: Make = again(optimizer) if isinstance(optimizer, torch.optim.Optimizer) else optimizer
     given, client = groups, optimizer if isinstance(optimizer, torch.optim.Optimizer) else None
     base = client
@@ -365,11 +366,13 @@ def plan_optimizer(
     )
 
 
-def _by_name(groups: Groups, model: nn.Module, settings: DsConfig, mesh: Mesh) -> OptimizerPlan:
+def _by_name(groups: Groups, model: nn.Module, settings: DsConfig, mesh: Mesh, states: str | None) -> OptimizerPlan:
     section = settings.optimizer
     if section is None:
         raise ConfigError("there is no optimizer", where="optimizer", fix='Add "optimizer" to ds_config or pass one.')
-    spec = resolve_optimizer(section.type, section.params)
+    spec = resolve_optimizer(section.type, section.params, states)
+    if spec.states != "fp32":
+        _require_fp32_masters(spec.states, model, groups)
     if spec.optimizer_class is Muon:
         groups = muon_groups(model, groups, section.params)
         whole = frozenset(index for index, group in enumerate(groups) if group["use_muon"])
@@ -380,6 +383,19 @@ def _by_name(groups: Groups, model: nn.Module, settings: DsConfig, mesh: Mesh) -
     work = _work_of(spec.optimizer_class)
     elementwise = is_elementwise(spec.optimizer_class) and not whole
     return OptimizerPlan(groups, whole, spec.build, elementwise=elementwise, at_once=bool(whole), work=work)
+
+
+def _require_fp32_masters(states: str, model: nn.Module, groups: Groups) -> None:
+    """Raise ConfigError for a float64 parameter: states in fewer bits are rounded from fp32."""
+    trained = {id(param) for group in groups for param in group["params"]}
+    double = (name for name, p in model.named_parameters() if id(p) in trained and p.dtype == torch.float64)
+    if (name := next(double, None)) is not None:
+        raise ConfigError(
+            "optimizer states in fewer bits are for masters in fp32",
+            where="data_types.optimizer_states",
+            got=f"{states}, and {name} in float64",
+            fix="Remove the key, or train the parameter in fp32.",
+        )
 
 
 def _log_muon(model: nn.Module, groups: Groups) -> None:

@@ -12,9 +12,19 @@ from typing import Any
 import torch
 from torch import nn
 
+from zero_trial.ds_config.table import DsConfig
 from zero_trial.errors import ConfigError
 from zero_trial.ops import native_on
-from zero_trial.ops.optimizers import FusedAdagrad, FusedAdam, FusedLamb, FusedLion, FusedSGD, Lion, Muon
+from zero_trial.ops.optimizers import (
+    FusedAdagrad,
+    FusedAdam,
+    FusedLamb,
+    FusedLion,
+    FusedOptimizer,
+    FusedSGD,
+    Lion,
+    Muon,
+)
 from zero_trial.util.text import did_you_mean
 
 Groups = list[dict[str, Any]]
@@ -143,7 +153,8 @@ class OptimizerSpec:
     """``optimizer_class`` with cleaned constructor arguments; ``note`` is a line for the report of
     what was mapped.
 
-    ``torch_only``: torch's own implementation was asked for.
+    ``torch_only``: torch's own implementation was asked for. ``states``: how its moments are stored
+    (:mod:`zero_trial.ops.states`).
     """
 
     name: str
@@ -151,6 +162,7 @@ class OptimizerSpec:
     params: Mapping[str, Any] = field(default_factory=dict)
     note: str | None = None
     torch_only: bool = False
+    states: str = "fp32"
 
     def build(self, param_groups: ParamGroups) -> torch.optim.Optimizer:
         """Return the optimizer over ``param_groups`` (tensors, or dicts with ``params`` and own
@@ -161,8 +173,13 @@ class OptimizerSpec:
         """
         groups: list[Any] = list(param_groups)
         factory: Callable[..., torch.optim.Optimizer] = self.optimizer_class
-        if self._native(groups):
+        if self.states != "fp32":
+            _check_states(self, [self.params, *(group for group in groups if isinstance(group, Mapping))])
+        if self.states != "fp32" and issubclass(self.optimizer_class, FusedOptimizer):
+            arguments = {**self.params, "states": self.states}
+        elif self.states != "fp32" or self._native(groups):
             factory, own = NATIVE[self.optimizer_class]
+            own = {**own, "states": self.states}
             shared = inspect.signature(factory).parameters.keys() - {"params", *own}
             given = {key: value for key, value in self.params.items() if key in shared}
             arguments = {**_defaults(self.optimizer_class, shared), **given, **own}
@@ -199,6 +216,40 @@ class OptimizerSpec:
         return {"fused": True} if devices and devices <= FUSED_ON.get(self.optimizer_class, frozenset()) else {}
 
 
+def wanted_states(settings: DsConfig, optimizer: Any) -> str | None:
+    """Return how ds_config wants moments stored; None where it does not say. Raises ConfigError
+    where they are those of a client's ``optimizer``, which stores them as it likes."""
+    asked = settings.data_types.optimizer_states
+    wanted = asked if asked is not None else "bf16" if settings.bf16.bf16_optimizer_states else None
+    if wanted is not None and optimizer is not None:
+        raise ConfigError(
+            "a client's optimizer stores its states itself",
+            where="data_types.optimizer_states" if asked is not None else "bf16.bf16_optimizer_states",
+            got=wanted,
+            fix=f'Name the optimizer in ds_config, or remove the key and pass FusedAdam(states="{wanted}") or another of '
+            "zero_trial.ops.",
+        )
+    return wanted
+
+
+def _check_states(spec: OptimizerSpec, settings: Iterable[Mapping[str, Any]]) -> None:
+    """Raise ConfigError where the optimizer, or one of its groups' ``settings``, cannot store its
+    moments in fewer bits."""
+    given = {key for each in settings for key in _VARIANTS if each.get(key)} | (
+        {"torch_adam"} if spec.torch_only else set()
+    )
+    no_momentum = spec.optimizer_class is torch.optim.SGD and not spec.params.get("momentum")
+    if given or no_momentum or not (spec.optimizer_class in NATIVE or issubclass(spec.optimizer_class, FusedOptimizer)):
+        variant = " without momentum" if no_momentum else f" with {', '.join(sorted(given))}" if given else ""
+        raise ConfigError(
+            f"{spec.name}{variant} does not store its states in fewer bits",
+            where="data_types.optimizer_states",
+            got=spec.states,
+            expected="Adam, AdamW, Lion, Adagrad, or SGD with momentum, each in its plain form",
+            fix="Use one of these, or remove the key (bf16.bf16_optimizer_states and fp32_optimizer_states: false, too).",
+        )
+
+
 def _defaults(optimizer_class: type[torch.optim.Optimizer], names: Collection[str]) -> dict[str, Any]:
     """Return the class's own defaults of these arguments: torch's AdamW decays by 0.01 where ours
     does not."""
@@ -206,10 +257,25 @@ def _defaults(optimizer_class: type[torch.optim.Optimizer], names: Collection[st
     return {name: parameters[name].default for name in names if name in parameters}
 
 
-def resolve_optimizer(name: str, params: Mapping[str, Any] | None = None) -> OptimizerSpec:
+def resolve_optimizer(name: str, params: Mapping[str, Any] | None = None, states: str | None = None) -> OptimizerSpec:
     """Return the optimizer that ``{"type": name, "params": params}`` means. Raises ConfigError for
-    what cannot be honoured."""
+    what cannot be honoured.
+
+    Args:
+        states: how its moments are stored; None: as the params say (DeepSpeed's
+            ``fp32_optimizer_states``), else in fp32.
+    """
     given = dict(params or {})
+    if given.pop("fp32_optimizer_states", True) is False:
+        if states not in (None, "bf16"):
+            raise ConfigError(
+                "contradicts data_types.optimizer_states",
+                where=f"{WHERE}.fp32_optimizer_states",
+                got="false, which means bf16",
+                expected=states,
+                fix="Keep one of the two.",
+            )
+        states = "bf16"
     if "max_grad_norm" in given:
         raise ConfigError(
             "gradient clipping is not a parameter of the optimizer",
@@ -218,7 +284,11 @@ def resolve_optimizer(name: str, params: Mapping[str, Any] | None = None) -> Opt
             fix=f'Remove it and set "gradient_clipping": {given["max_grad_norm"]} at the top level of ds_config.',
         )
     rule = _DEEPSPEED.get(name.lower())
-    return rule(name, given) if rule is not None else _torch_by_name(name, given)
+    spec = rule(name, given) if rule is not None else _torch_by_name(name, given)
+    spec = replace(spec, states=states or "fp32")
+    if spec.states != "fp32":
+        _check_states(spec, [spec.params])
+    return spec
 
 
 def _adam(name: str, given: dict[str, Any]) -> OptimizerSpec:
@@ -231,7 +301,6 @@ def _adam(name: str, given: dict[str, Any]) -> OptimizerSpec:
         )
     # gradients live in buffers that are zeroed, whatever this says
     given.pop("set_grad_none", None)
-    given.pop("fp32_optimizer_states", None)  # the moments have the masters' dtype
     if not torch_adam:
         # DeepSpeed's own Adam; torch_adam keeps torch's default (AdamW: 0.01)
         given.setdefault("weight_decay", 0.0)

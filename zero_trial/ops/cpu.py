@@ -13,9 +13,10 @@ from torch import Tensor
 
 from zero_trial.errors import ConfigError, KernelUnavailable
 from zero_trial.ops import cpu_library, plain
-from zero_trial.ops.arguments import check_step, code, no_derivative
+from zero_trial.ops.arguments import addresses, check_narrow, check_step, code, no_derivative
 from zero_trial.ops.cpu_library import CPULibrary
 from zero_trial.ops.spec import CODES, FP32, NONE, OptimizerOp, lamb_scalars
+from zero_trial.ops.states import STATE_8BIT, STATE_BF16
 
 _LOW = (torch.bfloat16, torch.float16)
 
@@ -23,6 +24,7 @@ _LOW = (torch.bfloat16, torch.float16)
 # found_inf; then the fields of the op's struct as doubles. To pack one block and pass one pointer
 # takes a third of the time of passing twenty arguments through ctypes.
 _HEAD = "=11q"
+_NARROW = "=7q"  # ``struct ZtNarrowCall`` up to its ZtCall: format, two states, their scales, key, first
 _LAMB = struct.Struct("=8d")  # LAMB's fields of ZtCall
 
 # Bytes of a sum of two parts from which the kernel is worth it. Below, torch's one pass is as fast
@@ -62,6 +64,38 @@ def step_of(op: OptimizerOp) -> plain.Step:
         getattr(native.library, entry)(call(*head, *scalars(*numbers)))
 
     return step
+
+
+def narrow_of(op: OptimizerOp) -> plain.Step:
+    """Make the op over many tensors whose states are in fewer bits: one call each."""
+    call, entry = struct.Struct(f"{_NARROW}{_HEAD[1:]}{op.fields}d").pack, f"zt_narrow_{op.name}"
+
+    def steps(*given: Any) -> None:
+        native = cpu_library.backend().native
+        calls, found_inf, factor, shared = plain.narrow_calls(op, given)
+        if native is None or not all(_takes_narrow(each, found_inf) for each in calls):
+            if not plain.skips(found_inf):
+                plain.step_narrow(op, calls, factor, shared)
+            return
+        shared[op.multiplier_at] = plain.times(shared[op.multiplier_at], factor)
+        flag = 0 if found_inf is None else found_inf.data_ptr()
+        for each in calls:
+            n, stored, copied = each.p.numel(), CODES[each.g.dtype], code(each.out)
+            a, b = addresses(each.states)
+            starts = (each.p.data_ptr(), each.g.data_ptr(), a, b, 0 if each.out is None else each.out.data_ptr())
+            check_narrow(starts, n, (stored, STATE_8BIT if each.scales else STATE_BF16, copied), addresses(each.scales))
+            narrow = (STATE_8BIT if each.scales else STATE_BF16, a, b, *addresses(each.scales), each.key, each.first)
+            head = (native.isa, torch.get_num_threads(), n, *starts[:2], stored, 0, 0, starts[4], copied, flag)
+            getattr(native.library, entry)(call(*narrow, *head, *op.scalars(*each.own, *shared)))
+
+    return steps
+
+
+def _takes_narrow(call: plain.NarrowCall, found_inf: Tensor | None) -> bool:
+    """Return whether the native kernels take the tensors of one call. Raises ConfigError for what
+    no implementation takes."""
+    stored = (*call.states, *call.scales)
+    return takes(call.p, call.g, (), call.out, found_inf) and all(x.is_contiguous() and x.is_cpu for x in stored)
 
 
 def takes(p: Tensor, g: Tensor, states: Sequence[Tensor], out: Tensor | None, found_inf: Tensor | None) -> bool:

@@ -25,8 +25,10 @@ from torch import Tensor
 from zero_trial.ops import arguments, cuda_runtime, plain
 from zero_trial.ops.arguments import (
     LaunchItem,
+    addresses,
     by_kind,
     check_copies,
+    check_narrow,
     check_pieces,
     check_step,
     code,
@@ -43,9 +45,11 @@ from zero_trial.ops.arguments import (
 )
 from zero_trial.ops.cuda_runtime import CudaRuntime, Kernel
 from zero_trial.ops.spec import CODES, FP32, NONE, OptimizerOp, lamb_scalars, pack_floats
+from zero_trial.ops.states import STATE_8BIT, STATE_BF16
 
 # ZtUpdate of csrc/cuda/update.cu up to the op: pieces, groups, found_inf, factor, count, tiles, and
 # one piece.
+_NARROW = struct.Struct("2P2I")
 _UPDATE, _ONE_PIECE, _NO_PIECE = struct.Struct("4P2q"), struct.Struct("5P3q"), bytes(64)
 ELEMENTS_PER_CHUNK, SUMS_PER_CHUNK = 2048, 1024  # of zt_sums.h
 _SUM, _COPY, _CONTROL = struct.Struct("2Pq"), struct.Struct("P2q"), struct.Struct("3P2d")
@@ -86,6 +90,49 @@ def steps_of(op: OptimizerOp) -> plain.Step:
             fallback(*lists, low, found_inf, factor, *pick(left, *columns), *shared)
 
     return steps
+
+
+def narrow_of(op: OptimizerOp) -> plain.Step:
+    """Make the op over many tensors whose states are in fewer bits; launches as in
+    :func:`steps_of`."""
+
+    def steps(*given: Any) -> None:
+        calls, found_inf, factor, shared = plain.narrow_calls(op, given)
+        state = STATE_8BIT if calls and calls[0].scales else STATE_BF16
+        cuda, left = cuda_runtime.cuda_backend().cuda, {index for index, call in enumerate(calls) if call.p.numel()}
+        items = [_narrow_item(op, call, shared) for call in calls]
+        kinds: dict[tuple[int, int, torch.device], list[int]] = {}
+        for index in sorted(left):
+            call, where = calls[index], calls[index].p.device
+            known = [x for x in (call.p, call.g, call.out) if x is not None]
+            if all(flat(x, where) for x in known) and all(x.device == where for x in (*call.states, *call.scales)):
+                kinds.setdefault((code(call.g), code(call.out), where), []).append(index)
+        for (gradient, out, where), mine in kinds.items():
+            if cuda is None:
+                break
+            kernel = cuda_runtime.narrow_update(op.struct, state, gradient, out)
+            reachable = where.type == cuda.kind and one_float(found_inf, where) and one_float(factor, where)
+            if reachable and cuda.has(kernel, where):
+                if torch.is_grad_enabled() and any(calls[index].p.requires_grad for index in mine):
+                    raise no_derivative()
+                for call in (calls[index] for index in mine):
+                    starts = (call.p.data_ptr(), pointer(call.g), *addresses(call.states), pointer(call.out))
+                    check_narrow(starts, call.p.numel(), (gradient, state, out), addresses(call.scales))
+                flags = (pointer(found_inf), pointer(factor))
+                _launch(cuda, kernel, [items[index] for index in mine], (gradient, state, out), flags)
+                left -= set(mine)
+        if left and not plain.skips(found_inf):
+            plain.step_narrow(op, [calls[index] for index in sorted(left)], factor, shared)
+
+    return steps
+
+
+def _narrow_item(op: OptimizerOp, call: plain.NarrowCall, shared: Sequence[Any]) -> LaunchItem:
+    """Return the item of a launch; its scalars begin with where scales and noise are (Scalars of
+    update.cu)."""
+    head = _NARROW.pack(*addresses(call.scales), call.key, call.first & 0xFFFFFFFF)
+    second = call.states[1] if len(call.states) > 1 else None
+    return LaunchItem(call.p, call.g, call.states[0], second, call.out, padded(head + op.pack(*call.own, *shared)))
 
 
 def arguments_of(
@@ -138,25 +185,30 @@ def _update(op: str, pieces: Sequence[LaunchItem], found_inf: Tensor | None, fac
             chosen = [pieces[index] for index in mine]
             if torch.is_grad_enabled() and any(piece.p.requires_grad for piece in chosen):
                 raise no_derivative()
-            _launch(cuda, kernel, chosen, (gradient, out), (pointer(found_inf), pointer(factor)))
+            _launch(cuda, kernel, chosen, (gradient, FP32, out), (pointer(found_inf), pointer(factor)))
             done = set(mine)
             left = [index for index in left if index not in done]
     return left
 
 
 def _launch(
-    cuda: CudaRuntime, kernel: Kernel, pieces: Sequence[LaunchItem], stored: tuple[int, int], flags: tuple[int, int]
+    cuda: CudaRuntime,
+    kernel: Kernel,
+    pieces: Sequence[LaunchItem],
+    stored: tuple[int, int, int],
+    flags: tuple[int, int],
 ) -> None:
-    where, (gradient, out) = pieces[0].p.device, stored
+    where, (gradient, state, out) = pieces[0].p.device, stored
     if len(pieces) == 1 or cuda.capturing(where):  # no table to copy, which a graph could not hold
         for one in pieces:
             pointers = (one.p.data_ptr(), pointer(one.g), pointer(one.a), pointer(one.b), pointer(one.out))
             n, tiles = one.p.numel(), tiles_of(one.p.numel())
-            check_step(pointers, n, gradient, out)
+            if state == FP32:
+                check_step(pointers, n, gradient, out)
             cuda.fill(kernel, where, tiles, arguments_of(flags, pointers, n, tiles, one.scalars))
         return
     table = table_of(pieces)
-    check_pieces(table.content[: table.groups], (FP32, gradient, FP32, FP32, out), "wrwww")
+    check_pieces(table.content[: table.groups], (FP32, gradient, state, state, out), "wrwww")
     held = arguments.upload(table.content, where)
     base = held.data_ptr()
     head = _UPDATE.pack(base, base + table.groups, *flags, table.count, table.tiles)

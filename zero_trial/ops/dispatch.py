@@ -30,6 +30,7 @@ WORTH_ELEMENTS = 1 << 18
 # Over many tensors CPU runs the op over one tensor on each: calls are a loop either way.
 CPU: dict[str, Implementation] = {op.single: cpu.step_of(op) for op in OPTIMIZERS}
 CPU |= {op.many: plain.in_turn(op, CPU[op.single]) for op in OPTIMIZERS}
+CPU |= {op.narrow: cpu.narrow_of(op) for op in OPTIMIZERS}
 CPU |= {
     "square_sum": cpu.square_sum,
     "lamb_moments_": cpu.lamb_moments_,
@@ -42,6 +43,7 @@ _PLAIN_ON_CPU = ("step_control_", "copy_many_")  # torch's own kernels are as fa
 
 CUDA: dict[str, Implementation] = {op.single: cuda.step_of(op) for op in OPTIMIZERS}
 CUDA |= {op.many: cuda.steps_of(op) for op in OPTIMIZERS}
+CUDA |= {op.narrow: cuda.narrow_of(op) for op in OPTIMIZERS}
 CUDA |= {
     "square_sum": cuda.square_sum,
     "lamb_moments_": cuda.lamb_moments_,

@@ -8,12 +8,14 @@ Computes in the parameter's dtype.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence, Sized
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from zero_trial.errors import ConfigError
+from zero_trial.ops import states as storage
 from zero_trial.ops.spec import OptimizerOp
 
 CHUNK = 1 << 20  # elements
@@ -59,6 +61,101 @@ def in_turn(op: OptimizerOp, step: Step) -> Step:
             step(*each, out[index] if out else None, found_inf, *own, *shared)
 
     return steps
+
+
+@dataclass(frozen=True)
+class NarrowCall:
+    """One tensor of an op whose states are in fewer bits. ``scales``: one per state, or none."""
+
+    p: Tensor
+    g: Tensor
+    states: Sequence[Tensor]
+    scales: Sequence[Tensor]
+    out: Tensor | None
+    key: int
+    first: int
+    own: tuple[Any, ...]
+
+    @property
+    def dtypes(self) -> tuple[torch.dtype, ...]:
+        return tuple(state.dtype for state in self.states)
+
+
+def narrow_calls(op: OptimizerOp, given: Sequence[Any]) -> tuple[list[NarrowCall], Any, Any, list[Any]]:
+    """Return an op's tensors one by one, found_inf, factor and the shared arguments. Raises
+    ConfigError for what does not fit."""
+    count, end = len(op.states), 2 + len(op.states)
+    p, g, *states = given[:end]
+    scales, out, found_inf, factor, key, first = given[end : end + 6]
+    rest = given[end + 6 :]
+    columns, shared = rest[: len(op.number_names)], list(rest[len(op.number_names) :])
+    same_sizes(p, g, *states, *([out] if out else []))
+    same_lengths(p, key, first, *columns)
+    if scales and len(scales) != count * len(p):
+        raise ConfigError("each state of 8-bit codes has scales", got=len(scales), expected=count * len(p))
+    dtypes = [storage.dtype_of("8bit" if scales else "bf16", signed) for signed in op.signed]
+    calls = []
+    for index, weight in enumerate(p):
+        own_states = [each[index] for each in states]
+        own_scales = [scales[which * len(p) + index] for which in range(count)] if scales else []
+        blocks = storage.blocks_of(weight.numel())
+        if [state.dtype for state in own_states] != dtypes or any(
+            scale.dtype != torch.bfloat16 or scale.numel() != blocks for scale in own_scales
+        ):
+            raise ConfigError(
+                "states in fewer bits are stored in another way",
+                where=op.narrow,
+                got=", ".join(f"{x.dtype} of {x.numel()}" for x in (*own_states, *own_scales)),
+                expected=", ".join(map(str, dtypes)) + (f", and {blocks} scales in bfloat16 each" if scales else ""),
+            )
+        if weight.dtype != torch.float32 or not all(
+            x.is_contiguous() for x in (weight, *own_states, *own_scales, *([out[index]] if out else []))
+        ):
+            raise ConfigError(
+                "states in fewer bits need contiguous fp32 parameters, states and copies",
+                where=op.narrow,
+                got=f"{weight.dtype} with strides {weight.stride()}",
+            )
+        if first[index] % storage.BLOCK:
+            raise ConfigError(
+                "a part begins inside a block", where=op.narrow, got=first[index], expected="a multiple of 32"
+            )
+        if op.step_at is not None:
+            op.check_step(columns[op.step_at][index])
+        low, own = out[index] if out else None, tuple(column[index] for column in columns)
+        calls.append(NarrowCall(weight, g[index], own_states, own_scales, low, key[index], first[index], own))
+    return calls, found_inf, factor, shared
+
+
+def narrow_of(op: OptimizerOp) -> Step:
+    """Make the op over many tensors whose states are in fewer bits."""
+
+    def steps(*given: Any) -> None:
+        calls, found_inf, factor, shared = narrow_calls(op, given)
+        if not skips(found_inf):
+            step_narrow(op, calls, factor, shared)
+
+    return steps
+
+
+def step_narrow(op: OptimizerOp, calls: Sequence[NarrowCall], factor: Tensor | None, shared: Sequence[Any]) -> None:
+    """Step tensors whose states are in fewer bits, in fp32. Reads ``factor`` on the host."""
+    multiplier = times(shared[op.multiplier_at], factor)
+    rest = [value for index, value in enumerate(shared) if index != op.multiplier_at]
+    for call in calls:
+        scales: Sequence[Tensor | None] = call.scales or [None] * len(call.states)
+        for start in range(0, call.p.numel(), CHUNK):
+            part, blocks = slice(start, start + CHUNK), slice(start // storage.BLOCK, (start + CHUNK) // storage.BLOCK)
+            stored = [
+                (x.view(-1)[part], y if y is None else y[blocks]) for x, y in zip(call.states, scales, strict=True)
+            ]
+            p = call.p.view(-1)[part]
+            gradient = _gradient(call.g.reshape(-1)[part], p, multiplier)
+            new = op.formula(p, gradient, *(storage.widen(*each) for each in stored), *call.own, *rest)
+            noise = storage.noise(call.key, call.first + start, p.numel(), p.device)
+            _store((p, new[0]), (p.new_empty(0) if call.out is None else call.out.view(-1)[part], new[0]))
+            for (state, scale), values, bits in zip(stored, new[1:], noise, strict=False):
+                storage.narrow(values, state, scale, bits)
 
 
 def times(multiplier: float, factor: Tensor | None) -> float:

@@ -30,6 +30,7 @@ from zero_trial.ops import native_on
 from zero_trial.ops.optimizers import (
     DeviceScalars,
     FusedLamb,
+    FusedOptimizer,
     ShardOptimizer,
     ShardUpdate,
     TensorSegment,
@@ -38,6 +39,7 @@ from zero_trial.ops.optimizers import (
     supports_device_scalars,
     undo_step,
 )
+from zero_trial.ops.states import BLOCK, StatePart, blocks_of, is_scale, seed_of
 from zero_trial.sharding.full_params import register_optimizer
 from zero_trial.sharding.grad_buffer import GradBuffer
 from zero_trial.sharding.layout import ParamSlot
@@ -240,14 +242,20 @@ def segments_of(
     """
     names = sorted({slot.name for group in groups for slot in group.layout.slots})
     number = {name: index for index, name in enumerate(names)}
-    segments: dict[int, list[TensorSegment]] = {}
-    for piece in pieces:
-        listed = segments.setdefault(id(piece.weight), [])
-        for part in piece.group.layout.pieces(piece.group.comm.index):
-            low, high = max(part.offset, piece.low), min(part.offset + part.numel, piece.high)
-            if low < high:
-                listed.append(TensorSegment(number[part.slot.name], low - piece.low, high - piece.low))
+    segments = {
+        id(piece.weight): [TensorSegment(number[slot.name], low, high) for slot, _, low, high in parts_of(piece)]
+        for piece in pieces
+    }
     return segments, len(names)
+
+
+def parts_of(piece: ShardPiece) -> Iterator[tuple[ParamSlot, int, int, int]]:
+    """Yield the parts of tensors in a piece: the tensor, its first element there, and where in the
+    piece they begin and end."""
+    for part in piece.group.layout.pieces(piece.group.comm.index):
+        low, high = max(part.offset, piece.low), min(part.offset + part.numel, piece.high)
+        if low < high:
+            yield part.slot, part.start + low - part.offset, low - piece.low, high - piece.low
 
 
 def rebind(base: torch.optim.Optimizer, weights: Sequence[Sequence[nn.Parameter]]) -> None:
@@ -547,17 +555,26 @@ class ShardedOptimizer:
     def identity(self) -> dict[str, Any]:
         """Return class and hyperparameter names, for a checkpoint: state belongs to another
         optimizer if the latter differ."""
-        return {"class": type(self.base).__name__, "settings": sorted(set(self.base.defaults) - _HOW_NOT_WHAT)}
+        found = {"class": type(self.base).__name__, "settings": sorted(set(self.base.defaults) - _HOW_NOT_WHAT)}
+        states = self.base.states if isinstance(self.base, FusedOptimizer) else "fp32"
+        return found if states == "fp32" else found | {"states": states}
 
     def bind_tensors(self, groups: Sequence[ParamGroup], sum_over_shards: Callable[[torch.Tensor], None]) -> None:
-        """Give an optimizer with norms per tensor (LAMB) the elements of each piece that belong to
-        each tensor.
+        """Give an optimizer with norms per tensor (LAMB), or with states in fewer bits, the elements
+        of each piece that belong to each tensor.
 
         ``groups``: all of the model, the same on every rank (see :func:`segments_of`).
         """
         if isinstance(self.base, FusedLamb):
             segments, count = segments_of(self.pieces, groups)
             self.base.bind(segments, count, sum_over_shards)
+        elif isinstance(self.base, FusedOptimizer) and self.base.states != "fp32":
+            self.base.bind(
+                {
+                    id(piece.weight): [StatePart(seed_of(slot.name), *where) for slot, *where in parts_of(piece)]
+                    for piece in self.pieces
+                }
+            )
 
     # --- state, for checkpoints and user code -----------------------------------------------------
 
@@ -578,6 +595,7 @@ class ShardedOptimizer:
         for piece in self.pieces:
             state = {} if id(piece.weight) in known else self.base.state.get(piece.weight, {})
             elementwise = {key: value for key, value in state.items() if is_elementwise_state(value, piece)}
+            yield from _scales_by_tensor(piece, state)
             yield from _by_tensor(piece, {"master": piece.weight.detach()} | elementwise)
 
     def whole_states(self) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -608,7 +626,7 @@ class ShardedOptimizer:
         found: dict[str, dict[str, float]] = {}
         for piece in (*self.pieces, *self._held):
             for key, value in self.base.state.get(piece.weight, {}).items():
-                if not _has_shape_of(value, piece.weight) and (
+                if not _is_by_element(key, value, piece.weight) and (
                     isinstance(value, (int, float)) or (torch.is_tensor(value) and value.numel() == 1)
                 ):
                     found.setdefault(str(piece.opt_group), {})[key] = float(value)
@@ -652,6 +670,8 @@ class ShardedOptimizer:
             for kind in kinds:
                 if any(shape_of(kind, name) is not None for name in names):
                     kept = self.store.zeros(piece, kind)
+                    if kept is None and isinstance(self.base, FusedOptimizer):
+                        kept = self.base.new_moment(piece.weight.detach(), kind)
                     state[kind] = torch.zeros_like(piece.weight.detach()) if kept is None else kept
             state |= self._scalars_of(piece, scalars)
             if state:
@@ -682,8 +702,11 @@ class ShardedOptimizer:
             for piece in self.pieces:
                 value = self.base.state.get(piece.weight, {}).get(kind) if piece.group is group else None
                 if torch.is_tensor(value) and is_elementwise_state(value, piece):
-                    out = value.new_zeros(group.layout.shard_numel) if out is None else out
-                    out[piece.low : piece.high].copy_(value.reshape(-1))
+                    wide = value.reshape(-1)
+                    if isinstance(self.base, FusedOptimizer):
+                        wide = self.base.moment(piece.weight, kind)
+                    out = wide.new_zeros(group.layout.shard_numel) if out is None else out
+                    out[piece.low : piece.high].copy_(wide)
         return out
 
     def set_state_shard(self, group: ParamGroup, kind: str, shard: torch.Tensor) -> None:
@@ -692,7 +715,11 @@ class ShardedOptimizer:
         with self.store.lent():
             for piece in self.pieces:
                 if piece.group is group:
-                    self.base.state[piece.weight][kind].view(-1).copy_(shard[piece.low : piece.high])
+                    values = shard[piece.low : piece.high]
+                    if isinstance(self.base, FusedOptimizer):
+                        self.base.set_moment(piece.weight, kind, values)
+                    else:
+                        self.base.state[piece.weight][kind].view(-1).copy_(values)
 
     def persistent_bytes(self) -> int:
         """Count the bytes of state on this rank (without masters) and of the store's own memory."""
@@ -703,7 +730,7 @@ class ShardedOptimizer:
             for piece in self.pieces
             if id(piece.weight) not in known
             for kind, value in self.base.state.get(piece.weight, {}).items()
-            if torch.is_tensor(value) and is_elementwise_state(value, piece)
+            if torch.is_tensor(value) and _is_by_element(kind, value, piece.weight)
         )
         states += sum(_bytes_of(self.base.state.get(held.weight, {})) for held in self._held)
         return states + sum(buffer.numel() * buffer.element_size() for buffer in self.store.buffers)
@@ -712,13 +739,17 @@ class ShardedOptimizer:
 def _by_tensor(piece: ShardPiece, tensors: Mapping[str, torch.Tensor]) -> Iterator[StateView]:
     """Yield the part of each logical tensor that ``tensors``, which have the piece's shape,
     hold."""
-    for part in piece.group.layout.pieces(piece.group.comm.index):
-        low, high = max(part.offset, piece.low), min(part.offset + part.numel, piece.high)
-        if low < high:
-            start = part.start + low - part.offset
-            for kind, tensor in tensors.items():
-                flat = tensor.reshape(-1)[low - piece.low : high - piece.low]
-                yield StateView(kind, part.slot.name, part.slot.shape, start, start + high - low, flat)
+    for slot, start, low, high in parts_of(piece):
+        for kind, tensor in tensors.items():
+            yield StateView(kind, slot.name, slot.shape, start, start + high - low, tensor.reshape(-1)[low:high])
+
+
+def _scales_by_tensor(piece: ShardPiece, state: Mapping[str, Any]) -> Iterator[StateView]:
+    """Yield the scales of each logical tensor's blocks of 8-bit state; no shard or piece cuts a block."""
+    for slot, start, low, high in parts_of(piece):
+        first, last, shape = start // BLOCK, blocks_of(start + high - low), (blocks_of(slot.numel),)
+        for kind in filter(is_scale, state):
+            yield StateView(kind, slot.name, shape, first, last, state[kind][low // BLOCK : blocks_of(high)])
 
 
 @dataclass(frozen=True)
@@ -766,6 +797,11 @@ def _has_shape_of(value: Any, weight: torch.Tensor) -> bool:
 
 def _gradient_of(weight: torch.Tensor) -> torch.Tensor:
     return weight.grad if weight.grad is not None else torch.zeros_like(weight)
+
+
+def _is_by_element(kind: str, value: Any, weight: torch.Tensor) -> bool:
+    """Return whether state ``kind`` has a value per element, or is the scales of such a one."""
+    return _has_shape_of(value, weight) or is_scale(kind)
 
 
 def _fused(base: torch.optim.Optimizer) -> bool:

@@ -160,12 +160,12 @@ def test_deepspeeds_arguments() -> None:
     CPUAdam(params(), **common, eps=1e-8, adamw_mode=True, amsgrad=False, fp32_optimizer_states=True)
     FusedLamb(params(), **common, eps_inside_sqrt=False, max_grad_norm=0.0, max_coeff=10.0, amsgrad=False)
     FusedLion(params(), lr=1e-3, betas=(0.9, 0.99), weight_decay=0.0, set_grad_none=True)
+    assert CPUAdam(params(), fp32_optimizer_states=False).states == "bf16"
     assert CPUAdam(params(), adamw_mode=False).param_groups[0]["decoupled_weight_decay"] is False
     refused: list[tuple[Any, dict[str, Any]]] = [
         (FusedAdam, {"amsgrad": True}),
         (FusedAdam, {"set_grad_none": False}),
         (FusedLion, {"set_grad_none": False}),
-        (CPUAdam, {"fp32_optimizer_states": False}),
         (FusedLamb, {"max_grad_norm": 1.0}),
     ]
     for kind, given in refused:

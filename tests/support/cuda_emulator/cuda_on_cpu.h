@@ -62,6 +62,17 @@ static void __syncthreads() {
   threadIdx.x = own;
 }
 
+// Every thread of the block takes part: one that does not is found by the scheduler.
+static unsigned exchanged[kFibers];
+static unsigned __shfl_xor_sync(unsigned, unsigned value, int lane) {
+  const unsigned own = current;
+  exchanged[own] = value;
+  __syncthreads();
+  const unsigned other = exchanged[own ^ (unsigned)lane];
+  __syncthreads();
+  return other;
+}
+
 static void fiber_main() {
   body();
   finished[current] = true;

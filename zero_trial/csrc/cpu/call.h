@@ -24,6 +24,15 @@ struct ZtCall {
   double scalars[kMostScalars];  // the fields of the op's struct; a caller of a step with fewer leaves the last ones out
 };
 
+// How the states of a shard are stored where they are not floats: stands before its ZtCall, whose `a` and `b` are then 0.
+struct ZtNarrowCall {
+  int64_t type;
+  void *a, *b;
+  zt_u16 *a_scale, *b_scale;
+  int64_t key, first;
+  ZtCall call;
+};
+
 enum : long {
   kElementsPerThread = 32768,  // less is not worth waking a thread for
   kStreamBytes = 16L << 20,    // a sum of that size would only push other things out of the caches
@@ -35,6 +44,10 @@ static inline bool skipped(const ZtCall& c) { return c.found_inf && *c.found_inf
 static inline ZtShard shard_of(const ZtCall& c) {
   const bool low = c.out_type != kNone;
   return {c.p, c.g, (int)c.g_type, c.a, c.b, low ? c.out : nullptr, (int)c.out_type, c.n >= kStreamElements};
+}
+
+static inline ZtNarrow narrow_of(const ZtNarrowCall& c) {
+  return {(int)c.type, c.a, c.b, c.a_scale, c.b_scale, (zt_u32)c.key, (zt_u32)c.first};
 }
 
 // The op's struct: what the caller computed in double, rounded once.

@@ -15,19 +15,19 @@ __attribute__((constructor)) static void notice_forks() {
 
 namespace {
 
-template <class Op>
-void over_threads(void (*run)(const ZtShard&, const Op&, long, long), const ZtShard& shard, const Op& op, int threads,
-                  long n) {
+// `run(begin, end)` on whole tiles, in each thread its own.
+template <class Run>
+void over_threads(int threads, long n, const Run& run) {
   threads = useful_threads(threads, n);
   const long tiles = (n + kElementsPerTile - 1) / kElementsPerTile;
-  if (threads == 1) return run(shard, op, 0, n);
+  if (threads == 1) return run(0, n);
   const FloatMode callers;
 #pragma omp parallel for num_threads(threads) schedule(static, 1)
   for (int t = 0; t < threads; ++t) {
     const Adopted mode(callers);
     const long begin = tiles * t / threads * kElementsPerTile;
     const long end = least(n, tiles * (t + 1) / threads * kElementsPerTile);
-    run(shard, op, begin, end);
+    run(begin, end);
   }
 }
 
@@ -49,16 +49,31 @@ namespace {
 
 template <class Op>
 void step(void (*const ZtKernels::*run)(const ZtShard&, const Op&, long, long), const ZtCall& c, const Op& op) {
-  over_threads(kernels((int)c.isa)->*run, shard_of(c), op, (int)c.threads, (long)c.n);
+  const auto kernel = kernels((int)c.isa)->*run;
+  const ZtShard shard = shard_of(c);
+  over_threads((int)c.threads, (long)c.n, [&](long begin, long end) { kernel(shard, op, begin, end); });
+}
+
+template <class Op>
+void step(void (*const ZtKernels::*run)(const ZtShard&, const ZtNarrow&, const Op&, long, long), const ZtNarrowCall& c,
+          const Op& op) {
+  const auto kernel = kernels((int)c.call.isa)->*run;
+  const ZtShard shard = shard_of(c.call);
+  const ZtNarrow narrow = narrow_of(c);
+  over_threads((int)c.call.threads, (long)c.call.n,
+               [&](long begin, long end) { kernel(shard, narrow, op, begin, end); });
 }
 
 }  // namespace
 
-// zt_adam(call) and so on, and zt_adam_fields(): how many doubles a call has behind its head.
-#define ZT_STEP(name, Op)                                             \
-  ZT_EXPORT void zt_##name(const ZtCall* c) {                         \
-    if (!skipped(*c)) step(&ZtKernels::name, *c, scalars_of<Op>(*c)); \
-  }                                                                   \
+// zt_adam(call) and so on, zt_narrow_adam(call), and zt_adam_fields(): how many doubles a call has behind its head.
+#define ZT_STEP(name, Op)                                                                \
+  ZT_EXPORT void zt_##name(const ZtCall* c) {                                            \
+    if (!skipped(*c)) step(&ZtKernels::name, *c, scalars_of<Op>(*c));                    \
+  }                                                                                      \
+  ZT_EXPORT void zt_narrow_##name(const ZtNarrowCall* c) {                               \
+    if (!skipped(c->call)) step(&ZtKernels::narrow_##name, *c, scalars_of<Op>(c->call)); \
+  }                                                                                      \
   ZT_EXPORT int zt_##name##_fields() { return sizeof(Op) / sizeof(float); }
 ZT_OPTIMIZERS(ZT_STEP)
 #undef ZT_STEP
@@ -66,16 +81,7 @@ ZT_OPTIMIZERS(ZT_STEP)
 // into += x, of any two types.
 ZT_EXPORT void zt_add(int isa, int threads, long n, void* into, int into_type, const void* x, int type) {
   const ZtKernels* table = kernels(isa);
-  const long tiles = (n + kElementsPerTile - 1) / kElementsPerTile;
-  threads = useful_threads(threads, n);
-  if (threads == 1) return table->add(into, into_type, x, type, 0, n);
-  const FloatMode callers;
-#pragma omp parallel for num_threads(threads) schedule(static, 1)
-  for (int t = 0; t < threads; ++t) {
-    const Adopted mode(callers);
-    table->add(into, into_type, x, type, tiles * t / threads * kElementsPerTile,
-               least(n, tiles * (t + 1) / threads * kElementsPerTile));
-  }
+  over_threads(threads, n, [&](long begin, long end) { table->add(into, into_type, x, type, begin, end); });
 }
 
 // out = parts[0] + parts[1] + ...; `out` may be one of the parts.
@@ -85,15 +91,7 @@ ZT_EXPORT void zt_sum(int isa, int threads, long n, int count, const void* const
   bool apart = true;  // else its lines are in a cache when they are written
   for (int k = 0; k < count; ++k) apart = apart && parts[k] != out;
   const ZtParts s = {parts, count, type, out, apart && n * size >= kStreamBytes && ((uintptr_t)out & 15) == 0};
-  const long tiles = (n + kElementsPerTile - 1) / kElementsPerTile;
-  threads = useful_threads(threads, n);
-  if (threads == 1) return table->sum(s, 0, n);
-  const FloatMode callers;
-#pragma omp parallel for num_threads(threads) schedule(static, 1)
-  for (int t = 0; t < threads; ++t) {
-    const Adopted mode(callers);
-    table->sum(s, tiles * t / threads * kElementsPerTile, least(n, tiles * (t + 1) / threads * kElementsPerTile));
-  }
+  over_threads(threads, n, [&](long begin, long end) { table->sum(s, begin, end); });
 }
 
 // One level of sums of zt_sums.h, in place; returns how many are left.

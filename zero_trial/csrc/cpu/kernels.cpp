@@ -21,7 +21,7 @@ inline void prefetch_tile(const ZtShard& s, long i) {
   const long ahead = i + kPrefetchElements;
   for (long j = ahead; j < ahead + kElementsPerTile; j += kElementsPerLine) {
     __builtin_prefetch(s.p + j, 1);
-    __builtin_prefetch(s.a + j, 1);
+    if (s.a) __builtin_prefetch(s.a + j, 1);
     if (s.b) __builtin_prefetch(s.b + j, 1);
   }
   const long bytes = s.g_type == kFloat32 ? 4 : 2;
@@ -100,6 +100,91 @@ void run(const ZtShard& s, const Op& op, long begin, long end) {
   if (i < end) {
     const float* g = widen(s, i, end - i, wide);
     update(op, s.p + i, g, s.a + i, s.b ? s.b + i : nullptr, end - i);
+    if (out) round_to(s.out_type, s.p + i, out + i, end - i);
+  }
+#if defined(__SSE2__)
+  if (stream) _mm_sfence();
+#endif
+}
+
+// --- states in fewer bits ---
+
+enum { kBlocksPerTile = kElementsPerTile / kBlock };
+
+template <bool SIGNED>
+inline int code_at(const void* codes, long i) {
+  return SIGNED ? ((const signed char*)codes)[i] : ((const zt_u8*)codes)[i];
+}
+
+template <bool SIGNED>
+inline void load_state(int type, const void* state, const zt_u16* scale, long i, long count, float* __restrict x) {
+  if (type == kStateBFloat16) {
+    const zt_u16* h = (const zt_u16*)state + i;
+    for (long j = 0; j < count; ++j) x[j] = zt_from_bf16(h[j]);
+    return;
+  }
+  for (long block = 0; block < count; block += kBlock) {
+    const float s = zt_from_bf16(scale[(i + block) / kBlock]);
+    const long end = block + kBlock < count ? block + kBlock : count;
+    for (long j = block; j < end; ++j) x[j] = zt_from_code<SIGNED>(code_at<SIGNED>(state, i + j), s);
+  }
+}
+
+// `noise` (count,): sixteen bits each.
+template <bool SIGNED>
+inline void store_state(int type, const float* __restrict x, const zt_u32* __restrict noise, void* state, zt_u16* scale, long i,
+                        long count) {
+  if (type == kStateBFloat16) {
+    zt_u16* __restrict h = (zt_u16*)state + i;
+    for (long j = 0; j < count; ++j) h[j] = zt_to_bf16_at_random(x[j], noise[j]);
+    return;
+  }
+  zt_u8* __restrict codes = (zt_u8*)state + i;
+  for (long block = 0; block < count; block += kBlock) {
+    const long end = block + kBlock < count ? block + kBlock : count;
+    zt_u32 largest = 0;
+    for (long j = block; j < end; ++j) {
+      const zt_u32 magnitude = zt_bits(x[j]) & 0x7fffffffu;
+      largest = magnitude > largest ? magnitude : largest;
+    }
+    const zt_u16 own = zt_scale_of(largest);
+    const float inverse = zt_inverse_scale(own);
+    scale[(i + block) / kBlock] = own;
+    for (long j = block; j < end; ++j) codes[j] = (zt_u8)zt_to_code<SIGNED>(x[j], inverse, noise[j]);
+  }
+}
+
+template <class Op>
+inline __attribute__((always_inline)) void narrow_tile(const ZtShard& s, const ZtNarrow& n, const Op& op, const float* g, long i,
+                                                       long count) {
+  const bool first_signed = Op::kSigned & 1, second_signed = Op::kSigned & 2;
+  alignas(64) float a[kElementsPerTile], b[kElementsPerTile];
+  alignas(64) zt_u32 noise[kElementsPerTile], low[kElementsPerTile];
+  load_state<first_signed>(n.type, n.a, n.a_scale, i, count, a);
+  if (Op::kStates > 1) load_state<second_signed>(n.type, n.b, n.b_scale, i, count, b);
+  update(op, s.p + i, g, a, b, count);
+  for (long j = 0; j < count; ++j) noise[j] = zt_noise(n.key, n.first + (zt_u32)(i + j));
+  for (long j = 0; j < count; ++j) low[j] = noise[j] & 0xffffu;
+  store_state<first_signed>(n.type, a, low, n.a, n.a_scale, i, count);
+  if (Op::kStates > 1) {
+    for (long j = 0; j < count; ++j) noise[j] >>= 16;
+    store_state<second_signed>(n.type, b, noise, n.b, n.b_scale, i, count);
+  }
+}
+
+template <class Op>
+void run_narrow(const ZtShard& s, const ZtNarrow& n, const Op& op, long begin, long end) {
+  alignas(64) float wide[kElementsPerTile];
+  zt_u16* const out = (zt_u16*)s.out;
+  const bool stream = streams(s, begin);
+  long i = begin;
+  for (; i + kElementsPerTile <= end; i += kElementsPerTile) {
+    prefetch_tile(s, i);
+    narrow_tile(s, n, op, widen(s, i, kElementsPerTile, wide), i, kElementsPerTile);
+    if (out) copy_tile(s, i, stream);
+  }
+  if (i < end) {
+    narrow_tile(s, n, op, widen(s, i, end - i, wide), i, end - i);
     if (out) round_to(s.out_type, s.p + i, out + i, end - i);
   }
 #if defined(__SSE2__)
@@ -300,8 +385,10 @@ void lamb_apply(const ZtShard& s, const ZtLamb& op, float ratio, long begin, lon
 }
 
 #define ZT_RUN(name, Op) run<Op>,
-const ZtKernels kKernels = {ZT_OPTIMIZERS(ZT_RUN) square_sum, add, sum, lamb_moments, lamb_apply};
+#define ZT_RUN_NARROW(name, Op) run_narrow<Op>,
+const ZtKernels kKernels = {ZT_OPTIMIZERS(ZT_RUN) ZT_OPTIMIZERS(ZT_RUN_NARROW) square_sum, add, sum, lamb_moments, lamb_apply};
 #undef ZT_RUN
+#undef ZT_RUN_NARROW
 
 }  // namespace
 

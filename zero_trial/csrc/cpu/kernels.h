@@ -4,6 +4,7 @@
 
 #include "../include/zt_lamb.h"
 #include "../include/zt_optimizers.h"
+#include "../include/zt_states.h"
 #include "../include/zt_sums.h"
 
 enum ZtType { kNone = -1, kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2, kFloat64 = 3 };  // the last in sums of parts only
@@ -18,6 +19,15 @@ struct ZtShard {
   void* out;
   int out_type;
   bool stream;  // write `out` past the caches
+};
+
+// How the states of a shard are stored where they are not floats (zt_states.h). The shard is a part of one tensor that begins at element
+// `first`, a multiple of kBlock; `a` and `b` of the shard are null.
+struct ZtNarrow {
+  int type;  // a ZtState
+  void *a, *b;
+  zt_u16 *a_scale, *b_scale;  // of 8-bit codes
+  zt_u32 key, first;
 };
 
 // What several ranks have put into a sum: `count` flat arrays of one type. `out` is another array of that type, or one of them.
@@ -36,6 +46,9 @@ enum { kLambLanes = 256, kLambRun = 4, kLambTile = 2048 };
 
 struct ZtKernels {
 #define ZT_FIELD(name, Op) void (*name)(const ZtShard&, const Op&, long begin, long end);
+  ZT_OPTIMIZERS(ZT_FIELD)
+#undef ZT_FIELD
+#define ZT_FIELD(name, Op) void (*narrow_##name)(const ZtShard&, const ZtNarrow&, const Op&, long begin, long end);
   ZT_OPTIMIZERS(ZT_FIELD)
 #undef ZT_FIELD
   double (*square_sum)(const void* x, int type, long begin, long end);  // of one chunk

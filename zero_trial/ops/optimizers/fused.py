@@ -10,6 +10,7 @@ the same formulas; ``zero_trial.ops.report()`` says which it is.
     bytes per fp32 parameter and step    Adam 28 (read p, g, m, v; write p, m, v), the others 20
     16-bit gradient in, 16-bit copy out  the same: 2 less for the gradient, 2 more for the copy; no
                                          pass of their own
+    states in bf16, in 8 bits            4, or 5.875, less per state: Adam 20 and 16.25 (:mod:`zero_trial.ops.states`)
 
 Unscaling and clipping multiply all gradients by one factor, (1 / loss scale) * min(1, limit /
 norm). What that costs depends on the optimizer:
@@ -28,7 +29,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -38,6 +39,18 @@ from torch.autograd.graph import increment_version
 from zero_trial.errors import ConfigError
 from zero_trial.ops.dispatch import OPS
 from zero_trial.ops.spec import ADAGRAD, ADAM, LION, SGD, OptimizerOp
+from zero_trial.ops.states import (
+    BLOCK,
+    StatePart,
+    blocks_of,
+    dtype_of,
+    is_scale,
+    key_of,
+    narrow,
+    require_format,
+    scale_name,
+    widen,
+)
 
 
 class ShardUpdate(NamedTuple):
@@ -231,16 +244,96 @@ class FusedOptimizer(ShardOptimizer):
     launch.
 
     ``op`` is a row of ops/spec.py; ``moments`` are torch's names of its states.
+
+    Args:
+        states: how the moments are stored: ``fp32`` (in the weight's dtype), ``bf16`` or ``8bit``
+            (:mod:`zero_trial.ops.states`). 8-bit moments have their scales beside them, as state
+            ``<moment>.scale``. Not ``fp32``: weights are fp32, and every optimizer counts steps.
     """
 
     fuses = True
     op: OptimizerOp
     moments: tuple[str, ...] = ()
 
+    def __init__(self, params: torch.optim.optimizer.ParamsT, defaults: dict[str, Any], states: str = "fp32") -> None:
+        self.states = require_format(states, f"{type(self).__name__}(states)")
+        self._parts: dict[int, list[StatePart]] = {}
+        super().__init__(params, defaults)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the state of a copy, which has other parameters: :meth:`bind` it again."""
+        return {**super().__getstate__(), "states": self.states, "_parts": {}}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load as torch does, but keep the moments as they are stored here. Raises ConfigError
+        where the dict's are stored in 8 bits and these are not, or the other way round."""
+        super().load_state_dict(state_dict)  # torch has cast all to the dtype of the weights
+        for group in self.param_groups:
+            for weight in group["params"]:
+                state = self.state.get(weight, {})
+                if any(is_scale(kind) for kind in state) != (self.states == "8bit") and state:
+                    raise ConfigError(
+                        "moments in 8 bits are read only where they are stored so",
+                        where=f"{type(self).__name__}.load_state_dict",
+                        expected=self.states,
+                    )
+                for kind in (kind for kind in state if self.states != "fp32" and self._dtype(kind) is not None):
+                    state[kind] = state[kind].to(self._dtype(kind))
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group(param_group)
+        found = {p.dtype for p in self.param_groups[-1]["params"]} - {torch.float32}
+        if found and self.states != "fp32":
+            raise ConfigError(
+                f"{type(self).__name__} stores moments in {self.states} for fp32 weights only",
+                got=", ".join(map(str, found)),
+                expected="torch.float32",
+            )
+
+    def bind(self, parts: Mapping[int, Sequence[StatePart]]) -> None:
+        """Set which elements of each piece belong to which tensor: id(piece) -> its parts of
+        tensors, in order; padding between them.
+
+        Without it each parameter is one tensor, and its number in the groups is its seed.
+        """
+        self._parts = {key: list(value) for key, value in parts.items()}
+
+    def new_moment(self, weight: Tensor, kind: str) -> Tensor:
+        """Return zeros for a moment of a piece, or for its scales, as they are stored."""
+        dtype = self._dtype(kind)
+        if is_scale(kind):
+            return weight.new_zeros(blocks_of(weight.numel()), dtype=dtype)
+        return torch.zeros_like(weight, dtype=dtype, memory_format=torch.preserve_format)
+
+    def moment(self, weight: Tensor, kind: str) -> Tensor:
+        """Return the values of a moment (numel,): the state itself, or an fp32 copy of what is
+        stored in fewer bits."""
+        stored = self.state[weight][kind].view(-1)
+        return stored if self.states == "fp32" else widen(stored, self.state[weight].get(scale_name(kind)))
+
+    def set_moment(self, weight: Tensor, kind: str, values: Tensor) -> None:
+        """Write the values of a moment (numel,), rounded to nearest where it is stored in fewer
+        bits."""
+        stored = self.state[weight][kind].view(-1)
+        if self.states == "fp32":
+            stored.copy_(values)
+        else:
+            nearest = torch.full(values.shape, 1 << 15, dtype=torch.int64, device=values.device)
+            narrow(values.float(), stored, self.state[weight].get(scale_name(kind)), nearest)
+
+    def _dtype(self, kind: str) -> torch.dtype | None:
+        """Return how a moment or its scales are stored; None for what is neither, and in the
+        weight's dtype."""
+        if self.states == "fp32":
+            return None
+        if is_scale(kind):
+            return torch.bfloat16
+        return dtype_of(self.states, self.op.signed[self.moments.index(kind)]) if kind in self.moments else None
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Take state, also of torch's own optimizer. Raises ConfigError for a variant of the
         formula that this class does not have."""
-        super().__setstate__(state)
+        super().__setstate__({"states": "fp32", "_parts": {}, **self.__dict__, **state})
         for group in self.param_groups:
             for key, value in self.defaults.items():
                 group.setdefault(key, value)
@@ -251,6 +344,9 @@ class FusedOptimizer(ShardOptimizer):
                     )
 
     def update(self, updates: Sequence[ShardUpdate], multiplier: float, scalars: DeviceScalars | None) -> None:
+        if self.states != "fp32":
+            self._update_narrow(updates, multiplier, scalars)
+            return
         if scalars is not None or (len(updates) > 1 and one_launch(updates)):
             self._update_together(updates, multiplier, scalars)
             return
@@ -275,6 +371,50 @@ class FusedOptimizer(ShardOptimizer):
             columns = [list(column) for column in zip(*(own for _, _, own in rows), strict=True)]
             both = (*shared[:at], multiplier, *shared[at:])
             getattr(OPS, self.op.many)(*lists, out, found_inf, factor, *columns, *both)
+
+    def _update_narrow(self, updates: Sequence[ShardUpdate], multiplier: float, scalars: DeviceScalars | None) -> None:
+        """Step with states in fewer bits, each tensor's part of a piece for itself: its noise and
+        its blocks begin with the tensor."""
+        at, count, packed = self.op.multiplier_at, len(self.moments), self.states == "8bit"
+        found_inf, factor = (scalars.found_inf, scalars.factor) if scalars else (None, None)
+        numbers = {id(p): n for n, p in enumerate(p for group in self.param_groups for p in group["params"])}
+        kinds: dict[Any, list[tuple[list[Tensor], list[Tensor], Tensor | None, int, int, tuple[float, ...]]]] = {}
+        for update in updates:
+            weight = update.weight
+            (_, gradient, *moments), own, shared = self._operands(update)
+            step = float(self.state[weight]["step"]) if self.op.step_at is not None else self.count_step(weight)
+            scales = [self.state[weight][scale_name(kind)] for kind in self.moments] if packed else []
+            out = None if update.out is None else update.out.view(-1)
+            flat = [x.view(-1) for x in (weight.detach(), gradient, *moments)]
+            rows = kinds.setdefault((shared, out is None), [])
+            for part in self._parts.get(id(weight)) or [StatePart(numbers.get(id(weight), 0), 0, 0, weight.numel())]:
+                cut, blocks = slice(part.start, part.stop), slice(part.start // BLOCK, blocks_of(part.stop))
+                low = None if out is None else out[cut]
+                key = key_of(part.seed, step)
+                rows.append(([x[cut] for x in flat], [x[blocks] for x in scales], low, key, part.first, own))
+        for (shared, _), rows in kinds.items():
+            tensors, scale_rows, copies, keys, firsts, owns = (list(column) for column in zip(*rows, strict=True))
+            getattr(OPS, self.op.narrow)(
+                *(list(column) for column in zip(*tensors, strict=True)),
+                [row[which] for which in range(count) for row in scale_rows] if packed else [],
+                [low for low in copies if low is not None],
+                *(found_inf, factor, keys, firsts),
+                *(list(column) for column in zip(*owns, strict=True)),
+                *(*shared[:at], multiplier, *shared[at:]),
+            )
+
+    def moments_of(self, weight: Tensor, names: Sequence[str], start: float = 0.0) -> list[Tensor]:
+        if self.states == "fp32":
+            return super().moments_of(weight, names, start)
+        state = self.state[weight]
+        for name in names:
+            if state.get(name) is None:
+                state[name] = self.new_moment(weight, name)
+                if self.states == "8bit":
+                    state[scale_name(name)] = self.new_moment(weight, scale_name(name))
+                if start:
+                    self.set_moment(weight, name, torch.full_like(weight, start).view(-1))
+        return [state[name] for name in names]
 
     def _operands(self, update: ShardUpdate) -> tuple[list[Tensor], tuple[float, ...], tuple[bool, ...]]:
         """Return weight, gradient and moments, and what :meth:`_numbers` returns."""
@@ -337,6 +477,7 @@ class FusedAdam(FusedOptimizer):
         bias_correction: bool = True,
         amsgrad: bool = False,
         set_grad_none: bool = True,
+        states: str = "fp32",
     ) -> None:
         _require(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
         if amsgrad:
@@ -344,7 +485,7 @@ class FusedAdam(FusedOptimizer):
         _grads_are_dropped(set_grad_none)
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         defaults |= {"decoupled_weight_decay": adam_w_mode, "bias_correction": bias_correction}
-        super().__init__(params, defaults)
+        super().__init__(params, defaults, states)
 
     def _numbers(self, update: ShardUpdate, first: bool) -> tuple[tuple[float, ...], tuple[bool, ...]]:
         group, step = self.param_groups[update.group], self.count_step(update.weight)
@@ -370,11 +511,9 @@ class CPUAdam(FusedAdam):
         amsgrad: bool = False,
         fp32_optimizer_states: bool = True,
     ) -> None:
-        if not fp32_optimizer_states:
-            raise _no_variant("fp32_optimizer_states", "the moments have the parameters' dtype", "Leave it out.")
-        super().__init__(
-            params, lr, betas, eps, weight_decay, adamw_mode, bias_correction=bias_correction, amsgrad=amsgrad
-        )
+        own = {"bias_correction": bias_correction, "amsgrad": amsgrad}
+        states = "fp32" if fp32_optimizer_states else "bf16"
+        super().__init__(params, lr, betas, eps, weight_decay, adamw_mode, **own, states=states)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
@@ -399,10 +538,11 @@ class FusedLion(FusedOptimizer):
         weight_decay: float = 0.0,
         *,
         set_grad_none: bool = True,
+        states: str = "fp32",
     ) -> None:
         _require(lr=lr, betas=betas, weight_decay=weight_decay)
         _grads_are_dropped(set_grad_none)
-        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
+        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay}, states)
 
     def _numbers(self, update: ShardUpdate, first: bool) -> tuple[tuple[float, ...], tuple[bool, ...]]:
         group = self.param_groups[update.group]
@@ -423,6 +563,8 @@ class FusedAdagrad(FusedOptimizer):
         weight_decay: float = 0.0,
         initial_accumulator_value: float = 0.0,
         eps: float = 1e-10,
+        *,
+        states: str = "fp32",
     ) -> None:
         if min(lr, lr_decay, weight_decay, initial_accumulator_value, eps) < 0:
             raise ConfigError(
@@ -433,7 +575,7 @@ class FusedAdagrad(FusedOptimizer):
                 expected="none below 0",
             )
         defaults = {"lr": lr, "lr_decay": lr_decay, "weight_decay": weight_decay, "eps": eps}
-        super().__init__(params, defaults | {"initial_accumulator_value": initial_accumulator_value})
+        super().__init__(params, defaults | {"initial_accumulator_value": initial_accumulator_value}, states)
 
     def _numbers(self, update: ShardUpdate, first: bool) -> tuple[tuple[float, ...], tuple[bool, ...]]:
         group, step = self.param_groups[update.group], self.count_step(update.weight)
@@ -456,6 +598,8 @@ class FusedSGD(FusedOptimizer):
         dampening: float = 0.0,
         weight_decay: float = 0.0,
         nesterov: bool = False,
+        *,
+        states: str = "fp32",
     ) -> None:
         if lr < 0 or weight_decay < 0 or momentum <= 0 or (nesterov and dampening != 0):
             raise ConfigError(
@@ -465,7 +609,7 @@ class FusedSGD(FusedOptimizer):
                 expected="lr, weight_decay >= 0, momentum > 0; nesterov without dampening",
             )
         defaults = {"lr": lr, "momentum": momentum, "dampening": dampening, "weight_decay": weight_decay}
-        super().__init__(params, defaults | {"nesterov": nesterov})
+        super().__init__(params, defaults | {"nesterov": nesterov}, states)
 
     def _numbers(self, update: ShardUpdate, first: bool) -> tuple[tuple[float, ...], tuple[bool, ...]]:
         group = self.param_groups[update.group]

@@ -93,7 +93,8 @@ def test_bytes_per_parameter(ranks: Pools, name: str, states: str, stage: str) -
 @pytest.mark.parametrize("precision", [{}, BF16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("states", NARROW)
 def test_stages_and_numbers_of_ranks_have_the_same_bits(ranks: Pools, states: str, precision: dict[str, Any]) -> None:
-    """All ranks have the same data, so that their mean is exact: what is left is where tensors are cut."""
+    """All ranks have the same data, so that their mean is exact: what is left is where tensors are
+    cut."""
     accumulation = {"gradient_accumulation_steps": 2}
     (trace, values), *_ = ranks(1).run(run, states, "zero0", **precision, **accumulation)
     for size, stage in ((2, "zero1"), (2, "zero2"), (2, "zero3"), (4, "zero3-free"), (4, "zero1")):
@@ -188,7 +189,8 @@ def resume(folder: str, states: str, stage: str, offload: dict[str, Any] | None 
 
 @pytest.mark.parametrize("states", NARROW)
 def test_a_resumed_run_has_the_bits_of_the_unbroken_one(ranks: Pools, tmp_path: Path, states: str) -> None:
-    """At every stage, on another number of ranks, and offloaded: codes and scales move as they are."""
+    """At every stage, on another number of ranks, and offloaded: codes and scales move as they
+    are."""
     whole = ranks(2).run(save, str(tmp_path / "checkpoints"), states, "zero2")[0]
     for size, stage in ((2, "zero2"), (1, "zero0"), (4, "zero3")):
         assert ranks(size).run(resume, str(tmp_path / "checkpoints"), states, stage) == [whole] * size

@@ -58,7 +58,8 @@ DISASSEMBLED = [
     (cuda_runtime.copy(BF16, FP32, True), 90),
 ]
 WANTED = [(kernel, arch) for arch in (80, 100) for kernel in CORE] + [
-    # with states in fewer bits, which gradients and copies differ in as they do with fp32 states, those of CORE
+    # With states in fewer bits, only those of CORE: gradients and copies are read and written as
+    # with fp32 states.
     (kernel, 90)
     for kernel in cuda_runtime.every_kernel()
     if kernel in CORE or not set(kernel.definitions) & STATES

@@ -2,9 +2,9 @@
 sources agree on.
 
 A row of OPTIMIZERS is one elementwise optimizer step. Its three ops (over one tensor, over many,
-over many with states in fewer bits), their schemas and registrations, the arguments of the CPU and CUDA kernels and the form in plain
-torch follow from the row. The arithmetic of an element is the struct of that name in
-csrc/include/zt_optimizers.h.
+over many with states in fewer bits), their schemas and registrations, the arguments of the CPU and
+CUDA kernels and the form in plain torch follow from the row. The arithmetic of an element is the
+struct of that name in csrc/include/zt_optimizers.h.
 
     p           parameter, changed in place; fp32 for the native kernels, any dtype in plain torch
     g           gradient in fp32, bf16 or fp16; multiplied by ``multiplier`` as it is read

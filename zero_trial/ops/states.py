@@ -2,7 +2,7 @@
 
     fp32    4 bytes per element of a state
     bf16    2 bytes
-    8bit    1 byte, and 2 for the scale of each block of 32 neighbours: 1.0625 where tensors are multiples of 32
+    8bit    1 byte, and 2 for the scale of each block of 32 neighbours: 1.0625 in whole blocks
 
 A step reads a state into fp32, computes in fp32 and rounds when it stores. It rounds up or down at
 random, so that the error of each step has mean 0: with beta2 = 0.999 a step changes Adam's second
@@ -107,7 +107,7 @@ def noise(key: int, first: int, numel: int, device: torch.device) -> tuple[Tenso
 
 
 def widen(stored: Tensor, scale: Tensor | None) -> Tensor:
-    """Return the fp32 values of a stored state (n,); ``scale`` (blocks,) where it is 8-bit codes."""
+    """Return the fp32 values of a stored state (n,); ``scale`` (blocks,) of 8-bit codes."""
     if scale is None:
         return stored.float()
     signed = stored.dtype == torch.int8

@@ -560,8 +560,8 @@ class ShardedOptimizer:
         return found if states == "fp32" else found | {"states": states}
 
     def bind_tensors(self, groups: Sequence[ParamGroup], sum_over_shards: Callable[[torch.Tensor], None]) -> None:
-        """Give an optimizer with norms per tensor (LAMB), or with states in fewer bits, the elements
-        of each piece that belong to each tensor.
+        """Give an optimizer with norms per tensor (LAMB), or with states in fewer bits, the
+        elements of each piece that belong to each tensor.
 
         ``groups``: all of the model, the same on every rank (see :func:`segments_of`).
         """
@@ -745,7 +745,8 @@ def _by_tensor(piece: ShardPiece, tensors: Mapping[str, torch.Tensor]) -> Iterat
 
 
 def _scales_by_tensor(piece: ShardPiece, state: Mapping[str, Any]) -> Iterator[StateView]:
-    """Yield the scales of each logical tensor's blocks of 8-bit state; no shard or piece cuts a block."""
+    """Yield the scales of each logical tensor's blocks of 8-bit state; no shard or piece cuts a
+    block."""
     for slot, start, low, high in parts_of(piece):
         first, last, shape = start // BLOCK, blocks_of(start + high - low), (blocks_of(slot.numel),)
         for kind in filter(is_scale, state):

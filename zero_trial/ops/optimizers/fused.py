@@ -10,7 +10,7 @@ the same formulas; ``zero_trial.ops.report()`` says which it is.
     bytes per fp32 parameter and step    Adam 28 (read p, g, m, v; write p, m, v), the others 20
     16-bit gradient in, 16-bit copy out  the same: 2 less for the gradient, 2 more for the copy; no
                                          pass of their own
-    states in bf16, in 8 bits            4, or 5.875, less per state: Adam 20 and 16.25 (:mod:`zero_trial.ops.states`)
+    states in bf16, in 8 bits            4, or 5.875, less per state: Adam 20 and 16.25
 
 Unscaling and clipping multiply all gradients by one factor, (1 / loss scale) * min(1, limit /
 norm). What that costs depends on the optimizer:

@@ -251,10 +251,8 @@ def test_a_client_optimizer_and_its_schedule(tmp_path: Path) -> None:
 def test_optimizers_that_need_whole_tensors_are_refused(tmp_path: Path, name: str) -> None:
     with pytest.raises(ConfigError) as error:
         engine_of("zero0", {"optimizer": {"type": name, "params": {"lr": 1e-3}}}, str(tmp_path))
-    assert str(error.value).startswith(
-        "zero_optimization.offload_optimizer.device: this optimizer needs whole tensors or their norms, and offloaded "
-        'state comes in pieces: got "nvme" with '
-    )
+    assert str(error.value).startswith("zero_optimization.offload_optimizer.device: this optimizer ")
+    assert "whole tensors" in str(error.value) and ': got "nvme"' in str(error.value)
 
 
 def test_parameters_stay_on_a_gpu() -> None:

@@ -148,6 +148,9 @@ def _serve(pipe: Connection, rank: int, size: int, port: int, strict: bool) -> N
             body, args, kwargs, timeout = pipe.recv()
         except EOFError:
             return
+        except Exception:  # the module of the body cannot be imported here
+            pipe.send((False, traceback.format_exc()))
+            continue
         faulthandler.dump_traceback_later(timeout, exit=True, file=sys.stderr)
         try:
             _fresh_logger()

@@ -18,6 +18,7 @@ from tests.support.dense import STAGES, TOLERANCE, Case, Turn, build_engine, dif
 from tests.support.models import TinyLM, Tower
 from tests.support.pool import Pools
 from tests.support.whole_optimizers import GlobalNorm, LayerWise, MuonLike, ScheduleFree, ShampooLike
+from zero_trial import zero as access
 from zero_trial.errors import CheckpointError, ConfigError, TrialError
 from zero_trial.pipeline import PipelineModule
 
@@ -306,6 +307,50 @@ def coupled_pipe() -> str:
 def test_what_couples_tensors_is_refused_in_pipelines(ranks: Pools) -> None:
     for message in ranks(2).run(coupled_pipe):
         assert "GlobalNorm" in message
+
+
+# --- user code reads and writes state -------------------------------------------------------------
+
+
+def accessed(zero_stage: dict[str, Any]) -> tuple[float, list[int], str]:
+    """How far the states are from plain torch's, in both ways; the elements that this rank has."""
+    _, engine = build("Muon-like", zero_stage, {}, True, clip=0.0)
+    torch.manual_seed(1)
+    plain = Tower()
+    optimizer = MuonLike(plain.parameters())
+    weight = engine.module.blocks[0].weight
+    assert access.safe_get_full_optimizer_state(weight, "momentum_buffer") is None
+    with pytest.raises(TrialError, match="no such state"):
+        access.safe_set_full_optimizer_state(weight, torch.zeros(11, 11), "momentum_buffer")
+    turn = Turn(0, 0, 0)
+    loss(plain, turn).backward()
+    optimizer.step()
+    engine.backward(loss(engine, turn))
+    engine.step()
+    worst, held = 0.0, []
+    for param, reference in zip(engine.module.parameters(), plain.parameters(), strict=True):
+        state = access.safe_get_full_optimizer_state(param, "momentum_buffer")
+        assert state is not None
+        worst = max(worst, (state - optimizer.state[reference]["momentum_buffer"]).abs().max().item())
+        local = access.safe_get_local_optimizer_state(param, "momentum_buffer")
+        held.append(local.numel() if local is not None else 0)
+    access.safe_set_full_optimizer_state(weight, torch.full((11, 11), 0.5), "momentum_buffer")
+    again = access.safe_get_full_optimizer_state(weight, "momentum_buffer")
+    assert again is not None and bool((again == 0.5).all())
+    with pytest.raises(TrialError, match="shape"):
+        access.safe_set_full_optimizer_state(weight, torch.zeros(11), "momentum_buffer")
+    return worst, held, ""
+
+
+@pytest.mark.parametrize("stage", ["zero0", "zero1", "zero3"])
+def test_state_of_whole_tensors_is_read_and_set_on_every_rank(ranks: Pools, stage: str) -> None:
+    answers = ranks(2).run(accessed, STAGES[stage])
+    sizes = [param.numel() for param in Tower().parameters()]
+    for gap, held, _ in answers:
+        assert gap <= TOLERANCE
+        assert stage != "zero0" or held == sizes
+    if stage != "zero0":
+        assert [a + b for a, b in zip(answers[0][1], answers[1][1], strict=True)] == sizes
 
 
 # --- what the client is told, and what is refused -------------------------------------------------

@@ -26,9 +26,10 @@ def test_the_heaviest_goes_to_the_rank_with_least_to_do(work: list[float], ranks
     assert assign_owners(work, ranks) == owners
 
 
-def test_of_equally_free_ranks_the_one_that_holds_most_of_it() -> None:
+def test_of_equally_heavy_tensors_a_rank_gets_what_it_holds() -> None:
     held = [{1: 10}, {0: 4, 1: 6}, {0: 10}, {0: 9, 1: 1}]
-    assert assign_owners([1.0] * 4, 2, held) == [1, 0, 0, 1]
+    assert assign_owners([1.0] * 4, 2, held) == [1, 1, 0, 0]
+    assert assign_owners([1.0, 1.0, 2.0, 1.0], 2, held) == [1, 1, 0, 0]
 
 
 def test_rank_0_steps_every_group() -> None:

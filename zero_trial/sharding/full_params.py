@@ -23,6 +23,7 @@ from zero_trial.sharding.layout import wide_dtype
 from zero_trial.sharding.param_group import ParamGroup, ParamPublisher
 from zero_trial.sharding.plan import Lifetime
 from zero_trial.sharding.unshard import ModuleHook
+from zero_trial.sharding.whole_tensors import WholeTensor
 
 
 class GatheredParameters:
@@ -87,14 +88,19 @@ def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> 
     """Return the full state ``optim_state_key`` (``exp_avg``, ``exp_avg_sq`` ...); None before the
     first step. Collective over shard."""
     _, group, index = find_param(param)
+    if (tensor := _optimizer_of(param).whole_tensor(group, index)) is not None:
+        return _from_owner(param, tensor, optim_state_key)
     shard = _optimizer_of(param).state_shard(group, optim_state_key)
     return None if shard is None else full_of_shard(group, index, shard)
 
 
 def safe_set_full_optimizer_state(param: nn.Parameter, value: torch.Tensor, optim_state_key: str) -> None:
     """Set state ``optim_state_key`` from ``value`` (full shape). Raises TrialError before the first
-    step, when there is no state."""
+    step, when there is no state. Collective over shard."""
     _, group, index = find_param(param)
+    if (tensor := _optimizer_of(param).whole_tensor(group, index)) is not None:
+        _to_owner(param, tensor, optim_state_key, value)
+        return
     write_to_shard(group, index, shard := _state_of(param, group, optim_state_key), value)
     _optimizer_of(param).set_state_shard(group, optim_state_key, shard)
 
@@ -120,8 +126,14 @@ def safe_set_local_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
 
 
 def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
-    """Return this rank's part of a state tensor, flat; None before the first step. Local."""
+    """Return this rank's part of a state tensor, flat; None before the first step. Local.
+
+    Of a tensor that one rank updates whole, that rank has all of it, and the others have nothing.
+    """
     _, group, index = find_param(param)
+    if (tensor := _optimizer_of(param).whole_tensor(group, index)) is not None:
+        state = _own_state(param, tensor, optim_state_key)
+        return state.detach().reshape(-1).clone() if state is not None else None
     shard = _optimizer_of(param).state_shard(group, optim_state_key)
     return None if shard is None else local_part(group, index, shard)
 
@@ -130,6 +142,13 @@ def safe_set_local_optimizer_state(param: nn.Parameter, value: torch.Tensor, opt
     """Set this rank's part of state ``optim_state_key``. Local; raises TrialError before the first
     step, when there is no state."""
     _, group, index = find_param(param)
+    if (tensor := _optimizer_of(param).whole_tensor(group, index)) is not None:
+        state = _own_state(param, tensor, optim_state_key)
+        if state is None or state.numel() != value.numel():
+            got = "no such state here" if state is None else f"{value.numel()} elements"
+            raise TrialError("not this rank's part of the optimizer state", where=optim_state_key, got=got)
+        state.copy_(value.view(state.shape))
+        return
     _write_local(group, index, shard := _state_of(param, group, optim_state_key), value)
     _optimizer_of(param).set_state_shard(group, optim_state_key, shard)
 
@@ -218,6 +237,47 @@ def _state_of(param: nn.Parameter, group: ParamGroup, kind: str) -> torch.Tensor
     return shard
 
 
+def _own_state(param: nn.Parameter, tensor: WholeTensor, kind: str) -> torch.Tensor | None:
+    """Return state ``kind`` of a tensor that is updated whole, on its owner; nothing elsewhere."""
+    if tensor.owner != tensor.group.comm.index:
+        return tensor.weight.new_empty(0)
+    value = _optimizer_of(param).state.get(tensor.weight, {}).get(kind)
+    return value if torch.is_tensor(value) else None
+
+
+def _from_owner(param: nn.Parameter, tensor: WholeTensor, kind: str) -> torch.Tensor | None:
+    """Return state ``kind`` of a tensor that is updated whole, in its own shape and dtype, on every
+    rank. Collective over shard."""
+    comm, value = tensor.group.comm, _own_state(param, tensor, kind)
+    described = [list(value.shape), str(value.dtype).removeprefix("torch.")] if value is not None else None
+    found = comm.gather_json(described, "optimizer state of a whole tensor")[tensor.owner]
+    if found is None:
+        return None
+    shape, dtype = found
+    device = tensor.group.shard.device
+    if value is None or comm.index != tensor.owner:
+        full = torch.empty(shape, dtype=getattr(torch, dtype), device=device)
+    else:
+        full = value.detach().to(device, copy=True)
+    comm.broadcast(full, "optimizer state of a whole tensor", tensor.owner)
+    return full
+
+
+def _to_owner(param: nn.Parameter, tensor: WholeTensor, kind: str, value: torch.Tensor) -> None:
+    """Set state ``kind`` of a tensor that is updated whole. Collective over shard."""
+    comm, own = tensor.group.comm, _own_state(param, tensor, kind)
+    found = comm.gather_json(list(own.shape) if own is not None else None, "optimizer state of a whole tensor")
+    shape = found[tensor.owner]
+    if shape is None:
+        raise TrialError("the optimizer has no such state yet", where=kind, fix="Take a step first.")
+    if shape != list(value.shape):
+        raise TrialError(
+            "the value does not have the state's shape", where=kind, got=tuple(value.shape), expected=shape
+        )
+    if own is not None and comm.index == tensor.owner:
+        own.copy_(value)
+
+
 def _optimizer_of(param: torch.Tensor) -> StateShards:
     found = _OPTIMIZERS.get(param)
     optimizer: StateShards | None = found() if found is not None else None
@@ -230,6 +290,11 @@ def _optimizer_of(param: torch.Tensor) -> StateShards:
 
 class StateShards(Protocol):
     """The part of an optimizer that the safe_get_* functions use."""
+
+    @property
+    def state(self) -> Mapping[torch.Tensor, Any]: ...
+
+    def whole_tensor(self, group: ParamGroup, index: int) -> WholeTensor | None: ...
 
     def state_shard(self, group: ParamGroup, kind: str) -> torch.Tensor | None: ...
 

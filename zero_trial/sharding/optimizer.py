@@ -684,19 +684,17 @@ class ShardedOptimizer:
         own = scalars.get(str(piece.opt_group), {})
         return {key: torch.tensor(value, dtype=torch.float32, device=device) for key, value in own.items()}
 
+    def whole_tensor(self, group: ParamGroup, index: int) -> WholeTensor | None:
+        """Return the tensor of slot ``index`` where one rank updates it whole and has its state;
+        None where every rank has a shard of that."""
+        tensors = self.whole.tensors if self.whole is not None else ()
+        slot = group.layout.slots[index]
+        return next((each for each in tensors if each.group is group and each.slot is slot), None)
+
     def state_shard(self, group: ParamGroup, kind: str) -> torch.Tensor | None:
         """Return the group's shard of state ``kind`` (shard_numel,), put together from its pieces;
-        None if there is no such state yet. Raises TrialError where tensors of the group are updated
-        whole: no rank has a shard of their state."""
+        None if there is no such state yet."""
         self._status.settle()
-        tensors = self.whole.tensors if self.whole is not None else ()
-        if (tensor := next((each for each in tensors if each.group is group), None)) is not None:
-            raise TrialError(
-                "the optimizer state of this parameter is not cut into shards: one rank updates the whole tensor",
-                where=tensor.slot.name,
-                got=f"owner: rank {group.comm.ranks[tensor.owner]}",
-                fix="Read it from a checkpoint, where it is whole, or train at zero_optimization.stage 0.",
-            )
         out: torch.Tensor | None = None
         with self.store.lent():
             for piece in self.pieces:

@@ -238,6 +238,7 @@ def test_data_from_initialize_and_from_loaders():
     module = PipelineModule(layers(2), num_stages=1, loss_fn=cross_entropy, seed_layers=True)
     engine, _, loader, _ = zero_trial.initialize(model=module, config=CONFIG, training_data=data)
     assert len(loader) == 4
+    assert [torch.equal(x, data[2 * n : 2 * n + 2][0]) for n, (x, _) in enumerate(loader)] == [True] * 4
     for _ in range(5):  # more than one pass
         assert engine.train_batch().item() > 0
     engine.set_dataloader([micro_batch(1, 0, 0), micro_batch(1, 1, 0)])

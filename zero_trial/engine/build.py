@@ -204,7 +204,9 @@ def build_engine(
     observer = build_observer(settings, resolved, model, mesh, device) if observed else Observer()
     loader = None
     if training_data is not None:
-        options = {"collate_fn": collate_fn} if collate_fn is not None else {}
+        # as in DeepSpeed: a pipeline reads the data in their own order
+        options: dict[str, Any] = {"shuffle": pipeline is None}
+        options |= {"collate_fn": collate_fn} if collate_fn is not None else {}
         loader = rank_loader(training_data, resolved.batch.micro_batch_size, mesh, settings, **options)
     parts = (model, sharded, wrapped, lr_scheduler, outcome, observer, resolved, settings, mesh, device)
     place: dict[str, Any] = {"client_mpu": mpu, "training_dataloader": loader}

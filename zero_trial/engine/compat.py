@@ -193,20 +193,27 @@ class RepeatingLoader:
 
 
 def sharded_loader(
-    dataset: Any, batch_size: int, rank: int, ranks: int, *, drop_last: bool = False, **kwargs: Any
+    dataset: Any,
+    batch_size: int,
+    rank: int,
+    ranks: int,
+    *,
+    drop_last: bool = False,
+    shuffle: bool = True,
+    **kwargs: Any,
 ) -> DataLoader[Any]:
-    """Return batches of ``batch_size`` samples, shuffled alike on all ranks and split between them.
-    Iterable data sets shard themselves."""
+    """Return batches of ``batch_size`` samples, split between the ranks; ``shuffle``: in another
+    order at each pass, the same on all ranks. Iterable data sets shard themselves."""
     if isinstance(dataset, IterableDataset):
         return DataLoader(dataset, batch_size=batch_size, drop_last=drop_last, **kwargs)
     sampler: DistributedSampler[Any] = DistributedSampler(
-        dataset, num_replicas=ranks, rank=rank, shuffle=True, drop_last=drop_last
+        dataset, num_replicas=ranks, rank=rank, shuffle=shuffle, drop_last=drop_last
     )
     return ShardedLoader(dataset, sampler, batch_size=batch_size, drop_last=drop_last, **kwargs)
 
 
 def rank_loader(dataset: Any, batch_size: int, mesh: Mesh, config: DsConfig, **options: Any) -> DataLoader[Any]:
     """Return this rank's part of ``dataset`` in batches of ``batch_size``: what ``training_data``
-    and ``engine.deepspeed_io`` give."""
+    and ``engine.deepspeed_io`` give. Options as for :func:`sharded_loader`."""
     drop_last = config.dataloader_drop_last
     return sharded_loader(dataset, batch_size, mesh.data.index, mesh.data.size, drop_last=drop_last, **options)

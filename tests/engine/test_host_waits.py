@@ -68,6 +68,17 @@ def test_no_host_wait_in_a_step(strict: RankPool, stage: str, replicas: int, acc
         assert launches >= 2 * STEPS
 
 
+@pytest.mark.parametrize("stage", ["zero1", "zero3"])
+def test_no_host_wait_where_whole_tensors_travel(strict: RankPool, stage: str) -> None:
+    """The device decides over Muon's steps, too: factor and skip are read there."""
+    muon = {"type": "Muon", "params": {"muon_lr": 1e-3, "adam_lr": 1e-3, "eps": 1e-3}}
+    config = {"comm_transport": "gloo", "gradient_accumulation_steps": 1, "optimizer": muon}
+    answers = strict.run(steady_steps, STAGES[stage], config)
+    for waits, reads, launches, _ in answers:
+        assert (waits, reads) == ([], [])
+        assert launches >= 5 * STEPS
+
+
 def test_a_wait_for_the_outcome_of_a_step_is_published(monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank that waits there for a device whose collectives wait for another rank says so, as in
     any collective."""

@@ -262,6 +262,7 @@ def test_states_are_read_and_written_as_values() -> None:
         ({"type": "AdamW", "params": {"lr": 1e-3, "amsgrad": True}}, None, "AdamW with amsgrad"),
         ({"type": "Adam", "params": {"lr": 1e-3, "torch_adam": True}}, None, "torch_adam"),
         ({"type": "RMSprop", "params": {"lr": 1e-3}}, None, "RMSprop does not store"),
+        ({"type": "Muon", "params": {"lr": 1e-3}}, None, "Muon does not store"),
         (None, FusedSGD, "client's optimizer"),
     ],
 )

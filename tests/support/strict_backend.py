@@ -102,6 +102,10 @@ class HostWork(dist.Work):
         return bool(self.work.wait(timeout) if timeout else self.work.wait())
 
 
+_MAX = dist.AllreduceOptions()
+_MAX.reduceOp = dist.ReduceOp.MAX
+
+
 class StrictGroup(dist.ProcessGroup):
     """``rank`` of ``size`` in one group."""
 
@@ -135,8 +139,29 @@ class StrictGroup(dist.ProcessGroup):
 
         return self._launch("all_gather", [output, part], call)
 
+    def alltoall_base(
+        self, output: torch.Tensor, sent: torch.Tensor, incoming: list[int], outgoing: list[int], opts: Any = None
+    ) -> Any:
+        def call() -> Any:  # one row of the longest part per pair, since gloo's has no uneven parts here
+            parts = sent.split(outgoing)
+            longest = torch.tensor([max(outgoing + incoming)])
+            self._device.allreduce([longest], _MAX).wait()
+            table = sent.new_zeros(self._size, self._size, int(longest))
+            for peer, part in enumerate(parts):
+                table[self.rank(), peer, : part.numel()] = part
+            target = output.split(incoming)
+
+            def place() -> None:
+                for peer, part in enumerate(target):
+                    part.copy_(table[peer, self.rank(), : part.numel()])
+
+            return _Then(self._device.allreduce([table]), place)
+
+        return self._launch("all_to_all", [output, sent], call)
+
     # as torch calls them from 2.13 on
     reduce_scatter_single, all_gather_single = _reduce_scatter_base, _allgather_base
+    all_to_all_single = alltoall_base
 
     def allreduce(self, tensors: Sequence[torch.Tensor], opts: Any = None) -> Any:
         return self._either("all_reduce", tensors, lambda group: group.allreduce(list(tensors), opts))

@@ -239,7 +239,8 @@ def _check_states(spec: OptimizerSpec, settings: Iterable[Mapping[str, Any]]) ->
         {"torch_adam"} if spec.torch_only else set()
     )
     no_momentum = spec.optimizer_class is torch.optim.SGD and not spec.params.get("momentum")
-    if given or no_momentum or not (spec.optimizer_class in NATIVE or issubclass(spec.optimizer_class, FusedOptimizer)):
+    packs = spec.optimizer_class in NATIVE or issubclass(spec.optimizer_class, FusedOptimizer)
+    if given or no_momentum or not packs or spec.optimizer_class is Muon:
         variant = " without momentum" if no_momentum else f" with {', '.join(sorted(given))}" if given else ""
         raise ConfigError(
             f"{spec.name}{variant} does not store its states in fewer bits",

@@ -55,6 +55,8 @@ class Unsharder:
         self._inside_root = False
         self.handles: list[Any] = []
         self._modules = modules
+        self._around: dict[nn.Module, AroundForward] = {}
+        self._untraced = False
         if reshard is Reshard.SCHEDULED:
             return  # a schedule knows when a block computes
         for block in groups:
@@ -64,9 +66,10 @@ class Unsharder:
             self._install_side_doors(modules[ROOT][0])
 
     def _install(self, module: nn.Module, block: str, *, first: bool, last: bool) -> None:
-        before = UntracedHook(functools.partial(self._before_forward, block, first))
-        after = UntracedHook(functools.partial(self._after_forward, block, last, SideOutputs(module)))
-        self.handles.append(AroundForward(module, before, after))
+        before = functools.partial(self._before_forward, block, first)
+        after = functools.partial(self._after_forward, block, last, SideOutputs(module))
+        self._around[module] = AroundForward(module, before, after)
+        self.handles.append(self._around[module])
 
     def _install_side_doors(self, root: nn.Module) -> None:
         """Gather the root's parameters also for direct calls of its parts: ``model.head(x)``, or a
@@ -185,6 +188,11 @@ class Unsharder:
                     group.unshard_async()
 
     def _before_forward(self, block: str, first: bool, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if not self._untraced and "torch._dynamo" in sys.modules:
+            _keep_out_of_graphs()
+            self._untraced = True
+        if module._compiled_call_impl is not None:
+            self._around[module].follow_compiler()
         self._inside_root = self._inside_root or block == ROOT
         self.unshard(block, record=torch.is_grad_enabled())
         frozen = [group for group in self._groups[block] if not group.trainable]
@@ -423,9 +431,8 @@ class UntracedHook(ModuleHook):
 
 
 def _keep_out_of_graphs() -> None:
-    """Run the hooks, and all that they call, without torch.compile from now on, where anything
-    compiles in this process."""
-    if "torch._dynamo" in sys.modules and not hasattr(UntracedHook.__call__, "_torchdynamo_disable_recursive"):
+    """Run the hooks, and all that they call, without torch.compile from now on."""
+    if not hasattr(UntracedHook.__call__, "_torchdynamo_disable_recursive"):
         torch.compiler.disable(UntracedHook, reason=_GATHERED_HERE)
 
 
@@ -437,25 +444,22 @@ class AroundForward:
     compiled before or after this.
     """
 
-    def __init__(self, module: nn.Module, before: UntracedHook, after: UntracedHook) -> None:
+    def __init__(self, module: nn.Module, before: Callable[..., Any], after: Callable[..., Any]) -> None:
         self._module, self._before, self._after = module, before, after
         self._compiled: Callable[..., Any] | None = None
-        self._handles: list[Any] = []
-        if module._compiled_call_impl is None:
-            self._handles = [
-                module.register_forward_pre_hook(UntracedHook(self._enter), prepend=True, with_kwargs=True),
-                module.register_forward_hook(after, with_kwargs=True),
-            ]
-        else:
-            self._go_outside()
-
-    def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        _keep_out_of_graphs()
+        self._handles = [
+            module.register_forward_pre_hook(UntracedHook(before), prepend=True, with_kwargs=True),
+            module.register_forward_hook(UntracedHook(after), with_kwargs=True),
+        ]
         if module._compiled_call_impl is not None:
-            self._go_outside()  # from the next call on; this one has a break in its graph
-        self._before(module, args, kwargs)
+            self.follow_compiler()
 
-    def _go_outside(self) -> None:
+    def follow_compiler(self) -> None:
+        """Go outside of the module's compiled call, from its next call on; nothing happens where
+        the hooks are outside already."""
+        if self._compiled is not None:
+            return
+        _keep_out_of_graphs()
         for handle in self._handles:
             handle.remove()
         self._compiled = self._module._compiled_call_impl

@@ -202,6 +202,15 @@ def test_where_gradients_are_cut_every_use_says_so(use: str, stage: str) -> None
     engine.step()
 
 
+def test_metadata_needs_no_values() -> None:
+    engine = build_engine(Case(Tower, loss), STAGES["zero3-free"])
+    engine.backward(loss(engine, Turn(0, 0, 0)))
+    grad = engine.module.last.weight.grad
+    assert isinstance(grad, torch.Tensor) and grad.shape == (4, 11) and grad.dtype == torch.float32
+    assert grad.is_leaf and grad.grad is None and not grad.requires_grad and grad.numel() == 44 and len(grad) == 4
+    assert grad.device == torch.device("cpu") and grad.untyped_storage().nbytes() == 0
+
+
 def test_a_gradient_that_was_kept_beyond_its_step_says_so() -> None:
     engine = build_engine(Case(Tower, loss), STAGES["zero0"])
     engine.backward(loss(engine, Turn(0, 0, 0)))

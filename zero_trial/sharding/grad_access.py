@@ -17,6 +17,7 @@ A gradient that nobody uses costs one assignment and one comparison per paramete
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol, cast
 
@@ -30,6 +31,8 @@ from zero_trial.sharding.grad_buffer import GradBuffer
 from zero_trial.sharding.layout import ParamSlot
 from zero_trial.sharding.param_group import ParamGroup
 from zero_trial.sharding.plan import Lifetime
+
+_GRAD = operator.attrgetter("grad")
 
 Multiplier = Callable[[], float]
 """Returns the factor from a reduced gradient shard to the averaged, unscaled gradient."""
@@ -106,6 +109,8 @@ class ShownGradients:
     def take_edits(self) -> bool:
         """Write what user code has changed into this rank's shard; return whether it changed
         anything. Local."""
+        if not self._used and all(map(operator.is_, map(_GRAD, self._params), self._lazy)):
+            return False
         changed = False
         for index, (param, lazy) in enumerate(zip(self._params, self._lazy, strict=True)):
             grad = param.grad
@@ -135,6 +140,15 @@ class ShownGradients:
         return changed
 
 
+# What needs no values: programs that look at every tensor of the process ask for it.
+_PROPERTIES = ("shape", "ndim", "dtype", "device", "layout", "is_leaf", "requires_grad", "grad", "grad_fn")
+_METADATA = frozenset(
+    [getattr(torch.Tensor, name).__get__ for name in (*_PROPERTIES, "is_cuda", "is_cpu", "is_meta")]
+    + [torch.Tensor.size, torch.Tensor.dim, torch.Tensor.numel, torch.Tensor.element_size, torch.Tensor.stride]
+    + [torch.Tensor.is_floating_point, torch.Tensor.is_complex, torch.Tensor.untyped_storage, torch.Tensor.__len__]
+)
+
+
 class LazyGradient(torch.Tensor):
     """Stands for a full gradient that is made when it is first used, or that cannot be had."""
 
@@ -144,7 +158,7 @@ class LazyGradient(torch.Tensor):
     @staticmethod
     def __new__(cls, param: nn.Parameter, source: ShownGradients, index: int) -> LazyGradient:
         lazy: LazyGradient = torch.Tensor._make_wrapper_subclass(
-            cls, param.shape, dtype=param.dtype, device=param.device
+            cls, param.shape, dtype=param.dtype, device=param.device, storage_size=0
         )
         lazy._source, lazy._index = source, index
         return lazy
@@ -156,9 +170,10 @@ class LazyGradient(torch.Tensor):
     def __torch_function__(
         cls, func: Any, types: Sequence[Any], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        args, kwargs = tree_map_only(LazyGradient, _value_of, (args, kwargs or {}))
+        if func not in _METADATA:
+            args, kwargs = tree_map_only(LazyGradient, _value_of, (args, kwargs or {}))
         with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **kwargs)
+            return func(*args, **(kwargs or {}))
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]

@@ -82,6 +82,19 @@ def test_every_optimizer_makes_its_own_state(ranks: Pools, name: str) -> None:
     assert figures.peak == pytest.approx(real["peak"], rel=0.10)
 
 
+@pytest.mark.parametrize("nvme", [False, True], ids=["memory", "nvme"])
+@pytest.mark.parametrize("states", ["bf16", "8bit"])
+def test_states_in_fewer_bits(ranks: Pools, tmp_path: Path, states: str, nvme: bool) -> None:
+    config = ds_config(2, bf16=True) | {"data_types": {"optimizer_states": states}}
+    if nvme:
+        offload = {"device": "nvme", "nvme_path": str(tmp_path), "buffer_count": 2}
+        config["zero_optimization"] |= {"offload_optimizer": offload, "sub_group_size": 4096}
+    figures = planned("gpt", config, fake=True)
+    assert_as_measured(figures, ranks(2).run(watched_step, "gpt", config)[0])
+    wide = planned("gpt", config | {"data_types": {}}, fake=True)
+    assert figures.optimizer < wide.optimizer
+
+
 @pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("stage", [1, 3])
 def test_optimizer_state_on_nvme(ranks: Pools, tmp_path: Path, stage: int, bf16: bool) -> None:
@@ -114,6 +127,19 @@ def test_states_alone_are_the_papers_figures() -> None:
     for stage, (whole, shared) in enumerate([(16, 0), (4, 12), (2, 14), (0, 16)]):
         zero = {"stage": stage, "param_persistence_threshold": 0}
         role = Role(blueprint, read_ds_config(ds_config(0, bf16=True) | {"zero_optimization": zero}))
+        assert dry_run([role], 4, None).states == blueprint.parameters * (whole + shared / 4)
+
+
+@pytest.mark.parametrize(("states", "each"), [("bf16", 2.0), ("8bit", 1.0625)])
+def test_states_in_fewer_bits_by_the_formula(states: str, each: float) -> None:
+    """Masters of 4 bytes and two moments of ``each``, cut over the ranks: in place of 12/N."""
+    blueprint = Blueprint(torch.nn.Sequential(*(torch.nn.Linear(256, 256, bias=False) for _ in range(4))))
+    for stage, (whole, shared) in enumerate(
+        [(8 + 2 * each, 0), (4, 4 + 2 * each), (2, 6 + 2 * each), (0, 8 + 2 * each)]
+    ):
+        zero = {"stage": stage, "param_persistence_threshold": 0}
+        given = {"zero_optimization": zero, "data_types": {"optimizer_states": states}}
+        role = Role(blueprint, read_ds_config(ds_config(0, bf16=True) | given))
         assert dry_run([role], 4, None).states == blueprint.parameters * (whole + shared / 4)
 
 

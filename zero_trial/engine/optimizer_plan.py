@@ -29,6 +29,7 @@ from zero_trial.ds_config.table import DsConfig
 from zero_trial.engine.optimizers import Groups, muon_groups, resolve_optimizer, wanted_states
 from zero_trial.errors import ConfigError
 from zero_trial.ops.optimizers import FusedLamb, Muon, ShardOptimizer, orthogonalization_flops
+from zero_trial.sharding.grouping import is_model_parallel
 from zero_trial.sharding.whole_tensors import Work
 
 log = logging.getLogger("zero_trial")
@@ -353,6 +354,8 @@ def plan_optimizer(
             "zero_optimization.elementwise_optimizer true (or elementwise = True on the class) cuts them evenly",
             name,
         )
+    if whole:
+        _warn_of_parts(name, model, mesh)
     return OptimizerPlan(
         groups,
         whole,
@@ -380,6 +383,8 @@ def _by_name(groups: Groups, model: nn.Module, settings: DsConfig, mesh: Mesh, s
             _log_muon(model, groups)
     else:
         whole = frozenset(range(len(groups)) if needs_whole_tensors(spec.optimizer_class) else ())
+    if whole:
+        _warn_of_parts(spec.name, model, mesh)
     work = _work_of(spec.optimizer_class)
     elementwise = is_elementwise(spec.optimizer_class) and not whole
     return OptimizerPlan(groups, whole, spec.build, elementwise=elementwise, at_once=bool(whole), work=work)
@@ -410,6 +415,14 @@ def _log_muon(model: nn.Module, groups: Groups) -> None:
                 "Set use_muon = False on the parameter for AdamW",
                 name,
             )
+
+
+def _warn_of_parts(name: str, model: nn.Module, mesh: Mesh) -> None:
+    """Log that a tensor of a parallel model is a part of one, for an optimizer that looks at whole
+    tensors."""
+    part = next((key for key, param in model.named_parameters() if is_model_parallel(param)), None)
+    if part is not None and mesh.model_part[1] > 1 and mesh.rank == 0:
+        log.warning("%s updates each part of a parallel model as a tensor of its own: %s ...", name, part)
 
 
 def _one_owner(make: Make, groups: Groups, name: str, mesh: Mesh) -> bool:

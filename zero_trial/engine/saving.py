@@ -1,7 +1,8 @@
 """Write an engine into a checkpoint. Its logical tensors:
 
     param/<name>           every parameter; its master where there is one
-    state/<kind>/<name>    optimizer state with one value per element (exp_avg ...)
+    state/<kind>/<name>    optimizer state with one value per element (exp_avg ...), or of any shape
+                           for a tensor that is updated whole
     buffer/<name>          buffers of the first rank that has them
     rank<i>/...            what differs between ranks: random generators, buffers that are not the
                            first rank's

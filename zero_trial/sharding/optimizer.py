@@ -509,32 +509,38 @@ class ShardedOptimizer:
         """What :meth:`update` yields in a step, for the publisher."""
         return [*self.pieces, *(self.whole.updated if self.whole is not None else ())]
 
-    def train(self) -> None:
-        """Let the optimizer put the weights into the mode for training: see :meth:`eval`."""
-        self._switch("train")
+    @property
+    def train(self) -> Callable[[], None]:
+        """Let an optimizer that evaluates other weights than it trains (schedule-free) put all
+        parameters back into those for training: see :attr:`eval`."""
+        return self._switch("train")
 
-    def eval(self) -> None:
-        """Let an optimizer that trains on other weights than it evaluates (schedule-free) change
-        all parameters for evaluation, until :meth:`train`. Collective over shard; between steps.
+    @property
+    def eval(self) -> Callable[[], None]:
+        """Let such an optimizer change all parameters for evaluation, until :attr:`train`. The call
+        is collective over shard, between steps.
 
-        Raises TrialError where the optimizer has no such method."""
-        self._switch("eval")
+        Raises AttributeError where the optimizer has no such method, as it would itself: trainers
+        ask with ``hasattr``.
+        """
+        return self._switch("eval")
 
-    def _switch(self, mode: str) -> None:
-        switch, publisher = getattr(self.base, mode, None), self._publisher
+    def _switch(self, mode: str) -> Callable[[], None]:
+        switch, publisher, whole = getattr(self.base, mode, None), self._publisher, self.whole
         if not callable(switch) or publisher is None:
-            raise TrialError(
-                f"this optimizer has no {mode}()",
-                where=f"optimizer.{mode}",
-                got=type(self.base).__name__,
-                fix="Leave the call out: only schedule-free optimizers have other weights for evaluation.",
+            raise AttributeError(
+                f"{type(self.base).__name__} has no {mode}(): only schedule-free optimizers have other weights for evaluation"
             )
-        self._status.settle()
-        publisher.wait_before_writing()
-        with self.store.lent(), self.whole.at_hand(gradients=False) if self.whole is not None else nullcontext():
-            switch()
-        publisher.publish()
-        publisher.wait()
+
+        def call() -> None:
+            self._status.settle()
+            publisher.wait_before_writing()
+            with self.store.lent(), whole.at_hand(gradients=False) if whole is not None else nullcontext():
+                switch()
+            publisher.publish()
+            publisher.wait()
+
+        return call
 
     def undo_step(self) -> None:
         """Undo what the host counted and made for the last step, which the device has skipped."""

@@ -20,7 +20,7 @@ from tests.support.whole_optimizers import (
     ScheduleFree,
     ShampooLike,
 )
-from zero_trial.engine.optimizer_plan import again, is_elementwise, probe, regrouped, stand_ins
+from zero_trial.engine.optimizer_plan import again, is_elementwise, probe, regrouped, stand_ins, steps_otherwise
 from zero_trial.errors import ConfigError
 from zero_trial.ops.optimizers import CPUAdam, FusedLamb, Lion
 
@@ -137,3 +137,99 @@ def test_a_callable_that_looks_at_shapes_makes_its_own_groups() -> None:
     engine.step()
     kept = [torch.equal(param, old) for param, old in zip(net.parameters(), before, strict=True)]
     assert kept == [False, True, False, True]
+
+
+def test_a_callable_that_ignores_its_groups_is_refused() -> None:
+    """It would step the model's own parameters, which get no gradients."""
+    net = model()
+    with pytest.raises(ConfigError, match=r"initialize\(optimizer\).*got 4 of LayerWise"):
+        zero_trial.initialize(model=net, config=CONFIG, optimizer=lambda _: LayerWise(list(net.parameters())))
+
+
+def by_hook(params: Any) -> torch.optim.Optimizer:
+    optimizer = torch.optim.SGD(params, lr=0.1)
+    optimizer.register_step_pre_hook(lambda *_: None)
+    return optimizer
+
+
+def by_own_step(params: Any) -> torch.optim.Optimizer:
+    optimizer = torch.optim.SGD(params, lr=0.1)
+    optimizer.step = lambda closure=None: None  # type: ignore[method-assign,assignment,misc]
+    return optimizer
+
+
+@pytest.mark.parametrize("make", [by_hook, by_own_step])
+@pytest.mark.parametrize("as_object", [True, False], ids=["object", "callable"])
+def test_what_was_added_to_a_step_gets_whole_tensors(make: Any, as_object: bool) -> None:
+    """It may look at whole tensors, and at all of them."""
+    net = model()
+    engine = zero_trial.initialize(
+        model=net, config=CONFIG, optimizer=make(net.parameters()) if as_object else lambda groups: make(groups)
+    )[0]
+    assert {piece.weight.dim() for piece in engine.optimizer.pieces} == {1, 2}
+    if as_object:
+        found = probe(again(make(model().parameters())), [{"params": list(model().parameters())}], "SGD")
+        assert found.couples is None and "hooks" in found.why
+
+
+def test_the_counter_of_a_scheduler_is_no_step_of_its_own() -> None:
+    optimizer = torch.optim.SGD(model().parameters(), lr=0.1)
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    assert "step" in vars(optimizer) and not steps_otherwise(optimizer)
+
+
+class Clips(GlobalNorm):
+    """Divides by the norm of all gradients where an attribute, which is no setting, says so."""
+
+    def __init__(self, params: Any, together: bool = False, *, kept_as: str = "together") -> None:
+        super().__init__(params, lr=0.1)
+        vars(self)[kept_as] = together
+        self.chosen = together
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        if self.chosen:
+            super().step()
+
+
+@pytest.mark.parametrize(("kept_as", "couples"), [("together", True), ("_other", None)])
+def test_the_probe_tries_an_object_as_it_is(kept_as: str, couples: bool | None) -> None:
+    groups = [{"params": list(model().parameters())}]
+    assert probe(again(Clips(model().parameters(), True, kept_as=kept_as)), groups, "Clips").couples is couples
+    assert probe(again(Clips(model().parameters(), False)), groups, "Clips").couples is False
+
+
+class Parts(torch.optim.Optimizer):
+    """Two optimizers, of which neither takes an empty list."""
+
+    def __init__(self, groups: Any) -> None:
+        params = [param for group in groups for param in group["params"]]
+        super().__init__(params, {})
+        self.parts = [torch.optim.SGD([p for p in params if (p.dim() == 2) is matrix], lr=0.1) for matrix in (1, 0)]
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for part in self.parts:
+            part.step()
+
+
+def test_what_fails_in_the_probe_is_not_taken_for_a_closure() -> None:
+    found = probe(Parts, [{"params": list(model().parameters())}], "Parts")
+    assert found.couples is None and "empty parameter list" in found.why
+
+
+def test_an_optimizer_without_defaults_can_be_given() -> None:
+    """As Lookahead is written: it shares the groups of the optimizer inside."""
+
+    class Shares(torch.optim.Optimizer):
+        def __init__(self, inner: torch.optim.Optimizer) -> None:
+            self.inner, self.param_groups, self.state = inner, inner.param_groups, inner.state
+
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            self.inner.step()
+
+    net = model()
+    engine = zero_trial.initialize(model=net, config=CONFIG, optimizer=Shares(torch.optim.SGD(net.parameters())))[0]
+    before = net[0].weight.detach().clone()
+    engine.backward(engine(torch.ones(2, 3)).sum())
+    engine.step()
+    assert not torch.equal(net[0].weight, before)

@@ -227,7 +227,13 @@ def _alike(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -
 def _takes_closure(
     make: Make, groups: Sequence[Mapping[str, Any]], kinds: Sequence[tuple[int, tuple[int, ...]]]
 ) -> bool:
-    """Return whether the step that failed works with a closure."""
+    """Return whether the step works with a closure alone: what failed may be something else."""
+    try:
+        _train(make, groups, kinds, list(range(len(kinds))))
+    except Exception:
+        pass
+    else:
+        return False
     weights = {index: nn.Parameter(_start(shape, index)) for index, (_, shape) in enumerate(kinds)}
 
     def closure() -> torch.Tensor:
@@ -248,12 +254,41 @@ def _takes_closure(
 def again(optimizer: torch.optim.Optimizer) -> Make:
     """Return what makes another optimizer of the class and settings of ``optimizer``.
 
-    The result raises TypeError where the class needs arguments that are not settings.
+    The result raises TypeError where it would not step as ``optimizer`` does: the class needs
+    arguments that are not settings, an attribute is another number, or the step was changed from
+    outside.
     """
     known = inspect.signature(type(optimizer).__init__).parameters
     free = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in known.values())
-    settings = {key: value for key, value in optimizer.defaults.items() if free or key in known}
-    return lambda groups: type(optimizer)(groups, **settings)
+    own = vars(optimizer)
+    settings = {key: own[key] for key in known if key in own and _is_plain(own[key])}
+    settings |= {key: value for key, value in getattr(optimizer, "defaults", {}).items() if free or key in known}
+
+    def make(groups: Groups) -> torch.optim.Optimizer:
+        if steps_otherwise(optimizer):
+            raise TypeError("hooks or a step of its own were added to this object")
+        other = type(optimizer)(groups, **settings)
+        for key, value in own.items():
+            if _is_plain(value) and key in vars(other) and vars(other)[key] != value:
+                raise TypeError(f"{key} is {value}, and {vars(other)[key]} in another one")
+        return other
+
+    return make
+
+
+def _is_plain(value: object) -> bool:
+    return value is None or isinstance(value, (bool, int, float, str))
+
+
+def steps_otherwise(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether hooks, or a step that was put on this object, may do what its class does not.
+    The counter of torch's schedulers is neither."""
+    step = vars(optimizer).get("step")
+    while getattr(step, "_wrapped_by_lr_sched", False):
+        step = getattr(step, "__wrapped__", None)
+    replaced = step is not None and getattr(step, "__func__", step) is not type(optimizer).step
+    hooks = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+    return replaced or any(getattr(optimizer, name, None) for name in hooks)
 
 
 def stand_ins(groups: Sequence[Mapping[str, Any]]) -> tuple[Groups, dict[int, nn.Parameter]]:
@@ -276,8 +311,18 @@ def regrouped(optimizer: torch.optim.Optimizer, groups: Groups, known: Mapping[i
     """Return the groups that a callable made out of stand-ins, over the parameters; None where they
     are those that it was given.
 
-    It has looked at shapes, which flat pieces do not have.
+    It has looked at shapes, which flat pieces do not have. Raises ConfigError for a callable that
+    takes other tensors than it is given, such as the model's own parameters: nothing would train.
     """
+    strangers = sum(id(param) not in known for group in optimizer.param_groups for param in group["params"])
+    if strangers:
+        raise ConfigError(
+            "this callable builds an optimizer over other tensors than it is given",
+            where="initialize(optimizer)",
+            got=f"{strangers} of {type(optimizer).__name__} that are not in the groups",
+            expected="an optimizer over the groups that are the callable's argument",
+            fix="Use the argument: initialize(optimizer=lambda groups: ...). Choose parameters with model_parameters.",
+        )
     made = [[known[id(each)] for each in group["params"] if id(each) in known] for group in optimizer.param_groups]
     same = len(made) == len(groups) and all(
         [id(param) for param in own] == [id(param) for param in group["params"]]
@@ -341,12 +386,15 @@ def plan_optimizer(
     name = type(base).__name__
     refuse_closures(base)
     declared = settings.zero_optimization.elementwise_optimizer
-    elementwise = declared or is_elementwise(type(base))
     own = isinstance(base, ShardOptimizer)
+    hooked = steps_otherwise(base) and not own
+    elementwise = declared or (is_elementwise(type(base)) and not hooked)
     if isinstance(base, Muon):
         whole = frozenset(index for index, group in enumerate(base.param_groups) if group["use_muon"])
     else:
-        whole = frozenset(range(len(groups)) if needs_whole_tensors(type(base), declared) else ())
+        whole = frozenset(
+            range(len(groups)) if needs_whole_tensors(type(base), declared) or (hooked and not declared) else ()
+        )
     one_owner = bool(whole) and not own and type(base) not in _BY_TENSOR and _one_owner(make, given, name, mesh)
     if whole and not own and not one_owner and mesh.shard.size > 1 and mesh.rank == 0:
         log.info(
@@ -364,7 +412,7 @@ def plan_optimizer(
         by_callable=client is None,
         elementwise=elementwise,
         one_owner=one_owner,
-        at_once=not own and type(base) not in ELEMENTWISE,
+        at_once=not own and (bool(whole) or type(base) not in ELEMENTWISE),
         work=_work_of(type(base)),
     )
 

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -30,12 +30,14 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from zero_trial.comm import Mesh
 from zero_trial.engine.observe import BACKWARD, REDUCE_WAIT, ObservedEngine, Observer
 from zero_trial.engine.resolved_config import ResolvedConfig
 from zero_trial.engine.step import StepOutcome
 from zero_trial.errors import TrialError
 from zero_trial.pipeline.executor import loss_error
 from zero_trial.precision import StaticScale
+from zero_trial.sharding.grad_buffer import GradBuffer
 from zero_trial.sharding.layout import wide_dtype
 from zero_trial.sharding.model import ShardedModel
 from zero_trial.sharding.optimizer import ShardedOptimizer
@@ -55,6 +57,9 @@ class TrainedEngine(ObservedEngine, Protocol):
 
     @property
     def observer(self) -> Observer: ...
+
+    @property
+    def mesh(self) -> Mesh: ...
 
     def gradient_accumulation_steps(self) -> int: ...
 
@@ -147,9 +152,8 @@ class BackwardPasses:
 
     def _check_weights(self, engine: TrainedEngine, *, weighted: bool) -> None:
         """Raise TrialError where a pass of the one kind meets gradients of the other."""
-        have = weighted and not self._outcome.weighted
-        have = have and any(buffer.has_gradients or buffer.shard_filled for buffer in engine.sharded.grad_buffers)
-        if have or (self._outcome.weighted and not weighted):
+        before = self._outcome.weighted
+        if before is not weighted and (before or _has_gradients(engine)):
             raise TrialError(
                 "losses with and without weight= meet in one step",
                 where="backward",
@@ -244,6 +248,16 @@ class BackwardPasses:
         reduce = self._sync and (last or engine.sharded.plan.reduces_every_micro_batch)
         engine.sharded.begin_backward(reduce=reduce, last=last)
 
+    def require_gradients(self) -> None:
+        """Raise TrialError where no gradient has come since the last step.
+
+        Local facts decide: the other ranks may be in a reduction of this step's backward, where no
+        rank can ask them.
+        """
+        engine = self._trained()
+        if not self.pending and not _has_gradients(engine):
+            raise _reported(engine, _no_gradients(engine.global_steps))
+
     def forget_pass(self) -> None:
         """Forget a pass that an exception has ended."""
         if self._noted is not None:
@@ -272,6 +286,10 @@ class BackwardPasses:
         if engine is None:
             raise TrialError("the engine of this model does not exist any more", where="backward")
         return engine
+
+
+def _has_gradients(engine: TrainedEngine) -> bool:
+    return any(buffer.has_gradients or buffer.shard_filled for buffer in engine.sharded.grad_buffers)
 
 
 def _unscaled(scale: float) -> TrialError:
@@ -376,18 +394,21 @@ class UsedParameters:
     """The trained parameters that have got a gradient since the last step, for
     ``ignore_unused_parameters: false``."""
 
-    def __init__(self, params: Mapping[str, nn.Parameter]) -> None:
-        self._params = params
+    def __init__(self, grad_buffers: Sequence[GradBuffer]) -> None:
+        groups = [zip(buffer.group.layout.slots, buffer.group.params, strict=True) for buffer in grad_buffers]
+        self._params = {slot.name: param for group in groups for slot, param in group}
         self._used: set[str] = set()
         # a hook holds the set alone: one that held the engine would keep it alive
         self._handles = [
             param.register_post_accumulate_grad_hook(lambda _, name=name, used=self._used: used.add(name))
-            for name, param in params.items()
+            for name, param in self._params.items()
         ]
 
-    def unused(self) -> list[str]:
-        """Return the names of those without a gradient that are not frozen at the moment."""
-        return [name for name, param in self._params.items() if name not in self._used and param.requires_grad]
+    def check(self, engine: TrainedEngine) -> None:
+        """Raise TrialError for those without a gradient that are not frozen at the moment."""
+        names = [name for name, param in self._params.items() if name not in self._used and param.requires_grad]
+        if names:
+            raise _reported(engine, _unused(names, engine.global_steps))
 
     def restart(self) -> None:
         """Forget the gradients so far: a step has used them, or they were dropped."""
@@ -399,8 +420,14 @@ class UsedParameters:
             handle.remove()
 
 
-def no_gradients(step: int) -> TrialError:
-    """Return the error for a step that no gradient has reached since step number ``step``."""
+def _reported(engine: TrainedEngine, error: TrialError) -> TrialError:
+    """Send ``error`` to the other ranks: they may be in a collective that this rank will not
+    enter."""
+    engine.mesh.heartbeat.report_error(str(error))
+    return error
+
+
+def _no_gradients(step: int) -> TrialError:
     return TrialError(
         "there are no gradients to step with",
         where="engine.step",
@@ -409,8 +436,7 @@ def no_gradients(step: int) -> TrialError:
     )
 
 
-def unused_error(names: list[str], step: int) -> TrialError:
-    """Return the error for parameters without a gradient since step number ``step``."""
+def _unused(names: list[str], step: int) -> TrialError:
     return TrialError(
         "unused parameters: they got no gradient, and ds_config forbids that",
         where="engine.step",

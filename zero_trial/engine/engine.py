@@ -21,13 +21,7 @@ from zero_trial.comm import Mesh
 from zero_trial.ds_config.batch import BatchTriple, solve_batch
 from zero_trial.ds_config.table import DsConfig
 from zero_trial.engine import loading, saving
-from zero_trial.engine.backward import (
-    BackwardPasses,
-    ParameterCheck,
-    UsedParameters,
-    no_gradients,
-    unused_error,
-)
+from zero_trial.engine.backward import BackwardPasses, ParameterCheck, UsedParameters
 from zero_trial.engine.compat import EngineMpu, rank_loader
 from zero_trial.engine.monitors import Monitor
 from zero_trial.engine.observe import COLLECTOR_PAUSE, FORWARD, STEP, Observer
@@ -95,11 +89,7 @@ class Engine(nn.Module):
         self._managed = config.managed_gradient_accumulation
         self._call = forward_of(module, resolved.autocast, device.type)
         self._check = ParameterCheck(module)
-        watched = (
-            [] if config.zero_optimization.ignore_unused_parameters else [each.group for each in model.grad_buffers]
-        )
-        pairs = (zip(group.layout.slots, group.params, strict=True) for group in watched)
-        self._used = UsedParameters({slot.name: param for group in pairs for slot, param in group})
+        self._used = UsedParameters([] if config.zero_optimization.ignore_unused_parameters else model.grad_buffers)
         self._passes = BackwardPasses(self, outcome, resolved)
         if observer.events is not None:
             weakref.finalize(self, observer.events.close)  # also when the interpreter ends
@@ -162,13 +152,8 @@ class Engine(nn.Module):
         if self._managed and not self.is_gradient_accumulation_boundary():
             self.micro_steps += 1
             return
-        # Local facts decide: the other ranks may be in a reduction of this step's backward, where
-        # no rank can ask them.
-        have = self._passes.pending or any(
-            buffer.has_gradients or buffer.shard_filled for buffer in self.sharded.grad_buffers
-        )
-        if not have and self.optimizer is not None:
-            raise self._report(no_gradients(self.global_steps))
+        if self.optimizer is not None:
+            self._passes.require_gradients()
         micro_batches = self._batch.accumulation if self._managed else self._passes.pending
         self._optimizer_step(micro_batches, 1 if self._managed else micro_batches, lr_kwargs or {})
 
@@ -179,8 +164,7 @@ class Engine(nn.Module):
             raise TrialError(
                 "there is no optimizer to step", where="engine.step", fix='Add "optimizer" to ds_config or pass one.'
             )
-        if unused := self._used.unused():
-            raise self._report(unused_error(unused, self.global_steps))
+        self._used.check(self)
         self.micro_steps += calls
         with self.observer.phase(STEP, self):
             self.outcome.finalize()
@@ -196,12 +180,6 @@ class Engine(nn.Module):
             self._used.restart()
             self.mesh.heartbeat.begin_step(self.global_steps)
         self.observer.after_step(self)
-
-    def _report(self, error: TrialError) -> TrialError:
-        """Tell the other ranks of ``error``: they may be in a collective that this rank will not
-        enter."""
-        self.mesh.heartbeat.report_error(str(error))
-        return error
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients since the last step, also those that another engine's loss left here

@@ -45,7 +45,9 @@ class ZeroTrial(ABC):
 
         Called once per accumulation step (once per optimizer step under a pipeline or after
         ``context.disable_auto_grad_accumulation()``). ``batch_idx`` counts optimizer steps from the
-        start of the trial, ``epoch_idx`` epochs. Returns the loss, or scalars by name.
+        start of the trial, ``epoch_idx`` epochs. Returns the loss, or scalars by name; they are
+        reported as means over micro-batches and ranks, also where
+        ``engine.backward(loss_sum, weight=tokens)`` weighs the gradients.
         ``dataloader_iter`` is None on ranks that read no data.
         """
 

@@ -143,6 +143,8 @@ def rated(scheduler: str, optimizer: Any = 0.022, **params: Any) -> dict[str, An
     [
         (rated("WarmupLR", warmup_max_lr=0.001), "warmup_max_lr, which is 0.001"),
         (rated("WarmupDecayLR", total_num_steps=10), "warmup_max_lr, which is 0.001"),
+        (rated("WarmupDecayLR", total_num_steps=10, warmup_max_lr=None), "warmup_max_lr, which is 0.001"),
+        (rated("WarmupLR", warmup_max_lr=[0.001, 0.003]), "warmup_max_lr, which is [0.001, 0.003]"),
         (rated("OneCycle", cycle_min_lr=0.001, cycle_max_lr=0.01), "cycle_max_lr, which is 0.01"),
     ],
 )
@@ -157,6 +159,7 @@ def test_a_learning_rate_that_the_scheduler_replaces_is_said(config: dict[str, A
         rated("WarmupLR"),
         rated("WarmupLR", warmup_max_lr="auto"),
         rated("WarmupLR", warmup_max_lr=[0.022, 0.022]),
+        rated("WarmupLR", warmup_max_lr=[0.022, 0.03]),
         rated("WarmupDecayLR", total_num_steps=10, warmup_max_lr=0.022),
         rated("WarmupDecayLR", None, total_num_steps=10),
         rated("WarmupCosineLR", total_num_steps=10),
@@ -164,6 +167,25 @@ def test_a_learning_rate_that_the_scheduler_replaces_is_said(config: dict[str, A
     ],
 )
 def test_a_learning_rate_that_is_used_is_not_said(config: dict[str, Any]):
+    assert not read_ds_config(config).warnings
+
+
+@pytest.mark.parametrize(
+    ("params", "unused"),
+    [
+        ({"total_num_steps": 10}, ["muon_lr", "adam_lr"]),
+        ({"total_num_steps": 10, "warmup_max_lr": 0.02}, ["adam_lr"]),
+        ({"total_num_steps": 10, "warmup_max_lr": [0.02, 0.0003]}, []),
+    ],
+)
+def test_both_rates_of_muon_are_looked_at(params: dict[str, Any], unused: list[str]):
+    config = rated("WarmupDecayLR", **params)
+    config["optimizer"] = {"type": "Muon", "params": {"muon_lr": 0.02, "adam_lr": 0.0003}}
+    warnings = read_ds_config(config).warnings
+    assert [f"optimizer.params.{name}" in line for name, line in zip(unused, warnings, strict=True)] == [True] * len(
+        unused
+    )
+    config["scheduler"] = {"type": "WarmupLR", "params": {"warmup_num_steps": 2}}
     assert not read_ds_config(config).warnings
 
 

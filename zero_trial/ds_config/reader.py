@@ -21,7 +21,7 @@ from zero_trial.ds_config.params import (
     KnownParams,
     Param,
 )
-from zero_trial.ds_config.rules import cross_faults, unused_rate
+from zero_trial.ds_config.rules import cross_faults, unused_rates
 from zero_trial.ds_config.table import FIELDS, TABLE, DsConfig
 from zero_trial.errors import ConfigError, InvalidHP
 from zero_trial.schema.document import DEFAULT, Document, Provenance, ValueSource, shown
@@ -175,11 +175,11 @@ def read_ds_config(
     values, more, warnings = _read_values(ready, {fault.where for fault in unresolved})
     faults += [*unresolved, *more]
     clashes += [] if faults else cross_faults(values, ready)
-    unused = unused_rate(ready)
-    if unused is not None and _of_a_trial(ready.at(("optimizer", "params", "lr")).source()):
-        clashes.append(unused)  # every trial of a sweep over it would train at the same rate
-    elif unused is not None:
-        warnings.append(unused.describe())
+    for key, unused in unused_rates(ready):
+        if _of_a_trial(ready.at(("optimizer", "params", key)).source()):
+            clashes.append(unused)  # every trial of a sweep over it would train at the same rate
+        else:
+            warnings.append(unused.describe())
     if faults:
         raise ConfigError.many([*faults, *clashes])
     if clashes:

@@ -38,24 +38,37 @@ _PEAK_RATES: Mapping[str, tuple[str, float | None]] = {
 """Scheduler -> its parameter that sets the learning rate, and that parameter's default."""
 
 
-def unused_rate(document: Document) -> ConfigError | None:
-    """Return the fault of an ``optimizer.params.lr`` that no step uses, because the scheduler sets
-    another rate; None where both agree."""
-    rate = document.get(("optimizer", "params", "lr"))
+def unused_rates(document: Document) -> list[tuple[str, ConfigError]]:
+    """Return each learning rate of ``optimizer.params`` that no step uses, because the scheduler
+    sets another, by its name, with its fault. Muon has two more, ``muon_lr`` and ``adam_lr``."""
     kind = str(document.get(("scheduler", "type"))).lower()
     name, default = _PEAK_RATES.get(kind, ("", None))
-    peak = document.get(("scheduler", "params", name), default) if name else None
-    if not _is_number(rate) or peak is None or all(value == rate for value in (peak if _is_list(peak) else [peak])):
-        return None
-    return ConfigError(
-        f"the learning rate is not used: the scheduler {document.get(('scheduler', 'type'))} sets it",
-        where=document.at(("optimizer", "params", "lr")).where("optimizer.params.lr"),
-        got=rate,
-        expected=f"scheduler.params.{name}, which is {shown(peak)}",
-        fix=f'Write "auto" for scheduler.params.{name}: one key then sets both.'
-        if name == "warmup_max_lr"
-        else f"Change scheduler.params.{name} instead.",
-    )
+    given: Any = document.get(("scheduler", "params", name)) if name else None
+    peak: Any = default if given is None else given
+    if peak is None:
+        return []
+    used = list(peak) if _is_list(peak) else [peak]  # a list has a rate for each group
+    rates = {key: document.get(("optimizer", "params", key)) for key in ("lr", "muon_lr", "adam_lr")}
+    several = _is_number(rates["muon_lr"]) or _is_number(rates["adam_lr"])
+    mend = f"Change scheduler.params.{name} instead."
+    if several and "cycle" not in kind:
+        mend = "Use WarmupLR without warmup_max_lr, or WarmupCosineLR: each group then rises to its own rate."
+    elif name == "warmup_max_lr":
+        mend = f'Write "auto" for scheduler.params.{name}: one key then sets both.'
+    return [
+        (
+            key,
+            ConfigError(
+                f"the learning rate is not used: the scheduler {document.get(('scheduler', 'type'))} sets it",
+                where=document.at(("optimizer", "params", key)).where(f"optimizer.params.{key}"),
+                got=rate,
+                expected=f"scheduler.params.{name}, which is {shown(peak)}",
+                fix=mend,
+            ),
+        )
+        for key, rate in rates.items()
+        if _is_number(rate) and rate not in used
+    ]
 
 
 def _is_number(value: object) -> bool:

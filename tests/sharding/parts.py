@@ -19,8 +19,9 @@ from zero_trial.sharding.grad_buffer import GradBuffer
 from zero_trial.sharding.grouping import GroupingLimits, ShardingSettings
 from zero_trial.sharding.layout import lay_out
 from zero_trial.sharding.model import ShardedModel
-from zero_trial.sharding.optimizer import ShardedOptimizer, ShardPiece, cut_pieces
+from zero_trial.sharding.optimizer import ShardedOptimizer
 from zero_trial.sharding.param_group import ParamGroup
+from zero_trial.sharding.pieces import ShardPiece, cut_pieces
 from zero_trial.sharding.plan import plan_for_stage
 
 

@@ -31,8 +31,9 @@ from zero_trial.sharding.offload.nvme_optimizer import (
 )
 from zero_trial.sharding.offload.nvme_params import ParamSwapper
 from zero_trial.sharding.offload.swap_file import BLOCK, CUT, SwapFile
-from zero_trial.sharding.optimizer import ShardedOptimizer, ShardPiece, cut_pieces
+from zero_trial.sharding.optimizer import ShardedOptimizer
 from zero_trial.sharding.param_group import ParamGroup, ParamPublisher, is_absent
+from zero_trial.sharding.pieces import ShardPiece, cut_pieces
 
 SIZES = [(3 * CUT + 100,), (7,), (2 * CUT, 2)]
 

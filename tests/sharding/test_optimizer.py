@@ -26,7 +26,8 @@ from tests.sharding.parts import (
 from tests.support.pool import Pools
 from zero_trial.errors import ConfigError, TrialError
 from zero_trial.ops.optimizers import FusedLamb
-from zero_trial.sharding.optimizer import DeviceStore, ShardedOptimizer, ShardPiece, StepStatus, cut_pieces, rebind
+from zero_trial.sharding.optimizer import ShardedOptimizer, StepStatus
+from zero_trial.sharding.pieces import DeviceStore, ShardPiece, cut_pieces, rebind
 
 
 def test_the_base_optimizer_steps_on_flat_pieces_of_the_masters() -> None:

@@ -57,7 +57,8 @@ from zero_trial.precision import DtypePolicy
 from zero_trial.sharding.grouping import is_model_parallel
 from zero_trial.sharding.layout import describe_dtypes
 from zero_trial.sharding.model import ShardedModel, fp32_buffers
-from zero_trial.sharding.optimizer import ShardedOptimizer, cut_pieces, rebind
+from zero_trial.sharding.optimizer import ShardedOptimizer
+from zero_trial.sharding.pieces import cut_pieces, rebind
 from zero_trial.sharding.whole_tensors import own_tensors
 
 log = logging.getLogger("zero_trial")

@@ -33,8 +33,8 @@ from zero_trial.sharding.offload.nvme_optimizer import (
 )
 from zero_trial.sharding.offload.nvme_params import ParamSwapper, SwappedShard
 from zero_trial.sharding.offload.swap_file import BLOCK, SwapFile, SwapSpace, buffer_elements
-from zero_trial.sharding.optimizer import ShardPiece, StateStore
 from zero_trial.sharding.param_group import ParamGroup
+from zero_trial.sharding.pieces import ShardPiece, StateStore
 from zero_trial.sharding.plan import plan_for_stage
 
 if TYPE_CHECKING:

@@ -1,15 +1,11 @@
 """The optimizer over shards: any torch optimizer, stepping on this rank's flat pieces of the master
 weights, or on whole tensors where it looks at more than single elements.
 
-    shard of a group    |<-------- one optimizer group -------->|<---- another ---->|
-    pieces              |<----- piece ----->|<----- piece ----->|<----- piece ----->|
-                        cut further where a store wants it
-
 Whole tensors are pieces in their shapes where nothing is sharded; elsewhere each has one owner (see
 ``whole_tensors``).
 
-A StateStore says where master weights and moments live between steps: DeviceStore here, others in
-``offload``.
+A StateStore says where master weights and moments are between steps: DeviceStore in ``pieces``,
+others in ``offload``.
 """
 
 from __future__ import annotations
@@ -25,7 +21,7 @@ import torch
 from torch import nn
 
 from zero_trial.comm import AxisComm
-from zero_trial.errors import ConfigError, TrialError
+from zero_trial.errors import TrialError
 from zero_trial.ops import native_on
 from zero_trial.ops.optimizers import (
     DeviceScalars,
@@ -33,7 +29,6 @@ from zero_trial.ops.optimizers import (
     FusedOptimizer,
     ShardOptimizer,
     ShardUpdate,
-    TensorSegment,
     device_scaled_step,
     scaled_step,
     supports_device_scalars,
@@ -41,281 +36,10 @@ from zero_trial.ops.optimizers import (
 )
 from zero_trial.ops.states import BLOCK, StatePart, blocks_of, is_scale, seed_of
 from zero_trial.sharding.full_params import register_optimizer
-from zero_trial.sharding.grad_buffer import GradBuffer
 from zero_trial.sharding.layout import ParamSlot
 from zero_trial.sharding.param_group import ParamGroup, Updated
-from zero_trial.sharding.whole_tensors import WholeTensor, WholeTensors, opt_group_of
-
-
-@dataclass(frozen=True)
-class ShardPiece:
-    """Elements [low, high) of a group's shard that belong to one optimizer group; ``weight``
-    (high-low,) is that part of the master."""
-
-    group: ParamGroup
-    grad_buffer: GradBuffer
-    opt_group: int
-    low: int
-    high: int
-    weight: nn.Parameter
-
-    @property
-    def numel(self) -> int:
-        return self.high - self.low
-
-    def gradient(self) -> torch.Tensor:
-        """Return the reduced gradient in the weight's dtype and shape: a view where dtypes agree,
-        else a new tensor (4 bytes per element)."""
-        return self.reduced.to(self.weight.dtype).view(self.weight.shape)
-
-    @property
-    def reduced(self) -> torch.Tensor:
-        """The reduced gradient (high-low,), where the update reads it, in the dtype of its sum."""
-        return self.grad_buffer.shard[self.low : self.high]
-
-    @property
-    def rounded(self) -> torch.Tensor | None:
-        """Where the weight's rounded copy belongs, (high-low,): this piece of the 16-bit shard;
-        None where the weight is the shard itself."""
-        group = self.group
-        return None if group.master is group.shard else group.shard[self.low : self.high]
-
-    def update(self) -> ShardUpdate:
-        """Return what a fused optimizer reads and writes."""
-        return ShardUpdate(self.weight, self.reduced, self.rounded, self.opt_group)
-
-
-class StateStore(Protocol):
-    """Hands out the pieces of a step batch by batch. Between ``borrow`` and ``give_back`` their
-    weights and moments are where the update runs."""
-
-    def prefetch(self) -> None:
-        """Start to fetch what the next step needs first; that step may be skipped."""
-        ...
-
-    def batches(self) -> Iterator[Sequence[ShardPiece]]: ...
-
-    def borrow(self, batch: Sequence[ShardPiece]) -> None: ...
-
-    def give_back(self, batch: Sequence[ShardPiece], rounded: bool) -> bool:
-        """Take the batch back; ``rounded``: the update has made the 16-bit copies. Return whether
-        they exist now."""
-        ...
-
-    def lent(self) -> AbstractContextManager[None]:
-        """Make all masters and all state readable and writable inside the block; only between
-        steps."""
-        ...
-
-    def zeros(self, piece: ShardPiece, kind: str) -> torch.Tensor | None:
-        """Return zeros for state ``kind`` of a piece where the store keeps that kind, else None;
-        only inside :meth:`lent`."""
-        ...
-
-    def resident_bytes(self, value: torch.Tensor, kind: str) -> int:
-        """Return the bytes of memory that a state tensor takes between steps."""
-        ...
-
-    @property
-    def buffers(self) -> Sequence[torch.Tensor]:
-        """Memory of the store's own."""
-        ...
-
-    def close(self) -> None:
-        """Free the space outside of memory, with its contents. Nothing is borrowed afterwards."""
-        ...
-
-
-class DeviceStore:
-    """Keeps everything on the compute device. Price: K bytes per parameter and shard (12 for Adam:
-    master, two moments), no traffic.
-
-    Pieces go in one batch when their gradients need no cast; else in batches of at most
-    ``cast_numel`` elements, which bounds the fp32 copies. ``by_group``: one batch per group, for an
-    optimizer that needs no casts and whose results can be published while it goes on.
-    """
-
-    def __init__(self, pieces: Sequence[ShardPiece], cast_numel: float = 1 << 26, *, by_group: bool = False) -> None:
-        if by_group:
-            groups: dict[int, list[ShardPiece]] = {}
-            for piece in pieces:
-                groups.setdefault(id(piece.group), []).append(piece)
-            self._batches = list(groups.values())
-            return
-        self._batches = [[]]
-        room = cast_numel
-        for piece in pieces:
-            needs = 0 if piece.grad_buffer.shard.dtype == piece.weight.dtype else piece.numel
-            if needs > room and self._batches[-1]:
-                self._batches.append([])
-                room = cast_numel
-            self._batches[-1].append(piece)
-            room -= needs
-
-    def prefetch(self) -> None:
-        return None
-
-    def batches(self) -> Iterator[Sequence[ShardPiece]]:
-        return iter(self._batches)
-
-    def borrow(self, batch: Sequence[ShardPiece]) -> None:
-        return None
-
-    def give_back(self, batch: Sequence[ShardPiece], rounded: bool) -> bool:
-        return rounded
-
-    def lent(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def zeros(self, piece: ShardPiece, kind: str) -> torch.Tensor | None:
-        return None
-
-    def resident_bytes(self, value: torch.Tensor, kind: str) -> int:
-        return value.numel() * value.element_size()
-
-    @property
-    def buffers(self) -> Sequence[torch.Tensor]:
-        return ()
-
-    def close(self) -> None:
-        return None
-
-
-Make = Callable[..., ShardPiece]
-
-
-def cut_pieces(
-    grad_buffers: Sequence[GradBuffer],
-    *,
-    whole: Collection[int] = (),
-    names: Sequence[str] = (),
-    most: int | None = None,
-    make: Make = ShardPiece,
-) -> list[ShardPiece]:
-    """Cut this rank's shards into pieces: one per group and optimizer group.
-
-    Args:
-        whole: optimizer groups whose tensors are not cut. Where nothing is sharded each gets a
-            piece in its shape (a scalar in (1,)); elsewhere none, since its owner updates it
-            (:func:`own_tensors`).
-        names: of the model's parameters, in the order that whole tensors shall have.
-        most: cut further at multiples of so many elements, counted from the shard's start.
-        make: builds each flat piece from ShardPiece's fields.
-    """
-    order = {name: index for index, name in enumerate(names)}
-    tensors = [found for grad_buffer in grad_buffers for found in _tensors(grad_buffer, whole)]
-    tensors.sort(key=lambda found: order.get(found[0], len(order)))
-    runs = [piece for grad_buffer in grad_buffers for piece in _runs(grad_buffer, whole, most, make)]
-    return [*(piece for _, piece in tensors), *runs]
-
-
-def _tensors(grad_buffer: GradBuffer, whole: Collection[int]) -> Iterator[tuple[str, ShardPiece]]:
-    group = grad_buffer.group
-    for slot in group.layout.slots if whole and group.comm.size == 1 else ():
-        if slot.numel and (opt_group := opt_group_of(group, slot)) in whole:
-            end = slot.offset + slot.numel
-            view = group.master[slot.offset : end].view(slot.shape or (1,))
-            yield slot.name, ShardPiece(group, grad_buffer, opt_group, slot.offset, end, nn.Parameter(view))
-
-
-def _runs(grad_buffer: GradBuffer, whole: Collection[int], most: int | None, make: Make) -> Iterator[ShardPiece]:
-    group = grad_buffer.group
-    low, high = group.layout.shard_range(group.comm.index)
-    for opt_group, (start, stop) in sorted(group.runs.items()):
-        if opt_group in whole:
-            continue
-        a, b = max(start, low) - low, min(stop, high) - low
-        while a < b:
-            end = b if most is None else min((a // most + 1) * most, b)
-            yield make(group, grad_buffer, opt_group, a, end, nn.Parameter(group.master[a:end]))
-            a = end
-
-
-def segments_of(
-    pieces: Sequence[ShardPiece], groups: Sequence[ParamGroup]
-) -> tuple[dict[int, list[TensorSegment]], int]:
-    """Return which elements of each piece (by id of its weight) belong to which tensor, and the
-    number of tensors.
-
-    Tensors are numbered over all ``groups``, which are the same on every rank: a rank may have no
-    piece of some of them.
-    """
-    names = sorted({slot.name for group in groups for slot in group.layout.slots})
-    number = {name: index for index, name in enumerate(names)}
-    segments = {
-        id(piece.weight): [TensorSegment(number[slot.name], low, high) for slot, _, low, high in parts_of(piece)]
-        for piece in pieces
-    }
-    return segments, len(names)
-
-
-def parts_of(piece: ShardPiece) -> Iterator[tuple[ParamSlot, int, int, int]]:
-    """Yield the parts of tensors in a piece: the tensor, its first element there, and where in the
-    piece they begin and end."""
-    for part in piece.group.layout.pieces(piece.group.comm.index):
-        low, high = max(part.offset, piece.low), min(part.offset + part.numel, piece.high)
-        if low < high:
-            yield part.slot, part.start + low - part.offset, low - piece.low, high - piece.low
-
-
-def rebind(base: torch.optim.Optimizer, weights: Sequence[Sequence[nn.Parameter]]) -> None:
-    """Make a client's optimizer object step on ``weights`` (of each group) instead of the model's
-    parameters; its groups and settings stay.
-
-    Raises ConfigError when it already holds state: that state belongs to whole tensors that this
-    rank no longer has; and when it holds parameters elsewhere too, as an optimizer around another
-    does: it would go on stepping those.
-    """
-    # the one torch optimizer that makes its state when it is built
-    eager = isinstance(base, torch.optim.Adagrad)
-
-    def has_stepped(state: Mapping[str, Any]) -> bool:
-        telling = (
-            [state["step"]]
-            if eager
-            else [value for value in state.values() if torch.is_tensor(value) and value.dim() > 0]
-        )
-        return any(bool(value.any()) for value in telling)
-
-    if any(has_stepped(state) for state in base.state.values()):
-        raise ConfigError(
-            "the client optimizer has stepped before it was given to initialize()",
-            where="optimizer",
-            fix="Pass a fresh optimizer and load its state with engine.load_checkpoint.",
-        )
-    known = {id(param) for opt_group in base.param_groups for param in opt_group["params"]}
-    groups = [id(opt_group) for opt_group in base.param_groups]
-    for name, value in vars(base).items():
-        if name not in ("param_groups", "state") and _holds(value, known, groups):
-            raise ConfigError(
-                "this optimizer holds the model's parameters in more than its param_groups",
-                where="optimizer",
-                got=f"{type(base).__name__}.{name}",
-                fix="Pass a callable that builds it from parameter groups: initialize(optimizer=lambda groups: ...).",
-            )
-    base.state.clear()
-    for opt_group, own in zip(base.param_groups, weights, strict=True):
-        opt_group["params"] = list(own)
-    if eager:
-        for opt_group in base.param_groups:
-            for weight in opt_group["params"]:
-                base.state[weight] = {
-                    "step": torch.tensor(0.0),
-                    "sum": torch.full_like(weight, opt_group["initial_accumulator_value"]),
-                }
-
-
-def _holds(value: Any, params: Collection[int], groups: Collection[int], depth: int = 4) -> bool:
-    """Return whether ``value`` has one of the parameters (ids), other than through one of the
-    optimizer's own groups (ids)."""
-    if torch.is_tensor(value):
-        return id(value) in params
-    if not depth or id(value) in groups:
-        return False
-    if isinstance(value, torch.optim.Optimizer):
-        value = value.param_groups
-    items = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
-    return any(_holds(each, params, groups, depth - 1) for each in items)
+from zero_trial.sharding.pieces import DeviceStore, ShardPiece, StateStore, parts_of, segments_of
+from zero_trial.sharding.whole_tensors import WholeTensor, WholeTensors
 
 
 class StepStatus:

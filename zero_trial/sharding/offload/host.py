@@ -20,8 +20,8 @@ from typing import Protocol
 
 import torch
 
-from zero_trial.sharding.optimizer import DeviceStore, ShardPiece, StateStore
 from zero_trial.sharding.param_group import ParamGroup
+from zero_trial.sharding.pieces import DeviceStore, ShardPiece, StateStore
 
 # Waits on the host until a copy is done.
 Wait = Callable[[], None]

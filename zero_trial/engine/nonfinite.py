@@ -1,0 +1,104 @@
+"""Which gradient was not finite: what each rank knows of it, and the one that all ranks name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from zero_trial.errors import Diverged
+from zero_trial.sharding.model import ShardedModel
+from zero_trial.sharding.reduce import NonFiniteGradient, first_nonfinite
+
+# Freed parameters read as NaN, so that a use outside their module's forward shows.
+_OUTSIDE = (
+    " (the forward of {block} has not run, and only while it runs are its parameters whole: call it instead of reading its weights, "
+    "or raise zero_optimization.stage3_param_persistence_threshold)"
+)
+
+
+@dataclass(frozen=True)
+class NonFiniteStep:
+    """A gradient that was not finite. ``rank`` None: only the sum over ranks is known to be bad.
+    ``hint``: a likely cause, if one is known."""
+
+    step: int
+    rank: int | None
+    parameter: str
+    hint: str = ""
+
+    def describe(self) -> str:
+        who = f"on rank {self.rank}" if self.rank is not None else "in the sum over ranks"
+        return f"step {self.step}: the gradient of {self.parameter} is not finite {who}{self.hint}"
+
+
+def with_culprit(error: Diverged, culprit: NonFiniteStep | None) -> Diverged:
+    """Return ``error`` with the gradient that was not finite, if one is known."""
+    if culprit is None:
+        return error
+    got = f"{error.got}, and {culprit.describe()}"
+    return Diverged(error.what, where=error.where, got=got, expected=error.expected, fix=error.fix)
+
+
+# Degree of doubt, rank, number of the parameter group, parameter: the smallest is the answer.
+CulpritRow = tuple[int, int, int, str]
+
+
+def find_culprit(model: ShardedModel, step: int) -> NonFiniteStep:
+    """Name the first culprit in rank order, the same on every rank. Collective over data, model and
+    pipe; only called when there is one."""
+    return agree_on_culprit(model, step, local_culprits(model, model.reducer.nonfinite), model.unsharder.was_used)
+
+
+def local_culprits(
+    model: ShardedModel, culprits: Sequence[NonFiniteGradient], sums: Mapping[int, torch.Tensor] | None = None
+) -> list[CulpritRow]:
+    """Find what this rank knows of a gradient that is not finite: what the reduction saw, else what
+    its shards hold. Local; reads the device.
+
+    ``sums``: of squares, by number of gradient buffer, for when other gradients may have come into
+        the shards since: they still tell the group.
+    """
+    found: list[CulpritRow] = []
+    for culprit in culprits:
+        doubt = 2 if culprit.rank is None else 0 if culprit.exact else 1
+        found.append((doubt, culprit.rank or 0, model.groups.index(culprit.grad_buffer.group), culprit.parameter()))
+    for index, buffer in enumerate([] if culprits else model.grad_buffers):
+        group, total = buffer.group, (sums or {}).get(index)
+        if total is not None and bool(torch.isfinite(total)):
+            continue
+        position = first_nonfinite(buffer.shard)
+        if position is not None:
+            slot = group.layout.slot_at(group.layout.shard_range(group.comm.index)[0] + position)
+            found.append((2, 0, model.groups.index(group), slot.name if slot is not None else group.name))
+        elif total is not None:
+            found.append((3, 0, model.groups.index(group), group.name))
+    return found
+
+
+def agree_on_culprit(
+    model: ShardedModel, step: int, found: Sequence[CulpritRow], was_used: Callable[[str], bool]
+) -> NonFiniteStep:
+    """Choose one culprit from what all ranks have ``found``; ``was_used(block)``: its forward had
+    run. Collective over data, model and pipe.
+
+    In a pipeline the last stage comes first: a bad value spreads from there towards the input.
+    """
+    everyone = [tuple(row) for rows in model.mesh.data.gather_json(list(found), "non-finite gradients") for row in rows]
+    answer: list[Any] = []
+    if everyone:
+        # the group built last comes first in the model, and a bad value spreads from there towards
+        # the input
+        doubt, rank, index, parameter = min(everyone)
+        block = model.groups[index].block
+        answer = [doubt, rank, parameter, "" if was_used(block) else _OUTSIDE.format(block=block)]
+    parts = [answer for answer in model.mesh.model.gather_json(answer, "non-finite gradients") if answer]
+    answer = min(parts, default=[])
+    stages = [answer for answer in model.mesh.pipe.gather_json(answer, "non-finite gradients") if answer]
+    if not stages:
+        return NonFiniteStep(step, None, "an unknown parameter (a row of squares overflowed fp32)")
+    least = min(answer[0] for answer in stages)
+    doubt, rank, parameter, hint = next(answer for answer in reversed(stages) if answer[0] == least)
+    return NonFiniteStep(step, rank if doubt < 2 else None, parameter, hint)

@@ -4,7 +4,7 @@ outside them."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any, NamedTuple
@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
-from zero_trial.errors import ConfigError, Diverged
+from zero_trial.errors import ConfigError, Diverged, TrialError
 
 SCALE_FACTOR = 2.0
 
@@ -236,6 +236,11 @@ class DtypePolicy:
     keep_constants: bool = True  # fp32 buffers that are not saved stay fp32
 
     @property
+    def mixes_constants(self) -> bool:
+        """Return whether fp32 buffers meet 16-bit activations."""
+        return self.keep_constants and self.param.itemsize == 2
+
+    @property
     def has_separate_master(self) -> bool:
         """Return whether the optimizer updates a second copy of the parameters, in another
         dtype."""
@@ -320,3 +325,23 @@ def forward_of(module: nn.Module, dtype: torch.dtype | None, device_type: str) -
             return module(*args, **kwargs)
 
     return call
+
+
+def explain_dtypes(call: Callable[..., Any], constants: Sequence[str]) -> Callable[..., Any]:
+    """Return ``call`` with an error that names the fp32 buffers ``constants`` where two dtypes meet
+    in it."""
+
+    def explained(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return call(*args, **kwargs)
+        except RuntimeError as error:
+            if "dtype" not in str(error) or not constants:
+                raise
+            raise TrialError(
+                "two dtypes meet in the forward",
+                where=f"fp32 buffers that are not saved ({', '.join(constants[:3])}{' ...' if constants[3:] else ''})",
+                got=str(error).splitlines()[0],
+                fix="Cast what is computed from them to the activations' dtype, or set data_types.buffer_dtype.",
+            ) from error
+
+    return explained if constants else call

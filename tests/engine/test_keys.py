@@ -298,3 +298,17 @@ def test_fp32_constants_of_a_model_keep_their_bits(section: str, caplog: pytest.
     engine = zero_trial.initialize(model=model, config=config)[0]
     assert torch.equal(engine.module.inv_freq, exact) and engine.module.scale.dtype.itemsize == 2
     assert "1 fp32 buffers that are not saved keep fp32 (inv_freq)" in caplog.text
+
+
+class Mixed(Rotary):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x * self.inv_freq[:4])
+
+
+def test_a_constant_that_meets_16_bit_activations_is_named() -> None:
+    config = {"train_batch_size": 1, "optimizer": {"type": "AdamW"}, "bf16": {"enabled": True}}
+    engine = zero_trial.initialize(model=Mixed(), config=config)[0]
+    with pytest.raises(TrialError, match=r"inv_freq.*data_types.buffer_dtype"):
+        engine(torch.ones(1, 4))
+    config["data_types"] = {"buffer_dtype": "bf16"}
+    assert zero_trial.initialize(model=Mixed(), config=config)[0](torch.ones(1, 4)).dtype == torch.bfloat16

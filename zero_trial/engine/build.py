@@ -420,7 +420,7 @@ def log_dtypes(model: nn.Module, policy: DtypePolicy, mesh: Mesh) -> None:
     trained = ((name, param.dtype) for name, param in model.named_parameters() if param.requires_grad)
     for line in describe_dtypes(trained, policy.param):
         log.warning(line)
-    if policy.param.itemsize == 2 and policy.keep_constants and (names := fp32_buffers(model)):
+    if policy.mixes_constants and (names := fp32_buffers(model)):
         log.info(
             "%d fp32 buffers that are not saved keep fp32 (%s%s); data_types.buffer_dtype changes that",
             len(names),

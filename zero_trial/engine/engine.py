@@ -29,8 +29,8 @@ from zero_trial.engine.observe import COLLECTOR_PAUSE, FORWARD, STEP, Observer
 from zero_trial.engine.resolved_config import ResolvedConfig
 from zero_trial.engine.step import StepOutcome
 from zero_trial.errors import TrialError
-from zero_trial.precision import cast_floats, forward_of
-from zero_trial.sharding.model import ShardedModel
+from zero_trial.precision import cast_floats, explain_dtypes, forward_of
+from zero_trial.sharding.model import ShardedModel, fp32_buffers
 from zero_trial.sharding.optimizer import ShardedOptimizer
 
 log = logging.getLogger("zero_trial")
@@ -88,7 +88,8 @@ class Engine(nn.Module):
         # zero_grad() has dropped an unfinished accumulation since the last step
         self._restarted = False
         self._managed = config.managed_gradient_accumulation
-        self._call = forward_of(module, resolved.autocast, device.type)
+        constants = fp32_buffers(module) if resolved.policy.mixes_constants else []
+        self._call = explain_dtypes(forward_of(module, resolved.autocast, device.type), constants)
         self._check = ParameterCheck(module)
         self._used = UsedParameters([] if config.zero_optimization.ignore_unused_parameters else model.grad_buffers)
         self._passes = BackwardPasses(self, outcome, resolved)

@@ -20,9 +20,9 @@ from tests.support.whole_optimizers import (
     ScheduleFree,
     ShampooLike,
 )
-from zero_trial.engine.optimizer_plan import again, is_elementwise, probe, regrouped, stand_ins, steps_otherwise
+from zero_trial.engine.optimizer_plan import again, is_elementwise, probe, regrouped, stand_ins
 from zero_trial.errors import ConfigError
-from zero_trial.ops.optimizers import CPUAdam, FusedLamb, Lion
+from zero_trial.ops.optimizers import CPUAdam, FusedLamb, Lion, scaled_step, steps_otherwise, supports_device_scalars
 
 
 class OwnDefaults(torch.optim.AdamW):
@@ -177,6 +177,21 @@ def test_the_counter_of_a_scheduler_is_no_step_of_its_own() -> None:
     torch.optim.lr_scheduler.StepLR(optimizer, 1)
     torch.optim.lr_scheduler.StepLR(optimizer, 1)
     assert "step" in vars(optimizer) and not steps_otherwise(optimizer)
+
+
+@pytest.mark.parametrize("added", [False, True])
+def test_a_hook_sees_the_gradients_that_are_stepped_on(added: bool) -> None:
+    """torch's fused kernel divides behind the hook's back."""
+    weight = nn.Parameter(torch.zeros(3))
+    optimizer = torch.optim.AdamW([weight], fused=True)
+    assert supports_device_scalars(optimizer)
+    seen: list[float] = []
+    if added:
+        optimizer.register_step_pre_hook(lambda *_: seen.append(weight.grad[0].item()))  # type: ignore[index]
+    weight.grad = torch.full((3,), 8.0)
+    scaled_step(optimizer, 0.25)
+    assert seen == [2.0] * added
+    assert supports_device_scalars(optimizer) is not added
 
 
 class Clips(GlobalNorm):

@@ -28,7 +28,7 @@ from zero_trial.comm import Mesh
 from zero_trial.ds_config.table import DsConfig
 from zero_trial.engine.optimizers import Groups, muon_groups, resolve_optimizer, wanted_states
 from zero_trial.errors import ConfigError
-from zero_trial.ops.optimizers import FusedLamb, Muon, ShardOptimizer, orthogonalization_flops
+from zero_trial.ops.optimizers import FusedLamb, Muon, ShardOptimizer, orthogonalization_flops, steps_otherwise
 from zero_trial.sharding.grouping import is_model_parallel
 from zero_trial.sharding.whole_tensors import Work
 
@@ -278,17 +278,6 @@ def again(optimizer: torch.optim.Optimizer) -> Make:
 
 def _is_plain(value: object) -> bool:
     return value is None or isinstance(value, (bool, int, float, str))
-
-
-def steps_otherwise(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether hooks, or a step that was put on this object, may do what its class does not.
-    The counter of torch's schedulers is neither."""
-    step = vars(optimizer).get("step")
-    while getattr(step, "_wrapped_by_lr_sched", False):
-        step = getattr(step, "__wrapped__", None)
-    replaced = step is not None and getattr(step, "__func__", step) is not type(optimizer).step
-    hooks = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
-    return replaced or any(getattr(optimizer, name, None) for name in hooks)
 
 
 def stand_ins(groups: Sequence[Mapping[str, Any]]) -> tuple[Groups, dict[int, nn.Parameter]]:

@@ -15,6 +15,7 @@ from zero_trial.ops.optimizers.fused import (
     device_scaled_step,
     divides_in_kernel,
     scaled_step,
+    steps_otherwise,
     supports_device_scalars,
     undo_step,
 )
@@ -39,6 +40,7 @@ __all__ = [
     "divides_in_kernel",
     "orthogonalization_flops",
     "scaled_step",
+    "steps_otherwise",
     "supports_device_scalars",
     "undo_step",
 ]

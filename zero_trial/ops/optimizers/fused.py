@@ -206,12 +206,26 @@ def divides_in_kernel(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether ``optimizer`` is one of torch's own (a subclass's step may differ), with the
     fused kernel in every group.
 
-    Its divisor is fp32, which would round a float64 gradient: those are not accepted.
+    Its divisor is fp32, which would round a float64 gradient: those are not accepted. A hook would
+    see gradients that are not divided yet.
     """
     fused = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
     if type(optimizer) not in fused or not all(group.get("fused") for group in optimizer.param_groups):
         return False
+    if steps_otherwise(optimizer):
+        return False
     return all(piece.dtype != torch.float64 for group in optimizer.param_groups for piece in group["params"])
+
+
+def steps_otherwise(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether hooks, or a step that was put on this object, may do what its class does not.
+    The counter of torch's schedulers is neither."""
+    step = vars(optimizer).get("step")
+    while getattr(step, "_wrapped_by_lr_sched", False):
+        step = getattr(step, "__wrapped__", None)
+    replaced = step is not None and getattr(step, "__func__", step) is not type(optimizer).step
+    hooks = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+    return replaced or any(getattr(optimizer, name, None) for name in hooks)
 
 
 def undo_step(optimizer: torch.optim.Optimizer, known: int) -> None:

@@ -10,8 +10,8 @@ from torch import nn
 
 from zero_trial.errors import ConfigError
 from zero_trial.ops.optimizers import DeviceScalars, Muon
-from zero_trial.ops.optimizers.fused import ShardUpdate
 from zero_trial.ops.optimizers.muon import orthogonalized
+from zero_trial.ops.optimizers.shard_step import ShardUpdate
 
 
 def drawn(*shape: int, seed: int = 0) -> torch.Tensor:

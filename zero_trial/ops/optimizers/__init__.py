@@ -1,15 +1,11 @@
 """Optimizers over lists of flat pieces, and one step with a gradient multiplier for any
 optimizer."""
 
-from zero_trial.ops.optimizers.fused import (
-    CPUAdam,
+from zero_trial.ops.optimizers.fused import CPUAdam, FusedAdagrad, FusedAdam, FusedLion, FusedOptimizer, FusedSGD, Lion
+from zero_trial.ops.optimizers.lamb import FusedLamb, TensorSegment
+from zero_trial.ops.optimizers.muon import Muon, orthogonalization_flops
+from zero_trial.ops.optimizers.shard_step import (
     DeviceScalars,
-    FusedAdagrad,
-    FusedAdam,
-    FusedLion,
-    FusedOptimizer,
-    FusedSGD,
-    Lion,
     ShardOptimizer,
     ShardUpdate,
     device_scaled_step,
@@ -19,8 +15,6 @@ from zero_trial.ops.optimizers.fused import (
     supports_device_scalars,
     undo_step,
 )
-from zero_trial.ops.optimizers.lamb import FusedLamb, TensorSegment
-from zero_trial.ops.optimizers.muon import Muon, orthogonalization_flops
 
 __all__ = [
     "CPUAdam",

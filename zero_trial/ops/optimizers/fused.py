@@ -1,5 +1,4 @@
-"""Our optimizers, each a step in one pass over flat pieces, and one step with a gradient multiplier
-for any optimizer.
+"""Our elementwise optimizers, each a step in one pass over flat pieces.
 
 FusedAdam, FusedLion, FusedAdagrad and FusedSGD are plain ``torch.optim.Optimizer``s: they work on
 any parameters, whole or flat. State has torch's names and shapes (``exp_avg``, ``exp_avg_sq``,
@@ -11,33 +10,20 @@ the same formulas; ``zero_trial.ops.report()`` says which it is.
     16-bit gradient in, 16-bit copy out  the same: 2 less for the gradient, 2 more for the copy; no
                                          pass of their own
     states in bf16, in 8 bits            4, or 5.875, less per state: Adam 20 and 16.25
-
-Unscaling and clipping multiply all gradients by one factor, (1 / loss scale) * min(1, limit /
-norm). What that costs depends on the optimizer:
-
-    ours (FusedAdam, FusedLamb ...)   no extra bytes: the factor goes into the update
-    torch's fused Adam, AdamW, SGD,   no extra bytes: the kernel divides by its ``grad_scale`` as it
-    Adagrad                           reads, and writes the scaled gradient back
-    anything else                     8 bytes per fp32 gradient, multiplied in place first
-
-The first two can also read factor and skip from the device (:class:`DeviceScalars`), so that the
-host does not wait for them. What the host counted for a step that the device skipped is taken back
-by :func:`undo_step`.
 """
 
 from __future__ import annotations
 
-import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import increment_version
 
 from zero_trial.errors import ConfigError
 from zero_trial.ops.dispatch import OPS
+from zero_trial.ops.optimizers.shard_step import DeviceScalars, ShardOptimizer, ShardUpdate
 from zero_trial.ops.spec import ADAGRAD, ADAM, LION, SGD, OptimizerOp
 from zero_trial.ops.states import (
     BLOCK,
@@ -51,200 +37,6 @@ from zero_trial.ops.states import (
     scale_name,
     widen,
 )
-
-
-class ShardUpdate(NamedTuple):
-    """What one pass over a piece reads and writes; ``gradient`` and ``out`` have as many elements
-    as ``weight``, and any floating dtype."""
-
-    weight: Tensor
-    gradient: Tensor
-    out: Tensor | None  # receives the new weight, rounded to its own dtype
-    group: int  # index into param_groups
-
-
-class DeviceScalars(NamedTuple):
-    """What a step reads from the device instead of from the host: one-element fp32 tensors.
-
-    ``factor`` multiplies the gradients; where ``found_inf`` is not 0 the step changes no element
-    (None: it always does).
-    """
-
-    factor: Tensor
-    found_inf: Tensor | None
-
-
-class ShardOptimizer(torch.optim.Optimizer):
-    """Base of our optimizers. ``fuses``: reads 16-bit gradients, writes rounded weights and reads
-    device scalars in its one pass."""
-
-    elementwise: bool = True
-    fuses: bool = False
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group as torch does, without torch's wrapper: that imports all of torch.compile, a
-        second of CPU on every rank, so that a compiler does not look into a function that no
-        compiled graph calls."""
-        inspect.unwrap(torch.optim.Optimizer.add_param_group)(self, param_group)
-
-    @torch.no_grad()
-    def step(
-        self,
-        closure: Callable[[], Any] | None = None,
-        *,
-        updates: Sequence[ShardUpdate] | None = None,
-        multiplier: float = 1.0,
-        scalars: DeviceScalars | None = None,
-    ) -> Any:
-        """Update pieces in place; return what ``closure`` returns.
-
-        Args:
-            updates: the pieces with their gradients; without it, every piece that has a ``.grad``.
-            multiplier: of the gradients.
-            scalars: a factor on top of the multiplier, and a skip, read on the device. Only where
-                :attr:`fuses`.
-        """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        if scalars is not None and not self.fuses:
-            raise ConfigError(f"{type(self).__name__} cannot read factor and skip from the device")
-        given = self._with_gradients() if updates is None else updates
-        self.update(given, multiplier, scalars)
-        # The ops write behind autograd's back: a graph that still needs an old weight fails with
-        # this as it does with torch's own steps.
-        written = [x for update in given for x in (update.weight, update.out) if x is not None and not x.is_inference()]
-        increment_version(written)
-        return loss
-
-    def update(self, updates: Sequence[ShardUpdate], multiplier: float, scalars: DeviceScalars | None) -> None:
-        """Do the arithmetic of :meth:`step`."""
-        raise NotImplementedError
-
-    def _with_gradients(self) -> list[ShardUpdate]:
-        found = []
-        for index, group in enumerate(self.param_groups):
-            for piece in group["params"]:
-                if piece.grad is not None:
-                    if piece.grad.layout is not torch.strided:
-                        raise ConfigError(
-                            f"{type(self).__name__} does not take sparse gradients",
-                            got=f"{piece.grad.layout} for a parameter of shape {tuple(piece.shape)}",
-                            fix="Build the embedding with sparse=False, or use torch.optim.SparseAdam for it.",
-                        )
-                    found.append(ShardUpdate(piece, piece.grad, None, index))
-        return found
-
-    def moments_of(self, weight: Tensor, names: Sequence[str], start: float = 0.0) -> list[Tensor]:
-        """Return the named moments of a piece; those that it does not have yet are made, filled
-        with ``start``."""
-        state = self.state[weight]
-        for name in names:
-            if state.get(name) is None:  # torch's SGD saves None for a buffer that it has not made
-                state[name] = torch.full_like(weight, start, memory_format=torch.preserve_format)
-        return [state[name] for name in names]
-
-    def count_step(self, weight: Tensor) -> float:
-        """Count one more step of a piece; return the number."""
-        state = self.state[weight]
-        state["step"] = state.get("step", torch.zeros((), dtype=torch.float32)) + 1
-        return float(state["step"])
-
-
-def scaled_step(optimizer: torch.optim.Optimizer, multiplier: float = 1.0) -> None:
-    """Step on ``multiplier`` times the gradients, whose own values are undefined afterwards.
-
-    A multiplier of exactly 1 is a plain step, so an unclipped fp32 run has the bits of torch's own
-    optimizer.
-    """
-    if multiplier == 1.0:
-        optimizer.step()
-    elif isinstance(optimizer, ShardOptimizer):
-        optimizer.step(multiplier=multiplier)
-    elif multiplier != 0.0 and divides_in_kernel(optimizer):
-        device = next((piece.device for group in optimizer.param_groups for piece in group["params"]), "cpu")
-        _step_with(optimizer, grad_scale=torch.full((), 1.0 / multiplier, dtype=torch.float32, device=device))
-    else:
-        with torch.no_grad():
-            for group in optimizer.param_groups:
-                gradients = [piece.grad for piece in group["params"] if piece.grad is not None]
-                if gradients:
-                    torch._foreach_mul_(gradients, multiplier)
-        optimizer.step()
-
-
-def device_scaled_step(optimizer: torch.optim.Optimizer, divisor: Tensor, found_inf: Tensor | None) -> None:
-    """Step one of torch's optimizers on its gradients divided by ``divisor``; skip where
-    ``found_inf`` is not 0.
-
-    Both are fp32 scalar tensors on the weights' device, and the host reads neither. For optimizers
-    that :func:`divides_in_kernel` accepts.
-    """
-    _step_with(optimizer, grad_scale=divisor, **({} if found_inf is None else {"found_inf": found_inf}))
-
-
-def _step_with(optimizer: Any, **scalars: Tensor) -> None:
-    """Step with the attributes through which torch's fused optimizers take these numbers:
-    torch.amp.GradScaler sets the same ones."""
-    for name, value in scalars.items():
-        setattr(optimizer, name, value)
-    try:
-        optimizer.step()
-    finally:
-        for name in scalars:
-            delattr(optimizer, name)
-
-
-def supports_device_scalars(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether a step of ``optimizer`` can read its factor, and whether to change anything,
-    from the device."""
-    return (isinstance(optimizer, ShardOptimizer) and optimizer.fuses) or divides_in_kernel(optimizer)
-
-
-def divides_in_kernel(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether ``optimizer`` is one of torch's own (a subclass's step may differ), with the
-    fused kernel in every group.
-
-    Its divisor is fp32, which would round a float64 gradient: those are not accepted. A hook would
-    see gradients that are not divided yet.
-    """
-    fused = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
-    if type(optimizer) not in fused or not all(group.get("fused") for group in optimizer.param_groups):
-        return False
-    if steps_otherwise(optimizer):
-        return False
-    return all(piece.dtype != torch.float64 for group in optimizer.param_groups for piece in group["params"])
-
-
-def steps_otherwise(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether hooks, or a step that was put on this object, may do what its class does not.
-    The counter of torch's schedulers is neither."""
-    step = vars(optimizer).get("step")
-    while getattr(step, "_wrapped_by_lr_sched", False):
-        step = getattr(step, "__wrapped__", None)
-    replaced = step is not None and getattr(step, "__func__", step) is not type(optimizer).step
-    hooks = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
-    return replaced or any(getattr(optimizer, name, None) for name in hooks)
-
-
-def undo_step(optimizer: torch.optim.Optimizer, known: int) -> None:
-    """Take back what the host did for the last step, which the device has skipped.
-
-    State that was made for it is deleted; counts of steps on the host go back by one. torch's fused
-    optimizers keep theirs right themselves.
-
-    Args:
-        known: number of weights that had state before the step.
-    """
-    weights = list(optimizer.state)  # in the order in which their states were made
-    for weight in weights[known:]:
-        del optimizer.state[weight]
-    if isinstance(optimizer, ShardOptimizer):
-        for weight in weights[:known]:
-            state = optimizer.state[weight]
-            if "step" in state:
-                state["step"] = state["step"] - 1
 
 
 def one_launch(updates: Sequence[ShardUpdate]) -> bool:

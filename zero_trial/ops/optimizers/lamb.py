@@ -23,7 +23,7 @@ from torch import Tensor
 
 from zero_trial.errors import ConfigError
 from zero_trial.ops.dispatch import OPS
-from zero_trial.ops.optimizers.fused import DeviceScalars, ShardOptimizer, ShardUpdate
+from zero_trial.ops.optimizers.shard_step import DeviceScalars, ShardOptimizer, ShardUpdate
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _CONSTANTS = 32  # lists of numbers that are kept on the device

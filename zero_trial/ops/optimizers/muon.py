@@ -21,7 +21,8 @@ import torch
 from torch import Tensor
 
 from zero_trial.errors import ConfigError
-from zero_trial.ops.optimizers.fused import DeviceScalars, FusedAdam, ShardUpdate
+from zero_trial.ops.optimizers.fused import FusedAdam
+from zero_trial.ops.optimizers.shard_step import DeviceScalars, ShardUpdate
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the quintic, from the same post
 STEPS = 5

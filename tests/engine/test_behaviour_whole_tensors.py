@@ -6,6 +6,8 @@ checkpoints.
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ from tests.support import pipelines
 from tests.support.dense import STAGES, TOLERANCE, Case, Turn, build_engine, difference, train_dense, train_ranks
 from tests.support.models import TinyLM, Tower
 from tests.support.pool import Pools
-from tests.support.whole_optimizers import GlobalNorm, LayerWise, MuonLike, ScheduleFree, ShampooLike
+from tests.support.whole_optimizers import GlobalNorm, LayerWise, MuonLike, Noisy, ScheduleFree, ShampooLike
 from zero_trial import zero as access
 from zero_trial.errors import CheckpointError, ConfigError, TrialError
 from zero_trial.pipeline import PipelineModule
@@ -356,7 +358,9 @@ def test_state_of_whole_tensors_is_read_and_set_on_every_rank(ranks: Pools, stag
 # --- what the client is told, and what is refused -------------------------------------------------
 
 
-def lines(name: str, zero: dict[str, Any]) -> list[str]:
+@contextmanager
+def caught() -> Iterator[list[str]]:
+    """The lines that are logged inside the block."""
     found: list[str] = []
 
     class Keep(logging.Handler):
@@ -366,9 +370,14 @@ def lines(name: str, zero: dict[str, Any]) -> list[str]:
     log, handler = logging.getLogger("zero_trial"), Keep()
     log.addHandler(handler)
     try:
-        _, engine = build(name, zero, {}, True)
+        yield found
     finally:
         log.removeHandler(handler)
+
+
+def lines(name: str, zero: dict[str, Any]) -> list[str]:
+    with caught() as found:
+        _, engine = build(name, zero, {}, True)
     owners = {tensor.owner for tensor in engine.optimizer.whole.tensors} if engine.optimizer.whole else set()
     return [*found, f"owners {sorted(owners)}"]
 
@@ -379,6 +388,18 @@ def test_a_step_that_couples_tensors_has_one_owner_and_says_so(ranks: Pools) -> 
     assert not any("couples tensors" in line for line in second)
     assert not any("couples tensors" in line for line in ranks(2).run(lines, "global norm", STAGES["zero0"])[0])
     assert ranks(2).run(lines, "layer-wise", STAGES["zero2"])[0][-1] == "owners [0, 1]"
+
+
+def noisy_lines(zero: dict[str, Any]) -> list[str]:
+    with caught() as found:
+        build_engine(Case(Tower, loss), zero, optimizer=Noisy)
+    return found
+
+
+def test_what_draws_may_couple_too_and_both_are_said(ranks: Pools) -> None:
+    first, second = ranks(2).run(noisy_lines, STAGES["zero1"])
+    assert any("draws random numbers: copies" in line for line in first)
+    assert any("could not be tried out" in line for line in first) and not any("Noisy" in line for line in second)
 
 
 def declared(zero: dict[str, Any]) -> tuple[bool, int]:

@@ -194,6 +194,22 @@ def test_a_hook_sees_the_gradients_that_are_stepped_on(added: bool) -> None:
     assert supports_device_scalars(optimizer) is not added
 
 
+@pytest.mark.parametrize("as_object", [True, False], ids=["object", "callable"])
+@pytest.mark.parametrize("name", ["_optimizer_step_pre_hooks", "step"])
+def test_hooks_of_our_own_optimizers_are_refused(name: str, as_object: bool) -> None:
+    """Their step reads gradients that are not in .grad."""
+
+    def make(params: Any) -> torch.optim.Optimizer:
+        optimizer = CPUAdam(params)
+        vars(optimizer)[name] = {0: print} if name != "step" else print
+        return optimizer
+
+    net = model()
+    with pytest.raises(ConfigError, match="CPUAdam") as error:
+        zero_trial.initialize(model=net, config=CONFIG, optimizer=make(net.parameters()) if as_object else make)
+    assert error.value.where == "optimizer" and error.value.fix
+
+
 class Clips(GlobalNorm):
     """Divides by the norm of all gradients where an attribute, which is no setting, says so."""
 
@@ -232,7 +248,7 @@ def test_what_fails_in_the_probe_is_not_taken_for_a_closure() -> None:
     assert found.couples is None and "empty parameter list" in found.why
 
 
-def test_an_optimizer_without_defaults_can_be_given() -> None:
+def test_an_optimizer_without_defaults_can_be_given_and_saved() -> None:
     """As Lookahead is written: it shares the groups of the optimizer inside."""
 
     class Shares(torch.optim.Optimizer):
@@ -248,3 +264,18 @@ def test_an_optimizer_without_defaults_can_be_given() -> None:
     engine.backward(engine(torch.ones(2, 3)).sum())
     engine.step()
     assert not torch.equal(net[0].weight, before)
+    assert engine.optimizer.identity()["settings"] == []
+
+
+def test_state_that_is_made_when_an_object_is_built_is_refused() -> None:
+    class Anchored(LayerWise):
+        def __init__(self, params: Any) -> None:
+            super().__init__(params)
+            for param in self.param_groups[0]["params"]:
+                self.state[param]["start"] = param.detach().clone()
+
+    net = model()
+    with pytest.raises(ConfigError, match="Anchored with state") as error:
+        zero_trial.initialize(model=net, config=CONFIG, optimizer=Anchored(net.parameters()))
+    assert error.value.where == "optimizer"
+    zero_trial.initialize(model=net, config=CONFIG, optimizer=Anchored)

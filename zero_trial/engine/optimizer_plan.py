@@ -376,7 +376,14 @@ def plan_optimizer(
     refuse_closures(base)
     declared = settings.zero_optimization.elementwise_optimizer
     own = isinstance(base, ShardOptimizer)
-    hooked = steps_otherwise(base) and not own
+    hooked = steps_otherwise(base)
+    if own and hooked:
+        raise ConfigError(
+            "hooks, or a step of its own, were added to this optimizer, and its one pass over gradients calls neither",
+            where="optimizer",
+            got=name,
+            fix="Use torch's class (torch.optim.AdamW), whose hooks run, or remove them.",
+        )
     elementwise = declared or (is_elementwise(type(base)) and not hooked)
     if isinstance(base, Muon):
         whole = frozenset(index for index, group in enumerate(base.param_groups) if group["use_muon"])
@@ -483,7 +490,7 @@ def _one_owner(make: Make, groups: Groups, name: str, mesh: Mesh) -> bool:
         )
     if traits.draws and mesh.data.size > 1:
         lines.append(f"{name} draws random numbers: copies of a parameter stay alike only where ranks seed torch alike")
-    elif traits.couples is None and (mesh.shard.size > 1 or parts):
+    if traits.couples is None and (mesh.shard.size > 1 or parts):
         lines.append(
             f"{name} could not be tried out before training ({traits.why}): if the update of one of its tensors depends on "
             "others, as by a norm over all parameters, it is wrong on more than one rank. Use zero_optimization.stage 0 then"

@@ -285,7 +285,10 @@ class ShardedOptimizer:
     def identity(self) -> dict[str, Any]:
         """Return class and hyperparameter names, for a checkpoint: state belongs to another
         optimizer if the latter differ."""
-        found = {"class": type(self.base).__name__, "settings": sorted(set(self.base.defaults) - _HOW_NOT_WHAT)}
+        found = {
+            "class": type(self.base).__name__,
+            "settings": sorted(set(getattr(self.base, "defaults", {})) - _HOW_NOT_WHAT),
+        }
         states = self.base.states if isinstance(self.base, FusedOptimizer) else "fp32"
         return found if states == "fp32" else found | {"states": states}
 

@@ -256,9 +256,11 @@ def rebind(base: torch.optim.Optimizer, weights: Sequence[Sequence[nn.Parameter]
 
     if any(has_stepped(state) for state in base.state.values()):
         raise ConfigError(
-            "the client optimizer has stepped before it was given to initialize()",
+            "the client optimizer has stepped before it was given to initialize(), or makes state when it is built",
             where="optimizer",
-            fix="Pass a fresh optimizer and load its state with engine.load_checkpoint.",
+            got=f"{type(base).__name__} with state",
+            fix="Pass a callable that builds it from parameter groups: initialize(optimizer=lambda groups: ...). "
+            "State of earlier steps is loaded with engine.load_checkpoint.",
         )
     known = {id(param) for opt_group in base.param_groups for param in opt_group["params"]}
     groups = [id(opt_group) for opt_group in base.param_groups]

@@ -143,6 +143,61 @@ def test_sixteen_bit_parameters_with_masters(ranks: Pools, name: str, kind: str)
         assert ranks(2).run(low_precision, name, STAGES[stage] | {"reduce_every": "boundary"}, kind) == first
 
 
+class ByAttribute(LayerWise):
+    """As fast as an attribute of the parameter says."""
+
+    def direction(self, param: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
+        return super().direction(param, group) * param.speed  # type: ignore[attr-defined]
+
+
+def marked() -> Tower:
+    model = Tower()
+    for number, param in enumerate(model.parameters()):
+        param.speed = 1.0 + number  # type: ignore[attr-defined]
+    return model
+
+
+class Replacing(LayerWise):
+    """Puts new tensors into the place of the old values, columns first."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for param in self.param_groups[0]["params"]:
+            moved = param.data - 0.01 * param.grad * (1 + param.dim())
+            param.data = moved.T.contiguous().T if moved.dim() == 2 else moved
+
+
+class ReplacingElements(Replacing):
+    elementwise = True
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for param in self.param_groups[0]["params"]:
+            param.data = param.data - 0.01 * param.grad
+
+
+def compared(zero: dict[str, Any], cls: Any, build: Any = Tower) -> tuple[float, str, list[str]]:
+    """The largest difference to plain torch, and what is logged."""
+    case = Case(build, loss, dense_optimizer=cls)
+    with caught() as found:
+        engine = build_engine(Case(build, loss), zero, optimizer=cls)
+    steps = list(zip(train_dense(case, engine.dp_world_size), train_ranks(case, engine), strict=True))
+    return difference(engine, steps[-1][0]), "", found
+
+
+@pytest.mark.parametrize("stage", ["zero0", "zero1", "zero3"])
+def test_attributes_of_parameters_reach_the_optimizer(ranks: Pools, stage: str) -> None:
+    for gap, _, found in ranks(2).run(compared, STAGES[stage], ByAttribute, marked):
+        assert gap <= TOLERANCE and not any("could not be tried" in line for line in found)
+
+
+@pytest.mark.parametrize("stage", ["zero0", "zero1", "zero3"])
+@pytest.mark.parametrize("cls", [Replacing, ReplacingElements])
+def test_a_step_may_replace_the_values(ranks: Pools, cls: Any, stage: str) -> None:
+    for gap, *_ in ranks(2).run(compared, STAGES[stage], cls):
+        assert gap <= TOLERANCE
+
+
 # --- what it costs --------------------------------------------------------------------------------
 
 

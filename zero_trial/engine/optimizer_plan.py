@@ -19,7 +19,7 @@ import math
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -30,7 +30,7 @@ from zero_trial.engine.optimizers import Groups, muon_groups, resolve_optimizer,
 from zero_trial.errors import ConfigError
 from zero_trial.ops.optimizers import FusedLamb, Muon, ShardOptimizer, orthogonalization_flops, steps_otherwise
 from zero_trial.sharding.grouping import is_model_parallel
-from zero_trial.sharding.whole_tensors import Work
+from zero_trial.sharding.whole_tensors import Work, weight_for
 
 log = logging.getLogger("zero_trial")
 
@@ -138,11 +138,23 @@ def probe(make: Make, groups: Sequence[Mapping[str, Any]], name: str) -> Traits:
         random.setstate(python)
 
 
+class _Kind(NamedTuple):
+    """A tensor of the probe: its optimizer group, its shape, and a parameter whose attributes it
+    has."""
+
+    group: int
+    shape: tuple[int, ...]
+    like: nn.Parameter
+
+
 def _probe(make: Make, groups: Sequence[Mapping[str, Any]], name: str) -> Traits:
-    kinds: list[tuple[int, tuple[int, ...]]] = []  # group, shape
+    kinds: list[_Kind] = []
     for index, group in enumerate(groups):
-        dims = sorted({min(param.dim(), len(_SHAPES) - 1) for param in group["params"]})
-        kinds += [(index, shapes[dim]) for dim in dims for shapes in (_SHAPES, _OTHER_SHAPES)]
+        alike: dict[int, list[nn.Parameter]] = {}
+        for param in group["params"]:
+            alike.setdefault(min(param.dim(), len(_SHAPES) - 1), []).append(param)
+        for dim, params in sorted(alike.items()):
+            kinds += [_Kind(index, _SHAPES[dim], params[0]), _Kind(index, _OTHER_SHAPES[dim], params[-1])]
     try:
         before = torch.get_rng_state()
         together = _train(make, groups, kinds, list(range(len(kinds))))
@@ -163,12 +175,12 @@ def _probe(make: Make, groups: Sequence[Mapping[str, Any]], name: str) -> Traits
 
 
 def _train(
-    make: Make, groups: Sequence[Mapping[str, Any]], kinds: Sequence[tuple[int, tuple[int, ...]]], chosen: list[int]
+    make: Make, groups: Sequence[Mapping[str, Any]], kinds: Sequence[_Kind], chosen: list[int]
 ) -> list[dict[str, torch.Tensor]]:
     """Return for each of ``chosen``, after some steps, how far it has moved, its state, and what
     its group and the optimizer count: a coupling may show there long before it shows in the weights
     (D-adaptation)."""
-    weights = {index: nn.Parameter(_start(kinds[index][1], index)) for index in chosen}
+    weights = {index: _start(kinds[index], index) for index in chosen}
     optimizer = make(_over(groups, kinds, weights))
     if callable(switch := getattr(optimizer, "train", None)):  # schedule-free
         switch()
@@ -181,7 +193,7 @@ def _train(
     for index, weight in weights.items():
         group = next(each for each in optimizer.param_groups if any(param is weight for param in each["params"]))
         settings = {key: value for key, value in group.items() if key != "params"}
-        moved = weight.detach() - _start(kinds[index][1], index)
+        moved = weight.detach() - _start(kinds[index], index).detach()
         facts = {"moved": moved, "state": optimizer.state[weight], "group": settings}
         found.append(_numbers({**facts, "attributes": dict(vars(optimizer), state=None, param_groups=None)}, ""))
     return found
@@ -199,19 +211,19 @@ def _numbers(value: Any, place: str) -> dict[str, torch.Tensor]:
 
 def _over(
     groups: Sequence[Mapping[str, Any]],
-    kinds: Sequence[tuple[int, tuple[int, ...]]],
+    kinds: Sequence[_Kind],
     weights: Mapping[int, nn.Parameter],
 ) -> Groups:
     found = []
     for number, group in enumerate(groups):
-        params = [weight for index, weight in weights.items() if kinds[index][0] == number]
+        params = [weight for index, weight in weights.items() if kinds[index].group == number]
         if params:
             found.append({key: value for key, value in group.items() if key != "params"} | {"params": params})
     return found
 
 
-def _start(shape: tuple[int, ...], index: int) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(1000 + index))
+def _start(kind: _Kind, index: int) -> nn.Parameter:
+    return weight_for(kind.like, torch.randn(kind.shape, generator=torch.Generator().manual_seed(1000 + index)))
 
 
 def _alike(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> bool:
@@ -224,9 +236,7 @@ def _alike(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -
     return True
 
 
-def _takes_closure(
-    make: Make, groups: Sequence[Mapping[str, Any]], kinds: Sequence[tuple[int, tuple[int, ...]]]
-) -> bool:
+def _takes_closure(make: Make, groups: Sequence[Mapping[str, Any]], kinds: Sequence[_Kind]) -> bool:
     """Return whether the step works with a closure alone: what failed may be something else."""
     try:
         _train(make, groups, kinds, list(range(len(kinds))))
@@ -234,7 +244,7 @@ def _takes_closure(
         pass
     else:
         return False
-    weights = {index: nn.Parameter(_start(shape, index)) for index, (_, shape) in enumerate(kinds)}
+    weights = {index: _start(kind, index) for index, kind in enumerate(kinds)}
 
     def closure() -> torch.Tensor:
         with torch.enable_grad():
@@ -289,7 +299,7 @@ def stand_ins(groups: Sequence[Mapping[str, Any]]) -> tuple[Groups, dict[int, nn
         params = []
         for param in group["params"]:
             dtype = torch.float64 if param.dtype == torch.float64 else torch.float32
-            stand_in = nn.Parameter(torch.zeros((), dtype=dtype).expand(param.shape))
+            stand_in = weight_for(param, torch.zeros((), dtype=dtype).expand(param.shape))
             known[id(stand_in)] = param
             params.append(stand_in)
         found.append({key: value for key, value in group.items() if key != "params"} | {"params": params})

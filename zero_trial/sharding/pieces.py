@@ -21,7 +21,7 @@ from zero_trial.ops.optimizers import ShardUpdate, TensorSegment
 from zero_trial.sharding.grad_buffer import GradBuffer
 from zero_trial.sharding.layout import ParamSlot
 from zero_trial.sharding.param_group import ParamGroup
-from zero_trial.sharding.whole_tensors import opt_group_of
+from zero_trial.sharding.whole_tensors import opt_group_of, weight_for
 
 
 @dataclass(frozen=True)
@@ -188,11 +188,13 @@ def cut_pieces(
 
 def _tensors(grad_buffer: GradBuffer, whole: Collection[int]) -> Iterator[tuple[str, ShardPiece]]:
     group = grad_buffer.group
-    for slot in group.layout.slots if whole and group.comm.size == 1 else ():
+    if not whole or group.comm.size > 1:
+        return
+    for slot, param in zip(group.layout.slots, group.params, strict=True):
         if slot.numel and (opt_group := opt_group_of(group, slot)) in whole:
             end = slot.offset + slot.numel
             view = group.master[slot.offset : end].view(slot.shape or (1,))
-            yield slot.name, ShardPiece(group, grad_buffer, opt_group, slot.offset, end, nn.Parameter(view))
+            yield slot.name, ShardPiece(group, grad_buffer, opt_group, slot.offset, end, weight_for(param, view))
 
 
 def _runs(grad_buffer: GradBuffer, whole: Collection[int], most: int | None, make: Make) -> Iterator[ShardPiece]:

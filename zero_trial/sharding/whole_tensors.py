@@ -263,24 +263,32 @@ def own_tensors(
         one_owner: rank 0 owns all of them.
     """
     order = {name: index for index, name in enumerate(names)}
-    found: list[tuple[GradBuffer, ParamSlot, int]] = []
+    found: list[tuple[GradBuffer, ParamSlot, int, nn.Parameter]] = []
     for grad_buffer in grad_buffers:
-        for slot in grad_buffer.group.layout.slots:
+        for slot, param in zip(grad_buffer.group.layout.slots, grad_buffer.group.params, strict=True):
             if slot.numel and (opt_group := opt_group_of(grad_buffer.group, slot)) in opt_groups:
-                found.append((grad_buffer, slot, opt_group))
+                found.append((grad_buffer, slot, opt_group, param))
     found.sort(key=lambda row: (row[2], order.get(row[1].name, len(order))))
     held = [
         {rank: stop - start for rank, start, stop, _ in parts_of(buffer.group.layout, slot)}
-        for buffer, slot, _ in found
+        for buffer, slot, *_ in found
     ]
-    loads = [work(slot.shape) for _, slot, _ in found]
+    loads = [work(slot.shape) for _, slot, *_ in found]
     owners = [0] * len(found) if one_owner else assign_owners(loads, comm.size, held, [row[2] for row in found])
     tensors = []
-    for (buffer, slot, opt_group), owner in zip(found, owners, strict=True):
+    for (buffer, slot, opt_group, param), owner in zip(found, owners, strict=True):
         master = buffer.group.master
-        weight = nn.Parameter(absent(slot.shape or (1,), master.dtype, master.device))
+        weight = weight_for(param, absent(slot.shape or (1,), master.dtype, master.device))
         tensors.append(WholeTensor(buffer.group, buffer, slot, opt_group, owner, weight))
     return WholeTensors(tensors, comm) if tensors else None
+
+
+def weight_for(param: nn.Parameter, values: torch.Tensor) -> nn.Parameter:
+    """Return a weight that an optimizer gets in the place of ``param``, with the attributes that
+    user code has set there: it may look at them."""
+    weight = nn.Parameter(values)
+    vars(weight).update(vars(param))
+    return weight
 
 
 def opt_group_of(group: ParamGroup, slot: ParamSlot) -> int:

@@ -18,7 +18,6 @@ from types import MappingProxyType
 from typing import Any, NoReturn, Protocol
 
 import torch
-from torch import nn
 
 from zero_trial.comm import AxisComm
 from zero_trial.errors import TrialError
@@ -36,9 +35,16 @@ from zero_trial.ops.optimizers import (
 )
 from zero_trial.ops.states import BLOCK, StatePart, blocks_of, is_scale, seed_of
 from zero_trial.sharding.full_params import register_optimizer
-from zero_trial.sharding.layout import ParamSlot
 from zero_trial.sharding.param_group import ParamGroup, Updated
-from zero_trial.sharding.pieces import DeviceStore, ShardPiece, StateStore, parts_of, segments_of
+from zero_trial.sharding.pieces import (
+    DeviceStore,
+    ShardPiece,
+    StateStore,
+    held_whole,
+    kept_in_place,
+    parts_of,
+    segments_of,
+)
 from zero_trial.sharding.whole_tensors import WholeTensor, WholeTensors
 
 
@@ -127,7 +133,7 @@ class ShardedOptimizer:
         self.base = base
         self.pieces = list(pieces)
         self.whole = whole
-        self._held = [*_held_whole(self.pieces, whole_groups), *(whole.own if whole is not None else ())]
+        self._held = [*held_whole(self.pieces, whole_groups), *(whole.own if whole is not None else ())]
         self._publisher = publisher
         self.store = store if store is not None else DeviceStore(self.pieces, **_batching(base, at_once))
         self._status = status if status is not None else StepStatus()
@@ -209,10 +215,11 @@ class ShardedOptimizer:
             else:
                 for piece in batch:
                     piece.weight.grad = piece.gradient()
-                if scalars is None:
-                    scaled_step(self.base, multiplier)
-                else:
-                    device_scaled_step(self.base, scalars.factor, scalars.found_inf)
+                with kept_in_place(piece.weight for piece in batch):
+                    if scalars is None:
+                        scaled_step(self.base, multiplier)
+                    else:
+                        device_scaled_step(self.base, scalars.factor, scalars.found_inf)
                 for piece in batch:
                     piece.weight.grad = None
             yield batch, self.store.give_back(batch, rounded)
@@ -226,7 +233,8 @@ class ShardedOptimizer:
             updates = [ShardUpdate(each.weight, _gradient_of(each.weight), None, each.opt_group) for each in tensors]
             self.base.step(updates=updates, multiplier=multiplier, scalars=scalars)
         else:
-            scaled_step(self.base, multiplier)
+            with kept_in_place(each.weight for each in tensors):
+                scaled_step(self.base, multiplier)
 
     @property
     def updated(self) -> list[Updated]:
@@ -259,7 +267,11 @@ class ShardedOptimizer:
         def call() -> None:
             self._status.settle()
             publisher.wait_before_writing()
-            with self.store.lent(), whole.at_hand(gradients=False) if whole is not None else nullcontext():
+            with (
+                self.store.lent(),
+                whole.at_hand(gradients=False) if whole is not None else nullcontext(),
+                kept_in_place(part.weight for part in (*self.pieces, *self._held)),
+            ):
                 switch()
             publisher.publish()
             publisher.wait()
@@ -482,24 +494,6 @@ def _scales_by_tensor(piece: ShardPiece, state: Mapping[str, Any]) -> Iterator[S
         first, last, shape = start // BLOCK, blocks_of(start + high - low), (blocks_of(slot.numel),)
         for kind in filter(is_scale, state):
             yield StateView(kind, slot.name, shape, first, last, state[kind][low // BLOCK : blocks_of(high)])
-
-
-@dataclass(frozen=True)
-class _HeldWhole:
-    """A piece that is a whole tensor, since nothing is sharded."""
-
-    slot: ParamSlot
-    opt_group: int
-    weight: nn.Parameter
-
-
-def _held_whole(pieces: Sequence[ShardPiece], whole_groups: Collection[int]) -> list[_HeldWhole]:
-    found = []
-    for piece in pieces:
-        if piece.opt_group in whole_groups:
-            slot = next(slot for slot in piece.group.layout.slots if slot.numel and slot.offset == piece.low)
-            found.append(_HeldWhole(slot, piece.opt_group, piece.weight))
-    return found
 
 
 def _reshaped(value: Any, shape: Sequence[int], into: Sequence[int]) -> Any:

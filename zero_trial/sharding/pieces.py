@@ -8,8 +8,8 @@ and moments are between steps.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -156,6 +156,41 @@ class DeviceStore:
 
     def close(self) -> None:
         return None
+
+
+@dataclass(frozen=True)
+class HeldWhole:
+    """A piece that is a whole tensor, since nothing is sharded."""
+
+    slot: ParamSlot
+    opt_group: int
+    weight: nn.Parameter
+
+
+def held_whole(pieces: Sequence[ShardPiece], whole_groups: Collection[int]) -> list[HeldWhole]:
+    """Return the pieces that are whole tensors: those of the optimizer groups ``whole_groups``."""
+    found = []
+    for piece in pieces:
+        if piece.opt_group in whole_groups:
+            slot = next(slot for slot in piece.group.layout.slots if slot.numel and slot.offset == piece.low)
+            found.append(HeldWhole(slot, piece.opt_group, piece.weight))
+    return found
+
+
+@contextmanager
+def kept_in_place(weights: Iterable[nn.Parameter]) -> Iterator[None]:
+    """Copy values that the block puts elsewhere (``param.data = new``) back into the weights' own
+    memory, from which masters are read."""
+    homes = [(weight, weight.detach(), _memory(weight)) for weight in weights]
+    yield
+    for weight, home, memory in homes:
+        if _memory(weight) != memory:
+            home.copy_(weight.detach())
+            weight.data = home
+
+
+def _memory(tensor: torch.Tensor) -> tuple[int, int, tuple[int, ...]]:
+    return tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.stride()
 
 
 Make = Callable[..., ShardPiece]

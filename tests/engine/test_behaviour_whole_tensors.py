@@ -198,6 +198,32 @@ def test_a_step_may_replace_the_values(ranks: Pools, cls: Any, stage: str) -> No
         assert gap <= TOLERANCE
 
 
+class FirstOfEach(LayerWise):
+    """Looks at the first tensor of every group."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        assert {group["params"][0].device.type for group in self.param_groups} == {"cpu"}
+        super().step()
+
+
+def one_alone(model: Any) -> list[dict[str, Any]]:
+    first, *others = model.parameters()
+    return [{"params": [first], "lr": 0.02}, {"params": others}]
+
+
+def owning_no_tensor_of_a_group() -> tuple[float, list[int]]:
+    case = Case(Tower, loss, dense_optimizer=FirstOfEach, groups=one_alone)
+    engine = build_engine(case, STAGES["zero1"], optimizer=FirstOfEach)
+    steps = list(zip(train_dense(case, engine.dp_world_size), train_ranks(case, engine), strict=True))
+    return difference(engine, steps[-1][0]), [len(group["params"]) for group in engine.optimizer.param_groups]
+
+
+def test_a_step_sees_no_group_of_which_a_rank_owns_nothing(ranks: Pools) -> None:
+    found = ranks(2).run(owning_no_tensor_of_a_group)
+    assert sorted(sizes[0] for _, sizes in found) == [0, 1]
+    assert max(gap for gap, _ in found) <= TOLERANCE
+
+
 # --- what it costs --------------------------------------------------------------------------------
 
 
@@ -304,6 +330,23 @@ def test_an_optimizer_inside_another_is_built_by_a_callable_and_not_saved(ranks:
     """As an object it would go on stepping the model's own parameters, which get no gradients."""
     for gap, _ in ranks(2).run(wrapped, str(tmp_path)):
         assert gap <= TOLERANCE
+
+
+class Counts(LayerWise):
+    """Counts its steps beside its tensors' states."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        state: Any = self.state
+        state["shared"] = state.get("shared", 0) + 1
+        super().step()
+
+
+def test_state_that_belongs_to_no_parameter_is_not_lost_in_silence(tmp_path: Path) -> None:
+    engine = build_engine(Case(Tower, loss), STAGES["zero0"], optimizer=Counts)
+    engine.backward(loss(engine, Turn(0, 0, 0)))
+    engine.step()
+    with pytest.raises(CheckpointError, match=r"Counts\.state.*'shared'"):
+        engine.save_checkpoint(str(tmp_path))
 
 
 # --- pipelines ------------------------------------------------------------------------------------

@@ -44,6 +44,7 @@ from zero_trial.sharding.pieces import (
     kept_in_place,
     parts_of,
     segments_of,
+    without_empty_groups,
 )
 from zero_trial.sharding.whole_tensors import WholeTensor, WholeTensors
 
@@ -233,7 +234,7 @@ class ShardedOptimizer:
             updates = [ShardUpdate(each.weight, _gradient_of(each.weight), None, each.opt_group) for each in tensors]
             self.base.step(updates=updates, multiplier=multiplier, scalars=scalars)
         else:
-            with kept_in_place(each.weight for each in tensors):
+            with kept_in_place(each.weight for each in tensors), without_empty_groups(self.base):
                 scaled_step(self.base, multiplier)
 
     @property

@@ -332,23 +332,6 @@ def test_an_optimizer_inside_another_is_built_by_a_callable_and_not_saved(ranks:
         assert gap <= TOLERANCE
 
 
-class Counts(LayerWise):
-    """Counts its steps beside its tensors' states."""
-
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        state: Any = self.state
-        state["shared"] = state.get("shared", 0) + 1
-        super().step()
-
-
-def test_state_that_belongs_to_no_parameter_is_not_lost_in_silence(tmp_path: Path) -> None:
-    engine = build_engine(Case(Tower, loss), STAGES["zero0"], optimizer=Counts)
-    engine.backward(loss(engine, Turn(0, 0, 0)))
-    engine.step()
-    with pytest.raises(CheckpointError, match=r"Counts\.state.*'shared'"):
-        engine.save_checkpoint(str(tmp_path))
-
-
 # --- pipelines ------------------------------------------------------------------------------------
 
 

@@ -3,6 +3,7 @@ closures."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,7 +22,7 @@ from tests.support.whole_optimizers import (
     ShampooLike,
 )
 from zero_trial.engine.optimizer_plan import again, is_elementwise, probe, regrouped, stand_ins
-from zero_trial.errors import ConfigError
+from zero_trial.errors import CheckpointError, ConfigError
 from zero_trial.ops.optimizers import CPUAdam, FusedLamb, Lion, scaled_step, steps_otherwise, supports_device_scalars
 
 
@@ -279,3 +280,38 @@ def test_state_that_is_made_when_an_object_is_built_is_refused() -> None:
         zero_trial.initialize(model=net, config=CONFIG, optimizer=Anchored(net.parameters()))
     assert error.value.where == "optimizer"
     zero_trial.initialize(model=net, config=CONFIG, optimizer=Anchored)
+
+
+class Counts(LayerWise):
+    """Counts its steps beside its tensors' states."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        state: Any = self.state
+        state["shared"] = state.get("shared", 0) + 1
+        super().step()
+
+
+def test_state_that_belongs_to_no_parameter_is_not_lost_in_silence(tmp_path: Path) -> None:
+    engine = zero_trial.initialize(model=model(), config=CONFIG, optimizer=Counts)[0]
+    engine.backward(engine(torch.ones(2, 3)).sum())
+    engine.step()
+    with pytest.raises(CheckpointError, match=r"Counts\.state.*'shared'"):
+        engine.save_checkpoint(str(tmp_path))
+
+
+@pytest.mark.parametrize("into", ["a new group", "an old group"])
+def test_parameters_that_are_added_later_are_refused(into: str) -> None:
+    """They would not train."""
+    net = model()
+    client = torch.optim.SGD(net[0].parameters(), lr=0.1)
+    engine = zero_trial.initialize(model=net, config=CONFIG, optimizer=client)[0]
+    with pytest.raises(ConfigError, match="add_param_group"):
+        engine.optimizer.add_param_group({"params": list(net[1].parameters())})
+    if into == "a new group":
+        client.add_param_group({"params": list(net[1].parameters())})
+    else:
+        client.param_groups[0]["params"].append(net[1].weight)
+    engine.backward(engine(torch.ones(2, 3)).sum())
+    with pytest.raises(ConfigError, match="SGD") as error:
+        engine.step()
+    assert error.value.where == "optimizer.param_groups" and error.value.fix

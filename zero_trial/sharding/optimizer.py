@@ -10,7 +10,6 @@ others in ``offload``.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -40,10 +39,13 @@ from zero_trial.sharding.pieces import (
     DeviceStore,
     ShardPiece,
     StateStore,
+    all_at_initialize,
+    batching,
     held_whole,
     kept_in_place,
     parts_of,
     segments_of,
+    sizes_of,
     without_empty_groups,
 )
 from zero_trial.sharding.whole_tensors import WholeTensor, WholeTensors
@@ -68,14 +70,6 @@ class StepStatus:
 
     def settle(self) -> None:
         """Wait until the last step's outcome is known."""
-
-
-def _batching(base: torch.optim.Optimizer, at_once: bool) -> dict[str, Any]:
-    """Choose how ``base`` gets its pieces: by group, all at once (norms over tensors that lie in
-    several pieces, or a class that may count its own steps), or bounded by the casts' memory."""
-    if at_once or (isinstance(base, ShardOptimizer) and not base.elementwise):
-        return {"cast_numel": math.inf}
-    return {"by_group": True} if isinstance(base, ShardOptimizer) and base.fuses else {}
 
 
 @dataclass(frozen=True)
@@ -136,8 +130,9 @@ class ShardedOptimizer:
         self.whole = whole
         self._held = [*held_whole(self.pieces, whole_groups), *(whole.own if whole is not None else ())]
         self._publisher = publisher
-        self.store = store if store is not None else DeviceStore(self.pieces, **_batching(base, at_once))
+        self.store = store if store is not None else DeviceStore(self.pieces, **batching(base, at_once))
         self._status = status if status is not None else StepStatus()
+        self._sizes = sizes_of(base)
         self._stateful = 0  # weights that had state before the last step
         register_optimizer((param for group in groups for param in group.params), self)
         if shard is not None:
@@ -187,6 +182,10 @@ class ShardedOptimizer:
             fix="Call engine.step() instead, and leave optimizer.zero_grad() out.",
         )
 
+    def add_param_group(self, param_group: Mapping[str, Any]) -> NoReturn:
+        """Raise ConfigError: the engine has no gradients of parameters that come later."""
+        raise all_at_initialize("optimizer.add_param_group")
+
     def update(
         self, multiplier: float, scalars: DeviceScalars | None = None
     ) -> Iterator[tuple[Sequence[Updated], bool]]:
@@ -199,6 +198,9 @@ class ShardedOptimizer:
         :meth:`undo_step` must follow. Optimizers that sum norms over tensors (LAMB) are collective
         over shard.
         """
+        if (sizes := sizes_of(self.base)) != self._sizes:
+            given = {"got": f"{type(self.base).__name__} with {sizes} tensors", "expected": self._sizes}
+            raise all_at_initialize("optimizer.param_groups", **given)
         self._stateful = len(self.base.state)
         if self.whole is not None:  # first: its exchanges come before any group's publication, on every rank
             with self.whole.at_hand(gradients=True):

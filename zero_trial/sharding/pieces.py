@@ -8,6 +8,7 @@ and moments are between steps.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ import torch
 from torch import nn
 
 from zero_trial.errors import ConfigError
-from zero_trial.ops.optimizers import ShardUpdate, TensorSegment
+from zero_trial.ops.optimizers import ShardOptimizer, ShardUpdate, TensorSegment
 from zero_trial.sharding.grad_buffer import GradBuffer
 from zero_trial.sharding.layout import ParamSlot
 from zero_trial.sharding.param_group import ParamGroup
@@ -158,6 +159,14 @@ class DeviceStore:
         return None
 
 
+def batching(base: torch.optim.Optimizer, at_once: bool) -> dict[str, Any]:
+    """Choose how ``base`` gets its pieces: by group, all at once (norms over tensors that lie in
+    several pieces, or a class that may count its own steps), or bounded by the casts' memory."""
+    if at_once or (isinstance(base, ShardOptimizer) and not base.elementwise):
+        return {"cast_numel": math.inf}
+    return {"by_group": True} if isinstance(base, ShardOptimizer) and base.fuses else {}
+
+
 @dataclass(frozen=True)
 class HeldWhole:
     """A piece that is a whole tensor, since nothing is sharded."""
@@ -191,6 +200,21 @@ def kept_in_place(weights: Iterable[nn.Parameter]) -> Iterator[None]:
 
 def _memory(tensor: torch.Tensor) -> tuple[Any, ...]:
     return tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.stride()
+
+
+def sizes_of(base: torch.optim.Optimizer) -> list[int]:
+    """Return how many tensors each optimizer group has."""
+    return [len(group["params"]) for group in base.param_groups]
+
+
+def all_at_initialize(where: str, **facts: Any) -> ConfigError:
+    """Return the error for parameters that an optimizer gets after it was given to initialize()."""
+    return ConfigError(
+        "an optimizer gets no parameters after initialize(): no gradients are reduced for them, and they would not train",
+        where=where,
+        fix="Give all parameters to initialize(); those to be trained later can have lr 0 in their group until then.",
+        **facts,
+    )
 
 
 @contextmanager

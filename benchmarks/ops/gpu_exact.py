@@ -16,6 +16,7 @@ import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from benchmarks.processes import BROKEN
 from zero_trial.ops import reference
 from zero_trial.ops.cuda_runtime import cuda_backend
 from zero_trial.ops.dispatch import OPS
+from zero_trial.ops.optimizers import FusedAdagrad, FusedAdam, FusedLion, FusedOptimizer, FusedSGD, ShardUpdate
 
 SIZES = (1, 15, 1023, 2047, 2048, 2049, 40_003, 1_000_003)
 SHIFTS = (0, 1, 4)
@@ -245,11 +247,35 @@ def graph(device: torch.device, sizes: Sequence[int]) -> Iterator[Row]:
         yield row("graph", what, all(same(x, y) for x, y in zip(*ends, strict=True)))
 
 
+def narrow(device: torch.device, sizes: Sequence[int]) -> Iterator[Row]:
+    """The optimizers with states in bf16 and in 8-bit blocks, rounded with the same noise."""
+    makes: dict[str, Callable[..., FusedOptimizer]] = {
+        "Adam": FusedAdam,
+        "Lion": FusedLion,
+        "Adagrad": FusedAdagrad,
+        "SGD": partial(FusedSGD, lr=1e-3, momentum=0.9),
+    }
+    for (name, make), states, dtype in product(makes.items(), ("bf16", "8bit"), FLOATS):
+        ends = []
+        for where in (device, torch.device("cpu")):
+            weights = [torch.nn.Parameter(at(where, i % 2, randn(n, i))) for i, n in enumerate(sizes)]
+            optimizer = make(weights, states=states)
+            for step in range(3):
+                gradients = [at(where, i % 3, randn(n, 60 + i + step, dtype)) for i, n in enumerate(sizes)]
+                with torch.no_grad():
+                    updates = [ShardUpdate(w, g, None, 0) for w, g in zip(weights, gradients, strict=True)]
+                    optimizer.update(updates, 0.7, None)
+            kept = [value for state in optimizer.state.values() for value in state.values()]
+            ends.append([weight.detach() for weight in weights] + [x.float() for x in kept if torch.is_tensor(x)])
+        yield row("narrow", f"{name} {states} {dtype}", all(same(x, y) for x, y in zip(*ends, strict=True)))
+
+
 SECTIONS: dict[str, Callable[[torch.device, Sequence[int]], Iterator[Row]]] = {
     **{name: partial(steps, name=name) for name in STEPS},
     "float64": exact_adamw,
     "sums": sums,
     "many": many,
+    "narrow": narrow,
     "lamb": lambs,
     "control": control,
     "streams": streams,

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import zero_trial
+from tests.support.pool import Pools
 from tests.support.whole_optimizers import (
     Closure,
     GlobalNorm,
@@ -21,6 +22,7 @@ from tests.support.whole_optimizers import (
     ScheduleFree,
     ShampooLike,
 )
+from zero_trial import zero as access
 from zero_trial.engine.optimizer_plan import again, is_elementwise, probe, regrouped, stand_ins
 from zero_trial.errors import CheckpointError, ConfigError
 from zero_trial.ops.optimizers import CPUAdam, FusedLamb, Lion, scaled_step, steps_otherwise, supports_device_scalars
@@ -315,3 +317,56 @@ def test_parameters_that_are_added_later_are_refused(into: str) -> None:
     with pytest.raises(ConfigError, match="SGD") as error:
         engine.step()
     assert error.value.where == "optimizer.param_groups" and error.value.fix
+
+
+class ByDimensions(LayerWise):
+    """Slower in each dimension; with momentum."""
+
+    def direction(self, param: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
+        state = self.state[param]
+        state["step"] = state.get("step", torch.tensor(0.0)) + 1
+        momentum = state.setdefault("momentum_buffer", torch.zeros_like(param))
+        return momentum.lerp_(param.grad, 0.5) / (1 + param.dim())  # type: ignore[arg-type]
+
+
+class Scalar(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.scale = nn.Linear(3, 2), nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = (self.inner(x) * self.scale).square().mean()
+        return out
+
+
+def scalar_trained(stage: int, folder: str, resume: bool) -> tuple[float, float]:
+    """How far the weights, and the scalar's momentum, are from plain torch's after four steps."""
+    nets = []
+    for _ in range(2):
+        torch.manual_seed(1)
+        nets.append(Scalar())
+    plain = ByDimensions(nets[0].parameters())
+    config = {"train_micro_batch_size_per_gpu": 1, "gradient_clipping": 0.0, "zero_optimization": {"stage": stage}}
+    engine = zero_trial.initialize(model=nets[1], config=config, optimizer=ByDimensions)[0]
+    if resume:
+        engine.load_checkpoint(folder)
+    for step in range(4):
+        plain.zero_grad()
+        nets[0](torch.ones(2, 3) * step).backward()
+        plain.step()
+        if step >= 2 or not resume:
+            engine.backward(engine(torch.ones(2, 3) * step))
+            engine.step()
+        if step == 1 and not resume:
+            engine.save_checkpoint(folder)
+    state = access.safe_get_full_optimizer_state(engine.module.scale, "momentum_buffer")
+    assert state is not None and state.shape == ()
+    weights = engine.module_state_dict()
+    gap = max((weights[name] - value).abs().max().item() for name, value in nets[0].state_dict().items())
+    return gap, (state - plain.state[nets[0].scale]["momentum_buffer"]).abs().item()
+
+
+def test_a_scalar_parameter_has_no_dimension(ranks: Pools, tmp_path: Path) -> None:
+    for resume, world, stage in [(False, 2, 1), (True, 2, 0), (True, 2, 3), (True, 1, 0)]:
+        for gaps in ranks(world).run(scalar_trained, stage, str(tmp_path), resume):
+            assert max(gaps) <= 2e-6, (world, stage)

@@ -336,9 +336,8 @@ class ShardedOptimizer:
         self._status.settle()
         for held in self._held:
             for key, value in self.base.state.get(held.weight, {}).items():
-                if torch.is_tensor(value) and value.dim() > 0:
-                    shape = held.slot.shape if value.shape == held.weight.shape else tuple(value.shape)
-                    yield StateView(key, held.slot.name, shape, 0, value.numel(), value.view(-1))
+                if torch.is_tensor(value) and (value.dim() > 0 or _is_by_element(key, value, held.weight)):
+                    yield StateView(key, held.slot.name, tuple(value.shape), 0, value.numel(), value.view(-1))
         known = {id(held.weight) for held in self._held}
         for piece in self.pieces:
             state = {} if id(piece.weight) in known else self.base.state.get(piece.weight, {})
@@ -353,10 +352,7 @@ class ShardedOptimizer:
         for held in self._held:
             state = self.base.state.get(held.weight, {})
             if state:
-                yield (
-                    held.slot.name,
-                    {key: _reshaped(value, held.weight.shape, held.slot.shape) for key, value in state.items()},
-                )
+                yield held.slot.name, dict(state)
 
     @property
     def whole_names(self) -> list[str]:
@@ -398,13 +394,12 @@ class ShardedOptimizer:
         self.base.state.clear()
         for held in self._held:
             if held.slot.name in states:
-                own = states[held.slot.name]
-                state = {key: _reshaped(value, held.slot.shape, held.weight.shape) for key, value in own.items()}
+                state = dict(states[held.slot.name])
             else:
                 state = {}
                 for kind in kinds:
                     if (shape := shape_of(kind, held.slot.name)) is not None:
-                        state[kind] = held.weight.new_zeros(held.weight.shape if shape == held.slot.shape else shape)
+                        state[kind] = held.weight.new_zeros(shape)
                 state |= self._scalars_of(held, scalars)
             if state:
                 self.base.state[held.weight] = state
@@ -499,14 +494,6 @@ def _scales_by_tensor(piece: ShardPiece, state: Mapping[str, Any]) -> Iterator[S
             yield StateView(kind, slot.name, shape, first, last, state[kind][low // BLOCK : blocks_of(high)])
 
 
-def _reshaped(value: Any, shape: Sequence[int], into: Sequence[int]) -> Any:
-    """Return ``value`` with the shape ``into`` where it is a tensor of ``shape``: a scalar
-    parameter is trained as (1,)."""
-    if torch.is_tensor(value) and tuple(value.shape) == tuple(shape) != tuple(into):
-        return value.reshape(tuple(into))
-    return value
-
-
 def _bytes_of(state: Any) -> int:
     """Count the bytes of the tensors in ``state``; single numbers do not count."""
     if torch.is_tensor(state):
@@ -521,7 +508,7 @@ def is_elementwise_state(value: Any, piece: ShardPiece) -> bool:
 
 
 def _has_shape_of(value: Any, weight: torch.Tensor) -> bool:
-    return torch.is_tensor(value) and value.shape == weight.shape and value.dim() > 0
+    return torch.is_tensor(value) and value.shape == weight.shape
 
 
 def _gradient_of(weight: torch.Tensor) -> torch.Tensor:
@@ -529,8 +516,9 @@ def _gradient_of(weight: torch.Tensor) -> torch.Tensor:
 
 
 def _is_by_element(kind: str, value: Any, weight: torch.Tensor) -> bool:
-    """Return whether state ``kind`` has a value per element, or is the scales of such a one."""
-    return _has_shape_of(value, weight) or is_scale(kind)
+    """Return whether state ``kind`` has a value per element, or is the scales of such a one. All
+    state of a scalar parameter has one, but the count of its steps."""
+    return (_has_shape_of(value, weight) and (weight.dim() > 0 or kind != "step")) or is_scale(kind)
 
 
 def _fused(base: torch.optim.Optimizer) -> bool:

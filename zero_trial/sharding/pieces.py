@@ -245,7 +245,7 @@ def cut_pieces(
 
     Args:
         whole: optimizer groups whose tensors are not cut. Where nothing is sharded each gets a
-            piece in its shape (a scalar in (1,)); elsewhere none, since its owner updates it
+            piece in its shape; elsewhere none, since its owner updates it
             (:func:`own_tensors`).
         names: of the model's parameters, in the order that whole tensors shall have.
         most: cut further at multiples of so many elements, counted from the shard's start.
@@ -265,7 +265,7 @@ def _tensors(grad_buffer: GradBuffer, whole: Collection[int]) -> Iterator[tuple[
     for slot, param in zip(group.layout.slots, group.params, strict=True):
         if slot.numel and (opt_group := opt_group_of(group, slot)) in whole:
             end = slot.offset + slot.numel
-            view = group.master[slot.offset : end].view(slot.shape or (1,))
+            view = group.master[slot.offset : end].view(slot.shape)
             yield slot.name, ShardPiece(group, grad_buffer, opt_group, slot.offset, end, weight_for(param, view))
 
 

@@ -77,7 +77,7 @@ def assign_owners(
 class WholeTensor:
     """A tensor that is updated whole by ``owner`` (an index on the shard axis).
 
-    ``weight`` has its shape (a scalar's is (1,)); its values, and its gradient's, are there only
+    ``weight`` has its shape; its values, and its gradient's, are there only
     inside :meth:`WholeTensors.at_hand` on the owner.
     """
 
@@ -278,7 +278,7 @@ def own_tensors(
     tensors = []
     for (buffer, slot, opt_group, param), owner in zip(found, owners, strict=True):
         master = buffer.group.master
-        weight = weight_for(param, absent(slot.shape or (1,), master.dtype, master.device))
+        weight = weight_for(param, absent(slot.shape, master.dtype, master.device))
         tensors.append(WholeTensor(buffer.group, buffer, slot, opt_group, owner, weight))
     return WholeTensors(tensors, comm) if tensors else None
 

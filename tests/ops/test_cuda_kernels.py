@@ -23,6 +23,9 @@ from zero_trial.ops.cuda_runtime import Kernel
 from zero_trial.ops.spec import BF16, FP16, FP32, NONE
 from zero_trial.ops.states import STATE_8BIT, STATE_BF16
 
+# compiling them all takes half a minute
+pytestmark = pytest.mark.slow
+
 BUDGETS = json.loads(cubins.BUDGETS.read_text())
 HINT = "pip install 'zero_trial[cuda-check]'"
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import resource
+import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -308,3 +309,25 @@ def test_all_are_waited_for() -> None:
     with pytest.raises(StorageError):
         DiskFailure().wait([transfer(OSError("one")), last])
     assert last._futures == []
+
+
+def test_a_forgotten_file_is_collected_while_a_thread_starts(tmp_path: Path) -> None:
+    """The collector may run under threading's own locks; a wait for the file's threads would be a
+    deadlock."""
+    file = SwapFile(tmp_path, 1 << 16)
+    file.write(0, torch.ones(1 << 16, dtype=torch.uint8)).wait()
+    descriptor = file._cached
+
+    def forget() -> None:
+        nonlocal file
+        with threading._shutdown_locks_lock:  # type: ignore[attr-defined]
+            del file
+
+    forgetting = threading.Thread(target=forget, daemon=True)
+    forgetting.start()
+    forgetting.join(timeout=20)
+    assert not forgetting.is_alive()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        for _ in range(200):  # its threads end by themselves
+            os.fstat(descriptor)
+            threading.Event().wait(0.01)

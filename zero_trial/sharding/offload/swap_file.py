@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -43,7 +43,7 @@ class DiskTransfer:
     """A transfer under way. The tensor must be neither written nor read until :meth:`wait` has
     returned."""
 
-    def __init__(self, where: str, futures: list[Future[None]], memory: list[torch.Tensor] | None = None) -> None:
+    def __init__(self, where: str, futures: list[Future[None]], memory: list[Any] | None = None) -> None:
         self._where = where
         self._futures = futures
         # The threads hold it, too, so that the memory outlives a transfer that is dropped. They let
@@ -112,7 +112,10 @@ class SwapFile:
         self._end = self._size = 0
         self._cached, self._direct = _open(folder, direct, where)
         self._pool = ThreadPoolExecutor(depth, thread_name_prefix="zero_trial-disk")
-        self._finalizer = weakref.finalize(self, _close, self._pool, [self._cached, self._direct])
+        self._descriptors = _Descriptors(self._cached, self._direct)
+        # Not a wait: the garbage collector may run while a thread is starting, which then holds the
+        # lock that joining another thread needs.
+        self._finalizer = weakref.finalize(self, self._pool.shutdown, wait=False)
         self._allocate(nbytes)
         if self._direct is not None and not self._direct_works():
             self._direct = None
@@ -185,6 +188,8 @@ class SwapFile:
     def close(self) -> None:
         """Give the disk space back. Transfers must be waited for before."""
         self._finalizer()
+        self._pool.shutdown(wait=True)
+        self._descriptors.close()
 
     def _require_open(self) -> None:
         """Refuse a closed file: the numbers of its descriptors may be another file's by now."""
@@ -232,7 +237,7 @@ class SwapFile:
 
     def _start(self, offset: int, tensor: torch.Tensor, transfer: Transfer) -> DiskTransfer:
         self._require_open()
-        memory, held = _bytes_of(tensor), [tensor]
+        memory, held = _bytes_of(tensor), [tensor, self._descriptors]
         futures = [
             self._pool.submit(_all_of, transfer, fd, memory[low:high], offset + low, held)
             for fd, low, high in self._requests(offset, tensor.data_ptr(), len(memory))
@@ -273,11 +278,19 @@ def _open(folder: Path, direct: bool, where: str) -> tuple[int, int | None]:
     return cached, past
 
 
-def _close(pool: ThreadPoolExecutor, descriptors: list[int | None]) -> None:
-    pool.shutdown(wait=True)
-    for descriptor in descriptors:
-        if descriptor is not None:
-            os.close(descriptor)
+class _Descriptors:
+    """Descriptors that are closed with their last holder: a file, or a transfer of one that was
+    forgotten."""
+
+    def __init__(self, *descriptors: int | None) -> None:
+        self._open = [descriptor for descriptor in descriptors if descriptor is not None]
+
+    def close(self) -> None:
+        while self._open:
+            os.close(self._open.pop())
+
+    def __del__(self) -> None:
+        self.close()
 
 
 def _spans(low: int, high: int, step: int) -> Iterator[tuple[int, int]]:
@@ -292,7 +305,7 @@ def _pwrite(fd: int, memory: memoryview, offset: int) -> int:
     return os.pwritev(fd, [memory], offset)
 
 
-def _all_of(transfer: Transfer, fd: int, memory: memoryview, offset: int, held: list[torch.Tensor]) -> None:
+def _all_of(transfer: Transfer, fd: int, memory: memoryview, offset: int, held: list[Any]) -> None:
     """Repeat a call that did only part of its work; no progress is an error. ``held`` keeps the
     memory alive."""
     done = 0

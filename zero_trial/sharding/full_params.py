@@ -19,7 +19,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from zero_trial.comm import AxisComm
 from zero_trial.errors import TrialError
-from zero_trial.sharding.layout import wide_dtype
+from zero_trial.sharding.layout import ParamSlot, wide_dtype
 from zero_trial.sharding.param_group import ParamGroup, ParamPublisher
 from zero_trial.sharding.plan import Lifetime
 from zero_trial.sharding.unshard import ModuleHook
@@ -172,9 +172,8 @@ def full_of_shard(group: ParamGroup, index: int, shard: torch.Tensor) -> torch.T
     return full[slot.offset : slot.offset + slot.numel].view(slot.shape).clone()
 
 
-def write_to_shard(group: ParamGroup, index: int, shard: torch.Tensor, value: torch.Tensor) -> None:
-    """Write this rank's part of the full ``value`` of slot ``index`` into ``shard``. Local."""
-    slot = group.layout.slots[index]
+def require_shape(slot: ParamSlot, value: torch.Tensor) -> None:
+    """Raise TrialError for a value that does not have the shape of the parameter."""
     if tuple(value.shape) != slot.shape:
         raise TrialError(
             "the value does not have the parameter's shape",
@@ -182,6 +181,12 @@ def write_to_shard(group: ParamGroup, index: int, shard: torch.Tensor, value: to
             got=tuple(value.shape),
             expected=slot.shape,
         )
+
+
+def write_to_shard(group: ParamGroup, index: int, shard: torch.Tensor, value: torch.Tensor) -> None:
+    """Write this rank's part of the full ``value`` of slot ``index`` into ``shard``. Local."""
+    slot = group.layout.slots[index]
+    require_shape(slot, value)
     flat = value.reshape(-1)
     for piece in group.layout.pieces(group.comm.index):
         if piece.slot is slot:

@@ -26,7 +26,7 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from zero_trial.errors import TrialError
-from zero_trial.sharding.full_params import find_param, local_part, widened
+from zero_trial.sharding.full_params import find_param, local_part, require_shape, widened
 from zero_trial.sharding.grad_buffer import GradBuffer
 from zero_trial.sharding.layout import ParamSlot
 from zero_trial.sharding.param_group import ParamGroup
@@ -253,13 +253,7 @@ def safe_set_full_grad(param: nn.Parameter, value: torch.Tensor) -> None:
     """
     model, group, index = _find(param)
     slot = group.layout.slots[index]
-    if tuple(value.shape) != slot.shape:
-        raise TrialError(
-            "the value does not have the parameter's shape",
-            where=slot.name,
-            got=tuple(value.shape),
-            expected=slot.shape,
-        )
+    require_shape(slot, value)
     shown = _reduced(model, param, "safe_set_full_grad")
     flat = value.detach().reshape(-1)
     parts = [flat[p.start : p.stop] for p in group.layout.pieces(group.comm.index) if p.slot is slot]

@@ -135,22 +135,25 @@ def test_twenty_engines_leave_no_more_than_one(ranks: Pools, stage: int) -> None
         assert len({row[2:] for row in rows[2:]}) == 1, rows
 
 
-def forgotten(stage: int) -> tuple[bool, int]:
-    """An engine that nobody destroyed: whether it is gone, and bytes of living tensors that peers
-    can read."""
+def forgotten(stage: int, in_mid_step: bool) -> tuple[bool, bool, int]:
+    """An engine that was not destroyed: whether it and its parameters are gone, and bytes of living
+    tensors that peers can read."""
     gc.collect()
     before = homes_bytes()
     engine = make_engine(TinyLM, {"zero_optimization": {"stage": stage, "param_persistence_threshold": 0}})
     train_engine(engine, range(2))
-    watch = weakref.ref(engine)
+    if in_mid_step:
+        engine.backward(engine(tokens(2, 4)))
+    watch, parameter = weakref.ref(engine), weakref.ref(engine.module.embed.weight)
     del engine
     gc.collect()
-    return watch() is None, homes_bytes() - before
+    return watch() is None, parameter() is None, homes_bytes() - before
 
 
+@pytest.mark.parametrize("in_mid_step", [False, True])
 @pytest.mark.parametrize("stage", [0, 3])
-def test_an_engine_that_was_not_destroyed_goes_too(ranks: Pools, stage: int) -> None:
-    assert ranks(2).run(forgotten, stage) == [(True, 0)] * 2
+def test_an_engine_that_was_not_destroyed_goes_too(ranks: Pools, stage: int, in_mid_step: bool) -> None:
+    assert ranks(2).run(forgotten, stage, in_mid_step) == [(True, True, 0)] * 2
 
 
 def user_code(stage: int) -> dict[str, bool]:

@@ -18,6 +18,7 @@ A gradient that nobody uses costs one assignment and one comparison per paramete
 from __future__ import annotations
 
 import operator
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol, cast
 
@@ -150,9 +151,13 @@ _METADATA = frozenset(
 
 
 class LazyGradient(torch.Tensor):
-    """Stands for a full gradient that is made when it is first used, or that cannot be had."""
+    """Stands for a full gradient that is made when it is first used, or that cannot be had.
 
-    _source: ShownGradients
+    The reference to its source is weak. Python's cycle collector does not follow ``param.grad``, so
+    a strong one would keep the parameters for ever once their engine is dropped after a backward.
+    """
+
+    _source: weakref.ref[ShownGradients]
     _index: int
 
     @staticmethod
@@ -160,7 +165,7 @@ class LazyGradient(torch.Tensor):
         lazy: LazyGradient = torch.Tensor._make_wrapper_subclass(
             cls, param.shape, dtype=param.dtype, device=param.device, storage_size=0
         )
-        lazy._source, lazy._index = source, index
+        lazy._source, lazy._index = weakref.ref(source), index
         return lazy
 
     def __init__(self, param: nn.Parameter, source: ShownGradients, index: int) -> None:
@@ -182,14 +187,25 @@ class LazyGradient(torch.Tensor):
         """Serve what reaches torch below Python: autograd, which adds a late gradient."""
         if func is torch.ops.aten.add_.Tensor and torch._C._current_graph_task_id() != -1:
             lazy, grad = args[0], args[1]
-            lazy._source.add(lazy._index, grad)
+            _source_of(lazy).add(lazy._index, grad)
             return lazy
         args, kwargs = tree_map_only(LazyGradient, _value_of, (args, kwargs or {}))
         return func(*args, **kwargs)
 
 
 def _value_of(lazy: LazyGradient) -> torch.Tensor:
-    return lazy._source.value(lazy._index)
+    return _source_of(lazy).value(lazy._index)
+
+
+def _source_of(lazy: LazyGradient) -> ShownGradients:
+    source = lazy._source()
+    if source is None:
+        raise TrialError(
+            "the engine of this gradient is gone",
+            where=f"a .grad of shape {tuple(lazy.shape)}",
+            fix="Keep the engine, or set param.grad = None before you go on with the module alone.",
+        )
+    return source
 
 
 def _not_here(slot: ParamSlot) -> TrialError:

@@ -168,7 +168,8 @@ def _show(options: argparse.Namespace, home: Any, fresh: bool) -> None:
             "for the det command, without a password:",
             *(f"  {line}" for line in lines),
             f'or: eval "$(zero-trial master up{root} --env)"',
-            f"to log in by hand: det -m {url} user login {exports['DET_USER']}, password in {home.account}",
+            f"to log in by hand: det -m {url} user login {exports['DET_USER']}, password in {home.account}"
+            " (unless you have changed it)",
             "",
             "next: det experiment create CONFIG.yaml MODEL_DIR -f",
             f"      zero-trial master status{root}",

@@ -133,6 +133,21 @@ def test_a_token_that_was_dropped_is_replaced_and_the_password_stays(world: Worl
     assert second.token != first.token
 
 
+def test_a_password_that_the_user_has_changed_stays(world: World, tmp_path: Path) -> None:
+    file = tmp_path / "credentials.json"
+    first = world.accounts.ensure_local_user(file)
+    user = world.accounts.user("determined")
+    assert user is not None
+    world.accounts.put_user(replace(user, password=auth.store_password(auth.client_hash("Mine-123"))))
+    for _ in range(2):
+        again = world.accounts.ensure_local_user(file)
+        assert (again.password, again.token) == ("", first.token)
+        assert world.accounts.login("determined", "Mine-123", is_hashed=False)[0].id == user.id
+    file.unlink()
+    fresh = world.accounts.ensure_local_user(file)
+    assert world.accounts.login("determined", fresh.password, is_hashed=False)[0].id == user.id
+
+
 def test_the_password_pleases_the_genuine_client(world: World, tmp_path: Path) -> None:
     authentication = pytest.importorskip("determined.common.api.authentication")
     authentication.check_password_complexity(world.accounts.ensure_local_user(tmp_path / "c.json").password)

@@ -106,6 +106,38 @@ def test_files_that_match_are_removed(master: Sandbox) -> None:
     assert not (base(master, 1) / name / "optimizer.bin").exists()
 
 
+def test_without_a_pattern_only_the_sizes_are_read_again(master: Sandbox) -> None:
+    """Also of the checkpoint that a living trial goes on from."""
+    master.create()
+    name = save(master, 1, 1)
+    before = master.checkpoints.get(name)
+    master.checkpoints.remove_files([name], [])
+    master.garbage_collector.collect()
+    assert master.checkpoints.get(name) == before and (base(master, 1) / name / "weights").exists()
+    (base(master, 1) / name / "weights").write_bytes(b"12345")
+    master.checkpoints.remove_files([name], [])
+    found = master.checkpoints.get(name)
+    assert (found.state, found.resources["weights"]) == (CheckpointState.PARTIALLY_DELETED, 5)
+
+
+def test_a_pattern_that_matches_nothing_leaves_a_checkpoint_whole(master: Sandbox) -> None:
+    master.create()
+    name = save(master, 1, 1)
+    save(master, 1, 2)
+    master.checkpoints.remove_files([name], ["*.onnx"])
+    assert master.checkpoints.get(name).state is CheckpointState.COMPLETED
+
+
+@pytest.mark.parametrize("glob", ["", "../*", "a/../b"])
+def test_a_pattern_that_leaves_the_checkpoint_is_refused(master: Sandbox, glob: str) -> None:
+    master.create()
+    name = save(master, 1, 1)
+    save(master, 1, 2)
+    with pytest.raises(Invalid, match="checkpointGlobs"):
+        master.checkpoints.remove_files([name], ["weights", glob])
+    assert (base(master, 1) / name / "weights").exists()
+
+
 def test_what_the_harness_deleted_is_noted(master: Sandbox) -> None:
     master.create()
     name = save(master, 1, 1)
@@ -150,7 +182,7 @@ def test_numbers_that_cannot_be_are_refused(master: Sandbox, steps: object, size
 def test_no_file_goes_of_what_a_living_trial_resumes_from(master: Sandbox) -> None:
     master.create()
     old, new = save(master, 1, 1), save(master, 1, 2)
-    for globs in (["weights"], ["**/*"], []):
+    for globs in (["weights"], ["**/*"]):
         with pytest.raises(Conflict):
             master.checkpoints.remove_files([old, new], globs)
     assert all((base(master, 1) / name / "weights").exists() for name in (old, new))

@@ -19,6 +19,7 @@ from zero_trial.master.core.lifecycle import (
     TrialEvent,
     TrialLife,
     assign_slots,
+    end_of_search,
     exit_reason,
     queue_order,
     step_experiment,
@@ -93,9 +94,9 @@ STORIES: list[tuple[str, tuple[TrialEvent, ...], str, RunStage, str]] = [
     ("stopped, then started", (*UP, T.STOP, T.START, T.ACKED, OK), "COMPLETED", RunStage.NONE, "request preempt end"),
     ("its metric is missing", (*UP, Fail("no metric"), Exited(137)), "ERROR", RunStage.NONE, "request kill end"),
     # what it says itself
-    ("invalid hyperparameters", (*UP, EarlyExit("INVALID_HP"), OK), "ERROR", RunStage.NONE, "request watch end"),
-    ("says so and crashes", (*UP, EarlyExit("INVALID_HP"), BAD), "ERROR", RunStage.NONE, "request watch end"),
-    ("says so and stays", (*UP, EarlyExit("INVALID_HP"), T.OVERDUE, Exited(137)), "ERROR", RunStage.NONE, "request watch kill end"),
+    ("invalid hyperparameters", (*UP, EarlyExit("INVALID_HP"), OK), "COMPLETED", RunStage.NONE, "request watch end"),
+    ("says so and crashes", (*UP, EarlyExit("INVALID_HP"), BAD), "ACTIVE", RunStage.QUEUED, "request watch request"),
+    ("says so and stays", (*UP, EarlyExit("INVALID_HP"), T.OVERDUE, Exited(137)), "COMPLETED", RunStage.NONE, "request watch kill end"),
     # what means nothing
     ("an exit without a run", (OK,), "ACTIVE", RunStage.NONE, ""),
     ("events after the end", (*UP, OK, T.START, T.KILL, BAD, T.PAUSE), "COMPLETED", RunStage.NONE, "request end"),
@@ -195,6 +196,8 @@ EXPERIMENT_STORIES: list[tuple[S, E, S, str]] = [
     (S.STOPPING_KILLED, E.CANCEL, S.STOPPING_KILLED, ""),
     (S.ACTIVE, E.SEARCH_COMPLETED, S.STOPPING_COMPLETED, ""),
     (S.ACTIVE, E.SEARCH_FAILED, S.STOPPING_ERROR, ""),
+    (S.ACTIVE, E.SEARCH_CANCELED, S.STOPPING_CANCELED, ""),
+    (S.PAUSED, E.SEARCH_CANCELED, S.STOPPING_CANCELED, ""),
     (S.STOPPING_CANCELED, E.SEARCH_COMPLETED, S.STOPPING_CANCELED, ""),
     (S.STOPPING_COMPLETED, E.CANCEL, S.STOPPING_CANCELED, "cancel"),
     (S.STOPPING_COMPLETED, E.PAUSE, S.STOPPING_COMPLETED, ""),
@@ -214,6 +217,21 @@ EXPERIMENT_STORIES: list[tuple[S, E, S, str]] = [
 def test_experiment_story(before: S, event: E, after: S, effects: str) -> None:
     state, signal = step_experiment(before, event)
     assert (state, "" if signal is None else signal.value) == (after, effects)
+
+
+@pytest.mark.parametrize(
+    ("states", "end"),
+    [
+        ("COMPLETED", E.SEARCH_COMPLETED),
+        ("ERROR ERROR", E.SEARCH_FAILED),
+        ("CANCELED CANCELED", E.SEARCH_CANCELED),
+        ("CANCELED ERROR", E.SEARCH_COMPLETED),
+        ("CANCELED COMPLETED", E.SEARCH_COMPLETED),
+        ("", E.SEARCH_COMPLETED),
+    ],
+)
+def test_the_end_of_a_search_follows_from_its_trials(states: str, end: E) -> None:
+    assert end_of_search([TrialState(word) for word in states.split()]) is end
 
 
 def wait(name: str, experiment: int = 1, slots: int = 1, priority: int = 42, max_slots: int | None = None) -> QueuedRun:

@@ -98,7 +98,24 @@ def test_hyperparameters_that_the_trial_refuses_reach_the_search(master: Sandbox
     for trial_id in (2, 3):  # the refused one does not count
         master.validate(trial_id, 1.0)
         master.exit(trial_id)
-    assert master.states(made.id) == ("COMPLETED", ["ERROR", "COMPLETED", "COMPLETED"])
+    assert master.states(made.id) == ("COMPLETED", ["COMPLETED"] * 3)
+
+
+def test_a_single_trial_that_refuses_its_hyperparameters_completes(master: Sandbox) -> None:
+    made = master.create()
+    master.trials.early_exit(1, "EXITED_REASON_INVALID_HP")
+    master.exit(1)
+    assert master.states(made.id) == ("COMPLETED", ["COMPLETED"]) and "INVALID_HP" in master.trials.get(1).reason
+
+
+def test_an_experiment_whose_trials_were_all_killed_is_canceled(master: Sandbox) -> None:
+    made = master.create(searcher=GRID, hyperparameters=FOUR)
+    while master.runs():
+        trial_id = master.runs()[0].allocation.trial_id
+        master.trials.kill(trial_id)
+        master.exit(trial_id, code=137)
+    assert master.states(made.id) == ("CANCELED", ["CANCELED"] * 4)
+    assert master.experiments.get(made.id).progress is None
 
 
 def test_points_that_cannot_be_reconciled_are_pruned_counted_and_explained(

@@ -100,7 +100,7 @@ def test_a_trial_that_said_that_it_ends_and_does_not_is_ended(master: Sandbox) -
     master.tick()
     assert len(master.agent.killed) == 1
     master.exit(1, code=137)
-    assert master.state_of(1) == "ERROR" and "INVALID_HP" in master.trials.get(1).reason
+    assert master.state_of(1) == "COMPLETED" and "INVALID_HP" in master.trials.get(1).reason
 
 
 def test_logs_hold_what_the_master_did(master: Sandbox) -> None:

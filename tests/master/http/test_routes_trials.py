@@ -104,8 +104,8 @@ def test_the_rest_that_the_harness_reports(task: Any, world: World) -> None:
     assert started.storageId is None
     found = world.trials.get(1)
     assert (found.progress, found.runner_state) == (0.5, "training")
-    world.exit(1, code=1)
-    assert (world.state_of(1), world.trials.get(1).reason) == ("ERROR", "the trial ended itself: INVALID_HP")
+    world.exit(1)
+    assert (world.state_of(1), world.trials.get(1).reason) == ("COMPLETED", "the trial ended itself: INVALID_HP")
 
 
 def test_what_a_trial_says_of_itself_is_kept(task: Any, user: Any, world: World) -> None:

@@ -44,7 +44,7 @@ class Play:
         if isinstance(action, Stop):
             return f"-{self.ids.index(action.request_id) + 1}"
         assert isinstance(action, Shutdown)
-        return "!" if action.failed else "."
+        return "."
 
 
 def twin(search: Searcher, config: Mapping[str, Any], space: Mapping[str, Any]) -> Searcher:

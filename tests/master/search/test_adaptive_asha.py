@@ -224,7 +224,7 @@ def test_an_error_at_the_second_rung():
 def test_all_in_error():
     it = play(max_trials=2)
     assert it.start() == "+1 +2"
-    assert [it.exit(1, ERRORED), it.exit(2, ERRORED)] == ["", "!"]
+    assert [it.exit(1, ERRORED), it.exit(2, ERRORED)] == ["", "."]
 
 
 def test_not_a_number_is_the_worst():

@@ -113,7 +113,7 @@ def test_events_after_the_end_change_nothing():
     search = build({"name": "single", "metric": "loss"}, {"lr": 1}, seed=0)
     (created,) = search.start()
     assert isinstance(created, Create)
-    assert search.on_exited(created.request_id, ExitReason.ERRORED) == [Shutdown(failed=True)]
+    assert search.on_exited(created.request_id, ExitReason.ERRORED) == [Shutdown()]
     before = search.snapshot()
     assert search.on_exited(created.request_id, ExitReason.COMPLETED) == []
     assert search.on_validation(created.request_id, {"loss": 1.0}) == []

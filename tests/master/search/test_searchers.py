@@ -51,7 +51,7 @@ def test_invalid_ones_are_replaced_and_do_not_count():
 def test_errors_count():
     it = play(max_concurrent_trials=1, max_trials=2)
     it.start()
-    assert [it.exit(1, ExitReason.ERRORED), it.exit(2, ExitReason.ERRORED)] == ["+2", "!"]
+    assert [it.exit(1, ExitReason.ERRORED), it.exit(2, ExitReason.ERRORED)] == ["+2", "."]
 
 
 def test_a_canceled_search_has_not_failed():
@@ -64,7 +64,7 @@ def test_a_space_with_nothing_valid_in_it_ends():
     it = play(max_concurrent_trials=1)
     it.start()
     words = [it.exit(number, INVALID) for number in range(1, MOST_INVALID_IN_A_ROW + 1)]
-    assert words[-1] == "!" and all(word.startswith("+") for word in words[:-1])
+    assert words[-1] == "." and all(word.startswith("+") for word in words[:-1])
 
 
 def test_single():
@@ -76,7 +76,7 @@ def test_single():
 def test_an_invalid_single_is_the_same_again_and_not_repeated():
     it = Play(build({"name": "single", "metric": "loss"}, {"lr": 0.1}, seed=1))
     it.start()
-    assert it.exit(1, INVALID) == "!"
+    assert it.exit(1, INVALID) == "."
 
 
 def test_progress():

@@ -15,7 +15,7 @@ import pytest
 from zero_trial.errors import ConfigError
 from zero_trial.master.records import TrialState
 from zero_trial.master.store import Database
-from zero_trial.master.store.database import MIGRATIONS, dumps, insert, loads, plain, reading, update
+from zero_trial.master.store.database import LARGEST_WAL, MIGRATIONS, dumps, insert, loads, plain, reading, update
 
 WRITER = """
 import sys
@@ -41,6 +41,26 @@ def test_what_was_committed_is_read_and_what_failed_is_not(tmp_path: Path) -> No
         raise RuntimeError
     with database.reading() as connection:
         assert [row[0] for row in connection.execute("SELECT key FROM meta")] == ["a"]
+    database.close()
+
+
+def test_a_large_transaction_leaves_no_large_wal(tmp_path: Path) -> None:
+    database = Database(tmp_path / "db")
+    wal = tmp_path / "db-wal"
+    with database.transaction() as connection, database.reading() as reader:
+        reader.execute("SELECT count(*) FROM meta").fetchone()
+        connection.execute("INSERT INTO contexts VALUES (1, zeroblob(?))", (2 * LARGEST_WAL,))
+    with database.reading() as reader:
+        assert reader.execute("SELECT length(tgz) FROM contexts").fetchone()[0] == 2 * LARGEST_WAL
+    assert wal.stat().st_size == 0
+    with database.reading() as reader:  # a reader does not hold up the writer
+        reader.execute("SELECT count(*) FROM meta").fetchone()
+        with database.transaction() as connection:
+            connection.execute("INSERT INTO contexts VALUES (2, zeroblob(?))", (2 * LARGEST_WAL,))
+    assert wal.stat().st_size > LARGEST_WAL
+    with database.transaction() as connection:
+        connection.execute("INSERT INTO meta VALUES ('a', '1')")
+    assert wal.stat().st_size == 0
     database.close()
 
 

@@ -88,14 +88,19 @@ def delete(base: Path, name: str) -> bool:
     return True
 
 
+def matching(base: Path, name: str, globs: Sequence[str]) -> list[str]:
+    """List the files of a checkpoint that match a glob."""
+    there = remaining(base, name)
+    return [path for path in there if any(fnmatch.fnmatch(path, glob) or _deep(path, glob) for glob in globs)]
+
+
 def delete_matching(base: Path, name: str, globs: Sequence[str]) -> None:
     """Delete the checkpoint's files that match a glob, and its folder if no file is left."""
     folder = folder_of(base, name)
     if folder is None:
         return
-    for path in contents(folder):
-        if any(fnmatch.fnmatch(path, pattern) or _deep(path, pattern) for pattern in globs):
-            (folder / path).unlink(missing_ok=True)
+    for path in matching(base, name, globs):
+        (folder / path).unlink(missing_ok=True)
     if not contents(folder):
         shutil.rmtree(folder)
 

@@ -100,7 +100,9 @@ def require_own(allocation: Allocation, **asked: object) -> None:
 
 @dataclass(frozen=True)
 class Credentials:
-    """The local user's password, for ``det user login``, and token, for ``DET_USER_TOKEN``."""
+    """The local user's password, for ``det user login``, and token, for ``DET_USER_TOKEN``. The
+    password is empty if the user has changed it.
+    """
 
     user: str
     password: str
@@ -211,15 +213,18 @@ class AccountService:
         """Return the credentials of the local user, kept in ``file`` (mode 0600) from one start of
         the master to the next.
 
-        Password and token are random; they are made where there are none and where they are no
-        longer good. Anyone who can read the file is that user.
+        Password and token are random. A token is made where there is none that is still good, a
+        password where there is none; one that the user has set stays, and is not in the file.
+        Without the file both are made anew. Anyone who can read the file is that user.
         """
         kept = _read(file)
         user = self.user(LOCAL_USER)
         if user is None:
             user = self.put_user(User(id=0, name=LOCAL_USER, admin=True, active=True, password=""))
-        password = kept.password if kept is not None else ""
-        if not password or not check_password(user.password, client_hash(password)):
+        password = (
+            kept.password if kept is not None and check_password(user.password, client_hash(kept.password)) else ""
+        )
+        if kept is None or not user.password:
             # Determined's command asks for 8 characters with an upper-case letter, a lower-case one
             # and a digit.
             password = f"Zt1{secrets.token_urlsafe(15)}"

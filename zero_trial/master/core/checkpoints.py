@@ -88,10 +88,17 @@ class CheckpointService:
                 trials.change(tx.connection, run.trial_id, latest_checkpoint=stored.uuid)
 
     def patch_resources(self, uuid: str, resources: Mapping[str, int]) -> None:
-        """Record the files that are left after a deletion; none left means DELETED."""
+        """Record the files that are there now: none left means DELETED, others than were known
+        PARTIALLY_DELETED.
+        """
         with transaction(self._state) as tx:
-            existing(checkpoints.get(tx.connection, uuid, derived=False), f"checkpoint {uuid}")
-            state = CheckpointState.PARTIALLY_DELETED if resources else CheckpointState.DELETED
+            found = existing(checkpoints.get(tx.connection, uuid, derived=False), f"checkpoint {uuid}")
+            if not resources:
+                state = CheckpointState.DELETED
+            elif {**_unreported(resources), **found.resources} != resources:
+                state = CheckpointState.PARTIALLY_DELETED
+            else:
+                state = found.state
             size = _count(sum(resources.values()), "resources")
             checkpoints.change(tx.connection, uuid, resources=dict(resources), size=size, state=state)
 
@@ -104,21 +111,34 @@ class CheckpointService:
             tx.collect_garbage()
 
     def remove_files(self, uuids: Sequence[str], globs: Sequence[str]) -> None:
-        """Delete the files of these checkpoints that match a glob; without globs, delete the
-        checkpoints.
+        """Delete the files of these checkpoints that match a glob.
+
+        ``**/*`` deletes the checkpoints; without globs only the sizes of their files are recorded
+        anew. Raises Invalid for a glob that is empty or contains ``..``.
 
         Nothing is touched unless all of them may be deleted. Then one checkpoint after the other is
         marked and its files are deleted. If a file cannot be deleted, those before it are recorded
         as done, those after it are untouched, and the call can be repeated.
         """
-        if not globs or list(globs) == ["**/*"]:
+        for glob in globs:
+            if not glob or ".." in glob:
+                raise Invalid("not a glob of files in a checkpoint", where="checkpointGlobs", got=repr(glob)[:60])
+        if list(globs) == ["**/*"]:
             self.delete(uuids)
+            return
+        if not globs:
+            found = {uuid: storage.contents(self.directory(uuid)) for uuid in uuids}
+            for uuid, resources in found.items():
+                self.patch_resources(uuid, resources)
             return
         bases = {uuid: self._base(self.get(uuid)) for uuid in uuids}
         with self._state.database.reading() as connection:
             for uuid in uuids:
                 _require_deletable(connection, uuid)
         for uuid, base in bases.items():
+            if not storage.matching(base, uuid, globs):
+                self.patch_resources(uuid, storage.contents(self.directory(uuid)))
+                continue
             with transaction(self._state) as tx:
                 # again: a trial may have started from it meanwhile
                 _require_deletable(tx.connection, uuid)
@@ -182,6 +202,11 @@ def _require_deletable(connection: sqlite3.Connection, uuid: str) -> None:
     if trial is not None and not trial.state.final and trial.latest_checkpoint == uuid:
         raise Conflict(f"trial {trial.id} goes on from checkpoint {uuid}", fix="Kill its experiment first.")
     require_not_in_use(connection, [uuid])
+
+
+def _unreported(resources: Mapping[str, int]) -> dict[str, int]:
+    """Return the file that is in each folder, and that older harnesses did not report."""
+    return {name: size for name, size in resources.items() if name == "metadata.json"}
 
 
 def _count(value: object, where: str) -> int:

@@ -9,10 +9,10 @@ A trial has at most one run at a time::
 What an exit means depends on what was asked before it::
 
     stopping                    the end that was asked for
-    the trial announced it      that end (invalid hyperparameters ...)
     killed, by us or from outside (overdue, the master or the machine goes down)
                                 as if it had saved: it goes on from its last checkpoint, no restart
                                 is counted
+    exit 0, announced           COMPLETED for invalid hyperparameters, else ERROR
     exit 0, not acknowledged    COMPLETED
     exit 0, acknowledged        paused: stays paused; active: queued again
     exit != 0                   a restart while restarts <= max_restarts, else ERROR
@@ -21,7 +21,7 @@ What an exit means depends on what was asked before it::
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any, TypeAlias
@@ -211,8 +211,9 @@ def _exited(life: TrialLife, event: Exited) -> _TrialOutcome:
     over = replace(life, run=RunStage.NONE, preempting=False, acked=False, killing=False)
     if life.state.stopping:
         return _end(over, _TRIAL_ENDS[life.state], life.reason)
-    if life.early_exit:
-        return _end(over, TrialState.ERROR, f"the trial ended itself: {life.early_exit}")
+    if life.early_exit and (event.code == 0 or life.killing or event.killed):
+        state = TrialState.COMPLETED if life.early_exit == INVALID_HP else TrialState.ERROR
+        return _end(over, state, f"the trial ended itself: {life.early_exit}")
     if life.killing or event.killed or (event.code == 0 and life.acked):
         return _again(over)
     if event.code == 0:
@@ -245,7 +246,8 @@ class ExperimentEvent(Enum):
     CANCEL = "cancel"  # its trials save and stop
     KILL = "kill"  # it is to end now
     SEARCH_COMPLETED = "search_completed"
-    SEARCH_FAILED = "search_failed"  # no trial completed
+    SEARCH_FAILED = "search_failed"  # every trial failed
+    SEARCH_CANCELED = "search_canceled"  # every trial was canceled or killed
     TRIALS_ENDED = "trials_ended"  # all of them
 
 
@@ -254,6 +256,7 @@ _EXPERIMENT_STOPS = {
     ExperimentEvent.KILL: (ExperimentState.STOPPING_KILLED, TrialSignal.KILL),
     ExperimentEvent.SEARCH_COMPLETED: (ExperimentState.STOPPING_COMPLETED, None),
     ExperimentEvent.SEARCH_FAILED: (ExperimentState.STOPPING_ERROR, None),
+    ExperimentEvent.SEARCH_CANCELED: (ExperimentState.STOPPING_CANCELED, None),
 }
 _EXPERIMENT_FORCE = {
     ExperimentState.STOPPING_COMPLETED: 1,
@@ -267,6 +270,15 @@ _EXPERIMENT_ENDS = {
     ExperimentState.STOPPING_CANCELED: ExperimentState.CANCELED,
     ExperimentState.STOPPING_KILLED: ExperimentState.CANCELED,
 }
+
+
+def end_of_search(states: Collection[TrialState]) -> ExperimentEvent:
+    """Return what the end of a search is for its experiment, from the states of all its trials."""
+    if set(states) == {TrialState.ERROR}:
+        return ExperimentEvent.SEARCH_FAILED
+    if set(states) == {TrialState.CANCELED}:
+        return ExperimentEvent.SEARCH_CANCELED
+    return ExperimentEvent.SEARCH_COMPLETED
 
 
 def step_experiment(state: ExperimentState, event: ExperimentEvent) -> tuple[ExperimentState, TrialSignal | None]:

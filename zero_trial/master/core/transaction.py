@@ -404,13 +404,12 @@ class Transaction:
             if trial is not None:
                 self.apply_to_trial(trial.id, TrialSignal.STOP)
         elif isinstance(action, Shutdown):
-            if action.failed:
-                reasons = [one.reason for one in trials.of_experiment(self.connection, experiment_id) if one.reason]
-                if reasons:
-                    experiments.change(self.connection, experiment_id, error=reasons[-1])
-            self.apply_to_experiment(
-                experiment_id, ExperimentEvent.SEARCH_FAILED if action.failed else ExperimentEvent.SEARCH_COMPLETED
-            )
+            known = trials.of_experiment(self.connection, experiment_id)
+            end = lifecycle.end_of_search([one.state for one in known])
+            reasons = [one.reason for one in known if one.reason]
+            if end is ExperimentEvent.SEARCH_FAILED and reasons:
+                experiments.change(self.connection, experiment_id, error=reasons[-1])
+            self.apply_to_experiment(experiment_id, end)
 
     def _create(self, experiment_id: int, live: LiveSearch, action: Create) -> None:
         experiment = self.experiment_of(experiment_id)

@@ -45,9 +45,7 @@ class Stop:
 
 @dataclass(frozen=True)
 class Shutdown:
-    """The search is over. ``failed``: no trial completed or was canceled."""
-
-    failed: bool
+    """The search is over; how its trials ended decides how the experiment does."""
 
 
 Action: TypeAlias = Create | Stop | Shutdown
@@ -261,15 +259,11 @@ class Searcher(abc.ABC):
         return Stop(request_id)
 
     def _ended_if_empty(self, actions: list[Action]) -> list[Action]:
-        """Return ``actions``, followed by a Shutdown if no trial is left.
-
-        A search in which no trial completed or was canceled has failed.
-        """
+        """Return ``actions``, followed by a Shutdown if no trial is left."""
         if self.trials.any_open():
             return actions
         self.over = True
-        failed = self.trials.count(ExitReason.COMPLETED, ExitReason.CANCELED) == 0
-        return [*actions, Shutdown(failed)]
+        return [*actions, Shutdown()]
 
 
 def option(section: Mapping[str, Any], name: str, default: Any) -> Any:

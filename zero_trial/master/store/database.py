@@ -7,6 +7,7 @@ WAL with ``synchronous = NORMAL``: what a returned transaction wrote outlives th
 from __future__ import annotations
 
 import json
+import logging
 import os
 import sqlite3
 import threading
@@ -17,6 +18,7 @@ from typing import Any, TypeVar
 
 from zero_trial.errors import ConfigError
 
+log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 # The schema as numbered steps from an empty file to the newest form. A step that was released is
@@ -145,10 +147,17 @@ MIGRATIONS: tuple[str, ...] = (
 )
 
 
+LARGEST_WAL = 8 * 1024 * 1024
+"""Bytes of the -wal file after which it is emptied: twice what SQLite lets it grow to as a rule."""
+
+_BUSY_SECONDS = 30  # that a connection waits for another's lock
+
+
 class Database:
     """The file at ``path``, mode 0600. Reads see the last committed transaction."""
 
     def __init__(self, path: Path) -> None:
+        self._wal = Path(f"{path}-wal")
         # SQLite gives its -wal and -shm files the same mode
         os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
         path.chmod(0o600)
@@ -170,6 +179,22 @@ class Database:
                 self._writer.execute("ROLLBACK")
                 raise
             self._writer.execute("COMMIT")
+            if self._wal.exists() and self._wal.stat().st_size > LARGEST_WAL:
+                self._empty_wal()
+
+    def _empty_wal(self) -> None:
+        """Move what the -wal file holds into the file itself, and empty it.
+
+        SQLite does the first by itself, but leaves the -wal file as large as it was once. Does
+        nothing while it is read (also by other processes): the next transaction tries again.
+        """
+        self._writer.execute("PRAGMA busy_timeout = 0")
+        try:
+            self._writer.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
+        except sqlite3.OperationalError as error:  # a full disk: what was committed stays in the -wal file
+            log.warning("%s cannot be emptied: %s", self._wal, error)
+        finally:
+            self._writer.execute(f"PRAGMA busy_timeout = {_BUSY_SECONDS * 1000}")
 
     @contextmanager
     def reading(self) -> Iterator[sqlite3.Connection]:
@@ -189,7 +214,7 @@ class Database:
 
 
 def _connect(path: Path) -> sqlite3.Connection:
-    connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=30)
+    connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=_BUSY_SECONDS)
     connection.row_factory = sqlite3.Row
     connection.execute("PRAGMA journal_mode = WAL")
     connection.execute("PRAGMA synchronous = NORMAL")

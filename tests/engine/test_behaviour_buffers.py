@@ -135,25 +135,27 @@ def test_twenty_engines_leave_no_more_than_one(ranks: Pools, stage: int) -> None
         assert len({row[2:] for row in rows[2:]}) == 1, rows
 
 
-def forgotten(stage: int, in_mid_step: bool) -> tuple[bool, bool, int]:
+def forgotten(stage: int, ending: str) -> tuple[bool, bool, int]:
     """An engine that was not destroyed: whether it and its parameters are gone, and bytes of living
     tensors that peers can read."""
     gc.collect()
     before = homes_bytes()
     engine = make_engine(TinyLM, {"zero_optimization": {"stage": stage, "param_persistence_threshold": 0}})
     train_engine(engine, range(2))
-    if in_mid_step:
+    if ending == "in mid-step":
         engine.backward(engine(tokens(2, 4)))
+    if ending == "an output is kept by the model":
+        engine.module.kept = engine(tokens(2, 4))
     watch, parameter = weakref.ref(engine), weakref.ref(engine.module.embed.weight)
     del engine
     gc.collect()
     return watch() is None, parameter() is None, homes_bytes() - before
 
 
-@pytest.mark.parametrize("in_mid_step", [False, True])
+@pytest.mark.parametrize("ending", ["after a step", "in mid-step", "an output is kept by the model"])
 @pytest.mark.parametrize("stage", [0, 3])
-def test_an_engine_that_was_not_destroyed_goes_too(ranks: Pools, stage: int, in_mid_step: bool) -> None:
-    assert ranks(2).run(forgotten, stage, in_mid_step) == [(True, True, 0)] * 2
+def test_an_engine_that_was_not_destroyed_goes_too(ranks: Pools, stage: int, ending: str) -> None:
+    assert ranks(2).run(forgotten, stage, ending) == [(True, True, 0)] * 2
 
 
 def user_code(stage: int) -> dict[str, bool]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import weakref
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate
@@ -18,6 +19,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten
 
+from zero_trial.errors import TrialError
 from zero_trial.sharding.grouping import ROOT, UnshardLimits
 from zero_trial.sharding.param_group import ParamGroup
 from zero_trial.sharding.plan import Reshard
@@ -88,7 +90,7 @@ class Unsharder:
         if not self._inside_root and torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
             for tensor in tensors_in(output):
                 if tensor.requires_grad:
-                    tensor.register_hook(functools.partial(self._before_backward, ROOT))
+                    tensor.register_hook(self._when_reached(ROOT))
 
     def begin_backward(self, *, last: bool) -> None:
         """Start a backward pass; ``last``: an optimizer step follows, so that nothing is kept for
@@ -206,7 +208,7 @@ class Unsharder:
         if torch.is_grad_enabled():
             outputs = [t for t in (*tensors_in(output), *aside.tensors()) if t.requires_grad]
             for tensor in outputs:
-                tensor.register_hook(functools.partial(self._before_backward, block))
+                tensor.register_hook(self._when_reached(block))
             if not outputs and any(group.trainable for group in self._groups[block]):
                 return  # the way back is not visible: stay until the step
         if not last or torch._C._current_graph_task_id() != -1:
@@ -217,7 +219,28 @@ class Unsharder:
             for group in self._groups[block]:
                 group.reshard()
 
-    def _before_backward(self, block: str, grad: torch.Tensor) -> None:
+    def _when_reached(self, block: str) -> Callable[[torch.Tensor], None]:
+        """Return the hook of an output of ``block``: its backward begins.
+
+        The hook refers to the unsharder weakly. Python's cycle collector does not follow a hook of
+        an autograd graph, so an output that a module keeps (``self.aux = ...``) would keep the
+        module for ever.
+        """
+        reference = weakref.ref(self)
+
+        def reached(grad: torch.Tensor) -> None:
+            unsharder = reference()
+            if unsharder is None:
+                raise TrialError(
+                    "a backward pass reached a model whose engine is gone",
+                    where=f"block {block!r}",
+                    fix="Keep the engine until the last backward pass of its losses.",
+                )
+            unsharder._before_backward(block)
+
+        return reached
+
+    def _before_backward(self, block: str) -> None:
         self.unshard(block)
         self._to_be_continued = torch.is_grad_enabled()
         if not self._cleaning:
@@ -234,8 +257,11 @@ class Unsharder:
                     group.reshard()
 
     def _free_when_reached(self, groups: list[ParamGroup], inputs: Iterable[torch.Tensor]) -> None:
+        reference = weakref.ref(self)
+
         def free(_: torch.Tensor) -> None:
-            if not self._keeps_after_backward():
+            unsharder = reference()
+            if unsharder is not None and not unsharder._keeps_after_backward():
                 for group in groups:
                     group.reshard()
 

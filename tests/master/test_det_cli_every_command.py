@@ -64,6 +64,7 @@ NO_SUCH_ID = "6f1c8d2e-0000-4000-8000-0123456789ab"
 def works() -> set[str]:
     return {
         "version",
+        "preview-search",
         *(
             f"{line.split()[0]} {each}"
             for line in WORKS.split("\n")

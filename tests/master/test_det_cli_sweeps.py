@@ -3,14 +3,18 @@ the middle."""
 
 from __future__ import annotations
 
+import json
 import socket
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.master.det import Det, running, until
+
+RECORDED: dict[str, Any] = json.loads((Path(__file__).parent / "search" / "determined.json").read_text())
 
 
 @pytest.fixture(scope="module")
@@ -129,3 +133,25 @@ def test_a_crowd_of_experiments_all_end(det: Det) -> None:
     for number in (numbers[0], numbers[-1]):
         trial = det.trials(number)[0]["id"]
         assert f"hello from {trial}" in det.logs(trial)
+
+
+def test_a_paused_sweep_has_the_trials_that_a_cluster_would_run(det: Det) -> None:
+    """Recorded from a genuine master: seed 42, and ``det preview-search``."""
+    space = {"lr": {"type": "log", "base": 10, "minval": -4.5, "maxval": -1}}
+    case = next(case for case in RECORDED["draws"] if case["hyperparameters"] == space)
+    search = {"searcher": searcher("random", max_trials=5), "hyperparameters": space}
+    number = det.create("--paused", **search, reproducibility={"experiment_seed": 42})
+    expected = [{"lr": values[0]} for _, _, values in case["trials"]["42"]]
+    assert [trial["hparams"] for trial in det.trials(number)] == expected
+    det.ok("experiment", "kill", str(number))
+    shown = det.ok("preview-search", str(det.write(**search)))
+    assert "5 | train to completion" in shown and "max_concurrent_trials: 16" in shown
+    section, trials = RECORDED["previews"][-1]
+    asha = searcher("adaptive_asha", time_metric="batches", **section)
+    shown = det.ok("preview-search", str(det.write(searcher=asha, hyperparameters=space)))
+    rows = [line.split(" | ") for line in shown.splitlines() if "train for" in line]
+    assert [[words.split()[2:], int(count)] for count, words in rows] == [
+        [[str(units), "batches"], count] for units, count in trials
+    ]
+    refused = det.run("preview-search", str(det.write(searcher=searcher("random"))))
+    assert refused.code != 0 and "max_trials" in refused.err

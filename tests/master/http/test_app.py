@@ -421,6 +421,7 @@ BODIES: dict[str, dict[str, Any]] = {
         "template": "",
         "unmanaged": False,
     },
+    "POST /api/v1/preview-hp-search": {"config": {"searcher": CONFIG["searcher"], "hyperparameters": {"lr": 0.1}}},
     "POST /api/v1/experiments/continue": {"id": 2, "overrideConfig": "hyperparameters: {lr: 1.0}"},
     "PATCH /api/v1/experiments/{experimentId:int}": {
         "name": "n",

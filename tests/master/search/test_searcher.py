@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tests.master.search.driving import twin
 from zero_trial.errors import ZeroTrialError
 from zero_trial.master.search import Create, ExitReason, Searcher, Shutdown, Stop, build
-from zero_trial.master.search.searcher import Draws, SearchTrials
+from zero_trial.master.search.searcher import SearchTrials
 
 SPACE: dict[str, Any] = {
     "lr": {"type": "log", "base": 10, "minval": -4, "maxval": -1, "count": 4},
@@ -133,20 +133,6 @@ def test_request_ids_are_uuids_and_differ():
     search = build({"name": "random", "metric": "loss", "max_trials": 9}, SPACE, seed=0)
     ids = {action.request_id for action in search.start() if isinstance(action, Create)}
     assert len(ids) == 9 and {len(request_id) for request_id in ids} == {36}
-
-
-def test_the_state_is_a_seed_and_a_count():
-    draws = Draws(7)
-    numbers = [draws.next().random() for _ in range(5)]
-    again = Draws(**{**draws.as_json(), "drawn": 3})
-    assert [again.next().random() for _ in range(2)] == numbers[3:]
-    assert len(set(numbers)) == 5
-    assert Draws(8).next().random() != numbers[0]
-
-
-def test_the_streams_are_the_same_everywhere():
-    """A restart after an upgrade of Python goes on with the same trials."""
-    assert Draws(7).next().getrandbits(32) == 236563028
 
 
 def test_the_life_of_trials():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import secrets
 import unicodedata
 import uuid
@@ -37,7 +38,7 @@ from zero_trial.master.records import (
     Unsupported,
     existing,
 )
-from zero_trial.master.search import Create
+from zero_trial.master.search import Create, PlannedTrials, build
 from zero_trial.master.store import checkpoints, experiments, trials
 
 _NAME_BYTES = 4
@@ -139,6 +140,15 @@ class ExperimentService:
             description=str(config.get("description") or ""),
             labels=tuple(config.get("labels") or ()),
         )
+
+    def preview_search(self, config: Mapping[str, Any]) -> tuple[Mapping[str, Any], list[PlannedTrials]]:
+        """Return the completed ``searcher`` of a config and what its search would train
+        (`Searcher.preview`). The config may lack all but ``searcher`` and ``hyperparameters``.
+
+        Raises Invalid as `create` does.
+        """
+        done = self._complete(json.dumps({**config, "entrypoint": config.get("entrypoint") or "none"})).config
+        return done["searcher"], build(done["searcher"], done["hyperparameters"], 0).preview()
 
     # -- reading
 

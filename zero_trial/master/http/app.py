@@ -242,7 +242,6 @@ _UNSUPPORTED: Mapping[str, str] = {
     "/api/v1/master/config": "the master's configuration is given to 'zero-trial master up'",
     "/api/v1/master/cluster_message": "the embedded master has no message of the day",
     "/api/v1/master/telemetry": "the embedded master sends no telemetry",
-    "/api/v1/preview-hp-search": "searches are previewed by 'zero-trial simulate EXPERIMENT.yaml', which needs no master",
     "/api/v1/task": "logs are deleted with their experiment, not before",
     "/api/v1/tasks": "tasks are steered through their experiment: det experiment pause, activate, kill",
     "/api/v1/cleanup_logs": "logs are deleted with their experiment, not before",

@@ -2,7 +2,16 @@
 state machines.
 """
 
-from zero_trial.master.search.searcher import Action, Create, ExitReason, MetricMissing, Searcher, Shutdown, Stop
+from zero_trial.master.search.searcher import (
+    Action,
+    Create,
+    ExitReason,
+    MetricMissing,
+    PlannedTrials,
+    Searcher,
+    Shutdown,
+    Stop,
+)
 from zero_trial.master.search.searchers import build, restore
 
 __all__ = [
@@ -10,6 +19,7 @@ __all__ = [
     "Create",
     "ExitReason",
     "MetricMissing",
+    "PlannedTrials",
     "Searcher",
     "Shutdown",
     "Stop",

@@ -10,13 +10,23 @@ from __future__ import annotations
 import bisect
 import math
 import sys
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from zero_trial.errors import ConfigError
 from zero_trial.master.records import as_number
-from zero_trial.master.search.searcher import Action, Draws, ExitReason, MetricMissing, Searcher, max_concurrent, option
+from zero_trial.master.search.draws import Draws
+from zero_trial.master.search.searcher import (
+    Action,
+    ExitReason,
+    MetricMissing,
+    PlannedTrials,
+    Searcher,
+    max_concurrent,
+    option,
+)
 
 
 @dataclass(frozen=True)
@@ -146,6 +156,17 @@ class Bracket:
         """Return the number of trials that count against ``max_trials``."""
         return len(self.position) - self.invalid
 
+    def planned(self) -> list[tuple[int, int]]:
+        """Return the units of each rung and how many trials end there, if 1/divisor of those that
+        reach it go on.
+        """
+        found, reached = [], self.max_trials
+        for rung in self.rungs[:-1]:
+            on = max(int(reached / self.divisor), 1)
+            found.append((rung.units, reached - on))
+            reached = on
+        return [*found, (self.rungs[-1].units, reached)]
+
     def first_trials(self) -> int:
         return min(self.max_concurrent, self.max_trials)
 
@@ -248,6 +269,13 @@ class AdaptiveAsha(Searcher):
     def bracket_of(self, request_id: str) -> Bracket:
         """Return the bracket that created a trial."""
         return next(bracket for bracket in self.brackets if request_id in bracket.position)
+
+    def preview(self) -> list[PlannedTrials]:
+        trials: Counter[int] = Counter()
+        for bracket in self.brackets:
+            for units, ended in bracket.planned():
+                trials[units] += ended
+        return [PlannedTrials(trials[units], units, self.time_metric) for units in sorted(trials)]
 
     def _first(self) -> list[Action]:
         return [self._enter(bracket) for bracket in self.brackets for _ in range(bracket.first_trials())]

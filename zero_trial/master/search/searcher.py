@@ -7,15 +7,14 @@ This file is what all searchers share. The searchers are in `searchers` and `ada
 from __future__ import annotations
 
 import abc
-import random
-import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, ClassVar, TypeAlias
 
 from zero_trial.errors import ZeroTrialError
-from zero_trial.experiment.space import has_ranges, sample
+from zero_trial.experiment.space import has_ranges
+from zero_trial.master.search.draws import Draws
 
 
 class ExitReason(str, Enum):
@@ -51,20 +50,13 @@ class Shutdown:
 Action: TypeAlias = Create | Stop | Shutdown
 
 
-@dataclass
-class Draws:
-    """The random streams of a search, of which ``drawn`` have been taken."""
+@dataclass(frozen=True)
+class PlannedTrials:
+    """``count`` trials that train for ``units`` of ``unit``; to their end if ``units`` is None."""
 
-    seed: int
-    drawn: int = 0
-
-    def next(self) -> random.Random:
-        """Return the stream of the next trial, which depends on the trial's number only."""
-        self.drawn += 1
-        return random.Random(f"{self.seed}/{self.drawn}")
-
-    def as_json(self) -> dict[str, Any]:
-        return {"seed": self.seed, "drawn": self.drawn}
+    count: int
+    units: int | None = None
+    unit: str = ""
 
 
 RUNNING = "running"
@@ -192,8 +184,14 @@ class Searcher(abc.ABC):
         """
         return 1.0 if self.over else min(max(self._progress(fractions), 0.0), 1.0)
 
+    @abc.abstractmethod
+    def preview(self) -> list[PlannedTrials]:
+        """Return how many trials train how long if each rung stops as many as it should, shortest
+        first.
+        """
+
     def snapshot(self) -> dict[str, Any]:
-        """Return the whole state as a JSON value, random streams included, for ``restore``."""
+        """Return the whole state as a JSON value, the draws included, for ``restore``."""
         return {
             "kind": self.kind,
             "draws": self.draws.as_json(),
@@ -203,12 +201,13 @@ class Searcher(abc.ABC):
         }
 
     def restore(self, snapshot: Mapping[str, Any]) -> None:
-        """Take the state of ``snapshot``. Raises ZeroTrialError for another searcher's."""
+        """Take the state of ``snapshot``; its draws are those that this searcher was built with.
+        Raises ZeroTrialError for another searcher's.
+        """
         if snapshot.get("kind") != self.kind:
             raise ZeroTrialError(
                 "the snapshot belongs to another searcher", got=snapshot.get("kind"), expected=self.kind
             )
-        self.draws = Draws(**snapshot["draws"])
         self.trials = SearchTrials(dict(snapshot["trials"]))
         self.over = snapshot["over"]
         self._restore_own(snapshot)
@@ -221,7 +220,7 @@ class Searcher(abc.ABC):
         Args:
             section: the config's ``searcher``.
             space: the config's ``hyperparameters``.
-            draws: the random streams.
+            draws: what its trials draw.
         """
 
     @abc.abstractmethod
@@ -244,11 +243,9 @@ class Searcher(abc.ABC):
 
     def _create(self, hparams: Mapping[str, Any] | None = None) -> Create:
         """Create a trial, of a sample unless ``hparams`` are given."""
-        stream = self.draws.next()
-        request_id = str(uuid.UUID(int=stream.getrandbits(128), version=4))
-        seed = stream.randrange(2**31)
+        request_id, drawn, seed = self.draws.trial(self.space, hparams)
         self.trials.create(request_id)
-        return Create(request_id, sample(self.space, stream) if hparams is None else hparams, seed)
+        return Create(request_id, drawn, seed)
 
     def _may_replace_invalid(self) -> bool:
         """Return whether another sample can be better than the invalid ones before it."""

@@ -14,7 +14,8 @@ from typing import Any
 from zero_trial.errors import ConfigError
 from zero_trial.experiment.space import Grid
 from zero_trial.master.search.adaptive_asha import AdaptiveAsha
-from zero_trial.master.search.searcher import Action, Draws, ExitReason, Searcher, max_concurrent
+from zero_trial.master.search.draws import Draws, Stream, restored
+from zero_trial.master.search.searcher import Action, ExitReason, PlannedTrials, Searcher, max_concurrent
 
 
 class _RandomSearch(Searcher):
@@ -31,6 +32,9 @@ class _RandomSearch(Searcher):
     def of(cls, section: Mapping[str, Any], space: Mapping[str, Any], draws: Draws) -> Searcher:
         return _RandomSearch(space, draws, section["max_trials"], max_concurrent(section))
 
+    def preview(self) -> list[PlannedTrials]:
+        return [PlannedTrials(self.max_trials)]
+
     def _first(self) -> list[Action]:
         return [self._create() for _ in range(min(self.max_trials, self.max_concurrent))]
 
@@ -45,7 +49,7 @@ class _RandomSearch(Searcher):
 
 
 class _SingleSearch(_RandomSearch):
-    """One trial."""
+    """One trial, which is not replaced."""
 
     kind = "single"
 
@@ -55,6 +59,9 @@ class _SingleSearch(_RandomSearch):
     @classmethod
     def of(cls, section: Mapping[str, Any], space: Mapping[str, Any], draws: Draws) -> Searcher:
         return _SingleSearch(space, draws)
+
+    def _exited(self, request_id: str, reason: ExitReason, was_stopping: bool) -> list[Action]:
+        return []
 
 
 class GridSearch(Searcher):
@@ -68,12 +75,15 @@ class GridSearch(Searcher):
 
     def __init__(self, space: Mapping[str, Any], draws: Draws, max_concurrent: int) -> None:
         super().__init__(space, draws)
-        self.grid = Grid.of(space)
+        self.grid = Grid.of(space, draws.power)
         self.max_concurrent = max_concurrent or self.grid.size
 
     @classmethod
     def of(cls, section: Mapping[str, Any], space: Mapping[str, Any], draws: Draws) -> Searcher:
         return GridSearch(space, draws, max_concurrent(section))
+
+    def preview(self) -> list[PlannedTrials]:
+        return [PlannedTrials(self.grid.size)]
 
     def _first(self) -> list[Action]:
         created = [self._next() for _ in range(min(self.grid.size, self.max_concurrent))]
@@ -105,16 +115,20 @@ def build(section: Mapping[str, Any], hyperparameters: Mapping[str, Any], seed: 
         hyperparameters: the space to search.
         seed: ``reproducibility.experiment_seed``.
     """
+    return _built(section, hyperparameters, Stream(seed))
+
+
+def restore(section: Mapping[str, Any], hyperparameters: Mapping[str, Any], snapshot: Mapping[str, Any]) -> Searcher:
+    """Build the searcher of the same config in the state of ``snapshot``."""
+    search = _built(section, hyperparameters, restored(snapshot["draws"]))
+    search.restore(snapshot)
+    return search
+
+
+def _built(section: Mapping[str, Any], hyperparameters: Mapping[str, Any], draws: Draws) -> Searcher:
     kind = SEARCHERS.get(str(section.get("name")))
     if kind is None:
         raise ConfigError(
             "no such searcher", where="searcher.name", got=section.get("name"), expected=", ".join(SEARCHERS)
         )
-    return kind.of(section, hyperparameters, Draws(seed))
-
-
-def restore(section: Mapping[str, Any], hyperparameters: Mapping[str, Any], snapshot: Mapping[str, Any]) -> Searcher:
-    """Build the searcher of the same config in the state of ``snapshot``."""
-    search = build(section, hyperparameters, snapshot["draws"]["seed"])
-    search.restore(snapshot)
-    return search
+    return kind.of(section, hyperparameters, draws)

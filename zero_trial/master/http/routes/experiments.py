@@ -226,6 +226,19 @@ def _preview_gc(request: Request) -> Response:
     return ok({"checkpoints": checkpoints, "metric_name": metric})
 
 
+def _preview_search(request: Request) -> Response:
+    """Return what ``det preview-search`` shows."""
+    config = request.body().get("config")
+    if not isinstance(config, dict):
+        raise Invalid("config must be a map")
+    searcher, trials = request.master.experiments.preview_search(config)
+    shown = [
+        {"count": each.count, "unit": {"name": each.unit or None, "value": each.units, "maxLength": each.units is None}}
+        for each in trials
+    ]
+    return ok({"summary": {"config": dict(searcher), "trials": shown}})
+
+
 def _text_of(body: Mapping[str, Any], name: str) -> str:
     """Return a required text of a body. Raises Invalid."""
     value = body.get(name)
@@ -312,4 +325,5 @@ ROUTES = (
     Route("DELETE", f"{_ONE}/labels/{{label}}", _label),
     Route("GET", f"{_ONE}/searcher/best_searcher_validation_metric", _best_metric, AuthLevel.BOTH),
     Route("GET", "/experiments/{experimentId:int}/preview_gc", _preview_gc),
+    Route("POST", "/api/v1/preview-hp-search", _preview_search),
 )

@@ -1,0 +1,174 @@
+"""What a genuine Determined 0.38.1 master draws and previews, and what this master drew before it
+drew the same.
+
+`determined.json`: ``draws`` are searches of experiments that a genuine master created, with the
+hyperparameters of each trial as a list of their leaves, names sorted; ``previews`` are answers of
+``det preview-search``, as (units, trials); ``earlier`` are searches in the middle, written before
+0.38.1's stream was drawn here.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.master.search.driving import twin
+from zero_trial.errors import ZeroTrialError
+from zero_trial.experiment.space import Grid, power
+from zero_trial.master.search import Action, Create, ExitReason, Searcher, build, restore
+from zero_trial.master.search.draws import EarlierStreams, Stream, restored
+
+RECORDED: dict[str, Any] = json.loads(Path(__file__).with_name("determined.json").read_text())
+SEARCHES = [
+    pytest.param(case["hyperparameters"], section, int(seed), trials, id=f"{number}-{section['name']}-{seed}")
+    for number, case in enumerate(RECORDED["draws"])
+    for section in case["searchers"]
+    for seed, trials in case["trials"].items()
+]
+
+
+def leaves(value: Any) -> Iterator[Any]:
+    if isinstance(value, Mapping):
+        for name in sorted(value):
+            yield from leaves(value[name])
+    else:
+        yield value
+
+
+def drawn(action: Action) -> list[Any]:
+    assert isinstance(action, Create)
+    return [action.request_id, action.seed, list(leaves(action.hparams))]
+
+
+@pytest.mark.parametrize(("space", "section", "seed", "trials"), SEARCHES)
+def test_the_trials_of_a_genuine_master(
+    space: dict[str, Any], section: dict[str, Any], seed: int, trials: list[list[Any]]
+) -> None:
+    """Equal to the last bit, log hyperparameters too."""
+    found = [drawn(action) for action in build(section, space, seed).start()]
+    assert found == trials[: len(found)]
+    assert len(found) == {"single": 1, "grid": len(trials)}.get(section["name"], 5)
+
+
+@pytest.mark.parametrize(("section", "trials"), RECORDED["previews"])
+def test_the_previews_of_a_genuine_master(section: dict[str, Any], trials: list[list[int]]) -> None:
+    asha = {"name": "adaptive_asha", "metric": "loss", "time_metric": "batches", **section}
+    found = build(asha, {}, 0).preview()
+    assert [[each.units, each.count] for each in found] == trials and {each.unit for each in found} == {"batches"}
+
+
+def test_the_order_in_which_trials_end_does_not_matter() -> None:
+    """The fourth trial of five draws what it draws in a genuine master's batch of five."""
+    case = RECORDED["draws"][0]
+    search = build({"name": "random", "metric": "l", "max_trials": 5, "max_concurrent_trials": 2}, *_space_and_seed())
+    first, second = search.start()
+    assert isinstance(first, Create) and isinstance(second, Create)
+    later = [
+        *search.on_exited(second.request_id, ExitReason.ERRORED),
+        *search.on_exited(first.request_id, ExitReason.COMPLETED),
+    ]
+    assert [drawn(action) for action in (first, second, *later)] == case["trials"]["42"][:4]
+
+
+def test_trials_that_follow_early_ends_go_on_with_the_stream() -> None:
+    """adaptive_asha creates a trial for one that was stopped, one that failed and one whose
+    hyperparameters cannot be trained; a restart in between changes nothing."""
+    section = {
+        "name": "adaptive_asha",
+        "metric": "l",
+        "max_trials": 8,
+        "max_time": 64,
+        "time_metric": "batches",
+        "max_concurrent_trials": 2,
+        "mode": "aggressive",
+    }
+    space, seed = _space_and_seed()
+    search = build(section, space, seed)
+    created = [action for action in search.start() if isinstance(action, Create)]
+
+    def after(actions: list[Action]) -> Searcher:
+        created.extend(action for action in actions if isinstance(action, Create))
+        return twin(search, section, space)
+
+    search = after(search.on_exited(created[0].request_id, ExitReason.INVALID_HP))
+    search = after(search.on_exited(created[1].request_id, ExitReason.ERRORED))
+    search = after(search.on_validation(created[2].request_id, {"l": 1.0, "batches": 64}))
+    assert [drawn(action) for action in created] == RECORDED["draws"][0]["trials"]["42"]
+
+
+def _space_and_seed() -> tuple[dict[str, Any], int]:
+    return RECORDED["draws"][0]["hyperparameters"], 42
+
+
+def test_the_state_is_a_seed_and_a_count_of_words() -> None:
+    stream = Stream(5489)
+    twister = [stream._word() for _ in range(1400)]  # numpy.random.RandomState(5489), more than two blocks of 624
+    assert twister[:3] == [3499211612, 581869302, 3890346734]
+    assert stream.as_json() == {"version": 2, "seed": 5489, "words": 1400}
+    again = restored({"version": 2, "seed": 5489, "words": 700})
+    assert isinstance(again, Stream) and [again._word() for _ in range(700)] == twister[700:]
+
+
+def test_integers_and_doubles() -> None:
+    stream = Stream(1)
+    assert stream.below(1) == 0 and stream.as_json()["words"] == 0  # nothing to choose
+    assert {stream.below(5) for _ in range(200)} == set(range(5))
+    before = stream.as_json()["words"]
+    assert 0 <= stream.below(2**32 + 1) <= 2**32
+    assert (stream.as_json()["words"] - before) % 2 == 0  # two words at a time
+    assert [Stream(0).unit(), Stream(42).unit()] == [0.5488135039273248, 0.3745401188473625]  # as numpy's
+
+
+@pytest.mark.parametrize("exponent", [0.0, 1.0, -3.0, 7.0, 0.5, -0.5, 1.75, -2.25, 0.001, -4.999, 30.5])
+@pytest.mark.parametrize("base", [10.0, 2.0, 1.0, 0.3, 2.718281828459045])
+def test_powers_are_right_to_three_units_in_the_last_place(base: float, exponent: float) -> None:
+    exact = base**exponent
+    assert abs(power(base, exponent) - exact) <= 3 * math.ulp(exact) * max(abs(exponent) / 8, 1)
+
+
+def test_powers_out_of_range() -> None:
+    assert power(10.0, -400.25) == 0.0
+    with pytest.raises(OverflowError):
+        power(10.0, 400.25)
+
+
+@pytest.mark.parametrize("case", RECORDED["earlier"], ids=lambda case: case["searcher"]["name"])
+def test_a_search_that_began_before_goes_on_as_it_began(case: dict[str, Any]) -> None:
+    search = restore(case["searcher"], case["hyperparameters"], case["snapshot"])
+    found: list[Any] = []
+    for trial in case["first"]:
+        actions = search.on_validation(trial["request_id"], {"loss": 1.0 + len(found), "batches": 16})
+        search = twin(search, case["searcher"], case["hyperparameters"])
+        actions += search.on_exited(trial["request_id"], ExitReason.COMPLETED)
+        found += [
+            {"request_id": action.request_id, "trial_seed": action.seed, "hparams": action.hparams}
+            if isinstance(action, Create)
+            else type(action).__name__
+            for action in actions
+        ]
+    assert found == case["then"]
+
+
+def test_an_earlier_grid_keeps_its_points() -> None:
+    """They differ in the last bit from those of a genuine master."""
+    space = {"lr": {"type": "log", "base": 10, "minval": -4.5, "maxval": -1, "count": 50}}
+    now, before = Grid.of(space), Grid.of(space, EarlierStreams(0).power)
+    assert now.size == 50
+    assert {now.point(number)["lr"] == before.point(number)["lr"] for number in range(50)} == {True, False}
+
+
+def test_a_stream_that_is_not_known_is_refused() -> None:
+    with pytest.raises(ZeroTrialError, match="version 3"):
+        restored({"version": 3, "seed": 1, "words": 0})
+
+
+@pytest.mark.parametrize("saved", [{"seed": 3, "drawn": 9}, {"version": 2, "seed": 3, "words": 99}])
+def test_a_search_may_begin_again(saved: dict[str, Any]) -> None:
+    again = restored(saved, from_start=True)
+    assert again.as_json()["seed"] == 3 and again.trial({})[1] == {}
+    assert again.as_json() == {**saved, **({"drawn": 1} if "drawn" in saved else {"words": again.as_json()["words"]})}

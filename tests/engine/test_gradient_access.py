@@ -17,6 +17,7 @@ from tests.support.models import Tower
 from tests.support.pool import Pools
 from zero_trial import zero
 from zero_trial.errors import TrialError
+from zero_trial.zero import GatheredParameters
 
 STEPS = 3
 PRECISIONS: dict[str, dict[str, Any]] = {
@@ -195,7 +196,9 @@ def test_where_gradients_are_cut_every_use_says_so(use: str, stage: str) -> None
         engine.backward(loss(engine, Turn(0, number, 0)))
         if number == 0:
             engine.step()
-    with pytest.raises(TrialError, match=r"gradient_clipping.*safe_get_full_grad"):
+    # an optimizer needs the values too: where they are freed, that is what it meets first
+    freed = use == "optimizer" and stage.startswith("zero3")
+    with pytest.raises(TrialError, match="freed" if freed else r"gradient_clipping.*safe_get_full_grad"):
         USES[use](engine.module)
     engine.step()
     engine.backward(loss(engine, Turn(1, 0, 0)))  # gradients come as before
@@ -225,7 +228,8 @@ def test_a_gradient_that_was_kept_beyond_its_step_says_so() -> None:
 def test_copies_of_the_module_have_no_gradients(stage: str) -> None:
     engine = build_engine(Case(Tower, loss), STAGES[stage])
     engine.backward(loss(engine, Turn(0, 0, 0)))
-    assert all(param.grad is None for param in copy.deepcopy(engine.module).parameters())
+    with GatheredParameters(engine.module):
+        assert all(param.grad is None for param in copy.deepcopy(engine.module).parameters())
     engine.module.zero_grad()  # as torch: the gradients are dropped
     engine.step()
     assert engine.get_global_grad_norm() == 0.0

@@ -15,6 +15,7 @@ from tests.support.pool import Pools
 from zero_trial.errors import TrialError
 from zero_trial.precision import dtype_policy
 from zero_trial.sharding import model as sharded_model
+from zero_trial.sharding.freed import unasked
 from zero_trial.sharding.grouping import GroupingLimits, ManualGroup, ShardingSettings
 from zero_trial.sharding.model import BuiltGroups, ManualGroups, ShardedModel, build_param_groups, sync_unmanaged
 from zero_trial.sharding.param_group import ParamGroup
@@ -61,7 +62,8 @@ def test_a_module_without_hooks_is_in_one_place(stage: int, monkeypatch: pytest.
     if stage == 3:
         assert {group.plan.params for group in model.groups} == {Lifetime.ALWAYS, Lifetime.USE}
     tensors = [*module.parameters(), *module.buffers()]
-    there = [tensor.detach() for tensor in [*tensors, *model.buffers()]]
+    with unasked():
+        there = [tensor.detach() for tensor in [*tensors, *model.buffers()]]
     # kept by ``there``, so none comes again
     on_device = {tensor.untyped_storage()._cdata for tensor in there}
     monkeypatch.setattr(sharded_model, "on_host", lambda tensor: tensor.untyped_storage()._cdata not in on_device)

@@ -17,6 +17,7 @@ from tests.sharding.late_swap_file import LateSwapFile, LateTransfer
 from tests.sharding.parts import make_grad_buffer, make_group, parameters, run_update
 from zero_trial.errors import StorageError
 from zero_trial.ops.optimizers import FusedAdam, Lion
+from zero_trial.sharding.freed import is_absent
 from zero_trial.sharding.offload.nvme_optimizer import (
     MASTER,
     ROUNDED,
@@ -32,7 +33,7 @@ from zero_trial.sharding.offload.nvme_optimizer import (
 from zero_trial.sharding.offload.nvme_params import ParamSwapper
 from zero_trial.sharding.offload.swap_file import BLOCK, CUT, SwapFile
 from zero_trial.sharding.optimizer import ShardedOptimizer
-from zero_trial.sharding.param_group import ParamGroup, ParamPublisher, is_absent
+from zero_trial.sharding.param_group import ParamGroup, ParamPublisher
 from zero_trial.sharding.pieces import ShardPiece, cut_pieces
 
 SIZES = [(3 * CUT + 100,), (7,), (2 * CUT, 2)]

@@ -11,9 +11,10 @@ import torch
 from tests.sharding.late_swap_file import LateSwapFile, LateTransfer
 from tests.sharding.parts import make_group, parameters
 from zero_trial.errors import StorageError
+from zero_trial.sharding.freed import is_absent
 from zero_trial.sharding.offload.nvme_params import ParamSwapper, SwappedShard
 from zero_trial.sharding.offload.swap_file import CUT
-from zero_trial.sharding.param_group import ParamGroup, is_absent
+from zero_trial.sharding.param_group import ParamGroup
 
 SIZES = (2 * CUT + 100, 10, 3 * CUT, CUT)
 

@@ -14,9 +14,10 @@ from torch import nn
 from tests.sharding.parts import address, make_group, mesh_for, parameters
 from tests.support.pool import Pools, server
 from zero_trial.precision import dtype_policy
+from zero_trial.sharding.freed import FreedParameter, absent, is_absent
 from zero_trial.sharding.grouping import ShardingSettings
 from zero_trial.sharding.model import ShardedModel
-from zero_trial.sharding.param_group import ParamGroup, absent, give_freed_memory_back, is_absent, keep_freed_memory
+from zero_trial.sharding.param_group import ParamGroup, give_freed_memory_back, keep_freed_memory
 from zero_trial.sharding.plan import plan_for_stage
 
 SHAPES = [(6, 10), (6,), (), (3, 2, 5)]
@@ -58,15 +59,15 @@ def test_strided_first_values_keep_their_places() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_freed_parameters_keep_their_shape_and_read_as_nan(dtype: torch.dtype) -> None:
+def test_freed_parameters_keep_their_shape(dtype: torch.dtype) -> None:
     params = parameters(SHAPES)
     group = make_group(params, stage=3, dtype=dtype)
     assert not group.live
     assert group.full.untyped_storage().nbytes() == 0
     for param, shape in zip(params, SHAPES, strict=True):
         assert tuple(param.shape) == shape
-        assert param.isnan().all()
-        assert param.untyped_storage().nbytes() == dtype.itemsize, "no memory but one NaN"
+        assert isinstance(param, FreedParameter)
+        assert param.untyped_storage().nbytes() == dtype.itemsize, "no memory but one element"
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -84,7 +85,7 @@ def test_gathering_brings_back_the_same_bits(dtype: torch.dtype) -> None:
         assert all(torch.equal(param, value) for param, value in zip(params, before, strict=True))
         group.reshard()
         group.reshard()
-        assert all(param.isnan().all() for param in params)
+        assert all(isinstance(param, FreedParameter) for param in params)
 
 
 def test_tensors_that_autograd_saved_see_the_refilled_storage() -> None:
@@ -109,7 +110,7 @@ def test_parameters_that_always_live_are_not_freed() -> None:
     group = make_group(params, stage=2)
     group.reshard()
     assert group.live
-    assert not any(param.isnan().any() for param in params)
+    assert not any(isinstance(param, FreedParameter) for param in params)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -145,7 +146,7 @@ def test_taking_an_edited_copy(stage: int, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.int64, torch.bool, torch.uint8])
 def test_frozen_parameters_that_are_no_floats(dtype: torch.dtype) -> None:
-    """Quantized weights: they cannot read as NaN, but they are freed and come back as they were."""
+    """Quantized weights: they are freed and come back as they were."""
     param = nn.Parameter(torch.tensor([[1, 0, 1], [0, 1, 1]]).to(dtype), requires_grad=False)
     group = make_group([param], stage=3, dtype=dtype, trainable=False, runs={})
     assert param.shape == (2, 3)

@@ -30,6 +30,7 @@ from zero_trial.engine.resolved_config import ResolvedConfig
 from zero_trial.engine.step import StepOutcome
 from zero_trial.errors import TrialError
 from zero_trial.precision import cast_floats, explain_dtypes, forward_of
+from zero_trial.sharding.freed import unasked
 from zero_trial.sharding.model import ShardedModel, fp32_buffers
 from zero_trial.sharding.optimizer import ShardedOptimizer
 
@@ -199,8 +200,9 @@ class Engine(nn.Module):
         self.outcome.drop_weight()
         self._passes.forget()
         self._used.restart()
-        for param in self.module.parameters():
-            param.grad = None
+        with unasked():
+            for param in self.module.parameters():
+                param.grad = None
 
     def _restart_accumulation(self, done: int) -> None:
         """Forget that ``done`` micro-batches came; refuse to do so a second time without a step in

@@ -12,7 +12,7 @@ from zero_trial.errors import Diverged
 from zero_trial.sharding.model import ShardedModel
 from zero_trial.sharding.reduce import NonFiniteGradient, first_nonfinite
 
-# Freed parameters read as NaN, so that a use outside their module's forward shows.
+# Freed parameters read as NaN where torch does not ask FreedParameter (C++ extensions).
 _OUTSIDE = (
     " (the forward of {block} has not run, and only while it runs are its parameters whole: call it instead of reading its weights, "
     "or raise zero_optimization.stage3_param_persistence_threshold)"

@@ -1,9 +1,5 @@
 """Full values of sharded parameters for user code: GatheredParameters, state_dict() and
 load_state_dict(), and the safe_get_* functions.
-
-User code gives parameters and nothing else, as in DeepSpeed's API, so a directory leads from a bare
-``nn.Parameter`` to the owner of its shard. It is weak in both directions: it keeps neither
-parameters nor engines alive, and it stores nothing on the tensor.
 """
 
 from __future__ import annotations
@@ -15,10 +11,10 @@ from weakref import ref
 
 import torch
 from torch import nn
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from zero_trial.comm import AxisComm
 from zero_trial.errors import TrialError
+from zero_trial.sharding.freed import by_owner, optimizer_of_param, owner_of_param
 from zero_trial.sharding.layout import ParamSlot, wide_dtype
 from zero_trial.sharding.param_group import ParamGroup, ParamPublisher
 from zero_trial.sharding.plan import Lifetime
@@ -284,8 +280,7 @@ def _to_owner(param: nn.Parameter, tensor: WholeTensor, kind: str, value: torch.
 
 
 def _optimizer_of(param: torch.Tensor) -> StateShards:
-    found = _OPTIMIZERS.get(param)
-    optimizer: StateShards | None = found() if found is not None else None
+    optimizer: StateShards | None = optimizer_of_param(param)
     if optimizer is None:
         raise TrialError(
             "this engine has no optimizer", fix="Give initialize() an optimizer, or name one in ds_config."
@@ -406,6 +401,17 @@ class FullParams:
         wanted = {id(param) for param in params}
         return [group for group in self._groups if any(id(param) in wanted for param in group.params)]
 
+    def name_of(self, param: nn.Parameter) -> str | None:
+        """See :class:`ShardOwner`."""
+        slots = (
+            slot
+            for group in self._groups
+            for slot, own in zip(group.layout.slots, group.params, strict=True)
+            if own is param
+        )
+        found = next(slots, None)
+        return found.name if found is not None else None
+
     # --- state_dict, load_state_dict --------------------------------------------------------------
 
     def rank0_state_dict(self) -> dict[str, Any]:
@@ -486,63 +492,3 @@ def _groups_of(params: Iterable[nn.Parameter], group_of: Mapping[int, ParamGroup
     """List the groups that hold any of ``params``, in the order in which they are met."""
     found = [group for param in params if (group := group_of.get(id(param))) is not None]
     return list(dict.fromkeys(found))
-
-
-class ShardOwner(Protocol):
-    """The object that keeps the shards of some parameters: a model's FullParams, or before there is
-    an engine a PreSharded."""
-
-    def open(self, params: list[nn.Parameter]) -> None:
-        """Gather the full parameters. Collective over shard."""
-
-    def close(self, params: list[nn.Parameter], source: int | None) -> None:
-        """Keep the edits of rank ``source`` (None: nothing was edited) and return to the state
-        before :meth:`open`. Collective."""
-
-
-# parameter -> how to reach its owner, and the optimizer that has its state
-_OWNERS = WeakTensorKeyDictionary()
-_OPTIMIZERS = WeakTensorKeyDictionary()
-
-
-def register_owner(params: Iterable[nn.Parameter], owner: ShardOwner) -> None:
-    """Record that ``owner`` keeps the shards of ``params`` from now on."""
-    for param in params:
-        _OWNERS[param] = ref(owner)
-
-
-def own_params(params: Iterable[nn.Parameter], owner: ShardOwner) -> None:
-    """Record ``owner`` and keep it alive as long as ``params``: nothing else does (shards made
-    before there is an engine)."""
-    for param in params:
-        _OWNERS[param] = lambda owner=owner: owner
-
-
-def forget_owner(params: Iterable[nn.Parameter]) -> None:
-    """Make ``params`` ordinary parameters again."""
-    for param in params:
-        _OWNERS.pop(param, None)
-        _OPTIMIZERS.pop(param, None)
-
-
-def register_optimizer(params: Iterable[nn.Parameter], optimizer: StateShards) -> None:
-    """Record that ``optimizer`` has the state of ``params`` from now on."""
-    for param in params:
-        _OPTIMIZERS[param] = ref(optimizer)
-
-
-def owner_of_param(param: torch.Tensor) -> ShardOwner | None:
-    """Return the owner of ``param``; None for an ordinary parameter that no engine has sharded."""
-    found = _OWNERS.get(param)
-    return found() if found is not None else None
-
-
-def by_owner(params: Iterable[nn.Parameter]) -> list[tuple[ShardOwner, list[nn.Parameter]]]:
-    """Group parameters by owner, in the order in which owners are met; ordinary ones are left
-    out."""
-    found: dict[int, tuple[ShardOwner, list[nn.Parameter]]] = {}
-    for param in params:
-        owner = owner_of_param(param)
-        if owner is not None:
-            found.setdefault(id(owner), (owner, []))[1].append(param)
-    return list(found.values())

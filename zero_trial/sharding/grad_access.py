@@ -27,6 +27,7 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from zero_trial.errors import TrialError
+from zero_trial.sharding.freed import METADATA, unasked
 from zero_trial.sharding.full_params import find_param, local_part, require_shape, widened
 from zero_trial.sharding.grad_buffer import GradBuffer
 from zero_trial.sharding.layout import ParamSlot
@@ -60,16 +61,18 @@ class ShownGradients:
         """Set every parameter's ``.grad``. Does not read a gradient."""
         if not self._lazy:
             self._lazy = [LazyGradient(param, self, index) for index, param in enumerate(self._params)]
-        for param, lazy in zip(self._params, self._lazy, strict=True):
-            param.grad = lazy
+        with unasked():
+            for param, lazy in zip(self._params, self._lazy, strict=True):
+                param.grad = lazy
         self.shown = True
 
     def hide(self) -> None:
         """Take the ``.grad`` of all parameters away, so that autograd can hand over new ones; one
         that it has added to what was shown stays."""
         if self.shown:
-            for index, param in enumerate(self._params):
-                param.grad = self._late.get(index)
+            with unasked():
+                for index, param in enumerate(self._params):
+                    param.grad = self._late.get(index)
         self.forget()
 
     def forget(self) -> None:
@@ -110,11 +113,12 @@ class ShownGradients:
     def take_edits(self) -> bool:
         """Write what user code has changed into this rank's shard; return whether it changed
         anything. Local."""
-        if not self._used and all(map(operator.is_, map(_GRAD, self._params), self._lazy)):
+        with unasked():
+            grads = list(map(_GRAD, self._params))
+        if not self._used and all(map(operator.is_, grads, self._lazy)):
             return False
         changed = False
-        for index, (param, lazy) in enumerate(zip(self._params, self._lazy, strict=True)):
-            grad = param.grad
+        for index, (grad, lazy) in enumerate(zip(grads, self._lazy, strict=True)):
             if grad is lazy:
                 if index in self._used:
                     changed |= self._write(index, self._used[index])
@@ -139,15 +143,6 @@ class ShownGradients:
                 own.copy_(torch.where(differs, new / factor, held))
                 changed = True
         return changed
-
-
-# What needs no values: programs that look at every tensor of the process ask for it.
-_PROPERTIES = ("shape", "ndim", "dtype", "device", "layout", "is_leaf", "requires_grad", "grad", "grad_fn")
-_METADATA = frozenset(
-    [getattr(torch.Tensor, name).__get__ for name in (*_PROPERTIES, "is_cuda", "is_cpu", "is_meta")]
-    + [torch.Tensor.size, torch.Tensor.dim, torch.Tensor.numel, torch.Tensor.element_size, torch.Tensor.stride]
-    + [torch.Tensor.is_floating_point, torch.Tensor.is_complex, torch.Tensor.untyped_storage, torch.Tensor.__len__]
-)
 
 
 class LazyGradient(torch.Tensor):
@@ -175,9 +170,9 @@ class LazyGradient(torch.Tensor):
     def __torch_function__(
         cls, func: Any, types: Sequence[Any], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func not in _METADATA:
+        if func not in METADATA:
             args, kwargs = tree_map_only(LazyGradient, _value_of, (args, kwargs or {}))
-        with torch._C.DisableTorchFunctionSubclass():
+        with unasked():
             return func(*args, **(kwargs or {}))
 
     @classmethod

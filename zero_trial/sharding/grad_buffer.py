@@ -36,6 +36,7 @@ from torch import nn
 
 from zero_trial.comm import AxisComm
 from zero_trial.ops.dispatch import accumulate
+from zero_trial.sharding.freed import unasked
 from zero_trial.sharding.layout import Layout
 from zero_trial.sharding.param_group import ParamGroup
 from zero_trial.sharding.plan import Lifetime, ReduceAt, ZeroPlan
@@ -178,14 +179,16 @@ class GradBuffer:
         self._factor = factor
         self._examines = factor != 1.0 or self._on_foreign is not None
         if factor != 1.0:
-            for index, param in enumerate(self.group.params):
-                if param.grad is not None:
-                    self._kept[index], param.grad = param.grad, None
+            with unasked():
+                for index, param in enumerate(self.group.params):
+                    if param.grad is not None:
+                        self._kept[index], param.grad = param.grad, None
 
     def _restore(self) -> None:
         """Give parameters that no gradient has reached what ``.grad`` held before the pass."""
-        for index, grad in self._kept.items():
-            self.group.params[index].grad = grad
+        with unasked():
+            for index, grad in self._kept.items():
+                self.group.params[index].grad = grad
         self._kept.clear()
         self._factor = 1.0
 
@@ -218,8 +221,9 @@ class GradBuffer:
             self.allocate()
         params, views, filled = self.group.params, self.views, self.filled
         targets, sources, again = [], [], []
-        for index in waiting:
-            grad = params[index].grad
+        with unasked():
+            grads = [params[index].grad for index in waiting]
+        for index, grad in zip(waiting, grads, strict=True):
             self._queued[index] = False
             if grad is None or grad is views[index]:
                 continue
@@ -236,8 +240,9 @@ class GradBuffer:
         for view, grad in again:
             view.add_(grad)
         if show:
-            for index in waiting:
-                params[index].grad = views[index] if self._shares else None
+            with unasked():
+                for index in waiting:
+                    params[index].grad = views[index] if self._shares else None
         waiting.clear()
 
     @property
@@ -313,8 +318,9 @@ class GradBuffer:
 
     def detach(self) -> None:
         """Take the views away from the parameters: autograd makes a new gradient next time."""
-        for param in self.group.params:
-            param.grad = None
+        with unasked():
+            for param in self.group.params:
+                param.grad = None
         count = len(self.filled)
         self.filled[:] = [False] * count
 

@@ -27,19 +27,10 @@ from torch.utils._pytree import tree_flatten
 from zero_trial.comm import AxisComm, Mesh, build_mesh, init_distributed, read_rank_env, world_size
 from zero_trial.comm.mesh import plan_shape
 from zero_trial.errors import ConfigError
-from zero_trial.sharding.full_params import own_params, owner_of_param
+from zero_trial.sharding.freed import METADATA, absent, free, own_params, owner_of_param, revive
 from zero_trial.sharding.layout import ALIGN, round_up
-from zero_trial.sharding.param_group import absent
 
 OPEN = 4
-
-# Reading these needs no values.
-_METADATA = {
-    "shape", "dtype", "device", "requires_grad", "is_leaf", "grad", "grad_fn", "layout", "ndim", "is_meta", "names", "is_cuda",
-}  # fmt: skip
-_METADATA_METHODS = {
-    "size", "dim", "numel", "stride", "is_floating_point", "is_complex", "requires_grad_", "__hash__", "nelement", "element_size",
-}  # fmt: skip
 
 
 class PreSharded:
@@ -80,14 +71,17 @@ class PreSharded:
     def lift(self) -> None:
         """Give the parameter its full value until the next :meth:`cut`. Collective."""
         if not self.live:
-            self._param.data = self.gather()
+            revive(self._param, self.gather())
             self.live = True
 
     def _leave(self) -> None:
-        self._param.data = absent(self._param.shape, self._shard.dtype, self._shard.device)
+        free(self._param, absent(self._param.shape, self._shard.dtype, self._shard.device))
         self.live = False
 
     # ShardOwner, so that GatheredParameters works before there is an engine
+
+    def name_of(self, param: nn.Parameter) -> str | None:
+        return None
 
     def open(self, params: list[nn.Parameter]) -> None:
         with torch._C.DisableTorchFunction(), torch.no_grad():
@@ -233,7 +227,7 @@ class _Lifting(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         with torch._C.DisableTorchFunction():
-            if not _reads_metadata(func):
+            if func not in METADATA and func is not torch.Tensor.requires_grad_:
                 for leaf in tree_flatten((args, kwargs))[0]:
                     sharded = owner_of_param(leaf) if isinstance(leaf, nn.Parameter) else None
                     if isinstance(sharded, PreSharded):
@@ -253,9 +247,3 @@ class _Lifting(TorchFunctionMode):
                 self._open.popitem(last=False)[1].cut()
             sharded.lift()
         self._open[id(sharded)] = sharded
-
-
-def _reads_metadata(func: Callable[..., Any]) -> bool:
-    name = getattr(func, "__name__", "")
-    owner = getattr(getattr(func, "__self__", None), "__name__", "")
-    return (name == "__get__" and owner in _METADATA) or name in _METADATA_METHODS

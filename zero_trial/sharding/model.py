@@ -19,7 +19,8 @@ from torch import nn
 from zero_trial.comm import AxisComm, Mesh
 from zero_trial.errors import TrialError
 from zero_trial.precision import DtypePolicy
-from zero_trial.sharding.full_params import FullParams, forget_owner, register_owner
+from zero_trial.sharding.freed import forget_owner, register_owner, revive
+from zero_trial.sharding.full_params import FullParams
 from zero_trial.sharding.grad_access import ShownGradients
 from zero_trial.sharding.grad_buffer import BufferPool, GradBuffer
 from zero_trial.sharding.grouping import (
@@ -336,7 +337,7 @@ class ShardedModel:
                 values = [param.detach().to("cpu", copy=True) for param in group.params]
                 group.reshard(stale=True)
                 for param, value in zip(group.params, values, strict=True):
-                    param.data = value
+                    revive(param, value)
         for grad_buffer in self.grad_buffers:
             grad_buffer.remove_hooks()
         self.unsharder.remove_hooks()
@@ -460,7 +461,7 @@ def sync_unmanaged(
     for name, param in module.named_parameters():
         if id(param) not in managed:
             values = read_first_values(param)
-            param.data = values.to(living_dtype(values.dtype, policy.param))
+            revive(param, values.to(living_dtype(values.dtype, policy.param)))
             forget_owner([param])
             manual_groups.agree(param, param.data, name)
             data.broadcast(param.data, name)

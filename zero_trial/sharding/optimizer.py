@@ -33,7 +33,7 @@ from zero_trial.ops.optimizers import (
     undo_step,
 )
 from zero_trial.ops.states import BLOCK, StatePart, blocks_of, is_scale, seed_of
-from zero_trial.sharding.full_params import register_optimizer
+from zero_trial.sharding.freed import register_optimizer
 from zero_trial.sharding.param_group import ParamGroup, Updated
 from zero_trial.sharding.pieces import (
     DeviceStore,

@@ -28,6 +28,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.profiler import record_function
 
 from zero_trial.comm import AxisComm, Pending, wait_all
+from zero_trial.sharding.freed import absent, freed_class, is_absent, live_class
 from zero_trial.sharding.layout import Layout, has_own_master
 from zero_trial.sharding.plan import Lifetime, ZeroPlan
 
@@ -116,16 +117,16 @@ class ParamGroup:
         self._gathering: Pending | None = None
         # what the parameters are while they are freed
         self._placeholders = [] if always else [absent(s.shape, dtype, device) for s in layout.slots]
+        self._live_classes = [live_class(param) for param in self.params]
+        self._freed_classes = list(map(freed_class, self._live_classes))
         master = self._fill(read, agree)[low:high]
         self.own = self.full[low:high]  # this rank's part; its values are there only while live
         self.shard = self.own if always else comm.buffer(layout.shard_numel, dtype, device).copy_(self.own)
         # fp32 and fp64 parameters are their own masters; frozen ones need none.
         own_master = has_own_master(dtype) or not trainable
         self.master = self.shard if own_master else master.to(torch.float32, copy=True)
-        if always:
-            self._attach()
-        else:
-            self.reshard()
+        self._attach()
+        self.reshard()
 
     def replace_master(self, master: torch.Tensor) -> None:
         """Keep the master in ``master`` from now on: the same values elsewhere, or NaN while they
@@ -227,15 +228,16 @@ class ParamGroup:
     def reshard(self, *, stale: bool = False) -> None:
         """Free the full buffer's memory, unless it is pinned (``stale``: even then).
 
-        The parameters keep their shapes but read as NaN, so that a use outside its time shows.
+        The parameters keep their shapes; a use outside its time is an error that names them.
         Tensors that autograd saved as views of ``full`` stay valid: they share the storage, which
         the next gather refills.
         """
         if not self.live or self.plan.params is Lifetime.ALWAYS or (self._pins and not stale):
             return
         self.live = False
-        for param, placeholder in zip(self.params, self._placeholders, strict=True):
+        for param, placeholder, freed in zip(self.params, self._placeholders, self._freed_classes, strict=True):
             param.data = placeholder
+            param.__class__ = freed
         self.full.untyped_storage().resize_(0)
 
     def publish(self, *, rounded: bool = False, lend: bool = True) -> Pending | None:
@@ -292,7 +294,8 @@ class ParamGroup:
                 self.shard.copy_(self.own)
 
     def _attach(self) -> None:
-        for param, view in zip(self.params, self.views, strict=True):
+        for param, view, live in zip(self.params, self.views, self._live_classes, strict=True):
+            param.__class__ = live
             param.data = view
 
     def persistent_bytes(self) -> int:
@@ -419,20 +422,6 @@ def swap_buffer_bytes(groups: Sequence[ParamGroup]) -> int:
     """Count the bytes of the buffers through which offloaded shards are read."""
     found = {id(one): one for group in groups if group.offloaded is not None for one in group.offloaded.buffers}
     return sum(one.numel() * one.element_size() for one in found.values())
-
-
-def absent(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return a tensor of ``shape`` over a single NaN: it takes no memory, and arithmetic with it
-    shows. Integers get their largest value."""
-    numbers = dtype.is_floating_point or dtype.is_complex or dtype == torch.bool
-    value = float("nan") if numbers else torch.iinfo(dtype).max
-    return torch.full((), value, dtype=dtype, device=device).expand(tuple(shape))
-
-
-def is_absent(tensor: torch.Tensor) -> bool:
-    """Return whether the tensor's values are elsewhere: it has elements and no memory of its own
-    for them."""
-    return tensor.numel() > 1 and not any(tensor.stride())
 
 
 def trace_range(name: str) -> AbstractContextManager[Any]:

@@ -428,7 +428,8 @@ class ModuleHook:
     """A hook on a user's module that does nothing in a deep copy of that module.
 
     ``copy.deepcopy(engine.module)`` (an EMA, a frozen reference model) is then an ordinary module,
-    which reaches neither the engine's process groups nor its shards.
+    which reaches neither the engine's process groups nor its shards; so is what
+    ``torch.save(engine.module)`` writes.
     """
 
     __slots__ = ("_call",)
@@ -441,6 +442,9 @@ class ModuleHook:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
         return _nothing
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return functools.partial, (_nothing,)
 
 
 class UntracedHook(ModuleHook):

@@ -32,9 +32,10 @@ from torch import nn
 
 from zero_trial.comm import AxisComm
 from zero_trial.errors import TrialError
+from zero_trial.sharding.freed import absent
 from zero_trial.sharding.grad_buffer import GradBuffer
 from zero_trial.sharding.layout import Layout, ParamSlot
-from zero_trial.sharding.param_group import ParamGroup, absent
+from zero_trial.sharding.param_group import ParamGroup
 
 # The work of updating a tensor of this shape, in any unit.
 Work = Callable[[tuple[int, ...]], float]

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from zero_trial.sharding.freed import absent
 from zero_trial.sharding.layout import round_up
 from zero_trial.sharding.offload.swap_file import (
     BLOCK,
@@ -29,7 +30,7 @@ from zero_trial.sharding.offload.swap_file import (
     SwapSpace,
     buffer_elements,
 )
-from zero_trial.sharding.param_group import ParamGroup, absent, give_freed_memory_back
+from zero_trial.sharding.param_group import ParamGroup, give_freed_memory_back
 from zero_trial.sharding.plan import Lifetime
 
 

@@ -1,0 +1,248 @@
+"""Parameters whose values are in the shards: what can be asked of them, what is an error, and who
+owns them."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.optim.swa_utils import AveragedModel
+
+import zero_trial
+from tests.sharding.parts import make_group, parameters
+from tests.support.dense import STAGES
+from tests.support.models import TinyLM, make_engine, train_engine
+from zero_trial.errors import TrialError
+from zero_trial.sharding.freed import (
+    FreedParameter,
+    by_owner,
+    forget_owner,
+    free,
+    own_params,
+    owner_of_param,
+    register_owner,
+    revive,
+)
+from zero_trial.zero import GatheredParameters
+
+NAME = "blocks.1.up.weight"
+SHAPE = (192, 48)
+
+
+@pytest.fixture(scope="module")
+def engine() -> zero_trial.Engine:
+    """One at ZeRO stage 3 on one rank; a forward and a step have run."""
+    made = make_engine(TinyLM, {"zero_optimization": STAGES["zero3"]})
+    train_engine(made, range(1))
+    return made
+
+
+# Uses that need values; each gets the parameter and its model.
+USES: dict[str, Callable[[Any, nn.Module], object]] = {
+    "clone": lambda p, _: p.clone(),
+    "detach": lambda p, _: p.detach(),
+    "data": lambda p, _: p.data,
+    "sum": lambda p, _: p.sum(),
+    "arithmetic": lambda p, _: 0.9 * torch.ones(SHAPE) + p,
+    "index": lambda p, _: p[0],
+    "view": lambda p, _: p.view(-1),
+    "comparison": lambda p, _: p == torch.ones(SHAPE),
+    "an average": lambda p, _: torch.ones(SHAPE).lerp_(p, 0.1),
+    "foreach": lambda p, _: torch._foreach_add([torch.ones(SHAPE)], [p]),
+    "tolist": lambda p, _: p.tolist(),
+    "linear": lambda p, _: functional.linear(torch.ones(2, SHAPE[1]), p),
+    "to another dtype": lambda p, _: p.to(torch.float64),
+    "copy_ from it": lambda p, _: torch.empty(SHAPE).copy_(p),
+    "copy_ into it": lambda p, _: p.copy_(torch.ones(SHAPE)),
+    "mul_": lambda p, _: p.mul_(2.0),
+    "data.copy_": lambda p, _: p.data.copy_(torch.ones(SHAPE)),
+    "data =": lambda p, _: setattr(p, "data", torch.ones(SHAPE)),
+    "init": lambda p, _: nn.init.normal_(p),
+    "deepcopy": lambda p, _: copy.deepcopy(p),
+    "deepcopy of the model": lambda _, model: copy.deepcopy(model),
+    "AveragedModel": lambda _, model: AveragedModel(model),
+    "torch.save of the model": lambda _, model: torch.save(model, io.BytesIO()),
+    "half of the model": lambda _, model: model.half(),
+    "parameters_to_vector": lambda _, model: nn.utils.parameters_to_vector(model.parameters()),
+}
+OF_MODELS = (
+    "deepcopy of the model",
+    "AveragedModel",
+    "torch.save of the model",
+    "half of the model",
+    "parameters_to_vector",
+)
+EDITS = ("copy_ into it", "mul_", "data.copy_", "data =", "init", "half of the model")
+
+
+@pytest.mark.parametrize("use", USES)
+def test_a_use_that_needs_values_is_an_error_that_names_parameter_and_line(engine: zero_trial.Engine, use: str) -> None:
+    model = engine.module
+    with torch.no_grad(), pytest.raises(TrialError) as caught:
+        USES[use](dict(model.named_parameters())[NAME], model)
+    found = str(caught.value)
+    assert Path(__file__).name in found.split(": ")[0]
+    assert "GatheredParameters" in found
+    assert NAME in found or use in OF_MODELS
+    with GatheredParameters(model):
+        if use not in EDITS:
+            USES[use](model.get_parameter(NAME), model)
+
+
+def test_metadata_can_be_asked(engine: zero_trial.Engine) -> None:
+    model = engine.module
+    param = model.get_parameter(NAME)
+    assert isinstance(param, FreedParameter)
+    assert isinstance(param, nn.Parameter)
+    assert (tuple(param.shape), param.numel(), param.ndim, len(param), param.size(0)) == (SHAPE, 9216, 2, 192, 192)
+    assert (param.dtype, param.device.type, param.is_floating_point(), param.element_size()) == (
+        torch.float32,
+        "cpu",
+        True,
+        4,
+    )
+    assert param.is_leaf
+    assert param.requires_grad
+    assert param.requires_grad_(True) is param
+    assert NAME in repr(param)
+    assert param != None  # noqa: E711
+    assert torch.zeros_like(param).shape == SHAPE
+    assert torch.ones(9216).view_as(param).shape == SHAPE
+    assert torch.ones(2, dtype=torch.float64).to(param).dtype == torch.float32
+    assert param.to("cpu", torch.float32) is param
+    assert model.to("cpu") is model
+    assert model.float() is model
+    assert sum(p.numel() for p in model.parameters()) == sum(p.numel() for p in TinyLM().parameters())
+    assert {param: 1}[param] == 1
+    assert torch.optim.SGD(model.parameters(), lr=0.1).param_groups
+    handle = param.register_hook(lambda grad: grad)
+    handle.remove()
+    param.grad = None
+    assert param.grad is None
+
+
+def test_after_all_that_training_goes_on(engine: zero_trial.Engine) -> None:
+    before = {name: value.clone() for name, value in engine.module_state_dict().items()}
+    train_engine(engine, range(1, 2))
+    after = engine.module_state_dict()
+    assert all(torch.isfinite(value).all() for value in after.values() if value.is_floating_point())
+    assert any(not torch.equal(before[name], after[name]) for name in before)
+
+
+@pytest.mark.parametrize("stage", ["zero0", "zero2", "zero3"])
+def test_a_model_that_its_engine_trains_can_be_saved_whole(stage: str) -> None:
+    """``torch.save(engine.module)``: at stage 3 inside GatheredParameters. What is loaded is an
+    ordinary model."""
+    made = make_engine(TinyLM, {"zero_optimization": STAGES[stage]})
+    train_engine(made, range(1))
+    file = io.BytesIO()
+    with GatheredParameters(made.module):
+        torch.save(made.module, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=False)
+    expected = made.module_state_dict()
+    assert all(torch.equal(value, expected[name]) for name, value in loaded.state_dict().items())
+    loaded(torch.zeros(1, 8, dtype=torch.long)).backward()
+    assert all(type(param) is nn.Parameter for param in loaded.parameters())
+
+
+class Special(nn.Parameter):
+    """A user's own class of parameters."""
+
+
+def test_a_class_of_its_own_comes_back() -> None:
+    (weight,) = parameters([(2, 3)])
+    weight.__class__ = Special
+    group = make_group([weight], stage=3)
+    assert isinstance(weight, FreedParameter)
+    assert isinstance(weight, Special)
+    with pytest.raises(TrialError):
+        weight.clone()
+    group.unshard()
+    assert type(weight) is Special
+    weight.clone()
+
+
+def test_free_and_revive_are_the_two_ways() -> None:
+    (weight,) = parameters([(2,)])
+    free(weight, torch.full((2,), float("nan")))
+    free(weight, torch.full((2,), float("nan")))
+    with pytest.raises(TrialError, match=r"a parameter of shape \(2,\)"):
+        weight.sum()
+    revive(weight, torch.ones(2))
+    assert type(weight) is nn.Parameter
+    assert weight.sum() == 2
+
+
+# --- the directory --------------------------------------------------------------------------------
+
+
+class Keeper:
+    def open(self, params: list[nn.Parameter]) -> None: ...
+
+    def close(self, params: list[nn.Parameter], source: int | None) -> None: ...
+
+    def name_of(self, param: nn.Parameter) -> str | None:
+        return "the.name"
+
+
+def parameter() -> nn.Parameter:
+    return nn.Parameter(torch.zeros(2))
+
+
+def test_from_a_parameter_to_its_owner() -> None:
+    keeper, mine, other = Keeper(), parameter(), parameter()
+    register_owner([mine], keeper)
+    assert owner_of_param(mine) is keeper
+    assert owner_of_param(other) is None
+    assert owner_of_param(mine.data) is None
+    forget_owner([mine, other])
+    assert owner_of_param(mine) is None
+
+
+def test_registration_keeps_neither_alive() -> None:
+    keeper, param = Keeper(), parameter()
+    register_owner([param], keeper)
+    del keeper
+    gc.collect()
+    assert owner_of_param(param) is None
+
+
+def test_an_owner_lives_as_long_as_its_parameters() -> None:
+    keeper, param = Keeper(), parameter()
+    watch = weakref.ref(keeper)
+    own_params([param], keeper)
+    del keeper
+    gc.collect()
+    assert owner_of_param(param) is watch()
+    assert watch() is not None
+    del param
+    gc.collect()
+    assert watch() is None
+
+
+def test_the_last_registration_counts() -> None:
+    first, second, param = Keeper(), Keeper(), parameter()
+    own_params([param], first)
+    register_owner([param], second)
+    assert owner_of_param(param) is second
+
+
+def test_parameters_by_owner_in_the_order_in_which_owners_are_met() -> None:
+    first, second = Keeper(), Keeper()
+    a, b, c, stranger = (parameter() for _ in range(4))
+    register_owner([a, c], first)
+    register_owner([b], second)
+    found = by_owner([stranger, b, a, c])
+    assert [owner for owner, _ in found] == [second, first]
+    assert found[1][1][0] is a
+    assert found[1][1][1] is c

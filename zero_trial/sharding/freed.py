@@ -1,0 +1,264 @@
+"""Parameters whose values are in the shards of all ranks: what stands for the values, the class
+that refuses to read them, and the directory from a parameter to the owner of its shard.
+
+While it is freed, a parameter is an instance of :class:`FreedParameter`: torch asks that class
+about every use from Python. Metadata (shape, dtype, device, counts, ``requires_grad_``, hooks,
+``.grad``) is answered; a use that needs values raises TrialError. A parameter that is whole has its
+own class again, so that a step never asks. Price: one assignment of a class for each parameter that
+is freed or made whole (0.07 microseconds).
+
+torch does not ask about functions of C++ extensions that are bound without torch's parser, about
+``untyped_storage()`` and ``data_ptr()``, and inside another class's ``__torch_function__``. There a
+freed parameter reads as NaN.
+
+User code gives parameters and nothing else, as in DeepSpeed's API, so the directory leads from a
+bare ``nn.Parameter``. It is weak in both directions: it keeps neither parameters nor engines alive,
+and it stores nothing on the tensor.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import traceback
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any, NoReturn, Protocol, cast
+from weakref import ref
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from zero_trial.errors import TrialError
+
+unasked: Callable[[], AbstractContextManager[Any]] = torch._C.DisableTorchFunctionSubclass
+"""A block in which torch does not ask classes: the fast way to set ``.grad`` of freed
+parameters."""
+
+
+def absent(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return a tensor of ``shape`` over a single NaN: it takes no memory, and arithmetic with it
+    shows. Integers get their largest value."""
+    numbers = dtype.is_floating_point or dtype.is_complex or dtype == torch.bool
+    value = float("nan") if numbers else torch.iinfo(dtype).max
+    return torch.full((), value, dtype=dtype, device=device).expand(tuple(shape))
+
+
+def is_absent(tensor: torch.Tensor) -> bool:
+    """Return whether the tensor's values are elsewhere: it has elements and no memory of its own
+    for them."""
+    return tensor.numel() > 1 and not any(tensor.stride())
+
+
+# --- the class of freed parameters ----------------------------------------------------------------
+
+_PROPERTIES = [
+    "shape", "ndim", "dtype", "device", "layout", "is_leaf", "requires_grad", "grad", "grad_fn", "is_cuda", "is_cpu",
+    "is_meta", "is_sparse", "is_quantized", "is_nested", "itemsize", "nbytes", "retains_grad", "output_nr", "_version",
+    "_backward_hooks", "_post_accumulate_grad_hooks",
+]  # fmt: skip
+_METHODS = [
+    "size", "dim", "ndimension", "numel", "nelement", "element_size", "stride", "storage_offset", "get_device", "is_complex",
+    "is_floating_point", "is_signed", "is_contiguous", "untyped_storage", "__len__",
+]  # fmt: skip
+
+METADATA: frozenset[Any] = frozenset(
+    [getattr(torch.Tensor, name).__get__ for name in _PROPERTIES]
+    + [getattr(torch.Tensor, name) for name in _METHODS]
+    + [torch.numel, torch.is_floating_point, torch.is_complex, torch.is_signed]
+)
+"""Functions that need no values: programs that look at every tensor of the process call them."""
+
+_ALLOWED = METADATA | frozenset(
+    [getattr(torch.Tensor, name).__set__ for name in ("grad", "requires_grad", "_backward_hooks")]
+    + [getattr(torch.Tensor, name) for name in ("requires_grad_", "data_ptr", "register_hook", "retain_grad")]
+    + [torch.Tensor.register_post_accumulate_grad_hook, torch.autograd.grad, torch.autograd.backward]
+    # results that have only the shape, dtype and device of the parameter
+    + [getattr(torch, f"{name}_like") for name in ("empty", "zeros", "ones", "full", "rand", "randn", "randint")]
+    + [getattr(torch.Tensor, f"new_{name}") for name in ("empty", "zeros", "ones", "full", "tensor")]
+    + [torch.result_type, torch._has_compatible_shallow_copy_type]
+)
+# These need no values where they change nothing: then they return the parameter itself.
+_CONVERSIONS = frozenset(
+    getattr(torch.Tensor, name)
+    for name in ("to", "type", "cpu", "cuda", "float", "double", "half", "bfloat16", "contiguous")
+)
+# These take shape, dtype or device from a second tensor.
+_SHAPED_LIKE = frozenset(
+    getattr(torch.Tensor, name) for name in ("to", "type_as", "expand_as", "view_as", "reshape_as", "is_same_size")
+)
+_SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+_COMPARISONS = frozenset([torch.Tensor.__eq__, torch.Tensor.__ne__, torch.Tensor.eq, torch.Tensor.ne])
+
+
+class FreedParameter(nn.Parameter):
+    """A parameter whose values are in the shards of all ranks: see the top of this file."""
+
+    _live: type = nn.Parameter  # its class while it is whole
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Sequence[Any], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        named = kwargs or {}
+        with unasked():
+            if func in _ALLOWED:
+                return func(*args, **named)
+            first = args[0] if args else None
+            if func in _SHAPED_LIKE and not isinstance(first, FreedParameter):
+                return func(*args, **named)
+            if func in _CONVERSIONS:
+                result = func(*args, **named)
+                if result is first or isinstance(result, str):
+                    return result
+            if func == _SET_DATA and args[1] is first:
+                return None
+            if func in _COMPARISONS and args[1] is None:
+                return func(*args, **named)
+            if func is torch.Tensor.__repr__:
+                return f"{_named(cast('nn.Parameter', first))}, whose values are in the shards of all ranks"
+            freed = [leaf for leaf in tree_leaves((args, named)) if isinstance(leaf, FreedParameter)]
+            raise _refused(freed[0], _spelled(func))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        if id(self) in memo:
+            return cast("nn.Parameter", memo[id(self)])
+        raise _refused(self, "copy.deepcopy")
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise _refused(self, "pickle, or torch.save")
+
+
+@functools.cache
+def freed_class(live: type) -> type:
+    """Return the class that a parameter of class ``live`` has while it is freed."""
+    if issubclass(live, FreedParameter):
+        return live
+    if live is nn.Parameter:
+        return FreedParameter
+    return type(live.__name__, (FreedParameter, live), {"_live": live})
+
+
+def live_class(param: nn.Parameter) -> type:
+    """Return the class that ``param`` has while it is whole."""
+    return type(param)._live if isinstance(param, FreedParameter) else type(param)
+
+
+def free(param: nn.Parameter, placeholder: torch.Tensor) -> None:
+    """Take the values away from ``param``; ``placeholder`` has its shape, dtype and device."""
+    param.__class__ = live = live_class(param)
+    param.data = placeholder
+    param.__class__ = freed_class(live)
+
+
+def revive(param: nn.Parameter, values: torch.Tensor) -> None:
+    """Give ``param`` values (again)."""
+    param.__class__ = live_class(param)
+    param.data = values
+
+
+def _spelled(func: Any) -> str:
+    """Return a function's name as users write it: ``Tensor.clone``, ``Tensor.data``."""
+    name = getattr(func, "__name__", str(func))
+    if name in ("__get__", "__set__"):
+        return f"Tensor.{getattr(getattr(func, '__self__', None), '__name__', name)}"
+    owner = getattr(func, "__objclass__", None)
+    return f"Tensor.{name}" if owner is not None or hasattr(torch.Tensor, name) else name
+
+
+def _named(param: nn.Parameter) -> str:
+    owner = owner_of_param(param)
+    name = owner.name_of(param) if owner is not None else None
+    return name if name is not None else f"a parameter of shape {tuple(param.shape)}"
+
+
+def _refused(param: nn.Parameter, use: str) -> TrialError:
+    """Return the error for a use of a freed parameter; it names the line of the user's code."""
+    inside = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]), str(Path(copy.__file__)))
+    frames = [frame for frame in traceback.extract_stack() if not frame.filename.startswith(inside)]
+    place = f"{frames[-1].filename}:{frames[-1].lineno}: " if frames else ""
+    with unasked():
+        return TrialError(
+            "this parameter is freed: its values are in the shards of all ranks (ZeRO stage 3)",
+            where=f"{place}{use}",
+            got=_named(param),
+            expected="a use in the forward of its module, or a gathered parameter",
+            fix="Read it inside zero_trial.zero.GatheredParameters([param]), which every rank enters; with modifier_rank=0 edits "
+            "count. To save, use engine.save_16bit_model or engine.module_state_dict; "
+            'for a moving average, "ema" in ds_config.',
+        )
+
+
+# --- the directory --------------------------------------------------------------------------------
+
+
+class ShardOwner(Protocol):
+    """The object that keeps the shards of some parameters: a model's FullParams, or before there is
+    an engine a PreSharded."""
+
+    def open(self, params: list[nn.Parameter]) -> None:
+        """Gather the full parameters. Collective over shard."""
+
+    def close(self, params: list[nn.Parameter], source: int | None) -> None:
+        """Keep the edits of rank ``source`` (None: nothing was edited) and return to the state
+        before :meth:`open`. Collective."""
+
+    def name_of(self, param: nn.Parameter) -> str | None:
+        """Return the parameter's name in the model; None where it is not known yet."""
+
+
+# parameter -> how to reach its owner, and the optimizer that has its state
+_OWNERS = WeakTensorKeyDictionary()
+_OPTIMIZERS = WeakTensorKeyDictionary()
+
+
+def register_owner(params: Iterable[nn.Parameter], owner: ShardOwner) -> None:
+    """Record that ``owner`` keeps the shards of ``params`` from now on."""
+    for param in params:
+        _OWNERS[param] = ref(owner)
+
+
+def own_params(params: Iterable[nn.Parameter], owner: ShardOwner) -> None:
+    """Record ``owner`` and keep it alive as long as ``params``: nothing else does (shards made
+    before there is an engine)."""
+    for param in params:
+        _OWNERS[param] = lambda owner=owner: owner
+
+
+def forget_owner(params: Iterable[nn.Parameter]) -> None:
+    """Make ``params`` ordinary parameters again."""
+    for param in params:
+        _OWNERS.pop(param, None)
+        _OPTIMIZERS.pop(param, None)
+
+
+def register_optimizer(params: Iterable[nn.Parameter], optimizer: object) -> None:
+    """Record that ``optimizer`` has the state of ``params`` from now on."""
+    for param in params:
+        _OPTIMIZERS[param] = ref(optimizer)
+
+
+def optimizer_of_param(param: torch.Tensor) -> Any:
+    """Return the optimizer that has the state of ``param``; None where there is none."""
+    found = _OPTIMIZERS.get(param)
+    return found() if found is not None else None
+
+
+def owner_of_param(param: torch.Tensor) -> ShardOwner | None:
+    """Return the owner of ``param``; None for an ordinary parameter that no engine has sharded."""
+    found: Callable[[], ShardOwner | None] | None = _OWNERS.get(param)
+    return found() if found is not None else None
+
+
+def by_owner(params: Iterable[nn.Parameter]) -> list[tuple[ShardOwner, list[nn.Parameter]]]:
+    """Group parameters by owner, in the order in which owners are met; ordinary ones are left
+    out."""
+    found: dict[int, tuple[ShardOwner, list[nn.Parameter]]] = {}
+    for param in params:
+        owner = owner_of_param(param)
+        if owner is not None:
+            found.setdefault(id(owner), (owner, []))[1].append(param)
+    return list(found.values())

@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import io
 import tarfile
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from zero_trial.master.agent.agent import AgentReports
 from zero_trial.master.agent.environment import SlotDevices, StartOrder
 from zero_trial.master.agent.processes import Exit
 from zero_trial.master.core import Master
@@ -37,7 +38,7 @@ class FakeAgent:
         self.killed: list[str] = []
         self.started: list[str] = []
 
-    def begin(self, on_started: Callable[[str], None], on_exited: Callable[[str, Exit], None]) -> None: ...
+    def begin(self, reports: AgentReports) -> None: ...
 
     def start(self, order: StartOrder) -> None:
         if order.allocation.id not in self.running:

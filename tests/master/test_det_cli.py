@@ -274,6 +274,27 @@ def test_kill_cancel_and_their_exit_codes(det: Det) -> None:
     assert det.wait(paused) == "CANCELED"
 
 
+def test_a_log_policy_and_a_disabled_agent_end_runs_as_on_a_cluster(det: Det) -> None:
+    policies = [{"name": "seven", "pattern": "crashes on (purpose)", "action": "cancel_retries"}]
+    number = det.create(log_policies=policies, max_restarts=3, hyperparameters={"steps": 3, "crash": True})
+    slow = det.create(hyperparameters={"steps": 1000, "pause": 0.1})
+    assert det.wait(number) == "ERROR"
+    (trial,) = det.trials(number)
+    assert (trial["restarts"], trial["logPolicyMatched"]) == (0, "seven")
+    log = det.logs(trial["id"])
+    assert "crashes on (purpose)" in log and "matched logs to a don't retry policy" in log
+    (agent,) = det.json("agent", "list")
+    (trial,) = det.trials(slow)
+    det.wait_for_line(trial["id"], "step 1")
+    det.ok("agent", "disable", agent["id"])
+    det.wait(slow, "QUEUED")
+    det.ok("agent", "enable", agent["id"])
+    det.wait(slow, "RUNNING")
+    assert "agent disabled" in det.logs(trial["id"])
+    det.ok("experiment", "kill", str(slow))
+    det.wait(slow)
+
+
 def test_an_ended_experiment_is_continued(det: Det) -> None:
     number = det.create(hyperparameters={"steps": 3})
     det.wait(number)

@@ -15,6 +15,7 @@ import pytest
 from zero_trial.master import logs
 from zero_trial.master.agent import processes, storage
 from zero_trial.master.agent.processes import Identity, identify
+from zero_trial.master.log_policies import LogMatcher
 from zero_trial.master.records import LogLine, LogQuery
 from zero_trial.master.shepherd import Lines
 
@@ -48,8 +49,9 @@ time.sleep(60)
 
 QUICK = """
 import sys, time
+from pathlib import Path
 from zero_trial.master.shepherd import AllocationSupervisor, RunOrder
-made = AllocationSupervisor(RunOrder(("/bin/sh", "-c", "exit 6"), sys.argv[1], {}, sys.argv[2], 1.0))
+made = AllocationSupervisor(RunOrder(("/bin/sh", "-c", "exit 6"), sys.argv[1], {}, sys.argv[2], 1.0), Path(sys.argv[1]))
 made._start()
 time.sleep(0.3)  # it has ended by now, and nobody has looked
 print(made._finish().code)
@@ -197,7 +199,7 @@ def test_it_claims_itself(supervised: Supervised) -> None:
 
 
 def test_lines_are_cut_where_they_end_and_where_they_are_too_long(tmp_path: Path) -> None:
-    lines = Lines("stdout", logs.path_of(tmp_path, 1))
+    lines = Lines("stdout", logs.path_of(tmp_path, 1), LogMatcher([]), tmp_path)
     for data in (b"a", b"b\nc", b"d\n", b"x" * (1 << 20), b"y", b"\xff"):
         lines.add(data)
     lines.close()
@@ -209,7 +211,7 @@ def test_lines_that_cannot_be_written_are_lost_without_the_trial(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     tmp_path.joinpath("full").touch()
-    lines = Lines("stdout", tmp_path / "full" / "log")
+    lines = Lines("stdout", tmp_path / "full" / "log", LogMatcher([]), tmp_path)
     for _ in range(3):
         lines.add(b"error   so it ends\n")
     assert capsys.readouterr().err.count("are lost") == 1 and lines.cause == "so it ends"

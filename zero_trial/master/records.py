@@ -146,6 +146,7 @@ class Trial:
     runner_state: str = ""  # as the harness reports it
     reason: str = ""  # why it ended other than COMPLETED
     pruned: bool = False  # ended before it was ever launched
+    log_policy_matched: str | None = None  # the name of the newest log policy that has matched
     # Derived when it is read:
     latest_validation: MetricReport | None = None
     best_validation: MetricReport | None = None
@@ -246,6 +247,7 @@ class SlotInfo:
     uuid: str = ""
     allocation_id: str | None = None  # that holds it
     enabled: bool = True
+    draining: bool = False  # disabled, and the run that holds it may end by itself
 
 
 @dataclass(frozen=True)
@@ -257,6 +259,15 @@ class AgentInfo:
     registered: float
     resource_pool: str = "default"
     version: str = ""
+
+    @property
+    def enabled(self) -> bool:
+        """Return whether any of its slots is."""
+        return any(slot.enabled for slot in self.slots)
+
+    @property
+    def draining(self) -> bool:
+        return not self.enabled and any(slot.draining for slot in self.slots)
 
 
 @dataclass(frozen=True)

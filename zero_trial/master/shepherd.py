@@ -24,8 +24,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from zero_trial.master import logs
+from zero_trial.master import log_policies, logs
 from zero_trial.master.agent import processes, storage
+from zero_trial.master.log_policies import LogMatcher, LogPolicy
 
 _LONGEST = 1 << 20  # bytes of a line; a longer one is cut into several
 _UNKNOWN = 255  # exit code of a child that another part of the process has collected
@@ -39,21 +40,28 @@ _DRAIN_SECONDS = 2.0  # after the last process, for what is still in the pipes
 
 @dataclass(frozen=True)
 class RunOrder:
-    """An order to run a command; ``grace``: seconds between SIGTERM and SIGKILL."""
+    """An order to run a command; ``grace``: seconds between SIGTERM and SIGKILL; ``policies``: the
+    fields of each LogPolicy.
+    """
 
     command: Sequence[str]
     cwd: str
     env: Mapping[str, str]
     log: str
     grace: float
+    policies: Sequence[Mapping[str, str]] = ()
 
 
 class Lines:
-    """Writes one stream of a child to the trial's log, each line with its time."""
+    """Writes one stream of a child to the trial's log, each line with its time, and records the
+    matches of log policies in ``folder``.
+    """
 
-    def __init__(self, stdtype: str, path: Path) -> None:
+    def __init__(self, stdtype: str, path: Path, matcher: LogMatcher, folder: Path) -> None:
         self._stdtype = stdtype
         self._path = path
+        self._matcher = matcher
+        self._folder = folder
         self._rest = b""
         self._lost = False  # a line could not be written
         self.cause = ""  # the first error line of a rank
@@ -79,6 +87,9 @@ class Lines:
             for text in texts:
                 self._note(text)
             try:
+                matches = self._matcher.match(texts)
+                if matches:  # first: a full disk loses lines, but no match of one that was written
+                    log_policies.record(self._folder, matches)
                 logs.append(self._path, [logs.entry(text, at, self._stdtype) for text in texts])
             except OSError as error:  # a full disk: lines are lost, the trial is not
                 if not self._lost:  # said once, in the supervisor's own log if that can be written
@@ -96,8 +107,10 @@ class Lines:
 class AllocationSupervisor:
     """Runs one order: an event loop over the pipes of its processes and its signals."""
 
-    def __init__(self, order: RunOrder) -> None:
+    def __init__(self, order: RunOrder, folder: Path) -> None:
         self._order = order
+        self._folder = folder
+        self._matcher = LogMatcher(LogPolicy(**policy) for policy in order.policies)
         self._selector = selectors.DefaultSelector()
         # kept: its end would take the exit status with it
         self._process: subprocess.Popen[bytes] | None = None
@@ -153,6 +166,8 @@ class AllocationSupervisor:
 
     def _start(self) -> None:
         log = Path(self._order.log)
+        if self._matcher.unknown:
+            logs.append(log, [logs.entry(why, time.time(), "stderr", l="WARNING") for why in self._matcher.unknown])
         try:
             child = subprocess.Popen(
                 self._order.command,
@@ -172,7 +187,7 @@ class AllocationSupervisor:
         self._process, self._child = child, child.pid
         for name, stream in (("stdout", child.stdout), ("stderr", child.stderr)):
             if stream is not None:
-                self._streams.append(Lines(name, log))
+                self._streams.append(Lines(name, log, self._matcher, self._folder))
                 self._selector.register(stream, selectors.EVENT_READ, self._streams[-1])
                 self._open += 1
 
@@ -243,7 +258,7 @@ def main(folder: Path, text: str) -> int:
     """Take the allocation's lease, run the RunOrder in ``text`` (JSON), record its exit."""
     order = RunOrder(**json.loads(text))
     processes.adopt_orphans()
-    supervisor = AllocationSupervisor(order)
+    supervisor = AllocationSupervisor(order, folder)
     if not processes.acquire_lease(folder, processes.identify(os.getpid())):
         return 0
     ended = supervisor.run()

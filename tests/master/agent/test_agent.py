@@ -7,7 +7,7 @@ import os
 import queue
 import signal
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from zero_trial.master.agent.agent import Agent, end_all, steps
 from zero_trial.master.agent.environment import MARK, StartOrder
 from zero_trial.master.agent.processes import identify, marked
 from zero_trial.master.directory import MasterDirectory
+from zero_trial.master.log_policies import LogMatch
 from zero_trial.master.records import Allocation, AllocationState, LogQuery
 
 
@@ -45,19 +46,29 @@ class Field:
         self.number = 0
         monkeypatch.setattr(subject, "WATCH_SECONDS", 0.01)
         monkeypatch.setattr(subject.log, "handlers", [Errors(self.said)])
+        self.refuse_next = False  # the next report of an end fails
         self.agent = self.open()
 
-    def open(self, on_exited: Callable[[str, processes.Exit], None] | None = None) -> Agent:
+    def open(self) -> Agent:
         self.agent = Agent(
             self.home,
             grace=0.3,
             host_env=os.environ,
         )
-        self.agent.begin(
-            lambda name: self.said.put(("started", name)),
-            on_exited or (lambda name, ended: self.said.put(("exited", name, ended.code, ended.why))),
-        )
+        self.agent.begin(self)
         return self.agent
+
+    def on_started(self, name: str) -> None:
+        self.said.put(("started", name))
+
+    def on_matched(self, name: str, match: LogMatch) -> None:
+        self.said.put(("matched", name, match.policy.pattern, match.line))
+
+    def on_exited(self, name: str, ended: processes.Exit) -> None:
+        if self.refuse_next:
+            self.refuse_next = False
+            raise OSError("the disk is full")
+        self.said.put(("exited", name, ended.code, ended.why))
 
     def start(self, command: str, **config: Any) -> str:
         """Start an allocation that runs a shell command; returns its name, unique on this
@@ -229,17 +240,30 @@ def test_a_start_is_reported_before_an_end_that_came_between_two_looks(field: Fi
     field.expect("exited", "x.1", 3)
 
 
-def test_an_end_that_could_not_be_reported_is_reported_again(field: Field) -> None:
+def test_matches_of_log_policies_are_reported_before_the_end(field: Field) -> None:
+    policies = [{"pattern": "code [78]", "action": "cancel_retries"}, {"name": "other", "pattern": "^bad$"}]
+    name = field.start("echo code 7; echo code 8; echo bad >&2; exit 3", log_policies=policies)
+    field.expect("started", name)
+    found = {field.expect("matched", name)[2:] for _ in range(2)}
+    assert found == {("code [78]", "code 7"), ("^bad$", "bad")}
+    field.expect("exited", name, 3)
+
+
+def test_a_match_is_reported_while_the_run_goes_on_and_again_to_the_next_master(field: Field) -> None:
+    name = field.start("echo bad; sleep 60", log_policies=[{"name": "other", "pattern": "bad"}])
+    field.expect("started", name)
+    field.expect("matched", name, "bad")
     field.agent.close()
-    refused = []
+    field.open()
+    assert field.agent.adopt(name)
+    field.expect("started", name)
+    field.expect("matched", name, "bad")
+    field.agent.kill(name)
+    field.expect("exited", name)
 
-    def refuse_once(name: str, ended: processes.Exit) -> None:
-        if not refused:
-            refused.append(name)
-            raise OSError("the disk is full")
-        field.said.put(("exited", name, ended.code, ended.why))
 
-    field.open(refuse_once)
+def test_an_end_that_could_not_be_reported_is_reported_again(field: Field) -> None:
+    field.refuse_next = True
     name = field.start("exit 3")
     field.expect("started", name)
     said = field.expect("error")

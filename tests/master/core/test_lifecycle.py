@@ -97,6 +97,11 @@ STORIES: list[tuple[str, tuple[TrialEvent, ...], str, RunStage, str]] = [
     ("invalid hyperparameters", (*UP, EarlyExit("INVALID_HP"), OK), "COMPLETED", RunStage.NONE, "request watch end"),
     ("says so and crashes", (*UP, EarlyExit("INVALID_HP"), BAD), "ACTIVE", RunStage.QUEUED, "request watch request"),
     ("says so and stays", (*UP, EarlyExit("INVALID_HP"), T.OVERDUE, Exited(137)), "COMPLETED", RunStage.NONE, "request watch kill end"),
+    # log policies
+    ("not to be retried", (*UP, Exited(7, no_retry="x")), "ERROR", RunStage.NONE, "request end"),
+    ("not to be retried, completes", (*UP, Exited(0, no_retry="x")), "COMPLETED", RunStage.NONE, "request end"),
+    ("not to be retried, ended with the master", (*UP, T.OVERDUE, Exited(143, no_retry="x")), "ACTIVE", RunStage.QUEUED, "request kill request"),
+    ("excluded", (*UP, Exited(7, excluded="x")), "ERROR", RunStage.NONE, "request end"),
     # what means nothing
     ("an exit without a run", (OK,), "ACTIVE", RunStage.NONE, ""),
     ("events after the end", (*UP, OK, T.START, T.KILL, BAD, T.PAUSE), "COMPLETED", RunStage.NONE, "request end"),
@@ -239,11 +244,11 @@ def wait(name: str, experiment: int = 1, slots: int = 1, priority: int = 42, max
 
 
 def placed(*queue: QueuedRun, free: list[int], used: dict[int, int] | None = None) -> dict[str, tuple[int, ...]]:
-    return assign_slots(queue, free, used or {})
+    return assign_slots(queue, free, used or {}, usable=8)[0]
 
 
 def test_first_come_first_served_with_the_lowest_slots() -> None:
-    assert assign_slots([wait("t1", slots=2), wait("t2")], [3, 0, 1], {}) == {"t1": (0, 1), "t2": (3,)}
+    assert placed(wait("t1", slots=2), wait("t2"), free=[3, 0, 1]) == {"t1": (0, 1), "t2": (3,)}
 
 
 def test_lower_priority_numbers_go_first() -> None:
@@ -254,8 +259,30 @@ def test_all_slots_or_none() -> None:
     assert placed(wait("t1", slots=3), free=[0, 1]) == {}
 
 
-def test_a_big_one_is_not_starved_by_small_ones() -> None:
-    assert placed(wait("t1", slots=2), wait("t2"), free=[0]) == {}
+def test_others_of_its_priority_go_past_one_that_does_not_fit() -> None:
+    assert placed(wait("t1", slots=2), wait("t2"), free=[0]) == {"t2": (0,)}
+
+
+def test_a_big_one_that_is_more_urgent_is_not_starved_by_small_ones() -> None:
+    assert placed(wait("t1", slots=2, priority=1), wait("t2"), free=[0]) == {}
+    assert placed(wait("t1", slots=2, priority=1), wait("t2", priority=1), wait("t3"), free=[0]) == {"t2": (0,)}
+
+
+def test_one_that_fits_no_empty_machine_holds_back_none() -> None:
+    queue = [wait("t1", slots=2, priority=1), wait("t2")]
+    made, waiting = assign_slots(queue, [0], {}, usable=1)
+    assert made == {"t2": (0,)} and list(waiting) == ["t1"]
+    assert assign_slots([wait("t3", slots=0)], [], {}, usable=0)[0] == {}
+
+
+def test_each_run_that_waits_has_its_reason() -> None:
+    queue = [wait("t1", 1, slots=2), wait("t2", 2, max_slots=0), wait("t3", 3, slots=9), wait("t4", 4, priority=50)]
+    made, waiting = assign_slots(queue, [0], {}, usable=8)
+    words = {
+        name: next(word for word in ("free", "max_slots", "enabled", "priority") if word in why)
+        for name, why in waiting.items()
+    }
+    assert made == {} and words == {"t1": "free", "t2": "max_slots", "t3": "enabled", "t4": "priority"}
 
 
 def test_max_slots_bounds_an_experiment_and_no_other() -> None:
@@ -289,7 +316,8 @@ QUEUES = st.lists(
 
 @given(queue=QUEUES, free=st.sets(st.integers(0, 7)))
 def test_nothing_is_given_out_twice_and_no_limit_is_passed(queue: list[QueuedRun], free: set[int]) -> None:
-    made = assign_slots(queue, sorted(free), {})
+    made, waiting = assign_slots(queue, sorted(free), {}, usable=8)
+    assert made.keys() | waiting.keys() == {item.allocation_id for item in queue} and not made.keys() & waiting.keys()
     given_out = [slot for slots in made.values() for slot in slots]
     assert len(given_out) == len(set(given_out)) and set(given_out) <= free
     by_name: dict[str, Any] = {item.allocation_id: item for item in queue}

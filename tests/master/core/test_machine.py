@@ -6,7 +6,7 @@ import pytest
 
 from tests.master.fakes import Sandbox
 from zero_trial.master.agent.environment import SlotDevices
-from zero_trial.master.records import NotFound
+from zero_trial.master.records import LogQuery, NotFound
 
 WHOLE = {"slots_per_trial": 2}
 
@@ -44,6 +44,48 @@ def test_a_disabled_slot_is_not_given_out(master: Sandbox) -> None:
     assert len(master.runs()) == 1
     with pytest.raises(NotFound):
         master.machine.set_slot_enabled(2, False)
+
+
+@pytest.mark.parametrize("drain", [False, True])
+def test_a_slot_that_is_disabled_ends_what_holds_it_unless_it_drains(master: Sandbox, drain: bool) -> None:
+    master.create(max_restarts=0)
+    held = master.run_of(1).allocation.id
+    slot = master.machine.set_slot_enabled(1, False, drain=drain)
+    assert (slot.draining, master.agent.killed) == (drain, [])
+    slot = master.machine.set_slot_enabled(0, False, drain=drain)
+    assert (slot.draining, slot.allocation_id) == (drain, held) and master.agent.killed == ([] if drain else [held])
+    if drain:
+        return
+    master.exit(1, code=137)
+    assert master.runs() == [] and (master.state_of(1), master.trials.get(1).restarts) == ("ACTIVE", 0)
+    log = [line.message for line in master.trials.logs(1, LogQuery()) if line is not None]
+    assert any("slot disabled" in line for line in log) and any("waits: it needs 1 slot" in line for line in log)
+    master.machine.set_slot_enabled(1, True)
+    assert master.run_of(1).allocation.run_id == 2
+
+
+def test_an_agent_that_is_disabled_ends_and_starts_nothing(master: Sandbox) -> None:
+    master.create()
+    master.create(resources={"slots_per_trial": 0})
+    agent = master.machine.set_agent_enabled(False)
+    assert (agent.enabled, agent.draining, len(master.agent.killed)) == (False, False, 2)
+    for trial_id in (1, 2):
+        master.exit(trial_id, code=137)
+    master.create(resources={"slots_per_trial": 0})
+    assert master.runs() == []
+    assert master.machine.set_agent_enabled(True).enabled and len(master.runs()) == 3
+    assert master.machine.set_agent_enabled(False, drain=True).draining and len(master.agent.killed) == 2
+
+
+def test_a_job_that_waits_does_not_block_the_others_and_says_why(master: Sandbox) -> None:
+    master.create()
+    master.create(resources=WHOLE)
+    master.create()
+    assert {order.allocation.trial_id for order in master.runs()} == {1, 3}
+    for _ in range(2):  # said once
+        master.machine.set_slot_enabled(1, True)
+    lines = [line.message for line in master.trials.logs(2, LogQuery()) if line is not None]
+    assert len(lines) == 1 and "waits: it needs 2 slots" in lines[0]
 
 
 def test_the_queue(master: Sandbox) -> None:

@@ -455,6 +455,10 @@ BODIES: dict[str, dict[str, Any]] = {
             }
         ]
     },
+    "POST /api/v1/agents/{agentId}/enable": {},
+    "POST /api/v1/agents/{agentId}/disable": {"drain": True},
+    "POST /api/v1/agents/{agentId}/slots/{slotId:int}/enable": {},
+    "POST /api/v1/agents/{agentId}/slots/{slotId:int}/disable": {"drain": True},
     "POST /api/v1/job-queues": {
         "updates": [{"jobId": "job-1", "priority": 3, "weight": 1.0, "aheadOf": "", "resourcePool": ""}]
     },

@@ -45,6 +45,11 @@ def test_slots_are_switched_off_and_on(user: Any, world: World) -> None:
     body = bindings.v1DisableAgentRequest(agentId="laptop", drain=False)
     assert bindings.post_DisableAgent(user, agentId="laptop", body=body).agent.slots["1"].enabled is False
     assert bindings.post_EnableAgent(user, agentId="laptop").agent.slots["1"].enabled is True
+    assert len(world.agent.killed) == 2
+    body = bindings.v1DisableAgentRequest(agentId="laptop", drain=True)
+    agent = bindings.post_DisableAgent(user, agentId="laptop", body=body).agent
+    assert (agent.enabled, agent.draining, agent.slots["0"].draining) == (False, True, True)
+    assert len(world.agent.killed) == 2
 
 
 def test_the_one_pool(user: Any) -> None:

@@ -211,7 +211,7 @@ def test_accounts(tmp_path: Path) -> None:
         assert accounts.value(connection, "k") == "2"
 
         accounts.enable_slot(connection, 3, False)
-        assert accounts.disabled_slots(connection) == {3}
+        assert accounts.disabled_slots(connection) == {3: False}
         accounts.enable_slot(connection, 3, True)
-        assert accounts.disabled_slots(connection) == set()
+        assert accounts.disabled_slots(connection) == {}
     database.close()

@@ -18,16 +18,17 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 import zero_trial
 from zero_trial.errors import ZeroTrialError
-from zero_trial.master import logs
+from zero_trial.master import log_policies, logs
 from zero_trial.master.agent import processes, storage
 from zero_trial.master.agent.environment import MARK, Ports, StartOrder, environment, free_ports
 from zero_trial.master.directory import MasterDirectory
+from zero_trial.master.log_policies import LogMatch
 
 log = logging.getLogger(__name__)
 
@@ -37,11 +38,24 @@ _STUCK_SECONDS = 15.0  # after the grace, until a supervisor that does not end i
 _KILLED = 128 + signal.SIGKILL
 
 
+class AgentReports(Protocol):
+    """Takes what an agent reports, from any thread."""
+
+    def on_started(self, allocation_id: str) -> None:
+        """Record that the processes of an allocation run. Called once for each allocation."""
+
+    def on_matched(self, allocation_id: str, match: LogMatch) -> None:
+        """Record that a log policy has matched. Called again for the same after a restart."""
+
+    def on_exited(self, allocation_id: str, ended: processes.Exit) -> None:
+        """Record that the processes of an allocation have ended. Called once, after the others."""
+
+
 class AgentApi(Protocol):
     """Starts, watches and ends allocations; tests have one without processes."""
 
-    def begin(self, on_started: Callable[[str], None], on_exited: Callable[[str, processes.Exit], None]) -> None:
-        """Begin to work. The callbacks are called from any thread, once for each allocation."""
+    def begin(self, reports: AgentReports) -> None:
+        """Begin to work."""
 
     def start(self, order: StartOrder) -> None:
         """Start an allocation, later. Nothing happens if an earlier master has started it."""
@@ -64,6 +78,7 @@ class _Watched:
 
     child: subprocess.Popen[bytes] | None = None  # if this process is its parent
     kill_after: float | None = None  # when its supervisor itself is killed, monotonic
+    matches_read: int = 0  # bytes
     ports: Ports | None = None
 
 
@@ -88,10 +103,10 @@ class Agent:
         self._closed = threading.Event()
         self._threads: list[threading.Thread] = []
 
-    def begin(self, on_started: Callable[[str], None], on_exited: Callable[[str, processes.Exit], None]) -> None:
+    def begin(self, reports: AgentReports) -> None:
         self._threads = [
             threading.Thread(target=self._do_work, name="agent-work", daemon=True),
-            threading.Thread(target=self._watch, args=(on_started, on_exited), name="agent-watch", daemon=True),
+            threading.Thread(target=self._watch, args=(reports,), name="agent-watch", daemon=True),
         ]
         for thread in self._threads:
             thread.start()
@@ -150,7 +165,15 @@ class Agent:
         host = {**self._host_env, "TMPDIR": str(storage.make_scratch(folder, self._host_env))}
         env = environment(order, ports, run_root, host, self._python)
         output = logs.path_of(self._directory.trial_logs(order.allocation.trial_id), order.allocation.run_id)
-        run = {"command": steps(order.has_hook), "cwd": str(work), "env": env, "log": str(output), "grace": self._grace}
+        policies = [asdict(policy) for policy in log_policies.policies_of(order.config)]
+        run = {
+            "command": steps(order.has_hook),
+            "cwd": str(work),
+            "env": env,
+            "log": str(output),
+            "grace": self._grace,
+            "policies": policies,
+        }
         with (folder / "supervisor.log").open("ab") as errors:
             child = subprocess.Popen(
                 [self._python, "-m", "zero_trial.master.shepherd", str(folder)],
@@ -183,7 +206,7 @@ class Agent:
             if watched is not None and watched.kill_after is None:
                 watched.kill_after = time.monotonic() + self._grace + _STUCK_SECONDS
 
-    def _watch(self, on_started: Callable[[str], None], on_exited: Callable[[str, processes.Exit], None]) -> None:
+    def _watch(self, reports: AgentReports) -> None:
         started: set[str] = set()
         reported: set[str] = set()  # faults, each once: they come again with every look
         while not self._closed.wait(WATCH_SECONDS):
@@ -191,7 +214,7 @@ class Agent:
                 watched = dict(self._watched)
             for name, entry in watched.items():
                 try:
-                    self._look(name, entry, started, on_started, on_exited)
+                    self._look(name, entry, started, reports)
                 except Exception as error:
                     # a fault of one allocation must not end the watch over the others
                     fault = f"allocation {name}: {type(error).__name__}: {error}"
@@ -199,29 +222,26 @@ class Agent:
                         reported.add(fault)
                         log.error("%s", fault)
 
-    def _look(
-        self,
-        name: str,
-        entry: _Watched,
-        started: set[str],
-        on_started: Callable[[str], None],
-        on_exited: Callable[[str, processes.Exit], None],
-    ) -> None:
+    def _look(self, name: str, entry: _Watched, started: set[str], reports: AgentReports) -> None:
         folder = self._directory.allocation(name)
         if entry.child is not None:
             entry.child.poll()  # collects it
         identity = processes.lease_owner(folder)
         if identity is not None and name not in started:
             started.add(name)
-            on_started(name)
+            reports.on_started(name)
         if identity is not None and entry.kill_after is not None and time.monotonic() > entry.kill_after:
             identity.send(signal.SIGKILL)
         ended = self._ended(folder, identity, entry)
+        matches, end = log_policies.recorded(folder, entry.matches_read)
+        for match in matches:
+            reports.on_matched(name, match)
+        entry.matches_read = end
         begun_since = identity is None and processes.lease_owner(folder) is not None
         if ended is None or begun_since:  # the next look reports the start before the end
             return
         processes.sweep(MARK, name)
-        on_exited(name, ended)  # if this fails the next look repeats it
+        reports.on_exited(name, ended)  # if this fails the next look repeats it
         with self._lock:
             self._watched.pop(name, None)
         started.discard(name)

@@ -22,6 +22,7 @@ from zero_trial.master.core.checkpoints import check_source, require_not_in_use,
 from zero_trial.master.core.context_archive import read_context
 from zero_trial.master.core.state import MasterState, searcher_of
 from zero_trial.master.core.transaction import Begun, Transaction, transaction
+from zero_trial.master.log_policies import check_patterns
 from zero_trial.master.records import (
     Checkpoint,
     Conflict,
@@ -91,6 +92,7 @@ class ExperimentService:
         """Refuse what can never run here; warn of what runs differently."""
         _check_size(config)
         _check_name(config)
+        check_patterns(config)
         resources = config.get("resources") or {}
         wanted, there = resources.get("slots_per_trial"), self._state.devices.count
         if wanted is not None and wanted > there:

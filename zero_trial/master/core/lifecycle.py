@@ -15,7 +15,8 @@ What an exit means depends on what was asked before it::
     exit 0, announced           COMPLETED for invalid hyperparameters, else ERROR
     exit 0, not acknowledged    COMPLETED
     exit 0, acknowledged        paused: stays paused; active: queued again
-    exit != 0                   a restart while restarts <= max_restarts, else ERROR
+    exit != 0                   a restart while restarts <= max_restarts and no log policy forbids
+                                it, else ERROR
 """
 
 from __future__ import annotations
@@ -85,12 +86,14 @@ class Exited:
     """The trial's run has ended.
 
     ``why`` describes an end that is not an exit code; ``killed``: its supervisor was asked to end
-    it.
+    it; ``no_retry`` and ``excluded`` are why log policies forbid another run, here and at all.
     """
 
     code: int
     why: str = ""
     killed: bool = False
+    no_retry: str = ""
+    excluded: str = ""
 
 
 TrialEvent: TypeAlias = TrialSignal | Fail | EarlyExit | Exited
@@ -218,12 +221,16 @@ def _exited(life: TrialLife, event: Exited) -> _TrialOutcome:
         return _again(over)
     if event.code == 0:
         return _end(over, TrialState.COMPLETED, "")
+    if event.no_retry:
+        return _end(over, TrialState.ERROR, event.no_retry)
     over = replace(over, restarts=life.restarts + 1)
     if over.restarts > life.max_restarts:
         what = event.why or f"exit code {event.code}"
         return _end(
             replace(over, restarts=life.restarts), TrialState.ERROR, f"{what}; max_restarts is {life.max_restarts}"
         )
+    if event.excluded:
+        return _end(over, TrialState.ERROR, event.excluded)
     return _again(over)
 
 
@@ -335,32 +342,44 @@ def queue_order(queue: Iterable[QueuedRun]) -> list[QueuedRun]:
 
 
 def assign_slots(
-    queue: Iterable[QueuedRun], free: Sequence[int], used: Mapping[int, int]
-) -> dict[str, tuple[int, ...]]:
-    """Return the slots that can be assigned now, by allocation, lowest numbers first; all or none.
+    queue: Iterable[QueuedRun], free: Sequence[int], used: Mapping[int, int], *, usable: int
+) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:
+    """Return the slots that can be assigned now, lowest numbers first and all or none, and why each
+    other run waits; both by allocation.
 
-    No running allocation is preempted. The first run in the queue that does not fit holds back
-    those behind it, so that large runs are not starved by small ones. A run whose experiment has
-    used up its ``max_slots`` is skipped and holds back none.
+    No running allocation is preempted. Runs of one priority go past one that does not fit. Those of
+    a less urgent priority do not, so that a large run which is urgent gets the slots as they become
+    free; but a run that does not fit an empty machine, because slots are disabled, and one whose
+    experiment has used up its ``max_slots`` hold back none.
 
     Args:
         free: slot numbers.
         used: number of slots that each experiment holds, by experiment id.
+        usable: number of slots that are enabled, free or not.
     """
     left = sorted(free)
     held = Counter(used)
-    made: dict[str, tuple[int, ...]] = {}
-    blocked = False
+    placed: dict[str, tuple[int, ...]] = {}
+    waiting: dict[str, str] = {}
+    reserved: int | None = None  # the priority of a run that gets the next free slots
     for item in queue_order(queue):
-        if item.slots == 0:
-            made[item.allocation_id] = ()
-            continue
-        if blocked or (item.max_slots is not None and held[item.experiment_id] + item.slots > item.max_slots):
-            continue
-        if item.slots > len(left):
-            blocked = True
-            continue
-        made[item.allocation_id] = tuple(left[: item.slots])
-        left = left[item.slots :]
-        held[item.experiment_id] += item.slots
-    return made
+        if item.slots > usable or not usable:
+            waiting[item.allocation_id] = f"it needs {_slots(item.slots)}; enabled here: {usable}"
+        elif item.slots == 0:
+            placed[item.allocation_id] = ()
+        elif item.max_slots is not None and held[item.experiment_id] + item.slots > item.max_slots:
+            waiting[item.allocation_id] = f"its experiment has used up its max_slots, {item.max_slots}"
+        elif reserved is not None and item.priority > reserved:
+            waiting[item.allocation_id] = f"a run of priority {reserved} goes before its own, {item.priority}"
+        elif item.slots > len(left):
+            reserved = item.priority if reserved is None else reserved
+            waiting[item.allocation_id] = f"it needs {_slots(item.slots)}, more than are free"
+        else:
+            placed[item.allocation_id] = tuple(left[: item.slots])
+            left = left[item.slots :]
+            held[item.experiment_id] += item.slots
+    return placed, waiting
+
+
+def _slots(count: int) -> str:
+    return "1 slot" if count == 1 else f"{count} slots"

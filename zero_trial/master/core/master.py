@@ -11,8 +11,9 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
+from zero_trial.master import log_policies
 from zero_trial.master.agent.agent import AgentApi
 from zero_trial.master.agent.environment import SlotDevices
 from zero_trial.master.agent.processes import Exit
@@ -25,6 +26,7 @@ from zero_trial.master.core.state import MasterState
 from zero_trial.master.core.transaction import transaction
 from zero_trial.master.core.trials import TaskService, TrialService
 from zero_trial.master.directory import MasterDirectory
+from zero_trial.master.log_policies import LogMatch
 from zero_trial.master.records import (
     AgentInfo,
     Allocation,
@@ -80,6 +82,7 @@ class MachineService:
                 uuid=f"{devices.kind}-{number}",
                 allocation_id=holders.get(number),
                 enabled=number not in off,
+                draining=off.get(number, False),
             )
             for number in range(devices.count)
         ]
@@ -88,14 +91,34 @@ class MachineService:
         """Return this machine as the only agent."""
         return [AgentInfo(self._state.agent_id, tuple(self.slots()), self._state.began, POOL, self._state.info.version)]
 
-    def set_slot_enabled(self, number: int, enabled: bool) -> SlotInfo:
-        """Let a slot be assigned, or no longer; a run that holds it keeps it. Raises NotFound."""
+    def set_slot_enabled(self, number: int, enabled: bool, *, drain: bool = False) -> SlotInfo:
+        """Let a slot be assigned, or no longer.
+
+        The run that holds a disabled slot is ended, and goes on from its last checkpoint once it is
+        placed again; with ``drain`` it keeps the slot to its end. Raises NotFound.
+        """
         if not 0 <= number < self._state.devices.count:
             raise NotFound(f"slot {number} not found")
-        with transaction(self._state) as tx:
-            accounts.enable_slot(tx.connection, number, enabled)
-            tx.reschedule()
+        self._set_enabled([number], enabled, drain, "slot disabled")
         return self.slots()[number]
+
+    def set_agent_enabled(self, enabled: bool, *, drain: bool = False) -> AgentInfo:
+        """Do the same to all slots, and to the runs that hold none."""
+        self._set_enabled(range(self._state.devices.count), enabled, drain, "agent disabled")
+        return self.agents()[0]
+
+    def _set_enabled(self, numbers: Collection[int], enabled: bool, drain: bool, why: str) -> None:
+        with transaction(self._state) as tx:
+            for number in numbers:
+                accounts.enable_slot(tx.connection, number, enabled, draining=drain)
+            for run in trials.allocations(tx.connection) if not enabled and not drain else ():
+                holds = bool(set(run.slots) & set(numbers)) or (not run.slots and len(numbers) > 1)
+                if run.state is not AllocationState.QUEUED and holds:
+                    tx.note(
+                        run.trial_id, "WARNING", f"{why}: run {run.run_id} ends, and goes on when it is placed again"
+                    )
+                    tx.apply_to_trial(run.trial_id, lifecycle.TrialSignal.OVERDUE)
+            tx.reschedule()
 
     def jobs(self) -> list[Job]:
         """List the experiments that have not ended, in the order of the queue."""
@@ -173,7 +196,7 @@ class Master:
     def begin(self, master_url: str) -> None:
         """Take over what an earlier master left, assign slots and start the threads."""
         self.take_over(master_url)
-        self.state.agent.begin(self.on_started, self.on_exited)
+        self.state.agent.begin(self)
         self._ticker = threading.Thread(target=self._tick_on, name="ticker", daemon=True)
         self._ticker.start()
         self.garbage_collector.start()
@@ -202,6 +225,13 @@ class Master:
             if run is not None and run.state is AllocationState.STARTING:
                 trials.change_allocation(tx.connection, allocation_id, state=AllocationState.RUNNING)
 
+    def on_matched(self, allocation_id: str, match: LogMatch) -> None:
+        """Record that a log policy has matched a line of an allocation."""
+        with transaction(self.state) as tx:
+            run = trials.allocation(tx.connection, allocation_id)
+            if run is not None:
+                tx.add_log_match(run, match)
+
     def on_exited(self, allocation_id: str, ended: Exit) -> None:
         """Record that the processes of an allocation have ended, and move its trial on."""
         with transaction(self.state) as tx:
@@ -211,7 +241,15 @@ class Master:
             why = f": {ended.why}" if ended.why else ""
             level = "INFO" if ended.code == 0 else "ERROR"
             tx.note(run.trial_id, level, f"run {run.run_id} ended with exit code {ended.code}{why}")
-            tx.apply_to_trial(run.trial_id, lifecycle.Exited(ended.code, ended.why, killed=ended.killed))
+            matches = trials.log_matches(tx.connection, run.task_id)
+            end = lifecycle.Exited(
+                ended.code,
+                ended.why,
+                killed=ended.killed,
+                no_retry=log_policies.why_no_retry(matches),
+                excluded=log_policies.why_excluded(matches, self.state.agent_id),
+            )
+            tx.apply_to_trial(run.trial_id, end)
 
     def tick(self) -> None:
         """End the runs that should have ended by now."""

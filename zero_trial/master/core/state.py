@@ -64,6 +64,7 @@ class MasterState:
         self.signaled = threading.Condition()  # a run was asked to stop, or has ended
         self.has_garbage = threading.Event()
         self.searches: dict[int, LiveSearch] = {}
+        self.waiting: dict[str, str] = {}  # why queued runs wait, as their logs say
         self.master_url = ""
         self.agent_id = "this-machine"
         self.serving = False  # slots are assigned

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, TypeAlias
 
+from zero_trial.master import log_policies
 from zero_trial.master.agent.environment import StartOrder
 from zero_trial.master.core import lifecycle
 from zero_trial.master.core.accounts import digest, new_token
@@ -32,6 +33,7 @@ from zero_trial.master.core.lifecycle import (
     assign_slots,
 )
 from zero_trial.master.core.state import LiveSearch, MasterState
+from zero_trial.master.log_policies import LogMatch
 from zero_trial.master.records import (
     Allocation,
     AllocationState,
@@ -96,6 +98,7 @@ def transaction(state: MasterState) -> Iterator[Transaction]:
             # The searchers have moved on while the store has not: they are restored from the store.
             for experiment_id in tx.touched if tx is not None else ():
                 state.searches.pop(experiment_id, None)
+            state.waiting.clear()
             raise
         for order in tx.orders:
             order()
@@ -158,6 +161,20 @@ class Transaction:
     def note(self, trial_id: int, level: str, line: str) -> None:
         """Write a line to a trial's log with the commit."""
         self.notes.append((trial_id, level, line))
+
+    def add_log_match(self, run: Allocation, match: LogMatch) -> None:
+        """Record that a log policy has matched a line of a run; the same match counts once."""
+        if not trials.add_log_match(self.connection, run.task_id, match):
+            return
+        policy, level, line = match.policy, "INFO", str(match)
+        if policy.action == log_policies.CANCEL_RETRIES:
+            level, line = "WARNING", f"{match} therefore the trial is not started again if it fails"
+        elif policy.action == log_policies.EXCLUDE_NODE:
+            level, line = "ERROR", log_policies.why_excluded([match], self._state.agent_id)
+        if policy.name:
+            trials.change(self.connection, run.trial_id, log_policy_matched=policy.name)
+            line = f"log policy {policy.name!r} {line}"
+        self.note(run.trial_id, level, line)
 
     def collect_garbage(self) -> None:
         """Wake the garbage collector after the commit."""
@@ -360,12 +377,29 @@ class Transaction:
         for run in runs:
             used[run.experiment_id] += len(run.slots)
         resources = cache(lambda number: self.experiment_of(number).config.get("resources") or {})
-        queue = [QueuedRun.of(run, resources(run.experiment_id)) for run in runs if run.state is AllocationState.QUEUED]
-        for name, slots in assign_slots(queue, free, used).items():
+        queued = {run.id: run for run in runs if run.state is AllocationState.QUEUED}
+        excluded = trials.excluded_tasks(self.connection)
+        banned = {
+            name: log_policies.why_excluded(trials.log_matches(self.connection, run.task_id), self._state.agent_id)
+            for name, run in queued.items()
+            if run.task_id in excluded
+        }
+        queue = [QueuedRun.of(run, resources(run.experiment_id)) for name, run in queued.items() if name not in banned]
+        placed, waiting = assign_slots(queue, free, used, usable=self._state.devices.count - len(off))
+        self._explain({**waiting, **banned}, queued)
+        for name, slots in placed.items():
             trials.change_allocation(self.connection, name, slots=slots)
-            placed = existing(trials.allocation(self.connection, name), f"allocation {name}")
-            self.apply_to_trial(placed.trial_id, TrialSignal.PLACED)
-            self.order_start(placed)
+            run = existing(trials.allocation(self.connection, name), f"allocation {name}")
+            self.apply_to_trial(run.trial_id, TrialSignal.PLACED)
+            self.order_start(run)
+
+    def _explain(self, waiting: Mapping[str, str], queued: Mapping[str, Allocation]) -> None:
+        """Say in the log of each trial why it waits, once for each reason."""
+        for name, why in waiting.items():
+            if self._state.waiting.get(name) != why:
+                self.note(queued[name].trial_id, "INFO", f"run {queued[name].run_id} waits: {why}")
+        self._state.waiting.clear()
+        self._state.waiting.update(waiting)
 
     # -- the search
 

@@ -86,17 +86,17 @@ def set_value(connection: sqlite3.Connection, key: str, text: str) -> None:
     connection.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", (key, text))
 
 
-def disabled_slots(connection: sqlite3.Connection) -> set[int]:
-    """Return the slots that are not assigned."""
-    return {row[0] for row in connection.execute("SELECT number FROM disabled_slots")}
+def disabled_slots(connection: sqlite3.Connection) -> dict[int, bool]:
+    """Return the slots that are not assigned, and of each whether it drains."""
+    return {row[0]: bool(row[1]) for row in connection.execute("SELECT number, draining FROM disabled_slots")}
 
 
-def enable_slot(connection: sqlite3.Connection, number: int, enabled: bool) -> None:
+def enable_slot(connection: sqlite3.Connection, number: int, enabled: bool, *, draining: bool = False) -> None:
     """Let a slot be assigned, or no longer."""
     if enabled:
         connection.execute("DELETE FROM disabled_slots WHERE number = ?", (number,))
     else:
-        connection.execute("INSERT OR REPLACE INTO disabled_slots VALUES (?)", (number,))
+        connection.execute("INSERT OR REPLACE INTO disabled_slots VALUES (?, ?)", (number, int(draining)))
 
 
 def _record(row: sqlite3.Row) -> User:

@@ -144,6 +144,18 @@ MIGRATIONS: tuple[str, ...] = (
 
     CREATE TABLE disabled_slots (number INTEGER PRIMARY KEY);
     """,
+    """
+    ALTER TABLE disabled_slots ADD COLUMN draining INTEGER NOT NULL DEFAULT 0;
+    ALTER TABLE trials ADD COLUMN log_policy_matched TEXT;
+    CREATE TABLE log_matches (
+        task_id TEXT NOT NULL,
+        pattern TEXT NOT NULL,
+        action TEXT NOT NULL,
+        name TEXT NOT NULL,
+        line TEXT NOT NULL,
+        PRIMARY KEY (task_id, pattern, action, name)
+    );
+    """,
 )
 
 

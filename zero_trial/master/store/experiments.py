@@ -77,6 +77,9 @@ def erase(connection: sqlite3.Connection, number: int) -> None:
     connection.execute(
         "DELETE FROM tokens WHERE allocation_id IN (SELECT id FROM allocations WHERE experiment_id = ?)", (number,)
     )
+    connection.execute(
+        "DELETE FROM log_matches WHERE task_id IN (SELECT task_id FROM allocations WHERE experiment_id = ?)", (number,)
+    )
     for table in ("allocations", "checkpoints", "trials", "contexts"):
         connection.execute(f"DELETE FROM {table} WHERE experiment_id = ?", (number,))
     connection.execute("DELETE FROM experiments WHERE id = ?", (number,))

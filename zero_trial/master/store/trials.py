@@ -5,6 +5,7 @@ from __future__ import annotations
 import sqlite3
 from typing import Any
 
+from zero_trial.master.log_policies import EXCLUDE_NODE, LogMatch, LogPolicy
 from zero_trial.master.records import Allocation, AllocationState, Trial, TrialState
 from zero_trial.master.store import experiments, metrics
 from zero_trial.master.store.database import insert, loads, record, update
@@ -124,6 +125,25 @@ def killing(connection: sqlite3.Connection, name: str) -> bool:
 def change_allocation(connection: sqlite3.Connection, name: str, **columns: Any) -> None:
     """Set columns."""
     update(connection, "allocations", "id", name, columns)
+
+
+def add_log_match(connection: sqlite3.Connection, task_id: str, match: LogMatch) -> bool:
+    """Insert the first match of a policy in a task; return False if there was one before."""
+    policy = match.policy
+    values = (task_id, policy.pattern, policy.action, policy.name, match.line)
+    return connection.execute("INSERT OR IGNORE INTO log_matches VALUES (?, ?, ?, ?, ?)", values).rowcount == 1
+
+
+def log_matches(connection: sqlite3.Connection, task_id: str) -> list[LogMatch]:
+    """List the matches of log policies in a task, oldest first."""
+    rows = connection.execute("SELECT * FROM log_matches WHERE task_id = ? ORDER BY rowid", (task_id,))
+    return [LogMatch(LogPolicy(row["pattern"], row["action"], row["name"]), row["line"]) for row in rows.fetchall()]
+
+
+def excluded_tasks(connection: sqlite3.Connection) -> set[str]:
+    """Return the tasks that a log policy excludes from this machine."""
+    rows = connection.execute("SELECT task_id FROM log_matches WHERE action = ?", (EXCLUDE_NODE,))
+    return {row[0] for row in rows}
 
 
 def _smaller(connection: sqlite3.Connection, experiment_id: int) -> bool:

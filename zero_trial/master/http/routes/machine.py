@@ -46,6 +46,8 @@ def _master_config(request: Request) -> Response:
                 "resource_manager": {"type": "agent", "scheduler": {"type": "priority", "preemption": False}},
                 "resource_pools": pools,
                 "telemetry": {"enabled": False},
+                # what no machine may run is an error, not a job that waits for good
+                "launch_error": True,
             }
         }
     )
@@ -91,7 +93,8 @@ def _slot(request: Request) -> Response:
 def _switch_slot(enabled: bool) -> Any:
     def action(request: Request) -> Response:
         _find_agent(request)
-        changed: SlotInfo = request.master.machine.set_slot_enabled(request.numbers["slotId"], enabled)
+        drain = bool(request.body().get("drain"))
+        changed: SlotInfo = request.master.machine.set_slot_enabled(request.numbers["slotId"], enabled, drain=drain)
         return ok({"slot": _slot_json(changed, None)})
 
     return action
@@ -101,9 +104,9 @@ def _switch_agent(enabled: bool) -> Any:
     """Enable or disable all slots of the agent."""
 
     def action(request: Request) -> Response:
-        for each in _find_agent(request)["slots"].values():
-            request.master.machine.set_slot_enabled(int(each["id"]), enabled)
-        return ok({"agent": {**_find_agent(request), "enabled": enabled}})
+        _find_agent(request)
+        request.master.machine.set_agent_enabled(enabled, drain=bool(request.body().get("drain")))
+        return ok({"agent": _find_agent(request)})
 
     return action
 
@@ -259,7 +262,7 @@ def _slot_json(record: SlotInfo, allocation: Allocation | None) -> Dict:
         "id": str(record.number),
         "device": device_json(record),
         "enabled": record.enabled,
-        "draining": False,
+        "draining": record.draining,
         "container": holder,
     }
 
@@ -286,8 +289,8 @@ def agent_json(record: AgentInfo, allocations: Iterable[Allocation]) -> Dict:
         "slots": {str(each.number): _slot_json(each, running.get(each.allocation_id or "")) for each in record.slots},
         "containers": containers,
         "addresses": ["127.0.0.1"],
-        "enabled": True,
-        "draining": False,
+        "enabled": record.enabled,
+        "draining": record.draining,
         "version": record.version,
         "resourcePools": [record.resource_pool],
         "slotStats": {"typeStats": {}, "brandStats": {}},

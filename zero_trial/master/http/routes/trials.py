@@ -269,6 +269,7 @@ def trial_json(record: Trial) -> Dict:
         "totalCheckpointSize": str(record.checkpoint_size),
         "taskId": record.task_id,
         "taskIds": [record.task_id],
+        "logPolicyMatched": record.log_policy_matched,
         "metadata": None,
     }
 

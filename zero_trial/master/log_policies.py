@@ -1,0 +1,146 @@
+"""An experiment's ``log_policies``: patterns that are searched in the lines of its trials' logs,
+and what a match means.
+
+``cancel_retries``: a trial that fails is not started again. ``exclude_node``: no run of the task is
+placed again on the machine that printed the line. A policy's name becomes the trial's
+``logPolicyMatched``. The supervisor of a run matches what it prints, and records the first match of
+each policy in a file of the allocation, which the master reads while the run goes on and after it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import re2
+
+from zero_trial.master.records import Invalid
+
+CANCEL_RETRIES, EXCLUDE_NODE = "cancel_retries", "exclude_node"
+_MATCHES_FILE = "log_matches.jsonl"
+_PRINTED_CONFIG = '"log_policies":'  # a line that prints the configuration holds every pattern
+_LONGEST = 1000  # characters of a line that are kept
+
+
+@dataclass(frozen=True)
+class LogPolicy:
+    """A pattern in RE2's syntax, as Go's; ``action`` and ``name`` are empty where there is none."""
+
+    pattern: str
+    action: str = ""
+    name: str = ""
+
+
+@dataclass(frozen=True)
+class LogMatch:
+    """The first line that a policy has matched in a run."""
+
+    policy: LogPolicy
+    line: str
+
+    def __str__(self) -> str:
+        return f'(log {json.dumps(self.line, ensure_ascii=False)} matched regex "{self.policy.pattern}")'
+
+
+def policies_of(config: Mapping[str, Any]) -> list[LogPolicy]:
+    """Return the policies of a completed config that have a pattern; an action may also be written
+    ``{type: cancel_retries}``.
+    """
+    found = []
+    for item in config.get("log_policies") or ():
+        action = item.get("action")
+        word = action.get("type") if isinstance(action, Mapping) else action
+        if item.get("pattern") is not None:
+            found.append(LogPolicy(str(item["pattern"]), str(word or ""), str(item.get("name") or "")))
+    return found
+
+
+def why_no_retry(matches: Iterable[LogMatch]) -> str:
+    """Return why a trial that fails is not started again; "" if it is."""
+    found = " ".join(str(match) for match in matches if match.policy.action == CANCEL_RETRIES)
+    return f"trial failed and matched logs to a don't retry policy {found}" if found else ""
+
+
+def why_excluded(matches: Iterable[LogMatch], node: str) -> str:
+    """Return why a task is not placed on the machine ``node`` again; "" if it is."""
+    found = " ".join(str(match) for match in matches if match.policy.action == EXCLUDE_NODE)
+    return f"{found} therefore will not schedule on {node}" if found else ""
+
+
+def check_patterns(config: Mapping[str, Any]) -> None:
+    """Raise Invalid for a pattern that RE2 does not know: a Go master would match nothing by it."""
+    for number, policy in enumerate(policies_of(config)):
+        why = _compiled(policy.pattern)[1]
+        if why:
+            raise Invalid(
+                f"not a regular expression in RE2's syntax: {why}",
+                where=f"log_policies[{number}].pattern",
+                got=policy.pattern[:100],
+            )
+
+
+class LogMatcher:
+    """Searches lines for the patterns that have not matched yet.
+
+    Attributes:
+        unknown: what is wrong with patterns that cannot be searched; only experiments of older
+            masters have some.
+    """
+
+    def __init__(self, policies: Iterable[LogPolicy]) -> None:
+        self.unknown: list[str] = []
+        self._open: list[tuple[LogPolicy, Any]] = []
+        for policy in policies:
+            pattern, why = _compiled(policy.pattern)
+            if why:
+                self.unknown.append(f"the log policy with the pattern {policy.pattern!r} is not obeyed: {why}")
+            else:
+                self._open.append((policy, pattern))
+
+    def match(self, lines: Sequence[str]) -> list[LogMatch]:
+        """Return the new matches, each policy's first, in the order of the lines."""
+        found = []
+        for line in lines if self._open else ():
+            if _PRINTED_CONFIG in line:
+                continue
+            hits = [item for item in self._open if item[1].search(line) is not None]
+            for item in hits:
+                self._open.remove(item)
+                found.append(LogMatch(item[0], line[:_LONGEST]))
+        return found
+
+
+def _compiled(text: str) -> tuple[Any, str]:
+    """Return the compiled pattern and "", or None and why it is none."""
+    options = re2.Options()
+    options.log_errors = False
+    try:
+        return re2.compile(text, options), ""
+    except re2.error as error:
+        why = error.args[0] if error.args else "unknown"
+        return None, why.decode("utf-8", "replace") if isinstance(why, bytes) else str(why)
+
+
+def record(folder: Path, matches: Iterable[LogMatch]) -> None:
+    """Add matches to the file of an allocation, in one write."""
+    text = "".join(json.dumps({**asdict(match.policy), "line": match.line}) + "\n" for match in matches)
+    handle = os.open(folder / _MATCHES_FILE, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+    try:
+        os.write(handle, text.encode())
+    finally:
+        os.close(handle)
+
+
+def recorded(folder: Path, start: int) -> tuple[list[LogMatch], int]:
+    """Read the matches of an allocation from byte ``start`` on, and return where they end."""
+    path = folder / _MATCHES_FILE
+    if not path.exists() or path.stat().st_size <= start:
+        return [], start
+    data = path.read_bytes()[start:]
+    whole = data[: data.rfind(b"\n") + 1]
+    items = [json.loads(line) for line in whole.splitlines()]
+    return [LogMatch(LogPolicy(**item), line) for item in items for line in [item.pop("line")]], start + len(whole)

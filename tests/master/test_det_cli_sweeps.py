@@ -141,8 +141,8 @@ def test_a_paused_sweep_has_the_trials_that_a_cluster_would_run(det: Det) -> Non
     case = next(case for case in RECORDED["draws"] if case["hyperparameters"] == space)
     search = {"searcher": searcher("random", max_trials=5), "hyperparameters": space}
     number = det.create("--paused", **search, reproducibility={"experiment_seed": 42})
-    expected = [{"lr": values[0]} for _, _, values in case["trials"]["42"]]
-    assert [trial["hparams"] for trial in det.trials(number)] == expected
+    expected = [(f"{number}.{name}", {"lr": values[0]}) for name, _, values in case["trials"]["42"]]
+    assert [(trial["taskId"], trial["hparams"]) for trial in det.trials(number)] == expected
     det.ok("experiment", "kill", str(number))
     shown = det.ok("preview-search", str(det.write(**search)))
     assert "5 | train to completion" in shown and "max_concurrent_trials: 16" in shown

@@ -55,11 +55,15 @@ def append(path: Path, entries: Iterable[bytes]) -> None:
 
 @dataclass(frozen=True)
 class Source:
-    """The folder of one trial's logs, and the ids that its lines carry."""
+    """The folder of one trial's logs, and the ids that its lines carry.
+
+    ``allocations`` is what the ids of its allocations begin with.
+    """
 
     folder: Path
     trial_id: int
     task_id: str
+    allocations: str
 
 
 def lines(source: Source, query: LogQuery) -> Iterator[LogLine]:
@@ -163,7 +167,7 @@ class _Reader:
             message=message,
             trial_id=self._source.trial_id,
             task_id=self._source.task_id,
-            allocation_id=f"{self._source.task_id}.{run_id}" if run_id else "",
+            allocation_id=f"{self._source.allocations}.{run_id}" if run_id else "",
             rank=data.get("r", int(rank[1]) if rank else None),
             level=level,
             stdtype=data.get("s", "stdout"),

@@ -124,7 +124,7 @@ def test_a_trial_that_ignores_preemption_is_killed_after_its_time(live: Live) ->
     live.wait(made, lambda _: live.said(made, "running"))
     live.master.experiments.pause(made.id)
     (trial,) = live.master.experiments.trials(made.id)
-    name = f"{trial.task_id}.1"
+    name = f"{live.master.state.allocations_of(trial)}.1"
     live.wait(made, lambda _: live.master.tasks.allocation(name).state.value == "TERMINATED")
     assert live.master.experiments.get(made.id).state.value == "PAUSED"
     assert marked("DET_ALLOCATION_ID", name) == []
@@ -136,4 +136,4 @@ def test_a_daemon_of_a_trial_does_not_outlive_it(live: Live) -> None:
     made = live.create("daemon")
     assert live.wait(made).state.value == "COMPLETED"
     (trial,) = live.master.experiments.trials(made.id)
-    assert marked("DET_ALLOCATION_ID", f"{trial.task_id}.1") == []
+    assert marked("DET_ALLOCATION_ID", f"{live.master.state.allocations_of(trial)}.1") == []

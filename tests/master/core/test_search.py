@@ -181,6 +181,20 @@ def test_a_point_that_cannot_be_looked_at_is_launched(master: Sandbox, monkeypat
     assert len(master.runs()) == 1
 
 
+def test_task_ids_follow_from_the_seed_and_ids_of_allocations_differ_from_master_to_master(
+    master: Sandbox, tmp_path: Path
+) -> None:
+    """Ids of allocations name files in /tmp."""
+    other = Sandbox(tmp_path / "other")
+    try:
+        mine, theirs = (each.experiments.trials(each.create().id)[0] for each in (master, other))
+        assert mine.task_id == theirs.task_id == f"1.{mine.request_id}"
+        names = [each.runs()[0].allocation.id for each in (master, other)]
+        assert names[0] != names[1] and all(name.startswith(mine.task_id) and name.endswith(".1") for name in names)
+    finally:
+        other.close()
+
+
 def test_searches_that_an_earlier_master_began_go_on_with_its_trials(tmp_path: Path) -> None:
     """`earlier_master.sql` is the store of a master that drew each trial from a stream of its own:
     a random search of five trials, of which two run, and a paused grid of four, of which two are

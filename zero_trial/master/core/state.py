@@ -22,7 +22,7 @@ from zero_trial.master.agent.agent import AgentApi
 from zero_trial.master.agent.environment import SlotDevices
 from zero_trial.master.core.context_archive import Context, read_context
 from zero_trial.master.directory import MasterDirectory
-from zero_trial.master.records import Experiment, MasterInfo
+from zero_trial.master.records import Experiment, MasterInfo, Trial
 from zero_trial.master.search import Searcher, build, restore
 from zero_trial.master.store import Database, accounts, experiments
 
@@ -89,6 +89,16 @@ class MasterState:
             logs.append(path, [logs.entry(line, self.clock(), "stderr", l=level)])
         except OSError as error:  # a missing line must not undo the change that it describes
             log.warning("trial %d: %s (not in its log: %s)", trial_id, line, error)
+
+    def allocations_of(self, trial: Trial) -> str:
+        """Return what the ids of a trial's allocations begin with, before the run's number.
+
+        These ids name files in /tmp, so they are unique beyond this master, which task ids are not:
+        a request id follows from the seed. Task ids of trials of an earlier master are random.
+        """
+        if trial.task_id.startswith(f"{trial.experiment_id}.{trial.request_id}"):
+            return f"{trial.task_id}.{self.info.cluster_id[:8]}"
+        return trial.task_id
 
     # -- what is cached between events
 

@@ -302,7 +302,7 @@ class Transaction:
             early_exit="",
             runner_state="",
         )
-        name = f"{trial.task_id}.{run_id}"
+        name = f"{self._state.allocations_of(trial)}.{run_id}"
         trials.add_allocation(
             self.connection,
             Allocation(
@@ -472,8 +472,7 @@ class Transaction:
                 id=0,
                 experiment_id=experiment.id,
                 request_id=action.request_id,
-                # names files in /tmp, so it is unique beyond this master
-                task_id=f"{experiment.id}.{uuid.uuid4()}",
+                task_id=f"{experiment.id}.{action.request_id}",
                 state=TrialState.ACTIVE if experiment.state is ExperimentState.ACTIVE else TrialState.PAUSED,
                 hparams=action.hparams,
                 seed=action.seed,

@@ -192,7 +192,7 @@ class TrialService:
 
 def _read_logs(state: MasterState, trial: Trial, query: LogQuery) -> Iterator[LogLine | None]:
     """Return the log lines of a trial."""
-    source = logs.Source(state.directory.trial_logs(trial.id), trial.id, trial.task_id)
+    source = logs.Source(state.directory.trial_logs(trial.id), trial.id, trial.task_id, state.allocations_of(trial))
     if not query.follow:
         return logs.lines(source, query)
 

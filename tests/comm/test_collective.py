@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from tests.support.pool import Pools
 from zero_trial.comm import AxisComm, CommCounters, Mesh, MeshShape, build_mesh
-from zero_trial.comm.backends import Traffic, message_tag
+from zero_trial.comm.backends import Traffic
 from zero_trial.comm.waits import Heartbeat
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -224,16 +224,6 @@ def test_an_axis_of_one_rank_communicates_nothing() -> None:
     assert full.tolist() == [7] * 4
     assert comm.counters.table() == {}
     assert comm.heartbeat.sequence == 0
-
-
-def test_tags_of_collectives_differ() -> None:
-    tags = {
-        message_tag(number, name)
-        for number in range(50)
-        for name in ("all_gather(h0)", "all_gather(h1)", "reduce_scatter(h0)")
-    }
-    assert len(tags) == 150
-    assert all(0 <= message_tag(number, "x") < 1 << 31 for number in (0, 1, (1 << 20) - 1, 1 << 20, 1 << 40))
 
 
 def test_traffic_is_summed_by_kind_and_axis() -> None:

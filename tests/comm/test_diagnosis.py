@@ -6,7 +6,16 @@ from collections.abc import Iterable
 
 import pytest
 
-from zero_trial.comm.diagnosis import RankPosition, behind, listing
+from zero_trial.comm.diagnosis import (
+    FIRST_MESSAGE_TAG,
+    KEPT_CALLS,
+    CallOrder,
+    RankPosition,
+    behind,
+    disagreement,
+    listing,
+    way_out,
+)
 from zero_trial.comm.shm.segments import ELSEWHERE, MappingRefused
 from zero_trial.comm.waits import Heartbeat, explain
 
@@ -157,3 +166,64 @@ def test_too_many_mappings_are_no_rank_that_ended() -> None:
     )
     assert "vm.max_map_count, which is 65530" in text
     assert "sysctl -w vm.max_map_count=262120" in text and "comm_transport to gloo" in text
+
+
+# --- the order of calls ---------------------------------------------------------------------------
+
+
+def called(*names: str, number: int = 0) -> CallOrder:
+    order = CallOrder(number)
+    for name in names:
+        order.note(name)
+    return order
+
+
+def test_the_tag_of_a_call_depends_on_all_calls_before_it() -> None:
+    first, other, engine = CallOrder(), CallOrder(), CallOrder(1)
+    assert first.note("a") == other.note("a") != engine.note("a")
+    assert first.note("b") != other.note("c")
+    for name in ("d", "e", "f"):  # they agree again, and are not taken for one another
+        assert first.note(name) != other.note(name)
+    tags = {first.note("a") for _ in range(2000)}
+    assert len(tags) == 2000
+    assert all(0 <= tag < FIRST_MESSAGE_TAG for tag in tags)
+
+
+GATHER = "all_gather(parameters of {}) over shard"
+
+
+def test_the_first_calls_that_differ_are_named() -> None:
+    orders = {0: called("x", GATHER.format("h.0"), "y"), 3: called("x", GATHER.format("h.1"), "y")}
+    error = str(disagreement({rank: (o.count, o.recent()) for rank, o in orders.items()}, "here"))
+    assert "at call 2: rank 0 all_gather(parameters of h.0) over shard, rank 3 all_gather(parameters of h.1)" in error
+    assert "rank 0 gathers h.0, rank 3 gathers h.1" in error
+    assert "leaf_module" in error
+
+
+def test_a_rank_that_has_called_less_and_one_that_has_forgotten() -> None:
+    orders = {0: called("x"), 1: called("x", "y")}
+    error = str(disagreement({rank: (o.count, o.recent()) for rank, o in orders.items()}, "here"))
+    assert "at call 2: rank 0 nothing more, rank 1 y" in error
+    long = {rank: called(*(["x"] * rank + ["y"] * (KEPT_CALLS + 5))) for rank in (0, 1)}
+    assert long[1].count == KEPT_CALLS + 6
+    assert len(long[1].recent()) == KEPT_CALLS
+    assert "y" in str(disagreement({rank: (o.count, o.recent()) for rank, o in long.items()}, "here"))
+
+
+def test_the_way_out_depends_on_what_ranks_gather() -> None:
+    assert way_out({0: "all_reduce(gradient norm) over shard", 1: "barrier(x) over data"}) == ""
+    same = way_out({0: GATHER.format("h.0"), 1: GATHER.format("h.0")})
+    assert "leaf_module" not in same
+    assert way_out({0: GATHER.format("h.0"), 1: "reduce_scatter(h.3) over shard"}) == same.replace(
+        ", rank 1 gathers h.0", ""
+    )
+    assert "leaf_module" in way_out({0: GATHER.format("h.0"), 1: GATHER.format("h.1")})
+
+
+def test_the_error_of_a_late_rank_says_what_to_do_about_parameters() -> None:
+    here = RankPosition(17, 9, GATHER.format("h.0"), 0.0, True)
+    heartbeat = FakeHeartbeat({1: LATE})
+    heartbeat.enter(here.operation)
+    text = str(explain(heartbeat, (0, 1), here.operation, TIMED_OUT, 1.0))
+    assert "rank 0 gathers h.0" in text
+    assert "engine.generate" in text

@@ -3,6 +3,7 @@ tests/engine/test_behaviour_parts.py."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -22,6 +23,7 @@ from zero_trial.sharding.grouping import (
     block_of,
     collect_params,
     find_blocks,
+    get_z3_leaf_modules,
     into_blocks,
     into_buckets,
     is_model_parallel,
@@ -30,7 +32,9 @@ from zero_trial.sharding.grouping import (
     parameter_names,
     persistent_members,
     runs_of_groups,
+    set_z3_leaf_modules,
     split_parts_from_copies,
+    unset_z3_leaf_modules,
 )
 
 MIB = 1 << 20
@@ -108,6 +112,40 @@ LEAVES = [
 def test_leaf_modules_are_blocks_whatever_the_tree_looks_like(rules: LeafRules, expected: list[str]) -> None:
     model = module("", "Model", 300, module("encoder", "Encoder", 300, stack("encoder.layers", 3, 100)))
     assert find_blocks(model, rules) == expected
+
+
+def test_the_whole_model_may_be_a_leaf() -> None:
+    assert find_blocks(module("", "Model", 300, stack("layers", 3, 100)), LeafRules(classes=("Model",))) == []
+
+
+@pytest.mark.parametrize(
+    ("rules", "key"),
+    [
+        (LeafRules(classes=("Absent",)), "classes"),
+        (LeafRules(names=("encoder", "encoder.layer")), "names"),
+        (LeafRules(name_suffixes=("encoder.layers",)), "name_suffixes"),  # a list has no forward
+    ],
+)
+def test_a_leaf_that_does_not_exist_is_an_error(rules: LeafRules, key: str) -> None:
+    layers = stack("encoder.layers", 3, 100)
+    model = module("", "Model", 300, module("encoder", "Encoder", 300, replace(layers, is_list=True)))
+    with pytest.raises(ConfigError, match=f"leaf_module.{key}"):
+        rules.require_matches(model)
+    LeafRules(classes=("Block",), names=("encoder",)).require_matches(model)
+
+
+def test_modules_are_marked_by_class_or_name() -> None:
+    model = nn.Sequential(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), nn.ModuleList([nn.Linear(2, 2)]))
+    for wanted in (nn.Linear, "Linear", "torch.nn.modules.linear.Linear"):
+        assert len(set_z3_leaf_modules(model, [wanted])) == 3
+        assert get_z3_leaf_modules(model) == [part for part in model.modules() if isinstance(part, nn.Linear)]
+        assert len(unset_z3_leaf_modules(model, [wanted])) == 3
+        assert get_z3_leaf_modules(model) == []
+    assert set_z3_leaf_modules(model[0], [nn.Sequential]) == [model[0]]
+    assert find_blocks(module_facts(model)) == ["0", "1.0"]
+    for classes in ([nn.Conv2d], [nn.ModuleList]):
+        with pytest.raises(ConfigError):
+            set_z3_leaf_modules(model, classes)
 
 
 OWNERS = [

@@ -16,7 +16,6 @@ the whole.
 
 from __future__ import annotations
 
-import zlib
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -175,15 +174,6 @@ class DirectTransport(Transport):
             if outgoing[peer].numel():
                 works.append(dist.isend(outgoing[peer], self._ranks[peer], group=self._group, tag=tag))
         return works, nothing
-
-
-def message_tag(sequence: int, name: str) -> int:
-    """Return the mark of one collective's messages: 20 bits of its number and 11 of its name.
-
-    Ranks that disagree about what comes next then wait for each other in vain, and get a MeshError,
-    instead of summing what does not belong together.
-    """
-    return (sequence % (1 << 20)) << 11 | zlib.crc32(name.encode()) & 0x7FF
 
 
 def peers_from(index: int, size: int) -> list[int]:

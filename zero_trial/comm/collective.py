@@ -29,10 +29,10 @@ from zero_trial.comm.backends import (
     NativeTransport,
     Sum,
     Transport,
-    message_tag,
     moves_host_tensors,
     sum_in_order,
 )
+from zero_trial.comm.diagnosis import CallOrder, disagreement
 from zero_trial.comm.shm.ring import RingChannels
 from zero_trial.comm.shm.segments import SharedMemory, SharedTensorPool
 from zero_trial.comm.shm.transport import (
@@ -65,10 +65,14 @@ class ControlChannel:
     On the host they go through a block of memory that the ranks share, where they have one, else
     through the group's backend. Each call returns when it is done; values on a device are there for
     what is launched next on it. ``device``: where values must be so that the backend can move them.
+    ``order`` notes each call.
     """
 
-    def __init__(self, axis: str, group: Any, watch: Watchdog, device: torch.device) -> None:
+    def __init__(
+        self, axis: str, group: Any, watch: Watchdog, device: torch.device, order: CallOrder | None = None
+    ) -> None:
         self.device = device
+        self._order = order if order is not None else CallOrder()
         self._axis = axis
         self._group = group
         self._watch = watch
@@ -137,11 +141,12 @@ class ControlChannel:
 
     def _exchange(self, kind: str, label: str, values: torch.Tensor) -> list[torch.Tensor] | None:
         """Return every rank's ``values``, flat, in rank order; None where they do not go through
-        the shared block.
+        the shared block. Every call comes here first.
         """
+        name = f"{kind}({label}) over {self._axis}"
+        self._order.note(name)
         if self._shared is None or not values.is_cpu or not 0 < values.nbytes <= self.shared_bytes:
             return None
-        name = f"{kind}({label}) over {self._axis}"
         self._watch.heartbeat.enter(name, self._watch.ranks)
         flat = values.detach().contiguous().view(-1)
         # Not through numpy: a tensor that numpy has seen can no longer be freed.
@@ -190,6 +195,7 @@ class AxisComm:
         transport: moves all tensors. Without it a device's go by the backend's collectives, and the
             host's by direct exchange until the ranks share memory (:meth:`share_memory`).
         control: carries control values, instead of one over ``group``.
+        number: of the mesh, the same on every rank; see :class:`CallOrder`.
     """
 
     def __init__(
@@ -205,6 +211,7 @@ class AxisComm:
         *,
         transport: Transport | None = None,
         control: ControlChannel | None = None,
+        number: int = 0,
     ) -> None:
         self.name = name
         self.ranks = ranks
@@ -215,6 +222,7 @@ class AxisComm:
         self.heartbeat = heartbeat
         self.add = add
         self.watch = Watchdog(heartbeat, ranks, timeout)
+        self.order = CallOrder(number)
         self.takes_host_tensors = group is None or moves_host_tensors(group)
         # Where control values must be for :meth:`all_reduce_small`.
         self.control_device = (
@@ -223,9 +231,8 @@ class AxisComm:
         self._direct = DirectTransport(group, ranks, index, add)
         self._host_transport: Transport = transport or self._direct
         self._device_transport: Transport = transport or NativeTransport(group)
-        self._control = control or ControlChannel(name, group, self.watch, self.control_device)
+        self._control = control or ControlChannel(name, group, self.watch, self.control_device, self.order)
         self._channels: RingChannels | None = None
-        self._sequence = 0
         self.directions: dict[tuple[int, int], Any] = {}
 
     def share_memory(
@@ -406,8 +413,7 @@ class AxisComm:
         """
         name = f"{kind}({label}) over {self.name}"
         self.heartbeat.enter(name, self.ranks)
-        self._sequence += 1
-        tag = message_tag(self._sequence, name)
+        tag = self.order.note(name)
         on_host, sent = self.on_host(full), full
         transport = self._host_transport if on_host else self._device_transport
         try:
@@ -442,6 +448,39 @@ class AxisComm:
         if self.size > 1:
             self.counters.add("all_reduce", self.name, values.numel(), values.element_size())
             self._control.all_reduce(values, label, op)
+
+    def all_reduce_guarded(self, values: torch.Tensor, label: str) -> None:
+        """Sum ``values`` (float64) like :meth:`all_reduce_small`; the first becomes NaN, on every
+        rank, where the ranks have called different collectives on this axis before.
+
+        On the host the transports compare each call, and nothing is added. A device's backend
+        compares nothing: two ranks that gather different tensors of one size get each other's. So a
+        digest of all calls so far travels along, as a number below 2^16 and its square, whose sums
+        are exact: N times the second is the square of the first only where all are equal. A
+        disagreement stays in the digest: k sums in a row miss it with a chance of 2^-16k.
+        """
+        if self.size == 1 or self.on_host(values):
+            self.all_reduce_small(values, label)
+            return
+        mark = float(self.order.digest >> 16)
+        marked = torch.cat([values, values.new_full((1,), mark), values.new_full((1,), mark * mark)])
+        self.all_reduce_small(marked, label)
+        values.copy_(marked[:-2])
+        total, squares = marked[-2:-1], marked[-1:]
+        values[:1].masked_fill_(squares - total * (total / self.size) > 0.25, float("nan"))
+
+    def compare_calls(self, where: str) -> None:
+        """Raise MeshError, on every rank, where the ranks have called different collectives on this
+        axis. Collective; for a moment at which something is wrong, and for rare ones."""
+        if self.size == 1:
+            return
+        count, digest, calls = self.order.count, self.order.digest, self.order.recent()
+        rows = self.gather_row([count, digest], "order of calls")
+        if all(row == rows[0] for row in rows):
+            return
+        everyone = self.gather_json(calls, "calls")
+        known = {rank: (rows[i][0], everyone[i]) for i, rank in enumerate(self.ranks)}
+        raise disagreement(known, f"rank {self.ranks[self.index]}, step {self.heartbeat.step}, {where}")
 
     def gather_row(self, row: list[int], label: str) -> list[list[int]]:
         """Return every rank's ``row`` of a few integers, in rank order, on every rank. All rows

@@ -2,21 +2,31 @@
 published.
 
 RankPosition   one rank's place in the sequence of collectives
+CallOrder      the collectives of one axis in the order in which this rank has called them
 diagnose       names the ranks that are missing, ended or disagree, and says what to do
+disagreement   the error where ranks have called different collectives
+way_out        what to do where ranks use different blocks, or one uses more than the others
 behind         the ranks that have not come as far as this one
 listing        positions as text
 """
 
 from __future__ import annotations
 
+import re
 import time
-from collections.abc import Iterable, Mapping
+import zlib
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from zero_trial.comm.shm.segments import ELSEWHERE, MappingRefused
 from zero_trial.errors import MeshError
 
 MOST_NAMED = 8  # ranks in one message
+
+KEPT_CALLS = 1024  # of an axis, by name
+# Collectives' tags end here; the rest of 31 bits is for messages between pipeline stages.
+FIRST_MESSAGE_TAG = 0xFFFF0 << 11
 
 _SLOW = "if it is only slow, raise comm_timeout_seconds in ds_config"
 _LOST = ("closed", "reset by peer", "connection refused", "broken pipe", "socket error")
@@ -42,6 +52,88 @@ class RankPosition(NamedTuple):
 
 
 Positions = Mapping[int, RankPosition | None]
+
+
+class CallOrder:
+    """The collectives of one axis in the order in which this rank has called them: a digest of all,
+    and the names of the last ones.
+
+    Ranks that have called the same collectives have the same digest. Messages carry it as their
+    tag, so that a rank never takes what belongs to another collective, nor anything after the
+    first disagreement: a wrong match has a chance of 1 in 2^31.
+
+    Args:
+        number: of the mesh, in the order in which this process has built them: two engines with
+            modules of the same names do not take each other's tensors.
+    """
+
+    def __init__(self, number: int = 0) -> None:
+        self.number = number
+        self.count = 0
+        self.digest = zlib.crc32(b"%d" % number)
+        self._recent: deque[tuple[int, str]] = deque(maxlen=KEPT_CALLS)
+
+    def note(self, name: str) -> int:
+        """Note a call; return the tag of its messages."""
+        self.count += 1
+        self.digest = digest = zlib.crc32(name.encode(), self.digest)
+        self._recent.append((digest, name))
+        return digest % FIRST_MESSAGE_TAG
+
+    def recent(self) -> list[list[int | str]]:
+        """Return the digest and the name of each of the last calls, as JSON."""
+        return [[digest, name] for digest, name in self._recent]
+
+
+def disagreement(rows: Mapping[int, tuple[int, Sequence[Sequence[int | str]]]], here: str) -> MeshError:
+    """Return the MeshError that names the first collectives in which ranks differ.
+
+    Args:
+        rows: for each rank, how many it has called, and the last ones (:meth:`CallOrder.recent`).
+    """
+    known = {rank: dict(enumerate(calls, count - len(calls))) for rank, (count, calls) in rows.items()}
+    first = max(min(calls, default=0) for calls in known.values())
+    end = max(count for count, _ in rows.values())
+    for place in range(first, end):
+        at = {rank: calls.get(place, (0, "nothing more")) for rank, calls in known.items()}
+        if len({digest for digest, _ in at.values()}) > 1:
+            break
+    called = {rank: str(name) for rank, (_, name) in at.items()}
+    listed = _first_ones([f"rank {rank} {name}" for rank, name in called.items()], ", ")
+    return MeshError(
+        "collective mismatch: the ranks have called different collectives, and may have got each other's data",
+        where=here,
+        got=f"at call {place + 1}: {listed}",
+        expected="the same collective calls in the same order on every rank",
+        fix=way_out(called) or "Do not call the model, or its parts, on some ranks alone.",
+    )
+
+
+_GATHER = re.compile(r"all_gather\(parameters of (.+)\) over ")
+_LEAF = (
+    "If ranks choose between modules (experts), name the module around them in zero_optimization.leaf_module, "
+    "or pass its class to zero_trial.zero.set_z3_leaf_modules before initialize."
+)
+_UNEVEN = (
+    "If ranks differ in batches or generated tokens, use engine.evenly(batches) and engine.generate(...) "
+    "(generate(synced_gpus=True) of Hugging Face), or run them inside zero_trial.zero.GatheredParameters(model)."
+)
+
+
+def way_out(operations: Mapping[int, str]) -> str:
+    """Return what to do where ranks are in these operations at one time; empty unless one of them
+    gathers parameters (ZeRO stage 3)."""
+    blocks = {rank: found[1] for rank, operation in operations.items() if (found := _GATHER.match(operation))}
+    if not blocks:
+        return ""
+    doing = _first_ones([f"rank {rank} gathers {block}" for rank, block in sorted(blocks.items())], ", ")
+    ways = f"{_LEAF} {_UNEVEN}" if len(set(blocks.values())) > 1 else _UNEVEN
+    return f"ZeRO stage 3: {doing}. {ways}"
+
+
+def _with_way_out(fix: str, positions: Positions) -> str:
+    way = way_out({rank: at.operation for rank, at in positions.items() if at is not None})
+    return f"{fix} {way}" if way else fix
 
 
 def diagnose(positions: Positions, own: int, here: str, error: Exception, timeout: float) -> MeshError:
@@ -80,15 +172,14 @@ def _lost_peer(positions: Positions, own: int, text: str) -> tuple[str, str]:
     """
     gone = [rank for rank in positions if rank != own and not gave_up(positions, rank, own)]
     if gone:
-        return (
-            "another rank ended while this one waited for it",
+        fix = (
             f"Look for that rank's own error: {listing(positions, own, gone)}. If it ended without one, it never made this call, which "
-            f"every rank must make. ({text[:160]})",
+            f"every rank must make. ({text[:160]})"
         )
-    return (
-        f"{names(rank for rank in positions if rank != own)} gave up before this rank came",
-        f"{listing(positions, own)}. Find out why this rank was late or called another collective; {_SLOW}. ({text[:160]})",
-    )
+        return "another rank ended while this one waited for it", _with_way_out(fix, positions)
+    fix = f"{listing(positions, own)}. Find out why this rank was late or called another collective; {_SLOW}. ({text[:160]})"
+    late = names(rank for rank in positions if rank != own)
+    return f"{late} gave up before this rank came", _with_way_out(fix, positions)
 
 
 def _absent_peer(positions: Positions, own: int, text: str, timeout: float) -> tuple[str, str] | None:
@@ -98,17 +189,27 @@ def _absent_peer(positions: Positions, own: int, text: str, timeout: float) -> t
     others = listing(positions, own)
     order = f"The ranks disagree about what comes next: {others}. Every rank must make the same collective calls in the same order."
     if ELSEWHERE in text:
-        return "collective mismatch: another rank makes another collective call at this point", order
+        return (
+            "collective mismatch: another rank makes another collective call at this point",
+            _with_way_out(order, positions),
+        )
     if late := behind(positions, own):
         return (
             f"waited {timeout:g} s for {names(late)}, which never reached this collective",
-            f"{listing(positions, own, late)}. Every rank must run the same number of batches and collective calls; {_SLOW}.",
+            _with_way_out(
+                f"{listing(positions, own, late)}. Every rank must run the same number of batches and collective calls; {_SLOW}.",
+                positions,
+            ),
         )
     if "timed out" not in text.lower():
         return None
     if differing(positions, own):
-        return f"collective mismatch: waited {timeout:g} s although every rank has come this far", order
-    return f"waited {timeout:g} s for a rank that came too late", f"{others}. Find out what held it up; {_SLOW}."
+        return f"collective mismatch: waited {timeout:g} s although every rank has come this far", _with_way_out(
+            order, positions
+        )
+    return f"waited {timeout:g} s for a rank that came too late", _with_way_out(
+        f"{others}. Find out what held it up; {_SLOW}.", positions
+    )
 
 
 def _too_many_mapped(error: MappingRefused, here: str) -> MeshError:

@@ -197,10 +197,11 @@ def build_mesh(
             "the mesh does not have as many ranks as the world", where="mesh", got=shape, expected=f"{world} ranks"
         )
     counters, heartbeat = CommCounters(), world_heartbeat()
+    number = heartbeat.count_mesh()
 
     def comm(name: str, axes: tuple[str, ...]) -> AxisComm:
         mine, group = _own_group(shape, axes, rank, timeout)
-        return AxisComm(name, mine, mine.index(rank), group, counters, heartbeat, timeout, add)
+        return AxisComm(name, mine, mine.index(rank), group, counters, heartbeat, timeout, add, number=number)
 
     axes = {name: comm(name, (name,)) for name in AXES} | {name: comm(name, spans) for name, spans in _COMBINED.items()}
     if shared_memory:
@@ -224,7 +225,10 @@ def part_of_pipe(mesh: Mesh, stages: tuple[int, ...], name: str) -> AxisComm | N
         group = _group(ranks, mesh.pipe.timeout) if len(ranks) > 1 else None
         if mesh.rank in ranks:
             place, pipe = ranks.index(mesh.rank), mesh.pipe
-            own = AxisComm(name, ranks, place, group, mesh.counters, mesh.heartbeat, pipe.timeout, pipe.add)
+            number = pipe.order.number
+            own = AxisComm(
+                name, ranks, place, group, mesh.counters, mesh.heartbeat, pipe.timeout, pipe.add, number=number
+            )
     if own is not None:
         share_memory_if_possible(own)
     return own
@@ -249,9 +253,10 @@ def mesh_around(
     rank, world = (dist.get_rank(), world_size()) if is_distributed() else (0, 1)
     ranks = tuple(dist.get_process_group_ranks(group)) if group is not None else (rank,)
     counters, heartbeat = CommCounters(), world_heartbeat()
+    number = heartbeat.count_mesh()
 
     def comm(name: str, among: tuple[int, ...], own: Any) -> AxisComm:
-        return AxisComm(name, among, among.index(rank), own, counters, heartbeat, timeout, add)
+        return AxisComm(name, among, among.index(rank), own, counters, heartbeat, timeout, add, number=number)
 
     axes = {name: comm(name, (rank,), None) for name in AXES}
     axes |= {"shard": comm("shard", ranks, group), "data": comm("data", ranks, group)}

@@ -56,6 +56,7 @@ class Heartbeat:
         self.world_size = world_size
         self.step = 0
         self.sequence = 0
+        self._meshes = 0
         self.waited = 0.0  # seconds that the host spent in collectives
         self._now = RankPosition(since=time.time())
         self._among: tuple[int, ...] = ()  # the ranks of the operation in ``_now``
@@ -92,6 +93,12 @@ class Heartbeat:
     def give_up(self) -> None:
         """Note that this rank's collective failed: a rank that comes later need not wait for it."""
         self._now = self._now._replace(gave_up=True)
+
+    def count_mesh(self) -> int:
+        """Return the number of the next mesh of this process group, from 1. Every rank builds the
+        same ones."""
+        self._meshes += 1
+        return self._meshes
 
     def begin_step(self, step: int) -> None:
         """Note that collectives from now on belong to optimizer step number ``step``."""

@@ -463,6 +463,7 @@ class Engine(nn.Module):
         """Write ``save_dir/tag`` (default ``global_stepN``). Collective over the world: every rank
         must call."""
         self.outcome.finalize()
+        self.outcome.compare_calls("engine.save_checkpoint")
         self._check.check("engine.save_checkpoint")
         if client_state is not None and not isinstance(client_state, Mapping):
             raise TrialError(

@@ -33,7 +33,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from zero_trial.comm import Mesh
+from zero_trial.comm import AxisComm, Mesh
 from zero_trial.engine.nonfinite import (
     CulpritRow,
     NonFiniteStep,
@@ -183,6 +183,7 @@ class StepOutcome(StepStatus):
             self.settle()
         if self._overflow is not None:
             overflow, self._overflow = self._overflow, None
+            self.compare_calls("gradient norm")
             if overflow.found is not None and not self._alone:
                 self._result.nonfinite = self._culprit(overflow.opened, overflow.found)
             self._report(overflow.change)
@@ -229,6 +230,12 @@ class StepOutcome(StepStatus):
         if change.overflow:
             self._overflow = _Overflow(opened, found, change)
 
+    def compare_calls(self, where: str) -> None:
+        """Raise MeshError where ranks have called different collectives, which only tensors on a
+        device let pass. Collective over shard."""
+        if not AxisComm.on_host(torch.empty(0, device=self._device)):
+            self._mesh.shard.compare_calls(where)
+
     # --- a step -----------------------------------------------------------------------------------
 
     def apply(
@@ -265,6 +272,8 @@ class StepOutcome(StepStatus):
         if self._weight is not None:
             unscale /= _checked_weight(sums[-1].item(), step)
         change = self._decide(sums[0].item(), unscale, step)
+        if change.overflow:
+            self.compare_calls("gradient norm")
         if result.applied and result.norm is not None:
             factor = 1.0 if change.overflow else clip_factor(result.norm, self._config.clip)
             update_and_publish(model, optimizer, unscale * factor, defer_wait=self._config.defer_publish)
@@ -328,8 +337,9 @@ class StepOutcome(StepStatus):
         """Sum the squares of the reduced gradient, each of ``counts``, and the weights of the
         losses if they have some: (1 + counts + 0 or 1,) in float64.
 
-        The first is not finite if any element on any rank is not. One all-reduce over each of
-        shard, replica (of which each rank counts a slice), model (where copies are counted once)
+        The first is not finite if any element on any rank is not, or if ranks have gathered or
+        reduced different groups (:meth:`compare_calls` then says which). One all-reduce over each
+        of shard, replica (of which each rank counts a slice), model (where copies are counted once)
         and pipe (tied weights, too).
         """
         sums = model.owned_square_sums()
@@ -338,7 +348,8 @@ class StepOutcome(StepStatus):
         mesh = self._mesh
         if self._weight is not None:  # ranks of the model axis have the same losses
             values = torch.cat([values, self._weight if mesh.model.index == 0 else torch.zeros_like(self._weight)])
-        for axis in (mesh.shard, mesh.replica, mesh.model, mesh.pipe):
+        mesh.shard.all_reduce_guarded(values, "gradient norm")
+        for axis in (mesh.replica, mesh.model, mesh.pipe):
             axis.all_reduce_small(values, "gradient norm")
         return values
 

@@ -28,6 +28,7 @@ from typing import Any
 import torch
 
 from zero_trial.comm import AxisComm, Message
+from zero_trial.comm.diagnosis import FIRST_MESSAGE_TAG
 from zero_trial.errors import MeshError, TrialError
 from zero_trial.pipeline.schedule import Action, ActionKind
 
@@ -177,14 +178,10 @@ KNOWN_DESCRIPTIONS = 256
 _KINDS = {ActionKind.SEND_F: 0, ActionKind.SEND_B: 1, ActionKind.RECV_F: 0, ActionKind.RECV_B: 1}
 
 
-# collectives count up from 0 in these 20 bits; messages keep to the last 16 values
-_LAST_TAGS = 0xFFFFF
-
-
 def message_tags(channel: int, number: int) -> int:
-    """Return the tag of a channel's message: never a collective's (before a million of them), and
-    another one for another engine."""
-    return (_LAST_TAGS - number % 16) << 11 | channel & 0x7FF
+    """Return the tag of a channel's message: never a collective's, and another one for another
+    engine."""
+    return FIRST_MESSAGE_TAG + (number % 16 << 11) | channel & 0x7FF
 
 
 class PeerFailed(MeshError):

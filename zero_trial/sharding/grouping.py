@@ -36,12 +36,32 @@ class LeafRules:
     name_suffixes: tuple[str, ...] = ()
 
     def match(self, module: ModuleFacts) -> bool:
-        short = {entry.rsplit(".", 1)[-1] for entry in self.classes}
+        """Return whether ``module`` is a leaf by these rules, or was marked as one."""
         return (
-            module.class_name in short
+            module.leaf
+            or any(_is_class(module, entry) for entry in self.classes)
             or module.name in self.names
             or any(module.name.endswith(suffix) for suffix in self.name_suffixes)
         )
+
+    def require_matches(self, root: ModuleFacts) -> None:
+        """Raise ConfigError for an entry that names no module, or only a list: that has no forward
+        in which it could be gathered."""
+        parts = [part for part in root.walk() if part.numel]
+        for key, entries in (("classes", self.classes), ("names", self.names), ("name_suffixes", self.name_suffixes)):
+            for entry in entries:
+                only = LeafRules(**{key: (entry,)})
+                found = [part for part in parts if only.match(replace(part, leaf=False))]
+                if found and not all(part.is_list for part in found):
+                    continue
+                holder = found[0].name.rpartition(".")[0] if found else ""
+                raise ConfigError(
+                    "no module with parameters is a leaf by this entry",
+                    where=f"zero_optimization.leaf_module.{key}",
+                    got=f"{entry!r}" + (f", which is the {found[0].class_name} {found[0].name!r}" if found else ""),
+                    expected="a module with a forward of its own",
+                    fix=f"Name the module that holds it, {holder!r}." if holder else "Correct the entry, or remove it.",
+                )
 
 
 @dataclass
@@ -118,6 +138,65 @@ class ManualGroup:
         return self.copies.size if self.copies is not None else 1
 
 
+# Leaf modules by DeepSpeed's names. The mark is DeepSpeed's attribute, so that a model that marks
+# its own modules for it is cut in the same way here.
+
+_LEAF_MARK = "_z3_leaf"
+
+
+def set_z3_leaf_modules(model: nn.Module, leaf_module_classes: Sequence[type[nn.Module] | str]) -> list[nn.Module]:
+    """Gather and free each module of these classes as a whole at ZeRO stage 3, whatever its forward
+    uses; return them.
+
+    For modules that choose between their parts by data, such as a mixture of experts: each rank may
+    use other parts. Call it before ``initialize``. The full parameters of such a module live
+    together. ds_config's ``zero_optimization.leaf_module`` does the same by name.
+
+    Args:
+        leaf_module_classes: classes, or their names with or without the Python module.
+    """
+    return _mark_leaves(model, leaf_module_classes, leaf=True)
+
+
+def unset_z3_leaf_modules(model: nn.Module, leaf_module_classes: Sequence[type[nn.Module] | str]) -> list[nn.Module]:
+    """Undo :func:`set_z3_leaf_modules`, before ``initialize``; return the modules."""
+    return _mark_leaves(model, leaf_module_classes, leaf=False)
+
+
+def get_z3_leaf_modules(model: nn.Module) -> list[nn.Module]:
+    """List the modules in ``model`` that are marked as leaves."""
+    return [module for module in model.modules() if z3_leaf_module(module)]
+
+
+def z3_leaf_module(module: nn.Module) -> bool:
+    """Return whether ``module`` is marked as a leaf."""
+    return bool(getattr(module, _LEAF_MARK, False))
+
+
+def _mark_leaves(model: nn.Module, classes: Sequence[type[nn.Module] | str], *, leaf: bool) -> list[nn.Module]:
+    found = []
+    for module in model.modules():
+        kind = type(module)
+        names = (kind.__name__, kind.__qualname__, f"{kind.__module__}.{kind.__qualname__}")
+        if any(entry in names if isinstance(entry, str) else isinstance(module, entry) for entry in classes):
+            found.append(module)
+    wanted = ", ".join(entry if isinstance(entry, str) else entry.__name__ for entry in classes)
+    if not found:
+        raise ConfigError(
+            "the model has no module of these classes", where="set_z3_leaf_modules", got=wanted, fix="Name its class."
+        )
+    if any(isinstance(module, (nn.ModuleList, nn.ModuleDict)) for module in found):
+        raise ConfigError(
+            "a list of modules cannot be a leaf: it has no forward in which it could be gathered",
+            where="set_z3_leaf_modules",
+            got=wanted,
+            fix="Name the class of the module that holds the list.",
+        )
+    for module in found:
+        setattr(module, _LEAF_MARK, leaf)
+    return found
+
+
 # --- blocks of a module ---------------------------------------------------------------------------
 
 
@@ -132,6 +211,7 @@ class ModuleFacts:
     is_list: bool = False  # ModuleList or ModuleDict: has no forward of its own
     is_sequential: bool = False
     children: tuple[ModuleFacts, ...] = ()
+    leaf: bool = False  # marked by set_z3_leaf_modules
 
     def walk(self) -> Iterator[ModuleFacts]:
         yield self
@@ -149,7 +229,14 @@ def module_facts(module: nn.Module, name: str = "") -> ModuleFacts:
         isinstance(module, (nn.ModuleList, nn.ModuleDict)),
         isinstance(module, nn.Sequential),
         children,
+        z3_leaf_module(module),
     )
+
+
+def _is_class(module: ModuleFacts, entry: str) -> bool:
+    """Return whether ``entry``, a class name that may have its module before it, is the module's
+    class."""
+    return module.class_name == entry.rsplit(".", 1)[-1]
 
 
 def find_blocks(root: ModuleFacts, rules: LeafRules = LeafRules()) -> list[str]:
@@ -168,7 +255,8 @@ def find_blocks(root: ModuleFacts, rules: LeafRules = LeafRules()) -> list[str]:
             else:
                 visit(child)
 
-    visit(root)
+    if root.is_list or not rules.match(root):
+        visit(root)
     return found
 
 

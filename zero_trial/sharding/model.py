@@ -33,6 +33,7 @@ from zero_trial.sharding.grouping import (
     into_buckets,
     is_model_parallel,
     merge_small,
+    module_facts,
     persistent_members,
     runs_of_groups,
     split_parts_from_copies,
@@ -387,6 +388,8 @@ def build_param_groups(
     """Build all groups of ``module``, with rank 0's values. Collective over data; arguments as for
     :class:`ShardedModel`."""
     number = {id(param): index for index, opt_group in enumerate(opt_groups) for param in opt_group}
+    if plan.frees_parameters and not manual_groups.all:
+        settings.leaf.require_matches(module_facts(module))
     members, params, blocks = collect_params(
         module, number, settings.leaf, dtype=policy.param, with_frozen=plan.frees_parameters
     )

@@ -176,7 +176,7 @@ class ParamGroup:
             if self.offloaded is not None:
                 self.offloaded.fetch(self.own)
             shard = self.shard if self.offloaded is None else self.own
-            self._gathering = self.comm.all_gather(self.full, shard, self.name)
+            self._gathering = self.comm.all_gather(self.full, shard, f"parameters of {self.name}")
 
     def start_read_or_ready(self) -> bool:
         """Return whether to call :meth:`unshard_async` now, for a use that comes soon.

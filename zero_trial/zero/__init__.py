@@ -19,7 +19,13 @@ from zero_trial.sharding.grad_access import (
     safe_set_local_grad,
     safe_update_full_grad_vectorized,
 )
-from zero_trial.sharding.grouping import ShardingSettings
+from zero_trial.sharding.grouping import (
+    ShardingSettings,
+    get_z3_leaf_modules,
+    set_z3_leaf_modules,
+    unset_z3_leaf_modules,
+    z3_leaf_module,
+)
 from zero_trial.sharding.init import Init
 from zero_trial.sharding.model import ShardedModel
 from zero_trial.sharding.optimizer import ShardedOptimizer
@@ -32,6 +38,7 @@ __all__ = [
     "ShardedOptimizer",
     "ShardingSettings",
     "ZeroPlan",
+    "get_z3_leaf_modules",
     "plan_for_stage",
     "register_external_parameter",
     "safe_get_full_fp32_param",
@@ -47,4 +54,7 @@ __all__ = [
     "safe_set_local_grad",
     "safe_set_local_optimizer_state",
     "safe_update_full_grad_vectorized",
+    "set_z3_leaf_modules",
+    "unset_z3_leaf_modules",
+    "z3_leaf_module",
 ]

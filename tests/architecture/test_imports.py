@@ -43,7 +43,7 @@ ARROWS: Mapping[str, set[str]] = {
     "data": {"errors"},
     "templates": {"data", "trial", "__init__"},  # what a user may write
     "trial": {"runtime.protocols", "ds_config", "schema", "errors"},
-    "runs": {"experiment", "errors"},
+    "runs": {"experiment", "schema", "errors"},
     "launch": {"experiment", "ds_config", "runs", "errors"},
     "master": {"experiment", "ds_config", "schema", "errors"},
     "report": {

@@ -107,9 +107,9 @@ def test_a_file_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[
 
 
 def test_old_forms_are_noted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = written(tmp_path, ASHA.replace("max_time: 16, time_metric: batches", "max_length: {batches: 16}"))
+    path = written(tmp_path, ASHA.replace("max_time: 16,", "stop_once: true, max_time: 16,"))
     assert main(["simulate", path]) == 0
-    assert "note    searcher.max_length is the older form" in capsys.readouterr().out
+    assert "note    searcher.stop_once has no effect" in capsys.readouterr().out
 
 
 def test_it_starts_without_torch() -> None:

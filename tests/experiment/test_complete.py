@@ -81,7 +81,8 @@ def test_a_bomb_is_refused():
 
 def test_yaml_1_1_and_1_2():
     done = complete(f"{GOOD}hyperparameters: {{lr: 1e-4, day: 2024-01-02, flag: yes}}\n", CLUSTER)
-    assert done.config["hyperparameters"] == {"lr": 0.0001, "day": "2024-01-02", "flag": True}
+    values = {name: given["val"] for name, given in done.config["hyperparameters"].items()}
+    assert values == {"lr": 0.0001, "day": "2024-01-02", "flag": True}
     assert done.warnings == ["experiment:4 hyperparameters.lr: '1e-4' is a string in YAML 1.1. Write 1.0e-4."]
 
 

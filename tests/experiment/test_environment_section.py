@@ -6,6 +6,8 @@ import pytest
 
 from tests.experiment.written import judge, section
 
+SIZE = "is not a number of bytes; a cluster refuses texts such as 4g, too"
+
 
 @pytest.mark.parametrize(
     ("resources", "fault"),
@@ -15,15 +17,15 @@ from tests.experiment.written import judge, section
         ("{slots_per_trial: 0}", None),
         ("{slots_per_trial: 8, max_slots: 8, weight: 2.5, priority: 99, resource_pool: big}", None),
         ("{shm_size: 1073741824}", None),
-        ("{shm_size: 1.5g}", None),
-        ("{shm_size: 128 MiB}", None),
+        ("{shm_size: 1.5g}", f"resources.shm_size: {SIZE}"),
         ("{devices: [/dev/a:/dev/b, {host_path: /dev/c, container_path: /dev/d, mode: r}]}", None),
         ("{is_single_node: true, native_parallel: false}", None),
-        ("{agent_label: x, slots: 3}", None),
+        ("{agent_label: x, slots: null}", None),
+        ("{slots: 3}", "resources.slots: is for commands. Write slots_per_trial."),
         ("{slots_per_trial: -1}", "resources.slots_per_trial: -1 is less than 0"),
         ("{slots_per_trial: two}", 'resources.slots_per_trial: "two" is not an integer'),
-        ("{slots_per_trial: 2.0}", "resources.slots_per_trial: 2.0 is not an integer"),
-        ("{slots: x}", 'resources.slots: "x" is not an integer'),
+        ("{slots_per_trial: 2.0}", None),
+        ("{slots_per_trial: 2.5}", "resources.slots_per_trial: 2.5 is not an integer"),
         ("{slots_per_trail: 2}", 'resources.slots_per_trail: unknown property. Did you mean "slots_per_trial"?'),
         ("{slots_per_trial: 4, max_slots: 2}", "resources: slots_per_trial must be <= max_slots"),
         ("{max_slots: 0}", "resources: slots_per_trial must be <= max_slots"),
@@ -32,8 +34,7 @@ from tests.experiment.written import judge, section
         ("{weight: -1}", "resources.weight: -1 is less than 0"),
         ("{weight: heavy}", 'resources.weight: "heavy" is not a number'),
         ("{resource_pool: 3}", "resources.resource_pool: 3 is not a string"),
-        ("{shm_size: lots}", 'resources.shm_size: "lots" is not an integer'),
-        ("{shm_size: 5 apples}", 'resources.shm_size: "5 apples" is not an integer'),
+        ("{shm_size: -1}", f"resources.shm_size: {SIZE}"),
         ("{devices: [/dev/a]}", 'resources.devices[0]: "/dev/a" is not a map'),
         ("{devices: [{host_path: /dev/a}]}", "resources.devices[0].container_path: is a required property"),
         ("{native_parallel: 1}", "resources.native_parallel: 1 is neither true nor false"),

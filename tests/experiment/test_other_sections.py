@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from tests.experiment.written import judge, section
+from tests.experiment.written import completed, judge, section
+
+POLICY = "log_policies[0]: a log policy needs a name, or a pattern and an action"
 
 
 @pytest.mark.parametrize(
@@ -15,7 +17,16 @@ from tests.experiment.written import judge, section
         ("log_policies: [{pattern: ECC, action: exclude_node}, {name: OOM}]", None),
         ("log_policies: [{pattern: ECC, action: {type: exclude_node}}]", None),
         ("log_policies: {name: x}", 'log_policies: {name: "x"} is not a list'),
-        ("log_policies: [{action: cancel_retries}]", "log_policies[0]: a log policy needs a name or a pattern"),
+        ("log_policies: [{name: a, action: null}, {name: b}]", None),
+        ("log_policies: [{action: cancel_retries}]", POLICY),
+        ("log_policies: [{pattern: a}]", POLICY),
+        ("log_policies: [{pattern: a, action: null}]", POLICY),
+        ("log_policies: [{name: null, pattern: a}]", POLICY),
+        (
+            "log_policies: [{pattern: a, action: {type: null}}]",
+            "log_policies[0].action: {type: null} is not one of cancel_retries, exclude_node",
+        ),
+        ("log_policies: [{name: a, pattern: b}, {name: a}]", 'log_policies: two policies have the name "a"'),
         (
             "log_policies: [{name: x, action: reboot}]",
             'log_policies[0].action: "reboot" is not one of cancel_retries, exclude_node',
@@ -43,24 +54,17 @@ from tests.experiment.written import judge, section
         ),
         ("reproducibility: {seed: 1}", "reproducibility.seed: unknown property."),
         ("retention_policy: {log_retention_days: -1}", None),
+        ("retention_policy: {}", "retention_policy.log_retention_days: is a required property"),
         (
             "retention_policy: {log_retention_days: 32768}",
             "retention_policy.log_retention_days: 32768 is more than 32767",
         ),
         ("security: {kerberos: {config_file: /k}}", None),
         ("security: {kerberos: {}}", "security.kerberos.config_file: is a required property"),
-        ("data_layer: {type: shared_fs, container_storage_path: /a}", None),
-        ("data_layer: {type: s3, bucket: b, bucket_directory_path: d}", None),
-        ("data_layer: {type: gcs, bucket: b}", "data_layer.bucket_directory_path: is a required property"),
-        (
-            "data_layer: {type: gcs, bucket: b, bucket_directory_path: d, local_cache_host_path: /x}",
-            "data_layer: local_cache_host_path and local_cache_container_path must be set together",
-        ),
-        (
-            "data_layer: {type: shared_fs, host_storage_path: a}",
-            "data_layer.host_storage_path: host_storage_path must be an absolute path",
-        ),
-        ("data_layer: {type: ftp}", 'data_layer: is not an object where object["type"] is one of shared_fs, s3 or gcs'),
+        ("data_layer: {type: anything}", None),
+        ("data_layer: [a]", 'data_layer: ["a"] is not a map'),
+        ("tensorboard_storage: {type: gcs, bucket: b}", None),
+        ("tensorboard_storage: {type: ftp}", "tensorboard_storage: is not a checkpoint storage"),
         ("slurm: {slots_per_node: 4, sbatch_args: [-x], gpu_type: tesla}", None),
         ("slurm: {slots_per_node: 0}", "slurm.slots_per_node: 0 is less than 1"),
         ("slurm: {sbatch_args: -x}", 'slurm.sbatch_args: "-x" is not a list'),
@@ -79,12 +83,35 @@ def test_sections(changes: str, fault: str | None):
 def test_a_pattern_must_be_one():
     from tests.experiment.written import refused
 
-    (message,) = refused("log_policies: [{pattern: '('}]")
-    assert message.startswith("<config>.log_policies[0]: pattern is not a regular expression: ")
+    pytest.importorskip("re2")
+    for text in ("(", "(?!a)"):
+        (message,) = refused(f"log_policies: [{{pattern: '{text}', name: a}}]")
+        assert message.startswith("<config>.log_policies[0]: pattern is not a regular expression in RE2's syntax: ")
+    judge(r"log_policies: [{pattern: '\pL(?<n>a)', name: a}]", None)
 
 
 def test_defaults():
     assert section("{}", "profiling")["enabled"] is False
     assert section("{}", "optimizations")["aggregation_frequency"] == 1
-    assert section("{}", "slurm") == {"slots_per_node": None, "gpu_type": None, "sbatch_args": []}
-    assert section("{}", "retention_policy") is None
+    assert section("{}", "slurm") == section("slurm: {sbatch_args: []}", "slurm") == {}
+    assert "retention_policy" not in completed("{}").config
+
+
+def test_policies_that_a_cluster_always_has():
+    assert [policy["name"] for policy in section("log_policies: [{name: mine, pattern: x}]", "log_policies")] == [
+        "mine",
+        "CUDA OOM",
+        "ECC Error",
+    ]
+    assert section("log_policies: [{name: ECC Error}]", "log_policies")[0] == {"name": "ECC Error"}
+    assert len(section("log_policies: [{name: ECC Error}]", "log_policies")) == 2
+
+
+def test_a_pod_is_completed_and_what_it_does_not_know_is_said():
+    done = completed("environment: {pod_spec: {batches: 5, spec: {containers: [{security_context: {}}]}}}")
+    assert done.config["environment"]["pod_spec"] == {
+        "metadata": {"creationTimestamp": None},
+        "spec": {"containers": [{"security_context": {}}]},
+        "status": {},
+    }
+    assert len(done.warnings) == 2

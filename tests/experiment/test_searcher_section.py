@@ -9,6 +9,7 @@ from tests.experiment.written import judge, refused, section
 LR = "hyperparameters: {lr: {type: double, minval: 0, maxval: 1, count: 2}}\n"
 UNION = 'searcher: is not an object where object["name"] is one of single, random, grid or adaptive_asha'
 LENGTH = 'searcher.max_length: a length object must have one attribute named "batches", "records", or "epochs", with a positive integer'
+REQUIRED = "searcher: max_time and time_metric are required. Write "
 ASHA = "name: adaptive_asha, metric: loss, max_trials: 8"
 
 
@@ -30,7 +31,8 @@ ASHA = "name: adaptive_asha, metric: loss, max_trials: 8"
         ("{name: grid, metric: loss}", None),
         ("{name: grid, metric: loss, max_concurrent_trials: 2}", None),
         (f"{{{ASHA}, max_time: 100, time_metric: batches}}", None),
-        (f"{{{ASHA}, max_length: {{batches: 100}}}}", None),
+        (f"{{{ASHA}, max_time: 100, time_metric: batches, max_length: {{batches: 100}}}}", None),
+        (f"{{{ASHA}, max_time: 100, time_metric: batches, max_length: 100, stop_once: true}}", None),
         (f"{{{ASHA}, max_time: 9, time_metric: epochs, mode: aggressive, divisor: 2.5, max_rungs: 3}}", None),
         (f"{{{ASHA}, max_time: 9, time_metric: epochs, bracket_rungs: [2, 1], max_concurrent_trials: 2}}", None),
         ("{metric: loss}", "searcher.name: is a required property"),
@@ -62,7 +64,8 @@ ASHA = "name: adaptive_asha, metric: loss, max_trials: 8"
         ("{name: single, metric: loss, source_trial_id: four}", 'searcher.source_trial_id: "four" is not an integer'),
         ("{name: random, metric: loss}", "searcher.max_trials: is a required property"),
         ("{name: random, metric: loss, max_trials: 0}", "searcher.max_trials: 0 is less than 1"),
-        ("{name: random, metric: loss, max_trials: 2.0}", "searcher.max_trials: 2.0 is not an integer"),
+        ("{name: random, metric: loss, max_trials: 2.0}", None),
+        ("{name: random, metric: loss, max_trials: 2.5}", "searcher.max_trials: 2.5 is not an integer"),
         ("{name: random, metric: loss, max_trials: true}", "searcher.max_trials: true is not an integer"),
         (
             "{name: random, metric: loss, max_trials: 3, max_concurrent_trials: -1}",
@@ -71,21 +74,21 @@ ASHA = "name: adaptive_asha, metric: loss, max_trials: 8"
         ("{name: grid, metric: loss, max_trials: 3}", "searcher.max_trials: unknown property."),
         (
             f"{{{ASHA}}}",
-            "searcher: max_time and time_metric are required, such as max_time: 1000 with time_metric: batches",
+            f"{REQUIRED}max_time: 1000 and time_metric: batches",
         ),
         (
             f"{{{ASHA}, max_time: 5}}",
-            "searcher: max_time and time_metric are required, such as max_time: 1000 with time_metric: batches",
+            f"{REQUIRED}max_time: 1000 and time_metric: batches",
         ),
         (
             f"{{{ASHA}, time_metric: batches}}",
-            "searcher: max_time and time_metric are required, such as max_time: 1000 with time_metric: batches",
+            f"{REQUIRED}max_time: 1000 and time_metric: batches",
         ),
         (
-            f"{{{ASHA}, max_length: {{batches: 5}}, max_time: 5, time_metric: batches}}",
-            "searcher: max_length is the older form of max_time and time_metric: write one of the two forms",
+            f"{{{ASHA}, max_length: {{records: 5}}}}",
+            f"{REQUIRED}max_time: 5 and time_metric: records instead of max_length",
         ),
-        (f"{{{ASHA}, max_length: 5}}", LENGTH),
+        (f"{{{ASHA}, max_length: 5}}", f"{REQUIRED}max_time: 5 and time_metric: batches instead of max_length"),
         (f"{{{ASHA}, max_time: 0, time_metric: batches}}", "searcher.max_time: 0 is less than 1"),
         (
             "{name: adaptive_asha, metric: loss, max_time: 5, time_metric: b}",
@@ -99,10 +102,7 @@ ASHA = "name: adaptive_asha, metric: loss, max_trials: 8"
         (f"{{{ASHA}, max_time: 5, time_metric: b, max_rungs: 0}}", "searcher.max_rungs: 0 is less than 1"),
         (f"{{{ASHA}, max_time: 5, time_metric: b, bracket_rungs: [0]}}", "searcher.bracket_rungs[0]: 0 is less than 1"),
         (f"{{{ASHA}, max_time: 5, time_metric: b, bracket_rungs: 2}}", "searcher.bracket_rungs: 2 is not a list"),
-        (
-            f"{{{ASHA}, max_time: 5, time_metric: b, stop_once: true}}",
-            "searcher.stop_once: adaptive_asha always stops trials for good. Remove stop_once.",
-        ),
+        (f"{{{ASHA}, max_time: 5, time_metric: b, stop_once: 1}}", "searcher.stop_once: 1 is neither true nor false"),
     ],
 )
 def test_searchers(searcher: str, fault: str | None):
@@ -135,12 +135,12 @@ def test_defaults():
         "max_trials": 8,
         "max_time": 9,
         "time_metric": "epochs",
-        "max_length": None,
         "max_concurrent_trials": 16,
         "mode": "standard",
         "divisor": 4,
         "max_rungs": 5,
         "bracket_rungs": [],
-        "stop_once": None,
     }
+    rungs = f"{LR}searcher: {{{ASHA}, max_time: 9, time_metric: epochs, bracket_rungs: [1, 3, 2]}}"
+    assert section(rungs, "searcher")["bracket_rungs"] == [3, 2, 1]
     assert section("searcher: {name: random, metric: loss, max_trials: 3}", "searcher")["max_concurrent_trials"] == 16

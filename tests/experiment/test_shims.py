@@ -23,10 +23,6 @@ from zero_trial.experiment.defaults import modern
             {"environment": {"environment_variables": {"cuda": ["B"]}}},
             "environment.environment_variables.gpu is the older name of environment.environment_variables.cuda",
         ),
-        ({"resources": {"shm_size": "2g"}}, {"resources": {"shm_size": 2 * 1024**3}}, ""),
-        ({"resources": {"shm_size": "1.5 MiB"}}, {"resources": {"shm_size": 1572864}}, ""),
-        ({"resources": {"shm_size": "100"}}, {"resources": {"shm_size": 100}}, ""),
-        ({"resources": {"shm_size": "7b"}}, {"resources": {"shm_size": 7}}, ""),
         (
             {"resources": {"devices": ["/a:/b", "/a:/b:r", "/a"]}},
             {
@@ -42,7 +38,7 @@ from zero_trial.experiment.defaults import modern
         ),
         (
             {"resources": {"agent_label": "x"}},
-            {"resources": {"agent_label": "x"}},
+            {"resources": {}},
             "resources.agent_label has been removed from Determined, and has no effect",
         ),
         (
@@ -59,17 +55,22 @@ from zero_trial.experiment.defaults import modern
         (
             {"searcher": {"name": "adaptive_asha", "max_length": {"batches": 5}}},
             {"searcher": {"name": "adaptive_asha", "max_length": {"batches": 5}}},
-            "searcher.max_length is the older form of max_time and time_metric",
+            "searcher.max_length has no effect in adaptive_asha: max_time and time_metric count",
+        ),
+        (
+            {"searcher": {"name": "adaptive_asha", "stop_once": False}},
+            {"searcher": {"name": "adaptive_asha", "stop_once": False}},
+            "searcher.stop_once has no effect: adaptive_asha stops every trial for good",
+        ),
+        (
+            {"data_layer": {"type": "shared_fs"}},
+            {},
+            "data_layer has been removed from Determined, and has no effect",
         ),
     ],
 )
 def test_old_forms(old: dict[str, Any], new: dict[str, Any], warning: str):
     assert modern(old) == (new, [warning] if warning else [])
-
-
-def test_records_of_a_search_are_warned_about():
-    _, warnings = modern({"searcher": {"name": "adaptive_asha", "max_length": {"records": 5}}})
-    assert warnings[-1] == "searcher.max_length in records needs a validation metric named records; use batches"
 
 
 @pytest.mark.parametrize(
@@ -78,7 +79,7 @@ def test_records_of_a_search_are_warned_about():
         {"environment": 3},
         {"environment": {"image": 3, "environment_variables": "A"}},
         {"resources": {"shm_size": "lots", "devices": "x"}},
-        {"resources": {"shm_size": "1e3"}},
+        {"resources": {"shm_size": "1g"}, "data_layer": 3},
         {"log_policies": [3, {"action": {"type": "x", "url": "u"}}]},
         {"searcher": []},
     ],

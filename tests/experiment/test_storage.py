@@ -8,7 +8,7 @@ from tests.experiment.written import completed, judge, section
 from zero_trial.experiment.defaults import ClusterDefaults
 
 SUBDIR = "checkpoint_storage: storage_path must either be a relative directory or a subdirectory of host_path"
-AZURE = "checkpoint_storage: Exactly one of connection_string or account_url must be set"
+AZURE = "checkpoint_storage: exactly one of connection_string or account_url must be set"
 
 
 @pytest.mark.parametrize(
@@ -49,7 +49,13 @@ AZURE = "checkpoint_storage: Exactly one of connection_string or account_url mus
             'checkpoint_storage: is not an object where object["type"] is one of shared_fs, directory, s3, gcs or azure',
         ),
         ("{save_trial_best: -1}", "checkpoint_storage.save_trial_best: -1 is less than 0"),
-        ("{save_trial_best: 1.0}", "checkpoint_storage.save_trial_best: 1.0 is not an integer"),
+        ("{save_trial_best: 1.0}", None),
+        ("{type: null}", "checkpoint_storage.type: null is not a type of storage"),
+        ("{host_path: /a}", "checkpoint_storage.type: is a required property, because host_path is given"),
+        (
+            "{type: azure, container: c, connection_string: s, credential: k}",
+            "checkpoint_storage: credential and connection_string must not both be set",
+        ),
         ("/a", 'checkpoint_storage: "/a" is not a map'),
     ],
 )

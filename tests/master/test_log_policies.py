@@ -9,8 +9,8 @@ import pytest
 
 from tests.master.fakes import Sandbox
 from zero_trial.master import log_policies
-from zero_trial.master.log_policies import LogMatch, LogMatcher, LogPolicy, check_patterns, policies_of, recorded
-from zero_trial.master.records import Invalid, LogQuery
+from zero_trial.master.log_policies import LogMatch, LogMatcher, LogPolicy, policies_of, recorded
+from zero_trial.master.records import LogQuery
 
 
 def test_every_form_of_a_policy() -> None:
@@ -46,8 +46,6 @@ def test_the_first_line_of_each_policy_counts() -> None:
 
 def test_a_pattern_that_re2_does_not_know() -> None:
     config = {"log_policies": [{"pattern": "fine"}, {"pattern": "(?<=x)y"}]}
-    with pytest.raises(Invalid, match=r"log_policies\[1\]\.pattern"):
-        check_patterns(config)
     matcher = LogMatcher(policies_of(config))
     assert len(matcher.unknown) == 1 and len(matcher.match(["fine"])) == 1
 

@@ -43,6 +43,19 @@ def test_what_only_a_master_looks_into(more: str, message: str):
         complete(text, ClusterDefaults(checkpoint_storage={"type": "shared_fs", "host_path": "/"}))
 
 
+@pytest.mark.parametrize("name", ["n", "Yes", "ON", "False"])
+def test_a_hyperparameter_that_would_arrive_under_another_name_stops_a_run(name: str):
+    text = EXPERIMENT.replace("hyperparameters:\n", f"hyperparameters:\n  {name}: 3\n")
+    (fault,) = examine_experiment(text, "const.yaml").faults
+    assert fault.where is not None and fault.where.endswith(("hyperparameters.true", "hyperparameters.false"))
+    assert f"'{name}'" in str(fault)
+    assert examine_experiment(text.replace(f"{name}: 3", f"'{name}': 3"), "const.yaml").faults == ()
+
+
+def test_data_that_arrives_under_another_name_is_warned_of():
+    assert len(said(EXPERIMENT.replace("data:\n", "data:\n  on: 3\n"))) == 1
+
+
 def test_slots_above_their_limit():
     (line,) = said(EXPERIMENT.replace("slots_per_trial: 2", "slots_per_trial: 2\n  max_slots: 1"))
     assert line == "const.yaml:3 resources: slots_per_trial must be <= max_slots."

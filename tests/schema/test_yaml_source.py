@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import pytest
+import yaml
 
 from zero_trial.errors import ConfigError
-from zero_trial.schema.yaml_source import read_yaml
+from zero_trial.schema.yaml_source import read_yaml, write_yaml
 
 
 def test_values_and_lines():
@@ -40,7 +41,9 @@ def test_merged_keys_give_way_to_own_ones():
         ("- 1\n", "f: not a YAML mapping"),
         ("", "f: not a YAML mapping"),
         ("a: !!python/name:os.system x\n", "f:1: not readable as YAML"),
-        ("a: 2001-99-99\n", "f: not readable as YAML"),
+        ("a: !!bool maybe\n", "f: not readable as YAML"),
+        ("a: {null: 1}\n", "f:1 a: this key is not text"),
+        ("? [a]\n: 1\n", "f:1: this key is not text"),
         ("a: \x01\n", "f: not readable as YAML"),
         ("a: " + "[" * 100 + "]" * 100, "too deeply nested"),
         ("a: " + "[" * 1500, "f"),
@@ -57,3 +60,32 @@ def test_aliases_that_explode_are_stopped():
     lines += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]" for n in range(1, 8)]
     with pytest.raises(ConfigError, match="too large"):
         read_yaml("\n".join(lines), "f")
+
+
+@pytest.mark.parametrize(
+    ("written", "value"),
+    [
+        ("y", True), ("N", False), ("yes", True), ("No", False), ("on", True), ("OFF", False), ("'y'", "y"),
+        ("010", 8), ("0o17", 15), ("0b11", 3), ("-0x1F", -31), ("1_000", 1000), ("09", 9), ("12:30", "12:30"),
+        ("2020-01-01", "2020-01-01"), ("=", "="), ("<<x", "<<x"), ("1.5e3", 1500.0), (".5", 0.5), ("~", None),
+    ],
+)  # fmt: skip
+def test_plain_scalars_mean_what_a_cluster_takes_them_for(written: str, value: object):
+    assert read_yaml(f"a: {written}\nb: [{written}]\n", "f").value == {"a": value, "b": [value]}
+
+
+def test_keys_become_text_and_keep_their_spelling():
+    document = read_yaml("on: 1\na: {n: 2, 0x1f: 3, 1e3: 4, 1.5: 5, true: 6}\n", "f")
+    assert document.value == {"true": 1, "a": {"false": 2, "31": 3, "1000": 4, "1.5": 5, "true": 6}}
+    assert document.respelled == {("true",): "on", ("a", "false"): "n", ("a", "31"): "0x1f", ("a", "1000"): "1e3"}
+
+
+def test_y_and_n_are_text_in_what_older_releases_wrote():
+    document = read_yaml("a: {n: y, N: no}\n", "f", letters=False)
+    assert document.value == {"a": {"n": "y", "N": False}} and not document.warnings and not document.respelled
+
+
+def test_what_is_written_is_read_again_by_every_reader():
+    value = {"n": "y", "on": "yes", "a": ["0o17", "2020-01-01", "1e3", "=", "~", "12:30", "010", ""], "b": {"N": 1e-5}}
+    text = write_yaml(value)
+    assert read_yaml(text, "f").value == read_yaml(text, "f", letters=False).value == yaml.safe_load(text) == value

@@ -5,12 +5,11 @@ another.
 from __future__ import annotations
 
 import copy
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from zero_trial.experiment.sections import HARDWARE, SEARCHER_COMMON
+from zero_trial.experiment.sections import HARDWARE, POD_KEYS, SEARCHER_COMMON
 from zero_trial.experiment.sections import STORAGE_KEPT as STORAGE_COMMON
 
 _ENVIRONMENT = ("image", "environment_variables", "force_pull_image", "registry_auth", "add_capabilities")
@@ -53,12 +52,16 @@ Json = Any
 _UNIONS: Mapping[tuple[str, ...], tuple[str, tuple[str, ...]]] = {
     ("checkpoint_storage",): ("type", STORAGE_COMMON),
     ("searcher",): ("name", tuple(SEARCHER_COMMON)),
-    ("data_layer",): ("type", ()),
 }
 
 
 # Lists whose items have a key: an item above hides the item below with the same one.
-_KEYED = {("bind_mounts",): "container_path", ("resources", "devices"): "container_path", ("log_policies",): "name"}
+_KEYED = {
+    ("bind_mounts",): "container_path",
+    ("resources", "devices"): "container_path",
+    ("environment", "proxy_ports"): "proxy_port",
+    ("log_policies",): "name",
+}
 
 _APPENDED = (
     *(("environment", "environment_variables", kind) for kind in ("cpu", "cuda", "rocm")),
@@ -125,8 +128,6 @@ def _merge_lists(above: list[Json], below: list[Json], path: tuple[str, ...]) ->
         return below + above
     if path == ("labels",):
         return above + [label for label in below if label not in above]
-    if path == ("environment", "proxy_ports"):
-        return above + below
     return above
 
 
@@ -134,9 +135,14 @@ def _merge_lists(above: list[Json], below: list[Json], path: tuple[str, ...]) ->
 # is left to the rules to refuse.
 
 
-_SIZE = re.compile(r"\A((?:[0-9]*[.])?[0-9]+) ?(?:([kmgtp])(?:i?b)?|b)?\Z", re.IGNORECASE)
+# Keys that are taken and ignored: they are not part of a completed configuration.
+_GONE = {
+    ("data_layer",): dict,
+    ("resources", "agent_label"): str,
+}
 
-_POWERS = {None: 0, "k": 1, "m": 2, "g": 3, "t": 4, "p": 5}
+# Keys that are taken, completed and shown, but read by no trial of today.
+_WITHOUT_EFFECT = ("security", "records_per_epoch", "tensorboard_storage")
 
 
 def modern(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
@@ -144,20 +150,25 @@ def modern(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     rewritten or is ignored."""
     whole = {key: copy.deepcopy(value) for key, value in config.items() if value is not None}
     warnings: list[str] = []
+    for path, kind in _GONE.items():
+        section = whole if len(path) == 1 else whole.get(path[0])
+        if isinstance(section, dict) and isinstance(section.get(path[-1]), kind):
+            del section[path[-1]]
+            warnings.append(f"{'.'.join(path)} has been removed from Determined, and has no effect")
     if isinstance(whole.get("environment"), dict):
         whole["environment"] = _environment(whole["environment"], warnings)
-    if isinstance(whole.get("resources"), dict):
-        whole["resources"] = _resources(whole["resources"], warnings)
+    devices = whole["resources"].get("devices") if isinstance(whole.get("resources"), dict) else None
+    if isinstance(devices, list):
+        whole["resources"]["devices"] = [_device(item) for item in devices]
     if isinstance(whole.get("log_policies"), list):
         whole["log_policies"] = [_log_policy(policy, warnings) for policy in whole["log_policies"]]
-    for key in ("security", "records_per_epoch"):
-        if whole.get(key):
-            warnings.append(f"{key} is read by no trial of today, and has no effect")
+    warnings += [f"{key} is read by no trial of today, and has no effect" for key in _WITHOUT_EFFECT if whole.get(key)]
     searcher = whole.get("searcher")
-    if isinstance(searcher, dict) and searcher.get("name") == "adaptive_asha" and searcher.get("max_length"):
-        warnings.append("searcher.max_length is the older form of max_time and time_metric")
-        if isinstance(searcher["max_length"], dict) and "records" in searcher["max_length"]:
-            warnings.append("searcher.max_length in records needs a validation metric named records; use batches")
+    if isinstance(searcher, dict) and searcher.get("name") == "adaptive_asha":
+        if searcher.get("stop_once") is not None:
+            warnings.append("searcher.stop_once has no effect: adaptive_asha stops every trial for good")
+        if searcher.get("max_length") is not None:
+            warnings.append("searcher.max_length has no effect in adaptive_asha: max_time and time_metric count")
     return whole, warnings
 
 
@@ -172,7 +183,24 @@ def _environment(section: dict[str, Any], warnings: list[str]) -> dict[str, Any]
         new["environment_variables"] = {kind: list(variables) for kind in HARDWARE}
     elif isinstance(variables, dict):
         new["environment_variables"] = _cuda(variables, "environment.environment_variables", warnings)
+    warnings += _pod_warnings(new.get("pod_spec"))
     return new
+
+
+def _pod_warnings(pod: Any) -> list[str]:
+    """Return what of a pod_spec a cluster drops without a word."""
+    if not isinstance(pod, dict):
+        return []
+    spec = pod.get("spec")
+    containers = spec.get("containers") if isinstance(spec, dict) else None
+    found = [
+        f"environment.pod_spec.{key} is not a key of a pod, and has no effect" for key in pod if key not in POD_KEYS
+    ]
+    return found + [
+        f"environment.pod_spec.spec.containers[{index}].security_context has no effect"
+        for index, item in enumerate(containers if isinstance(containers, list) else [])
+        if isinstance(item, dict) and "security_context" in item
+    ]
 
 
 def _cuda(section: dict[str, Any], where: str, warnings: list[str]) -> dict[str, Any]:
@@ -181,23 +209,6 @@ def _cuda(section: dict[str, Any], where: str, warnings: list[str]) -> dict[str,
     warnings.append(f"{where}.gpu is the older name of {where}.cuda")
     rest = {key: value for key, value in section.items() if key != "gpu"}
     return {"cuda": section["gpu"], **rest} if rest.get("cuda") is None else rest
-
-
-def _resources(section: dict[str, Any], warnings: list[str]) -> dict[str, Any]:
-    new = dict(section)
-    size = new.get("shm_size")
-    match = _SIZE.match(size) if isinstance(size, str) else None
-    if match:
-        power = match[2].lower() if match[2] else None
-        new["shm_size"] = int(float(match[1]) * 1024 ** _POWERS[power])
-    if isinstance(new.get("devices"), list):
-        new["devices"] = [_device(item) for item in new["devices"]]
-    warnings += [
-        f"resources.{key} has been removed from Determined, and has no effect"
-        for key in ("agent_label", "slots")
-        if new.get(key) is not None
-    ]
-    return new
 
 
 def _device(item: Any) -> Any:
@@ -210,7 +221,7 @@ def _device(item: Any) -> Any:
 def _log_policy(policy: Any, warnings: list[str]) -> Any:
     """Return ``action: {type: cancel_retries}`` as ``action: cancel_retries``."""
     action = policy.get("action") if isinstance(policy, dict) else None
-    if not isinstance(action, dict) or set(action) != {"type"}:
+    if not isinstance(action, dict) or set(action) != {"type"} or not isinstance(action["type"], str):
         return policy
     warnings.append("log_policies: action is written as a word today, such as action: cancel_retries")
     return {**policy, "action": action["type"]}

@@ -22,6 +22,7 @@ from zero_trial.schema.source import open_source, read_file
 from zero_trial.schema.types import (
     CHOICE,
     REMOVED,
+    RENAMED,
     TYPE,
     UNKNOWN,
     Bool,
@@ -269,6 +270,8 @@ def _stops_a_run(issue: Issue) -> bool:
         return len(path) == 1 or (len(path) == 2 and path[0] in _READ)
     if issue.code == REMOVED:
         return path == ("searcher", "name")
+    if issue.code == RENAMED:
+        return True
     return len(path) == 1 and path[0] in (*_READ, "hyperparameters", "data") and issue.code in (TYPE, CHOICE)
 
 
@@ -302,6 +305,11 @@ def _not_an_experiment(document: Document) -> ConfigError:
     )
 
 
+LOCK_SECTION = "zero_trial"
+"""A lock's own facts are under ``data.zero_trial``: an experiment may hold anything under
+``data``."""
+
+
 def _open_experiment(source: str | Path | Mapping[str, Any], name: str | None) -> tuple[Document, Path | None]:
     if isinstance(source, Mapping):
         return Document.of(source), None
@@ -317,7 +325,11 @@ def _open_experiment(source: str | Path | Mapping[str, Any], name: str | None) -
         raise ConfigError(
             f"cannot be read: {getattr(problem, 'strerror', None) or problem}", where=str(path), fix=fix
         ) from None
-    return read_yaml(text, name or path.name), path.parent
+    document = read_yaml(text, name or path.name)
+    if document.get(("data", LOCK_SECTION)) is not None:
+        # older releases wrote the names y and n without quotes into a lock
+        document = read_yaml(text, name or path.name, letters=False)
+    return document, path.parent
 
 
 class _Values:

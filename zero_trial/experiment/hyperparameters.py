@@ -18,6 +18,7 @@ from zero_trial.schema.types import (
     Field,
     Fields,
     Issue,
+    Opaque,
     Path,
     Type,
     dotted,
@@ -79,7 +80,7 @@ def ranges(section: Mapping[str, Any], above: Names = ()) -> list[str]:
     for key, value in section.items():
         if is_range(value):
             found.append(".".join((*above, key)))
-        elif isinstance(value, Mapping):
+        elif isinstance(value, Mapping) and value.get("type") != "const":
             found += ranges(value, (*above, key))
     return found
 
@@ -115,15 +116,6 @@ NESTED_TYPE = (
 
 NO_COUNT = "grid search is in use but count was not provided"
 
-_NOT_A_BATCH_SIZE = "is neither a positive integer nor an int hyperparameter"
-
-
-class _Anything(Type):
-    """Any JSON value, null too."""
-
-    def check(self, value: Any, path: Path) -> list[Issue]:
-        return []
-
 
 class _Values(Type):
     """A list of at least one value."""
@@ -152,7 +144,7 @@ def _range(kind: str, bound: Type, **more: Field) -> Fields:
         "type": Field(exact_text((kind,)), required=True),
         "minval": Field(bound, required=True),
         "maxval": Field(bound, required=True),
-        "count": Field(exact_int(1)),
+        "count": Field(exact_int(1), shown=False),
         **more,
     }
     return Fields(keys, (_ascending, _finite))
@@ -165,34 +157,34 @@ _RANGES: Mapping[str, Fields] = {
     "categorical": Fields(
         {"type": Field(exact_text(("categorical",)), required=True), "vals": Field(_Values(), required=True)},
     ),
-    "const": Fields({"type": Field(exact_text(("const",)), required=True), "val": Field(_Anything())}),
+    "const": Fields({"type": Field(exact_text(("const",)), required=True), "val": Field(Opaque())}),
 }
 
 COUNTED = ("int", "double", "log")
 
 
 class Hyperparameters(Type):
-    """The whole section. Nothing is filled in: what is written is what is sampled."""
+    """The whole section. A completed one has ``{type: const, val: ...}`` for every plain value."""
 
     def check(self, value: Any, path: Path) -> list[Issue]:
         if not isinstance(value, Mapping):
             return not_a_map(value, path)
-        faults = []
-        for name, inner in value.items():
-            found = list(_check(inner, (*path, name), (str(name),)))
-            if name == "global_batch_size" and inner is not None and not found:
-                found = _check_batch_size(inner, (*path, name))
-            faults += found
-        return faults
+        return [fault for name, inner in value.items() for fault in _check(inner, (*path, name), (str(name),))]
+
+    def fill(self, value: Any) -> Any:
+        return {name: _fill(inner) for name, inner in value.items()}
+
+
+def _fill(value: Any) -> Any:
+    if not isinstance(value, Mapping):
+        return {"type": "const", "val": copy.deepcopy(value)}
+    if "type" in value:
+        return _RANGES[value["type"]].fill(value)
+    return {name: _fill(inner) for name, inner in value.items()}
 
 
 def _check(value: Any, path: Path, names: tuple[str, ...]) -> Iterator[Issue]:
-    # A list is one value; what a master looks for inside it has changed between releases, so all of
-    # it is checked.
-    if isinstance(value, list):
-        for index, inner in enumerate(value):
-            yield from _check(inner, (*path, index), names)
-    if not isinstance(value, Mapping):
+    if not isinstance(value, Mapping):  # a list is one value, whatever is in it
         return
     if "type" not in value:
         for name, inner in value.items():
@@ -225,18 +217,6 @@ def _accepted_form(value: Mapping[str, Any], names: tuple[str, ...]) -> str:
 
 def _type_first(item: tuple[str, Any]) -> bool:
     return item[0] != "type"
-
-
-def _check_batch_size(value: Any, path: Path) -> list[Issue]:
-    kind = value.get("type") if isinstance(value, Mapping) else None
-    candidates = {
-        "int": lambda: [value["minval"]],
-        "const": lambda: [value["val"]],
-        "categorical": lambda: list(value["vals"]),
-    }
-    sizes = candidates[kind]() if kind in candidates else [value]
-    good = all(isinstance(size, int) and not isinstance(size, bool) and size >= 1 for size in sizes)
-    return [] if good else [Issue(path, RULE, _NOT_A_BATCH_SIZE)]
 
 
 def check_counts(value: Any, path: Path) -> list[Issue]:

@@ -15,7 +15,6 @@ from zero_trial.experiment.defaults import ClusterDefaults, merge, modern
 from zero_trial.experiment.hyperparameters import Hyperparameters, check_counts
 from zero_trial.experiment.sections import (
     BIND_MOUNTS,
-    DATA_LAYER,
     ENVIRONMENT,
     INTEGRATIONS,
     LOG_POLICIES,
@@ -30,11 +29,16 @@ from zero_trial.experiment.sections import (
     SECURITY,
     SLURM,
     STORAGE,
+    STORAGE_KEPT,
+    TENSORBOARD,
+    Arranged,
 )
 from zero_trial.experiment.space import Grid
 from zero_trial.schema.document import Document
 from zero_trial.schema.types import (
+    CHOICE,
     MISSING,
+    RENAMED,
     RULE,
     TYPE,
     AnyOf,
@@ -62,17 +66,21 @@ _NEVER = {"batches": 0}
 
 
 def _both_places(section: Mapping[str, Any]) -> str | None:
-    given = [section.get(name) is not None for name in ("workspace", "project")]
+    given = [bool(section.get(name)) for name in ("workspace", "project")]
     return "workspace and project must either both be set or neither" if given[0] != given[1] else None
+
+
+def _each_once(labels: list[Any]) -> list[Any]:
+    return list(dict.fromkeys(labels))
 
 
 _TOP = Fields(
     {
         "name": Field(exact_text(), required=True),
         "description": Field(exact_text()),
-        "labels": Field(ListOf(exact_text()), []),
-        "workspace": Field(exact_text()),
-        "project": Field(exact_text()),
+        "labels": Field(Arranged(exact_text(), _each_once), []),
+        "workspace": Field(exact_text(), ""),
+        "project": Field(exact_text(), ""),
         "entrypoint": Field(_COMMAND),
         "data": Field(MapOf(), {}),
         "hyperparameters": Field(Hyperparameters(), {}),
@@ -93,15 +101,15 @@ _TOP = Fields(
         "profiling": Field(PROFILING, {}),
         "optimizations": Field(OPTIMIZATIONS, {}),
         "log_policies": Field(LOG_POLICIES, []),
-        "retention_policy": Field(RETENTION),
+        "retention_policy": Field(RETENTION, shown=False),
         "integrations": Field(INTEGRATIONS),
         "slurm": Field(SLURM, {}),
         "pbs": Field(PBS, {}),
         "debug": Field(Bool(), False),
-        "data_layer": Field(DATA_LAYER, {"type": "shared_fs"}),
-        "security": Field(SECURITY),
-        "tensorboard_storage": Field(Forbidden("TensorBoard files go to checkpoint_storage. Remove it.")),
-        "internal": Field(Forbidden("is for the master's own use. Remove it.")),
+        "data_layer": Field(MapOf(), shown=False),
+        "security": Field(SECURITY, shown=False),
+        "tensorboard_storage": Field(TENSORBOARD, shown=False),
+        "internal": Field(Forbidden("is for the master's own use. Remove it."), shown=False),
     },
     (_both_places,),
     hint="Settings of your own belong under data: or hyperparameters:.",
@@ -172,15 +180,16 @@ class CompletedConfig:
 
 
 def complete(
-    yaml_text: str, defaults: ClusterDefaults, *, template: Mapping[str, Any] | None = None
+    source: str | Mapping[str, Any], defaults: ClusterDefaults, *, template: Mapping[str, Any] | None = None
 ) -> CompletedConfig:
-    """Return the completed experiment. ``template`` is a config below the YAML. Pure.
+    """Return the completed experiment of YAML text or a dict. ``template`` is laid under it. Pure.
 
-    Raises InvalidExperiment with all faults. What cannot be decided from Determined's published
-    behaviour is refused, so that an experiment that is accepted here is accepted there.
+    Raises InvalidExperiment with all faults. An experiment that is accepted here is accepted by a
+    cluster, too, and completed to the same configuration; docs/guide/master.md names what is
+    refused only here.
     """
     try:
-        document = read_yaml(yaml_text, "experiment")
+        document = read_yaml(source, "experiment") if isinstance(source, str) else Document.of(source)
     except ConfigError as error:
         raise InvalidExperiment([fault.describe() for fault in error.faults or (error,)]) from None
     examined = examine(document, defaults, template)
@@ -197,18 +206,44 @@ def examine(document: Document, defaults: ClusterDefaults, template: Mapping[str
     plain = _as_json(document.value, (), issues)
     if issues:
         return Examined({}, issues, [])
-    own, old_forms = modern(plain)
+    issues, old_forms = _check_keys(document)
+    issues += _check_storage_kind(plain.get("checkpoint_storage"))
+    own, more = modern(plain)
+    old_forms += more
     below, _ = modern(defaults.as_config())
     if template is not None:
         above, more = modern(template)
         below = merge(above, below)
         old_forms += more
     merged = merge(own, below)
-    return Examined(merged, _experiment_issues(merged), list(dict.fromkeys(old_forms)))
+    return Examined(merged, issues + _experiment_issues(merged), list(dict.fromkeys(old_forms)))
+
+
+def _check_keys(document: Document) -> tuple[list[Issue], list[str]]:
+    """Return issues and warnings of keys that arrive under another name than they are written."""
+    issues, warnings = [], []
+    for path, spelling in document.respelled.items():
+        text = f"{spelling} is {path[-1]} in YAML 1.1, and arrives under that name. Write '{spelling}' in quotes"
+        if path[0] == "hyperparameters" and path[-1] in ("true", "false"):
+            issues.append(Issue(path, RENAMED, text))
+        else:
+            warnings.append(f"{'.'.join(path)}: {text}")
+    return issues, warnings
+
+
+def _check_storage_kind(written: Any) -> list[Issue]:
+    """Return the issue of a storage whose type is left to the cluster, but whose keys are not."""
+    if not isinstance(written, Mapping):
+        return []
+    path = ("checkpoint_storage", "type")
+    if "type" in written:
+        return [Issue(path, CHOICE, "null is not a type of storage")] if written["type"] is None else []
+    own = [str(key) for key in written if key not in STORAGE_KEPT]
+    return [Issue(path, MISSING, f"is a required property, because {own[0]} is given")] if own else []
 
 
 def _as_json(value: Any, path: Path, issues: list[Issue]) -> Any:
-    """Return ``value`` as JSON data.
+    """Return ``value`` as JSON data, as a master written in Go has it: 1.0 is 1.
 
     YAML knows more: dates become text, and what has no JSON form is an issue.
     """
@@ -222,6 +257,8 @@ def _as_json(value: Any, path: Path, issues: list[Issue]) -> Any:
         return value.isoformat()
     if isinstance(value, float) and not math.isfinite(value):
         issues.append(Issue(path, TYPE, f"{value} is not a number that JSON knows"))
+    elif isinstance(value, float) and value.is_integer() and abs(value) < 1e21:
+        return int(value)
     elif value is not None and not isinstance(value, int | float):
         issues.append(Issue(path, TYPE, f"a YAML value of type {type(value).__name__} has no JSON form"))
     return value

@@ -4,9 +4,9 @@ written.
 
 from __future__ import annotations
 
+import copy
 import posixpath
-import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -91,7 +91,15 @@ PERIOD = AnyOf(_length(0), _WORDS)
 
 SEARCHER_LENGTH = AnyOf((*_length(1), exact_int(1)), f"{_WORDS}, with a positive integer")
 
-TIMED_LENGTH = AnyOf(_length(1), f"{_WORDS}, with a positive integer")
+
+@dataclass(frozen=True)
+class Arranged(ListOf):
+    """A list that a completed configuration has in the order of ``arrange``."""
+
+    arrange: Callable[[list[Any]], list[Any]] = list
+
+    def fill(self, value: Any) -> Any:
+        return self.arrange([self.item.fill(inner) for inner in value])
 
 
 # ``searcher``: the four searches that a new experiment may ask for, and what to write instead of
@@ -104,14 +112,16 @@ def _one_source(section: Mapping[str, Any]) -> str | None:
 
 
 def _has_length(section: Mapping[str, Any]) -> str | None:
-    time, metric, length = (section.get(key) for key in ("max_time", "time_metric", "max_length"))
-    if length is not None:
-        if time is None and metric is None:
-            return None
-        return "max_length is the older form of max_time and time_metric: write one of the two forms"
-    if time is not None and metric is not None:
+    if section.get("max_time") is not None and section.get("time_metric") is not None:
         return None
-    return "max_time and time_metric are required, such as max_time: 1000 with time_metric: batches"
+    length = section.get("max_length")
+    unit, count = next(iter(length.items())) if isinstance(length, Mapping) else ("batches", length or 1000)
+    instead = "" if length is None else " instead of max_length"
+    return f"max_time and time_metric are required. Write max_time: {count} and time_metric: {unit}{instead}"
+
+
+def _downwards(rungs: list[Any]) -> list[Any]:
+    return sorted(rungs, reverse=True)
 
 
 SEARCHER_COMMON = {
@@ -131,27 +141,27 @@ _CONCURRENT = Field(exact_int(0), 16)
 
 _TRIALS = Field(exact_int(1), required=True)
 
+_MAX_LENGTH = Field(SEARCHER_LENGTH, shown=False)
+
 SEARCHER = Tagged(
     "name",
     {
-        "single": _kind("single", max_length=Field(SEARCHER_LENGTH)),
-        "random": _kind(
-            "random", max_length=Field(SEARCHER_LENGTH), max_trials=_TRIALS, max_concurrent_trials=_CONCURRENT
-        ),
-        "grid": _kind("grid", max_length=Field(SEARCHER_LENGTH), max_concurrent_trials=_CONCURRENT),
+        "single": _kind("single", max_length=_MAX_LENGTH),
+        "random": _kind("random", max_length=_MAX_LENGTH, max_trials=_TRIALS, max_concurrent_trials=_CONCURRENT),
+        "grid": _kind("grid", max_length=_MAX_LENGTH, max_concurrent_trials=_CONCURRENT),
         "adaptive_asha": _kind(
             "adaptive_asha",
             _has_length,
             max_trials=_TRIALS,
             max_time=Field(exact_int(1)),
             time_metric=Field(exact_text()),
-            max_length=Field(TIMED_LENGTH),
+            max_length=_MAX_LENGTH,
             max_concurrent_trials=_CONCURRENT,
             mode=Field(exact_text(("aggressive", "standard", "conservative")), "standard"),
             divisor=Field(exact_float(above=1), 4),
             max_rungs=Field(exact_int(1), 5),
-            bracket_rungs=Field(ListOf(exact_int(1)), []),
-            stop_once=Field(Forbidden("adaptive_asha always stops trials for good. Remove stop_once.")),
+            bracket_rungs=Field(Arranged(exact_int(1), _downwards), []),
+            stop_once=Field(Bool(), shown=False),
         ),
     },
     'is not an object where object["name"] is one of single, random, grid or adaptive_asha',
@@ -177,6 +187,8 @@ _KEPT = {
 
 STORAGE_KEPT = tuple(_KEPT)
 
+_HIDDEN_TEXT = Field(exact_text(), shown=False)
+
 
 def _kind_storage(name: str, **keys: Field) -> Fields:
     checks = {"shared_fs": (_inside_host_path,), "azure": (_one_credential,), "s3": (_prefix,), "gcs": (_prefix,)}
@@ -195,8 +207,10 @@ def _inside_host_path(section: Mapping[str, Any]) -> str | None:
 
 
 def _one_credential(section: Mapping[str, Any]) -> str | None:
-    given = [name for name in ("connection_string", "account_url") if section.get(name) is not None]
-    return None if len(given) == 1 else "Exactly one of connection_string or account_url must be set"
+    given = [section.get(name) is not None for name in ("connection_string", "account_url", "credential")]
+    if given[0] == given[1]:
+        return "exactly one of connection_string or account_url must be set"
+    return "credential and connection_string must not both be set" if given[0] and given[2] else None
 
 
 def _prefix(section: Mapping[str, Any]) -> str | None:
@@ -212,9 +226,9 @@ STORAGE = Tagged(
             host_path=Field(exact_text(), required=True),
             storage_path=Field(exact_text()),
             propagation=Field(exact_text(), "rprivate"),
-            container_path=Field(exact_text()),
-            checkpoint_path=Field(exact_text()),
-            tensorboard_path=Field(exact_text()),
+            container_path=_HIDDEN_TEXT,
+            checkpoint_path=_HIDDEN_TEXT,
+            tensorboard_path=_HIDDEN_TEXT,
         ),
         "directory": _kind_storage("directory", container_path=Field(exact_text(), required=True)),
         "s3": _kind_storage(
@@ -229,13 +243,23 @@ STORAGE = Tagged(
         "azure": _kind_storage(
             "azure",
             container=Field(exact_text(), required=True),
-            connection_string=Field(exact_text()),
-            account_url=Field(exact_text()),
-            credential=Field(exact_text()),
+            connection_string=_HIDDEN_TEXT,
+            account_url=_HIDDEN_TEXT,
+            credential=_HIDDEN_TEXT,
         ),
     },
     'is not an object where object["type"] is one of shared_fs, directory, s3, gcs or azure',
     {"hdfs": "hdfs is no longer supported. Use shared_fs, directory, s3, gcs or azure."},
+)
+
+
+TENSORBOARD = Tagged(
+    "type",
+    {
+        name: Fields({key: field for key, field in STORAGE.kinds[name].keys.items() if key not in _KEPT})
+        for name in ("shared_fs", "s3", "gcs")
+    },
+    "is not a checkpoint storage",
 )
 
 
@@ -246,11 +270,19 @@ STORAGE = Tagged(
 HARDWARE = ("cpu", "cuda", "rocm")
 """Images and environment variables differ by what a task runs on."""
 
+IMAGES = {
+    "cpu": "determinedai/pytorch-ngc-dev:0736b6d",
+    "cuda": "determinedai/pytorch-ngc-dev:0736b6d",
+    "rocm": "determinedai/environments:rocm-5.6-pytorch-1.3-tf-2.10-rocm-mpich-0736b6d",
+}
+"""What a cluster runs where an experiment names no image."""
+
 _FIXED_IN_A_CONTAINER = (
-    *("image", "command", "args", "working_dir", "ports", "env_from", "env", "liveness_probe", "readiness_probe"),
-    *("startup_probe", "lifecycle", "termination_message_path", "termination_message_policy", "image_pull_policy"),
-    "security_context",
+    *("image", "command", "args", "working_dir", "ports", "liveness_probe", "readiness_probe", "startup_probe"),
+    *("lifecycle", "termination_message_path", "termination_message_policy", "image_pull_policy"),
 )
+_CONTAINER = "determined-container"
+POD_KEYS = ("kind", "apiVersion", "metadata", "spec", "status")
 
 
 class _PodSpec(Type):
@@ -272,8 +304,17 @@ class _PodSpec(Type):
             Issue((*path, "spec", "containers", index, key), RULE, "is not configurable")
             for index, item in enumerate(containers)
             for key in _FIXED_IN_A_CONTAINER
-            if key in item
+            if key in item and item.get("name", _CONTAINER) == _CONTAINER
         ]
+
+    def fill(self, value: Any) -> Any:
+        pod = {key: copy.deepcopy(value[key]) for key in POD_KEYS if value.get(key) is not None}
+        return {
+            **pod,
+            "metadata": {"creationTimestamp": None, **pod.get("metadata", {})},
+            "spec": {"containers": None, **pod.get("spec", {})},
+            "status": pod.get("status", {}),
+        }
 
 
 _TEXTS = ListOf(exact_text())
@@ -311,6 +352,7 @@ _PROXY_PORTS = ListOf(
             "proxy_port": Field(exact_int(1, 65535), required=True),
             "proxy_tcp": Field(Bool(), False),
             "unauthenticated": Field(Bool(), False),
+            "default_service_id": Field(Bool(), False),
         }
     )
 )
@@ -324,7 +366,7 @@ _REGISTRY_AUTH = Fields(
 
 ENVIRONMENT = Fields(
     {
-        "image": Field(Fields({name: Field(exact_text()) for name in HARDWARE}), {}),
+        "image": Field(Fields({name: Field(exact_text(), image) for name, image in IMAGES.items()}), {}),
         "environment_variables": Field(Fields({name: Field(_TEXTS, []) for name in HARDWARE}), {}),
         "ports": Field(MapOf(exact_int()), {}),
         "proxy_ports": Field(_PROXY_PORTS, []),
@@ -347,14 +389,14 @@ RESOURCES = Fields(
         "slots_per_trial": Field(exact_int(0), 1),
         "max_slots": Field(exact_int(0)),
         "weight": Field(exact_float(low=0), 1),
-        "priority": Field(exact_int(1, 99)),
+        "priority": Field(exact_int(1, 99), 42),
         "resource_pool": Field(exact_text(), ""),
         "is_single_node": Field(Bool()),
         "native_parallel": Field(Bool(), False),
-        "shm_size": Field(exact_int(0)),
+        "shm_size": Field(AnyOf((exact_int(0),), "is not a number of bytes; a cluster refuses texts such as 4g, too")),
         "devices": Field(_DEVICES, []),
-        "slots": Field(exact_int()),
-        "agent_label": Field(exact_text()),
+        "slots": Field(Forbidden("is for commands. Write slots_per_trial."), shown=False),
+        "agent_label": Field(exact_text(), shown=False),
     },
     (_fits_max_slots,),
 )
@@ -365,21 +407,56 @@ RESOURCES = Fields(
 
 
 def _names_or_matches(section: Mapping[str, Any]) -> str | None:
-    if section.get("name") is None and section.get("pattern") is None:
-        return "a log policy needs a name or a pattern"
+    if section.get("name") is None and None in (section.get("pattern"), section.get("action")):
+        return "a log policy needs a name, or a pattern and an action"
     try:
-        re.compile(section.get("pattern") or "")
-    except re.error as problem:
-        return f"pattern is not a regular expression: {problem}"
-    return None
+        why = compile_pattern(section.get("pattern") or "")[1]
+    except ImportError:
+        return None  # the reader of patterns comes with determined: without it, a master decides
+    return f"pattern is not a regular expression in RE2's syntax: {why}" if why else None
 
 
-LOG_POLICIES = ListOf(
+def compile_pattern(text: str) -> tuple[Any, str]:
+    """Return a pattern in the syntax of Go and "", or None and what is wrong with it. Raises
+    ImportError where RE2 is not installed."""
+    import re2
+
+    options = re2.Options()
+    options.log_errors = False
+    try:
+        return re2.compile(text, options), ""
+    except re2.error as error:
+        why = error.args[0] if error.args else "unknown"
+        return None, why.decode("utf-8", "replace") if isinstance(why, bytes) else str(why)
+
+
+DEFAULT_POLICIES = (
+    {"name": "CUDA OOM", "pattern": ".*CUDA out of memory.*"},
+    {"name": "ECC Error", "pattern": ".*uncorrectable ECC error encountered.*"},
+)
+
+
+class _LogPolicies(ListOf):
+    """Policies with different names. Those that a cluster always has follow, unless one of their
+    name is there: one without a pattern switches them off."""
+
+    def check(self, value: Any, path: Path) -> list[Issue]:
+        issues = super().check(value, path)
+        names = [item["name"] for item in value if item.get("name") is not None] if not issues else []
+        twice = {name for name in names if names.count(name) > 1}
+        return issues + [Issue(path, RULE, f"two policies have the name {shown(name)}") for name in sorted(twice)]
+
+    def fill(self, value: Any) -> Any:
+        names = [item.get("name") for item in value]
+        return super().fill([*value, *(policy for policy in DEFAULT_POLICIES if policy["name"] not in names)])
+
+
+LOG_POLICIES = _LogPolicies(
     Fields(
         {
-            "name": Field(exact_text()),
-            "pattern": Field(exact_text()),
-            "action": Field(exact_text(("cancel_retries", "exclude_node"))),
+            "name": _HIDDEN_TEXT,
+            "pattern": _HIDDEN_TEXT,
+            "action": Field(exact_text(("cancel_retries", "exclude_node")), shown=False),
         },
         (_names_or_matches,),
     )
@@ -410,68 +487,24 @@ OPTIMIZATIONS = Fields(
         "gradient_compression": Field(Bool(), False),
         "grad_updates_size_file": Field(exact_text()),
         "mixed_precision": Field(exact_text(("O0", "O1", "O2", "O3")), "O0"),
-        "tensor_fusion_cycle_time": Field(exact_int(0), 5),
+        "tensor_fusion_cycle_time": Field(exact_int(0), 1),
         "tensor_fusion_threshold": Field(exact_int(0), 64),
     }
 )
 
 REPRODUCIBILITY = Fields({"experiment_seed": Field(exact_int(0, 2**31 - 1))})
 
-RETENTION = Fields({"log_retention_days": Field(exact_int(-1, 32767))})
+RETENTION = Fields({"log_retention_days": Field(exact_int(-1, 32767), required=True)})
 
 SECURITY = Fields({"kerberos": Field(Fields({"config_file": Field(exact_text(), required=True)}))})
-
-
-def _absolute(name: str) -> Field:
-    return Field(exact_text(pattern=_ABSOLUTE, otherwise=f"{name} must be an absolute path"))
-
-
-def _cached_bucket(name: str, **more: Field) -> Fields:
-    return Fields(
-        {
-            "type": Field(exact_text((name,)), required=True),
-            "bucket": Field(exact_text(), required=True),
-            "bucket_directory_path": Field(exact_text(), required=True),
-            "local_cache_host_path": _absolute("local_cache_host_path"),
-            "local_cache_container_path": _absolute("local_cache_container_path"),
-            **more,
-        },
-        (_whole_cache,),
-    )
-
-
-def _whole_cache(section: Mapping[str, Any]) -> str | None:
-    given = [section.get(f"local_cache_{where}_path") is not None for where in ("host", "container")]
-    if given[0] != given[1]:
-        return "local_cache_host_path and local_cache_container_path must be set together"
-    return None
-
-
-DATA_LAYER = Tagged(
-    "type",
-    {
-        "shared_fs": Fields(
-            {
-                "type": Field(exact_text(("shared_fs",)), required=True),
-                "host_storage_path": _absolute("host_storage_path"),
-                "container_storage_path": _absolute("container_storage_path"),
-            }
-        ),
-        "s3": _cached_bucket(
-            "s3", access_key=Field(exact_text()), secret_key=Field(exact_text()), endpoint_url=Field(exact_text())
-        ),
-        "gcs": _cached_bucket("gcs"),
-    },
-    'is not an object where object["type"] is one of shared_fs, s3 or gcs',
-)
 
 
 def _batch_system(arguments: str) -> Fields:
     return Fields(
         {
-            "slots_per_node": Field(exact_int(1)),
-            "gpu_type": Field(exact_text()),
-            arguments: Field(ListOf(exact_text()), []),
+            "slots_per_node": Field(exact_int(1), shown=False),
+            "gpu_type": _HIDDEN_TEXT,
+            arguments: Field(ListOf(exact_text()), shown=False),
         }
     )
 
@@ -494,10 +527,10 @@ _PACHYDERM = Fields(
 
 _WEBHOOKS = Fields(
     {
-        "webhook_id": Field(ListOf(exact_int())),
-        "webhook_name": Field(ListOf(exact_text())),
-        "exclude": Field(Bool(), False),
+        "webhook_id": Field(ListOf(exact_int()), shown=False),
+        "webhook_name": Field(ListOf(exact_text()), shown=False),
+        "exclude": Field(Bool(), False, shown=False),
     }
 )
 
-INTEGRATIONS = Fields({"pachyderm": Field(_PACHYDERM), "webhooks": Field(_WEBHOOKS)})
+INTEGRATIONS = Fields({"pachyderm": Field(_PACHYDERM, shown=False), "webhooks": Field(_WEBHOOKS, shown=False)})

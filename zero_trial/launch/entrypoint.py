@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from zero_trial.errors import ConfigError
-from zero_trial.experiment.experiment import ExperimentConfig
-from zero_trial.runs.provenance import LOCK_SECTION, locked_model_dir
+from zero_trial.experiment.experiment import LOCK_SECTION, ExperimentConfig
+from zero_trial.runs.provenance import locked_model_dir
 
 BASE = "ZeroTrial"
 _FORM = re.compile(r"([A-Za-z_][\w.]*):([A-Za-z_]\w*)")

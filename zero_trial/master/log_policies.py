@@ -16,9 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import re2
-
-from zero_trial.master.records import Invalid
+from zero_trial.experiment.sections import compile_pattern
 
 CANCEL_RETRIES, EXCLUDE_NODE = "cancel_retries", "exclude_node"
 _MATCHES_FILE = "log_matches.jsonl"
@@ -71,18 +69,6 @@ def why_excluded(matches: Iterable[LogMatch], node: str) -> str:
     return f"{found} therefore will not schedule on {node}" if found else ""
 
 
-def check_patterns(config: Mapping[str, Any]) -> None:
-    """Raise Invalid for a pattern that RE2 does not know: a Go master would match nothing by it."""
-    for number, policy in enumerate(policies_of(config)):
-        why = _compiled(policy.pattern)[1]
-        if why:
-            raise Invalid(
-                f"not a regular expression in RE2's syntax: {why}",
-                where=f"log_policies[{number}].pattern",
-                got=policy.pattern[:100],
-            )
-
-
 class LogMatcher:
     """Searches lines for the patterns that have not matched yet.
 
@@ -95,7 +81,7 @@ class LogMatcher:
         self.unknown: list[str] = []
         self._open: list[tuple[LogPolicy, Any]] = []
         for policy in policies:
-            pattern, why = _compiled(policy.pattern)
+            pattern, why = compile_pattern(policy.pattern)
             if why:
                 self.unknown.append(f"the log policy with the pattern {policy.pattern!r} is not obeyed: {why}")
             else:
@@ -112,17 +98,6 @@ class LogMatcher:
                 self._open.remove(item)
                 found.append(LogMatch(item[0], line[:_LONGEST]))
         return found
-
-
-def _compiled(text: str) -> tuple[Any, str]:
-    """Return the compiled pattern and "", or None and why it is none."""
-    options = re2.Options()
-    options.log_errors = False
-    try:
-        return re2.compile(text, options), ""
-    except re2.error as error:
-        why = error.args[0] if error.args else "unknown"
-        return None, why.decode("utf-8", "replace") if isinstance(why, bytes) else str(why)
 
 
 def record(folder: Path, matches: Iterable[LogMatch]) -> None:

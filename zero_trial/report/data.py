@@ -10,9 +10,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-import yaml
-
 from zero_trial.experiment.hyperparameters import ranges
+from zero_trial.schema.yaml_source import write_yaml
 from zero_trial.util.text import format_value
 
 
@@ -291,4 +290,4 @@ def as_yaml(experiment_yaml: Mapping[str, Any], comment: str) -> str:
     Floats are written so that every YAML reader takes them for numbers.
     """
     head = " ".join(comment.split())
-    return f"# {head}\n" + yaml.safe_dump(dict(experiment_yaml), sort_keys=False, allow_unicode=True, width=100)
+    return f"# {head}\n" + write_yaml(experiment_yaml, width=100)

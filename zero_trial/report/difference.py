@@ -11,8 +11,8 @@ from typing import Any
 from zero_trial.report.run_reader import check_is_run, in_force, read_text
 from zero_trial.runs.events import read_json, read_lines
 from zero_trial.runs.layout import RunFolder
+from zero_trial.runs.provenance import read_lock
 from zero_trial.runs.records import COUNTERS
-from zero_trial.schema.yaml_source import read_yaml
 
 # What is compared of one run: settings, provenance, data, and the values of every step.
 
@@ -103,8 +103,7 @@ def _settings(folder: Path, provenance: Mapping[str, Any]) -> dict[str, Any]:
     """Return the lock's settings and the batch sizes that follow from them; for a script's run what
     its provenance has."""
     path = RunFolder(folder).config_lock
-    lock = read_text(path)
-    found = flatten(read_yaml(lock, str(path)).value) if lock else {}
+    found = flatten(read_lock(read_text(path), path))
     if not found:
         found = flatten({key: provenance[key] for key in ("hyperparameters", "seed", "ranks") if key in provenance})
     for row in _mappings(read_json(RunFolder(folder).resolved_config).get("batch")):

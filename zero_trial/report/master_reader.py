@@ -209,7 +209,9 @@ class _Reader:
             written = read_yaml(self.experiment.original_config, "the submitted experiment").value
         except ConfigError:
             return self.config
-        return {**written, "searcher": self.searcher}
+        # the data as the trials got it: older masters took the names y and n for text
+        data = {"data": self.config.get("data")} if "data" in written else {}
+        return {**written, **data, "searcher": self.searcher}
 
     def _ds_config(self, trial: Trial) -> Any:
         """Return the content of the ds_config that the experiment names as a file of its context

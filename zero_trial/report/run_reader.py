@@ -30,9 +30,9 @@ from zero_trial.report.data import (
 )
 from zero_trial.runs.events import read_json, read_lines
 from zero_trial.runs.layout import RunFolder
+from zero_trial.runs.provenance import read_lock
 from zero_trial.runs.records import COUNTERS, baselines, is_finite
 from zero_trial.schema.document import ValueSource
-from zero_trial.schema.yaml_source import read_yaml
 from zero_trial.util.text import format_count, format_duration, format_number
 
 Record = Mapping[str, Any]
@@ -305,8 +305,7 @@ def _config(folder: Path) -> dict[str, Any]:
     """Return the experiment in the run's lock; empty where there is none, or it cannot be read."""
     path = RunFolder(folder).config_lock
     try:
-        lock = read_text(path)
-        return dict(read_yaml(lock, str(path)).value) if lock else {}
+        return read_lock(read_text(path), path)
     except ConfigError:
         return {}
 

@@ -20,16 +20,11 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 import zero_trial
-from zero_trial.experiment.experiment import ExperimentConfig
+from zero_trial.experiment.experiment import LOCK_SECTION, ExperimentConfig
 from zero_trial.runs.events import read_json, write_json
 from zero_trial.runs.layout import RunFolder
-
-LOCK_SECTION = "zero_trial"
-"""The lock's own facts are under ``data.zero_trial``: an experiment may hold anything under
-``data``."""
+from zero_trial.schema.yaml_source import read_yaml, write_yaml
 
 MOST_FOLDERS = 500
 MOST_FILES = 2000
@@ -73,8 +68,13 @@ def write_lock(
     }
     path = RunFolder(folder).config_lock
     head = f"# All that is needed to repeat this run: zero-trial run {path.name}\n"
-    path.write_text(head + yaml.safe_dump(content, sort_keys=False, allow_unicode=True), encoding="utf-8")
+    path.write_text(head + write_yaml(content), encoding="utf-8")
     return path
+
+
+def read_lock(text: str, path: Path) -> dict[str, Any]:
+    """Return the content of a lock; nothing where ``text`` is empty. Raises ConfigError."""
+    return dict(read_yaml(text, str(path), letters=False).value) if text else {}
 
 
 def locked_model_dir(experiment: ExperimentConfig) -> Path | None:

@@ -118,13 +118,16 @@ class Document:
     """``value`` with a ``places`` entry per key path; a path without one has the place of its
     nearest parent.
 
-    ``warnings`` are sentences about values that had to be understood rather than read.
+    ``warnings`` are sentences about values that had to be understood rather than read;
+    ``respelled`` has the spelling of keys that YAML reads as a boolean or a number, by the path
+    with the key as it arrives (``true`` for ``on``).
     """
 
     value: dict[str, Any]
     places: Mapping[Path, Location] = field(default_factory=dict)
     place: Location = Location()
     warnings: tuple[str, ...] = ()
+    respelled: Mapping[Path, str] = field(default_factory=dict)
 
     @classmethod
     def of(cls, mapping: Mapping[str, Any], place: Location | None = None) -> Document:

@@ -24,7 +24,7 @@ Path = tuple[str | int, ...]  # keys and list indices from the top of a configur
 
 # What an issue is about, for programs and tests.
 TYPE, RANGE, CHOICE, UNKNOWN, MISSING = "type", "range", "choice", "unknown", "missing"
-RULE, REMOVED = "rule", "removed"  # keys that contradict each other; keys that were taken away
+RULE, REMOVED, RENAMED = "rule", "removed", "renamed"  # contradictions; taken away; read as another key
 
 
 @dataclass(frozen=True)
@@ -353,10 +353,7 @@ class Numbers(Type):
 
 @dataclass(frozen=True)
 class AnyOf(Type):
-    """The first of ``kinds`` that takes the value: a number or a list of numbers, say.
-
-    ``otherwise`` is the sentence where none does.
-    """
+    """The first of ``kinds`` that takes the value; ``otherwise`` is the sentence if none does."""
 
     kinds: tuple[Type, ...]
     otherwise: str = ""
@@ -450,11 +447,13 @@ class Forbidden(Type):
 
 @dataclass(frozen=True)
 class Field:
-    """One key of a section: its type, its default, and whether it has to be written."""
+    """One key of a section: its type, its default, whether it has to be written, and whether a
+    completed section shows it at its default (else it is left out)."""
 
     type: Type
     default: Any = None
     required: bool = False
+    shown: bool = True
 
 
 @dataclass(frozen=True)
@@ -490,7 +489,8 @@ class Fields(Type):
         for name, key in self.keys.items():
             inner = value.get(name)
             inner = copy.deepcopy(key.default) if inner is None else inner
-            filled[name] = None if inner is None else key.type.fill(inner)
+            if key.shown or inner not in (key.default, None, []):
+                filled[name] = None if inner is None else key.type.fill(inner)
         return filled
 
     def _unknown(self, key: Any, path: Path) -> Issue:

@@ -22,6 +22,7 @@ from zero_trial.master.agent.environment import (
     Ports,
     SlotDevices,
     StartOrder,
+    config_variable,
     environment,
     find_devices,
     free_ports,
@@ -136,7 +137,7 @@ def test_the_harness_finds_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> Non
         "ada",
         "TRIAL",
     )
-    assert json.loads(env["DET_EXPERIMENT_CONFIG"]) == {"a": 1}
+    assert json.loads(env["DET_EXPERIMENT_CONFIG"]) == {"a": 1, "environment": {"ports": {"trial": 1734}}}
     assert (env["C10D_PORT"], env["INTER_TRAIN_PROCESS_COMM_PORT_1"], env["INTER_TRAIN_PROCESS_COMM_PORT_2"]) == (
         "1000",
         "2000",
@@ -185,7 +186,7 @@ def test_a_first_run_has_no_checkpoint() -> None:
 def test_the_largest_configuration_is_the_largest_that_a_process_can_be_given(more: int, fits: bool) -> None:
     config = {"text": "x" * (LARGEST - size_of_config({"text": ""}) + more)}
     assert (size_of_config(config) <= LARGEST) is fits
-    env = {**os.environ, "DET_EXPERIMENT_CONFIG": json.dumps(config)}
+    env = {**os.environ, "DET_EXPERIMENT_CONFIG": config_variable(config)}
     if fits:
         assert subprocess.run(["true"], env=env, timeout=60).returncode == 0
     else:

@@ -20,6 +20,7 @@ from zero_trial.master.records import (
     NotFound,
     Unsupported,
 )
+from zero_trial.master.store import experiments
 
 TWO = {"searcher": {"name": "grid", "metric": "val"}, "hyperparameters": {"a": {"type": "categorical", "vals": [1, 2]}}}
 
@@ -47,6 +48,40 @@ class TestCreate:
             master.create(resources={"slots_per_trial": 3})
         with pytest.raises(Invalid, match="max_slots"):
             master.create(resources={"slots_per_trial": 2, "max_slots": 1})
+
+    def test_places_that_do_not_exist(self, master: Sandbox) -> None:
+        for config, where in (
+            ({"resources": {"resource_pool": "gpus"}}, "resources.resource_pool"),
+            ({"workspace": "Mine", "project": "Uncategorized"}, "workspace"),
+            ({"workspace": "Uncategorized", "project": "Mine"}, "project"),
+        ):
+            with pytest.raises(Invalid, match=where):
+                master.create(**config)
+        there = {"resources": {"resource_pool": "default"}, "workspace": "Uncategorized", "project": "Uncategorized"}
+        assert master.create(**there).config["project"] == "Uncategorized"
+
+    def test_the_pool_is_filled_in_when_the_experiment_starts(self, master: Sandbox) -> None:
+        made = master.experiments.create(new())
+        assert made.config["resources"]["resource_pool"] == ""
+        assert made.experiment.config["resources"]["resource_pool"] == "default"
+        assert made.experiment.config | {"resources": made.config["resources"]} == made.config
+
+    def test_an_experiment_of_an_older_release_is_continued(self, master: Sandbox) -> None:
+        made = master.create(activate=False, hyperparameters={"a": 1, "b": {"c": 2}})
+        old = {
+            **made.config,
+            "hyperparameters": {"a": 1, "n": 3},
+            "data_layer": {"type": "shared_fs"},
+            "internal": None,
+        }
+        with master.state.database.transaction() as connection:
+            experiments.change(connection, made.id, config=old)
+        master.experiments.kill(made.id)
+        config = master.experiments.resume_ended(
+            made.id, "hyperparameters: {a: {type: const, val: {x: 1}}}"
+        ).experiment.config
+        assert config["hyperparameters"] == {"a": {"type": "const", "val": {"x": 1}}, "n": {"type": "const", "val": 3}}
+        assert not {"data_layer", "internal"} & set(config)
 
     def test_only_validated(self, master: Sandbox) -> None:
         made = master.experiments.create(NewExperiment(yaml.safe_dump(experiment()), b"", "ada", validate_only=True))

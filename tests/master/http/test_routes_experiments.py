@@ -51,6 +51,18 @@ def test_create_stores_a_clean_context_and_the_text_as_it_came(user: Any, world:
         assert archive.getnames() == ["model_def.py", "sub", "sub/data.txt"]
 
 
+def test_the_completed_configuration_is_the_same_everywhere_but_for_the_pool(user: Any, world: World) -> None:
+    text = "entrypoint: x\nsearcher: {name: single, metric: loss}\nhyperparameters: {a: {b: y, c: [1.0]}}\n"
+    answer = bindings.post_CreateExperiment(user, body=request(config=text))
+    kept = bindings.get_GetExperiment(user, experimentId=answer.experiment.id).experiment.config
+    assert answer.config["hyperparameters"] == {
+        "a": {"b": {"type": "const", "val": True}, "c": {"type": "const", "val": [1]}}
+    }
+    assert answer.config["name"].startswith("Experiment (")
+    assert (answer.config["resources"]["priority"], answer.config["resources"]["resource_pool"]) == (42, "")
+    assert kept == {**answer.config, "resources": {**answer.config["resources"], "resource_pool": "default"}}
+
+
 def test_validate_only_and_paused_and_parent_are_passed_on(user: Any, world: World) -> None:
     assert bindings.post_CreateExperiment(user, body=request(validateOnly=True)).experiment.id == 0
     assert len(world.experiments.all()) == 2
@@ -62,6 +74,11 @@ def test_validate_only_and_paused_and_parent_are_passed_on(user: Any, world: Wor
     ("changes", "message"),
     [
         ({"config": "searcher: {name: wrong}"}, "single, random, grid or adaptive_asha"),
+        ({"config": TEXT + "workspace: Mine\nproject: Uncategorized\n"}, "there is no such workspace"),
+        (
+            {"config": "entrypoint: x\nsearcher: {name: single, metric: loss}\nhyperparameters: {n: 1}\n"},
+            "'n' in quotes",
+        ),
         ({"template": "t"}, "templates"),
         ({"unmanaged": True}, "unmanaged"),
         ({"projectId": 7}, "there is one project here"),
@@ -212,7 +229,7 @@ def test_an_ended_experiment_is_continued(user: Any, world: World) -> None:
     world.exit(1)
     body = bindings.v1ContinueExperimentRequest(id=1, overrideConfig="hyperparameters: {lr: 0.5}\n")
     answer = bindings.post_ContinueExperiment(user, body=body)
-    assert (answer.experiment.id, answer.experiment.hyperparameters["lr"]) == (1, 0.5)
+    assert (answer.experiment.id, answer.experiment.hyperparameters["lr"]) == (1, {"type": "const", "val": 0.5})
     assert world.states(1) == ("ACTIVE", ["ACTIVE"])
 
 

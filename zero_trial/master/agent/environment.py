@@ -197,9 +197,17 @@ def environment(
     return env
 
 
+def config_variable(config: Mapping[str, Any]) -> str:
+    """Return DET_EXPERIMENT_CONFIG: the configuration with the port that a cluster adds to that of
+    every trial."""
+    environment = config.get("environment") or {}
+    ports = {**(environment.get("ports") or {}), "trial": 1734}
+    return json.dumps({**config, "environment": {**environment, "ports": ports}})
+
+
 def size_of_config(config: Mapping[str, Any]) -> int:
     """Return the bytes of the variable with the configuration, the largest of all."""
-    return len(f"DET_EXPERIMENT_CONFIG={json.dumps(config)}") + 1
+    return len(f"DET_EXPERIMENT_CONFIG={config_variable(config)}") + 1
 
 
 def _of_user(config: Mapping[str, Any], kind: str) -> dict[str, str]:
@@ -231,7 +239,7 @@ def _of_harness(order: StartOrder, ports: Ports) -> dict[str, str]:
         "DET_TRIAL_SEED": str(order.seed),
         "DET_TRIAL_RUN_ID": str(allocation.run_id),
         "DET_HPARAMS": json.dumps(order.hparams),
-        "DET_EXPERIMENT_CONFIG": json.dumps(order.config),
+        "DET_EXPERIMENT_CONFIG": config_variable(order.config),
         "DET_STEPS_COMPLETED": str(order.steps_completed),
         "C10D_PORT": str(ports.c10d),
         "INTER_TRAIN_PROCESS_COMM_PORT_1": str(ports.comm_1),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import secrets
 import unicodedata
 import uuid
@@ -10,10 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import yaml
-
 from zero_trial.errors import ConfigError
-from zero_trial.experiment.defaults import ClusterDefaults
+from zero_trial.experiment.defaults import ClusterDefaults, merge
 from zero_trial.experiment.rules import CompletedConfig, InvalidExperiment, complete
 from zero_trial.master.agent import storage
 from zero_trial.master.agent.environment import LARGEST, size_of_config
@@ -22,7 +19,6 @@ from zero_trial.master.core.checkpoints import check_source, require_not_in_use,
 from zero_trial.master.core.context_archive import read_context
 from zero_trial.master.core.state import MasterState, searcher_of
 from zero_trial.master.core.transaction import Begun, Transaction, transaction
-from zero_trial.master.log_policies import check_patterns
 from zero_trial.master.records import (
     Checkpoint,
     Conflict,
@@ -41,7 +37,10 @@ from zero_trial.master.records import (
 )
 from zero_trial.master.search import Create, PlannedTrials, build
 from zero_trial.master.store import checkpoints, experiments, trials
+from zero_trial.schema.yaml_source import read_yaml
 
+POOL = "default"
+WORKSPACE = "Uncategorized"  # the one workspace, and the one project in it
 _NAME_BYTES = 4
 _GC_KEYS = ("save_experiment_best", "save_trial_best", "save_trial_latest")
 
@@ -64,25 +63,25 @@ class ExperimentService:
         warnings = (*done.warnings, *self._check_machine(done.config))
         self._check_sources(new, done.config)
         context = read_context(new.context)
-        draft = self._draft(new, done.config)
+        draft = self._draft(new, _placed(done.config))
         if new.validate_only:
-            return Created(draft, warnings)
+            return Created(draft, done.config, warnings)
         with transaction(self._state) as tx:
             check_source(tx.connection, done.config)  # again: it may have been deleted meanwhile
             number = experiments.add(tx.connection, draft, new.context)
             self._state.keep_context(number, context)
             tx.search(Begun(number))
-        return Created(self.get(number), warnings)
+        return Created(self.get(number), done.config, warnings)
 
-    def _complete(self, text: str) -> CompletedConfig:
+    def _complete(self, source: str | Mapping[str, Any]) -> CompletedConfig:
         section = {"type": "shared_fs", "host_path": str(self._state.directory.storage)}
         defaults = ClusterDefaults(
             checkpoint_storage=section,
-            name=f"experiment-{secrets.token_hex(_NAME_BYTES)}",
+            name=f"Experiment ({secrets.token_hex(_NAME_BYTES)})",
             experiment_seed=secrets.randbelow(1 << 31),
         )
         try:
-            return complete(text, defaults)
+            return complete(source, defaults)
         except InvalidExperiment as error:
             raise Invalid("\n".join(error.messages)) from error
         except ConfigError as error:
@@ -92,7 +91,7 @@ class ExperimentService:
         """Refuse what can never run here; warn of what runs differently."""
         _check_size(config)
         _check_name(config)
-        check_patterns(config)
+        _check_place(config)
         resources = config.get("resources") or {}
         wanted, there = resources.get("slots_per_trial"), self._state.devices.count
         if wanted is not None and wanted > there:
@@ -149,7 +148,7 @@ class ExperimentService:
 
         Raises Invalid as `create` does.
         """
-        done = self._complete(json.dumps({**config, "entrypoint": config.get("entrypoint") or "none"})).config
+        done = self._complete({**config, "entrypoint": config.get("entrypoint") or "none"}).config
         return done["searcher"], build(done["searcher"], done["hyperparameters"], 0).preview()
 
     # -- reading
@@ -285,7 +284,7 @@ class ExperimentService:
             found = existing(experiments.get(connection, experiment_id, derived=False), f"experiment {experiment_id}")
             known = trials.of_experiment(connection, experiment_id)
         override = _mapping(override_config)
-        done = self._complete(yaml.safe_dump(_merged(dict(found.config), override)))
+        done = self._complete(merge(override, found.config))
         self._check_machine(done.config)
         if (
             done.config["searcher"]["name"] != "single"
@@ -299,8 +298,8 @@ class ExperimentService:
             )
         with transaction(self._state) as tx:
             self._require_ended(tx, experiment_id)
-            self._revive(tx, experiment_id, done.config, known[0].id)
-        return Created(self.get(experiment_id), tuple(done.warnings))
+            self._revive(tx, experiment_id, _placed(done.config), known[0].id)
+        return Created(self.get(experiment_id), done.config, tuple(done.warnings))
 
     def _revive(self, tx: Transaction, experiment_id: int, config: Mapping[str, Any], trial_id: int) -> None:
         """Put the same trial under a search that has just begun."""
@@ -378,6 +377,22 @@ def _check_size(config: Mapping[str, Any]) -> None:
         )
 
 
+def _placed(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the config with the pool in which the experiment runs: a cluster fills it in when it
+    starts the experiment."""
+    return {**config, "resources": {**config["resources"], "resource_pool": POOL}}
+
+
+def _check_place(config: Mapping[str, Any]) -> None:
+    """Refuse a pool, workspace or project that does not exist."""
+    pool = config["resources"]["resource_pool"]
+    if pool not in ("", POOL):
+        raise Invalid("there is no such resource pool", where="resources.resource_pool", got=pool, expected=POOL)
+    for where in ("workspace", "project"):
+        if config[where] not in ("", WORKSPACE):
+            raise Invalid(f"there is no such {where}", where=where, got=config[where], expected=WORKSPACE)
+
+
 def _check_name(config: Mapping[str, Any]) -> None:
     """Refuse a name that would change the terminal on which it is listed."""
     name = str(config.get("name") or "")
@@ -402,21 +417,13 @@ def _checked(resources: Mapping[str, float | None]) -> dict[str, Any]:
 
 
 def _mapping(text: str) -> dict[str, Any]:
-    try:
-        value = yaml.safe_load(text) if text.strip() else {}
-    except yaml.YAMLError as error:
-        raise Invalid("not readable as YAML", where="overrideConfig", got=" ".join(str(error).split())) from error
-    if value is None:
+    """Read the changes of ``det experiment continue``. Raises Invalid."""
+    if not text.strip():
         return {}
-    if not isinstance(value, dict):
-        raise Invalid("not a mapping", where="overrideConfig", got=type(value).__name__)
-    return value
-
-
-def _merged(under: dict[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """Unite two mappings recursively; everything else is replaced."""
-    merged = dict(under)
-    for key, value in over.items():
-        old = merged.get(key)
-        merged[key] = _merged(old, value) if isinstance(old, dict) and isinstance(value, Mapping) else value
-    return merged
+    try:
+        document = read_yaml(text, "overrideConfig")
+    except ConfigError as error:
+        raise Invalid(str(error)) from error
+    for path, spelling in document.respelled.items():
+        raise Invalid("this key is not text", where=".".join(path), got=spelling, fix="Put it into quotes.")
+    return document.value

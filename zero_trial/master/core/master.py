@@ -20,7 +20,7 @@ from zero_trial.master.agent.processes import Exit
 from zero_trial.master.core import lifecycle
 from zero_trial.master.core.accounts import AccountService
 from zero_trial.master.core.checkpoints import CheckpointService, GarbageCollector
-from zero_trial.master.core.experiments import ExperimentService
+from zero_trial.master.core.experiments import POOL, ExperimentService
 from zero_trial.master.core.lifecycle import QueuedRun, queue_order
 from zero_trial.master.core.state import MasterState
 from zero_trial.master.core.transaction import transaction
@@ -43,7 +43,6 @@ from zero_trial.master.store import accounts, experiments, trials
 log = logging.getLogger(__name__)
 
 _TICK_SECONDS = 0.5
-POOL = "default"
 _LIVE = (
     ExperimentState.ACTIVE,
     ExperimentState.PAUSED,

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from zero_trial.master.core import context_archive
-from zero_trial.master.core.master import POOL
+from zero_trial.master.core.experiments import POOL, WORKSPACE
 from zero_trial.master.http.messages import (
     AuthLevel,
     Dict,
@@ -35,7 +35,6 @@ from zero_trial.master.records import (
 )
 
 _ROOT = "/api/v1/experiments"
-WORKSPACE = "Uncategorized"  # the one workspace, and the one project in it
 WORKSPACE_ID = PROJECT_ID = 1
 CONTEXT_BODY = 128 * 1024 * 1024  # bytes: a full context directory in base64, and its configuration
 
@@ -77,7 +76,7 @@ def _created(request: Request, created: Created) -> Response:
     # log.
     warnings = [warning for warning in created.warnings if warning.startswith("LAUNCH_WARNING_")]
     rendered = _render(request, created.experiment)
-    return ok({"experiment": rendered, "config": rendered["config"], "warnings": warnings})
+    return ok({"experiment": rendered, "config": dict(created.config), "warnings": warnings})
 
 
 def _render(request: Request, experiment: Experiment) -> Dict:

@@ -7,9 +7,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from zero_trial.master.core.master import POOL
+from zero_trial.master.core.experiments import POOL, WORKSPACE
 from zero_trial.master.http.messages import AuthLevel, Dict, Request, Response, Route, ok, when
-from zero_trial.master.http.routes.experiments import PROJECT_ID, WORKSPACE, WORKSPACE_ID, resource_changes
+from zero_trial.master.http.routes.experiments import PROJECT_ID, WORKSPACE_ID, resource_changes
 from zero_trial.master.records import (
     AgentInfo,
     Allocation,

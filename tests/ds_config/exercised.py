@@ -65,6 +65,12 @@ EXERCISED: dict[str, str] = {
         ("data_types.optimizer_states", "bf16.bf16_optimizer_states"),
         "engine/test_optimizer_states.py::test_bytes_per_parameter",
     ),
+    **_below(
+        "ema",
+        "engine/test_ema.py::test_what_the_keys_say",
+        *("decay", "update_after_step", "update_every", "use_ema_warmup", "inv_gamma", "power"),
+    ),
+    "ema.evaluate": "trial/test_with_engine.py::test_validation_with_the_averages_of_the_weights",
     "communication_data_type": f"{_KEYS}::test_communication_data_type",
     **_below(
         "",

@@ -542,3 +542,22 @@ def test_offload_is_refused_before_any_collective(monkeypatch: pytest.MonkeyPatc
     for name in ("Muon by name", "Shampoo-like", "Adafactor by name"):
         assert "whole tensors, and offloaded state comes in pieces" in away(name, "nvme", str(tmp_path))
     assert not list(tmp_path.iterdir())
+
+
+def beside_whole_tensors() -> tuple[bool, bool]:
+    """Of a bias that AdamW trains, on ranks of which one has whole tensors alone."""
+    _, engine = build("Muon by name", STAGES["zero1"], {})
+    bias = engine.module.last.bias
+    turn = Turn(0, 0, 0)
+    with pytest.raises(TrialError, match="no such state"):
+        access.safe_set_full_optimizer_state(bias, torch.zeros(4), "exp_avg")
+    engine.backward(loss(engine, turn))
+    engine.step()
+    before = access.safe_get_full_optimizer_state(bias, "exp_avg")
+    access.safe_set_full_optimizer_state(bias, torch.arange(4.0), "exp_avg")
+    after = access.safe_get_full_optimizer_state(bias, "exp_avg")
+    return bool(before.any()), torch.equal(after, torch.arange(4.0))
+
+
+def test_state_beside_whole_tensors_is_read_by_ranks_that_have_none(ranks: Pools) -> None:
+    assert ranks(2).run(beside_whole_tensors) == [(True, True)] * 2

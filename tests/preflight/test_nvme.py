@@ -63,6 +63,7 @@ def test_a_folder_that_is_memory() -> None:
     [
         ({"state": {}}, 8),
         ({"state": {}, "bf16": {"enabled": True}}, 12),
+        ({"state": {}, "ema": {"decay": 0.99}}, 12),
         ({"state": {}, "slots": 4}, 8),
         ({"state": {}, "slots": 4, "stage": 0}, 32),
         ({"state": {}, "slots": 4, "mesh": {"shard": 2}}, 16),

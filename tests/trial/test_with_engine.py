@@ -151,3 +151,44 @@ def test_an_engines_config_agrees_with_the_hyperparameters() -> None:
     wrong = ZeroTrialContext(InMemoryPlatform(hparams={"global_batch_size": 6}), initialize)
     with pytest.raises(ConfigError, match="global_batch_size"):
         wrong.reconcile_ds_config(engine._config)
+
+
+class Watching(DropoutTrial):
+    """Keeps the weights that it trains and evaluates with."""
+
+    def __init__(self, context: ZeroTrialContext) -> None:
+        super().__init__(context)
+        self.trained: list[torch.Tensor] = []
+        self.evaluated: list[torch.Tensor] = []
+
+    def weights(self) -> torch.Tensor:
+        values = self.engine.module_state_dict().values()
+        return torch.cat([value.flatten() for value in values]).clone()
+
+    def train_batch(self, dataloader_iter: Any, epoch_idx: int, batch_idx: int) -> Any:
+        found = super().train_batch(dataloader_iter, epoch_idx, batch_idx)
+        self.trained.append(self.weights())
+        return found
+
+    def evaluate_batch(self, dataloader_iter: Any, batch_idx: int) -> dict[str, Any]:
+        if batch_idx == 0:
+            self.evaluated.append(self.weights())
+        return super().evaluate_batch(dataloader_iter, batch_idx)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_validation_with_the_averages_of_the_weights(stage: int) -> None:
+    """ema.evaluate, and training that goes on as without it."""
+    ema = {"ema": {"decay": 0.5, "evaluate": True}}
+    trial, record, _ = run(ds_config(stage) | ema, 12, Watching)
+    assert any("ema.evaluate" in event.get("message", "") for event in record.events)
+    plain, _, _ = run(ds_config(stage), 12, Watching)
+    assert trial.losses == plain.losses
+    average, averages = trial.trained[0], [trial.trained[0]]
+    for weights in trial.trained[1:]:
+        average = average.lerp(weights, 0.5)
+        averages.append(average)
+    assert len(trial.evaluated) == len(plain.evaluated) == 2
+    for used, without in zip(trial.evaluated, plain.evaluated, strict=True):
+        (step,) = [step for step, weights in enumerate(plain.trained) if torch.equal(weights, without)]
+        assert step > 0 and torch.equal(used, averages[step]) and not torch.equal(used, without)

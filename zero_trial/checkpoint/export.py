@@ -155,11 +155,12 @@ def _lives(state: Mapping[str, Any], name: str, entry: TensorEntry) -> str | Non
 
 
 class WeightSource(Enum):
-    """Which values of a weight to export: its master in the optimizer, where there is one, or what
-    forward computes with."""
+    """Which values of a weight to export: its master in the optimizer, where there is one, what
+    forward computes with, or the moving average of the master (ds_config's ``ema``)."""
 
     MASTERS = "masters"
     MODEL = "model"
+    EMA = "ema"
 
 
 @dataclass(frozen=True)
@@ -222,6 +223,13 @@ def plan_export(
     chosen = inventory.in_part(_part(inventory, part, where))
     if not chosen:
         raise CheckpointError("there are no weights in this checkpoint", where=where)
+    averaged = [held for held in chosen if "ema" in held.states and inventory.state.get("ema") is not None]
+    if weights is WeightSource.EMA and not averaged:
+        raise CheckpointError(
+            "there are no averages of the weights in this checkpoint",
+            where=where,
+            fix='They are kept with "ema" in ds_config, from the first step on. Leave --ema out for the weights.',
+        )
     items = [_item(held, weights, dtype) for held in chosen]
     names = {item.name for item in items}
     aliases = {alias: name for alias, name in inventory.aliases.items() if name in names and alias not in names}
@@ -251,8 +259,12 @@ def _part(inventory: Inventory, part: int | None, where: str) -> int:
 def _item(held: StoredTensor, weights: WeightSource, dtype: torch.dtype | None) -> ExportItem:
     stored = dtype_of(held.entry.dtype)
     through = dtype_of(held.lives) if weights is WeightSource.MODEL and held.lives is not None else stored
+    source = held.stored
+    if weights is WeightSource.EMA and "ema" in held.states:  # what is not trained has none, and is its own
+        source = source.removesuffix(f"param/{held.name}") + f"state/ema/{held.name}"
+        stored = through = dtype_of(held.states["ema"])
     final = dtype if dtype is not None and stored.is_floating_point else through
-    return ExportItem(held.name, held.stored, held.entry.shape, through, final)
+    return ExportItem(held.name, source, held.entry.shape, through, final)
 
 
 def _cut(items: Iterable[ExportItem], limit: int | None) -> tuple[tuple[ExportItem, ...], ...]:
@@ -276,6 +288,11 @@ def _took(params: Iterable[StoredTensor], weights: WeightSource) -> str:
     listed = list(params)
     masters = [held for held in listed if held.is_master]
     unknown = [held for held in listed if held.lives is None]
+    if weights is WeightSource.EMA:
+        averages = [held.states["ema"] for held in listed if "ema" in held.states]
+        return (
+            f"averages of {len(averages)} of {len(listed)} parameters, {_kinds(averages)}; the others are not trained"
+        )
     if masters and weights is WeightSource.MASTERS:
         kinds = _kinds(held.entry.dtype for held in masters)
         return f"{kinds} masters of {len(masters)} of {len(listed)} parameters; the model computes in {_kinds(held.lives for held in masters)}"

@@ -50,9 +50,11 @@ def add_export(subparsers: Any) -> None:
     parser.add_argument(
         "--weights",
         default="masters",
-        choices=("masters", "model"),
-        help="the optimizer's fp32 masters where there are any, or the weights that the model computes with (default: masters)",
+        choices=("masters", "model", "ema"),
+        help="the optimizer's fp32 masters where there are any, the weights that the model computes with, or the averages "
+        "of the weights (default: masters)",
     )
+    parser.add_argument("--ema", dest="weights", action="store_const", const="ema", help="the same as --weights ema")
     parser.add_argument("--shard-size", metavar="SIZE", help=f"the largest size of a file (default: {_DEFAULT_SHARD})")
     parser.add_argument("--part", type=int, metavar="K", help="for a model-parallel checkpoint: which part, from 0")
     parser.add_argument("--no-verify", action="store_true", help="skip the comparison with the SHA-256 sums")

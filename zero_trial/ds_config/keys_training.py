@@ -136,6 +136,27 @@ class DataTypesSection:
 
 
 @dataclass(frozen=True)
+class EmaSection:
+    """``ema``: an exponential moving average of the weights, beside the optimizer's moments."""
+
+    decay: float = supported(0.999, Float(above=0, high=1), "d; with a warm-up, what d rises to", origin=Origin.OURS)
+    update_after_step: int = supported(
+        0, Int(0, unit="steps"), "until then, and one step on, the average is the weights", origin=Origin.OURS
+    )
+    update_every: int = supported(
+        1, Int(1, unit="steps"), "steps from one update of the average to the next", origin=Origin.OURS
+    )
+    use_ema_warmup: bool = supported(
+        False, Bool(), "d = min(decay, 1 - (1 + k / inv_gamma)^-power), as in diffusers", origin=Origin.OURS
+    )
+    inv_gamma: float = supported(1.0, Float(above=0), "see use_ema_warmup", origin=Origin.OURS)
+    power: float = supported(2 / 3, Float(above=0), "see use_ema_warmup", origin=Origin.OURS)
+    evaluate: bool = supported(
+        False, Bool(), "the validation of a ZeroTrial computes with the averages", origin=Origin.OURS
+    )
+
+
+@dataclass(frozen=True)
 class AmpSection:
     """``amp``: apex mixed precision, read as torch_autocast or fp16."""
 
@@ -191,6 +212,15 @@ class TrainingKeys:
         TorchAutocastSection, "the forward under torch.autocast, over fp32 parameters"
     )
     data_types: DataTypesSection = section(DataTypesSection, "dtypes beside those of the precision mode")
+    ema: EmaSection | None = section(
+        EmaSection,
+        "an exponential moving average of the weights, fp32, 4 bytes per parameter / shards. After applied step n, "
+        "with k = floor((n - 1 - update_after_step) / update_every): the weights while k <= 0; when k grows, "
+        "average += (1 - d) (weights - average). Read it with engine.ema_weights(), or export it with "
+        "zero-trial ckpt export --ema",
+        optional=True,
+        origin=Origin.OURS,
+    )
     communication_data_type: str | None = supported(
         None, DType(), "dtype of gradients on the wire; null means the dtype of the parameters"
     )

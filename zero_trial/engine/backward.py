@@ -151,7 +151,10 @@ class BackwardPasses:
         return mean
 
     def _check_weights(self, engine: TrainedEngine, *, weighted: bool) -> None:
-        """Raise TrialError where a pass of the one kind meets gradients of the other."""
+        """Raise TrialError where a pass of the one kind meets gradients of the other, or comes from
+        averages of the weights."""
+        if engine.optimizer is not None:
+            engine.optimizer.require_trained_weights("backward")
         before = self._outcome.weighted
         if before is not weighted and (before or _has_gradients(engine)):
             raise TrialError(

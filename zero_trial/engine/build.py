@@ -27,6 +27,7 @@ from zero_trial.comm import (
 )
 from zero_trial.comm.mesh import mesh_around
 from zero_trial.ds_config.keys_running import ActivationCheckpointingSection
+from zero_trial.ds_config.keys_training import EmaSection
 from zero_trial.ds_config.reader import read_ds_config
 from zero_trial.ds_config.report import clipping_line, filled_line
 from zero_trial.ds_config.table import DsConfig
@@ -54,6 +55,7 @@ from zero_trial.ops import Backend, backend
 from zero_trial.ops.cpu import native_sum
 from zero_trial.pipeline.module import PipelineModule
 from zero_trial.precision import DtypePolicy
+from zero_trial.sharding.ema import KIND, EmaSchedule, WeightAverage
 from zero_trial.sharding.grouping import is_model_parallel
 from zero_trial.sharding.layout import describe_dtypes
 from zero_trial.sharding.model import ShardedModel, fp32_buffers
@@ -200,7 +202,7 @@ def build_engine(
         offload.on_group_built,
         outcome,
     )
-    wrapped = _build_optimizer(sharded, outcome, plan, offload) if plan is not None else None
+    wrapped = _build_optimizer(sharded, outcome, plan, offload, settings.ema) if plan is not None else None
     lr_scheduler = choose_lr_scheduler(wrapped.base if wrapped is not None else None, lr_scheduler, settings)
     observer = build_observer(settings, resolved, model, mesh, device) if observed else Observer()
     loader = None
@@ -274,7 +276,7 @@ def _device() -> torch.device:
 
 
 def _build_optimizer(
-    sharded: ShardedModel, outcome: StepOutcome, plan: OptimizerPlan, offload: OffloadPlan
+    sharded: ShardedModel, outcome: StepOutcome, plan: OptimizerPlan, offload: OffloadPlan, ema: EmaSection | None
 ) -> ShardedOptimizer:
     """Build the optimizer over this rank's pieces and whole tensors: the client's object, made to
     step on them, or what builds one over them. Collective over shard where a callable gets whole
@@ -294,7 +296,7 @@ def _build_optimizer(
     else:
         with whole.at_hand(gradients=False) if whole is not None and plan.by_callable else nullcontext():
             base = plan.make(groups_over(weights, plan.groups))
-    store = offload.store(base, pieces, plan.elementwise)
+    store = offload.store(base, pieces, plan.elementwise, (KIND,) if ema is not None else ())
     return ShardedOptimizer(
         base,
         pieces,
@@ -306,7 +308,13 @@ def _build_optimizer(
         whole_groups=plan.whole,
         at_once=plan.at_once,
         publisher=sharded,
+        ema=WeightAverage(_schedule(ema)) if ema is not None else None,
     )
+
+
+def _schedule(ema: EmaSection) -> EmaSchedule:
+    inv_gamma = ema.inv_gamma if ema.use_ema_warmup else None
+    return EmaSchedule(ema.decay, ema.update_after_step, ema.update_every, inv_gamma, ema.power)
 
 
 # --- console --------------------------------------------------------------------------------------

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -163,10 +163,7 @@ class Engine(nn.Module):
     def _optimizer_step(self, micro_batches: int, calls: int, lr_kwargs: Mapping[str, Any]) -> None:
         """Take an optimizer step with the gradients of ``micro_batches`` micro-batches, after
         ``calls`` that :attr:`micro_steps` has not counted."""
-        if self.optimizer is None:
-            raise TrialError(
-                "there is no optimizer to step", where="engine.step", fix='Add "optimizer" to ds_config or pass one.'
-            )
+        optimizer = self._required_optimizer("engine.step")
         self._used.check(self)
         self.micro_steps += calls
         with self.observer.phase(STEP, self):
@@ -174,7 +171,7 @@ class Engine(nn.Module):
             if self.observer.events is not None:
                 # of the step before: this one would overwrite it
                 self.observer.events.write_step(self)
-            self.outcome.apply(self.sharded, self.optimizer, self.global_steps, self._lr_scheduler, lr_kwargs)
+            self.outcome.apply(self.sharded, optimizer, self.global_steps, self._lr_scheduler, lr_kwargs)
             self._stepped = True
             self.global_steps += 1
             self.global_samples += micro_batches * self._batch.micro_batch_size * self.mesh.data.size
@@ -183,6 +180,20 @@ class Engine(nn.Module):
             self._used.restart()
             self.mesh.heartbeat.begin_step(self.global_steps)
         self.observer.after_step(self)
+
+    def _required_optimizer(self, where: str) -> ShardedOptimizer:
+        if self.optimizer is None:
+            raise TrialError("there is no optimizer", where=where, fix='Add "optimizer" to ds_config or pass one.')
+        return self.optimizer
+
+    def ema_weights(self) -> AbstractContextManager[None]:
+        """Let parameters and masters be the moving averages of the weights (ds_config's ``ema``)
+        inside the block, and the weights to the bit after it. Collective over shard; may be nested.
+
+        There ``save_16bit_model`` and ``module_state_dict`` give averages, buffers stay the
+        model's, and to train, or to save or load a checkpoint, is a TrialError.
+        """
+        return self._required_optimizer("engine.ema_weights").ema_weights()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients since the last step, also those that another engine's loss left here
@@ -244,12 +255,10 @@ class Engine(nn.Module):
         counted = self._managed and self._boundary is None
         return self.micro_steps % self._batch.accumulation if counted else self._passes.pending
 
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
+    def no_sync(self) -> AbstractContextManager[None]:
         """Accumulate without communication, at every ZeRO stage; the first backward pass after the
         block reduces the sum."""
-        with self._passes.without_sync():
-            yield
+        return self._passes.without_sync()
 
     def compile(
         self,
@@ -527,9 +536,8 @@ class Engine(nn.Module):
         """Return the module's whole state dict on every rank. Collective over shard."""
         state = self.module.state_dict()
         if exclude_frozen_parameters:
-            frozen = {
-                name for name, param in self.module.named_parameters(remove_duplicate=False) if not param.requires_grad
-            }
+            params = self.module.named_parameters(remove_duplicate=False)
+            frozen = {name for name, param in params if not param.requires_grad}
             state = {name: value for name, value in state.items() if name not in frozen}
         return dict(state)
 

@@ -22,6 +22,7 @@ from zero_trial.checkpoint.state_tree import GENERATORS, decode_state, restore_r
 from zero_trial.comm import AxisComm, fail_together
 from zero_trial.engine.saving import COUNTERS, CheckpointedEngine, CheckpointNames, state_at_hand
 from zero_trial.errors import CheckpointError, ZeroTrialError
+from zero_trial.sharding.ema import KIND
 from zero_trial.sharding.grouping import parameter_names
 
 log = logging.getLogger("zero_trial")
@@ -56,6 +57,8 @@ def load_state(
         engine.zero_grad()
         if with_optimizer and engine.optimizer is not None:
             fail_together(world, lambda: _read_optimizer(engine, reader, state), "read optimizer state")
+        elif engine.optimizer is not None and engine.optimizer.ema is not None:
+            engine.optimizer.ema.restart(engine.optimizer.base.state, 0)
         engine.sharded.publish()
         engine.sharded.publisher.publish_frozen()
         engine.sharded.wait()
@@ -219,7 +222,8 @@ def _read_optimizer(engine: CheckpointedEngine, reader: CheckpointReader, state:
         )
     known = reader.shapes
     whole = _whole_states(engine, reader, state.get("whole_states", {}))
-    optimizer.make_state(state["kinds"], state["scalars"], lambda kind, name: known.get(names.state(kind, name)), whole)
+    kinds = _read_average(engine, reader, state, whole)
+    optimizer.make_state(kinds, state["scalars"], lambda kind, name: known.get(names.state(kind, name)), whole)
     slices = [
         Slice(names.state(view.kind, view.name), view.shape, view.start, view.stop, view.tensor)
         for view in optimizer.views()
@@ -234,6 +238,27 @@ def _read_optimizer(engine: CheckpointedEngine, reader: CheckpointReader, state:
             fix="Load with load_optimizer_states=False to start the optimizer afresh.",
         )
     reader.read_into(slices)
+
+
+def _read_average(
+    engine: CheckpointedEngine,
+    reader: CheckpointReader,
+    state: Mapping[str, Any],
+    whole: Mapping[str, dict[str, Any]],
+) -> list[str]:
+    """Restore the number of steps that the average of the weights has seen; return the kinds of
+    state to read, without the average where this engine keeps none."""
+    ema = engine.optimizer.ema if engine.optimizer is not None else None
+    saved, kinds = state.get("ema"), list(state["kinds"])
+    if saved is not None and ema is None:
+        for own in whole.values():
+            own.pop(KIND, None)
+        return [kind for kind in kinds if kind != KIND]
+    if ema is not None:
+        ema.restart({}, ema.schedule.first if saved is None else saved["steps"])
+        if saved is None and engine.mesh.rank == 0:
+            log.info("%s has no average of the weights (ema): it starts from the loaded weights", reader.folder)
+    return kinds
 
 
 def _whole_states(

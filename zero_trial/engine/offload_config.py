@@ -27,6 +27,7 @@ from zero_trial.sharding.offload.host import (
 from zero_trial.sharding.offload.nvme_optimizer import (
     MasterSwap,
     RoundedBuffers,
+    StateColumn,
     SwappedPiece,
     SwappedStore,
     state_columns,
@@ -74,9 +75,11 @@ class OffloadPlan:
     def on_group_built(self, group: ParamGroup) -> None:
         """Move what is offloaded of a group that has just been built."""
 
-    def store(self, base: torch.optim.Optimizer, pieces: Sequence[ShardPiece], elementwise: bool) -> StateStore | None:
+    def store(
+        self, base: torch.optim.Optimizer, pieces: Sequence[ShardPiece], elementwise: bool, beside: Sequence[str] = ()
+    ) -> StateStore | None:
         """Return the store for ``base`` over ``pieces``; None for the usual one. Collective over
-        the world."""
+        the world. ``beside``: kinds of state in the weights' dtype that ``base`` does not make."""
         return None
 
 
@@ -123,7 +126,9 @@ class OffloadedState(OffloadPlan):
         if self._shards is not None:
             self._shards.swap_out(group)
 
-    def store(self, base: torch.optim.Optimizer, pieces: Sequence[ShardPiece], elementwise: bool) -> StateStore | None:
+    def store(
+        self, base: torch.optim.Optimizer, pieces: Sequence[ShardPiece], elementwise: bool, beside: Sequence[str] = ()
+    ) -> StateStore | None:
         if not elementwise:
             name = "offload_optimizer" if isinstance(self._section, OffloadOptimizerSection) else "offload_param"
             raise ConfigError(
@@ -134,19 +139,23 @@ class OffloadedState(OffloadPlan):
             )
         store: StateStore | None = None
         if self._masters is not None or self._shards is not None:
-            store = _all_or_none(self._mesh, lambda: self._swapped_store(base, pieces), "room for optimizer state")
+            store = _all_or_none(
+                self._mesh, lambda: self._swapped_store(base, pieces, beside), "room for optimizer state"
+            )
         if self._staging is not None:
             staged = [piece for piece in pieces if isinstance(piece, StagedPiece)]
             store = StagedStore(staged, self._staging, store, buffers=self._section.buffer_count)
         return store
 
-    def _swapped_store(self, base: torch.optim.Optimizer, pieces: Sequence[ShardPiece]) -> SwappedStore:
+    def _swapped_store(
+        self, base: torch.optim.Optimizer, pieces: Sequence[ShardPiece], beside: Sequence[str]
+    ) -> SwappedStore:
         dtypes = {piece.weight.dtype for piece in pieces} if self._masters is not None else ()
         return SwappedStore(
             self._masters,
             pieces,
             base.state,
-            {dtype: state_columns(base, dtype) for dtype in dtypes},
+            {dtype: state_columns(base, dtype) + [StateColumn(kind, dtype) for kind in beside] for dtype in dtypes},
             buffer_numel=self.most,
             buffer_count=self._section.buffer_count,
             shards=self._shards,

@@ -87,6 +87,8 @@ class PipelineEngine(Engine):
         """
         if data_iter is not None:
             self._iterator = self._as_iterator(data_iter)
+        if self.optimizer is not None:
+            self.optimizer.require_trained_weights("engine.train_batch")
         self.module.train()
         batch = self._read(self.gradient_accumulation_steps())
         scale = self.outcome.finalize().loss_scale.scale

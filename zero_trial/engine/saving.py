@@ -77,8 +77,10 @@ def state_at_hand(engine: CheckpointedEngine, label: str) -> Iterator[None]:
     """Make masters and optimizer state readable and writable inside the block, wherever they live.
 
     Collective: a rank whose disk does not give them, or does not take them back, ends the block on
-    every rank.
+    every rank. Raises TrialError while averages are in the place of the weights.
     """
+    if engine.optimizer is not None:
+        engine.optimizer.require_trained_weights(label.partition(" ")[0])
     with ExitStack() as stack:
 
         def lend() -> None:
@@ -352,11 +354,13 @@ def _engine_state(engine: CheckpointedEngine, client_state: dict[str, Any]) -> d
     names = CheckpointNames(engine)
     groups = engine.optimizer.param_groups if engine.optimizer is not None else []
     scalars, kinds = _optimizer_facts(engine)
+    ema = engine.optimizer.ema if engine.optimizer is not None else None
     return {
         "counters": {name: getattr(engine, name) for name in COUNTERS},
         "loss_scaler": engine.outcome.result().loss_scale.to_json(),
         "scheduler": engine.lr_scheduler.state_dict() if hasattr(engine.lr_scheduler, "state_dict") else None,
         "optimizer": engine.optimizer.identity() if engine.optimizer is not None else None,
+        "ema": {"steps": ema.steps} if ema is not None else None,
         "groups": [{key: value for key, value in group.items() if key != "params"} for group in groups],
         "scalars": scalars,
         "kinds": kinds,

@@ -114,7 +114,7 @@ def _places(config: DsConfig, slots: int, parameters: int | None) -> list[tuple[
     narrow = config.bf16.enabled or config.fp16.enabled
     elements = None if parameters is None else parameters * _copies(config, slots)
     if state is not None and state.device == "nvme" and state.nvme_path:
-        each = (4 if narrow else 0) + 4 * _moments(config)
+        each = (4 if narrow else 0) + 4 * _moments(config) + (4 if config.ema is not None else 0)
         size = None if elements is None else int(each * elements * state.ratio)
         found.append(("offload_optimizer", state.nvme_path, size))
     if params is not None and params.device == "nvme" and params.nvme_path:

@@ -16,7 +16,7 @@ from zero_trial.comm import AxisComm
 from zero_trial.errors import TrialError
 from zero_trial.sharding.freed import by_owner, optimizer_of_param, owner_of_param
 from zero_trial.sharding.layout import ParamSlot, wide_dtype
-from zero_trial.sharding.param_group import ParamGroup, ParamPublisher
+from zero_trial.sharding.param_group import ParamGroup, ParamPublisher, full_of_shard, local_part
 from zero_trial.sharding.plan import Lifetime
 from zero_trial.sharding.unshard import ModuleHook
 from zero_trial.sharding.whole_tensors import WholeTensor
@@ -86,7 +86,7 @@ def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> 
     _, group, index = find_param(param)
     if (tensor := _optimizer_of(param).whole_tensor(group, index)) is not None:
         return _from_owner(param, tensor, optim_state_key)
-    shard = _optimizer_of(param).state_shard(group, optim_state_key)
+    shard = _state_on_all(param, group, optim_state_key)
     return None if shard is None else full_of_shard(group, index, shard)
 
 
@@ -97,7 +97,9 @@ def safe_set_full_optimizer_state(param: nn.Parameter, value: torch.Tensor, opti
     if (tensor := _optimizer_of(param).whole_tensor(group, index)) is not None:
         _to_owner(param, tensor, optim_state_key, value)
         return
-    write_to_shard(group, index, shard := _state_of(param, group, optim_state_key), value)
+    if (shard := _state_on_all(param, group, optim_state_key)) is None:
+        raise _no_state(optim_state_key)
+    write_to_shard(group, index, shard, value)
     _optimizer_of(param).set_state_shard(group, optim_state_key, shard)
 
 
@@ -145,7 +147,9 @@ def safe_set_local_optimizer_state(param: nn.Parameter, value: torch.Tensor, opt
             raise TrialError("not this rank's part of the optimizer state", where=optim_state_key, got=got)
         state.copy_(value.view(state.shape))
         return
-    _write_local(group, index, shard := _state_of(param, group, optim_state_key), value)
+    if (shard := _optimizer_of(param).state_shard(group, optim_state_key)) is None:
+        raise _no_state(optim_state_key)
+    _write_local(group, index, shard, value)
     _optimizer_of(param).set_state_shard(group, optim_state_key, shard)
 
 
@@ -156,16 +160,6 @@ def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> N
     another module uses a block's weight, name the module that holds both in
     ``zero_optimization.leaf_module``.
     """
-
-
-def full_of_shard(group: ParamGroup, index: int, shard: torch.Tensor) -> torch.Tensor:
-    """Return the full tensor of slot ``index`` from every rank's ``shard`` (shard_numel,).
-    Collective over shard."""
-    shard = shard.to(group.shard.device)  # where the ranks exchange
-    full = torch.empty(group.layout.numel, dtype=shard.dtype, device=shard.device)
-    group.comm.all_gather(full, shard.contiguous(), f"full value from {group.name}").wait()
-    slot = group.layout.slots[index]
-    return full[slot.offset : slot.offset + slot.numel].view(slot.shape).clone()
 
 
 def require_shape(slot: ParamSlot, value: torch.Tensor) -> None:
@@ -205,13 +199,6 @@ def _write_local(group: ParamGroup, index: int, shard: torch.Tensor, value: torc
         start += piece.numel
 
 
-def local_part(group: ParamGroup, index: int, shard: torch.Tensor) -> torch.Tensor:
-    """Return a copy of the elements of slot ``index`` in ``shard``."""
-    slot = group.layout.slots[index]
-    parts = [shard[p.offset : p.offset + p.numel] for p in group.layout.pieces(group.comm.index) if p.slot is slot]
-    return torch.cat(parts) if parts else shard.new_empty(0)
-
-
 def widened(values: torch.Tensor) -> torch.Tensor:
     """Return ``values`` in fp32, or in float64 where the parameter is."""
     return values.to(wide_dtype(values.dtype, torch.float32))
@@ -230,12 +217,20 @@ def find_param(param: torch.Tensor) -> tuple[TrainedParams, ParamGroup, int]:
     return model, *model.group_of(param)
 
 
-def _state_of(param: nn.Parameter, group: ParamGroup, kind: str) -> torch.Tensor:
-    """Return this rank's shard of state ``kind``. Raises TrialError where there is none yet."""
+def _state_on_all(param: nn.Parameter, group: ParamGroup, kind: str) -> torch.Tensor | None:
+    """Return this rank's shard of state ``kind``, without values where it has none because its
+    shard is padding or holds tensors that are updated whole; None where no rank has such state.
+    Collective over shard."""
     shard = _optimizer_of(param).state_shard(group, kind)
-    if shard is None:
-        raise TrialError("the optimizer has no such state yet", where=kind, fix="Take a step first.")
+    own = None if shard is None else str(shard.dtype).removeprefix("torch.")
+    found = next(filter(None, group.comm.gather_json(own, "optimizer state")), None)
+    if shard is None and found is not None:
+        shard = group.shard.new_empty(group.layout.shard_numel, dtype=getattr(torch, found))
     return shard
+
+
+def _no_state(kind: str) -> TrialError:
+    return TrialError("the optimizer has no such state yet", where=kind, fix="Take a step first.")
 
 
 def _own_state(param: nn.Parameter, tensor: WholeTensor, kind: str) -> torch.Tensor | None:
@@ -270,7 +265,7 @@ def _to_owner(param: nn.Parameter, tensor: WholeTensor, kind: str, value: torch.
     found = comm.gather_json(list(own.shape) if own is not None else None, "optimizer state of a whole tensor")
     shape = found[tensor.owner]
     if shape is None:
-        raise TrialError("the optimizer has no such state yet", where=kind, fix="Take a step first.")
+        raise _no_state(kind)
     if shape != list(value.shape):
         raise TrialError(
             "the value does not have the state's shape", where=kind, got=tuple(value.shape), expected=shape

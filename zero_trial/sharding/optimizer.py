@@ -11,8 +11,7 @@ others in ``offload``.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import MappingProxyType
 from typing import Any, NoReturn, Protocol
 
@@ -32,18 +31,25 @@ from zero_trial.ops.optimizers import (
     supports_device_scalars,
     undo_step,
 )
-from zero_trial.ops.states import BLOCK, StatePart, blocks_of, is_scale, seed_of
+from zero_trial.ops.states import StatePart, seed_of
+from zero_trial.sharding.ema import WeightAverage
 from zero_trial.sharding.freed import register_optimizer
 from zero_trial.sharding.param_group import ParamGroup, Updated
 from zero_trial.sharding.pieces import (
     DeviceStore,
     ShardPiece,
     StateStore,
+    StateView,
     all_at_initialize,
     batching,
+    by_tensor,
+    bytes_of_state,
     held_whole,
+    is_by_element,
+    is_elementwise_state,
     kept_in_place,
     parts_of,
+    scales_by_tensor,
     segments_of,
     sizes_of,
     without_empty_groups,
@@ -72,19 +78,6 @@ class StepStatus:
         """Wait until the last step's outcome is known."""
 
 
-@dataclass(frozen=True)
-class StateView:
-    """A tensor of optimizer state, or the master weight, of one logical tensor's part: elements
-    [start, stop) of the flattened tensor."""
-
-    kind: str  # "master", "exp_avg" ...
-    name: str
-    shape: tuple[int, ...]
-    start: int
-    stop: int
-    tensor: torch.Tensor
-
-
 class Publisher(Protocol):
     """The part of a sharded model that publishes changed masters."""
 
@@ -109,6 +102,7 @@ class ShardedOptimizer:
         whole_groups: optimizer groups whose tensors are updated whole, sharded or not.
         at_once: ``base`` is stepped once per step, with all of its pieces.
         publisher: of the model's parameters, for what changes them between steps.
+        ema: the average of the weights that is kept beside them.
     """
 
     def __init__(
@@ -124,12 +118,14 @@ class ShardedOptimizer:
         whole_groups: Collection[int] = (),
         at_once: bool = False,
         publisher: Publisher | None = None,
+        ema: WeightAverage | None = None,
     ) -> None:
         self.base = base
         self.pieces = list(pieces)
         self.whole = whole
         self._held = [*held_whole(self.pieces, whole_groups), *(whole.own if whole is not None else ())]
         self._publisher = publisher
+        self.ema = ema
         self.store = store if store is not None else DeviceStore(self.pieces, **batching(base, at_once))
         self._status = status if status is not None else StepStatus()
         self._sizes = sizes_of(base)
@@ -202,30 +198,45 @@ class ShardedOptimizer:
             given = {"got": f"{type(self.base).__name__} with {sizes} tensors", "expected": self._sizes}
             raise all_at_initialize("optimizer.param_groups", **given)
         self._stateful = len(self.base.state)
+        if self.ema is not None:
+            self.ema.begin_step()
         if self.whole is not None:  # first: its exchanges come before any group's publication, on every rank
-            with self.whole.at_hand(gradients=True):
+            with self.whole.at_hand(gradients=True), self._averaged(self.whole.own, scalars):
                 self._step_whole(self.whole.own, multiplier, scalars)
             yield self.whole.updated, False
         for batch in self.store.batches():
             if not batch and self.whole is not None:
                 continue  # the base has stepped
             self.store.borrow(batch)
-            rounded = False
-            if isinstance(self.base, ShardOptimizer) and self.base.fuses:
-                rounded = True
-                updates = [piece.update() for piece in batch]
-                self.base.step(updates=updates, multiplier=multiplier, scalars=scalars)
-            else:
-                for piece in batch:
-                    piece.weight.grad = piece.gradient()
-                with kept_in_place(piece.weight for piece in batch):
-                    if scalars is None:
-                        scaled_step(self.base, multiplier)
-                    else:
-                        device_scaled_step(self.base, scalars.factor, scalars.found_inf)
-                for piece in batch:
-                    piece.weight.grad = None
+            with self._averaged(batch, scalars):
+                rounded = self._step_flat(batch, multiplier, scalars)
             yield batch, self.store.give_back(batch, rounded)
+
+    def _averaged(
+        self, parts: Sequence[ShardPiece | WholeTensor], scalars: DeviceScalars | None
+    ) -> AbstractContextManager[None]:
+        """Move the averages of ``parts`` after the block that steps them."""
+        if self.ema is None:
+            return nullcontext()
+        found_inf = scalars.found_inf if scalars is not None else None
+        return self.ema.following([part.weight for part in parts], self.base.state, found_inf)
+
+    def _step_flat(self, pieces: Sequence[ShardPiece], multiplier: float, scalars: DeviceScalars | None) -> bool:
+        """Step ``base`` on flat pieces; return whether it has made their 16-bit copies, too."""
+        if isinstance(self.base, ShardOptimizer) and self.base.fuses:
+            updates = [piece.update() for piece in pieces]
+            self.base.step(updates=updates, multiplier=multiplier, scalars=scalars)
+            return True
+        for piece in pieces:
+            piece.weight.grad = piece.gradient()
+        with kept_in_place(piece.weight for piece in pieces):
+            if scalars is None:
+                scaled_step(self.base, multiplier)
+            else:
+                device_scaled_step(self.base, scalars.factor, scalars.found_inf)
+        for piece in pieces:
+            piece.weight.grad = None
+        return False
 
     def _step_whole(self, tensors: Sequence[WholeTensor], multiplier: float, scalars: DeviceScalars | None) -> None:
         """Step ``base`` on the tensors that this rank owns. One that owns none steps nothing, as
@@ -261,29 +272,66 @@ class ShardedOptimizer:
         return self._switch("eval")
 
     def _switch(self, mode: str) -> Callable[[], None]:
-        switch, publisher, whole = getattr(self.base, mode, None), self._publisher, self.whole
-        if not callable(switch) or publisher is None:
+        switch = getattr(self.base, mode, None)
+        if not callable(switch) or self._publisher is None:
             raise AttributeError(
                 f"{type(self.base).__name__} has no {mode}(): only schedule-free optimizers have other weights for evaluation"
             )
 
         def call() -> None:
-            self._status.settle()
-            publisher.wait_before_writing()
-            with (
-                self.store.lent(),
-                whole.at_hand(gradients=False) if whole is not None else nullcontext(),
-                kept_in_place(part.weight for part in (*self.pieces, *self._held)),
-            ):
+            with self._changing_masters(), kept_in_place(part.weight for part in (*self.pieces, *self._held)):
                 switch()
-            publisher.publish()
-            publisher.wait()
 
         return call
+
+    @contextmanager
+    def ema_weights(self) -> Iterator[None]:
+        """Let parameters and masters be the averages inside the block, and restore them to the bit
+        after it. See :meth:`Engine.ema_weights`."""
+        self._status.settle()
+        if self.ema is None:
+            raise TrialError(
+                "no average of the weights is kept",
+                where="engine.ema_weights",
+                fix='Add to ds_config: "ema": {"decay": 0.999}.',
+            )
+        if self.ema.swapped or not self.ema.steps:  # before the first step the average is the weights
+            yield
+            return
+        self._swap(self.ema)
+        try:
+            yield
+        finally:
+            self._swap(self.ema)
+
+    def require_trained_weights(self, where: str) -> None:
+        """Raise TrialError inside :meth:`ema_weights`."""
+        if self.ema is not None:
+            self.ema.require_trained_weights(where)
+
+    def _swap(self, ema: WeightAverage) -> None:
+        with self._changing_masters():
+            own = self.whole.own if self.whole is not None else ()
+            ema.swap([part.weight for part in (*self.pieces, *own)], self.base.state)
+
+    @contextmanager
+    def _changing_masters(self) -> Iterator[None]:
+        """Let the block write masters and state, and publish the masters after it. Collective over
+        shard, between steps."""
+        self._status.settle()
+        if self._publisher is not None:
+            self._publisher.wait_before_writing()
+        with self.store.lent(), self.whole.at_hand(gradients=False) if self.whole is not None else nullcontext():
+            yield
+        if self._publisher is not None:
+            self._publisher.publish()
+            self._publisher.wait()
 
     def undo_step(self) -> None:
         """Undo what the host counted and made for the last step, which the device has skipped."""
         undo_step(self.base, self._stateful)
+        if self.ema is not None:
+            self.ema.undo_step()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Do nothing: gradients live in the groups, and :meth:`Engine.zero_grad` drops them."""
@@ -336,14 +384,14 @@ class ShardedOptimizer:
         self._status.settle()
         for held in self._held:
             for key, value in self.base.state.get(held.weight, {}).items():
-                if torch.is_tensor(value) and (value.dim() > 0 or _is_by_element(key, value, held.weight)):
+                if torch.is_tensor(value) and (value.dim() > 0 or is_by_element(key, value, held.weight)):
                     yield StateView(key, held.slot.name, tuple(value.shape), 0, value.numel(), value.view(-1))
         known = {id(held.weight) for held in self._held}
         for piece in self.pieces:
             state = {} if id(piece.weight) in known else self.base.state.get(piece.weight, {})
             elementwise = {key: value for key, value in state.items() if is_elementwise_state(value, piece)}
-            yield from _scales_by_tensor(piece, state)
-            yield from _by_tensor(piece, {"master": piece.weight.detach()} | elementwise)
+            yield from scales_by_tensor(piece, state)
+            yield from by_tensor(piece, {"master": piece.weight.detach()} | elementwise)
 
     def whole_states(self) -> Iterator[tuple[str, dict[str, Any]]]:
         """Yield name and state of each tensor that is updated whole here, and has any state:
@@ -370,7 +418,7 @@ class ShardedOptimizer:
         found: dict[str, dict[str, float]] = {}
         for piece in (*self.pieces, *self._held):
             for key, value in self.base.state.get(piece.weight, {}).items():
-                if not _is_by_element(key, value, piece.weight) and (
+                if not is_by_element(key, value, piece.weight) and (
                     isinstance(value, (int, float)) or (torch.is_tensor(value) and value.numel() == 1)
                 ):
                     found.setdefault(str(piece.opt_group), {})[key] = float(value)
@@ -471,54 +519,14 @@ class ShardedOptimizer:
             for piece in self.pieces
             if id(piece.weight) not in known
             for kind, value in self.base.state.get(piece.weight, {}).items()
-            if torch.is_tensor(value) and _is_by_element(kind, value, piece.weight)
+            if torch.is_tensor(value) and is_by_element(kind, value, piece.weight)
         )
-        states += sum(_bytes_of(self.base.state.get(held.weight, {})) for held in self._held)
+        states += sum(bytes_of_state(self.base.state.get(held.weight, {})) for held in self._held)
         return states + sum(buffer.numel() * buffer.element_size() for buffer in self.store.buffers)
-
-
-def _by_tensor(piece: ShardPiece, tensors: Mapping[str, torch.Tensor]) -> Iterator[StateView]:
-    """Yield the part of each logical tensor that ``tensors``, which have the piece's shape,
-    hold."""
-    for slot, start, low, high in parts_of(piece):
-        for kind, tensor in tensors.items():
-            yield StateView(kind, slot.name, slot.shape, start, start + high - low, tensor.reshape(-1)[low:high])
-
-
-def _scales_by_tensor(piece: ShardPiece, state: Mapping[str, Any]) -> Iterator[StateView]:
-    """Yield the scales of each logical tensor's blocks of 8-bit state; no shard or piece cuts a
-    block."""
-    for slot, start, low, high in parts_of(piece):
-        first, last, shape = start // BLOCK, blocks_of(start + high - low), (blocks_of(slot.numel),)
-        for kind in filter(is_scale, state):
-            yield StateView(kind, slot.name, shape, first, last, state[kind][low // BLOCK : blocks_of(high)])
-
-
-def _bytes_of(state: Any) -> int:
-    """Count the bytes of the tensors in ``state``; single numbers do not count."""
-    if torch.is_tensor(state):
-        return state.numel() * state.element_size() if state.dim() else 0
-    inside = state.values() if isinstance(state, Mapping) else state if isinstance(state, (list, tuple)) else ()
-    return sum(_bytes_of(each) for each in inside)
-
-
-def is_elementwise_state(value: Any, piece: ShardPiece) -> bool:
-    """Return whether ``value`` is state with one value per element of the piece."""
-    return _has_shape_of(value, piece.weight)
-
-
-def _has_shape_of(value: Any, weight: torch.Tensor) -> bool:
-    return torch.is_tensor(value) and value.shape == weight.shape
 
 
 def _gradient_of(weight: torch.Tensor) -> torch.Tensor:
     return weight.grad if weight.grad is not None else torch.zeros_like(weight)
-
-
-def _is_by_element(kind: str, value: Any, weight: torch.Tensor) -> bool:
-    """Return whether state ``kind`` has a value per element, or is the scales of such a one. All
-    state of a scalar parameter has one, but the count of its steps."""
-    return (_has_shape_of(value, weight) and (weight.dim() > 0 or kind != "step")) or is_scale(kind)
 
 
 def _fused(base: torch.optim.Optimizer) -> bool:

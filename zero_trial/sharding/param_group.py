@@ -310,6 +310,23 @@ class ParamGroup:
         return low + (0 if elsewhere else self.master.numel() * 4)
 
 
+def full_of_shard(group: ParamGroup, index: int, shard: torch.Tensor) -> torch.Tensor:
+    """Return the full tensor of slot ``index`` from every rank's ``shard`` (shard_numel,).
+    Collective over shard."""
+    shard = shard.to(group.shard.device)  # where the ranks exchange
+    full = torch.empty(group.layout.numel, dtype=shard.dtype, device=shard.device)
+    group.comm.all_gather(full, shard.contiguous(), f"full value from {group.name}").wait()
+    slot = group.layout.slots[index]
+    return full[slot.offset : slot.offset + slot.numel].view(slot.shape).clone()
+
+
+def local_part(group: ParamGroup, index: int, shard: torch.Tensor) -> torch.Tensor:
+    """Return a copy of the elements of slot ``index`` in ``shard``."""
+    slot = group.layout.slots[index]
+    parts = [shard[p.offset : p.offset + p.numel] for p in group.layout.pieces(group.comm.index) if p.slot is slot]
+    return torch.cat(parts) if parts else shard.new_empty(0)
+
+
 class Updated(Protocol):
     """A part of a group that an optimizer updates."""
 

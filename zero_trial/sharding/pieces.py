@@ -19,6 +19,7 @@ from torch import nn
 
 from zero_trial.errors import ConfigError
 from zero_trial.ops.optimizers import ShardOptimizer, ShardUpdate, TensorSegment
+from zero_trial.ops.states import BLOCK, blocks_of, is_scale
 from zero_trial.sharding.grad_buffer import GradBuffer
 from zero_trial.sharding.layout import ParamSlot
 from zero_trial.sharding.param_group import ParamGroup
@@ -307,6 +308,60 @@ def parts_of(piece: ShardPiece) -> Iterator[tuple[ParamSlot, int, int, int]]:
         low, high = max(part.offset, piece.low), min(part.offset + part.numel, piece.high)
         if low < high:
             yield part.slot, part.start + low - part.offset, low - piece.low, high - piece.low
+
+
+@dataclass(frozen=True)
+class StateView:
+    """A tensor of optimizer state, or the master weight, of one logical tensor's part: elements
+    [start, stop) of the flattened tensor."""
+
+    kind: str  # "master", "exp_avg" ...
+    name: str
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+    tensor: torch.Tensor
+
+
+def by_tensor(piece: ShardPiece, tensors: Mapping[str, torch.Tensor]) -> Iterator[StateView]:
+    """Yield the part of each logical tensor that ``tensors``, which have the piece's shape,
+    hold."""
+    for slot, start, low, high in parts_of(piece):
+        for kind, tensor in tensors.items():
+            yield StateView(kind, slot.name, slot.shape, start, start + high - low, tensor.reshape(-1)[low:high])
+
+
+def scales_by_tensor(piece: ShardPiece, state: Mapping[str, Any]) -> Iterator[StateView]:
+    """Yield the scales of each logical tensor's blocks of 8-bit state; no shard or piece cuts a
+    block."""
+    for slot, start, low, high in parts_of(piece):
+        first, last, shape = start // BLOCK, blocks_of(start + high - low), (blocks_of(slot.numel),)
+        for kind in filter(is_scale, state):
+            yield StateView(kind, slot.name, shape, first, last, state[kind][low // BLOCK : blocks_of(high)])
+
+
+def is_elementwise_state(value: Any, piece: ShardPiece) -> bool:
+    """Return whether ``value`` is state with one value per element of the piece."""
+    return _has_shape_of(value, piece.weight)
+
+
+def is_by_element(kind: str, value: Any, weight: torch.Tensor) -> bool:
+    """Return whether state ``kind`` has a value per element, or is the scales of such a one. All
+    state of a scalar parameter has one, but the count of its steps."""
+    return (_has_shape_of(value, weight) and (weight.dim() > 0 or kind != "step")) or is_scale(kind)
+
+
+def _has_shape_of(value: Any, weight: torch.Tensor) -> bool:
+    """Return whether ``value`` is a tensor of the weight's shape."""
+    return torch.is_tensor(value) and value.shape == weight.shape
+
+
+def bytes_of_state(state: Any) -> int:
+    """Count the bytes of the tensors in ``state``; single numbers do not count."""
+    if torch.is_tensor(state):
+        return state.numel() * state.element_size() if state.dim() else 0
+    inside = state.values() if isinstance(state, Mapping) else state if isinstance(state, (list, tuple)) else ()
+    return sum(bytes_of_state(each) for each in inside)
 
 
 def rebind(base: torch.optim.Optimizer, weights: Sequence[Sequence[nn.Parameter]]) -> None:

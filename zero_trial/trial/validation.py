@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -38,6 +39,8 @@ class Validator:
         self._batches = 0
         self._most = most
         self.enabled = self._full or overrides(trial, "evaluate_batch")
+        if self.enabled and any(map(_evaluates_averages, context.engines)):
+            context.note("validation computes with the averages of the weights (ema.evaluate)")
         if self.enabled:
             self._open()
 
@@ -90,7 +93,9 @@ class Validator:
         for engine in engines:
             engine.eval()
         try:
-            with torch.no_grad():
+            with ExitStack() as averages, torch.no_grad():
+                for engine in filter(_evaluates_averages, engines):
+                    averages.enter_context(engine.ema_weights())
                 metrics = self._full_dataset() if self._full else self._batchwise()
         finally:
             for engine in engines:
@@ -134,6 +139,11 @@ class Validator:
                     got=f"batch {index} of {self._batches}",
                     fix="Take one batch per call.",
                 ) from None
+
+
+def _evaluates_averages(engine: Any) -> bool:
+    ema = getattr(getattr(engine, "config", None), "ema", None)
+    return ema is not None and bool(ema.evaluate)
 
 
 def _length(loader: Any) -> int:

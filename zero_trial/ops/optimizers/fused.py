@@ -115,13 +115,13 @@ class FusedOptimizer(ShardOptimizer):
         """Return the values of a moment (numel,): the state itself, or an fp32 copy of what is
         stored in fewer bits."""
         stored = self.state[weight][kind].view(-1)
-        return stored if self.states == "fp32" else widen(stored, self.state[weight].get(scale_name(kind)))
+        return stored if self._dtype(kind) is None else widen(stored, self.state[weight].get(scale_name(kind)))
 
     def set_moment(self, weight: Tensor, kind: str, values: Tensor) -> None:
         """Write the values of a moment (numel,), rounded to nearest where it is stored in fewer
         bits."""
         stored = self.state[weight][kind].view(-1)
-        if self.states == "fp32":
+        if self._dtype(kind) is None:
             stored.copy_(values)
         else:
             nearest = torch.full(values.shape, 1 << 15, dtype=torch.int64, device=values.device)

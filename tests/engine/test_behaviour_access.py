@@ -4,6 +4,7 @@ parts of it, and trains on as plain torch would."""
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -536,7 +537,7 @@ def compile_after(engine: zero_trial.Engine, form: str) -> None:
         engine.compile()
     if form == "engine":
         engine.compile("aot_eager", {"fullgraph": True})
-    elif form == "blocks in place, late":
+    elif form in ("blocks in place, late", "blocks in place, twice"):
         for block in engine.module.blocks:
             block.compile(backend="aot_eager", fullgraph=True)
 
@@ -547,6 +548,8 @@ def compiled(stage: str, form: str) -> tuple[float, int]:
     engine = build_engine(Case(lambda: compile_before(BlockNet(), form), loss, steps=3), STAGES[stage])
     compile_after(engine, form)
     for step in range(3):
+        if form == "blocks in place, twice" and step:
+            compile_after(engine, form)
         engine.backward(loss(engine, Turn(step, 0, engine.global_rank)))
         engine.step()
     graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
@@ -557,7 +560,8 @@ def compiled(stage: str, form: str) -> tuple[float, int]:
     return max(gaps), graphs
 
 
-IN_EVERY_FORM = ["blocks", "blocks in place", "blocks in place, late", "model", "model in place", "engine"]
+IN_PLACE = ["blocks in place", "blocks in place, late", "blocks in place, twice", "model in place"]
+IN_EVERY_FORM = ["blocks", *IN_PLACE, "model", "engine"]
 
 
 @pytest.mark.parametrize(
@@ -569,6 +573,27 @@ IN_EVERY_FORM = ["blocks", "blocks in place", "blocks in place, late", "model", 
 def test_compiled_models_train_alike(ranks: Pools, stage: str, form: str) -> None:
     for gap, graphs in ranks(2).run(compiled, stage, form):
         assert gap <= TOLERANCE and graphs >= 1
+
+
+def compiled_copy() -> tuple[bool, float]:
+    """A deep copy of a block whose hooks are outside of its compiled call: compiled by itself"""
+    torch._dynamo.reset()
+    engine, x = build_engine(Case(BlockNet, loss, steps=1), STAGES["zero3-free"]), torch.ones(2, WIDTH)
+    block = engine.module.blocks[0]
+    for _ in range(2):
+        block.compile(backend="aot_eager")
+        expected = block(x)
+    with zero_trial.zero.GatheredParameters(list(block.parameters())):
+        copied = copy.deepcopy(block)
+    copied.compile(backend="aot_eager")
+    gap = (copied(x) - expected).abs().max().item()
+    engine.destroy()
+    return "compile" in vars(block), gap
+
+
+def test_a_copy_of_a_compiled_block_is_an_ordinary_module(ranks: Pools) -> None:
+    for replaced, gap in ranks(2).run(compiled_copy):
+        assert not replaced and gap <= TOLERANCE
 
 
 def whole_stage_3_graph() -> str:

@@ -20,8 +20,8 @@ from torch.optim import lr_scheduler
 import zero_trial
 from tests.support.models import make_engine
 from zero_trial.engine.lr_schedules import build_scheduler
-from zero_trial.engine.nonfinite import NonFiniteStep, agree_on_culprit, local_culprits, with_culprit
-from zero_trial.engine.step import PinnedReadback, can_undo, step_with_undo
+from zero_trial.engine.outcome import NonFiniteStep, PinnedReadback, agree_on_culprit, local_culprits, with_culprit
+from zero_trial.engine.step import can_undo, step_with_undo
 from zero_trial.errors import Diverged
 
 

@@ -183,6 +183,29 @@ def test_no_collective_comes_on_top(ranks: Pools, stage: str) -> None:
     assert weighted == ranks(2).run(train_means, STAGES[stage])
 
 
+def weights_of_rank_0(late: bool) -> list[str]:
+    """The error of each of two attempts, in which the other ranks give none."""
+    found = []
+    for _ in range(2):
+        engine = build_engine(Case(lambda: nn.Linear(5, 1), lambda model, turn: model), {"stage": 1})
+        if late:
+            make_late(engine)
+        x = Turn(0, 0, engine.global_rank).normal(4, 5)
+        with pytest.raises(TrialError) as raised:
+            for _ in range(2):
+                engine.backward(engine(x).sum(), weight=4 if engine.global_rank == 0 else None)
+                engine.step()
+        found.append(raised.value.got)
+    return found
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["host", "device"])
+def test_weights_on_some_ranks_are_refused_on_all(ranks: Pools, late: bool) -> None:
+    first, *others = ranks(3).run(weights_of_rank_0, late)
+    assert all("1 of 3 ranks" in text and "rank 0 gives weights" in text for text in first)
+    assert all("gives none" in text for texts in others for text in texts)
+
+
 def one() -> zero_trial.Engine:
     return build_engine(Case(lambda: nn.Linear(5, 1), lambda model, turn: model, accumulation=2), {"stage": 1})
 

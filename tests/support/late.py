@@ -11,7 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
 import zero_trial
-from zero_trial.engine.step import PinnedReadback, StepOutcome
+from zero_trial.engine.outcome import PinnedReadback
+from zero_trial.engine.step import StepOutcome
 
 # What waits for a CUDA device, or for which the host must know a value.
 WAITING = frozenset(
@@ -86,7 +87,7 @@ def on_device(engine: zero_trial.Engine, outcome: StepOutcome, act: Callable[[],
         engine.sharded.reducer.square_sums.values()
     )
     if outcome._readback is None and outcome.deferred:
-        outcome._readback = PinnedReadback(engine.device, 5)
+        outcome._readback = PinnedReadback(engine.device, 7)
     readback = outcome._readback
     there, here = ([readback.there], [readback._here]) if readback is not None else ([], [])
     with Device([*tensors, *there], here) as device:

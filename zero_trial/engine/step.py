@@ -25,18 +25,19 @@ from __future__ import annotations
 
 import logging
 import math
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
 
 from zero_trial.comm import AxisComm, Mesh
-from zero_trial.engine.nonfinite import (
+from zero_trial.engine.outcome import (
     CulpritRow,
     NonFiniteStep,
+    PinnedReadback,
+    StepResult,
     agree_on_culprit,
     find_culprit,
     local_culprits,
@@ -46,7 +47,6 @@ from zero_trial.engine.resolved_config import ResolvedConfig
 from zero_trial.errors import Diverged, TrialError
 from zero_trial.ops.dispatch import OPS
 from zero_trial.ops.optimizers import DeviceScalars
-from zero_trial.precision import LossScale
 from zero_trial.sharding.layout import clip_factor, divisor
 from zero_trial.sharding.model import ShardedModel
 from zero_trial.sharding.optimizer import ShardedOptimizer, StepStatus
@@ -55,21 +55,9 @@ from zero_trial.sharding.reduce import NonFiniteGradient
 
 log = logging.getLogger("zero_trial")
 
-# of the read-back: a float64 sum of squares; norm, factor, found_inf
-_TOTAL, _CONTROL = slice(0, 2), slice(2, 5)
-
-
-@dataclass
-class StepResult:
-    """The last step's outcome, and counts over all steps."""
-
-    loss_scale: LossScale  # of the next backward pass
-    norm: float | None = None  # of the averaged, unscaled gradient before clipping
-    applied: bool = False  # the parameters have changed
-    skipped: int = 0
-    # numbers of the last skipped steps
-    skipped_at: deque[int] = field(default_factory=lambda: deque(maxlen=1000))
-    nonfinite: NonFiniteStep | None = None
+# of the read-back: in float64 the sum of squares and the number of ranks with weights; norm,
+# factor, found_inf
+_SUMS, _CONTROL = slice(0, 4), slice(4, 7)
 
 
 @dataclass(frozen=True)
@@ -83,6 +71,7 @@ class _OpenStep:
     culprits: Sequence[NonFiniteGradient]
     sums: Mapping[int, torch.Tensor]
     unused: frozenset[str]  # blocks whose forward had not run
+    weighted: bool  # on this rank
 
 
 class _ScaleChange(NamedTuple):
@@ -114,12 +103,14 @@ class StepOutcome(StepStatus):
         self._wire_scale = config.sharding.wire_scale
         # of the losses since the last step, on this rank; None: they are means
         self._weight: torch.Tensor | None = None
+        self._no_weight = torch.zeros(2, dtype=torch.float64, device=device)
         self._mesh = mesh
         self._device = device
         self._result = StepResult(config.policy.loss_scale)
         self._readback: PinnedReadback | None = None
         self._open: _OpenStep | None = None
         self._overflow: _Overflow | None = None
+        self._error: TrialError | None = None  # of the last step, which the device has taken already
 
     # --- the outcome ------------------------------------------------------------------------------
 
@@ -181,6 +172,7 @@ class StepOutcome(StepStatus):
         go on. Collective over all. Raises Diverged."""
         if self._open is not None:
             self.settle()
+        self._raise_late_error()
         if self._overflow is not None:
             overflow, self._overflow = self._overflow, None
             self.compare_calls("gradient norm")
@@ -198,9 +190,15 @@ class StepOutcome(StepStatus):
         """Finalize without asking other ranks, which may have failed; the culprit may stay unnamed.
         Raises Diverged."""
         self.settle()
+        self._raise_late_error()
         overflow, self._overflow = self._overflow, None
         if overflow is not None:
             self._report(overflow.change)
+
+    def _raise_late_error(self) -> None:
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
 
     def settle(self) -> None:
         """Learn what the device has decided about the last step; undo what the host did for a
@@ -213,9 +211,11 @@ class StepOutcome(StepStatus):
         heartbeat = self._mesh.heartbeat
         heartbeat.waiting(f"the outcome of step {opened.step}")
         try:
-            total = self._readback.receive()[_TOTAL].view(torch.float64).item()
+            total, weighted = self._readback.receive()[_SUMS].view(torch.float64).tolist()
         finally:
             heartbeat.leave()
+        if 0 < weighted < self._ranks:
+            self._error = self._weights_of_some(weighted, opened.step, own=opened.weighted)
         change = self._decide(total, opened.unscale, opened.step)
         found = None
         if not self._result.applied:
@@ -266,11 +266,13 @@ class StepOutcome(StepStatus):
         with trace_range("norm"):
             sums = self._sum_over_ranks(model, reducer.late_groups())
             # on some rank: all learn it here; a dry run takes conditions for False
-            if (sums[1] > 0).item():
+            if ((sums[3] > 0) | ((sums[1] > 0) & (sums[1] < self._ranks))).item():
+                if 0 < (weighted := sums[1].item()) < self._ranks:
+                    raise self._weights_of_some(weighted, step, own=self.weighted)
                 reducer.reduce_late()
                 sums = self._sum_over_ranks(model)
         if self._weight is not None:
-            unscale /= _checked_weight(sums[-1].item(), step)
+            unscale /= _checked_weight(sums[2].item(), step)
         change = self._decide(sums[0].item(), unscale, step)
         if change.overflow:
             self.compare_calls("gradient norm")
@@ -299,8 +301,8 @@ class StepOutcome(StepStatus):
             self._readback = PinnedReadback(self._device, _CONTROL.stop)
         unscale, reducer = self._unscale(), model.reducer
         # of the gradient times the weights of its losses, which only the device knows
-        weight = sums[-1:] if self._weight is not None else None
-        total = sums if weight is None else sums[:1] / weight.square()
+        weight = sums[2:3] if self._weight is not None else None
+        total = sums[:2] if weight is None else torch.cat([sums[:1] / weight.square(), sums[1:2]])
         scalars = self._device_scalars(self._readback.there, total, unscale, divides=optimizer.divides)
         if weight is not None:
             by = weight.to(scalars.factor) if optimizer.divides else weight.to(scalars.factor).reciprocal()
@@ -308,7 +310,8 @@ class StepOutcome(StepStatus):
         self._readback.send()
         unused = frozenset(group.block for group in model.groups if not model.unsharder.was_used(group.block))
         undo = [optimizer.undo_step]
-        opened = _OpenStep(step, unscale, model, undo, list(reducer.nonfinite), dict(reducer.square_sums), unused)
+        found = list(reducer.nonfinite), dict(reducer.square_sums), unused
+        opened = _OpenStep(step, unscale, model, undo, *found, self.weighted)
         update_and_publish(model, optimizer, 1.0, scalars, defer_wait=self._config.defer_publish)
         self._open = opened
         self.drop_weight()
@@ -323,31 +326,40 @@ class StepOutcome(StepStatus):
             lr_scheduler.step(**arguments)
 
     def _device_scalars(
-        self, room: torch.Tensor, total: torch.Tensor, unscale: float, *, divides: bool
+        self, room: torch.Tensor, sums: torch.Tensor, unscale: float, *, divides: bool
     ) -> DeviceScalars:
         """Compute on the device what the update reads there; ``room`` holds what the host reads
-        later. ``divides``: the optimizer wants a divisor."""
-        square_sum, control = room[_TOTAL].view(torch.float64), room[_CONTROL]
-        square_sum.copy_(total)
+        later.
+
+        Args:
+            sums: of squares, and of ranks with weights, in float64.
+            divides: the optimizer wants a divisor.
+        """
+        kept, control = room[_SUMS].view(torch.float64), room[_CONTROL]
+        kept.copy_(sums)
+        square_sum = kept[:1]
         OPS.step_control_(square_sum, None, control, unscale, self._config.clip)
         factor = divisor(square_sum, unscale, self._config.clip) if divides else control[1:2]
         return DeviceScalars(factor, control[2] if self._config.skip_nonfinite else None)
 
     def _sum_over_ranks(self, model: ShardedModel, *counts: int) -> torch.Tensor:
-        """Sum the squares of the reduced gradient, each of ``counts``, and the weights of the
-        losses if they have some: (1 + counts + 0 or 1,) in float64.
+        """Sum over all ranks, in float64: the squares of the reduced gradient, the ranks whose
+        losses have weights, the weights, and each of ``counts``; (3 + counts,).
 
         The first is not finite if any element on any rank is not, or if ranks have gathered or
         reduced different groups (:meth:`compare_calls` then says which). One all-reduce over each
         of shard, replica (of which each rank counts a slice), model (where copies are counted once)
-        and pipe (tied weights, too).
+        and pipe (tied weights, too). A rank without weights takes part in the same one: so all
+        learn that there are both kinds.
         """
         sums = model.owned_square_sums()
         total = torch.stack(sums).sum() if sums else torch.zeros((), dtype=torch.float64, device=self._device)
-        values = torch.cat([total.reshape(1), total.new_tensor(counts)]) if counts else total.reshape(1)
-        mesh = self._mesh
+        mesh, weights = self._mesh, self._no_weight
         if self._weight is not None:  # ranks of the model axis have the same losses
-            values = torch.cat([values, self._weight if mesh.model.index == 0 else torch.zeros_like(self._weight)])
+            own = self._weight if mesh.model.index == 0 else torch.zeros_like(self._weight)
+            weights = torch.cat([torch.ones_like(own), own])
+        parts = [total.reshape(1), weights, *([total.new_tensor(counts)] if counts else [])]
+        values = torch.cat(parts)
         mesh.shard.all_reduce_guarded(values, "gradient norm")
         for axis in (mesh.replica, mesh.model, mesh.pipe):
             axis.all_reduce_small(values, "gradient norm")
@@ -384,9 +396,26 @@ class StepOutcome(StepStatus):
     def _culprit(self, opened: _OpenStep, found: Sequence[CulpritRow]) -> NonFiniteStep:
         return agree_on_culprit(opened.model, opened.step, found, lambda block: block not in opened.unused)
 
+    def _weights_of_some(self, weighted: float, step: int, *, own: bool) -> TrialError:
+        """Return the error of all ranks for a step in which some have given weights and others
+        have not."""
+        return TrialError(
+            "some ranks give weights to their losses, and others do not",
+            where=f"engine.backward(loss, weight=...), step {step}",
+            got=f"weights on {weighted:.0f} of {self._ranks} ranks; "
+            f"rank {self._mesh.rank} gives {'weights' if own else 'none'}",
+            expected="weights on all ranks or on none",
+            fix="Give weight= on every rank; a batch without a token has the weight 0.",
+        )
+
+    @property
+    def _ranks(self) -> int:
+        mesh = self._mesh
+        return mesh.shard.size * mesh.replica.size * mesh.model.size * mesh.pipe.size
+
     @property
     def _alone(self) -> bool:
-        return self._mesh.data.size == self._mesh.pipe.size == self._mesh.model.size == 1
+        return self._ranks == 1
 
 
 def _checked_weight(weight: float, step: int) -> float:
@@ -431,43 +460,6 @@ def update_and_publish(
             publisher.wait_at_next_forward()
         else:
             publisher.wait()
-
-
-# --- what the device reports later ----------------------------------------------------------------
-
-
-class PinnedReadback:
-    """Brings a few numbers to the host while the device goes on: they are sent at once and read
-    later.
-
-    ``there`` (n,) fp32 lives on ``device``; what it holds when :meth:`send` is called is what
-    :meth:`receive` returns.
-
-    On CUDA the copy goes to pinned memory in the order of the current stream, and an event marks
-    its end. Nothing may write into ``there`` between the two on another stream, and a second
-    :meth:`send` overwrites the first.
-    """
-
-    def __init__(self, device: torch.device, numel: int) -> None:
-        on_cuda = device.type == "cuda"
-        self.there = torch.zeros(numel, device=device)
-        self._here = torch.zeros(numel, pin_memory=on_cuda)
-        self._arrived: Any = torch.cuda.Event() if on_cuda else None
-        self.received = 0  # number of waits
-
-    def send(self) -> None:
-        """Start the copy. Does not wait."""
-        self._here.copy_(self.there, non_blocking=True)
-        if self._arrived is not None:
-            self._arrived.record()
-
-    def receive(self) -> torch.Tensor:
-        """Return the values on the host, (n,). Waits until the device has reached the last
-        :meth:`send`, and no further."""
-        self.received += 1
-        if self._arrived is not None:
-            self._arrived.synchronize()
-        return self._here
 
 
 # --- undo of a learning rate scheduler ------------------------------------------------------------

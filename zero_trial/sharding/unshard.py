@@ -13,6 +13,7 @@ import weakref
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate
+from types import MethodType
 from typing import Any
 
 import torch
@@ -471,7 +472,8 @@ class AroundForward:
 
     ``module.compile()`` compiles the call with the module's hooks in it. These two then go outside
     of the compiled call, so that the block is one graph (``fullgraph=True``), whether it is
-    compiled before or after this.
+    compiled before or after this. The module's ``compile`` is replaced then: compiled once more,
+    it would replace the call that has the hooks.
     """
 
     def __init__(self, module: nn.Module, before: Callable[..., Any], after: Callable[..., Any]) -> None:
@@ -492,6 +494,10 @@ class AroundForward:
         _keep_out_of_graphs()
         for handle in self._handles:
             handle.remove()
+        self._go_outside()
+        vars(self._module)["compile"] = _CompileAgain(self._module, self._go_outside)
+
+    def _go_outside(self) -> None:
         self._compiled = self._module._compiled_call_impl
         self._module._compiled_call_impl = UntracedHook(self._call_compiled)
 
@@ -508,6 +514,23 @@ class AroundForward:
         if self._compiled is not None:
             self._module._compiled_call_impl = self._compiled
             self._compiled = None
+            vars(self._module).pop("compile", None)
+
+
+class _CompileAgain:
+    """``module.compile`` of a module whose hooks are outside of its compiled call; in a deep copy
+    of the module it is the class's own."""
+
+    def __init__(self, module: nn.Module, after: Callable[[], None]) -> None:
+        self._module, self._after = module, after
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        type(self._module).compile(self._module, *args, **kwargs)
+        self._after()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
+        copied = memo[id(self._module)]
+        return MethodType(type(copied).compile, copied)
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:

@@ -1,14 +1,17 @@
-"""Which gradient was not finite: what each rank knows of it, and the one that all ranks name."""
+"""What is known of a step once it is over: norm, loss scale and counts, the numbers that come from
+the device, and which gradient was not finite."""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from zero_trial.errors import Diverged
+from zero_trial.precision import LossScale
 from zero_trial.sharding.model import ShardedModel
 from zero_trial.sharding.reduce import NonFiniteGradient, first_nonfinite
 
@@ -32,6 +35,56 @@ class NonFiniteStep:
     def describe(self) -> str:
         who = f"on rank {self.rank}" if self.rank is not None else "in the sum over ranks"
         return f"step {self.step}: the gradient of {self.parameter} is not finite {who}{self.hint}"
+
+
+@dataclass
+class StepResult:
+    """The last step's outcome, and counts over all steps."""
+
+    loss_scale: LossScale  # of the next backward pass
+    norm: float | None = None  # of the averaged, unscaled gradient before clipping
+    applied: bool = False  # the parameters have changed
+    skipped: int = 0
+    # numbers of the last skipped steps
+    skipped_at: deque[int] = field(default_factory=lambda: deque(maxlen=1000))
+    nonfinite: NonFiniteStep | None = None
+
+
+class PinnedReadback:
+    """Brings a few numbers to the host while the device goes on: they are sent at once and read
+    later.
+
+    ``there`` (n,) fp32 lives on ``device``; what it holds when :meth:`send` is called is what
+    :meth:`receive` returns.
+
+    On CUDA the copy goes to pinned memory in the order of the current stream, and an event marks
+    its end. Nothing may write into ``there`` between the two on another stream, and a second
+    :meth:`send` overwrites the first.
+    """
+
+    def __init__(self, device: torch.device, numel: int) -> None:
+        on_cuda = device.type == "cuda"
+        self.there = torch.zeros(numel, device=device)
+        self._here = torch.zeros(numel, pin_memory=on_cuda)
+        self._arrived: Any = torch.cuda.Event() if on_cuda else None
+        self.received = 0  # number of waits
+
+    def send(self) -> None:
+        """Start the copy. Does not wait."""
+        self._here.copy_(self.there, non_blocking=True)
+        if self._arrived is not None:
+            self._arrived.record()
+
+    def receive(self) -> torch.Tensor:
+        """Return the values on the host, (n,). Waits until the device has reached the last
+        :meth:`send`, and no further."""
+        self.received += 1
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        return self._here
+
+
+# --- the gradient that was not finite: what each rank knows, and the one that all ranks name ---------
 
 
 def with_culprit(error: Diverged, culprit: NonFiniteStep | None) -> Diverged:

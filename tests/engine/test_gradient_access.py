@@ -4,6 +4,7 @@ safe_set_* functions, against dense torch."""
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -131,6 +132,146 @@ def test_hybrid_sharding(ranks: Pools) -> None:
     config = STAGES["zero1"] | {"mics_shard_size": 2}
     for gap, norm in ranks(4).run(edited, "clip", config, 1, "fp32"):
         assert gap <= TOLERANCE and norm <= 1e-5
+
+
+class Wide(nn.Module):
+    """Gradients that are copied together when their group is ready, and one that goes to its place
+    at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.middle, self.last = nn.Linear(5, 140), nn.Linear(140, 140), nn.Linear(140, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(torch.tanh(self.middle(torch.tanh(self.first(x)))))
+
+
+def take_away(param: nn.Parameter) -> None:
+    param.grad = None
+
+
+def double(param: nn.Parameter) -> None:
+    if param.grad is not None:
+        param.grad.mul_(2)
+
+
+def set_double(param: nn.Parameter) -> None:
+    if param.grad is not None:
+        param.grad = param.grad * 2
+
+
+def between_micro_batches(
+    edit: Callable[[nn.Parameter], None], factor: float, zero_section: dict[str, Any], precision: str, passes: int
+) -> bool:
+    """Two micro-batches of ``passes`` backward passes each. ``edit`` after the first pass of all,
+    or its loss times ``factor``: whether both end alike."""
+    states = []
+    for does in (True, False):
+        engine = build_engine(Case(Wide, loss, accumulation=2, config=PRECISIONS[precision]), zero_section)
+        for step in range(STEPS):
+            for number in range(2):
+                for turn in range(passes):
+                    first = number == turn == 0
+                    value = loss(engine, Turn(step, number + 2 * turn, engine.global_rank))
+                    engine.backward(value * (factor if first and not does else 1.0))
+                    for param in engine.module.parameters() if first and does else ():
+                        edit(param)
+                engine.step()
+        states.append(engine.module_state_dict())
+        engine.destroy()
+    return all(torch.equal(value, states[1][name]) for name, value in states[0].items())
+
+
+@pytest.mark.parametrize("passes", [1, 2])
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_gradient_that_is_taken_away_between_micro_batches(
+    ranks: Pools, stage: str, precision: str, passes: int
+) -> None:
+    assert all(ranks(2).run(between_micro_batches, take_away, 0.0, STAGES[stage], precision, passes))
+
+
+@pytest.mark.parametrize("edit", [double, set_double])
+@pytest.mark.parametrize("stage", ["zero0", "zero1", "zero2"])
+def test_an_edit_between_micro_batches_counts(ranks: Pools, stage: str, edit: Callable[[nn.Parameter], None]) -> None:
+    assert all(ranks(2).run(between_micro_batches, edit, 2.0, STAGES[stage], "fp32", 2))
+
+
+@pytest.mark.parametrize(("stage", "precision"), [("zero3", "fp32"), ("zero0", "bf16"), ("zero3-free", "fp16")])
+def test_a_sum_that_is_elsewhere_is_not_used_between_micro_batches(stage: str, precision: str) -> None:
+    for edit in (double, set_double):
+        with pytest.raises(TrialError, match="last micro-batch"):
+            between_micro_batches(edit, 2.0, STAGES[stage], precision, 1)
+    engine = build_engine(Case(Wide, loss, accumulation=2, config=PRECISIONS[precision]), STAGES[stage])
+    engine.backward(loss(engine, Turn(0, 0, 0)))
+    engine.module.last.bias.grad = torch.ones_like(engine.module.last.bias)
+    with pytest.raises(TrialError, match="last micro-batch"):
+        engine.backward(loss(engine, Turn(0, 0, 0)))
+
+
+def hooked(zero_section: dict[str, Any], precision: str, before: bool) -> bool:
+    """A hook that doubles gradients as they come; whether that is twice the loss."""
+    states = []
+    for factor in (1.0, 2.0):
+        case = Case(Wide, loss, config=PRECISIONS[precision])
+        model = engine = None
+        if before:
+            torch.manual_seed(1)
+            model = Wide()
+            case = Case(lambda model=model: model, loss, config=PRECISIONS[precision])
+        handles = [param.register_post_accumulate_grad_hook(double) for param in model.parameters()] if model else []
+        engine = build_engine(case, zero_section)
+        if not before:
+            handles = [param.register_post_accumulate_grad_hook(double) for param in engine.module.parameters()]
+        for handle in handles if factor == 2.0 else ():
+            handle.remove()
+        for step in range(STEPS):
+            engine.backward(loss(engine, Turn(step, 0, engine.global_rank)) * factor)
+            engine.step()
+        states.append(engine.module_state_dict())
+        engine.destroy()
+    return all(torch.equal(value, states[1][name]) for name, value in states[0].items())
+
+
+@pytest.mark.parametrize("before", [False, True])
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_hooks_that_change_gradients_as_they_come(ranks: Pools, stage: str, precision: str, before: bool) -> None:
+    assert all(ranks(2).run(hooked, STAGES[stage], precision, before))
+
+
+def without_sync(zero_section: dict[str, Any]) -> bool:
+    """Whether .grad after a pass that reduces nothing is this rank's own sum, and edits count."""
+    engine, plain = build_engine(Case(Wide, loss), zero_section), Wide()
+    plain.load_state_dict(engine.module_state_dict())
+    with engine.no_sync():
+        engine.backward(loss(engine, Turn(0, 0, engine.global_rank)))
+    loss(plain, Turn(0, 0, engine.global_rank)).backward()
+    pairs = list(zip(engine.module.parameters(), plain.parameters(), strict=True))
+    own = all(torch.allclose(param.grad, other.grad, atol=1e-7) for param, other in pairs)
+    for param, other in pairs:
+        param.grad = torch.ones_like(other)
+    engine.step()
+    expected = math.sqrt(sum(param.numel() for param in plain.parameters()))
+    return own and engine.get_global_grad_norm() == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_gradients_that_are_not_reduced_yet(ranks: Pools, stage: str) -> None:
+    assert all(ranks(2).run(without_sync, STAGES[stage]))
+
+
+def test_a_hook_that_would_find_no_gradient_is_an_error() -> None:
+    engine = build_engine(Case(Wide, loss, accumulation=2, config=PRECISIONS["bf16"]), STAGES["zero0"])
+    engine.module.middle.weight.register_post_accumulate_grad_hook(double)
+    with pytest.raises(TrialError, match="register_hook"):
+        engine.backward(loss(engine, Turn(0, 0, 0)))
+
+
+def test_gradients_with_a_graph_of_their_own_are_refused_in_words() -> None:
+    engine = build_engine(Case(Wide, loss), STAGES["zero0"])
+    with pytest.raises(TrialError, match="create_graph"):
+        loss(engine, Turn(0, 0, 0)).backward(create_graph=True)
 
 
 def read_by_one_rank() -> Any:

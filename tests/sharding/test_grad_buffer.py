@@ -10,11 +10,10 @@ import torch
 from torch import nn
 
 from tests.sharding.parts import address, alone, make_grad_buffer, make_group, parameters
-from zero_trial.sharding.grad_buffer import (
+from zero_trial.sharding.grad_buffer import SMALL, GradBuffer
+from zero_trial.sharding.grad_memory import (
     LARGEST_KEPT,
-    SMALL,
     BufferPool,
-    GradBuffer,
     PersistentGrads,
     PooledGrads,
     ResizedGrads,

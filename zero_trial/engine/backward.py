@@ -212,6 +212,8 @@ class BackwardPasses:
             noted = self.note(by_output=False)
         if noted is None or noted.begun:
             return
+        if torch.is_grad_enabled():
+            raise _with_graph()
         if first and added and noted.factor != 1.0:
             raise _unnoted()
         self._check_weights(self._trained(), weighted=False)
@@ -302,6 +304,14 @@ def _unscaled(scale: float) -> TrialError:
         got="a backward pass without the loss scale",
         expected=f"a loss multiplied by {scale:g}",
         fix="Call engine.backward(loss), or engine.scale(loss).backward().",
+    )
+
+
+def _with_graph() -> TrialError:
+    return TrialError(
+        "gradients that have a graph of their own cannot be added up in param.grad",
+        where="loss.backward(create_graph=True)",
+        fix="Use torch.autograd.grad(loss, ..., create_graph=True), and engine.backward with what is computed from it.",
     )
 
 

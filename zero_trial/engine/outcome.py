@@ -84,7 +84,7 @@ class PinnedReadback:
         return self._here
 
 
-# --- the gradient that was not finite: what each rank knows, and the one that all ranks name ---------
+# --- the gradient that was not finite: what each rank knows, and the one that all name
 
 
 def with_culprit(error: Diverged, culprit: NonFiniteStep | None) -> Diverged:

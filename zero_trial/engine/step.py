@@ -265,9 +265,10 @@ class StepOutcome(StepStatus):
         result, unscale = self._result, self._unscale()
         with trace_range("norm"):
             sums = self._sum_over_ranks(model, reducer.late_groups())
-            # on some rank: all learn it here; a dry run takes conditions for False
-            if ((sums[3] > 0) | ((sums[1] > 0) & (sums[1] < self._ranks))).item():
-                if 0 < (weighted := sums[1].item()) < self._ranks:
+            # neither 0 nor the number of ranks: all learn here what is so on some; a dry run takes
+            # conditions for False
+            if (sums[1] * (sums[1] - self._ranks)).item():
+                if 0 < (weighted := sums[1].item() % (self._ranks + 1)) < self._ranks:
                     raise self._weights_of_some(weighted, step, own=self.weighted)
                 reducer.reduce_late()
                 sums = self._sum_over_ranks(model)
@@ -342,9 +343,9 @@ class StepOutcome(StepStatus):
         factor = divisor(square_sum, unscale, self._config.clip) if divides else control[1:2]
         return DeviceScalars(factor, control[2] if self._config.skip_nonfinite else None)
 
-    def _sum_over_ranks(self, model: ShardedModel, *counts: int) -> torch.Tensor:
-        """Sum over all ranks, in float64: the squares of the reduced gradient, the ranks whose
-        losses have weights, the weights, and each of ``counts``; (3 + counts,).
+    def _sum_over_ranks(self, model: ShardedModel, late: int = 0) -> torch.Tensor:
+        """Sum over all ranks, in float64, (3,): the squares of the reduced gradient; the ranks
+        whose losses have weights, plus (ranks + 1) times ``late``; the weights.
 
         The first is not finite if any element on any rank is not, or if ranks have gathered or
         reduced different groups (:meth:`compare_calls` then says which). One all-reduce over each
@@ -358,8 +359,9 @@ class StepOutcome(StepStatus):
         if self._weight is not None:  # ranks of the model axis have the same losses
             own = self._weight if mesh.model.index == 0 else torch.zeros_like(self._weight)
             weights = torch.cat([torch.ones_like(own), own])
-        parts = [total.reshape(1), weights, *([total.new_tensor(counts)] if counts else [])]
-        values = torch.cat(parts)
+        if late:
+            weights = weights + total.new_tensor([late * (self._ranks + 1), 0])
+        values = torch.cat([total.reshape(1), weights])
         mesh.shard.all_reduce_guarded(values, "gradient norm")
         for axis in (mesh.replica, mesh.model, mesh.pipe):
             axis.all_reduce_small(values, "gradient norm")

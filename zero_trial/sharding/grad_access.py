@@ -13,6 +13,10 @@ or raises; it never does nothing.
     p.grad = None, p.grad = tensor   the gradient is 0, or the tensor
 
 A gradient that nobody uses costs one assignment and one comparison per parameter and step.
+
+Between the micro-batches of a step ``param.grad`` is the sum so far where autograd adds into it.
+Where the sum is elsewhere (in fp32 beside 16-bit gradients, or reduced after every micro-batch) it
+is a :class:`LazyGradient` that can only be dropped: ``param.grad = None``.
 """
 
 from __future__ import annotations
@@ -56,9 +60,17 @@ class ShownGradients:
         self._used: dict[int, torch.Tensor] = {}  # views of it, by index
         self._late: dict[int, torch.Tensor] = {}  # what autograd has added since, by index
         self.shown = False
+        self.partial = False  # more micro-batches follow before the step
 
-    def show(self) -> None:
-        """Set every parameter's ``.grad``. Does not read a gradient."""
+    def show(self, *, partial: bool = False) -> None:
+        """Set every parameter's ``.grad``. Does not read a gradient.
+
+        ``partial``: more micro-batches follow; nothing happens where the sum so far is in
+            ``.grad``.
+        """
+        self.partial = partial
+        if partial and not self.grad_buffer.hidden:
+            return
         if not self._lazy:
             self._lazy = [LazyGradient(param, self, index) for index, param in enumerate(self._params)]
         with unasked():
@@ -91,6 +103,14 @@ class ShownGradients:
         shard when it is the group's first use in a step."""
         group, buffer = self.grad_buffer.group, self.grad_buffer
         slot = group.layout.slots[index]
+        if self.shown and self.partial:
+            raise TrialError(
+                "the gradient of a step is not known before its last micro-batch is reduced",
+                where=f"{slot.name}.grad",
+                got="a use between micro-batches, or after engine.no_sync()",
+                expected="a use after the last engine.backward() before a step",
+                fix="Ask engine.is_gradient_accumulation_boundary() first.",
+            )
         if group.plan.grads is Lifetime.USE:
             raise _not_here(slot)
         if not self.shown:
@@ -122,9 +142,19 @@ class ShownGradients:
             if grad is lazy:
                 if index in self._used:
                     changed |= self._write(index, self._used[index])
+            elif self.partial:
+                changed |= self._drop(index, grad)
             else:
                 changed |= self._write(index, grad)
         return changed
+
+    def _drop(self, index: int, value: torch.Tensor | None) -> bool:
+        """Drop the sum so far of parameter ``index``, whose ``.grad`` was set to None; return
+        whether a part of it was in the shard."""
+        if value is not None:
+            self.value(index)  # raises
+        self.grad_buffer.filled[index] = False
+        return self.grad_buffer.shard_filled and self._write(index, None)
 
     def _write(self, index: int, value: torch.Tensor | None) -> bool:
         """Write the elements of ``value`` that differ from the gradient in the shard; None is 0."""

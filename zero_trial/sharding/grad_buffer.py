@@ -3,46 +3,35 @@ when all of them are ready.
 
     micro-batch 1   autograd hands over a fresh gradient  -> copied into its view once, and .grad
                                                           becomes the view
-    micro-batch 2+  autograd adds into .grad, that is into the view, by itself
+    micro-batch 2+  autograd adds into .grad, that is into the view, by itself; a .grad that user
+                    code has set, or taken away, in between is the gradient
     other dtype     (16-bit gradients, fp32 accumulation) every gradient is added into its view and
                     dropped
 
 Compared with zeroing the buffer and letting autograd add from the start, this moves 12 instead of
 20 bytes per fp32 element. Gradients below SMALL elements are copied together by one foreach call
 when the group is ready: one dispatch instead of one per tensor.
-
-The buffer's memory is of one of three kinds:
-
-    PersistentGrads   gradients always live: one buffer per group, n elements
-    ResizedGrads      until reduced, in ordinary or device memory: the buffer's storage is resized
-                      to nothing and back
-    PooledGrads       until reduced, where peers read in place: a pool for what is in flight, one
-                      being filled and one spare
-
-Memory that peers have mapped cannot be freed, which is why the third kind passes it on instead.
-Between steps the pool keeps buffers of at most LARGEST_KEPT bytes, as freed memory of that size
-stays anyway (:func:`keep_freed_memory`); larger ones are given back.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from itertools import takewhile
+from typing import Any
 
 import torch
 from torch import nn
 
 from zero_trial.comm import AxisComm
+from zero_trial.errors import TrialError
 from zero_trial.ops.dispatch import accumulate
 from zero_trial.sharding.freed import unasked
-from zero_trial.sharding.layout import Layout
+from zero_trial.sharding.grad_memory import BufferPool, FlatGrads, gradient_memory
 from zero_trial.sharding.param_group import ParamGroup
-from zero_trial.sharding.plan import Lifetime, ReduceAt, ZeroPlan
+from zero_trial.sharding.plan import Lifetime, ReduceAt
 
 SMALL = 1 << 14  # elements
-LARGEST_KEPT = 32 << 20  # bytes
 
 
 class GradBuffer:
@@ -152,6 +141,9 @@ class GradBuffer:
                 seen[index] = grad_buffer._pass
                 grad_buffer._missing -= 1
                 if not grad_buffer._missing and grad_buffer._on_ready is not None:
+                    # a hook that follows may read or change this gradient
+                    if len(param._post_accumulate_grad_hooks) > 1 and _has_later_hook(param):
+                        grad_buffer.late = True
                     grad_buffer._on_ready(grad_buffer)
             elif not grad_buffer._missing:
                 grad_buffer.late = True
@@ -200,12 +192,14 @@ class GradBuffer:
         if grad is None:
             return
         grad = _dense(grad)
-        if self.filled[index]:
+        if self.filled[index] and not self._shares:
             accumulate(self.views[index], grad)
         else:
             self.views[index].copy_(grad)
             self.filled[index] = True
         param.grad = self.views[index] if self._shares else None
+        if not self._shares and _has_later_hook(param):
+            raise _unseen(self.group.layout.slots[index].name)
 
     def flush_small(self, *, show: bool = True) -> None:
         """Copy the small gradients that wait; afterwards the buffer holds all that has come (unless
@@ -226,10 +220,11 @@ class GradBuffer:
         for index, grad in zip(waiting, grads, strict=True):
             self._queued[index] = False
             if grad is None or grad is views[index]:
+                filled[index] = filled[index] and (grad is not None or not self._shares)
                 continue
             if grad.is_sparse:
                 grad = _dense(grad)
-            if filled[index]:
+            if filled[index] and not self._shares:
                 again.append((views[index], grad))
             else:
                 targets.append(views[index])
@@ -244,6 +239,11 @@ class GradBuffer:
                 for index in waiting:
                     params[index].grad = views[index] if self._shares else None
         waiting.clear()
+
+    @property
+    def hidden(self) -> bool:
+        """Whether the sum over micro-batches is not in the parameters' ``.grad``."""
+        return not self._shares or (self.group.plan.reduce_at is ReduceAt.MICRO and not any(self.filled))
 
     @property
     def has_gradients(self) -> bool:
@@ -289,6 +289,8 @@ class GradBuffer:
         """Return the full buffer (n,) for its reduction: what got no gradient is zero, and autograd
         no longer writes into it."""
         self.sealed = False
+        if self._shares and not self._kept and any(self.filled):
+            self._take_edits()
         if self._waiting:
             self.flush_small(show=False)
         flat = self._memory.flat if self._owned else None
@@ -306,6 +308,16 @@ class GradBuffer:
         self.sealed = True
         self._owned = False
         return flat.full
+
+    def _take_edits(self) -> None:
+        """Let count what user code has set as ``.grad`` since the gradient came; None is 0."""
+        for index, param in enumerate(self.group.params):
+            grad = param.grad
+            if grad is not self.views[index] and self.filled[index] and not self._queued[index]:
+                if grad is None:
+                    self.filled[index] = False
+                else:
+                    self.views[index].copy_(_dense(grad.detach()))
 
     def end_reduction(self) -> None:
         """Note that the shard holds a reduced sum; free the full buffer where full gradients do not
@@ -361,175 +373,17 @@ def _dense(grad: torch.Tensor) -> torch.Tensor:
     return grad.to_dense() if grad.is_sparse else grad
 
 
-@dataclass(frozen=True)
-class FlatGrads:
-    """A full buffer (n,), each parameter's view of it, and the parts that no parameter covers."""
-
-    full: torch.Tensor
-    views: list[torch.Tensor]
-    padding: list[torch.Tensor]
+def _has_later_hook(param: nn.Parameter) -> bool:
+    """Return whether a hook of user code follows this package's on a gradient of ``param``."""
+    hooks: Any = param._post_accumulate_grad_hooks
+    modules = (str(getattr(hook, "__module__", "")) for hook in reversed(hooks.values()))
+    return any(not module.startswith("zero_trial.") for module in takewhile(__name__.__ne__, modules))
 
 
-def cut(full: torch.Tensor, layout: Layout) -> FlatGrads:
-    """Cut ``full`` (n,) into the views and the padding of ``layout``."""
-    views = [full[slot.offset : slot.offset + slot.numel].view(slot.shape) for slot in layout.slots]
-    return FlatGrads(full, views, [full[start:stop] for start, stop in layout.gaps()])
-
-
-class GradientMemory(Protocol):
-    """The full gradients' memory of one group."""
-
-    @property
-    def flat(self) -> FlatGrads | None:
-        """The buffer; None while it has no memory."""
-        ...
-
-    def borrow(self) -> FlatGrads:
-        """Return memory that no peer reads, with whatever it held. May wait for peers that still
-        read there."""
-        ...
-
-    def give_back(self) -> None:
-        """Give the memory up. Peers may still be reading it."""
-        ...
-
-
-class PersistentGrads:
-    """A buffer that belongs to the group for good."""
-
-    def __init__(self, layout: Layout, dtype: torch.dtype, device: torch.device, comm: AxisComm) -> None:
-        self._comm = comm
-        self.flat = cut(comm.buffer(layout.numel, dtype, device), layout)
-
-    def borrow(self) -> FlatGrads:
-        self._comm.wait_for_readers(self.flat.full)
-        return self.flat
-
-    def give_back(self) -> None:
-        return None
-
-
-class ResizedGrads:
-    """A buffer whose storage is given back to the allocator."""
-
-    def __init__(self, layout: Layout, dtype: torch.dtype, device: torch.device) -> None:
-        self.flat = cut(torch.zeros(layout.numel, dtype=dtype, device=device), layout)
-        self._bytes = layout.numel * dtype.itemsize
-        self.give_back()
-
-    def borrow(self) -> FlatGrads:
-        self.flat.full.untyped_storage().resize_(self._bytes)
-        return self.flat
-
-    def give_back(self) -> None:
-        self.flat.full.untyped_storage().resize_(0)
-
-
-class PooledGrads:
-    """A buffer of ``pool``, while it is needed."""
-
-    def __init__(self, layout: Layout, dtype: torch.dtype, pool: BufferPool) -> None:
-        self._layout = layout
-        self._dtype = dtype
-        self._pool = pool
-        self._pooled: PooledBuffer | None = None
-        self.flat: FlatGrads | None = None
-
-    def borrow(self) -> FlatGrads:
-        nbytes = self._layout.numel * self._dtype.itemsize
-        if self._pooled is None:
-            self._pooled = self._pool.take(nbytes)
-        else:
-            self._pool.wait_for_readers(self._pooled)
-
-        flat = self._pooled.cuts.get(id(self))
-        if flat is None:
-            flat = self._pooled.cuts[id(self)] = cut(self._pooled.buffer[:nbytes].view(self._dtype), self._layout)
-        self.flat = flat
-        return flat
-
-    def give_back(self) -> None:
-        pooled, self._pooled, self.flat = self._pooled, None, None
-        if pooled is not None:
-            self._pool.give_back(pooled)
-
-
-@dataclass(eq=False)
-class PooledBuffer:
-    """A buffer (bytes), and by id of their PooledGrads the views that groups have cut from it: they
-    are used again in every step."""
-
-    buffer: torch.Tensor
-    cuts: dict[int, FlatGrads] = field(default_factory=dict)
-
-
-class BufferPool:
-    """Buffers of ``comm`` for the gradients in flight. At most ``most`` that fit a group, unless
-    more are in use at once."""
-
-    def __init__(self, comm: AxisComm, most: int) -> None:
-        self._comm = comm
-        self._most = most
-        self._taken: list[PooledBuffer] = []
-        self._left: list[PooledBuffer] = []  # given back, the longest ago first
-        self._largest = 0  # bytes
-
-    def take(self, nbytes: int) -> PooledBuffer:
-        """Return a buffer of ``nbytes`` to twice that.
-
-        Where there are ``most`` already, and peers still read all that were given back, it waits
-        for the first of those.
-        """
-        left = []
-        for pooled in self._left:
-            if nbytes <= pooled.buffer.numel() <= 2 * nbytes:
-                left.append(pooled)
-                if not self._comm.has_readers(pooled.buffer):
-                    found = pooled
-                    break
-        else:
-            used = len(left) + sum(nbytes <= pooled.buffer.numel() <= 2 * nbytes for pooled in self._taken)
-            if left and used >= self._most:
-                found = left[0]
-                self.wait_for_readers(found)
-            else:
-                found = PooledBuffer(self._comm.buffer(nbytes, torch.uint8, torch.device("cpu")))
-                self._left.append(found)
-                self._largest = max(self._largest, found.buffer.numel())
-        self._left.remove(found)
-        self._taken.append(found)
-        if self._largest > LARGEST_KEPT:
-            self._drop_large()
-        return found
-
-    def give_back(self, pooled: PooledBuffer) -> None:
-        """Let others take the buffer. Peers may still be reading it."""
-        self._taken.remove(pooled)
-        self._left.append(pooled)
-        if self._largest > LARGEST_KEPT:
-            self._drop_large()
-
-    def wait_for_readers(self, pooled: PooledBuffer) -> None:
-        """Return when no peer reads ``pooled``."""
-        self._comm.wait_for_readers(pooled.buffer)
-
-    def buffers(self) -> list[torch.Tensor]:
-        """List all buffers that exist now."""
-        return [pooled.buffer for pooled in (*self._taken, *self._left)]
-
-    def _drop_large(self) -> None:
-        """Give large buffers that are not in use back to the system."""
-        self._left = [
-            pooled
-            for pooled in self._left
-            if pooled.buffer.numel() <= LARGEST_KEPT or self._comm.has_readers(pooled.buffer)
-        ]
-
-
-def gradient_memory(
-    layout: Layout, dtype: torch.dtype, device: torch.device, plan: ZeroPlan, comm: AxisComm, pool: BufferPool | None
-) -> GradientMemory:
-    """Choose the kind of memory by how long full gradients live, and by whether there is a pool."""
-    if plan.grads is not Lifetime.USE:
-        return PersistentGrads(layout, dtype, device, comm)
-    return PooledGrads(layout, dtype, pool) if pool is not None else ResizedGrads(layout, dtype, device)
+def _unseen(name: str) -> TrialError:
+    return TrialError(
+        "this hook would find no gradient: 16-bit gradients are added up in fp32, outside of param.grad",
+        where=f"{name}.register_post_accumulate_grad_hook",
+        got="a hook that was added after initialize()",
+        fix=f"Use {name}.register_hook, which gets the gradient of each pass, or safe_get_full_grad before engine.step().",
+    )

@@ -22,7 +22,8 @@ from zero_trial.precision import DtypePolicy
 from zero_trial.sharding.freed import forget_owner, register_owner, revive
 from zero_trial.sharding.full_params import FullParams
 from zero_trial.sharding.grad_access import ShownGradients
-from zero_trial.sharding.grad_buffer import BufferPool, GradBuffer
+from zero_trial.sharding.grad_buffer import GradBuffer
+from zero_trial.sharding.grad_memory import BufferPool
 from zero_trial.sharding.grouping import (
     GroupSpec,
     ManualGroup,
@@ -153,12 +154,13 @@ class ShardedModel:
         """End the backward pass: gradients that are to be reduced are when this returns. Collective
         over shard and replica if so.
 
-        ``show``: they are all that the step will see, and ``param.grad`` shows them.
+        ``show``: they are all that the step will see, and ``param.grad`` shows them if they are
+            reduced.
         """
+        reduced = self.reducer.active
         self.reducer.finish_pass()
-        if show:
-            for shown in self._shown:
-                shown.show()
+        for shown in self._shown:
+            shown.show(partial=not (show and reduced))
 
     def on_foreign_gradient(self, call: Callable[[bool], None]) -> None:
         """See :meth:`GradBuffer.on_foreign_gradient`; no call where a schedule reduces."""
@@ -188,7 +190,7 @@ class ShardedModel:
     def shows_gradients(self) -> bool:
         """Whether the last backward pass of the step is over: ``param.grad`` shows its
         gradients."""
-        return any(shown.shown for shown in self._shown)
+        return any(shown.shown and not shown.partial for shown in self._shown)
 
     def take_gradient_edits(self) -> None:
         """Let what user code did to ``param.grad`` since the last backward pass count in the step.
@@ -203,7 +205,7 @@ class ShardedModel:
         shown = self.shown_gradients(grad_buffer.group)
         if shown is not None and shown.shown:
             shown.forget()
-            shown.show()
+            shown.show(partial=shown.partial)
 
     def wait_before_writing(self) -> None:
         """Wait until shards may be written: for gathers under way (fetched ahead and never used),

@@ -49,7 +49,8 @@ import torch
 from zero_trial.comm import AxisComm, Pending
 from zero_trial.comm.waits import DONE
 from zero_trial.ops.dispatch import accumulate
-from zero_trial.sharding.grad_buffer import BufferPool, GradBuffer, PooledBuffer
+from zero_trial.sharding.grad_buffer import GradBuffer
+from zero_trial.sharding.grad_memory import BufferPool, PooledBuffer
 from zero_trial.sharding.layout import square_sum
 from zero_trial.sharding.param_group import trace_range
 from zero_trial.sharding.unshard import Unsharder

@@ -311,8 +311,9 @@ class GradBuffer:
 
     def _take_edits(self) -> None:
         """Let count what user code has set as ``.grad`` since the gradient came; None is 0."""
-        for index, param in enumerate(self.group.params):
-            grad = param.grad
+        with unasked():
+            grads = [param.grad for param in self.group.params]
+        for index, grad in enumerate(grads):
             if grad is not self.views[index] and self.filled[index] and not self._queued[index]:
                 if grad is None:
                     self.filled[index] = False

@@ -233,7 +233,7 @@ def examine_experiment(source: str | Path | Mapping[str, Any], name: str | None 
         min_checkpoint_period=values.period("min_checkpoint_period", 0) or NEVER,
         scheduling_unit=values.get("scheduling_unit", Int(1, unit="batches"), 100),
         max_restarts=values.get("max_restarts", Int(0), 5),
-        experiment_seed=values.get("reproducibility.experiment_seed", Int(0, 2**31 - 1), None),
+        experiment_seed=values.get("reproducibility.experiment_seed", Int(0, 2**32 - 1), None),
         checkpoint_policy=values.get("checkpoint_policy", Text(("best", "all", "none")), "best"),
         records_per_epoch=values.get("records_per_epoch", Int(0), 0),
         perform_initial_validation=values.get("perform_initial_validation", Bool(), False),

@@ -492,7 +492,7 @@ OPTIMIZATIONS = Fields(
     }
 )
 
-REPRODUCIBILITY = Fields({"experiment_seed": Field(exact_int(0, 2**31 - 1))})
+REPRODUCIBILITY = Fields({"experiment_seed": Field(exact_int(0, 2**32 - 1))})
 
 RETENTION = Fields({"log_retention_days": Field(exact_int(-1, 32767), required=True)})
 

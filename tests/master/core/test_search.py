@@ -142,6 +142,24 @@ def test_points_that_cannot_be_reconciled_are_pruned_counted_and_explained(
     assert line is not None and "odd" in line.message and line.level == "ERROR"
 
 
+def test_points_of_a_paused_experiment_are_pruned_when_it_is_activated(
+    master: Sandbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Until then it has the trials that a genuine master creates."""
+    monkeypatch.setattr(pruning, "reason", lambda config, hparams, files: "odd" if hparams["a"] % 2 else None)
+    random = {"name": "random", "metric": "val", "max_trials": 4}
+    space = {"a": {"type": "int", "minval": 0, "maxval": 999}}
+    made = master.create(searcher=random, hyperparameters=space, activate=False)
+    values = [trial.hparams["a"] for trial in master.experiments.trials(made.id)]
+    assert master.states(made.id) == ("PAUSED", ["PAUSED"] * 4) and any(value % 2 for value in values)
+    master.restart()
+    master.experiments.activate(made.id)
+    found = master.experiments.trials(made.id)
+    assert [trial.hparams["a"] for trial in found[:4]] == values
+    assert [trial.pruned for trial in found] == [trial.hparams["a"] % 2 == 1 for trial in found]
+    assert sum(not trial.pruned for trial in found) == 4
+
+
 def test_a_search_of_nothing_but_refused_points_is_given_up(master: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pruning, "reason", lambda config, hparams, files: "never")
     monkeypatch.setattr(transaction, "MAX_PRUNED", 5)

@@ -236,7 +236,7 @@ class Transaction:
 
     def _carry_out(self, effect: lifecycle.TrialEffect, trial_id: int, run: Allocation | None, life: TrialLife) -> None:
         if effect is lifecycle.TrialEffect.REQUEST:
-            self._request_run(trial_id)
+            self._request_run_or_prune(trial_id)
         elif effect is lifecycle.TrialEffect.END:
             self._end_trial(trial_id, life)
         elif run is None:
@@ -284,6 +284,19 @@ class Transaction:
             self.apply_to_trial(trial.id, lifecycle.Fail(error))
 
     # -- runs
+
+    def _request_run_or_prune(self, trial_id: int) -> None:
+        """Queue a run, unless it is the first and these hyperparameters cannot be trained."""
+        trial = self.trial_of(trial_id)
+        if trial.run_id == 0:
+            experiment = self.experiment_of(trial.experiment_id)
+            live = self._state.search_of(self.connection, experiment)
+            why = self._why_not(experiment, live, trial)
+            if why is not None:
+                self._prune(experiment.id, live, trial_id, why)
+                return
+            live.pruned = 0
+        self._request_run(trial_id)
 
     def _request_run(self, trial_id: int) -> None:
         """Queue a run from the newest checkpoint; archive what was reported after it."""
@@ -421,7 +434,7 @@ class Transaction:
             self.give_up(experiment_id, f"the search failed: {type(error).__name__}: {error}")
             return
         for action in actions:
-            self._act(experiment_id, live, action)
+            self._act(experiment_id, action)
 
     def _ask(self, live: LiveSearch, event: _SearchEvent) -> list[Action]:
         if isinstance(event, Begun):
@@ -430,9 +443,9 @@ class Transaction:
             return live.searcher.on_validation(event.trial.request_id, event.metrics)
         return live.searcher.on_exited(event.trial.request_id, event.reason)
 
-    def _act(self, experiment_id: int, live: LiveSearch, action: Action) -> None:
+    def _act(self, experiment_id: int, action: Action) -> None:
         if isinstance(action, Create):
-            self._create(experiment_id, live, action)
+            self._create(experiment_id, action)
         elif isinstance(action, Stop):
             trial = trials.of_request(self.connection, experiment_id, action.request_id)
             if trial is not None:
@@ -445,22 +458,17 @@ class Transaction:
                 experiments.change(self.connection, experiment_id, error=reasons[-1])
             self.apply_to_experiment(experiment_id, end)
 
-    def _create(self, experiment_id: int, live: LiveSearch, action: Create) -> None:
+    def _create(self, experiment_id: int, action: Create) -> None:
         experiment = self.experiment_of(experiment_id)
         if experiment.state not in (ExperimentState.ACTIVE, ExperimentState.PAUSED):
             return
         trial_id = self._add_trial(experiment, action)
-        why = self._why_not(experiment, live, action)
-        if why is not None:
-            self._prune(experiment_id, live, trial_id, why)
-            return
-        live.pruned = 0
         if experiment.state is ExperimentState.ACTIVE:
             self.apply_to_trial(trial_id, TrialSignal.START)
 
-    def _why_not(self, experiment: Experiment, live: LiveSearch, action: Create) -> str | None:
+    def _why_not(self, experiment: Experiment, live: LiveSearch, trial: Trial) -> str | None:
         try:
-            return pruning.reason(experiment.config, action.hparams, live.context.files)
+            return pruning.reason(experiment.config, trial.hparams, live.context.files)
         except Exception:  # not known: the trial finds out
             log.exception("a point of experiment %d cannot be checked before launch", experiment.id)
             return None

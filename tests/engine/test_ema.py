@@ -5,6 +5,7 @@ it costs."""
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,6 +21,7 @@ from tests.engine.offloaded import Net, differing, two_groups, values_of
 from tests.engine.offloaded import loss as net_loss
 from tests.engine.offloaded import train as train_net
 from tests.engine.test_deferred_step import both
+from tests.engine.test_offload import staged
 from tests.support.dense import STAGES, Case, Turn, build_engine, train_dense, train_ranks
 from tests.support.models import Tower
 from tests.support.pipelines import batches, layers
@@ -196,8 +198,12 @@ def values_and_average(engine: Any) -> dict[str, torch.Tensor]:
     return found | {f"after {name}": value.clone() for name, value in engine.module_state_dict().items()}
 
 
-def offloaded(stage: str, config: dict[str, Any], offload: dict[str, Any] | None) -> Any:
-    engine = engine_of(stage, config, offload)
+def offloaded(stage: str, config: dict[str, Any], offload: dict[str, Any] | None, on_device: bool = False) -> Any:
+    """``on_device``: a device that is played by the CPU has the parameters."""
+    with pytest.MonkeyPatch.context() as patched:
+        if on_device:
+            patched.setattr(sys.modules["zero_trial.engine.build"], "plan_offload", staged)
+        engine = engine_of(stage, config, offload)
     train_net(engine, range(2))
     with engine.ema_weights():  # the steps that follow read the file again
         engine.module_state_dict()
@@ -208,7 +214,7 @@ def offloaded(stage: str, config: dict[str, Any], offload: dict[str, Any] | None
 
 
 @pytest.mark.parametrize("config", [{}, BF16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("where", ["state", "ratio", "parameters", "host"])
+@pytest.mark.parametrize("where", ["state", "ratio", "parameters", "host", "device to file", "device to host"])
 def test_it_follows_the_state_that_is_offloaded(
     ranks: Pools, tmp_path: Path, where: str, config: dict[str, Any]
 ) -> None:
@@ -218,9 +224,10 @@ def test_it_follows_the_state_that_is_offloaded(
         "ratio": {"offload_optimizer": nvme | {"ratio": 0.5}},
         "parameters": {"offload_optimizer": nvme, "offload_param": nvme},
         "host": {"offload_optimizer": {"device": "cpu"}},
-    }[where]
-    stage = "zero3-free" if where == "parameters" else "zero2"
-    plain, away = ranks(2).run(offloaded, stage, config, None), ranks(2).run(offloaded, stage, config, offload)
+    }[where.replace("device to file", "state").replace("device to host", "host")]
+    stage = "zero3-free" if where in ("parameters", "device to host") else "zero2"
+    plain = ranks(2).run(offloaded, stage, config, None)
+    away = ranks(2).run(offloaded, stage, config, offload, where.startswith("device"))
     for one, other in zip(plain, away, strict=True):
         assert differing(one, other) == []
 
@@ -324,6 +331,20 @@ def test_an_error_leaves_the_weights_and_training_is_refused(ranks: Pools, tmp_p
     assert not list(tmp_path.iterdir())
 
 
+def destroyed(stage: str) -> list[str]:
+    """What is left after an engine is destroyed inside the block: the averages."""
+    engine = trained(stage, steps=3)
+    with engine.ema_weights():
+        averages = {name: value.clone() for name, value in engine.module_state_dict().items()}
+        engine.destroy()
+    return differing(averages, dict(engine.module.state_dict()))
+
+
+@pytest.mark.parametrize("stage", ["zero0", "zero1", "zero3"])
+def test_a_module_that_is_released_inside_keeps_the_averages(ranks: Pools, stage: str) -> None:
+    assert ranks(2).run(destroyed, stage) == [[], []]
+
+
 def test_without_a_step_or_the_key() -> None:
     engine = trained(steps=0)
     with engine.ema_weights():
@@ -333,23 +354,40 @@ def test_without_a_step_or_the_key() -> None:
         pass
 
 
-def interrupted(stage: str, evaluates: bool) -> list[str]:
+def interrupted(stage: str, optimizer: dict[str, Any], evaluates: bool) -> list[str]:
     """Evaluation between micro-batches, and between a backward and its step, changes no bit."""
-    engine: Any = build_engine(Case(Tower, loss, None, ADAMW, config=EMA, accumulation=2), STAGES[stage])
+    engine: Any = build_engine(Case(Tower, loss, None, optimizer, config=EMA, accumulation=2), STAGES[stage])
     for step in range(3):
         for number in range(2):
             engine.backward(loss(engine, Turn(step, number, engine.global_rank)))
             if evaluates:
-                with engine.ema_weights(), engine.ema_weights(), torch.no_grad():
+                mode = torch.inference_mode() if step == 1 else torch.no_grad()
+                with mode, engine.ema_weights(), engine.ema_weights():
                     loss(engine, Turn(9, 0, 0))
             engine.step()
     return [value.hex() for each in engine.module_state_dict().values() for value in each.flatten().tolist()]
 
 
+@pytest.mark.parametrize("optimizer", [ADAMW, MUON], ids=["AdamW", "Muon"])
 @pytest.mark.parametrize("stage", ["zero0", "zero2", "zero3-free"])
-def test_evaluation_changes_nothing_of_a_step(ranks: Pools, stage: str) -> None:
-    plain = ranks(2).run(interrupted, stage, False)
-    assert ranks(2).run(interrupted, stage, True) == plain
+def test_evaluation_changes_nothing_of_a_step(ranks: Pools, stage: str, optimizer: dict[str, Any]) -> None:
+    plain = ranks(2).run(interrupted, stage, optimizer, False)
+    assert ranks(2).run(interrupted, stage, optimizer, True) == plain
+
+
+def edited(config: dict[str, Any]) -> bool:
+    engine: Any = trained("zero2", config=EMA | config)
+    weight = engine.module.first.weight
+    values = torch.arange(weight.numel(), dtype=torch.float32).view(weight.shape) / 3
+    zero.safe_set_full_optimizer_state(weight, values, KIND)
+    with engine.ema_weights():
+        return torch.equal(zero.safe_get_full_fp32_param(weight), values)
+
+
+@pytest.mark.parametrize("config", [{}, NARROW], ids=["fp32", "8bit"])
+def test_it_can_be_set(ranks: Pools, config: dict[str, Any]) -> None:
+    """Exactly, also beside moments in 8 bits."""
+    assert ranks(2).run(edited, config) == [True, True]
 
 
 # --- checkpoints ----------------------------------------------------------------------------------

@@ -46,8 +46,8 @@ def test_the_warm_up_is_that_of_diffusers() -> None:
 class Steps:
     """Weights with an average, and torch's average of the same weights."""
 
-    def __init__(self, schedule: EmaSchedule) -> None:
-        self.holder = nn.ParameterList([torch.randn(7), torch.randn(3, 5), torch.randn(())])
+    def __init__(self, schedule: EmaSchedule, dtype: torch.dtype = torch.float32) -> None:
+        self.holder = nn.ParameterList([torch.randn(shape, dtype=dtype) for shape in ((7,), (3, 5), ())])
         self.weights: list[torch.Tensor] = list(self.holder)
         self.state: Any = defaultdict(dict)
         self.average = WeightAverage(schedule)
@@ -60,7 +60,7 @@ class Steps:
         with self.average.following(self.weights, self.state, flag):
             assert all(KIND not in state for state in self.state.values())
             for weight in self.weights if not found_inf else ():
-                weight += torch.randn(weight.shape)
+                weight += torch.randn(weight.shape, dtype=weight.dtype)
         if found_inf:
             self.average.undo_step()
         else:
@@ -81,8 +81,9 @@ def test_it_is_torch_s_average() -> None:
             assert steps.same()
 
 
-def test_a_step_that_the_device_skips_leaves_it() -> None:
-    steps = Steps(EmaSchedule(0.9))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_step_that_the_device_skips_leaves_it(dtype: torch.dtype) -> None:
+    steps = Steps(EmaSchedule(0.9), dtype)
     for found_inf in (1.0, 0.0, 0.0, 1.0, 1.0, 0.0):
         steps.step(found_inf)
     assert steps.same() and steps.average.steps == 3

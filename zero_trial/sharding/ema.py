@@ -167,4 +167,4 @@ def _move(averages: list[torch.Tensor], weights: list[torch.Tensor], share: floa
         torch._foreach_lerp_(averages, weights, share)
     else:
         for average, weight in zip(averages, weights, strict=True):
-            average.lerp_(weight, ((skip.reshape(()) == 0) * share).to(average.dtype))
+            average.lerp_(weight, (skip.reshape(()) == 0).to(average.dtype) * share)

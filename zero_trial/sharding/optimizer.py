@@ -126,6 +126,7 @@ class ShardedOptimizer:
         self._held = [*held_whole(self.pieces, whole_groups), *(whole.own if whole is not None else ())]
         self._publisher = publisher
         self.ema = ema
+        self._closed = False
         self.store = store if store is not None else DeviceStore(self.pieces, **batching(base, at_once))
         self._status = status if status is not None else StepStatus()
         self._sizes = sizes_of(base)
@@ -302,7 +303,8 @@ class ShardedOptimizer:
         try:
             yield
         finally:
-            self._swap(self.ema)
+            if not self._closed:  # else the module keeps the averages
+                self._swap(self.ema)
 
     def require_trained_weights(self, where: str) -> None:
         """Raise TrialError inside :meth:`ema_weights`."""
@@ -343,6 +345,7 @@ class ShardedOptimizer:
 
     def close(self) -> None:
         """Free the store's space outside of memory. No step follows."""
+        self._closed = True
         self.store.close()
 
     def identity(self) -> dict[str, Any]:

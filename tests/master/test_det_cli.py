@@ -105,7 +105,10 @@ def test_the_experiment_is_described_as_it_was_submitted(det: Det, ended: int) -
         "STATE_COMPLETED",
         1.0,
     )
-    assert found["config"]["hyperparameters"] == {"steps": 4, "deep": {"lr": 0.1}}
+    assert found["config"]["hyperparameters"] == {
+        "steps": {"type": "const", "val": 4},
+        "deep": {"lr": {"type": "const", "val": 0.1}},
+    }
     config = det.ok("experiment", "config", str(ended))
     assert "max_restarts: 1" in config
     assert "python3 train.py" in config
@@ -388,7 +391,7 @@ def test_a_trial_knows_its_own_token_and_not_the_users(det: Det) -> None:
     assert det.wait(number) == "COMPLETED"
     text = det.logs(det.trials(number)[0]["id"])
     assert det.exports["DET_USER_TOKEN"] not in text
-    found = json.loads(text.rpartition("FOUND ")[2].splitlines()[0])
+    found = json.loads(text.partition("FOUND ")[2].splitlines()[0])
     assert found["asked"] == [200, 403, 403, 403, 401]
     api = pytest.importorskip("determined.common.api")
     session = api.TaskSession(det.url, "determined", found["env"]["DET_SESSION_TOKEN"], None)

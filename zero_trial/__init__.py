@@ -19,30 +19,50 @@ if TYPE_CHECKING:
     from zero_trial import zero
     from zero_trial.comm import destroy_distributed, init_distributed
     from zero_trial.engine import Engine, RepeatingLoader, add_config_arguments, initialize
-    from zero_trial.errors import InvalidHP
+    from zero_trial.errors import (
+        CheckpointError,
+        ConfigError,
+        DataError,
+        Diverged,
+        DoesNotFit,
+        InvalidHP,
+        KernelUnavailable,
+        MasterError,
+        MeshError,
+        Preempted,
+        StorageError,
+        TrialError,
+        ZeroTrialError,
+    )
     from zero_trial.pipeline import LayerSpec, PipelineModule, TiedLayerSpec
     from zero_trial.runtime.trainer import Trainer, init
-    from zero_trial.trial import Batch, DataLoader, Epoch, ZeroTrial, ZeroTrialContext
+    from zero_trial.trial import (
+        Batch,
+        DataLoader,
+        Epoch,
+        MetricReducer,
+        Record,
+        Reducer,
+        TrialCallback,
+        ZeroTrial,
+        ZeroTrialContext,
+    )
 
-_PLACES = {
-    "Engine": "zero_trial.engine",
-    "LayerSpec": "zero_trial.pipeline",
-    "PipelineModule": "zero_trial.pipeline",
-    "TiedLayerSpec": "zero_trial.pipeline",
-    "RepeatingLoader": "zero_trial.engine",
-    "add_config_arguments": "zero_trial.engine",
-    "initialize": "zero_trial.engine",
-    "Trainer": "zero_trial.runtime.trainer",
-    "init": "zero_trial.runtime.trainer",
-    "destroy_distributed": "zero_trial.comm",
-    "init_distributed": "zero_trial.comm",
-    "InvalidHP": "zero_trial.errors",
-    "Batch": "zero_trial.trial",
-    "DataLoader": "zero_trial.trial",
-    "Epoch": "zero_trial.trial",
-    "ZeroTrial": "zero_trial.trial",
-    "ZeroTrialContext": "zero_trial.trial",
+_NAMES = {
+    "comm": ("destroy_distributed", "init_distributed"),
+    "engine": ("Engine", "RepeatingLoader", "add_config_arguments", "initialize"),
+    "errors": (
+        *("CheckpointError", "ConfigError", "DataError", "Diverged", "DoesNotFit", "InvalidHP", "KernelUnavailable"),
+        *("MasterError", "MeshError", "Preempted", "StorageError", "TrialError", "ZeroTrialError"),
+    ),
+    "pipeline": ("LayerSpec", "PipelineModule", "TiedLayerSpec"),
+    "runtime.trainer": ("Trainer", "init"),
+    "trial": (
+        *("Batch", "DataLoader", "Epoch", "MetricReducer", "Record", "Reducer", "TrialCallback"),
+        *("ZeroTrial", "ZeroTrialContext"),
+    ),
 }
+_PLACES = {name: f"zero_trial.{module}" for module, names in _NAMES.items() for name in names}
 
 _MODULES = {
     "checkpointing": "zero_trial.activation_checkpointing",
@@ -52,17 +72,33 @@ _MODULES = {
 
 __all__ = [
     "Batch",
+    "CheckpointError",
+    "ConfigError",
+    "DataError",
     "DataLoader",
+    "Diverged",
+    "DoesNotFit",
     "Engine",
     "Epoch",
     "InvalidHP",
+    "KernelUnavailable",
     "LayerSpec",
+    "MasterError",
+    "MeshError",
+    "MetricReducer",
     "PipelineModule",
+    "Preempted",
+    "Record",
+    "Reducer",
     "RepeatingLoader",
+    "StorageError",
     "TiedLayerSpec",
     "Trainer",
+    "TrialCallback",
+    "TrialError",
     "ZeroTrial",
     "ZeroTrialContext",
+    "ZeroTrialError",
     "__version__",
     "add_config_arguments",
     "checkpointing",
@@ -79,8 +115,24 @@ def __getattr__(name: str) -> Any:
     if name in _MODULES:
         return import_module(_MODULES[name])
     if name not in _PLACES:
-        raise AttributeError(f"module 'zero_trial' has no attribute {name!r}")
+        raise AttributeError(f"module 'zero_trial' has no attribute {name!r}{_nearest(name)}")
     return getattr(import_module(_PLACES[name]), name)
+
+
+def __dir__() -> list[str]:
+    """List the public names; Python 3.12 and later suggests one of them for a misspelled import."""
+    return __all__
+
+
+def _nearest(name: str) -> str:
+    """Return a question with the nearest public name; empty where none is near."""
+    if name.startswith("_"):
+        return ""
+    import difflib
+
+    lower = {known.lower(): known for known in __all__}
+    near = difflib.get_close_matches(name.lower(), lower, 1, 0.7)
+    return f". Did you mean {lower[near[0]]!r}?" if near else ""
 
 
 def _is_determined_harness() -> bool:

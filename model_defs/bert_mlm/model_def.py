@@ -9,9 +9,8 @@ import torch
 from data import VOCABULARY, MaskedBytes
 from model import EncoderConfig, MaskedLanguageModel
 
-from zero_trial import ZeroTrial, ZeroTrialContext
+from zero_trial import DataLoader, ZeroTrial, ZeroTrialContext
 from zero_trial.data import local_corpus, unigram_bits_per_byte
-from zero_trial.trial import DataLoader
 
 
 class BertTrial(ZeroTrial):

@@ -15,10 +15,9 @@ from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 from torch.utils.data import TensorDataset
 
-from zero_trial import ZeroTrial, ZeroTrialContext
+from zero_trial import DataLoader, ZeroTrial, ZeroTrialContext
 from zero_trial.data import GlyphImages, glyph_images, image_folder
 from zero_trial.data.images import contact_sheet, write_png
-from zero_trial.trial import DataLoader
 
 SHOWN = 64  # letters on a sheet, always from the same noise
 

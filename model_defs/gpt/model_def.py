@@ -9,9 +9,8 @@ import torch
 from model import GPT, GPTConfig
 from torch import nn
 
-from zero_trial import ZeroTrial, ZeroTrialContext
+from zero_trial import DataLoader, ZeroTrial, ZeroTrialContext
 from zero_trial.data import ByteDataset, local_corpus, unigram_bits_per_byte, xz_bits_per_byte
-from zero_trial.trial import DataLoader
 
 
 class GPTTrial(ZeroTrial):

@@ -11,8 +11,7 @@ from data import letters, samples
 from model import NetConfig, letter_net
 from torch.nn.functional import cross_entropy
 
-from zero_trial import PipelineModule, ZeroTrial, ZeroTrialContext
-from zero_trial.trial import DataLoader
+from zero_trial import DataLoader, PipelineModule, ZeroTrial, ZeroTrialContext
 
 
 class LetterTrial(ZeroTrial):

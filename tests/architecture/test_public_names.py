@@ -5,7 +5,10 @@ from __future__ import annotations
 import ast
 from pathlib import Path
 
+import pytest
+
 import zero_trial
+from zero_trial.errors import ZeroTrialError
 
 
 def names_for_type_checkers() -> set[str]:
@@ -25,4 +28,20 @@ def test_every_public_name_exists_and_has_a_type() -> None:
 
 
 def test_a_script_needs_no_other_import() -> None:
-    assert {"Trainer", "init", "Batch", "Epoch", "InvalidHP", "DataLoader", "ZeroTrial"} <= set(zero_trial.__all__)
+    assert {"Trainer", "init", "Batch", "Epoch", "Record", "DataLoader", "ZeroTrial"} <= set(zero_trial.__all__)
+
+
+def test_every_error_is_a_public_name() -> None:
+    assert {kind.__name__ for kind in subclasses(ZeroTrialError)} <= set(zero_trial.__all__)
+
+
+def subclasses(kind: type) -> set[type]:
+    """``kind`` and what is derived from it in its own file."""
+    found = {kind}.union(*(subclasses(below) for below in kind.__subclasses__()))
+    return {one for one in found if one.__module__ == kind.__module__}
+
+
+def test_a_wrong_name_suggests_the_right_one() -> None:
+    with pytest.raises(AttributeError, match="Did you mean 'DataLoader'"):
+        _ = zero_trial.Dataloader
+    assert not hasattr(zero_trial, "__wrapped__") and dir(zero_trial) == sorted(zero_trial.__all__)

@@ -67,14 +67,21 @@ def test_all_the_places_where_it_may_be(tmp_path: Path, text: str):
     assert read_ds_config(read_experiment(write(tmp_path, text)).ds_config(tmp_path)).train_batch_size == 8
 
 
-def test_beside_the_yaml_comes_before_the_model_folder(tmp_path: Path):
+def test_a_file_is_the_one_that_a_cluster_gets(tmp_path: Path):
     model = tmp_path / "model"
     model.mkdir()
-    (model / "ds.json").write_text('{"train_batch_size": 2}')
     experiment = read_experiment(write(tmp_path, "data: {ds_config: ds.json}\nhyperparameters: {}\n"))
-    assert read_ds_config(experiment.ds_config(model)).train_batch_size == 2
+    (tmp_path / "ds.json").write_text('{"train_batch_size": 2}')
+    alone = read_ds_config(experiment.ds_config(model))
+    assert alone.train_batch_size == 2
+    assert any("--include" in warning for warning in alone.warnings)
+    (model / "ds.json").write_text('{"train_batch_size": 2}')
+    both = read_ds_config(experiment.ds_config(model))
+    assert (both.train_batch_size, both.warnings) == (2, ())
     (tmp_path / "ds.json").write_text('{"train_batch_size": 1}')
-    assert read_ds_config(experiment.ds_config(model)).train_batch_size == 1
+    with pytest.raises(ConfigError, match=r"two different files are called ds\.json") as error:
+        experiment.ds_config(model)
+    assert "const.yaml:3 data.ds_config" in str(error.value) and f"would take {model / 'ds.json'}" in str(error.value)
 
 
 @pytest.mark.parametrize(

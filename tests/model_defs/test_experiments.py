@@ -3,15 +3,22 @@ its model."""
 
 from __future__ import annotations
 
+import re
+import shutil
 from pathlib import Path
 
 import pytest
+import yaml
 
 from tests.model_defs.folder import ROOT, import_from
 from zero_trial.ds_config.batch import solve_batch
 from zero_trial.ds_config.reader import read_ds_config
 from zero_trial.ds_config.reconcile import reconcile
+from zero_trial.ds_config.report import resolved_ds_config
 from zero_trial.experiment.experiment import read_experiment
+from zero_trial.runtime.in_memory import InMemoryPlatform
+from zero_trial.runtime.protocols import JsonDistributed
+from zero_trial.trial.ds_config import trial_ds_config
 
 EVERY = sorted((ROOT / "experiments").glob("*/const.yaml"))
 PIPELINES = [path for path in EVERY if "_pipeline" in path.parent.name]
@@ -44,11 +51,41 @@ def test_an_experiment_is_what_its_folder_says(path: Path) -> None:
     assert experiment.raw["data"]["validation_windows"] % (batch.micro_batch_size * RANKS) == 0
 
 
+def model_folder(path: Path) -> Path:
+    """The folder that the experiment's own comment names: ``zero-trial run const.yaml FOLDER``."""
+    found = re.search(r"(model_defs/\w+)", path.read_text())
+    assert found is not None
+    return ROOT / found[1]
+
+
+@pytest.mark.parametrize("path", EXPERIMENTS + PIPELINES, ids=lambda path: path.parent.name)
+def test_a_cluster_resolves_the_same_ds_config(path: Path, tmp_path: Path) -> None:
+    """`zero-trial run` reads the project's folders; a cluster gets a copy of the model's alone."""
+    experiment, folder = read_experiment(path), tmp_path / "context"
+    shutil.copytree(model_folder(path), folder)
+    ranks = JsonDistributed(0, experiment.slots_per_trial)
+    platform = InMemoryPlatform(
+        distributed=ranks,
+        storage=tmp_path,
+        model_dir=folder,
+        experiment=yaml.safe_load(path.read_text()),
+        hparams=experiment.hyperparameters,
+    )
+    here = read_ds_config(
+        experiment.ds_config(model_folder(path)), hints=experiment.hints, hyperparameters=experiment.hyperparameters
+    )
+    there = read_ds_config(
+        trial_ds_config(None, platform), hints=experiment.hints, hyperparameters=experiment.hyperparameters
+    )
+    assert resolved_ds_config(here) == resolved_ds_config(there)
+    assert here.warnings == there.warnings == ()
+
+
 @pytest.mark.parametrize("path", PIPELINES, ids=lambda path: path.parent.name)
 def test_a_pipeline_is_what_its_folder_says(path: Path) -> None:
-    folder, _, stage = path.parent.name.partition("_zero")
+    stage = path.parent.name.partition("_zero")[2]
     experiment = read_experiment(path)
-    settings = read_ds_config(experiment.ds_config(ROOT / "model_defs" / folder))
+    settings = read_ds_config(experiment.ds_config(model_folder(path)))
     assert settings.zero_optimization.stage == int(stage or 0)
     assert experiment.name == path.parent.name
     assert settings.mesh.pipe == 2

@@ -229,3 +229,11 @@ def test_a_class_is_no_trial(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit), init(exp_conf=CONF) as context:
         Trainer(LineTrial, context)  # type: ignore[arg-type]
     assert "got the class LineTrial" in capsys.readouterr().err
+
+
+def test_a_length_in_records_counts_the_engines_batches(folder: Path) -> None:
+    with init(exp_conf=CONF) as context:
+        trial = LineTrial(context)
+        batch = context.get_global_batch_size()
+        outcome = Trainer(trial, context).fit(max_length=zero_trial.Record(3 * batch + 1))
+    assert (outcome.step, outcome.total_steps) == (3, 3)

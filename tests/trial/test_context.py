@@ -53,7 +53,8 @@ def test_initialize_does_it_all_in_one_call() -> None:
     assert (around.get_train_micro_batch_size_per_gpu(), around.get_num_micro_batches_per_slot()) == (2, 3)
     assert around.mpu == ModelParallelUnit(0, 1, True, True) and calls_per_step(around) == 3
     assert around.parameters == 3 and around.ds_configs[0].train_batch_size == 6
-    [note] = around.platform.record.events  # type: ignore[attr-defined]
+    source, note = around.platform.record.events  # type: ignore[attr-defined]
+    assert source["message"].startswith("ds_config ") and source["message"].endswith(": ZeRO-0, fp32")
     assert note["message"] == "global batch 6 = micro 2 x accumulation 3 x data-parallel ranks 1"
     assert "gradient_accumulation_steps" in note["table"]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from zero_trial.errors import ConfigError, InvalidHP
 from zero_trial.runtime.in_memory import InMemoryPlatform
 from zero_trial.runtime.protocols import JsonDistributed
 from zero_trial.schema.source import open_source
-from zero_trial.trial.ds_config import reconcile_config, reconcile_engine, trial_ds_config, with_stages
+from zero_trial.trial.ds_config import reconcile_config, reconcile_engine, source_line, trial_ds_config, with_stages
 
 GRID: dict[str, Any] = {"searcher": {"name": "grid"}}
 
@@ -151,3 +152,18 @@ def test_a_file_that_is_not_there_says_how_to_send_it(tmp_path: Path) -> None:
     around = platform(tmp_path, experiment={"data": {"ds_config": "ds_config.json"}})
     with pytest.raises(ConfigError, match=r"data\.ds_config: there is no ds_config\.json in .*--include"):
         trial_ds_config(None, around)
+
+
+def test_the_first_line_tells_two_ds_configs_apart(tmp_path: Path) -> None:
+    """The file, a hash that only the values change, stage and precision; the same from a file and
+    written out."""
+    values = {"train_batch_size": 8, "zero_optimization": {"stage": 3}, "bf16": {"enabled": True}}
+    (tmp_path / "ds.json").write_text(json.dumps(values))
+
+    def line(given: Any) -> str:
+        source = trial_ds_config(given, platform(tmp_path))
+        return source_line(source, reconcile_config(source, platform(tmp_path))[0])
+
+    named, written, other = (line(given) for given in ("ds.json", values, {**values, "gradient_clipping": 0.5}))
+    assert re.fullmatch(r"ds_config ds\.json [0-9a-f]{8}: ZeRO-3, bf16", named)
+    assert written.split()[-3:] == named.split()[-3:] and other.split()[-3:] != named.split()[-3:]

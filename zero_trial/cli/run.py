@@ -127,9 +127,8 @@ def _print_start(checked: CheckedRun, seconds: float, screen: Screen) -> None:
         f"{checked.entrypoint} ok",
     ]
     if config is not None:
-        precision = "bf16" if config.bf16.enabled else "fp16" if config.fp16.enabled else "fp32"
         facts += [f"{config.mesh.pipe} pipeline stages"] if config.mesh.pipe > 1 else []
-        facts += [f"ZeRO-{config.zero_optimization.stage}", precision]
+        facts += [f"ZeRO-{config.zero_optimization.stage}", config.precision]
     screen.say(" · ".join(facts))
     screen.say(f"check   {' · '.join(done)}  {seconds:.1f} s")
     for warning in (*checked.experiment.warnings, *(config.warnings if config else ())):

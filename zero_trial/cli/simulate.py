@@ -118,15 +118,15 @@ def _setup(config: Mapping[str, Any], options: argparse.Namespace) -> Setup:
 
 
 def _files(config: Mapping[str, Any], options: argparse.Namespace) -> dict[str, bytes]:
-    """Return the content of the base ds_config's file by name, from beside the YAML or from the
-    model's folder."""
+    """Return the content of the base ds_config's file by name, from the model's folder or from
+    beside the YAML."""
     from zero_trial.errors import ConfigError
     from zero_trial.master.search.pruning import ds_config_file
 
     named = ds_config_file(config, config["hyperparameters"])
     if named is None:
         return {}
-    folders = [options.experiment_path.parent, *([options.model_dir] if options.model_dir else [])]
+    folders = [*([options.model_dir] if options.model_dir else []), options.experiment_path.parent]
     for folder in folders:
         if (folder / named).is_file():
             return {str(Path(named)): (folder / named).read_bytes()}

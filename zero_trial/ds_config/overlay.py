@@ -18,6 +18,20 @@ from zero_trial.schema.source import Source, open_source
 _TYPED = ("optimizer", "scheduler")
 
 
+def base_ds_config(data: Mapping[str, Any] | None, hparams: Mapping[str, Any]) -> tuple[Path, Any]:
+    """Return the ds_config that an experiment names and the path of its key: ``data.ds_config``,
+    else the hyperparameter ``deepspeed_config``, else ``ds_config`` where it is not a dict of
+    overrides; ``((), None)`` where it names none.
+    """
+    over = hparams.get("ds_config")
+    candidates = (
+        (("data", "ds_config"), (data or {}).get("ds_config")),
+        (("hyperparameters", "deepspeed_config"), hparams.get("deepspeed_config")),
+        (("hyperparameters", "ds_config"), None if isinstance(over, Mapping) else over),
+    )
+    return next(((path, value) for path, value in candidates if value is not None), ((), None))
+
+
 def overwrite_ds_config(base: Source, overrides: Mapping[str, Any]) -> dict[str, Any]:
     """Return a new dict: ``base`` (dict, path or base64) with ``overrides`` laid over it, nested or
     dotted ("optimizer.params.lr").

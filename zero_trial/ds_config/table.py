@@ -46,6 +46,11 @@ class DsConfig(LegacyKeys, RunningKeys, ZeroKeys, TrainingKeys):
         """Return where the value of a dotted key came from."""
         return self.sources.get(key, DEFAULT)
 
+    @property
+    def precision(self) -> str:
+        """Return "fp16", "bf16" or "fp32": what the model computes in."""
+        return "fp16" if self.fp16.enabled else "bf16" if self.bf16.enabled else "fp32"
+
 
 def _rows(cls: Any, parent: str = "") -> Iterator[Key]:
     """Yield the rows that ``cls`` and the sections in it declare, in order."""

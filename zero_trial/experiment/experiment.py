@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from zero_trial.ds_config.overlay import overlay
+from zero_trial.ds_config.overlay import base_ds_config, overlay
 from zero_trial.ds_config.table import TABLE
 from zero_trial.errors import ConfigError
 from zero_trial.experiment.defaults import ClusterDefaults
@@ -119,9 +119,10 @@ class ExperimentConfig:
         """Return the source of this trial's ds_config, for ``read_ds_config``: ``data.ds_config``,
         under it ``hyperparameters.ds_config``.
 
-        A file is looked for beside the YAML and then in ``model_dir``. ``hyperparameters`` are the
-        sampled ones of a search. Every leaf keeps its file and line. Raises ConfigError where there
-        is no ds_config, or two that cannot be laid over each other.
+        A file is looked for in ``model_dir``, which a cluster gets, and then beside the YAML.
+        ``hyperparameters`` are the sampled ones of a search. Every leaf keeps its file and line.
+        Raises ConfigError where there is no ds_config, two that cannot be laid over each other, or
+        two different files of its name.
         """
         chosen = self.hyperparameters if hyperparameters is None else hyperparameters
         base = self._base(Path(model_dir), chosen)
@@ -132,29 +133,17 @@ class ExperimentConfig:
         return overlay(base, Document(copy.deepcopy(dict(over)), places.places, places.place))
 
     def _base(self, model_dir: Path, chosen: Mapping[str, Any]) -> Document:
-        over = chosen.get("ds_config")
-        candidates = (
-            (("data", "ds_config"), self.data.get("ds_config")),
-            (("hyperparameters", "deepspeed_config"), chosen.get("deepspeed_config")),
-            (("hyperparameters", "ds_config"), over if isinstance(over, str) else None),
-        )
-        for path, value in candidates:
-            if isinstance(value, Mapping):
-                return (
-                    self.document.below(path)
-                    if path[0] == "data"
-                    else Document.of(value, Location(prefix=".".join(path)))
-                )
-            if isinstance(value, str):
-                return self._open(value, model_dir, self.document.at(path).where(".".join(path)))
-            if value is not None:
-                raise ConfigError(
-                    "not a ds_config",
-                    where=self.document.at(path).where(".".join(path)),
-                    got=shown(value),
-                    expected="a file or an object",
-                )
-        if isinstance(over, Mapping):
+        path, value = base_ds_config(self.data, chosen)
+        where = self.document.at(path).where(".".join(path))
+        if isinstance(value, Mapping):
+            return (
+                self.document.below(path) if path[0] == "data" else Document.of(value, Location(prefix=".".join(path)))
+            )
+        if isinstance(value, str):
+            return self._open(value, model_dir, where)
+        if value is not None:
+            raise ConfigError("not a ds_config", where=where, got=shown(value), expected="a file or an object")
+        if isinstance(chosen.get("ds_config"), Mapping):
             return Document({})
         raise ConfigError(
             "there is no ds_config",
@@ -163,10 +152,23 @@ class ExperimentConfig:
         )
 
     def _open(self, name: str, model_dir: Path, where: str) -> Document:
-        folders = [folder for folder in (self.folder, model_dir) if folder is not None]
-        for folder in folders:
-            if (folder / name).is_file():
-                return read_file(folder / name, name)
+        folders = [folder for folder in (model_dir, self.folder) if folder is not None]
+        found = [folder / name for folder in folders if (folder / name).is_file()]
+        if len(found) == 2 and found[0].read_bytes() != found[1].read_bytes():
+            raise ConfigError(
+                f"two different files are called {name}",
+                where=where,
+                got=f"{found[1]} beside the experiment, and {found[0]} in the model's folder",
+                fix=f"A cluster gets the model's folder alone and would take {found[0]}. Give one of them another name, "
+                "or remove it.",
+            )
+        if found:
+            document = read_file(found[0], name)
+            if found[0].parent == model_dir / Path(name).parent:
+                return document
+            stays = f"{where}: {name} is beside the experiment and does not go to a cluster with the model's folder. "
+            fix = f"Move it into {model_dir}, or send it along: det experiment create ... --include {found[0]}."
+            return dataclasses.replace(document, warnings=(*document.warnings, stays + fix))
         if not name.endswith((".json", ".yaml", ".yml", ".hjson")):
             return open_source(name)
         there = sorted({path.name for folder in folders if folder.is_dir() for path in folder.glob("*.json")})
@@ -175,7 +177,7 @@ class ExperimentConfig:
         fix = (
             f'Did you mean "{near[0]}"?'
             if near
-            else "Write the file beside the experiment, or its keys here instead of its name."
+            else "Write the file into the model's folder, or its keys here instead of its name."
         )
         raise ConfigError(f"{name} is not in {places}", where=where, fix=fix)
 

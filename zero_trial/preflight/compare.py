@@ -105,9 +105,8 @@ class Planner:
         if on_nvme != self.on_nvme:
             settings = with_state_at(settings, _NVME if on_nvme else None)
         figures, how = self._subject.dry_run(settings, self.ranks, micro_batch, self._one_host)
-        precision = "bf16" if settings.bf16.enabled else "fp16" if settings.fp16.enabled else "fp32"
         return MemoryPlan(
-            figures, stage, precision, self.ranks, micro_batch, accumulation, self._subject.parameters, how
+            figures, stage, settings.precision, self.ranks, micro_batch, accumulation, self._subject.parameters, how
         )
 
 

@@ -232,7 +232,7 @@ class PipelinePlanner:
         return PipelinePlan(
             tuple(stages),
             zero_stage,
-            "bf16" if settings.bf16.enabled else "fp16" if settings.fp16.enabled else "fp32",
+            settings.precision,
             self.data_ranks,
             micro_batch,
             accumulation,

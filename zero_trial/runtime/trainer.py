@@ -234,7 +234,7 @@ class Trainer:
         last step is always validated and saved.
 
         Args:
-            checkpoint_period: how often to save: a Batch, an Epoch, a number of steps, or
+            checkpoint_period: how often to save: a Batch, an Epoch, a Record, a number of steps, or
                 ``{"batches": n}`` and the like.
             validation_period: how often to validate, in the same forms.
             max_length: when to end, in the same forms.
@@ -259,7 +259,10 @@ class Trainer:
             "max_length": max_length,
             "reporting_period": reporting_period,
         }
-        units = {name: read_unit(value, f"fit({name}=...)") for name, value in given.items() if value is not None}
+        batch = context.get_global_batch_size() if context.engines else None
+        units = {
+            name: read_unit(value, f"fit({name}=...)", batch) for name, value in given.items() if value is not None
+        }
         settings = self._settings(units, checkpoint_policy, step_zero_validation)
         if test_mode:
             settings = self._one_step(settings)

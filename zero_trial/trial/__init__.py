@@ -12,7 +12,7 @@ from zero_trial.trial.context import (
 from zero_trial.trial.controller import Controller
 from zero_trial.trial.data import DataLoader
 from zero_trial.trial.metrics import MetricReducer, Reducer
-from zero_trial.trial.settings import Batch, Epoch, Keep, TrainSettings
+from zero_trial.trial.settings import Batch, Epoch, Keep, Record, TrainSettings
 from zero_trial.trial.trial import ZeroTrial
 
 __all__ = [
@@ -24,6 +24,7 @@ __all__ = [
     "Keep",
     "MetricReducer",
     "ModelParallelUnit",
+    "Record",
     "Reducer",
     "TrainSettings",
     "TrialCallback",

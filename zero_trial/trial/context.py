@@ -16,7 +16,14 @@ from zero_trial.ds_config.table import DsConfig
 from zero_trial.errors import ConfigError, TrialError
 from zero_trial.runtime.protocols import Distributed, Platform
 from zero_trial.schema.source import open_source
-from zero_trial.trial.ds_config import Reconciled, reconcile_config, reconcile_engine, trial_ds_config, with_stages
+from zero_trial.trial.ds_config import (
+    Reconciled,
+    reconcile_config,
+    reconcile_engine,
+    source_line,
+    trial_ds_config,
+    with_stages,
+)
 from zero_trial.trial.metrics import FunctionReducer, MetricReducer, ReducerTable
 from zero_trial.trial.settings import TrainPosition
 
@@ -190,6 +197,7 @@ class ZeroTrialContext:
         """
         given = with_stages(trial_ds_config(config, self.platform), model)
         filled, table = reconcile_config(given, self.platform)
+        self.note(source_line(given, filled))
         if not self.engines:
             self.note(table.line(), table=table.table)
         self.ds_configs.append(filled)

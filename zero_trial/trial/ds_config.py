@@ -4,14 +4,17 @@ hyperparameters."""
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from zero_trial.ds_config.overlay import overlay
+from zero_trial.ds_config.overlay import base_ds_config, overlay
 from zero_trial.ds_config.reader import read_ds_config
 from zero_trial.ds_config.reconcile import reconcile
+from zero_trial.ds_config.report import resolved_ds_config
 from zero_trial.ds_config.table import DsConfig
 from zero_trial.errors import ConfigError, InvalidHP
 from zero_trial.runtime.protocols import Platform
@@ -59,10 +62,7 @@ def trial_ds_config(given: Given | None, platform: Platform) -> Document:
     hparams = platform.hparams
     mine = hparams.get("ds_config")
     leaves = mine if isinstance(mine, Mapping) else {}
-    data = platform.experiment.get("data") or {}
-    named = mine if isinstance(mine, str) else None
-    candidates = (given, data.get("ds_config"), hparams.get("deepspeed_config"), named)
-    base = next((candidate for candidate in candidates if candidate is not None), None)
+    base = given if given is not None else base_ds_config(platform.experiment.get("data"), hparams)[1]
     if base is None and not leaves:
         raise ConfigError(
             "no ds_config is given",
@@ -74,6 +74,18 @@ def trial_ds_config(given: Given | None, platform: Platform) -> Document:
         base = _located(base, platform.model_dir)
     over = Document.of(leaves, Location(prefix="hyperparameters.ds_config"))
     return overlay(open_source(base if base is not None else {}), over)
+
+
+def source_line(source: Document, config: DsConfig) -> str:
+    """Return ``ds_config ds_configs/zero3.json 5d41402a: ZeRO-3, bf16``, read from ``source``.
+
+    The number is the start of the SHA-256 of all values: two runs with the same one trained with
+    the same ds_config.
+    """
+    values = json.dumps(resolved_ds_config(config), sort_keys=True, default=str)
+    name = f" {source.place.file}" if source.place.file else ""
+    digest = hashlib.sha256(values.encode()).hexdigest()[:8]
+    return f"ds_config{name} {digest}: ZeRO-{config.zero_optimization.stage}, {config.precision}"
 
 
 def with_stages(config: Document, model: Any) -> Document:

@@ -32,6 +32,13 @@ class Epoch:
     value: int | Container[int]
 
 
+@dataclass(frozen=True)
+class Record:
+    """A period of so many records (samples), read as max(value // global batch size, 1) steps."""
+
+    value: int
+
+
 TrainUnit = Batch | Epoch
 
 UNENDING = 2**40  # steps; an epoch as long as this is one whose loader does not know its length
@@ -77,13 +84,16 @@ def total_steps(max_length: TrainUnit, epoch_length: int) -> int:
 
 
 def read_unit(value: Any, where: str, global_batch_size: int | None = None) -> TrainUnit:
-    """Read ``{batches: n}``, ``{epochs: n}``, ``{records: n}``, a bare number of batches, or
-    Determined's Batch or Epoch.
+    """Read ``{batches: n}``, ``{epochs: n}``, ``{records: n}``, a bare number of batches, or a
+    Batch, Epoch or Record, also Determined's own.
 
     Records need the global batch size: n records are max(n // global batch size, 1) steps.
     """
-    if type(value).__name__ in ("Batch", "Epoch") and hasattr(value, "value"):
-        return _checked(Batch(value.value) if type(value).__name__ == "Batch" else Epoch(value.value), where)
+    kind = type(value).__name__
+    if kind in ("Batch", "Epoch") and hasattr(value, "value"):
+        return _checked(Batch(value.value) if kind == "Batch" else Epoch(value.value), where)
+    if kind == "Record" and hasattr(value, "value"):
+        value = {"records": value.value}
     name, number = next(iter(value.items())) if isinstance(value, Mapping) and len(value) == 1 else ("batches", value)
     if not isinstance(number, int) or isinstance(number, bool) or number < 0:
         raise ConfigError(
@@ -98,7 +108,10 @@ def read_unit(value: Any, where: str, global_batch_size: int | None = None) -> T
     if name == "records":
         if not global_batch_size:
             raise ConfigError(
-                "records need hyperparameters.global_batch_size", where=where, got=value, fix="Write {batches: 100}."
+                "records need a global batch size, of an engine or of hyperparameters.global_batch_size",
+                where=where,
+                got=value,
+                fix="Write {batches: 100}.",
             )
         return Batch(max(number // global_batch_size, 1) if number else 0)
     if name != "batches":

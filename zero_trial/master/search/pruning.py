@@ -6,7 +6,7 @@ import posixpath
 from collections.abc import Mapping
 from typing import Any
 
-from zero_trial.ds_config.overlay import overlay
+from zero_trial.ds_config.overlay import base_ds_config, overlay
 from zero_trial.ds_config.reader import read_ds_config
 from zero_trial.ds_config.reconcile import reconcile
 from zero_trial.errors import ConfigError
@@ -45,29 +45,18 @@ def reason(config: Mapping[str, Any], hparams: Mapping[str, Any], files: Mapping
 
 def ds_config_file(config: Mapping[str, Any], hparams: Mapping[str, Any]) -> str | None:
     """Return the file of the base ds_config; None if it is written out, or missing."""
-    named = _base(config, hparams)[1]
+    named = base_ds_config(config.get("data"), hparams)[1]
     return named if isinstance(named, str) else None
 
 
-def _base(config: Mapping[str, Any], hparams: Mapping[str, Any]) -> tuple[str, Any]:
-    """Return the base ds_config and its place, in the order in which the trial looks for it."""
-    over = hparams.get("ds_config")
-    candidates = (
-        ("data.ds_config", (config.get("data") or {}).get("ds_config")),
-        ("hyperparameters.deepspeed_config", hparams.get("deepspeed_config")),
-        ("hyperparameters.ds_config", over if isinstance(over, str) else None),
-    )
-    return next(((where, value) for where, value in candidates if value is not None), ("", None))
-
-
 def _source(config: Mapping[str, Any], hparams: Mapping[str, Any], files: Mapping[str, bytes]) -> Document | None:
-    where, named = _base(config, hparams)
+    path, named = base_ds_config(config.get("data"), hparams)
     over = hparams.get("ds_config")
     leaves = Document.of(over, Location(prefix="hyperparameters.ds_config")) if isinstance(over, Mapping) else None
     if named is None:
         return None if leaves is None else overlay(Document({}), leaves)
     if isinstance(named, Mapping):
-        base = Document.of(named, Location(prefix=where))
+        base = Document.of(named, Location(prefix=".".join(path)))
     else:
         content = files.get(posixpath.normpath(str(named)))
         if content is None:

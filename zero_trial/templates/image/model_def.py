@@ -8,9 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from zero_trial import ZeroTrial, ZeroTrialContext
+from zero_trial import DataLoader, ZeroTrial, ZeroTrialContext
 from zero_trial.data import GlyphImages, glyph_images
-from zero_trial.trial import DataLoader
 
 
 class Model(nn.Module):

@@ -10,9 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from zero_trial import ZeroTrial, ZeroTrialContext
+from zero_trial import DataLoader, ZeroTrial, ZeroTrialContext
 from zero_trial.data import ByteDataset, local_corpus, unigram_bits_per_byte
-from zero_trial.trial import DataLoader
 
 BYTES = 256
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import gc
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -426,6 +427,53 @@ def test_a_replaced_layer(stage: int, tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+class Adapted(nn.Module):
+    """A layer with another one beside it, as LoRA does it."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer, self.adapter = layer, nn.Linear(4, 4, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x) + self.adapter(x)
+
+
+CHANGES: dict[str, tuple[Callable[[nn.Module], object], str]] = {
+    "a new layer": (lambda model: model.append(nn.Linear(4, 4)), "2.weight, 2.bias"),  # type: ignore[operator]
+    "past torch's setters": (lambda model: model._modules.update({"2": nn.Linear(4, 4)}), "2.weight, 2.bias"),
+    "another layer": (lambda model: setattr(model, "1", nn.Linear(4, 4)), "1.weight, 1.bias"),
+    "an adapter": (lambda model: setattr(model, "1", Adapted(model.get_submodule("1"))), "1.adapter.weight"),
+    "a parameter": (lambda model: setattr(model[1], "scale", nn.Parameter(torch.ones(4))), "1.scale"),  # type: ignore[index]
+    "tied weights torn": (
+        lambda model: setattr(model[1], "weight", nn.Parameter(torch.ones(4, 4))),  # type: ignore[index]
+        "1.weight",
+    ),
+    "unfrozen": (lambda model: model.requires_grad_(True), "0.bias"),
+}
+
+
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_changed_model_is_an_error_at_the_next_forward(stage: int, change: str) -> None:
+    engine, batch = make_engine(stage), torch.ones(4, 4)
+    engine(batch)
+    make, names = CHANGES[change]
+    with torch.no_grad():
+        make(engine.module)
+    with pytest.raises(TrialError, match=f"engine.forward: .*got {names}"):
+        engine(batch)
+    with pytest.raises(TrialError, match=f"engine.forward: .*got {names}"):
+        engine(batch)
+
+
+def test_a_changed_model_that_is_called_past_the_engine_is_an_error_at_the_step() -> None:
+    engine = make_engine()
+    engine.module.append(nn.Linear(4, 4))  # type: ignore[operator]
+    engine.module(torch.ones(4, 4)).sum().backward()
+    with pytest.raises(TrialError, match=f"engine.step: the model has {FRESH}2.weight, 2.bias"):
+        engine.step()
+
+
 @pytest.mark.parametrize("stage", [0, 3])
 def test_a_frozen_part_that_comes_later_is_no_fault(stage: int, tmp_path: Path) -> None:
     """A moving average, say: it computes, nobody is to train it, and a checkpoint has it."""
@@ -478,6 +526,7 @@ def test_nothing_is_kept_alive() -> None:
     roster = ParameterCheck(module)
     gone = [torch.utils.weak.WeakTensorKeyDictionary({module["a"].weight: True})]
     del module["a"]
+    roster.check_changes("here")  # what was there at the last look lives until the next one
     gc.collect()
     assert len(gone[0]) == 0
     roster.check("here")

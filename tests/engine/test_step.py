@@ -7,6 +7,7 @@ test_deferred_step.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 from collections.abc import Callable
@@ -22,7 +23,8 @@ from tests.support.models import make_engine
 from zero_trial.engine.lr_schedules import build_scheduler
 from zero_trial.engine.outcome import NonFiniteStep, PinnedReadback, agree_on_culprit, local_culprits, with_culprit
 from zero_trial.engine.step import can_undo, step_with_undo
-from zero_trial.errors import Diverged
+from zero_trial.errors import Diverged, TrialError
+from zero_trial.sharding.freed import unasked
 
 
 def one_weight(value: float = 3.0, **config: object) -> zero_trial.Engine:
@@ -136,26 +138,34 @@ def test_a_single_rank_names_itself(stage: int, name: str):
 
 
 class Outside(nn.Module):
-    """Reads the weights of blocks whose forward never runs."""
+    """Reads the weights of blocks whose forward never runs; ``unasked``: as the functions of a C++
+    extension do it."""
 
-    def __init__(self) -> None:
+    def __init__(self, unasked: bool) -> None:
         super().__init__()
+        self.unasked = unasked
         self.layers = nn.ModuleList([nn.Linear(4, 4) for _ in range(2)])
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = nn.functional.linear(x, layer.weight, layer.bias)
+        with unasked() if self.unasked else contextlib.nullcontext():
+            for layer in self.layers:
+                x = nn.functional.linear(x, layer.weight, layer.bias)
         return x.sum()
 
 
+@pytest.mark.parametrize("asked", [True, False])
 @pytest.mark.parametrize(("threshold", "reported"), [(0, True), (1000, False)])
-def test_weights_read_outside_their_forward_are_named(threshold: int, reported: bool):
+def test_weights_read_outside_their_forward_are_named(threshold: int, reported: bool, asked: bool):
     config = {
         "train_batch_size": 1,
         "optimizer": {"type": "SGD", "params": {"lr": 1.0}},
         "zero_optimization": {"stage": 3, "param_persistence_threshold": threshold, "module_granularity_threshold": 1},
     }
-    engine = zero_trial.initialize(model=Outside(), config=config)[0]
+    engine = zero_trial.initialize(model=Outside(not asked), config=config)[0]
+    if reported and asked:
+        with pytest.raises(TrialError, match=r"linear: .*got layers.0.weight"):
+            engine(torch.ones(1, 4))
+        return
     engine.backward(engine(torch.ones(1, 4)))
     engine.step()
     assert engine.was_step_applied() != reported

@@ -21,6 +21,7 @@ import zero_trial
 from tests.sharding.parts import make_group, parameters
 from tests.support.dense import STAGES
 from tests.support.models import TinyLM, make_engine, train_engine
+from tests.support.pool import Pools
 from zero_trial.errors import TrialError
 from zero_trial.sharding.freed import (
     FreedParameter,
@@ -183,13 +184,107 @@ def test_free_and_revive_are_the_two_ways() -> None:
     assert weight.sum() == 2
 
 
+# --- edits ----------------------------------------------------------------------------------------
+
+BF16 = {"bf16": {"enabled": True}}
+EDIT: dict[str, Callable[[nn.Parameter], object]] = {
+    "in place": lambda p: p.clamp_(-0.05, 0.05),
+    "by detach": lambda p: p.detach().mul_(0.5),
+    "data =": lambda p: setattr(p, "data", p.detach() * 0.5),
+    "data +=": lambda p: p.data.add_(0.25),
+}
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("stage", ["zero0", "zero1", "zero2"])
+@pytest.mark.parametrize("edit", EDIT)
+def test_an_edit_between_steps_counts_where_parameters_always_live(stage: str, dtype: str, edit: str) -> None:
+    """As in plain torch. Masters of 16-bit parameters cannot see edits of ``param.data``."""
+    made = make_engine(TinyLM, {"zero_optimization": STAGES[stage]} | (BF16 if dtype == "bf16" else {}))
+    param = made.module.get_parameter(NAME)
+    train_engine(made, range(1))
+    with torch.no_grad():
+        EDIT[edit](param)
+    expected = param.detach().clone()
+    for group in made.optimizer.param_groups:  # type: ignore[union-attr]
+        group["lr"] = 0.0
+    train_engine(made, range(1, 2))
+    assert torch.equal(param, expected) == (edit != "data +=" or dtype == "fp32")
+    assert param.data_ptr() in {view.data_ptr() for group in made.sharded.groups for view in group.views}
+
+
+@pytest.mark.parametrize("stage", ["zero0", "zero2"])
+@pytest.mark.parametrize("change", [nn.Module.half, nn.Module.double])
+def test_a_model_in_another_dtype_is_an_error(stage: str, change: Callable[[nn.Module], object]) -> None:
+    made = make_engine(TinyLM, {"zero_optimization": STAGES[stage]})
+    train_engine(made, range(1))
+    change(made.module)
+    with pytest.raises(TrialError, match=r"another dtype.*before initialize"):
+        train_engine(made, range(1, 2))
+
+
+READ_ONLY: dict[str, Callable[[nn.Parameter], object]] = EDIT | {"nothing": lambda p: p.clone()}
+
+
+def edit_in_block(edit: str) -> None:
+    made = make_engine(TinyLM, {"zero_optimization": STAGES["zero3"]})
+    param = made.module.get_parameter(NAME)
+    state = {name: value.clone() for name, value in made.module_state_dict().items()}
+
+    def read() -> None:
+        with torch.no_grad(), GatheredParameters(made.module):
+            READ_ONLY[edit](param)
+
+    if edit == "nothing":
+        read()
+    else:
+        with pytest.raises(TrialError, match=rf"{NAME}: .*only reads.*modifier_rank=0"):
+            read()
+    assert isinstance(param, FreedParameter)
+    assert all(torch.equal(value, state[name]) for name, value in made.module_state_dict().items())
+    with torch.no_grad(), GatheredParameters(made.module, modifier_rank=0):
+        READ_ONLY[edit](param)
+        expected = param.detach().clone()
+        with GatheredParameters(param):
+            param.sum()
+    with GatheredParameters(made.module):  # nothing is left of the error
+        assert torch.equal(param, expected)
+    train_engine(made, range(1))
+
+
+@pytest.mark.parametrize("edit", READ_ONLY)
+def test_an_edit_in_a_block_that_only_reads_is_an_error(edit: str) -> None:
+    edit_in_block(edit)
+
+
+def test_so_it_is_on_every_rank(ranks: Pools) -> None:
+    ranks(2).run(edit_in_block, "in place")
+    ranks(2).run(edit_in_block, "data =")
+
+
+def test_an_edit_of_a_parameter_that_is_still_whole_is_an_error_at_the_step() -> None:
+    """After a forward, say: the next gather would bring the old values back."""
+    made = make_engine(TinyLM, {"zero_optimization": STAGES["zero3"]})
+    weight = made.module.get_parameter("embed.weight")
+    loss = made(torch.zeros(1, 8, dtype=torch.long))
+    assert not isinstance(weight, FreedParameter)
+    with torch.no_grad():
+        weight.mul_(2.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):  # torch's own
+        made.backward(loss)
+    made.zero_grad()
+    made.backward(made(torch.zeros(1, 8, dtype=torch.long)))
+    with pytest.raises(TrialError, match=r"embed.weight: .*lost"):
+        made.step()
+
+
 # --- the directory --------------------------------------------------------------------------------
 
 
 class Keeper:
     def open(self, params: list[nn.Parameter]) -> None: ...
 
-    def close(self, params: list[nn.Parameter], source: int | None) -> None: ...
+    def close(self, params: list[nn.Parameter], source: int | None, *, reads: bool = False) -> None: ...
 
     def name_of(self, param: nn.Parameter) -> str | None:
         return "the.name"

@@ -94,14 +94,14 @@ def test_what_the_modifier_wrote_is_everyones(ranks: Pools, zero: dict[str, Any]
 def read_only() -> list[bool]:
     engine = make_engine(TinyLM, {"zero_optimization": FREE})
     weight = engine.module.blocks[0].up.weight
-    with GatheredParameters(weight), torch.no_grad():
+    with pytest.raises(TrialError, match=r"only reads"), GatheredParameters(weight), torch.no_grad():
         before = weight.clone()
         weight.fill_(9.0)
     with GatheredParameters(weight):
         return [torch.equal(weight, before)]
 
 
-def test_without_a_modifier_edits_are_dropped(ranks: Pools) -> None:
+def test_without_a_modifier_edits_are_an_error_and_dropped(ranks: Pools) -> None:
     assert ranks(2).run(read_only) == [[True]] * 2
 
 

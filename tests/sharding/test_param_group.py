@@ -16,8 +16,9 @@ from tests.support.pool import Pools, server
 from zero_trial.precision import dtype_policy
 from zero_trial.sharding.freed import FreedParameter, absent, is_absent
 from zero_trial.sharding.grouping import ShardingSettings
+from zero_trial.sharding.heap import give_freed_memory_back, keep_freed_memory
 from zero_trial.sharding.model import ShardedModel
-from zero_trial.sharding.param_group import ParamGroup, give_freed_memory_back, keep_freed_memory
+from zero_trial.sharding.param_group import ParamGroup
 from zero_trial.sharding.plan import plan_for_stage
 
 SHAPES = [(6, 10), (6,), (), (3, 2, 5)]

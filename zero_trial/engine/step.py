@@ -254,6 +254,7 @@ class StepOutcome(StepStatus):
         """
         reducer = model.reducer
         model.take_gradient_edits()
+        model.take_parameter_edits()
         reducer.reduce_missing()
         if self.deferred and optimizer.takes_device_scalars(self._device):
             if reducer.late_groups():

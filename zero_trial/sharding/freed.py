@@ -185,11 +185,21 @@ def _refused(param: nn.Parameter, use: str) -> TrialError:
             "this parameter is freed: its values are in the shards of all ranks (ZeRO stage 3)",
             where=f"{place}{use}",
             got=_named(param),
-            expected="a use in the forward of its module, or a gathered parameter",
+            expected="a use in the forward of its own module (call that instead of reading its weights), or a gathered parameter",
             fix="Read it inside zero_trial.zero.GatheredParameters([param]), which every rank enters; with modifier_rank=0 edits "
             "count. To save, use engine.save_16bit_model or engine.module_state_dict; "
             'for a moving average, "ema" in ds_config.',
         )
+
+
+def lost_edits(names: Sequence[str], when: str) -> TrialError:
+    """Return the error for edits of parameters whose values are in shards."""
+    return TrialError(
+        f"parameters were edited {when}, and the edits are lost: their values are in the shards of all ranks",
+        where=names[0],
+        got=", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else ""),
+        fix="Edit them inside zero_trial.zero.GatheredParameters(params, modifier_rank=0).",
+    )
 
 
 # --- the directory --------------------------------------------------------------------------------
@@ -202,9 +212,9 @@ class ShardOwner(Protocol):
     def open(self, params: list[nn.Parameter]) -> None:
         """Gather the full parameters. Collective over shard."""
 
-    def close(self, params: list[nn.Parameter], source: int | None) -> None:
-        """Keep the edits of rank ``source`` (None: nothing was edited) and return to the state
-        before :meth:`open`. Collective."""
+    def close(self, params: list[nn.Parameter], source: int | None, *, reads: bool = False) -> None:
+        """Keep the edits of rank ``source`` (None: none are kept) and return to the state before
+        :meth:`open`. ``reads``: an edit raises TrialError. Collective."""
 
     def name_of(self, param: nn.Parameter) -> str | None:
         """Return the parameter's name in the model; None where it is not known yet."""

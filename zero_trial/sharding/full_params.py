@@ -14,7 +14,7 @@ from torch import nn
 
 from zero_trial.comm import AxisComm
 from zero_trial.errors import TrialError
-from zero_trial.sharding.freed import by_owner, optimizer_of_param, owner_of_param
+from zero_trial.sharding.freed import by_owner, lost_edits, optimizer_of_param, owner_of_param
 from zero_trial.sharding.layout import ParamSlot, wide_dtype
 from zero_trial.sharding.param_group import ParamGroup, ParamPublisher, full_of_shard, local_part
 from zero_trial.sharding.plan import Lifetime
@@ -29,7 +29,8 @@ class GatheredParameters:
     Inside the block the parameters hold their full values on every rank of the shard axis.
     Collective: every rank must enter.
 
-    ``modifier_rank=None``: read only; edits are dropped where parameters are sharded.
+    ``modifier_rank=None``: read only. Where parameters are freed again at the end of the block,
+    edits inside it raise TrialError there.
     ``modifier_rank=r``: what data-parallel rank ``r`` wrote becomes the value of all ranks at every
     ZeRO stage, fp32 master weights included (elements that were not edited keep their bits).
     Ordinary parameters pass through untouched. ``fwd_module`` is accepted for compatibility: uses
@@ -58,7 +59,10 @@ class GatheredParameters:
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
         for owner, params in self._owners:
-            owner.close(params, self._modifier if kind is None else None)
+            if kind is None:
+                owner.close(params, self._modifier, reads=self._modifier is None)
+            else:
+                owner.close(params, None)
 
 
 def safe_get_full_fp32_param(param: nn.Parameter) -> torch.Tensor:
@@ -373,12 +377,13 @@ class FullParams:
             group.pin()
         self._opened.append(opened)
 
-    def close(self, params: list[nn.Parameter], source: int | None) -> None:
+    def close(self, params: list[nn.Parameter], source: int | None, *, reads: bool = False) -> None:
         """See :class:`ShardOwner`. Raises TrialError when the optimizer has freed what was being
         edited."""
         opened, held = self._opened.pop(), self._holding(params)
         for group in held:
             group.unpin()
+        lost: list[str] = []
         for group in held:
             if source is not None:
                 if not group.live:
@@ -387,10 +392,15 @@ class FullParams:
                         where=f"GatheredParameters(modifier_rank={source})",
                         fix="Leave the block before engine.step().",
                     )
+                group.take_replaced()
                 self._data.broadcast(group.full, f"edited {group.name}", source)
                 group.apply_edits()
             if group in opened:
+                if reads and group.live:
+                    lost += group.edited()
                 group.reshard()
+        if lost:
+            raise lost_edits(lost, "inside GatheredParameters(params), which only reads (modifier_rank=None)")
 
     def _holding(self, params: list[nn.Parameter]) -> list[ParamGroup]:
         wanted = {id(param) for param in params}

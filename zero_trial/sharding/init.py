@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_flatten
 from zero_trial.comm import AxisComm, Mesh, build_mesh, init_distributed, read_rank_env, world_size
 from zero_trial.comm.mesh import plan_shape
 from zero_trial.errors import ConfigError
-from zero_trial.sharding.freed import METADATA, absent, free, own_params, owner_of_param, revive
+from zero_trial.sharding.freed import METADATA, absent, free, lost_edits, own_params, owner_of_param, revive
 from zero_trial.sharding.layout import ALIGN, round_up
 
 OPEN = 4
@@ -89,10 +89,18 @@ class PreSharded:
             self.cut()
             self.lift()
 
-    def close(self, params: list[nn.Parameter], source: int | None) -> None:
+    def close(self, params: list[nn.Parameter], source: int | None, *, reads: bool = False) -> None:
         with torch._C.DisableTorchFunction(), torch.no_grad():
             if source is None:
+                values = self._param.detach().reshape(-1)
+                own = values[self._comm.index * self._shard.numel() :][: self._shard.numel()]
+                edited = not torch.equal(own.view(torch.uint8), self._shard[: own.numel()].view(torch.uint8))
                 self._leave()
+                if reads and edited:
+                    raise lost_edits(
+                        [f"a parameter of shape {tuple(self._param.shape)}"],
+                        "inside GatheredParameters(params), which only reads (modifier_rank=None)",
+                    )
                 return
             values = self._param.data.contiguous()
             self._comm.broadcast(values, "edited parameter", source)

@@ -39,10 +39,11 @@ from zero_trial.sharding.grouping import (
     runs_of_groups,
     split_parts_from_copies,
 )
+from zero_trial.sharding.heap import keep_freed_memory
 from zero_trial.sharding.init import read_first_values
 from zero_trial.sharding.layout import lay_out, living_dtype, wide_dtype
 from zero_trial.sharding.optimizer import StepStatus
-from zero_trial.sharding.param_group import ParamGroup, ParamPublisher, keep_freed_memory, swap_buffer_bytes
+from zero_trial.sharding.param_group import ParamGroup, ParamPublisher, swap_buffer_bytes
 from zero_trial.sharding.plan import Lifetime, ReduceAt, ZeroPlan
 from zero_trial.sharding.reduce import GradReducer
 from zero_trial.sharding.unshard import Unsharder
@@ -198,6 +199,12 @@ class ShardedModel:
         for shown in self._shown:
             if shown.shown and shown.take_edits():
                 self.reducer.recount(shown.grad_buffer)
+
+    def take_parameter_edits(self) -> None:
+        """Let what user code did to the parameters since the last step count in this one: see
+        :meth:`ParamGroup.take_edits`."""
+        for group in self.groups:
+            group.take_edits()
 
     def gradient_changed(self, grad_buffer: GradBuffer) -> None:
         """Note that the reduced gradient of a group has been written by user code."""

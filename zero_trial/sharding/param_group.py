@@ -13,8 +13,7 @@ A shard, and a master, may be offloaded: then they read as NaN except inside ``m
 
 from __future__ import annotations
 
-import ctypes
-import sys
+import operator
 import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -28,9 +27,12 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.profiler import record_function
 
 from zero_trial.comm import AxisComm, Pending, wait_all
-from zero_trial.sharding.freed import absent, freed_class, is_absent, live_class
+from zero_trial.errors import TrialError
+from zero_trial.sharding.freed import absent, freed_class, is_absent, live_class, lost_edits, unasked
 from zero_trial.sharding.layout import Layout, has_own_master
 from zero_trial.sharding.plan import Lifetime, ZeroPlan
+
+_VERSION = operator.attrgetter("_version")
 
 
 class OffloadedShard(Protocol):
@@ -126,6 +128,10 @@ class ParamGroup:
         own_master = has_own_master(dtype) or not trainable
         self.master = self.shard if own_master else master.to(torch.float32, copy=True)
         self._attach()
+        self._noted = self._versions()  # of the parameters' values, all of whose edits count already
+        self._real = type(self.full) is torch.Tensor and not self.full.is_meta  # no dry run
+        # of the parameters that always live
+        self._addresses = list(map(torch.Tensor.data_ptr, self.views)) if always and self._real else []
         self.reshard()
 
     def replace_master(self, master: torch.Tensor) -> None:
@@ -274,6 +280,7 @@ class ParamGroup:
             }
             pieces = self.layout.pieces(self.comm.index)
             parts = [slice(piece.offset, piece.offset + piece.numel) for piece in pieces if piece.slot.name in chosen]
+        self._noted = self._versions()
         with self.materialized():
             for part in parts:
                 if self.plan.params is not Lifetime.ALWAYS:
@@ -285,6 +292,7 @@ class ParamGroup:
         """Copy edits of the full values, alike on all ranks, into shard and master. Masters of
         other elements keep all their bits."""
         self.wait_before_writing()
+        self._noted = self._versions()
         with self.materialized():
             if self.master is not self.shard:
                 master = self.master.to(self.own.device)
@@ -292,6 +300,79 @@ class ParamGroup:
                 self.master.copy_(torch.where(edited, self.own.to(master.dtype), master))
             if self.plan.params is not Lifetime.ALWAYS:
                 self.shard.copy_(self.own)
+
+    # --- edits by user code -----------------------------------------------------------------------
+
+    def take_edits(self) -> None:
+        """Let what user code did to the parameters since the last step count: values that it has
+        put elsewhere (``param.data = new``), and edits in place, which masters of their own do not
+        see.
+
+        Raises TrialError where the parameters do not always live and edits are lost, and for values
+        of another shape, dtype or device. Price: a look at the address, and where there are masters
+        at the version, of each parameter. Edits of ``param.data`` in place have no version: masters
+        of their own overwrite them.
+        """
+        if self.plan.params is not Lifetime.ALWAYS:
+            if (versions := self._versions()) != self._noted:
+                edited = [
+                    slot.name
+                    for slot, now, before in zip(self.layout.slots, versions, self._noted, strict=True)
+                    if now != before
+                ]
+                self._noted = versions
+                raise lost_edits(edited, "between steps")
+            return
+        self.take_replaced()
+        if self.master is not self.shard and self._versions() != self._noted:
+            self.apply_edits()
+
+    def take_replaced(self) -> None:
+        """Copy values that user code has put elsewhere into the full buffer, where the parameters
+        have them again. Raises TrialError for another shape, dtype or device."""
+        if not self._real or (self._addresses and list(map(torch.Tensor.data_ptr, self.params)) == self._addresses):
+            return
+        for param, view, slot in zip(self.params, self.views, self.layout.slots, strict=True):
+            if param.data_ptr() == view.data_ptr():
+                continue
+            if (param.shape, param.dtype, param.device) != (view.shape, view.dtype, view.device):
+                raise TrialError(
+                    "the values of a parameter were replaced by others of another shape, dtype or device",
+                    where=slot.name,
+                    got=f"{tuple(param.shape)}, {param.dtype}, {param.device}",
+                    expected=f"{tuple(view.shape)}, {view.dtype}, {view.device}",
+                    fix="Call model.to(), .half() and the like before initialize(), and set the precision in ds_config (bf16, fp16).",
+                )
+            self.wait_before_writing()
+            view.copy_(param.detach())
+            param.data = view
+            self._noted = [-1] * len(self.params)  # masters of their own must take them
+
+    def edited(self) -> list[str]:
+        """Name the whole parameters whose values are not those of the shards any more, as far as
+        this rank has the shard, or that were written in place or replaced on it. Local."""
+        if not self._real:
+            return []
+        found = {
+            slot.name
+            for slot, param, view, now, before in zip(
+                self.layout.slots, self.params, self.views, self._versions(), self._noted, strict=True
+            )
+            if now != before or param.data_ptr() != view.data_ptr()
+        }
+        if self.offloaded is None:
+            for piece in self.layout.pieces(self.comm.index):
+                own, kept = (
+                    flat[piece.offset : piece.offset + piece.numel].view(torch.uint8) for flat in (self.own, self.shard)
+                )
+                if not torch.equal(own, kept):
+                    found.add(piece.slot.name)
+        self._noted = self._versions()
+        return [slot.name for slot in self.layout.slots if slot.name in found]
+
+    def _versions(self) -> list[int]:
+        with unasked():
+            return list(map(_VERSION, self.params))
 
     def _attach(self) -> None:
         for param, view, live in zip(self.params, self.views, self._live_classes, strict=True):
@@ -448,48 +529,3 @@ def trace_range(name: str) -> AbstractContextManager[Any]:
 
 
 _NO_RANGE: AbstractContextManager[Any] = nullcontext()
-
-
-# The C library's heap.
-
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # from glibc's malloc.h
-_LARGEST_HEAP_BLOCK = 32 << 20  # what glibc allows on 64-bit machines
-
-
-def keep_freed_memory() -> bool:
-    """Keep the memory of freed CPU buffers in the process, so that the next buffer does not pay for
-    its pages again. Return whether that worked.
-
-    glibc returns large freed blocks to the kernel and gets zeroed pages back at the next
-    allocation: about 0.25 microseconds of CPU per KiB on each use. A plan that frees and revives
-    whole groups in every step pays that for all its parameters and gradients. Blocks above 32 MiB
-    are still mapped one by one.
-
-    Process-wide and idempotent; the peak of memory in use is unchanged, but the process does not
-    shrink after it.
-    """
-    mallopt = _glibc("mallopt")
-    if mallopt is None:
-        return False
-    return bool(mallopt(_M_MMAP_THRESHOLD, _LARGEST_HEAP_BLOCK)) and bool(mallopt(_M_TRIM_THRESHOLD, 2**31 - 1))
-
-
-def give_freed_memory_back() -> bool:
-    """Return every unused page of the heap to the kernel; return whether there were any.
-
-    For moments at which much is freed that is not needed again. A large block that is freed is
-    seldom whole for the next one: something small is put into it, and the heap grows by another
-    block.
-    """
-    trim = _glibc("malloc_trim")
-    return trim is not None and bool(trim(0))
-
-
-def _glibc(name: str) -> Any:
-    """Return a function of glibc; None with another C library."""
-    if not sys.platform.startswith("linux"):
-        return None
-    try:
-        return getattr(ctypes.CDLL(None), name)
-    except (OSError, AttributeError):
-        return None

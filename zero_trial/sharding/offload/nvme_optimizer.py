@@ -32,10 +32,11 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from zero_trial.errors import StorageError
 from zero_trial.sharding.freed import absent, is_absent
+from zero_trial.sharding.heap import give_freed_memory_back
 from zero_trial.sharding.layout import round_up
 from zero_trial.sharding.offload.nvme_params import ParamSwapper
 from zero_trial.sharding.offload.swap_file import BLOCK, DiskFailure, DiskTransfer, MappedAccess, SwapSpace
-from zero_trial.sharding.param_group import ParamGroup, give_freed_memory_back
+from zero_trial.sharding.param_group import ParamGroup
 from zero_trial.sharding.pieces import ShardPiece
 
 _PROBE = 96  # elements: no count or factor of a state is so long

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 import torch
 
 from zero_trial.sharding.freed import absent
+from zero_trial.sharding.heap import give_freed_memory_back
 from zero_trial.sharding.layout import round_up
 from zero_trial.sharding.offload.swap_file import (
     BLOCK,
@@ -30,7 +31,7 @@ from zero_trial.sharding.offload.swap_file import (
     SwapSpace,
     buffer_elements,
 )
-from zero_trial.sharding.param_group import ParamGroup, give_freed_memory_back
+from zero_trial.sharding.param_group import ParamGroup
 from zero_trial.sharding.plan import Lifetime
 
 

@@ -526,7 +526,7 @@ def test_nothing_is_kept_alive() -> None:
     roster = ParameterCheck(module)
     gone = [torch.utils.weak.WeakTensorKeyDictionary({module["a"].weight: True})]
     del module["a"]
-    roster.check_changes("here")  # what was there at the last look lives until the next one
+    roster.before_forward("here")  # what was there at the last look lives until the next one
     gc.collect()
     assert len(gone[0]) == 0
     roster.check("here")

@@ -380,6 +380,7 @@ class ParameterCheck:
         self._names = frozenset(name for name, _ in module.named_parameters())
         for param in module.parameters():
             self._trained[param] = (param.requires_grad, param.dtype)
+        self._called = False  # the engine's forward, since the last step
         self._look()
 
     def _look(self) -> None:
@@ -397,9 +398,17 @@ class ParameterCheck:
         with unasked():
             return list(map(_REQUIRES_GRAD, self._params)), list(map(_DTYPE, self._params))
 
-    def check_changes(self, where: str) -> None:
+    def before_step(self) -> None:
+        """Do :meth:`before_forward` where the model was called past the engine since the last
+        step."""
+        if not self._called:
+            self.before_forward("engine.step")
+        self._called = False
+
+    def before_forward(self, where: str) -> None:
         """Do :meth:`check` if the model has other modules or parameters than at the last look, or
         some were frozen, unfrozen or cast."""
+        self._called = True
         now = self._entries_now()
         same = len(now) == len(self._entries) and all(map(operator.is_, now, self._entries))
         if not same or self._states_now() != self._states:

@@ -92,7 +92,6 @@ class Engine(nn.Module):
         constants = fp32_buffers(module) if resolved.policy.mixes_constants else []
         self._call = explain_dtypes(forward_of(module, resolved.autocast, device.type), constants)
         self._check = ParameterCheck(module)
-        self._checked = False  # since the last step
         self._used = UsedParameters([] if config.zero_optimization.ignore_unused_parameters else model.grad_buffers)
         self._passes = BackwardPasses(self, outcome, resolved)
         if observer.events is not None:
@@ -103,8 +102,7 @@ class Engine(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module's own forward. Floating inputs are cast to the parameters' dtype when
         that is 16-bit."""
-        self._check.check_changes("engine.forward")
-        self._checked = True
+        self._check.before_forward("engine.forward")
         with self.observer.phase(FORWARD, self):
             if self.resolved.policy.param != torch.float32:
                 args, kwargs = cast_floats((args, kwargs), self.resolved.policy.param)
@@ -167,9 +165,7 @@ class Engine(nn.Module):
         """Take an optimizer step with the gradients of ``micro_batches`` micro-batches, after
         ``calls`` that :attr:`micro_steps` has not counted."""
         optimizer = self._required_optimizer("engine.step")
-        if not self._checked:  # the model was called past the engine
-            self._check.check_changes("engine.step")
-        self._checked = False
+        self._check.before_step()
         self._used.check(self)
         self.micro_steps += calls
         with self.observer.phase(STEP, self):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +20,7 @@ from torch import nn
 from zero_trial.comm import Mesh
 from zero_trial.ds_config.batch import BatchTriple, solve_batch
 from zero_trial.ds_config.table import DsConfig
-from zero_trial.engine import loading, saving
+from zero_trial.engine import loading, saving, uneven
 from zero_trial.engine.backward import BackwardPasses, ParameterCheck, UsedParameters
 from zero_trial.engine.compat import EngineMpu, rank_loader
 from zero_trial.engine.monitors import Monitor
@@ -232,11 +232,8 @@ class Engine(nn.Module):
         self._restarted = True
         self.micro_steps -= done
         if self.mesh.rank == 0:
-            log.warning(
-                "zero_grad() after %d of %d micro-batches: the accumulation starts again. Call it only after a step",
-                done,
-                wanted,
-            )
+            text = "zero_grad() after %d of %d micro-batches: the accumulation starts again. Call it only after a step"
+            log.warning(text, done, wanted)
 
     # --- accumulation -----------------------------------------------------------------------------
 
@@ -279,6 +276,24 @@ class Engine(nn.Module):
     def _compilable(self) -> list[nn.Module]:
         return self.sharded.unsharder.compilable() or [self.module]
 
+    @torch.no_grad()
+    def generate(self, *args: Any, gather: bool | None = None, **kwargs: Any) -> Any:
+        """Call the module's own ``generate``; ranks may generate other numbers of tokens.
+        Collective over shard at ZeRO stage 3, where every rank must call.
+
+        Args:
+            gather: at stage 3, gather the full parameters once for all tokens (True), or token by
+                token with ``synced_gpus=True`` (False). None: once, if there are at most
+                ``max_live_parameters``.
+        """
+        return uneven.generate(self, args, kwargs, gather)
+
+    def evenly(self, batches: Iterable[Any]) -> Iterator[tuple[Any, float]]:
+        """Yield ``(batch, 1.0)`` for each of this rank's batches, then ``(last batch, 0.0)`` until
+        every rank has had its own: multiply losses and metrics by the weight. Collective over
+        data; per batch only where a rank's ``batches`` have no length."""
+        return uneven.evenly(batches, self.mesh)
+
     def train(self, mode: bool = True) -> Engine:
         """Set the mode, as torch does. Raises TrialError for parameters that the model did not have
         when the engine was built."""
@@ -306,7 +321,7 @@ class Engine(nn.Module):
             last_first.callback(self._used.close)
 
     def __getattr__(self, name: str) -> Any:
-        """Fall through to the module, so that ``engine.generate(...)`` works."""
+        """Fall through to the module."""
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -476,16 +491,7 @@ class Engine(nn.Module):
         self.outcome.finalize()
         self.outcome.compare_calls("engine.save_checkpoint")
         self._check.check("engine.save_checkpoint")
-        if client_state is not None and not isinstance(client_state, Mapping):
-            raise TrialError(
-                "client_state is not a dict",
-                where="engine.save_checkpoint",
-                got=type(client_state).__name__,
-                expected="a dict or None",
-            )
-        return saving.save_state(
-            self, Path(save_dir), tag, dict(client_state or {}), without_frozen=exclude_frozen_parameters
-        )
+        return saving.save_state(self, Path(save_dir), tag, client_state, without_frozen=exclude_frozen_parameters)
 
     def load_checkpoint(
         self,
@@ -499,12 +505,7 @@ class Engine(nn.Module):
     ) -> tuple[str | None, dict[str, Any] | None]:
         """Read ``load_dir/tag`` (default: the newest that verifies); return ``(path,
         client_state)``, or ``(None, None)`` without one. Collective."""
-        if custom_load_fn is not None:
-            raise TrialError(
-                "custom_load_fn is not supported",
-                where="engine.load_checkpoint",
-                fix="Load into engine.module inside GatheredParameters instead.",
-            )
+        loading.refuse_function(custom_load_fn, "engine.load_checkpoint")
         full = not load_module_only
         self.outcome.finalize()
         self._restarted = False
@@ -548,9 +549,9 @@ class Engine(nn.Module):
     ) -> None:
         """Load whole tensors into the sharded module; shapes are the full ones. Collective: every
         rank passes the same values."""
+        loading.refuse_function(custom_load_fn, "engine.load_module_state_dict")
         self.module.load_state_dict(state_dict, strict=strict)
 
     def deepspeed_io(self, dataset: Any, batch_size: int | None = None, **kwargs: Any) -> Any:
         """Return a loader over this rank's part of ``dataset``."""
-        size = batch_size or self.train_micro_batch_size_per_gpu()
-        return rank_loader(dataset, size, self.mesh, self.config, **kwargs)
+        return rank_loader(dataset, batch_size or self._batch.micro_batch_size, self.mesh, self.config, **kwargs)

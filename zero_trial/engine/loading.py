@@ -30,6 +30,16 @@ log = logging.getLogger("zero_trial")
 _OF_GENERATOR = re.compile(r"rank\d+/rng/")
 
 
+def refuse_function(custom_load_fn: Any, where: str) -> None:
+    """Raise TrialError for DeepSpeed's argument ``custom_load_fn``."""
+    if custom_load_fn is not None:
+        raise TrialError(
+            "custom_load_fn is not supported",
+            where=where,
+            fix="Load into engine.module inside GatheredParameters instead.",
+        )
+
+
 def load_state(
     engine: CheckpointedEngine,
     directory: Path,

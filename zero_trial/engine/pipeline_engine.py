@@ -330,6 +330,9 @@ class PipelineEngine(Engine):
     def step(self, *args: Any, **kwargs: Any) -> NoReturn:
         _refuse("step")
 
+    def generate(self, *args: Any, **kwargs: Any) -> NoReturn:
+        _refuse("generate")
+
 
 class _Phases:
     """Reports the executor's phases to the engine's observer. It holds the engine weakly: the

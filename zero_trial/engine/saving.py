@@ -147,7 +147,7 @@ def save_state(
     engine: CheckpointedEngine,
     directory: Path,
     tag: str | None,
-    client_state: dict[str, Any],
+    client_state: Mapping[str, Any] | None,
     *,
     without_frozen: bool = False,
 ) -> bool:
@@ -156,8 +156,15 @@ def save_state(
 
     Raises TrialError in the middle of an accumulation: its gradients are no part of a checkpoint.
     """
+    if client_state is not None and not isinstance(client_state, Mapping):
+        raise TrialError(
+            "client_state is not a dict",
+            where="engine.save_checkpoint",
+            got=type(client_state).__name__,
+            expected="a dict or None",
+        )
     with state_at_hand(engine, "save_checkpoint called by every rank"):
-        _save(engine, directory, tag, client_state, without_frozen)
+        _save(engine, directory, tag, dict(client_state or {}), without_frozen)
     return True
 
 

@@ -163,6 +163,11 @@ class Unsharder:
         blocks = [module for block, modules in self._modules.items() if block != ROOT for module in modules]
         return blocks or list(self._modules.get(ROOT, ()))
 
+    @property
+    def fits_whole(self) -> bool:
+        """Whether all parameters together stay within max_live."""
+        return self._total <= self._limits.max_live
+
     def live_numel(self) -> int:
         """Count the elements of full parameters that live now or are being gathered."""
         return sum(
@@ -288,7 +293,7 @@ class Unsharder:
 
     def _fits(self, more: int = 0) -> bool:
         """Return whether what lives now, and ``more`` elements, stay within max_live."""
-        return self._total <= self._limits.max_live or self.live_numel() + more <= self._limits.max_live
+        return self.fits_whole or self.live_numel() + more <= self._limits.max_live
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:

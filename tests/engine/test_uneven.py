@@ -1,0 +1,389 @@
+"""Ranks that use different modules, or the model more often than others, at ZeRO stage 3: what is
+right, and the error of what is not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tests.support import strict_backend
+from tests.support.dense import STAGES, TOLERANCE, Case, Turn, build_engine, compare, difference
+from tests.support.late import make_late
+from tests.support.models import ADAMW, adamw
+from tests.support.pool import Pools, RankFailed, RankPool
+from zero_trial.comm import MeshShape, build_mesh
+from zero_trial.engine.uneven import evenly
+from zero_trial.errors import MeshError
+from zero_trial.zero import set_z3_leaf_modules
+
+WIDTH, EXPERTS, VOCABULARY = 8, 4, 11
+
+
+class Experts(nn.Module):
+    """Adds the outputs of the experts that the route names; ``calls_all``: the others see no rows,
+    as in many mixtures, so that their gradients are zeros instead of None."""
+
+    def __init__(self, calls_all: bool) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(EXPERTS))
+        self.calls_all = calls_all
+
+    def forward(self, x: torch.Tensor, route: list[int]) -> torch.Tensor:
+        out = x
+        for index, expert in enumerate(self.experts):
+            if index in route:
+                out = out + torch.tanh(expert(x))
+            elif self.calls_all:
+                out = out + expert(x[:0]).sum()
+        return out
+
+
+class Mixture(nn.Module):
+    def __init__(self, calls_all: bool = True) -> None:
+        super().__init__()
+        self.stem = nn.Linear(WIDTH, WIDTH)
+        self.moe = Experts(calls_all)
+        self.head = nn.Linear(WIDTH, 3)
+
+    def forward(self, x: torch.Tensor, route: list[int]) -> torch.Tensor:
+        out: torch.Tensor = self.head(self.moe(torch.tanh(self.stem(x)), route))
+        return out
+
+
+def marked(calls_all: bool) -> Mixture:
+    model = Mixture(calls_all)
+    assert set_z3_leaf_modules(model, [Experts]) == [model.moe]
+    return model
+
+
+def loss(model: Any, turn: Turn) -> torch.Tensor:
+    """Expert 3 gets rows on no rank, the others on some; in one step rank 1 uses no expert."""
+    route = [] if turn.rank == 1 and turn.step == 2 else [turn.rank % 2, 2 * (turn.step % 2)]
+    return (model(turn.normal(4, WIDTH), route) - 1).square().mean()
+
+
+def sgd(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.1)
+
+
+def check_mixture(stage: str, by_config: bool, calls_all: bool, options: dict[str, Any]) -> None:
+    """``calls_all=False`` with SGD: an expert without a gradient stays as it is, as in torch."""
+    zero = STAGES[stage] | options.pop("zero", {})
+    if by_config:
+        zero["leaf_module"] = {"classes": ["Experts"]}
+    case = Case(
+        (lambda: Mixture(calls_all)) if by_config else (lambda: marked(calls_all)),
+        loss,
+        optimizer=ADAMW if calls_all else {"type": "SGD", "params": {"lr": 0.1}},
+        dense_optimizer=adamw if calls_all else sgd,
+        config=options,
+        accumulation=2,
+    )
+    assert compare(case, zero) <= TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("stage", "by_config", "calls_all", "options"),
+    [
+        ("zero3", True, True, {}),
+        ("zero3", False, False, {"zero": {"overlap_comm": True}}),
+        ("zero3-free", True, False, {"comm_transport": "gloo"}),
+        ("zero3-free", False, True, {}),
+        ("zero2", False, True, {}),
+    ],
+)
+def test_a_mixture_that_is_a_leaf_trains_as_plain_torch(
+    ranks: Pools, stage: str, by_config: bool, calls_all: bool, options: dict[str, Any]
+) -> None:
+    ranks(2).run(check_mixture, stage, by_config, calls_all, options)
+
+
+# --- generation -----------------------------------------------------------------------------------
+
+
+class Writer(nn.Module):
+    """A language model that generates by calling itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids).cumsum(1)
+        for block in self.blocks:
+            x = x + torch.tanh(block(x))
+        return self.head(x)
+
+    def generate(self, ids: torch.Tensor, length: int) -> torch.Tensor:
+        for _ in range(length):
+            ids = torch.cat([ids, self(ids)[:, -1:].argmax(-1)], 1)
+        return ids
+
+
+class SyncedWriter(Writer):
+    """Goes on until the last rank is done, as Hugging Face's models do."""
+
+    def generate(self, ids: torch.Tensor, length: int, synced_gpus: bool = False) -> torch.Tensor:
+        begun = ids
+        while True:
+            going = torch.tensor(float(ids.shape[1] < begun.shape[1] + length))
+            mine = bool(going)
+            if synced_gpus:
+                dist.all_reduce(going)
+            if not going:
+                return ids
+            word = self(ids)[:, -1:].argmax(-1)
+            ids = torch.cat([ids, word], 1) if mine else ids
+
+
+def written(model: Any, turn: Turn) -> torch.Tensor:
+    ids = (turn.normal(2, 6) * 3).long() % VOCABULARY
+    return torch.nn.functional.cross_entropy(model(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten())
+
+
+def generate_between(
+    build: Callable[[], Writer], zero: dict[str, Any], config: dict[str, Any], gather: bool | None
+) -> tuple[list[float], list[list[int]], list[float], list[list[int]]]:
+    """Losses of three steps with a generation of another length on each rank between them, what was
+    generated, and both from the dense model, which generates with the engine's weights."""
+    rank = dist.get_rank()
+    case = Case(build, written, config=config)
+    losses: dict[bool, list[float]] = {}
+    texts: list[list[int]] = []
+    expected: list[list[int]] = []
+    for generates in (True, False):
+        engine = build_engine(case, zero)
+        losses[generates] = []
+        for step in range(3):
+            value = written(engine, Turn(step, 0, rank))
+            engine.backward(value)
+            engine.step()
+            losses[generates].append(value.item())
+            if generates:
+                prompt, length = torch.full((1, 2), rank + 1), 2 + 3 * rank
+                texts.append(engine.generate(prompt, length, gather=gather)[0].tolist())
+                dense = build()
+                dense.load_state_dict(engine.module_state_dict())
+                expected.append(Writer.generate(dense, prompt, length)[0].tolist())
+        engine.destroy()
+    return losses[True], texts, losses[False], expected
+
+
+@pytest.mark.parametrize(
+    ("stage", "config", "gather"),
+    [
+        ("zero2", {}, None),
+        ("zero3", {}, None),
+        ("zero3-free", {"comm_transport": "gloo"}, None),
+        ("zero3-free", {}, False),
+    ],
+)
+def test_ranks_generate_texts_of_different_lengths(
+    ranks: Pools, stage: str, config: dict[str, Any], gather: bool | None
+) -> None:
+    build = SyncedWriter if gather is False else Writer
+    for losses, texts, without, expected in ranks(2).run(generate_between, build, STAGES[stage], config, gather):
+        assert texts == expected
+        assert losses == without  # to the bit: training does not notice
+
+
+def generate_larger(build: Callable[[], Writer], gather: bool | None) -> tuple[list[int], int]:
+    """The most elements that were whole at a time, above the limit."""
+    engine = build_engine(Case(build, written), STAGES["zero3-free"] | {"max_live_parameters": 100})
+    most = [0]
+    handle = engine.module.blocks[1].register_forward_hook(
+        lambda *_: most.append(engine.sharded.unsharder.live_numel())
+    )
+    text = engine.generate(torch.ones(1, 1, dtype=torch.long), 1 + dist.get_rank(), gather=gather)
+    handle.remove()
+    engine.destroy()
+    return text[0].tolist(), max(most)
+
+
+def test_a_model_above_the_limit_is_gathered_token_by_token(ranks: Pools) -> None:
+    (_, synced), (_, _) = ranks(2).run(generate_larger, SyncedWriter, None)
+    (_, whole), (_, _) = ranks(2).run(generate_larger, Writer, True)
+    assert synced < whole
+    with pytest.raises(RankFailed, match="Pass gather=True"):
+        ranks(2).run(generate_larger, Writer, None)
+
+
+def generate_with_transformers(gather: bool) -> tuple[list[list[int]], list[list[int]], list[float], list[float]]:
+    transformers = pytest.importorskip("transformers")
+    rank = dist.get_rank()
+
+    def build() -> nn.Module:
+        torch.manual_seed(3)
+        config = transformers.GPT2Config(
+            vocab_size=VOCABULARY, n_positions=32, n_embd=16, n_layer=2, n_head=2, eos_token_id=0, bos_token_id=0
+        )
+        model: nn.Module = transformers.GPT2LMHeadModel(config).eval()
+        return model
+
+    def loss(model: Any, turn: Turn) -> torch.Tensor:
+        ids = (turn.normal(2, 6) * 3).long() % VOCABULARY
+        out: torch.Tensor = model(ids, labels=ids).loss
+        return out
+
+    prompt = torch.full((1, 3), rank + 4)
+    options = {"max_new_tokens": 2 + 4 * rank, "do_sample": False, "pad_token_id": 0}
+    found, expected, losses = [], [], {}
+    for generates in (True, False):
+        engine = build_engine(Case(build, loss), STAGES["zero3-free"])
+        engine.eval()
+        losses[generates] = []
+        for step in range(2):
+            value = loss(engine, Turn(step, 0, rank))
+            engine.backward(value)
+            engine.step()
+            losses[generates].append(value.item())
+            if generates:
+                found.append(engine.generate(prompt, gather=gather, **options)[0].tolist())
+                dense: Any = build()
+                dense.load_state_dict(engine.module_state_dict())
+                expected.append(dense.generate(prompt, **options)[0].tolist())
+        engine.destroy()
+    return found, expected, losses[True], losses[False]
+
+
+@pytest.mark.parametrize("gather", [True, False])
+def test_a_model_of_transformers_generates(ranks: Pools, gather: bool) -> None:
+    pytest.importorskip("transformers")
+    for found, expected, losses, without in ranks(2).run(generate_with_transformers, gather):
+        assert found == expected
+        assert losses == without
+
+
+# --- batches --------------------------------------------------------------------------------------
+
+
+class Unsized:
+    def __init__(self, batches: list[Any]) -> None:
+        self._batches = batches
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._batches)
+
+
+def train_evenly(zero: dict[str, Any], numbers: list[int], sized: bool) -> float:
+    """Rank r has ``numbers[r]`` batches; the distance of the weights from plain torch, which takes
+    in step k the mean over the k-th batches that there are."""
+    rank, most = dist.get_rank(), max(numbers)
+    case = Case(lambda: Mixture(calls_all=True), lambda model, turn: torch.zeros(()))
+    engine = build_engine(case, zero)
+    own: Any = [Turn(step, 0, rank).normal(4, WIDTH) for step in range(numbers[rank])]
+
+    def total(model: Any, x: torch.Tensor) -> torch.Tensor:
+        return (model(x, [0]) - 1).square().sum()
+
+    seen = []
+    for batch, weight in engine.evenly(own if sized else Unsized(own)):
+        seen.append(weight)
+        engine.backward(total(engine, batch) * weight, weight=batch.numel() * weight)
+        engine.step()
+    assert seen == [1.0] * numbers[rank] + [0.0] * (most - numbers[rank])
+    torch.manual_seed(1)
+    dense = case.build()
+    optimizer = case.dense_optimizer(dense.parameters())
+    for step in range(most):
+        batches = [Turn(step, 0, r).normal(4, WIDTH) for r, number in enumerate(numbers) if step < number]
+        loss = torch.stack([total(dense, x) for x in batches]).sum() / sum(x.numel() for x in batches)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    gap = difference(engine, dense)
+    engine.destroy()
+    return gap
+
+
+@pytest.mark.parametrize(("stage", "sized"), [("zero0", True), ("zero3-free", True), ("zero3", False)])
+def test_ranks_with_unequal_numbers_of_batches_train_evenly(ranks: Pools, stage: str, sized: bool) -> None:
+    assert max(ranks(2).run(train_evenly, STAGES[stage], [2, 4], sized)) <= TOLERANCE
+
+
+def test_one_rank_alone_takes_its_batches() -> None:
+    for batches in ([3, 4], Unsized([3, 4])):
+        assert list(evenly(batches, build_mesh(MeshShape()))) == [(3, 1.0), (4, 1.0)]
+
+
+def test_a_rank_without_a_batch_is_an_error_on_all(ranks: Pools) -> None:
+    with pytest.raises(RankFailed, match=r"no batch on rank 0"):
+        ranks(2).run(train_evenly, STAGES["zero3"], [0, 2], True)
+
+
+# --- errors ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def doomed() -> Iterator[Callable[[bool], RankPool]]:
+    """Ranks that will disagree: their connections may hold messages that nobody takes."""
+    pools: dict[bool, RankPool] = {}
+
+    def get(strict: bool) -> RankPool:
+        if strict not in pools:
+            pools[strict] = RankPool(2, strict=strict)
+        return pools[strict]
+
+    yield get
+    for pool in pools.values():
+        pool.close()
+
+
+def disagree(zero: dict[str, Any], config: dict[str, Any], steps: int, deferred: bool = False) -> tuple[str, bool]:
+    """``steps`` with the same experts on all ranks, then others: the error, and whether the weights
+    are what they were."""
+    case = Case(lambda: Mixture(calls_all=False), loss, config=config)
+    engine = build_engine(case, STAGES["zero3-free"] | zero)
+    if deferred:
+        make_late(engine)
+    weights: list[torch.Tensor] = []
+    text = ""
+    try:
+        for step in range(steps + 3):
+            if step == steps:
+                engine.outcome.settle()
+                weights = [group.master.clone() for group in engine.sharded.groups]
+            route = [dist.get_rank(), 2] if step >= steps else [0, 2]
+            out = engine(torch.ones(2, WIDTH), route)
+            engine.backward(out.square().mean())
+            engine.step()
+    except MeshError as error:
+        text = str(error)
+    same = all(torch.equal(group.master, old) for group, old in zip(engine.sharded.groups, weights, strict=True))
+    return text, same
+
+
+def check_error(answers: list[tuple[str, bool]]) -> None:
+    for text, same in answers:
+        assert "rank 0 gathers moe.experts." in text
+        assert "rank 1 gathers moe.experts.1" in text
+        assert "zero_optimization.leaf_module" in text
+        assert same  # nothing of what was mixed has been learned
+
+
+@pytest.mark.parametrize(("transport", "steps"), [("auto", 0), ("auto", 2), ("gloo", 2)])
+def test_ranks_that_use_different_experts(doomed: Callable[[bool], RankPool], transport: str, steps: int) -> None:
+    """After two steps the order of uses is known, and blocks are fetched ahead: a rank may then
+    learn of the disagreement only by waiting in vain."""
+    config = {"comm_transport": transport, "comm_timeout_seconds": 2.0 if steps else 30.0}
+    check_error(doomed(False).run(disagree, {"overlap_comm": True}, config, steps))
+
+
+def disagree_on_device(*args: Any) -> tuple[str, bool]:
+    with strict_backend.pretended_device():
+        return disagree(*args)
+
+
+@pytest.mark.parametrize("deferred", [False, True])
+def test_a_backend_that_compares_nothing(doomed: Callable[[bool], RankPool], deferred: bool) -> None:
+    """Like NCCL: both ranks get a tensor of the right size, which is half another expert's. No step
+    is taken with it."""
+    config = {"comm_transport": "gloo", "comm_timeout_seconds": 30.0}
+    check_error(doomed(True).run(disagree_on_device, {"overlap_comm": True}, config, 0, deferred))

@@ -1,0 +1,106 @@
+"""Ranks that use a model more often than others: generation, and batches in unequal numbers.
+
+Where ZeRO stage 3 frees parameters, each use of a block is an all-gather, which every rank must
+call equally often. So generation gathers once for all tokens, or goes on on ranks that are done;
+and a rank without batches uses its last one again, with weight 0.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from zero_trial.comm import Mesh
+from zero_trial.engine.resolved_config import ResolvedConfig
+from zero_trial.errors import DataError, TrialError
+from zero_trial.precision import cast_floats, forward_of
+from zero_trial.sharding.full_params import GatheredParameters
+from zero_trial.sharding.model import ShardedModel
+
+_END = object()
+
+
+class GeneratingEngine(Protocol):
+    """The part of an engine that generation uses."""
+
+    @property
+    def module(self) -> nn.Module: ...
+
+    @property
+    def sharded(self) -> ShardedModel: ...
+
+    @property
+    def resolved(self) -> ResolvedConfig: ...
+
+    @property
+    def device(self) -> torch.device: ...
+
+
+def generate(engine: GeneratingEngine, args: Sequence[Any], kwargs: Mapping[str, Any], gather: bool | None) -> Any:
+    """See :meth:`Engine.generate`."""
+    method = getattr(engine.module, "generate", None)
+    if method is None:
+        raise TrialError("the model has no method generate", where="engine.generate", got=type(engine.module).__name__)
+    call = forward_of(method, engine.resolved.autocast, engine.device.type)
+    if engine.resolved.policy.param != torch.float32:
+        args, kwargs = cast_floats((args, kwargs), engine.resolved.policy.param)
+    if not engine.sharded.frees_parameters:
+        return call(*args, **kwargs)
+    synced = kwargs.get("synced_gpus")
+    whole = gather if gather is not None else not synced and engine.sharded.unsharder.fits_whole
+    if whole:
+        with GatheredParameters(engine.module):
+            return call(*args, **kwargs)
+    if synced is None and "synced_gpus" not in inspect.signature(method).parameters:
+        raise TrialError(
+            "ranks cannot generate side by side: parameters are gathered token by token",
+            where="engine.generate",
+            got=f"{type(engine.module).__name__}.generate without synced_gpus",
+            fix="Pass gather=True if the full parameters fit into each rank's memory (max_live_parameters is below their "
+            "number), or give the method synced_gpus.",
+        )
+    return call(*args, **(dict(kwargs) | {"synced_gpus": True}))
+
+
+def evenly(batches: Iterable[Any], mesh: Mesh) -> Iterator[tuple[Any, float]]:
+    """See :meth:`Engine.evenly`."""
+    size = len(batches) if isinstance(batches, Sized) else -1
+    sizes = [known for (known,) in mesh.data.gather_row([size], "numbers of batches")]
+    if 0 in sizes:
+        raise _no_batch(
+            mesh, ", ".join(f"rank {rank}" for rank, known in zip(mesh.data.ranks, sizes, strict=True) if not known)
+        )
+    most = max(sizes) if -1 not in sizes else None
+    iterator, last, done = iter(batches), _END, 0
+    while done != most:
+        batch = next(iterator, _END)
+        if most is None and not _any_left(mesh, batch is not _END):
+            return
+        if batch is _END and last is _END:
+            error = _no_batch(mesh, f"rank {mesh.rank}")
+            mesh.heartbeat.report_error(str(error))  # the other ranks use the model meanwhile
+            raise error
+        weight, last = (1.0, batch) if batch is not _END else (0.0, last)
+        yield last, weight
+        done += 1
+
+
+def _any_left(mesh: Mesh, mine: bool) -> bool:
+    """Return whether any rank has another batch. Collective over data."""
+    left = torch.full((1,), float(mine), device=mesh.data.control_device)
+    mesh.data.all_reduce_small(left, "another batch", "max")
+    return bool(left.item())
+
+
+def _no_batch(mesh: Mesh, ranks: str) -> DataError:
+    return DataError(
+        "a rank without any batch cannot take part",
+        where="engine.evenly",
+        got=f"no batch on {ranks}",
+        expected="at least one on each rank",
+        fix="Use a smaller batch, fewer ranks, or more data.",
+    )

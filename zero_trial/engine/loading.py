@@ -21,7 +21,7 @@ from zero_trial.checkpoint.format import MANIFEST_NAME, dtype_name
 from zero_trial.checkpoint.state_tree import GENERATORS, decode_state, restore_rng
 from zero_trial.comm import AxisComm, fail_together
 from zero_trial.engine.saving import COUNTERS, CheckpointedEngine, CheckpointNames, state_at_hand
-from zero_trial.errors import CheckpointError, ZeroTrialError
+from zero_trial.errors import CheckpointError, TrialError, ZeroTrialError
 from zero_trial.sharding.ema import KIND
 from zero_trial.sharding.grouping import parameter_names
 

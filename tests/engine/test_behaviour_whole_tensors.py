@@ -19,7 +19,15 @@ from tests.support import pipelines
 from tests.support.dense import STAGES, TOLERANCE, Case, Turn, build_engine, difference, train_dense, train_ranks
 from tests.support.models import TinyLM, Tower
 from tests.support.pool import Pools
-from tests.support.whole_optimizers import GlobalNorm, LayerWise, MuonLike, Noisy, ScheduleFree, ShampooLike
+from tests.support.whole_optimizers import (
+    GlobalNorm,
+    LayerWise,
+    MuonAndAdamW,
+    MuonLike,
+    Noisy,
+    ScheduleFree,
+    ShampooLike,
+)
 from zero_trial import zero as access
 from zero_trial.errors import CheckpointError, ConfigError, TrialError
 from zero_trial.pipeline import PipelineModule
@@ -27,24 +35,6 @@ from zero_trial.pipeline import PipelineModule
 
 def loss(model: Any, turn: Turn) -> torch.Tensor:
     return (model(turn.normal(4, 5)) - 1).square().mean()
-
-
-class MuonAndAdamW(torch.optim.Optimizer):
-    """torch's two in one, by the number of dimensions."""
-
-    def __init__(self, groups: Any, by_muon: Any = lambda param: param.dim() == 2) -> None:
-        params = [param for group in groups for param in group["params"]]
-        super().__init__(params, {})
-        self.parts = [
-            torch.optim.Muon([p for p in params if by_muon(p)], lr=2e-3, weight_decay=0.1),
-            torch.optim.AdamW(
-                [p for p in params if not by_muon(p)], lr=1e-3, betas=(0.9, 0.95), eps=1e-3, weight_decay=0.1
-            ),
-        ]
-
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for part in self.parts:
-            part.step()
 
 
 MUON = {"type": "Muon", "params": {"muon_lr": 2e-3, "adam_lr": 1e-3, "eps": 1e-3, "weight_decay": 0.1}}

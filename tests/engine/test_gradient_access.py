@@ -124,8 +124,43 @@ def test_an_edit_counts(ranks: Pools, name: str, stage: str, accumulation: int) 
 def test_an_edit_counts_in_16_bits(ranks: Pools, stage: str, precision: str) -> None:
     """Gradients of 16 bits differ by 2**-8 (bf16) of themselves; an AdamW step passes on at most as
     much of its lr."""
-    for gap, norm in ranks(2).run(edited, "clip", STAGES[stage], 2, precision):
-        assert gap <= 2e-2 and norm <= 1e-2
+    for name in ("clip", "scale_one"):
+        for gap, norm in ranks(2).run(edited, name, STAGES[stage], 2, precision):
+            assert gap <= 2e-2 and norm <= 1e-2
+
+
+def shown_dtype(precision: str) -> torch.dtype:
+    engine = build_engine(Case(Tower, loss, config=PRECISIONS[precision]), STAGES["zero1"])
+    engine.backward(loss(engine, Turn(0, 0, engine.global_rank)))
+    found = engine.module.first.weight.grad.clone().dtype
+    engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_a_gradient_has_the_dtype_of_its_parameter_unless_it_could_underflow(ranks: Pools, precision: str) -> None:
+    expected = torch.bfloat16 if precision == "bf16" else torch.float32
+    assert ranks(2).run(shown_dtype, precision) == [expected] * 2
+
+
+def with_an_edit(edit: bool) -> list[torch.Tensor]:
+    """The masters after a step on bf16 gradients that were summed in fp32."""
+    engine = build_engine(Case(Tower, loss, accumulation=2, config=PRECISIONS["bf16"]), STAGES["zero1"])
+    for number in range(2):
+        engine.backward(loss(engine, Turn(0, number, engine.global_rank)))
+        if edit and number == 1:
+            engine.module.first.weight.grad[0] = 0.0
+        engine.step()
+    masters = [zero.safe_get_full_fp32_param(param).clone() for param in engine.module.parameters()]
+    engine.destroy()
+    return masters
+
+
+def test_elements_that_no_edit_changes_keep_digits_that_bf16_does_not_have(ranks: Pools) -> None:
+    first, *others = ranks(2).run(with_an_edit, False)[0]
+    edited, *same = ranks(2).run(with_an_edit, True)[0]
+    assert torch.equal(first[1:], edited[1:]) and not torch.equal(first[0], edited[0])
+    assert all(map(torch.equal, others, same))
 
 
 def test_hybrid_sharding(ranks: Pools) -> None:

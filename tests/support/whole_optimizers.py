@@ -155,3 +155,21 @@ class _Required(Closure):
 
 
 _Required.__name__ = "Closure"
+
+
+class MuonAndAdamW(torch.optim.Optimizer):
+    """torch's two in one, by the number of dimensions; ``params`` are parameters or groups."""
+
+    def __init__(self, params: Any, by_muon: Any = lambda param: param.dim() == 2, lr: float = 1e-3) -> None:
+        super().__init__(params, {})
+        found = [param for group in self.param_groups for param in group["params"]]
+        self.parts = [
+            torch.optim.Muon([p for p in found if by_muon(p)], lr=2 * lr, weight_decay=0.1),
+            torch.optim.AdamW(
+                [p for p in found if not by_muon(p)], lr=lr, betas=(0.9, 0.95), eps=1e-3, weight_decay=0.1
+            ),
+        ]
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for part in self.parts:
+            part.step()

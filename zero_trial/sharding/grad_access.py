@@ -2,9 +2,9 @@
 and the safe_get_* and safe_set_* functions for gradients.
 
 After that pass ``param.grad`` is a :class:`LazyGradient`. It takes no memory. Its first use makes
-the averaged, unscaled gradient, where full gradients live (ZeRO 0 and 1), and raises an error that
-names the way out where they do not. So ``clip_grad_norm_``, which only gets the parameters, works
-or raises; it never does nothing.
+the averaged, unscaled gradient, in the parameter's dtype (of fp16 parameters in fp32), where full
+gradients live (ZeRO 0 and 1), and raises an error that names the way out where they do not. So
+``clip_grad_norm_``, which only gets the parameters, works or raises; it never does nothing.
 
     p.grad.norm(), print(p.grad)     local at ZeRO 0; at ZeRO 1 a group is gathered over shard on
                                      its first use: n (N-1)/N elements
@@ -127,6 +127,8 @@ class ShownGradients:
                     group.comm.all_gather(full, shard, f".grad of {group.name}").wait()
                     shard = full
                 self._flat = widened(shard) * self._multiplier()
+                if group.dtype == torch.bfloat16:  # as in plain torch; in fp16 it could underflow
+                    self._flat = self._flat.bfloat16()
             self._used[index] = self._flat[slot.offset : slot.offset + slot.numel].view(slot.shape)
         return self._used[index]
 
@@ -167,7 +169,8 @@ class ShownGradients:
             own = buffer.shard[piece.offset : piece.offset + piece.numel]
             held = widened(own)
             new = torch.zeros_like(held) if flat is None else flat[piece.start : piece.stop].to(held)
-            differs = new != held * factor
+            # what equals the gradient as it was shown, rounded, keeps all of its digits
+            differs = new != (held * factor if flat is None else (held * factor).to(flat.dtype).to(held))
             if bool(differs.any()):
                 buffer.wait_for_readers()
                 own.copy_(torch.where(differs, new / factor, held))
@@ -200,10 +203,13 @@ class LazyGradient(torch.Tensor):
     def __torch_function__(
         cls, func: Any, types: Sequence[Any], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        given = args[0] if args else None
         if func not in METADATA:
             args, kwargs = tree_map_only(LazyGradient, _value_of, (args, kwargs or {}))
         with unasked():
-            return func(*args, **(kwargs or {}))
+            found = func(*args, **(kwargs or {}))
+        # ``param.grad *= c`` assigns what the operation in place returns
+        return given if isinstance(given, LazyGradient) and found is args[0] else found
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]

@@ -1,0 +1,393 @@
+"""What people bring, as data: the rows of docs/exactness.md."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import nn
+
+from tests.exactness.measure import RATE, Row, square
+from tests.support.dense import Turn
+from tests.support.models import Block, Tower
+from tests.support.whole_optimizers import GlobalNorm, LayerWise, MuonAndAdamW, MuonLike, ScheduleFree, ShampooLike
+
+# --- optimizers -----------------------------------------------------------------------------------
+
+MUON = {"type": "Muon", "params": {"muon_lr": 2 * RATE, "adam_lr": RATE, "eps": 1e-3, "weight_decay": 0.1}}
+
+
+def muon_and_adamw(params: Any) -> torch.optim.Optimizer:
+    """Return torch's two, as `MUON` says."""
+    return MuonAndAdamW(params, lr=RATE)
+
+
+def schedule_free(params: Any) -> torch.optim.Optimizer:
+    """Return a schedule-free optimizer that is ready to train."""
+    optimizer = ScheduleFree(params, lr=0.05)
+    optimizer.train()
+    return optimizer
+
+
+def hf_adafactor(params: Any) -> torch.optim.Optimizer:
+    """Return Hugging Face's Adafactor with its defaults: it chooses its own rate."""
+    from transformers.optimization import Adafactor
+
+    return Adafactor(params)
+
+
+def adamw_8bit(params: Any) -> torch.optim.Optimizer:
+    """Return bitsandbytes' AdamW with 8-bit states for tensors of every size."""
+    import bitsandbytes
+
+    return bitsandbytes.optim.AdamW8bit(params, lr=RATE, eps=1e-3, min_8bit_size=1)
+
+
+def client(name: str, make: Any, **more: Any) -> Row:
+    """Return the row of an optimizer that is passed to ``initialize`` as a callable."""
+    return Row(name=name, optimizer=make, plain=make, clip=0.2, **more)
+
+
+def states(kind: str, limit: float) -> Row:
+    """Return the row of our AdamW with states in fewer bits, beside torch's with fp32 states."""
+    return Row(
+        name=f'`optimizer_states: "{kind}"`',
+        config={"data_types": {"optimizer_states": kind}},
+        limits={"fp32": limit, "bf16": limit},
+        remark="beside torch's AdamW with fp32 states: what is stored is rounded at random",
+    )
+
+
+OPTIMIZERS = [
+    Row(name="AdamW of ds_config", clip=0.2),
+    Row(name="Muon of ds_config (torch.optim.Muon + AdamW)", optimizer=MUON, plain=muon_and_adamw, clip=0.2),
+    client("an own Muon", lambda params: MuonLike(params)),
+    client("Shampoo-like", lambda params: ShampooLike(params)),
+    client("torch.optim.Adafactor", lambda params: torch.optim.Adafactor(params, lr=0.01)),
+    client("Adafactor of Hugging Face", hf_adafactor, needs="transformers"),
+    client("layer-wise (LARS)", lambda params: LayerWise(params)),
+    client("global norm in the step", lambda params: GlobalNorm(params)),
+    client("schedule-free", schedule_free),
+    client("AdamW8bit of bitsandbytes", adamw_8bit, needs="bitsandbytes"),
+    states("bf16", 0.1),
+    states("8bit", 0.1),
+]
+
+# --- losses ---------------------------------------------------------------------------------------
+
+
+def two_losses(model: Any, turn: Turn) -> None:
+    """Call backward for two losses of one forward."""
+    out = model(turn.normal(4, 5)).float()
+    out.square().mean().backward(retain_graph=True)
+    (out - 1).abs().mean().backward()
+
+
+def not_a_scalar(model: Any, turn: Turn) -> None:
+    """Call backward of an output with its gradient."""
+    out = model(turn.normal(4, 5)).float()
+    out.backward(gradient=turn.normal(4, 4))
+
+
+def lengths(step: int, number: int, rank: int) -> int:
+    """Return how many tokens a micro-batch has."""
+    return 2 + (3 * step + 5 * number + 4 * rank) % 7
+
+
+def summed(model: Any, turn: Turn) -> torch.Tensor:
+    """Return the sum of the losses of all tokens of a micro-batch."""
+    count = lengths(turn.step, turn.turn, turn.rank)
+    return (model(turn.normal(count, 5)).float() - 1).square().mean(-1).sum()
+
+
+def by_tokens(engine: Any, turn: Turn) -> None:
+    """Give the engine the sum and the number of tokens."""
+    engine.backward(summed(engine, turn), weight=lengths(turn.step, turn.turn, turn.rank))
+
+
+LOSSES = [
+    Row(name="`loss.backward()`", backward=lambda engine, turn: square(engine, turn).backward()),
+    Row(
+        name="`loss.backward()`, accumulation 2",
+        backward=lambda engine, turn: square(engine, turn).backward(),
+        accumulation=2,
+    ),
+    Row(
+        name="two losses, each with `backward()`",
+        backward=two_losses,
+        plain_backward=two_losses,
+        remark="bf16: losses and ranks are summed in another order",
+    ),
+    Row(name="`out.backward(gradient=...)`, not a scalar", backward=not_a_scalar, plain_backward=not_a_scalar),
+    Row(
+        name="`engine.backward(loss_sum, weight=tokens)`, accumulation 2",
+        loss=summed,
+        backward=by_tokens,
+        share=lambda step: 1 / sum(lengths(step, number, rank) for number in range(2) for rank in range(2)),
+        accumulation=2,
+    ),
+]
+
+# --- gradients ------------------------------------------------------------------------------------
+
+
+def clip_norm(module: nn.Module) -> None:
+    """Clip as scripts do."""
+    nn.utils.clip_grad_norm_(module.parameters(), 0.05)
+
+
+def scale_by_three(module: nn.Module) -> None:
+    """Change one gradient in place."""
+    module.get_parameter("blocks.1.weight").grad *= 3.0  # type: ignore[operator]
+
+
+ONLY_WHOLE = "full gradients do not live at stages 2 and 3: the error names what does the same"
+
+GRADIENTS = [
+    Row(name="`gradient_clipping`", clip=0.05),
+    Row(name="`clip_grad_norm_(model.parameters(), c)`", edit=clip_norm, remark=ONLY_WHOLE),
+    Row(name="`p.grad *= 3`", edit=scale_by_three, remark=ONLY_WHOLE),
+]
+
+# --- torch.compile --------------------------------------------------------------------------------
+
+AOT = {"backend": "aot_eager"}
+
+
+class Stack(nn.Module):
+    """Two blocks of several layers each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(5, 8)
+        self.blocks = nn.ModuleList([Block(8), Block(8)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def in_place(model: nn.Module, **options: Any) -> nn.Module:
+    """Compile the model in place."""
+    model.compile(**AOT, **options)
+    return model
+
+
+def by_block(model: nn.Module) -> nn.Module:
+    """Compile each block in place."""
+    for block in model.blocks:  # type: ignore[union-attr]
+        block.compile(**AOT, fullgraph=True)
+    return model
+
+
+def compiled(name: str, **more: Any) -> Row:
+    """Return a row of compiling, beside plain torch without a compiler."""
+    return Row(name=name, build=Stack, compiles=True, **more)
+
+
+COMPILED = [
+    compiled("`model.compile()`", before=in_place),
+    compiled("`torch.compile(model)`", before=lambda model: torch.compile(model, **AOT)),
+    compiled("`block.compile(fullgraph=True)`", before=by_block),
+    compiled("`engine.compile()`", after=lambda engine: engine.compile(**AOT)),
+    compiled(
+        "`model.compile(fullgraph=True)`",
+        before=lambda model: in_place(model, fullgraph=True),
+        raises=("Unsupported",),
+        remark="a stage-3 model whose blocks are gathered between them is not one graph: torch's error ends with the way out",
+    ),
+]
+
+# --- architectures --------------------------------------------------------------------------------
+
+
+class Words(nn.Module):
+    """A model of Hugging Face as a function of tokens that returns the loss."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.model(input_ids=tokens, labels=tokens).loss
+
+
+def words(model: Any, turn: Turn) -> torch.Tensor:
+    """Return the loss on random tokens."""
+    return model((turn.normal(2, 9) * 1000).long().remainder(31) + 1)
+
+
+SMALL = {"vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+LLAMA = SMALL | {"intermediate_size": 24, "num_key_value_heads": 1, "max_position_embeddings": 64}
+
+
+def gpt2() -> nn.Module:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    off = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    return Words(GPT2LMHeadModel(GPT2Config(vocab_size=32, n_embd=16, n_layer=2, n_head=2, n_positions=16, **off)))
+
+
+def llama() -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    return Words(LlamaForCausalLM(LlamaConfig(**LLAMA)))
+
+
+def mixtral() -> nn.Module:
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    return Words(MixtralForCausalLM(MixtralConfig(**LLAMA, num_local_experts=4, output_router_logits=True)))
+
+
+def bert() -> nn.Module:
+    from transformers import BertConfig, BertForMaskedLM
+
+    off = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    return Words(BertForMaskedLM(BertConfig(**SMALL, intermediate_size=24, max_position_embeddings=16, **off)))
+
+
+def t5() -> nn.Module:
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    config = T5Config(
+        vocab_size=32,
+        d_model=16,
+        d_kv=8,
+        d_ff=24,
+        num_layers=2,
+        num_heads=2,
+        dropout_rate=0.0,
+        decoder_start_token_id=0,
+    )
+    return Words(T5ForConditionalGeneration(config))
+
+
+def vit() -> nn.Module:
+    from transformers import ViTConfig, ViTForImageClassification
+
+    config = SMALL | {"intermediate_size": 24, "image_size": 8, "patch_size": 4, "num_labels": 5}
+    del config["vocab_size"]
+    return ViTForImageClassification(ViTConfig(**config))
+
+
+def images(model: Any, turn: Turn) -> torch.Tensor:
+    out = model(pixel_values=turn.normal(2, 3, 8, 8), labels=torch.tensor([1, 3]))
+    return out.loss
+
+
+def lora() -> nn.Module:
+    from peft import LoraConfig, get_peft_model
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    base = LlamaForCausalLM(LlamaConfig(**LLAMA))
+    chosen = LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"], init_lora_weights=False)
+    return Words(get_peft_model(base, chosen))  # type: ignore[arg-type]
+
+
+def unet() -> nn.Module:
+    from diffusers import UNet2DModel
+
+    return UNet2DModel(
+        sample_size=8,
+        in_channels=1,
+        out_channels=1,
+        layers_per_block=1,
+        block_out_channels=(8, 16),
+        norm_num_groups=4,
+        down_block_types=("DownBlock2D", "AttnDownBlock2D"),
+        up_block_types=("AttnUpBlock2D", "UpBlock2D"),
+        attention_head_dim=4,
+    )
+
+
+def noise(model: Any, turn: Turn) -> torch.Tensor:
+    """Return the loss of a denoising step."""
+    image = turn.normal(2, 1, 8, 8)
+    return (model(image, torch.tensor([3, 7])).sample.float() - image).square().mean()
+
+
+class Rotary(nn.Module):
+    """Turns its input by position 4096, where bf16 frequencies are most of a radian off."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(5, 8)
+        self.last = nn.Linear(8, 4)
+        self.register_buffer("inv_freq", 10000.0 ** -(torch.arange(4) / 4), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        angle = 4096 * self.inv_freq  # type: ignore[operator]
+        a, b = self.first(x).float().chunk(2, -1)
+        turned = torch.cat([a * angle.cos() - b * angle.sin(), a * angle.sin() + b * angle.cos()], -1)
+        return self.last(turned.to(x.dtype))
+
+
+ARCHITECTURES = [
+    Row(name="GPT-2", build=gpt2, loss=words, needs="transformers"),
+    Row(name="Llama", build=llama, loss=words, needs="transformers"),
+    Row(name="Mixtral (experts)", build=mixtral, loss=words, needs="transformers"),
+    Row(name="BERT", build=bert, loss=words, needs="transformers"),
+    Row(name="T5", build=t5, loss=words, needs="transformers"),
+    Row(name="ViT", build=vit, loss=images, needs="transformers"),
+    Row(name="LoRA of peft on Llama", build=lora, loss=words, needs="peft"),
+    Row(name="UNet2DModel of diffusers", build=unet, loss=noise, needs="diffusers"),
+    Row(name="rotary frequencies at position 4096", build=Rotary),
+]
+
+# --- copies ---------------------------------------------------------------------------------------
+
+
+def copied(module: nn.Module, memory: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Return the parameters of a copy of the model."""
+    return dict(copy.deepcopy(module).named_parameters())
+
+
+def averaged(module: nn.Module, memory: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Return the weights of torch's AveragedModel, updated after each step."""
+    if "model" not in memory:
+        memory["model"] = torch.optim.swa_utils.AveragedModel(
+            module, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.5)
+        )
+    memory["model"].update_parameters(module)
+    return dict(memory["model"].module.named_parameters())
+
+
+def arithmetic(module: nn.Module, memory: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Return twice a weight of the model, read after the step."""
+    return {"twice": module.get_parameter("blocks.1.weight").detach() * 2}
+
+
+class Unused(Tower):
+    """Has a layer that no batch reaches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.idle = nn.Linear(3, 3)
+
+
+FREED = "at stage 3 freed parameters have no values: the error names them, and GatheredParameters"
+
+COPIES = [
+    Row(name="`copy.deepcopy(model)`", use=copied, remark=FREED),
+    Row(name="AveragedModel of torch", use=averaged, remark=FREED),
+    Row(name="arithmetic with a parameter", use=arithmetic, remark=FREED),
+    Row(
+        name="a layer that no batch reaches",
+        build=Unused,
+        limits={"fp32": 0.1, "bf16": 0.1},
+        remark="its gradient counts as zero, so weight decay goes on, where torch passes the layer over",
+    ),
+]
+
+SECTIONS: dict[str, list[Row]] = {
+    "Optimizers": OPTIMIZERS,
+    "Losses": LOSSES,
+    "Gradients": GRADIENTS,
+    "torch.compile": COMPILED,
+    "Architectures": ARCHITECTURES,
+    "Copies and reads": COPIES,
+}

@@ -1,0 +1,47 @@
+"""docs/exactness.md says what is measured, and no cell differs from plain torch in silence."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.exactness.measure import CELLS, EXACT, RANKS, Row, acceptable, measured, missing, read_page
+from tests.exactness.rows import SECTIONS
+from tests.support.pool import Pools, RankPool
+
+PAGE = Path(__file__).parents[2] / "docs" / "exactness.md"
+ROWS = [row for rows in SECTIONS.values() for row in rows]
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[RankPool]:
+    """Start ranks for this file alone: they import libraries and torch's compiler."""
+    pools = Pools()
+    yield pools(RANKS)
+    pools.close()
+
+
+def test_the_page_has_every_row_and_a_reason_beside_what_is_not_exact() -> None:
+    """If this fails: python -m tests.exactness.measure docs/exactness.md"""
+    page = read_page(PAGE.read_text("utf-8"))
+    assert {name: remark for name, (_, remark) in page.items()} == {row.name: row.remark for row in ROWS}
+    for row in ROWS:
+        cells = page[row.name][0]
+        assert len(cells) == len(CELLS)
+        for (dtype, _), shown in zip(CELLS, cells, strict=True):
+            exact = shown != "error" and (dtype == "bf16" or float(shown) <= EXACT)
+            assert exact or row.remark, f"{row.name}: {shown} without a reason"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("row", ROWS, ids=[row.name for row in ROWS])
+def test_every_cell_is_as_the_page_says(pool: RankPool, row: Row) -> None:
+    """A number is within the row's limit, and an error is one in words at the same stages."""
+    if missing(row):
+        pytest.skip(missing(row))
+    page = read_page(PAGE.read_text("utf-8"))[row.name][0]
+    for (dtype, stage), shown, cell in zip(CELLS, page, measured(pool, row), strict=True):
+        assert acceptable(row, dtype, cell), f"{dtype}, stage {stage}: {cell.gap} {cell.said}"
+        assert (cell.gap is None) is (shown == "error"), f"{dtype}, stage {stage}: {cell.shown()}, on the page {shown}"

@@ -391,12 +391,45 @@ def test_a_trial_knows_its_own_token_and_not_the_users(det: Det) -> None:
     assert det.wait(number) == "COMPLETED"
     text = det.logs(det.trials(number)[0]["id"])
     assert det.exports["DET_USER_TOKEN"] not in text
-    found = json.loads(text.partition("FOUND ")[2].splitlines()[0])
-    assert found["asked"] == [200, 403, 403, 403, 401]
+    found = json.loads(text.rpartition("FOUND ")[2].splitlines()[0])
+    assert found["asked"] == [200, 403, 403, 403, 200]
+    assert found["env"]["DET_USER_TOKEN"] == found["env"]["DET_SESSION_TOKEN"]
     api = pytest.importorskip("determined.common.api")
     session = api.TaskSession(det.url, "determined", found["env"]["DET_SESSION_TOKEN"], None)
     with pytest.raises(api.errors.UnauthenticatedException):
         session.get(f"api/v1/trials/{found['env']['DET_TRIAL_ID']}")
+
+
+# The SDK and core_v2 as a trial uses them, with no login of the user's in reach.
+INSIDE = """
+import os
+from determined.common.api import errors
+from determined.experimental import client, core_v2
+import determined
+
+core_v2.init()
+core_v2.train.report_validation_metrics(steps_completed=1, metrics={"validation_loss": 0.5})
+with core_v2.checkpoint.store_path({"steps_completed": 1}) as (path, name):
+    (path / "weights").write_text("x")
+info = determined.get_cluster_info()
+trial = client.get_trial(info.trial.trial_id)
+print("SDK", [each.uuid for each in trial.list_checkpoints()] == [name], client.get_experiment(info.trial.experiment_id).id)
+try:
+    client.list_users()
+except errors.ForbiddenException as error:
+    print("RE" + "FUSED", error)
+core_v2.close()
+"""
+
+
+def test_core_v2_and_the_sdk_work_inside_a_trial(det: Det) -> None:
+    home = det.folder / "nobodys-home"
+    home.mkdir()
+    environment = {"environment_variables": [f"HOME={home}", f"XDG_CONFIG_HOME={home}"]}
+    number = det.create(entrypoint=["python3", "-c", INSIDE], environment=environment)
+    state = det.wait(number)
+    text = det.logs(det.trials(number)[0]["id"])
+    assert state == "COMPLETED" and f"SDK True {number}" in text and "REFUSED" in text, text
 
 
 def test_a_followed_line_is_printed_while_the_trial_waits_for_its_being_read(det: Det) -> None:

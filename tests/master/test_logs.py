@@ -23,7 +23,7 @@ def write(folder: Path, run: int, *messages: str, at: float = 10.0, step: float 
 
 
 def read(folder: Path, query: LogQuery | None = None) -> list[LogLine]:
-    return list(logs.lines(logs.Source(folder, 7, "1.t", "1.t"), query or LogQuery()))
+    return list(logs.lines(logs.Source(folder, 7, "1.t"), query or LogQuery()))
 
 
 def texts(lines: list[LogLine]) -> list[str]:
@@ -108,7 +108,7 @@ class TestFollow:
                 return False
             return True
 
-        source = logs.Source(folder, 7, "1.t", "1.t")
+        source = logs.Source(folder, 7, "1.t")
         return [line.message for line in logs.follow(source, query, ended) if line is not None]
 
     def test_to_the_last_line(self, tmp_path: Path) -> None:
@@ -132,14 +132,14 @@ class TestFollow:
 
     def test_what_comes_while_the_tail_is_given_is_given_once(self, tmp_path: Path) -> None:
         write(tmp_path, 1, *"abc")
-        source = logs.Source(tmp_path, 7, "1.t", "1.t")
+        source = logs.Source(tmp_path, 7, "1.t")
         lines = logs.follow(source, LogQuery(limit=2, newest_first=True), lambda: True)
         found = [next(lines)]
         write(tmp_path, 1, "d", at=20)
         assert [line.message for line in [*found, *lines] if line is not None] == ["b", "c", "d"]
 
     def test_silence_is_reported(self, tmp_path: Path) -> None:
-        source = logs.Source(tmp_path, 7, "1.t", "1.t")
+        source = logs.Source(tmp_path, 7, "1.t")
         assert list(itertools.islice(logs.follow(source, LogQuery(), lambda: False), 2)) == [None, None]
 
 
@@ -178,7 +178,7 @@ def test_a_whole_log_is_not_held_in_memory(tmp_path: Path) -> None:
     write(tmp_path, 1, *(f"{number:06d}" + "x" * 1500 for number in range(3000)), step=0.001)
     for query in (LogQuery(), LogQuery(newest_first=True), LogQuery(search="nowhere"), LogQuery(limit=10)):
         tracemalloc.start()
-        count = sum(1 for _ in logs.lines(logs.Source(tmp_path, 7, "1.t", "1.t"), query))
+        count = sum(1 for _ in logs.lines(logs.Source(tmp_path, 7, "1.t"), query))
         used = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
         assert count == (query.limit or (0 if query.search else 3000))

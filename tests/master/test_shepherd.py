@@ -83,11 +83,11 @@ class Supervised:
         return ended
 
     def lines(self) -> list[LogLine]:
-        return list(logs.lines(logs.Source(self.logs, 1, "t", "t"), LogQuery()))
+        return list(logs.lines(logs.Source(self.logs, 1, "t"), LogQuery()))
 
     def wait_for(self, word: str) -> str:
         """The rest of the first line that begins with the word."""
-        source = logs.Source(self.logs, 1, "t", "t")
+        source = logs.Source(self.logs, 1, "t")
         for line in logs.follow(source, LogQuery(), lambda: processes.exit_of(self.folder) is not None):
             if line is not None and line.message.startswith(word):
                 return line.message[len(word) :].strip()
@@ -203,7 +203,7 @@ def test_lines_are_cut_where_they_end_and_where_they_are_too_long(tmp_path: Path
     for data in (b"a", b"b\nc", b"d\n", b"x" * (1 << 20), b"y", b"\xff"):
         lines.add(data)
     lines.close()
-    found = [line.message for line in logs.lines(logs.Source(tmp_path, 1, "t", "t"), LogQuery())]
+    found = [line.message for line in logs.lines(logs.Source(tmp_path, 1, "t"), LogQuery())]
     assert found[:2] == ["ab", "cd"] and "".join(found[2:]) == "x" * (1 << 20) + "y\ufffd"
 
 

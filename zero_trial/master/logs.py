@@ -54,16 +54,26 @@ def append(path: Path, entries: Iterable[bytes]) -> None:
 
 
 @dataclass(frozen=True)
-class Source:
-    """The folder of one trial's logs, and the ids that its lines carry.
+class RunNames:
+    """The ids that the lines of one run carry."""
 
-    ``allocations`` is what the ids of its allocations begin with.
-    """
+    task_id: str
+    allocation_id: str = ""
+    container_id: str = ""
+    agent_id: str = ""
+
+
+@dataclass(frozen=True)
+class Source:
+    """The folder of one trial's logs, and the ids that its lines carry."""
 
     folder: Path
     trial_id: int
     task_id: str
-    allocations: str
+
+    def names(self, run_id: int) -> RunNames:
+        """Return the ids of a run."""
+        return RunNames(self.task_id, f"{self.task_id}.{run_id}" if run_id else "")
 
 
 def lines(source: Source, query: LogQuery) -> Iterator[LogLine]:
@@ -121,12 +131,16 @@ class _Tail:
     def __init__(self, source: Source) -> None:
         self._source = source
         self._read: dict[Path, int] = {}  # bytes
+        self._readers: dict[Path, _Reader] = {}
 
     def new(self) -> Iterator[LogLine]:
         """Return the lines since the last call, by time; those of one file stay in their order."""
         paths = sorted(self._source.folder.glob("*.jsonl"))
-        readers = [_Reader(self._source, path).lines(self._counted(path)) for path in paths]
-        return heapq.merge(*readers, key=lambda line: line.time)
+        for path in paths:
+            if path not in self._readers:
+                self._readers[path] = _Reader(self._source, path)
+        found = [self._readers[path].lines(self._counted(path)) for path in paths]
+        return heapq.merge(*found, key=lambda line: line.time)
 
     def skip(self) -> Mapping[Path, int]:
         """Skip what is there now, and return where it ends."""
@@ -145,6 +159,7 @@ class _Reader:
     def __init__(self, source: Source, path: Path) -> None:
         self._source = source
         self._run_id = int(path.stem)
+        self._names = source.names(self._run_id)
         self._time = 0.0  # of the line before
 
     def lines(self, found: Iterable[Line]) -> Iterator[LogLine]:
@@ -166,8 +181,10 @@ class _Reader:
             time=at,
             message=message,
             trial_id=self._source.trial_id,
-            task_id=self._source.task_id,
-            allocation_id=f"{self._source.allocations}.{run_id}" if run_id else "",
+            task_id=self._names.task_id,
+            allocation_id=self._names.allocation_id,
+            container_id=self._names.container_id,
+            agent_id=self._names.agent_id,
             rank=data.get("r", int(rank[1]) if rank else None),
             level=level,
             stdtype=data.get("s", "stdout"),
@@ -183,6 +200,11 @@ def _wanted(line: LogLine, query: LogQuery) -> bool:
         and (not query.rank_ids or line.rank in query.rank_ids)
         and (not query.search or query.search in line.message)
         and (not query.allocation_ids or line.allocation_id in query.allocation_ids)
+        and (not query.container_ids or line.container_id in query.container_ids)
+        and (not query.agent_ids or line.agent_id in query.agent_ids)
+        and (not query.sources or line.source in query.sources)
+        and (not query.stdtypes or line.stdtype in query.stdtypes)
+        and (not query.task_id or line.task_id == query.task_id)
     )
 
 

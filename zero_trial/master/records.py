@@ -154,6 +154,7 @@ class Trial:
     checkpoint_count: int = 0
     checkpoint_size: int = 0  # bytes
     shown_state: str = ""  # as for an experiment
+    task_ids: tuple[str, ...] = ()  # oldest first; each `continue` begins a task
     summary_metrics: Json = field(
         default_factory=dict
     )  # {group: {name: {type, last, and of numbers count, min, max, sum, mean}}}
@@ -231,6 +232,8 @@ class LogLine:
     trial_id: int
     task_id: str
     allocation_id: str
+    container_id: str = ""  # empty, as agent_id, for lines that the master adds
+    agent_id: str = ""
     rank: int | None = None
     level: str = "INFO"  # TRACE, DEBUG, INFO, WARNING, ERROR or CRITICAL
     stdtype: str = "stdout"
@@ -272,7 +275,7 @@ class AgentInfo:
 
 @dataclass(frozen=True)
 class Task:
-    """The chain of allocations of one trial."""
+    """The chain of allocations of one trial, from its beginning or a ``continue`` to the next."""
 
     id: str
     trial_id: int
@@ -398,6 +401,11 @@ class LogQuery:
     rank_ids: tuple[int, ...] = ()
     search: str = ""  # a plain substring
     allocation_ids: tuple[str, ...] = ()
+    container_ids: tuple[str, ...] = ()
+    agent_ids: tuple[str, ...] = ()
+    sources: tuple[str, ...] = ()
+    stdtypes: tuple[str, ...] = ()
+    task_id: str = ""  # the master's own lines belong to each task of a trial
 
 
 _SPELLED = MappingProxyType({"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf})

@@ -89,7 +89,7 @@ class Field:
         return said
 
     def wait_for(self, word: str, trial: int = 1) -> str:
-        source = logs.Source(self.home.trial_logs(trial), trial, "t", "t")
+        source = logs.Source(self.home.trial_logs(trial), trial, "t")
         for line in logs.follow(source, LogQuery(), lambda: False):
             if line is not None and line.message.startswith(word):
                 return line.message
@@ -189,7 +189,7 @@ def test_started_twice_it_runs_once(field: Field) -> None:
     field.agent.start(field.order(name))
     field.expect("exited", name, 0)
     field.agent.close()
-    source = logs.Source(field.home.trial_logs(1), 1, "t", "t")
+    source = logs.Source(field.home.trial_logs(1), 1, "t")
     assert [line.message for line in logs.lines(source, LogQuery())] == ["once"]
 
 

@@ -52,7 +52,7 @@ def test_each_token_speaks_for_one(world: World) -> None:
     assert user is not None
     assert task is not None
     assert (user.name, task.name) == ("determined", "allocation task-1.1")
-    assert world.accounts.identify(TASK_TOKEN, USER_TOKEN) is None
+    assert world.accounts.identify(TASK_TOKEN, None) == task and world.accounts.identify(None, USER_TOKEN) is None
     assert world.accounts.identify(None, None) is None
     assert world.accounts.identify("", "x" * 1000) is None
 

@@ -10,12 +10,15 @@ import yaml
 
 from tests.master.core.test_checkpoints import base, save
 from tests.master.fakes import Sandbox, experiment, tgz
+from zero_trial.master import logs
+from zero_trial.master.log_policies import LogMatch, LogPolicy
 from zero_trial.master.records import (
     CheckpointState,
     Conflict,
     ExperimentPatch,
     GcPolicy,
     Invalid,
+    LogQuery,
     NewExperiment,
     NotFound,
     Unsupported,
@@ -277,6 +280,35 @@ class TestContinue:
         master.restart()
         master.exit(1)
         assert master.states(made.id) == ("COMPLETED", ["COMPLETED"])
+
+    def test_each_has_a_task_of_its_own_with_its_runs_and_lines(self, master: Sandbox) -> None:
+        """And what a log policy has matched in an earlier task does not count."""
+        made = master.create(max_restarts=1)
+        first = master.run_of(1).allocation
+        master.on_matched(first.id, LogMatch(LogPolicy("x", "cancel_retries"), "x"))
+        master.exit(1, code=1)
+        for _ in range(2):
+            master.clock.now += 10
+            master.experiments.resume_ended(made.id, "")
+            master.exit(1)
+        master.experiments.resume_ended(made.id, "")
+        master.exit(1, code=1)
+        names = master.trials.get(1).task_ids
+        assert names == (first.task_id, *(f"{first.task_id}-{number}" for number in (1, 2, 3)))
+        found = [master.tasks.task(name) for name in names]
+        assert [[run.run_id for run in task.allocations] for task in found] == [[1], [2], [3], [4, 5]]
+        assert [task.ended is None for task in found] == [False, False, False, True]
+        assert [task.started for task in found[1:3]] == [1010.0, 1020.0]
+        assert [task.id for task in master.tasks.tasks()] == [names[3]]
+        for run in (1, 2):
+            line = logs.entry(f"line of {run}", 1.0)
+            logs.append(logs.path_of(master.directory.trial_logs(1), run), [line])
+        for name, run in ((names[0], 1), (names[1], 2)):
+            lines = [line for line in master.tasks.logs(name, LogQuery(follow=True)) if line is not None]
+            task_lines = [line for line in lines if line.source == "task"]
+            assert [line.message for line in task_lines] == [f"line of {run}"]
+            assert {line.task_id for line in lines} == {name}
+            assert task_lines[0].allocation_id == master.tasks.task(name).allocations[0].id
 
     def test_what_cannot_be_continued(self, master: Sandbox) -> None:
         running, sweep = master.create(), master.create(**TWO)

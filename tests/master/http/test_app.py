@@ -88,9 +88,18 @@ def test_without_a_good_token_no_other_route_answers(ask: Ask, world: World) -> 
     assert world.content() == before
 
 
-def test_a_users_token_in_the_tasks_header_and_the_other_way_round_is_none(ask: Ask) -> None:
+def test_a_users_token_in_the_tasks_header_is_none(ask: Ask) -> None:
     assert ask("GET", "/api/v1/experiments", task=USER_TOKEN)[0] == 401
-    assert ask("GET", "/api/v1/trials/1", user=TASK_TOKEN)[0] == 401
+
+
+def test_an_allocations_token_in_the_users_header_permits_what_it_permits(ask: Ask) -> None:
+    """That is how the SDK sends DET_USER_TOKEN from inside a trial."""
+    asked = ("trials/1", "experiments/1", "me", "trials/2", "experiments/2", "experiments", "users")
+    codes = [ask("GET", f"/api/v1/{path}", user=TASK_TOKEN)[0] for path in asked]
+    assert codes == [200, 200, 200, 403, 403, 403, 403]
+    assert ask("GET", "/api/v1/me", user=TASK_TOKEN)[1]["user"]["username"] == "determined"
+    assert ask("POST", "/api/v1/auth/logout", user=TASK_TOKEN)[0] == 403
+    assert ask("GET", "/api/v1/trials/1", user=TASK_TOKEN)[0] == 200
 
 
 def test_an_allocations_token_is_not_good_for_what_users_do(ask: Ask, world: World) -> None:
@@ -381,7 +390,7 @@ def test_every_route_is_one_that_determined_has() -> None:
         (method, re.sub(r"\{.*?\}", "{}", path))
         for method, path in re.findall(r'method="(\w+)",\s+path=f?"(.*?)"', text)
     }
-    plain = {("GET", "/info"), ("GET", "/checkpoints/{}"), ("GET", "/experiments/{}/preview_gc")}
+    plain = {("GET", path) for path in ("/info", "/tasks", "/checkpoints/{}", "/experiments/{}/preview_gc")}
     ours = {(route.method, re.sub(r"\{.*?\}", "{}", route.path)) for route in ROUTES}
     assert len(known) > 200
     assert ours - known - plain == set()

@@ -41,7 +41,9 @@ def test_lines_are_printed_as_they_are(user: Any) -> None:
 
 def test_a_rank_that_the_launcher_wrote_is_not_written_twice(user: Any, world: World) -> None:
     world.write(2, "[rank=1] hello")
-    assert [each.message for each in api.trial_logs(user, 2)] == ["[2023-11-14T22:13:24.000Z] [rank=1] hello\n"]
+    (found,) = api.trial_logs(user, 2)
+    assert found.message == "[2023-11-14T22:13:24.000Z] [rank=1] hello\n"
+    assert (found.log, found.rankId) == ("hello", 1)
 
 
 def test_heads_and_tails(user: Any, world: World) -> None:
@@ -117,6 +119,37 @@ def test_logs_of_a_task_say_of_which_run(user: Any) -> None:
         ("first", "task-1", "task-1.1"),
         ("second", "task-1", "task-1.1"),
     ]
+
+
+def test_lines_name_their_container_and_agent_and_the_masters_own_do_not(user: Any, world: World) -> None:
+    world.write(1, {"m": "third", "t": BEGAN + 5}, run_id=0)
+    for found in (api.trial_logs(user, 1), api.task_logs(user, "task-1")):
+        assert [(each.containerId, each.agentId, each.rankId, each.source) for each in found] == [
+            ("container-1", "laptop", None, "task"),
+            ("container-1", "laptop", 1, "task"),
+            (None, None, None, "master"),
+        ]
+
+
+def test_the_values_that_filters_can_have(user: Any, world: World) -> None:
+    world.write(1, {"m": "third", "t": BEGAN + 5, "s": "stderr"}, run_id=0)
+    expected = {
+        "agentIds": ["laptop"],
+        "containerIds": ["container-1"],
+        "rankIds": [1],
+        "sources": ["task", "master"],
+        "stdtypes": ["stdout", "stderr"],
+    }
+    (found,) = bindings.get_TrialLogsFields(user, trialId=1)
+    assert found.to_json() == expected
+    (found,) = bindings.get_TaskLogsFields(user, taskId="task-1")
+    assert found.to_json() == {**expected, "allocationIds": ["task-1.1"]}
+    followed = iter(bindings.get_TrialLogsFields(user, trialId=1, follow=True))
+    assert next(followed).rankIds == []
+    world.exit(1)
+    assert list(followed)[-1].to_json() == expected
+    with pytest.raises(api.errors.NotFoundException):
+        list(bindings.get_TaskLogsFields(user, taskId="task-9"))
 
 
 def test_a_trial_that_is_not_there_has_no_logs(user: Any) -> None:

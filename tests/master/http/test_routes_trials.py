@@ -332,6 +332,13 @@ def test_tasks_with_what_runs_for_them(user: Any) -> None:
     assert [list(resource.agentDevices) for resource in summary.resources] == [["laptop"]]
 
 
+def test_tasks_as_older_clients_ask_for_them(user: Any) -> None:
+    found = user.get("tasks").json()
+    assert sorted(found) == ["task-1.1", "task-2.1"] and found["task-1.1"]["slots_needed"] == 1
+    assert found["task-1.1"]["name"] == "Trial 1 (Experiment 1)"
+    assert [list(each["agent_devices"]) for each in found["task-1.1"]["resources"]] == [["laptop"]]
+
+
 def test_one_task_and_one_allocation(user: Any, task: Any) -> None:
     found = bindings.get_GetTask(user, taskId="task-1").task
     assert [(each.allocationId, each.state) for each in found.allocations] == [

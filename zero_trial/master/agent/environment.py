@@ -230,6 +230,8 @@ def _of_harness(order: StartOrder, ports: Ports) -> dict[str, str]:
         "DET_ALLOCATION_ID": allocation.id,
         "DET_SESSION_TOKEN": order.token,
         "DET_USER": order.owner,
+        # the SDK's; it permits what the allocation may do, not what its owner may
+        "DET_USER_TOKEN": order.token,
         "DET_TASK_TYPE": "TRIAL",
         "DET_RESOURCES_ID": allocation.resources_id,
         "DET_RESOURCES_TYPE": "docker-container",

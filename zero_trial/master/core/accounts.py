@@ -177,11 +177,12 @@ class AccountService:
     def identify(self, user_token: str | None, task_token: str | None) -> Principal | None:
         """Return the sender of a request by its tokens; the user's token comes first.
 
-        A token in the header of the other kind is ignored.
+        An allocation may send its token in the user's header, as the SDK does with
+        ``DET_USER_TOKEN``; a user's token in the header of allocations is ignored.
         """
         if user_token is not None:
             owner = self.token_owner(digest(user_token))
-            if owner is not None and owner.user is not None and owner.user.active:
+            if owner is not None and (owner.user is None or owner.user.active):
                 return owner
         if task_token is not None:
             owner = self.token_owner(digest(task_token))

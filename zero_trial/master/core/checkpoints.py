@@ -355,6 +355,7 @@ class GarbageCollector:
             experiment = experiments.get(connection, number, derived=False)
             saved = checkpoints.of_experiment(connection, number)
             known = trials.of_experiment(connection, number)
+            tasks = [name for trial in known for name in trials.task_ids(connection, trial)]
         if experiment is None:
             return
         try:
@@ -366,7 +367,8 @@ class GarbageCollector:
             return
         for trial in known:
             shutil.rmtree(self._state.directory.trial_logs(trial.id), ignore_errors=True)
-            for folder in self._state.directory.allocations.glob(f"{trial.task_id}.*"):
+        for name in tasks:
+            for folder in self._state.directory.allocations.glob(f"{name}.*"):
                 shutil.rmtree(folder, ignore_errors=True)
         with transaction(self._state) as tx:
             experiments.erase(tx.connection, number)

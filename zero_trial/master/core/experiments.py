@@ -306,6 +306,8 @@ class ExperimentService:
         self._state.forget(experiment_id)
         searcher = searcher_of(config)
         first = next(action for action in searcher.start() if isinstance(action, Create))
+        tasks = trials.task_ids(tx.connection, tx.trial_of(trial_id))
+        task_id = f"{tasks[0]}-{len(tasks)}"
         experiments.change(
             tx.connection,
             experiment_id,
@@ -322,6 +324,7 @@ class ExperimentService:
             tx.connection,
             trial_id,
             state=TrialState.PAUSED,
+            task_id=task_id,
             request_id=first.request_id,
             hparams=first.hparams,
             ended=None,

@@ -94,11 +94,9 @@ class MasterState:
         """Return what the ids of a trial's allocations begin with, before the run's number.
 
         These ids name files in /tmp, so they are unique beyond this master, which task ids are not:
-        a request id follows from the seed. Task ids of trials of an earlier master are random.
+        a request id follows from the seed.
         """
-        if trial.task_id.startswith(f"{trial.experiment_id}.{trial.request_id}"):
-            return f"{trial.task_id}.{self.info.cluster_id[:8]}"
-        return trial.task_id
+        return f"{trial.task_id}.{self.info.cluster_id[:8]}"
 
     # -- what is cached between events
 

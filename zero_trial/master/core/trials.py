@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from zero_trial.master import logs
@@ -190,9 +191,26 @@ class TrialService:
             raise Conflict(f"trial {trial_id} is {trial.state.value}")
 
 
+@dataclass(frozen=True)
+class _StoredSource(logs.Source):
+    """The logs of a trial, with the ids of its runs from the store."""
+
+    state: MasterState
+
+    def names(self, run_id: int) -> logs.RunNames:
+        if run_id == logs.MASTER:
+            return logs.RunNames(self.task_id)
+        with self.state.database.reading() as connection:
+            run = trials.run_of_trial(connection, self.trial_id, run_id)
+        if run is None:
+            return super().names(run_id)
+        return logs.RunNames(run.task_id, run.id, run.container_id, self.state.agent_id)
+
+
 def _read_logs(state: MasterState, trial: Trial, query: LogQuery) -> Iterator[LogLine | None]:
-    """Return the log lines of a trial."""
-    source = logs.Source(state.directory.trial_logs(trial.id), trial.id, trial.task_id, state.allocations_of(trial))
+    """Return the log lines of a trial, or of one of its tasks."""
+    folder = state.directory.trial_logs(trial.id)
+    source = _StoredSource(folder, trial.id, query.task_id or trial.task_id, state)
     if not query.follow:
         return logs.lines(source, query)
 
@@ -201,7 +219,7 @@ def _read_logs(state: MasterState, trial: Trial, query: LogQuery) -> Iterator[Lo
             return True
         with state.database.reading() as connection:
             found = trials.get(connection, trial.id)
-        return found is None or found.state.final
+        return found is None or found.state.final or query.task_id not in ("", found.task_id)
 
     return logs.follow(source, query, ended)
 
@@ -216,29 +234,30 @@ class TaskService:
 
     def task(self, task_id: str) -> Task:
         """Return a task. Raises NotFound."""
-        return self._task(self._trial(task_id))
+        return self._task(self._trial(task_id), task_id)
 
     def tasks(self) -> list[Task]:
         """List the tasks with an allocation that has not ended."""
         with self._state.database.reading() as connection:
-            ids = dict.fromkeys(run.trial_id for run in trials.allocations(connection))
-            found = [trials.get(connection, trial_id) for trial_id in ids]
-        return [self._task(trial) for trial in found if trial is not None]
+            ids = dict.fromkeys((run.trial_id, run.task_id) for run in trials.allocations(connection))
+            found = [(trials.get(connection, trial_id), task_id) for trial_id, task_id in ids]
+        return [self._task(trial, task_id) for trial, task_id in found if trial is not None]
 
-    def _task(self, trial: Trial) -> Task:
+    def _task(self, trial: Trial, task_id: str) -> Task:
         with self._state.database.reading() as connection:
             experiment = existing(
                 experiments.get(connection, trial.experiment_id, derived=False), f"experiment {trial.experiment_id}"
             )
-            runs = trials.allocations(connection, trial_id=trial.id)
+            runs = [run for run in trials.allocations(connection, trial_id=trial.id) if run.task_id == task_id]
+            first, current = trials.task_ids(connection, trial)[0] == task_id, trial.task_id == task_id
         return Task(
-            id=trial.task_id,
+            id=task_id,
             trial_id=trial.id,
             experiment_id=trial.experiment_id,
             name=f"Trial {trial.id} (Experiment {trial.experiment_id})",
             owner=experiment.owner,
-            started=trial.created,
-            ended=trial.ended,
+            started=trial.created if first or not runs else runs[0].created,
+            ended=trial.ended if current else runs[-1].ended,
             allocations=tuple(runs),
         )
 
@@ -254,8 +273,8 @@ class TaskService:
             return experiments.context(connection, trial.experiment_id) or b""
 
     def logs(self, task_id: str, query: LogQuery) -> Iterator[LogLine | None]:
-        """Return the log lines of the task's trial."""
-        return _read_logs(self._state, self._trial(task_id), query)
+        """Return the log lines of a task, and the master's own about its trial."""
+        return _read_logs(self._state, self._trial(task_id), replace(query, task_id=task_id))
 
     def _trial(self, task_id: str) -> Trial:
         with self._state.database.reading() as connection:

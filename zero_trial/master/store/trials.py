@@ -32,8 +32,25 @@ def get(connection: sqlite3.Connection, number: int, *, derived: bool = False) -
 
 def of_task(connection: sqlite3.Connection, task_id: str) -> Trial | None:
     """Return the trial that a task runs."""
-    row = connection.execute("SELECT * FROM trials WHERE task_id = ?", (task_id,)).fetchone()
+    row = connection.execute(
+        "SELECT * FROM trials WHERE task_id = ?1 OR id IN (SELECT trial_id FROM allocations WHERE task_id = ?1)",
+        (task_id,),
+    ).fetchone()
     return None if row is None else _record(row, {})
+
+
+def task_ids(connection: sqlite3.Connection, trial: Trial) -> tuple[str, ...]:
+    """Return the tasks of a trial, oldest first: those that had runs, and the present one."""
+    rows = connection.execute("SELECT task_id FROM allocations WHERE trial_id = ? ORDER BY run_id", (trial.id,))
+    return tuple(dict.fromkeys([*(row[0] for row in rows), trial.task_id]))
+
+
+def run_of_trial(connection: sqlite3.Connection, trial_id: int, run_id: int) -> Allocation | None:
+    """Return one run of a trial."""
+    row = connection.execute(
+        "SELECT * FROM allocations WHERE trial_id = ? AND run_id = ?", (trial_id, run_id)
+    ).fetchone()
+    return None if row is None else _allocation(row)
 
 
 def of_request(connection: sqlite3.Connection, experiment_id: int, request_id: str) -> Trial | None:
@@ -171,7 +188,9 @@ def _derived(connection: sqlite3.Connection, row: sqlite3.Row, smaller: bool, *,
     clock = connection.execute(
         "SELECT coalesce(sum(ended - started), 0) FROM allocations WHERE trial_id = ? AND ended IS NOT NULL", (number,)
     ).fetchone()
+    tasks = connection.execute("SELECT task_id FROM allocations WHERE trial_id = ? ORDER BY run_id", (number,))
     return {
+        "task_ids": tuple(dict.fromkeys([*(task[0] for task in tasks), row["task_id"]])),
         "latest_validation": metrics.latest_validation(connection, number),
         "best_validation": best[0] if best else None,
         "searcher_metric": best[1] if best else None,

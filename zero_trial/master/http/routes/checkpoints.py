@@ -105,7 +105,10 @@ def _readable(request: Request, uuid: str) -> Checkpoint:
 def _report(request: Request) -> Response:
     """Store a checkpoint that a trial has saved."""
     body = request.body()
-    request.own(allocation_id=body.get("allocationId"), task_id=body.get("taskId"))
+    sender = request.principal.allocation
+    # core_v2 names no allocation
+    name = body.get("allocationId") or (None if sender is None else sender.id)
+    request.own(allocation_id=name, task_id=body.get("taskId"))
     metadata, resources, uuid = body.get("metadata"), body.get("resources"), body.get("uuid")
     if not isinstance(uuid, str) or not isinstance(metadata, dict) or not isinstance(resources, dict):
         raise Invalid("a checkpoint has a uuid, metadata and resources")
@@ -120,7 +123,7 @@ def _report(request: Request) -> Response:
             trial_id=None,
             experiment_id=None,
             task_id=str(body["taskId"]),
-            allocation_id=str(body["allocationId"]),
+            allocation_id=str(name),
             reported=parse_time(reported, "reportTime") if isinstance(reported, str) and reported else 0.0,
             metadata=metadata,
             resources=_sizes(resources),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from itertools import islice
@@ -47,40 +47,11 @@ def _query(request: Request) -> LogQuery:
         rank_ids=tuple(whole(text, "rankIds") for text in request.query_all("rankIds")),
         search="" if request.query_flag("enableRegex") else request.first("searchText"),
         allocation_ids=tuple(request.query_all("allocationIds")),
+        container_ids=tuple(request.query_all("containerIds")),
+        agent_ids=tuple(request.query_all("agentIds")),
+        sources=tuple(request.query_all("sources")),
+        stdtypes=tuple(request.query_all("stdtypes")),
     )
-
-
-def _keeps(request: Request) -> Callable[[LogLine], bool] | None:
-    """Return the filter for what a `LogQuery` cannot express; None if no such filter is asked for.
-
-    These are agents, containers, sources, streams and regular expressions.
-    """
-    sources, streams = set(request.query_all("sources")), set(request.query_all("stdtypes"))
-    agents, containers = set(request.query_all("agentIds")), set(request.query_all("containerIds"))
-    text = request.first("searchText") if request.query_flag("enableRegex") else ""
-    if not (sources or streams or agents or containers or text):
-        return None
-    pattern = _pattern(text)
-    here = {agent.id for agent in request.master.machine.agents()}
-    known: dict[str, str] = {}
-
-    def container(line: LogLine) -> str:
-        if not line.allocation_id:  # the master's own line
-            return ""
-        if line.allocation_id not in known:
-            known[line.allocation_id] = request.master.tasks.allocation(line.allocation_id).container_id
-        return known[line.allocation_id]
-
-    def keep(line: LogLine) -> bool:
-        return (
-            (not sources or line.source in sources)
-            and (not streams or line.stdtype in streams)
-            and (not agents or bool(agents & here))
-            and (not containers or container(line) in containers)
-            and (not text or pattern.search(line.message) is not None)
-        )
-
-    return keep
 
 
 def _pattern(text: str) -> Any:
@@ -105,12 +76,14 @@ def _pattern(text: str) -> Any:
 def _stream(
     request: Request, read: Callable[[LogQuery], Iterator[LogLine | None]], shape: Callable[[LogLine], Dict]
 ) -> Response | StreamingResponse:
-    asked, keep = _query(request), _keeps(request)
-    if keep is None:
+    asked = _query(request)
+    text = request.first("searchText") if request.query_flag("enableRegex") else ""
+    if not text:
         found = read(asked)
     else:
-        # The limit counts lines that pass every filter.
-        everything = (line for line in read(replace(asked, limit=None)) if line is None or keep(line))
+        pattern = _pattern(text)
+        lines_read = read(replace(asked, limit=None))  # the limit counts lines that pass every filter
+        everything = (line for line in lines_read if line is None or pattern.search(line.message) is not None)
         found = islice(everything, asked.limit) if asked.limit is not None else everything
     if not asked.follow:
         return lines((shape(line) for line in found if line is not None), follow=False)
@@ -126,12 +99,15 @@ def _shared(line: LogLine) -> Dict:
     Clients print ``message`` as it is; ``log`` is the bare text.
     """
     text = strip_control(line.message)  # `det trial logs` prints it to a terminal
-    rank = "" if line.rank is None or text.startswith("[rank=") else f"[rank={line.rank}] "
+    rank = "" if line.rank is None else f"[rank={line.rank}] "
+    text = text.removeprefix(rank)
     return {
         "id": line.id,
         "timestamp": when(line.time),
         "message": f"[{when(line.time)}] {rank}{text}\n",
         "log": text,
+        "agentId": line.agent_id or None,
+        "containerId": line.container_id or None,
         "level": f"LOG_LEVEL_{line.level if line.level in _LEVELS else 'INFO'}",
         "rankId": line.rank,
         "source": line.source,
@@ -197,8 +173,62 @@ def _entries(file: Path) -> Iterator[Dict]:
         yield entry
 
 
+_FIELDS: Mapping[str, Callable[[LogLine], Any]] = {
+    "agentIds": lambda line: line.agent_id or None,
+    "allocationIds": lambda line: line.allocation_id or None,
+    "containerIds": lambda line: line.container_id or None,
+    "rankIds": lambda line: line.rank,
+    "sources": lambda line: line.source,
+    "stdtypes": lambda line: line.stdtype,
+}
+
+
+def _fields(of: str) -> Callable[[Request], Response | StreamingResponse]:
+    """Send the values that filters of these logs can have: once, or with ``follow`` each time that
+    a line has a new one.
+    """
+
+    def action(request: Request) -> Response | StreamingResponse:
+        follow = request.query_flag("follow")
+        if of == "task":
+            found = request.master.tasks.logs(request.args["taskId"], LogQuery(follow=follow))
+        else:
+            found = request.master.trials.logs(request.numbers["trialId"], LogQuery(follow=follow))
+        names = {name: read for name, read in _FIELDS.items() if of == "task" or name != "allocationIds"}
+        if not follow:
+            return lines(_values(found, names, follow=False), follow=False)
+        place = ExitStack()
+        if not place.enter_context(request.waits.one()):
+            return failure(503, "too many logs are being followed already, try again")
+        return lines(_values(found, names, follow=True), follow=True, done=place.close)
+
+    return action
+
+
+def _values(
+    found: Iterator[LogLine | None], names: Mapping[str, Callable[[LogLine], Any]], *, follow: bool
+) -> Iterator[Dict | None]:
+    seen: dict[str, dict[Any, None]] = {name: {} for name in names}
+    for line in found:
+        if line is None:
+            yield None
+            continue
+        fresh = False
+        for name, read in names.items():
+            value = read(line)
+            if value is not None and value not in seen[name]:
+                seen[name][value] = None
+                fresh = True
+        if fresh and follow:
+            yield {name: list(values) for name, values in seen.items()}
+    if not follow:
+        yield {name: list(values) for name, values in seen.items()}
+
+
 ROUTES = (
     Route("GET", "/api/v1/trials/{trialId:int}/logs", _trial_logs, AuthLevel.BOTH),
+    Route("GET", "/api/v1/trials/{trialId:int}/logs/fields", _fields("trial"), AuthLevel.BOTH),
+    Route("GET", "/api/v1/tasks/{taskId}/logs/fields", _fields("task"), AuthLevel.BOTH),
     Route("GET", "/api/v1/tasks/{taskId}/logs", _task_logs, AuthLevel.BOTH),
     Route("GET", "/api/v1/master/logs", _master_logs),
 )

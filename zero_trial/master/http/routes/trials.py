@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import base64
 import math
+import re
 from collections.abc import Iterator, Mapping
 from itertools import islice
 from typing import Any
@@ -225,6 +226,29 @@ def _get_allocation(request: Request) -> Response:
 
 
 def _list_tasks(request: Request) -> Response:
+    return ok({"allocationIdToSummary": _summaries(request)})
+
+
+def _list_tasks_plain(request: Request) -> Response:
+    """Return the same as older clients ask for it: without an envelope, names in snake case."""
+    return ok(_snake_case(_summaries(request)))
+
+
+def _snake_case(value: Any) -> Any:
+    """Return the summaries with other names of fields; ids, which are keys too, stay."""
+    if isinstance(value, list):
+        return [_snake_case(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    return {
+        re.sub("[A-Z]", lambda found: f"_{found[0].lower()}", name) if name in _SUMMARY_FIELDS else name: _snake_case(
+            item
+        )
+        for name, item in value.items()
+    }
+
+
+def _summaries(request: Request) -> Dict:
     cluster = request.master
     agents = cluster.machine.agents()
     agent_id, pool = (agents[0].id, agents[0].resource_pool) if agents else ("", "")
@@ -238,7 +262,7 @@ def _list_tasks(request: Request) -> Response:
             if allocation.ended is None:
                 priority = job.priority if job is not None else 42
                 summaries[allocation.id] = allocation_summary_json(task, allocation, agent_id, pool, priority, needed)
-    return ok({"allocationIdToSummary": summaries})
+    return summaries
 
 
 # -- what the answers contain, in the shapes of Determined's bindings
@@ -268,7 +292,7 @@ def trial_json(record: Trial) -> Dict:
         "checkpointCount": record.checkpoint_count,
         "totalCheckpointSize": str(record.checkpoint_size),
         "taskId": record.task_id,
-        "taskIds": [record.task_id],
+        "taskIds": list(record.task_ids or (record.task_id,)),
         "logPolicyMatched": record.log_policy_matched,
         "metadata": None,
     }
@@ -315,6 +339,14 @@ _ALLOCATION_STATES = {
     AllocationState.RUNNING: "STATE_RUNNING",
     AllocationState.TERMINATED: "STATE_TERMINATED",
 }
+
+
+_SUMMARY_FIELDS = frozenset(
+    (
+        *("taskId", "allocationId", "registeredTime", "resourcePool", "slotsNeeded", "schedulerType", "proxyPorts"),
+        *("resourcesId", "resourcesType", "agentDevices", "containerId"),
+    )
+)
 
 
 def allocation_summary_json(
@@ -386,6 +418,7 @@ ROUTES = (
     Route("GET", "/api/v1/runs/{trialId:int}/metadata", _get_metadata, AuthLevel.BOTH),
     Route("POST", "/api/v1/runs/{trialId:int}/metadata", _set_metadata, AuthLevel.BOTH),
     Route("GET", "/api/v1/tasks", _list_tasks),
+    Route("GET", "/tasks", _list_tasks_plain),
     Route("GET", _TASK, _get_task, AuthLevel.BOTH),
     Route("GET", f"{_TASK}/context_directory", _context_directory, AuthLevel.TASK),
     Route("POST", "/api/v1/task/logs", _post_logs, AuthLevel.TASK),

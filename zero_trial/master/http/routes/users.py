@@ -7,7 +7,7 @@ from typing import Any
 
 from zero_trial.master.core.accounts import LOCAL_USER, USER_HEADER, client_hash, digest, store_password
 from zero_trial.master.http.messages import AuthLevel, Dict, Request, Response, Route, ok
-from zero_trial.master.records import Conflict, Invalid, NotFound, Unsupported, User
+from zero_trial.master.records import Conflict, Invalid, NotFound, Unsupported, User, existing
 
 _ROOT = "/api/v1/users"
 _SMALL = 16 * 1024  # bytes; a login is read without a token
@@ -31,7 +31,12 @@ def _logout(request: Request) -> Response:
 
 
 def _me(request: Request) -> Response:
-    return ok({"user": user_json(request.user)})
+    """Return the sender; of an allocation, the owner of its experiment."""
+    allocation = request.principal.allocation
+    if allocation is None:
+        return ok({"user": user_json(request.user)})
+    owner = request.master.experiments.get(allocation.experiment_id).owner
+    return ok({"user": user_json(existing(request.master.accounts.user(owner), f"user {owner}"))})
 
 
 def _list_all(request: Request) -> Response:
@@ -139,7 +144,7 @@ ROUTES = (
     Route("POST", "/api/v1/auth/login", _login, AuthLevel.PUBLIC, limit=_SMALL),
     Route("POST", "/api/v1/auth/logout", _logout),
     Route("GET", "/api/v1/auth/user", _me),
-    Route("GET", "/api/v1/me", _me),
+    Route("GET", "/api/v1/me", _me, AuthLevel.BOTH),
     Route("GET", _ROOT, _list_all),
     Route("POST", _ROOT, _create),
     Route("GET", f"{_ROOT}/{{userId:int}}", _by_id),

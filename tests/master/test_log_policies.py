@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,8 @@ def test_every_form_of_a_policy() -> None:
 
 def test_the_first_line_of_each_policy_counts() -> None:
     matcher = LogMatcher([LogPolicy("o+m", name="memory"), LogPolicy(r"^code (\d)$"), LogPolicy("oo")])
-    assert matcher.match(["fine", '{"log_policies": [{"pattern": "oom"}]}']) == []
+    printed = json.dumps({"log_policies": [{"pattern": "oom"}]})
+    assert matcher.match(["fine", printed, json.dumps({"DET_EXPERIMENT_CONFIG": printed})]) == []
     found = matcher.match(["code 7 ", "code 7", "an oom", "code 7", "oom"])
     assert [(match.policy.pattern, match.line) for match in found] == [
         (r"^code (\d)$", "code 7"),

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -20,7 +21,8 @@ from zero_trial.experiment.sections import compile_pattern
 
 CANCEL_RETRIES, EXCLUDE_NODE = "cancel_retries", "exclude_node"
 _MATCHES_FILE = "log_matches.jsonl"
-_PRINTED_CONFIG = '"log_policies":'  # a line that prints the configuration holds every pattern
+# a line that prints the configuration, also as text in JSON, holds every pattern
+_PRINTED_CONFIG = re.compile(r"""["']log_policies\\*["']:""")
 _LONGEST = 1000  # characters of a line that are kept
 
 
@@ -91,7 +93,7 @@ class LogMatcher:
         """Return the new matches, each policy's first, in the order of the lines."""
         found = []
         for line in lines if self._open else ():
-            if _PRINTED_CONFIG in line:
+            if _PRINTED_CONFIG.search(line):
                 continue
             hits = [item for item in self._open if item[1].search(line) is not None]
             for item in hits:

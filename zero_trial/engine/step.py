@@ -268,7 +268,7 @@ class StepOutcome(StepStatus):
             sums = self._sum_over_ranks(model, reducer.late_groups())
             # neither 0 nor the number of ranks: all learn here what is so on some; a dry run takes
             # conditions for False
-            if (sums[1] * (sums[1] - self._ranks)).item():
+            if (sums[1] * (sums[1] - self._ranks) != 0).item():
                 if 0 < (weighted := sums[1].item() % (self._ranks + 1)) < self._ranks:
                     raise self._weights_of_some(weighted, step, own=self.weighted)
                 reducer.reduce_late()

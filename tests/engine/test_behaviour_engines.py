@@ -154,13 +154,13 @@ def joint_and_own(pair: Any, step: int, rank: int, accumulation: int) -> Iterato
 SCRIPTS = {"gan": gan, "gan two losses": gan_two_losses, "joint": joint, "joint and own": joint_and_own}
 
 
-def drive_engines(script: str, stages: tuple[str, str], accumulation: int) -> list[float]:
+def drive_engines(script: str, stages: tuple[str, str], accumulation: int, by_optimizer: bool = False) -> list[float]:
     pair = engines(stages, accumulation)
     generator, discriminator = pair
     acts = {
         "micro d": discriminator.step,
         "micro g": generator.step,
-        "forget d": discriminator.zero_grad,
+        "forget d": discriminator.optimizer.zero_grad if by_optimizer else discriminator.zero_grad,
         "d": lambda: None,  # engine.step() at the boundary was the step
         "g": lambda: None,
     }
@@ -188,6 +188,27 @@ def drive_plain(script: str, accumulation: int) -> list[Plain]:
 def test_two_engines_train_as_plain_torch_does(ranks: Pools, script: str, stage: str, accumulation: int) -> None:
     for gaps in ranks(2).run(drive_engines, script, (stage, stage), accumulation):
         assert max(gaps) <= TOLERANCE
+
+
+@pytest.mark.parametrize("stage", ["zero1", "zero3"])
+def test_the_optimizer_drops_gradients_of_another_loss(ranks: Pools, stage: str) -> None:
+    for gaps in ranks(2).run(drive_engines, "gan", (stage, stage), 2, by_optimizer=True):
+        assert max(gaps) <= TOLERANCE
+
+
+def test_an_optimizer_drops_nothing_between_micro_batches(caplog: pytest.LogCaptureFixture) -> None:
+    states = []
+    for drops in (False, True):
+        engine = engines(("zero1", "zero1"), 2)[0]
+        with caplog.at_level("WARNING", "zero_trial"):
+            for number in range(4):
+                if drops:
+                    engine.optimizer.zero_grad()
+                engine.backward(engine(Turn(0, number, 0).normal(4, 4)).square().mean())
+                engine.step()
+        states.append(engine.module_state_dict())
+    assert all(torch.equal(value, states[1][name]) for name, value in states[0].items())
+    assert sum("optimizer.zero_grad()" in line for line in caplog.messages) == 1
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,10 @@ import pytest
 import torch
 from torch import nn
 
+import zero_trial
+from tests.support.late import make_late
 from zero_trial.ds_config.reader import read_ds_config
+from zero_trial.engine.build import choose_lr_scheduler
 from zero_trial.engine.lr_schedules import (
     Curve,
     CurveScheduler,
@@ -22,7 +25,6 @@ from zero_trial.engine.lr_schedules import (
     WarmupCosine,
     WarmupType,
     build_scheduler,
-    choose_lr_scheduler,
     torch_scheduler_names,
 )
 from zero_trial.errors import CheckpointError, ConfigError
@@ -295,3 +297,59 @@ def test_that_of_a_wrapper_around_the_engines_is_taken() -> None:
     theirs = torch.optim.lr_scheduler.ConstantLR(Wrapper(optimizer), factor=0.5)
     assert choose_lr_scheduler(optimizer, theirs, read_ds_config(PLAIN)) is theirs
     assert optimizer.param_groups[0]["lr"] == 0.5
+
+
+# --- what is said of them -------------------------------------------------------------------------
+
+
+TO_HALF = {"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 0.5, "warmup_num_steps": 10}}}
+
+
+def said(caplog: pytest.LogCaptureFixture, optimizer: Any, *, rates: tuple[float | None, ...] = (), **more: Any) -> str:
+    """The warnings of an engine that is built; ``rates`` of the weight's and the bias' group."""
+    net = nn.Linear(2, 2)
+    groups = [
+        {"params": [p]} | ({"lr": rate} if rate else {}) for p, rate in zip(net.parameters(), rates, strict=False)
+    ]
+    caplog.clear()
+    with caplog.at_level("WARNING", "zero_trial"):
+        given = optimizer(groups or net.parameters()) if callable(optimizer) else None
+        config = {"train_batch_size": 1} | ({} if given else {"optimizer": optimizer}) | more
+        zero_trial.initialize(model=net, config=config, optimizer=given, model_parameters=groups or None)[0].destroy()
+    return "\n".join(caplog.messages)
+
+
+def test_rates_of_code_that_the_scheduler_replaces_are_said(caplog: pytest.LogCaptureFixture) -> None:
+    text = said(caplog, lambda params: torch.optim.SGD(params, lr=0.02), **TO_HALF)
+    assert "0.02 of group 0" in text and "warmup_max_lr" in text
+    named = {"type": "SGD", "params": {"lr": 0.5}}
+    assert "0.03 of group 1" in said(caplog, named, rates=(None, 0.03), **TO_HALF)
+    silent = [
+        said(caplog, named, **TO_HALF),
+        said(caplog, named, rates=(0.5, 0.5), **TO_HALF),
+        said(caplog, {"type": "SGD", "params": {}}, **TO_HALF),
+        said(caplog, lambda params: torch.optim.AdamW(params), **TO_HALF),
+        said(caplog, lambda params: torch.optim.SGD(params, lr=0.02)),
+        said(caplog, lambda params: torch.optim.SGD(params, lr=0.02), scheduler={"type": "WarmupLR", "params": {}}),
+    ]
+    assert not any("set in code" in text for text in silent)
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["host", "device"])
+@pytest.mark.parametrize("both", [False, True])
+def test_a_scheduler_that_two_step_is_said_once(caplog: pytest.LogCaptureFixture, both: bool, late: bool) -> None:
+    net = nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1.0, fused=True)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    engine = zero_trial.initialize(
+        model=net, optimizer=optimizer, lr_scheduler=scheduler, config={"train_batch_size": 1}
+    )[0]
+    if late:
+        make_late(engine)
+    with caplog.at_level("WARNING", "zero_trial"):
+        for _ in range(4):
+            engine.backward(engine(torch.ones(1, 2)).sum())
+            engine.step()
+            if both:
+                scheduler.step()
+    assert sum("StepLR" in line for line in caplog.messages) == both

@@ -24,7 +24,7 @@ from tests.support.whole_optimizers import (
 )
 from zero_trial import zero as access
 from zero_trial.engine.optimizer_plan import again, is_elementwise, probe, regrouped, stand_ins
-from zero_trial.errors import CheckpointError, ConfigError
+from zero_trial.errors import CheckpointError, ConfigError, TrialError
 from zero_trial.ops.optimizers import CPUAdam, FusedLamb, Lion, scaled_step, steps_otherwise, supports_device_scalars
 
 
@@ -195,6 +195,54 @@ def test_a_hook_sees_the_gradients_that_are_stepped_on(added: bool) -> None:
     scaled_step(optimizer, 0.25)
     assert seen == [2.0] * added
     assert supports_device_scalars(optimizer) is not added
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("name", ["register_step_pre_hook", "register_step_post_hook"])
+def test_a_hook_that_comes_after_initialize_is_refused(name: str, fused: bool) -> None:
+    """It would see flat pieces; one that came before sees whole tensors, as another one does."""
+    for before in (False, True):
+        net = model()
+        optimizer = torch.optim.AdamW(net.parameters(), fused=fused)
+        if before:
+            optimizer.register_step_pre_hook(lambda *_: None)
+        engine = zero_trial.initialize(model=net, config=CONFIG, optimizer=optimizer)[0]
+        seen: list[int] = []
+        getattr(optimizer, name)(lambda *_, seen=seen: seen.append(1))
+        engine.backward(engine(torch.ones(2, 3)).sum())
+        if not before:
+            with pytest.raises(ConfigError, match="after initialize"):
+                engine.step()
+            continue
+        engine.step()
+        assert seen == [1]
+
+
+@pytest.mark.parametrize("before", [False, True])
+@pytest.mark.parametrize("kind", ["state_dict_pre_hook", "load_state_dict_post_hook"])
+def test_hooks_on_state_dicts_are_refused(kind: str, before: bool) -> None:
+    net = model()
+    optimizer = torch.optim.AdamW(net.parameters())
+    register = getattr(optimizer, f"register_{kind}")
+    with pytest.raises(ConfigError, match="state_dict hooks on AdamW"):
+        if before:
+            register(lambda *_: None)
+        engine = zero_trial.initialize(model=net, config=CONFIG, optimizer=optimizer)[0]
+        register(lambda *_: None)
+        engine.backward(engine(torch.ones(2, 3)).sum())
+        engine.step()
+
+
+@pytest.mark.parametrize("name", ["AdamW", "CPUAdam"])
+def test_a_step_of_the_clients_object_is_refused(name: str) -> None:
+    net = model()
+    optimizer = (CPUAdam if name == "CPUAdam" else torch.optim.AdamW)(net.parameters())
+    engine = zero_trial.initialize(model=net, config=CONFIG, optimizer=optimizer)[0]
+    engine.backward(engine(torch.ones(2, 3)).sum())
+    with pytest.raises(TrialError, match=r"engine\.step"):
+        optimizer.step()
+    engine.step()
+    assert engine.was_step_applied()
 
 
 @pytest.mark.parametrize("as_object", [True, False], ids=["object", "callable"])

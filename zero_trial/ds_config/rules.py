@@ -38,13 +38,20 @@ _PEAK_RATES: Mapping[str, tuple[str, float | None]] = {
 """Scheduler -> its parameter that sets the learning rate, and that parameter's default."""
 
 
+def peak_rate(kind: str, params: Values) -> tuple[str, Any]:
+    """Return the parameter with which the scheduler ``kind`` sets the learning rate, and its value;
+    ("", None) where each group keeps its own."""
+    name, default = _PEAK_RATES.get(kind.lower(), ("", None))
+    given = params.get(name)
+    return (name, given) if given is not None else (name, default) if default is not None else ("", None)
+
+
 def unused_rates(document: Document) -> list[tuple[str, ConfigError]]:
     """Return each learning rate of ``optimizer.params`` that no step uses, because the scheduler
     sets another, by its name, with its fault. Muon has two more, ``muon_lr`` and ``adam_lr``."""
     kind = str(document.get(("scheduler", "type"))).lower()
-    name, default = _PEAK_RATES.get(kind, ("", None))
-    given: Any = document.get(("scheduler", "params", name)) if name else None
-    peak: Any = default if given is None else given
+    given: Any = document.get(("scheduler", "params"))
+    name, peak = peak_rate(kind, given if isinstance(given, Mapping) else {})
     if peak is None:
         return []
     used = list(peak) if _is_list(peak) else [peak]  # a list has a rate for each group

@@ -262,8 +262,13 @@ class BackwardPasses:
         rank can ask them.
         """
         engine = self._trained()
-        if not self.pending and not _has_gradients(engine):
+        if not self.any:
             raise _reported(engine, _no_gradients(engine.global_steps))
+
+    @property
+    def any(self) -> bool:
+        """Whether gradients have come since the last step, from any loss."""
+        return bool(self.pending) or _has_gradients(self._trained())
 
     def forget_pass(self) -> None:
         """Forget a pass that an exception has ended."""

@@ -3,6 +3,7 @@ before training."""
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import logging
 import sys
@@ -30,10 +31,11 @@ from zero_trial.ds_config.keys_running import ActivationCheckpointingSection
 from zero_trial.ds_config.keys_training import EmaSection
 from zero_trial.ds_config.reader import read_ds_config
 from zero_trial.ds_config.report import clipping_line, filled_line
+from zero_trial.ds_config.rules import peak_rate
 from zero_trial.ds_config.table import DsConfig
 from zero_trial.engine.compat import hints_of, rank_loader
 from zero_trial.engine.engine import Engine
-from zero_trial.engine.lr_schedules import choose_lr_scheduler
+from zero_trial.engine.lr_schedules import build_scheduler
 from zero_trial.engine.observe import COLLECTOR_PAUSE, Observer, build_observer, describe_state
 from zero_trial.engine.offload_config import (
     REAL_BACKENDS,
@@ -203,6 +205,8 @@ def build_engine(
         outcome,
     )
     wrapped = _build_optimizer(sharded, outcome, plan, offload, settings.ema) if plan is not None else None
+    if plan is not None and lr_scheduler is None and mesh.rank == 0:
+        _log_replaced_rates(plan, settings)
     lr_scheduler = choose_lr_scheduler(wrapped.base if wrapped is not None else None, lr_scheduler, settings)
     observer = build_observer(settings, resolved, model, mesh, device) if observed else Observer()
     loader = None
@@ -315,6 +319,65 @@ def _build_optimizer(
 def _schedule(ema: EmaSection) -> EmaSchedule:
     inv_gamma = ema.inv_gamma if ema.use_ema_warmup else None
     return EmaSchedule(ema.decay, ema.update_after_step, ema.update_every, inv_gamma, ema.power)
+
+
+# --- which LR scheduler the engine steps: the client's, or that of ds_config
+
+
+def choose_lr_scheduler(optimizer: torch.optim.Optimizer | None, client: Any, settings: DsConfig) -> Any:
+    """Return the client's (an object, or a function of ``optimizer``), else ds_config's, else None.
+    Raises ConfigError."""
+    if client is not None:
+        if not hasattr(client, "step"):
+            return client if optimizer is None else client(optimizer)
+        _require_own(client, optimizer)
+        return client
+    if settings.scheduler is None or optimizer is None:
+        return None
+    return build_scheduler(settings.scheduler.type, settings.scheduler.params, optimizer)
+
+
+def _log_replaced_rates(plan: OptimizerPlan, settings: DsConfig) -> None:
+    """Log a warning where the scheduler of ds_config sets another learning rate than the
+    optimizer's groups have been given in code."""
+    if settings.scheduler is None:
+        return
+    name, peak = peak_rate(settings.scheduler.type, settings.scheduler.params)
+    groups, known = plan.groups, set(peak) if isinstance(peak, (list, tuple)) else {peak}
+    if plan.client is not None:
+        groups = plan.client.param_groups
+        default = inspect.signature(type(plan.client)).parameters.get("lr")
+        known.add(default.default if default is not None else None)
+    elif settings.optimizer is not None:  # these were said when ds_config was read
+        known |= {settings.optimizer.params.get(key) for key in ("lr", "muon_lr", "adam_lr")}
+    rates = [(index, float(group["lr"])) for index, group in enumerate(groups) if "lr" in group]
+    lost = [f"{rate:g} of group {index}" for index, rate in rates if rate not in known]
+    if peak is not None and lost:
+        log.warning(
+            "learning rates that were set in code are not used: %s. The scheduler %s sets %s (scheduler.params.%s)",
+            ", ".join(lost[:3]) + (" ..." if len(lost) > 3 else ""),
+            settings.scheduler.type,
+            peak,
+            name,
+        )
+
+
+def _require_own(lr_scheduler: Any, optimizer: torch.optim.Optimizer | None) -> None:
+    """Raise ConfigError for a scheduler that is bound to another optimizer: every learning rate
+    would silently stay as it is."""
+    theirs = getattr(lr_scheduler, "optimizer", None)
+    if optimizer is None or not isinstance(theirs, torch.optim.Optimizer) or theirs is optimizer:
+        return
+    # a wrapper around ours: what it changes is ours
+    if theirs.param_groups is optimizer.param_groups:
+        return
+    kind = type(lr_scheduler).__name__
+    raise ConfigError(
+        "the LR scheduler belongs to another optimizer than the engine's, and would change nothing",
+        where="initialize(lr_scheduler)",
+        got=f"{kind} of {type(theirs).__name__}",
+        fix=f"Give a function of the optimizer: lr_scheduler=lambda optimizer: {kind}(optimizer, ...); or pass that optimizer as well.",
+    )
 
 
 # --- console --------------------------------------------------------------------------------------

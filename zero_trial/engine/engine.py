@@ -94,6 +94,9 @@ class Engine(nn.Module):
         self._check = ParameterCheck(module)
         self._used = UsedParameters([] if config.zero_optimization.ignore_unused_parameters else model.grad_buffers)
         self._passes = BackwardPasses(self, outcome, resolved)
+        self._said = False  # that optimizer.zero_grad() does nothing
+        if optimizer is not None:
+            optimizer.guard.on_zero_grad(weakref.WeakMethod(self._zero_grad_of_optimizer))
         if observer.events is not None:
             weakref.finalize(self, observer.events.close)  # also when the interpreter ends
 
@@ -216,6 +219,18 @@ class Engine(nn.Module):
         with unasked():
             for param in self.module.parameters():
                 param.grad = None
+
+    def _zero_grad_of_optimizer(self) -> None:
+        """Do what optimizer.zero_grad() means: before the first micro-batch of a step what
+        :meth:`zero_grad` does. Loops call it before every micro-batch, where it drops nothing."""
+        if not self.pending_micro_batches():
+            if self._passes.any:
+                self.zero_grad()
+        elif self.mesh.rank == 0 and not self._said:
+            self._said = True
+            log.warning(
+                "optimizer.zero_grad() between the micro-batches of a step does nothing; engine.zero_grad() drops"
+            )
 
     def _restart_accumulation(self, done: int) -> None:
         """Forget that ``done`` micro-batches came; refuse to do so a second time without a step in

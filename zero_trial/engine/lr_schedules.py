@@ -16,7 +16,6 @@ from typing import Any, Protocol
 
 import torch
 
-from zero_trial.ds_config.table import DsConfig
 from zero_trial.errors import CheckpointError, ConfigError
 from zero_trial.util.text import did_you_mean
 
@@ -526,37 +525,3 @@ def _warmup_type(value: Any) -> WarmupType:
         raise ConfigError(
             "not a way to warm up", where=f"{WHERE}.warmup_type", got=repr(value), expected="log or linear"
         ) from None
-
-
-# Which LR scheduler an engine steps: the client's, or ds_config's.
-
-
-def choose_lr_scheduler(optimizer: torch.optim.Optimizer | None, client: Any, settings: DsConfig) -> Any:
-    """Return the client's (an object, or a function of ``optimizer``), else ds_config's, else None.
-    Raises ConfigError."""
-    if client is not None:
-        if not hasattr(client, "step"):
-            return client if optimizer is None else client(optimizer)
-        _require_own(client, optimizer)
-        return client
-    if settings.scheduler is None or optimizer is None:
-        return None
-    return build_scheduler(settings.scheduler.type, settings.scheduler.params, optimizer)
-
-
-def _require_own(lr_scheduler: Any, optimizer: torch.optim.Optimizer | None) -> None:
-    """Raise ConfigError for a scheduler that is bound to another optimizer: every learning rate
-    would silently stay as it is."""
-    theirs = getattr(lr_scheduler, "optimizer", None)
-    if optimizer is None or not isinstance(theirs, torch.optim.Optimizer) or theirs is optimizer:
-        return
-    # a wrapper around ours: what it changes is ours
-    if theirs.param_groups is optimizer.param_groups:
-        return
-    kind = type(lr_scheduler).__name__
-    raise ConfigError(
-        "the LR scheduler belongs to another optimizer than the engine's, and would change nothing",
-        where="initialize(lr_scheduler)",
-        got=f"{kind} of {type(theirs).__name__}",
-        fix=f"Give a function of the optimizer: lr_scheduler=lambda optimizer: {kind}(optimizer, ...); or pass that optimizer as well.",
-    )

@@ -28,7 +28,14 @@ from zero_trial.comm import Mesh
 from zero_trial.ds_config.table import DsConfig
 from zero_trial.engine.optimizers import Groups, muon_groups, resolve_optimizer, wanted_states
 from zero_trial.errors import ConfigError
-from zero_trial.ops.optimizers import FusedLamb, Muon, ShardOptimizer, orthogonalization_flops, steps_otherwise
+from zero_trial.ops.optimizers import (
+    FusedLamb,
+    Muon,
+    ShardOptimizer,
+    orthogonalization_flops,
+    refuse_state_hooks,
+    steps_otherwise,
+)
 from zero_trial.sharding.grouping import is_model_parallel
 from zero_trial.sharding.whole_tensors import Work, weight_for
 
@@ -384,6 +391,7 @@ def plan_optimizer(
             groups, client = made, base
     name = type(base).__name__
     refuse_closures(base)
+    refuse_state_hooks(base)
     declared = settings.zero_optimization.elementwise_optimizer
     own = isinstance(base, ShardOptimizer)
     hooked = steps_otherwise(base)

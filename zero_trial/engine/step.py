@@ -110,6 +110,8 @@ class StepOutcome(StepStatus):
         self._readback: PinnedReadback | None = None
         self._open: _OpenStep | None = None
         self._overflow: _Overflow | None = None
+        self._scheduled: int | None = None  # where the last step has left the LR scheduler
+        self._said = False  # that user code steps it, too
         self._error: TrialError | None = None  # of the last step, which the device has taken already
 
     # --- the outcome ------------------------------------------------------------------------------
@@ -253,6 +255,7 @@ class StepOutcome(StepStatus):
         Diverged.
         """
         reducer = model.reducer
+        self._notice_second_stepper(lr_scheduler)
         model.take_gradient_edits()
         model.take_parameter_edits()
         reducer.reduce_missing()
@@ -285,6 +288,7 @@ class StepOutcome(StepStatus):
                 lr_scheduler.step(**arguments)
         else:
             result.nonfinite = find_culprit(model, step)
+        self._scheduled = _position(lr_scheduler)
         self.drop_weight()
         model.reset_gradients()
         if change.overflow:
@@ -326,6 +330,19 @@ class StepOutcome(StepStatus):
             undo.insert(0, step_with_undo(lr_scheduler, optimizer.base.param_groups, arguments))
         elif self.result().applied:
             lr_scheduler.step(**arguments)
+        self._scheduled = _position(lr_scheduler)
+
+    def _notice_second_stepper(self, lr_scheduler: Any) -> None:
+        """Log once that user code steps the scheduler too: it advances twice per step."""
+        if self._scheduled is None or self._mesh.rank != 0 or _position(lr_scheduler) != self._scheduled + 1:
+            return
+        if not self._said:
+            self._said = True
+            log.warning(
+                "the LR scheduler was stepped since the last engine.step(), which steps it as well: leave %s.step() out, "
+                "or do not give it to initialize()",
+                type(lr_scheduler).__name__,
+            )
 
     def _device_scalars(
         self, room: torch.Tensor, sums: torch.Tensor, unscale: float, *, divides: bool
@@ -466,6 +483,12 @@ def update_and_publish(
 
 
 # --- undo of a learning rate scheduler ------------------------------------------------------------
+
+
+def _position(lr_scheduler: Any) -> int | None:
+    """Return how many steps ``lr_scheduler`` has taken, if it says so as torch's and ours do."""
+    found = getattr(lr_scheduler, "last_epoch", getattr(lr_scheduler, "last_batch_iteration", None))
+    return found if isinstance(found, int) else None
 
 
 def can_undo(lr_scheduler: Any) -> bool:

@@ -134,7 +134,7 @@ _CALLS = {
     "clip_grad_value_": _CLIP,
     "engine.optimizer.step": ("trains nothing: the engine updates the parameters", "Call engine.step()."),
     "engine.optimizer.zero_grad": (
-        "forgets nothing: the engine holds the gradients",
+        "drops nothing between micro-batches: the engine holds the gradients",
         "Leave it out; engine.step() does.",
     ),
 }

@@ -26,7 +26,9 @@ from zero_trial.ops.optimizers import (
     FusedOptimizer,
     ShardOptimizer,
     ShardUpdate,
+    StepGuard,
     device_scaled_step,
+    past_engine,
     scaled_step,
     supports_device_scalars,
     undo_step,
@@ -129,6 +131,7 @@ class ShardedOptimizer:
         self._closed = False
         self.store = store if store is not None else DeviceStore(self.pieces, **batching(base, at_once))
         self._status = status if status is not None else StepStatus()
+        self.guard = StepGuard(base)
         self._sizes = sizes_of(base)
         self._stateful = 0  # weights that had state before the last step
         register_optimizer((param for group in groups for param in group.params), self)
@@ -173,11 +176,7 @@ class ShardedOptimizer:
     def step(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Raise TrialError: a loop of plain torch would step without reduced gradients, and would
         not publish the new values."""
-        raise TrialError(
-            "the engine steps this optimizer: it reduces, clips and unscales the gradients before, and gathers the parameters after",
-            where="optimizer.step",
-            fix="Call engine.step() instead, and leave optimizer.zero_grad() out.",
-        )
+        raise past_engine()
 
     def add_param_group(self, param_group: Mapping[str, Any]) -> NoReturn:
         """Raise ConfigError: the engine has no gradients of parameters that come later."""
@@ -201,6 +200,10 @@ class ShardedOptimizer:
         self._stateful = len(self.base.state)
         if self.ema is not None:
             self.ema.begin_step()
+        with self.guard.open(self.base):
+            yield from self._update(multiplier, scalars)
+
+    def _update(self, multiplier: float, scalars: DeviceScalars | None) -> Iterator[tuple[Sequence[Updated], bool]]:
         if self.whole is not None:  # first: its exchanges come before any group's publication, on every rank
             with self.whole.at_hand(gradients=True), self._averaged(self.whole.own, scalars):
                 self._step_whole(self.whole.own, multiplier, scalars)
@@ -336,7 +339,9 @@ class ShardedOptimizer:
             self.ema.undo_step()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Do nothing: gradients live in the groups, and :meth:`Engine.zero_grad` drops them."""
+        """Drop gradients from before the first micro-batch of a step, as plain torch does: those
+        that another engine's loss has left here. Between micro-batches nothing is dropped."""
+        self.guard.zero_grad(set_to_none)
 
     def lent(self) -> AbstractContextManager[None]:
         """Make masters and state readable and writable inside the block, wherever they live; only

@@ -16,14 +16,16 @@ by :func:`undo_step`.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
+from weakref import WeakMethod
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from zero_trial.errors import ConfigError
+from zero_trial.errors import ConfigError, TrialError
 
 
 class ShardUpdate(NamedTuple):
@@ -197,8 +199,84 @@ def steps_otherwise(optimizer: torch.optim.Optimizer) -> bool:
     while getattr(step, "_wrapped_by_lr_sched", False):
         step = getattr(step, "__wrapped__", None)
     replaced = step is not None and getattr(step, "__func__", step) is not type(optimizer).step
-    hooks = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
-    return replaced or any(getattr(optimizer, name, None) for name in hooks)
+    return replaced or any(_hooks_of(optimizer, ("step_pre", "step_post")))
+
+
+def _hooks_of(optimizer: torch.optim.Optimizer, kinds: Sequence[str]) -> list[Any]:
+    """Return the hooks of these kinds that user code has registered."""
+    tables = (getattr(optimizer, f"_optimizer_{kind}_hooks", None) or {} for kind in kinds)
+    return [hook for table in tables for hook in table.values() if not isinstance(hook, StepGuard)]
+
+
+class StepGuard:
+    """Keeps what user code calls on an optimizer in step with its engine.
+
+    It is a hook of the optimizer's steps, which are the engine's: a step past the engine would find
+    no gradients, and do nothing. The optimizer's zero_grad() is replaced by :meth:`zero_grad`.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._open = False
+        self._dropping: WeakMethod[Callable[[], None]] | None = None
+        vars(optimizer)["zero_grad"] = self.zero_grad
+        self._as_built = steps_otherwise(optimizer)
+        if hasattr(optimizer, "_optimizer_step_pre_hooks"):  # a wrapper may not call the base class
+            optimizer.register_step_pre_hook(self)
+
+    def __call__(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if not self._open:
+            raise past_engine()
+
+    def on_zero_grad(self, method: WeakMethod[Callable[[], None]]) -> None:
+        """Let ``method`` do what zero_grad() means: gradients are the engine's."""
+        self._dropping = method
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Call what :meth:`on_zero_grad` has set."""
+        drop = self._dropping() if self._dropping is not None else None
+        if drop is not None:
+            drop()
+
+    @contextmanager
+    def open(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+        """Let the optimizer step inside the block. Raises ConfigError for hooks that would not do
+        as in plain torch."""
+        refuse_state_hooks(optimizer)
+        if not self._as_built and steps_otherwise(optimizer):
+            raise ConfigError(
+                "hooks, or a step of its own, were added to this optimizer after initialize()",
+                where="optimizer",
+                got=f"{type(optimizer).__name__}, which steps on flat pieces of this rank",
+                expected="hooks that see whole parameters and gradients",
+                fix="Register them before initialize(), which then gives the optimizer whole tensors; "
+                "or look at gradients with safe_get_full_grad before engine.step().",
+            )
+        self._open = True
+        try:
+            yield
+        finally:
+            self._open = False
+
+
+def past_engine() -> TrialError:
+    """Return the error for a step of an optimizer that its engine steps."""
+    return TrialError(
+        "the engine steps this optimizer: it reduces, clips and unscales the gradients before, and gathers the parameters after",
+        where="optimizer.step",
+        fix="Call engine.step() instead, and leave optimizer.zero_grad() out.",
+    )
+
+
+def refuse_state_hooks(optimizer: torch.optim.Optimizer) -> None:
+    """Raise ConfigError for hooks on state dicts: a checkpoint holds the state of each tensor, and
+    is written and read without one."""
+    if _hooks_of(optimizer, ("state_dict_pre", "state_dict_post", "load_state_dict_pre", "load_state_dict_post")):
+        raise ConfigError(
+            "hooks on this optimizer's state dicts would not run: checkpoints hold its state by tensor",
+            where="optimizer",
+            got=f"state_dict hooks on {type(optimizer).__name__}",
+            fix="Remove them. What they add belongs into client_state of engine.save_checkpoint().",
+        )
 
 
 def undo_step(optimizer: torch.optim.Optimizer, known: int) -> None:

@@ -58,21 +58,51 @@ def test_what_is_left_over_is_split_and_a_loss_is_said(tmp_path: Path, size: int
     assert len(said) == (1 if left_out else 0) and all(f"the last {left_out} samples" in message for message in said)
 
 
-def test_other_loaders_with_uneven_batches_use_the_smallest_number_and_say_so(tmp_path: Path) -> None:
-    class Foreign(Indices):
+class Foreign(Indices):
+    """Rank r has 2 + 2r samples in batches of 2; rank 0 thus one batch, rank 1 two."""
+
+    def __init__(self, context: Any) -> None:
+        super().__init__(context)
+        context.disable_dataset_reproducibility_checks()
+        self.evaluations = 0
+
+    def build_validation_data_loader(self) -> Any:
+        return TorchDataLoader(Points(2 + 2 * self.context.distributed.rank), batch_size=2)
+
+    def evaluate_batch(self, dataloader_iter: Any, batch_idx: int) -> dict[str, Any]:
+        self.evaluations += 1
+        return super().evaluate_batch(dataloader_iter, batch_idx)
+
+
+def said(run: Any) -> list[str]:
+    return [event["message"] for event in run.record.events if "different numbers" in event.get("message", "")]
+
+
+def test_other_loaders_with_uneven_batches_count_every_batch_once(tmp_path: Path) -> None:
+    """Both ranks evaluate equally often, since a rank may need the other for its collectives."""
+    first, second = run_world(2, Foreign, steps(1), tmp_path)
+    assert first.trial.evaluations == second.trial.evaluations == 2
+    metrics = first.outcome.final_metrics
+    assert (metrics["total"], metrics["highest"]) == (0 + 1 + 0 + 1 + 2 + 3, 3)
+    assert metrics["mean"] == pytest.approx((0.5 + 0.5 + 2.5) / 3)
+    assert len(said(first)) == 1
+
+
+def test_a_reducer_of_the_trial_counts_no_repetition(tmp_path: Path) -> None:
+    class Reduces(Foreign):
         def __init__(self, context: Any) -> None:
             super().__init__(context)
-            context.disable_dataset_reproducibility_checks()
+            self.sum = context.wrap_reducer(sum, name="sum", for_training=False)
 
-        def build_validation_data_loader(self) -> Any:
-            return TorchDataLoader(Points(2 + 2 * self.context.distributed.rank), batch_size=2)
+        def evaluate_batch(self, dataloader_iter: Any, batch_idx: int) -> dict[str, Any]:
+            found = super().evaluate_batch(dataloader_iter, batch_idx)
+            self.sum.update(float(found["total"]))
+            return found
 
-    first, _ = run_world(2, Foreign, steps(1), tmp_path)
-    assert first.outcome.final_metrics["total"] == 2
-    assert any(
-        "build_validation_data_loader: ranks have different" in event.get("message", "")
-        for event in first.record.events
-    )
+    first, second = run_world(2, Reduces, steps(1), tmp_path)
+    assert first.trial.evaluations == second.trial.evaluations == 1
+    assert first.outcome.final_metrics["sum"] == first.outcome.final_metrics["total"] == 2
+    assert "1 of each are used" in said(first)[0]
 
 
 def test_engines_train_again_afterwards_even_after_an_error() -> None:

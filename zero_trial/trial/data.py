@@ -308,10 +308,21 @@ def agreed_minimum(distributed: Distributed, batches: int | None, loader: str, n
 
     Notes it if the numbers differ. Raises DataError on every rank, naming the ranks that have none.
     """
-    numbers = distributed.allgather(batches)
-    known: list[int] = [number for number in numbers if number is not None]
+    numbers = batches_by_rank(distributed, batches, loader)
+    known = [number for number in numbers if number is not None]
+    if min(known) != max(known):
+        note(f"{loader}: ranks have different numbers of batches {numbers}; {min(known)} of each are used")
+    return min(known)
+
+
+def batches_by_rank(distributed: Distributed, batches: int | None, loader: str) -> list[int | None]:
+    """Collective. Return the number of batches of each rank; None for those that read no data.
+
+    Raises DataError on every rank, naming the ranks that have none.
+    """
+    numbers: list[int | None] = distributed.allgather(batches)
     empty = [rank for rank, number in enumerate(numbers) if number == 0]
-    if empty or not known:
+    if empty or all(number is None for number in numbers):
         raise DataError(
             f"{loader} returned a loader that yields nothing",
             where=f"rank {', '.join(map(str, empty))}",
@@ -319,9 +330,7 @@ def agreed_minimum(distributed: Distributed, batches: int | None, loader: str, n
             expected="at least one on each",
             fix="Use a smaller batch, fewer ranks, or more data.",
         )
-    if min(known) != max(known):
-        note(f"{loader}: ranks have different numbers of batches {numbers}; {min(known)} of each are used")
-    return min(known)
+    return numbers
 
 
 def epoch_steps(

@@ -1,9 +1,14 @@
-"""Validation: every rank's batches, then one set of metrics that all ranks hold."""
+"""Validation: every rank's batches, then one set of metrics that all ranks hold.
+
+A rank with fewer batches than others evaluates its last one again, since the others may need it for
+their collectives (ZeRO stage 3, or the user's own); what it returns then does not count.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
+from itertools import islice
 from typing import Any
 
 import torch
@@ -11,7 +16,7 @@ import torch
 from zero_trial.errors import ConfigError, DataError, TrialError
 from zero_trial.trial.callbacks import TrialCallback
 from zero_trial.trial.context import ZeroTrialContext
-from zero_trial.trial.data import DataLoader, agreed_minimum, check_reproducible
+from zero_trial.trial.data import DataLoader, agreed_minimum, batches_by_rank, check_reproducible
 from zero_trial.trial.metrics import evaluation_reducers, over_ranks, validation_metrics
 from zero_trial.trial.trial import ZeroTrial, fitted, overrides
 
@@ -36,7 +41,7 @@ class Validator:
         self._callbacks = callbacks
         self._full = overrides(trial, "evaluate_full_dataset")
         self._loader: Any = None
-        self._batches = 0
+        self._batches = self._own = 0
         self._most = most
         self.enabled = self._full or overrides(trial, "evaluate_batch")
         if self.enabled and any(map(_evaluates_averages, context.engines)):
@@ -62,9 +67,33 @@ class Validator:
         if self._full:
             return
         mine = _length(built) if mpu.should_build_data_loader else None
-        self._batches = agreed_minimum(context.distributed, mine, VALIDATION_LOADER, context.note)
+        self._batches = self._own = self._agree(mine)
         if context.use_pipeline_parallel:
             self._join_micro_batches(context.get_num_micro_batches_per_slot())
+        elif mine is not None and self._repeats:
+            self._own = mine
+
+    @property
+    def _repeats(self) -> bool:
+        """Whether ranks with fewer batches repeat their last one. Not where the trial's own
+        reducers, or ranks that read no data, would count repetitions."""
+        context = self._context
+        counts_all = any(item.for_validation for item in context.reducers.wrapped)
+        return not (counts_all or context.use_pipeline_parallel) and context.mpu.should_build_data_loader
+
+    def _agree(self, mine: int | None) -> int:
+        """Collective. Return how many batches every rank evaluates."""
+        distributed, note = self._context.distributed, self._context.note
+        if not all(distributed.allgather(self._repeats)):
+            return agreed_minimum(distributed, mine, VALIDATION_LOADER, note)
+        numbers = batches_by_rank(distributed, mine, VALIDATION_LOADER)
+        most = max(number or 0 for number in numbers)
+        if any(number != most for number in numbers):
+            note(
+                f"{VALIDATION_LOADER}: ranks have different numbers of batches {numbers}; those with fewer than {most} "
+                "evaluate their last one again, which does not count"
+            )
+        return most
 
     @property
     def batches(self) -> int:
@@ -115,7 +144,7 @@ class Validator:
         for callback in self._callbacks:
             callback.on_validation_epoch_start()
         batches = iter(self._loader) if self._loader is not None else None
-        outputs = list(self._outputs(batches))
+        outputs = list(self._outputs(batches))[: self._own]
         for callback in self._callbacks:
             callback.on_validation_epoch_end(outputs)
         counted = outputs if self._context.mpu.should_report_metrics else []
@@ -129,6 +158,8 @@ class Validator:
 
     def _outputs(self, batches: Iterator[Any] | None) -> Iterator[Any]:
         evaluate = fitted(self._trial.evaluate_batch)
+        if batches is not None and self._own < self._batches:
+            batches = _then_the_last(batches, self._own)
         for index in range(self._batches if self._most is None else min(self._batches, self._most)):
             try:
                 yield evaluate(batches, index)
@@ -144,6 +175,15 @@ class Validator:
 def _evaluates_averages(engine: Any) -> bool:
     ema = getattr(getattr(engine, "config", None), "ema", None)
     return ema is not None and bool(ema.evaluate)
+
+
+def _then_the_last(batches: Iterator[Any], own: int) -> Iterator[Any]:
+    """Yield ``own`` batches, and the last of them without end."""
+    last: Any = None
+    for last in islice(batches, own):
+        yield last
+    while last is not None:
+        yield last
 
 
 def _length(loader: Any) -> int:

@@ -155,3 +155,17 @@ def test_a_paused_sweep_has_the_trials_that_a_cluster_would_run(det: Det) -> Non
     ]
     refused = det.run("preview-search", str(det.write(searcher=searcher("random"))))
     assert refused.code != 0 and "max_trials" in refused.err
+
+
+def test_a_search_whose_trial_was_killed_is_continued(det: Det) -> None:
+    space = {"steps": 3, "pause": 0.5, "x": {"type": "categorical", "vals": [1.0, 2.0]}}
+    number = det.create(searcher=searcher("grid"), hyperparameters=space)
+    first, second = (trial["id"] for trial in det.trials(number))
+    det.wait_for_line(second, "step 1")
+    det.ok("trial", "kill", str(second))
+    assert det.wait(number) == "COMPLETED" and states(det, number) == {"COMPLETED": 1, "CANCELED": 1}
+    refused = det.run("experiment", "continue", str(number), "--config", "max_restarts=1")
+    assert refused.code != 0 and "overrideConfig" in refused.err
+    det.ok("experiment", "continue", str(number))
+    assert det.wait(number) == "COMPLETED" and states(det, number) == {"COMPLETED": 2}
+    assert det.logs(first).count("starts after step") == 1 and det.logs(second).count("starts after step") == 2

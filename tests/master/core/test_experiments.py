@@ -21,8 +21,10 @@ from zero_trial.master.records import (
     LogQuery,
     NewExperiment,
     NotFound,
+    TrialState,
     Unsupported,
 )
+from zero_trial.master.search import pruning
 from zero_trial.master.store import experiments
 
 TWO = {"searcher": {"name": "grid", "metric": "val"}, "hyperparameters": {"a": {"type": "categorical", "vals": [1, 2]}}}
@@ -310,8 +312,84 @@ class TestContinue:
             assert {line.task_id for line in lines} == {name}
             assert task_lines[0].allocation_id == master.tasks.task(name).allocations[0].id
 
+    @pytest.mark.parametrize("name", ["random", "grid"])
+    def test_a_search_goes_on_with_the_trials_that_did_not_complete(self, master: Sandbox, name: str) -> None:
+        """Six trials, two at a time; four are there when it is killed: two COMPLETED, two CANCELED,
+        one of these with a checkpoint."""
+        searcher = {"name": name, "metric": "val", "max_concurrent_trials": 2}
+        searcher |= {"max_trials": 6} if name == "random" else {}
+        space = {"a": {"type": "int", "minval": 0, "maxval": 5, "count": 6}}
+        made = master.create(searcher=searcher, hyperparameters=space)
+        master.exit(1)
+        master.exit(2)
+        saved = save(master, 4, 3)
+        master.experiments.kill(made.id)
+        master.exit(3, code=137)
+        master.exit(4, code=137)
+        before = master.experiments.trials(made.id)
+        assert [trial.state.value for trial in before] == ["COMPLETED"] * 2 + ["CANCELED"] * 2
+        master.experiments.resume_ended(made.id, "{}\n")
+        assert [order.allocation.trial_id for order in master.runs()] == [3, 4]
+        order = master.run_of(4)
+        assert (order.latest_checkpoint, order.steps_completed, order.allocation.run_id) == (saved, 3, 2)
+        master.restart()
+        while master.runs():
+            master.exit(master.runs()[0].allocation.trial_id)
+        after = master.experiments.trials(made.id)
+        assert master.states(made.id) == ("COMPLETED", ["COMPLETED"] * 6)
+        assert [(one.request_id, one.hparams) for one in after[:4]] == [(one.request_id, one.hparams) for one in before]
+        assert len({trial.request_id for trial in after}) == 6 and {trial.run_id for trial in after[:2]} == {1}
+        with pytest.raises(Conflict):  # nothing is left to do
+            master.experiments.resume_ended(made.id, "")
+        with pytest.raises(Invalid):  # as on a cluster
+            master.experiments.resume_ended(made.id, "max_restarts: 3")
+
+    def test_invalid_trials_of_a_search_stay_and_are_not_replaced_again(
+        self, master: Sandbox, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(pruning, "reason", lambda config, hparams, files: "odd" if hparams["a"] % 2 else None)
+        searcher = {"name": "random", "metric": "val", "max_trials": 4}
+        made = master.create(searcher=searcher, hyperparameters={"a": {"type": "int", "minval": 0, "maxval": 999}})
+        for order in master.runs()[:2]:
+            master.trials.early_exit(order.allocation.trial_id, "EXITED_REASON_INVALID_HP")
+            master.exit(order.allocation.trial_id)
+        while master.runs():
+            master.exit(master.runs()[0].allocation.trial_id, code=1)
+        before = master.experiments.trials(made.id)
+        assert sum(trial.pruned for trial in before) >= 1 and len({trial.state for trial in before}) > 1
+        master.experiments.resume_ended(made.id, "")
+        while master.runs():
+            master.exit(master.runs()[0].allocation.trial_id)
+        after = master.experiments.trials(made.id)
+        assert [(one.request_id, one.pruned) for one in after] == [(one.request_id, one.pruned) for one in before]
+        assert master.states(made.id)[0] == "COMPLETED"
+        again = [trial.id for trial in before if trial.state is TrialState.ERROR and not trial.pruned]
+        assert again and [trial.id for trial in after if trial.run_id == 3] == again  # one restart, then continued
+
+    def test_a_longer_training_and_a_part_of_the_searcher_are_taken(self, master: Sandbox) -> None:
+        made = master.create(
+            searcher={"name": "single", "metric": "val", "max_length": {"batches": 8}},
+            hyperparameters={"a": {"type": "double", "minval": 0, "maxval": 1}},
+        )
+        drawn = master.run_of(1).hparams
+        master.exit(1)
+        warned = master.experiments.resume_ended(made.id, "searcher: {max_length: {batches: 16}}").warnings
+        assert any("searcher" in line for line in warned)
+        assert (
+            master.run_of(1).config["searcher"]["max_length"] == {"batches": 16} and master.run_of(1).hparams == drawn
+        )
+        master.exit(1)
+        whole = "searcher: {name: single, metric: val, max_length: {batches: 32}}"
+        assert not any("searcher" in line for line in master.experiments.resume_ended(made.id, whole).warnings)
+        with pytest.raises(Conflict):
+            master.experiments.resume_ended(made.id, "")
+        master.exit(1)
+        with pytest.raises(Invalid):
+            master.experiments.resume_ended(made.id, "searcher: {name: random, metric: val, max_trials: 2}")
+
     def test_what_cannot_be_continued(self, master: Sandbox) -> None:
-        running, sweep = master.create(), master.create(**TWO)
+        asha = {"name": "adaptive_asha", "metric": "val", "max_trials": 2, "max_time": 8, "time_metric": "batches"}
+        running, sweep = master.create(), master.create(searcher=asha)
         with pytest.raises(Conflict):
             master.experiments.resume_ended(running.id, "")
         with pytest.raises(Unsupported):

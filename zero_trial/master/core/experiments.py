@@ -17,7 +17,7 @@ from zero_trial.master.agent.environment import LARGEST, size_of_config
 from zero_trial.master.core import lifecycle
 from zero_trial.master.core.checkpoints import check_source, require_not_in_use, superfluous
 from zero_trial.master.core.context_archive import read_context
-from zero_trial.master.core.state import MasterState, searcher_of
+from zero_trial.master.core.state import MasterState, begun_again
 from zero_trial.master.core.transaction import Begun, Transaction, transaction
 from zero_trial.master.records import (
     Checkpoint,
@@ -275,39 +275,52 @@ class ExperimentService:
         return self.get(experiment_id)
 
     def resume_ended(self, experiment_id: int, override_config: str) -> Created:
-        """Run an ended experiment of the searcher `single` again from its last checkpoint, with a
-        changed config.
+        """Run an ended experiment again: its trials that did not complete go on from their last
+        checkpoints, and the search creates those that it had not created. One of the searcher
+        `single` always goes on, and may have its config changed.
 
-        This is ``det experiment continue``.
+        This is ``det experiment continue``. Raises Invalid, Unsupported or Conflict.
         """
         with self._state.database.reading() as connection:
             found = existing(experiments.get(connection, experiment_id, derived=False), f"experiment {experiment_id}")
             known = trials.of_experiment(connection, experiment_id)
         override = _mapping(override_config)
-        done = self._complete(merge(override, found.config))
-        self._check_machine(done.config)
-        if (
-            done.config["searcher"]["name"] != "single"
-            or found.config["searcher"]["name"] != "single"
-            or len(known) != 1
-        ):
+        kind = found.config["searcher"]["name"]
+        if kind not in ("single", "random", "grid"):
             raise Unsupported(
-                "only an experiment of the searcher `single` can be continued",
-                got=found.config["searcher"]["name"],
+                "only an experiment of the searchers single, random and grid can be continued",
+                got=kind,
                 fix="Create a new experiment from its checkpoint: searcher.source_checkpoint_uuid.",
             )
+        if kind != "single" and override:
+            raise Invalid(
+                "the config of an ended search cannot be changed",
+                where="overrideConfig",
+                got=", ".join(map(str, override)),
+                fix="Continue it as it is, or create a new experiment.",
+            )
+        done = self._complete(merge(override, found.config))
+        if done.config["searcher"]["name"] != kind:
+            raise Invalid("must stay the searcher that it is", where="searcher.name", expected=kind)
+        self._check_machine(done.config)
         with transaction(self._state) as tx:
             self._require_ended(tx, experiment_id)
-            self._revive(tx, experiment_id, _placed(done.config), known[0].id)
-        return Created(self.get(experiment_id), done.config, tuple(done.warnings))
+            completed = tx.state_of(experiment_id) is ExperimentState.COMPLETED
+            if kind != "single" and completed and all(trial.state is TrialState.COMPLETED for trial in known):
+                raise Conflict(
+                    f"all trials of experiment {experiment_id} are COMPLETED", fix="Create a new experiment."
+                )
+            self._revive(tx, experiment_id, _placed(done.config))
+            warnings = _partial_searcher(override)
+            for warning in warnings:
+                tx.note(known[0].id, "WARNING", warning)
+        return Created(self.get(experiment_id), done.config, (*done.warnings, *warnings))
 
-    def _revive(self, tx: Transaction, experiment_id: int, config: Mapping[str, Any], trial_id: int) -> None:
-        """Put the same trial under a search that has just begun."""
+    def _revive(self, tx: Transaction, experiment_id: int, config: Mapping[str, Any]) -> None:
+        """Put the same trials under the same search from its start: they are known to it by their
+        request ids."""
         self._state.forget(experiment_id)
-        searcher = searcher_of(config)
-        first = next(action for action in searcher.start() if isinstance(action, Create))
-        tasks = trials.task_ids(tx.connection, tx.trial_of(trial_id))
-        task_id = f"{tasks[0]}-{len(tasks)}"
+        snapshot = begun_again(config, experiments.snapshot(tx.connection, experiment_id)).snapshot()
         experiments.change(
             tx.connection,
             experiment_id,
@@ -318,23 +331,22 @@ class ExperimentService:
             collect=0,
             progress=0.0,
             error="",
-            snapshot=searcher.snapshot(),
+            snapshot=snapshot,
         )
-        trials.change(
-            tx.connection,
-            trial_id,
-            state=TrialState.PAUSED,
-            task_id=task_id,
-            request_id=first.request_id,
-            hparams=first.hparams,
-            ended=None,
-            restarts=0,
-            progress=0.0,
-            early_exit="",
-            reason="",
-            pruned=0,
-        )
-        tx.apply_to_trial(trial_id, lifecycle.TrialSignal.START)
+        known = trials.of_experiment(tx.connection, experiment_id)
+        if config["searcher"]["name"] == "single" and known:
+            # its one trial goes on, COMPLETED too, with the hyperparameters of the changed config
+            first = next(action for action in begun_again(config, snapshot).start() if isinstance(action, Create))
+            trials.change(
+                tx.connection,
+                known[0].id,
+                state=TrialState.PAUSED,
+                request_id=first.request_id,
+                hparams=first.hparams,
+                pruned=0,
+                early_exit="",
+            )
+        tx.search(Begun(experiment_id))
 
 
 def _labels(there: Sequence[str], patch: ExperimentPatch) -> list[str] | None:
@@ -417,6 +429,13 @@ def _checked(resources: Mapping[str, float | None]) -> dict[str, Any]:
             raise Invalid("is out of range", where="resources.priority", got=value, expected="1 to 99")
         values[key] = None if value is None else known[key](value)
     return values
+
+
+def _partial_searcher(override: Mapping[str, Any]) -> list[str]:
+    section = override.get("searcher")
+    if not isinstance(section, Mapping) or "name" in section:
+        return []
+    return ["searcher: a cluster refuses a part of this section here; give it whole, with name and metric"]
 
 
 def _mapping(text: str) -> dict[str, Any]:

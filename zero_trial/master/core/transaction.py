@@ -462,9 +462,35 @@ class Transaction:
         experiment = self.experiment_of(experiment_id)
         if experiment.state not in (ExperimentState.ACTIVE, ExperimentState.PAUSED):
             return
-        trial_id = self._add_trial(experiment, action)
+        known = trials.of_request(self.connection, experiment_id, action.request_id)
+        if known is not None:
+            trial_id = known.id
+            invalid = known.pruned or trials.early_exit(self.connection, trial_id) == lifecycle.INVALID_HP
+            if invalid or known.state is TrialState.COMPLETED:
+                self.search(Ended(known, ExitReason.INVALID_HP if invalid else ExitReason.COMPLETED))
+                return
+            self._revive_trial(trial_id)
+        else:
+            trial_id = self._add_trial(experiment, action)
         if experiment.state is ExperimentState.ACTIVE:
             self.apply_to_trial(trial_id, TrialSignal.START)
+
+    def _revive_trial(self, trial_id: int) -> None:
+        """Let a trial of a continued experiment run again, as a task of its own; its restarts count
+        from 0.
+        """
+        tasks = trials.task_ids(self.connection, self.trial_of(trial_id))
+        trials.change(
+            self.connection,
+            trial_id,
+            task_id=f"{tasks[0]}-{len(tasks)}",
+            state=TrialState.PAUSED,
+            ended=None,
+            restarts=0,
+            progress=0.0,
+            early_exit="",
+            reason="",
+        )
 
     def _why_not(self, experiment: Experiment, live: LiveSearch, trial: Trial) -> str | None:
         try:

@@ -12,7 +12,7 @@ from zero_trial.master.search.searcher import (
     Shutdown,
     Stop,
 )
-from zero_trial.master.search.searchers import build, restore
+from zero_trial.master.search.searchers import begin_again, build, restore
 
 __all__ = [
     "Action",
@@ -23,6 +23,7 @@ __all__ = [
     "Searcher",
     "Shutdown",
     "Stop",
+    "begin_again",
     "build",
     "restore",
 ]

@@ -125,6 +125,11 @@ def restore(section: Mapping[str, Any], hyperparameters: Mapping[str, Any], snap
     return search
 
 
+def begin_again(section: Mapping[str, Any], hyperparameters: Mapping[str, Any], draws: Mapping[str, Any]) -> Searcher:
+    """Build a searcher, not yet started, that draws from their start the draws of a snapshot."""
+    return _built(section, hyperparameters, restored(draws, from_start=True))
+
+
 def _built(section: Mapping[str, Any], hyperparameters: Mapping[str, Any], draws: Draws) -> Searcher:
     kind = SEARCHERS.get(str(section.get("name")))
     if kind is None:

@@ -18,6 +18,7 @@ from torch import nn
 
 import zero_trial
 from tests.support.dense import STAGES, Case, Turn, build_engine
+from tests.support.models import make_engine
 from tests.support.pool import Pools, RankPool
 from zero_trial import zero
 from zero_trial.engine.saving import _whole_model
@@ -573,3 +574,69 @@ def buffer_renamed(folder: str) -> str:
 def test_a_buffer_that_the_model_has_no_more_is_left_out_on_all_ranks(ranks: Pools, tmp_path: Path) -> None:
     """Only rank 1 has saved a value of its own, so only rank 1 would fail while rank 0 waited."""
     assert ranks(2).run(buffer_renamed, str(tmp_path)) == ["global_step0"] * 2
+
+
+# --- adapters alone -------------------------------------------------------------------------------
+
+
+class Lora(nn.Module):
+    """A frozen layer with two low-rank factors beside it."""
+
+    def __init__(self, rank: int, target: str) -> None:
+        super().__init__()
+        self.base = nn.Linear(6, 6).requires_grad_(False)
+        self.add_module(target, nn.Sequential(nn.Linear(6, rank, bias=False), nn.Linear(rank, 6, bias=False)))
+        self.target = target
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.base(x) + self.get_submodule(self.target)(x)
+        return found.square().mean()
+
+
+def lora(stage: str, seed: int, rank: int = 2, target: str = "adapter") -> zero_trial.Engine:
+    return make_engine(lambda: Lora(rank, target), {"zero_optimization": STAGES[stage]}, seed=seed)
+
+
+def adapter_round_trip(folder: str, saved_at: str, loaded_at: str) -> None:
+    first, second = lora(saved_at, 1), lora(loaded_at, 2)
+    first.backward(first(torch.ones(4, 6)))
+    first.step()
+    first.save_checkpoint(folder, tag="adapter", exclude_frozen_parameters=True)
+    base = {name: value.clone() for name, value in second.module_state_dict().items() if name.startswith("base")}
+    assert second.load_checkpoint(folder, tag="adapter")[0] is not None
+    expected = {name: value for name, value in first.module_state_dict().items() if name not in base} | base
+    found = second.module_state_dict()
+    assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
+    assert not torch.equal(first.module_state_dict()["base.weight"], base["base.weight"])
+    assert second.global_steps == 1
+    second.backward(second(torch.ones(4, 6)))
+    second.step()
+
+
+@pytest.mark.parametrize("saved_at", ["zero0", "zero2", "zero3"])
+@pytest.mark.parametrize("loaded_at", ["zero1", "zero3-free"])
+def test_a_checkpoint_without_frozen_parameters_loads_strictly(tmp_path: Path, saved_at: str, loaded_at: str) -> None:
+    adapter_round_trip(str(tmp_path), saved_at, loaded_at)
+
+
+def test_so_it_does_on_two_ranks(ranks: Pools, tmp_path: Path) -> None:
+    ranks(2).run(adapter_round_trip, str(tmp_path), "zero3", "zero3")
+
+
+@pytest.mark.parametrize("stage", ["zero0", "zero3"])
+def test_a_wrong_adapter_is_an_error_that_lists_the_differences(tmp_path: Path, stage: str) -> None:
+    lora(stage, 1).save_checkpoint(tmp_path, tag="adapter", exclude_frozen_parameters=True)
+    with pytest.raises(CheckpointError, match=r"adapter.0.weight.*adapter.1.weight"):
+        lora(stage, 2, rank=3).load_checkpoint(tmp_path, tag="adapter")
+    with pytest.raises(
+        CheckpointError, match=r"(?s)(other.0.weight.*adapter.0.weight|adapter.0.weight.*other.0.weight)"
+    ):
+        lora(stage, 2, target="other").load_checkpoint(tmp_path, tag="adapter")
+    whole = make_engine(lambda: nn.Sequential(Lora(2, "adapter")), {"zero_optimization": STAGES[stage]})
+    with pytest.raises(CheckpointError, match=r"0.adapter.0.weight"):
+        whole.load_checkpoint(tmp_path, tag="adapter")
+    # all of it is trained: what was left out is missing
+    model = Lora(2, "adapter").requires_grad_(True)
+    trained = make_engine(lambda: model, {"zero_optimization": STAGES[stage]})
+    with pytest.raises(CheckpointError, match=r"base.weight"):
+        trained.load_checkpoint(tmp_path, tag="adapter")

@@ -20,7 +20,7 @@ from zero_trial.checkpoint.folder import checkpoint_folder
 from zero_trial.checkpoint.format import MANIFEST_NAME, dtype_name
 from zero_trial.checkpoint.state_tree import GENERATORS, decode_state, restore_rng
 from zero_trial.comm import AxisComm, fail_together
-from zero_trial.engine.saving import COUNTERS, CheckpointedEngine, CheckpointNames, state_at_hand
+from zero_trial.engine.saving import COUNTERS, CheckpointedEngine, CheckpointNames, frozen_names, state_at_hand
 from zero_trial.errors import CheckpointError, TrialError, ZeroTrialError
 from zero_trial.sharding.ema import KIND
 from zero_trial.sharding.grouping import parameter_names
@@ -63,7 +63,7 @@ def load_state(
         fail_together(world, lambda: _require_same_parts(engine, reader), "open checkpoint")
         state = fail_together(world, lambda: engine_state(reader), "engine state")
         engine.sharded.wait_before_writing()
-        fail_together(world, lambda: _read_weights(engine, reader, strict), "read weights")
+        fail_together(world, lambda: _read_weights(engine, reader, strict, state), "read weights")
         engine.zero_grad()
         if with_optimizer and engine.optimizer is not None:
             fail_together(world, lambda: _read_optimizer(engine, reader, state), "read optimizer state")
@@ -166,7 +166,9 @@ def _take_counters(engine: CheckpointedEngine, state: Mapping[str, Any]) -> None
     engine.sharded.reducer.set_order(state["reduction_order"])
 
 
-def _read_weights(engine: CheckpointedEngine, reader: CheckpointReader, strict: bool) -> None:
+def _read_weights(engine: CheckpointedEngine, reader: CheckpointReader, strict: bool, state: Mapping[str, Any]) -> None:
+    """Read parameters and buffers. A checkpoint that was saved without frozen parameters must have
+    all others; the frozen ones keep the model's values."""
     names = CheckpointNames(engine)
     known = reader.shapes
     wanted: dict[str, tuple[int, ...]] = {
@@ -174,8 +176,10 @@ def _read_weights(engine: CheckpointedEngine, reader: CheckpointReader, strict: 
     }
     buffers = dict(names.buffers())
     wanted |= {names.buffer(name): tuple(buffer.shape) for name, buffer in buffers.items()}
-    for stage in engine.mesh.pipe.gather_json(wanted, "parts of the model"):
+    left_out = sorted(names.param(name) for name in frozen_names(engine)) if state.get("without_frozen") else []
+    for stage, frozen in engine.mesh.pipe.gather_json([wanted, left_out], "parts of the model"):
         wanted |= {name: tuple(shape) for name, shape in stage.items()}
+        wanted = {name: shape for name, shape in wanted.items() if name in known or name not in frozen}
     for prefix in (names.param(""), names.buffer("")):
         mine = {name: shape for name, shape in wanted.items() if name.startswith(prefix)}
         reader.require(mine, prefix, allow_missing=not strict, allow_extra=not strict)

@@ -257,6 +257,17 @@ def save_weights(engine: CheckpointedEngine, directory: Path, filename: str, *, 
     return True
 
 
+def frozen_names(engine: CheckpointedEngine) -> set[str]:
+    """Name the parameters of this pipeline stage that a checkpoint without frozen parameters leaves
+    out."""
+    trained = {id(param) for group in engine.sharded.groups if group.trainable for param in group.params}
+    return {
+        name
+        for name, (param, _) in parameter_names(engine.module).items()
+        if id(param) not in trained and not param.requires_grad
+    }
+
+
 def _weights(engine: CheckpointedEngine, without_frozen: bool) -> Iterator[Slice]:
     """Yield this rank's parts of all parameters; of replicas only the first gives them."""
     names = CheckpointNames(engine)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import html
 import json
 import math
 from pathlib import Path
@@ -28,6 +29,7 @@ from zero_trial.report.master_reader import (
     ordinal,
     steps_per_second,
 )
+from zero_trial.report.sweep_page import render_sweep
 
 POINT = {"global_batch_size": 16, "ds_config": {"optimizer": {"type": "Adam", "params": {"lr": 1e-4}}}}
 
@@ -202,6 +204,19 @@ def test_the_best_configuration_runs(tmp_path: Path) -> None:
     assert filled["optimizer"]["type"] == "AdamW", "the file of the context directory stands in the experiment"
     assert filled["zero_optimization"]["stage"] == winner.point["ds_config.zero_optimization.stage"]
     assert report.best.text.startswith(f"# trial {truth.best[1]} of experiment 1: zero-trial run best.yaml MODEL_DIR\n")
+
+
+def test_a_rate_that_the_scheduler_replaces_is_not_the_winners(tmp_path: Path) -> None:
+    """An earlier master, or one that did not see the ds_config, has launched such trials."""
+    config = copy.deepcopy(CONFIG)
+    config["hyperparameters"]["ds_config"]["scheduler"] = {"type": "WarmupDecayLR", "params": {"total_num_steps": 9}}
+    play(tmp_path / "db", config)
+    report = from_master_store(tmp_path / "db", 1)
+    (note,) = report.notes
+    assert "optimizer.params.lr" in note and "warmup_max_lr, which is 0.001" in note
+    assert report.best is not None and note in html.unescape(render_sweep(report))
+    play(tmp_path / "other")
+    assert from_master_store(tmp_path / "other", 1).notes == ()
 
 
 def test_a_grid_has_trials_and_no_ladders(tmp_path: Path) -> None:

@@ -225,6 +225,15 @@ def test_what_differs_is_what_was_swept(tmp_path: Path) -> None:
     assert "0001" in render_sweep(report)
 
 
+def test_warnings_about_the_best_run_are_on_the_page(tmp_path: Path) -> None:
+    for name, loss in (("0001", 2.0), ("0002", 1.0)):
+        run(tmp_path / name, 0.1, loss)
+        (tmp_path / name / "resolved_config.json").write_text(json.dumps({"values": [], "warnings": [f"of {name}"]}))
+    report = from_runs(tmp_path)
+    assert report.notes == ("of 0002",)
+    assert "of 0002" in render_sweep(report)
+
+
 def test_runs_of_different_metrics_cannot_be_compared(tmp_path: Path) -> None:
     run(tmp_path / "a", 0.1, 1.0)
     run(tmp_path / "b", 0.1, 1.0, metric="accuracy")

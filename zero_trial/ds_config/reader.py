@@ -193,6 +193,16 @@ def read_ds_config(
     )
 
 
+def replaced_rates(
+    document: Document, *, hints: Mapping[str, Any], hyperparameters: Mapping[str, Any]
+) -> tuple[str, ...]:
+    """Return a line for each learning rate of ``document``, filled as :func:`read_ds_config` fills
+    it, that its scheduler replaces."""
+    ready = canonical(document).document(document.place)
+    ready, _ = resolve_auto(ready, {**hints, **hyperparameters}, fill=True)
+    return tuple(unused.describe() for _, unused in unused_rates(ready))
+
+
 def _of_a_trial(source: ValueSource) -> bool:
     """Return whether a value comes from the hyperparameters."""
     by_name = source.provenance is Provenance.AUTO and "hyperparameter" in source

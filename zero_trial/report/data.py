@@ -197,7 +197,8 @@ class BestConfig:
 class SweepReport:
     """A search and all its trials.
 
-    ``pruned``: reasons why points were never launched, with how often.
+    ``pruned``: reasons why points were never launched, with how often. ``notes``: warnings about
+    the best, such as a learning rate of its point that its scheduler has replaced.
     """
 
     title: str
@@ -212,6 +213,7 @@ class SweepReport:
     ladders: tuple[BracketHistory, ...] = ()
     pruned: tuple[tuple[str, int], ...] = ()
     best: BestConfig | None = None
+    notes: tuple[str, ...] = ()
     subtitle: str = ""
     facts: tuple[tuple[str, str], ...] = ()
     created: str = ""

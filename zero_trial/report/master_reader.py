@@ -15,13 +15,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
+from posixpath import normpath
 from typing import Any
 
 from zero_trial.errors import ConfigError, ZeroTrialError
 from zero_trial.master.records import Experiment, ExperimentState, MetricReport, Trial, TrialState
 from zero_trial.master.search import restore
 from zero_trial.master.search.adaptive_asha import WORST, AdaptiveAsha, Bracket, Rung
-from zero_trial.master.search.pruning import ds_config_file
+from zero_trial.master.search.pruning import ds_config_file, replaced_rates
 from zero_trial.master.store import experiments, metrics, trials
 from zero_trial.master.store.database import reading
 from zero_trial.report.data import (
@@ -107,6 +108,7 @@ class _Reader:
             ladders=found,
             pruned=tuple(reasons.most_common()),
             best=self._best(),
+            notes=self._notes(),
             subtitle=" · ".join(
                 part for part in (f"experiment {experiment.id}", f"started {started}", experiment.description) if part
             ),
@@ -189,11 +191,27 @@ class _Reader:
         )
         return tuple((name, str(value)) for name, value in shown if value is not None)
 
-    def _best(self) -> BestConfig | None:
+    def _winner(self) -> tuple[float, Trial] | None:
         measured = [(trial.searcher_metric, trial) for trial in self.trials if trial.searcher_metric is not None]
-        if not measured:
+        return (min if self.smaller else max)(measured, key=lambda pair: pair[0]) if measured else None
+
+    def _notes(self) -> tuple[str, ...]:
+        """Return that the winner trained at another learning rate than its point says."""
+        winner = self._winner()
+        if winner is None:
+            return ()
+        hparams, files = winner[1].hparams, {}
+        name = ds_config_file(self.config, hparams)
+        archive = experiments.context(self.connection, self.experiment.id)
+        if name is not None and archive is not None and (text := member(archive, name)) is not None:
+            files[normpath(name)] = text.encode()
+        return replaced_rates(self.config, hparams, files)
+
+    def _best(self) -> BestConfig | None:
+        winner = self._winner()
+        if winner is None:
             return None
-        value, trial = (min if self.smaller else max)(measured, key=lambda pair: pair[0])
+        value, trial = winner
         ds_config = self._ds_config(trial)
         experiment_yaml = best_experiment(self._as_submitted(), trial.hparams, trial.seed, ds_config)
         name = "best.yaml"

@@ -298,7 +298,10 @@ def from_runs(folder: Path) -> SweepReport:
         created=datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
     )
     ranked = found.ranked()
-    return replace(found, best=_best(ranked[0], configs[ranked[0].id], metric)) if ranked else found
+    if not ranked:
+        return found
+    best = ranked[0].id
+    return replace(found, best=_best(ranked[0], configs[best], metric), notes=reports[best].warnings)
 
 
 def _config(folder: Path) -> dict[str, Any]:

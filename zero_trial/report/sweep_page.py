@@ -72,6 +72,7 @@ def _best(report: SweepReport) -> Child:
     return [
         el("p", "Trial ", el("b", best.trial), f" reached {report.metric} ", el("b", format_number(best.metric)), "."),
         point,
+        *(el("p", note, class_="note") for note in report.notes),
         page.command(best.command),
         el("p", download(best.filename, best.text)),
         el("details", el("summary", "Show the file"), el("pre", best.text, tabindex=0)),

@@ -6,6 +6,7 @@ import posixpath
 from collections.abc import Mapping
 from typing import Any
 
+from zero_trial.ds_config import reader as ds_config_reader
 from zero_trial.ds_config.overlay import base_ds_config, overlay
 from zero_trial.ds_config.reader import read_ds_config
 from zero_trial.ds_config.reconcile import reconcile
@@ -41,6 +42,20 @@ def reason(config: Mapping[str, Any], hparams: Mapping[str, Any], files: Mapping
     except ConfigError as error:
         return "; ".join(" ".join(fault.describe().split()) for fault in error.faults or (error,))
     return None
+
+
+def replaced_rates(
+    config: Mapping[str, Any], hparams: Mapping[str, Any], files: Mapping[str, bytes]
+) -> tuple[str, ...]:
+    """Return a line for each learning rate of a trial that its scheduler replaces. Pure; arguments
+    as for :func:`reason`."""
+    try:
+        source = _source(config, hparams, files)
+        if source is None:
+            return ()
+        return ds_config_reader.replaced_rates(source, hints=_hints(config), hyperparameters=hparams)
+    except ConfigError:
+        return ()
 
 
 def ds_config_file(config: Mapping[str, Any], hparams: Mapping[str, Any]) -> str | None:

@@ -154,3 +154,16 @@ def test_a_faulty_experiment_is_still_understood():
     assert [fault.where for fault in faults] == ["experiment:5 nam", "experiment:4 max_restarts"]
     with pytest.raises(ConfigError, match="2 faults"):
         read_experiment(text)
+
+
+def test_numbers_are_those_that_a_trial_of_a_cluster_gets():
+    text = (
+        "entrypoint: m:T\nsearcher: {name: single, metric: loss}\nhyperparameters: {a: 1.0, b: [2.0, 0.5], c: 1e30}\n"
+    )
+    found = read_experiment(text).hyperparameters
+    assert [(value, type(value)) for value in (found["a"], *found["b"], found["c"])] == [
+        (1, int),
+        (2, int),
+        (0.5, float),
+        (1e30, float),
+    ]

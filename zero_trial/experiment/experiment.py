@@ -6,7 +6,7 @@ import copy
 import dataclasses
 import difflib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from zero_trial.ds_config.table import TABLE
 from zero_trial.errors import ConfigError
 from zero_trial.experiment.defaults import ClusterDefaults
 from zero_trial.experiment.hyperparameters import located, ranges, read_hyperparameters
-from zero_trial.experiment.rules import examine, known_keys
+from zero_trial.experiment.rules import as_sent, examine, known_keys
 from zero_trial.experiment.sections import NEVER, SEARCHER, Period, read_period
 from zero_trial.schema.document import Document, Location, shown
 from zero_trial.schema.source import open_source, read_file
@@ -316,7 +316,8 @@ def _open_experiment(source: str | Path | Mapping[str, Any], name: str | None) -
     if isinstance(source, Mapping):
         return Document.of(source), None
     if isinstance(source, str) and "\n" in source:
-        return read_yaml(source, name or "experiment"), None
+        document = read_yaml(source, name or "experiment")
+        return replace(document, value=as_sent(document.value)), None
     path = Path(source)
     try:
         text = path.read_text("utf-8")
@@ -330,8 +331,8 @@ def _open_experiment(source: str | Path | Mapping[str, Any], name: str | None) -
     document = read_yaml(text, name or path.name)
     if document.get(("data", LOCK_SECTION)) is not None:
         # older releases wrote the names y and n without quotes into a lock
-        document = read_yaml(text, name or path.name, letters=False)
-    return document, path.parent
+        return read_yaml(text, name or path.name, letters=False), path.parent
+    return replace(document, value=as_sent(document.value)), path.parent
 
 
 class _Values:

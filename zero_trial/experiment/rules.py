@@ -223,7 +223,7 @@ def _check_keys(document: Document) -> tuple[list[Issue], list[str]]:
     """Return issues and warnings of keys that arrive under another name than they are written."""
     issues, warnings = [], []
     for path, spelling in document.respelled.items():
-        text = f"{spelling} is {path[-1]} in YAML 1.1, and arrives under that name. Write '{spelling}' in quotes"
+        text = f"{spelling} is {path[-1]} in YAML 1.1, and arrives under that name. Write '{spelling}' in quotes, or another name"
         if path[0] == "hyperparameters" and path[-1] in ("true", "false"):
             issues.append(Issue(path, RENAMED, text))
         else:
@@ -257,11 +257,21 @@ def _as_json(value: Any, path: Path, issues: list[Issue]) -> Any:
         return value.isoformat()
     if isinstance(value, float) and not math.isfinite(value):
         issues.append(Issue(path, TYPE, f"{value} is not a number that JSON knows"))
-    elif isinstance(value, float) and value.is_integer() and abs(value) < 1e21:
-        return int(value)
+    elif isinstance(value, float):
+        return as_sent(value)
     elif value is not None and not isinstance(value, int | float):
         issues.append(Issue(path, TYPE, f"a YAML value of type {type(value).__name__} has no JSON form"))
     return value
+
+
+def as_sent(value: Any) -> Any:
+    """Return ``value`` with its numbers as a trial of a cluster gets them: the JSON of Go has no
+    1.0, and a trial gets 1."""
+    if isinstance(value, dict):
+        return {key: as_sent(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [as_sent(inner) for inner in value]
+    return int(value) if isinstance(value, float) and value.is_integer() and abs(value) < 1e21 else value
 
 
 def _text(text: str, path: Path, issues: list[Issue]) -> str:

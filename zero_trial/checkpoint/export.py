@@ -290,9 +290,8 @@ def _took(params: Iterable[StoredTensor], weights: WeightSource) -> str:
     unknown = [held for held in listed if held.lives is None]
     if weights is WeightSource.EMA:
         averages = [held.states["ema"] for held in listed if "ema" in held.states]
-        return (
-            f"averages of {len(averages)} of {len(listed)} parameters, {_kinds(averages)}; the others are not trained"
-        )
+        rest = "; the others are not trained" if len(averages) < len(listed) else ""
+        return f"averages of {len(averages)} of {len(listed)} parameters, {_kinds(averages)}{rest}"
     if masters and weights is WeightSource.MASTERS:
         kinds = _kinds(held.entry.dtype for held in masters)
         return f"{kinds} masters of {len(masters)} of {len(listed)} parameters; the model computes in {_kinds(held.lives for held in masters)}"

@@ -163,8 +163,9 @@ def test_invalid_in_a_row():
     assert trials.invalid_in_a_row() == 2  # the one that runs says nothing yet
 
 
-def test_units_done():
+def test_progress_of_trials():
     trials = SearchTrials({"a": "running", "b": "stopping", "c": "errored", "d": "invalid_hp"})
     fractions = {"a": 0.5, "b": 7.0, "c": 0.1}
-    assert trials.units_done(fractions, without_invalid=True) == 2.5
-    assert trials.units_done({}, without_invalid=False) == 2.0
+    assert trials.progress(fractions, without_invalid=True) == 2.5 / 3
+    assert trials.progress({}, without_invalid=False) == 2.0 / 4
+    assert SearchTrials({"a": "invalid_hp"}).progress({}, without_invalid=True) == 0.0

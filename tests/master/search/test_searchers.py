@@ -82,12 +82,13 @@ def test_an_invalid_single_is_the_same_again_and_not_repeated():
 def test_progress():
     it = play(max_concurrent_trials=2)
     it.start()
-    assert it.search.progress({it.ids[0]: 0.5, it.ids[1]: 0.25}) == pytest.approx(0.25)
+    # of the trials that are there, not of all three
+    assert it.search.progress({it.ids[0]: 0.5, it.ids[1]: 0.25}) == pytest.approx(0.75 / 2)
     it.exit(1, INVALID)
-    # what is invalid has done nothing
-    assert it.search.progress({it.ids[1]: 0.25}) == pytest.approx(0.25 / 3)
+    # what is invalid does not count, its successor does
+    assert it.search.progress({it.ids[1]: 0.25}) == pytest.approx(0.25 / 2)
     it.exit(2, ExitReason.ERRORED)
-    assert it.search.progress({it.ids[2]: 0.5}) == pytest.approx(0.5)
+    assert it.search.progress({it.ids[2]: 0.5}) == pytest.approx((1 + 0.5) / 3)
     it.exit(3)
     it.exit(4)
     assert it.search.progress({}) == 1.0
@@ -128,7 +129,7 @@ def test_progress_of_a_grid():
     it = play_grid()
     it.start()
     it.exit(1, ExitReason.INVALID_HP)
-    assert it.search.progress({it.ids[1]: 0.5}) == (1 + 0.5) / 4
+    assert it.search.progress({it.ids[1]: 0.5}) == (1 + 0.5) / 3
 
 
 ASHA = {"name": "adaptive_asha", "metric": "m", "max_trials": 4, "max_time": 9, "time_metric": "epochs"}

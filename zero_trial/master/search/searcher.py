@@ -112,15 +112,14 @@ class SearchTrials:
             number += 1
         return number
 
-    def units_done(self, fractions: Mapping[str, float], *, without_invalid: bool) -> float:
-        """Return the work done, in trials: 1 for each that is over, a fraction if it runs."""
-        done = 0.0
-        for request_id, state in self.states.items():
-            if state in _OPEN:
-                done += min(max(fractions.get(request_id, 0.0), 0.0), 1.0)
-            elif not (without_invalid and state == ExitReason.INVALID_HP.value):
-                done += 1.0
-        return done
+    def progress(self, fractions: Mapping[str, float], *, without_invalid: bool) -> float:
+        """Return how far the trials created so far are on average: 1 for each that is over."""
+        shares = [
+            min(max(fractions.get(request_id, 0.0), 0.0), 1.0) if state in _OPEN else 1.0
+            for request_id, state in self.states.items()
+            if not (without_invalid and state == ExitReason.INVALID_HP.value)
+        ]
+        return sum(shares) / max(len(shares), 1)
 
     def _state(self, request_id: str) -> str:
         try:
@@ -177,7 +176,8 @@ class Searcher(abc.ABC):
         return self._ended_if_empty(self._exited(request_id, reason, was_stopping))
 
     def progress(self, fractions: Mapping[str, float]) -> float:
-        """Return how far the whole search is, 0 to 1.
+        """Return how far the search is, 0 to 1, as Determined computes it. It can fall when trials
+        are created.
 
         Args:
             fractions: how far each running trial is, 0 to 1, by request id.

@@ -45,7 +45,7 @@ class _RandomSearch(Searcher):
         return [self._create()] if valid < self.max_trials else []
 
     def _progress(self, fractions: Mapping[str, float]) -> float:
-        return self.trials.units_done(fractions, without_invalid=True) / self.max_trials
+        return self.trials.progress(fractions, without_invalid=True)
 
 
 class _SingleSearch(_RandomSearch):
@@ -97,7 +97,7 @@ class GridSearch(Searcher):
         return self._next()
 
     def _progress(self, fractions: Mapping[str, float]) -> float:
-        return self.trials.units_done(fractions, without_invalid=False) / self.grid.size
+        return self.trials.progress(fractions, without_invalid=False)
 
 
 SEARCHERS: Mapping[str, type[Searcher]] = MappingProxyType(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from tests.master.fakes import Sandbox
@@ -62,6 +64,16 @@ def test_a_slot_that_is_disabled_ends_what_holds_it_unless_it_drains(master: San
     assert any("slot disabled" in line for line in log) and any("waits: it needs 1 slot" in line for line in log)
     master.machine.set_slot_enabled(1, True)
     assert master.run_of(1).allocation.run_id == 2
+
+
+def test_an_agent_with_one_slot_ends_runs_without_slots_too(tmp_path: Path) -> None:
+    master = Sandbox(tmp_path / "one", slots=1)
+    master.create(resources={"slots_per_trial": 0})
+    master.machine.set_slot_enabled(0, False)
+    assert master.agent.killed == []
+    master.machine.set_agent_enabled(False)
+    assert master.agent.killed == [master.run_of(1).allocation.id]
+    master.close()
 
 
 def test_an_agent_that_is_disabled_ends_and_starts_nothing(master: Sandbox) -> None:

@@ -222,3 +222,5 @@ def test_escape_sequences_of_a_trial_do_not_reach_the_terminal(user: Any, world:
     world.write(2, "\x1b]0;title\x07\x1b[31mred\x1b[0m\tend")
     (found,) = api.trial_logs(user, 2)
     assert found.log == "red\tend" and found.message.endswith(" red\tend\n")
+    world.write(1, "a\0b\x1b\0[31mc", run_id=2)
+    assert list(api.trial_logs(user, 1))[-1].log == "a\0b\0[31mc"

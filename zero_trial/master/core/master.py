@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 
 from zero_trial.master import log_policies
 from zero_trial.master.agent.agent import AgentApi
@@ -98,20 +98,20 @@ class MachineService:
         """
         if not 0 <= number < self._state.devices.count:
             raise NotFound(f"slot {number} not found")
-        self._set_enabled([number], enabled, drain, "slot disabled")
+        self._set_enabled({number}, enabled, drain, "slot disabled")
         return self.slots()[number]
 
     def set_agent_enabled(self, enabled: bool, *, drain: bool = False) -> AgentInfo:
         """Do the same to all slots, and to the runs that hold none."""
-        self._set_enabled(range(self._state.devices.count), enabled, drain, "agent disabled")
+        self._set_enabled(set(range(self._state.devices.count)), enabled, drain, "agent disabled", slotless=True)
         return self.agents()[0]
 
-    def _set_enabled(self, numbers: Collection[int], enabled: bool, drain: bool, why: str) -> None:
+    def _set_enabled(self, numbers: set[int], enabled: bool, drain: bool, why: str, *, slotless: bool = False) -> None:
         with transaction(self._state) as tx:
             for number in numbers:
                 accounts.enable_slot(tx.connection, number, enabled, draining=drain)
             for run in trials.allocations(tx.connection) if not enabled and not drain else ():
-                holds = bool(set(run.slots) & set(numbers)) or (not run.slots and len(numbers) > 1)
+                holds = bool(numbers.intersection(run.slots)) or (slotless and not run.slots)
                 if run.state is not AllocationState.QUEUED and holds:
                     tx.note(
                         run.trial_id, "WARNING", f"{why}: run {run.run_id} ends, and goes on when it is placed again"

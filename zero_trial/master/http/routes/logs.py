@@ -98,7 +98,8 @@ def _shared(line: LogLine) -> Dict:
 
     Clients print ``message`` as it is; ``log`` is the bare text.
     """
-    text = strip_control(line.message)  # `det trial logs` prints it to a terminal
+    # `det trial logs` prints it to a terminal, which ignores a NUL
+    text = "\0".join(strip_control(part) for part in line.message.split("\0"))
     rank = "" if line.rank is None else f"[rank={line.rank}] "
     text = text.removeprefix(rank)
     return {

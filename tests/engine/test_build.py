@@ -309,3 +309,14 @@ def test_silent_when_the_program_shows_lines_itself(logger: logging.Logger, caps
     logger.info("two")
     assert capsys.readouterr().out == "one\n"
     assert ConsoleHandler()._elsewhere() == bool(logging.getLogger().handlers)
+
+
+def test_a_misspelled_key_is_said_without_the_frames_of_the_reader(tmp_path: Path) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text('{\n  "train_batch_size": 4,\n  "zero_optimizaton": {"stage": 1}\n}')
+    with pytest.raises(ConfigError) as raised:
+        zero_trial.initialize(model=nn.Linear(2, 2), config=path)
+    said = str(raised.value)
+    assert "ds.json:3 zero_optimizaton" in said and '"zero_optimization"' in said and "\n" not in said
+    assert [frame.name for frame in raised.traceback][1:] == ["initialize"]
+    assert raised.value.__cause__ is None and raised.value.__suppress_context__

@@ -92,7 +92,10 @@ def initialize(
     takes what ``args`` (TrainingArguments, or argparse's) and ``model.config`` say. All ranks start
     from rank 0's weights. Collective over the world. Raises ConfigError, MeshError.
     """
-    model, settings = read_settings(args, model, config, config_params)
+    try:
+        model, settings = read_settings(args, model, config, config_params)
+    except ConfigError as error:  # it names file, line and key: how they were read is of no use
+        raise error.with_traceback(None) from None
     open_console(settings.log_level)
     mesh = _join(settings, mpu, distributed_port, dist_init_required)
     if _device().type == "cpu" or offloads(settings):

@@ -4,6 +4,7 @@ the behaviour tests."""
 from __future__ import annotations
 
 import gc
+import logging
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -586,8 +587,32 @@ def test_a_parameter_that_is_frozen_at_the_moment_may_be_unused() -> None:
     assert found.global_steps == 1
 
 
-def test_unused_parameters_are_ignored_by_default() -> None:
-    found, x = branches(2, ignore=True), torch.ones(4, 3)
-    found.backward(found(x, "right"))
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_unused_parameters_are_named_once(stage: int, accumulation: int, caplog: pytest.LogCaptureFixture) -> None:
+    """The first step that has some says so: a gradient of 0 is not torch's None."""
+
+    def step(*used: str) -> list[str]:
+        caplog.clear()
+        for turn in range(accumulation):
+            found.backward(found(x, *(used if turn == 0 else used[-1:])))
+            found.step()
+        return [line for line in caplog.messages if "no gradient has reached" in line]
+
+    caplog.set_level(logging.INFO, logger="zero_trial")
+    found, x = branches(stage, ignore=True, gradient_accumulation_steps=accumulation), torch.ones(4 // accumulation, 3)
+    assert step("left", "right") == []
+    (line,) = step("right")
+    assert "left.weight, left.bias in a step" in line
+    assert "weight decay" in line
+    assert step("right") == []
+    assert found.global_steps == 3
+
+
+def test_a_parameter_that_was_frozen_in_training_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="zero_trial")
+    found, x = branches(1, ignore=True), torch.ones(4, 3)
+    found.module.left.requires_grad_(False)
+    found.backward(found(x, "left", "right"))
     found.step()
-    assert found.global_steps == 1
+    assert any("left.weight, left.bias (2 frozen after initialize())" in line for line in caplog.messages)

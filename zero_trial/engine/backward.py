@@ -20,6 +20,7 @@ back. ``loss.backward()`` is therefore refused where there is a loss scale.
 from __future__ import annotations
 
 import functools
+import logging
 import operator
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
@@ -44,6 +45,8 @@ from zero_trial.sharding.layout import wide_dtype
 from zero_trial.sharding.model import ShardedModel
 from zero_trial.sharding.optimizer import ShardedOptimizer
 from zero_trial.sharding.unshard import tensors_in
+
+log = logging.getLogger("zero_trial")
 
 _WITH_GRADIENTS = "Compute it with gradients enabled, from a parameter that requires grad."
 
@@ -459,11 +462,14 @@ class ParameterCheck:
 
 
 class UsedParameters:
-    """The trained parameters that have got a gradient since the last step, for
-    ``ignore_unused_parameters: false``."""
+    """The trained parameters that have got a gradient since the last step: a step in which some got
+    none is an error if that is ``forbidden``, else the first is said in a line."""
 
-    def __init__(self, grad_buffers: Sequence[GradBuffer]) -> None:
-        groups = [zip(buffer.group.layout.slots, buffer.group.params, strict=True) for buffer in grad_buffers]
+    def __init__(self, grad_buffers: Sequence[GradBuffer], *, forbidden: bool) -> None:
+        self._grad_buffers = grad_buffers
+        self._said = forbidden
+        watched = grad_buffers if forbidden else ()
+        groups = [zip(buffer.group.layout.slots, buffer.group.params, strict=True) for buffer in watched]
         self._params = {slot.name: param for group in groups for slot, param in group}
         self._used: set[str] = set()
         # a hook holds the set alone: one that held the engine would keep it alive
@@ -478,8 +484,31 @@ class UsedParameters:
         if names:
             raise _reported(engine, _unused(names, engine.global_steps))
 
+    def end_step(self, engine: TrainedEngine) -> None:
+        """Forget the gradients so far: a step has used them. Say which parameters had none, the
+        first time that there are some."""
+        self.restart()
+        if self._said or not any(buffer.unused for buffer in self._grad_buffers):
+            return
+        self._said = True
+        if engine.mesh.data.index == 0:
+            found = [
+                (buffer.group.layout.slots[index].name, buffer.group.params[index])
+                for buffer in self._grad_buffers
+                for index in sorted(buffer.unused)
+            ]
+            frozen = [name for name, param in found if not param.requires_grad]
+            log.info(
+                "no gradient has reached %s%s in a step. Where no rank has one, the step takes it as 0: weight decay and momentum "
+                "go on, where torch leaves the parameter alone. Freeze it before initialize() (in mid-training: save a "
+                "checkpoint, freeze, initialize() anew), give it weight_decay 0, or make it an error with "
+                "zero_optimization.ignore_unused_parameters: false",
+                _listed([name for name, _ in found]),
+                f" ({len(frozen)} frozen after initialize())" if frozen else "",
+            )
+
     def restart(self) -> None:
-        """Forget the gradients so far: a step has used them, or they were dropped."""
+        """Forget the gradients so far: they were dropped."""
         self._used.clear()
 
     def close(self) -> None:

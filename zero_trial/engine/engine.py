@@ -92,7 +92,8 @@ class Engine(nn.Module):
         constants = fp32_buffers(module) if resolved.policy.mixes_constants else []
         self._call = explain_dtypes(forward_of(module, resolved.autocast, device.type), constants)
         self._check = ParameterCheck(module)
-        self._used = UsedParameters([] if config.zero_optimization.ignore_unused_parameters else model.grad_buffers)
+        forbidden = not config.zero_optimization.ignore_unused_parameters
+        self._used = UsedParameters(model.grad_buffers, forbidden=forbidden)
         self._passes = BackwardPasses(self, outcome, resolved)
         self._said = False  # that optimizer.zero_grad() does nothing
         if optimizer is not None:
@@ -182,7 +183,7 @@ class Engine(nn.Module):
             self.global_samples += micro_batches * self._batch.micro_batch_size * self.mesh.data.size
             self._passes.forget()
             self._restarted = False
-            self._used.restart()
+            self._used.end_step(self)
             self.mesh.heartbeat.begin_step(self.global_steps)
         self.observer.after_step(self)
 

@@ -68,6 +68,8 @@ class GradBuffer:
             self.full[low:high] if self.in_place else torch.zeros(layout.shard_numel, dtype=shard_dtype, device=device)
         )
         self.shard_filled = False  # holds a reduced sum of this step
+        # which parameters had no gradient here in any reduction of the last step that had one
+        self.unused: frozenset[int] = frozenset()
         self.live = kept
         self._frees = not kept
         self._owned = False  # no peer reads the full buffer
@@ -297,8 +299,15 @@ class GradBuffer:
         if flat is None:
             flat = self.allocate()
         empty: list[torch.Tensor] = []
+        unused: frozenset[int] = frozenset()
         if not all(self.filled):
-            empty = [view for view, filled in zip(self.views, self.filled, strict=True) if not filled and view.numel()]
+            unused = frozenset(
+                index
+                for index, (view, filled) in enumerate(zip(self.views, self.filled, strict=True))
+                if not filled and view.numel()
+            )
+            empty = [self.views[index] for index in unused]
+        self.unused = self.unused & unused if self.shard_filled else unused
         if self._stale:
             empty += flat.padding
             self._stale = False

@@ -221,20 +221,21 @@ def test_one_of_the_ranks_that_wait_long_names_the_late_one(
             heartbeat.enter("before", (0, 1, 2))
             heartbeat.leave()
         for rank in (0, 2):
-            all_ranks[rank].enter("all_reduce(norm) over data", (0, 1, 2))
+            all_ranks[rank].enter("all_gather(parameters of h.0) over data", (0, 1, 2))
         deadline = time.monotonic() + PATIENCE
         while not caplog.messages and time.monotonic() < deadline:
             time.sleep(0.02)
         assert len(caplog.messages) == 1
         assert (
-            "step 0, all_reduce(norm) over data: has waited 0 s for rank 1. rank 1 at step 0, after before"
+            "step 0, all_gather(parameters of h.0) over data: has waited 0 s for rank 1. rank 1 at step 0, after before"
             in caplog.messages[0]
         )
+        assert "gathers h.0" in caplog.messages[0]  # and what to do where ranks differ in that
         for rank in (0, 2):
             all_ranks[rank].leave()
         while len(caplog.messages) < 2 and time.monotonic() < deadline:
             time.sleep(0.02)
-        assert "goes on: all_reduce(norm) over data took" in caplog.messages[1]
+        assert "goes on: all_gather(parameters of h.0) over data took" in caplog.messages[1]
     for heartbeat in all_ranks:
         heartbeat.close()
 

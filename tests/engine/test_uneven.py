@@ -4,6 +4,7 @@ right, and the error of what is not."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -387,3 +388,25 @@ def test_a_backend_that_compares_nothing(doomed: Callable[[bool], RankPool], def
     is taken with it."""
     config = {"comm_transport": "gloo", "comm_timeout_seconds": 30.0}
     check_error(doomed(True).run(disagree_on_device, {"overlap_comm": True}, config, 0, deferred))
+
+
+def save_after_evaluation(folder: str) -> str:
+    with strict_backend.pretended_device():
+        engine = build_engine(
+            Case(lambda: Mixture(calls_all=False), loss, config={"comm_transport": "gloo"}), STAGES["zero3-free"]
+        )
+        with torch.no_grad():
+            engine(torch.ones(2, WIDTH), [dist.get_rank(), 2])
+        try:
+            engine.save_checkpoint(folder)
+        except MeshError as error:
+            return str(error)
+    return ""
+
+
+def test_no_checkpoint_where_ranks_have_got_each_others_data(
+    doomed: Callable[[bool], RankPool], tmp_path: Path
+) -> None:
+    for text in doomed(True).run(save_after_evaluation, str(tmp_path)):
+        assert "rank 0 gathers moe.experts.0, rank 1 gathers moe.experts.1" in text
+    assert list(tmp_path.iterdir()) == []

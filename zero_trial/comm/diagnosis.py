@@ -131,9 +131,10 @@ def way_out(operations: Mapping[int, str]) -> str:
     return f"ZeRO stage 3: {doing}. {ways}"
 
 
-def _with_way_out(fix: str, positions: Positions) -> str:
+def with_way_out(text: str, positions: Positions) -> str:
+    """Return ``text``, with the way out of these positions behind it where there is one."""
     way = way_out({rank: at.operation for rank, at in positions.items() if at is not None})
-    return f"{fix} {way}" if way else fix
+    return f"{text.rstrip('.')}. {way}" if way else text
 
 
 def diagnose(positions: Positions, own: int, here: str, error: Exception, timeout: float) -> MeshError:
@@ -176,10 +177,10 @@ def _lost_peer(positions: Positions, own: int, text: str) -> tuple[str, str]:
             f"Look for that rank's own error: {listing(positions, own, gone)}. If it ended without one, it never made this call, which "
             f"every rank must make. ({text[:160]})"
         )
-        return "another rank ended while this one waited for it", _with_way_out(fix, positions)
+        return "another rank ended while this one waited for it", with_way_out(fix, positions)
     fix = f"{listing(positions, own)}. Find out why this rank was late or called another collective; {_SLOW}. ({text[:160]})"
     late = names(rank for rank in positions if rank != own)
-    return f"{late} gave up before this rank came", _with_way_out(fix, positions)
+    return f"{late} gave up before this rank came", with_way_out(fix, positions)
 
 
 def _absent_peer(positions: Positions, own: int, text: str, timeout: float) -> tuple[str, str] | None:
@@ -191,12 +192,12 @@ def _absent_peer(positions: Positions, own: int, text: str, timeout: float) -> t
     if ELSEWHERE in text:
         return (
             "collective mismatch: another rank makes another collective call at this point",
-            _with_way_out(order, positions),
+            with_way_out(order, positions),
         )
     if late := behind(positions, own):
         return (
             f"waited {timeout:g} s for {names(late)}, which never reached this collective",
-            _with_way_out(
+            with_way_out(
                 f"{listing(positions, own, late)}. Every rank must run the same number of batches and collective calls; {_SLOW}.",
                 positions,
             ),
@@ -204,10 +205,10 @@ def _absent_peer(positions: Positions, own: int, text: str, timeout: float) -> t
     if "timed out" not in text.lower():
         return None
     if differing(positions, own):
-        return f"collective mismatch: waited {timeout:g} s although every rank has come this far", _with_way_out(
+        return f"collective mismatch: waited {timeout:g} s although every rank has come this far", with_way_out(
             order, positions
         )
-    return f"waited {timeout:g} s for a rank that came too late", _with_way_out(
+    return f"waited {timeout:g} s for a rank that came too late", with_way_out(
         f"{others}. Find out what held it up; {_SLOW}.", positions
     )
 

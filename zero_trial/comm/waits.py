@@ -27,7 +27,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from zero_trial.comm.diagnosis import RankPosition, behind, diagnose, listing, names
+from zero_trial.comm.diagnosis import RankPosition, behind, diagnose, listing, names, with_way_out
 from zero_trial.comm.shm.segments import MappingRefused
 from zero_trial.errors import MeshError
 
@@ -200,7 +200,7 @@ class Heartbeat:
             now.operation,
             waited,
             missing,
-            listing(positions, self.rank, late or None),
+            with_way_out(listing(positions, self.rank, late or None), positions),
         )
 
 

@@ -15,6 +15,7 @@ import re
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,13 +24,15 @@ import torch
 from torch import nn
 
 import zero_trial
+from tests.support import pipelines
 from tests.support.dense import Turn
 from tests.support.models import ADAMW, Tower
-from tests.support.pool import Pools, RankPool
+from tests.support.pool import Pools
 from zero_trial.errors import ConfigError, TrialError
+from zero_trial.pipeline import PipelineModule
 from zero_trial.zero import safe_get_full_fp32_param
 
-RANKS, STEPS = 2, 3
+STEPS = 3
 RATE = 3e-2  # large: an update is far above the rounding of weights near 1
 EXACT = 2e-5  # what a cell in fp32 may differ without a reason beside it
 ROUNDED = 1e-2  # the same in bf16, where one weight in 256 may round to its neighbor
@@ -81,6 +84,10 @@ class Row:
         before: makes what ``initialize`` gets of the module.
         after: done with the engine after ``initialize``.
         use: done with the module after each step, on both sides; what it returns is compared, too.
+        engine_use: the same with the engine, where it takes the place of ``use`` there.
+        ranks: of the world.
+        stages: of a pipeline, whose layers ``build`` returns and ``loss`` is the loss_fn of.
+        around: what both sides train in, in fp32.
         compiles: torch.compile must have made graphs of the model.
         raises: names of errors of torch that count as one in words.
         needs: the library without which the row cannot be measured.
@@ -89,7 +96,7 @@ class Row:
     """
 
     name: str
-    build: Callable[[], nn.Module] = Tower
+    build: Callable[[], Any] = Tower
     loss: Callable[[Any, Turn], torch.Tensor] = square
     optimizer: Any = field(default_factory=lambda: ADAMW_FAST)
     plain: Callable[[Any], torch.optim.Optimizer] = adamw
@@ -103,11 +110,21 @@ class Row:
     before: Callable[[nn.Module], nn.Module] | None = None
     after: Callable[[Any], Any] | None = None
     use: Callable[[nn.Module, dict[str, Any]], Mapping[str, torch.Tensor]] | None = None
+    engine_use: Callable[[zero_trial.Engine], Mapping[str, torch.Tensor]] | None = None
+    ranks: int = 2
+    stages: int = 1
+    around: Callable[[], AbstractContextManager[Any]] = nullcontext
     compiles: bool = False
     raises: tuple[str, ...] = ()
     needs: str = ""
     limits: Mapping[str, float] = field(default_factory=dict)
     remark: str = ""
+
+    def model(self, stages: int) -> nn.Module:
+        """Build the model; a pipeline with layers of ``stages`` stages."""
+        if self.stages == 1:
+            return self.build()
+        return PipelineModule(self.build(), num_stages=stages, loss_fn=pipelines.cross_entropy, seed_layers=True)
 
     def limit(self, dtype: str) -> float:
         """Return the largest difference that a cell of this row may show."""
@@ -156,7 +173,7 @@ def train_plain(row: Row, dtype: str) -> Plain:
     bf16, of several in fp32, and the optimizer on fp32 masters, as the engine has them.
     """
     torch.manual_seed(1)
-    model = row.build()
+    model, lines = row.model(1), row.ranks // row.stages
     params = {name: param for name, param in model.named_parameters() if param.requires_grad}
     start = {name: param.detach().clone() for name, param in params.items()}
     masters = params
@@ -165,25 +182,27 @@ def train_plain(row: Row, dtype: str) -> Plain:
         _to_bf16(model)
     optimizer = row.plain(list(masters.values()))
     backward = row.plain_backward or (lambda model, turn: row.loss(model, turn).backward())
+    if row.stages > 1:
+        backward = _piped_backward
     memory: dict[str, Any] = {}
     used: Mapping[str, torch.Tensor] = {}
     for step in range(STEPS):
         sums: dict[str, torch.Tensor] = {}
-        for rank in range(RANKS):
+        for rank in range(lines):
             own: dict[str, torch.Tensor] = {}
             for number in range(row.accumulation):
                 backward(model, Turn(step, number, rank))
                 _move(params, own, widen=row.accumulation > 1)
-            for name, value in own.items():
-                sums[name] = sums[name] + value if name in sums else value
-        share = row.share(step) if row.share else 1 / (RANKS * row.accumulation)
+            for name, value in own.items():  # fp32: the sum of all ranks is rounded once
+                sums[name] = sums[name] + value.float() if name in sums else value.float()
+        share = row.share(step) if row.share else 1 / (lines * row.accumulation)
         for name, value in sums.items():
             params[name].grad = (value * share).to(params[name].dtype)
         if row.edit is not None:
             row.edit(model)
         for name, master in masters.items() if masters is not params else ():
             grad = params[name].grad
-            if grad is not None and row.accumulation > 1 and row.edit is None:
+            if grad is not None and row.accumulation > 1:
                 grad = sums[name] * share
             master.grad = None if grad is None else grad.float()
         if row.clip:
@@ -220,6 +239,11 @@ def _to_bf16(model: nn.Module) -> None:
     model.register_forward_pre_hook(cast, with_kwargs=True)
 
 
+def _piped_backward(model: nn.Module, turn: Turn) -> None:
+    inputs, labels = pipelines.micro_batch(turn.step, turn.turn, turn.rank)
+    pipelines.cross_entropy(model(inputs), labels).backward()
+
+
 def _move(params: Mapping[str, nn.Parameter], into: dict[str, torch.Tensor], *, widen: bool) -> None:
     """Add gradients of one micro-batch ``into`` those before it, in fp32 if ``widen``."""
     for name, param in params.items():
@@ -249,7 +273,7 @@ def train_engine(row: Row, dtype: str, stage: str, plain: Plain) -> float:
     else:
         options["optimizer"] = row.optimizer
     torch.manual_seed(1)
-    model = row.build()
+    model = row.model(row.stages)
     if row.before is not None:
         model = row.before(model)
     engine = zero_trial.initialize(model=model, config=config | dict(row.config), **options)[0]
@@ -258,8 +282,11 @@ def train_engine(row: Row, dtype: str, stage: str, plain: Plain) -> float:
             row.after(engine)
         memory: dict[str, Any] = {}
         used: Mapping[str, torch.Tensor] = {}
+        data = pipelines.batches(engine.mesh.data.index, row.accumulation, STEPS)
         for step in range(STEPS):
-            for number in range(row.accumulation):
+            if row.stages > 1:
+                engine.train_batch(data)
+            for number in range(row.accumulation if row.stages == 1 else 0):
                 turn = Turn(step, number, engine.global_rank)
                 if row.backward is not None:
                     row.backward(engine, turn)
@@ -268,7 +295,9 @@ def train_engine(row: Row, dtype: str, stage: str, plain: Plain) -> float:
                 if row.edit is not None and number == row.accumulation - 1:
                     row.edit(engine.module)
                 engine.step()
-            if row.use is not None:
+            if row.engine_use is not None:
+                used = row.engine_use(engine)
+            elif row.use is not None:
                 used = row.use(engine.module, memory)
         if row.compiles and not torch._dynamo.utils.counters["stats"]["unique_graphs"]:
             raise RuntimeError("nothing was compiled")
@@ -284,8 +313,9 @@ def _difference(engine: zero_trial.Engine, plain: Plain, used: Mapping[str, torc
     masters = {_own_name(n): p for n, p in engine.module.named_parameters() if p.requires_grad}
     found = {name: safe_get_full_fp32_param(param) for name, param in masters.items()}
     state = {_own_name(name): value for name, value in engine.module_state_dict().items()}
-    pairs = [(found[name], value) for name, value in plain.weights.items()]
-    if engine.global_rank == 0:  # each rank has its own buffers
+    one_stage = engine.mesh.pipe.size == 1  # else a rank has the layers of its own alone
+    pairs = [(found[name], value) for name, value in plain.weights.items() if one_stage or name in found]
+    if engine.global_rank == 0 and one_stage:  # each rank has its own buffers
         pairs += [(state[name], value) for name, value in plain.others.items() if value.is_floating_point()]
     pairs += [(used[name].detach(), value) for name, value in plain.used.items()]
     gaps = [(a.float() - b.float()).square().mean().sqrt().item() for a, b in pairs if b.numel()]
@@ -306,10 +336,13 @@ def measure(name: str) -> list[Cell]:
     row = next(row for rows in SECTIONS.values() for row in rows if row.name == name)
     cells: list[Cell] = []
     for dtype in DTYPES:
-        plain = train_plain(row, dtype)
+        around = row.around if dtype == "fp32" else nullcontext
+        with around():
+            plain = train_plain(row, dtype)
         for stage in STAGES:
             try:
-                cells.append(Cell(train_engine(row, dtype, stage, plain)))
+                with around():
+                    cells.append(Cell(train_engine(row, dtype, stage, plain)))
             except Exception as error:
                 said = "".join(traceback.format_exception(error))
                 if not isinstance(error, (ConfigError, TrialError)) and type(error).__name__ not in row.raises:
@@ -319,14 +352,14 @@ def measure(name: str) -> list[Cell]:
     return cells
 
 
-def measured(pool: RankPool, row: Row) -> list[Cell]:
-    """Measure a row on the ranks of ``pool``: a crash where one rank has it, else an error, else
-    the largest difference."""
+def measured(pools: Pools, row: Row) -> list[Cell]:
+    """Measure a row on its ranks: a crash where one of them has it, else an error, else the largest
+    difference."""
 
     def harm(cell: Cell) -> tuple[bool, bool, bool, float]:
         return cell.kind == "crash", cell.gap is None, "MeshError" not in cell.said, cell.gap or 0.0
 
-    return [max(cells, key=harm) for cells in zip(*pool.run(measure, row.name), strict=True)]
+    return [max(cells, key=harm) for cells in zip(*pools(row.ranks).run(measure, row.name), strict=True)]
 
 
 def missing(row: Row) -> str:
@@ -358,8 +391,8 @@ every cell again. The models are tiny; the versions are
 """
 
 
-def page(found: Mapping[str, Sequence[Cell]]) -> str:
-    """Render the page from the cells of each row, by name; none where it was not measured."""
+def page(shown: Mapping[str, Sequence[str]]) -> str:
+    """Render the page from the cells of each row, by name."""
     from tests.exactness.rows import SECTIONS
 
     names = [f"{dtype} {stage}" for dtype, stage in CELLS]
@@ -367,8 +400,7 @@ def page(found: Mapping[str, Sequence[Cell]]) -> str:
     for section, rows in SECTIONS.items():
         parts += [f"## {section}\n", f"| | {' | '.join(names)} | |", f"|---|{'---|' * (len(CELLS) + 1)}"]
         for row in rows:
-            shown = [cell.shown() for cell in found[row.name]] or ["not installed"] * len(CELLS)
-            parts.append(f"| {row.name} | {' | '.join(shown)} | {row.remark} |")
+            parts.append(f"| {row.name} | {' | '.join(shown[row.name])} | {row.remark} |")
         parts.append("")
     return "\n".join(parts)
 
@@ -387,20 +419,24 @@ def read_page(text: str) -> dict[str, tuple[list[str], str]]:
 
 
 def main() -> int:
-    """Measure the rows, print them, and write the page if one is given."""
+    """Measure the rows, print them, and write the page if one is given, with the other rows as they
+    are there."""
     from tests.exactness.rows import SECTIONS
 
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("page", nargs="?", type=Path)
     options.add_argument("--only", default="", help="a regular expression for 'section: row'")
     given = options.parse_args()
-    pools, found, wrong = Pools(), {}, 0
+    pools, wrong = Pools(), 0
+    old = read_page(given.page.read_text("utf-8")) if given.page is not None and given.only else {}
+    shown = {name: cells for name, (cells, _) in old.items()}
     for section, rows in SECTIONS.items():
         for row in rows:
             if not re.search(given.only, f"{section}: {row.name}", re.IGNORECASE):
                 continue
             start = time.monotonic()
-            found[row.name] = cells = [] if missing(row) else measured(pools(RANKS), row)
+            cells = [] if missing(row) else measured(pools, row)
+            shown[row.name] = [cell.shown() for cell in cells] or ["not installed"] * len(CELLS)
             figures = [f"{cell.gap:7.1e}" if cell.gap is not None else cell.kind for cell in cells]
             print(f"{row.name:56}", *figures, f"{time.monotonic() - start:5.1f} s", missing(row), flush=True)
             for (dtype, stage), cell in zip(CELLS, cells, strict=False):
@@ -408,10 +444,10 @@ def main() -> int:
                     wrong += 1
                     print(f"    {dtype} {stage}: above {row.limit(dtype)}, or no error in words {cell.said[-2000:]}")
             if any(cell.kind == "crash" for cell in cells):
-                pools(RANKS).close()
+                pools(row.ranks).close()
     pools.close()
     if given.page is not None and not wrong:
-        given.page.write_text(page(found), "utf-8")
+        given.page.write_text(page(shown), "utf-8")
     return 1 if wrong else 0
 
 

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import copy
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
 
+import zero_trial
 from tests.exactness.measure import RATE, Row, square
+from tests.support import pipelines
 from tests.support.dense import Turn
 from tests.support.models import Block, Tower
 from tests.support.whole_optimizers import GlobalNorm, LayerWise, MuonAndAdamW, MuonLike, ScheduleFree, ShampooLike
+from zero_trial.zero import safe_get_full_fp32_param
 
 # --- optimizers -----------------------------------------------------------------------------------
 
@@ -72,6 +76,50 @@ OPTIMIZERS = [
     client("AdamW8bit of bitsandbytes", adamw_8bit, needs="bitsandbytes"),
     states("bf16", 0.1),
     states("8bit", 0.1),
+]
+
+# Muon's iteration is in bfloat16: a gradient that differs in its last fp32 bit may be another
+# bfloat16 number, and small singular values, which the iteration raises, pass that on at full
+# length. Sums of a pipeline have another order from the first step on.
+IN_FP32 = mock.patch.object(torch.Tensor, "bfloat16", torch.Tensor.clone)
+
+
+def muon(name: str, **more: Any) -> Row:
+    """Return a row of Muon on another mesh than two shards."""
+    return Row(name=f"Muon, {name}", optimizer=MUON, plain=muon_and_adamw, **more)
+
+
+def piped(name: str, **more: Any) -> Row:
+    """Return a row of Muon in a pipeline of two stages, with two micro-batches per step."""
+    layers = pipelines.layers(2, tied=False)
+    return Row(
+        name=f"Muon, {name}",
+        build=lambda: layers,
+        stages=2,
+        accumulation=2,
+        optimizer=MUON,
+        plain=muon_and_adamw,
+        **more,
+    )
+
+
+LATER = (
+    "sums of a pipeline differ in the last bit, which Muon's iteration in bfloat16 magnifies: plain torch is as far "
+    "(2e-2) from itself when its gradients change by 6e-8 of themselves"
+)
+
+MUON_MESHES = [
+    muon("4 ranks", ranks=4),
+    muon(
+        "2 shards x 2 replicas, accumulation 2",
+        ranks=4,
+        accumulation=2,
+        config={"mesh": {"shard": 2, "replica": 2}},
+        remark="stage 0 has no shards",
+    ),
+    piped("1F1B, iteration in fp32 on both sides", around=lambda: IN_FP32),
+    piped("1F1B on 2 x 2 ranks, iteration in fp32 on both sides", around=lambda: IN_FP32, ranks=4),
+    piped("1F1B", limits={"fp32": 0.1}, remark=LATER),
 ]
 
 # --- losses ---------------------------------------------------------------------------------------
@@ -361,6 +409,19 @@ def arithmetic(module: nn.Module, memory: dict[str, Any]) -> dict[str, torch.Ten
     return {"twice": module.get_parameter("blocks.1.weight").detach() * 2}
 
 
+def average(engine: zero_trial.Engine) -> dict[str, torch.Tensor]:
+    """Return the averages that ds_config's ``ema`` keeps."""
+    with engine.ema_weights():
+        return {name: safe_get_full_fp32_param(param).clone() for name, param in engine.module.named_parameters()}
+
+
+def plain_average(model: nn.Module, memory: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Return the same of fp32 weights in plain torch."""
+    for name, param in model.named_parameters():
+        memory.setdefault(name, param.detach().clone()).lerp_(param.detach(), 0.5)
+    return memory
+
+
 class Unused(Tower):
     """Has a layer that no batch reaches."""
 
@@ -373,6 +434,14 @@ FREED = "at stage 3 freed parameters have no values: the error names them, and G
 
 COPIES = [
     Row(name="`copy.deepcopy(model)`", use=copied, remark=FREED),
+    Row(
+        name="`ema` of ds_config, beside AveragedModel",
+        use=plain_average,
+        engine_use=average,
+        config={"ema": {"decay": 0.5}},
+        limits={"bf16": 5e-2},
+        remark="bf16: the average of fp32 masters, beside one of bf16 weights",
+    ),
     Row(name="AveragedModel of torch", use=averaged, remark=FREED),
     Row(name="arithmetic with a parameter", use=arithmetic, remark=FREED),
     Row(
@@ -385,6 +454,7 @@ COPIES = [
 
 SECTIONS: dict[str, list[Row]] = {
     "Optimizers": OPTIMIZERS,
+    "Muon on other meshes": MUON_MESHES,
     "Losses": LOSSES,
     "Gradients": GRADIENTS,
     "torch.compile": COMPILED,

@@ -7,19 +7,19 @@ from pathlib import Path
 
 import pytest
 
-from tests.exactness.measure import CELLS, EXACT, RANKS, Row, acceptable, measured, missing, read_page
+from tests.exactness.measure import CELLS, EXACT, Row, acceptable, measured, missing, read_page
 from tests.exactness.rows import SECTIONS
-from tests.support.pool import Pools, RankPool
+from tests.support.pool import Pools
 
 PAGE = Path(__file__).parents[2] / "docs" / "exactness.md"
 ROWS = [row for rows in SECTIONS.values() for row in rows]
 
 
 @pytest.fixture(scope="module")
-def pool() -> Iterator[RankPool]:
+def pools() -> Iterator[Pools]:
     """Start ranks for this file alone: they import libraries and torch's compiler."""
     pools = Pools()
-    yield pools(RANKS)
+    yield pools
     pools.close()
 
 
@@ -37,11 +37,11 @@ def test_the_page_has_every_row_and_a_reason_beside_what_is_not_exact() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("row", ROWS, ids=[row.name for row in ROWS])
-def test_every_cell_is_as_the_page_says(pool: RankPool, row: Row) -> None:
+def test_every_cell_is_as_the_page_says(pools: Pools, row: Row) -> None:
     """A number is within the row's limit, and an error is one in words at the same stages."""
     if missing(row):
         pytest.skip(missing(row))
     page = read_page(PAGE.read_text("utf-8"))[row.name][0]
-    for (dtype, stage), shown, cell in zip(CELLS, page, measured(pool, row), strict=True):
+    for (dtype, stage), shown, cell in zip(CELLS, page, measured(pools, row), strict=True):
         assert acceptable(row, dtype, cell), f"{dtype}, stage {stage}: {cell.gap} {cell.said}"
         assert (cell.gap is None) is (shown == "error"), f"{dtype}, stage {stage}: {cell.shown()}, on the page {shown}"

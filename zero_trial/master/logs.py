@@ -197,7 +197,7 @@ def _wanted(line: LogLine, query: LogQuery) -> bool:
         (query.since is None or line.time >= query.since)
         and (query.until is None or line.time <= query.until)
         and (not query.levels or line.level in query.levels)
-        and (not query.rank_ids or line.rank in query.rank_ids)
+        and (not query.rank_ids or (-1 if line.rank is None else line.rank) in query.rank_ids)
         and (not query.search or query.search in line.message)
         and (not query.allocation_ids or line.allocation_id in query.allocation_ids)
         and (not query.container_ids or line.container_id in query.container_ids)

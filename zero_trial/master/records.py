@@ -398,7 +398,7 @@ class LogQuery:
     since: float | None = None  # lines at or after
     until: float | None = None  # lines at or before
     levels: tuple[str, ...] = ()
-    rank_ids: tuple[int, ...] = ()
+    rank_ids: tuple[int, ...] = ()  # -1: lines without a rank
     search: str = ""  # a plain substring
     allocation_ids: tuple[str, ...] = ()
     container_ids: tuple[str, ...] = ()

@@ -79,6 +79,7 @@ def test_every_filter_is_applied_before_the_limit(user: Any, world: World) -> No
     assert logs(stdtypes=["stderr"], head=2) == ["1", "3"]
     assert logs(stdtypes=["stderr"], tail=2) == ["7", "9"]
     assert logs(sources=["master"]) == ["8", "9"]
+    assert logs(rank_ids=[-1], head=1) == ["0"] and logs(rank_ids=[-2]) == logs(rank_ids=[0]) == []
     assert logs(agent_ids=["laptop"], head=1) == ["0"]
     assert logs(agent_ids=["elsewhere"]) == []
     assert logs(container_ids=["container-2"], head=1) == ["0"]

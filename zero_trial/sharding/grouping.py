@@ -37,31 +37,37 @@ class LeafRules:
 
     def match(self, module: ModuleFacts) -> bool:
         """Return whether ``module`` is a leaf by these rules, or was marked as one."""
+        return module.leaf or self.names_part(module)
+
+    def names_part(self, module: ModuleFacts) -> bool:
+        """Return whether an entry names ``module``."""
         return (
-            module.leaf
-            or any(_is_class(module, entry) for entry in self.classes)
+            any(_is_class(module, entry) for entry in self.classes)
             or module.name in self.names
             or any(module.name.endswith(suffix) for suffix in self.name_suffixes)
         )
 
     def require_matches(self, root: ModuleFacts) -> None:
-        """Raise ConfigError for an entry that names no module, or only a list: that has no forward
-        in which it could be gathered."""
+        """Raise ConfigError for an entry that names only a list, which has no forward in which it
+        could be gathered, or no module. A class or an ending may match nothing where another entry
+        matches: files list the classes of several models."""
         parts = [part for part in root.walk() if part.numel]
-        for key, entries in (("classes", self.classes), ("names", self.names), ("name_suffixes", self.name_suffixes)):
-            for entry in entries:
-                only = LeafRules(**{key: (entry,)})
-                found = [part for part in parts if only.match(replace(part, leaf=False))]
-                if found and not all(part.is_list for part in found):
-                    continue
-                holder = found[0].name.rpartition(".")[0] if found else ""
-                raise ConfigError(
-                    "no module with parameters is a leaf by this entry",
-                    where=f"zero_optimization.leaf_module.{key}",
-                    got=f"{entry!r}" + (f", which is the {found[0].class_name} {found[0].name!r}" if found else ""),
-                    expected="a module with a forward of its own",
-                    fix=f"Name the module that holds it, {holder!r}." if holder else "Correct the entry, or remove it.",
-                )
+        keys = {"classes": self.classes, "names": self.names, "name_suffixes": self.name_suffixes}
+        entries = [(key, entry) for key, values in keys.items() for entry in values]
+        found = {at: [part for part in parts if LeafRules(**{at[0]: (at[1],)}).names_part(part)] for at in entries}
+        matched = any(found.values())
+        for (key, entry), named in found.items():
+            lists = bool(named) and all(part.is_list for part in named)
+            if not lists and (named or (matched and key != "names")):
+                continue
+            holder = named[0].name.rpartition(".")[0] if named else ""
+            raise ConfigError(
+                "no module with parameters is a leaf by this entry",
+                where=f"zero_optimization.leaf_module.{key}",
+                got=f"{entry!r}" + (f", which is the {named[0].class_name} {named[0].name!r}" if named else ""),
+                expected="a module with a forward of its own",
+                fix=f"Name the module that holds it, {holder!r}." if holder else "Correct the entry, or remove it.",
+            )
 
 
 @dataclass

@@ -187,7 +187,7 @@ def test_a_report_without_steps_counts_as_none() -> None:
     assert bindings.v1MetricsWorkload.from_json(metrics_json(report)).totalBatches == 0
     assert bindings.v1MetricsReport.from_json(report_json(report)).metrics == {
         "avg_metrics": {"util": 1.0},
-        "batch_metrics": [],
+        "batch_metrics": None,
     }
 
 

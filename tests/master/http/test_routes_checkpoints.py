@@ -34,13 +34,13 @@ def test_lists_are_sorted_as_asked(user: Any, world: World) -> None:
     for asked, expected in (
         ({"sortByAttr": by.END_TIME}, "abc"),
         ({"sortByAttr": by.BATCH_NUMBER, "orderBy": order.DESC}, "cba"),
-        ({"sortByAttr": by.SEARCHER_METRIC}, "ba"),
+        ({"sortByAttr": by.SEARCHER_METRIC}, "bac"),
         ({"sortByAttr": by.SEARCHER_METRIC, "limit": 1}, "b"),
-        ({"sortByAttr": by.SEARCHER_METRIC, "orderBy": order.DESC}, "ab"),
-        ({"sortByMetric": "accuracy", "orderBy": order.DESC}, "ba"),
-        ({"sortByMetric": "accuracy", "orderBy": order.ASC}, "ab"),
+        ({"sortByAttr": by.SEARCHER_METRIC, "orderBy": order.DESC}, "abc"),
+        ({"sortByMetric": "accuracy", "orderBy": order.DESC}, "bac"),
+        ({"sortByMetric": "accuracy", "orderBy": order.ASC}, "abc"),
         ({"states": [bindings.checkpointv1State.COMPLETED], "sortByAttr": by.UUID}, "ac"),
-        ({}, "ba"),
+        ({}, "abc"),
     ):
         for found in (
             bindings.get_GetExperimentCheckpoints(user, id=1, **asked),
@@ -48,6 +48,22 @@ def test_lists_are_sorted_as_asked(user: Any, world: World) -> None:
         ):
             assert "".join(each.uuid for each in found.checkpoints) == expected, asked
             assert found.pagination.endIndex == len(expected)
+
+
+def test_the_checkpoint_of_a_pause_is_found_though_nothing_was_validated_there(user: Any, world: World) -> None:
+    world.save("paused", steps_completed=7, reported=BEGAN)
+    determined = client.Determined._from_session(user)
+    assert [each.uuid for each in determined.get_experiment(1).list_checkpoints()] == ["paused"]
+    assert determined.get_trial(1).list_checkpoints(max_results=1)[0].uuid == "paused"
+
+
+def test_metadata_is_added_and_removed(user: Any, world: World) -> None:
+    world.save(UUID, steps_completed=5)
+    found = client.Determined._from_session(user).get_checkpoint(UUID)
+    found.add_metadata({"best": True, "by": "hand"})
+    found.remove_metadata(["best"])
+    kept = world.checkpoints.get(UUID)
+    assert (kept.metadata["by"], "best" in kept.metadata, kept.steps_completed) == ("hand", False, 5)
 
 
 def test_a_wrong_order_is_refused(ask: Ask) -> None:
@@ -154,6 +170,8 @@ def test_users_delete_checkpoints_and_files(user: Any, world: World) -> None:
     bindings.delete_DeleteCheckpoints(user, body=bindings.v1DeleteCheckpointsRequest(checkpointUuids=[gone, gone]))
     world.garbage_collector.collect()
     assert not (world.directory.storage / gone).exists()
+    ended = world.checkpoints.get(gone)
+    assert (ended.state, ended.resources) == (CheckpointState.DELETED, world.checkpoints.get(kept).resources)
     body = bindings.v1CheckpointsRemoveFilesRequest(checkpointGlobs=["*.bin"], checkpointUuids=[kept])
     bindings.post_CheckpointsRemoveFiles(user, body=body)
     assert [path.name for path in (world.directory.storage / kept).iterdir()] == ["b.json"]
@@ -171,4 +189,4 @@ def test_a_metric_that_is_no_number_everywhere_is_sorted_by_where_it_is_one(user
         world.save(name, steps_completed=steps)
         world.report(1, "validation", steps, {"m": value})
     found = bindings.get_GetExperimentCheckpoints(user, id=1, sortByMetric="m")
-    assert [each.uuid for each in found.checkpoints] == ["c", "a"]
+    assert [each.uuid for each in found.checkpoints] == ["c", "a", "b", "d"]

@@ -17,6 +17,7 @@ from zero_trial.master.http import listen
 from zero_trial.master.records import LogQuery
 
 bindings = pytest.importorskip("determined.common.api.bindings")
+client = pytest.importorskip("determined.experimental.client")
 errors = pytest.importorskip("determined.common.api.errors")
 
 
@@ -161,6 +162,24 @@ def test_reports_are_streamed(user: Any, task: Any, world: World) -> None:
     assert sum(len(page.metrics) for page in bindings.get_GetMetrics(task, trialIds=[1], group="training")) == 2500
 
 
+def test_the_sdk_reads_what_was_reported(user: Any, world: World) -> None:
+    world.report(1, "training", 5, {"loss": 0.2})
+    world.report(1, "validation", 5, {"validation_loss": 0.5})
+    found = client.Determined._from_session(user).get_trial(1)
+    [training], [validation] = found.iter_metrics("training"), found.iter_metrics("validation")
+    assert (training.metrics, training.batch_metrics) == ({"loss": 0.2}, None)
+    assert (validation.metrics, validation.steps_completed) == ({"validation_loss": 0.5}, 5)
+    [listed] = client.Determined._from_session(user).get_experiment(1).list_trials()
+    for trial in (found, listed):
+        assert trial.summary_metrics["validation_metrics"]["validation_loss"]["last"] == 0.5
+
+
+def test_users_report_metrics_too(user: Any, world: World) -> None:
+    body = {"metrics": {"metrics": {"avgMetrics": {"bleu": 0.3}}, "stepsCompleted": 5, "trialId": 1, "trialRunId": 1}}
+    user.post("/api/v1/trials/1/metrics", json={**body, "group": "evaluation"})
+    assert [report.metrics for report in world.trials.metrics(1, "evaluation")] == [{"bleu": 0.3}]
+
+
 def test_a_trial_is_killed_by_users(user: Any, world: World) -> None:
     user.post("/api/v1/trials/1/kill")
     assert world.agent.killed == ["task-1.1"]
@@ -219,7 +238,8 @@ def test_a_value_of_a_metric_is_refused_or_comes_back(
     found = {each["totalBatches"]: each["metrics"] for each in reports}
     assert set(found) == ({4, 5, 6} if shown else {4, 6})
     if shown:
-        for values in (found[5]["avg_metrics"], *found[5]["batch_metrics"]):
+        own = [found[5]["validation_metrics"]] if "validation_metrics" in found[5] else [found[5]["avg_metrics"]]
+        for values in (*own, *found[5].get("batch_metrics", ())):
             assert (values["validation_loss"], values["other"]) == (shown[0], shown[0])
 
 

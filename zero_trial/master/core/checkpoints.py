@@ -89,18 +89,23 @@ class CheckpointService:
 
     def patch_resources(self, uuid: str, resources: Mapping[str, int]) -> None:
         """Record the files that are there now: none left means DELETED, others than were known
-        PARTIALLY_DELETED.
+        PARTIALLY_DELETED. What a deleted one had stays recorded.
         """
         with transaction(self._state) as tx:
             found = existing(checkpoints.get(tx.connection, uuid, derived=False), f"checkpoint {uuid}")
             if not resources:
-                state = CheckpointState.DELETED
-            elif {**_unreported(resources), **found.resources} != resources:
-                state = CheckpointState.PARTIALLY_DELETED
-            else:
-                state = found.state
+                checkpoints.change(tx.connection, uuid, state=CheckpointState.DELETED)
+                return
+            changed = {**_unreported(resources), **found.resources} != resources
+            state = CheckpointState.PARTIALLY_DELETED if changed else found.state
             size = _count(sum(resources.values()), "resources")
             checkpoints.change(tx.connection, uuid, resources=dict(resources), size=size, state=state)
+
+    def set_metadata(self, uuid: str, metadata: Mapping[str, Any]) -> None:
+        """Replace the metadata that clients see; the step that it was saved at stays."""
+        with transaction(self._state) as tx:
+            existing(checkpoints.get(tx.connection, uuid, derived=False), f"checkpoint {uuid}")
+            checkpoints.change(tx.connection, uuid, metadata=dict(metadata))
 
     def delete(self, uuids: Sequence[str]) -> None:
         """Mark checkpoints for deletion, all or none. Raises NotFound or Conflict."""
@@ -345,10 +350,12 @@ class GarbageCollector:
                 log.warning("checkpoint %s cannot be deleted, and is tried again: %s", checkpoint.uuid, error)
             left, state, doomed = storage.remaining(base, checkpoint.uuid), CheckpointState.PARTIALLY_DELETED, 1
         else:
-            left, state, doomed = {}, CheckpointState.DELETED, 0
+            left, state, doomed = checkpoint.resources, CheckpointState.DELETED, 0
         with transaction(self._state) as tx:
             size = sum(left.values())
-            checkpoints.change(tx.connection, checkpoint.uuid, doomed=doomed, state=state, resources=left, size=size)
+            checkpoints.change(
+                tx.connection, checkpoint.uuid, doomed=doomed, state=state, resources=dict(left), size=size
+            )
 
     def _delete_experiment(self, number: int) -> None:
         with self._state.database.reading() as connection:

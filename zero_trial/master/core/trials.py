@@ -66,6 +66,11 @@ class TrialService:
         with self._state.database.reading() as connection:
             return metrics.of_trial(connection, trial_id, group, batch_metrics=True)
 
+    def with_summaries(self, found: Sequence[Trial]) -> list[Trial]:
+        """Return the trials with the summaries of their metrics, for which every report is read."""
+        with self._state.database.reading() as connection:
+            return [replace(trial, summary_metrics=metrics.summary(connection, trial.id)) for trial in found]
+
     def checkpoints(self, trial_id: int) -> list[Checkpoint]:
         """List the checkpoints of a trial, deleted ones included."""
         self._trial(trial_id)

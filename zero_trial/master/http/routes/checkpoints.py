@@ -16,6 +16,7 @@ from zero_trial.master.http.messages import (
     pack,
     texts,
     when,
+    whole,
 )
 from zero_trial.master.records import Checkpoint, CheckpointState, Invalid, PermissionDenied, parse_time
 from zero_trial.master.store.experiments import smaller_is_better
@@ -25,10 +26,10 @@ _ROOT = "/api/v1/checkpoints"
 
 _KEYS: dict[str, Callable[[Checkpoint], Any]] = {
     "SORT_BY_UUID": lambda each: each.uuid,
-    "SORT_BY_TRIAL_ID": lambda each: each.trial_id,
+    "SORT_BY_TRIAL_ID": lambda each: each.trial_id or 0,
     "SORT_BY_BATCH_NUMBER": lambda each: each.steps_completed,
     "SORT_BY_END_TIME": lambda each: each.reported,
-    "SORT_BY_STATE": lambda each: each.state.value,
+    "SORT_BY_STATE": lambda each: list(CheckpointState).index(each.state),
     "SORT_BY_SEARCHER_METRIC": lambda each: each.searcher_metric,
 }
 
@@ -52,29 +53,24 @@ def _listed(request: Request, found: Sequence[Checkpoint], experiment_id: int) -
 
 
 def _sorted(request: Request, found: list[Checkpoint], smaller: bool) -> list[Checkpoint]:
-    """Sort by a metric, without those that lack it, or by an attribute."""
+    """Sort by a metric or by an attribute, the trial's id where none is named; what has no such
+    metric comes last, and what is equal by time.
+    """
     metric, attribute = request.first("sortByMetric"), request.first("sortByAttr")
-    order = request.first("orderBy")
-    if metric:
-        key: Callable[[Checkpoint], Any] = lambda each: number_of(each.validation_metrics, metric)  # noqa: E731
-    elif attribute in _KEYS:
-        key = _KEYS[attribute]
-    elif attribute in ("", "SORT_BY_UNSPECIFIED"):
-        key = _KEYS["SORT_BY_SEARCHER_METRIC"] if _ranked(found) else _KEYS["SORT_BY_END_TIME"]
-        return _with_key(found, key, reverse=_ranked(found) and not smaller)
-    else:
+    if attribute in ("", "SORT_BY_UNSPECIFIED"):
+        attribute = "SORT_BY_TRIAL_ID"
+    if attribute not in _KEYS:
         raise Invalid("sortByAttr is none of Determined's SORT_BY_ names", got=attribute[:60])
-    by_searcher = not metric and attribute == "SORT_BY_SEARCHER_METRIC"
-    descending = order == "ORDER_BY_DESC" or (by_searcher and order != "ORDER_BY_ASC" and not smaller)
-    return _with_key(found, key, reverse=descending)
-
-
-def _ranked(found: Sequence[Checkpoint]) -> bool:
-    return any(isinstance(each.searcher_metric, int | float) for each in found)
-
-
-def _with_key(found: Sequence[Checkpoint], key: Callable[[Checkpoint], Any], *, reverse: bool) -> list[Checkpoint]:
-    return sorted((each for each in found if key(each) is not None), key=key, reverse=reverse)
+    key: Callable[[Checkpoint], Any] = (
+        _KEYS[attribute] if not metric else lambda each: number_of(each.validation_metrics, metric)
+    )
+    order = request.first("orderBy")
+    better_first = not metric and attribute == "SORT_BY_SEARCHER_METRIC" and order != "ORDER_BY_ASC"
+    descending = order == "ORDER_BY_DESC" or (better_first and not smaller)
+    known = [each for each in found if key(each) is not None]
+    without = [each for each in found if key(each) is None]
+    known.sort(key=lambda each: (key(each), each.reported), reverse=descending)
+    return known + sorted(without, key=lambda each: each.reported)
 
 
 def _get(request: Request) -> Response:
@@ -115,7 +111,7 @@ def _report(request: Request) -> Response:
     state = str(body.get("state", "STATE_COMPLETED")).removeprefix("STATE_")
     if state not in CheckpointState.__members__:
         raise Invalid("state is none of Determined's checkpoint states", got=state[:60])
-    reported = body.get("reportTime")
+    reported, storage = body.get("reportTime"), body.get("storageId")
     request.master.checkpoints.report(
         Checkpoint(
             uuid=uuid,
@@ -127,6 +123,7 @@ def _report(request: Request) -> Response:
             reported=parse_time(reported, "reportTime") if isinstance(reported, str) and reported else 0.0,
             metadata=metadata,
             resources=_sizes(resources),
+            storage_id=None if storage is None else whole(storage, "storageId"),
         )
     )
     return Response()
@@ -145,6 +142,18 @@ def _patch(request: Request) -> Response:
         if isinstance(wrapped, dict):
             request.master.checkpoints.patch_resources(uuid, _sizes(wrapped.get("resources") or {}))
     return Response()
+
+
+def _set_metadata(request: Request) -> Response:
+    """Replace the metadata of a checkpoint."""
+    change = request.body().get("checkpoint")
+    metadata = change.get("metadata") if isinstance(change, dict) else None
+    if not isinstance(metadata, dict):
+        raise Invalid("checkpoint.metadata must be an object")
+    uuid = request.args["uuid"]
+    request.own(experiment_id=request.master.checkpoints.get(uuid).experiment_id)
+    request.master.checkpoints.set_metadata(uuid, metadata)
+    return ok({"checkpoint": checkpoint_json(request.master.checkpoints.get(uuid))})
 
 
 def _delete(request: Request) -> Response:
@@ -222,6 +231,7 @@ ROUTES = (
     Route("GET", "/checkpoints/{uuid}", _download, AuthLevel.BOTH),
     Route("POST", _ROOT, _report, AuthLevel.TASK),
     Route("PATCH", _ROOT, _patch, AuthLevel.BOTH),
+    Route("POST", f"{_ROOT}/{{uuid}}/metadata", _set_metadata, AuthLevel.BOTH),
     Route("DELETE", _ROOT, _delete),
     Route("POST", f"{_ROOT}/rm", _remove_files),
 )

@@ -127,7 +127,8 @@ def _trials(request: Request) -> Response:
     found = [trial for trial in found if not states or f"STATE_{trial.state.value}" in states]
     found.sort(key=lambda trial: trial.id, reverse=request.first("orderBy") == "ORDER_BY_DESC")
     page, pagination = request.page(found)
-    return ok({"trials": [trial_json(trial) for trial in page], "pagination": pagination})
+    shown = request.master.trials.with_summaries(page)
+    return ok({"trials": [trial_json(trial) for trial in shown], "pagination": pagination})
 
 
 def _model_def(request: Request) -> Response:

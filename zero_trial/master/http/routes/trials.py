@@ -302,7 +302,10 @@ def metrics_json(report: MetricReport) -> Dict:
     """Render a v1MetricsWorkload."""
     return {
         "endTime": when(report.reported),
-        "metrics": {"avgMetrics": dict(report.metrics), "batchMetrics": report.batch_metrics or []},
+        "metrics": {
+            "avgMetrics": dict(report.metrics),
+            "batchMetrics": report.batch_metrics or [],
+        },  # a list by protobuf
         "numInputs": 0,
         "totalBatches": report.steps_completed or 0,
     }
@@ -319,7 +322,9 @@ def report_json(report: MetricReport) -> Dict:
         "trialRunId": report.run_id,
         "group": report.group,
         "totalBatches": report.steps_completed or 0,
-        "metrics": {"avg_metrics": dict(report.metrics), "batch_metrics": report.batch_metrics or []},
+        "metrics": {"validation_metrics": dict(report.metrics)}
+        if report.group == "validation"
+        else {"avg_metrics": dict(report.metrics), "batch_metrics": report.batch_metrics},
         "endTime": when(report.reported),
         "id": report.id,
         "archived": report.archived,
@@ -410,7 +415,7 @@ ROUTES = (
     Route("GET", f"{_ROOT}/metrics/trial_metrics", _metrics(None), AuthLevel.BOTH),
     Route("GET", f"{_ROOT}/metrics/training_metrics", _metrics("training"), AuthLevel.BOTH),
     Route("GET", f"{_ROOT}/metrics/validation_metrics", _metrics("validation"), AuthLevel.BOTH),
-    Route("POST", f"{_ONE}/metrics", _report_metrics, AuthLevel.TASK),
+    Route("POST", f"{_ONE}/metrics", _report_metrics, AuthLevel.BOTH),
     Route("POST", f"{_ONE}/progress", _report_progress, AuthLevel.TASK),
     Route("POST", f"{_ONE}/runner/metadata", _runner_metadata, AuthLevel.TASK),
     Route("POST", f"{_ONE}/early_exit", _early_exit, AuthLevel.TASK),

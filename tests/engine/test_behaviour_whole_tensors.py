@@ -323,6 +323,18 @@ def test_an_optimizer_inside_another_is_built_by_a_callable_and_not_saved(ranks:
         assert gap <= TOLERANCE
 
 
+def refused_on_every_rank() -> str:
+    with pytest.raises(ConfigError) as error:
+        build_engine(Case(Tower, loss), STAGES["zero1"], optimizer=MuonAndAdamW)
+    return str(error.value)
+
+
+def test_a_callable_that_fails_with_the_tensors_of_one_rank_is_an_error_on_all(ranks: Pools) -> None:
+    """One rank owns matrices alone, and torch's AdamW takes no empty list."""
+    for message in ranks(2).run(refused_on_every_rank, timeout=20.0):
+        assert "empty parameter list" in message and "stage 0" in message
+
+
 # --- pipelines ------------------------------------------------------------------------------------
 
 

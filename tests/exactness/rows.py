@@ -66,6 +66,11 @@ def states(kind: str, limit: float) -> Row:
 OPTIMIZERS = [
     Row(name="AdamW of ds_config", clip=0.2),
     Row(name="Muon of ds_config (torch.optim.Muon + AdamW)", optimizer=MUON, plain=muon_and_adamw, clip=0.2),
+    client(
+        "torch.optim.Muon and AdamW in one class",
+        muon_and_adamw,
+        remark="a rank that owns no matrix cannot build it: the error names stage 0 and Muon of ds_config",
+    ),
     client("an own Muon", lambda params: MuonLike(params)),
     client("Shampoo-like", lambda params: ShampooLike(params)),
     client("torch.optim.Adafactor", lambda params: torch.optim.Adafactor(params, lr=0.01)),
@@ -448,7 +453,7 @@ COPIES = [
         name="a layer that no batch reaches",
         build=Unused,
         limits={"fp32": 0.1, "bf16": 0.1},
-        remark="its gradient counts as zero, so weight decay goes on, where torch passes the layer over",
+        remark="its gradient counts as zero, so weight decay goes on, where torch passes the layer over; a line says so",
     ),
 ]
 

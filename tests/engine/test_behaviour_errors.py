@@ -89,7 +89,7 @@ def test_a_refused_loss_leaves_the_engine_working() -> None:
 def test_a_step_without_an_optimizer() -> None:
     found = engine({"optimizer": None})
     assert found.optimizer is None
-    refused(TrialError, found.step, "no optimizer to step", '"optimizer"')
+    refused(TrialError, found.step, "there is no optimizer", '"optimizer"')
 
 
 @pytest.mark.parametrize(

@@ -278,6 +278,17 @@ def test_an_edit_of_a_parameter_that_is_still_whole_is_an_error_at_the_step() ->
         made.step()
 
 
+def test_a_numpy_array_of_a_gathered_parameter_is_an_error_that_says_so() -> None:
+    """Its memory belongs to the array, too, and could not be freed."""
+    made = make_engine(TinyLM, {"zero_optimization": STAGES["zero3"]})
+    param = made.module.get_parameter(NAME)
+    with GatheredParameters(param):
+        array = param.detach().clone().numpy()
+    assert array.shape == SHAPE
+    with pytest.raises(TrialError, match=r"numpy.*clone"), GatheredParameters(param):
+        param.detach().numpy()
+
+
 # --- the directory --------------------------------------------------------------------------------
 
 

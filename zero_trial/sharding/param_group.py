@@ -244,7 +244,15 @@ class ParamGroup:
         for param, placeholder, freed in zip(self.params, self._placeholders, self._freed_classes, strict=True):
             param.data = placeholder
             param.__class__ = freed
-        self.full.untyped_storage().resize_(0)
+        try:
+            self.full.untyped_storage().resize_(0)
+        except RuntimeError as fault:
+            raise TrialError(
+                "the memory of a parameter cannot be freed: a numpy array uses it",
+                where=self.layout.slots[0].name,
+                got=f"{fault} ({len(self.params)} parameters share it)",
+                fix="Make the array of a copy: param.detach().clone().numpy().",
+            ) from fault
 
     def publish(self, *, rounded: bool = False, lend: bool = True) -> Pending | None:
         """Round an updated master into the shard and start to give every rank the new full copy,

@@ -17,6 +17,7 @@ from torch.nn import functional as F
 import zero_trial
 from tests.support.dense import STAGES, TOLERANCE, Turn, difference
 from tests.support.pool import Pools
+from zero_trial.errors import TrialError
 
 STEPS, RANKS = 4, 2
 
@@ -209,6 +210,35 @@ def test_an_optimizer_drops_nothing_between_micro_batches(caplog: pytest.LogCapt
         states.append(engine.module_state_dict())
     assert all(torch.equal(value, states[1][name]) for name, value in states[0].items())
     assert sum("optimizer.zero_grad()" in line for line in caplog.messages) == 1
+
+
+def joint_gradients(stage: str) -> tuple[bool, bool, list[bool]]:
+    """Gradients that came through the other engine's loss: their use is an error before they are
+    reduced; taken away, they are gone; and they are added to."""
+    clipped = False
+    first, second = engines((stage, stage))
+    x = Turn(0, 0, first.global_rank).normal(4, 4)
+    second.backward(second(first(x)).square().mean())
+    try:
+        nn.utils.clip_grad_norm_(first.module.parameters(), 1e-3)
+        clipped = True
+    except TrialError as error:
+        said = "another engine's loss" in str(error)
+    for param in first.module.parameters():
+        param.grad = None
+    first.backward(first(x).square().mean())
+    first.step()
+    alone = engines((stage, stage))[0]
+    alone.backward(alone(x).square().mean())
+    alone.step()
+    states = first.module_state_dict(), alone.module_state_dict()
+    return clipped, said, [torch.equal(value, states[1][name]) for name, value in states[0].items()]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_gradients_of_another_loss_are_not_used_before_they_are_reduced(ranks: Pools, stage: str) -> None:
+    for clipped, said, same in ranks(2).run(joint_gradients, stage):
+        assert said and not clipped and all(same)
 
 
 @pytest.mark.parametrize(

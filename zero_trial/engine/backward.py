@@ -242,6 +242,7 @@ class BackwardPasses:
         engine = self._trained()
         if not noted.begun:
             engine.sharded.rescale_gradients(1.0)
+            engine.sharded.show_foreign()
             return
         engine.observer.end(BACKWARD, engine)
         with engine.observer.phase(REDUCE_WAIT, engine):

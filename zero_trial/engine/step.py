@@ -256,7 +256,7 @@ class StepOutcome(StepStatus):
         """
         reducer = model.reducer
         self._notice_second_stepper(lr_scheduler)
-        model.take_gradient_edits()
+        model.take_gradient_edits(at_step=True)
         model.take_parameter_edits()
         reducer.reduce_missing()
         if self.deferred and optimizer.takes_device_scalars(self._device):

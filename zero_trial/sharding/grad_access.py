@@ -62,14 +62,16 @@ class ShownGradients:
         self.shown = False
         self.partial = False  # more micro-batches follow before the step
 
-    def show(self, *, partial: bool = False) -> None:
+    def show(self, *, partial: bool = False, foreign: bool = False) -> None:
         """Set every parameter's ``.grad``. Does not read a gradient.
 
-        ``partial``: more micro-batches follow; nothing happens where the sum so far is in
-            ``.grad``.
+        Args:
+            partial: more is reduced before the step; nothing happens where the sum so far is in
+                ``.grad``.
+            foreign: it came through another engine's loss, and is this rank's own.
         """
         self.partial = partial
-        if partial and not self.grad_buffer.hidden:
+        if partial and not foreign and not self.grad_buffer.hidden:
             return
         if not self._lazy:
             self._lazy = [LazyGradient(param, self, index) for index, param in enumerate(self._params)]
@@ -82,9 +84,12 @@ class ShownGradients:
         """Take the ``.grad`` of all parameters away, so that autograd can hand over new ones; one
         that it has added to what was shown stays."""
         if self.shown:
+            late = self._late
             with unasked():
                 for index, param in enumerate(self._params):
-                    param.grad = self._late.get(index)
+                    param.grad = (
+                        late.get(index) if not self.partial else self.grad_buffer.resumed(index, late.get(index))
+                    )
         self.forget()
 
     def forget(self) -> None:
@@ -107,9 +112,9 @@ class ShownGradients:
             raise TrialError(
                 "the gradient of a step is not known before its last micro-batch is reduced",
                 where=f"{slot.name}.grad",
-                got="a use between micro-batches, or after engine.no_sync()",
+                got="a use between micro-batches, after engine.no_sync(), or of gradients of another engine's loss",
                 expected="a use after the last engine.backward() before a step",
-                fix="Ask engine.is_gradient_accumulation_boundary() first.",
+                fix="Ask engine.is_gradient_accumulation_boundary() first. To clip, set gradient_clipping in ds_config.",
             )
         if group.plan.grads is Lifetime.USE:
             raise _not_here(slot)

@@ -157,7 +157,7 @@ class GradBuffer:
         so."""
         grad = param.grad
         if not self._counting and self._on_foreign is not None:
-            self._on_foreign(self._queued[index] or (self.filled[index] and grad is self.views[index]))
+            self._on_foreign(self._queued[index] or (self.filled[index] and self._shares))
             grad = param.grad if param.grad is not None else self._kept.get(index)
         if self._factor == 1.0 or grad is None:
             return
@@ -241,6 +241,15 @@ class GradBuffer:
                 for index in waiting:
                     params[index].grad = views[index] if self._shares else None
         waiting.clear()
+
+    def resumed(self, index: int, added: torch.Tensor | None) -> torch.Tensor | None:
+        """Return what belongs into ``.grad`` of parameter ``index``, so that autograd can go on
+        there. ``added``: came while something else was in its place."""
+        if not (self._shares and self.filled[index]):
+            return added
+        if added is not None:
+            self.views[index].add_(added)
+        return self.views[index]
 
     @property
     def hidden(self) -> bool:

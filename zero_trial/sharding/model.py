@@ -193,12 +193,22 @@ class ShardedModel:
         gradients."""
         return any(shown.shown and not shown.partial for shown in self._shown)
 
-    def take_gradient_edits(self) -> None:
+    def take_gradient_edits(self, *, at_step: bool = False) -> None:
         """Let what user code did to ``param.grad`` since the last backward pass count in the step.
-        Local."""
+        Local. ``at_step``: what is not reduced yet is now."""
         for shown in self._shown:
             if shown.shown and shown.take_edits():
                 self.reducer.recount(shown.grad_buffer)
+            if at_step and shown.partial:
+                shown.hide()
+
+    def show_foreign(self) -> None:
+        """Let ``param.grad`` say that gradients of another engine's loss are not reduced yet."""
+        if self.mesh.data.size > 1:
+            for shown in self._shown:
+                shown.grad_buffer.flush_small()
+                if not shown.shown and any(shown.grad_buffer.filled):  # none are where it is sealed
+                    shown.show(partial=True, foreign=True)
 
     def take_parameter_edits(self) -> None:
         """Let what user code did to the parameters since the last step count in this one: see

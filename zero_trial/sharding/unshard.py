@@ -46,7 +46,8 @@ class Unsharder:
         self._reshard = reshard
         self._limits = limits
         self._sizes = {block: sum(group.layout.numel for group in chosen) for block, chosen in groups.items()}
-        self._total = sum(self._sizes.values())
+        # whether all parameters may live at once
+        self.fits_whole = sum(self._sizes.values()) <= limits.max_live
         self._order = UseOrder(self._sizes)
         self._cleaning = False
         self._to_be_continued = (
@@ -91,7 +92,7 @@ class Unsharder:
         if not self._inside_root and torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
             for tensor in tensors_in(output):
                 if tensor.requires_grad:
-                    tensor.register_hook(self._when_reached(ROOT))
+                    tensor.register_hook(functools.partial(self._before_backward, weakref.ref(self), ROOT))
 
     def begin_backward(self, *, last: bool) -> None:
         """Start a backward pass; ``last``: an optimizer step follows, so that nothing is kept for
@@ -163,11 +164,6 @@ class Unsharder:
         blocks = [module for block, modules in self._modules.items() if block != ROOT for module in modules]
         return blocks or list(self._modules.get(ROOT, ()))
 
-    @property
-    def fits_whole(self) -> bool:
-        """Whether all parameters together stay within max_live."""
-        return self._total <= self._limits.max_live
-
     def live_numel(self) -> int:
         """Count the elements of full parameters that live now or are being gathered."""
         return sum(
@@ -214,7 +210,7 @@ class Unsharder:
         if torch.is_grad_enabled():
             outputs = [t for t in (*tensors_in(output), *aside.tensors()) if t.requires_grad]
             for tensor in outputs:
-                tensor.register_hook(self._when_reached(block))
+                tensor.register_hook(functools.partial(self._before_backward, weakref.ref(self), block))
             if not outputs and any(group.trainable for group in self._groups[block]):
                 return  # the way back is not visible: stay until the step
         if not last or torch._C._current_graph_task_id() != -1:
@@ -225,33 +221,26 @@ class Unsharder:
             for group in self._groups[block]:
                 group.reshard()
 
-    def _when_reached(self, block: str) -> Callable[[torch.Tensor], None]:
-        """Return the hook of an output of ``block``: its backward begins.
+    @staticmethod
+    def _before_backward(reference: weakref.ref[Unsharder], block: str, grad: torch.Tensor) -> None:
+        """Begin the backward pass of ``block``: the hook of its outputs.
 
-        The hook refers to the unsharder weakly. Python's cycle collector does not follow a hook of
-        an autograd graph, so an output that a module keeps (``self.aux = ...``) would keep the
-        module for ever.
+        It refers to the unsharder weakly. Python's cycle collector does not follow a hook of an
+        autograd graph, so an output that a module keeps (``self.aux = ...``) would keep the module
+        for ever.
         """
-        reference = weakref.ref(self)
-
-        def reached(grad: torch.Tensor) -> None:
-            unsharder = reference()
-            if unsharder is None:
-                raise TrialError(
-                    "a backward pass reached a model whose engine is gone",
-                    where=f"block {block!r}",
-                    fix="Keep the engine until the last backward pass of its losses.",
-                )
-            unsharder._before_backward(block)
-
-        return reached
-
-    def _before_backward(self, block: str) -> None:
-        self.unshard(block)
-        self._to_be_continued = torch.is_grad_enabled()
-        if not self._cleaning:
-            self._cleaning = True
-            torch.autograd.Variable._execution_engine.queue_callback(self._end_of_backward)
+        unsharder = reference()
+        if unsharder is None:
+            raise TrialError(
+                "a backward pass reached a model whose engine is gone",
+                where=f"block {block!r}",
+                fix="Keep the engine until the last backward pass of its losses.",
+            )
+        unsharder.unshard(block)
+        unsharder._to_be_continued = torch.is_grad_enabled()
+        if not unsharder._cleaning:
+            unsharder._cleaning = True
+            torch.autograd.Variable._execution_engine.queue_callback(unsharder._end_of_backward)
 
     def _end_of_backward(self) -> None:
         """Free what backward left behind: groups whose parameters were not all used, and frozen

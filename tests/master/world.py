@@ -8,6 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from tests.master.fakes import Sandbox
 from zero_trial.master import logs
 from zero_trial.master.core.accounts import digest
@@ -19,6 +21,7 @@ from zero_trial.master.records import (
     Experiment,
     ExperimentState,
     MetricReport,
+    NewExperiment,
     Trial,
     TrialState,
     User,
@@ -75,6 +78,12 @@ class World(Sandbox):
         """More trials of the same sort, queued."""
         for _ in range(count):
             self.create(**CONFIG, owner="determined")
+
+    def add_unmanaged(self, external_id: str | None = None, **config: Any) -> int:
+        """An experiment to which processes report that the master has not started; its id."""
+        text = yaml.safe_dump({"searcher": {"name": "single", "metric": "validation_loss"}, **config})
+        new = NewExperiment(text, b"", "determined", unmanaged=True, external_id=external_id)
+        return self.experiments.create(new).experiment.id
 
     def change_trial(self, number: int, **columns: Any) -> None:
         from zero_trial.master.store import trials

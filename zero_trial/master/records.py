@@ -122,6 +122,8 @@ class Experiment:
     checkpoint_size: int = 0  # bytes
     shown_state: str = ""  # ACTIVE refined to QUEUED, STARTING or RUNNING, else the state's name
     error: str = ""  # why it ended in ERROR; empty otherwise
+    unmanaged: bool = False  # its trials are processes of their own, which report by themselves
+    external_id: str | None = None  # the name by which an unmanaged one is found again
 
 
 @dataclass(frozen=True)
@@ -147,6 +149,8 @@ class Trial:
     reason: str = ""  # why it ended other than COMPLETED
     pruned: bool = False  # ended before it was ever launched
     log_policy_matched: str | None = None  # the name of the newest log policy that has matched
+    external_id: str | None = None  # of an unmanaged trial, as for its experiment
+    last_activity: float | None = None  # when an unmanaged trial has started or sent a heartbeat
     # Derived when it is read:
     latest_validation: MetricReport | None = None
     best_validation: MetricReport | None = None
@@ -215,6 +219,7 @@ class Checkpoint:
     steps_completed: int = 0
     storage_id: int | None = None
     # Derived when it is read:
+    storage: Json | None = None  # the checkpoint_storage of storage_id; None: that of its experiment
     hparams: Json = field(default_factory=dict)
     experiment_config: Json = field(default_factory=dict)
     # averages of the validation at the same step
@@ -341,7 +346,11 @@ class MasterInfo:
 
 @dataclass(frozen=True)
 class NewExperiment:
-    """A submitted experiment. ``context``: a clean .tar.gz of the model definition."""
+    """A submitted experiment. ``context``: a clean .tar.gz of the model definition.
+
+    An unmanaged one whose ``external_id`` is known gets the configuration, and is otherwise left as
+    it is.
+    """
 
     config_text: str
     context: bytes
@@ -349,6 +358,8 @@ class NewExperiment:
     activate: bool = True
     validate_only: bool = False
     parent_id: int | None = None
+    unmanaged: bool = False
+    external_id: str | None = None
 
 
 @dataclass(frozen=True)

@@ -53,6 +53,8 @@ EXAMPLES = {
     "uuid": UUID,
     "workspaceId": "1",
     "projectId": "1",
+    "externalExperimentId": "mine",
+    "externalTrialId": "first",
 }
 
 
@@ -134,7 +136,7 @@ def test_an_allocations_token_is_good_for_its_own_things_only(ask: Ask, world: W
     assert world.content() == before
 
 
-OWN_BODIES: list[tuple[str, str, dict[str, Any]]] = [
+OWN_BODIES: list[tuple[str, str, Any]] = [
     ("POST", "/api/v1/runs/start", {"runId": 2}),
     (
         "POST",
@@ -164,6 +166,7 @@ OWN_BODIES: list[tuple[str, str, dict[str, Any]]] = [
     ("PATCH", "/api/v1/checkpoints", {"checkpoints": [{"uuid": UUID, "resources": {"resources": {}}}]}),
     ("POST", f"/api/v1/checkpoints/{UUID}/metadata", {"checkpoint": {"metadata": {"steps_completed": 9}}}),
     ("POST", "/api/v1/task/logs", {"logs": [{"taskId": "task-2", "log": "x"}]}),
+    ("POST", "/task-logs", [{"task_id": "task-2", "log": "x"}]),
     ("GET", "/api/v1/trials/metrics/trial_metrics?trialIds=2", {}),
     ("GET", f"/api/v1/checkpoints/{UUID}", {}),
     ("GET", f"/checkpoints/{UUID}", {}),
@@ -172,7 +175,7 @@ OWN_BODIES: list[tuple[str, str, dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("method", "path", "body"), OWN_BODIES)
 def test_nor_may_it_name_what_is_not_its_own_in_a_body(
-    ask: Ask, world: World, method: str, path: str, body: dict[str, Any]
+    ask: Ask, world: World, method: str, path: str, body: Any
 ) -> None:
     world.save(UUID, 2)
     before = world.content()
@@ -373,7 +376,7 @@ def test_no_two_routes_answer_the_same() -> None:
 
 def test_only_a_submission_may_be_large_and_only_a_login_is_read_from_anybody() -> None:
     large = {route.path for route in ROUTES if route.limit > 8 * 1024 * 1024}
-    assert large == {"/api/v1/experiments"}
+    assert large == {"/api/v1/experiments", "/api/v1/experiments/by-external-id/{externalExperimentId}"}
     assert {route.limit for route in ROUTES if route.path == "/api/v1/experiments" and route.method == "POST"} == {
         CONTEXT_BODY
     }
@@ -391,7 +394,9 @@ def test_every_route_is_one_that_determined_has() -> None:
         (method, re.sub(r"\{.*?\}", "{}", path))
         for method, path in re.findall(r'method="(\w+)",\s+path=f?"(.*?)"', text)
     }
-    plain = {("GET", path) for path in ("/info", "/tasks", "/checkpoints/{}", "/experiments/{}/preview_gc")}
+    plain = {("POST", "/task-logs")} | {
+        ("GET", path) for path in ("/info", "/tasks", "/checkpoints/{}", "/experiments/{}/preview_gc")
+    }
     ours = {(route.method, re.sub(r"\{.*?\}", "{}", route.path)) for route in ROUTES}
     assert len(known) > 200
     assert ours - known - plain == set()
@@ -420,7 +425,7 @@ CHECKPOINT = {
     "state": "STATE_COMPLETED",
     "training": {},
 }
-BODIES: dict[str, dict[str, Any]] = {
+BODIES: dict[str, Any] = {
     "POST /api/v1/experiments": {
         "config": yaml.safe_dump(CONFIG),
         "modelDefinition": [FILE],
@@ -431,6 +436,19 @@ BODIES: dict[str, dict[str, Any]] = {
         "template": "",
         "unmanaged": False,
     },
+    "PUT /api/v1/experiments/by-external-id/{externalExperimentId}": {
+        "config": "{name: n, searcher: {name: single, metric: loss}}",
+        "unmanaged": True,
+        "parentId": 0,
+        "projectId": 1,
+    },
+    "POST /api/v1/trials": {"experimentId": 3, "hparams": {"lr": 0.1}, "unmanaged": True},
+    "PUT /api/v1/trials": {
+        "createTrialRequest": {"experimentId": 3, "hparams": {"lr": 0.1}, "unmanaged": True},
+        "externalTrialId": "first",
+    },
+    "POST /api/v1/trials/{trialId:int}/start": {"trialId": 3, "resume": True},
+    "PATCH /api/v1/trials/{trialId:int}": {"trialId": 3, "state": "STATE_RUNNING"},
     "POST /api/v1/preview-hp-search": {"config": {"searcher": CONFIG["searcher"], "hyperparameters": {"lr": 0.1}}},
     "POST /api/v1/experiments/continue": {"id": 2, "overrideConfig": "hyperparameters: {lr: 1.0}"},
     "PATCH /api/v1/experiments/{experimentId:int}": {
@@ -445,7 +463,10 @@ BODIES: dict[str, dict[str, Any]] = {
     "POST /api/v1/trials/{trialId:int}/progress": {"progress": 0.5, "is_raw": True, "isRaw": True},
     "POST /api/v1/trials/{trialId:int}/runner/metadata": {"state": "training"},
     "POST /api/v1/trials/{trialId:int}/early_exit": {"reason": "EXITED_REASON_INVALID_HP"},
-    "POST /api/v1/runs/start": {"runId": 1},
+    "POST /api/v1/runs/start": {
+        "runId": 1,
+        "checkpointStorage": {"type": "shared_fs", "host_path": "/tmp", "storage_path": "x"},
+    },
     "POST /api/v1/runs/{trialId:int}/metadata": {"metadata": {"a": {"b": 1}}},
     "POST /api/v1/checkpoints": CHECKPOINT,
     "POST /api/v1/checkpoints/{uuid}/metadata": {"checkpoint": {"uuid": UUID, "metadata": {"a": {"b": 1}}}},
@@ -453,6 +474,7 @@ BODIES: dict[str, dict[str, Any]] = {
     "DELETE /api/v1/checkpoints": {"checkpointUuids": [UUID]},
     "POST /api/v1/checkpoints/rm": {"checkpointUuids": [UUID], "checkpointGlobs": ["*.bin"]},
     "POST /api/v1/allocations/{allocationId}/acceleratorData": {"acceleratorData": {"acceleratorType": "cpu"}},
+    "POST /task-logs": [{"task_id": "task-1", "log": "x", "timestamp": "2023-11-14T22:13:30Z", "rank": "0"}],
     "POST /api/v1/task/logs": {
         "logs": [
             {
@@ -522,6 +544,7 @@ ODD: list[Any] = [
 PARTS = [
     "1",
     "2",
+    "3",
     "0",
     "-1",
     "x",
@@ -651,6 +674,8 @@ def test_every_request_gets_an_answer(route: Any, most: int, tmp_path: Path, mon
     world.save(UUID)
     world.report(1, "validation", 5, {"validation_loss": 0.5})
     world.write(1, "first", "aaaa")
+    unmanaged = world.add_unmanaged("mine")
+    world.unmanaged.create(unmanaged, {}, "first")
     app = Open(world, Router(ROUTES), port=1, waits=1)
 
     def status(method: str, target: str, content: bytes) -> int:

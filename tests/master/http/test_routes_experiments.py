@@ -80,7 +80,6 @@ def test_validate_only_and_paused_and_parent_are_passed_on(user: Any, world: Wor
             "'n' in quotes",
         ),
         ({"template": "t"}, "templates"),
-        ({"unmanaged": True}, "unmanaged"),
         ({"projectId": 7}, "there is one project here"),
         ({"modelDefinition": [file("../evil")]}, "leads out of the directory"),
         ({"modelDefinition": [file("/etc/passwd")]}, "not a relative path"),

@@ -31,6 +31,7 @@ from zero_trial.master.records import (
     GcPolicy,
     Invalid,
     NotFound,
+    Trial,
     Unsupported,
     existing,
 )
@@ -58,34 +59,48 @@ class CheckpointService:
             raise NotFound(f"the files of checkpoint {uuid} are gone")
         return folder
 
+    def storage_number(self, section: Mapping[str, Any]) -> int:
+        """Return the number under which trials report what they save in a ``checkpoint_storage``.
+        Raises Invalid for one whose folder cannot be told.
+        """
+        folder = {"shared_fs": "host_path", "directory": "container_path"}.get(str(section.get("type")))
+        path = section.get(folder) if folder else "/"
+        inner = section.get("storage_path") if folder == "host_path" else None
+        if not isinstance(section.get("type"), str) or not isinstance(path, str) or not Path(path).is_absolute():
+            raise Invalid(
+                "not a storage of checkpoints", where="checkpointStorage", expected="a type, and an absolute path"
+            )
+        if not isinstance(inner, str | None):
+            raise Invalid("must be a text", where="checkpointStorage.storage_path")
+        with transaction(self._state) as tx:
+            return checkpoints.storage_number(tx.connection, section)
+
     def report(self, checkpoint: Checkpoint) -> None:
         """Store a checkpoint that a trial has saved.
 
-        Of ``checkpoint``, only uuid, allocation_id, task_id, metadata, resources, reported and
-        state are read.
+        Of ``checkpoint``, uuid, allocation_id ("" for an unmanaged trial's), task_id, metadata,
+        resources, reported, state and storage_id are read.
         """
         if not storage.is_uuid(checkpoint.uuid):
             raise Invalid("not a UUID", where="uuid", got=repr(checkpoint.uuid)[:60])
         with transaction(self._state) as tx:
-            run = existing(
-                trials.allocation(tx.connection, checkpoint.allocation_id), f"allocation {checkpoint.allocation_id}"
-            )
+            trial, task_id = _saved_by(tx.connection, checkpoint)
             known = checkpoints.get(tx.connection, checkpoint.uuid, derived=False)
-            if known is not None and known.trial_id != run.trial_id:
+            if known is not None and known.trial_id != trial.id:
                 raise Conflict(f"checkpoint {checkpoint.uuid} is another trial's")
             steps = checkpoint.metadata.get("steps_completed")
             stored = replace(
                 checkpoint,
-                trial_id=run.trial_id,
-                experiment_id=run.experiment_id,
-                task_id=run.task_id,
+                trial_id=trial.id,
+                experiment_id=trial.experiment_id,
+                task_id=task_id,
                 reported=checkpoint.reported or tx.now,
                 size=_count(sum(checkpoint.resources.values()), "resources"),
                 steps_completed=0 if steps is None else _count(steps, "metadata.steps_completed"),
             )
             checkpoints.put(tx.connection, stored)
             if stored.state is CheckpointState.COMPLETED:
-                trials.change(tx.connection, run.trial_id, latest_checkpoint=stored.uuid)
+                trials.change(tx.connection, trial.id, latest_checkpoint=stored.uuid)
 
     def patch_resources(self, uuid: str, resources: Mapping[str, int]) -> None:
         """Record the files that are there now: none left means DELETED, others than were known
@@ -162,7 +177,7 @@ class CheckpointService:
         with self._state.database.reading() as connection:
             number = checkpoint.experiment_id
             experiment = None if number is None else experiments.get(connection, number, derived=False)
-        base = None if experiment is None else storage.base_of(experiment.config)
+        base = None if experiment is None else _base_of(checkpoint, experiment.config)
         if base is None:
             raise Unsupported(
                 "the storage of this checkpoint is not on this machine's disk",
@@ -198,6 +213,27 @@ def require_not_in_use(connection: sqlite3.Connection, uuids: Iterable[str]) -> 
                 f"experiment {users[uuid]} starts from checkpoint {uuid}",
                 fix=f"Wait for experiment {users[uuid]}, or kill it.",
             )
+
+
+def _saved_by(connection: sqlite3.Connection, checkpoint: Checkpoint) -> tuple[Trial, str]:
+    """Return the trial and the task that have saved a checkpoint: those of its allocation; without
+    one, of its task, which must be an unmanaged trial's.
+    """
+    if checkpoint.allocation_id:
+        name = checkpoint.allocation_id
+        run = existing(trials.allocation(connection, name), f"allocation {name}")
+        return existing(trials.get(connection, run.trial_id), f"trial {run.trial_id}"), run.task_id
+    trial = existing(trials.of_task(connection, checkpoint.task_id), f"task {checkpoint.task_id}")
+    experiment = experiments.get(connection, trial.experiment_id, derived=False)
+    if experiment is None or not experiment.unmanaged:
+        raise Invalid("a checkpoint of a managed trial names its allocation", where="allocationId")
+    return trial, checkpoint.task_id
+
+
+def _base_of(checkpoint: Checkpoint, config: Mapping[str, Any]) -> Path | None:
+    """Return the folder in which a checkpoint of an experiment is; None if it is not on this
+    machine's disk."""
+    return storage.base_of(config if checkpoint.storage is None else {"checkpoint_storage": checkpoint.storage})
 
 
 def _require_deletable(connection: sqlite3.Connection, uuid: str) -> None:
@@ -337,7 +373,7 @@ class GarbageCollector:
             checkpoints.mark_deleted(tx.connection, [checkpoint.uuid for checkpoint in going])
 
     def _delete_checkpoint(self, checkpoint: Checkpoint) -> None:
-        base = storage.base_of(checkpoint.experiment_config)
+        base = _base_of(checkpoint, checkpoint.experiment_config)
         if base is None:
             log.warning("checkpoint %s is kept: its storage is not on this machine's disk", checkpoint.uuid)
             with transaction(self._state) as tx:
@@ -348,7 +384,8 @@ class GarbageCollector:
         except OSError as error:  # it stays marked: the next look tries again
             if checkpoint.state is not CheckpointState.PARTIALLY_DELETED:
                 log.warning("checkpoint %s cannot be deleted, and is tried again: %s", checkpoint.uuid, error)
-            left, state, doomed = storage.remaining(base, checkpoint.uuid), CheckpointState.PARTIALLY_DELETED, 1
+            state, doomed = CheckpointState.PARTIALLY_DELETED, 1
+            left: Mapping[str, int] = storage.remaining(base, checkpoint.uuid)
         else:
             left, state, doomed = checkpoint.resources, CheckpointState.DELETED, 0
         with transaction(self._state) as tx:
@@ -382,11 +419,13 @@ class GarbageCollector:
         self._state.forget(number)
 
     def _delete_files(self, experiment: Experiment, saved: list[Checkpoint]) -> None:
+        for checkpoint in saved:
+            folder = _base_of(checkpoint, experiment.config)
+            if folder is not None:
+                storage.delete(folder, checkpoint.uuid)
         base = storage.base_of(experiment.config)
         if base is None:
             return
-        for checkpoint in saved:
-            storage.delete(base, checkpoint.uuid)
         storage.delete_tensorboard(base, self._state.info.cluster_id, experiment.id)
         with contextlib.suppress(OSError):
             base.joinpath(self._state.info.cluster_id).rmdir()  # only if nothing else is in it

@@ -19,6 +19,7 @@ from zero_trial.master.core.checkpoints import check_source, require_not_in_use,
 from zero_trial.master.core.context_archive import read_context
 from zero_trial.master.core.state import MasterState, begun_again
 from zero_trial.master.core.transaction import Begun, Transaction, transaction
+from zero_trial.master.core.unmanaged import require_managed
 from zero_trial.master.records import (
     Checkpoint,
     Conflict,
@@ -59,6 +60,8 @@ class ExperimentService:
         Raises Invalid with all errors of the configuration, or if it needs more slots than there
         are.
         """
+        if new.unmanaged:
+            return self._create_unmanaged(new)
         done = self._complete(new.config_text)
         warnings = (*done.warnings, *self._check_machine(done.config))
         self._check_sources(new, done.config)
@@ -72,6 +75,30 @@ class ExperimentService:
             self._state.keep_context(number, context)
             tx.search(Begun(number))
         return Created(self.get(number), done.config, warnings)
+
+    def _create_unmanaged(self, new: NewExperiment) -> Created:
+        """Store an experiment whose trials report from outside: it needs no entrypoint, no slots
+        and no search. One whose external id is known gets the new configuration.
+        """
+        written = _mapping(new.config_text, "config")
+        done = self._complete({**written, "entrypoint": written.get("entrypoint") or "none"})
+        config = {**done.config, "entrypoint": written.get("entrypoint")}
+        warnings = (*done.warnings, *_check_here(config))
+        draft = replace(
+            self._draft(new, config), state=ExperimentState.PAUSED, unmanaged=True, external_id=new.external_id
+        )
+        if new.validate_only:
+            return Created(draft, config, warnings)
+        with transaction(self._state) as tx:
+            name = new.external_id
+            number = None if name is None else experiments.of_external_id(tx.connection, name)
+            if number is None:
+                number = experiments.add(tx.connection, draft, new.context)
+            elif tx.state_of(number) is ExperimentState.DELETING:
+                raise Conflict(f"experiment {number} is being deleted")
+            else:
+                experiments.change(tx.connection, number, config=config)
+        return Created(self.get(number), config, warnings)
 
     def _complete(self, source: str | Mapping[str, Any]) -> CompletedConfig:
         section = {"type": "shared_fs", "host_path": str(self._state.directory.storage)}
@@ -89,9 +116,7 @@ class ExperimentService:
 
     def _check_machine(self, config: Mapping[str, Any]) -> list[str]:
         """Refuse what can never run here; warn of what runs differently."""
-        _check_size(config)
-        _check_name(config)
-        _check_place(config)
+        warnings = _check_here(config)
         resources = config.get("resources") or {}
         wanted, there = resources.get("slots_per_trial"), self._state.devices.count
         if wanted is not None and wanted > there:
@@ -110,14 +135,10 @@ class ExperimentService:
                 got=limit,
                 expected=f"at least {wanted}",
             )
-        warnings = []
         if config.get("bind_mounts"):
             warnings.append(
                 "bind_mounts are not applied: trials run directly on this machine and see its files where they are"
             )
-        if storage.base_of(config) is None:
-            kind = (config.get("checkpoint_storage") or {}).get("type")
-            warnings.append(f"checkpoints in storage of type {kind} are not garbage-collected by this master")
         return warnings
 
     def _check_sources(self, new: NewExperiment, config: Mapping[str, Any]) -> None:
@@ -202,19 +223,25 @@ class ExperimentService:
 
     def cancel(self, experiment_id: int) -> None:
         """Stop the trials at their next chance, with a checkpoint; no effect after the end."""
-        with transaction(self._state) as tx:
-            tx.apply_to_experiment(experiment_id, lifecycle.ExperimentEvent.CANCEL)
+        self._stop(experiment_id, lifecycle.ExperimentEvent.CANCEL)
 
     def kill(self, experiment_id: int) -> None:
         """End the trials at once; the experiment ends CANCELED. No effect on an ended one."""
+        self._stop(experiment_id, lifecycle.ExperimentEvent.KILL)
+
+    def _stop(self, experiment_id: int, event: lifecycle.ExperimentEvent) -> None:
         with transaction(self._state) as tx:
-            tx.apply_to_experiment(experiment_id, lifecycle.ExperimentEvent.KILL)
+            experiment = tx.experiment_of(experiment_id)
+            if any(trial.state is TrialState.ACTIVE for trial in trials.live(tx.connection, experiment_id)):
+                require_managed(experiment)
+            tx.apply_to_experiment(experiment_id, event)
 
     def _run(self, experiment_id: int, event: lifecycle.ExperimentEvent) -> None:
         with transaction(self._state) as tx:
-            state = tx.state_of(experiment_id)
-            if state not in (ExperimentState.ACTIVE, ExperimentState.PAUSED):
-                raise Conflict(f"experiment {experiment_id} is {state.value}", expected="ACTIVE or PAUSED")
+            found = tx.experiment_of(experiment_id)
+            require_managed(found)
+            if found.state not in (ExperimentState.ACTIVE, ExperimentState.PAUSED):
+                raise Conflict(f"experiment {experiment_id} is {found.state.value}", expected="ACTIVE or PAUSED")
             tx.apply_to_experiment(experiment_id, event)
 
     # -- keeping
@@ -284,7 +311,8 @@ class ExperimentService:
         with self._state.database.reading() as connection:
             found = existing(experiments.get(connection, experiment_id, derived=False), f"experiment {experiment_id}")
             known = trials.of_experiment(connection, experiment_id)
-        override = _mapping(override_config)
+        require_managed(found)
+        override = _mapping(override_config, "overrideConfig")
         kind = found.config["searcher"]["name"]
         if kind not in ("single", "random", "grid"):
             raise Unsupported(
@@ -375,6 +403,18 @@ def _patched(config: Mapping[str, Any], patch: ExperimentPatch) -> dict[str, Any
     return merged
 
 
+def _check_here(config: Mapping[str, Any]) -> list[str]:
+    """Refuse what no experiment here may have, unmanaged ones included; warn of what is done
+    differently."""
+    _check_size(config)
+    _check_name(config)
+    _check_place(config)
+    if storage.base_of(config) is None:
+        kind = (config.get("checkpoint_storage") or {}).get("type")
+        return [f"checkpoints in storage of type {kind} are not garbage-collected by this master"]
+    return []
+
+
 def _check_size(config: Mapping[str, Any]) -> None:
     """Raise Invalid for a configuration that does not fit into the one environment variable in
     which a trial gets it.
@@ -438,12 +478,13 @@ def _partial_searcher(override: Mapping[str, Any]) -> list[str]:
     return ["searcher: a cluster refuses a part of this section here; give it whole, with name and metric"]
 
 
-def _mapping(text: str) -> dict[str, Any]:
-    """Read the changes of ``det experiment continue``. Raises Invalid."""
+def _mapping(text: str, name: str) -> dict[str, Any]:
+    """Read the map of a YAML text, for example the changes of ``det experiment continue``. Raises
+    Invalid, with the text's name."""
     if not text.strip():
         return {}
     try:
-        document = read_yaml(text, "overrideConfig")
+        document = read_yaml(text, name)
     except ConfigError as error:
         raise Invalid(str(error)) from error
     for path, spelling in document.respelled.items():

@@ -288,6 +288,17 @@ def end_of_search(states: Collection[TrialState]) -> ExperimentEvent:
     return ExperimentEvent.SEARCH_COMPLETED
 
 
+_PROGRESSED = (TrialState.PAUSED, TrialState.ERROR, TrialState.COMPLETED, TrialState.ACTIVE)
+
+
+def unmanaged_state(states: Collection[TrialState]) -> ExperimentState:
+    """Return the state of an unmanaged experiment from those of its trials: the most advanced of
+    PAUSED, ERROR, COMPLETED and ACTIVE. A canceled trial counts as paused, as in Determined.
+    """
+    best = max((_PROGRESSED.index(state) for state in states if state in _PROGRESSED), default=0)
+    return ExperimentState(_PROGRESSED[best].value)
+
+
 def step_experiment(state: ExperimentState, event: ExperimentEvent) -> tuple[ExperimentState, TrialSignal | None]:
     """Return the experiment's state after an event, and the event that its live trials get, if any.
 

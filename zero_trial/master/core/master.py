@@ -1,9 +1,10 @@
 """The master of one machine: its services, and what happens to it from outside (the agent's
 reports, the clock, start and stop).
 
-A `Master` is six small groups of operations (`experiments`, `trials`, `tasks`, `checkpoints`,
-`machine`, `accounts`). Each may be called from any thread; refusals are the ServiceErrors of
-`master.records`; permissions are checked before, in `master.http`. Lists come whole, oldest first.
+A `Master` is seven small groups of operations (`experiments`, `trials`, `unmanaged`, `tasks`,
+`checkpoints`, `machine`, `accounts`). Each may be called from any thread; refusals are the
+ServiceErrors of `master.records`; permissions are checked before, in `master.http`. Lists come
+whole, oldest first.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from zero_trial.master.core.lifecycle import QueuedRun, queue_order
 from zero_trial.master.core.state import MasterState
 from zero_trial.master.core.transaction import transaction
 from zero_trial.master.core.trials import TaskService, TrialService
+from zero_trial.master.core.unmanaged import UnmanagedService
 from zero_trial.master.directory import MasterDirectory
 from zero_trial.master.log_policies import LogMatch
 from zero_trial.master.records import (
@@ -126,7 +128,7 @@ class MachineService:
             found = [
                 experiments.get(connection, number, derived=False) for number in experiments.ids(connection, *_LIVE)
             ]
-        there = {experiment.id: experiment for experiment in found if experiment is not None}
+        there = {each.id: each for each in found if each is not None and not each.unmanaged}
         queued = [
             QueuedRun.of(run, there[run.experiment_id].config.get("resources") or {})
             for run in runs
@@ -186,6 +188,7 @@ class Master:
         self.garbage_collector = GarbageCollector(state)
         self.experiments = ExperimentService(state)
         self.trials = TrialService(state)
+        self.unmanaged = UnmanagedService(state)
         self.tasks = TaskService(state)
         self.checkpoints = CheckpointService(state)
         self.machine = MachineService(state)
@@ -251,7 +254,8 @@ class Master:
             tx.apply_to_trial(run.trial_id, end)
 
     def tick(self) -> None:
-        """End the runs that should have ended by now."""
+        """End the runs that should have ended by now, and the unmanaged trials that are silent."""
+        self.unmanaged.end_silent()
         with self.state.database.reading() as connection:
             late = trials.overdue(connection, self.state.clock())
         for run in late:

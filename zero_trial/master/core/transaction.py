@@ -267,7 +267,8 @@ class Transaction:
 
     def _end_experiment(self, experiment_id: int, state: ExperimentState) -> None:
         progress = {"progress": 1.0} if state is ExperimentState.COMPLETED else {}
-        experiments.change(self.connection, experiment_id, ended=self.now, collect=1, **progress)
+        collect = int(not self.experiment_of(experiment_id).unmanaged)
+        experiments.change(self.connection, experiment_id, ended=self.now, collect=collect, **progress)
         self._state.forget(experiment_id)
         self.collect_garbage()
 
@@ -421,6 +422,8 @@ class Transaction:
         experiment = self.experiment_of(experiment_id)
         if experiment.state not in (ExperimentState.ACTIVE, ExperimentState.PAUSED):
             return  # it is stopping: nothing is left to decide
+        if experiment.unmanaged:
+            return  # its trials come from outside
         live = self._state.search_of(self.connection, experiment)
         self.touched.add(experiment_id)
         try:

@@ -13,6 +13,7 @@ from zero_trial.master import logs
 from zero_trial.master.core import lifecycle
 from zero_trial.master.core.state import MasterState
 from zero_trial.master.core.transaction import Transaction, Validated, transaction
+from zero_trial.master.core.unmanaged import require_managed
 from zero_trial.master.log_policies import LogMatcher, policies_of
 from zero_trial.master.records import (
     Allocation,
@@ -26,6 +27,7 @@ from zero_trial.master.records import (
     MetricReport,
     Task,
     Trial,
+    TrialState,
     existing,
     parse_time,
 )
@@ -100,8 +102,13 @@ class TrialService:
     # -- changing
 
     def kill(self, trial_id: int) -> None:
-        """End a trial now; the search goes on as if it had been canceled."""
+        """End a trial now; the search goes on as if it had been canceled. Raises Conflict for an
+        unmanaged one that is active.
+        """
         with transaction(self._state) as tx:
+            trial = tx.trial_of(trial_id)
+            if trial.state is TrialState.ACTIVE:
+                require_managed(tx.experiment_of(trial.experiment_id))
             tx.apply_to_trial(trial_id, lifecycle.TrialSignal.KILL)
 
     def set_metadata(self, trial_id: int, metadata: Json) -> None:
@@ -150,6 +157,9 @@ class TrialService:
                 trials.change(tx.connection, trial.id, steps_completed=steps)
 
     def _add(self, tx: Transaction, trial: Trial, report: MetricReport) -> None:
+        if trial.last_activity is not None and trial.run_id > 1 and report.steps_completed is not None:
+            # an unmanaged run starts where it likes: its reports say which earlier ones are void
+            metrics.archive_repeated(tx.connection, report)
         if report.group != "validation":
             metrics.add(tx.connection, report)
             return
@@ -171,6 +181,9 @@ class TrialService:
             trials.change(tx.connection, trial_id, progress=min(1.0, max(0.0, progress)))
             experiment = experiments.get(tx.connection, trial.experiment_id, derived=False)
             if experiment is None or experiment.state.final:
+                return
+            if experiment.unmanaged:
+                experiments.change(tx.connection, experiment.id, progress=min(1.0, max(0.0, progress)))
                 return
             live = self._state.search_of(tx.connection, experiment)
             fractions = {item.request_id: item.progress or 0.0 for item in trials.live(tx.connection, experiment.id)}

@@ -123,17 +123,29 @@ class Request:
 
     def body(self) -> dict[str, Any]:
         """Return the JSON object that came; empty if nothing came. Raises BadRequest."""
-        if not self.content:
+        value = self._json()
+        if value is None:
             return {}
+        if not isinstance(value, dict):
+            raise BadRequest(400, "the body is not a JSON object")
+        return value
+
+    def list_body(self) -> list[Any]:
+        """Return the JSON list that came. Raises BadRequest."""
+        value = self._json()
+        if not isinstance(value, list):
+            raise BadRequest(400, "the body is not a JSON list")
+        return value
+
+    def _json(self) -> Any:
+        """Return the JSON that came; None if nothing came. Raises BadRequest."""
+        if not self.content:
+            return None
         try:
             # from bytes, json takes half characters too
             value = json.loads(self.content.decode("utf-8"))
         except (ValueError, RecursionError):
             raise BadRequest(400, "the body is not JSON") from None
-        if value is None:
-            return {}
-        if not isinstance(value, dict):
-            raise BadRequest(400, "the body is not a JSON object")
         # without reading each value: most bodies are reports of a few numbers
         if b"\\u" in self.content or self.content.count(b"[") + self.content.count(b"{") > DEEPEST:
             _check_text(value)

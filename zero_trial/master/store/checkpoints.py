@@ -69,6 +69,13 @@ def latest(connection: sqlite3.Connection, trial_id: int) -> Checkpoint | None:
     return None if row is None else _record(connection, row, False)
 
 
+def storage_number(connection: sqlite3.Connection, section: Mapping[str, Any]) -> int:
+    """Return the number of a ``checkpoint_storage`` section, a new one if it is not known."""
+    text = dumps(dict(sorted(section.items())))
+    connection.execute("INSERT OR IGNORE INTO storages (section) VALUES (?)", (text,))
+    return int(connection.execute("SELECT id FROM storages WHERE section = ?", (text,)).fetchone()[0])
+
+
 def change(connection: sqlite3.Connection, uuid: str, **columns: Any) -> None:
     """Set columns."""
     update(connection, "checkpoints", "uuid", uuid, columns)
@@ -120,9 +127,11 @@ def sources_in_use(connection: sqlite3.Connection) -> dict[str, int]:
 
 def _record(connection: sqlite3.Connection, row: sqlite3.Row, derived: bool) -> Checkpoint:
     more = _derived(connection, row) if derived and row["trial_id"] is not None else {}
+    section = connection.execute("SELECT section FROM storages WHERE id = ?", (row["storage_id"],)).fetchone()
     return record(
         Checkpoint,
         row,
+        storage=loads(section[0]) if section is not None else None,
         state=CheckpointState(row["state"]),
         metadata=loads(row["metadata"]),
         resources=loads(row["resources"]),

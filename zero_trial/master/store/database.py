@@ -156,6 +156,16 @@ MIGRATIONS: tuple[str, ...] = (
         PRIMARY KEY (task_id, pattern, action, name)
     );
     """,
+    """
+    ALTER TABLE experiments ADD COLUMN unmanaged INTEGER NOT NULL DEFAULT 0;
+    ALTER TABLE experiments ADD COLUMN external_id TEXT;
+    CREATE UNIQUE INDEX experiments_external ON experiments (external_id) WHERE external_id IS NOT NULL;
+    ALTER TABLE trials ADD COLUMN external_id TEXT;
+    ALTER TABLE trials ADD COLUMN last_activity REAL;
+    CREATE UNIQUE INDEX trials_external ON trials (experiment_id, external_id) WHERE external_id IS NOT NULL;
+    CREATE INDEX trials_active ON trials (last_activity) WHERE last_activity IS NOT NULL;
+    CREATE TABLE storages (id INTEGER PRIMARY KEY, section TEXT NOT NULL UNIQUE);
+    """,
 )
 
 

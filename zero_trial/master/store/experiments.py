@@ -11,7 +11,7 @@ from zero_trial.master.store.database import insert, loads, record, update
 
 _GIVEN = (
     *("state", "config", "original_config", "owner", "job_id", "created", "parent_id"),
-    *("name", "description", "labels", "notes"),
+    *("name", "description", "labels", "notes", "unmanaged", "external_id"),
 )
 _BEST = """
     SELECT m.trial_id, m.searcher_metric FROM metrics m JOIN trials t ON t.id = m.trial_id
@@ -31,6 +31,12 @@ def get(connection: sqlite3.Connection, number: int, *, derived: bool = True) ->
     """Return one experiment; ``derived`` counts its trials and checkpoints too."""
     row = connection.execute("SELECT * FROM experiments WHERE id = ?", (number,)).fetchone()
     return None if row is None else _record(connection, row, derived)
+
+
+def of_external_id(connection: sqlite3.Connection, external_id: str) -> int | None:
+    """Return the id of the unmanaged experiment of this name."""
+    row = connection.execute("SELECT id FROM experiments WHERE external_id = ?", (external_id,)).fetchone()
+    return None if row is None else int(row[0])
 
 
 def all_(connection: sqlite3.Connection) -> list[Experiment]:
@@ -117,7 +123,9 @@ def _record(connection: sqlite3.Connection, row: sqlite3.Row, derived: bool) -> 
             "best_metric": found[1] if found else None,
             "checkpoint_count": saved[0],
             "checkpoint_size": saved[1],
-            "shown_state": shown_state(connection, row["state"], "experiment_id", number),
+            "shown_state": shown_state(
+                connection, row["state"], "experiment_id", number, unmanaged=bool(row["unmanaged"])
+            ),
         }
     return record(
         Experiment,
@@ -125,15 +133,19 @@ def _record(connection: sqlite3.Connection, row: sqlite3.Row, derived: bool) -> 
         state=ExperimentState(row["state"]),
         config=config,
         archived=bool(row["archived"]),
+        unmanaged=bool(row["unmanaged"]),
         labels=tuple(loads(row["labels"])),
         **more,
     )
 
 
-def shown_state(connection: sqlite3.Connection, state: str, column: str, number: int) -> str:
-    """Refine ACTIVE by the furthest allocation of this experiment or trial."""
+def shown_state(connection: sqlite3.Connection, state: str, column: str, number: int, *, unmanaged: bool) -> str:
+    """Refine ACTIVE by the furthest allocation of this experiment or trial; an unmanaged one has
+    none, and is RUNNING."""
     if state != ExperimentState.ACTIVE.value:
         return state
+    if unmanaged:
+        return AllocationState.RUNNING.value
     rows = connection.execute(
         f"SELECT DISTINCT state FROM allocations WHERE {column} = ? AND state != 'TERMINATED'", (number,)
     ).fetchall()

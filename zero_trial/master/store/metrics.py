@@ -115,6 +115,17 @@ def archive_after(connection: sqlite3.Connection, trial_id: int, steps: int) -> 
     )
 
 
+def archive_repeated(connection: sqlite3.Connection, report: MetricReport) -> None:
+    """Hide what earlier runs of the trial have reported at the step of this report, in its group,
+    and after it, in all groups.
+    """
+    connection.execute(
+        "UPDATE metrics SET archived = 1 WHERE trial_id = ? AND run_id < ? AND archived = 0 "
+        "AND (steps > ? OR (steps = ? AND grp = ?))",
+        (report.trial_id, report.run_id, report.steps_completed, report.steps_completed, report.group),
+    )
+
+
 def of_trial(
     connection: sqlite3.Connection, trial_id: int, group: str | None = None, *, batch_metrics: bool = False
 ) -> list[MetricReport]:

@@ -12,7 +12,7 @@ from zero_trial.master.store.database import insert, loads, record, update
 
 _GIVEN = (
     *("experiment_id", "request_id", "task_id", "state", "hparams", "seed", "created"),
-    *("warm_start_checkpoint", "latest_checkpoint"),
+    *("warm_start_checkpoint", "latest_checkpoint", "external_id", "last_activity"),
 )
 
 
@@ -59,6 +59,22 @@ def of_request(connection: sqlite3.Connection, experiment_id: int, request_id: s
         "SELECT * FROM trials WHERE experiment_id = ? AND request_id = ?", (experiment_id, request_id)
     ).fetchone()
     return None if row is None else _record(row, {})
+
+
+def of_external_id(connection: sqlite3.Connection, experiment_id: int, external_id: str) -> Trial | None:
+    """Return the unmanaged trial of this name."""
+    row = connection.execute(
+        "SELECT * FROM trials WHERE experiment_id = ? AND external_id = ?", (experiment_id, external_id)
+    ).fetchone()
+    return None if row is None else _record(row, {})
+
+
+def silent(connection: sqlite3.Connection, since: float) -> list[Trial]:
+    """List the unmanaged trials that are active and have sent nothing after ``since``."""
+    rows = connection.execute(
+        "SELECT * FROM trials WHERE last_activity IS NOT NULL AND last_activity < ? AND state = 'ACTIVE'", (since,)
+    )
+    return [_record(row, {}) for row in rows.fetchall()]
 
 
 def of_experiment(connection: sqlite3.Connection, experiment_id: int, *, derived: bool = False) -> list[Trial]:
@@ -197,7 +213,9 @@ def _derived(connection: sqlite3.Connection, row: sqlite3.Row, smaller: bool, *,
         "checkpoint_count": saved[0],
         "checkpoint_size": saved[1],
         "wall_clock": clock[0],
-        "shown_state": experiments.shown_state(connection, row["state"], "trial_id", number),
+        "shown_state": experiments.shown_state(
+            connection, row["state"], "trial_id", number, unmanaged=row["last_activity"] is not None
+        ),
         "summary_metrics": metrics.summary(connection, number) if summary else {},
     }
 

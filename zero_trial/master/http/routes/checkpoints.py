@@ -103,9 +103,11 @@ def _report(request: Request) -> Response:
     body = request.body()
     sender = request.principal.allocation
     # core_v2 names no allocation
-    name = body.get("allocationId") or (None if sender is None else sender.id)
+    name = body.get("allocationId") or ("" if sender is None else sender.id)
     request.own(allocation_id=name, task_id=body.get("taskId"))
     metadata, resources, uuid = body.get("metadata"), body.get("resources"), body.get("uuid")
+    if not isinstance(name, str) or not isinstance(body.get("taskId"), str):
+        raise Invalid("a checkpoint has a taskId, and an allocationId if it has one")
     if not isinstance(uuid, str) or not isinstance(metadata, dict) or not isinstance(resources, dict):
         raise Invalid("a checkpoint has a uuid, metadata and resources")
     state = str(body.get("state", "STATE_COMPLETED")).removeprefix("STATE_")
@@ -118,8 +120,8 @@ def _report(request: Request) -> Response:
             state=CheckpointState[state],
             trial_id=None,
             experiment_id=None,
-            task_id=str(body["taskId"]),
-            allocation_id=str(name),
+            task_id=body["taskId"],
+            allocation_id=name,
             reported=parse_time(reported, "reportTime") if isinstance(reported, str) and reported else 0.0,
             metadata=metadata,
             resources=_sizes(resources),
@@ -229,7 +231,7 @@ ROUTES = (
     Route("GET", "/api/v1/trials/{trialId:int}/checkpoints", _of_trial, AuthLevel.BOTH),
     Route("GET", f"{_ROOT}/{{uuid}}", _get, AuthLevel.BOTH),
     Route("GET", "/checkpoints/{uuid}", _download, AuthLevel.BOTH),
-    Route("POST", _ROOT, _report, AuthLevel.TASK),
+    Route("POST", _ROOT, _report, AuthLevel.BOTH),
     Route("PATCH", _ROOT, _patch, AuthLevel.BOTH),
     Route("POST", f"{_ROOT}/{{uuid}}/metadata", _set_metadata, AuthLevel.BOTH),
     Route("DELETE", _ROOT, _delete),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from zero_trial.master.core import context_archive
@@ -21,7 +22,7 @@ from zero_trial.master.http.messages import (
     when,
     whole,
 )
-from zero_trial.master.http.routes.trials import trial_json
+from zero_trial.master.http.routes.trials import external_id, trial_json
 from zero_trial.master.records import (
     Created,
     Experiment,
@@ -40,7 +41,23 @@ CONTEXT_BODY = 128 * 1024 * 1024  # bytes: a full context directory in base64, a
 
 
 def _create(request: Request) -> Response:
+    return _created(request, request.master.experiments.create(_new(request, request.body())))
+
+
+def _put(request: Request) -> Response:
+    """Create an unmanaged experiment, or find the one of this name."""
     body = request.body()
+    if not body.get("unmanaged"):
+        raise Invalid("only unmanaged experiments have an external id", where="unmanaged")
+    new = _new(request, body)
+    if new.parent_id is not None:
+        raise Invalid("an unmanaged experiment has no parent", where="parentId")
+    new = replace(new, external_id=external_id(request.args["externalExperimentId"]))
+    answer = request.master.experiments.create(new)
+    return ok({"experiment": _render(request, answer.experiment), "config": dict(answer.config)})
+
+
+def _new(request: Request, body: Mapping[str, Any]) -> NewExperiment:
     files = body.get("modelDefinition") or []
     if not isinstance(files, list):
         raise Invalid("modelDefinition must be a list of files")
@@ -48,20 +65,18 @@ def _create(request: Request) -> Response:
         raise Unsupported(
             "templates are not supported; write the keys of the template into the experiment's configuration"
         )
-    if body.get("unmanaged"):
-        raise Unsupported("unmanaged experiments are not supported; run the script by itself, or submit it")
     if body.get("projectId") not in (None, 0, PROJECT_ID):
         raise NotFound(f"there is one project here, number {PROJECT_ID}")
     parent = body.get("parentId")
-    new = NewExperiment(
+    return NewExperiment(
         config_text=_text_of(body, "config"),
         context=context_archive.from_model_definition(files),
         owner=request.user.name,
         activate=bool(body.get("activate", True)),
         validate_only=bool(body.get("validateOnly", False)),
         parent_id=whole(parent, "parentId") if parent else None,
+        unmanaged=bool(body.get("unmanaged", False)),
     )
-    return _created(request, request.master.experiments.create(new))
 
 
 def _resume_ended(request: Request) -> Response:
@@ -297,7 +312,8 @@ def experiment_json(record: Experiment, *, user_id: int = 1) -> Dict:
         "workspaceId": WORKSPACE_ID,
         "workspaceName": WORKSPACE,
         "parentArchived": False,
-        "unmanaged": False,
+        "unmanaged": record.unmanaged,
+        "externalExperimentId": record.external_id,
     }
 
 
@@ -310,6 +326,7 @@ _ONE = f"{_ROOT}/{{experimentId:int}}"
 
 ROUTES = (
     Route("POST", _ROOT, _create, limit=CONTEXT_BODY),
+    Route("PUT", f"{_ROOT}/by-external-id/{{externalExperimentId}}", _put, limit=CONTEXT_BODY),
     Route("GET", _ROOT, _list_all),
     Route("POST", f"{_ROOT}/continue", _resume_ended),
     Route("GET", _ONE, _get, AuthLevel.BOTH),

@@ -138,10 +138,15 @@ def _early_exit(request: Request) -> Response:
 
 def _start_run(request: Request) -> Response:
     """Note that a rank begins to report. Its ``runId`` is the trial's id."""
-    number = whole(request.body().get("runId"), "runId")
+    body = request.body()
+    number, section = whole(body.get("runId"), "runId"), body.get("checkpointStorage")
     request.own(trial_id=number)
     request.master.trials.start_run(number)
-    return ok({"storageId": None})
+    if section is None:
+        return ok({"storageId": None})
+    if not isinstance(section, dict):
+        raise Invalid("checkpointStorage must be an object")
+    return ok({"storageId": request.master.checkpoints.storage_number(section)})
 
 
 def _get_metadata(request: Request) -> Response:
@@ -154,6 +159,63 @@ def _set_metadata(request: Request) -> Response:
         raise Invalid("metadata must be an object")
     request.master.trials.set_metadata(request.numbers["trialId"], metadata)
     return ok({"metadata": metadata})
+
+
+# -- unmanaged trials
+
+
+def _create(request: Request) -> Response:
+    return ok({"trial": trial_json(_unmanaged(request, request.body(), None))})
+
+
+def _put(request: Request) -> Response:
+    """Create an unmanaged trial, or find the one of this name in its experiment."""
+    body = request.body()
+    inner = body.get("createTrialRequest")
+    if not isinstance(inner, dict):
+        raise Invalid("createTrialRequest must be an object")
+    return ok({"trial": trial_json(_unmanaged(request, inner, external_id(body.get("externalTrialId"))))})
+
+
+def _unmanaged(request: Request, body: Mapping[str, Any], name: str | None) -> Trial:
+    hparams = body.get("hparams")
+    if not body.get("unmanaged"):
+        raise Invalid("only unmanaged trials are created from outside", where="unmanaged")
+    if not isinstance(hparams, dict | None):
+        raise Invalid("hparams must be an object")
+    return request.master.unmanaged.create(whole(body.get("experimentId"), "experimentId"), hparams or {}, name)
+
+
+def external_id(value: Any) -> str:
+    """Return a name that its user has given to an unmanaged experiment or trial. Raises Invalid."""
+    if not isinstance(value, str) or not value or len(value) > 256 or not value.isprintable():
+        raise Invalid("an external id is 1 to 256 printable characters", got=repr(value)[:60])
+    return value
+
+
+def _by_external_id(request: Request) -> Response:
+    names = request.args["externalExperimentId"], request.args["externalTrialId"]
+    return ok({"trial": trial_json(request.master.unmanaged.by_external_id(*names))})
+
+
+def _start(request: Request) -> Response:
+    run = request.master.unmanaged.start(request.numbers["trialId"], resume=bool(request.body().get("resume")))
+    return ok(
+        {
+            "trialRunId": run.run_id,
+            "latestCheckpoint": run.latest_checkpoint,
+            "stepsCompleted": run.steps_completed,
+        }
+    )
+
+
+def _patch(request: Request) -> Response:
+    """Take a heartbeat of an unmanaged trial, with its state or without."""
+    state = request.body().get("state")
+    if not isinstance(state, str | None):
+        raise Invalid("state must be a text")
+    name = None if state is None else state.removeprefix("STATE_")
+    return ok({"trial": trial_json(request.master.unmanaged.patch(request.numbers["trialId"], name))})
 
 
 # -- tasks and allocations
@@ -202,7 +264,18 @@ def _ready(request: Request) -> Response:
 
 def _post_logs(request: Request) -> Response:
     """Store log lines that come over HTTP instead of through the pipe."""
-    sent = request.body().get("logs")
+    return _append_logs(request, request.body().get("logs"))
+
+
+def _post_plain_logs(request: Request) -> Response:
+    """Do the same for core_v2 in an unmanaged trial, which sends the bare list."""
+    sent = request.list_body()
+    return _append_logs(
+        request, [{**line, "rankId": line.get("rank")} if isinstance(line, dict) else line for line in sent]
+    )
+
+
+def _append_logs(request: Request, sent: Any) -> Response:
     if not isinstance(sent, list) or not all(isinstance(line, dict) for line in sent):
         raise Invalid("logs must be a list of lines")
     by_task: dict[str, list[dict[str, object]]] = {}
@@ -295,6 +368,7 @@ def trial_json(record: Trial) -> Dict:
         "taskIds": list(record.task_ids or (record.task_id,)),
         "logPolicyMatched": record.log_policy_matched,
         "metadata": None,
+        "externalTrialId": record.external_id,
     }
 
 
@@ -410,23 +484,29 @@ _ONE = f"{_ROOT}/{{trialId:int}}"
 
 ROUTES = (
     Route("GET", _ONE, _get, AuthLevel.BOTH),
+    Route("POST", _ROOT, _create),
+    Route("PUT", _ROOT, _put),
+    Route("GET", f"{_ROOT}/by-external-id/{{externalExperimentId}}/{{externalTrialId}}", _by_external_id),
+    Route("POST", f"{_ONE}/start", _start),
+    Route("PATCH", _ONE, _patch),
     Route("POST", f"{_ONE}/kill", _kill),
     Route("GET", f"{_ONE}/workloads", _workloads, AuthLevel.BOTH),
     Route("GET", f"{_ROOT}/metrics/trial_metrics", _metrics(None), AuthLevel.BOTH),
     Route("GET", f"{_ROOT}/metrics/training_metrics", _metrics("training"), AuthLevel.BOTH),
     Route("GET", f"{_ROOT}/metrics/validation_metrics", _metrics("validation"), AuthLevel.BOTH),
     Route("POST", f"{_ONE}/metrics", _report_metrics, AuthLevel.BOTH),
-    Route("POST", f"{_ONE}/progress", _report_progress, AuthLevel.TASK),
-    Route("POST", f"{_ONE}/runner/metadata", _runner_metadata, AuthLevel.TASK),
+    Route("POST", f"{_ONE}/progress", _report_progress, AuthLevel.BOTH),
+    Route("POST", f"{_ONE}/runner/metadata", _runner_metadata, AuthLevel.BOTH),
     Route("POST", f"{_ONE}/early_exit", _early_exit, AuthLevel.TASK),
-    Route("POST", "/api/v1/runs/start", _start_run, AuthLevel.TASK),
+    Route("POST", "/api/v1/runs/start", _start_run, AuthLevel.BOTH),
     Route("GET", "/api/v1/runs/{trialId:int}/metadata", _get_metadata, AuthLevel.BOTH),
     Route("POST", "/api/v1/runs/{trialId:int}/metadata", _set_metadata, AuthLevel.BOTH),
     Route("GET", "/api/v1/tasks", _list_tasks),
     Route("GET", "/tasks", _list_tasks_plain),
     Route("GET", _TASK, _get_task, AuthLevel.BOTH),
     Route("GET", f"{_TASK}/context_directory", _context_directory, AuthLevel.TASK),
-    Route("POST", "/api/v1/task/logs", _post_logs, AuthLevel.TASK),
+    Route("POST", "/api/v1/task/logs", _post_logs, AuthLevel.BOTH),
+    Route("POST", "/task-logs", _post_plain_logs, AuthLevel.BOTH),
     Route("GET", _ALLOCATION, _get_allocation, AuthLevel.BOTH),
     Route("POST", f"{_ALLOCATION}/acceleratorData", _accelerator_data, AuthLevel.TASK),
     Route("GET", f"{_ALLOCATION}/resources/{{resourcesId}}/rendezvous", _rendezvous, AuthLevel.TASK),

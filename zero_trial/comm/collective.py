@@ -295,12 +295,11 @@ class AxisComm:
         return shared is not None and shared.has_readers
 
     def wait_for_readers(self, tensor: torch.Tensor) -> None:
-        """Return when no peer reads the buffer that holds ``tensor``: the reader fence.
+        """Return when no peer reads the buffer that holds ``tensor``, so that it may be
+        overwritten: the reader fence. Returns at once for any other tensor.
 
-        Then it may be overwritten.
-
-        Returns at once for any other tensor. Needs the peers to wait for the collective that it was
-        given to; raises MeshError where they do not.
+        Needs the peers to wait for the collective that it was given to; raises MeshError where they
+        do not.
         """
         pool = self._host_transport.tensors
         shared = pool.find(tensor) if pool is not None and tensor.is_cpu else None

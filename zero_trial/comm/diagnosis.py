@@ -1,5 +1,5 @@
-"""What a slow or failed collective means: pure functions of the positions that the ranks last
-published.
+"""What a slow or failed collective means: what each rank notes of its collectives, and pure
+functions of what the ranks have noted.
 
 RankPosition   one rank's place in the sequence of collectives
 CallOrder      the collectives of one axis in the order in which this rank has called them

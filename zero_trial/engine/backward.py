@@ -1,4 +1,4 @@
-"""Backward passes of an engine's model, whoever starts them.
+"""Backward passes of an engine's model, whoever starts them; and which parameters they reach.
 
     engine.backward(loss)           scale, begin, autograd, end
     engine.scale(loss).backward()   autograd's first gradient begins the pass, its callback ends it

@@ -95,7 +95,7 @@ class Engine(nn.Module):
         forbidden = not config.zero_optimization.ignore_unused_parameters
         self._used = UsedParameters(model.grad_buffers, forbidden=forbidden)
         self._passes = BackwardPasses(self, outcome, resolved)
-        self._said = False  # that optimizer.zero_grad() does nothing
+        self._warned = False  # that optimizer.zero_grad() does nothing
         if optimizer is not None:
             optimizer.guard.on_zero_grad(weakref.WeakMethod(self._zero_grad_of_optimizer))
         if observer.events is not None:
@@ -227,8 +227,8 @@ class Engine(nn.Module):
         if not self.pending_micro_batches():
             if self._passes.any:
                 self.zero_grad()
-        elif self.mesh.rank == 0 and not self._said:
-            self._said = True
+        elif self.mesh.rank == 0 and not self._warned:
+            self._warned = True
             log.warning(
                 "optimizer.zero_grad() between the micro-batches of a step does nothing; engine.zero_grad() drops"
             )

@@ -111,7 +111,7 @@ class StepOutcome(StepStatus):
         self._open: _OpenStep | None = None
         self._overflow: _Overflow | None = None
         self._scheduled: int | None = None  # where the last step has left the LR scheduler
-        self._said = False  # that user code steps it, too
+        self._warned = False  # that user code steps it, too
         self._error: TrialError | None = None  # of the last step, which the device has taken already
 
     # --- the outcome ------------------------------------------------------------------------------
@@ -336,8 +336,8 @@ class StepOutcome(StepStatus):
         """Log once that user code steps the scheduler too: it advances twice per step."""
         if self._scheduled is None or self._mesh.rank != 0 or _position(lr_scheduler) != self._scheduled + 1:
             return
-        if not self._said:
-            self._said = True
+        if not self._warned:
+            self._warned = True
             log.warning(
                 "the LR scheduler was stepped since the last engine.step(), which steps it as well: leave %s.step() out, "
                 "or do not give it to initialize()",

@@ -159,9 +159,8 @@ class Trial:
     checkpoint_size: int = 0  # bytes
     shown_state: str = ""  # as for an experiment
     task_ids: tuple[str, ...] = ()  # oldest first; each `continue` begins a task
-    summary_metrics: Json = field(
-        default_factory=dict
-    )  # {group: {name: {type, last, and of numbers count, min, max, sum, mean}}}
+    # {group: {name: {type, last, and of numbers count, min, max, sum, mean}}}
+    summary_metrics: Json = field(default_factory=dict)
     wall_clock: float = 0.0  # seconds that its allocations ran
 
 

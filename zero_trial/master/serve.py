@@ -54,9 +54,8 @@ def serve(options: ServeOptions, ready: Callable[[], None]) -> None:
             fix="Use it, end it with `zero-trial master down`, or choose another --root.",
         )
     me = identify(os.getpid())
-    directory.write_state(
-        {"pid": me.pid, "start": me.start, "port": directory.state().get("port"), "url": ""}
-    )  # there, not ready
+    # there, not ready
+    directory.write_state({"pid": me.pid, "start": me.start, "port": directory.state().get("port"), "url": ""})
     _log_to(directory)
     stopping = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):

@@ -63,6 +63,7 @@ class GradBuffer:
         self._nothing = torch.empty(0, dtype=dtype, device=device)
         self.views = [self._nothing] * len(layout.slots)  # of the full buffer, while there is one
         low, high = layout.shard_range(group.comm.index)
+        # the shard is this rank's part of the full buffer
         self.in_place = kept and group.plan.reduce_at is ReduceAt.BOUNDARY and shard_dtype == dtype
         self.shard = (
             self.full[low:high] if self.in_place else torch.zeros(layout.shard_numel, dtype=shard_dtype, device=device)
@@ -77,8 +78,8 @@ class GradBuffer:
         # closed to writes from the reduction's start until the step; later gradients stay in
         # param.grad
         self.sealed = False
-        # a gradient came after the group was ready (re-entrant checkpointing): reduce only when
-        # backward has ended
+        # a gradient came once after the group was ready (re-entrant checkpointing): from then on
+        # reduce only when backward has ended
         self.late = False
         count = len(group.params)
         self.filled = [False] * count  # the view holds a gradient of this accumulation

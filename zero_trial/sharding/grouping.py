@@ -3,9 +3,9 @@ blocks, and parameters into buckets.
 
 A block is a member of the model's stack: a child of a ModuleList, or one of several alike children
 of a Sequential (the outermost such stack, unless one member holds more than a quarter of the model
-and has a stack of its own). Everything outside the blocks (embeddings, final norm, head, parameters
-that several blocks share) belongs to the root block, which lives as long as the whole forward and
-backward: code may use such a weight outside its own module, as tied heads do.
+and has a stack of its own), or a leaf module. Everything outside the blocks (embeddings, final
+norm, head, parameters that several blocks share) belongs to the root block, which lives as long as
+the whole forward and backward: code may use such a weight outside its own module, as tied heads do.
 """
 
 from __future__ import annotations
@@ -96,6 +96,9 @@ class ShardingSettings:
     """The settings of ds_config for sharding.
 
     Args:
+        limits: how parameters are put into groups.
+        live: how much may be unsharded at once.
+        leaf: which modules are gathered as a whole.
         wire_scale: multiplies gradients before their sum.
         overlap: reduce groups while others still compute.
     """

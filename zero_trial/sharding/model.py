@@ -3,7 +3,10 @@ gradient buffers, reducer, unsharder, publisher.
 
 forward    unsharder.unshard(block)                              where parameters do not always live
 backward   grad_buffer hook -> reducer.grad_ready(grad_buffer)   reduce-scatter of each ready group
-step       optimizer.step -> publisher.updated(pieces)           all-gather of each updated group
+step       optimizer.update -> publisher.updated(pieces)         all-gather of each updated group
+                                                                 that always lives
+
+The step's loop is ``update_and_publish`` in ``engine/step.py``.
 """
 
 from __future__ import annotations
@@ -76,9 +79,8 @@ class ShardedModel:
     ) -> None:
         self.module = module
         self.plan = plan
-        self.frees_parameters = (
-            plan.frees_parameters
-        )  # some parameters do not always live: their values are in the shards
+        # some parameters do not always live: their values are in the shards
+        self.frees_parameters = plan.frees_parameters
         self.mesh = mesh
         self.policy = policy
         self.wire_scale = settings.wire_scale
@@ -117,8 +119,7 @@ class ShardedModel:
             wire_scale=settings.wire_scale,
             in_flight=settings.in_flight,
         )
-        # Where this rank's pipeline stage counts the gradient norm, and gradients that are reduced
-        # where they live.
+        # for each gradient buffer: this rank's pipeline stage counts it in the norm
         self._owned = [self.manual_groups.owns(grad_buffer.group) for grad_buffer in self.grad_buffers]
         self._in_place = [grad_buffer for grad_buffer in self.grad_buffers if grad_buffer.in_place]
         self._grad_buffers_of = self.manual_groups.grad_buffers(self.grad_buffers)
@@ -240,8 +241,8 @@ class ShardedModel:
             grad_buffer.wait_for_readers()
 
     def publish(self) -> None:
-        """Round changed masters into parameters and publish them (a checkpoint was read).
-        Collective over shard.
+        """Round masters that something else than a step has changed (a checkpoint, averages of the
+        weights) into parameters, and publish them. Collective over shard.
 
         ``publisher.wait`` must follow.
         """

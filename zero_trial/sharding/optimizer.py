@@ -81,7 +81,8 @@ class StepStatus:
 
 
 class Publisher(Protocol):
-    """The part of a sharded model that publishes changed masters."""
+    """The part of a ShardedModel that publishes masters which were changed between steps. A step
+    publishes through ParamPublisher, group by group."""
 
     def wait_before_writing(self) -> None: ...
 

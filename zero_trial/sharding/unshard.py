@@ -3,6 +3,11 @@
 Blocks are gathered when their module's forward begins, kept or freed when it ends, gathered again
 when a gradient reaches one of the module's outputs, and freed when their own gradients are ready.
 The module that is used next is gathered while the present one computes.
+
+    Unsharder       gathers and frees, by hooks on the blocks' modules
+    UseOrder        which block is used next: the order of the step before
+    SideOutputs     tensors that a forward leaves on a module instead of returning them
+    AroundForward   the two hooks of a block, outside of its compiled call (torch.compile)
 """
 
 from __future__ import annotations
@@ -49,12 +54,10 @@ class Unsharder:
         # whether all parameters may live at once
         self.fits_whole = sum(self._sizes.values()) <= limits.max_live
         self._order = UseOrder(self._sizes)
-        self._cleaning = False
-        self._to_be_continued = (
-            # the backward pass builds a graph of its own (create_graph), whose backward needs the
-            # weights again
-            False
-        )
+        self._end_queued = False  # _end_of_backward is queued
+        # the backward pass builds a graph of its own (create_graph), whose backward needs the
+        # weights again
+        self._builds_graph = False
         self._last_micro_batch = True
         self._inside_root = False
         self.handles: list[Any] = []
@@ -103,7 +106,7 @@ class Unsharder:
         """End a sequence of uses, once the parameters have changed: the recorded order becomes the
         prediction of the next."""
         # A pass that raised has not cleared these.
-        self._inside_root = self._cleaning = self._to_be_continued = False
+        self._inside_root = self._end_queued = self._builds_graph = False
         self._order.end_step()
 
     def unshard(self, block: str, *, record: bool = True) -> None:
@@ -237,15 +240,15 @@ class Unsharder:
                 fix="Keep the engine until the last backward pass of its losses.",
             )
         unsharder.unshard(block)
-        unsharder._to_be_continued = torch.is_grad_enabled()
-        if not unsharder._cleaning:
-            unsharder._cleaning = True
+        unsharder._builds_graph = torch.is_grad_enabled()
+        if not unsharder._end_queued:
+            unsharder._end_queued = True
             torch.autograd.Variable._execution_engine.queue_callback(unsharder._end_of_backward)
 
     def _end_of_backward(self) -> None:
         """Free what backward left behind: groups whose parameters were not all used, and frozen
         ones. Prefetched groups stay."""
-        self._cleaning = False
+        self._end_queued = False
         if not self._keeps_after_backward():
             for chosen in self._groups.values():
                 for group in chosen:
@@ -274,7 +277,7 @@ class Unsharder:
         return near and self._limits.max_reuse_distance > 0 and self._fits()
 
     def _keeps_after_backward(self) -> bool:
-        if self._to_be_continued or self._reshard is Reshard.SCHEDULED:
+        if self._builds_graph or self._reshard is Reshard.SCHEDULED:
             return True
         if self._reshard is Reshard.AFTER_FORWARD or self._last_micro_batch:
             return False
@@ -528,4 +531,4 @@ class _CompileAgain:
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:
-    """Does nothing: a hook in a copy."""
+    """Do nothing: a hook in a copy."""

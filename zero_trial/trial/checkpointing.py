@@ -38,9 +38,8 @@ class TrialSnapshot:
     window: dict[str, Any] = field(default_factory=dict)
     samples: int = 0  # data position over all replicas
     micro_batches: int = 0  # data position of one replica
-    history: list[list[Any]] = field(
-        default_factory=list
-    )  # [storage id, step, searcher metric] of checkpoints that exist
+    # [storage id, step, searcher metric] of checkpoints that exist
+    history: list[list[Any]] = field(default_factory=list)
     ranks: list[dict[str, Any]] = field(default_factory=list)
 
     def of_rank(self, rank: int) -> dict[str, Any]:

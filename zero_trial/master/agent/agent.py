@@ -250,9 +250,8 @@ class Agent:
         storage.remove_scratch(folder)  # a killed supervisor could not
 
     def _ended(self, folder: Path, identity: processes.Identity | None, entry: _Watched) -> processes.Exit | None:
-        alive = (
-            identity is not None and identity.alive
-        )  # before the exit is read: it is written before the supervisor ends
+        # before the exit is read: it is written before the supervisor ends
+        alive = identity is not None and identity.alive
         ended = processes.exit_of(folder)
         if ended is not None:
             return None if alive else ended

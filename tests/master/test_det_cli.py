@@ -334,7 +334,7 @@ WRONG: list[tuple[dict[str, Any], tuple[str, ...], str]] = [
     ({"hyperparameters": {"ds_config": {"optimizer": {"type": "Adam"}}}}, (), 'must be one of "int", "double", "log"'),
     ({"resources": {"slots_per_trial": 400}}, (), "400"),
     ({"unheard_of": 1}, (), "unheard_of"),
-    ({}, ("--template", "t"), "templates"),
+    ({}, ("--template", "t"), "not found"),
     ({}, ("--project_id", "9"), "one project"),
 ]
 

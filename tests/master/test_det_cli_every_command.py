@@ -37,6 +37,8 @@ master config show/info/logs
 agent list
 slot list/enable/disable
 job list
+model list/create/move
+template list/set/set-value config/describe/remove
 task list
 trial describe/logs/kill/support-bundle
 user list/logout/whoami

@@ -227,6 +227,64 @@ class Checkpoint:
 
 
 @dataclass(frozen=True)
+class Model:
+    """A name in the model registry; its versions are checkpoints."""
+
+    id: int
+    name: str
+    description: str
+    notes: str
+    metadata: Json
+    labels: tuple[str, ...]
+    user_id: int
+    workspace_id: int
+    archived: bool
+    created: float
+    updated: float
+    # Derived when it is read:
+    username: str = ""
+    num_versions: int = 0
+
+
+@dataclass(frozen=True)
+class ModelVersion:
+    """A checkpoint that is registered as a numbered version of a model."""
+
+    id: int
+    model: Model
+    checkpoint: Checkpoint
+    version: int  # 1 is the first
+    name: str
+    comment: str
+    notes: str
+    metadata: Json
+    labels: tuple[str, ...]
+    user_id: int
+    created: float
+    updated: float
+    username: str = ""
+
+
+@dataclass(frozen=True)
+class Registered:
+    """Which version of which model a checkpoint is."""
+
+    uuid: str
+    model_name: str
+    model_id: int
+    version: int
+
+
+@dataclass(frozen=True)
+class Template:
+    """A part of a configuration, kept under a name."""
+
+    name: str
+    config: Json
+    workspace_id: int
+
+
+@dataclass(frozen=True)
 class LogLine:
     """One line of output. ``id`` rises with the line and can be used to go on after it."""
 
@@ -359,6 +417,7 @@ class NewExperiment:
     parent_id: int | None = None
     unmanaged: bool = False
     external_id: str | None = None
+    template: str = ""  # its name; "": none
 
 
 @dataclass(frozen=True)

@@ -55,6 +55,9 @@ EXAMPLES = {
     "projectId": "1",
     "externalExperimentId": "mine",
     "externalTrialId": "first",
+    "modelName": "1",
+    "modelVersionNum": "1",
+    "templateName": "small",
 }
 
 
@@ -425,6 +428,16 @@ CHECKPOINT = {
     "state": "STATE_COMPLETED",
     "training": {},
 }
+WORDS_OF_MODEL = {
+    "name": "gpt",
+    "description": "d",
+    "notes": "n",
+    "metadata": {"a": 1},
+    "labels": ["a"],
+    "workspaceId": 1,
+    "workspaceName": "Uncategorized",
+}
+TEMPLATE = {"name": "small", "config": {"description": "d"}, "workspaceId": 0}
 BODIES: dict[str, Any] = {
     "POST /api/v1/experiments": {
         "config": yaml.safe_dump(CONFIG),
@@ -488,6 +501,15 @@ BODIES: dict[str, Any] = {
             }
         ]
     },
+    "POST /api/v1/models": WORDS_OF_MODEL,
+    "PATCH /api/v1/models/{modelName}": WORDS_OF_MODEL,
+    "POST /api/v1/models/{modelName}/move": {"destinationWorkspaceId": 1},
+    "POST /api/v1/models/{modelName}/versions": {**WORDS_OF_MODEL, "checkpointUuid": UUID, "comment": "c"},
+    "PATCH /api/v1/models/{modelName}/versions/{modelVersionNum:int}": {**WORDS_OF_MODEL, "comment": "c"},
+    "POST /api/v1/templates/{templateName}": TEMPLATE,
+    "PUT /api/v1/templates/{templateName}": TEMPLATE,
+    "PATCH /api/v1/templates/{templateName}": {"description": "d"},
+    "PATCH /api/v1/template/rename": {"oldName": "small", "newName": "large"},
     "POST /api/v1/agents/{agentId}/enable": {},
     "POST /api/v1/agents/{agentId}/disable": {"drain": True},
     "POST /api/v1/agents/{agentId}/slots/{slotId:int}/enable": {},

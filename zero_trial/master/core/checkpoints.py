@@ -20,6 +20,7 @@ from typing import Any
 
 from zero_trial.errors import ZeroTrialError
 from zero_trial.master.agent import storage
+from zero_trial.master.core.registry import require_unregistered
 from zero_trial.master.core.state import MasterState
 from zero_trial.master.core.transaction import transaction
 from zero_trial.master.records import (
@@ -35,7 +36,7 @@ from zero_trial.master.records import (
     Unsupported,
     existing,
 )
-from zero_trial.master.store import checkpoints, experiments, trials
+from zero_trial.master.store import checkpoints, experiments, registry, trials
 
 log = logging.getLogger(__name__)
 
@@ -104,8 +105,14 @@ class CheckpointService:
 
     def patch_resources(self, uuid: str, resources: Mapping[str, int]) -> None:
         """Record the files that are there now: none left means DELETED, others than were known
-        PARTIALLY_DELETED. What a deleted one had stays recorded.
+        PARTIALLY_DELETED. What a deleted one had stays recorded. Raises Invalid for a registered
+        one.
         """
+        with self._state.database.reading() as connection:
+            require_unregistered(connection, [uuid], "patched")
+        self._record_files(uuid, resources)
+
+    def _record_files(self, uuid: str, resources: Mapping[str, int]) -> None:
         with transaction(self._state) as tx:
             found = existing(checkpoints.get(tx.connection, uuid, derived=False), f"checkpoint {uuid}")
             if not resources:
@@ -123,7 +130,7 @@ class CheckpointService:
             checkpoints.change(tx.connection, uuid, metadata=dict(metadata))
 
     def delete(self, uuids: Sequence[str]) -> None:
-        """Mark checkpoints for deletion, all or none. Raises NotFound or Conflict."""
+        """Mark checkpoints for deletion, all or none. Raises NotFound, Conflict or Invalid."""
         with transaction(self._state) as tx:
             for uuid in uuids:
                 _require_deletable(tx.connection, uuid)
@@ -147,9 +154,11 @@ class CheckpointService:
             self.delete(uuids)
             return
         if not globs:
+            with self._state.database.reading() as connection:
+                require_unregistered(connection, uuids, "deleted")
             found = {uuid: storage.contents(self.directory(uuid)) for uuid in uuids}
             for uuid, resources in found.items():
-                self.patch_resources(uuid, resources)
+                self._record_files(uuid, resources)
             return
         bases = {uuid: self._base(self.get(uuid)) for uuid in uuids}
         with self._state.database.reading() as connection:
@@ -157,7 +166,7 @@ class CheckpointService:
                 _require_deletable(connection, uuid)
         for uuid, base in bases.items():
             if not storage.matching(base, uuid, globs):
-                self.patch_resources(uuid, storage.contents(self.directory(uuid)))
+                self._record_files(uuid, storage.contents(self.directory(uuid)))
                 continue
             with transaction(self._state) as tx:
                 # again: a trial may have started from it meanwhile
@@ -171,7 +180,7 @@ class CheckpointService:
                     fix="Mend the storage and repeat the command.",
                 ) from error
             finally:
-                self.patch_resources(uuid, storage.remaining(base, uuid))
+                self._record_files(uuid, storage.remaining(base, uuid))
 
     def _base(self, checkpoint: Checkpoint) -> Path:
         with self._state.database.reading() as connection:
@@ -236,13 +245,24 @@ def _base_of(checkpoint: Checkpoint, config: Mapping[str, Any]) -> Path | None:
     return storage.base_of(config if checkpoint.storage is None else {"checkpoint_storage": checkpoint.storage})
 
 
+def needed(connection: sqlite3.Connection) -> set[str]:
+    """Return the checkpoints that no policy deletes: unfinished experiments start from them, or
+    they are registered.
+    """
+    kept = {each.uuid for each in registry.registered(connection)}
+    return kept | checkpoints.sources_in_use(connection).keys()
+
+
 def _require_deletable(connection: sqlite3.Connection, uuid: str) -> None:
-    """Raise NotFound, or Conflict if an unfinished trial or experiment needs it."""
+    """Raise NotFound, Conflict if an unfinished trial or experiment needs it, or Invalid if it is
+    registered.
+    """
     found = existing(checkpoints.get(connection, uuid, derived=False), f"checkpoint {uuid}")
     trial = None if found.trial_id is None else trials.get(connection, found.trial_id)
     if trial is not None and not trial.state.final and trial.latest_checkpoint == uuid:
         raise Conflict(f"trial {trial.id} goes on from checkpoint {uuid}", fix="Kill its experiment first.")
     require_not_in_use(connection, [uuid])
+    require_unregistered(connection, [uuid], "deleted")
 
 
 def _unreported(resources: Mapping[str, int]) -> dict[str, int]:
@@ -368,7 +388,7 @@ class GarbageCollector:
                 checkpoints.of_experiment(tx.connection, number),
                 policy_of(experiment.config),
                 smaller_is_better=experiments.smaller_is_better(experiment.config),
-                keep=checkpoints.sources_in_use(tx.connection),
+                keep=needed(tx.connection),
             )
             checkpoints.mark_deleted(tx.connection, [checkpoint.uuid for checkpoint in going])
 

@@ -15,8 +15,9 @@ from zero_trial.experiment.rules import CompletedConfig, InvalidExperiment, comp
 from zero_trial.master.agent import storage
 from zero_trial.master.agent.environment import LARGEST, size_of_config
 from zero_trial.master.core import lifecycle
-from zero_trial.master.core.checkpoints import check_source, require_not_in_use, superfluous
+from zero_trial.master.core.checkpoints import check_source, needed, require_not_in_use, superfluous
 from zero_trial.master.core.context_archive import read_context
+from zero_trial.master.core.registry import find_template
 from zero_trial.master.core.state import MasterState, begun_again
 from zero_trial.master.core.transaction import Begun, Transaction, transaction
 from zero_trial.master.core.unmanaged import require_managed
@@ -29,6 +30,7 @@ from zero_trial.master.records import (
     ExperimentState,
     GcPolicy,
     Invalid,
+    Json,
     NewExperiment,
     NotFound,
     Trial,
@@ -37,7 +39,7 @@ from zero_trial.master.records import (
     existing,
 )
 from zero_trial.master.search import Create, PlannedTrials, build
-from zero_trial.master.store import checkpoints, experiments, trials
+from zero_trial.master.store import checkpoints, experiments, registry, trials
 from zero_trial.schema.yaml_source import read_yaml
 
 POOL = "default"
@@ -60,9 +62,13 @@ class ExperimentService:
         Raises Invalid with all errors of the configuration, or if it needs more slots than there
         are.
         """
+        template: Json | None = None
+        if new.template:
+            with self._state.database.reading() as connection:
+                template = find_template(connection, new.template).config
         if new.unmanaged:
-            return self._create_unmanaged(new)
-        done = self._complete(new.config_text)
+            return self._create_unmanaged(new, template)
+        done = self._complete(new.config_text, template)
         warnings = (*done.warnings, *self._check_machine(done.config))
         self._check_sources(new, done.config)
         context = read_context(new.context)
@@ -76,13 +82,14 @@ class ExperimentService:
             tx.search(Begun(number))
         return Created(self.get(number), done.config, warnings)
 
-    def _create_unmanaged(self, new: NewExperiment) -> Created:
+    def _create_unmanaged(self, new: NewExperiment, template: Json | None) -> Created:
         """Store an experiment whose trials report from outside: it needs no entrypoint, no slots
         and no search. One whose external id is known gets the new configuration.
         """
         written = _mapping(new.config_text, "config")
-        done = self._complete({**written, "entrypoint": written.get("entrypoint") or "none"})
-        config = {**done.config, "entrypoint": written.get("entrypoint")}
+        entrypoint = written.get("entrypoint") or (template or {}).get("entrypoint")
+        done = self._complete({**written, "entrypoint": entrypoint or "none"}, template)
+        config = {**done.config, "entrypoint": entrypoint}
         warnings = (*done.warnings, *_check_here(config))
         draft = replace(
             self._draft(new, config), state=ExperimentState.PAUSED, unmanaged=True, external_id=new.external_id
@@ -100,7 +107,7 @@ class ExperimentService:
                 experiments.change(tx.connection, number, config=config)
         return Created(self.get(number), config, warnings)
 
-    def _complete(self, source: str | Mapping[str, Any]) -> CompletedConfig:
+    def _complete(self, source: str | Mapping[str, Any], template: Json | None = None) -> CompletedConfig:
         section = {"type": "shared_fs", "host_path": str(self._state.directory.storage)}
         defaults = ClusterDefaults(
             checkpoint_storage=section,
@@ -108,7 +115,7 @@ class ExperimentService:
             experiment_seed=secrets.randbelow(1 << 31),
         )
         try:
-            return complete(source, defaults)
+            return complete(source, defaults, template=template)
         except InvalidExperiment as error:
             raise Invalid("\n".join(error.messages)) from error
         except ConfigError as error:
@@ -205,7 +212,10 @@ class ExperimentService:
         """List the checkpoints that this policy would delete; deletes nothing."""
         config = self.get(experiment_id).config
         smaller = experiments.smaller_is_better(config)
-        return superfluous(self.checkpoints(experiment_id), policy, smaller_is_better=smaller)
+        saved = self.checkpoints(experiment_id)
+        with self._state.database.reading() as connection:
+            keep = needed(connection)
+        return superfluous(saved, policy, smaller_is_better=smaller, keep=keep)
 
     def _require(self, experiment_id: int) -> None:
         with self._state.database.reading() as connection:
@@ -255,11 +265,17 @@ class ExperimentService:
         self._set_ended(experiment_id, archived=0)
 
     def delete(self, experiment_id: int) -> None:
-        """Begin to delete an ended experiment with its checkpoints. Raises Conflict for another."""
+        """Begin to delete an ended experiment with its checkpoints. Raises Conflict for another,
+        Invalid if one of them is registered.
+        """
         with transaction(self._state) as tx:
             self._require_ended(tx, experiment_id)
             saved = checkpoints.of_experiment(tx.connection, experiment_id)
             require_not_in_use(tx.connection, (item.uuid for item in saved))
+            if registry.registered(tx.connection, (item.uuid for item in saved)):
+                raise Invalid(
+                    "checkpoints are registered as model versions", fix="Delete those versions of the models first."
+                )
             experiments.change(tx.connection, experiment_id, state=ExperimentState.DELETING)
             tx.collect_garbage()
 

@@ -1,9 +1,9 @@
 """The master of one machine: its services, and what happens to it from outside (the agent's
 reports, the clock, start and stop).
 
-A `Master` is seven small groups of operations (`experiments`, `trials`, `unmanaged`, `tasks`,
-`checkpoints`, `machine`, `accounts`). Each may be called from any thread; refusals are the
-ServiceErrors of `master.records`; permissions are checked before, in `master.http`. Lists come
+A `Master` is eight small groups of operations (`experiments`, `trials`, `unmanaged`, `tasks`,
+`checkpoints`, `registry`, `machine`, `accounts`). Each may be called from any thread; refusals are
+the ServiceErrors of `master.records`; permissions are checked before, in `master.http`. Lists come
 whole, oldest first.
 """
 
@@ -23,6 +23,7 @@ from zero_trial.master.core.accounts import AccountService
 from zero_trial.master.core.checkpoints import CheckpointService, GarbageCollector
 from zero_trial.master.core.experiments import POOL, ExperimentService
 from zero_trial.master.core.lifecycle import QueuedRun, queue_order
+from zero_trial.master.core.registry import RegistryService
 from zero_trial.master.core.state import MasterState
 from zero_trial.master.core.transaction import transaction
 from zero_trial.master.core.trials import TaskService, TrialService
@@ -191,6 +192,7 @@ class Master:
         self.unmanaged = UnmanagedService(state)
         self.tasks = TaskService(state)
         self.checkpoints = CheckpointService(state)
+        self.registry = RegistryService(state)
         self.machine = MachineService(state)
         self.accounts = AccountService(state)
         self._ticker: threading.Thread | None = None

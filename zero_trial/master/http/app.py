@@ -33,7 +33,7 @@ from zero_trial.master.http.messages import (
     split_path,
     whole,
 )
-from zero_trial.master.http.routes import checkpoints, experiments, logs, machine, trials, users
+from zero_trial.master.http.routes import checkpoints, experiments, logs, machine, registry, trials, users
 from zero_trial.master.http.server import MAX_CONNECTIONS, HttpServer, ReadBody, Timeouts
 from zero_trial.master.records import Conflict, Invalid, NotFound, PermissionDenied, ServiceError, Unsupported
 
@@ -209,7 +209,7 @@ def listen(
 
 def all_routes() -> Iterator[Route]:
     """Yield every route that is answered; their order does not matter."""
-    for part in (experiments, trials, checkpoints, logs, machine, users):
+    for part in (experiments, trials, checkpoints, registry, logs, machine, users):
         yield from part.ROUTES
 
 
@@ -225,9 +225,6 @@ _UNSUPPORTED: Mapping[str, str] = {
     "/api/v1/commands": f"{_NO_TASKS}: {_PLAIN}",
     "/api/v1/tensorboards": f"{_NO_TASKS}: run 'tensorboard --logdir' on the experiment's tensorboard directory",
     "/api/v1/generic-tasks": "generic tasks are not run by the embedded master: submit an experiment",
-    "/api/v1/templates": "templates are not kept by the embedded master: write their keys into the experiment's configuration",
-    "/api/v1/models": "there is no model registry in the embedded master: download the checkpoint by its UUID",
-    "/api/v1/model": "there is no model registry in the embedded master: download the checkpoint by its UUID",
     "/api/v1/webhooks": "the embedded master sends no webhooks",
     "/api/v1/groups": _NO_ROLES,
     "/api/v1/roles": _NO_ROLES,
@@ -253,6 +250,7 @@ _UNSUPPORTED: Mapping[str, str] = {
     "/proxy": "ports of tasks are not forwarded: they are on this machine",
 }
 _UNSUPPORTED_ENDINGS: Mapping[str, str] = {
+    "/metrics": "the embedded master does not track which trial used which checkpoint",
     "/retain_logs": "logs are kept until their experiment is deleted",
     "/move": "there is one project; experiments stay in it",
     "/tensorboard-files": "TensorBoard files are deleted with their experiment, not before",

@@ -88,6 +88,12 @@ def mark_deleted(connection: sqlite3.Connection, uuids: Iterable[str]) -> None:
     )
 
 
+def is_marked(connection: sqlite3.Connection, uuid: str) -> bool:
+    """Return whether a checkpoint is marked."""
+    row = connection.execute("SELECT doomed FROM checkpoints WHERE uuid = ?", (uuid,)).fetchone()
+    return row is not None and bool(row[0])
+
+
 def marked_deleted(connection: sqlite3.Connection) -> list[Checkpoint]:
     """List the checkpoints that are marked."""
     rows = connection.execute("SELECT * FROM checkpoints WHERE doomed = 1 ORDER BY reported, rowid")

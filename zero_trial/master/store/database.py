@@ -166,6 +166,38 @@ MIGRATIONS: tuple[str, ...] = (
     CREATE INDEX trials_active ON trials (last_activity) WHERE last_activity IS NOT NULL;
     CREATE TABLE storages (id INTEGER PRIMARY KEY, section TEXT NOT NULL UNIQUE);
     """,
+    """
+    CREATE TABLE models (
+        id INTEGER PRIMARY KEY AUTOINCREMENT,
+        name TEXT NOT NULL UNIQUE,
+        description TEXT NOT NULL,
+        notes TEXT NOT NULL,
+        metadata TEXT NOT NULL,
+        labels TEXT NOT NULL,
+        user_id INTEGER NOT NULL,
+        workspace_id INTEGER NOT NULL,
+        archived INTEGER NOT NULL DEFAULT 0,
+        created REAL NOT NULL,
+        updated REAL NOT NULL
+    );
+    CREATE TABLE model_versions (
+        id INTEGER PRIMARY KEY AUTOINCREMENT,
+        model_id INTEGER NOT NULL,
+        version INTEGER NOT NULL,
+        checkpoint_uuid TEXT NOT NULL,
+        name TEXT NOT NULL,
+        comment TEXT NOT NULL,
+        notes TEXT NOT NULL,
+        metadata TEXT NOT NULL,
+        labels TEXT NOT NULL,
+        user_id INTEGER NOT NULL,
+        created REAL NOT NULL,
+        updated REAL NOT NULL,
+        UNIQUE (model_id, version)
+    );
+    CREATE INDEX model_versions_checkpoint ON model_versions (checkpoint_uuid);
+    CREATE TABLE templates (name TEXT PRIMARY KEY, config TEXT NOT NULL, workspace_id INTEGER NOT NULL);
+    """,
 )
 
 

@@ -32,7 +32,6 @@ from zero_trial.master.records import (
     Job,
     NewExperiment,
     NotFound,
-    Unsupported,
 )
 
 _ROOT = "/api/v1/experiments"
@@ -61,10 +60,6 @@ def _new(request: Request, body: Mapping[str, Any]) -> NewExperiment:
     files = body.get("modelDefinition") or []
     if not isinstance(files, list):
         raise Invalid("modelDefinition must be a list of files")
-    if body.get("template"):
-        raise Unsupported(
-            "templates are not supported; write the keys of the template into the experiment's configuration"
-        )
     if body.get("projectId") not in (None, 0, PROJECT_ID):
         raise NotFound(f"there is one project here, number {PROJECT_ID}")
     parent = body.get("parentId")
@@ -76,6 +71,7 @@ def _new(request: Request, body: Mapping[str, Any]) -> NewExperiment:
         validate_only=bool(body.get("validateOnly", False)),
         parent_id=whole(parent, "parentId") if parent else None,
         unmanaged=bool(body.get("unmanaged", False)),
+        template=_maybe_text(body, "template") or "",
     )
 
 

@@ -1,0 +1,227 @@
+"""The model registry and templates as the genuine client asks for them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.master.http.conftest import Ask
+from tests.master.world import BEGAN, CONFIG, TASK_TOKEN, USER_TOKEN, UUID, World
+from zero_trial.master.records import CheckpointState, User
+
+bindings = pytest.importorskip("determined.common.api.bindings")
+client = pytest.importorskip("determined.experimental.client")
+errors = pytest.importorskip("determined.common.api.errors")
+
+OTHER = UUID.replace("6f", "7f")
+
+
+@pytest.fixture
+def sdk(user: Any) -> Any:
+    return client.Determined._from_session(user)
+
+
+def test_a_model_keeps_what_is_written_on_it(sdk: Any, world: World) -> None:
+    made = sdk.create_model("gpt", "small", metadata={"a": 1}, labels=["x", "y"])
+    assert (made.name, made.description, made.metadata, made.labels) == ("gpt", "small", {"a": 1}, ["x", "y"])
+    assert (made.username, made.workspace_id, made.archived) == ("determined", 1, False)
+    world.clock.now += 60
+    made.add_metadata({"b": [1, None], "a": 2})
+    made.remove_metadata(["none"])
+    made.set_labels(["z", "z", "y"])
+    made.set_description("large")
+    for found in (sdk.get_model("gpt"), sdk.get_model(made.model_id), sdk.get_model_by_id(made.model_id)):
+        assert (found.metadata, found.labels, found.description) == ({"a": 2, "b": [1, None]}, ["z", "y"], "large")
+        assert found.creation_time.timestamp() == BEGAN and found.last_updated_time.timestamp() == BEGAN + 60
+    made.set_labels([])
+    made.move_to_workspace("Uncategorized")
+    assert sdk.get_model("gpt").labels == []
+    made.archive()
+    assert sdk.get_model("gpt").archived
+    with pytest.raises(errors.APIException, match="archived and cannot have attributes updated"):
+        made.set_description("no")
+    made.unarchive()
+    made.delete()
+    with pytest.raises(errors.NotFoundException):
+        sdk.get_model("gpt")
+
+
+def test_models_are_filtered_and_sorted_as_asked(sdk: Any, user: Any, world: World) -> None:
+    world.accounts.put_user(User(0, "other", admin=False, active=True, password=""))
+    for name, description, labels in (("b", "first", ["x"]), ("A", "second", ["x", "y"]), ("c", "third", [])):
+        sdk.create_model(name, description, labels=labels)
+        world.clock.now += 1
+    sdk.get_model("c").archive()
+    sdk.get_model("b").set_description("zeroth")
+    by, order = bindings.v1GetModelsRequestSortBy, bindings.v1OrderBy
+    for asked, expected in (
+        ({}, "bAc"),
+        ({"orderBy": order.DESC}, "cAb"),
+        ({"sortBy": by.NAME}, "Abc"),
+        ({"sortBy": by.NAME, "orderBy": order.DESC}, "cbA"),
+        ({"sortBy": by.DESCRIPTION}, "Acb"),
+        ({"sortBy": by.CREATION_TIME, "limit": 2}, "bA"),
+        ({"sortBy": by.LAST_UPDATED_TIME, "orderBy": order.ASC}, "Abc"),
+        ({"sortBy": by.WORKSPACE, "orderBy": order.DESC, "offset": 1}, "Ab"),
+        ({"archived": True}, "c"),
+        ({"archived": False}, "bA"),
+        ({"labels": ["y", "z"]}, "A"),
+        ({"labels": ["x"]}, "bA"),
+        ({"name": "a"}, "A"),
+        ({"description": "HIRD"}, "c"),
+        ({"id": 2}, "A"),
+        ({"users": ["other"]}, ""),
+        ({"userIds": [1]}, "bAc"),
+        ({"workspaceIds": [2]}, ""),
+        ({"workspaceNames": ["Uncategorized"]}, "bAc"),
+        ({"workspaceNames": ["else"]}, ""),
+    ):
+        assert "".join(each.name for each in bindings.get_GetModels(user, **asked).models) == expected, asked
+    assert [model.name for model in sdk.list_models(sort_by=client.ModelSortBy.NAME)] == ["A", "b", "c"]
+    assert list(sdk.get_model_labels()) == ["x", "y"]
+
+
+@pytest.mark.parametrize("name", ["", "  ", "a  b", "a/b", "a\\b", "123", "a\x1b[2J"])
+def test_a_name_that_is_none_is_refused(ask: Ask, world: World, name: str) -> None:
+    before = world.content()
+    assert ask("POST", "/api/v1/models", user=USER_TOKEN, body={"name": name})[0] == 400
+    assert world.content() == before
+
+
+def test_a_name_is_used_once(sdk: Any, ask: Ask) -> None:
+    sdk.create_model("gpt")
+    sdk.create_model("GPT")
+    for method, path in (("POST", "/api/v1/models"), ("PATCH", "/api/v1/models/GPT")):
+        assert ask(method, path, user=USER_TOKEN, body={"name": "gpt"})[0] == 409
+    assert ask("PATCH", "/api/v1/models/GPT", user=USER_TOKEN, body={"name": "larger gpt"})[0] == 200
+    assert ask("GET", "/api/v1/models/larger%20gpt", user=USER_TOKEN)[1]["model"]["id"] == 2
+
+
+def test_versions_are_checkpoints_in_order(sdk: Any, world: World) -> None:
+    world.save(UUID)
+    world.save(OTHER, 2)
+    model = sdk.create_model("gpt")
+    assert model.get_version() is None
+    first, second = model.register_version(UUID), model.register_version(OTHER)
+    assert [version.model_version for version in (first, second)] == [1, 2]
+    second.set_name("best")
+    second.set_notes("# Notes")
+    latest = model.get_version()
+    assert (latest.name, latest.notes, latest.checkpoint.uuid, latest.model_id) == ("best", "# Notes", OTHER, 1)
+    assert latest.checkpoint.training.trial_id == 2
+    assert [version.model_version for version in model.list_versions()] == [2, 1]
+    assert [v.model_version for v in model.list_versions(order_by=client.OrderBy.ASC)] == [1, 2]
+    assert model.get_version(1).checkpoint.uuid == UUID
+    second.delete()
+    assert [version.model_version for version in model.list_versions()] == [1]
+    assert model.register_version(OTHER).model_version == 2
+    with pytest.raises(errors.NotFoundException):
+        model.get_version(3)
+    model.delete()
+    assert sdk.get_checkpoint(UUID).state.value == "STATE_COMPLETED"
+
+
+def test_what_is_no_complete_checkpoint_is_not_registered(ask: Ask, world: World) -> None:
+    world.save(UUID, state=CheckpointState.PARTIALLY_DELETED)
+    assert ask("POST", "/api/v1/models", user=USER_TOKEN, body={"name": "gpt"})[0] == 200
+
+    def register(uuid: str) -> int:
+        return ask("POST", "/api/v1/models/gpt/versions", user=USER_TOKEN, body={"checkpointUuid": uuid})[0]
+
+    assert (register(UUID), register(OTHER)) == (409, 404)
+    world.save(OTHER, 2)
+    ask("POST", "/api/v1/models/1/archive", user=USER_TOKEN)
+    assert register(OTHER) == 409
+    ask("POST", "/api/v1/models/1/unarchive", user=USER_TOKEN)
+    world.checkpoints.delete([OTHER])  # marked, and not yet deleted on the disk
+    assert register(OTHER) == 409
+
+
+def test_a_registered_checkpoint_is_kept_from_everyone(ask: Ask, sdk: Any, world: World) -> None:
+    world.save(UUID)
+    sdk.create_model("gpt").register_version(UUID)
+    before = world.content()
+    named = f"{UUID}, registered to gpt (model #1), version 1."
+    for method, path, body in (
+        ("DELETE", "/api/v1/checkpoints", {"checkpointUuids": [UUID]}),
+        ("POST", "/api/v1/checkpoints/rm", {"checkpointUuids": [UUID], "checkpointGlobs": ["*"]}),
+        ("POST", "/api/v1/checkpoints/rm", {"checkpointUuids": [UUID], "checkpointGlobs": []}),
+        ("PATCH", "/api/v1/checkpoints", {"checkpoints": [{"uuid": UUID, "resources": {"resources": {}}}]}),
+    ):
+        status, answer = ask(method, path, user=USER_TOKEN, body=body)
+        assert status == 400 and answer["message"].endswith(named), (path, answer)
+    assert ask("PATCH", "/api/v1/checkpoints", task=TASK_TOKEN, body=body)[0] == 400
+    assert world.content() == before
+
+
+def test_a_trials_token_neither_reads_nor_changes_the_registry(ask: Ask, sdk: Any, world: World) -> None:
+    world.save(UUID)
+    sdk.create_model("gpt").register_version(UUID)
+    before = world.content()
+    for method, path in (
+        ("GET", "/api/v1/models"),
+        ("GET", "/api/v1/models/gpt"),
+        ("POST", "/api/v1/models/gpt/versions"),
+        ("DELETE", "/api/v1/models/gpt/versions/1"),
+        ("GET", "/api/v1/templates"),
+        ("PUT", "/api/v1/templates/t"),
+    ):
+        body = {"checkpointUuid": UUID} if method in ("POST", "PUT") else None
+        assert ask(method, path, user=TASK_TOKEN, body=body)[0] == 403
+        assert ask(method, path, body=body)[0] == 401
+    assert world.content() == before
+
+
+def test_templates_are_kept_under_their_names(user: Any) -> None:
+    made = bindings.v1Template(name="small", config={"resources": {"slots_per_trial": 1}}, workspaceId=0)
+    answered = bindings.post_PostTemplate(user, body=made, template_name="small").template
+    assert (answered.name, answered.config, answered.workspaceId) == ("small", made.config, 1)
+    with pytest.raises(errors.APIException) as caught:
+        bindings.post_PostTemplate(user, body=made, template_name="small")
+    assert caught.value.status_code == 409
+    changed = bindings.patch_PatchTemplateConfig(user, templateName="small", body={"description": "d"}).template
+    assert changed.config == {"description": "d"}
+    bindings.put_PutTemplate(user, body=made, template_name="small")
+    bindings.put_PutTemplate(user, body=made, template_name="Large")
+    body = bindings.v1PatchTemplateNameRequest(oldName="Large", newName="other")
+    bindings.patch_PatchTemplateName(user, body=body)
+    found = bindings.get_GetTemplates(user, orderBy=bindings.v1OrderBy.DESC).templates
+    assert [(each.name, each.config) for each in found] == [("small", made.config), ("other", made.config)]
+    assert [each.name for each in bindings.get_GetTemplates(user, name="SMA").templates] == ["small"]
+    bindings.delete_DeleteTemplate(user, templateName="small")
+    for action in (bindings.get_GetTemplate, bindings.delete_DeleteTemplate):
+        with pytest.raises(errors.NotFoundException):
+            action(user, templateName="small")
+
+
+def test_a_template_lies_under_the_experiment(user: Any, ask: Ask) -> None:
+    template = {
+        "description": "of the template",
+        "max_restarts": 7,
+        "labels": ["t"],
+        "searcher": {"name": "random", "max_trials": 3, "metric": "loss"},
+        "hyperparameters": {"lr": {"type": "double", "minval": 0, "maxval": 1}, "width": 3},
+        "environment": {"environment_variables": ["A=template", "B=template"]},
+    }
+    body = bindings.v1Template(name="small", config=template, workspaceId=0)
+    bindings.post_PostTemplate(user, body=body, template_name="small")
+    own = {**CONFIG, "max_restarts": 1, "labels": ["own"]}
+
+    def create(**more: Any) -> tuple[int, dict[str, Any]]:
+        sent = {"config": bindings.json.dumps(own), "validateOnly": True, **more}
+        return ask("POST", "/api/v1/experiments", user=USER_TOKEN, body=sent)
+
+    config = create(template="small")[1]["config"]
+    assert (config["description"], config["max_restarts"]) == ("of the template", 1)
+    assert sorted(config["labels"]) == ["own", "t"]
+    assert config["searcher"]["name"] == "single" and "max_trials" not in config["searcher"]
+    assert config["searcher"]["metric"] == "validation_loss"
+    assert config["hyperparameters"]["lr"] == {"type": "const", "val": 0.1}
+    assert config["hyperparameters"]["width"] == {"type": "const", "val": 3}
+    assert config["environment"]["environment_variables"]["cpu"] == ["A=template", "B=template"]
+    assert create()[1]["config"].get("description") is None
+    assert create(template="none")[0] == 404
+    bindings.patch_PatchTemplateConfig(user, templateName="small", body={"unheard_of": 1})
+    status, answer = create(template="small")
+    assert status == 400 and "unheard_of" in answer["message"]

@@ -1,0 +1,278 @@
+"""The model registry and the templates of configurations.
+
+A model has numbered versions, and each version is a checkpoint. A registered checkpoint is not
+deleted, neither by a user nor by the garbage collector nor with its experiment. A template is a
+part of a configuration that is laid under an experiment which is created with its name.
+"""
+
+from __future__ import annotations
+
+import re
+import sqlite3
+import unicodedata
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from zero_trial.master.core.state import MasterState
+from zero_trial.master.records import (
+    CheckpointState,
+    Conflict,
+    Experiment,
+    ExperimentState,
+    Invalid,
+    Json,
+    Model,
+    ModelVersion,
+    Template,
+    User,
+    existing,
+)
+from zero_trial.master.store import checkpoints, experiments, registry
+
+_SAME_NAME = "avoid names equal to other models (case-sensitive)"
+
+
+@dataclass(frozen=True)
+class Words:
+    """What users write on a model or a version; None leaves a field as it is, and is empty for a
+    new one. Of a model there is no ``comment``, of a version no ``description``.
+    """
+
+    name: str | None = None
+    description: str | None = None
+    comment: str | None = None
+    notes: str | None = None
+    metadata: Json | None = None
+    labels: Sequence[str] | None = None
+
+    def columns(self, *names: str) -> dict[str, Any]:
+        """Return those of ``names`` that are given."""
+        found = {name: getattr(self, name) for name in names}
+        return {name: value for name, value in found.items() if value is not None}
+
+
+class RegistryService:
+    """Keeps models, their versions and templates."""
+
+    def __init__(self, state: MasterState) -> None:
+        self._state = state
+
+    # -- models
+
+    def models(self) -> list[Model]:
+        """List all models, oldest first."""
+        with self._state.database.reading() as connection:
+            return registry.models(connection)
+
+    def model(self, identifier: str) -> Model:
+        """Return a model by name, or by id if ``identifier`` is digits. Raises NotFound."""
+        with self._state.database.reading() as connection:
+            return _find(connection, identifier)
+
+    def create(self, words: Words, user: User, workspace_id: int) -> Model:
+        """Create a model. Raises Invalid for its name, Conflict if there is one of that name."""
+        _check_name(words.name or "")
+        now = self._state.clock()
+        empty = {"description": "", "notes": "", "metadata": {}, "labels": []}
+        given = words.columns("name", "description", "notes", "metadata", "labels")
+        with self._state.database.transaction() as connection:
+            if registry.model_named(connection, words.name or "") is not None:
+                raise Conflict(_SAME_NAME)
+            fixed = {"user_id": user.id, "workspace_id": workspace_id, "created": now, "updated": now}
+            number = registry.add_model(connection, {**empty, **given, **fixed})
+            return _find(connection, str(number))
+
+    def change(self, identifier: str, words: Words, *, workspace_id: int | None = None) -> Model:
+        """Change what ``words`` gives. Raises Conflict for an archived model or a taken name."""
+        with self._state.database.transaction() as connection:
+            found = _find(connection, identifier)
+            if found.archived:
+                raise Conflict(f'model "{found.name}" is archived and cannot have attributes updated')
+            columns = words.columns("name", "description", "notes", "metadata", "labels")
+            if workspace_id is not None:
+                columns["workspace_id"] = workspace_id
+            changed = _changed(found, columns)
+            if "name" in changed:
+                _check_name(changed["name"])
+                if registry.model_named(connection, changed["name"]) is not None:
+                    raise Conflict(_SAME_NAME)
+            if changed:
+                registry.change_model(connection, found.id, **changed, updated=self._state.clock())
+            return _find(connection, str(found.id))
+
+    def archive(self, identifier: str, archived: bool) -> None:
+        """Archive a model, or show it again."""
+        with self._state.database.transaction() as connection:
+            found = _find(connection, identifier)
+            registry.change_model(connection, found.id, archived=int(archived), updated=self._state.clock())
+
+    def move(self, identifier: str, workspace_id: int) -> None:
+        """Put a model into another workspace; an archived one, too."""
+        with self._state.database.transaction() as connection:
+            registry.change_model(connection, _find(connection, identifier).id, workspace_id=workspace_id)
+
+    def delete(self, identifier: str) -> None:
+        """Delete a model with its versions; the checkpoints stay."""
+        with self._state.database.transaction() as connection:
+            registry.drop_model(connection, _find(connection, identifier).id)
+
+    # -- versions
+
+    def versions(self, identifier: str) -> tuple[Model, list[ModelVersion]]:
+        """Return a model and its versions by number."""
+        with self._state.database.reading() as connection:
+            found = _find(connection, identifier)
+            return found, registry.versions(connection, found)
+
+    def version(self, identifier: str, number: int) -> ModelVersion:
+        """Return one version. Raises NotFound."""
+        with self._state.database.reading() as connection:
+            return _find_version(connection, identifier, number)
+
+    def register(self, identifier: str, uuid: str, words: Words, user: User) -> ModelVersion:
+        """Make a checkpoint the next version of a model.
+
+        Raises Conflict for an archived model, and for a checkpoint that is not complete or is about
+        to be deleted.
+        """
+        now = self._state.clock()
+        empty = {"name": "", "comment": "", "notes": "", "metadata": {}, "labels": []}
+        given = words.columns("name", "comment", "notes", "metadata", "labels")
+        with self._state.database.transaction() as connection:
+            found = _find(connection, identifier)
+            if found.archived:
+                raise Conflict(f'model "{found.name}" is archived and cannot register new versions')
+            saved = existing(checkpoints.get(connection, uuid, derived=False), f"checkpoint {uuid}")
+            state = saved.state
+            experiment = _experiment_of(connection, saved.experiment_id)
+            leaving = (ExperimentState.DELETING, ExperimentState.DELETE_FAILED)
+            if checkpoints.is_marked(connection, uuid) or (experiment is not None and experiment.state in leaving):
+                state = CheckpointState.DELETED
+            if state is not CheckpointState.COMPLETED:
+                raise Conflict(
+                    f"checkpoint {uuid} is in STATE_{state.value} state. "
+                    "checkpoints for model versions must be in a COMPLETED state"
+                )
+            fixed = {"checkpoint_uuid": uuid, "user_id": user.id, "created": now, "updated": now}
+            number = registry.add_version(connection, found.id, {**empty, **given, **fixed})
+            return _find_version(connection, str(found.id), number)
+
+    def change_version(self, identifier: str, number: int, words: Words) -> ModelVersion:
+        """Change what ``words`` gives of a version."""
+        with self._state.database.transaction() as connection:
+            found = _find_version(connection, identifier, number)
+            changed = _changed(found, words.columns("name", "comment", "notes", "metadata", "labels"))
+            if changed:
+                registry.change_version(connection, found.id, **changed, updated=self._state.clock())
+            return _find_version(connection, identifier, number)
+
+    def delete_version(self, identifier: str, number: int) -> None:
+        """Delete a version; its checkpoint stays."""
+        with self._state.database.transaction() as connection:
+            registry.drop_version(connection, _find_version(connection, identifier, number).id)
+
+    # -- templates
+
+    def templates(self) -> list[Template]:
+        """List all templates by name."""
+        with self._state.database.reading() as connection:
+            return registry.templates(connection)
+
+    def template(self, name: str) -> Template:
+        """Return a template. Raises NotFound."""
+        with self._state.database.reading() as connection:
+            return find_template(connection, name)
+
+    def add_template(self, template: Template) -> Template:
+        """Create a template. Raises Conflict if there is one of its name."""
+        _check_printable(template.name)
+        with self._state.database.transaction() as connection:
+            if registry.template(connection, template.name) is not None:
+                raise Conflict(f"template {template.name!r} exists already")
+            registry.add_template(connection, template)
+        return template
+
+    def change_template(
+        self, name: str, *, new_name: str | None = None, config: Json | None = None, workspace_id: int | None = None
+    ) -> Template:
+        """Replace what is given. Raises NotFound, or Conflict for a name that is taken."""
+        with self._state.database.transaction() as connection:
+            find_template(connection, name)
+            given = {"name": new_name, "config": config, "workspace_id": workspace_id}
+            if new_name is not None and new_name != name:
+                _check_printable(new_name)
+                if registry.template(connection, new_name) is not None:
+                    raise Conflict(f"template {new_name!r} exists already")
+            columns = {key: value for key, value in given.items() if value is not None}
+            registry.change_template(connection, name, **columns)
+            return find_template(connection, new_name or name)
+
+    def delete_template(self, name: str) -> None:
+        """Delete a template. Raises NotFound."""
+        with self._state.database.transaction() as connection:
+            registry.drop_template(connection, find_template(connection, name).name)
+
+
+def find_template(connection: sqlite3.Connection, name: str) -> Template:
+    """Return a template. Raises NotFound."""
+    return existing(registry.template(connection, name), f"template {name[:60]!r}")
+
+
+def require_unregistered(connection: sqlite3.Connection, uuids: Iterable[str], verb: str) -> None:
+    """Raise Invalid, in Determined's words, if one of these checkpoints is a version of a model.
+
+    Args:
+        verb: what cannot be done to them: "deleted" or "patched".
+    """
+    found = registry.registered(connection, uuids)
+    if found:
+        names = [
+            f"{each.uuid}, registered to {each.model_name} (model #{each.model_id}), version {each.version}"
+            for each in found
+        ]
+        raise Invalid(
+            f"this subset of checkpoints provided are in the model registry and cannot be {verb}: {', '.join(names)}."
+        )
+
+
+def _find(connection: sqlite3.Connection, identifier: str) -> Model:
+    """Return a model by name, or by id if ``identifier`` is digits: no model has such a name."""
+    by_id = re.fullmatch("[0-9]{1,9}", identifier) is not None
+    found = registry.model(connection, int(identifier)) if by_id else registry.model_named(connection, identifier)
+    return existing(found, f'model "{identifier[:80]}"')
+
+
+def _find_version(connection: sqlite3.Connection, identifier: str, number: int) -> ModelVersion:
+    found = registry.version(connection, _find(connection, identifier), number)
+    return existing(found, f'version {number} for model "{identifier[:80]}"')
+
+
+def _experiment_of(connection: sqlite3.Connection, number: int | None) -> Experiment | None:
+    return None if number is None else experiments.get(connection, number, derived=False)
+
+
+def _changed(found: object, columns: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the columns whose value differs; each label once."""
+    fresh = {name: tuple(dict.fromkeys(value)) if name == "labels" else value for name, value in columns.items()}
+    return {name: value for name, value in fresh.items() if value != getattr(found, name)}
+
+
+def _check_name(name: str) -> None:
+    """Refuse a model's name that a genuine master refuses, or that would change a terminal."""
+    for wrong, why in (
+        (not name.strip(" "), "model names cannot be blank"),
+        ("  " in name, "model names cannot have excessive spacing"),
+        ("/" in name or "\\" in name, "model names cannot have slashes"),
+        (name.isdecimal() and name.isascii(), "model names cannot be only numbers"),
+    ):
+        if wrong:
+            raise Invalid(why)
+    _check_printable(name)
+
+
+def _check_printable(name: str) -> None:
+    if not name:
+        raise Invalid("name is required")
+    if any(unicodedata.category(character) == "Cc" for character in name):
+        raise Invalid("the name contains control characters", where="name", got=repr(name)[:60])

@@ -51,7 +51,8 @@ def engine() -> zero_trial.Engine:
 USES: dict[str, Callable[[Any, nn.Module], object]] = {
     "clone": lambda p, _: p.clone(),
     "detach": lambda p, _: p.detach(),
-    "data": lambda p, _: p.data,
+    "data": lambda p, _: p.data.clone(),
+    "with a format": lambda p, _: f"{p:.2f}",
     "sum": lambda p, _: p.sum(),
     "arithmetic": lambda p, _: 0.9 * torch.ones(SHAPE) + p,
     "index": lambda p, _: p[0],
@@ -95,7 +96,7 @@ def test_a_use_that_needs_values_is_an_error_that_names_parameter_and_line(engin
     assert "GatheredParameters" in found
     assert NAME in found or use in OF_MODELS
     with GatheredParameters(model):
-        if use not in EDITS:
+        if use not in (*EDITS, "with a format"):
             USES[use](model.get_parameter(NAME), model)
 
 
@@ -114,7 +115,11 @@ def test_metadata_can_be_asked(engine: zero_trial.Engine) -> None:
     assert param.is_leaf
     assert param.requires_grad
     assert param.requires_grad_(True) is param
+    assert (param.data.shape, param.data.dtype, param.data.numel()) == (SHAPE, torch.float32, 9216)
+    assert (param.is_pinned(), param.is_shared(), param.is_inference(), param._base) == (False, False, False, None)
+    assert "shape" in dir(param)
     assert NAME in repr(param)
+    assert NAME in f"{param}"
     assert param != None  # noqa: E711
     assert torch.zeros_like(param).shape == SHAPE
     assert torch.ones(9216).view_as(param).shape == SHAPE

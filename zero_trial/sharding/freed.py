@@ -57,24 +57,29 @@ def is_absent(tensor: torch.Tensor) -> bool:
 
 _PROPERTIES = [
     "shape", "ndim", "dtype", "device", "layout", "is_leaf", "requires_grad", "grad", "grad_fn", "is_cuda", "is_cpu",
-    "is_meta", "is_sparse", "is_quantized", "is_nested", "itemsize", "nbytes", "retains_grad", "output_nr", "_version",
-    "_backward_hooks", "_post_accumulate_grad_hooks",
+    "is_meta", "is_sparse", "is_sparse_csr", "is_quantized", "is_nested", "is_mkldnn", "is_mps", "is_mtia", "is_xla", "is_xpu",
+    "itemsize", "nbytes", "name", "retains_grad", "output_nr", "_base", "_version", "_backward_hooks",
+    "_post_accumulate_grad_hooks",
 ]  # fmt: skip
 _METHODS = [
     "size", "dim", "ndimension", "numel", "nelement", "element_size", "stride", "storage_offset", "get_device", "is_complex",
-    "is_floating_point", "is_signed", "is_contiguous", "untyped_storage", "__len__",
+    "is_floating_point", "is_signed", "is_inference", "is_contiguous", "_is_view", "untyped_storage", "__len__",
 ]  # fmt: skip
 
 METADATA: frozenset[Any] = frozenset(
     [getattr(torch.Tensor, name).__get__ for name in _PROPERTIES]
     + [getattr(torch.Tensor, name) for name in _METHODS]
-    + [torch.numel, torch.is_floating_point, torch.is_complex, torch.is_signed]
+    + [torch.numel, torch.is_floating_point, torch.is_complex, torch.is_signed, torch.is_inference]
 )
 """Functions that need no values: programs that look at every tensor of the process call them."""
 
 _ALLOWED = METADATA | frozenset(
     [getattr(torch.Tensor, name).__set__ for name in ("grad", "requires_grad", "_backward_hooks")]
-    + [getattr(torch.Tensor, name) for name in ("requires_grad_", "data_ptr", "register_hook", "retain_grad")]
+    + [
+        getattr(torch.Tensor, name)
+        for name in ("requires_grad_", "data_ptr", "register_hook", "retain_grad", "__dir__")
+    ]
+    + [getattr(torch.Tensor, name) for name in ("is_pinned", "is_shared")]
     + [torch.Tensor.register_post_accumulate_grad_hook, torch.autograd.grad, torch.autograd.backward]
     # results that have only the shape, dtype and device of the parameter
     + [getattr(torch, f"{name}_like") for name in ("empty", "zeros", "ones", "full", "rand", "randn", "randint")]
@@ -90,7 +95,7 @@ _CONVERSIONS = frozenset(
 _SHAPED_LIKE = frozenset(
     getattr(torch.Tensor, name) for name in ("to", "type_as", "expand_as", "view_as", "reshape_as", "is_same_size")
 )
-_SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+_GET_DATA, _SET_DATA = torch.Tensor.data.__get__, torch.Tensor.data.__set__  # type: ignore[attr-defined]
 _COMPARISONS = frozenset([torch.Tensor.__eq__, torch.Tensor.__ne__, torch.Tensor.eq, torch.Tensor.ne])
 
 
@@ -114,11 +119,13 @@ class FreedParameter(nn.Parameter):
                 result = func(*args, **named)
                 if result is first or isinstance(result, str):
                     return result
+            if func == _GET_DATA:
+                return first  # for ``p.data.dtype`` and the like: every other use of it comes here again
             if func == _SET_DATA and args[1] is first:
                 return None
             if func in _COMPARISONS and args[1] is None:
                 return func(*args, **named)
-            if func is torch.Tensor.__repr__:
+            if func is torch.Tensor.__repr__ or (func is torch.Tensor.__format__ and not args[1]):
                 return f"{_named(cast('nn.Parameter', first))}, whose values are in the shards of all ranks"
             freed = [leaf for leaf in tree_leaves((args, named)) if isinstance(leaf, FreedParameter)]
             raise _refused(freed[0], _spelled(func))

@@ -16,6 +16,7 @@ import zero_trial
 from tests.support.dense import STAGES, TOLERANCE, Case, Turn, adamw, build_engine, difference, train_dense
 from tests.support.pool import Pools
 from zero_trial import PipelineModule, zero
+from zero_trial.errors import ConfigError
 
 WIDTH = 10
 
@@ -434,6 +435,17 @@ def destroyed(stage: str) -> float:
     return difference(again, plain)
 
 
+def test_a_second_engine_of_a_freed_model_asks_for_destroy() -> None:
+    """A notebook's cell that runs again: the message names what to do, also when nothing else holds
+    the first engine."""
+    first = build_engine(Case(Net, loss), STAGES["zero3-free"])
+    module = first.module
+    for _ in range(2):
+        with pytest.raises(ConfigError, match=r"belongs to another engine.*destroy\(\)"):
+            build_engine(Case(lambda: module, loss), STAGES["zero3-free"])
+        first = None  # type: ignore[assignment]
+
+
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_destroyed_engine_leaves_a_plain_module(ranks: Pools, stage: str) -> None:
     for gap in ranks(2).run(destroyed, stage):
@@ -547,10 +559,11 @@ def compiled(stage: str, form: str) -> tuple[float, int]:
     torch._dynamo.utils.counters.clear()
     engine = build_engine(Case(lambda: compile_before(BlockNet(), form), loss, steps=3), STAGES[stage])
     compile_after(engine, form)
+    called = torch.compile(engine, backend="aot_eager") if form == "around the engine" else engine
     for step in range(3):
         if form == "blocks in place, twice" and step:
             compile_after(engine, form)
-        engine.backward(loss(engine, Turn(step, 0, engine.global_rank)))
+        engine.backward(loss(called, Turn(step, 0, engine.global_rank)))
         engine.step()
     graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     reference = list(train_dense(Case(BlockNet, loss, steps=3), 2))[-1]
@@ -568,7 +581,7 @@ IN_EVERY_FORM = ["blocks", *IN_PLACE, "model", "engine"]
     ("stage", "form"),
     [(stage, "blocks") for stage in ("zero2", "zero3")]
     + [("zero2", "model in place"), ("zero3", "model")]
-    + [("zero3-free", form) for form in (*IN_EVERY_FORM, "engine, inductor")],
+    + [("zero3-free", form) for form in (*IN_EVERY_FORM, "engine, inductor", "around the engine")],
 )
 def test_compiled_models_train_alike(ranks: Pools, stage: str, form: str) -> None:
     for gap, graphs in ranks(2).run(compiled, stage, form):

@@ -300,7 +300,11 @@ class BackwardPasses:
     def _trained(self) -> TrainedEngine:
         engine = self._engine()
         if engine is None:
-            raise TrialError("the engine of this model does not exist any more", where="backward")
+            raise TrialError(
+                "an engine of this model does not exist any more, but the model still serves it",
+                where="backward",
+                fix="Call its destroy() before another engine, or plain torch, trains the model; or build the model anew.",
+            )
         return engine
 
 
@@ -423,6 +427,9 @@ class ParameterCheck:
         if not same or self._states_now() != self._states:
             self.check(where)
             self._look()
+
+    # torch.compile of an engine does not trace this look at parameters, which are freed.
+    before_forward._torchdynamo_disable = True  # type: ignore[attr-defined]
 
     def check(self, where: str) -> None:
         """Raise TrialError for such parameters. Reads names and flags only.

@@ -58,6 +58,8 @@ from zero_trial.ops.cpu import native_sum
 from zero_trial.pipeline.module import PipelineModule
 from zero_trial.precision import DtypePolicy
 from zero_trial.sharding.ema import KIND, EmaSchedule, WeightAverage
+from zero_trial.sharding.freed import FreedParameter, owner_of_param
+from zero_trial.sharding.full_params import FullParams
 from zero_trial.sharding.grouping import is_model_parallel
 from zero_trial.sharding.layout import describe_dtypes
 from zero_trial.sharding.model import ShardedModel, fp32_buffers
@@ -181,6 +183,7 @@ def build_engine(
         build_layers(model, settings, mesh, has_parameters=given)
     if device.type != "meta":  # a dry run may be asked for sizes only
         _require_values(model)
+    _require_no_engine(model)
     if any(tensor.device != device for tensor in itertools.chain(model.parameters(), model.buffers())):
         model.to(device)
     optimizes = optimizer is not None or settings.optimizer is not None
@@ -236,6 +239,20 @@ def _require_values(model: nn.Module) -> None:
             expected="initialized parameters and buffers",
             fix="Build it inside zero_trial.zero.Init(), which shards each layer as it is built, or call model.to_empty() and initialize it.",
         )
+
+
+def _require_no_engine(model: nn.Module) -> None:
+    """Raise ConfigError for a model whose values are in the shards of another engine (ZeRO stage
+    3)."""
+    for name, param in model.named_parameters():
+        if isinstance(param, FreedParameter) and isinstance(owner_of_param(param), FullParams):
+            raise ConfigError(
+                "the model belongs to another engine, which has its values (ZeRO stage 3)",
+                where=f"initialize(model): {name}",
+                got="an engine that was made of this model before, and not destroyed",
+                expected="a model without an engine",
+                fix="Call destroy() of that engine first, on every rank, or build the model anew.",
+            )
 
 
 def _config_source(args: Any, config: Any, config_params: Any) -> Any:

@@ -31,7 +31,7 @@ LAST = ("experiment cancel", "experiment kill", "experiment delete", "trial kill
 # What this master does; everything else must say that it does not, or that an argument made no
 # sense.
 WORKS = """
-experiment list/config/describe/logs/download-model-def/list-trials/list-checkpoints/create/activate/pause/cancel/kill/download
+experiment list/config/describe/move/logs/download-model-def/list-trials/list-checkpoints/create/activate/pause/cancel/kill/download
 experiment label add/label remove/set description/set name/set gc-policy/set max-slots/set weight/set priority
 master config show/info/logs
 agent list
@@ -42,7 +42,7 @@ template list/set/set-value config/describe/remove
 task list
 trial describe/logs/kill/support-bundle
 user list/logout/whoami
-workspace list/list-projects/describe
+workspace list/create/list-projects/describe
 project list/list-experiments/describe
 auth login/list-providers
 dev auth-token

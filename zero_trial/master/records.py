@@ -124,6 +124,8 @@ class Experiment:
     error: str = ""  # why it ended in ERROR; empty otherwise
     unmanaged: bool = False  # its trials are processes of their own, which report by themselves
     external_id: str | None = None  # the name by which an unmanaged one is found again
+    project_id: int = 1
+    project: Project | None = None  # derived when it is read
 
 
 @dataclass(frozen=True)
@@ -365,6 +367,7 @@ class Job:
     allocated_slots: int
     jobs_ahead: int
     progress: float | None = None
+    workspace_id: int = 1
 
 
 @dataclass(frozen=True)
@@ -377,6 +380,41 @@ class ResourcePool:
     slots: int
     used: int
     agents: int = 1
+
+
+@dataclass(frozen=True)
+class Workspace:
+    """A group of projects."""
+
+    id: int
+    name: str
+    owner: str
+    archived: bool = False
+    storage: Json | None = None  # the checkpoint_storage of experiments that set none
+    pinned_by: tuple[str, ...] = ()  # names of users
+    # Derived when it is read:
+    projects: int = 0
+    experiments: int = 0
+
+
+@dataclass(frozen=True)
+class Project:
+    """A group of experiments in a workspace."""
+
+    id: int
+    workspace_id: int
+    name: str
+    key: str
+    owner: str
+    description: str = ""
+    archived: bool = False  # itself or with its workspace
+    notes: tuple[Json, ...] = ()  # each with name and contents
+    # Derived when it is read:
+    own_archived: bool = False
+    workspace_name: str = ""
+    experiments: int = 0
+    active: int = 0  # experiments that have not ended
+    last_started: float | None = None
 
 
 @dataclass(frozen=True)
@@ -418,6 +456,7 @@ class NewExperiment:
     unmanaged: bool = False
     external_id: str | None = None
     template: str = ""  # its name; "": none
+    project_id: int = 1  # where the configuration names none
 
 
 @dataclass(frozen=True)

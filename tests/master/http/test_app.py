@@ -462,6 +462,23 @@ BODIES: dict[str, Any] = {
     },
     "POST /api/v1/trials/{trialId:int}/start": {"trialId": 3, "resume": True},
     "PATCH /api/v1/trials/{trialId:int}": {"trialId": 3, "state": "STATE_RUNNING"},
+    "POST /api/v1/experiments/{experimentId:int}/move": {"destinationProjectId": 2, "experimentId": 1},
+    "POST /api/v1/workspaces": {
+        "name": "new",
+        "checkpointStorageConfig": {"type": "shared_fs", "host_path": "/tmp"},
+        "agentUserGroup": None,
+        "clusterNamespaceMeta": {},
+        "clusterQuotaPairs": {},
+    },
+    "PATCH /api/v1/workspaces/{workspaceId:int}": {
+        "name": "other",
+        "checkpointStorageConfig": {"type": "shared_fs", "host_path": "/tmp"},
+    },
+    "POST /api/v1/workspaces/{workspaceId:int}/projects": {"name": "new", "description": "d", "key": "NEW"},
+    "PATCH /api/v1/projects/{projectId:int}": {"name": "other", "description": "d"},
+    "POST /api/v1/projects/{projectId:int}/move": {"destinationWorkspaceId": 2, "projectId": 2},
+    "POST /api/v1/projects/{projectId:int}/notes": {"name": "n", "contents": "c"},
+    "PUT /api/v1/projects/{projectId:int}/notes": {"notes": [{"name": "n", "contents": "c"}]},
     "POST /api/v1/preview-hp-search": {"config": {"searcher": CONFIG["searcher"], "hyperparameters": {"lr": 0.1}}},
     "POST /api/v1/experiments/continue": {"id": 2, "overrideConfig": "hyperparameters: {lr: 1.0}"},
     "PATCH /api/v1/experiments/{experimentId:int}": {
@@ -698,6 +715,9 @@ def test_every_request_gets_an_answer(route: Any, most: int, tmp_path: Path, mon
     world.write(1, "first", "aaaa")
     unmanaged = world.add_unmanaged("mine")
     world.unmanaged.create(unmanaged, {}, "first")
+    owner = world.accounts.users()[0]
+    for name in ("mine", "yours"):
+        world.workspaces.create_project(world.workspaces.create(name, owner, None).id, name, owner, "", None)
     app = Open(world, Router(ROUTES), port=1, waits=1)
 
     def status(method: str, target: str, content: bytes) -> int:

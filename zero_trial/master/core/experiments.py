@@ -21,6 +21,7 @@ from zero_trial.master.core.registry import find_template
 from zero_trial.master.core.state import MasterState, begun_again
 from zero_trial.master.core.transaction import Begun, Transaction, transaction
 from zero_trial.master.core.unmanaged import require_managed
+from zero_trial.master.core.workspaces import place_of
 from zero_trial.master.records import (
     Checkpoint,
     Conflict,
@@ -39,11 +40,10 @@ from zero_trial.master.records import (
     existing,
 )
 from zero_trial.master.search import Create, PlannedTrials, build
-from zero_trial.master.store import checkpoints, experiments, registry, trials
+from zero_trial.master.store import checkpoints, experiments, registry, trials, workspaces
 from zero_trial.schema.yaml_source import read_yaml
 
 POOL = "default"
-WORKSPACE = "Uncategorized"  # the one workspace, and the one project in it
 _NAME_BYTES = 4
 _GC_KEYS = ("save_experiment_best", "save_trial_best", "save_trial_latest")
 
@@ -68,15 +68,17 @@ class ExperimentService:
                 template = find_template(connection, new.template).config
         if new.unmanaged:
             return self._create_unmanaged(new, template)
-        done = self._complete(new.config_text, template)
+        done, project = self._complete_in_place(new.config_text, template, new.project_id)
         warnings = (*done.warnings, *self._check_machine(done.config))
         self._check_sources(new, done.config)
         context = read_context(new.context)
-        draft = self._draft(new, _placed(done.config))
+        draft = self._draft(new, _placed(done.config), project)
         if new.validate_only:
             return Created(draft, done.config, warnings)
         with transaction(self._state) as tx:
-            check_source(tx.connection, done.config)  # again: it may have been deleted meanwhile
+            # again: they may have been deleted meanwhile
+            check_source(tx.connection, done.config)
+            existing(workspaces.project(tx.connection, project), f"project {project}")
             number = experiments.add(tx.connection, draft, new.context)
             self._state.keep_context(number, context)
             tx.search(Begun(number))
@@ -88,15 +90,17 @@ class ExperimentService:
         """
         written = _mapping(new.config_text, "config")
         entrypoint = written.get("entrypoint") or (template or {}).get("entrypoint")
-        done = self._complete({**written, "entrypoint": entrypoint or "none"}, template)
+        stand_in = {**written, "entrypoint": entrypoint or "none"}
+        done, project = self._complete_in_place(stand_in, template, new.project_id)
         config = {**done.config, "entrypoint": entrypoint}
         warnings = (*done.warnings, *_check_here(config))
         draft = replace(
-            self._draft(new, config), state=ExperimentState.PAUSED, unmanaged=True, external_id=new.external_id
+            self._draft(new, config, project), state=ExperimentState.PAUSED, unmanaged=True, external_id=new.external_id
         )
         if new.validate_only:
             return Created(draft, config, warnings)
         with transaction(self._state) as tx:
+            existing(workspaces.project(tx.connection, project), f"project {project}")
             name = new.external_id
             number = None if name is None else experiments.of_external_id(tx.connection, name)
             if number is None:
@@ -107,8 +111,30 @@ class ExperimentService:
                 experiments.change(tx.connection, number, config=config)
         return Created(self.get(number), config, warnings)
 
-    def _complete(self, source: str | Mapping[str, Any], template: Json | None = None) -> CompletedConfig:
-        section = {"type": "shared_fs", "host_path": str(self._state.directory.storage)}
+    def _complete_in_place(
+        self, source: str | Mapping[str, Any], template: Json | None, project_id: int
+    ) -> tuple[CompletedConfig, int]:
+        """Complete a config with the checkpoint_storage of its workspace; return its project."""
+        done = self._complete(source, template)
+        with self._state.database.reading() as connection:
+            workspace, project = place_of(connection, done.config, project_id)
+        if workspace.storage is not None:
+            done = self._complete(source, template, storage_above=workspace.storage)
+        return done, project.id
+
+    def check_storage(self, section: Mapping[str, Any]) -> None:
+        """Raise Invalid for what no experiment may have as its ``checkpoint_storage``."""
+        searcher = {"name": "single", "metric": "none"}
+        self._complete({"entrypoint": "none", "searcher": searcher, "checkpoint_storage": dict(section)})
+
+    def _complete(
+        self, source: str | Mapping[str, Any], template: Json | None = None, *, storage_above: Json | None = None
+    ) -> CompletedConfig:
+        section: dict[str, Any] = {"type": "shared_fs", "host_path": str(self._state.directory.storage)}
+        if storage_above is not None:
+            section = merge({"checkpoint_storage": storage_above}, {"checkpoint_storage": section})[
+                "checkpoint_storage"
+            ]
         defaults = ClusterDefaults(
             checkpoint_storage=section,
             name=f"Experiment ({secrets.token_hex(_NAME_BYTES)})",
@@ -155,7 +181,7 @@ class ExperimentService:
                 raise NotFound(f"parent experiment {new.parent_id} not found")
             check_source(connection, config)
 
-    def _draft(self, new: NewExperiment, config: Mapping[str, Any]) -> Experiment:
+    def _draft(self, new: NewExperiment, config: Mapping[str, Any], project_id: int) -> Experiment:
         return Experiment(
             id=0,
             state=ExperimentState.ACTIVE if new.activate else ExperimentState.PAUSED,
@@ -168,6 +194,7 @@ class ExperimentService:
             name=str(config.get("name") or ""),
             description=str(config.get("description") or ""),
             labels=tuple(config.get("labels") or ()),
+            project_id=project_id,
         )
 
     def preview_search(self, config: Mapping[str, Any]) -> tuple[Mapping[str, Any], list[PlannedTrials]]:
@@ -424,7 +451,7 @@ def _check_here(config: Mapping[str, Any]) -> list[str]:
     differently."""
     _check_size(config)
     _check_name(config)
-    _check_place(config)
+    _check_pool(config)
     if storage.base_of(config) is None:
         kind = (config.get("checkpoint_storage") or {}).get("type")
         return [f"checkpoints in storage of type {kind} are not garbage-collected by this master"]
@@ -454,14 +481,11 @@ def _placed(config: Mapping[str, Any]) -> dict[str, Any]:
     return {**config, "resources": {**config["resources"], "resource_pool": POOL}}
 
 
-def _check_place(config: Mapping[str, Any]) -> None:
-    """Refuse a pool, workspace or project that does not exist."""
+def _check_pool(config: Mapping[str, Any]) -> None:
+    """Refuse a pool that does not exist."""
     pool = config["resources"]["resource_pool"]
     if pool not in ("", POOL):
         raise Invalid("there is no such resource pool", where="resources.resource_pool", got=pool, expected=POOL)
-    for where in ("workspace", "project"):
-        if config[where] not in ("", WORKSPACE):
-            raise Invalid(f"there is no such {where}", where=where, got=config[where], expected=WORKSPACE)
 
 
 def _check_name(config: Mapping[str, Any]) -> None:

@@ -1,10 +1,10 @@
 """The master of one machine: its services, and what happens to it from outside (the agent's
 reports, the clock, start and stop).
 
-A `Master` is eight small groups of operations (`experiments`, `trials`, `unmanaged`, `tasks`,
-`checkpoints`, `registry`, `machine`, `accounts`). Each may be called from any thread; refusals are
-the ServiceErrors of `master.records`; permissions are checked before, in `master.http`. Lists come
-whole, oldest first.
+A `Master` is nine small groups of operations (`experiments`, `workspaces`, `trials`, `unmanaged`,
+`tasks`, `checkpoints`, `registry`, `machine`, `accounts`). Each may be called from any thread;
+refusals are the ServiceErrors of `master.records`; permissions are checked before, in
+`master.http`, but for those of owners. Lists come whole, oldest first.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from zero_trial.master.core.state import MasterState
 from zero_trial.master.core.transaction import transaction
 from zero_trial.master.core.trials import TaskService, TrialService
 from zero_trial.master.core.unmanaged import UnmanagedService
+from zero_trial.master.core.workspaces import WorkspaceService
 from zero_trial.master.directory import MasterDirectory
 from zero_trial.master.log_policies import LogMatch
 from zero_trial.master.records import (
@@ -41,7 +42,7 @@ from zero_trial.master.records import (
     ResourcePool,
     SlotInfo,
 )
-from zero_trial.master.store import accounts, experiments, trials
+from zero_trial.master.store import accounts, experiments, trials, workspaces
 
 log = logging.getLogger(__name__)
 
@@ -126,6 +127,7 @@ class MachineService:
         """List the experiments that have not ended, in the order of the queue."""
         with self._state.database.reading() as connection:
             runs = trials.allocations(connection)
+            places = {each.id: each.workspace_id for each in workspaces.projects(connection)}
             found = [
                 experiments.get(connection, number, derived=False) for number in experiments.ids(connection, *_LIVE)
             ]
@@ -137,7 +139,7 @@ class MachineService:
         ]
         order = list(dict.fromkeys(item.experiment_id for item in queue_order(queued)))
         jobs = [
-            _job(experiment, [run for run in runs if run.experiment_id == number], order)
+            _job(experiment, [run for run in runs if run.experiment_id == number], order, places[experiment.project_id])
             for number, experiment in there.items()
         ]
         return sorted(jobs, key=lambda job: (job.state != "SCHEDULED", job.priority, job.experiment_id))
@@ -149,7 +151,7 @@ class MachineService:
         return [ResourcePool(POOL, "the slots of this machine", self._state.devices.kind, len(slots), used)]
 
 
-def _job(experiment: Experiment, runs: list[Allocation], order: list[int]) -> Job:
+def _job(experiment: Experiment, runs: list[Allocation], order: list[int], workspace_id: int) -> Job:
     resources = experiment.config.get("resources") or {}
     slots = resources.get("slots_per_trial")
     running = [run for run in runs if run.state is not AllocationState.QUEUED]
@@ -167,6 +169,7 @@ def _job(experiment: Experiment, runs: list[Allocation], order: list[int]) -> Jo
         allocated_slots=sum(len(run.slots) for run in running),
         jobs_ahead=order.index(experiment.id) if experiment.id in order and not running else 0,
         progress=experiment.progress,
+        workspace_id=workspace_id,
     )
 
 
@@ -189,6 +192,7 @@ class Master:
         self.garbage_collector = GarbageCollector(state)
         self.experiments = ExperimentService(state)
         self.trials = TrialService(state)
+        self.workspaces = WorkspaceService(state)
         self.unmanaged = UnmanagedService(state)
         self.tasks = TaskService(state)
         self.checkpoints = CheckpointService(state)

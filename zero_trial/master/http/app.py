@@ -33,7 +33,16 @@ from zero_trial.master.http.messages import (
     split_path,
     whole,
 )
-from zero_trial.master.http.routes import checkpoints, experiments, logs, machine, registry, trials, users
+from zero_trial.master.http.routes import (
+    checkpoints,
+    experiments,
+    logs,
+    machine,
+    registry,
+    trials,
+    users,
+    workspaces,
+)
 from zero_trial.master.http.server import MAX_CONNECTIONS, HttpServer, ReadBody, Timeouts
 from zero_trial.master.records import Conflict, Invalid, NotFound, PermissionDenied, ServiceError, Unsupported
 
@@ -209,7 +218,7 @@ def listen(
 
 def all_routes() -> Iterator[Route]:
     """Yield every route that is answered; their order does not matter."""
-    for part in (experiments, trials, checkpoints, registry, logs, machine, users):
+    for part in (experiments, trials, checkpoints, registry, logs, machine, users, workspaces):
         yield from part.ROUTES
 
 
@@ -231,8 +240,8 @@ _UNSUPPORTED: Mapping[str, str] = {
     "/api/v1/permissions": _NO_ROLES,
     "/api/v1/config-policies": _NO_ROLES,
     "/api/v1/tokens": "access tokens are not created over HTTP: the local user's token is in the master's directory",
-    "/api/v1/workspaces": "there is one workspace, Uncategorized, with one project; others are not made by the embedded master",
-    "/api/v1/projects": "there is one workspace, Uncategorized, with one project; others are not made by the embedded master",
+    "/api/v1/workspaces": "workspaces and projects of the embedded master have no namespaces, quotas, roles and bulk actions",
+    "/api/v1/projects": "workspaces and projects of the embedded master have no namespaces, quotas, roles and bulk actions",
     "/api/v1/resource-pools": "there is one resource pool; it is bound to the one workspace for good",
     "/api/v1/resources": "the embedded master keeps no account of used resources",
     "/resources": "the embedded master keeps no account of used resources",
@@ -252,7 +261,7 @@ _UNSUPPORTED: Mapping[str, str] = {
 _UNSUPPORTED_ENDINGS: Mapping[str, str] = {
     "/metrics": "the embedded master does not track which trial used which checkpoint",
     "/retain_logs": "logs are kept until their experiment is deleted",
-    "/move": "there is one project; experiments stay in it",
+    "/move": "move whole experiments, one by one: det experiment move",
     "/tensorboard-files": "TensorBoard files are deleted with their experiment, not before",
     "/metadata": "metadata of checkpoints is not changed after they were saved",
     "/all_gather": "only containers of one machine are run, which need no all-gather",

@@ -198,6 +198,31 @@ MIGRATIONS: tuple[str, ...] = (
     CREATE INDEX model_versions_checkpoint ON model_versions (checkpoint_uuid);
     CREATE TABLE templates (name TEXT PRIMARY KEY, config TEXT NOT NULL, workspace_id INTEGER NOT NULL);
     """,
+    """
+    CREATE TABLE workspaces (
+        id INTEGER PRIMARY KEY AUTOINCREMENT,
+        name TEXT NOT NULL UNIQUE,
+        owner TEXT NOT NULL,
+        archived INTEGER NOT NULL DEFAULT 0,
+        storage TEXT,
+        pinned_by TEXT NOT NULL DEFAULT '[]'
+    );
+    CREATE TABLE projects (
+        id INTEGER PRIMARY KEY AUTOINCREMENT,
+        workspace_id INTEGER NOT NULL,
+        name TEXT NOT NULL,
+        key TEXT NOT NULL UNIQUE,
+        owner TEXT NOT NULL,
+        description TEXT NOT NULL DEFAULT '',
+        archived INTEGER NOT NULL DEFAULT 0,
+        notes TEXT NOT NULL DEFAULT '[]',
+        UNIQUE (workspace_id, name)
+    );
+    INSERT INTO workspaces (id, name, owner) VALUES (1, 'Uncategorized', 'determined');
+    INSERT INTO projects (id, workspace_id, name, key, owner) VALUES (1, 1, 'Uncategorized', 'UNC', 'determined');
+    ALTER TABLE experiments ADD COLUMN project_id INTEGER NOT NULL DEFAULT 1;
+    CREATE INDEX experiments_project ON experiments (project_id);
+    """,
 )
 
 

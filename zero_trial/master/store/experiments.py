@@ -7,11 +7,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from zero_trial.master.records import AllocationState, Experiment, ExperimentState
+from zero_trial.master.store import workspaces
 from zero_trial.master.store.database import insert, loads, record, update
 
 _GIVEN = (
     *("state", "config", "original_config", "owner", "job_id", "created", "parent_id"),
-    *("name", "description", "labels", "notes", "unmanaged", "external_id"),
+    *("name", "description", "labels", "notes", "unmanaged", "external_id", "project_id"),
 )
 _BEST = """
     SELECT m.trial_id, m.searcher_metric FROM metrics m JOIN trials t ON t.id = m.trial_id
@@ -117,6 +118,7 @@ def _record(connection: sqlite3.Connection, row: sqlite3.Row, derived: bool) -> 
             (number,),
         ).fetchone()
         more = {
+            "project": workspaces.project(connection, row["project_id"]),
             "num_trials": counts[0],
             "pruned_trials": counts[1],
             "best_trial_id": found[0] if found else None,

@@ -8,7 +8,8 @@ from dataclasses import replace
 from typing import Any
 
 from zero_trial.master.core import context_archive
-from zero_trial.master.core.experiments import POOL, WORKSPACE
+from zero_trial.master.core.experiments import POOL
+from zero_trial.master.core.workspaces import FIRST, UNCATEGORIZED
 from zero_trial.master.http.messages import (
     AuthLevel,
     Dict,
@@ -35,7 +36,6 @@ from zero_trial.master.records import (
 )
 
 _ROOT = "/api/v1/experiments"
-WORKSPACE_ID = PROJECT_ID = 1
 CONTEXT_BODY = 128 * 1024 * 1024  # bytes: a full context directory in base64, and its configuration
 
 
@@ -60,8 +60,6 @@ def _new(request: Request, body: Mapping[str, Any]) -> NewExperiment:
     files = body.get("modelDefinition") or []
     if not isinstance(files, list):
         raise Invalid("modelDefinition must be a list of files")
-    if body.get("projectId") not in (None, 0, PROJECT_ID):
-        raise NotFound(f"there is one project here, number {PROJECT_ID}")
     parent = body.get("parentId")
     return NewExperiment(
         config_text=_text_of(body, "config"),
@@ -70,6 +68,7 @@ def _new(request: Request, body: Mapping[str, Any]) -> NewExperiment:
         activate=bool(body.get("activate", True)),
         validate_only=bool(body.get("validateOnly", False)),
         parent_id=whole(parent, "parentId") if parent else None,
+        project_id=whole(body.get("projectId") or FIRST, "projectId"),
         unmanaged=bool(body.get("unmanaged", False)),
         template=_maybe_text(body, "template") or "",
     )
@@ -105,10 +104,12 @@ def _list_all(request: Request) -> Response:
     archived, name = request.first("archived"), request.first("name").lower()
     user_ids = {user.name: user.id for user in request.master.accounts.users()}
     wanted_ids = set(request.query_all("userIds"))
+    project_id = request.query_number("projectId", 0)
     found = [
         experiment
         for experiment in request.master.experiments.all()
         if (not archived or experiment.archived == (archived == "true"))
+        and (not project_id or experiment.project_id == project_id)
         and (not users or experiment.owner in users)
         and (not wanted_ids or str(user_ids.get(experiment.owner)) in wanted_ids)
         and (not states or f"STATE_{experiment.state.value}" in states or f"STATE_{experiment.shown_state}" in states)
@@ -273,6 +274,7 @@ def experiment_json(record: Experiment, *, user_id: int = 1) -> Dict:
     """Render a v1Experiment."""
     searcher = _mapping(record.config.get("searcher"))
     resources = _mapping(record.config.get("resources"))
+    project = record.project
     return {
         "id": record.id,
         "name": record.name,
@@ -302,12 +304,12 @@ def experiment_json(record: Experiment, *, user_id: int = 1) -> Dict:
         "userId": user_id,
         "jobId": record.job_id,
         "forkedFrom": record.parent_id,
-        "projectId": PROJECT_ID,
-        "projectName": WORKSPACE,
+        "projectId": record.project_id,
+        "projectName": UNCATEGORIZED if project is None else project.name,
         "projectOwnerId": 1,
-        "workspaceId": WORKSPACE_ID,
-        "workspaceName": WORKSPACE,
-        "parentArchived": False,
+        "workspaceId": FIRST if project is None else project.workspace_id,
+        "workspaceName": UNCATEGORIZED if project is None else project.workspace_name,
+        "parentArchived": project is not None and project.archived,
         "unmanaged": record.unmanaged,
         "externalExperimentId": record.external_id,
     }

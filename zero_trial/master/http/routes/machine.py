@@ -1,15 +1,13 @@
-"""Routes of the machine: the identity of the master, slots, the queue, and the only workspace and
-project.
-"""
+"""Routes of the machine: the identity of the master, slots and the queue."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from typing import Any
 
-from zero_trial.master.core.experiments import POOL, WORKSPACE
+from zero_trial.master.core.experiments import POOL
 from zero_trial.master.http.messages import AuthLevel, Dict, Request, Response, Route, ok, when
-from zero_trial.master.http.routes.experiments import PROJECT_ID, WORKSPACE_ID, resource_changes
+from zero_trial.master.http.routes.experiments import resource_changes
 from zero_trial.master.records import (
     AgentInfo,
     Allocation,
@@ -117,9 +115,9 @@ def _resource_pools(request: Request) -> Response:
 
 
 def _pool_bindings(request: Request) -> Response:
-    """Return that the one pool serves the one workspace."""
+    """Return that the one pool serves every workspace."""
     _require_pool(request, request.args["pool"])
-    page, pagination = request.page([WORKSPACE_ID])
+    page, pagination = request.page([each.id for each in request.master.workspaces.all()])
     return ok({"workspaceIds": list(page), "pagination": pagination})
 
 
@@ -165,43 +163,6 @@ def _update_jobs(request: Request) -> Response:
     for update, change in zip(updates, changes, strict=True):
         request.master.experiments.patch(numbers[update["jobId"]], ExperimentPatch(resources=change))
     return Response()
-
-
-def _render_workspace(request: Request) -> Dict:
-    return _workspace_json(len(request.master.experiments.all()))
-
-
-def _render_project(request: Request) -> Dict:
-    everything = request.master.experiments.all()
-    return _project_json(len(everything), sum(not each.state.final for each in everything))
-
-
-def _workspaces(request: Request) -> Response:
-    found = _render_workspace(request)
-    wanted = request.first("name") or request.first("nameCaseSensitive")
-    page, pagination = request.page([found] if wanted.lower() in found["name"].lower() else [])
-    return ok({"workspaces": list(page), "pagination": pagination})
-
-
-def _workspace(request: Request) -> Response:
-    _require_one(request.numbers["workspaceId"], WORKSPACE_ID, "workspace")
-    return ok({"workspace": _render_workspace(request)})
-
-
-def _projects(request: Request) -> Response:
-    _require_one(request.numbers["workspaceId"], WORKSPACE_ID, "workspace")
-    page, pagination = request.page([_render_project(request)])
-    return ok({"projects": list(page), "pagination": pagination})
-
-
-def _project(request: Request) -> Response:
-    _require_one(request.numbers["projectId"], PROJECT_ID, "project")
-    return ok({"project": _render_project(request)})
-
-
-def _require_one(number: int, only: int, noun: str) -> None:
-    if number != only:
-        raise NotFound(f"there is one {noun} here, number {only}")
 
 
 # -- what the answers contain, in the shapes of Determined's bindings
@@ -315,7 +276,7 @@ def _job_json(record: Job, *, pool: str, user_id: int) -> Dict:
         "allocatedSlots": record.allocated_slots,
         "progress": record.progress,
         "summary": {"state": f"STATE_{record.state}", "jobsAhead": record.jobs_ahead},
-        "workspaceId": WORKSPACE_ID,
+        "workspaceId": record.workspace_id,
     }
 
 
@@ -349,45 +310,6 @@ def _resource_pool_json(record: ResourcePool) -> Dict:
     }
 
 
-def _workspace_json(experiments: int) -> Dict:
-    """Render the only v1Workspace."""
-    return {
-        "id": WORKSPACE_ID,
-        "name": WORKSPACE,
-        "archived": False,
-        "errorMessage": "",
-        "immutable": True,
-        "numExperiments": experiments,
-        "numProjects": 1,
-        "pinned": False,
-        "state": "WORKSPACE_STATE_UNSPECIFIED",
-        "userId": 1,
-        "username": "determined",
-    }
-
-
-def _project_json(experiments: int, active: int) -> Dict:
-    """Render the only v1Project."""
-    return {
-        "id": PROJECT_ID,
-        "name": WORKSPACE,
-        "key": "UNC",
-        "description": "",
-        "archived": False,
-        "errorMessage": "",
-        "immutable": True,
-        "notes": [],
-        "numActiveExperiments": active,
-        "numExperiments": experiments,
-        "numRuns": experiments,
-        "state": "WORKSPACE_STATE_UNSPECIFIED",
-        "userId": 1,
-        "username": "determined",
-        "workspaceId": WORKSPACE_ID,
-        "workspaceName": WORKSPACE,
-    }
-
-
 _AGENT = "/api/v1/agents/{agentId}"
 _SLOT = f"{_AGENT}/slots/{{slotId:int}}"
 
@@ -410,8 +332,4 @@ ROUTES = (
     Route("GET", "/api/v1/job-queues", _jobs),
     Route("GET", "/api/v1/job-queues-v2", _jobs_v2),
     Route("POST", "/api/v1/job-queues", _update_jobs),
-    Route("GET", "/api/v1/workspaces", _workspaces),
-    Route("GET", "/api/v1/workspaces/{workspaceId:int}", _workspace),
-    Route("GET", "/api/v1/workspaces/{workspaceId:int}/projects", _projects),
-    Route("GET", "/api/v1/projects/{projectId:int}", _project),
 )

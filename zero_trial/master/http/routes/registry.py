@@ -6,11 +6,10 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-from zero_trial.master.core.experiments import WORKSPACE
 from zero_trial.master.core.registry import Words
+from zero_trial.master.core.workspaces import FIRST, UNCATEGORIZED
 from zero_trial.master.http.messages import Dict, Request, Response, Route, ok, texts, when, whole
 from zero_trial.master.http.routes.checkpoints import checkpoint_json
-from zero_trial.master.http.routes.experiments import WORKSPACE_ID
 from zero_trial.master.records import Invalid, Model, ModelVersion, NotFound, Template
 
 _MODELS = "/api/v1/models"
@@ -61,7 +60,7 @@ def _workspaces(request: Request) -> set[int] | None:
     if numbers := request.query_all("workspaceIds"):
         return {whole(number, "workspaceIds") for number in numbers}
     names = request.query_all("workspaceNames")
-    return {WORKSPACE_ID for name in names if name == WORKSPACE} if names else None
+    return {FIRST for name in names if name == UNCATEGORIZED} if names else None
 
 
 def _key(request: Request, keys: dict[str, Callable[[Any], Any]]) -> Callable[[Any], Any]:
@@ -89,7 +88,7 @@ def _create(request: Request) -> Response:
     if words.name is None:
         raise Invalid("a model has a name")
     place = _workspace(body)
-    made = request.master.registry.create(words, request.user, WORKSPACE_ID if place is None else place)
+    made = request.master.registry.create(words, request.user, FIRST if place is None else place)
     return ok({"model": model_json(made)})
 
 
@@ -167,14 +166,14 @@ def _workspace(body: Dict) -> int | None:
     if body.get("workspaceId") is not None:
         return _require_workspace(body["workspaceId"])
     name = body.get("workspaceName")
-    if name is not None and name != WORKSPACE:
+    if name is not None and name != UNCATEGORIZED:
         raise NotFound(f"workspace {str(name)[:60]!r} not found")
-    return None if name is None else WORKSPACE_ID
+    return None if name is None else FIRST
 
 
 def _require_workspace(sent: Any) -> int:
     number = whole(sent, "workspaceId")
-    if number != WORKSPACE_ID:
+    if number != FIRST:
         raise NotFound(f"workspace {number} not found")
     return number
 
@@ -232,7 +231,7 @@ def _delete_template(request: Request) -> Response:
 
 
 def _new_template(name: str, body: Dict) -> Template:
-    place = body.get("workspaceId") or WORKSPACE_ID
+    place = body.get("workspaceId") or FIRST
     config = _config({} if body.get("config") is None else body["config"])
     return Template(name, config, _require_workspace(place))
 

@@ -1,0 +1,143 @@
+"""Workspaces and projects, with the genuine bindings and command line against a served master."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.master.fakes import tgz
+from tests.master.http.conftest import Ask
+from tests.master.world import CONFIG, TASK_TOKEN, USER_TOKEN, World
+from zero_trial.errors import ZeroTrialError
+from zero_trial.master.core.accounts import digest
+from zero_trial.master.records import Experiment, Invalid, NewExperiment, NotFound, User
+
+bindings = pytest.importorskip("determined.common.api.bindings")
+errors = pytest.importorskip("determined.common.api.errors")
+
+
+def submit(world: World, project_id: int = 1, **config: Any) -> Experiment:
+    text = yaml.safe_dump({**CONFIG, **config})
+    return world.experiments.create(NewExperiment(text, tgz({}), "determined", project_id=project_id)).experiment
+
+
+def workspace(user: Any, name: str, **more: Any) -> Any:
+    return bindings.post_PostWorkspace(user, body=bindings.v1PostWorkspaceRequest(name=name, **more)).workspace
+
+
+def project(user: Any, workspace_id: int, name: str, **more: Any) -> Any:
+    body = bindings.v1PostProjectRequest(name=name, workspaceId=workspace_id, **more)
+    return bindings.post_PostProject(user, body=body, workspaceId=workspace_id).project
+
+
+def names(found: Any) -> list[str]:
+    return [each.name for each in found]
+
+
+def test_workspaces_are_made_listed_pinned_archived_and_deleted(user: Any) -> None:
+    made = workspace(user, "b")
+    workspace(user, "A")
+    listed = bindings.get_GetWorkspaces
+    by_name = bindings.v1GetWorkspacesRequestSortBy.NAME
+    assert names(listed(user).workspaces) == ["Uncategorized", "b", "A"]
+    assert names(listed(user, sortBy=by_name).workspaces) == ["A", "b", "Uncategorized"]
+    assert names(listed(user, nameCaseSensitive="B").workspaces) == []
+    bindings.post_UnpinWorkspace(user, id=made.id)
+    assert names(listed(user, pinned=True).workspaces) == ["A"]
+    change = bindings.v1PatchWorkspace(name="c")
+    bindings.post_ArchiveWorkspace(user, id=made.id)
+    assert names(listed(user, archived=True).workspaces) == ["b"]
+    with pytest.raises(errors.APIException):
+        bindings.patch_PatchWorkspace(user, body=change, id=made.id)
+    bindings.post_UnarchiveWorkspace(user, id=made.id)
+    assert bindings.patch_PatchWorkspace(user, body=change, id=made.id).workspace.name == "c"
+    with pytest.raises(errors.APIException) as caught:
+        workspace(user, "c")
+    assert caught.value.status_code == 409
+    assert bindings.delete_DeleteWorkspace(user, id=made.id).completed
+    assert names(listed(user).workspaces) == ["Uncategorized", "A"]
+
+
+def test_projects_move_with_their_experiments(user: Any, world: World) -> None:
+    one, other = workspace(user, "one"), workspace(user, "other")
+    made = project(user, one.id, "first", description="d")
+    second = project(user, one.id, "firs")
+    assert (made.key, second.key, made.workspaceName) == ("FIR", "FIR1", "one")
+    experiment = submit(world, workspace="one", project="first")
+    assert bindings.get_GetExperiment(user, experimentId=experiment.id).experiment.projectId == made.id
+    assert submit(world, made.id).project_id == made.id
+    move = bindings.v1MoveProjectRequest(destinationWorkspaceId=other.id, projectId=made.id)
+    bindings.post_MoveProject(user, body=move, projectId=made.id)
+    shown = bindings.get_GetExperiment(user, experimentId=experiment.id).experiment
+    assert (shown.workspaceName, shown.projectName) == ("other", "first")
+    target = bindings.v1MoveExperimentRequest(destinationProjectId=second.id, experimentId=experiment.id)
+    bindings.post_MoveExperiment(user, body=target, experimentId=experiment.id)
+    listed = bindings.get_GetExperiments(user, projectId=second.id).experiments
+    assert [each.id for each in listed] == [experiment.id]
+    for action in (
+        lambda: bindings.delete_DeleteProject(user, id=second.id),
+        lambda: bindings.delete_DeleteWorkspace(user, id=one.id),
+    ):
+        with pytest.raises(errors.APIException):  # it has an experiment
+            action()
+    bindings.post_ArchiveWorkspace(user, id=one.id)
+    assert bindings.get_GetProject(user, id=second.id).project.archived
+    with pytest.raises(errors.APIException):
+        bindings.post_MoveExperiment(user, body=target, experimentId=experiment.id)
+    with pytest.raises(Invalid):
+        submit(world, workspace="one", project="firs")
+
+
+def test_notes_of_a_project(user: Any) -> None:
+    made = project(user, workspace(user, "w").id, "p")
+    note = bindings.v1Note(name="n", contents="c")
+    bindings.post_AddProjectNote(user, body=note, projectId=made.id)
+    assert len(bindings.post_AddProjectNote(user, body=note, projectId=made.id).notes) == 2
+    body = bindings.v1PutProjectNotesRequest(notes=[note], projectId=made.id)
+    assert len(bindings.put_PutProjectNotes(user, body=body, projectId=made.id).notes) == 1
+    assert bindings.get_GetProject(user, id=made.id).project.notes[0].contents == "c"
+
+
+def test_experiments_take_the_storage_of_their_workspace(user: Any, world: World, tmp_path: Path) -> None:
+    storage = {"type": "shared_fs", "host_path": str(tmp_path / "w"), "save_trial_latest": 3}
+    made = workspace(user, "w", checkpointStorageConfig=storage)
+    number = project(user, made.id, "p").id
+    section = submit(world, number).config["checkpoint_storage"]
+    assert (section["host_path"], section["save_trial_latest"]) == (str(tmp_path / "w"), 3)
+    own = {"type": "directory", "container_path": "/own"}
+    kept = submit(world, number, checkpoint_storage=own).config["checkpoint_storage"]
+    assert (kept["type"], kept["container_path"], kept["save_trial_latest"]) == ("directory", "/own", 3)
+    with pytest.raises(errors.APIException):
+        workspace(user, "bad", checkpointStorageConfig={"type": "nothing"})
+    reset = bindings.v1PatchWorkspace(checkpointStorageConfig={})
+    assert bindings.patch_PatchWorkspace(user, body=reset, id=made.id).workspace.checkpointStorageConfig is None
+    assert submit(world, number).config["checkpoint_storage"]["host_path"] == str(world.directory.storage)
+
+
+def test_what_is_not_there_is_refused(world: World) -> None:
+    for config in ({"workspace": "nowhere"}, {"workspace": "Uncategorized", "project": "nothing"}):
+        with pytest.raises(ZeroTrialError):
+            submit(world, **config)
+    with pytest.raises(NotFound):
+        submit(world, 7)
+
+
+def test_the_first_stays_and_others_are_changed_by_their_owners(ask: Ask, user: Any, world: World) -> None:
+    made = workspace(user, "w")
+    number = project(user, made.id, "p").id
+    other = world.accounts.put_user(User(0, "other", admin=False, active=True, password=""))
+    world.accounts.add_token(digest("other-token"), other.id)
+    before = world.content()
+    for noun, own in (("workspaces", made.id), ("projects", number)):
+        for method, path in (("POST", "/archive"), ("POST", "/unarchive"), ("DELETE", ""), ("PATCH", "")):
+            assert ask(method, f"/api/v1/{noun}/1{path}", user=USER_TOKEN, body={"name": "x"})[0] == 409
+            for asked in (1, own):
+                target = f"/api/v1/{noun}/{asked}{path}"
+                assert ask(method, target, user="other-token", body={"name": "x"})[0] == 403, target
+                assert ask(method, target, task=TASK_TOKEN, body={"name": "x"})[0] in (401, 403)
+    create = ("POST", "/api/v1/workspaces/1/projects")
+    assert ask(*create, user=USER_TOKEN, body={"name": "x"})[0] == 409
+    assert world.content() == before

@@ -1,0 +1,267 @@
+"""Workspaces, and the projects in them in which experiments are listed.
+
+The first of each, Uncategorized, is always there and stays as it is. The owner and administrators
+change the others; everybody sees all, and moves experiments between them.
+"""
+
+from __future__ import annotations
+
+import re
+import sqlite3
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from zero_trial.master.core.state import MasterState
+from zero_trial.master.core.transaction import Transaction, transaction
+from zero_trial.master.records import (
+    Conflict,
+    Invalid,
+    PermissionDenied,
+    Project,
+    User,
+    Workspace,
+    existing,
+)
+from zero_trial.master.store import experiments, workspaces
+
+FIRST = 1  # the workspace and the project Uncategorized
+UNCATEGORIZED = "Uncategorized"
+_LONGEST_NAME = 80
+
+
+class WorkspaceService:
+    """Creates, changes and deletes workspaces and projects, and moves experiments."""
+
+    def __init__(self, state: MasterState) -> None:
+        self._state = state
+
+    # -- reading
+
+    def all(self) -> list[Workspace]:
+        """List all workspaces, oldest first."""
+        with self._state.database.reading() as connection:
+            return workspaces.all_(connection)
+
+    def get(self, number: int) -> Workspace:
+        """Return a workspace. Raises NotFound."""
+        with self._state.database.reading() as connection:
+            return existing(workspaces.get(connection, number), f"workspace {number}")
+
+    def projects(self, workspace_id: int) -> list[Project]:
+        """List the projects of a workspace, oldest first. Raises NotFound."""
+        self.get(workspace_id)
+        with self._state.database.reading() as connection:
+            return workspaces.projects(connection, workspace_id)
+
+    def project(self, number: int) -> Project:
+        """Return a project. Raises NotFound."""
+        with self._state.database.reading() as connection:
+            return existing(workspaces.project(connection, number), f"project {number}")
+
+    # -- workspaces
+
+    def create(self, name: str, user: User, storage: Mapping[str, Any] | None) -> Workspace:
+        """Create a workspace, which its owner sees among the pinned ones. Raises Invalid or
+        Conflict.
+
+        Args:
+            storage: the checkpoint_storage of its experiments that set none, already checked.
+        """
+        with transaction(self._state) as tx:
+            _check_workspace_name(tx.connection, name)
+            made = Workspace(0, name, user.name, storage=storage, pinned_by=(user.name,))
+            number = workspaces.add(tx.connection, made)
+        return self.get(number)
+
+    def patch(self, number: int, user: User, name: str | None, **storage: Mapping[str, Any] | None) -> Workspace:
+        """Change the name and, if ``storage`` is given, the checkpoint_storage of a workspace.
+        Raises Conflict for an archived one.
+        """
+        with transaction(self._state) as tx:
+            found = self._changeable(tx, number, user)
+            if found.archived:
+                raise Conflict(f"workspace {number} is archived")
+            changes: dict[str, Any] = dict(storage)
+            if name is not None and name != found.name:
+                _check_workspace_name(tx.connection, name)
+                changes["name"] = name
+            workspaces.change(tx.connection, number, **changes)
+        return self.get(number)
+
+    def archive(self, number: int, user: User, archived: bool) -> None:
+        """Archive a workspace with its projects, or show it again."""
+        with transaction(self._state) as tx:
+            self._changeable(tx, number, user)
+            workspaces.change(tx.connection, number, archived=int(archived))
+
+    def pin(self, number: int, user: User, pinned: bool) -> None:
+        """List a workspace among those that a user has pinned, or no longer."""
+        with transaction(self._state) as tx:
+            found = existing(workspaces.get(tx.connection, number), f"workspace {number}")
+            others = [name for name in found.pinned_by if name != user.name]
+            workspaces.change(tx.connection, number, pinned_by=[*others, user.name] if pinned else others)
+
+    def delete(self, number: int, user: User) -> None:
+        """Delete a workspace with its projects. Raises Conflict while it has experiments."""
+        with transaction(self._state) as tx:
+            found = self._changeable(tx, number, user)
+            _require_empty(f"workspace {number}", found.experiments)
+            workspaces.erase(tx.connection, number)
+
+    def _changeable(self, tx: Transaction, number: int, user: User) -> Workspace:
+        found = existing(workspaces.get(tx.connection, number), f"workspace {number}")
+        _require_owner(found.owner, user, f"workspace {number}")
+        _require_own(number, "workspace")
+        return found
+
+    # -- projects
+
+    def create_project(self, workspace_id: int, name: str, user: User, description: str, key: str | None) -> Project:
+        """Create a project. Raises Invalid, or Conflict for an archived or the first workspace."""
+        with transaction(self._state) as tx:
+            self._open(tx, workspace_id)
+            known = workspaces.projects(tx.connection)
+            _check_project_name(known, workspace_id, name)
+            made = Project(0, workspace_id, name, _key(known, name, key), user.name, description)
+            number = workspaces.add_project(tx.connection, made)
+        return self.project(number)
+
+    def patch_project(self, number: int, user: User, name: str | None, description: str | None) -> Project:
+        """Change name and description of a project. Raises Conflict for an archived one."""
+        with transaction(self._state) as tx:
+            found = self._changeable_project(tx, number, user)
+            _require_open(found)
+            changes = {} if description is None else {"description": description}
+            if name is not None and name != found.name:
+                _check_project_name(workspaces.projects(tx.connection), found.workspace_id, name)
+                changes["name"] = name
+            workspaces.change_project(tx.connection, number, **changes)
+        return self.project(number)
+
+    def archive_project(self, number: int, user: User, archived: bool) -> None:
+        """Archive a project, or show it again. Raises Conflict while its workspace is archived."""
+        with transaction(self._state) as tx:
+            found = self._changeable_project(tx, number, user)
+            if found.archived and not found.own_archived:
+                raise Conflict(f"workspace {found.workspace_id} is archived")
+            workspaces.change_project(tx.connection, number, archived=int(archived))
+
+    def move_project(self, number: int, user: User, workspace_id: int) -> None:
+        """Move a project to another workspace. Raises Conflict if one of them is archived."""
+        with transaction(self._state) as tx:
+            found = self._changeable_project(tx, number, user)
+            _require_open(found)
+            self._open(tx, workspace_id)
+            if workspace_id != found.workspace_id:
+                _check_project_name(workspaces.projects(tx.connection), workspace_id, found.name)
+            workspaces.change_project(tx.connection, number, workspace_id=workspace_id)
+
+    def set_notes(self, number: int, notes: Sequence[Mapping[str, str]], *, append: bool) -> list[Mapping[str, str]]:
+        """Append notes to those of a project, or replace them; return what is there then."""
+        with transaction(self._state) as tx:
+            found = existing(workspaces.project(tx.connection, number), f"project {number}")
+            _require_open(found)
+            after = [*(found.notes if append else ()), *notes]
+            workspaces.change_project(tx.connection, number, notes=after)
+        return after
+
+    def delete_project(self, number: int, user: User) -> None:
+        """Delete a project. Raises Conflict while it has experiments."""
+        with transaction(self._state) as tx:
+            found = self._changeable_project(tx, number, user)
+            _require_empty(f"project {number}", found.experiments)
+            workspaces.erase_project(tx.connection, number)
+
+    def _changeable_project(self, tx: Transaction, number: int, user: User) -> Project:
+        found = existing(workspaces.project(tx.connection, number), f"project {number}")
+        _require_owner(found.owner, user, f"project {number}")
+        _require_own(number, "project")
+        return found
+
+    def _open(self, tx: Transaction, workspace_id: int) -> None:
+        found = existing(workspaces.get(tx.connection, workspace_id), f"workspace {workspace_id}")
+        _require_own(workspace_id, "workspace")
+        if found.archived:
+            raise Conflict(f"workspace {workspace_id} is archived")
+
+    # -- experiments
+
+    def move_experiment(self, experiment_id: int, project_id: int) -> None:
+        """Move an experiment to another project. Raises Conflict if one of them is archived."""
+        with transaction(self._state) as tx:
+            experiment = tx.experiment_of(experiment_id)
+            for number in (experiment.project_id, project_id):
+                _require_open(existing(workspaces.project(tx.connection, number), f"project {number}"))
+            experiments.change(tx.connection, experiment_id, project_id=project_id)
+
+
+def place_of(connection: sqlite3.Connection, config: Mapping[str, Any], project_id: int) -> tuple[Workspace, Project]:
+    """Return where a completed config belongs: where it says, else in ``project_id``.
+
+    Raises Invalid for a workspace or project that is not there or archived, NotFound for a number.
+    """
+    if not config["workspace"] and not config["project"]:
+        project = existing(workspaces.project(connection, project_id), f"project {project_id}")
+        workspace = existing(workspaces.get(connection, project.workspace_id), f"workspace {project.workspace_id}")
+    else:
+        names = config["workspace"] or UNCATEGORIZED, config["project"] or UNCATEGORIZED
+        workspace = _named(workspaces.all_(connection), names[0], "workspace")
+        project = _named(workspaces.projects(connection, workspace.id), names[1], "project")
+    if project.archived:
+        raise Invalid("this project is archived", where="project", got=project.name)
+    return workspace, project
+
+
+def _named(found: Sequence[Any], name: str, kind: str) -> Any:
+    for each in found:
+        if each.name == name:
+            return each
+    raise Invalid(f"there is no such {kind}", where=kind, got=name, expected=", ".join(each.name for each in found))
+
+
+def _check_name(name: str) -> None:
+    if not name or name != name.strip() or len(name) > _LONGEST_NAME or not name.isprintable():
+        raise Invalid(f"a name is 1 to {_LONGEST_NAME} printable characters without spaces around them", where="name")
+
+
+def _check_workspace_name(connection: sqlite3.Connection, name: str) -> None:
+    _check_name(name)
+    if any(each.name.lower() == name.lower() for each in workspaces.all_(connection)):
+        raise Conflict(f"workspace {name!r} exists already")
+
+
+def _check_project_name(known: Sequence[Project], workspace_id: int, name: str) -> None:
+    _check_name(name)
+    if any(each.workspace_id == workspace_id and each.name == name for each in known):
+        raise Conflict(f"project {name!r} exists already")
+
+
+def _key(known: Sequence[Project], name: str, wanted: str | None) -> str:
+    """Return the short name of a project, which no other has: up to five capitals and digits."""
+    taken = {each.key for each in known}
+    if wanted is not None:
+        if not re.fullmatch("[A-Z0-9]{1,5}", wanted.upper()) or wanted.upper() in taken:
+            raise Invalid("a key is 1 to 5 letters and digits that no project has yet", where="key", got=wanted[:20])
+        return wanted.upper()
+    stem = re.sub("[^A-Z0-9]", "", name.upper())[:3] or "P"
+    return next(key for key in (stem, *(f"{stem[: 5 - len(str(n))]}{n}" for n in range(1, 10**4))) if key not in taken)
+
+
+def _require_own(number: int, kind: str) -> None:
+    if number == FIRST:
+        raise Conflict(f"the {kind} {UNCATEGORIZED} stays as it is")
+
+
+def _require_owner(owner: str, user: User, name: str) -> None:
+    if owner != user.name and not user.admin:
+        raise PermissionDenied(f"only the owner of {name} and administrators may do this")
+
+
+def _require_open(project: Project) -> None:
+    if project.archived:
+        raise Conflict(f"project {project.id} is archived")
+
+
+def _require_empty(name: str, count: int) -> None:
+    if count:
+        raise Conflict(f"{name} has {count} experiments", fix="Move or delete them first.")

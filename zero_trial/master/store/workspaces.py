@@ -1,0 +1,101 @@
+"""Workspaces and the projects in them in the store."""
+
+from __future__ import annotations
+
+import sqlite3
+from typing import Any
+
+from zero_trial.master.records import Project, Workspace
+from zero_trial.master.store.database import insert, loads, record, update
+
+_PROJECTS = """
+    SELECT p.*, w.name AS workspace_name, w.archived AS workspace_archived,
+        (SELECT count(*) FROM experiments e WHERE e.project_id = p.id) AS experiments,
+        (SELECT count(*) FROM experiments e WHERE e.project_id = p.id AND e.ended IS NULL) AS active,
+        (SELECT max(created) FROM experiments e WHERE e.project_id = p.id) AS last_started
+    FROM projects p JOIN workspaces w ON w.id = p.workspace_id
+"""
+
+
+def add(connection: sqlite3.Connection, workspace: Workspace) -> int:
+    """Insert a workspace and return its new id."""
+    names = ("name", "owner", "storage", "pinned_by")
+    return insert(connection, "workspaces", {name: getattr(workspace, name) for name in names})
+
+
+def add_project(connection: sqlite3.Connection, project: Project) -> int:
+    """Insert a project and return its new id."""
+    names = ("workspace_id", "name", "key", "owner", "description")
+    return insert(connection, "projects", {name: getattr(project, name) for name in names})
+
+
+def get(connection: sqlite3.Connection, number: int) -> Workspace | None:
+    """Return one workspace."""
+    row = connection.execute("SELECT * FROM workspaces WHERE id = ?", (number,)).fetchone()
+    return None if row is None else _record(connection, row)
+
+
+def all_(connection: sqlite3.Connection) -> list[Workspace]:
+    """List all workspaces, oldest first."""
+    rows = connection.execute("SELECT * FROM workspaces ORDER BY id").fetchall()
+    return [_record(connection, row) for row in rows]
+
+
+def project(connection: sqlite3.Connection, number: int) -> Project | None:
+    """Return one project."""
+    row = connection.execute(f"{_PROJECTS} WHERE p.id = ?", (number,)).fetchone()
+    return None if row is None else _project(row)
+
+
+def projects(connection: sqlite3.Connection, workspace_id: int | None = None) -> list[Project]:
+    """List the projects of a workspace, or all, oldest first."""
+    rows = connection.execute(f"{_PROJECTS} WHERE ?1 IS NULL OR p.workspace_id = ?1 ORDER BY p.id", (workspace_id,))
+    return [_project(row) for row in rows.fetchall()]
+
+
+def change(connection: sqlite3.Connection, number: int, **columns: Any) -> None:
+    """Set columns of a workspace."""
+    update(connection, "workspaces", "id", number, columns)
+
+
+def change_project(connection: sqlite3.Connection, number: int, **columns: Any) -> None:
+    """Set columns of a project."""
+    update(connection, "projects", "id", number, columns)
+
+
+def erase(connection: sqlite3.Connection, number: int) -> None:
+    """Delete a workspace and its projects, which have no experiments."""
+    connection.execute("DELETE FROM projects WHERE workspace_id = ?", (number,))
+    connection.execute("DELETE FROM workspaces WHERE id = ?", (number,))
+
+
+def erase_project(connection: sqlite3.Connection, number: int) -> None:
+    """Delete a project, which has no experiments."""
+    connection.execute("DELETE FROM projects WHERE id = ?", (number,))
+
+
+def _record(connection: sqlite3.Connection, row: sqlite3.Row) -> Workspace:
+    counts = connection.execute(
+        "SELECT count(DISTINCT p.id), count(e.id) FROM projects p LEFT JOIN experiments e ON e.project_id = p.id "
+        "WHERE p.workspace_id = ?",
+        (row["id"],),
+    ).fetchone()
+    return record(
+        Workspace,
+        row,
+        archived=bool(row["archived"]),
+        storage=loads(row["storage"]),
+        pinned_by=tuple(loads(row["pinned_by"])),
+        projects=counts[0],
+        experiments=counts[1],
+    )
+
+
+def _project(row: sqlite3.Row) -> Project:
+    return record(
+        Project,
+        row,
+        archived=bool(row["archived"] or row["workspace_archived"]),
+        own_archived=bool(row["archived"]),
+        notes=tuple(loads(row["notes"])),
+    )

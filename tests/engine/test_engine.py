@@ -16,8 +16,8 @@ from torch import nn
 
 import zero_trial
 from tests.support.pool import RankFailed, RankPool
-from zero_trial.engine.backward import ParameterCheck
 from zero_trial.engine.engine import Engine
+from zero_trial.engine.parameter_checks import ParameterCheck
 from zero_trial.errors import TrialError
 
 CONFIG: dict[str, Any] = {

@@ -20,33 +20,26 @@ back. ``loss.backward()`` is therefore refused where there is a loss scale.
 from __future__ import annotations
 
 import functools
-import logging
-import operator
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from torch import nn
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from zero_trial.comm import Mesh
 from zero_trial.engine.observe import BACKWARD, REDUCE_WAIT, ObservedEngine, Observer
+from zero_trial.engine.parameter_checks import reported
 from zero_trial.engine.resolved_config import ResolvedConfig
 from zero_trial.engine.step import StepOutcome
 from zero_trial.errors import TrialError
 from zero_trial.pipeline.executor import loss_error
 from zero_trial.precision import StaticScale
-from zero_trial.sharding.freed import unasked
-from zero_trial.sharding.grad_buffer import GradBuffer
 from zero_trial.sharding.layout import wide_dtype
 from zero_trial.sharding.model import ShardedModel
 from zero_trial.sharding.optimizer import ShardedOptimizer
 from zero_trial.sharding.unshard import tensors_in
-
-log = logging.getLogger("zero_trial")
 
 _WITH_GRADIENTS = "Compute it with gradients enabled, from a parameter that requires grad."
 
@@ -267,7 +260,7 @@ class BackwardPasses:
         """
         engine = self._trained()
         if not self.any:
-            raise _reported(engine, _no_gradients(engine.global_steps))
+            raise reported(engine, _no_gradients(engine.global_steps))
 
     @property
     def any(self) -> bool:
@@ -370,168 +363,6 @@ def _at_end(call: Any) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(call)
 
 
-# --- which parameters the passes reach ------------------------------------------------------------
-
-_SHOWN = 3  # names in a message
-_REQUIRES_GRAD, _DTYPE = operator.attrgetter("requires_grad"), operator.attrgetter("dtype")
-
-
-class ParameterCheck:
-    """Refuses parameters that came to a module, or were unfrozen, after its engine was built: they
-    would be neither trained nor saved; and trained ones that were cast.
-
-    A forward and a step compare the tables of all modules with those of the last look, entry by
-    entry, and ``requires_grad`` and dtype of the parameters: about 0.2 microseconds per parameter
-    and module. Only a difference makes a full check. Until the next look it keeps alive what has
-    been taken out of the model since.
-    """
-
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
-        # parameter -> whether it was to be trained, and the dtype
-        self._trained = WeakTensorKeyDictionary()
-        self._names = frozenset(name for name, _ in module.named_parameters())
-        for param in module.parameters():
-            self._trained[param] = (param.requires_grad, param.dtype)
-        self._called = False  # the engine's forward, since the last step
-        self._look()
-
-    def _look(self) -> None:
-        """Remember what the model consists of."""
-        tables = [(module._parameters, module._modules) for module in self._module.modules()]
-        self._tables: list[Mapping[str, Any]] = [table for pair in tables for table in pair]
-        self._entries = self._entries_now()
-        self._params = list(self._module.parameters())
-        self._states = self._states_now()
-
-    def _entries_now(self) -> list[Any]:
-        return [entry for table in self._tables for entry in table.values()]
-
-    def _states_now(self) -> tuple[list[bool], list[torch.dtype]]:
-        with unasked():
-            return list(map(_REQUIRES_GRAD, self._params)), list(map(_DTYPE, self._params))
-
-    def before_step(self) -> None:
-        """Do :meth:`before_forward` where the model was called past the engine since the last
-        step."""
-        if not self._called:
-            self.before_forward("engine.step")
-        self._called = False
-
-    def before_forward(self, where: str) -> None:
-        """Do :meth:`check` if the model has other modules or parameters than at the last look, or
-        some were frozen, unfrozen or cast."""
-        self._called = True
-        now = self._entries_now()
-        same = len(now) == len(self._entries) and all(map(operator.is_, now, self._entries))
-        if not same or self._states_now() != self._states:
-            self.check(where)
-            self._look()
-
-    # torch.compile of an engine does not trace this look at parameters, which are freed.
-    before_forward._torchdynamo_disable = True  # type: ignore[attr-defined]
-
-    def check(self, where: str) -> None:
-        """Raise TrialError for such parameters. Reads names and flags only.
-
-        Frozen parameters under new names may be added (a moving average, a metric's network): a
-        checkpoint has them, too.
-        """
-        fresh, unfrozen, cast = [], [], []
-        for name, param in self._module.named_parameters():
-            if param not in self._trained:
-                if param.requires_grad or name in self._names:
-                    fresh.append(name)
-            elif param.requires_grad and not self._trained[param][0]:
-                unfrozen.append(name)
-            elif self._trained[param][0] and self._trained[param][1] != param.dtype:
-                cast.append(name)
-        if fresh:
-            raise TrialError(
-                "the model has parameters that were added after its engine was built, and that are not trained",
-                where=where,
-                got=_listed(fresh),
-                fix="Change the model before initialize(); to change it later, save a checkpoint and initialize() anew.",
-            )
-        if unfrozen:
-            raise TrialError(
-                "parameters were unfrozen after the engine was built, and are not trained",
-                where=where,
-                got=_listed(unfrozen),
-                fix="Set requires_grad before initialize(); to unfreeze later, save a checkpoint and initialize() anew.",
-            )
-        if cast:
-            raise TrialError(
-                "parameters have another dtype than their engine trains",
-                where=where,
-                got=_listed(cast),
-                fix="Call model.half(), .to(dtype) and the like before initialize(), and set the precision in ds_config (bf16, fp16).",
-            )
-
-
-class UsedParameters:
-    """The trained parameters that have got a gradient since the last step: a step in which some got
-    none is an error if that is ``forbidden``, else the first is said in a line."""
-
-    def __init__(self, grad_buffers: Sequence[GradBuffer], *, forbidden: bool) -> None:
-        self._grad_buffers = grad_buffers
-        self._said = forbidden
-        watched = grad_buffers if forbidden else ()
-        groups = [zip(buffer.group.layout.slots, buffer.group.params, strict=True) for buffer in watched]
-        self._params = {slot.name: param for group in groups for slot, param in group}
-        self._used: set[str] = set()
-        # a hook holds the set alone: one that held the engine would keep it alive
-        self._handles = [
-            param.register_post_accumulate_grad_hook(lambda _, name=name, used=self._used: used.add(name))
-            for name, param in self._params.items()
-        ]
-
-    def check(self, engine: TrainedEngine) -> None:
-        """Raise TrialError for those without a gradient that are not frozen at the moment."""
-        names = [name for name, param in self._params.items() if name not in self._used and param.requires_grad]
-        if names:
-            raise _reported(engine, _unused(names, engine.global_steps))
-
-    def end_step(self, engine: TrainedEngine) -> None:
-        """Forget the gradients so far: a step has used them. Say which parameters had none, the
-        first time that there are some."""
-        self.restart()
-        if self._said or not any(buffer.unused for buffer in self._grad_buffers):
-            return
-        self._said = True
-        if engine.mesh.data.index == 0:
-            found = [
-                (buffer.group.layout.slots[index].name, buffer.group.params[index])
-                for buffer in self._grad_buffers
-                for index in sorted(buffer.unused)
-            ]
-            frozen = [name for name, param in found if not param.requires_grad]
-            log.info(
-                "no gradient has reached %s%s in a step. Where no rank has one, the step takes it as 0: weight decay and momentum "
-                "go on, where torch leaves the parameter alone. Freeze it before initialize() (in mid-training: save a "
-                "checkpoint, freeze, initialize() anew), give it weight_decay 0, or make it an error with "
-                "zero_optimization.ignore_unused_parameters: false",
-                _listed([name for name, _ in found]),
-                f" ({len(frozen)} frozen after initialize())" if frozen else "",
-            )
-
-    def restart(self) -> None:
-        """Forget the gradients so far: they were dropped."""
-        self._used.clear()
-
-    def close(self) -> None:
-        """Remove the hooks."""
-        for handle in self._handles:
-            handle.remove()
-
-
-def _reported(engine: TrainedEngine, error: TrialError) -> TrialError:
-    """Send ``error`` to the other ranks: they may be in a collective that this rank will not
-    enter."""
-    engine.mesh.heartbeat.report_error(str(error))
-    return error
-
-
 def _no_gradients(step: int) -> TrialError:
     return TrialError(
         "there are no gradients to step with",
@@ -539,18 +370,3 @@ def _no_gradients(step: int) -> TrialError:
         got=f"no backward pass since step {step}",
         fix="Call engine.backward(loss) on every rank before it, or leave this step() out.",
     )
-
-
-def _unused(names: list[str], step: int) -> TrialError:
-    return TrialError(
-        "unused parameters: they got no gradient, and ds_config forbids that",
-        where="engine.step",
-        got=f"{_listed(names)} since step {step}",
-        expected="a gradient for every trainable parameter (zero_optimization.ignore_unused_parameters is false)",
-        fix="Use them in the loss, freeze them before initialize(), or remove ignore_unused_parameters.",
-    )
-
-
-def _listed(names: list[str]) -> str:
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(names[:_SHOWN]) + more

@@ -48,6 +48,7 @@ from zero_trial.engine.offload_config import (
 )
 from zero_trial.engine.optimizer_plan import OptimizerPlan, plan_optimizer
 from zero_trial.engine.optimizers import groups_over, parameter_groups
+from zero_trial.engine.parameter_checks import require_no_engine, require_values
 from zero_trial.engine.pipeline_build import ResolvedPipeline, build_layers, resolve_pipeline, with_stages
 from zero_trial.engine.pipeline_engine import PipelineEngine
 from zero_trial.engine.resolved_config import ResolvedConfig, mesh_shape, resolve_config
@@ -58,8 +59,6 @@ from zero_trial.ops.cpu import native_sum
 from zero_trial.pipeline.module import PipelineModule
 from zero_trial.precision import DtypePolicy
 from zero_trial.sharding.ema import KIND, EmaSchedule, WeightAverage
-from zero_trial.sharding.freed import FreedParameter, owner_of_param
-from zero_trial.sharding.full_params import FullParams
 from zero_trial.sharding.grouping import is_model_parallel
 from zero_trial.sharding.layout import describe_dtypes
 from zero_trial.sharding.model import ShardedModel, fp32_buffers
@@ -182,8 +181,8 @@ def build_engine(
         given = model_parameters is not None or isinstance(optimizer, torch.optim.Optimizer)
         build_layers(model, settings, mesh, has_parameters=given)
     if device.type != "meta":  # a dry run may be asked for sizes only
-        _require_values(model)
-    _require_no_engine(model)
+        require_values(model)
+    require_no_engine(model)
     if any(tensor.device != device for tensor in itertools.chain(model.parameters(), model.buffers())):
         model.to(device)
     optimizes = optimizer is not None or settings.optimizer is not None
@@ -225,34 +224,6 @@ def build_engine(
     place: dict[str, Any] = {"client_mpu": mpu, "training_dataloader": loader}
     place["local_rank"] = read_rank_env().local_rank
     return Engine(*parts, **place) if pipeline is None else PipelineEngine(*parts, **place, resolved_pipeline=pipeline)
-
-
-def _require_values(model: nn.Module) -> None:
-    """Raise ConfigError for a model that was built on the meta device: training has to start from
-    some values."""
-    tensors = itertools.chain(model.named_parameters(), model.named_buffers())
-    if (name := next((name for name, tensor in tensors if tensor.is_meta), None)) is not None:
-        raise ConfigError(
-            "the model is on the meta device and has no values",
-            where=f"initialize(model): {name}",
-            got="device meta",
-            expected="initialized parameters and buffers",
-            fix="Build it inside zero_trial.zero.Init(), which shards each layer as it is built, or call model.to_empty() and initialize it.",
-        )
-
-
-def _require_no_engine(model: nn.Module) -> None:
-    """Raise ConfigError for a model whose values are in the shards of another engine (ZeRO stage
-    3)."""
-    for name, param in model.named_parameters():
-        if isinstance(param, FreedParameter) and isinstance(owner_of_param(param), FullParams):
-            raise ConfigError(
-                "the model belongs to another engine, which has its values (ZeRO stage 3)",
-                where=f"initialize(model): {name}",
-                got="an engine that was made of this model before, and not destroyed",
-                expected="a model without an engine",
-                fix="Call destroy() of that engine first, on every rank, or build the model anew.",
-            )
 
 
 def _config_source(args: Any, config: Any, config_params: Any) -> Any:

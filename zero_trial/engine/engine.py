@@ -21,11 +21,12 @@ from zero_trial.comm import Mesh
 from zero_trial.ds_config.batch import BatchTriple, solve_batch
 from zero_trial.ds_config.table import DsConfig
 from zero_trial.engine import loading, saving, uneven
-from zero_trial.engine.backward import BackwardPasses, ParameterCheck, UsedParameters
+from zero_trial.engine.backward import BackwardPasses
 from zero_trial.engine.compat import EngineMpu, rank_loader
 from zero_trial.engine.monitors import Monitor
 from zero_trial.engine.observe import COLLECTOR_PAUSE, FORWARD, STEP, Observer
 from zero_trial.engine.outcome import NonFiniteStep
+from zero_trial.engine.parameter_checks import ParameterCheck, UsedParameters
 from zero_trial.engine.resolved_config import ResolvedConfig
 from zero_trial.engine.step import StepOutcome
 from zero_trial.errors import TrialError

@@ -225,3 +225,31 @@ def test_a_template_lies_under_the_experiment(user: Any, ask: Ask) -> None:
     bindings.patch_PatchTemplateConfig(user, templateName="small", body={"unheard_of": 1})
     status, answer = create(template="small")
     assert status == 400 and "unheard_of" in answer["message"]
+
+
+def test_models_and_templates_are_in_workspaces(sdk: Any, user: Any, ask: Ask) -> None:
+    made = ask("POST", "/api/v1/workspaces", user=USER_TOKEN, body={"name": "a team"})[1]["workspace"]["id"]
+    one, other = sdk.create_model("one", workspace_name="a team"), sdk.create_model("other")
+    assert (one.workspace_id, other.workspace_id) == (made, 1)
+    by = bindings.v1GetModelsRequestSortBy
+    assert [m.name for m in sdk.list_models(workspace_names=["a team"])] == ["one"]
+    assert [m.name for m in bindings.get_GetModels(user, sortBy=by.WORKSPACE).models] == ["other", "one"]
+    other.move_to_workspace("a team")
+    bindings.post_MoveModel(
+        user, body=bindings.v1MoveModelRequest(destinationWorkspaceId=1, modelName="one"), modelName="one"
+    )
+    assert [sdk.get_model(name).workspace_id for name in ("one", "other")] == [1, made]
+    body = bindings.v1Template(name="small", config={}, workspaceId=made)
+    bindings.post_PostTemplate(user, body=body, template_name="small")
+    for path, sent in (
+        ("models", {"name": "x", "workspaceId": 99}),
+        ("models", {"name": "x", "workspaceName": "none"}),
+        ("models/one/move", {"destinationWorkspaceId": 99}),
+        ("templates/large", {"config": {}, "workspaceId": 99}),
+    ):
+        assert ask("POST", f"/api/v1/{path}", user=USER_TOKEN, body=sent)[0] == 404, path
+    status, answer = ask("DELETE", f"/api/v1/workspaces/{made}", user=USER_TOKEN)
+    assert status == 409 and "contains models" in answer["message"]
+    other.delete()
+    assert ask("DELETE", f"/api/v1/workspaces/{made}", user=USER_TOKEN)[0] == 200
+    assert ask("GET", "/api/v1/templates/small", user=USER_TOKEN)[0] == 404

@@ -28,7 +28,7 @@ from zero_trial.master.records import (
     User,
     existing,
 )
-from zero_trial.master.store import checkpoints, experiments, registry
+from zero_trial.master.store import checkpoints, experiments, registry, workspaces
 
 _SAME_NAME = "avoid names equal to other models (case-sensitive)"
 
@@ -77,6 +77,7 @@ class RegistryService:
         empty = {"description": "", "notes": "", "metadata": {}, "labels": []}
         given = words.columns("name", "description", "notes", "metadata", "labels")
         with self._state.database.transaction() as connection:
+            _require_workspace(connection, workspace_id)
             if registry.model_named(connection, words.name or "") is not None:
                 raise Conflict(_SAME_NAME)
             fixed = {"user_id": user.id, "workspace_id": workspace_id, "created": now, "updated": now}
@@ -91,6 +92,7 @@ class RegistryService:
                 raise Conflict(f'model "{found.name}" is archived and cannot have attributes updated')
             columns = words.columns("name", "description", "notes", "metadata", "labels")
             if workspace_id is not None:
+                _require_workspace(connection, workspace_id)
                 columns["workspace_id"] = workspace_id
             changed = _changed(found, columns)
             if "name" in changed:
@@ -110,7 +112,9 @@ class RegistryService:
     def move(self, identifier: str, workspace_id: int) -> None:
         """Put a model into another workspace; an archived one, too."""
         with self._state.database.transaction() as connection:
-            registry.change_model(connection, _find(connection, identifier).id, workspace_id=workspace_id)
+            found = _find(connection, identifier)
+            _require_workspace(connection, workspace_id)
+            registry.change_model(connection, found.id, workspace_id=workspace_id)
 
     def delete(self, identifier: str) -> None:
         """Delete a model with its versions; the checkpoints stay."""
@@ -188,6 +192,7 @@ class RegistryService:
         """Create a template. Raises Conflict if there is one of its name."""
         _check_printable(template.name)
         with self._state.database.transaction() as connection:
+            _require_workspace(connection, template.workspace_id)
             if registry.template(connection, template.name) is not None:
                 raise Conflict(f"template {template.name!r} exists already")
             registry.add_template(connection, template)
@@ -199,6 +204,8 @@ class RegistryService:
         """Replace what is given. Raises NotFound, or Conflict for a name that is taken."""
         with self._state.database.transaction() as connection:
             find_template(connection, name)
+            if workspace_id is not None:
+                _require_workspace(connection, workspace_id)
             given = {"name": new_name, "config": config, "workspace_id": workspace_id}
             if new_name is not None and new_name != name:
                 _check_printable(new_name)
@@ -234,6 +241,19 @@ def require_unregistered(connection: sqlite3.Connection, uuids: Iterable[str], v
         raise Invalid(
             f"this subset of checkpoints provided are in the model registry and cannot be {verb}: {', '.join(names)}."
         )
+
+
+def leave_workspace(connection: sqlite3.Connection, number: int) -> None:
+    """Delete the templates of a workspace that is about to go. Raises Conflict if it has models."""
+    if any(model.workspace_id == number for model in registry.models(connection)):
+        raise Conflict(f"workspace ({number}) contains models; move or delete models first")
+    for template in registry.templates(connection):
+        if template.workspace_id == number:
+            registry.drop_template(connection, template.name)
+
+
+def _require_workspace(connection: sqlite3.Connection, number: int) -> None:
+    existing(workspaces.get(connection, number), f"workspace {number}")
 
 
 def _find(connection: sqlite3.Connection, identifier: str) -> Model:

@@ -11,6 +11,7 @@ import sqlite3
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from zero_trial.master.core.registry import leave_workspace
 from zero_trial.master.core.state import MasterState
 from zero_trial.master.core.transaction import Transaction, transaction
 from zero_trial.master.records import (
@@ -102,10 +103,13 @@ class WorkspaceService:
             workspaces.change(tx.connection, number, pinned_by=[*others, user.name] if pinned else others)
 
     def delete(self, number: int, user: User) -> None:
-        """Delete a workspace with its projects. Raises Conflict while it has experiments."""
+        """Delete a workspace with its projects and templates. Raises Conflict while it has
+        experiments or models.
+        """
         with transaction(self._state) as tx:
             found = self._changeable(tx, number, user)
             _require_empty(f"workspace {number}", found.experiments)
+            leave_workspace(tx.connection, number)
             workspaces.erase(tx.connection, number)
 
     def _changeable(self, tx: Transaction, number: int, user: User) -> Workspace:

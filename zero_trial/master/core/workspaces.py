@@ -78,6 +78,7 @@ class WorkspaceService:
         """Change the name and, if ``storage`` is given, the checkpoint_storage of a workspace.
         Raises Conflict for an archived one.
         """
+        _require_own(number, "workspace")
         with transaction(self._state) as tx:
             found = self._changeable(tx, number, user)
             if found.archived:
@@ -132,6 +133,7 @@ class WorkspaceService:
 
     def patch_project(self, number: int, user: User, name: str | None, description: str | None) -> Project:
         """Change name and description of a project. Raises Conflict for an archived one."""
+        _require_own(number, "project")
         with transaction(self._state) as tx:
             found = self._changeable_project(tx, number, user)
             _require_open(found)

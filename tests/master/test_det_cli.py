@@ -335,7 +335,7 @@ WRONG: list[tuple[dict[str, Any], tuple[str, ...], str]] = [
     ({"resources": {"slots_per_trial": 400}}, (), "400"),
     ({"unheard_of": 1}, (), "unheard_of"),
     ({}, ("--template", "t"), "not found"),
-    ({}, ("--project_id", "9"), "one project"),
+    ({}, ("--project_id", "9"), "project 9 not found"),
 ]
 
 

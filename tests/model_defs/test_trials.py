@@ -80,7 +80,7 @@ def test_bert_reports_bits_per_masked_byte_beside_its_baseline(tmp_path: Path) -
 def pipeline_run(folder: Path, model: str, trial: str, steps: int, data: dict[str, Any], sizes: dict[str, Any]) -> Any:
     """Two stages on two ranks, as ``zero-trial run`` starts them: the summary and the screen."""
     ds_config = DS_CONFIG | {"gradient_accumulation_steps": 4, "mesh": {"pipe": 2}, "pipeline": {"schedule": "zb_h1"}}
-    (folder / "ds_config.json").write_text(json.dumps(ds_config))
+    (folder / "small.json").write_text(json.dumps(ds_config))
     experiment = {
         "name": "small",
         "entrypoint": trial,
@@ -88,7 +88,7 @@ def pipeline_run(folder: Path, model: str, trial: str, steps: int, data: dict[st
         "searcher": {"name": "single", "metric": "validation_loss", "max_length": {"batches": steps}},
         "perform_initial_validation": True,
         "reproducibility": {"experiment_seed": 3},
-        "data": {"ds_config": "ds_config.json", **data},
+        "data": {"ds_config": "small.json", **data},
         "hyperparameters": {"global_batch_size": 32, "model": sizes},
     }
     (folder / "const.yaml").write_text(json.dumps(experiment))  # JSON is YAML

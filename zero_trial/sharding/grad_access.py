@@ -71,8 +71,11 @@ class ShownGradients:
             foreign: it came through another engine's loss, and is this rank's own.
         """
         self.partial = partial
-        if partial and not foreign and not self.grad_buffer.hidden:
-            return
+        if partial and not foreign:
+            # gradients that came while an earlier one of this pass was reduced wait in .grad
+            self.grad_buffer.flush_small()
+            if not self.grad_buffer.hidden:
+                return
         if not self._lazy:
             self._lazy = [LazyGradient(param, self, index) for index, param in enumerate(self._params)]
         with unasked():

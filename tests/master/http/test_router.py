@@ -67,10 +67,9 @@ def test_two_routes_for_the_same_thing_are_a_fault_of_ours() -> None:
     [
         ("/api/v1/notebooks", "not run"),
         ("/api/v1/tensorboards/7/kill", "tensorboard --logdir"),
-        ("/api/v1/models/m/versions", "no model registry"),
-        ("/api/v1/experiments/7/move", "one project"),
+        ("/api/v1/experiments/7/move", "det experiment move"),
         ("/api/v1/trials/7/retain_logs", "logs are kept"),
-        ("/api/v1/workspaces/1/pin", "one workspace"),
+        ("/api/v1/workspaces/1/namespace-bindings", "no namespaces"),
     ],
 )
 def test_parts_of_determined_that_are_not_here(path: str, words: str) -> None:

@@ -11,7 +11,7 @@ import pytest
 from tests.master.fakes import Sandbox
 from zero_trial.master import log_policies
 from zero_trial.master.log_policies import LogMatch, LogMatcher, LogPolicy, policies_of, recorded
-from zero_trial.master.records import LogQuery
+from zero_trial.master.logs import LogQuery
 
 
 def test_every_form_of_a_policy() -> None:

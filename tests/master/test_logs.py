@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from zero_trial.master import logs
-from zero_trial.master.records import LogLine, LogQuery
+from zero_trial.master.logs import LogLine, LogQuery
 
 
 def write(folder: Path, run: int, *messages: str, at: float = 10.0, step: float = 1.0) -> None:

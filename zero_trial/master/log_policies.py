@@ -10,7 +10,6 @@ each policy in a file of the allocation, which the master reads while the run go
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from zero_trial.experiment.sections import compile_pattern
+from zero_trial.master import logs
 
 CANCEL_RETRIES, EXCLUDE_NODE = "cancel_retries", "exclude_node"
 _MATCHES_FILE = "log_matches.jsonl"
@@ -104,12 +104,10 @@ class LogMatcher:
 
 def record(folder: Path, matches: Iterable[LogMatch]) -> None:
     """Add matches to the file of an allocation, in one write."""
-    text = "".join(json.dumps({**asdict(match.policy), "line": match.line}) + "\n" for match in matches)
-    handle = os.open(folder / _MATCHES_FILE, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
-    try:
-        os.write(handle, text.encode())
-    finally:
-        os.close(handle)
+    logs.append(
+        folder / _MATCHES_FILE,
+        [json.dumps({**asdict(match.policy), "line": match.line}).encode() + b"\n" for match in matches],
+    )
 
 
 def recorded(folder: Path, start: int) -> tuple[list[LogMatch], int]:

@@ -18,8 +18,6 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from zero_trial.master.records import LogLine, LogQuery
-
 BLOCK = 64 * 1024  # bytes that are read at a time
 LONGEST = 16 * 1024 * 1024  # bytes of a line; what is longer, as in a damaged file, is cut
 Line = tuple[int, bytes]  # where it begins, and its bytes with the newline
@@ -29,6 +27,44 @@ SILENCE_SECONDS = 1.0  # after so long without a line a follower gets None
 MASTER = 0  # the run under which the master's own lines about a trial are kept
 _RANK = re.compile(r"^\[rank=(\d+)\] ")
 _LEVEL = re.compile(r"\b(TRACE|DEBUG|INFO|WARNING|ERROR|CRITICAL)\b")
+
+
+@dataclass(frozen=True)
+class LogLine:
+    """One line of output. ``id`` rises with the line and can be used to go on after it."""
+
+    id: str
+    time: float
+    message: str  # without the newline
+    trial_id: int
+    task_id: str
+    allocation_id: str
+    container_id: str = ""  # empty, as agent_id, for lines that the master adds
+    agent_id: str = ""
+    rank: int | None = None
+    level: str = "INFO"  # TRACE, DEBUG, INFO, WARNING, ERROR or CRITICAL
+    stdtype: str = "stdout"
+    source: str = "task"  # or "master", for lines that the master adds
+
+
+@dataclass(frozen=True)
+class LogQuery:
+    """A query for log lines; with ``follow`` its answer ends with the trial."""
+
+    follow: bool = False
+    limit: int | None = None  # of the oldest lines, or with ``newest_first`` of the newest
+    newest_first: bool = False
+    since: float | None = None  # lines at or after
+    until: float | None = None  # lines at or before
+    levels: tuple[str, ...] = ()
+    rank_ids: tuple[int, ...] = ()  # -1: lines without a rank
+    search: str = ""  # a plain substring
+    allocation_ids: tuple[str, ...] = ()
+    container_ids: tuple[str, ...] = ()
+    agent_ids: tuple[str, ...] = ()
+    sources: tuple[str, ...] = ()
+    stdtypes: tuple[str, ...] = ()
+    task_id: str = ""  # the master's own lines belong to each task of a trial
 
 
 def path_of(folder: Path, run_id: int) -> Path:

@@ -229,7 +229,7 @@ class Checkpoint:
 
 
 @dataclass(frozen=True)
-class Model:
+class RegisteredModel:
     """A name in the model registry; its versions are checkpoints."""
 
     id: int
@@ -253,7 +253,7 @@ class ModelVersion:
     """A checkpoint that is registered as a numbered version of a model."""
 
     id: int
-    model: Model
+    model: RegisteredModel
     checkpoint: Checkpoint
     version: int  # 1 is the first
     name: str
@@ -284,24 +284,6 @@ class Template:
     name: str
     config: Json
     workspace_id: int
-
-
-@dataclass(frozen=True)
-class LogLine:
-    """One line of output. ``id`` rises with the line and can be used to go on after it."""
-
-    id: str
-    time: float
-    message: str  # without the newline
-    trial_id: int
-    task_id: str
-    allocation_id: str
-    container_id: str = ""  # empty, as agent_id, for lines that the master adds
-    agent_id: str = ""
-    rank: int | None = None
-    level: str = "INFO"  # TRACE, DEBUG, INFO, WARNING, ERROR or CRITICAL
-    stdtype: str = "stdout"
-    source: str = "task"  # or "master", for lines that the master adds
 
 
 @dataclass(frozen=True)
@@ -494,26 +476,6 @@ class GcPolicy:
     save_experiment_best: int
     save_trial_best: int
     save_trial_latest: int
-
-
-@dataclass(frozen=True)
-class LogQuery:
-    """A query for log lines; with ``follow`` its answer ends with the trial."""
-
-    follow: bool = False
-    limit: int | None = None  # of the oldest lines, or with ``newest_first`` of the newest
-    newest_first: bool = False
-    since: float | None = None  # lines at or after
-    until: float | None = None  # lines at or before
-    levels: tuple[str, ...] = ()
-    rank_ids: tuple[int, ...] = ()  # -1: lines without a rank
-    search: str = ""  # a plain substring
-    allocation_ids: tuple[str, ...] = ()
-    container_ids: tuple[str, ...] = ()
-    agent_ids: tuple[str, ...] = ()
-    sources: tuple[str, ...] = ()
-    stdtypes: tuple[str, ...] = ()
-    task_id: str = ""  # the master's own lines belong to each task of a trial
 
 
 _SPELLED = MappingProxyType({"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf})

@@ -21,7 +21,8 @@ from zero_trial.master.agent.environment import MARK, StartOrder
 from zero_trial.master.agent.processes import identify, marked
 from zero_trial.master.directory import MasterDirectory
 from zero_trial.master.log_policies import LogMatch
-from zero_trial.master.records import Allocation, AllocationState, LogQuery
+from zero_trial.master.logs import LogQuery
+from zero_trial.master.records import Allocation, AllocationState
 
 
 class Errors(logging.Handler):

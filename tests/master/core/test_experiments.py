@@ -12,13 +12,13 @@ from tests.master.core.test_checkpoints import base, save
 from tests.master.fakes import Sandbox, experiment, tgz
 from zero_trial.master import logs
 from zero_trial.master.log_policies import LogMatch, LogPolicy
+from zero_trial.master.logs import LogQuery
 from zero_trial.master.records import (
     CheckpointState,
     Conflict,
     ExperimentPatch,
     GcPolicy,
     Invalid,
-    LogQuery,
     NewExperiment,
     NotFound,
     TrialState,

@@ -18,7 +18,8 @@ from zero_trial.master.agent.processes import marked
 from zero_trial.master.core import Master
 from zero_trial.master.directory import MasterDirectory
 from zero_trial.master.http import listen
-from zero_trial.master.records import Experiment, LogQuery, NewExperiment
+from zero_trial.master.logs import LogQuery
+from zero_trial.master.records import Experiment, NewExperiment
 
 TRAIN = """
 import os, subprocess, sys, time

@@ -8,7 +8,8 @@ import pytest
 
 from tests.master.fakes import Sandbox
 from zero_trial.master.agent.environment import SlotDevices
-from zero_trial.master.records import LogQuery, NotFound
+from zero_trial.master.logs import LogQuery
+from zero_trial.master.records import NotFound
 
 WHOLE = {"slots_per_trial": 2}
 

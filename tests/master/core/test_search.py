@@ -136,7 +136,7 @@ def test_points_that_cannot_be_reconciled_are_pruned_counted_and_explained(
     assert (ended.state.value, ended.num_trials, ended.pruned_trials) == ("COMPLETED", 4, 2)
     pruned = [trial for trial in master.experiments.trials(made.id) if trial.pruned]
     assert all(trial.state.value == "ERROR" and "odd" in trial.reason and trial.run_id == 0 for trial in pruned)
-    from zero_trial.master.records import LogQuery
+    from zero_trial.master.logs import LogQuery
 
     line = next(iter(master.trials.logs(pruned[0].id, LogQuery())))
     assert line is not None and "odd" in line.message and line.level == "ERROR"

@@ -10,7 +10,7 @@ from tests.master.fakes import Sandbox
 from zero_trial.master.agent.processes import Exit
 from zero_trial.master.core.accounts import digest
 from zero_trial.master.core.transaction import transaction
-from zero_trial.master.records import LogQuery
+from zero_trial.master.logs import LogQuery
 from zero_trial.master.store import trials
 
 

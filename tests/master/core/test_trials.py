@@ -8,7 +8,8 @@ import pytest
 
 from tests.master.core.test_checkpoints import save
 from tests.master.fakes import Sandbox
-from zero_trial.master.records import Conflict, Invalid, LogQuery, MetricReport, NotFound
+from zero_trial.master.logs import LogQuery
+from zero_trial.master.records import Conflict, Invalid, MetricReport, NotFound
 
 
 def report(master: Sandbox, steps: int | None, group: str = "training", run_id: int = 1, **values: float) -> None:

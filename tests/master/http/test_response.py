@@ -19,9 +19,8 @@ from zero_trial.master.http.messages import encode, failure, finite, lines, mayb
 from zero_trial.master.http.routes.checkpoints import checkpoint_json, checkpoint_workload_json
 from zero_trial.master.http.routes.experiments import experiment_json, job_summary_json
 from zero_trial.master.http.routes.machine import agent_json, device_json
+from zero_trial.master.http.routes.tasks import allocation_json, allocation_summary_json
 from zero_trial.master.http.routes.trials import (
-    allocation_json,
-    allocation_summary_json,
     metrics_json,
     report_json,
     trial_json,

@@ -14,7 +14,7 @@ import pytest
 from tests.master.http.conftest import Ask
 from tests.master.world import TASK_TOKEN, USER_TOKEN, UUID, World
 from zero_trial.master.http import listen
-from zero_trial.master.records import LogQuery
+from zero_trial.master.logs import LogQuery
 
 bindings = pytest.importorskip("determined.common.api.bindings")
 client = pytest.importorskip("determined.experimental.client")

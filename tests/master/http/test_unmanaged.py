@@ -13,7 +13,8 @@ import pytest
 from tests.master.http.conftest import Ask
 from tests.master.world import TASK_TOKEN, USER_TOKEN, World
 from zero_trial.master.http.server import HttpServer
-from zero_trial.master.records import ExperimentState, LogQuery
+from zero_trial.master.logs import LogQuery
+from zero_trial.master.records import ExperimentState
 
 SCRIPT = """
 import sys

@@ -22,8 +22,8 @@ from zero_trial.master.records import (
     ExperimentState,
     Invalid,
     Json,
-    Model,
     ModelVersion,
+    RegisteredModel,
     Template,
     User,
     existing,
@@ -60,17 +60,17 @@ class RegistryService:
 
     # -- models
 
-    def models(self) -> list[Model]:
+    def models(self) -> list[RegisteredModel]:
         """List all models, oldest first."""
         with self._state.database.reading() as connection:
             return registry.models(connection)
 
-    def model(self, identifier: str) -> Model:
+    def model(self, identifier: str) -> RegisteredModel:
         """Return a model by name, or by id if ``identifier`` is digits. Raises NotFound."""
         with self._state.database.reading() as connection:
             return _find(connection, identifier)
 
-    def create(self, words: Words, user: User, workspace_id: int) -> Model:
+    def create(self, words: Words, user: User, workspace_id: int) -> RegisteredModel:
         """Create a model. Raises Invalid for its name, Conflict if there is one of that name."""
         _check_name(words.name or "")
         now = self._state.clock()
@@ -84,7 +84,7 @@ class RegistryService:
             number = registry.add_model(connection, {**empty, **given, **fixed})
             return _find(connection, str(number))
 
-    def change(self, identifier: str, words: Words, *, workspace_id: int | None = None) -> Model:
+    def change(self, identifier: str, words: Words, *, workspace_id: int | None = None) -> RegisteredModel:
         """Change what ``words`` gives. Raises Conflict for an archived model or a taken name."""
         with self._state.database.transaction() as connection:
             found = _find(connection, identifier)
@@ -123,7 +123,7 @@ class RegistryService:
 
     # -- versions
 
-    def versions(self, identifier: str) -> tuple[Model, list[ModelVersion]]:
+    def versions(self, identifier: str) -> tuple[RegisteredModel, list[ModelVersion]]:
         """Return a model and its versions by number."""
         with self._state.database.reading() as connection:
             found = _find(connection, identifier)
@@ -256,7 +256,7 @@ def _require_workspace(connection: sqlite3.Connection, number: int) -> None:
     existing(workspaces.get(connection, number), f"workspace {number}")
 
 
-def _find(connection: sqlite3.Connection, identifier: str) -> Model:
+def _find(connection: sqlite3.Connection, identifier: str) -> RegisteredModel:
     """Return a model by name, or by id if ``identifier`` is digits: no model has such a name."""
     by_id = re.fullmatch("[0-9]{1,9}", identifier) is not None
     found = registry.model(connection, int(identifier)) if by_id else registry.model_named(connection, identifier)

@@ -15,6 +15,7 @@ from zero_trial.master.core.state import MasterState
 from zero_trial.master.core.transaction import Transaction, Validated, transaction
 from zero_trial.master.core.unmanaged import require_managed
 from zero_trial.master.log_policies import LogMatcher, policies_of
+from zero_trial.master.logs import LogLine, LogQuery
 from zero_trial.master.records import (
     Allocation,
     AllocationState,
@@ -22,8 +23,6 @@ from zero_trial.master.records import (
     Conflict,
     Invalid,
     Json,
-    LogLine,
-    LogQuery,
     MetricReport,
     Task,
     Trial,

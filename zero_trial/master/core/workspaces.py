@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import sqlite3
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from zero_trial.master.core.registry import leave_workspace
 from zero_trial.master.core.state import MasterState
@@ -28,6 +28,7 @@ from zero_trial.master.store import experiments, workspaces
 FIRST = 1  # the workspace and the project Uncategorized
 UNCATEGORIZED = "Uncategorized"
 _LONGEST_NAME = 80
+_Place = TypeVar("_Place", Workspace, Project)
 
 
 class WorkspaceService:
@@ -80,7 +81,7 @@ class WorkspaceService:
         """
         _require_own(number, "workspace")
         with transaction(self._state) as tx:
-            found = self._changeable(tx, number, user)
+            found = _changeable(workspaces.get(tx.connection, number), f"workspace {number}", user)
             if found.archived:
                 raise Conflict(f"workspace {number} is archived")
             changes: dict[str, Any] = dict(storage)
@@ -93,7 +94,7 @@ class WorkspaceService:
     def archive(self, number: int, user: User, archived: bool) -> None:
         """Archive a workspace with its projects, or show it again."""
         with transaction(self._state) as tx:
-            self._changeable(tx, number, user)
+            _changeable(workspaces.get(tx.connection, number), f"workspace {number}", user)
             workspaces.change(tx.connection, number, archived=int(archived))
 
     def pin(self, number: int, user: User, pinned: bool) -> None:
@@ -108,16 +109,10 @@ class WorkspaceService:
         experiments or models.
         """
         with transaction(self._state) as tx:
-            found = self._changeable(tx, number, user)
+            found = _changeable(workspaces.get(tx.connection, number), f"workspace {number}", user)
             _require_empty(f"workspace {number}", found.experiments)
             leave_workspace(tx.connection, number)
             workspaces.erase(tx.connection, number)
-
-    def _changeable(self, tx: Transaction, number: int, user: User) -> Workspace:
-        found = existing(workspaces.get(tx.connection, number), f"workspace {number}")
-        _require_owner("" if number == FIRST else found.owner, user, f"workspace {number}")
-        _require_own(number, "workspace")
-        return found
 
     # -- projects
 
@@ -135,7 +130,7 @@ class WorkspaceService:
         """Change name and description of a project. Raises Conflict for an archived one."""
         _require_own(number, "project")
         with transaction(self._state) as tx:
-            found = self._changeable_project(tx, number, user)
+            found = _changeable(workspaces.project(tx.connection, number), f"project {number}", user)
             _require_open(found)
             changes = {} if description is None else {"description": description}
             if name is not None and name != found.name:
@@ -147,7 +142,7 @@ class WorkspaceService:
     def archive_project(self, number: int, user: User, archived: bool) -> None:
         """Archive a project, or show it again. Raises Conflict while its workspace is archived."""
         with transaction(self._state) as tx:
-            found = self._changeable_project(tx, number, user)
+            found = _changeable(workspaces.project(tx.connection, number), f"project {number}", user)
             if found.archived and not found.own_archived:
                 raise Conflict(f"workspace {found.workspace_id} is archived")
             workspaces.change_project(tx.connection, number, archived=int(archived))
@@ -155,7 +150,7 @@ class WorkspaceService:
     def move_project(self, number: int, user: User, workspace_id: int) -> None:
         """Move a project to another workspace. Raises Conflict if one of them is archived."""
         with transaction(self._state) as tx:
-            found = self._changeable_project(tx, number, user)
+            found = _changeable(workspaces.project(tx.connection, number), f"project {number}", user)
             _require_open(found)
             self._open(tx, workspace_id)
             if workspace_id != found.workspace_id:
@@ -174,15 +169,9 @@ class WorkspaceService:
     def delete_project(self, number: int, user: User) -> None:
         """Delete a project. Raises Conflict while it has experiments."""
         with transaction(self._state) as tx:
-            found = self._changeable_project(tx, number, user)
+            found = _changeable(workspaces.project(tx.connection, number), f"project {number}", user)
             _require_empty(f"project {number}", found.experiments)
             workspaces.erase_project(tx.connection, number)
-
-    def _changeable_project(self, tx: Transaction, number: int, user: User) -> Project:
-        found = existing(workspaces.project(tx.connection, number), f"project {number}")
-        _require_owner("" if number == FIRST else found.owner, user, f"project {number}")
-        _require_own(number, "project")
-        return found
 
     def _open(self, tx: Transaction, workspace_id: int) -> None:
         found = existing(workspaces.get(tx.connection, workspace_id), f"workspace {workspace_id}")
@@ -253,14 +242,20 @@ def _key(known: Sequence[Project], name: str, wanted: str | None) -> str:
     return next(key for key in (stem, *(f"{stem[: 5 - len(str(n))]}{n}" for n in range(1, 10**4))) if key not in taken)
 
 
+def _changeable(found: _Place | None, name: str, user: User) -> _Place:
+    """Return a workspace or a project that this user may change. Raises NotFound, PermissionDenied
+    or, for the first, Conflict.
+    """
+    place = existing(found, name)
+    if ("" if place.id == FIRST else place.owner) != user.name and not user.admin:
+        raise PermissionDenied(f"only the owner of {name} and administrators may do this")
+    _require_own(place.id, name.partition(" ")[0])
+    return place
+
+
 def _require_own(number: int, kind: str) -> None:
     if number == FIRST:
         raise Conflict(f"the {kind} {UNCATEGORIZED} stays as it is")
-
-
-def _require_owner(owner: str, user: User, name: str) -> None:
-    if owner != user.name and not user.admin:
-        raise PermissionDenied(f"only the owner of {name} and administrators may do this")
 
 
 def _require_open(project: Project) -> None:

@@ -39,6 +39,7 @@ from zero_trial.master.http.routes import (
     logs,
     machine,
     registry,
+    tasks,
     trials,
     users,
     workspaces,
@@ -218,7 +219,7 @@ def listen(
 
 def all_routes() -> Iterator[Route]:
     """Yield every route that is answered; their order does not matter."""
-    for part in (experiments, trials, checkpoints, registry, logs, machine, users, workspaces):
+    for part in (experiments, trials, tasks, checkpoints, registry, logs, machine, users, workspaces):
         yield from part.ROUTES
 
 

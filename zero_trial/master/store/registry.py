@@ -6,7 +6,7 @@ import sqlite3
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from zero_trial.master.records import Model, ModelVersion, Registered, Template
+from zero_trial.master.records import ModelVersion, Registered, RegisteredModel, Template
 from zero_trial.master.store import checkpoints
 from zero_trial.master.store.database import insert, loads, record, update
 
@@ -19,18 +19,18 @@ _VERSION = """
 """
 
 
-def models(connection: sqlite3.Connection) -> list[Model]:
+def models(connection: sqlite3.Connection) -> list[RegisteredModel]:
     """List all models, oldest first."""
     return [_model(row) for row in connection.execute(f"{_MODEL} ORDER BY m.id").fetchall()]
 
 
-def model(connection: sqlite3.Connection, number: int) -> Model | None:
+def model(connection: sqlite3.Connection, number: int) -> RegisteredModel | None:
     """Return a model by id."""
     row = connection.execute(f"{_MODEL} WHERE m.id = ?", (number,)).fetchone()
     return None if row is None else _model(row)
 
 
-def model_named(connection: sqlite3.Connection, name: str) -> Model | None:
+def model_named(connection: sqlite3.Connection, name: str) -> RegisteredModel | None:
     """Return a model by name."""
     row = connection.execute(f"{_MODEL} WHERE m.name = ?", (name,)).fetchone()
     return None if row is None else _model(row)
@@ -52,13 +52,13 @@ def drop_model(connection: sqlite3.Connection, number: int) -> None:
     connection.execute("DELETE FROM models WHERE id = ?", (number,))
 
 
-def versions(connection: sqlite3.Connection, of: Model) -> list[ModelVersion]:
+def versions(connection: sqlite3.Connection, of: RegisteredModel) -> list[ModelVersion]:
     """List the versions of a model by number."""
     rows = connection.execute(f"{_VERSION} WHERE v.model_id = ? ORDER BY v.version", (of.id,))
     return [_version(connection, of, row) for row in rows.fetchall()]
 
 
-def version(connection: sqlite3.Connection, of: Model, number: int) -> ModelVersion | None:
+def version(connection: sqlite3.Connection, of: RegisteredModel, number: int) -> ModelVersion | None:
     """Return one version of a model."""
     row = connection.execute(f"{_VERSION} WHERE v.model_id = ? AND v.version = ?", (of.id, number)).fetchone()
     return None if row is None else _version(connection, of, row)
@@ -121,12 +121,12 @@ def drop_template(connection: sqlite3.Connection, name: str) -> None:
     connection.execute("DELETE FROM templates WHERE name = ?", (name,))
 
 
-def _model(row: sqlite3.Row) -> Model:
+def _model(row: sqlite3.Row) -> RegisteredModel:
     archived, labels = bool(row["archived"]), tuple(loads(row["labels"]))
-    return record(Model, row, archived=archived, labels=labels, metadata=loads(row["metadata"]))
+    return record(RegisteredModel, row, archived=archived, labels=labels, metadata=loads(row["metadata"]))
 
 
-def _version(connection: sqlite3.Connection, of: Model, row: sqlite3.Row) -> ModelVersion:
+def _version(connection: sqlite3.Connection, of: RegisteredModel, row: sqlite3.Row) -> ModelVersion:
     saved = checkpoints.get(connection, row["checkpoint_uuid"])
     if saved is None:
         raise LookupError(f"checkpoint {row['checkpoint_uuid']} of model {of.name!r} is not in the store")

@@ -24,7 +24,8 @@ from zero_trial.master.http.messages import (
     when,
     whole,
 )
-from zero_trial.master.records import Invalid, LogLine, LogQuery
+from zero_trial.master.logs import LogLine, LogQuery
+from zero_trial.master.records import Invalid
 from zero_trial.util.text import strip_control
 
 _LEVELS = ("TRACE", "DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")

@@ -10,12 +10,12 @@ from zero_trial.master.core.registry import Words
 from zero_trial.master.core.workspaces import FIRST
 from zero_trial.master.http.messages import Dict, Request, Response, Route, ok, texts, when, whole
 from zero_trial.master.http.routes.checkpoints import checkpoint_json
-from zero_trial.master.records import Invalid, Model, ModelVersion, Template, existing
+from zero_trial.master.records import Invalid, ModelVersion, RegisteredModel, Template, existing
 
 _MODELS = "/api/v1/models"
 _TEMPLATES = "/api/v1/templates"
 
-_MODEL_KEYS: dict[str, Callable[[Model], Any]] = {
+_MODEL_KEYS: dict[str, Callable[[RegisteredModel], Any]] = {
     "SORT_BY_UNSPECIFIED": lambda each: each.id,
     "SORT_BY_NAME": lambda each: (each.name.casefold(), each.name),
     "SORT_BY_DESCRIPTION": lambda each: (each.description.casefold(), each.description),
@@ -247,7 +247,7 @@ def _answer(template: Template) -> Response:
 # -- what the answers contain, in the shapes of Determined's bindings
 
 
-def model_json(record: Model) -> Dict:
+def model_json(record: RegisteredModel) -> Dict:
     """Render a v1Model."""
     return {
         "id": record.id,

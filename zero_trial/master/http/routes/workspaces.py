@@ -100,17 +100,11 @@ def _storage(request: Request, body: Mapping[str, Any]) -> Mapping[str, Any] | N
     return section
 
 
-def _archive(archived: bool) -> Callable[[Request], Response]:
+def _switch(operation: str, part: str, on: bool) -> Callable[[Request], Response]:
+    """Return the action that archives or pins what ``part`` of the path names, or undoes it."""
+
     def action(request: Request) -> Response:
-        request.master.workspaces.archive(request.numbers["workspaceId"], request.user, archived)
-        return Response()
-
-    return action
-
-
-def _pin(pinned: bool) -> Callable[[Request], Response]:
-    def action(request: Request) -> Response:
-        request.master.workspaces.pin(request.numbers["workspaceId"], request.user, pinned)
+        getattr(request.master.workspaces, operation)(request.numbers[part], request.user, on)
         return Response()
 
     return action
@@ -150,14 +144,6 @@ def _patch_project(request: Request) -> Response:
     return _project_shown(
         request, request.master.workspaces.patch_project(request.numbers["projectId"], request.user, *names)
     )
-
-
-def _archive_project(archived: bool) -> Callable[[Request], Response]:
-    def action(request: Request) -> Response:
-        request.master.workspaces.archive_project(request.numbers["projectId"], request.user, archived)
-        return Response()
-
-    return action
 
 
 def _move_project(request: Request) -> Response:
@@ -260,17 +246,17 @@ ROUTES = (
     Route("GET", _WORKSPACE, _get),
     Route("PATCH", _WORKSPACE, _patch),
     Route("DELETE", _WORKSPACE, _delete),
-    Route("POST", f"{_WORKSPACE}/archive", _archive(True)),
-    Route("POST", f"{_WORKSPACE}/unarchive", _archive(False)),
-    Route("POST", f"{_WORKSPACE}/pin", _pin(True)),
-    Route("POST", f"{_WORKSPACE}/unpin", _pin(False)),
+    Route("POST", f"{_WORKSPACE}/archive", _switch("archive", "workspaceId", True)),
+    Route("POST", f"{_WORKSPACE}/unarchive", _switch("archive", "workspaceId", False)),
+    Route("POST", f"{_WORKSPACE}/pin", _switch("pin", "workspaceId", True)),
+    Route("POST", f"{_WORKSPACE}/unpin", _switch("pin", "workspaceId", False)),
     Route("GET", f"{_WORKSPACE}/projects", _projects),
     Route("POST", f"{_WORKSPACE}/projects", _create_project),
     Route("GET", _PROJECT, _get_project),
     Route("PATCH", _PROJECT, _patch_project),
     Route("DELETE", _PROJECT, _delete_project),
-    Route("POST", f"{_PROJECT}/archive", _archive_project(True)),
-    Route("POST", f"{_PROJECT}/unarchive", _archive_project(False)),
+    Route("POST", f"{_PROJECT}/archive", _switch("archive_project", "projectId", True)),
+    Route("POST", f"{_PROJECT}/unarchive", _switch("archive_project", "projectId", False)),
     Route("POST", f"{_PROJECT}/move", _move_project),
     Route("POST", f"{_PROJECT}/notes", _add_note),
     Route("PUT", f"{_PROJECT}/notes", _put_notes),

@@ -1,0 +1,220 @@
+"""Routes of tasks and their allocations: what is known of them, and what an allocation asks and
+reports while it runs.
+"""
+
+from __future__ import annotations
+
+import base64
+import math
+import re
+from typing import Any
+
+from zero_trial.master.http.messages import AuthLevel, Dict, Request, Response, Route, maybe_when, ok, when
+from zero_trial.master.records import Allocation, AllocationState, Invalid, NotFound, Task
+
+_MAX_POLL = 60.0  # seconds that a long poll waits
+_CROWDED_POLL = 1.0  # the same when too many wait already
+
+
+def _context_directory(request: Request) -> Response:
+    return ok({"b64Tgz": base64.b64encode(request.master.tasks.context(request.args["taskId"])).decode()})
+
+
+def _accelerator_data(request: Request) -> Response:
+    data = request.body().get("acceleratorData")
+    request.master.tasks.accelerator_data(request.args["allocationId"], data if isinstance(data, dict) else {})
+    return Response()
+
+
+def _rendezvous(request: Request) -> Response:
+    found = request.master.tasks.allocation(request.args["allocationId"])
+    if found.resources_id != request.args["resourcesId"]:
+        raise NotFound(f"resources {request.args['resourcesId'][:60]} not found")
+    return ok({"rendezvousInfo": {"addresses": ["127.0.0.1"], "rank": 0, "slots": [len(found.slots)]}})
+
+
+def _preemption(request: Request) -> Response:
+    """Wait until the allocation is to stop: a long poll, shorter when too many wait already."""
+    text = request.first("timeout_seconds") or request.first("timeoutSeconds") or "60"
+    try:
+        timeout = float(text)
+    except ValueError:
+        timeout = math.nan
+    if not timeout >= 0:
+        raise Invalid("timeout_seconds must be a number of seconds", got=text[:40])
+    with request.waits.one() as room:
+        wait = min(timeout, _MAX_POLL if room else _CROWDED_POLL)
+        return ok({"preempt": request.master.tasks.preemption_signal(request.args["allocationId"], wait)})
+
+
+def _ack_preemption(request: Request) -> Response:
+    request.master.tasks.ack_preemption(request.args["allocationId"])
+    return Response()
+
+
+def _ready(request: Request) -> Response:
+    request.master.tasks.set_ready(request.args["allocationId"])
+    return Response()
+
+
+def _post_logs(request: Request) -> Response:
+    """Store log lines that come over HTTP instead of through the pipe."""
+    return _append_logs(request, request.body().get("logs"))
+
+
+def _post_plain_logs(request: Request) -> Response:
+    """Do the same for core_v2 in an unmanaged trial, which sends the bare list."""
+    sent = request.list_body()
+    return _append_logs(
+        request, [{**line, "rankId": line.get("rank")} if isinstance(line, dict) else line for line in sent]
+    )
+
+
+def _append_logs(request: Request, sent: Any) -> Response:
+    if not isinstance(sent, list) or not all(isinstance(line, dict) for line in sent):
+        raise Invalid("logs must be a list of lines")
+    by_task: dict[str, list[dict[str, object]]] = {}
+    for line in sent:
+        task_id = line.get("taskId", line.get("task_id"))
+        if not isinstance(task_id, str):
+            raise Invalid("a log line has no taskId")
+        request.own(task_id=task_id)
+        by_task.setdefault(task_id, []).append(line)
+    for task_id, some in by_task.items():
+        request.master.tasks.append_logs(task_id, some)
+    return Response()
+
+
+def _get_task(request: Request) -> Response:
+    return ok({"task": _task_json(request.master.tasks.task(request.args["taskId"]))})
+
+
+def _get_allocation(request: Request) -> Response:
+    return ok({"allocation": allocation_json(request.master.tasks.allocation(request.args["allocationId"]))})
+
+
+def _list_tasks(request: Request) -> Response:
+    return ok({"allocationIdToSummary": _summaries(request)})
+
+
+def _list_tasks_plain(request: Request) -> Response:
+    """Return the same as older clients ask for it: without an envelope, names in snake case."""
+    return ok(_snake_case(_summaries(request)))
+
+
+def _snake_case(value: Any) -> Any:
+    """Return the summaries with other names of fields; ids, which are keys too, stay."""
+    if isinstance(value, list):
+        return [_snake_case(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    return {
+        re.sub("[A-Z]", lambda found: f"_{found[0].lower()}", name) if name in _SUMMARY_FIELDS else name: _snake_case(
+            item
+        )
+        for name, item in value.items()
+    }
+
+
+def _summaries(request: Request) -> Dict:
+    cluster = request.master
+    agents = cluster.machine.agents()
+    agent_id, pool = (agents[0].id, agents[0].resource_pool) if agents else ("", "")
+    jobs = {job.experiment_id: job for job in cluster.machine.jobs()}
+    summaries = {}
+    for task in cluster.tasks.tasks():
+        job = jobs.get(task.experiment_id)
+        resources = cluster.experiments.get(task.experiment_id).config.get("resources")
+        needed = int(resources.get("slots_per_trial", 1)) if isinstance(resources, dict) else 1
+        for allocation in task.allocations:
+            if allocation.ended is None:
+                priority = job.priority if job is not None else 42
+                summaries[allocation.id] = allocation_summary_json(task, allocation, agent_id, pool, priority, needed)
+    return summaries
+
+
+# -- what the answers contain, in the shapes of Determined's bindings
+
+_ALLOCATION_STATES = {
+    AllocationState.QUEUED: "STATE_QUEUED",
+    AllocationState.STARTING: "STATE_STARTING",
+    AllocationState.RUNNING: "STATE_RUNNING",
+    AllocationState.TERMINATED: "STATE_TERMINATED",
+}
+
+
+_SUMMARY_FIELDS = frozenset(
+    (
+        *("taskId", "allocationId", "registeredTime", "resourcePool", "slotsNeeded", "schedulerType", "proxyPorts"),
+        *("resourcesId", "resourcesType", "agentDevices", "containerId"),
+    )
+)
+
+
+def allocation_summary_json(
+    task: Task, allocation: Allocation, agent_id: str, pool: str, priority: int, slots_needed: int
+) -> Dict:
+    """Render a v1AllocationSummary."""
+    resources = {
+        "resourcesId": allocation.resources_id,
+        "resourcesType": "docker-container",
+        "allocationId": allocation.id,
+        "agentDevices": {agent_id: {"devices": []}},
+        "containerId": allocation.container_id,
+    }
+    return {
+        "taskId": task.id,
+        "allocationId": allocation.id,
+        "name": task.name,
+        "registeredTime": when(allocation.created),
+        "resourcePool": pool,
+        "slotsNeeded": slots_needed,
+        "resources": [] if allocation.state is AllocationState.QUEUED else [resources],
+        "schedulerType": "priority",
+        "priority": priority,
+        "proxyPorts": [],
+    }
+
+
+def allocation_json(record: Allocation) -> Dict:
+    """Render a v1Allocation."""
+    return {
+        "taskId": record.task_id,
+        "allocationId": record.id,
+        "state": _ALLOCATION_STATES[record.state],
+        "isReady": record.ready,
+        "startTime": maybe_when(record.started),
+        "endTime": maybe_when(record.ended),
+        "slots": len(record.slots),
+        "statusCode": record.exit_code,
+    }
+
+
+def _task_json(record: Task) -> Dict:
+    """Render a v1Task."""
+    return {
+        "taskId": record.id,
+        "taskType": "TASK_TYPE_TRIAL",
+        "startTime": when(record.started),
+        "endTime": maybe_when(record.ended),
+        "allocations": [allocation_json(each) for each in record.allocations],
+    }
+
+
+_TASK = "/api/v1/tasks/{taskId}"
+_ALLOCATION = "/api/v1/allocations/{allocationId}"
+
+ROUTES = (
+    Route("GET", "/api/v1/tasks", _list_tasks),
+    Route("GET", "/tasks", _list_tasks_plain),
+    Route("GET", _TASK, _get_task, AuthLevel.BOTH),
+    Route("GET", f"{_TASK}/context_directory", _context_directory, AuthLevel.TASK),
+    Route("POST", "/api/v1/task/logs", _post_logs, AuthLevel.BOTH),
+    Route("POST", "/task-logs", _post_plain_logs, AuthLevel.BOTH),
+    Route("GET", _ALLOCATION, _get_allocation, AuthLevel.BOTH),
+    Route("POST", f"{_ALLOCATION}/acceleratorData", _accelerator_data, AuthLevel.TASK),
+    Route("GET", f"{_ALLOCATION}/resources/{{resourcesId}}/rendezvous", _rendezvous, AuthLevel.TASK),
+    Route("GET", f"{_ALLOCATION}/signals/preemption", _preemption, AuthLevel.TASK),
+    Route("POST", f"{_ALLOCATION}/signals/ack_preemption", _ack_preemption, AuthLevel.TASK),
+    Route("POST", f"{_ALLOCATION}/ready", _ready, AuthLevel.TASK),
+)

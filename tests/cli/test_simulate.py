@@ -78,7 +78,7 @@ def test_pruned_points_are_counted_with_their_reason(tmp_path: Path, capsys: pyt
     assert main(["simulate", path, str(tmp_path / "model")]) == 0
     shown = capsys.readouterr().out
     assert ", whose ds_config cannot be reconciled" in shown and "x train_batch_size 8 ≠ micro 16" in shown
-    assert "16 trials of 16 batches" in shown
+    assert "7 trials of 16 batches" in shown and "pruned  9 points" in shown  # what is pruned counts
 
 
 def test_a_search_without_a_length_asks_for_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

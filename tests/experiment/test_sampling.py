@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from zero_trial.errors import ConfigError
-from zero_trial.experiment.space import has_ranges, is_const, sample
+from zero_trial.experiment.space import is_const, sample
 
 
 class Numbers:
@@ -81,19 +81,6 @@ def test_what_is_sampled_is_not_shared():
 
 def test_at_the_top_type_is_a_name():
     assert sample({"type": "int", "minval": 1}, Numbers(0)) == {"type": "int", "minval": 1}
-
-
-@pytest.mark.parametrize(
-    ("space", "expected"),
-    [
-        ({}, False),
-        ({"a": 1, "b": {"c": [1]}}, False),
-        ({"a": {"type": "const", "val": 1}}, False),
-        ({"a": {"b": {"type": "int", "minval": 0, "maxval": 1}}}, True),
-    ],
-)
-def test_has_ranges(space: dict[str, Any], expected: bool):
-    assert has_ranges(space) is expected
 
 
 def test_is_const():

@@ -96,7 +96,7 @@ def play(path: Path, config: Mapping[str, Any] = CONFIG, *, pruned: int = 0) -> 
                         found.pruned.append(str(number))
                         why = "train_batch_size 6 is not 2 x 2"
                         trials.change(connection, number, state=TrialState.ERROR, pruned=1, reason=why, ended=STARTED)
-                        actions += search.on_exited(action.request_id, ExitReason.INVALID_HP)
+                        actions += search.on_exited(action.request_id, ExitReason.COMPLETED)
                     else:
                         work.append((action.request_id, 15))
                 elif isinstance(action, Stop):

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 
 from zero_trial.errors import ConfigError
-from zero_trial.experiment.hyperparameters import is_range, ranges
+from zero_trial.experiment.hyperparameters import is_range
 
 
 class RandomNumbers(Protocol):
@@ -38,11 +38,6 @@ def sample(space: Mapping[str, Any], numbers: RandomNumbers) -> dict[str, Any]:
     """
     drawn = {name: _value(space[name], numbers) for name in sorted(space)}
     return {name: drawn[name] for name in space}
-
-
-def has_ranges(space: Mapping[str, Any]) -> bool:
-    """Return whether two samples can differ."""
-    return bool(ranges(space))
 
 
 def _value(spec: Any, numbers: RandomNumbers) -> Any:

@@ -148,7 +148,7 @@ def test_without_restarts_the_first_crash_is_the_end() -> None:
         ((*UP, BAD, T.PLACED, BAD), ExitReason.ERRORED),
         ((*UP, Fail("x"), BAD), ExitReason.ERRORED),
         ((*UP, T.KILL, BAD), ExitReason.CANCELED),
-        ((*UP, EarlyExit("INVALID_HP"), OK), ExitReason.INVALID_HP),
+        ((*UP, EarlyExit("INVALID_HP"), OK), ExitReason.COMPLETED),
         ((*UP, EarlyExit("ERRORED"), OK), ExitReason.ERRORED),
     ],
 )

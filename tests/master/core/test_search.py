@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from tests.master.fakes import Sandbox, experiment, tgz
-from zero_trial.master.core import transaction
 from zero_trial.master.core.context_archive import read_context
 from zero_trial.master.core.state import searcher_of
 from zero_trial.master.directory import MasterDirectory
@@ -95,15 +94,35 @@ def test_a_validation_without_the_searchers_metric_ends_an_asha_trial_as_failed(
     assert len(master.experiments.trials(1)) > 1  # the search goes on
 
 
-def test_hyperparameters_that_the_trial_refuses_reach_the_search(master: Sandbox) -> None:
-    random = {"name": "random", "metric": "val", "max_trials": 2, "max_concurrent_trials": 1}
-    made = master.create(searcher=random, hyperparameters={"a": {"type": "double", "minval": 0, "maxval": 1}})
-    master.trials.early_exit(1, "EXITED_REASON_INVALID_HP")
-    master.exit(1)
-    for trial_id in (2, 3):  # the refused one does not count
-        master.validate(trial_id, 1.0)
+ASHA = {
+    "name": "adaptive_asha",
+    "metric": "val",
+    "max_trials": 4,
+    "max_concurrent_trials": 2,
+    "max_time": 4,
+    "time_metric": "batches",
+    "divisor": 2,
+    "bracket_rungs": [2],
+}
+
+
+@pytest.mark.parametrize(
+    ("searcher", "trials"),
+    [
+        ({"name": "random", "metric": "val", "max_trials": 3, "max_concurrent_trials": 1}, 3),
+        ({"name": "grid", "metric": "val", "max_concurrent_trials": 1}, 4),
+        (ASHA, 2),  # as on a genuine master: trials follow only those that were stopped or failed
+    ],
+)
+def test_hyperparameters_that_the_trial_refuses_count_and_are_not_replaced(
+    master: Sandbox, searcher: dict[str, object], trials: int
+) -> None:
+    made = master.create(searcher=searcher, hyperparameters=FOUR)
+    while master.runs():
+        trial_id = master.runs()[0].allocation.trial_id
+        master.trials.early_exit(trial_id, "EXITED_REASON_INVALID_HP")
         master.exit(trial_id)
-    assert master.states(made.id) == ("COMPLETED", ["COMPLETED"] * 3)
+    assert master.states(made.id) == ("COMPLETED", ["COMPLETED"] * trials)
 
 
 def test_a_single_trial_that_refuses_its_hyperparameters_completes(master: Sandbox) -> None:
@@ -157,16 +176,15 @@ def test_points_of_a_paused_experiment_are_pruned_when_it_is_activated(
     found = master.experiments.trials(made.id)
     assert [trial.hparams["a"] for trial in found[:4]] == values
     assert [trial.pruned for trial in found] == [trial.hparams["a"] % 2 == 1 for trial in found]
-    assert sum(not trial.pruned for trial in found) == 4
+    assert len(found) == 4  # what is pruned counts
 
 
-def test_a_search_of_nothing_but_refused_points_is_given_up(master: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_search_of_nothing_but_pruned_points_fails(master: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pruning, "reason", lambda config, hparams, files: "never")
-    monkeypatch.setattr(transaction, "MAX_PRUNED", 5)
-    random = {"name": "random", "metric": "val", "max_trials": 2}
+    random = {"name": "random", "metric": "val", "max_trials": 40, "max_concurrent_trials": 2}
     made = master.create(searcher=random, hyperparameters={"a": {"type": "double", "minval": 0, "maxval": 1}})
     ended = master.experiments.get(made.id)
-    assert ended.state.value == "ERROR" and "never" in ended.error and ended.pruned_trials == 5
+    assert ended.state.value == "ERROR" and "never" in ended.error and ended.pruned_trials == 40
 
 
 def test_a_search_that_fails_ends_its_experiment_and_nothing_else(

@@ -87,8 +87,6 @@ def test_a_rung_is_ascending_and_the_newcomer_stands_before_its_equals():
         3,
     ]
     assert [name for _, name in rung.entries] == ["b", "c", "a", "d"]
-    rung.remove("c")
-    assert [name for _, name in rung.entries] == ["b", "a", "d"]
 
 
 def test_the_best_quarter_goes_on():
@@ -130,7 +128,7 @@ TWO_RUNGS = {
     "divisor": 2,
     "bracket_rungs": [2],
 }
-ERRORED, INVALID, CANCELED = ExitReason.ERRORED, ExitReason.INVALID_HP, ExitReason.CANCELED
+ERRORED, CANCELED = ExitReason.ERRORED, ExitReason.CANCELED
 
 
 def play(**changes: Any) -> Play:
@@ -184,24 +182,6 @@ def test_larger_is_better():
     assert it.val(2, 2, 0.9) == ""  # better than 0.5: first of two
     assert it.val(1, 4, 0.6) == "-1 +3"
     assert it.val(3, 2, 0.4) == "-3 +4"  # third of three
-
-
-def test_invalid_hyperparameters_leave_no_trace_and_are_replaced():
-    it = play()
-    it.start()
-    assert it.val(1, 2, 1.0) == ""
-    assert it.exit(1, INVALID) == "+3"
-    assert it.val(2, 2, 5.0) == ""  # the 1.0 is gone: first of one
-
-
-def test_invalid_ones_do_not_count():
-    it = play(max_trials=2)
-    it.start()
-    assert it.exit(1, INVALID) == "+3"
-    assert it.exit(3, INVALID) == "+4"  # trials 2 and 4 are the two
-    assert it.val(2, 4, 1.0) == "-2"
-    assert it.val(4, 4, 0.5) == "-4"
-    assert [it.exit(2), it.exit(4)] == ["", "."]
 
 
 def test_an_error_is_the_worst_metric():

@@ -10,9 +10,6 @@ from tests.master.search.driving import LR, Play
 from zero_trial.errors import ConfigError, ZeroTrialError
 from zero_trial.master.search import ExitReason, build, restore
 from zero_trial.master.search.adaptive_asha import training_length
-from zero_trial.master.search.searcher import MOST_INVALID_IN_A_ROW
-
-INVALID = ExitReason.INVALID_HP
 
 
 def play(space: dict[str, Any] = LR, **changes: Any) -> Play:
@@ -36,18 +33,6 @@ def test_sixteen_at_a_time_by_default():
     assert play(max_trials=99).start().count("+") == 16
 
 
-def test_invalid_ones_are_replaced_and_do_not_count():
-    it = play(max_concurrent_trials=1)
-    assert it.start() == "+1"
-    assert [it.exit(1, INVALID), it.exit(2), it.exit(3, INVALID), it.exit(4), it.exit(5)] == [
-        "+2",
-        "+3",
-        "+4",
-        "+5",
-        ".",
-    ]
-
-
 def test_errors_count():
     it = play(max_concurrent_trials=1, max_trials=2)
     it.start()
@@ -60,23 +45,10 @@ def test_a_canceled_search_has_not_failed():
     assert it.exit(1, ExitReason.CANCELED) == "."
 
 
-def test_a_space_with_nothing_valid_in_it_ends():
-    it = play(max_concurrent_trials=1)
-    it.start()
-    words = [it.exit(number, INVALID) for number in range(1, MOST_INVALID_IN_A_ROW + 1)]
-    assert words[-1] == "." and all(word.startswith("+") for word in words[:-1])
-
-
 def test_single():
     it = Play(build({"name": "single", "metric": "loss"}, {"lr": 0.1}, seed=1))
     assert (it.start(), it.exit(1)) == ("+1", ".")
     assert it.hparams == [{"lr": 0.1}]
-
-
-def test_an_invalid_single_is_the_same_again_and_not_repeated():
-    it = Play(build({"name": "single", "metric": "loss"}, {"lr": 0.1}, seed=1))
-    it.start()
-    assert it.exit(1, INVALID) == "."
 
 
 def test_progress():
@@ -84,13 +56,11 @@ def test_progress():
     it.start()
     # of the trials that are there, not of all three
     assert it.search.progress({it.ids[0]: 0.5, it.ids[1]: 0.25}) == pytest.approx(0.75 / 2)
-    it.exit(1, INVALID)
-    # what is invalid does not count, its successor does
-    assert it.search.progress({it.ids[1]: 0.25}) == pytest.approx(0.25 / 2)
-    it.exit(2, ExitReason.ERRORED)
-    assert it.search.progress({it.ids[2]: 0.5}) == pytest.approx((1 + 0.5) / 3)
+    it.exit(1, ExitReason.ERRORED)
+    # what is over counts as whole
+    assert it.search.progress({it.ids[1]: 0.25}) == pytest.approx((1 + 0.25) / 3)
+    it.exit(2)
     it.exit(3)
-    it.exit(4)
     assert it.search.progress({}) == 1.0
 
 
@@ -109,13 +79,6 @@ def test_every_point_once_from_the_end():
     assert it.hparams[0]["model"] == {}
 
 
-def test_an_invalid_point_is_gone():
-    it = play_grid(most=1)
-    it.start()
-    assert [it.exit(number, ExitReason.INVALID_HP) for number in (1, 2, 3)] == ["+2", "+3", "+4"]
-    assert it.exit(4) == "."
-
-
 def test_a_grid_all_at_once():
     assert play_grid(most=0).start() == "+1 +2 +3 +4"
 
@@ -128,7 +91,7 @@ def test_no_axes_is_one_point():
 def test_progress_of_a_grid():
     it = play_grid()
     it.start()
-    it.exit(1, ExitReason.INVALID_HP)
+    it.exit(1, ExitReason.ERRORED)
     assert it.search.progress({it.ids[1]: 0.5}) == (1 + 0.5) / 3
 
 

@@ -110,7 +110,7 @@ class TrialEffect(Enum):
     END = "end"  # the trial is over: the search gets its end
 
 
-INVALID_HP = "INVALID_HP"  # the early exit that a search forgives
+INVALID_HP = "INVALID_HP"  # the early exit that completes a trial
 _TRIAL_FORCE = {
     TrialState.STOPPING_COMPLETED: 1,
     TrialState.STOPPING_CANCELED: 2,
@@ -159,8 +159,6 @@ def step_trial(life: TrialLife, event: TrialEvent) -> _TrialOutcome:
 
 def exit_reason(life: TrialLife) -> ExitReason:
     """Return the reason that the search gets for a trial that has ended."""
-    if life.early_exit == INVALID_HP:
-        return ExitReason.INVALID_HP
     return {
         TrialState.COMPLETED: ExitReason.COMPLETED,
         TrialState.CANCELED: ExitReason.CANCELED,

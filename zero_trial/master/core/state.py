@@ -34,11 +34,10 @@ _DETERMINED_VERSION = "0.38.1"
 
 @dataclass
 class LiveSearch:
-    """A searcher between two events. ``pruned`` counts points in a row that were never launched."""
+    """A searcher between two events, and the model's folder."""
 
     searcher: Searcher
     context: Context
-    pruned: int = 0
 
 
 class MasterState:

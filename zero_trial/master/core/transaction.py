@@ -49,10 +49,6 @@ from zero_trial.master.store import accounts, checkpoints, experiments, metrics,
 log = logging.getLogger(__name__)
 
 _EARLY_EXIT_SECONDS = 60.0  # the time that a trial gets to end after it has announced an early exit
-MAX_PRUNED = 200
-"""Fail the experiment after 200 consecutive pruned points. Searchers replace a pruned point, so
-without a limit this would not end.
-"""
 
 
 @dataclass(frozen=True)
@@ -294,9 +290,8 @@ class Transaction:
             live = self._state.search_of(self.connection, experiment)
             why = self._why_not(experiment, live, trial)
             if why is not None:
-                self._prune(experiment.id, live, trial_id, why)
+                self._prune(trial_id, why)
                 return
-            live.pruned = 0
         self._request_run(trial_id)
 
     def _request_run(self, trial_id: int) -> None:
@@ -468,9 +463,8 @@ class Transaction:
         known = trials.of_request(self.connection, experiment_id, action.request_id)
         if known is not None:
             trial_id = known.id
-            invalid = known.pruned or trials.early_exit(self.connection, trial_id) == lifecycle.INVALID_HP
-            if invalid or known.state is TrialState.COMPLETED:
-                self.search(Ended(known, ExitReason.INVALID_HP if invalid else ExitReason.COMPLETED))
+            if known.pruned or known.state is TrialState.COMPLETED:
+                self.search(Ended(known, ExitReason.COMPLETED))
                 return
             self._revive_trial(trial_id)
         else:
@@ -518,8 +512,8 @@ class Transaction:
             ),
         )
 
-    def _prune(self, experiment_id: int, live: LiveSearch, trial_id: int, why: str) -> None:
-        """End a trial that cannot be trained before it begins; the search goes on without it."""
+    def _prune(self, trial_id: int, why: str) -> None:
+        """End a trial that cannot be trained before it begins. For its search it has completed."""
         trials.change(
             self.connection,
             trial_id,
@@ -529,11 +523,7 @@ class Transaction:
             reason=f"pruned before launch: {why}",
         )
         self.note(trial_id, "ERROR", f"pruned before launch, these hyperparameters cannot be trained: {why}")
-        live.pruned += 1
-        if live.pruned >= MAX_PRUNED:
-            self.give_up(experiment_id, f"{live.pruned} points in a row cannot be trained, the last one because: {why}")
-            return
-        self.search(Ended(self.trial_of(trial_id), ExitReason.INVALID_HP))
+        self.search(Ended(self.trial_of(trial_id), ExitReason.COMPLETED))
 
     # -- reading
 

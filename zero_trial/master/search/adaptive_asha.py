@@ -122,9 +122,6 @@ class Rung:
         self.entries.insert(rank, (metric, request_id))
         return rank
 
-    def remove(self, request_id: str) -> None:
-        self.entries = [entry for entry in self.entries if entry[1] != request_id]
-
 
 @dataclass
 class Bracket:
@@ -138,7 +135,6 @@ class Bracket:
     max_trials: int
     max_concurrent: int
     position: dict[str, int] = field(default_factory=dict)
-    invalid: int = 0
     ended: int = 0
 
     @classmethod
@@ -150,11 +146,6 @@ class Bracket:
         """
         units = [max(int(max_time / divisor ** (rungs - 1 - number)), 1) for number in range(rungs)]
         return cls([Rung(need) for need in units], divisor, max_trials, max_concurrent)
-
-    @property
-    def valid(self) -> int:
-        """Return the number of trials that count against ``max_trials``."""
-        return len(self.position) - self.invalid
 
     def planned(self) -> list[tuple[int, int]]:
         """Return the units of each rung and how many trials end there, if 1/divisor of those that
@@ -183,12 +174,6 @@ class Bracket:
                 return True
         return False
 
-    def drop_invalid(self, request_id: str) -> None:
-        """Remove what a trial with invalid hyperparameters has reported."""
-        self.invalid += 1
-        for rung in self.rungs:
-            rung.remove(request_id)
-
     def drop_early(self, request_id: str) -> None:
         """Rank a trial that ended by itself last in its rung for good."""
         self.rungs[self.position[request_id]].insert(WORST, request_id)
@@ -199,13 +184,12 @@ class Bracket:
         """
         measured = len(self.rungs[0].entries)
         done = measured / (1.2 * self.max_trials)
-        return max((self.ended - self.invalid) / self.max_trials, done) if measured == self.max_trials else done
+        return max(self.ended / self.max_trials, done) if measured == self.max_trials else done
 
     def as_json(self) -> dict[str, Any]:
         return {
             "rungs": [[list(entry) for entry in rung.entries] for rung in self.rungs],
             "position": dict(self.position),
-            "invalid": self.invalid,
             "ended": self.ended,
         }
 
@@ -213,7 +197,7 @@ class Bracket:
         for rung, entries in zip(self.rungs, state["rungs"], strict=True):
             rung.entries = [(float(metric), request_id) for metric, request_id in entries]
         self.position = dict(state["position"])
-        self.invalid, self.ended = state["invalid"], state["ended"]
+        self.ended = state["ended"]
 
 
 class AdaptiveAsha(Searcher):
@@ -286,7 +270,7 @@ class AdaptiveAsha(Searcher):
         return created
 
     def _enter_if_below(self, bracket: Bracket) -> list[Action]:
-        return [self._enter(bracket)] if bracket.valid < bracket.max_trials else []
+        return [self._enter(bracket)] if len(bracket.position) < bracket.max_trials else []
 
     def _validated(self, request_id: str, metrics: Mapping[str, Any]) -> list[Action]:
         time = _number(metrics, self.time_metric, "searcher.time_metric")
@@ -302,9 +286,6 @@ class AdaptiveAsha(Searcher):
     def _exited(self, request_id: str, reason: ExitReason, was_stopping: bool) -> list[Action]:
         bracket = self.bracket_of(request_id)
         bracket.ended += 1
-        if reason is ExitReason.INVALID_HP:
-            bracket.drop_invalid(request_id)
-            return [self._enter(bracket)] if self._may_replace_invalid() else []
         if reason is ExitReason.COMPLETED or was_stopping:
             return []
         bracket.drop_early(request_id)

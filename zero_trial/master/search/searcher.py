@@ -13,15 +13,17 @@ from enum import Enum
 from typing import Any, ClassVar, TypeAlias
 
 from zero_trial.errors import ZeroTrialError
-from zero_trial.experiment.space import has_ranges
 from zero_trial.master.search.draws import Draws
 
 
 class ExitReason(str, Enum):
-    """The reason why a trial is over, as its searcher gets it."""
+    """The reason why a trial is over, as its searcher gets it.
+
+    A trial whose hyperparameters cannot be trained is COMPLETED, as on a genuine master, which
+    never tells its searcher of them: it counts, and nothing replaces it.
+    """
 
     COMPLETED = "completed"  # it came to its end, or was stopped by the searcher
-    INVALID_HP = "invalid_hp"  # these hyperparameters cannot be trained
     ERRORED = "errored"  # it failed and has no restarts left
     CANCELED = "canceled"  # its user ended it
 
@@ -93,31 +95,15 @@ class SearchTrials:
     def close(self, request_id: str, reason: ExitReason) -> None:
         self.states[request_id] = reason.value
 
-    def count(self, *reasons: ExitReason) -> int:
-        values = {reason.value for reason in reasons}
-        return sum(state in values for state in self.states.values())
-
     @property
     def created(self) -> int:
         return len(self.states)
 
-    def invalid_in_a_row(self) -> int:
-        """Count the ended trials with invalid hyperparameters since the last valid one."""
-        number = 0
-        for state in reversed(self.states.values()):
-            if state in _OPEN:
-                continue
-            if state != ExitReason.INVALID_HP.value:
-                break
-            number += 1
-        return number
-
-    def progress(self, fractions: Mapping[str, float], *, without_invalid: bool) -> float:
+    def progress(self, fractions: Mapping[str, float]) -> float:
         """Return how far the trials created so far are on average: 1 for each that is over."""
         shares = [
             min(max(fractions.get(request_id, 0.0), 0.0), 1.0) if state in _OPEN else 1.0
             for request_id, state in self.states.items()
-            if not (without_invalid and state == ExitReason.INVALID_HP.value)
         ]
         return sum(shares) / max(len(shares), 1)
 
@@ -126,12 +112,6 @@ class SearchTrials:
             return self.states[request_id]
         except KeyError:
             raise ZeroTrialError("not a trial of this search", where=f"request id {request_id}") from None
-
-
-MOST_INVALID_IN_A_ROW = 100
-"""After so many invalid samples in a row no more are tried: a space without a valid point would be
-searched for good.
-"""
 
 
 class MetricMissing(ZeroTrialError):
@@ -246,10 +226,6 @@ class Searcher(abc.ABC):
         request_id, drawn, seed = self.draws.trial(self.space, hparams)
         self.trials.create(request_id)
         return Create(request_id, drawn, seed)
-
-    def _may_replace_invalid(self) -> bool:
-        """Return whether another sample can be better than the invalid ones before it."""
-        return has_ranges(self.space) and self.trials.invalid_in_a_row() < MOST_INVALID_IN_A_ROW
 
     def _stop(self, request_id: str) -> Stop:
         self.trials.stop(request_id)

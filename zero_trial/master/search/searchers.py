@@ -19,7 +19,7 @@ from zero_trial.master.search.searcher import Action, ExitReason, PlannedTrials,
 
 
 class _RandomSearch(Searcher):
-    """``max_trials`` samples, some at a time (0: all). Invalid ones are replaced."""
+    """``max_trials`` samples, some at a time (0: all)."""
 
     kind = "random"
 
@@ -39,17 +39,14 @@ class _RandomSearch(Searcher):
         return [self._create() for _ in range(min(self.max_trials, self.max_concurrent))]
 
     def _exited(self, request_id: str, reason: ExitReason, was_stopping: bool) -> list[Action]:
-        if reason is ExitReason.INVALID_HP and not self._may_replace_invalid():
-            return []
-        valid = self.trials.created - self.trials.count(ExitReason.INVALID_HP)
-        return [self._create()] if valid < self.max_trials else []
+        return [self._create()] if self.trials.created < self.max_trials else []
 
     def _progress(self, fractions: Mapping[str, float]) -> float:
-        return self.trials.progress(fractions, without_invalid=True)
+        return self.trials.progress(fractions)
 
 
 class _SingleSearch(_RandomSearch):
-    """One trial, which is not replaced."""
+    """One trial."""
 
     kind = "single"
 
@@ -60,16 +57,10 @@ class _SingleSearch(_RandomSearch):
     def of(cls, section: Mapping[str, Any], space: Mapping[str, Any], draws: Draws) -> Searcher:
         return _SingleSearch(space, draws)
 
-    def _exited(self, request_id: str, reason: ExitReason, was_stopping: bool) -> list[Action]:
-        return []
-
 
 class GridSearch(Searcher):
     """Every point of the grid once, from the last to the first, at most ``max_concurrent`` at a
-    time (0: all).
-
-    An invalid point is not replaced.
-    """
+    time (0: all)."""
 
     kind = "grid"
 
@@ -97,7 +88,7 @@ class GridSearch(Searcher):
         return self._next()
 
     def _progress(self, fractions: Mapping[str, float]) -> float:
-        return self.trials.progress(fractions, without_invalid=False)
+        return self.trials.progress(fractions)
 
 
 SEARCHERS: Mapping[str, type[Searcher]] = MappingProxyType(

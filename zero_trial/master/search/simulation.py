@@ -128,7 +128,6 @@ def simulate(search: Searcher, setup: Setup) -> Simulated:
         trial = stage.running.get(request_id)
         if trial is not None:
             _measure(search, stage, request_id, trial)
-    failed = search.trials.count(ExitReason.COMPLETED) == 0
     best = stage.best or (None, None)
     return Simulated(
         trials=stage.valid,
@@ -139,7 +138,7 @@ def simulate(search: Searcher, setup: Setup) -> Simulated:
         pruned=dict(stage.pruned.most_common()),
         best=best[1],
         best_metric=best[0],
-        failed=failed,
+        failed=stage.valid == 0,
     )
 
 
@@ -152,7 +151,7 @@ def _act(search: Searcher, stage: _Stage, actions: list[Action]) -> None:
             why = stage.setup.invalid(action.hparams)
             if why is not None:
                 stage.pruned[why] += 1
-                waiting += search.on_exited(action.request_id, ExitReason.INVALID_HP)
+                waiting += search.on_exited(action.request_id, ExitReason.COMPLETED)
                 continue
             stage.valid += 1
             trial = _Running(action.hparams, stage.setup.curve(action.seed), stage.now)

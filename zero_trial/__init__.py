@@ -7,6 +7,7 @@ never imports torch.
 
 from __future__ import annotations
 
+import os
 import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -141,6 +142,9 @@ def _is_determined_harness() -> bool:
     spec = getattr(sys.modules.get("__main__"), "__spec__", None)
     return getattr(spec, "name", None) == "determined.exec.harness"
 
+
+if os.environ.get("ZERO_TRIAL_AS_DEEPSPEED", "0") not in ("", "0"):
+    import_module("zero_trial.stand_in.deepspeed_table").install_deepspeed()
 
 if _is_determined_harness():
     import_module("zero_trial.runtime.harness").install()

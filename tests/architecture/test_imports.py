@@ -17,6 +17,8 @@ ARROWS: Mapping[str, set[str]] = {
     "__init__": {"*"},  # the public names
     "run": {"*"},  # one rank as a module
     "runtime": {"*"},  # the composition roots of one rank
+    "stand_in": {"*"},  # other projects' names, which come from every room
+    "as_deepspeed": {"stand_in"},
     "errors": set(),
     "util": {"errors"},
     # Configuration

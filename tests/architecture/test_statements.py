@@ -9,9 +9,12 @@ from collections.abc import Iterator
 from tests.architecture.sources import Module, modules
 
 # Where the environment may be read: the one reader of rank variables, those who start processes,
-# and the choice of kernels, which is one of the machine (compiler, cache folder, ZERO_TRIAL_OPS)
-# and holds for scripts that use nothing but the optimizers.
+# the stand-in for DeepSpeed, which must be there before any other import, and the choice of
+# kernels, which is one of the machine (compiler, cache folder, ZERO_TRIAL_OPS) and holds for
+# scripts that use nothing but the optimizers.
 ENVIRONMENT_READERS = (
+    "zero_trial",
+    "zero_trial.stand_in.deepspeed_table",
     "zero_trial.comm.rendezvous",
     "zero_trial.launch.",
     "zero_trial.cli.",

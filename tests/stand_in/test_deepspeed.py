@@ -1,0 +1,84 @@
+"""``import deepspeed`` in a process of its own: what the stand-in answers, and that it comes only
+when it is asked for."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from importlib import import_module
+from operator import attrgetter
+from pathlib import Path
+
+from zero_trial.stand_in.deepspeed_table import TABLE
+from zero_trial.stand_in.finder import Refused
+
+BASIC = """
+import zero_trial.as_deepspeed
+import importlib.metadata, importlib.util
+import deepspeed
+from deepspeed.pipe import PipelineModule
+from deepspeed.runtime.pipe.topology import ProcessTopology
+import zero_trial
+assert deepspeed.__version__ == importlib.metadata.version("deepspeed") == "0.19.8"
+assert importlib.util.find_spec("deepspeed") is not None
+assert "deepspeed" in importlib.metadata.packages_distributions()
+assert deepspeed.initialize is zero_trial.initialize
+assert deepspeed.zero.Init is zero_trial.zero.Init
+assert PipelineModule is zero_trial.PipelineModule
+"""
+
+
+def python(code: str, *, path: str = "", **env: str) -> subprocess.CompletedProcess[str]:
+    environment = {k: v for k, v in os.environ.items() if k != "ZERO_TRIAL_AS_DEEPSPEED"} | env
+    if path:
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, [path, environment.get("PYTHONPATH", "")]))
+    return subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
+
+
+def test_scripts_find_a_deepspeed():
+    done = python(BASIC)
+    assert done.returncode == 0, done.stderr
+
+
+def test_zero_trial_alone_brings_no_stand_in():
+    code = "import zero_trial, zero_trial.cli.main, sys, importlib.util\n"
+    code += "assert not [m for m in sys.modules if 'stand_in' in m or 'deepspeed' in m]"
+    assert python(code).returncode == 0
+
+
+def test_the_variable_installs_it_with_zero_trial():
+    code = "import zero_trial, deepspeed; print(deepspeed.__version__)"
+    assert python(code, ZERO_TRIAL_AS_DEEPSPEED="1").stdout == "0.19.8\n"
+    assert python(code, ZERO_TRIAL_AS_DEEPSPEED="yes").returncode != 0
+
+
+def test_an_installed_deepspeed_is_not_hidden_unasked(tmp_path: Path):
+    (tmp_path / "deepspeed").mkdir()
+    (tmp_path / "deepspeed" / "__init__.py").write_text("__version__ = 'real'\n")
+    path = str(tmp_path)
+    refused = python("import zero_trial.as_deepspeed", path=path)
+    assert refused.returncode != 0 and str(tmp_path) in refused.stderr and "ConfigError" in refused.stderr
+    late = python("import zero_trial, deepspeed", path=path, ZERO_TRIAL_AS_DEEPSPEED="1")
+    assert late.returncode != 0 and "ConfigError" in late.stderr
+    code = "import zero_trial.as_deepspeed, deepspeed, importlib.metadata as m\n"
+    code += "print(deepspeed.__version__, m.version('deepspeed'))"
+    assert python(code, path=path, ZERO_TRIAL_AS_DEEPSPEED="replace").stdout == "0.19.8 0.19.8\n"
+    loaded = python("import deepspeed, zero_trial.as_deepspeed", path=path)
+    assert loaded.returncode != 0 and "before its stand-in" in loaded.stderr
+
+
+def test_every_target_of_the_table_is_there():
+    """A row of the table that points nowhere would fail only in the script that asks for it."""
+    wrong = []
+    for module, names in TABLE.items():
+        for name, target in {} if isinstance(names, Refused) else names.items():
+            if not isinstance(target, Refused) and not target.startswith("deepspeed."):
+                place, _, attribute = target.partition(":")
+                try:
+                    attrgetter(attribute)(import_module(place)) if attribute else import_module(place)
+                except (ImportError, AttributeError) as error:
+                    wrong.append(f"{module}.{name}: {error}")
+    assert wrong == []

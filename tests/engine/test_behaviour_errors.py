@@ -145,13 +145,30 @@ class Args:
 
 
 def test_the_configuration_is_given_once() -> None:
-    refused(ConfigError, lambda: zero_trial.initialize(model=net()), "exactly once", "0 of config")
-    act = lambda: zero_trial.initialize(args=Args(), model=net(), config=CONFIG)  # noqa: E731
-    refused(ConfigError, act, "exactly once", "2 of config")
+    refused(ConfigError, lambda: zero_trial.initialize(model=net()), "no ds_config", "args.deepspeed_config")
     act = lambda: zero_trial.initialize(model=net(), config=CONFIG, config_params=CONFIG)  # noqa: E731
-    refused(ConfigError, act, "exactly once")
+    refused(ConfigError, act, "config and config_params")
     assert zero_trial.initialize(args=Args(), model=net())[0].train_batch_size() == 4
     assert zero_trial.initialize(model=net(), config_params=CONFIG)[0].train_batch_size() == 4
+
+
+def test_a_config_beside_that_of_the_arguments_counts_and_it_is_said() -> None:
+    """Determined's pipeline example reads the file of its arguments, changes it, and passes
+    both."""
+    changed = zero_trial.initialize(args=Args(), model=net(), config={**CONFIG, "train_batch_size": 8})[0]
+    assert changed.train_batch_size() == 8 and "args.deepspeed_config" in changed.config.warnings[-1]
+    same = zero_trial.initialize(args=Args(), model=net(), config=dict(CONFIG))[0]
+    assert same.config.warnings == zero_trial.initialize(model=net(), config=CONFIG)[0].config.warnings
+
+
+def test_the_names_of_determineds_documentation() -> None:
+    """``initialize(net=..., dataset=...)``."""
+    data = [(torch.ones(3), torch.ones(1))] * 8
+    made, _, loader, _ = zero_trial.initialize(net=net(), config=CONFIG, dataset=data)
+    assert made.train_batch_size() == 4 and len(loader) == 2
+    refused(ConfigError, lambda: zero_trial.initialize(model=net(), net=net(), config=CONFIG), "model and net")
+    act = lambda: zero_trial.initialize(model=net(), config=CONFIG, training_data=data, dataset=data)  # noqa: E731
+    refused(ConfigError, act, "training_data and dataset")
 
 
 def test_there_is_a_model() -> None:

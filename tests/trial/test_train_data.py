@@ -18,8 +18,8 @@ from zero_trial.trial.data import (
     UNKNOWN_LENGTH,
     Resume,
     TrainFeed,
+    accept_loader,
     agreed_minimum,
-    check_reproducible,
     epoch_steps,
     local_batches,
     open_feed,
@@ -158,14 +158,14 @@ def test_a_loader_that_yields_nothing() -> None:
 def test_other_loaders_need_the_trials_word() -> None:
     loader = TorchDataLoader(Points(2))
     with pytest.raises(RuntimeError, match=r"reproducibility[\s\S]*disable this check") as raised:
-        check_reproducible(loader, "x", check=True)
+        accept_loader(loader, "x", check=True)
     # a user's mistake, without a traceback
     assert isinstance(raised.value, DataError) and raised.value.exit_code == 2
-    check_reproducible(loader, "x", check=False)
-    check_reproducible(DataLoader(Points(2)), "x", check=True)
+    accept_loader(loader, "x", check=False)
+    accept_loader(DataLoader(Points(2)), "x", check=True)
     for nothing in (None, 3, "text"):
         with pytest.raises(DataError, match="must return a data loader"):
-            check_reproducible(nothing, "x", check=False)
+            accept_loader(nothing, "x", check=False)
 
 
 def test_lengths() -> None:

@@ -8,6 +8,7 @@ import itertools
 import logging
 import sys
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -83,18 +84,23 @@ def initialize(
     config: Mapping[str, Any] | DsConfig | str | Path | None = None,
     mesh_param: tuple[int, ...] | None = None,
     config_params: Mapping[str, Any] | str | Path | None = None,
+    *,
+    net: nn.Module | None = None,
+    dataset: Any = None,
 ) -> tuple[Engine, ShardedOptimizer | None, Any, Any]:
     """Wrap ``model`` and return ``(engine, optimizer, training_dataloader, lr_scheduler)``, as
     DeepSpeed does.
 
-    ``config`` (or ``config_params``, or ``args.deepspeed_config``): ds_config as dict, path or
-    base64. A client ``optimizer`` (object, or callable from parameter groups) wins over
+    ``config`` (or ``config_params``, else ``args.deepspeed_config``): ds_config as dict, path or
+    base64. Determined's documentation writes ``net`` for ``model``, ``dataset`` for
+    ``training_data``. A client ``optimizer`` (object, or callable from parameter groups) wins over
     ds_config's; so does a client ``lr_scheduler`` (object, or callable from the optimizer). "auto"
     takes what ``args`` (TrainingArguments, or argparse's) and ``model.config`` say. All ranks start
     from rank 0's weights. Collective over the world. Raises ConfigError, MeshError.
     """
+    training_data = given_once(training_data=training_data, dataset=dataset)
     try:
-        model, settings = read_settings(args, model, config, config_params)
+        model, settings = read_settings(args, given_once(model=model, net=net), config, config_params)
     except ConfigError as error:  # it names file, line and key: how they were read is of no use
         raise error.with_traceback(None) from None
     open_console(settings.log_level)
@@ -137,9 +143,27 @@ def read_settings(args: Any, model: nn.Module | None, config: Any, config_params
         raise ConfigError(
             "initialize() needs a model", where="initialize(model)", got=None, expected="a torch.nn.Module"
         )
-    source = _config_source(args, config, config_params)
+    by_args = getattr(args, "deepspeed_config", None) or getattr(args, "zero_trial_config", None)
+    given = given_once(config=config, config_params=config_params)
+    source = by_args if given is None else given
+    if source is None:
+        ways = "config=, config_params= or args.deepspeed_config"
+        raise ConfigError("there is no ds_config", where="initialize(config)", expected=ways)
     settings = source if isinstance(source, DsConfig) else read_ds_config(source, hints=_hints(model) | hints_of(args))
+    if given is not None and by_args is not None and by_args != given:
+        # scripts read the file of their arguments, change it, and pass both
+        line = "initialize(): config= is used as it is; args.deepspeed_config, given as well, is not read"
+        settings = replace(settings, warnings=(*settings.warnings, line))
     return model, with_stages(settings, model)
+
+
+def given_once(**names: Any) -> Any:
+    """Return the one argument among ``names`` that is not None, or None. Raises ConfigError where
+    several are given: they are names of one thing."""
+    given = [name for name, value in names.items() if value is not None]
+    if len(given) > 1:
+        raise ConfigError("two names of one argument", where="initialize()", got=" and ".join(given), fix="Pass one.")
+    return names[given[0]] if given else None
 
 
 def _configure_checkpointing(settings: DsConfig, mesh: Mesh) -> None:
@@ -224,19 +248,6 @@ def build_engine(
     place: dict[str, Any] = {"client_mpu": mpu, "training_dataloader": loader}
     place["local_rank"] = read_rank_env().local_rank
     return Engine(*parts, **place) if pipeline is None else PipelineEngine(*parts, **place, resolved_pipeline=pipeline)
-
-
-def _config_source(args: Any, config: Any, config_params: Any) -> Any:
-    by_args = getattr(args, "deepspeed_config", None) or getattr(args, "zero_trial_config", None)
-    given = [value for value in (config, config_params, by_args) if value is not None]
-    if len(given) != 1:
-        raise ConfigError(
-            "ds_config must be given exactly once",
-            where="initialize(config)",
-            got=f"{len(given)} of config, config_params, args.deepspeed_config",
-            expected="one",
-        )
-    return given[0]
 
 
 def _hints(model: nn.Module) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from torch import nn
 from zero_trial.ds_config.keys_running import PipelineSection
 from zero_trial.ds_config.table import DsConfig
 from zero_trial.engine import Engine
-from zero_trial.engine.build import build_engine, read_settings
+from zero_trial.engine.build import build_engine, given_once, read_settings
 from zero_trial.engine.resolved_config import mesh_shape
 from zero_trial.errors import TrialError
 from zero_trial.pipeline.module import PipelineModule
@@ -101,8 +101,12 @@ def _initializer(
         config: Any = None,
         mesh_param: Any = None,
         config_params: Any = None,
+        *,
+        net: nn.Module | None = None,
+        dataset: Any = None,
     ) -> tuple[Any, Any, Any, Any]:
-        model, settings = read_settings(args, model, config, config_params)
+        model, settings = read_settings(args, given_once(model=model, net=net), config, config_params)
+        training_data = given_once(training_data=training_data, dataset=dataset)
         options = {"optimizer": optimizer, "model_parameters": model_parameters, "lr_scheduler": lr_scheduler}
         data = {"training_data": training_data, "collate_fn": collate_fn}
         engine = make_engine(model, settings, options, data)

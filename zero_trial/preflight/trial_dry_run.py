@@ -24,7 +24,7 @@ from zero_trial.preflight.trial_source import reported_metrics, training_issues
 from zero_trial.runtime.in_memory import InMemoryPlatform
 from zero_trial.runtime.protocols import JsonDistributed
 from zero_trial.trial.context import EngineFactory, ZeroTrialContext
-from zero_trial.trial.data import TRAIN_LOADER, check_reproducible, compare_batch, epoch_steps
+from zero_trial.trial.data import TRAIN_LOADER, accept_loader, compare_batch, epoch_steps
 from zero_trial.trial.metrics import COUNTERS, without_counters
 from zero_trial.trial.settings import settings_from_experiment
 from zero_trial.trial.trial import ZeroTrial, import_trial_class, overrides, seed_everything
@@ -151,7 +151,7 @@ class _Stage:
     def _train_loader(self, trial: ZeroTrial, context: ZeroTrialContext) -> None:
         """Check the loader as the controller does, without reading a batch or starting a worker."""
         loader, before = trial.build_training_data_loader(), len(self._task.platform.record.events)
-        check_reproducible(loader, TRAIN_LOADER, context.check_reproducibility)
+        loader = accept_loader(loader, TRAIN_LOADER, context.check_reproducibility)
         compare_batch(loader, context)
         accumulation = context.get_num_micro_batches_per_slot()
         self._found.epoch_steps = epoch_steps(self._task.ranks, loader, context.mpu, accumulation, context.note)

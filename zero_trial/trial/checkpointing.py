@@ -125,6 +125,9 @@ class Checkpointer:
             self._write_state(path, state)
             for callback in self._callbacks.values():
                 callback.on_checkpoint_write_end(path)
+                # the older name, which Determined calls as well
+                if hasattr(callback, "on_checkpoint_end"):
+                    callback.on_checkpoint_end(str(path))
         state.ranks = []
         if rank == 0:
             context.platform.checkpoints.retain([entry[0] for entry in state.history])

@@ -205,10 +205,11 @@ class ZeroTrialContext:
         engine, _, _, _ = self._engine_factory(model=model, config=filled, **options)
         return self.wrap_model_engine(engine)
 
-    def wrap_model_engine(self, engine: Any) -> Any:
+    def wrap_model_engine(self, model: Any) -> Any:
         """Register and return an engine; the first one fixes batch size and accumulation, and the
         mpu unless one was given.
         """
+        engine = model  # an engine wraps a model; the argument has Determined's name
         verbs = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
         if not all(callable(getattr(engine, verb, None)) for verb in verbs):
             raise TrialError(
@@ -287,6 +288,16 @@ class ZeroTrialContext:
 
     def get_num_micro_batches_per_slot(self) -> int:
         return int(self._first_engine().gradient_accumulation_steps())
+
+    # The names before Determined 0.38, which its examples use, one of them with the underscore.
+    train_micro_batch_size_per_gpu = property(get_train_micro_batch_size_per_gpu)
+    _train_micro_batch_size_per_gpu = train_micro_batch_size_per_gpu
+    num_micro_batches_per_slot = property(get_num_micro_batches_per_slot)
+
+    @property
+    def models(self) -> list[Any]:
+        """The wrapped engines, under Determined's name."""
+        return self.engines
 
     @property
     def use_pipeline_parallel(self) -> bool:
@@ -397,10 +408,10 @@ class ZeroTrialContext:
         """Return whether reported metrics also go to the TensorBoard writer."""
         return self.tensorboard.enabled
 
-    def set_enable_tensorboard_logging(self, enable: bool) -> None:
+    def set_enable_tensorboard_logging(self, enable_tensorboard_logging: bool) -> None:
         """Choose whether reported metrics also go to the writer, once ``get_tensorboard_writer``
         has made one."""
-        self.tensorboard.enable(enable)
+        self.tensorboard.enable(enable_tensorboard_logging)
 
     def get_tensorboard_writer(self) -> Any:
         """Return a torch SummaryWriter in the run's folder."""

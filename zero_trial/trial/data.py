@@ -3,13 +3,14 @@ position for an exact resume."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader as TorchDataLoader
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import Dataset, IterableDataset, RandomSampler, SequentialSampler
 
 from zero_trial.errors import DataError
 from zero_trial.runtime.protocols import Distributed
@@ -226,11 +227,17 @@ class ForeignLoader(DataError, RuntimeError):
     """
 
 
-def check_reproducible(loader: Any, name: str, check: bool) -> None:
-    """Raise ForeignLoader for a loader that can neither be sharded nor resumed exactly, unless
-    ``check`` is off."""
+def accept_loader(loader: Any, name: str, check: bool) -> Any:
+    """Return the loader to read from: one of Determined's becomes ours, with the same options.
+
+    Raises ForeignLoader for a loader that can neither be sharded nor resumed exactly, unless
+    ``check`` is off.
+    """
     if isinstance(loader, DataLoader):
-        return
+        return loader
+    determined = sys.modules.get("determined.pytorch")  # loaded where a trial uses it
+    if isinstance(loader, getattr(determined, "DataLoader", ())):
+        return _from_determined(loader)
     if loader is None or isinstance(loader, (str, bytes)) or not hasattr(loader, "__iter__"):
         raise DataError(
             f"{name} must return a data loader", got=type(loader).__name__, expected="zero_trial.trial.DataLoader"
@@ -242,6 +249,26 @@ def check_reproducible(loader: Any, name: str, check: bool) -> None:
             fix="Return one (from zero_trial.trial import DataLoader: the same arguments), or, to disable this check, call "
             "context.disable_dataset_reproducibility_checks() in the trial's __init__; sharding the data over the ranks is then up to you.",
         )
+    return loader
+
+
+def _from_determined(loader: Any) -> DataLoader:
+    """Return our loader with the dataset and options of a ``determined.pytorch.DataLoader``.
+
+    Its shuffle is drawn from the loader's generator where it has one, else from the trial's seed.
+    """
+    names = ("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context")
+    options = {name: getattr(loader, name) for name in (*names, "persistent_workers")}
+    if loader.num_workers:
+        options["prefetch_factor"] = loader.prefetch_factor
+    if loader.batch_size is None:
+        return DataLoader(loader.dataset, batch_sampler=loader.batch_sampler, **options)
+    order, length = loader.sampler, len(loader.dataset)
+    shuffle = type(order) is RandomSampler and not order.replacement and order.num_samples == length
+    own = None if shuffle or type(order) is SequentialSampler else order
+    seed = None if loader.generator is None else loader.generator.initial_seed()
+    batches = {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
+    return DataLoader(loader.dataset, shuffle=shuffle, sampler=own, seed=seed, **batches, **options)
 
 
 def samples_of(loader: Any) -> int | None:
@@ -376,7 +403,7 @@ def open_train_data(trial: ZeroTrial, context: ZeroTrialContext, resume: Resume)
     mpu, loader = context.mpu, None
     if mpu.should_build_data_loader:
         loader = trial.build_training_data_loader()
-        check_reproducible(loader, TRAIN_LOADER, context.check_reproducibility)
+        loader = accept_loader(loader, TRAIN_LOADER, context.check_reproducibility)
         compare_batch(loader, context)
     accumulation = context.get_num_micro_batches_per_slot()
     length = epoch_steps(context.distributed, loader, mpu, accumulation, context.note)

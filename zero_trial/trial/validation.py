@@ -16,7 +16,7 @@ import torch
 from zero_trial.errors import ConfigError, DataError, TrialError
 from zero_trial.trial.callbacks import TrialCallback
 from zero_trial.trial.context import ZeroTrialContext
-from zero_trial.trial.data import DataLoader, agreed_minimum, batches_by_rank, check_reproducible
+from zero_trial.trial.data import DataLoader, accept_loader, agreed_minimum, batches_by_rank
 from zero_trial.trial.metrics import evaluation_reducers, over_ranks, validation_metrics
 from zero_trial.trial.trial import ZeroTrial, fitted, overrides
 
@@ -54,7 +54,7 @@ class Validator:
         mpu, context = self._context.mpu, self._context
         built: Any = self._trial.build_validation_data_loader() if mpu.should_build_data_loader or self._full else None
         if built is not None or mpu.should_build_data_loader:
-            check_reproducible(built, VALIDATION_LOADER, context.check_reproducibility and not self._full)
+            built = accept_loader(built, VALIDATION_LOADER, context.check_reproducibility and not self._full)
         if isinstance(built, DataLoader):
             replicas, rank = (1, 0) if self._full else (mpu.data_parallel_world_size, mpu.data_parallel_rank)
             built = built.get_data_loader(False, 0, replicas, rank, context.platform.seed)

@@ -25,6 +25,8 @@ from tests.support.pool import Pools
 from zero_trial.errors import TrialError
 from zero_trial.sharding.freed import (
     FreedParameter,
+    ShardedParameter,
+    ZeroParamStatus,
     by_owner,
     forget_owner,
     free,
@@ -33,7 +35,7 @@ from zero_trial.sharding.freed import (
     register_owner,
     revive,
 )
-from zero_trial.zero import GatheredParameters
+from zero_trial.zero import GatheredParameters, Init
 
 NAME = "blocks.1.up.weight"
 SHAPE = (192, 48)
@@ -174,8 +176,12 @@ def test_a_class_of_its_own_comes_back() -> None:
     with pytest.raises(TrialError):
         weight.clone()
     group.unshard()
-    assert type(weight) is Special
+    assert isinstance(weight, Special)
+    assert not isinstance(weight, FreedParameter)
     weight.clone()
+    assert type(copy.deepcopy(weight)) is Special
+    forget_owner([weight])
+    assert type(weight) is Special
 
 
 def test_free_and_revive_are_the_two_ways() -> None:
@@ -185,8 +191,87 @@ def test_free_and_revive_are_the_two_ways() -> None:
     with pytest.raises(TrialError, match=r"a parameter of shape \(2,\)"):
         weight.sum()
     revive(weight, torch.ones(2))
-    assert type(weight) is nn.Parameter
+    assert type(weight) is ShardedParameter
     assert weight.sum() == 2
+    forget_owner([weight])
+    assert type(weight) is nn.Parameter
+
+
+# --- DeepSpeed's names ----------------------------------------------------------------------------
+
+NAMES = ("ds_id", "ds_shape", "ds_numel", "ds_status", "ds_tensor")
+
+
+def test_deepspeeds_names_on_every_parameter_of_an_engine_at_stage_3() -> None:
+    made = make_engine(TinyLM, {"zero_optimization": STAGES["zero3"]})
+    model = made.module
+    param, small = model.get_parameter(NAME), model.get_parameter("blocks.1.norm.weight")
+    assert (param.ds_shape, param.ds_numel) == (SHAPE, 9216)
+    assert param.ds_status is ZeroParamStatus.NOT_AVAILABLE
+    with GatheredParameters(param):
+        assert param.ds_status is ZeroParamStatus.AVAILABLE
+        assert torch.equal(param.ds_tensor, param.flatten())
+        assert type(copy.deepcopy(param)) is nn.Parameter
+    assert all(isinstance(each, ShardedParameter) for each in model.parameters())
+    assert small.ds_numel == 48
+    ids = [each.ds_id for each in model.parameters()]
+    assert len(set(ids)) == len(ids)
+    made.destroy()
+    assert all(type(each) is nn.Parameter for each in model.parameters())
+
+
+def test_a_small_parameter_that_always_lives_is_available() -> None:
+    zero = STAGES["zero3"] | {"param_persistence_threshold": 100}
+    small = make_engine(TinyLM, {"zero_optimization": zero}).module.get_parameter("blocks.1.norm.weight")
+    assert small.ds_status is ZeroParamStatus.AVAILABLE
+    assert torch.equal(small.ds_tensor, small)
+
+
+def test_a_parameter_on_its_way_is_in_flight() -> None:
+    made = make_engine(TinyLM, {"zero_optimization": STAGES["zero3"]})
+    param = made.module.get_parameter(NAME)
+    group, _ = made.sharded.group_of(param)
+    group.unshard_async()
+    assert param.ds_status is ZeroParamStatus.INFLIGHT
+    group.finish_unshard()
+    assert param.ds_status is ZeroParamStatus.AVAILABLE
+
+
+@pytest.mark.parametrize("stage", ["zero0", "zero1", "zero2"])
+def test_no_other_parameter_has_deepspeeds_names(stage: str) -> None:
+    made = make_engine(TinyLM, {"zero_optimization": STAGES[stage]})
+    for param in (made.module.get_parameter(NAME), nn.Parameter(torch.ones(1))):
+        assert type(param) is nn.Parameter
+        assert not any(hasattr(param, name) for name in NAMES)
+
+
+def named_before_and_after_the_engine(stage: str) -> list[Any]:
+    with Init():
+        model = TinyLM()
+    param = model.get_parameter(NAME)
+    before = (param.ds_id, param.ds_numel, param.ds_status.name, param.ds_tensor.numel(), param.partition_numel())
+    made = make_engine(lambda: model, {"zero_optimization": STAGES[stage]})
+    if stage != "zero3":
+        return [before, type(param) is nn.Parameter and not hasattr(param, "ds_id")]
+    part = param.ds_tensor
+    with GatheredParameters(param):
+        whole = param.detach().flatten().clone()
+    return [before, (param.ds_id, part.tolist()), whole.tolist(), made.mesh.shard.index]
+
+
+def test_the_names_between_init_and_initialize(ranks: Pools) -> None:
+    """Ranks agree in ids, and their parts together are the whole."""
+    (first, (id_0, part_0), whole, index_0), (second, (id_1, part_1), _, index_1) = ranks(2).run(
+        named_before_and_after_the_engine, "zero3"
+    )
+    assert first == second == (id_0, 9216, "NOT_AVAILABLE", 4608, 4608)
+    assert id_0 == id_1
+    assert (index_0, index_1) == (0, 1)
+    assert part_0 + part_1 == whole
+
+
+def test_a_lower_stage_makes_what_init_has_cut_ordinary(ranks: Pools) -> None:
+    assert [plain for _, plain in ranks(2).run(named_before_and_after_the_engine, "zero1")] == [True, True]
 
 
 # --- edits ----------------------------------------------------------------------------------------
@@ -304,6 +389,15 @@ class Keeper:
 
     def name_of(self, param: nn.Parameter) -> str | None:
         return "the.name"
+
+    def leaf_modules(self) -> list[nn.Module]:
+        return []
+
+    def is_arriving(self, param: nn.Parameter) -> bool:
+        return False
+
+    def part_of(self, param: nn.Parameter) -> torch.Tensor:
+        return param.detach()
 
 
 def parameter() -> nn.Parameter:

@@ -23,7 +23,6 @@ from zero_trial.sharding.grouping import (
     block_of,
     collect_params,
     find_blocks,
-    get_z3_leaf_modules,
     into_blocks,
     into_buckets,
     is_model_parallel,
@@ -32,9 +31,7 @@ from zero_trial.sharding.grouping import (
     parameter_names,
     persistent_members,
     runs_of_groups,
-    set_z3_leaf_modules,
     split_parts_from_copies,
-    unset_z3_leaf_modules,
 )
 
 MIB = 1 << 20
@@ -132,20 +129,6 @@ def test_a_leaf_that_does_not_exist_is_an_error(rules: LeafRules, key: str) -> N
     with pytest.raises(ConfigError, match=f"leaf_module.{key}"):
         rules.require_matches(model)
     LeafRules(classes=("Block", "Absent"), names=("encoder",)).require_matches(model)  # a list for several models
-
-
-def test_modules_are_marked_by_class_or_name() -> None:
-    model = nn.Sequential(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), nn.ModuleList([nn.Linear(2, 2)]))
-    for wanted in (nn.Linear, "Linear", "torch.nn.modules.linear.Linear"):
-        assert len(set_z3_leaf_modules(model, [wanted])) == 3
-        assert get_z3_leaf_modules(model) == [part for part in model.modules() if isinstance(part, nn.Linear)]
-        assert len(unset_z3_leaf_modules(model, [wanted])) == 3
-        assert get_z3_leaf_modules(model) == []
-    assert set_z3_leaf_modules(model[0], [nn.Sequential]) == [model[0]]
-    assert find_blocks(module_facts(model)) == ["0", "1.0"]
-    for classes in ([nn.Conv2d], [nn.ModuleList]):
-        with pytest.raises(ConfigError):
-            set_z3_leaf_modules(model, classes)
 
 
 OWNERS = [

@@ -3,9 +3,13 @@ that refuses to read them, and the directory from a parameter to the owner of it
 
 While it is freed, a parameter is an instance of :class:`FreedParameter`: torch asks that class
 about every use from Python. Metadata (shape, dtype, device, counts, ``requires_grad_``, hooks,
-``.grad``) is answered; a use that needs values raises TrialError. A parameter that is whole has its
-own class again, so that a step never asks. Price: one assignment of a class for each parameter that
-is freed or made whole (0.07 microseconds).
+``.grad``) is answered; a use that needs values raises TrialError. A parameter that is whole is a
+:class:`ShardedParameter`, about whose uses torch does not ask, so that a step never does. Price:
+one assignment of a class for each parameter that is freed or made whole (0.07 microseconds).
+
+Both classes answer DeepSpeed's names for partitioned parameters (``ds_id``, ``ds_shape``,
+``ds_numel``, ``ds_status``, ``ds_tensor``), which libraries read; ordinary parameters, and those
+of an engine that does not free any, have none of them.
 
 torch does not ask about functions of C++ extensions that are bound without torch's parser, about
 ``untyped_storage()`` and ``data_ptr()``, and inside another class's ``__torch_function__``. There a
@@ -20,9 +24,11 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 import traceback
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
+from enum import Enum
 from pathlib import Path
 from typing import Any, NoReturn, Protocol, cast
 from weakref import ref
@@ -53,7 +59,63 @@ def is_absent(tensor: torch.Tensor) -> bool:
     return tensor.numel() > 1 and not any(tensor.stride())
 
 
-# --- the class of freed parameters ----------------------------------------------------------------
+# --- the classes of sharded parameters ------------------------------------------------------------
+
+
+class ZeroParamStatus(Enum):
+    """Where the values of a sharded parameter are."""
+
+    AVAILABLE = 1  # whole on this rank
+    NOT_AVAILABLE = 2  # in the shards of all ranks
+    INFLIGHT = 3  # being gathered
+
+
+class ShardedParameter(nn.Parameter):
+    """A parameter whose full values an engine at ZeRO stage 3, or zero.Init, frees and gathers, or
+    keeps because it is small. Attributes with DeepSpeed's names say how it is sharded; where no
+    engine owns it (any more), it does not have them."""
+
+    _plain: type = nn.Parameter  # its class where nothing is sharded
+
+    @property
+    def ds_id(self) -> int:
+        """Return a number that no other parameter of the process has; alike on all ranks that
+        build the same models in the same order."""
+        _owner_for(self, "ds_id")
+        return int(_NUMBERS[self])
+
+    @property
+    def ds_shape(self) -> torch.Size:
+        _owner_for(self, "ds_shape")
+        return self.shape
+
+    @property
+    def ds_numel(self) -> int:
+        _owner_for(self, "ds_numel")
+        return self.numel()
+
+    @property
+    def ds_status(self) -> ZeroParamStatus:
+        owner = _owner_for(self, "ds_status")
+        if not isinstance(self, FreedParameter):
+            return ZeroParamStatus.AVAILABLE
+        return ZeroParamStatus.INFLIGHT if owner.is_arriving(self) else ZeroParamStatus.NOT_AVAILABLE
+
+    @property
+    def ds_tensor(self) -> torch.Tensor:
+        """Return a copy of this rank's part of the values, flat; empty if its shard holds none of
+        them. Local."""
+        return _owner_for(self, "ds_tensor").part_of(self)
+
+    def partition_numel(self) -> int:
+        """Count the elements of this rank's part."""
+        return self.ds_tensor.numel()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        copied = super().__deepcopy__(memo)  # type: ignore[no-untyped-call]
+        copied.__class__ = type(self)._plain
+        return cast("nn.Parameter", copied)
+
 
 _PROPERTIES = [
     "shape", "ndim", "dtype", "device", "layout", "is_leaf", "requires_grad", "grad", "grad_fn", "is_cuda", "is_cpu",
@@ -99,10 +161,10 @@ _GET_DATA, _SET_DATA = torch.Tensor.data.__get__, torch.Tensor.data.__set__  # t
 _COMPARISONS = frozenset([torch.Tensor.__eq__, torch.Tensor.__ne__, torch.Tensor.eq, torch.Tensor.ne])
 
 
-class FreedParameter(nn.Parameter):
+class FreedParameter(ShardedParameter):
     """A parameter whose values are in the shards of all ranks: see the top of this file."""
 
-    _live: type = nn.Parameter  # its class while it is whole
+    _live: type = ShardedParameter  # its class while it is whole
 
     @classmethod
     def __torch_function__(
@@ -139,32 +201,56 @@ class FreedParameter(nn.Parameter):
         raise _refused(self, "pickle, or torch.save")
 
 
+def _owner_for(param: nn.Parameter, name: str) -> ShardOwner:
+    """Return the owner of ``param``; without one, the attribute ``name`` does not exist."""
+    owner = owner_of_param(param)
+    if owner is None:
+        raise AttributeError(f"{type(param).__name__!r} object has no attribute {name!r}: no engine shards it")
+    return owner
+
+
 @functools.cache
-def freed_class(live: type) -> type:
-    """Return the class that a parameter of class ``live`` has while it is freed."""
-    if issubclass(live, FreedParameter):
-        return live
-    if live is nn.Parameter:
-        return FreedParameter
-    return type(live.__name__, (FreedParameter, live), {"_live": live})
+def sharded_class(kind: type) -> type:
+    """Return the class that a parameter of class ``kind`` has while it is sharded and whole."""
+    if issubclass(kind, FreedParameter):
+        return kind._live
+    if issubclass(kind, ShardedParameter):
+        return kind
+    return ShardedParameter if kind is nn.Parameter else type(kind.__name__, (ShardedParameter, kind), {"_plain": kind})
 
 
-def live_class(param: nn.Parameter) -> type:
-    """Return the class that ``param`` has while it is whole."""
-    return type(param)._live if isinstance(param, FreedParameter) else type(param)
+@functools.cache
+def freed_class(kind: type) -> type:
+    """Return the class that a parameter of class ``kind`` has while it is freed."""
+    live = sharded_class(kind)
+    return FreedParameter if live is ShardedParameter else type(live.__name__, (FreedParameter, live), {"_live": live})
+
+
+def plain_class(kind: type) -> type:
+    """Return the class that a parameter of class ``kind`` has where nothing is sharded."""
+    return kind._plain if issubclass(kind, ShardedParameter) else kind
 
 
 def free(param: nn.Parameter, placeholder: torch.Tensor) -> None:
     """Take the values away from ``param``; ``placeholder`` has its shape, dtype and device."""
-    param.__class__ = live = live_class(param)
+    kind = type(param)
+    param.__class__ = sharded_class(kind)
     param.data = placeholder
-    param.__class__ = freed_class(live)
+    param.__class__ = freed_class(kind)
 
 
 def revive(param: nn.Parameter, values: torch.Tensor) -> None:
     """Give ``param`` values (again)."""
-    param.__class__ = live_class(param)
+    if isinstance(param, FreedParameter):
+        param.__class__ = sharded_class(type(param))
     param.data = values
+
+
+def mark_sharded(params: Iterable[nn.Parameter]) -> None:
+    """Let ``params``, some of which may always live, say that they are sharded."""
+    for param in params:
+        if not isinstance(param, FreedParameter):
+            param.__class__ = sharded_class(type(param))
 
 
 def _spelled(func: Any) -> str:
@@ -226,16 +312,29 @@ class ShardOwner(Protocol):
     def name_of(self, param: nn.Parameter) -> str | None:
         """Return the parameter's name in the model; None where it is not known yet."""
 
+    def leaf_modules(self) -> list[nn.Module]:
+        """List the modules that are gathered as a whole: see ``leaf_modules.py``."""
+
+    def is_arriving(self, param: nn.Parameter) -> bool:
+        """Return whether the values of a freed parameter are being gathered. Local."""
+
+    def part_of(self, param: nn.Parameter) -> torch.Tensor:
+        """Return a copy of this rank's elements of the parameter, flat. Local."""
+
 
 # parameter -> how to reach its owner, and the optimizer that has its state
 _OWNERS = WeakTensorKeyDictionary()
 _OPTIMIZERS = WeakTensorKeyDictionary()
+# parameter -> its number: see ShardedParameter.ds_id
+_NUMBERS = WeakTensorKeyDictionary()
+_NEXT_NUMBER = itertools.count()
 
 
 def register_owner(params: Iterable[nn.Parameter], owner: ShardOwner) -> None:
     """Record that ``owner`` keeps the shards of ``params`` from now on."""
     for param in params:
         _OWNERS[param] = ref(owner)
+        _number(param)
 
 
 def own_params(params: Iterable[nn.Parameter], owner: ShardOwner) -> None:
@@ -243,11 +342,19 @@ def own_params(params: Iterable[nn.Parameter], owner: ShardOwner) -> None:
     before there is an engine)."""
     for param in params:
         _OWNERS[param] = lambda owner=owner: owner
+        _number(param)
+
+
+def _number(param: nn.Parameter) -> None:
+    if param not in _NUMBERS:
+        _NUMBERS[param] = next(_NEXT_NUMBER)
 
 
 def forget_owner(params: Iterable[nn.Parameter]) -> None:
-    """Make ``params`` ordinary parameters again."""
+    """Make ``params``, which are whole, ordinary parameters again."""
     for param in params:
+        if not isinstance(param, FreedParameter):
+            param.__class__ = plain_class(type(param))
         _OWNERS.pop(param, None)
         _OPTIMIZERS.pop(param, None)
 

@@ -16,6 +16,7 @@ from zero_trial.comm import AxisComm
 from zero_trial.errors import TrialError
 from zero_trial.sharding.freed import by_owner, lost_edits, optimizer_of_param, owner_of_param
 from zero_trial.sharding.layout import ParamSlot, wide_dtype
+from zero_trial.sharding.leaf_modules import get_z3_leaf_modules
 from zero_trial.sharding.param_group import ParamGroup, ParamPublisher, full_of_shard, local_part
 from zero_trial.sharding.plan import Lifetime
 from zero_trial.sharding.unshard import ModuleHook
@@ -416,6 +417,21 @@ class FullParams:
         )
         found = next(slots, None)
         return found.name if found is not None else None
+
+    def leaf_modules(self) -> list[nn.Module]:
+        """See :class:`ShardOwner`."""
+        return get_z3_leaf_modules(self._module)
+
+    def is_arriving(self, param: nn.Parameter) -> bool:
+        """See :class:`ShardOwner`."""
+        return any(group.unsharding for group in self._holding([param]))
+
+    def part_of(self, param: nn.Parameter) -> torch.Tensor:
+        """See :class:`ShardOwner`."""
+        (group,) = self._holding([param])
+        index = next(index for index, own in enumerate(group.params) if own is param)
+        with group.materialized():
+            return local_part(group, index, group.shard).detach()
 
     # --- state_dict, load_state_dict --------------------------------------------------------------
 

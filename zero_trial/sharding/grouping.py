@@ -20,6 +20,7 @@ from torch import nn
 from zero_trial.comm import AxisComm
 from zero_trial.errors import ConfigError
 from zero_trial.sharding.layout import living_dtype
+from zero_trial.sharding.leaf_modules import z3_leaf_module
 
 ROOT = ""
 
@@ -145,65 +146,6 @@ class ManualGroup:
     @property
     def holders(self) -> int:
         return self.copies.size if self.copies is not None else 1
-
-
-# Leaf modules by DeepSpeed's names. The mark is DeepSpeed's attribute, so that a model that marks
-# its own modules for it is cut in the same way here.
-
-_LEAF_MARK = "_z3_leaf"
-
-
-def set_z3_leaf_modules(model: nn.Module, leaf_module_classes: Sequence[type[nn.Module] | str]) -> list[nn.Module]:
-    """Gather and free each module of these classes as a whole at ZeRO stage 3, whatever its forward
-    uses; return them.
-
-    For modules that choose between their parts by data, such as a mixture of experts: each rank may
-    use other parts. Call it before ``initialize``. The full parameters of such a module live
-    together. ds_config's ``zero_optimization.leaf_module`` does the same by name.
-
-    Args:
-        leaf_module_classes: classes, or their names with or without the Python module.
-    """
-    return _mark_leaves(model, leaf_module_classes, leaf=True)
-
-
-def unset_z3_leaf_modules(model: nn.Module, leaf_module_classes: Sequence[type[nn.Module] | str]) -> list[nn.Module]:
-    """Undo :func:`set_z3_leaf_modules`, before ``initialize``; return the modules."""
-    return _mark_leaves(model, leaf_module_classes, leaf=False)
-
-
-def get_z3_leaf_modules(model: nn.Module) -> list[nn.Module]:
-    """List the modules in ``model`` that are marked as leaves."""
-    return [module for module in model.modules() if z3_leaf_module(module)]
-
-
-def z3_leaf_module(module: nn.Module) -> bool:
-    """Return whether ``module`` is marked as a leaf."""
-    return bool(getattr(module, _LEAF_MARK, False))
-
-
-def _mark_leaves(model: nn.Module, classes: Sequence[type[nn.Module] | str], *, leaf: bool) -> list[nn.Module]:
-    found = []
-    for module in model.modules():
-        kind = type(module)
-        names = (kind.__name__, kind.__qualname__, f"{kind.__module__}.{kind.__qualname__}")
-        if any(entry in names if isinstance(entry, str) else isinstance(module, entry) for entry in classes):
-            found.append(module)
-    wanted = ", ".join(entry if isinstance(entry, str) else entry.__name__ for entry in classes)
-    if not found:
-        raise ConfigError(
-            "the model has no module of these classes", where="set_z3_leaf_modules", got=wanted, fix="Name its class."
-        )
-    if any(isinstance(module, (nn.ModuleList, nn.ModuleDict)) for module in found):
-        raise ConfigError(
-            "a list of modules cannot be a leaf: it has no forward in which it could be gathered",
-            where="set_z3_leaf_modules",
-            got=wanted,
-            fix="Name the class of the module that holds the list.",
-        )
-    for module in found:
-        setattr(module, _LEAF_MARK, leaf)
-    return found
 
 
 # --- blocks of a module ---------------------------------------------------------------------------

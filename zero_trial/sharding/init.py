@@ -83,6 +83,17 @@ class PreSharded:
     def name_of(self, param: nn.Parameter) -> str | None:
         return None
 
+    def leaf_modules(self) -> list[nn.Module]:
+        return []
+
+    def is_arriving(self, param: nn.Parameter) -> bool:
+        return False
+
+    def part_of(self, param: nn.Parameter) -> torch.Tensor:
+        with torch._C.DisableTorchFunction():
+            low = min(self._comm.index * self._shard.numel(), self._numel)
+            return self._shard[: min(self._shard.numel(), self._numel - low)].clone()
+
     def open(self, params: list[nn.Parameter]) -> None:
         with torch._C.DisableTorchFunction(), torch.no_grad():
             # what was written until now stays, whatever becomes of the edits that follow

@@ -22,7 +22,7 @@ from torch import nn
 from zero_trial.comm import AxisComm, Mesh
 from zero_trial.errors import TrialError
 from zero_trial.precision import DtypePolicy
-from zero_trial.sharding.freed import forget_owner, register_owner, revive
+from zero_trial.sharding.freed import forget_owner, mark_sharded, register_owner, revive
 from zero_trial.sharding.full_params import FullParams
 from zero_trial.sharding.grad_access import ShownGradients
 from zero_trial.sharding.grad_buffer import GradBuffer
@@ -45,6 +45,7 @@ from zero_trial.sharding.grouping import (
 from zero_trial.sharding.heap import keep_freed_memory
 from zero_trial.sharding.init import read_first_values
 from zero_trial.sharding.layout import lay_out, living_dtype, wide_dtype
+from zero_trial.sharding.leaf_modules import mark_leaves
 from zero_trial.sharding.optimizer import StepStatus
 from zero_trial.sharding.param_group import ParamGroup, ParamPublisher, swap_buffer_bytes
 from zero_trial.sharding.plan import Lifetime, ReduceAt, ZeroPlan
@@ -130,6 +131,8 @@ class ShardedModel:
         self.publisher = ParamPublisher(module, self.groups)
         self._full_params = FullParams(self, module, self.groups, self.publisher, mesh.data)
         register_owner(self._params(), self._full_params)
+        if plan.frees_parameters:
+            mark_sharded(self._params())
 
     def _params(self) -> Iterator[nn.Parameter]:
         return (param for group in self.groups for param in group.params)
@@ -409,7 +412,8 @@ def build_param_groups(
     :class:`ShardedModel`."""
     number = {id(param): index for index, opt_group in enumerate(opt_groups) for param in opt_group}
     if plan.frees_parameters and not manual_groups.all:
-        settings.leaf.require_matches(module_facts(module))
+        settings.leaf.require_matches(facts := module_facts(module))
+        mark_leaves(module, (part.name for part in facts.walk() if settings.leaf.names_part(part) and not part.is_list))
     members, params, blocks = collect_params(
         module, number, settings.leaf, dtype=policy.param, with_frozen=plan.frees_parameters
     )

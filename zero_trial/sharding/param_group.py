@@ -28,7 +28,7 @@ from torch.profiler import record_function
 
 from zero_trial.comm import AxisComm, Pending, wait_all
 from zero_trial.errors import TrialError
-from zero_trial.sharding.freed import absent, freed_class, is_absent, live_class, lost_edits, unasked
+from zero_trial.sharding.freed import absent, freed_class, is_absent, lost_edits, plain_class, sharded_class, unasked
 from zero_trial.sharding.layout import Layout, has_own_master
 from zero_trial.sharding.plan import Lifetime, ZeroPlan
 
@@ -119,8 +119,9 @@ class ParamGroup:
         self._gathering: Pending | None = None
         # what the parameters are while they are freed
         self._placeholders = [] if always else [absent(s.shape, dtype, device) for s in layout.slots]
-        self._live_classes = [live_class(param) for param in self.params]
-        self._freed_classes = list(map(freed_class, self._live_classes))
+        kinds = [type(param) for param in self.params]
+        self._live_classes = list(map(plain_class if always else sharded_class, kinds))
+        self._freed_classes = list(map(freed_class, kinds))
         master = self._fill(read, agree)[low:high]
         self.own = self.full[low:high]  # this rank's part; its values are there only while live
         self.shard = self.own if always else comm.buffer(layout.shard_numel, dtype, device).copy_(self.own)

@@ -1,5 +1,6 @@
 """Sharded parameters, gradients and optimizer state: one set of pieces for every ZeRO stage."""
 
+from zero_trial.sharding.freed import ZeroParamStatus
 from zero_trial.sharding.full_params import (
     GatheredParameters,
     register_external_parameter,
@@ -19,14 +20,18 @@ from zero_trial.sharding.grad_access import (
     safe_set_local_grad,
     safe_update_full_grad_vectorized,
 )
-from zero_trial.sharding.grouping import (
-    ShardingSettings,
+from zero_trial.sharding.grouping import ShardingSettings
+from zero_trial.sharding.init import Init
+from zero_trial.sharding.leaf_modules import (
     get_z3_leaf_modules,
+    set_z3_leaf_module,
     set_z3_leaf_modules,
+    set_z3_leaf_modules_by_name,
+    set_z3_leaf_modules_by_suffix,
     unset_z3_leaf_modules,
     z3_leaf_module,
+    z3_leaf_parameter,
 )
-from zero_trial.sharding.init import Init
 from zero_trial.sharding.model import ShardedModel
 from zero_trial.sharding.optimizer import ShardedOptimizer
 from zero_trial.sharding.plan import ZeroPlan, plan_for_stage
@@ -37,6 +42,7 @@ __all__ = [
     "ShardedModel",
     "ShardedOptimizer",
     "ShardingSettings",
+    "ZeroParamStatus",
     "ZeroPlan",
     "get_z3_leaf_modules",
     "plan_for_stage",
@@ -54,7 +60,11 @@ __all__ = [
     "safe_set_local_grad",
     "safe_set_local_optimizer_state",
     "safe_update_full_grad_vectorized",
+    "set_z3_leaf_module",
     "set_z3_leaf_modules",
+    "set_z3_leaf_modules_by_name",
+    "set_z3_leaf_modules_by_suffix",
     "unset_z3_leaf_modules",
     "z3_leaf_module",
+    "z3_leaf_parameter",
 ]

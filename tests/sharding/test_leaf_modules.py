@@ -1,0 +1,89 @@
+"""Modules marked as leaves by class, name, end of a name, or ds_config, and what follows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from torch import nn
+
+from tests.support.dense import STAGES
+from tests.support.models import TinyLM, make_engine
+from zero_trial.errors import ConfigError
+from zero_trial.sharding.grouping import find_blocks, module_facts
+from zero_trial.zero import (
+    get_z3_leaf_modules,
+    set_z3_leaf_module,
+    set_z3_leaf_modules,
+    set_z3_leaf_modules_by_name,
+    set_z3_leaf_modules_by_suffix,
+    unset_z3_leaf_modules,
+    z3_leaf_module,
+    z3_leaf_parameter,
+)
+
+
+def test_modules_are_marked_by_class_or_name() -> None:
+    model = nn.Sequential(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), nn.ModuleList([nn.Linear(2, 2)]))
+    for wanted in (nn.Linear, "Linear", "torch.nn.modules.linear.Linear"):
+        assert len(set_z3_leaf_modules(model, [wanted])) == 3
+        assert get_z3_leaf_modules(model) == [part for part in model.modules() if isinstance(part, nn.Linear)]
+        assert len(unset_z3_leaf_modules(model, [wanted])) == 3
+        assert get_z3_leaf_modules(model) == []
+    assert set_z3_leaf_modules(model[0], [nn.Sequential]) == [model[0]]
+    assert find_blocks(module_facts(model)) == ["0", "1.0"]
+    for classes in ([nn.Conv2d], [nn.ModuleList]):
+        with pytest.raises(ConfigError):
+            set_z3_leaf_modules(model, classes)
+    assert set_z3_leaf_modules(model, [nn.Conv2d], raise_if_not_found=False) == []
+
+
+def nested() -> nn.Sequential:
+    return nn.Sequential(nn.Sequential(nn.Linear(2, 2), nn.ReLU()), nn.ModuleList([nn.Linear(2, 2)]))
+
+
+def test_modules_are_marked_by_name() -> None:
+    model = nested()
+    assert set_z3_leaf_modules_by_name(model, ["0", "1.0"]) == ([model[0], model[1][0]], [])
+    assert get_z3_leaf_modules(model) == [model[0], model[1][0]]
+    found, missing = set_z3_leaf_modules_by_name(model, ["0", "2"], flag=False, raise_if_not_found=False)
+    assert (found, missing) == ([model[0]], ["2"])
+    assert get_z3_leaf_modules(model) == [model[1][0]]
+    for names in (["2"], ["1"]):  # not there, and a list
+        with pytest.raises(ConfigError, match="set_z3_leaf_modules_by_name"):
+            set_z3_leaf_modules_by_name(model, names)
+
+
+def test_modules_are_marked_by_the_end_of_their_name() -> None:
+    model = nested()
+    both = [model[0][0], model[1][0]]
+    assert set_z3_leaf_modules_by_suffix(model, [".0", "1.0"]) == (both, [])
+    assert get_z3_leaf_modules(model) == both
+    assert set_z3_leaf_modules_by_suffix(model, [".0", "x"], False, False) == (both, ["x"])
+    assert get_z3_leaf_modules(model) == []
+    with pytest.raises(ConfigError, match="set_z3_leaf_modules_by_suffix"):
+        set_z3_leaf_modules_by_suffix(model, ["x"])
+
+
+def test_one_module_is_marked() -> None:
+    model = nested()
+    set_z3_leaf_module(model[0], True)
+    assert z3_leaf_module(model[0])
+    assert find_blocks(module_facts(model)) == ["0", "1.0"]
+    set_z3_leaf_module(model[0], False)
+    assert get_z3_leaf_modules(model) == []
+
+
+@pytest.mark.parametrize(
+    "leaf", [{"classes": ["Block"]}, {"names": ["blocks.0", "blocks.1"]}, {"name_suffixes": ["s.0", "s.1"]}]
+)
+@pytest.mark.parametrize("stage", ["zero2", "zero3"])
+def test_what_a_ds_config_names_is_marked_at_stage_3(stage: str, leaf: dict[str, Any]) -> None:
+    model = TinyLM()
+    kind = type(model.blocks[0]).__name__
+    leaf = {key: [kind if entry == "Block" else entry for entry in value] for key, value in leaf.items()}
+    made = make_engine(lambda: model, {"zero_optimization": STAGES[stage] | {"leaf_module": leaf}})
+    marked = get_z3_leaf_modules(made.module)
+    assert (model.blocks[1] in marked, model.embed in marked) == (stage == "zero3", False)
+    assert z3_leaf_parameter(model.blocks[1].up.weight) == (stage == "zero3")
+    assert not z3_leaf_parameter(model.embed.weight)

@@ -151,8 +151,8 @@ class BackwardPasses:
     def _check_weights(self, engine: TrainedEngine, *, weighted: bool) -> None:
         """Raise TrialError where a pass of the one kind meets gradients of the other, or comes from
         averages of the weights."""
-        if engine.optimizer is not None:
-            engine.optimizer.require_trained_weights("backward")
+        if engine.optimizer is not None and engine.optimizer.ema is not None:
+            engine.optimizer.ema.require_trained_weights("backward")
         before = self._outcome.weighted
         if before is not weighted and (before or _has_gradients(engine)):
             raise TrialError(
@@ -258,8 +258,8 @@ class BackwardPasses:
         Local facts decide: the other ranks may be in a reduction of this step's backward, where no
         rank can ask them.
         """
-        engine = self._trained()
-        if not self.any:
+        if not self.pending and not self.any:
+            engine = self._trained()
             raise reported(engine, _no_gradients(engine.global_steps))
 
     @property
@@ -275,7 +275,8 @@ class BackwardPasses:
 
     def forget(self) -> None:
         """Start to count anew: a step was taken, or the gradients were dropped."""
-        self.forget_pass()
+        if self._noted is not None:
+            self.forget_pass()
         self.pending = 0
 
     @contextmanager

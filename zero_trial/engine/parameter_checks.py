@@ -9,7 +9,6 @@ import operator
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-import torch
 from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -23,6 +22,7 @@ log = logging.getLogger("zero_trial")
 
 _SHOWN = 3  # names in a message
 _REQUIRES_GRAD, _DTYPE = operator.attrgetter("requires_grad"), operator.attrgetter("dtype")
+_UNUSED = operator.attrgetter("unused")
 
 
 class CheckedEngine(Protocol):
@@ -67,9 +67,9 @@ class ParameterCheck:
     would be neither trained nor saved; and trained ones that were cast.
 
     A forward and a step compare the tables of all modules with those of the last look, entry by
-    entry, and ``requires_grad`` and dtype of the parameters: about 0.2 microseconds per parameter
-    and module. Only a difference makes a full check. Until the next look it keeps alive what has
-    been taken out of the model since.
+    entry, the dtypes of the trained parameters, and ``requires_grad`` of the others: about 0.2
+    microseconds per parameter and module. Only a difference makes a full check. Until the next look
+    it keeps alive what has been taken out of the model since.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -86,16 +86,13 @@ class ParameterCheck:
         """Remember what the model consists of."""
         tables = [(module._parameters, module._modules) for module in self._module.modules()]
         self._tables: list[Mapping[str, Any]] = [table for pair in tables for table in pair]
-        self._entries = self._entries_now()
-        self._params = list(self._module.parameters())
-        self._states = self._states_now()
-
-    def _entries_now(self) -> list[Any]:
-        return [entry for table in self._tables for entry in table.values()]
-
-    def _states_now(self) -> tuple[list[bool], list[torch.dtype]]:
+        self._entries = [entry for table in self._tables for entry in table.values()]
+        params, trained = list(self._module.parameters()), self._trained
+        # each is looked at for what it may not do: be cast, be unfrozen
+        self._cast = [param for param in params if param in trained and trained[param][0]]
+        self._frozen = [param for param in params if param not in trained or not trained[param][0]]
         with unasked():
-            return list(map(_REQUIRES_GRAD, self._params)), list(map(_DTYPE, self._params))
+            self._dtypes, self._thawed = list(map(_DTYPE, self._cast)), list(map(_REQUIRES_GRAD, self._frozen))
 
     def before_step(self) -> None:
         """Do :meth:`before_forward` where the model was called past the engine since the last
@@ -108,9 +105,14 @@ class ParameterCheck:
         """Do :meth:`check` if the model has other modules or parameters than at the last look, or
         some were frozen, unfrozen or cast."""
         self._called = True
-        now = self._entries_now()
+        now = [entry for table in self._tables for entry in table.values()]
         same = len(now) == len(self._entries) and all(map(operator.is_, now, self._entries))
-        if not same or self._states_now() != self._states:
+        if same:
+            with unasked():
+                same = list(map(_DTYPE, self._cast)) == self._dtypes
+                if same and self._frozen:
+                    same = list(map(_REQUIRES_GRAD, self._frozen)) == self._thawed
+        if not same:
             self.check(where)
             self._look()
 
@@ -181,8 +183,8 @@ class UsedParameters:
     def end_step(self, engine: CheckedEngine) -> None:
         """Forget the gradients so far: a step has used them. Say which parameters had none, the
         first time that there are some."""
-        self.restart()
-        if self._said or not any(buffer.unused for buffer in self._grad_buffers):
+        self._used.clear()
+        if self._said or not any(map(_UNUSED, self._grad_buffers)):
             return
         self._said = True
         if engine.mesh.data.index == 0:

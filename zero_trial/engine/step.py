@@ -174,7 +174,8 @@ class StepOutcome(StepStatus):
         go on. Collective over all. Raises Diverged."""
         if self._open is not None:
             self.settle()
-        self._raise_late_error()
+        if self._error is not None:
+            self._raise_late_error()
         if self._overflow is not None:
             overflow, self._overflow = self._overflow, None
             self.compare_calls("gradient norm")
@@ -255,7 +256,8 @@ class StepOutcome(StepStatus):
         Diverged.
         """
         reducer = model.reducer
-        self._notice_second_stepper(lr_scheduler)
+        if self._scheduled is not None:
+            self._notice_second_stepper(lr_scheduler, self._scheduled)
         model.take_gradient_edits(at_step=True)
         model.take_parameter_edits()
         reducer.reduce_missing()
@@ -288,8 +290,9 @@ class StepOutcome(StepStatus):
                 lr_scheduler.step(**arguments)
         else:
             result.nonfinite = find_culprit(model, step)
-        self._scheduled = _position(lr_scheduler)
-        self.drop_weight()
+        if lr_scheduler is not None:
+            self._scheduled = _position(lr_scheduler)
+        self._weight = None
         model.reset_gradients()
         if change.overflow:
             self._report(change)
@@ -320,7 +323,7 @@ class StepOutcome(StepStatus):
         opened = _OpenStep(step, unscale, model, undo, *found, self.weighted)
         update_and_publish(model, optimizer, 1.0, scalars, defer_wait=self._config.defer_publish)
         self._open = opened
-        self.drop_weight()
+        self._weight = None
         model.reset_gradients()
         if lr_scheduler is None:
             return
@@ -332,9 +335,9 @@ class StepOutcome(StepStatus):
             lr_scheduler.step(**arguments)
         self._scheduled = _position(lr_scheduler)
 
-    def _notice_second_stepper(self, lr_scheduler: Any) -> None:
+    def _notice_second_stepper(self, lr_scheduler: Any, left_at: int) -> None:
         """Log once that user code steps the scheduler too: it advances twice per step."""
-        if self._scheduled is None or self._mesh.rank != 0 or _position(lr_scheduler) != self._scheduled + 1:
+        if self._mesh.rank != 0 or _position(lr_scheduler) != left_at + 1:
             return
         if not self._warned:
             self._warned = True

@@ -15,9 +15,10 @@ when the group is ready: one dispatch instead of one per tensor.
 
 from __future__ import annotations
 
+import operator
 import weakref
 from collections.abc import Callable
-from itertools import takewhile
+from itertools import repeat, takewhile
 from typing import Any
 
 import torch
@@ -217,26 +218,33 @@ class GradBuffer:
         if not self._owned:
             self.allocate()
         params, views, filled = self.group.params, self.views, self.filled
-        targets, sources, again = [], [], []
+        targets: list[torch.Tensor] = []
+        sources: list[Any] = []
         with unasked():
             grads = [params[index].grad for index in waiting]
-        for index, grad in zip(waiting, grads, strict=True):
+        for index in waiting:
             self._queued[index] = False
-            if grad is None or grad is views[index]:
-                filled[index] = filled[index] and (grad is not None or not self._shares)
-                continue
-            if grad.is_sparse:
-                grad = _dense(grad)
-            if filled[index] and not self._shares:
-                again.append((views[index], grad))
-            else:
-                targets.append(views[index])
-                sources.append(grad)
-                filled[index] = True
+        if len(waiting) == len(filled) and not any(filled) and all(map(operator.is_not, grads, repeat(None))):
+            # the first micro-batch: without a look at each
+            targets, sources = [views[index] for index in waiting], grads
+            filled[:] = [True] * len(filled)
+        else:
+            for index, grad in zip(waiting, grads, strict=True):
+                if grad is None or grad is views[index]:
+                    filled[index] = filled[index] and (grad is not None or not self._shares)
+                elif filled[index] and not self._shares:
+                    views[index].add_(_dense(grad))
+                else:
+                    targets.append(views[index])
+                    sources.append(grad)
+                    filled[index] = True
         if targets:
-            torch._foreach_copy_(targets, sources)
-        for view, grad in again:
-            view.add_(grad)
+            try:
+                torch._foreach_copy_(targets, sources)
+            except RuntimeError:  # asking each tensor first costs as much as the rest of this
+                if not any(source.is_sparse for source in sources):
+                    raise
+                torch._foreach_copy_(targets, list(map(_dense, sources)))
         if show:
             with unasked():
                 for index in waiting:

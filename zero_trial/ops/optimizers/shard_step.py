@@ -27,6 +27,11 @@ from torch.autograd.graph import increment_version
 
 from zero_trial.errors import ConfigError, TrialError
 
+_STEP_HOOKS = tuple(f"_optimizer_step_{kind}_hooks" for kind in ("pre", "post"))
+_STATE_HOOKS = tuple(
+    f"_optimizer_{of}_{kind}_hooks" for of in ("state_dict", "load_state_dict") for kind in ("pre", "post")
+)
+
 
 class ShardUpdate(NamedTuple):
     """What one pass over a piece reads and writes; ``gradient`` and ``out`` have as many elements
@@ -199,13 +204,12 @@ def steps_otherwise(optimizer: torch.optim.Optimizer) -> bool:
     while getattr(step, "_wrapped_by_lr_sched", False):
         step = getattr(step, "__wrapped__", None)
     replaced = step is not None and getattr(step, "__func__", step) is not type(optimizer).step
-    return replaced or any(_hooks_of(optimizer, ("step_pre", "step_post")))
+    return replaced or any(_hooks_of(optimizer, _STEP_HOOKS))
 
 
 def _hooks_of(optimizer: torch.optim.Optimizer, kinds: Sequence[str]) -> list[Any]:
-    """Return the hooks of these kinds that user code has registered."""
-    tables = (getattr(optimizer, f"_optimizer_{kind}_hooks", None) or {} for kind in kinds)
-    hooks = [hook for table in tables for hook in table.values()]
+    """Return the hooks that user code has registered in these tables."""
+    hooks = [hook for kind in kinds for hook in (getattr(optimizer, kind, None) or {}).values()]
     # StepGuard, and the watch of a run's memory, look at no parameter
     return [hook for hook in hooks if not str(getattr(hook, "__module__", "")).startswith("zero_trial.")]
 
@@ -222,6 +226,7 @@ class StepGuard:
         self._dropping: WeakMethod[Callable[[], None]] | None = None
         vars(optimizer)["zero_grad"] = self.zero_grad
         self._as_built = steps_otherwise(optimizer)
+        self._checked: list[Any] = []  # the step and the hooks that :meth:`open` has accepted
         if hasattr(optimizer, "_optimizer_step_pre_hooks"):  # a wrapper may not call the base class
             optimizer.register_step_pre_hook(self)
 
@@ -243,7 +248,20 @@ class StepGuard:
     def open(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
         """Let the optimizer step inside the block. Raises ConfigError for hooks that would not do
         as in plain torch."""
-        refuse_state_hooks(optimizer)
+        found = [vars(optimizer).get("step")]
+        for kind in _STEP_HOOKS + _STATE_HOOKS:
+            found += getattr(optimizer, kind, None) or ()  # numbers that torch gives to one hook only
+        if found != self._checked:
+            refuse_state_hooks(optimizer)
+            self._refuse_new_step(optimizer)
+            self._checked = found
+        self._open = True
+        try:
+            yield
+        finally:
+            self._open = False
+
+    def _refuse_new_step(self, optimizer: torch.optim.Optimizer) -> None:
         if not self._as_built and steps_otherwise(optimizer):
             raise ConfigError(
                 "hooks, or a step of its own, were added to this optimizer after initialize()",
@@ -253,11 +271,6 @@ class StepGuard:
                 fix="Register them before initialize(), which then gives the optimizer whole tensors; "
                 "or look at gradients with safe_get_full_grad before engine.step().",
             )
-        self._open = True
-        try:
-            yield
-        finally:
-            self._open = False
 
 
 def past_engine() -> TrialError:
@@ -272,7 +285,7 @@ def past_engine() -> TrialError:
 def refuse_state_hooks(optimizer: torch.optim.Optimizer) -> None:
     """Raise ConfigError for hooks on state dicts: a checkpoint holds the state of each tensor, and
     is written and read without one."""
-    if _hooks_of(optimizer, ("state_dict_pre", "state_dict_post", "load_state_dict_pre", "load_state_dict_post")):
+    if _hooks_of(optimizer, _STATE_HOOKS):
         raise ConfigError(
             "hooks on this optimizer's state dicts would not run: checkpoints hold its state by tensor",
             where="optimizer",

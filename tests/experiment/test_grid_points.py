@@ -37,17 +37,17 @@ def test_a_grid_of_two_axes():
         ({"type": "int", "minval": 0, "maxval": 5, "count": 1}, [3]),
         ({"type": "int", "minval": -5, "maxval": 0, "count": 1}, [-3]),
         ({"type": "int", "minval": 0, "maxval": 10, "count": 4}, [0, 3, 7, 10]),
-        ({"type": "double", "minval": 0, "maxval": 1, "count": 3}, [0.0, 0.5, 1.0]),
+        ({"type": "double", "minval": 0, "maxval": 1, "count": 3}, [0, 0.5, 1]),
         ({"type": "double", "minval": 0, "maxval": 1, "count": 1}, [0.5]),
         ({"type": "log", "base": 10, "minval": -3, "maxval": -1, "count": 3}, [1e-3, 1e-2, 1e-1]),
-        ({"type": "log", "base": 2, "minval": 0, "maxval": 4, "count": 1}, [4.0]),
+        ({"type": "log", "base": 2, "minval": 0, "maxval": 4, "count": 1}, [4]),
         ({"type": "categorical", "vals": [None, {"a": 1}]}, [None, {"a": 1}]),
     ],
 )
 def test_axis_values(spec: dict[str, Any], expected: list[Any]):
     values = axis_values(spec)
-    assert list(values) == (pytest.approx(expected) if isinstance(expected[0], float) else expected)
-    assert all(isinstance(value, type(expected[0])) for value in values[:1])
+    assert list(values) == (pytest.approx(expected) if isinstance(values[0], float) else expected)
+    assert list(map(type, values)) == list(map(type, expected))  # a whole double arrives without its ".0"
 
 
 def test_constants_and_empty_maps_stay():

@@ -33,7 +33,7 @@ from zero_trial.experiment.sections import (
     TENSORBOARD,
     Arranged,
 )
-from zero_trial.experiment.space import Grid
+from zero_trial.experiment.space import Grid, as_sent
 from zero_trial.schema.document import Document
 from zero_trial.schema.types import (
     CHOICE,
@@ -262,16 +262,6 @@ def _as_json(value: Any, path: Path, issues: list[Issue]) -> Any:
     elif value is not None and not isinstance(value, int | float):
         issues.append(Issue(path, TYPE, f"a YAML value of type {type(value).__name__} has no JSON form"))
     return value
-
-
-def as_sent(value: Any) -> Any:
-    """Return ``value`` with its numbers as a trial of a cluster gets them: the JSON of Go has no
-    1.0, and a trial gets 1."""
-    if isinstance(value, dict):
-        return {key: as_sent(inner) for key, inner in value.items()}
-    if isinstance(value, list):
-        return [as_sent(inner) for inner in value]
-    return int(value) if isinstance(value, float) and value.is_integer() and abs(value) < 1e21 else value
 
 
 def _text(text: str, path: Path, issues: list[Issue]) -> str:

@@ -62,11 +62,21 @@ def _draw(spec: Mapping[str, Any], numbers: RandomNumbers) -> Any:
         case "int":
             return spec["minval"] + numbers.below(spec["maxval"] - spec["minval"] + 1)
         case "double":
-            return _uniform(spec, numbers)
+            return as_sent(_uniform(spec, numbers))
         case "log":
-            return numbers.power(float(spec["base"]), _uniform(spec, numbers))
+            return as_sent(numbers.power(float(spec["base"]), _uniform(spec, numbers)))
         case other:
             raise ConfigError("no kind of hyperparameter", got=other, expected="int, double, log, categorical or const")
+
+
+def as_sent(value: Any) -> Any:
+    """Return ``value`` with its numbers as a trial of a cluster gets them: the JSON of Go has no
+    1.0, and a trial gets 1."""
+    if isinstance(value, dict):
+        return {key: as_sent(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [as_sent(inner) for inner in value]
+    return int(value) if isinstance(value, float) and value.is_integer() and abs(value) < 1e21 else value
 
 
 def _uniform(spec: Mapping[str, Any], numbers: RandomNumbers) -> float:
@@ -210,8 +220,8 @@ def axis_values(spec: Mapping[str, Any], power: Power = power) -> tuple[Any, ...
 
 def _written(spec: Mapping[str, Any], value: float, power: Power = power) -> Any:
     if spec["type"] == "log":
-        return power(float(spec["base"]), value)
-    return int(math.copysign(math.floor(abs(value) + 0.5), value)) if spec["type"] == "int" else float(value)
+        return as_sent(power(float(spec["base"]), value))
+    return int(math.copysign(math.floor(abs(value) + 0.5), value)) if spec["type"] == "int" else as_sent(float(value))
 
 
 def _collect(section: Mapping[str, Any], above: Path, found: list[tuple[Path, tuple[Any, ...]]], power: Power) -> None:

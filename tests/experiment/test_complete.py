@@ -105,6 +105,16 @@ def test_a_template_lies_between():
     assert (config["resources"]["priority"], config["resources"]["slots_per_trial"]) == (7, 2)
 
 
+def test_a_template_may_be_for_commands_too():
+    """The key is shown, as by a genuine master, and means nothing for trials."""
+    assert completed("{}", template={"resources": {"slots": 0}}).config["resources"]["slots"] == 0
+    assert "slots" not in completed("{}").config["resources"]
+    with pytest.raises(InvalidExperiment, match=r"resources\.slots: is for commands"):
+        completed("resources: {slots: 0}", template={"resources": {"slots": 0}})
+    with pytest.raises(InvalidExperiment, match=r"resources\.slots"):
+        completed("{}", template={"resources": {"slots": "two"}})
+
+
 def test_a_faulty_template_is_a_fault():
     with pytest.raises(InvalidExperiment, match=r"<config>.max_restarts: -1 is less than 0"):
         completed("{}", template={"max_restarts": -1})

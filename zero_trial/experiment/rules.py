@@ -38,6 +38,7 @@ from zero_trial.schema.document import Document
 from zero_trial.schema.types import (
     CHOICE,
     MISSING,
+    REMOVED,
     RENAMED,
     RULE,
     TYPE,
@@ -208,6 +209,7 @@ def examine(document: Document, defaults: ClusterDefaults, template: Mapping[str
         return Examined({}, issues, [])
     issues, old_forms = _check_keys(document)
     issues += _check_storage_kind(plain.get("checkpoint_storage"))
+    issues += _check_slots(plain.get("resources"))
     own, more = modern(plain)
     old_forms += more
     below, _ = modern(defaults.as_config())
@@ -240,6 +242,13 @@ def _check_storage_kind(written: Any) -> list[Issue]:
         return [Issue(path, CHOICE, "null is not a type of storage")] if written["type"] is None else []
     own = [str(key) for key in written if key not in STORAGE_KEPT]
     return [Issue(path, MISSING, f"is a required property, because {own[0]} is given")] if own else []
+
+
+def _check_slots(written: Any) -> list[Issue]:
+    """Return the issue of a key of commands. Templates may have it: they are for commands, too."""
+    if not isinstance(written, Mapping) or written.get("slots") is None:
+        return []
+    return [Issue(("resources", "slots"), REMOVED, "is for commands. Write slots_per_trial.")]
 
 
 def _as_json(value: Any, path: Path, issues: list[Issue]) -> Any:

@@ -17,7 +17,6 @@ from zero_trial.schema.types import (
     Bool,
     Field,
     Fields,
-    Forbidden,
     Int,
     Issue,
     ListOf,
@@ -395,7 +394,7 @@ RESOURCES = Fields(
         "native_parallel": Field(Bool(), False),
         "shm_size": Field(AnyOf((exact_int(0),), "is not a number of bytes; a cluster refuses texts such as 4g, too")),
         "devices": Field(_DEVICES, []),
-        "slots": Field(Forbidden("is for commands. Write slots_per_trial."), shown=False),
+        "slots": Field(exact_int(), shown=False),  # of commands; only a template may have it
         "agent_label": Field(exact_text(), shown=False),
     },
     (_fits_max_slots,),

@@ -8,9 +8,36 @@ import pytest
 
 from tests.master.http.conftest import Ask
 from tests.master.world import USER_TOKEN, World
+from zero_trial.master.core.accounts import digest
+from zero_trial.master.records import User
 
 bindings = pytest.importorskip("determined.common.api.bindings")
 errors = pytest.importorskip("determined.common.api.errors")
+client = pytest.importorskip("determined.experimental.client")
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "POST agents/laptop/disable",
+        "POST agents/laptop/enable",
+        "POST agents/laptop/slots/1/disable",
+        "POST agents/laptop/slots/1/enable",
+        "GET master/config",
+        "DELETE experiments/1",
+        "POST experiments/1/move",
+    ],
+)
+def test_what_only_administrators_and_owners_may_do(path: str, ask: Ask, world: World) -> None:
+    """As on a real master without roles."""
+    other = world.accounts.put_user(User(0, "other", admin=False, active=True, password=""))
+    world.accounts.add_token(digest("other-token"), other.id)
+    method, _, rest = path.partition(" ")
+    before = world.content()
+    body = {"destinationProjectId": 1}
+    assert ask(method, f"/api/v1/{rest}", user="other-token", body=body)[0] == 403
+    assert world.content() == before and world.agent.killed == []
+    assert ask(method, f"/api/v1/{rest}", user=USER_TOKEN, body=body)[0] in (200, 409)  # 1 is running
 
 
 def test_identity_of_the_master(ask: Ask, user: Any, world: World) -> None:
@@ -61,9 +88,16 @@ def test_the_one_pool(user: Any) -> None:
         bindings.v1SchedulerType.PRIORITY,
     )
     assert pool.defaultComputePool is True
-    assert bindings.get_ListWorkspacesBoundToRP(user, resourcePoolName="default").workspaceIds == [1]
-    with pytest.raises(errors.NotFoundException):
-        bindings.get_ListWorkspacesBoundToRP(user, resourcePoolName="other")
+    assert bindings.get_ListWorkspacesBoundToRP(user, resourcePoolName="default").workspaceIds == []
+    assert bindings.get_ListRPsBoundToWorkspace(user, workspaceId=1).resourcePools == ["default"]
+    for asked in (
+        lambda: bindings.get_ListWorkspacesBoundToRP(user, resourcePoolName="other"),
+        lambda: bindings.get_ListRPsBoundToWorkspace(user, workspaceId=2),
+    ):
+        with pytest.raises(errors.NotFoundException):
+            asked()
+    with pytest.raises(errors.APIException, match="default resource pool default cannot be bound to any workspace"):
+        client.ResourcePool(user, "default").add_bindings(["Uncategorized"])
 
 
 def test_the_queue(user: Any) -> None:

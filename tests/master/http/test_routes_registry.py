@@ -8,6 +8,7 @@ import pytest
 
 from tests.master.http.conftest import Ask
 from tests.master.world import BEGAN, CONFIG, TASK_TOKEN, USER_TOKEN, UUID, World
+from zero_trial.master.core.accounts import digest
 from zero_trial.master.records import CheckpointState, User
 
 bindings = pytest.importorskip("determined.common.api.bindings")
@@ -22,7 +23,7 @@ def sdk(user: Any) -> Any:
     return client.Determined._from_session(user)
 
 
-def test_a_model_keeps_what_is_written_on_it(sdk: Any, world: World) -> None:
+def test_a_model_keeps_what_is_written_on_it(sdk: Any, world: World, ask: Ask) -> None:
     made = sdk.create_model("gpt", "small", metadata={"a": 1}, labels=["x", "y"])
     assert (made.name, made.description, made.metadata, made.labels) == ("gpt", "small", {"a": 1}, ["x", "y"])
     assert (made.username, made.workspace_id, made.archived) == ("determined", 1, False)
@@ -42,6 +43,9 @@ def test_a_model_keeps_what_is_written_on_it(sdk: Any, world: World) -> None:
     with pytest.raises(errors.APIException, match="archived and cannot have attributes updated"):
         made.set_description("no")
     made.unarchive()
+    other = world.accounts.put_user(User(0, "other", admin=False, active=True, password=""))
+    world.accounts.add_token(digest("other-token"), other.id)
+    assert ask("DELETE", "/api/v1/models/gpt", user="other-token")[0] == 403
     made.delete()
     with pytest.raises(errors.NotFoundException):
         sdk.get_model("gpt")

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from zero_trial.errors import ZeroTrialError
 from zero_trial.master.core import Master
 from zero_trial.master.core.accounts import TASK_HEADER, USER_HEADER, Principal, require_own
+from zero_trial.master.core.experiments import POOL
 from zero_trial.master.http.messages import (
     SMALL_BODY,
     AuthLevel,
@@ -244,7 +245,7 @@ _UNSUPPORTED: Mapping[str, str] = {
     "/api/v1/tokens": "access tokens are not created over HTTP: the local user's token is in the master's directory",
     "/api/v1/workspaces": "workspaces and projects of the embedded master have no namespaces, quotas, roles and bulk actions",
     "/api/v1/projects": "workspaces and projects of the embedded master have no namespaces, quotas, roles and bulk actions",
-    "/api/v1/resource-pools": "there is one resource pool; it serves every workspace",
+    "/api/v1/resource-pools": f"default resource pool {POOL} cannot be bound to any workspace: it is the only one, and serves all",
     "/api/v1/resources": "the embedded master keeps no account of used resources",
     "/resources": "the embedded master keeps no account of used resources",
     "/api/v1/master/config": "the master's configuration is given to 'zero-trial master up'",

@@ -121,6 +121,13 @@ class Request:
         if self.principal.user is None or not self.principal.user.admin:
             raise PermissionDenied("only an administrator may do this")
 
+    def require_owner(self, owner: str, name: str) -> None:
+        """Raise PermissionDenied unless the sender owns what has this name, or is an
+        administrator.
+        """
+        if self.user.name != owner and not self.user.admin:
+            raise PermissionDenied(f"only the owner of {name} and administrators may do this")
+
     def body(self) -> dict[str, Any]:
         """Return the JSON object that came; empty if nothing came. Raises BadRequest."""
         value = self._json()

@@ -156,6 +156,13 @@ def _steer(operation: str) -> Callable[[Request], Response]:
     return action
 
 
+def _delete(request: Request) -> Response:
+    found = request.master.experiments.get(request.numbers["experimentId"])
+    request.require_owner(found.owner, f"experiment {found.id}")
+    request.master.experiments.delete(found.id)
+    return Response()
+
+
 def _patch(request: Request) -> Response:
     body = request.body()
     labels = body.get("labels")
@@ -329,7 +336,7 @@ ROUTES = (
     Route("POST", f"{_ROOT}/continue", _resume_ended),
     Route("GET", _ONE, _get, AuthLevel.BOTH),
     Route("PATCH", _ONE, _patch),
-    Route("DELETE", _ONE, _steer("delete")),
+    Route("DELETE", _ONE, _delete),
     *(
         Route("POST", f"{_ONE}/{operation}", _steer(operation))
         for operation in ("pause", "activate", "cancel", "kill", "archive", "unarchive")

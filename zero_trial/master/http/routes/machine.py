@@ -33,6 +33,7 @@ def _master(request: Request) -> Response:
 
 def _master_config(request: Request) -> Response:
     """Return the part of a real master's configuration that has a meaning here."""
+    request.require_admin()
     pools = [
         {"pool_name": pool.name, "description": pool.description} for pool in request.master.machine.resource_pools()
     ]
@@ -90,6 +91,7 @@ def _slot(request: Request) -> Response:
 
 def _switch_slot(enabled: bool) -> Any:
     def action(request: Request) -> Response:
+        request.require_admin()
         _find_agent(request)
         drain = bool(request.body().get("drain"))
         changed: SlotInfo = request.master.machine.set_slot_enabled(request.numbers["slotId"], enabled, drain=drain)
@@ -102,6 +104,7 @@ def _switch_agent(enabled: bool) -> Any:
     """Enable or disable all slots of the agent."""
 
     def action(request: Request) -> Response:
+        request.require_admin()
         _find_agent(request)
         request.master.machine.set_agent_enabled(enabled, drain=bool(request.body().get("drain")))
         return ok({"agent": _find_agent(request)})
@@ -115,10 +118,16 @@ def _resource_pools(request: Request) -> Response:
 
 
 def _pool_bindings(request: Request) -> Response:
-    """Return that the one pool serves every workspace."""
+    """Return that the one pool is bound to no workspace: it is there for all."""
     _require_pool(request, request.args["pool"])
-    page, pagination = request.page([each.id for each in request.master.workspaces.all()])
+    page, pagination = request.page([])
     return ok({"workspaceIds": list(page), "pagination": pagination})
+
+
+def _pools_of_workspace(request: Request) -> Response:
+    request.master.workspaces.get(request.numbers["workspaceId"])
+    page, pagination = request.page([pool.name for pool in request.master.machine.resource_pools()])
+    return ok({"resourcePools": list(page), "pagination": pagination})
 
 
 def _render_jobs(request: Request) -> list[Dict]:
@@ -329,6 +338,7 @@ ROUTES = (
     Route("POST", f"{_SLOT}/disable", _switch_slot(False)),
     Route("GET", "/api/v1/resource-pools", _resource_pools),
     Route("GET", "/api/v1/resource-pools/{pool}/workspace-bindings", _pool_bindings),
+    Route("GET", "/api/v1/workspaces/{workspaceId:int}/available-resource-pools", _pools_of_workspace),
     Route("GET", "/api/v1/job-queues", _jobs),
     Route("GET", "/api/v1/job-queues-v2", _jobs_v2),
     Route("POST", "/api/v1/job-queues", _update_jobs),

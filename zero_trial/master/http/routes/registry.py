@@ -112,6 +112,8 @@ def _move(request: Request) -> Response:
 
 
 def _delete(request: Request) -> Response:
+    found = request.master.registry.model(request.args["modelName"])
+    request.require_owner(found.username, f"model {found.name!r}")
     request.master.registry.delete(request.args["modelName"])
     return Response()
 
@@ -145,7 +147,9 @@ def _change_version(request: Request) -> Response:
 
 
 def _delete_version(request: Request) -> Response:
-    request.master.registry.delete_version(request.args["modelName"], request.numbers["modelVersionNum"])
+    name, number = request.args["modelName"], request.numbers["modelVersionNum"]
+    request.require_owner(request.master.registry.version(name, number).username, f"version {number}")
+    request.master.registry.delete_version(name, number)
     return Response()
 
 

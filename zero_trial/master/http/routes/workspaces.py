@@ -174,7 +174,9 @@ def _noted(request: Request, sent: Any, *, append: bool) -> Response:
 
 def _move_experiment(request: Request) -> Response:
     target = whole(request.body().get("destinationProjectId"), "destinationProjectId")
-    request.master.workspaces.move_experiment(request.numbers["experimentId"], target)
+    found = request.master.experiments.get(request.numbers["experimentId"])
+    request.require_owner(found.owner, f"experiment {found.id}")
+    request.master.workspaces.move_experiment(found.id, target)
     return Response()
 
 

@@ -1,5 +1,5 @@
-"""Learning rate schedules: the curves as tables, the scheduler that steps along them, and their
-names in ds_config."""
+"""Learning rate schedules: their values as tables, around any optimizer and by their names in
+ds_config."""
 
 from __future__ import annotations
 
@@ -16,14 +16,13 @@ from tests.support.late import make_late
 from zero_trial.ds_config.reader import read_ds_config
 from zero_trial.engine.build import choose_lr_scheduler
 from zero_trial.engine.lr_schedules import (
-    Curve,
-    CurveScheduler,
-    Cycle,
+    VALID_LR_SCHEDULES,
+    LRRangeTest,
+    LRSchedule,
     OneCycle,
-    RangeTest,
-    Warmup,
-    WarmupCosine,
-    WarmupType,
+    WarmupCosineLR,
+    WarmupDecayLR,
+    WarmupLR,
     build_scheduler,
     torch_scheduler_names,
 )
@@ -47,7 +46,7 @@ def lrs(scheduler: Any, optimizer_: torch.optim.Optimizer, count: int) -> list[f
 def test_warmup_lr_rises_to_each_groups_own_lr() -> None:
     adamw = optimizer(0.4, 0.2)
     scheduler = build_scheduler("WarmupLR", {"warmup_num_steps": 2, "warmup_type": "linear"}, adamw)
-    assert isinstance(scheduler, CurveScheduler)
+    assert type(scheduler) is WarmupLR
     assert scheduler.get_lr() == [0.0, 0.0]
     scheduler.step(1)
     assert [group["lr"] for group in adamw.param_groups] == [0.2, 0.1]
@@ -113,84 +112,6 @@ def test_refusals_say_where_and_what_to_do(name: str, params: dict[str, Any], wh
     assert words in str(raised.value)
 
 
-LINEAR = WarmupType.LINEAR
-
-
-def table(curve: Curve, start: int = -1, count: int = 8) -> list[float]:
-    return [curve.lrs(iteration)[0] for iteration in range(start, start + count)]
-
-
-def test_linear_warmup_starts_at_the_minimum_twice() -> None:
-    curve = Warmup([0.0], [1.0], num_steps=4, kind=LINEAR)
-    assert table(curve) == [0.0, 0.0, 0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
-
-
-def test_log_warmup_is_full_one_step_earlier() -> None:
-    curve = Warmup([0.0], [1.0], num_steps=8)
-    expected = [0.0, 0.0] + [math.log(i) / math.log(8) for i in range(2, 9)] + [1.0]
-    assert table(curve, count=10) == pytest.approx(expected, abs=1e-15)
-    assert curve.lrs(3)[0] == pytest.approx(2 / 3)  # log 4 / log 8
-
-
-def test_groups_have_their_own_ends() -> None:
-    curve = Warmup([0.0, 1.0], [1.0, 3.0], num_steps=2, kind=LINEAR)
-    assert [curve.lrs(i) for i in (-1, 1, 2)] == [[0.0, 1.0], [0.5, 2.0], [1.0, 3.0]]
-
-
-def test_decay_is_linear_to_the_minimum_and_stays() -> None:
-    curve = Warmup([0.1], [1.1], num_steps=2, kind=LINEAR, total_steps=6)
-    assert table(curve, count=9) == pytest.approx([0.1, 0.1, 0.6, 1.1, 0.85, 0.6, 0.35, 0.1, 0.1])
-
-
-@pytest.mark.parametrize("total", [1, 2, 3])
-def test_a_total_within_the_warmup_jumps_to_the_minimum(total: int) -> None:
-    curve = Warmup([0.0], [1.0], num_steps=3, kind=LINEAR, total_steps=total)
-    assert table(curve, count=6) == pytest.approx([0.0, 0.0, 1 / 3, 2 / 3, 0.0, 0.0])
-
-
-def test_cosine_halfway_and_floor() -> None:
-    curve = WarmupCosine([2.0], num_steps=2, total_steps=6, min_ratio=0.5, end_ratio=0.1, kind=LINEAR)
-    ratios = [0.0, 0.5, 0.75]  # before the first step, then the warmup
-    ratios += [0.1 + 0.9 * (1 + math.cos(math.pi * progress)) / 2 for progress in (0.25, 0.5, 0.75, 1.0, 1.0)]
-    assert table(curve) == pytest.approx([2.0 * ratio for ratio in ratios])
-    assert curve.ratio(3) == pytest.approx(0.55)
-
-
-def test_range_test_rises_evenly_or_in_stairs() -> None:
-    even = RangeTest([0.1], step_size=2, step_rate=1.0)
-    stairs = RangeTest([0.1], step_size=2, step_rate=1.0, staircase=True)
-    assert table(even, count=5) == pytest.approx([0.1, 0.15, 0.2, 0.25, 0.3])
-    assert table(stairs, count=5) == pytest.approx([0.1, 0.1, 0.2, 0.2, 0.3])
-
-
-def test_one_cycle_up_down_then_decay() -> None:
-    curve = OneCycle(1, Cycle(2.0, 4.0), min_lr=1.0, max_lr=3.0, decay_lr_rate=1.0, decay_step_size=2.0)
-    #                                  up        down                  foot  decay: 1/(1+n/2)
-    expected = [1.0, 2.0, 3.0, 2.5, 2.0, 1.5, 1.0, 1 / 1.5, 1 / 2.0, 1 / 2.5]
-    assert table(curve, count=10) == pytest.approx(expected)
-
-
-def test_one_cycle_momentum_runs_against_the_lr() -> None:
-    curve = OneCycle(2, Cycle(2.0, 2.0), 1.0, 3.0, decay_step_size=1.0, momentum=(0.8, 0.9, 0.5))
-    betas = [curve.betas(i) for i in range(-1, 6)]
-    first = [pair[0][0] for pair in betas if pair is not None]
-    assert first == pytest.approx([0.8, 0.85, 0.8, 0.85, 0.9, 0.9 * 1.5, 0.9 * 2.0])
-    assert betas[0] == [(0.8, 0.99)] * 2
-    assert OneCycle(1, Cycle(), 1.0, 3.0).betas(0) is None
-
-
-def test_no_decay_without_interval_or_rate() -> None:
-    for rate, size in ((0.0, 2.0), (1.0, 0.0)):
-        curve = OneCycle(1, Cycle(1.0, 1.0), 1.0, 3.0, decay_lr_rate=rate, decay_step_size=size)
-        assert table(curve, start=2, count=3) == [1.0, 1.0, 1.0]
-
-
-def test_stairs_reach_the_peak_even_in_an_uneven_cycle() -> None:
-    cycle = Cycle(7.0, 5.0, first_stairs=3, second_stairs=2)
-    heights = [cycle.height(i) for i in range(-1, 11)]
-    assert heights == pytest.approx([0, 0, 0, 1 / 3, 1 / 3, 2 / 3, 2 / 3, 1, 0.5, 0.5, 0, 0])
-
-
 class Groups:
     """Not a torch optimizer: only the groups."""
 
@@ -198,40 +119,223 @@ class Groups:
         self.param_groups = list(groups)
 
 
-def warmup() -> Warmup:
-    return Warmup([0.0], [1.0], num_steps=4, kind=WarmupType.LINEAR)
+def two_groups() -> Groups:
+    return Groups({"lr": 0.4, "betas": (0.9, 0.999)}, {"lr": 0.1, "betas": (0.5, 0.999)})
 
 
-def test_constructing_writes_the_first_lr() -> None:
-    optimizer = Groups({"lr": 7.0})
-    scheduler = CurveScheduler(optimizer, warmup())
-    assert optimizer.param_groups[0]["lr"] == 0.0
-    for _ in range(3):
+def table(scheduler: LRSchedule, count: int = 8) -> list[float]:
+    """What the first group gets, from iteration -1 on."""
+    groups, found = scheduler.optimizer.param_groups, []
+    for _ in range(count):
+        found.append(groups[0]["lr"])
         scheduler.step()
-    assert optimizer.param_groups[0]["lr"] == 0.5
-    assert scheduler.get_last_lr() == scheduler.get_lr() == [0.5]
+    return found
+
+
+# DeepSpeed 0.19.8's own expressions, in its order of operations, for one group: i is the iteration,
+# own the group's lr. Its objects give the same bits (compared by hand over these parameters).
+
+
+def rise(i: int, steps: int, kind: str) -> float:
+    return (1.0 / math.log(steps)) * math.log(i + 1) if kind == "log" else i / steps
+
+
+def warmed(i: int, low: float, high: float, steps: int, kind: str, total: int | None = None) -> float:
+    if i < 0:
+        return low
+    left = 1.0 if total is None else max(0.0, float(total - i) / float(max(1.0, total - steps)))
+    return low + (high - low) * (rise(i, steps, kind) if i < steps else left)
+
+
+def cosine(i: int, own: float, steps: int, total: int, low: float, end: float, kind: str) -> float:
+    if i < 0:
+        return own * 0.0
+    if i < steps:
+        return own * (low + rise(i, steps, kind) * (1.0 - low))
+    progress = min(1.0, (i - steps + 1) / max(1, total - steps))
+    return own * max(0.0, end + (1.0 - end) * ((1 + math.cos(math.pi * progress)) / 2))
+
+
+def height(i: int, up: float, down: float, stairs: tuple[int, int] = (0, 0)) -> float:
+    step, size = i + 1, up + down
+    x = 1.0 + step / size - math.floor(1 + step / size)
+    rising = x <= up / size
+    if count := stairs[0 if rising else 1]:
+        at = step % size
+        return math.floor(at * count / up if at <= up else (size - at) * count / down) / count
+    return x / (up / size) if rising else (x - 1) / (up / size - 1)
+
+
+def cycled(i: int, low: float, high: float, up: float, down: float, rate: float = 0.0, every: float = 0.0,
+           stairs: tuple[int, int] = (0, 0)) -> float:  # fmt: skip
+    if i < up + down:
+        return low + (high - low) * height(i, up, down, stairs)
+    return low / (1 + rate * ((i - (up + down) + 1) / every)) if rate and every else low
+
+
+CASES: list[tuple[str, dict[str, Any], Any]] = [
+    ("WarmupLR", {"warmup_num_steps": 37}, lambda i, g, own: warmed(i, 0.0, own, 37, "log")),
+    ("WarmupLR", {"warmup_min_lr": [0.01, 0.02], "warmup_max_lr": 0.3, "warmup_num_steps": 41, "warmup_type": "linear"},
+     lambda i, g, own: warmed(i, [0.01, 0.02][g], 0.3, 41, "linear")),
+    ("WarmupDecayLR", {"total_num_steps": 173, "warmup_num_steps": 29, "warmup_max_lr": [0.7, 0.3]},
+     lambda i, g, own: warmed(i, 0.0, [0.7, 0.3][g], 29, "log", 173)),
+    ("WarmupDecayLR", {"total_num_steps": 20, "warmup_num_steps": 60, "warmup_type": "linear"},
+     lambda i, g, own: warmed(i, 0.0, 0.001, 60, "linear", 20)),
+    ("WarmupCosineLR", {"total_num_steps": 171, "warmup_num_steps": 31, "warmup_min_ratio": 0.1},
+     lambda i, g, own: cosine(i, own, 31, 171, 0.1, 0.0001, "log")),
+    ("WarmupCosineLR", {"total_num_steps": 300, "warmup_num_steps": 7, "cos_min_ratio": 0.3, "warmup_type": "linear"},
+     lambda i, g, own: cosine(i, own, 7, 300, 0.0, 0.3, "linear")),
+    ("LRRangeTest", {"lr_range_test_min_lr": [0.1, 0.003], "lr_range_test_step_size": 7, "lr_range_test_step_rate": 1.3},
+     lambda i, g, own: [0.1, 0.003][g] * (1 + 1.3 * (float(i + 1) / 7))),
+    ("LRRangeTest", {"lr_range_test_step_size": 9, "lr_range_test_staircase": True},
+     lambda i, g, own: 1e-3 * (1 + 1.0 * math.floor(float(i + 1) / 9))),
+    ("OneCycle", {"cycle_min_lr": [0.01, 0.03], "cycle_max_lr": [0.3, 0.1], "cycle_first_step_size": 47,
+                  "cycle_second_step_size": 83, "decay_lr_rate": 0.3, "decay_step_size": 11},
+     lambda i, g, own: cycled(i, [0.01, 0.03][g], [0.3, 0.1][g], 47.0, 83.0, 0.3, 11)),
+    ("OneCycle", {"cycle_min_lr": 0.01, "cycle_max_lr": 0.3, "cycle_first_step_size": 70, "cycle_first_stair_count": 9,
+                  "cycle_second_stair_count": 4},
+     lambda i, g, own: cycled(i, 0.01, 0.3, 70.0, 70.0, stairs=(9, 4))),
+    ("OneCycle", {"cycle_min_lr": 0.01, "cycle_max_lr": 0.3, "cycle_first_step_size": 90, "cycle_second_step_size": 0},
+     lambda i, g, own: cycled(i, 0.01, 0.3, 90.0, 0.0)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "params", "expected"), CASES)
+def test_two_hundred_steps_have_deepspeeds_bits(name: str, params: dict[str, Any], expected: Any) -> None:
+    optimizer = two_groups()
+    scheduler = build_scheduler(name, params, optimizer)
+    for iteration in range(-1, 200):
+        wanted = [expected(iteration, index, own) for index, own in enumerate((0.4, 0.1))]
+        assert [group["lr"] for group in optimizer.param_groups] == wanted, iteration
+        assert scheduler.get_lr() == scheduler.get_last_lr() == wanted
+        scheduler.step()
+
+
+def test_one_cycle_momenta_have_deepspeeds_bits() -> None:
+    optimizer = two_groups()
+    low, high = (0.8, 0.7), (0.9, 0.95)
+    scheduler = OneCycle(optimizer, 0.01, 0.3, cycle_first_step_size=31, cycle_second_step_size=44, decay_step_size=13,
+                         cycle_min_mom=list(low), cycle_max_mom=list(high), decay_mom_rate=0.01)  # fmt: skip
+    assert [group["betas"] for group in optimizer.param_groups] == [(0.8, 0.99), (0.7, 0.99)]
+    assert scheduler.get_mom() == [(0.9, 0.99), (0.95, 0.99)]  # as in DeepSpeed, until the first step
+    for iteration in range(200):
+        scheduler.step()
+        if iteration < 75:
+            wanted = [top - (top - foot) * height(iteration, 31.0, 44.0) for foot, top in zip(low, high, strict=True)]
+        else:
+            wanted = [top * (1 + 0.01 * ((iteration - 75.0 + 1) / 13)) for top in high]
+        assert [group["betas"] for group in optimizer.param_groups] == [(beta, 0.99) for beta in wanted], iteration
+
+
+def test_the_classes_are_what_ds_config_builds() -> None:
+    assert VALID_LR_SCHEDULES == ["LRRangeTest", "OneCycle", "WarmupLR", "WarmupDecayLR", "WarmupCosineLR"]
+    classes = {cls.__name__: cls for cls in (LRRangeTest, OneCycle, WarmupLR, WarmupDecayLR, WarmupCosineLR)}
+    for name, params, _ in CASES:
+        assert type(build_scheduler(name, params, two_groups())) is classes[name]
+    assert issubclass(WarmupDecayLR, WarmupLR)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda o: WarmupLR(o, warmup_num_steps=None),
+        lambda o: WarmupDecayLR(o, 100, warmup_num_steps=-5),
+        lambda o: WarmupCosineLR(o, 100, warmup_num_steps=2.5),
+        lambda o: WarmupCosineLR(o, 100, warmup_type="cubic"),
+        lambda o: LRRangeTest(o, lr_range_test_step_size=0),
+        lambda o: OneCycle(o, 0.1, 0.2, cycle_first_step_size=0, cycle_second_step_size=9),
+        lambda o: OneCycle(o, 0.1, 0.2, cycle_first_step_size=9, cycle_second_step_size=-1),
+        lambda o: OneCycle(o, [0.1, 0.2, 0.3], 0.2),
+        lambda o: OneCycle(o, 0.1, 0.2, cycle_max_mom=[0.9]),
+    ],
+)
+def test_by_hand_a_bad_parameter_is_a_value_error(make: Any) -> None:
+    optimizer = two_groups()
+    with pytest.raises(ValueError) as raised:
+        make(optimizer)
+    assert isinstance(raised.value, ConfigError)
+    assert [group["lr"] for group in optimizer.param_groups] == [0.4, 0.1], "nothing is written before the checks"
+
+
+def test_a_wrapper_without_groups_gives_its_optimizer() -> None:
+    class Wrapped:
+        optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.5)
+
+    assert WarmupLR(Wrapped(), warmup_num_steps=4).optimizer is Wrapped.optimizer  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="is not a subclass"):
+        WarmupLR(object())  # type: ignore[arg-type]
+
+
+def test_linear_warmup_starts_at_the_minimum_twice() -> None:
+    scheduler = WarmupLR(Groups({"lr": 1.0}), warmup_num_steps=4, warmup_type="linear")
+    assert table(scheduler) == [0.0, 0.0, 0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
+
+
+@pytest.mark.parametrize("total", [1, 2, 3])
+def test_a_total_within_the_warmup_jumps_to_the_minimum(total: int) -> None:
+    scheduler = WarmupDecayLR(Groups({"lr": 7.0}), total, warmup_max_lr=1.0, warmup_num_steps=3, warmup_type="linear")
+    assert table(scheduler, 6) == pytest.approx([0.0, 0.0, 1 / 3, 2 / 3, 0.0, 0.0])
+
+
+def test_one_cycle_up_down_then_decay() -> None:
+    scheduler = OneCycle(Groups({"lr": 7.0}), 1.0, 3.0, 1.0, 2, 4, decay_step_size=2)
+    #                                  up        down                  foot  decay: 1/(1+n/2)
+    expected = [1.0, 2.0, 3.0, 2.5, 2.0, 1.5, 1.0, 1 / 1.5, 1 / 2.0, 1 / 2.5]
+    assert table(scheduler, 10) == pytest.approx(expected)
+
+
+def test_no_decay_without_interval_or_rate() -> None:
+    for rate, size in ((0.0, 2.0), (1.0, 0.0)):
+        scheduler = OneCycle(Groups({"lr": 7.0}), 1.0, 3.0, rate, 1, 1, decay_step_size=size)
+        assert table(scheduler, 6)[3:] == [1.0, 1.0, 1.0]
+
+
+def test_stairs_reach_the_peak_even_in_an_uneven_cycle() -> None:
+    scheduler = OneCycle(
+        Groups({"lr": 7.0}), 0.0, 1.0, 0.0, 7, 5, cycle_first_stair_count=3, cycle_second_stair_count=2
+    )
+    assert table(scheduler, 12) == pytest.approx([0, 0, 0, 1 / 3, 1 / 3, 2 / 3, 2 / 3, 1, 0.5, 0.5, 0, 0])
+
+
+def warmup(*groups: dict[str, Any]) -> WarmupLR:
+    return WarmupLR(Groups(*groups), warmup_max_lr=1.0, warmup_num_steps=4, warmup_type="linear")
+
+
+def test_a_resumed_schedule_leaves_the_groups_rates_until_it_steps() -> None:
+    optimizer = Groups({"lr": 7.0})
+    scheduler = WarmupLR(optimizer, 0.0, 1.0, 4, "linear", last_batch_iteration=1)
+    assert scheduler.get_last_lr() == [7.0]
+    scheduler.step()
+    assert scheduler.get_last_lr() == [optimizer.param_groups[0]["lr"]] == [0.5]
 
 
 def test_step_to_a_given_iteration() -> None:
-    scheduler = CurveScheduler(Groups({"lr": 7.0}), warmup())
+    scheduler = warmup({"lr": 7.0})
     scheduler.step(3)
     assert scheduler.get_lr() == [0.75]
 
 
-def test_tensor_lr_stays_a_tensor() -> None:
-    optimizer = Groups({"lr": torch.tensor(7.0)})
-    CurveScheduler(optimizer, warmup()).step(2)
-    assert torch.equal(optimizer.param_groups[0]["lr"], torch.tensor(0.5))
+@pytest.mark.parametrize(("name", "params", "expected"), CASES)
+@pytest.mark.parametrize("shape", [(), (1,)])
+def test_a_tensor_lr_is_filled_in_place(
+    shape: tuple[int, ...], name: str, params: dict[str, Any], expected: Any
+) -> None:
+    rates = [torch.full(shape, own, dtype=torch.float64) for own in (0.4, 0.1)]
+    scheduler = build_scheduler(name, params, Groups(*({"lr": rate, "betas": (0.9, 0.99)} for rate in rates)))
+    scheduler.step(3)
+    assert [group["lr"] for group in scheduler.optimizer.param_groups] == rates
+    assert all(group["lr"] is rate for group, rate in zip(scheduler.optimizer.param_groups, rates, strict=True))
+    for index, own in enumerate((0.4, 0.1)):
+        assert rates[index].item() == pytest.approx(expected(3, index, own), rel=1e-15)
 
 
 def test_state_is_json_and_resumes_in_the_middle() -> None:
-    scheduler = CurveScheduler(Groups({"lr": 7.0}), warmup())
+    scheduler = warmup({"lr": 7.0})
     for _ in range(3):
         scheduler.step()
-    optimizer = Groups({"lr": 7.0})
-    other = CurveScheduler(optimizer, warmup())
+    other = warmup({"lr": 7.0})
     other.load_state_dict(json.loads(json.dumps(scheduler.state_dict())))
-    assert optimizer.param_groups[0]["lr"] == 0.5
+    assert other.optimizer.param_groups[0]["lr"] == 0.5
     scheduler.step()
     other.step()
     assert other.get_lr() == scheduler.get_lr() == [0.75]
@@ -239,18 +343,7 @@ def test_state_is_json_and_resumes_in_the_middle() -> None:
 
 def test_foreign_state_is_refused() -> None:
     with pytest.raises(CheckpointError, match="last_batch_iteration"):
-        CurveScheduler(Groups({"lr": 1.0}), warmup()).load_state_dict({"last_epoch": 3})
-
-
-def test_betas_are_written_where_the_curve_has_them() -> None:
-    optimizer = Groups({"lr": 1.0, "betas": (0.9, 0.999)})
-    curve = OneCycle(1, Cycle(2.0, 2.0), 0.1, 0.3, momentum=(0.8, 0.9, 0.0))
-    scheduler = CurveScheduler(optimizer, curve)
-    assert optimizer.param_groups[0]["betas"] == (0.8, 0.99)
-    scheduler.step()
-    assert optimizer.param_groups[0]["betas"] == pytest.approx((0.85, 0.99))
-    assert scheduler.get_mom() == [optimizer.param_groups[0]["betas"]]
-    assert CurveScheduler(Groups({"lr": 1.0}), warmup()).get_mom() is None
+        warmup({"lr": 1.0}).load_state_dict({"last_epoch": 3})
 
 
 PLAIN: dict[str, Any] = {"train_batch_size": 1}

@@ -52,7 +52,7 @@ def engine() -> zero_trial.Engine:
 # Uses that need values; each gets the parameter and its model.
 USES: dict[str, Callable[[Any, nn.Module], object]] = {
     "clone": lambda p, _: p.clone(),
-    "detach": lambda p, _: p.detach(),
+    "detach": lambda p, _: p.detach().sum(),
     "data": lambda p, _: p.data.clone(),
     "with a format": lambda p, _: f"{p:.2f}",
     "sum": lambda p, _: p.sum(),
@@ -78,7 +78,8 @@ USES: dict[str, Callable[[Any, nn.Module], object]] = {
     "half of the model": lambda _, model: model.half(),
     "parameters_to_vector": lambda _, model: nn.utils.parameters_to_vector(model.parameters()),
 }
-OF_MODELS = (
+WITHOUT_NAME = (
+    "detach",  # its result is no parameter of the model
     "deepcopy of the model",
     "AveragedModel",
     "torch.save of the model",
@@ -96,7 +97,7 @@ def test_a_use_that_needs_values_is_an_error_that_names_parameter_and_line(engin
     found = str(caught.value)
     assert Path(__file__).name in found.split(": ")[0]
     assert "GatheredParameters" in found
-    assert NAME in found or use in OF_MODELS
+    assert NAME in found or use in WITHOUT_NAME
     with GatheredParameters(model):
         if use not in (*EDITS, "with a format"):
             USES[use](model.get_parameter(NAME), model)
@@ -442,12 +443,12 @@ def test_the_last_registration_counts() -> None:
     assert owner_of_param(param) is second
 
 
-def test_parameters_by_owner_in_the_order_in_which_owners_are_met() -> None:
+def test_parameters_by_owner_in_the_order_in_which_they_were_numbered() -> None:
     first, second = Keeper(), Keeper()
     a, b, c, stranger = (parameter() for _ in range(4))
     register_owner([a, c], first)
     register_owner([b], second)
     found = by_owner([stranger, b, a, c])
-    assert [owner for owner, _ in found] == [second, first]
-    assert found[1][1][0] is a
-    assert found[1][1][1] is c
+    assert [owner for owner, _ in found] == [first, second]
+    assert found[0][1][0] is a
+    assert found[0][1][1] is c

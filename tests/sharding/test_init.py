@@ -15,7 +15,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from tests.sharding.parts import mesh_for, parameters
 from tests.support.models import TinyLM, make_engine, train_engine
 from tests.support.pool import Pools
-from zero_trial.errors import ConfigError
+from zero_trial.errors import ConfigError, TrialError
 from zero_trial.sharding import freed
 from zero_trial.sharding.freed import FreedParameter, owner_of_param
 from zero_trial.sharding.init import PreSharded, read_first_values
@@ -196,6 +196,43 @@ def already_built() -> list[bool]:
     Init(module=module)
     holders = presharded(module.parameters())
     return [torch.equal(holder.gather(), value) for holder, value in zip(holders, before, strict=True)]
+
+
+def entries() -> tuple[list[tuple[str, tuple[int, ...]]], bool, bool]:
+    model = build(Init)
+    state = model.state_dict()
+    refused = True
+    for value in state.values():
+        try:
+            value.clone()
+            refused = False
+        except TrialError:
+            pass
+    in_state = [(name, tuple(value.shape)) for name, value in state.items()]
+    return in_state, refused, all(not entry.requires_grad for entry in state.values())
+
+
+def test_a_state_dict_before_there_is_an_engine_has_names_and_shapes(ranks: Pools) -> None:
+    """Loaders such as transformers' look keys, shapes and dtypes up in it; it has no values."""
+    expected = [(name, tuple(value.shape)) for name, value in Built().state_dict().items()]
+    assert ranks(2).run(entries) == [(expected, True, True)] * 2
+
+
+def gathered_in_another_order() -> list[bool]:
+    mesh = mesh_for(3)
+    model = build(Init)
+    params = list(model.parameters())
+    chosen = params if mesh.rank == 0 else params[::-1]
+    with torch.no_grad(), GatheredParameters(chosen, modifier_rank=0):
+        for place, param in enumerate(params):
+            param.fill_(place if mesh.rank == 0 else -1)
+    return [bool(holder.gather().eq(place).all()) for place, holder in enumerate(presharded(params))]
+
+
+def test_ranks_may_name_parameters_in_different_orders(ranks: Pools) -> None:
+    """As the order of a set differs between processes."""
+    for good in ranks(2).run(gathered_in_another_order):
+        assert all(good)
 
 
 def test_an_already_built_module_is_cut_at_once(ranks: Pools) -> None:

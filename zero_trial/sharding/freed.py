@@ -181,6 +181,8 @@ class FreedParameter(ShardedParameter):
                 result = func(*args, **named)
                 if result is first or isinstance(result, str):
                     return result
+            if func is torch.Tensor.detach:
+                return _detached(cast("nn.Parameter", first))
             if func == _GET_DATA:
                 return first  # for ``p.data.dtype`` and the like: every other use of it comes here again
             if func == _SET_DATA and args[1] is first:
@@ -251,6 +253,15 @@ def mark_sharded(params: Iterable[nn.Parameter]) -> None:
     for param in params:
         if not isinstance(param, FreedParameter):
             param.__class__ = sharded_class(type(param))
+
+
+def _detached(param: nn.Parameter) -> nn.Parameter:
+    """Return a freed tensor of the same metadata, which never gets values: an entry of the
+    ``state_dict()`` of a model that zero.Init has cut and no engine has, for loaders that ask for
+    names, shapes and dtypes."""
+    entry = nn.Parameter(param.detach(), requires_grad=False)
+    entry.__class__ = FreedParameter
+    return entry
 
 
 def _spelled(func: Any) -> str:
@@ -378,11 +389,11 @@ def owner_of_param(param: torch.Tensor) -> ShardOwner | None:
 
 
 def by_owner(params: Iterable[nn.Parameter]) -> list[tuple[ShardOwner, list[nn.Parameter]]]:
-    """Group parameters by owner, in the order in which owners are met; ordinary ones are left
-    out."""
+    """Group parameters by owner, in the order of their parameters' numbers, which is that of
+    all ranks even where user code has them in a set; ordinary ones are left out."""
     found: dict[int, tuple[ShardOwner, list[nn.Parameter]]] = {}
     for param in params:
         owner = owner_of_param(param)
         if owner is not None:
             found.setdefault(id(owner), (owner, []))[1].append(param)
-    return list(found.values())
+    return sorted(found.values(), key=lambda entry: min(int(_NUMBERS[param]) for param in entry[1]))

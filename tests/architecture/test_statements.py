@@ -28,6 +28,9 @@ TORCH_FILES = {"torch.load", "torch.save", "torch.jit.load", "torch.jit.save"}
 
 # Nobody: foreign checkpoints are pickles too, but zero_trial/importing reads them as data.
 MAY_UNPICKLE: tuple[str, ...] = ()
+# zero_to_fp32 writes pytorch_model.bin, tensors alone, for scripts that expect this file; it reads
+# none.
+MAY_SAVE = ("zero_trial.importing.zero_to_fp32",)
 
 
 def nodes(*kinds: type[ast.AST]) -> Iterator[tuple[Module, ast.AST]]:
@@ -102,7 +105,13 @@ def test_the_environment_is_read_in_one_place():
 
 
 def test_nothing_is_pickled():
-    found = [place(m, node) for m in modules() if m.name not in MAY_UNPICKLE for node in pickle_uses(m.tree)]
+    found = [
+        place(m, node)
+        for m in modules()
+        if m.name not in MAY_UNPICKLE
+        for node in pickle_uses(m.tree)
+        if not (m.name in MAY_SAVE and ast.unparse(node) == "torch.save")
+    ]
     assert found == []
 
 

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from tests.checkpoint.test_folder import flip, trial
 from tests.importing.checkpoints import unpack
 from zero_trial.checkpoint import CheckpointReader, Slice, save_checkpoint
-from zero_trial.cli.ckpt_convert import parse_size, read_names
+from zero_trial.cli.ckpt_convert import read_names
 from zero_trial.cli.main import main
 from zero_trial.errors import ConfigError
 
@@ -88,20 +88,6 @@ def test_mistakes_are_one_block(tmp_path: Path, capsys: pytest.CaptureFixture[st
     ):
         code, err = main(["ckpt", "export", *words]), capsys.readouterr().err
         assert (code, "Traceback" in err) == (2 if said else 0, False) and said in err
-
-
-@pytest.mark.parametrize(
-    ("text", "count"),
-    [("5GB", 5 * 10**9), ("2 GiB", 2**31), ("1.5kb", 1500), ("300", 300), ("7B", 7), ("10M", 10**7), ("1Ki", 1024)],
-)
-def test_sizes(text: str, count: int) -> None:
-    assert parse_size(text) == count
-
-
-@pytest.mark.parametrize("text", ["", "GB", "-1GB", "0", "1XB", "1e9", "5 G B"])
-def test_what_is_no_size(text: str) -> None:
-    with pytest.raises(ConfigError, match="not a size"):
-        parse_size(text)
 
 
 def test_what_it_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

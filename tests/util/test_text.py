@@ -6,6 +6,7 @@ import math
 
 import pytest
 
+from zero_trial.errors import ConfigError
 from zero_trial.util.text import (
     did_you_mean,
     format_bytes,
@@ -15,6 +16,7 @@ from zero_trial.util.text import (
     format_metric,
     format_number,
     format_value,
+    parse_size,
     strip_control,
 )
 
@@ -139,3 +141,28 @@ def test_values_of_a_configuration(value: object, text: str) -> None:
 )
 def test_a_misspelled_name_gets_the_nearest_one(word: str, text: str | None) -> None:
     assert did_you_mean(word, ["lr", "betas", "weight_decay"]) == text
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [
+        ("16GiB", 16 * 2**30),
+        ("16 GB", 16 * 10**9),
+        ("1.5gib", 3 * 2**29),
+        ("500M", 5 * 10**8),
+        ("1e9", 10**9),
+        ("4096", 4096),
+        ("2TiB", 2**41),
+        ("1.5kb", 1500),
+        ("7B", 7),
+        ("1Ki", 1024),
+    ],
+)
+def test_sizes_that_people_write(text: str, count: int) -> None:
+    assert parse_size(text, "--limit") == count
+
+
+@pytest.mark.parametrize("text", ["", "much", "-1GiB", "0", "16XB", "16 G i B", "nan", "GB", "5 G B"])
+def test_what_is_no_size(text: str) -> None:
+    with pytest.raises(ConfigError, match="--limit: not a size"):
+        parse_size(text, "--limit")

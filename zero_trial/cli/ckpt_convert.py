@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import sys
 from contextlib import closing
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from zero_trial.cli.output import FOLDER_HELP, bytes_bar, shown
 from zero_trial.errors import CheckpointError, ConfigError
-from zero_trial.util.text import format_bytes, format_count
+from zero_trial.util.text import format_bytes, format_count, parse_size
 
 if TYPE_CHECKING:
     from zero_trial.checkpoint.export import Exported, ExportPlan
@@ -22,7 +21,6 @@ if TYPE_CHECKING:
 
 
 _DEFAULT_SHARD = "5GB"
-_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(?:([KMGT])(I?))?B?\s*")
 
 
 def add_export(subparsers: Any) -> None:
@@ -85,7 +83,7 @@ def _export(options: argparse.Namespace) -> int:
         weights=WeightSource(options.weights),
         dtype=exported_dtype(options.dtype),
         part=options.part,
-        shard_bytes=None if one_file else parse_size(options.shard_size or _DEFAULT_SHARD),
+        shard_bytes=None if one_file else parse_size(options.shard_size or _DEFAULT_SHARD, "--shard-size"),
         where=str(engine.folder),
     )
     file_names(options.out, len(plan.shards))  # what is in the way is said before anything is read
@@ -97,16 +95,6 @@ def _export(options: argparse.Namespace) -> int:
             exported = write_export(stream, plan, options.out, bar.update)
     _print_export(options, engine.folder, plan, exported)
     return 0
-
-
-def parse_size(text: str) -> int:
-    """Return the bytes of ``5GB``, ``500 MiB`` or ``1000000``. Raises ConfigError."""
-    found = _SIZE.fullmatch(text.upper())
-    unit = (1024 if found[3] else 1000) ** " KMGT".index(found[2] or " ") if found else 0
-    count = int(float(found[1]) * unit) if found else 0
-    if count < 1:
-        raise ConfigError("not a size", where="--shard-size", got=text, expected="such as 5GB, 500MB or 2GiB")
-    return count
 
 
 def _verify(folder: Path, manifest: Manifest, progress: Any) -> None:

@@ -105,10 +105,11 @@ def _compared(rows: Any, limit: int | None) -> str:
 def _limit(text: str | None, checked: CheckedRun) -> int | None:
     import torch
 
-    from zero_trial.preflight.plan import parse_size, rank_limit
+    from zero_trial.preflight.plan import rank_limit
+    from zero_trial.util.text import parse_size
 
     if text is not None:
-        return parse_size(text)
+        return parse_size(text, "--limit")
     return rank_limit(torch.device(_device()), checked.own.ranks)
 
 

@@ -142,6 +142,11 @@ class CheckpointNames:
             name: kind for stage in self._engine.mesh.pipe.gather_json(own, "dtypes") for name, kind in stage.items()
         }
 
+    def frozen(self) -> list[str]:
+        """List the parameters of the whole model that are not trained. Collective over pipe."""
+        stages = self._engine.mesh.pipe.gather_json(sorted(frozen_names(self._engine)), "frozen parameters")
+        return sorted({name for stage in stages for name in stage})
+
 
 def save_state(
     engine: CheckpointedEngine,
@@ -385,6 +390,7 @@ def _engine_state(engine: CheckpointedEngine, client_state: dict[str, Any]) -> d
         "reduction_order": engine.sharded.reducer.order_by_name(),
         "aliases": names.aliases(),
         "dtypes": names.dtypes(),
+        "frozen": names.frozen(),
         "ds_config": dict(engine.config.raw),
         "client": client_state,
     }

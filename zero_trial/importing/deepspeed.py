@@ -148,9 +148,18 @@ def _state(model: ModelStates, left_out: list[str]) -> dict[str, Any]:
         "counters": facts.counters(content),
         "scheduler": facts.plain_or_none(content.get("lr_scheduler"), "lr_scheduler", left_out),
         "aliases": dict(model.aliases),
+        "frozen": _frozen(model, content.get("param_shapes")),
         "ds_config": config if isinstance(config, dict) else {},
         "client": facts.client_state(content, left_out),
     }
+
+
+def _frozen(model: ModelStates, trained: Any) -> list[str] | None:
+    """List the parameters that are in no flat buffer; None where there are no flat buffers."""
+    if not isinstance(trained, list):
+        return None
+    named = {name for part in shapes_of(model.first, model.options, model.where) for name in part}
+    return sorted({*model.parameters, *model.frozen_shapes()} - named)
 
 
 def _ranks(content: State) -> int:

@@ -142,7 +142,7 @@ class ModelStates:
         self.where = where
         self.first = contents[0]
         self._contents = contents
-        self._options = options
+        self.options = options
         module = self.first.get("module")
         if not isinstance(module, dict):
             raise CheckpointError(
@@ -172,7 +172,7 @@ class ModelStates:
         found = self.first.get("frozen_param_shapes")
         return (
             {
-                self._options.own(str(name)): as_shape(shape, f"{self.where}, frozen_param_shapes, {name}")
+                self.options.own(str(name)): as_shape(shape, f"{self.where}, frozen_param_shapes, {name}")
                 for name, shape in found.items()
             }
             if isinstance(found, dict)
@@ -227,7 +227,7 @@ class ModelStates:
     def _fragment(self, name: str, rank: int, size: int) -> torch.Tensor:
         fragments = self._contents[rank].get("frozen_param_fragments")
         own = (
-            {self._options.own(str(key)): value for key, value in fragments.items()}
+            {self.options.own(str(key)): value for key, value in fragments.items()}
             if isinstance(fragments, dict)
             else {}
         )
@@ -243,7 +243,7 @@ class ModelStates:
         elements."""
         shared = self.first.get("shared_params")
         found = (
-            {self._options.own(str(alias)): self._options.own(str(name)) for alias, name in shared.items()}
+            {self.options.own(str(alias)): self.options.own(str(name)) for alias, name in shared.items()}
             if isinstance(shared, dict)
             else {}
         )

@@ -17,7 +17,6 @@ it.
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -25,7 +24,6 @@ from typing import Any
 
 import torch
 
-from zero_trial.errors import ConfigError
 from zero_trial.util.text import format_bytes, format_count
 
 
@@ -122,22 +120,7 @@ class MemoryPlan:
         return {**asdict(self), "figures": {**asdict(figures), **derived}}
 
 
-_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 _CGROUP = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
-
-
-def parse_size(text: str, where: str = "--limit") -> int:
-    """Return bytes of ``16GiB``, ``16 GB``, ``500M``, ``1e9``. Raises ConfigError."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?(?:[eE]\d+)?)\s*([kKmMgGtT]?i?)[bB]?\s*", text)
-    factor = _UNITS.get(match[2].lower()) if match else None
-    if match is None or factor is None or not float(match[1]):
-        raise ConfigError(
-            "not an amount of memory",
-            where=where,
-            got=repr(text),
-            expected="a number and a unit, such as 16GiB or 500MB",
-        )
-    return int(float(match[1]) * factor)
 
 
 def rank_limit(device: torch.device, ranks_here: int) -> int | None:

@@ -30,7 +30,7 @@ _TOPOLOGY = {
     **_at("zero_trial.pipeline", "ProcessTopology", "PipeDataParallelTopology", "PipeModelDataParallelTopology"),
     **_at("zero_trial.engine.compat", "PipelineParallelGrid"),
 }
-_ZERO = _at("zero_trial.zero", "Init", "GatheredParameters", "register_external_parameter")
+_ZERO = _at("zero_trial.zero", "Init", "GatheredParameters", "ZeroParamStatus", "register_external_parameter")
 _FRAGMENTS = _at(
     "zero_trial.zero",
     *("safe_get_full_fp32_param", "safe_get_full_grad", "safe_get_full_optimizer_state"),
@@ -40,7 +40,9 @@ _FRAGMENTS = _at(
     "safe_update_full_grad_vectorized",
 )
 _LEAVES = _at(
-    "zero_trial.zero", "set_z3_leaf_modules", "unset_z3_leaf_modules", "get_z3_leaf_modules", "z3_leaf_module"
+    "zero_trial.zero",
+    *("set_z3_leaf_modules", "unset_z3_leaf_modules", "get_z3_leaf_modules", "z3_leaf_module", "z3_leaf_parameter"),
+    *("set_z3_leaf_module", "set_z3_leaf_modules_by_name", "set_z3_leaf_modules_by_suffix"),
 )
 _INIT = _at("zero_trial.comm", "init_distributed")
 _CHECKPOINTING = _at("zero_trial.activation_checkpointing", "checkpoint", "configure", "is_configured", "reset")
@@ -77,6 +79,11 @@ TABLE: Table = {
     "deepspeed.utils": {**_FRAGMENTS, **_LEAVES, **_LOADERS},
     "deepspeed.utils.tensor_fragment": _FRAGMENTS,
     "deepspeed.utils.z3_leaf_module": _LEAVES,
+    "deepspeed.utils.zero_to_fp32": _at(
+        "zero_trial.importing.zero_to_fp32",
+        *("get_fp32_state_dict_from_zero_checkpoint", "load_state_dict_from_zero_checkpoint"),
+        *("convert_zero_checkpoint_to_state_dict", "convert_zero_checkpoint_to_fp32_state_dict"),
+    ),
     "deepspeed.ops.adam": _ADAM,
     "deepspeed.ops.adam.cpu_adam": {"DeepSpeedCPUAdam": _ADAM["DeepSpeedCPUAdam"]},
     "deepspeed.ops.adam.fused_adam": {"FusedAdam": _ADAM["FusedAdam"]},

@@ -8,6 +8,8 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
+from zero_trial.errors import ConfigError
+
 # ECMA-48: CSI sequences (colours, cursor), OSC and the other string sequences (titles, clipboard)
 # up to their terminator or the end of the line, and the short escapes. The one-byte forms are
 # U+0080 to U+009F.
@@ -28,6 +30,23 @@ def strip_control(text: str) -> str:
     """
     plain = _CONTROL.sub("", _SEQUENCE.sub("", text))
     return plain.encode("utf-8", "replace").decode("utf-8")
+
+
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+
+
+def parse_size(text: str, where: str) -> int:
+    """Return bytes of ``16GiB``, ``16 GB``, ``500M``, ``1e9``. Raises ConfigError."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?(?:[eE]\d+)?)\s*([kKmMgGtT]?i?)[bB]?\s*", text)
+    factor = _UNITS.get(match[2].lower()) if match else None
+    if match is None or factor is None or not float(match[1]):
+        raise ConfigError(
+            "not a size",
+            where=where,
+            got=repr(text),
+            expected="a number and a unit, such as 16GiB or 500MB",
+        )
+    return int(float(match[1]) * factor)
 
 
 def format_number(value: float | None, digits: int = 4) -> str:

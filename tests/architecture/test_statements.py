@@ -122,6 +122,7 @@ def test_torch_distributed_has_one_caller():
     assert {name for name in callers if not name.startswith("zero_trial.comm")} <= {
         "zero_trial.cli.env",
         "zero_trial.runtime.agent",  # it is torch's own launcher, and communicates with no rank
+        "zero_trial.stand_in.deepspeed_comm",  # hands torch's functions to scripts
     }
 
 

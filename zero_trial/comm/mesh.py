@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from math import prod
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch.distributed as dist
 
@@ -144,6 +144,9 @@ def plan_shape(
 _GROUPS: WeakKeyDictionary[Any, dict[tuple[tuple[int, ...], float], Any]] = WeakKeyDictionary()
 _DIRECTED_GROUPS: WeakKeyDictionary[Any, dict[tuple[tuple[int, ...], float], Any]] = WeakKeyDictionary()
 
+# The mesh that was built last, for DeepSpeed's functions that ask for groups without an engine.
+_LATEST: WeakValueDictionary[str, Mesh] = WeakValueDictionary()
+
 # Extra communicators that span several axes: `data` for batches and losses, `world` for everything.
 _COMBINED = {"data": ("replica", "shard"), "world": AXES}
 
@@ -174,6 +177,13 @@ class Mesh:
         # (part, parts) of a model that is parallel itself: ranks with other parts have other
         # tensors of the same names.
         self.model_part = model_part if model_part is not None else (self.coordinates["model"], shape.model)
+        _LATEST["mesh"] = self
+
+
+def latest_mesh() -> Mesh | None:
+    """Return the mesh that this process has built last, while an engine or any other owner keeps
+    it."""
+    return _LATEST.get("mesh")
 
 
 def build_mesh(

@@ -44,13 +44,66 @@ _LEAVES = _at(
     *("set_z3_leaf_modules", "unset_z3_leaf_modules", "get_z3_leaf_modules", "z3_leaf_module", "z3_leaf_parameter"),
     *("set_z3_leaf_module", "set_z3_leaf_modules_by_name", "set_z3_leaf_modules_by_suffix"),
 )
+_ACCELERATOR = {
+    **_at("zero_trial.stand_in.accelerator", "get_accelerator", "is_current_accelerator_supported"),
+    "DeepSpeedAccelerator": "zero_trial.stand_in.accelerator:Accelerator",
+}
 _INIT = _at("zero_trial.comm", "init_distributed")
+_COMM = {
+    **_INIT,
+    **_at(
+        "torch.distributed",
+        *("ReduceOp", "ProcessGroup", "P2POp", "is_available", "is_initialized", "destroy_process_group", "new_group"),
+        *("get_rank", "get_world_size", "all_gather", "all_gather_object", "all_reduce", "all_to_all", "barrier"),
+        *("batch_isend_irecv", "broadcast", "broadcast_object_list", "gather", "irecv", "isend", "monitored_barrier"),
+        *("recv", "reduce", "reduce_scatter", "scatter", "send"),
+    ),
+    **_at(
+        "zero_trial.stand_in.deepspeed_comm",
+        *("all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single", "get_local_rank", "log_summary"),
+        *("get_all_ranks_from_group", "get_global_rank", "get_world_group"),
+    ),
+    "inference_all_reduce": "torch.distributed:all_reduce",
+    "allgather_fn": "zero_trial.stand_in.deepspeed_comm:all_gather_into_tensor",
+    "reduce_scatter_fn": "zero_trial.stand_in.deepspeed_comm:reduce_scatter_tensor",
+    "has_all_gather_into_tensor": "zero_trial.stand_in.deepspeed_comm:has_them",
+    "has_reduce_scatter_tensor": "zero_trial.stand_in.deepspeed_comm:has_them",
+    "initialize_mesh_device": "torch.distributed.device_mesh:init_device_mesh",
+}
+_LAUNCHED = {
+    **_at("zero_trial.stand_in.deepspeed_comm", "get_world_rank_from_launcher", "get_world_size_from_launcher"),
+    "get_local_rank_from_launcher": "zero_trial.stand_in.deepspeed_comm:get_local_rank",
+}
+_LOG = _at("zero_trial.stand_in.deepspeed_utils", "logger", "log_dist", "log_dist_once", "set_log_level_from_string")
+_DATA_GROUPS = ("get_data_parallel_group", "get_data_parallel_rank", "get_data_parallel_world_size")
+_MODEL_GROUPS = ("get_model_parallel_group", "get_model_parallel_rank", "get_model_parallel_world_size")
+_GROUPS = {
+    **_at("zero_trial.stand_in.deepspeed_comm", *_DATA_GROUPS, *_MODEL_GROUPS),
+    **{name.replace("get_", "get_tensor_"): f"zero_trial.stand_in.deepspeed_comm:{name}" for name in _MODEL_GROUPS},
+}
+# What Hugging Face's libraries ask of the groups, by names with an underscore.
+_INNER_GROUPS = {
+    f"_{name}": f"zero_trial.stand_in.deepspeed_comm:{name}"
+    for name in (
+        *(*_DATA_GROUPS, *_MODEL_GROUPS[1:], "get_sequence_parallel_world_size", "get_sequence_parallel_rank"),
+        *("get_sequence_parallel_group", "get_expert_parallel_group_dict"),
+    )
+}
+_CHECKPOINT_NAMES = _at(
+    "zero_trial.stand_in.deepspeed_utils",
+    *("get_layer_ckpt_name_for_rank", "get_model_ckpt_name_for_rank", "get_zero_ckpt_name_for_rank"),
+)
+_RECURSIVE = _at("zero_trial.stand_in.deepspeed_utils", "recursive_getattr", "recursive_setattr")
+_NVTX = _at("zero_trial.stand_in.accelerator", "instrument_w_nvtx")
 _CHECKPOINTING = _at("zero_trial.activation_checkpointing", "checkpoint", "configure", "is_configured", "reset")
 _LOADERS = _at("zero_trial.engine", "RepeatingLoader")
 _ADAM = {
     "FusedAdam": "zero_trial.ops:FusedAdam",
     "DeepSpeedCPUAdam": "zero_trial.ops:CPUAdam",
 }
+_LAMB = _at("zero_trial.ops", "FusedLamb")
+_LION = {"FusedLion": "zero_trial.ops:FusedLion", "DeepSpeedCPULion": "zero_trial.ops:FusedLion"}
+_ADAGRAD = {"DeepSpeedCPUAdagrad": "zero_trial.ops:FusedAdagrad"}
 
 # --- the table ------------------------------------------------------------------------------------
 
@@ -58,6 +111,10 @@ TABLE: Table = {
     "deepspeed": {
         **_ENGINE,
         **_INIT,
+        **_at("zero_trial.stand_in.accelerator", "get_accelerator"),
+        **_at("zero_trial.stand_in.deepspeed_utils", "logger", "log_dist", "TORCH_DISTRIBUTED_DEFAULT_PORT"),
+        "DeepSpeedConfigError": "zero_trial.errors:ConfigError",
+        "version": "zero_trial.stand_in.deepspeed_table:VERSION",
         **_at("zero_trial.engine", "initialize", "add_config_arguments"),
         "__version__": "zero_trial.stand_in.deepspeed_table:VERSION",
         "PipelineModule": "zero_trial.pipeline:PipelineModule",
@@ -74,9 +131,70 @@ TABLE: Table = {
     "deepspeed.runtime.zero.partition_parameters": _ZERO,
     "deepspeed.runtime.activation_checkpointing.checkpointing": _CHECKPOINTING,
     "deepspeed.runtime.dataloader": _LOADERS,
-    "deepspeed.comm": _INIT,
-    "deepspeed.comm.comm": _INIT,
-    "deepspeed.utils": {**_FRAGMENTS, **_LEAVES, **_LOADERS},
+    "deepspeed.accelerator": _ACCELERATOR,
+    "deepspeed.accelerator.abstract_accelerator": {"DeepSpeedAccelerator": _ACCELERATOR["DeepSpeedAccelerator"]},
+    "deepspeed.accelerator.cpu_accelerator": {"CPU_Accelerator": "zero_trial.stand_in.accelerator:CpuAccelerator"},
+    "deepspeed.accelerator.cuda_accelerator": {"CUDA_Accelerator": "zero_trial.stand_in.accelerator:CudaAccelerator"},
+    "deepspeed.accelerator.real_accelerator": {k: v for k, v in _ACCELERATOR.items() if "_" in k},
+    "deepspeed.checkpoint": _CHECKPOINT_NAMES,
+    "deepspeed.checkpoint.utils": {
+        **_CHECKPOINT_NAMES,
+        **_at("zero_trial.stand_in.deepspeed_utils", "clone_tensors_for_torch_save"),
+    },
+    "deepspeed.comm": {**_COMM, **_LAUNCHED},
+    "deepspeed.comm.comm": _COMM,
+    "deepspeed.comm.reduce_op": {"ReduceOp": _COMM["ReduceOp"]},
+    "deepspeed.comm.utils": _LAUNCHED,
+    "deepspeed.constants": _at(
+        "zero_trial.stand_in.deepspeed_utils",
+        *("CROSS_RANK", "CROSS_SIZE", "LOCAL_RANK", "TORCH_DISTRIBUTED_DEFAULT_PORT", "default_pg_timeout"),
+    ),
+    "deepspeed.git_version_info": {"version": "zero_trial.stand_in.deepspeed_table:VERSION"},
+    "deepspeed.launcher.runner": _at("zero_trial.stand_in.deepspeed_utils", "DEEPSPEED_ENVIRONMENT_NAME"),
+    "deepspeed.profiling.flops_profiler": _at("zero_trial.engine.profile", "get_model_profile"),
+    "deepspeed.profiling.flops_profiler.profiler": _at("zero_trial.engine.profile", "get_model_profile"),
+    "deepspeed.runtime.config": {"DeepSpeedConfigError": "zero_trial.errors:ConfigError"},
+    "deepspeed.runtime.constants": _at(
+        "zero_trial.stand_in.deepspeed_utils", "ROUTE_TRAIN", "ROUTE_EVAL", "ROUTE_PREDICT", "ROUTE_ENCODE"
+    ),
+    "deepspeed.runtime.utils": _at(
+        "zero_trial.stand_in.deepspeed_utils",
+        *("DummyOptim", "call_to_str", "clip_grad_norm_", "clip_tensors_by_global_norm", "copy_to_device"),
+        *("empty_cache", "ensure_directory_exists", "filter_empty_parameters", "get_flattened_grad_norm"),
+        *("get_global_norm", "get_global_norm_of_tensors", "get_ma_status", "get_only_unique_item"),
+        *("get_tensor_bytes", "get_weight_norm", "has_inf_or_nan", "is_invalid_grad_norm"),
+        *("is_model_parallel_parameter", "memory_status", "move_to_device", "noop_decorator"),
+        *("partition_balanced", "partition_uniform", "prefix_sum_inc", "see_memory_usage", "set_random_seed"),
+        *("torch_max_memory_reserved", "torch_memory_reserved"),
+    )
+    | {"noop_context": "zero_trial.stand_in.deepspeed_utils:NoopContext"},
+    "deepspeed.runtime.zero.config": _at("zero_trial.stand_in.deepspeed_utils", "ZeroStageEnum"),
+    "deepspeed.runtime.zero.offload_config": _at(
+        "zero_trial.stand_in.deepspeed_utils", "OffloadDeviceEnum", "OffloadStateTypeEnum"
+    ),
+    "deepspeed.utils": {
+        **_FRAGMENTS,
+        **_LEAVES,
+        **_LOADERS,
+        **_LOG,
+        **_GROUPS,
+        **_RECURSIVE,
+        **_NVTX,
+        **_at("zero_trial.stand_in.deepspeed_utils", "get_caller_func"),
+    },
+    "deepspeed.utils.comms_logging": _at("zero_trial.stand_in.deepspeed_utils", "get_caller_func"),
+    "deepspeed.utils.groups": {**_GROUPS, **_INNER_GROUPS},
+    "deepspeed.utils.logging": {
+        **_LOG,
+        **_at(
+            "zero_trial.stand_in.deepspeed_utils",
+            *("get_current_level", "get_dist_msg", "get_log_level_from_string", "log_levels", "print_dist"),
+            *("should_log_le", "warning_once"),
+        ),
+    },
+    "deepspeed.utils.module_utils": _RECURSIVE,
+    "deepspeed.utils.nvtx": _NVTX,
+    "deepspeed.utils.torch": _at("zero_trial.stand_in.deepspeed_utils", "required_torch_version"),
     "deepspeed.utils.tensor_fragment": _FRAGMENTS,
     "deepspeed.utils.z3_leaf_module": _LEAVES,
     "deepspeed.utils.zero_to_fp32": _at(
@@ -87,9 +205,13 @@ TABLE: Table = {
     "deepspeed.ops.adam": _ADAM,
     "deepspeed.ops.adam.cpu_adam": {"DeepSpeedCPUAdam": _ADAM["DeepSpeedCPUAdam"]},
     "deepspeed.ops.adam.fused_adam": {"FusedAdam": _ADAM["FusedAdam"]},
-    "deepspeed.ops.lamb": _at("zero_trial.ops", "FusedLamb"),
-    "deepspeed.ops.lion": {"FusedLion": "zero_trial.ops:FusedLion", "DeepSpeedCPULion": "zero_trial.ops:FusedLion"},
-    "deepspeed.ops.adagrad": {"DeepSpeedCPUAdagrad": "zero_trial.ops:FusedAdagrad"},
+    "deepspeed.ops.lamb": _LAMB,
+    "deepspeed.ops.lamb.fused_lamb": _LAMB,
+    "deepspeed.ops.lion": _LION,
+    "deepspeed.ops.lion.cpu_lion": {"DeepSpeedCPULion": _LION["DeepSpeedCPULion"]},
+    "deepspeed.ops.lion.fused_lion": {"FusedLion": _LION["FusedLion"]},
+    "deepspeed.ops.adagrad": _ADAGRAD,
+    "deepspeed.ops.adagrad.cpu_adagrad": _ADAGRAD,
 }
 
 

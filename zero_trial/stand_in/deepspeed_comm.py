@@ -1,0 +1,188 @@
+"""deepspeed.comm and deepspeed.utils.groups over torch.distributed: what differs from torch's own
+functions in names or arguments. Everything else in the table points at torch.distributed."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from zero_trial.comm import rank_and_size, read_rank_env, world_size
+from zero_trial.comm.mesh import Mesh, latest_mesh
+from zero_trial.errors import MeshError
+
+
+def all_gather_into_tensor(
+    output_tensor: torch.Tensor, tensor: torch.Tensor, group: Any = None, async_op: bool = False, **_: Any
+) -> Any:
+    """Put every rank's ``tensor``, in rank order, into ``output_tensor``."""
+    return dist.all_gather_into_tensor(output_tensor, tensor, group=group, async_op=async_op)
+
+
+def reduce_scatter_tensor(
+    output_tensor: torch.Tensor,
+    tensor: torch.Tensor,
+    op: Any = dist.ReduceOp.SUM,
+    group: Any = None,
+    async_op: bool = False,
+    **_: Any,
+) -> Any:
+    """Put this rank's part of the ranks' summed ``tensor`` into ``output_tensor``."""
+    return dist.reduce_scatter_tensor(output_tensor, tensor, op=op, group=group, async_op=async_op)
+
+
+def all_to_all_single(
+    output: torch.Tensor,
+    tensor: torch.Tensor,
+    output_split_sizes: list[int] | None = None,
+    input_split_sizes: list[int] | None = None,
+    group: Any = None,
+    async_op: bool = False,
+    **_: Any,
+) -> Any:
+    """Send part r of ``tensor`` to rank r, and receive every rank's part for this one in
+    ``output``."""
+    return dist.all_to_all_single(output, tensor, output_split_sizes, input_split_sizes, group, async_op)
+
+
+def all_reduced(tensor: torch.Tensor, group: Any, *, largest: bool = False) -> torch.Tensor:
+    """Return ``tensor`` after it was summed, or maximized, in place over ``group``."""
+    dist.all_reduce(tensor, dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM, group=group)
+    return tensor
+
+
+def get_local_rank() -> int:
+    """Return this process's number on its host."""
+    return read_rank_env().local_rank
+
+
+def get_world_rank_from_launcher() -> int:
+    """Return this rank, as the launcher has set it."""
+    return read_rank_env().rank
+
+
+def get_world_size_from_launcher() -> int:
+    """Return the number of ranks, as the launcher has set it."""
+    return read_rank_env().world_size
+
+
+def get_global_rank(group: Any = None, group_rank: int = 0) -> int:
+    """Return the rank in the world of member ``group_rank`` of ``group``."""
+    return group_rank if group is None else dist.get_global_rank(group, group_rank)
+
+
+def get_all_ranks_from_group(group: Any = None) -> list[int]:
+    """Return the ranks in the world of all members of ``group``."""
+    return dist.get_process_group_ranks(group)
+
+
+def get_world_group() -> Any:
+    """Return the group of all ranks."""
+    return dist.group.WORLD
+
+
+def has_them() -> bool:
+    """Return True: torch has had these collectives since 2.0."""
+    return True
+
+
+def log_summary(show_straggler: bool = False, return_dict: bool = False) -> dict[str, dict[str, int]] | None:
+    """Print calls and bytes of each collective of the latest engine; with ``return_dict`` return
+    them instead: {"reduce_scatter/shard": {"calls": ..., "elements": ..., "bytes": ...}}.
+
+    Stragglers are not measured here: ``show_straggler`` raises MeshError.
+    """
+    if show_straggler:
+        raise MeshError(
+            "the waiting times of single collectives are not recorded",
+            where="deepspeed.comm.log_summary(show_straggler)",
+            fix="Use engine.seconds_waited(), which is the sum.",
+        )
+    mesh = latest_mesh()
+    table = mesh.counters.table() if mesh is not None else {}
+    if return_dict:
+        return table
+    for name, entry in table.items():
+        sys.stdout.write(f"{name:<28} {entry['calls']:>8} calls {entry['bytes']:>16} bytes\n")
+    return None
+
+
+# Groups are the axes of the latest engine's mesh; before an engine is built, all ranks are data
+# parallel.
+
+
+def _axis(name: str) -> Any:
+    mesh: Mesh | None = latest_mesh()
+    return None if mesh is None else getattr(mesh, name)
+
+
+def _group(name: str) -> Any:
+    """Return the group of an axis. Raises MeshError where this rank is alone on it but not in the
+    world: groups of one rank are not made, and torch takes None for all ranks."""
+    axis = _axis(name)
+    if axis is None or axis.size == world_size():
+        return dist.group.WORLD
+    if axis.group is None:
+        raise MeshError(
+            "there is no group of one rank",
+            where=f"deepspeed.utils.groups: the {name} parallel group",
+            fix=f"Ask get_{name}_parallel_world_size() first.",
+        )
+    return axis.group
+
+
+def get_data_parallel_group() -> Any:
+    """Return the group over which the batch is split."""
+    return _group("data")
+
+
+def get_data_parallel_world_size() -> int:
+    """Return the number of ranks that the batch is split over."""
+    axis = _axis("data")
+    return world_size() if axis is None else axis.size
+
+
+def get_data_parallel_rank() -> int:
+    """Return which part of the batch this rank has."""
+    axis = _axis("data")
+    return rank_and_size()[0] if axis is None else axis.index
+
+
+def get_model_parallel_group() -> Any:
+    """Return the group of the ranks that hold one model together; None before there is an
+    engine."""
+    return None if _axis("model") is None else _group("model")
+
+
+def get_model_parallel_world_size() -> int:
+    """Return the number of ranks that hold one model together."""
+    axis = _axis("model")
+    return 1 if axis is None else axis.size
+
+
+def get_model_parallel_rank() -> int:
+    """Return which part of the model this rank holds."""
+    axis = _axis("model")
+    return 0 if axis is None else axis.index
+
+
+def get_sequence_parallel_world_size() -> int:
+    """Return 1: sequences are not split between ranks here."""
+    return 1
+
+
+def get_sequence_parallel_rank() -> int:
+    """Return 0: sequences are not split between ranks here."""
+    return 0
+
+
+def get_sequence_parallel_group() -> None:
+    """Return None: sequences are not split between ranks here."""
+    return
+
+
+def get_expert_parallel_group_dict() -> dict[str, Any]:
+    """Return {}: experts are not split between ranks here."""
+    return {}

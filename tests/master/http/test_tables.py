@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -269,13 +270,34 @@ def test_experiments_are_changed_many_at_once(user: Any, world: World) -> None:
     assert world.experiments.get(2).state is ExperimentState.DELETING
 
 
+def test_only_owners_and_administrators_delete_and_move(user: Any, world: World) -> None:
+    """Ids of others are refused one by one, and nothing happens to them."""
+    target = project(world)
+    for number in (1, 2):
+        world.exit(number)
+        end(world, number)
+    world.change_experiment(2, owner="another")
+    world.accounts.put_user(replace(world.accounts.users()[0], admin=False))
+    refused = "only the owner of experiment 2 and administrators may do this."
+    assert acted(user, "Delete", [2]) == {2: refused}
+    body = bindings.v1MoveRunsRequest(runIds=[1, 2], sourceProjectId=1, destinationProjectId=target)
+    assert {each.id: each.error for each in bindings.post_MoveRuns(user, body=body).results} == {1: "", 2: refused}
+    move = bindings.v1MoveExperimentsRequest(experimentIds=[2], projectId=1, destinationProjectId=target)
+    assert bindings.post_MoveExperiments(user, body=move, projectId=1).results[0].error == refused
+    delete = bindings.v1DeleteExperimentsRequest(experimentIds=[1, 2], projectId=-1)
+    found = bindings.delete_DeleteExperiments(user, body=delete, projectId=-1).results
+    assert {each.id: each.error for each in found} == {1: "", 2: refused}
+    assert (world.experiments.get(2).state, world.experiments.get(2).project_id) == (ExperimentState.COMPLETED, 1)
+
+
 # -- columns and ranges
 
 
 def test_the_columns_of_a_project(user: Any, world: World) -> None:
     sweep(world)
     world.report(1, "validation", 5, {"validation_loss": 0.5, "kind": "good"})
-    world.report(2, "mine", 5, {"x": 1})
+    world.report(2, "other", 5, {"y": 1})  # the only trial is the best one, without the searcher's metric
+    world.report(3, "mine", 5, {"x": 1})
     world.trials.set_metadata(1, {"a": {"b": [1, 2], "c": "2024-05-01", "d": True}})
     number, text, neither = (getattr(bindings.v1ColumnType, kind) for kind in ("NUMBER", "TEXT", "UNSPECIFIED"))
 
@@ -296,6 +318,7 @@ def test_the_columns_of_a_project(user: Any, world: World) -> None:
         assert (found["validation.validation_loss.min"], found["validation.kind.last"]) == (number, text)
     assert experiments["hp.global_batch_size"] is number
     assert experiments["hp.lr"] is number
+    assert experiments["other.y.min"] is number
     assert not any(name.startswith("mine.") for name in experiments)  # of best trials only
     assert runs["mine.x.max"] is number
     assert runs["hp.lr"] is number

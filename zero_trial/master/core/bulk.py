@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+from zero_trial.master.core.accounts import require_owner
 from zero_trial.master.core.experiments import ExperimentService
 from zero_trial.master.core.state import MasterState
 from zero_trial.master.core.tables import EVERYWHERE, TableService, multitrial
@@ -24,11 +25,10 @@ from zero_trial.master.records import (
     Experiment,
     ExperimentState,
     Invalid,
-    NotFound,
     Project,
     ServiceError,
     Trial,
-    Unsupported,
+    User,
     existing,
 )
 from zero_trial.master.store import accounts, experiments, trials, workspaces
@@ -123,13 +123,14 @@ class BulkService:
 
         return self._each_run(project_id, ids, text, act)
 
-    def delete_runs(self, project_id: int, ids: Sequence[int], text: str | None) -> list[ActionResult]:
-        """Delete runs that have ended, with their reports and logs. Their checkpoints stay with the
-        experiment, whose search must have ended, too.
+    def delete_runs(self, project_id: int, ids: Sequence[int], text: str | None, *, user: User) -> list[ActionResult]:
+        """Delete runs of this user (of an administrator: all) that have ended, with their reports
+        and logs. Their checkpoints stay with the experiment, whose search must have ended, too.
         """
 
         def delete(found: _Candidate) -> None:
             number = found.run.id
+            _require_owner(user, found.experiment)
             with transaction(self._state) as tx:
                 trial = tx.trial_of(number)
                 if not trial.state.final:
@@ -146,7 +147,14 @@ class BulkService:
         return self._each_run(project_id, ids, text, delete)
 
     def move_runs(
-        self, source_id: int, target_id: int, ids: Sequence[int], text: str | None, *, skip_multitrial: bool
+        self,
+        source_id: int,
+        target_id: int,
+        ids: Sequence[int],
+        text: str | None,
+        *,
+        skip_multitrial: bool,
+        user: User,
     ) -> list[ActionResult]:
         """Move the experiments of runs to another project, with all their runs: the results name
         these, too. Raises NotFound, or Conflict if a project is archived.
@@ -158,6 +166,7 @@ class BulkService:
 
         def move(found: _Candidate) -> None:
             number = found.experiment.id
+            _require_owner(user, found.experiment)
             if found.archived:
                 raise Conflict("Run is archived.")
             if skip_multitrial and multitrial(found.experiment):
@@ -214,6 +223,7 @@ class BulkService:
         ids: Sequence[int],
         chosen: ExperimentFilter | None,
         *,
+        user: User,
         target_id: int | None = None,
     ) -> list[ActionResult]:
         """Do to each experiment what ``ExperimentService.<operation>`` does, or move it.
@@ -222,6 +232,7 @@ class BulkService:
             operation: a key of ``BULK_OPERATIONS``.
             project_id: the project in which they are; EVERYWHERE: any.
             ids: their ids, if there is no filter; it takes those to which the operation applies.
+            user: who asks: deletes and moves experiments of their own, or is an administrator.
             target_id: the project to which they move.
         """
         if target_id is not None:
@@ -232,18 +243,23 @@ class BulkService:
         results = []
         for number in dict.fromkeys(ids):
             found = there.get(number)
-            error = f"experiment '{number}' not found" if found is None else ""
-            if found is not None and found.archived and operation in _NOT_ARCHIVED:
-                error = "Experiment is archived."
-            elif found is not None and operation in ("archive", "unarchive"):
-                error = _why_not_archived(found, operation)
-            results.append(ActionResult(number, error or self._act(operation, number, target_id)))
+            if found is None:
+                results.append(ActionResult(number, f"experiment '{number}' not found"))
+            else:
+                results.append(ActionResult(number, _error_of(partial(self._act, operation, found, user, target_id))))
         return results
 
-    def _act(self, operation: str, number: int, target_id: int | None) -> str:
+    def _act(self, operation: str, found: Experiment, user: User, target_id: int | None) -> None:
+        if operation in ("delete", "move"):
+            _require_owner(user, found)
+        if found.archived and operation in _NOT_ARCHIVED:
+            raise Conflict("Experiment is archived.")
+        if operation in ("archive", "unarchive"):
+            _check_archived(found, operation)
         if target_id is not None:
-            return _error_of(lambda: self._workspaces.move_experiment(number, target_id))
-        return _error_of(lambda: getattr(self._experiments, operation)(number))
+            self._workspaces.move_experiment(found.id, target_id)
+        else:
+            getattr(self._experiments, operation)(found.id)
 
     def _in_project(self, project_id: int) -> Mapping[int, Experiment]:
         with self._state.database.reading() as connection:
@@ -285,17 +301,23 @@ BULK_OPERATIONS: Mapping[str, Callable[[Experiment], bool]] = {
 _NOT_ARCHIVED = ("activate", "pause", "cancel", "kill", "move")
 
 
-def _why_not_archived(found: Experiment, operation: str) -> str:
+def _require_owner(user: User, experiment: Experiment) -> None:
+    require_owner(user, experiment.owner, f"experiment {experiment.id}")
+
+
+def _check_archived(found: Experiment, operation: str) -> None:
+    """Raise Conflict unless the operation changes an experiment that has ended."""
     if found.archived == (operation == "archive"):
-        return "Experiment is already archived." if found.archived else "Experiment is not archived."
-    return "" if _ended(found) else "Experiment is not in terminal state."
+        raise Conflict("Experiment is already archived." if found.archived else "Experiment is not archived.")
+    if not _ended(found):
+        raise Conflict("Experiment is not in terminal state.")
 
 
 def _error_of(act: Callable[[], None]) -> str:
     """Return how the action was refused; "" if it was done."""
     try:
         act()
-    except (NotFound, Conflict, Invalid, Unsupported) as error:
+    except ServiceError as error:
         return str(error)
     return ""
 

@@ -11,13 +11,13 @@ import sqlite3
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
+from zero_trial.master.core.accounts import require_owner
 from zero_trial.master.core.registry import leave_workspace
 from zero_trial.master.core.state import MasterState
 from zero_trial.master.core.transaction import Transaction, transaction
 from zero_trial.master.records import (
     Conflict,
     Invalid,
-    PermissionDenied,
     Project,
     User,
     Workspace,
@@ -247,8 +247,7 @@ def _changeable(found: _Place | None, name: str, user: User) -> _Place:
     or, for the first, Conflict.
     """
     place = existing(found, name)
-    if ("" if place.id == FIRST else place.owner) != user.name and not user.admin:
-        raise PermissionDenied(f"only the owner of {name} and administrators may do this")
+    require_owner(user, "" if place.id == FIRST else place.owner, name)
     _require_own(place.id, name.partition(" ")[0])
     return place
 

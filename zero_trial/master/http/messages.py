@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 from urllib.parse import parse_qs, unquote
 
 from zero_trial.master.core import Master
-from zero_trial.master.core.accounts import Principal, require_own
+from zero_trial.master.core.accounts import Principal, require_own, require_owner
 from zero_trial.master.records import EARLIEST, LATEST, Invalid, PermissionDenied, User, parse_time
 
 Dict = dict[str, Any]
@@ -125,8 +125,7 @@ class Request:
         """Raise PermissionDenied unless the sender owns what has this name, or is an
         administrator.
         """
-        if self.user.name != owner and not self.user.admin:
-            raise PermissionDenied(f"only the owner of {name} and administrators may do this")
+        require_owner(self.user, owner, name)
 
     def body(self) -> dict[str, Any]:
         """Return the JSON object that came; empty if nothing came. Raises BadRequest."""

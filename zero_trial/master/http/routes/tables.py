@@ -93,14 +93,15 @@ def _unarchive_runs(request: Request) -> Response:
 
 
 def _delete_runs(request: Request) -> Response:
-    return _results(request.master.bulk.delete_runs(*_of_runs(request.body())))
+    return _results(request.master.bulk.delete_runs(*_of_runs(request.body()), user=request.user))
 
 
 def _move_runs(request: Request) -> Response:
     body = request.body()
     source, ids, text = _of_runs(body, "sourceProjectId")
     target, skip = whole(body.get("destinationProjectId"), "destinationProjectId"), bool(body.get("skipMultitrial"))
-    return _results(request.master.bulk.move_runs(source, target, ids, text, skip_multitrial=skip))
+    moved = request.master.bulk.move_runs(source, target, ids, text, skip_multitrial=skip, user=request.user)
+    return _results(moved)
 
 
 def _results(found: list[ActionResult]) -> Response:
@@ -118,7 +119,8 @@ def _act(operation: str) -> Callable[[Request], Response]:
             target = whole(body.get("destinationProjectId"), "destinationProjectId")
         project, ids = request.numbers["projectId"], _ids(body, "experimentIds")
         chosen = _chosen(body.get("filters"))
-        return _results(request.master.bulk.act_on_experiments(operation, project, ids, chosen, target_id=target))
+        bulk = request.master.bulk
+        return _results(bulk.act_on_experiments(operation, project, ids, chosen, user=request.user, target_id=target))
 
     return action
 

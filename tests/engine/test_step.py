@@ -21,8 +21,15 @@ from torch.optim import lr_scheduler
 import zero_trial
 from tests.support.models import make_engine
 from zero_trial.engine.lr_schedules import build_scheduler
-from zero_trial.engine.outcome import NonFiniteStep, PinnedReadback, agree_on_culprit, local_culprits, with_culprit
-from zero_trial.engine.step import can_undo, step_with_undo
+from zero_trial.engine.outcome import (
+    NonFiniteStep,
+    PinnedReadback,
+    agree_on_culprit,
+    can_undo,
+    local_culprits,
+    step_with_undo,
+    with_culprit,
+)
 from zero_trial.errors import Diverged, TrialError
 from zero_trial.sharding.freed import unasked
 

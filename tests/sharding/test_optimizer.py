@@ -26,7 +26,8 @@ from tests.sharding.parts import (
 from tests.support.pool import Pools
 from zero_trial.errors import ConfigError, TrialError
 from zero_trial.ops.optimizers import FusedLamb
-from zero_trial.sharding.optimizer import ShardedOptimizer, StepStatus
+from zero_trial.sharding.optimizer import ShardedOptimizer
+from zero_trial.sharding.optimizer_view import StepStatus
 from zero_trial.sharding.pieces import DeviceStore, ShardPiece, cut_pieces, rebind
 
 

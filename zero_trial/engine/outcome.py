@@ -1,11 +1,12 @@
 """What is known of a step once it is over: norm, loss scale and counts, the numbers that come from
-the device, and which gradient was not finite."""
+the device, and which gradient was not finite; how a skipped step's LR scheduler goes back."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -155,3 +156,56 @@ def agree_on_culprit(
     least = min(answer[0] for answer in stages)
     doubt, rank, parameter, hint = next(answer for answer in reversed(stages) if answer[0] == least)
     return NonFiniteStep(step, rank if doubt < 2 else None, parameter, hint)
+
+
+# --- undo of a learning rate scheduler ------------------------------------------------------------
+
+
+def can_undo(lr_scheduler: Any) -> bool:
+    """Return whether ``lr_scheduler`` can go back to an earlier state: torch's and ours can, and
+    every other one that a checkpoint can hold."""
+    return hasattr(lr_scheduler, "state_dict") and hasattr(lr_scheduler, "load_state_dict")
+
+
+def step_with_undo(
+    lr_scheduler: Any, groups: Sequence[dict[str, Any]], arguments: Mapping[str, Any] = MappingProxyType({})
+) -> Callable[[], None]:
+    """Step ``lr_scheduler``; return the function that restores it and ``groups`` (the optimizer's,
+    which it writes into) as they are now.
+
+    What the caller has written into the groups since then stays: only values that the step wrote go
+    back.
+    """
+    state, before = _copy(lr_scheduler.state_dict()), _settings(groups)
+    lr_scheduler.step(**arguments)
+    after = _settings(groups)
+
+    def undo() -> None:
+        lr_scheduler.load_state_dict(state)
+        for group, old, new in zip(groups, before, after, strict=True):
+            group.update({key: old[key] for key in old if key in group and _same(group[key], new.get(key))})
+
+    return undo
+
+
+def _settings(groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [_copy({key: value for key, value in group.items() if key != "params"}) for group in groups]
+
+
+def _same(value: Any, other: Any) -> bool:
+    if isinstance(value, torch.Tensor) or isinstance(other, torch.Tensor):
+        both = isinstance(value, torch.Tensor) and isinstance(other, torch.Tensor)
+        return both and value.shape == other.shape and bool((value == other).all())
+    return bool(value == other)
+
+
+def _copy(value: Any) -> Any:
+    """Copy plain containers and tensors, so that later writes do not reach the copy; other values
+    are kept as they are."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone()
+    if type(value) is dict:
+        return {key: _copy(each) for key, each in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_copy(each) for each in value)
+    return value

@@ -39,17 +39,21 @@ from zero_trial.engine.outcome import (
     PinnedReadback,
     StepResult,
     agree_on_culprit,
+    can_undo,
     find_culprit,
     local_culprits,
+    step_with_undo,
     with_culprit,
 )
 from zero_trial.engine.resolved_config import ResolvedConfig
 from zero_trial.errors import Diverged, TrialError
 from zero_trial.ops.dispatch import OPS
 from zero_trial.ops.optimizers import DeviceScalars
+from zero_trial.precision import LossScale
 from zero_trial.sharding.layout import clip_factor, divisor
 from zero_trial.sharding.model import ShardedModel
-from zero_trial.sharding.optimizer import ShardedOptimizer, StepStatus
+from zero_trial.sharding.optimizer import ShardedOptimizer
+from zero_trial.sharding.optimizer_view import StepStatus
 from zero_trial.sharding.param_group import trace_range
 from zero_trial.sharding.reduce import NonFiniteGradient
 
@@ -130,6 +134,21 @@ class StepOutcome(StepStatus):
     @property
     def loss_scale(self) -> float:
         return self.result().loss_scale.scale
+
+    @property
+    def overflow(self) -> bool:
+        """Whether the last step was skipped for a gradient that is not finite."""
+        result = self.result()
+        return result.norm is not None and not result.applied
+
+    @property
+    def scaler(self) -> LossScale:
+        """The loss scale of the next backward pass, and how it changes."""
+        return self.result().loss_scale
+
+    def restore_scaler(self, state: Mapping[str, Any]) -> None:
+        """Go on from the JSON values of a :attr:`scaler`."""
+        self.restore(self.result().skipped, state)
 
     def gradient_multiplier(self) -> float:
         """Return the factor from a reduced shard (a sum over ranks of scaled gradients) to the
@@ -485,60 +504,7 @@ def update_and_publish(
             publisher.wait()
 
 
-# --- undo of a learning rate scheduler ------------------------------------------------------------
-
-
 def _position(lr_scheduler: Any) -> int | None:
     """Return how many steps ``lr_scheduler`` has taken, if it says so as torch's and ours do."""
     found = getattr(lr_scheduler, "last_epoch", getattr(lr_scheduler, "last_batch_iteration", None))
     return found if isinstance(found, int) else None
-
-
-def can_undo(lr_scheduler: Any) -> bool:
-    """Return whether ``lr_scheduler`` can go back to an earlier state: torch's and ours can, and
-    every other one that a checkpoint can hold."""
-    return hasattr(lr_scheduler, "state_dict") and hasattr(lr_scheduler, "load_state_dict")
-
-
-def step_with_undo(
-    lr_scheduler: Any, groups: Sequence[dict[str, Any]], arguments: Mapping[str, Any] = MappingProxyType({})
-) -> Callable[[], None]:
-    """Step ``lr_scheduler``; return the function that restores it and ``groups`` (the optimizer's,
-    which it writes into) as they are now.
-
-    What the caller has written into the groups since then stays: only values that the step wrote go
-    back.
-    """
-    state, before = _copy(lr_scheduler.state_dict()), _settings(groups)
-    lr_scheduler.step(**arguments)
-    after = _settings(groups)
-
-    def undo() -> None:
-        lr_scheduler.load_state_dict(state)
-        for group, old, new in zip(groups, before, after, strict=True):
-            group.update({key: old[key] for key in old if key in group and _same(group[key], new.get(key))})
-
-    return undo
-
-
-def _settings(groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [_copy({key: value for key, value in group.items() if key != "params"}) for group in groups]
-
-
-def _same(value: Any, other: Any) -> bool:
-    if isinstance(value, torch.Tensor) or isinstance(other, torch.Tensor):
-        both = isinstance(value, torch.Tensor) and isinstance(other, torch.Tensor)
-        return both and value.shape == other.shape and bool((value == other).all())
-    return bool(value == other)
-
-
-def _copy(value: Any) -> Any:
-    """Copy plain containers and tensors, so that later writes do not reach the copy; other values
-    are kept as they are."""
-    if isinstance(value, torch.Tensor):
-        return value.detach().clone()
-    if type(value) is dict:
-        return {key: _copy(each) for key, each in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(_copy(each) for each in value)
-    return value

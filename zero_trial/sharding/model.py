@@ -46,7 +46,7 @@ from zero_trial.sharding.heap import keep_freed_memory
 from zero_trial.sharding.init import read_first_values
 from zero_trial.sharding.layout import lay_out, living_dtype, wide_dtype
 from zero_trial.sharding.leaf_modules import mark_leaves
-from zero_trial.sharding.optimizer import StepStatus
+from zero_trial.sharding.optimizer_view import StepStatus
 from zero_trial.sharding.param_group import ParamGroup, ParamPublisher, swap_buffer_bytes
 from zero_trial.sharding.plan import Lifetime, ReduceAt, ZeroPlan
 from zero_trial.sharding.reduce import GradReducer

@@ -46,7 +46,7 @@ ARROWS: Mapping[str, set[str]] = {
     "templates": {"data", "trial", "__init__"},  # what a user may write
     "trial": {"runtime.protocols", "ds_config", "schema", "errors"},
     "runs": {"experiment", "schema", "errors"},
-    "launch": {"experiment", "ds_config", "runs", "errors"},
+    "launch": {"experiment", "ds_config", "runs", "stand_in.deepspeed_table", "errors"},
     "master": {"experiment", "ds_config", "schema", "errors"},
     "report": {
         "experiment",
@@ -75,6 +75,7 @@ ARROWS: Mapping[str, set[str]] = {
         *("checkpoint", "preflight", "launch", "master", "trial", "engine", "importing", "pipeline", "runtime", "runs"),
         *("report", "experiment", "ds_config", "schema", "errors", "__init__"),
         "sharding.plan",  # the plan of a stage, which is pure: a schedule is drawn without torch
+        "stand_in",  # its tables, for `launch` and the reference page
     },
 }
 

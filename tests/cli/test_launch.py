@@ -54,6 +54,20 @@ def test_a_hostfile_is_read(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
+    ("line", "variable", "asked"),
+    [
+        ("t.py", "", ""),
+        ("t.py", "1", "1"),
+        ("--as-deepspeed t.py", "0", "1"),
+        ("--replace-deepspeed t.py --as-deepspeed", "", "replace"),
+    ],
+)
+def test_who_stands_in_for_deepspeed(monkeypatch: pytest.MonkeyPatch, line: str, variable: str, asked: str):
+    monkeypatch.setenv("ZERO_TRIAL_AS_DEEPSPEED", variable)
+    assert parse(line).as_deepspeed == asked
+
+
+@pytest.mark.parametrize(
     ("line", "kind", "local_rank"),
     [
         ("t.py", "script", None),

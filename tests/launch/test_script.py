@@ -19,16 +19,38 @@ from zero_trial.launch.script import ScriptRequest, launch_script, read_hostfile
 
 
 @pytest.mark.parametrize(
-    ("source", "wanted"),
+    ("source", "wanted", "as_deepspeed"),
     [
-        ("parser.add_argument('--local_rank', type=int)", True),
-        ('parser.add_argument("--local-rank", "--local_rank")', True),
-        ("print('no options')  # --local_rank", False),
-        ("not python (", False),
+        ("parser.add_argument('--local_rank', type=int)", True, True),
+        ('parser.add_argument("--local-rank", "--local_rank")', True, True),
+        ("print('no options')  # --local_rank", False, False),
+        ("not python (", False, False),
+        ("from options.common import parse", True, True),
+        ("import helper", False, False),
+        ("def train(steps, local_rank=-1): ...", False, True),
+        ("class Arguments:\n    local_rank: int = -1", False, True),
+        ("local_rank = 3", False, False),
     ],
 )
-def test_local_rank_is_passed_to_scripts_that_declare_it(source: str, wanted: bool):
-    assert wants_local_rank(source) is wanted
+def test_local_rank_is_passed_to_scripts_that_declare_it(tmp_path: Path, source: str, wanted: bool, as_deepspeed: bool):
+    (tmp_path / "options").mkdir()
+    (tmp_path / "options" / "common.py").write_text("parser.add_argument('--local_rank')\nimport helper\n")
+    (tmp_path / "helper.py").write_text("import options.nothing, train\ndef log(local_rank): ...\n")
+    script = tmp_path / "train.py"
+    script.write_text(source)
+    assert wants_local_rank(script) is wanted
+    assert wants_local_rank(script, as_deepspeed=True) is as_deepspeed
+
+
+@pytest.mark.parametrize(
+    ("asked", "option"), [("", []), ("1", ["--as-deepspeed"]), ("replace", ["--replace-deepspeed"])]
+)
+def test_the_other_hosts_stand_in_for_deepspeed_too(asked: str, option: list[str]):
+    request = ScriptRequest("train", kind="module", as_deepspeed=asked)
+    assert (
+        remote_command(HostPlan("b", 1, RendezvousSpec("2", 1, "a", 7000)), request, Path("/r"))[-1 - len(option) : -1]
+        == option
+    )
 
 
 def test_the_part_of_another_host():

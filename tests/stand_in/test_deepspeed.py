@@ -10,6 +10,8 @@ from importlib import import_module
 from operator import attrgetter
 from pathlib import Path
 
+import pytest
+
 from zero_trial.stand_in.deepspeed_table import TABLE
 from zero_trial.stand_in.finder import Refused
 
@@ -82,3 +84,37 @@ def test_every_target_of_the_table_is_there():
                 except (ImportError, AttributeError) as error:
                     wrong.append(f"{module}.{name}: {error}")
     assert wrong == []
+
+
+SCRIPT = """
+import argparse, os, sys
+import deepspeed, torch
+from deepspeed.accelerator import get_accelerator
+parser = deepspeed.add_config_arguments(argparse.ArgumentParser())
+parser.add_argument("--local_rank", type=int, default=-1)
+args = parser.parse_args()
+torch.manual_seed(0)
+model = torch.nn.Linear(4, 1)
+config = {"train_batch_size": 4, "optimizer": {"type": "Adam"}, "zero_optimization": {"stage": 2}}
+engine, *_ = deepspeed.initialize(args=args, model=model, model_parameters=model.parameters(), config=config)
+for _ in range(2):
+    loss = engine(torch.ones(2, 4)).square().mean()
+    engine.backward(loss)
+    engine.step()
+child = os.popen(f"{sys.executable} -c 'import zero_trial, deepspeed; print(deepspeed.__version__)'").read().strip()
+place = get_accelerator().device_name(args.local_rank), args.local_rank, deepspeed.comm.get_rank()
+open(f"{args.local_rank}.txt", "w").write(f"{loss.item() > 0} {place} {child}")
+"""
+
+
+@pytest.mark.smoke
+def test_a_script_for_deepspeed_runs_unchanged_on_two_ranks(tmp_path: Path):
+    (tmp_path / "train.py").write_text(SCRIPT)
+    command = [sys.executable, "-m", "zero_trial.cli.main", "launch", "--num_gpus", "2", "--as-deepspeed", "train.py"]
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    for rank in range(2):
+        assert (tmp_path / f"{rank}.txt").read_text() == f"True ('cpu', {rank}, {rank}) 0.19.8"

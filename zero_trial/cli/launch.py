@@ -5,6 +5,7 @@ launcher and torchrun's rendezvous.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -128,10 +129,23 @@ def _add_target(parser: argparse.ArgumentParser) -> None:
         dest="local_rank",
         action="store_true",
         default=None,
-        help="pass --local_rank=N to the script (default: when its source declares that option)",
+        help="pass --local_rank=N to the script (default: when it or a module beside it declares that option)",
     )
     group.add_argument(
         "--no_local_rank", "--no-local-rank", dest="local_rank", action="store_false", help="never pass it"
+    )
+    group.add_argument(
+        "--as-deepspeed",
+        action="store_const",
+        const="1",
+        help="`import deepspeed` in the ranks means zero_trial (also: ZERO_TRIAL_AS_DEEPSPEED=1)",
+    )
+    group.add_argument(
+        "--replace-deepspeed",
+        dest="as_deepspeed",
+        action="store_const",
+        const="replace",
+        help="the same where the real deepspeed is installed",
     )
     group.add_argument(
         "--run-dir", type=Path, metavar="DIR", help="folder for logs and records (default: the next runs/NNNN)"
@@ -153,6 +167,7 @@ def request_from(options: argparse.Namespace) -> Any:
     """Return the ScriptRequest that the options describe."""
     from zero_trial.launch.placement import PlacementRequest
     from zero_trial.launch.script import ScriptRequest, read_hostfile
+    from zero_trial.stand_in.deepspeed_table import asked_for
 
     hostfile, name = (None, "") if options.nnodes or options.rdzv_endpoint else read_hostfile(options.hostfile)
     if options.launcher == "ssh" and hostfile is None:
@@ -162,6 +177,7 @@ def request_from(options: argparse.Namespace) -> Any:
         arguments=_without_separator(options.arguments),
         kind=options.kind or "script",
         local_rank=options.local_rank,
+        as_deepspeed=options.as_deepspeed or asked_for(os.environ),
         run_dir=options.run_dir,
         placement=PlacementRequest(
             slots=options.slots,

@@ -21,6 +21,7 @@ from zero_trial.launch.placement import HostPlacement, PlacementRequest, place
 from zero_trial.launch.screen import LogWatcher, NoWatcher
 from zero_trial.launch.supervisor import LaunchResult, Supervisor, Watcher
 from zero_trial.runs.layout import RunFolder, given_run_folder, new_run_folder
+from zero_trial.stand_in.deepspeed_table import VARIABLE, refuse_real_deepspeed
 
 _DEFAULT_HOSTFILE = Path("/job/hostfile")
 """Where DeepSpeed's launcher looks when no hostfile is named."""
@@ -31,12 +32,14 @@ _ENVIRONMENT_FILE = ".deepspeed_env"
 @dataclass(frozen=True)
 class ScriptRequest:
     """What to run and where. ``kind`` is "script", "module" or "program"; ``local_rank`` is None
-    when the script's source decides."""
+    when the script's source decides; ``as_deepspeed`` is "" or a value of ZERO_TRIAL_AS_DEEPSPEED,
+    with which ``import deepspeed`` means zero_trial in the ranks."""
 
     target: str
     arguments: tuple[str, ...] = ()
     kind: str = "script"
     local_rank: bool | None = None
+    as_deepspeed: str = ""
     run_dir: Path | None = None
     placement: PlacementRequest = field(default_factory=PlacementRequest)
 
@@ -46,6 +49,8 @@ def launch_script(request: ScriptRequest, output: TextIO) -> tuple[LaunchResult,
     what cannot be started."""
     if request.kind == "script" and not Path(request.target).is_file():
         raise ConfigError("there is no such script", where="launch", got=request.target, expected="a Python file")
+    if request.as_deepspeed:
+        refuse_real_deepspeed(request.as_deepspeed)
     devices = count_devices(os.environ)
     placement = place(request.placement, os.environ, devices, host_names(), default_slots=devices.gpus or 1)
     own = placement.own
@@ -57,6 +62,8 @@ def launch_script(request: ScriptRequest, output: TextIO) -> tuple[LaunchResult,
             return _wait_for(remotes), folder
         command = AgentCommand(_target(request), own.ranks, str(folder), own.rendezvous, cwd=os.getcwd())
         env = host_environment(own, threads_per_rank(own.ranks, devices))
+        if request.as_deepspeed:
+            env[VARIABLE] = request.as_deepspeed
         return Supervisor(command, env, _watcher(own, folder, output)).run(), folder
     finally:
         for process in remotes:
@@ -76,24 +83,61 @@ def read_hostfile(given: str | None) -> tuple[str | None, str]:
     return None, ""
 
 
-def wants_local_rank(source: str) -> bool:
-    """Return whether a script's source declares ``--local_rank`` or ``--local-rank``, as scripts
-    for DeepSpeed's launcher do.
+def wants_local_rank(script: Path, *, as_deepspeed: bool = False) -> bool:
+    """Return whether a script declares ``--local_rank`` or ``--local-rank``, itself or in a module
+    beside it that it imports.
+
+    ``as_deepspeed``: a parameter or a field of that name in the script counts too, since libraries
+    make options of them and DeepSpeed's launcher passes the option to every script.
     """
+    waiting, seen = [script], {script}
+    while waiting:
+        path = waiting.pop()
+        tree = _parsed(path)
+        if any(_declares(node, fields=as_deepspeed and path == script) for node in ast.walk(tree)):
+            return True
+        found = {place for name in _imported(tree) if (place := _beside(script.parent, name)) is not None} - seen
+        waiting += sorted(found)
+        seen |= found
+    return False
+
+
+def _parsed(path: Path) -> ast.Module:
     try:
-        tree = ast.parse(source)
-    except SyntaxError:
-        return False  # the rank itself will say so, with the line
-    return any(
-        isinstance(node, ast.Constant) and node.value in ("--local_rank", "--local-rank") for node in ast.walk(tree)
-    )
+        return ast.parse(path.read_text(encoding="utf-8", errors="replace"))
+    except (SyntaxError, ValueError):
+        return ast.Module([], [])  # the rank itself will say so, with the line
+
+
+def _declares(node: ast.AST, *, fields: bool) -> bool:
+    if isinstance(node, ast.Constant):
+        return node.value in ("--local_rank", "--local-rank")
+    if fields and isinstance(node, ast.arguments):
+        return any(argument.arg == "local_rank" for argument in [*node.posonlyargs, *node.args, *node.kwonlyargs])
+    return fields and isinstance(node, ast.AnnAssign) and ast.unparse(node.target) == "local_rank"
+
+
+def _imported(tree: ast.Module) -> Iterable[str]:
+    """Yield the dotted names of modules that a source imports, and of names from them."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def _beside(folder: Path, name: str) -> Path | None:
+    """Return the file of a module that lies in ``folder``, from which its script imports."""
+    path = folder.joinpath(*name.split("."))
+    return next((p for p in (path.with_suffix(".py"), path / "__init__.py") if p.is_file()), None)
 
 
 def _target(request: ScriptRequest) -> RankProgram:
     name = str(Path(request.target).resolve()) if request.kind == "script" else request.target
     inject = request.local_rank
     if inject is None:
-        inject = request.kind == "script" and wants_local_rank(Path(name).read_text(encoding="utf-8", errors="replace"))
+        inject = request.kind == "script" and wants_local_rank(Path(name), as_deepspeed=bool(request.as_deepspeed))
     return RankProgram(name, request.arguments, request.kind, local_rank=inject)
 
 
@@ -136,6 +180,7 @@ def remote_command(plan: HostPlan, request: ScriptRequest, folder: Path) -> list
         command += ["--master_addr", where.master_addr, "--master_port", str(where.master_port)]
     command += {"module": ["--module"], "program": ["--no_python"], "script": []}[request.kind]
     command += {True: ["--local_rank"], False: ["--no_local_rank"], None: []}[request.local_rank]
+    command += {"": [], "1": ["--as-deepspeed"], "replace": ["--replace-deepspeed"]}[request.as_deepspeed]
     target = str(Path(request.target).resolve()) if request.kind == "script" else request.target
     devices = [f"CUDA_VISIBLE_DEVICES={','.join(map(str, plan.visible))}"] if plan.visible else []
     return [*(["env", *devices] if devices else []), *command, target, *request.arguments]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 
 from zero_trial.errors import ConfigError
 from zero_trial.stand_in.finder import StandIn, StandInFinder, Table, install
@@ -219,14 +220,26 @@ def install_deepspeed() -> StandInFinder:
     """Make ``import deepspeed`` mean zero_trial, and return the finder that does it. Where the
     real deepspeed is installed its first import raises ConfigError, unless the environment says
     "replace"."""
-    fix = f"Uninstall deepspeed, or say {VARIABLE}=replace (zero-trial launch --replace-deepspeed)."
-    return install(StandIn("deepspeed", VERSION, TABLE, _asked() == "replace", fix))
+    return install(_stand_in(asked_for(os.environ)))
 
 
-def _asked() -> str:
-    value = os.environ.get(VARIABLE, "")
+def refuse_real_deepspeed(asked: str) -> None:
+    """Raise ConfigError where the real deepspeed is installed and ``asked``, the variable's value,
+    is not "replace"; nothing is installed."""
+    StandInFinder(_stand_in(asked)).refuse_if_installed()
+
+
+def asked_for(env: Mapping[str, str]) -> str:
+    """Return what an environment asks for: "", "1" or "replace". Raises ConfigError for anything
+    else."""
+    value = env.get(VARIABLE, "")
     if value in ("", "0"):
         return ""
     if value in ("1", "replace"):
         return value
     raise ConfigError("this is not a value of the variable", where=VARIABLE, got=value, expected="0, 1 or replace")
+
+
+def _stand_in(asked: str) -> StandIn:
+    fix = f"Uninstall deepspeed, or say {VARIABLE}=replace (zero-trial launch --replace-deepspeed)."
+    return StandIn("deepspeed", VERSION, TABLE, asked == "replace", fix)

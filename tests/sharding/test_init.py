@@ -222,7 +222,7 @@ def gathered_in_another_order() -> list[bool]:
     mesh = mesh_for(3)
     model = build(Init)
     params = list(model.parameters())
-    chosen = params if mesh.rank == 0 else params[::-1]
+    chosen = [*params, None] if mesh.rank == 0 else [None, *params[::-1]]  # None: a bias that is not there
     with torch.no_grad(), GatheredParameters(chosen, modifier_rank=0):
         for place, param in enumerate(params):
             param.fill_(place if mesh.rank == 0 else -1)

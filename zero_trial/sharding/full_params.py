@@ -34,13 +34,14 @@ class GatheredParameters:
     edits inside it raise TrialError there.
     ``modifier_rank=r``: what data-parallel rank ``r`` wrote becomes the value of all ranks at every
     ZeRO stage, fp32 master weights included (elements that were not edited keep their bits).
-    Ordinary parameters pass through untouched. ``fwd_module`` is accepted for compatibility: uses
+    Ordinary parameters pass through untouched, and so does None (a bias that a layer does not
+    have). ``fwd_module`` is accepted for compatibility: uses
     outside a module's own forward need no registration here.
     """
 
     def __init__(
         self,
-        params: torch.Tensor | nn.Module | Iterable[nn.Parameter],
+        params: torch.Tensor | nn.Module | Iterable[nn.Parameter | None],
         modifier_rank: int | None = None,
         fwd_module: Any = None,
         enabled: bool = True,
@@ -48,7 +49,7 @@ class GatheredParameters:
         if isinstance(params, nn.Module):
             chosen: list[Any] = list(params.parameters())
         else:
-            chosen = [params] if isinstance(params, torch.Tensor) else list(params)
+            chosen = [params] if isinstance(params, torch.Tensor) else [param for param in params if param is not None]
         self._owners = by_owner(chosen) if enabled else []
         self._modifier = modifier_rank
 

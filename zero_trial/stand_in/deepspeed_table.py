@@ -129,7 +129,17 @@ TABLE: Table = {
     "deepspeed.runtime.pipe.module": _PIPE,
     "deepspeed.runtime.pipe.topology": _TOPOLOGY,
     "deepspeed.runtime.zero": _ZERO,
-    "deepspeed.runtime.zero.partition_parameters": _ZERO,
+    "deepspeed.runtime.zero.partition_parameters": {
+        **_ZERO,
+        **_at("zero_trial.stand_in.accelerator", "get_accelerator"),
+        # transformers changes the first around zero.Init, and compares with the second
+        **_at("zero_trial.stand_in.deepspeed_utils", "zero_wrapper_for_fp_tensor_constructor"),
+        "_orig_torch_arange": "torch:arange",
+    },
+    "deepspeed.runtime.lr_schedules": _at(
+        "zero_trial.engine.lr_schedules",
+        *("LRRangeTest", "OneCycle", "VALID_LR_SCHEDULES", "WarmupCosineLR", "WarmupDecayLR", "WarmupLR"),
+    ),
     "deepspeed.runtime.activation_checkpointing.checkpointing": _CHECKPOINTING,
     "deepspeed.runtime.dataloader": _LOADERS,
     "deepspeed.accelerator": _ACCELERATOR,

@@ -155,6 +155,11 @@ def should_log_le(max_log_level_str: str) -> bool:
     return get_current_level() <= get_log_level_from_string(max_log_level_str)
 
 
+def zero_wrapper_for_fp_tensor_constructor(fn: Callable[..., Tensor], *_: Any, **__: Any) -> Callable[..., Tensor]:
+    """Return ``fn``: zero.Init leaves torch's constructors of tensors as they are."""
+    return fn
+
+
 # --- memory and devices ---------------------------------------------------------------------------
 
 

@@ -148,14 +148,14 @@ def _record(connection: sqlite3.Connection, row: sqlite3.Row, derived: bool) -> 
 
 def _derived(connection: sqlite3.Connection, row: sqlite3.Row) -> Mapping[str, Any]:
     trial = connection.execute(
-        "SELECT t.hparams, e.config FROM experiments e LEFT JOIN trials t ON t.id = ? WHERE e.id = ?",
-        (row["trial_id"], row["experiment_id"]),
+        "SELECT t.hparams, e.config FROM trials t JOIN experiments e ON e.id = t.experiment_id WHERE t.id = ?",
+        (row["trial_id"],),
     ).fetchone()
     if trial is None:
         return {}
     validation = metrics.validation_at(connection, row["trial_id"], row["steps"])
     return {
-        "hparams": loads(trial["hparams"]) or {},  # of a deleted run
+        "hparams": loads(trial["hparams"]),
         "experiment_config": loads(trial["config"]),
         "validation_metrics": validation[0].metrics if validation else {},
         "searcher_metric": validation[1] if validation else None,

@@ -223,9 +223,6 @@ MIGRATIONS: tuple[str, ...] = (
     ALTER TABLE experiments ADD COLUMN project_id INTEGER NOT NULL DEFAULT 1;
     CREATE INDEX experiments_project ON experiments (project_id);
     """,
-    """
-    ALTER TABLE trials ADD COLUMN archived INTEGER NOT NULL DEFAULT 0;
-    """,
 )
 
 

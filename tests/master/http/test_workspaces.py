@@ -61,6 +61,24 @@ def test_workspaces_are_made_listed_pinned_archived_and_deleted(user: Any) -> No
     assert names(listed(user).workspaces) == ["Uncategorized", "A"]
 
 
+def test_a_list_without_what_is_archived_leaves_out_archived_projects(user: Any, world: World) -> None:
+    made = project(user, workspace(user, "one").id, "first")
+    there = submit(world, made.id).id
+
+    def listed(**more: Any) -> list[int]:
+        return [each.id for each in bindings.get_GetExperiments(user, **more).experiments]
+
+    assert listed(archived=False) == [there, 2, 1]
+    bindings.post_ArchiveProject(user, id=made.id)
+    assert listed(archived=False) == [2, 1]
+    assert listed(archived=False, projectId=made.id) == [there]
+    assert listed() == [there, 2, 1]
+    assert listed(archived=True) == []
+    bindings.post_UnarchiveProject(user, id=made.id)
+    bindings.post_ArchiveWorkspace(user, id=made.workspaceId)
+    assert listed(archived=False) == [2, 1]
+
+
 def test_projects_move_with_their_experiments(user: Any, world: World) -> None:
     one, other = workspace(user, "one"), workspace(user, "other")
     made = project(user, one.id, "first", description="d")

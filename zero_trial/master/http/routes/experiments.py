@@ -108,7 +108,7 @@ def _list_all(request: Request) -> Response:
     found = [
         experiment
         for experiment in request.master.experiments.all()
-        if (not archived or experiment.archived == (archived == "true"))
+        if _is_listed(experiment, archived, in_project=bool(project_id))
         and (not project_id or experiment.project_id == project_id)
         and (not users or experiment.owner in users)
         and (not wanted_ids or str(user_ids.get(experiment.owner)) in wanted_ids)
@@ -124,6 +124,14 @@ def _list_all(request: Request) -> Response:
             "pagination": pagination,
         }
     )
+
+
+def _is_listed(experiment: Experiment, archived: str, *, in_project: bool) -> bool:
+    """Return whether a list takes an experiment. One of all projects without archived experiments
+    takes none of an archived project either.
+    """
+    hidden = archived == "false" and not in_project and experiment.project is not None and experiment.project.archived
+    return not archived or (experiment.archived == (archived == "true") and not hidden)
 
 
 def _get(request: Request) -> Response:

@@ -28,6 +28,7 @@ from tests.support.whole_optimizers import (
     Noisy,
     ScheduleFree,
     ShampooLike,
+    Unprobed,
 )
 from zero_trial import zero as access
 from zero_trial.errors import CheckpointError, ConfigError, TrialError
@@ -49,6 +50,7 @@ OPTIMIZERS: dict[str, Any] = {
     "layer-wise": lambda groups: LayerWise(groups, lr=0.01),
     "global norm": lambda groups: GlobalNorm(groups, lr=0.01),
     "schedule-free": lambda groups: ScheduleFree(groups, lr=0.05),
+    "unprobed": lambda groups: Unprobed(groups, lr=0.01),
 }
 
 BY_NAME = {"Muon by name": MUON, "Adafactor by name": {"type": "Adafactor", "params": {"lr": 0.01}}}
@@ -479,6 +481,12 @@ def test_a_step_that_couples_tensors_has_one_owner_and_says_so(ranks: Pools) -> 
     assert not any("couples tensors" in line for line in second)
     assert not any("couples tensors" in line for line in ranks(2).run(lines, "global norm", STAGES["zero0"])[0])
     assert ranks(2).run(lines, "layer-wise", STAGES["zero2"])[0][-1] == "owners [0, 1]"
+
+
+def test_what_cannot_be_tried_out_has_one_owner_and_says_so(ranks: Pools) -> None:
+    first, second = ranks(2).run(lines, "unprobed", STAGES["zero2"])
+    assert any("could not be tried out" in line for line in first) and first[-1] == second[-1] == "owners [0]"
+    assert not any("could not be tried out" in line for line in second)
 
 
 def noisy_lines(zero: dict[str, Any]) -> list[str]:

@@ -16,11 +16,12 @@ import torch
 from torch import nn
 from torch.nn import functional
 from torch.optim.swa_utils import AveragedModel
+from torch.utils._pytree import tree_leaves
 
 import zero_trial
 from tests.sharding.parts import make_group, parameters
 from tests.support.dense import STAGES
-from tests.support.models import TinyLM, make_engine, train_engine
+from tests.support.models import TinyLM, Tower, make_engine, train_engine
 from tests.support.pool import Pools
 from zero_trial.errors import TrialError
 from zero_trial.sharding.freed import (
@@ -121,6 +122,7 @@ def test_metadata_can_be_asked(engine: zero_trial.Engine) -> None:
     assert (param.data.shape, param.data.dtype, param.data.numel()) == (SHAPE, torch.float32, 9216)
     assert (param.is_pinned(), param.is_shared(), param.is_inference(), param._base) == (False, False, False, None)
     assert "shape" in dir(param)
+    assert not hasattr(param, "__cuda_array_interface__")
     assert NAME in repr(param)
     assert NAME in f"{param}"
     assert param != None  # noqa: E711
@@ -367,6 +369,46 @@ def test_an_edit_of_a_parameter_that_is_still_whole_is_an_error_at_the_step() ->
     made.backward(made(torch.zeros(1, 8, dtype=torch.long)))
     with pytest.raises(TrialError, match=r"embed.weight: .*lost"):
         made.step()
+
+
+@pytest.mark.parametrize("before", ["forward", "backward"])
+def test_values_put_elsewhere_while_a_parameter_is_whole_are_an_error_at_the_step(before: str) -> None:
+    made = make_engine(TinyLM, {"zero_optimization": STAGES["zero3"]})
+    weight, tokens = made.module.get_parameter("embed.weight"), torch.zeros(1, 8, dtype=torch.long)
+
+    def edit(now: str) -> None:
+        if now == before:
+            assert not isinstance(weight, FreedParameter)
+            weight.data = weight.detach() * 2.0
+
+    made(tokens)  # keeps the parameters whole for what follows
+    edit("forward")
+    loss = made(tokens)
+    edit("backward")
+    made.backward(loss)
+    with pytest.raises(TrialError, match=r"embed.weight: .*lost"):
+        made.step()
+
+
+DIFFERENTIATE: dict[str, Callable[[nn.Module], Any]] = {
+    "grad": lambda model: torch.func.grad(lambda x: model(x).sum())(torch.ones(2, 5)),
+    "grad of parameters": lambda model: torch.func.grad(
+        lambda params: torch.func.functional_call(model, params, (torch.ones(2, 5),)).sum()
+    )(dict(model.named_parameters())),
+    "jvp": lambda model: torch.func.jvp(model, (torch.ones(2, 5),), (torch.ones(2, 5),)),
+}
+
+
+@pytest.mark.parametrize("how", DIFFERENTIATE)
+def test_torch_func_differentiates_gathered_parameters_alone(how: str) -> None:
+    torch.manual_seed(0)
+    plain = Tower()
+    made = make_engine(Tower, {"zero_optimization": STAGES["zero3"]}, seed=0)
+    with pytest.raises(TrialError, match=r"torch.func .*GatheredParameters"):
+        DIFFERENTIATE[how](made.module)
+    with GatheredParameters(made.module):
+        found, expected = tree_leaves(DIFFERENTIATE[how](made.module)), tree_leaves(DIFFERENTIATE[how](plain))
+        assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
 
 
 def test_a_numpy_array_of_a_gathered_parameter_is_an_error_that_says_so() -> None:

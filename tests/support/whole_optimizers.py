@@ -81,6 +81,16 @@ class GlobalNorm(_Own):
                 param.sub_(param.grad / (norm + 0.1), alpha=group["lr"] / group["steps"] ** 0.5)
 
 
+class Unprobed(GlobalNorm):
+    """Steps only what it was built with sizes of: the small tensors of a probe make it raise."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        if not any(param.shape == (11, 11) for group in self.param_groups for param in group["params"]):
+            raise RuntimeError("not the model that this optimizer is for")
+        super().step(closure)
+
+
 class LateCoupling(_Own):
     """Sums all gradients into a number of its group, which grows for long before it changes a step
     (D-adaptation)."""

@@ -122,11 +122,13 @@ class Traits:
         couples: the update of one tensor depends on others; None where the probe could not run.
         draws: a step draws random numbers, so that copies on several ranks would part.
         why: the probe could not run, in words.
+        dry: since this is a dry run.
     """
 
     couples: bool | None
     draws: bool = False
     why: str = ""
+    dry: bool = False
 
 
 def probe(make: Make, groups: Sequence[Mapping[str, Any]], name: str) -> Traits:
@@ -136,7 +138,7 @@ def probe(make: Make, groups: Sequence[Mapping[str, Any]], name: str) -> Traits:
     Raises ConfigError where its step needs a closure.
     """
     if type(torch.empty(0)) is not torch.Tensor or torch.empty(0).is_meta:
-        return Traits(None, why="this is a dry run without values")
+        return Traits(None, why="this is a dry run without values", dry=True)
     numbers, python = torch.get_rng_state(), random.getstate()
     try:
         return _probe(make, groups, name)
@@ -508,14 +510,19 @@ def _one_owner(make: Make, groups: Groups, name: str, mesh: Mesh) -> bool:
         )
     if traits.draws and mesh.data.size > 1:
         lines.append(f"{name} draws random numbers: copies of a parameter stay alike only where ranks seed torch alike")
-    if traits.couples is None and (mesh.shard.size > 1 or parts):
+    if traits.couples is None and parts:
         lines.append(
             f"{name} could not be tried out before training ({traits.why}): if the update of one of its tensors depends on "
-            "others, as by a norm over all parameters, it is wrong on more than one rank. Use zero_optimization.stage 0 then"
+            "others, as by a norm over all parameters, it is wrong where no rank has all tensors (mesh.pipe, mesh.model)"
+        )
+    elif traits.couples is None and mesh.shard.size > 1:
+        lines.append(
+            f"{name} could not be tried out before training ({traits.why}), and the update of one of its tensors may depend on "
+            f"others: rank {mesh.shard.ranks[0]} updates all of them, and holds all of the optimizer state"
         )
     for line in lines if mesh.rank == 0 else ():
         log.warning("%s", line)
-    return bool(traits.couples)
+    return traits.couples is not False and not traits.dry and (traits.couples is True or not parts)
 
 
 def _work_of(optimizer_class: type) -> Work:

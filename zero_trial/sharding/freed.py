@@ -35,6 +35,7 @@ from weakref import ref
 
 import torch
 from torch import nn
+from torch._C._functorch import TransformType, peek_interpreter_stack
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -158,6 +159,7 @@ _SHAPED_LIKE = frozenset(
     getattr(torch.Tensor, name) for name in ("to", "type_as", "expand_as", "view_as", "reshape_as", "is_same_size")
 )
 _GET_DATA, _SET_DATA = torch.Tensor.data.__get__, torch.Tensor.data.__set__  # type: ignore[attr-defined]
+_CUDA_INTERFACE = torch.Tensor.__cuda_array_interface__.__get__
 _COMPARISONS = frozenset([torch.Tensor.__eq__, torch.Tensor.__ne__, torch.Tensor.eq, torch.Tensor.ne])
 
 
@@ -187,6 +189,8 @@ class FreedParameter(ShardedParameter):
                 return first  # for ``p.data.dtype`` and the like: every other use of it comes here again
             if func == _SET_DATA and args[1] is first:
                 return None
+            if func == _CUDA_INTERFACE:
+                raise AttributeError("__cuda_array_interface__")  # as for a tensor without values on a device
             if func in _COMPARISONS and args[1] is None:
                 return func(*args, **named)
             if func is torch.Tensor.__repr__ or (func is torch.Tensor.__format__ and not args[1]):
@@ -304,6 +308,22 @@ def lost_edits(names: Sequence[str], when: str) -> TrialError:
         got=", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else ""),
         fix="Edit them inside zero_trial.zero.GatheredParameters(params, modifier_rank=0).",
     )
+
+
+# transforms of torch.func whose tensors have no memory of their own; vmap's pass
+_DIFFERENTIATE = (TransformType.Grad, TransformType.Jvp)
+
+
+def refuse_transforms(name: str) -> None:
+    """Raise TrialError where torch.func differentiates: a gather cannot write into its tensors."""
+    if (transform := peek_interpreter_stack()) is not None and transform.key() in _DIFFERENTIATE:
+        raise TrialError(
+            "torch.func cannot differentiate through the gathering of parameters (ZeRO stage 3)",
+            where=name,
+            got="a forward inside torch.func.grad, vjp, jvp or the like, with freed parameters",
+            expected="parameters that are whole before the transform begins",
+            fix="Call it inside zero_trial.zero.GatheredParameters(model), which every rank enters, or train at stage 2.",
+        )
 
 
 # --- the directory --------------------------------------------------------------------------------

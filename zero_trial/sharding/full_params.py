@@ -17,7 +17,7 @@ from zero_trial.errors import TrialError
 from zero_trial.sharding.freed import by_owner, lost_edits, optimizer_of_param, owner_of_param
 from zero_trial.sharding.layout import ParamSlot, wide_dtype
 from zero_trial.sharding.leaf_modules import get_z3_leaf_modules
-from zero_trial.sharding.param_group import ParamGroup, ParamPublisher, full_of_shard, local_part
+from zero_trial.sharding.param_group import ParamGroup, ParamPublisher
 from zero_trial.sharding.plan import Lifetime
 from zero_trial.sharding.unshard import ModuleHook
 from zero_trial.sharding.whole_tensors import WholeTensor
@@ -514,3 +514,20 @@ def _groups_of(params: Iterable[nn.Parameter], group_of: Mapping[int, ParamGroup
     """List the groups that hold any of ``params``, in the order in which they are met."""
     found = [group for param in params if (group := group_of.get(id(param))) is not None]
     return list(dict.fromkeys(found))
+
+
+def full_of_shard(group: ParamGroup, index: int, shard: torch.Tensor) -> torch.Tensor:
+    """Return the full tensor of slot ``index`` from every rank's ``shard`` (shard_numel,).
+    Collective over shard."""
+    shard = shard.to(group.shard.device)  # where the ranks exchange
+    full = torch.empty(group.layout.numel, dtype=shard.dtype, device=shard.device)
+    group.comm.all_gather(full, shard.contiguous(), f"full value from {group.name}").wait()
+    slot = group.layout.slots[index]
+    return full[slot.offset : slot.offset + slot.numel].view(slot.shape).clone()
+
+
+def local_part(group: ParamGroup, index: int, shard: torch.Tensor) -> torch.Tensor:
+    """Return a copy of the elements of slot ``index`` in ``shard``."""
+    slot = group.layout.slots[index]
+    parts = [shard[p.offset : p.offset + p.numel] for p in group.layout.pieces(group.comm.index) if p.slot is slot]
+    return torch.cat(parts) if parts else shard.new_empty(0)

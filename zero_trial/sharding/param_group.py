@@ -28,7 +28,16 @@ from torch.profiler import record_function
 
 from zero_trial.comm import AxisComm, Pending, wait_all
 from zero_trial.errors import TrialError
-from zero_trial.sharding.freed import absent, freed_class, is_absent, lost_edits, plain_class, sharded_class, unasked
+from zero_trial.sharding.freed import (
+    absent,
+    freed_class,
+    is_absent,
+    lost_edits,
+    plain_class,
+    refuse_transforms,
+    sharded_class,
+    unasked,
+)
 from zero_trial.sharding.layout import Layout, has_own_master
 from zero_trial.sharding.plan import Lifetime, ZeroPlan
 
@@ -178,6 +187,7 @@ class ParamGroup:
         (N-1)/N elements. Collective over shard."""
         if self.live or self._gathering is not None:
             return
+        refuse_transforms(self.layout.slots[0].name)
         with trace_range("unshard"):
             self.full.untyped_storage().resize_(self.layout.numel * self.full.element_size())
             if self.offloaded is not None:
@@ -242,6 +252,8 @@ class ParamGroup:
         if not self.live or self.plan.params is Lifetime.ALWAYS or (self._pins and not stale):
             return
         self.live = False
+        if self._real and not stale:
+            self._note_replaced()
         for param, placeholder, freed in zip(self.params, self._placeholders, self._freed_classes, strict=True):
             param.data = placeholder
             param.__class__ = freed
@@ -323,6 +335,8 @@ class ParamGroup:
         of their own overwrite them.
         """
         if self.plan.params is not Lifetime.ALWAYS:
+            if self.live and self._real:
+                self._note_replaced()
             if (versions := self._versions()) != self._noted:
                 edited = [
                     slot.name
@@ -335,6 +349,13 @@ class ParamGroup:
         self.take_replaced()
         if self.master is not self.shard and self._versions() != self._noted:
             self.apply_edits()
+
+    def _note_replaced(self) -> None:
+        """Note parameters that are whole for a while, and whose values user code has put elsewhere:
+        :meth:`take_edits` names them."""
+        own, now = (list(map(torch.Tensor.data_ptr, tensors)) for tensors in (self.views, self.params))
+        if now != own:
+            self._noted = [-1 if now[index] != own[index] else noted for index, noted in enumerate(self._noted)]
 
     def take_replaced(self) -> None:
         """Copy values that user code has put elsewhere into the full buffer, where the parameters
@@ -398,23 +419,6 @@ class ParamGroup:
         # what passes through buffers is counted once, by swap_buffer_bytes
         low = low if self.offloaded is None else 0
         return low + (0 if elsewhere else self.master.numel() * 4)
-
-
-def full_of_shard(group: ParamGroup, index: int, shard: torch.Tensor) -> torch.Tensor:
-    """Return the full tensor of slot ``index`` from every rank's ``shard`` (shard_numel,).
-    Collective over shard."""
-    shard = shard.to(group.shard.device)  # where the ranks exchange
-    full = torch.empty(group.layout.numel, dtype=shard.dtype, device=shard.device)
-    group.comm.all_gather(full, shard.contiguous(), f"full value from {group.name}").wait()
-    slot = group.layout.slots[index]
-    return full[slot.offset : slot.offset + slot.numel].view(slot.shape).clone()
-
-
-def local_part(group: ParamGroup, index: int, shard: torch.Tensor) -> torch.Tensor:
-    """Return a copy of the elements of slot ``index`` in ``shard``."""
-    slot = group.layout.slots[index]
-    parts = [shard[p.offset : p.offset + p.numel] for p in group.layout.pieces(group.comm.index) if p.slot is slot]
-    return torch.cat(parts) if parts else shard.new_empty(0)
 
 
 class Updated(Protocol):

@@ -120,7 +120,8 @@ def _resource_pools(request: Request) -> Response:
 def _pool_bindings(request: Request) -> Response:
     """Return that the one pool is bound to no workspace: it is there for all."""
     _require_pool(request, request.args["pool"])
-    page, pagination = request.page([])
+    bound: list[int] = []
+    page, pagination = request.page(bound)
     return ok({"workspaceIds": list(page), "pagination": pagination})
 
 

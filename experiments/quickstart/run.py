@@ -111,9 +111,9 @@ def _is_chatter(line: str) -> bool:
 
 
 def _plain(line: str) -> str:
-    """A trial's log line without date and rank: ``[2026-01-31T12:00:00.000Z] [rank=0] train ...``
-    is ``12:00:00 train ...``."""
-    return re.sub(r"^\[[\d-]+T([\d:]+)\.\d+Z\] (?:\[rank=0\] )?", r"\1  ", line)
+    """A trial's log line without date, container and first rank: ``[2026-01-31T12:00:00.000000Z]
+    6a1f02c9 [rank=0] || train ...`` is ``12:00:00 train ...``."""
+    return re.sub(r"^\[[\d-]+T([\d:]+)\.\d+Z\] .{8} (?:\[rank=0\] )?(\[rank=\d+\] )?\|\| ", r"\1  \2", line)
 
 
 def _run(command: Sequence[str], environ: dict[str, str], *, quiet: bool = False) -> int:

@@ -27,9 +27,12 @@ def script() -> ModuleType:
 @pytest.mark.parametrize(
     ("line", "shown"),
     [
-        ("[2026-11-21T05:30:01.642Z] [rank=0] eval    step 0\n", "05:30:01  eval    step 0\n"),
-        ("[2026-11-21T05:30:01.642Z] run 1 ended with exit code 0\n", "05:30:01  run 1 ended with exit code 0\n"),
-        ("[2026-11-21T05:30:01.642Z] [rank=1] Traceback\n", "05:30:01  [rank=1] Traceback\n"),
+        ("[2026-11-21T05:30:01.642000Z] 6a1f02c9 [rank=0] || eval    step 0\n", "05:30:01  eval    step 0\n"),
+        (
+            "[2026-11-21T05:30:01.642000Z]          || INFO: run 1 ended with exit code 0\n",
+            "05:30:01  INFO: run 1 ended with exit code 0\n",
+        ),
+        ("[2026-11-21T05:30:01.642000Z] 6a1f02c9 [rank=1] || Traceback\n", "05:30:01  [rank=1] Traceback\n"),
         ("Created experiment 3\n", "Created experiment 3\n"),
     ],
 )
@@ -40,10 +43,10 @@ def test_log_lines_lose_date_and_rank(script: ModuleType, line: str, shown: str)
 @pytest.mark.parametrize(
     ("line", "chatter"),
     [
-        ("[2026-11-21T05:25:39.118Z] INFO: [20738] determined: rocm-smi not found\n", True),
+        ("[2026-11-21T05:25:39.118000Z] 6a1f02c9 || INFO: [20738] determined: rocm-smi not found\n", True),
         ("Preparing files to send to master... 8.9KB and 4 files\n", True),
         ("\n", True),
-        ("[2026-11-21T05:30:01.642Z] [rank=0] ConfigError: train_batch_size 6\n", False),
+        ("[2026-11-21T05:30:01.642000Z] 6a1f02c9 [rank=0] || ConfigError: train_batch_size 6\n", False),
         ("Failed to create experiment: invalid experiment configuration\n", False),
     ],
 )

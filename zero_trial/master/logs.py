@@ -43,6 +43,7 @@ class LogLine:
     agent_id: str = ""
     rank: int | None = None
     level: str = "INFO"  # TRACE, DEBUG, INFO, WARNING, ERROR or CRITICAL
+    has_level: bool = False  # it came with the line, and was not found in its text
     stdtype: str = "stdout"
     source: str = "task"  # or "master", for lines that the master adds
 
@@ -223,6 +224,7 @@ class _Reader:
             agent_id=self._names.agent_id,
             rank=data.get("r", int(rank[1]) if rank else None),
             level=level,
+            has_level="l" in data,
             stdtype=data.get("s", "stdout"),
             source="task" if run_id else "master",
         )

@@ -30,8 +30,8 @@ bindings = pytest.importorskip("determined.common.api.bindings")
 def test_lines_are_printed_as_they_are(user: Any) -> None:
     found = list(api.trial_logs(user, 1))
     assert [each.message for each in found] == [
-        "[2023-11-14T22:13:24.000Z] first\n",
-        "[2023-11-14T22:13:24.000Z] [rank=1] second\n",
+        "[2023-11-14T22:13:24.000000Z] containe || first\n",
+        "[2023-11-14T22:13:24.000000Z] containe [rank=1] || ERROR: second\n",
     ]
     assert [(each.log, each.level, each.rankId, each.trialId) for each in found] == [
         ("first", bindings.v1LogLevel.INFO, None, 1),
@@ -42,8 +42,23 @@ def test_lines_are_printed_as_they_are(user: Any) -> None:
 def test_a_rank_that_the_launcher_wrote_is_not_written_twice(user: Any, world: World) -> None:
     world.write(2, "[rank=1] hello")
     (found,) = api.trial_logs(user, 2)
-    assert found.message == "[2023-11-14T22:13:24.000Z] [rank=1] hello\n"
+    assert found.message == f"[2023-11-14T22:13:24.000000Z] {found.containerId[:8]} [rank=1] || hello\n"
     assert (found.log, found.rankId) == ("hello", 1)
+
+
+def test_a_level_at_the_beginning_of_a_line_is_no_part_of_it(user: Any, world: World) -> None:
+    """So ship_logs of a genuine agent reads it."""
+    world.write(2, "[rank=1] INFO: [55] root: hello", "it says ERROR: x")
+    first, second = api.trial_logs(user, 2)
+    assert first.message.endswith(" [rank=1] || INFO: [55] root: hello\n")
+    assert (first.log, first.level) == ("[55] root: hello", bindings.v1LogLevel.INFO)
+    assert second.log == "it says ERROR: x" and second.message.endswith(" || it says ERROR: x\n")
+
+
+def test_lines_of_the_master_have_a_level_and_no_container(user: Any, world: World) -> None:
+    world.state.log_to_trial(2, "it waits", "WARNING")
+    (found,) = api.trial_logs(user, 2)
+    assert found.message == "[2023-11-14T22:13:30.000000Z]          || WARNING: it waits\n"
 
 
 def test_heads_and_tails(user: Any, world: World) -> None:

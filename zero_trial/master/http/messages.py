@@ -386,14 +386,14 @@ def _file(path: Path, name: str) -> Iterator[bytes]:
     yield bytes(-info.size % tarfile.BLOCKSIZE)
 
 
-def when(seconds: float) -> str:
-    """Return a time as RFC 3339 in UTC with milliseconds.
+def when(seconds: float, timespec: str = "milliseconds") -> str:
+    """Return a time as RFC 3339 in UTC, with milliseconds or as ``timespec`` says.
 
     A time that has no such form, which older masters stored, becomes the nearest that has one.
     """
     return (
         datetime.fromtimestamp(min(max(seconds, EARLIEST), LATEST), timezone.utc)
-        .isoformat(timespec="milliseconds")
+        .isoformat(timespec=timespec)
         .replace("+00:00", "Z")
     )
 

@@ -5,7 +5,8 @@ experiment's checkpoint storage.
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cache, partial
 from typing import Any
 
 from zero_trial.master.records import Checkpoint, CheckpointState, ExperimentState
@@ -49,7 +50,7 @@ def of_trial(connection: sqlite3.Connection, trial_id: int) -> list[Checkpoint]:
     rows = connection.execute(
         "SELECT * FROM checkpoints WHERE trial_id = ? ORDER BY steps, reported, rowid", (trial_id,)
     )
-    return [_record(connection, row, True) for row in rows.fetchall()]
+    return _records(connection, rows.fetchall())
 
 
 def of_experiment(connection: sqlite3.Connection, experiment_id: int) -> list[Checkpoint]:
@@ -57,7 +58,7 @@ def of_experiment(connection: sqlite3.Connection, experiment_id: int) -> list[Ch
     rows = connection.execute(
         "SELECT * FROM checkpoints WHERE experiment_id = ? ORDER BY reported, rowid", (experiment_id,)
     )
-    return [_record(connection, row, True) for row in rows.fetchall()]
+    return _records(connection, rows.fetchall())
 
 
 def latest(connection: sqlite3.Connection, trial_id: int) -> Checkpoint | None:
@@ -97,7 +98,7 @@ def is_marked(connection: sqlite3.Connection, uuid: str) -> bool:
 def marked_deleted(connection: sqlite3.Connection) -> list[Checkpoint]:
     """List the checkpoints that are marked."""
     rows = connection.execute("SELECT * FROM checkpoints WHERE doomed = 1 ORDER BY reported, rowid")
-    return [_record(connection, row, True) for row in rows.fetchall()]
+    return _records(connection, rows.fetchall())
 
 
 def source_of(connection: sqlite3.Connection, config: Mapping[str, Any]) -> str | None:
@@ -131,32 +132,47 @@ def sources_in_use(connection: sqlite3.Connection) -> dict[str, int]:
     return found
 
 
+def _records(connection: sqlite3.Connection, rows: Sequence[sqlite3.Row]) -> list[Checkpoint]:
+    """Return checkpoints with what is derived; those of one trial share its configuration."""
+    shared = cache(partial(_of_trial, connection))
+    section = cache(partial(_section, connection))
+    return [_build(connection, row, section(row["storage_id"]), shared(row["trial_id"])) for row in rows]
+
+
 def _record(connection: sqlite3.Connection, row: sqlite3.Row, derived: bool) -> Checkpoint:
-    more = _derived(connection, row) if derived and row["trial_id"] is not None else {}
-    section = connection.execute("SELECT section FROM storages WHERE id = ?", (row["storage_id"],)).fetchone()
+    shared = _of_trial(connection, row["trial_id"]) if derived else {}
+    return _build(connection, row, _section(connection, row["storage_id"]), shared)
+
+
+def _build(
+    connection: sqlite3.Connection, row: sqlite3.Row, section: Mapping[str, Any] | None, shared: Mapping[str, Any]
+) -> Checkpoint:
+    validation = metrics.validation_at(connection, row["trial_id"], row["steps"]) if shared else None
+    values = (
+        {} if validation is None else {"validation_metrics": validation[0].metrics, "searcher_metric": validation[1]}
+    )
     return record(
         Checkpoint,
         row,
-        storage=loads(section[0]) if section is not None else None,
+        storage=section,
         state=CheckpointState(row["state"]),
         metadata=loads(row["metadata"]),
         resources=loads(row["resources"]),
         steps_completed=row["steps"],
-        **more,
+        **shared,
+        **values,
     )
 
 
-def _derived(connection: sqlite3.Connection, row: sqlite3.Row) -> Mapping[str, Any]:
+def _section(connection: sqlite3.Connection, storage_id: int | None) -> Mapping[str, Any] | None:
+    row = connection.execute("SELECT section FROM storages WHERE id = ?", (storage_id,)).fetchone()
+    return loads(row[0]) if row is not None else None
+
+
+def _of_trial(connection: sqlite3.Connection, trial_id: int | None) -> Mapping[str, Any]:
+    """Return what a checkpoint shows of its trial; empty if there is none."""
     trial = connection.execute(
         "SELECT t.hparams, e.config FROM trials t JOIN experiments e ON e.id = t.experiment_id WHERE t.id = ?",
-        (row["trial_id"],),
+        (trial_id,),
     ).fetchone()
-    if trial is None:
-        return {}
-    validation = metrics.validation_at(connection, row["trial_id"], row["steps"])
-    return {
-        "hparams": loads(trial["hparams"]),
-        "experiment_config": loads(trial["config"]),
-        "validation_metrics": validation[0].metrics if validation else {},
-        "searcher_metric": validation[1] if validation else None,
-    }
+    return {} if trial is None else {"hparams": loads(trial["hparams"]), "experiment_config": loads(trial["config"])}

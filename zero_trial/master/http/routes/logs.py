@@ -29,6 +29,7 @@ from zero_trial.master.records import Invalid
 from zero_trial.util.text import strip_control
 
 _LEVELS = ("TRACE", "DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
+_WRITTEN_LEVEL = re.compile(r" ?(DEBUG|INFO|WARNING|ERROR|CRITICAL): ?")  # at the beginning of a line
 _ENTRY = re.compile(r"(\d{4}-\d\d-\d\dT[\d:.]+Z?) ([A-Z]+) (.*)")
 _TAIL = 1024 * 1024  # bytes of the master's log that are read at most
 # instructions of a compiled searchText; the time for a line grows with them
@@ -97,16 +98,23 @@ def _stream(
 def _shared(line: LogLine) -> Dict:
     """Render what the lines of trials and of tasks have in common.
 
-    Clients print ``message`` as it is; ``log`` is the bare text.
+    Clients print ``message`` as it is, in the form of a genuine master; ``log`` is the bare text.
     """
     # `det trial logs` prints it to a terminal, which ignores a NUL
     text = "\0".join(strip_control(part) for part in line.message.split("\0"))
     rank = "" if line.rank is None else f"[rank={line.rank}] "
-    text = text.removeprefix(rank)
+    text = shown = text.removeprefix(rank)
+    found = None if line.has_level else _WRITTEN_LEVEL.match(text)
+    if line.has_level:
+        shown = f"{line.level}: {text}"
+    elif found is not None:
+        text = text[found.end() :]
+        shown = f"{found[1]}: {text}"
+    time = when(line.time, "microseconds")
     return {
         "id": line.id,
-        "timestamp": when(line.time),
-        "message": f"[{when(line.time)}] {rank}{text}\n",
+        "timestamp": time,
+        "message": f"[{time}] {line.container_id[:8]:8} {rank}|| {shown}\n",
         "log": text,
         "agentId": line.agent_id or None,
         "containerId": line.container_id or None,

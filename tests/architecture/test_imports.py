@@ -19,6 +19,7 @@ ARROWS: Mapping[str, set[str]] = {
     "runtime": {"*"},  # the composition roots of one rank
     "stand_in": {"*"},  # other projects' names, which come from every room
     "as_deepspeed": {"stand_in"},
+    "as_determined": {"stand_in", "run"},
     "errors": set(),
     "util": {"errors"},
     # Configuration
@@ -59,6 +60,7 @@ ARROWS: Mapping[str, set[str]] = {
     # there.
     "preflight": {
         *(
+            "stand_in",
             "engine",
             "sharding",
             "pipeline",

@@ -16,6 +16,8 @@ from zero_trial.experiment.experiment import LOCK_SECTION, ExperimentConfig
 from zero_trial.runs.provenance import locked_model_dir
 
 BASE = "ZeroTrial"
+AS_DETERMINED = "zero_trial.as_determined"
+_DEEPSPEED_LAUNCHERS = (AS_DETERMINED, "determined.launch.deepspeed")
 _FORM = re.compile(r"([A-Za-z_][\w.]*):([A-Za-z_]\w*)")
 
 
@@ -25,6 +27,8 @@ class Entrypoint:
 
     module: str
     name: str
+    as_determined: bool = False
+    """Whether the command says that the class is a DeepSpeedTrial of Determined."""
 
     def __str__(self) -> str:
         return f"{self.module}:{self.name}"
@@ -39,7 +43,8 @@ class Entrypoint:
 def parse_entrypoint(value: str | Sequence[str] | None, where: str = "entrypoint") -> Entrypoint:
     """Return the class that an experiment's ``entrypoint`` names: ``model_def:MyTrial`` alone, or
     last in a cluster's launch command (``python3 -m determined.launch.torch_distributed python3 -m
-    zero_trial.run model_def:MyTrial``).
+    zero_trial.run model_def:MyTrial``). With ``zero_trial.as_determined``, or Determined's launcher
+    for DeepSpeed, it is a DeepSpeedTrial.
     """
     words = value.split() if isinstance(value, str) else list(value or ())
     found = [match for word in words if (match := _FORM.fullmatch(word))]
@@ -51,7 +56,7 @@ def parse_entrypoint(value: str | Sequence[str] | None, where: str = "entrypoint
             expected="module:Class",
             fix="Write entrypoint: model_def:MyTrial.",
         )
-    return Entrypoint(found[0][1], found[0][2])
+    return Entrypoint(found[0][1], found[0][2], as_determined=any(word in _DEEPSPEED_LAUNCHERS for word in words))
 
 
 def model_folder(experiment: ExperimentConfig, given: Path | None) -> Path:

@@ -20,7 +20,7 @@ from zero_trial.ds_config.table import DsConfig
 from zero_trial.errors import ConfigError, ExitStatus
 from zero_trial.experiment.experiment import ExperimentConfig, read_experiment
 from zero_trial.launch.agent import AgentCommand, RankProgram
-from zero_trial.launch.entrypoint import Entrypoint, check_entrypoint, model_folder, parse_entrypoint
+from zero_trial.launch.entrypoint import AS_DETERMINED, Entrypoint, check_entrypoint, model_folder, parse_entrypoint
 from zero_trial.launch.environment import HostDevices, count_devices, host_environment, host_names, threads_per_rank
 from zero_trial.launch.hosts import HostPlan
 from zero_trial.launch.placement import PlacementRequest, place
@@ -158,7 +158,8 @@ def _supervisor(folder: Path, lock: Path, checked: CheckedRun, screen: Screen, e
     arguments = ["--run-dir", str(folder), "--experiment", str(lock), "--model-dir", str(checked.model_dir.resolve())]
     arguments += ["--seed", str(checked.seed)]
     arguments += ["--repeat", repeat_command(folder)]
-    target = RankProgram("zero_trial.run", (str(checked.entrypoint), *arguments), "module")
+    program = AS_DETERMINED if checked.entrypoint.as_determined else "zero_trial.run"
+    target = RankProgram(program, (str(checked.entrypoint), *arguments), "module")
     rendezvous = checked.own.rendezvous
     command = AgentCommand(target, checked.own.ranks, str(folder), rendezvous, cwd=str(checked.model_dir.resolve()))
     leads = rendezvous.leads

@@ -23,6 +23,8 @@ from zero_trial.preflight.issues import Area, CheckIssue, Severity, issues_of, n
 from zero_trial.preflight.trial_source import reported_metrics, training_issues
 from zero_trial.runtime.in_memory import InMemoryPlatform
 from zero_trial.runtime.protocols import JsonDistributed
+from zero_trial.stand_in.deepspeed_table import install_deepspeed
+from zero_trial.stand_in.determined_table import install_determined
 from zero_trial.trial.context import EngineFactory, ZeroTrialContext
 from zero_trial.trial.data import TRAIN_LOADER, accept_loader, compare_batch, epoch_steps
 from zero_trial.trial.metrics import COUNTERS, without_counters
@@ -97,6 +99,9 @@ class FakeTask:
     def import_class(self) -> type[ZeroTrial]:
         """Import the trial's class, which runs the user's module."""
         name = self._request.entrypoint
+        if name.as_determined:
+            install_deepspeed().refuse_if_installed()
+            install_determined()
         return import_trial_class(name.module, name.name, self._request.model_dir.resolve())
 
     def seeded_context(self) -> ZeroTrialContext:

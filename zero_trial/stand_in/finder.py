@@ -80,7 +80,8 @@ class StandIn(NamedTuple):
         reason = self._reason(module, name)
         if reason is not None:
             return f"{asked} is refused by zero_trial's stand-in: {reason}"
-        return f"{asked} is not in zero_trial's stand-in for {self.top} {self.version}{self._nearest(module, name)}"
+        of = f"{self.top} {self.version}".rstrip()
+        return f"{asked} is not in zero_trial's stand-in for {of}{self._nearest(module, name)}"
 
     def _reason(self, module: str, name: str) -> str | None:
         names = self.table.get(module, {})

@@ -128,7 +128,17 @@ def import_trial_class(module: str, name: str, model_dir: Path) -> type[ZeroTria
     the module itself pass.
     """
     sys.path.insert(0, str(model_dir))
-    content = vars(importlib.import_module(module))
+    try:
+        content = vars(importlib.import_module(module))
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] != "deepspeed":
+            raise
+        raise ConfigError(
+            f"{module} imports deepspeed, which is not installed",
+            where="entrypoint",
+            fix=f"For a DeepSpeedTrial, write python3 -m zero_trial.as_determined {module}:{name} there: "
+            "zero_trial then answers for deepspeed and determined.pytorch.deepspeed.",
+        ) from error
     kind = content.get(name)
     if isinstance(kind, type) and issubclass(kind, ZeroTrial):
         return kind

@@ -102,8 +102,7 @@ class ParamGroup:
     ) -> None:
         self.name = name
         self.layout = layout
-        self.params = list(params)
-        self.plan = plan
+        self.params, self.plan = list(params), plan
         self.dtype = dtype
         self.block = block
         self.runs = runs
@@ -140,6 +139,7 @@ class ParamGroup:
         self._attach()
         self._noted = self._versions()  # of the parameters' values, all of whose edits count already
         self._real = type(self.full) is torch.Tensor and not self.full.is_meta  # no dry run
+        self._published = self._own_sum()
         # of the parameters that always live
         self._addresses = list(map(torch.Tensor.data_ptr, self.views)) if always and self._real else []
         self.reshard()
@@ -285,6 +285,7 @@ class ParamGroup:
         if self.plan.params is not Lifetime.ALWAYS:
             self.reshard(stale=True)
             return None
+        self._published = self._own_sum()
         if self.comm.size == 1:
             return None
         return self.comm.all_gather(self.full, self.own, self.name, lend=lend)
@@ -331,8 +332,8 @@ class ParamGroup:
 
         Raises TrialError where the parameters do not always live and edits are lost, and for values
         of another shape, dtype or device. Price: a look at the address, and where there are masters
-        at the version, of each parameter. Edits of ``param.data`` in place have no version: masters
-        of their own overwrite them.
+        at the version, of each parameter. Edits of ``param.data`` in place have no version: on CPU
+        a sum over this rank's part shows them, on a device masters of their own overwrite them.
         """
         if self.plan.params is not Lifetime.ALWAYS:
             if self.live and self._real:
@@ -347,7 +348,7 @@ class ParamGroup:
                 raise lost_edits(edited, "between steps")
             return
         self.take_replaced()
-        if self.master is not self.shard and self._versions() != self._noted:
+        if self.master is not self.shard and (self._versions() != self._noted or self._own_sum() != self._published):
             self.apply_edits()
 
     def _note_replaced(self) -> None:
@@ -399,6 +400,11 @@ class ParamGroup:
                     found.add(piece.slot.name)
         self._noted = self._versions()
         return [slot.name for slot in self.layout.slots if slot.name in found]
+
+    def _own_sum(self) -> int:
+        """Add up the bits of this rank's part on CPU (0.05 ns per element), where it is rounded."""
+        summed = self._real and self.own.is_cpu and self.master is not self.shard
+        return int(self.own.view(torch.int64).sum()) if summed else 0
 
     def _versions(self) -> list[int]:
         with unasked():

@@ -6,7 +6,8 @@ import os
 from collections.abc import Mapping
 
 from zero_trial.errors import ConfigError
-from zero_trial.stand_in.finder import StandIn, StandInFinder, Table, install
+from zero_trial.stand_in.deepspeed_refused import REFUSED_MODULES, REFUSED_NAMES, refused_names
+from zero_trial.stand_in.finder import Refused, StandIn, StandInFinder, Table, install
 
 VERSION = "0.19.8"
 """The DeepSpeed whose names these are."""
@@ -50,6 +51,11 @@ _ACCELERATOR = {
     "DeepSpeedAccelerator": "zero_trial.stand_in.accelerator:Accelerator",
 }
 _INIT = _at("zero_trial.comm", "init_distributed")
+_STATUS = _at("zero_trial.sharding.freed", "ZeroParamStatus")
+_CALLABLES = {
+    "DeepSpeedOptimizerCallable": "collections.abc:Callable",
+    "DeepSpeedSchedulerCallable": "collections.abc:Callable",
+}
 _COMM = {
     **_INIT,
     **_at(
@@ -108,9 +114,10 @@ _ADAGRAD = {"DeepSpeedCPUAdagrad": "zero_trial.ops:FusedAdagrad"}
 
 # --- the table ------------------------------------------------------------------------------------
 
-TABLE: Table = {
+OURS: dict[str, dict[str, str]] = {
     "deepspeed": {
         **_ENGINE,
+        **_CALLABLES,
         **_INIT,
         **_at("zero_trial.stand_in.accelerator", "get_accelerator"),
         **_at("zero_trial.stand_in.deepspeed_utils", "logger", "log_dist", "TORCH_DISTRIBUTED_DEFAULT_PORT"),
@@ -123,14 +130,15 @@ TABLE: Table = {
         "zero": "deepspeed.runtime.zero",
     },
     "deepspeed.pipe": _PIPE,
-    "deepspeed.runtime.engine": {"DeepSpeedEngine": _ENGINE["DeepSpeedEngine"]},
-    "deepspeed.runtime.pipe": _PIPE,
+    "deepspeed.runtime.engine": {"DeepSpeedEngine": _ENGINE["DeepSpeedEngine"], **_CALLABLES},
+    "deepspeed.runtime.pipe": {**_PIPE, "ProcessTopology": _TOPOLOGY["ProcessTopology"]},
     "deepspeed.runtime.pipe.engine": {"PipelineEngine": _ENGINE["PipelineEngine"]},
     "deepspeed.runtime.pipe.module": _PIPE,
     "deepspeed.runtime.pipe.topology": _TOPOLOGY,
-    "deepspeed.runtime.zero": _ZERO,
+    "deepspeed.runtime.zero": {**_ZERO, **_STATUS},
     "deepspeed.runtime.zero.partition_parameters": {
         **_ZERO,
+        **_STATUS,
         **_at("zero_trial.stand_in.accelerator", "get_accelerator"),
         # transformers changes the first around zero.Init, and compares with the second
         **_at("zero_trial.stand_in.deepspeed_utils", "zero_wrapper_for_fp_tensor_constructor"),
@@ -152,7 +160,13 @@ TABLE: Table = {
         **_CHECKPOINT_NAMES,
         **_at("zero_trial.stand_in.deepspeed_utils", "clone_tensors_for_torch_save"),
     },
-    "deepspeed.comm": {**_COMM, **_LAUNCHED},
+    "deepspeed.comm": {
+        **_COMM,
+        **_LAUNCHED,
+        **_at("zero_trial.stand_in.accelerator", "get_accelerator"),
+        **_at("zero_trial.stand_in.deepspeed_utils", "TORCH_DISTRIBUTED_DEFAULT_PORT", "default_pg_timeout"),
+        **_at("zero_trial.stand_in.deepspeed_utils", "get_caller_func"),
+    },
     "deepspeed.comm.comm": _COMM,
     "deepspeed.comm.reduce_op": {"ReduceOp": _COMM["ReduceOp"]},
     "deepspeed.comm.utils": _LAUNCHED,
@@ -224,6 +238,15 @@ TABLE: Table = {
     "deepspeed.ops.adagrad": _ADAGRAD,
     "deepspeed.ops.adagrad.cpu_adagrad": _ADAGRAD,
 }
+
+TABLE: Table = {
+    **REFUSED_MODULES,
+    **{
+        module: {**{name: Refused(reason) for name, reason in refused_names(module).items()}, **OURS.get(module, {})}
+        for module in {*OURS, *REFUSED_NAMES}
+    },
+}
+"""OURS with what is refused; a name that both have is ours."""
 
 
 def install_deepspeed() -> StandInFinder:

@@ -34,7 +34,7 @@ class Refused(NamedTuple):
 
 Table = Mapping[str, "Mapping[str, str | Refused] | Refused"]
 """Module -> name -> "module:attribute", a module, or Refused; a Refused module includes all of its
-submodules."""
+submodules, and a Refused name may be a pattern for fnmatch."""
 
 
 class StandIn(NamedTuple):
@@ -66,29 +66,34 @@ class StandIn(NamedTuple):
         return sorted({name.partition(".")[0] for name in under})
 
     def modules(self) -> list[str]:
-        """Return the modules that can be imported: those of the table and their parents."""
+        """Return the modules that can be imported: those of the table that are not refused, and
+        all parents, so that a refused module gives its own reason."""
         found = {self.top}
         for name, names in self.table.items():
-            if not isinstance(names, Refused):
-                parts = name.split(".")
-                found.update(".".join(parts[:end]) for end in range(1, len(parts) + 1))
-        return sorted(found)
+            parts = name.split(".")
+            found.update(".".join(parts[:end]) for end in range(1, len(parts) + (not isinstance(names, Refused))))
+        return sorted(name for name in found if not isinstance(self.table.get(name), Refused))
 
     def refusal(self, module: str, name: str) -> str:
         """Return why ``module.name`` is not answered: its reason, or the nearest listed names."""
         asked = f"{module}.{name}"
-        reason = self._reason(module, name)
+        reason = self.reason(module, name)
         if reason is not None:
             return f"{asked} is refused by zero_trial's stand-in: {reason}"
         of = f"{self.top} {self.version}".rstrip()
         return f"{asked} is not in zero_trial's stand-in for {of}{self._nearest(module, name)}"
 
-    def _reason(self, module: str, name: str) -> str | None:
+    def reason(self, module: str, name: str) -> str | None:
+        """Return why ``module.name`` is refused; None if it is answered or not listed."""
+        from fnmatch import fnmatchcase
+
         names = self.table.get(module, {})
         if not isinstance(names, Refused):
-            listed = names.get(name)
-            if isinstance(listed, Refused):
-                return listed.reason
+            if isinstance(names.get(name), str):
+                return None
+            for pattern, target in names.items():
+                if isinstance(target, Refused) and fnmatchcase(name, pattern):
+                    return target.reason
         parts = f"{module}.{name}".split(".")
         for end in range(len(parts), 0, -1):
             above = self.table.get(".".join(parts[:end]))
@@ -122,11 +127,11 @@ class StandInModule(ModuleType):
 
     def __init__(self, name: str, stand_in: StandIn) -> None:
         super().__init__(name, f"zero_trial's stand-in for {name}")
-        self._stand_in = stand_in
+        self.__dict__["_stand_in"] = stand_in
         self.__all__ = sorted(stand_in.ours(name))
 
     def __getattr__(self, name: str) -> Any:
-        stand_in = self._stand_in
+        stand_in = self.__dict__["_stand_in"]
         target = stand_in.ours(self.__name__).get(name)
         if target is None:
             if name in stand_in.submodules(self.__name__):
@@ -140,6 +145,12 @@ class StandInModule(ModuleType):
             value = getattr(value, part)
         setattr(self, name, value)
         return value
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set a name, except that the import of a submodule does not hide a listed name that is
+        called like it."""
+        if not (isinstance(value, StandInModule) and name in self._stand_in.ours(self.__name__)):
+            super().__setattr__(name, value)
 
     def __dir__(self) -> Iterable[str]:
         return sorted({*self.__dict__, *self.__all__, *self._stand_in.submodules(self.__name__)})

@@ -104,3 +104,6 @@ class LegacyKeys:
     allgather_size: ClassVar = no_effect(
         None, Int(1), "the size is zero_optimization.allgather_bucket_size", origin=Origin.LEGACY
     )
+    local_rank: ClassVar = no_effect(
+        None, Int(-1), "the launcher gives each rank its own (LOCAL_RANK)", origin=Origin.LEGACY
+    )

@@ -203,7 +203,9 @@ class TrainingKeys:
         1.0, Float(low=0), "largest global L2 norm of the gradient over all parameters; 0 switches it off", was="0.0"
     )
     zero_allow_untested_optimizer: bool = no_effect(
-        False, Bool(), "every optimizer that works element by element is sharded; none is called untested"
+        False,
+        AnyOf((Bool(), Int(0, 1))),
+        "every optimizer that works element by element is sharded; none is called untested",
     )
     zero_force_ds_cpu_optimizer: bool = no_effect(True, Bool(), "any elementwise optimizer can be offloaded")
     fp16: Fp16Section = section(Fp16Section, "half-precision parameters with loss scaling and fp32 master weights")

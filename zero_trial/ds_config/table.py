@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-from collections.abc import Iterator, Mapping
+from collections.abc import ItemsView, Iterator, KeysView, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
@@ -45,6 +45,29 @@ class DsConfig(LegacyKeys, RunningKeys, ZeroKeys, TrainingKeys):
     def source(self, key: str) -> ValueSource:
         """Return where the value of a dotted key came from."""
         return self.sources.get(key, DEFAULT)
+
+    # As DeepSpeed's ``engine.config``, the dict that the user has written: keys of the input only.
+
+    def __getitem__(self, key: str) -> Any:
+        return self.raw[key]
+
+    def __contains__(self, key: object) -> bool:
+        return key in self.raw
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.raw)
+
+    def keys(self) -> KeysView[str]:
+        """Return the top-level keys of the input."""
+        return self.raw.keys()
+
+    def items(self) -> ItemsView[str, Any]:
+        """Return the top-level keys of the input, with their values."""
+        return self.raw.items()
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """Return the value of a top-level key of the input, else ``default``."""
+        return self.raw.get(key, default)
 
     @property
     def precision(self) -> str:

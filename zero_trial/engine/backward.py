@@ -101,6 +101,7 @@ class BackwardPasses:
         self._scales = resolved.policy.loss_scale != StaticScale(1.0)
         self.pending = 0  # passes since the last step
         self._sync = True
+        self._coalescing = False
         self._inside = False  # this engine's own backward() runs
         self._noted: _NotedPass | None = None
         self._hook = functools.partial(_note, weakref.ref(self))
@@ -279,14 +280,48 @@ class BackwardPasses:
             self.forget_pass()
         self.pending = 0
 
+    @property
+    def syncs(self) -> bool:
+        """Whether backward passes reduce their gradients, where the plan says so."""
+        return self._sync
+
     @contextmanager
     def without_sync(self) -> Iterator[None]:
         """Reduce nothing inside the block."""
+        self.require_outside("engine.no_sync")
         before, self._sync = self._sync, False
         try:
             yield
         finally:
             self._sync = before
+
+    @contextmanager
+    def coalesced(self) -> Iterator[None]:
+        """Reduce the gradients of all passes inside the block at its end."""
+        if not self._sync:
+            raise TrialError(
+                "it cannot be nested in another block that reduces nothing",
+                where="engine.coalesce_grad_reduction",
+                got="coalesce_grad_reduction()" if self._coalescing else "no_sync()",
+            )
+        self._sync, self._coalescing = False, True
+        try:
+            yield
+        finally:
+            self._sync, self._coalescing = True, False
+        engine = self._trained()  # after an exception the other ranks may not come here
+        if self.pending:
+            engine.sharded.take_gradient_edits(at_step=True)
+            engine.sharded.reducer.reduce_missing()
+
+    def require_outside(self, where: str) -> None:
+        """Raise TrialError inside :meth:`coalesced`."""
+        if self._coalescing:
+            raise TrialError(
+                "it cannot be called inside coalesce_grad_reduction()",
+                where=where,
+                fix="End the block first: the gradients are reduced there.",
+            )
 
     def _loss_scale(self) -> float:
         return self._outcome.finalize().loss_scale.scale if self._scales else 1.0

@@ -34,7 +34,7 @@ from zero_trial.ds_config.reader import read_ds_config
 from zero_trial.ds_config.report import clipping_line, filled_line
 from zero_trial.ds_config.rules import peak_rate
 from zero_trial.ds_config.table import DsConfig
-from zero_trial.engine.compat import hints_of, rank_loader
+from zero_trial.engine.compat import hints_of, rank_loader, require_mesh
 from zero_trial.engine.engine import Engine
 from zero_trial.engine.lr_schedules import build_scheduler
 from zero_trial.engine.observe import COLLECTOR_PAUSE, Observer, build_observer, describe_state
@@ -105,6 +105,7 @@ def initialize(
         raise error.with_traceback(None) from None
     open_console(settings.log_level)
     mesh = _join(settings, mpu, distributed_port, dist_init_required)
+    require_mesh(mesh_param, mesh)
     if _device().type == "cpu" or offloads(settings):
         agree_on_kernels(mesh.world)
     engine = build_engine(
@@ -245,8 +246,8 @@ def build_engine(
         options |= {"collate_fn": collate_fn} if collate_fn is not None else {}
         loader = rank_loader(training_data, resolved.batch.micro_batch_size, mesh, settings, **options)
     parts = (model, sharded, wrapped, lr_scheduler, outcome, observer, resolved, settings, mesh, device)
-    place: dict[str, Any] = {"client_mpu": mpu, "training_dataloader": loader}
-    place["local_rank"] = read_rank_env().local_rank
+    place: dict[str, Any] = {"client_mpu": mpu, "training_dataloader": loader, "collate_fn": collate_fn}
+    place |= {"client_optimizer": optimizer is not None, "local_rank": read_rank_env().local_rank}
     return Engine(*parts, **place) if pipeline is None else PipelineEngine(*parts, **place, resolved_pipeline=pipeline)
 
 

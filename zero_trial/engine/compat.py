@@ -132,6 +132,19 @@ def config_of(args: Any) -> Path | None:
     return path
 
 
+def require_mesh(mesh_param: Any, mesh: Mesh) -> None:
+    """Raise ConfigError where ``initialize(mesh_param=(data, sequence))`` asks for other ranks than
+    ``mesh`` has: sequence parallelism does not exist."""
+    if mesh_param is not None and tuple(mesh_param) != (mesh.data.size, 1):
+        raise ConfigError(
+            "the mesh of the ranks is another one",
+            where="initialize(mesh_param)",
+            got=tuple(mesh_param),
+            expected=f"{(mesh.data.size, 1)}, that is no sequence parallelism",
+            fix='Leave it out, and set "mesh" in ds_config for hybrid sharding, pipelines and model parallelism.',
+        )
+
+
 def hints_of(args: Any) -> dict[str, Any]:
     """Return values for "auto", by the names that Hugging Face's TrainingArguments and plain
     scripts use; of an object with attributes, or None.
@@ -152,6 +165,9 @@ def hints_of(args: Any) -> dict[str, Any]:
 
 
 # --- loaders: ``initialize(training_data=...)`` and ``engine.deepspeed_io`` -----------------------
+
+
+ROUTES = ("train", "eval", "predict")
 
 
 class ShardedLoader(DataLoader[Any]):
@@ -212,8 +228,24 @@ def sharded_loader(
     return ShardedLoader(dataset, sampler, batch_size=batch_size, drop_last=drop_last, **kwargs)
 
 
-def rank_loader(dataset: Any, batch_size: int, mesh: Mesh, config: DsConfig, **options: Any) -> DataLoader[Any]:
+def rank_loader(
+    dataset: Any,
+    batch_size: int,
+    mesh: Mesh,
+    config: DsConfig,
+    *,
+    route: str = "train",
+    sampler: Any = None,
+    **options: Any,
+) -> DataLoader[Any]:
     """Return this rank's part of ``dataset`` in batches of ``batch_size``: what ``training_data``
-    and ``engine.deepspeed_io`` give. Options as for :func:`sharded_loader`."""
-    drop_last = config.dataloader_drop_last
-    return sharded_loader(dataset, batch_size, mesh.data.index, mesh.data.size, drop_last=drop_last, **options)
+    and ``engine.deepspeed_io`` give. Options as for :func:`sharded_loader`; a ``sampler`` chooses
+    this rank's samples itself."""
+    if route not in ROUTES:
+        raise ConfigError("no such route", where="deepspeed_io(route)", got=repr(route), expected=", ".join(ROUTES))
+    options.setdefault("drop_last", config.dataloader_drop_last)
+    if sampler is not None:
+        options.pop("shuffle", None)
+        return DataLoader(dataset, batch_size=batch_size, sampler=sampler, **options)
+    options.setdefault("shuffle", route == "train")
+    return sharded_loader(dataset, batch_size, mesh.data.index, mesh.data.size, **options)

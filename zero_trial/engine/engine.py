@@ -10,7 +10,6 @@ import logging
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +20,11 @@ from zero_trial.comm import Mesh
 from zero_trial.ds_config.batch import BatchTriple, solve_batch
 from zero_trial.ds_config.table import DsConfig
 from zero_trial.engine import loading, saving, uneven
+from zero_trial.engine.accessors import EngineAccessors
 from zero_trial.engine.backward import BackwardPasses
 from zero_trial.engine.compat import EngineMpu, rank_loader
 from zero_trial.engine.monitors import Monitor
 from zero_trial.engine.observe import COLLECTOR_PAUSE, FORWARD, STEP, Observer
-from zero_trial.engine.outcome import NonFiniteStep
 from zero_trial.engine.parameter_checks import ParameterCheck, UsedParameters
 from zero_trial.engine.resolved_config import ResolvedConfig
 from zero_trial.engine.step import StepOutcome
@@ -38,7 +37,7 @@ from zero_trial.sharding.optimizer import ShardedOptimizer
 log = logging.getLogger("zero_trial")
 
 
-class Engine(nn.Module):
+class Engine(EngineAccessors):
     """A model with its sharded optimizer: ``loss = engine(x)``, ``engine.backward(loss)``,
     ``engine.step()``.
 
@@ -50,6 +49,8 @@ class Engine(nn.Module):
         optimizer: over the shards, or None: then only forward and backward work.
         outcome: applies the steps; ``model`` and ``optimizer`` ask it for the loss scale.
         client_mpu: the caller's model-parallel unit, which ``engine.mpu`` then is.
+        collate_fn: of the loaders that :meth:`deepspeed_io` makes.
+        client_optimizer: ``optimizer`` steps one that the caller has built, or a callable has.
     """
 
     def __init__(
@@ -68,6 +69,8 @@ class Engine(nn.Module):
         local_rank: int = 0,
         client_mpu: Any = None,
         training_dataloader: Any = None,
+        collate_fn: Any = None,
+        client_optimizer: bool = False,
     ) -> None:
         super().__init__()
         self.module = module
@@ -82,6 +85,8 @@ class Engine(nn.Module):
         self.mpu = client_mpu if client_mpu is not None else EngineMpu(mesh)
         self.local_rank = local_rank
         self.training_dataloader = training_dataloader
+        self.collate_fn = collate_fn
+        self._client_optimizer = client_optimizer
         self.global_steps = self.global_samples = self.micro_steps = 0
         self._lr_scheduler = lr_scheduler
         self._batch: BatchTriple = resolved.batch
@@ -157,6 +162,7 @@ class Engine(nn.Module):
         one. Raises TrialError at a boundary that no gradient has reached: weight decay and momentum
         would move the weights all the same.
         """
+        self._passes.require_outside("engine.step")
         self._stepped = False
         if self._managed and not self.is_gradient_accumulation_boundary():
             self.micro_steps += 1
@@ -276,6 +282,27 @@ class Engine(nn.Module):
         block reduces the sum."""
         return self._passes.without_sync()
 
+    def coalesce_grad_reduction(self) -> AbstractContextManager[None]:
+        """Reduce once for all backward passes of the block, at its end: one block for one
+        :meth:`step`, which follows it. Collective over data at the end.
+
+        Raises TrialError inside :meth:`no_sync` or itself, where the caller owns the boundary, and
+        for a step inside the block.
+        """
+        if not self._managed:
+            raise TrialError(
+                "the caller owns the accumulation boundary, so that all gradients are reduced at step() anyway",
+                where="engine.coalesce_grad_reduction",
+                got="managed_gradient_accumulation: false",
+                fix="Leave the block out.",
+            )
+        return self._passes.coalesced()
+
+    @property
+    def inside_no_sync_ctxt(self) -> bool:
+        """Return whether backward passes reduce nothing now."""
+        return not self._passes.syncs
+
     def compile(
         self,
         backend: str | Callable[..., Any] = "inductor",
@@ -337,47 +364,7 @@ class Engine(nn.Module):
             last_first.callback(self.outcome.close)
             last_first.callback(self._used.close)
 
-    def __getattr__(self, name: str) -> Any:
-        """Fall through to the module."""
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            modules = self.__dict__.get("_modules", {})
-            if "module" in modules and hasattr(modules["module"], name):
-                return getattr(modules["module"], name)
-            raise
-
-    # --- outcome of the last step; asking may wait for the device ---------------------------------
-
-    def get_global_grad_norm(self) -> float | None:
-        """Return the norm of the last step's gradient before clipping; None before the first."""
-        return self.outcome.result().norm
-
-    def was_step_applied(self) -> bool:
-        """Return whether the last :meth:`step` changed the parameters."""
-        return self._stepped and self.outcome.result().applied
-
-    @property
-    def skipped_steps(self) -> int:
-        return self.outcome.result().skipped
-
-    def skipped_between(self, first: int, end: int) -> int:
-        """Count the skipped steps among numbers ``first`` to ``end`` - 1 (as :attr:`global_steps`
-        counts), of the last thousand skipped ones since the engine was built."""
-        return sum(first <= step < end for step in self.outcome.result().skipped_at)
-
-    @property
-    def last_nonfinite(self) -> NonFiniteStep | None:
-        """Return the gradient that caused the last skipped step. On CUDA with several ranks it is
-        named with the next backward pass."""
-        return self.outcome.result().nonfinite
-
-    @property
-    def loss_scale(self) -> float:
-        """Return the factor on the loss of the next backward pass."""
-        return self.outcome.loss_scale
-
-    cur_scale = loss_scale
+    # --- optimizer and schedule -------------------------------------------------------------------
 
     @property
     def lr_scheduler(self) -> Any:
@@ -387,17 +374,6 @@ class Engine(nn.Module):
     @lr_scheduler.setter
     def lr_scheduler(self, lr_scheduler: Any) -> None:
         self._lr_scheduler = lr_scheduler
-
-    def get_lr(self) -> list[float]:
-        return [group["lr"] for group in self.optimizer.param_groups] if self.optimizer is not None else []
-
-    def get_mom(self) -> list[Any]:
-        """Return each group's betas, or momentum."""
-        groups = self.optimizer.param_groups if self.optimizer is not None else []
-        return [group.get("betas", group.get("momentum")) for group in groups]
-
-    def get_type(self) -> list[str]:
-        return [type(self.optimizer.base).__name__] if self.optimizer is not None else []
 
     # --- measurements -----------------------------------------------------------------------------
 
@@ -430,15 +406,6 @@ class Engine(nn.Module):
 
     # --- batch ------------------------------------------------------------------------------------
 
-    def train_batch_size(self) -> int:
-        return self._batch.train_batch_size
-
-    def train_micro_batch_size_per_gpu(self) -> int:
-        return self._batch.micro_batch_size
-
-    def gradient_accumulation_steps(self) -> int:
-        return self._batch.accumulation
-
     def set_train_batch_size(self, train_batch_size: int) -> None:
         """Change the number of micro-batches per step; the micro-batch stays. Between steps only;
         the gradient buffers keep their dtype."""
@@ -450,48 +417,6 @@ class Engine(nn.Module):
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
         """Change the micro-batch size; the accumulation steps stay and the global batch follows."""
         self._batch = solve_batch(None, micro_batch_size, self._batch.accumulation, self.mesh.data.size)
-
-    # --- configuration and ranks ------------------------------------------------------------------
-
-    @property
-    def _config(self) -> DsConfig:
-        """Return the ds_config with the batch sizes in use; scripts for DeepSpeed read it under
-        this name."""
-        return replace(
-            self.config,
-            train_batch_size=self._batch.train_batch_size,
-            train_micro_batch_size_per_gpu=self._batch.micro_batch_size,
-            gradient_accumulation_steps=self._batch.accumulation,
-        )
-
-    def zero_optimization_stage(self) -> int:
-        return self.config.zero_optimization.stage
-
-    def fp16_enabled(self) -> bool:
-        return self.config.fp16.enabled
-
-    def bfloat16_enabled(self) -> bool:
-        return self.config.bf16.enabled
-
-    @property
-    def global_rank(self) -> int:
-        return self.mesh.rank
-
-    @property
-    def world_size(self) -> int:
-        return self.mesh.world.size
-
-    @property
-    def dp_world_size(self) -> int:
-        return self.mesh.data.size
-
-    @property
-    def mp_world_size(self) -> int:
-        return self.mesh.shape.model
-
-    @property
-    def data_parallel_group(self) -> Any:
-        return self.mesh.data.group
 
     # --- checkpoints ------------------------------------------------------------------------------
 
@@ -505,10 +430,11 @@ class Engine(nn.Module):
     ) -> bool:
         """Write ``save_dir/tag`` (default ``global_stepN``). Collective over the world: every rank
         must call."""
+        directory = saving.folder_of(save_dir, "engine.save_checkpoint(save_dir)")
         self.outcome.finalize()
         self.outcome.compare_calls("engine.save_checkpoint")
         self._check.check("engine.save_checkpoint")
-        return saving.save_state(self, Path(save_dir), tag, client_state, without_frozen=exclude_frozen_parameters)
+        return saving.save_state(self, directory, tag, client_state, without_frozen=exclude_frozen_parameters)
 
     def load_checkpoint(
         self,
@@ -523,12 +449,13 @@ class Engine(nn.Module):
         """Read ``load_dir/tag`` (default: the newest that verifies); return ``(path,
         client_state)``, or ``(None, None)`` without one. Collective."""
         loading.refuse_function(custom_load_fn, "engine.load_checkpoint")
+        directory = saving.folder_of(load_dir, "engine.load_checkpoint(load_dir)")
         full = not load_module_only
         self.outcome.finalize()
         self._restarted = False
         return loading.load_state(
             self,
-            Path(load_dir),
+            directory,
             tag,
             strict=load_module_strict,
             with_optimizer=full and load_optimizer_states,
@@ -550,7 +477,8 @@ class Engine(nn.Module):
     ) -> bool:
         """Write the model's weights in the parameters' dtype as one safetensors file, on rank 0.
         Collective."""
-        return saving.save_weights(self, Path(save_dir), save_filename, without_frozen=exclude_frozen_parameters)
+        directory = saving.folder_of(save_dir, "engine.save_16bit_model(save_dir)")
+        return saving.save_weights(self, directory, save_filename, without_frozen=exclude_frozen_parameters)
 
     def module_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, torch.Tensor]:
         """Return the module's whole state dict on every rank. Collective over shard."""
@@ -569,6 +497,30 @@ class Engine(nn.Module):
         loading.refuse_function(custom_load_fn, "engine.load_module_state_dict")
         self.module.load_state_dict(state_dict, strict=strict)
 
-    def deepspeed_io(self, dataset: Any, batch_size: int | None = None, **kwargs: Any) -> Any:
-        """Return a loader over this rank's part of ``dataset``."""
-        return rank_loader(dataset, batch_size or self._batch.micro_batch_size, self.mesh, self.config, **kwargs)
+    def deepspeed_io(
+        self,
+        dataset: Any,
+        batch_size: int | None = None,
+        route: str = "train",
+        pin_memory: bool = False,
+        data_sampler: Any = None,
+        collate_fn: Any = None,
+        num_local_io_workers: int | None = None,
+        **options: Any,
+    ) -> Any:
+        """Return a loader over this rank's part of ``dataset``.
+
+        Args:
+            batch_size: of this rank; default: the micro-batch size.
+            route: "train" shuffles anew at every pass; "eval" and "predict" keep the order.
+            data_sampler: chooses the samples in place of the engine's sampler.
+            collate_fn: default: that of ``initialize``.
+            num_local_io_workers: processes that read; default: none.
+            options: of torch's DataLoader.
+        """
+        options["pin_memory"] = pin_memory and self.device.type == "cuda"
+        options["num_workers"] = num_local_io_workers or options.get("num_workers", 0)
+        if (collate := collate_fn if collate_fn is not None else self.collate_fn) is not None:
+            options["collate_fn"] = collate
+        size = batch_size or self._batch.micro_batch_size
+        return rank_loader(dataset, size, self.mesh, self.config, route=route, sampler=data_sampler, **options)

@@ -148,6 +148,20 @@ class CheckpointNames:
         return sorted({name for stage in stages for name in stage})
 
 
+def folder_of(directory: Any, where: str) -> Path:
+    """Return ``directory`` as a path. Raises TrialError for None and for "", which would be the
+    working directory."""
+    if directory is None or str(directory) == "":
+        raise TrialError(
+            "there is no directory",
+            where=where,
+            got=repr(directory),
+            expected="a path",
+            fix='Give one, "." for the working directory.',
+        )
+    return Path(directory)
+
+
 def save_state(
     engine: CheckpointedEngine,
     directory: Path,

@@ -1,0 +1,216 @@
+"""DeepSpeed's questions to an engine, its loaders and its blocks without reduction; folders that
+are none."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import zero_trial
+from tests.engine.offloaded import engine_of, loss, values_of
+from tests.support.dense import Turn
+from tests.support.pool import Pools
+from zero_trial.ds_config.reader import read_ds_config
+from zero_trial.engine.accessors import REFUSED, EngineAccessors
+from zero_trial.errors import ConfigError, TrialError
+
+CONFIG: dict[str, Any] = {
+    "train_batch_size": 4,
+    "gradient_accumulation_steps": 2,
+    "gradient_clipping": 0.25,
+    "steps_per_print": 7,
+    "wall_clock_breakdown": False,
+    "bf16": {"enabled": True},
+    "data_types": {"grad_accum_dtype": "fp32"},
+    "optimizer": {"type": "AdamW", "params": {"lr": 0.1, "betas": [0.8, 0.9]}},
+    "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 4}},
+    "zero_optimization": {"stage": 2, "reduce_bucket_size": 777, "offload_optimizer": {"device": "cpu"}},
+}
+
+
+def engine_with(client: Any = None, **config: Any) -> Any:
+    return zero_trial.initialize(model=nn.Linear(3, 3), optimizer=client, config=CONFIG | config)[0]
+
+
+def test_settings_by_deepspeeds_names() -> None:
+    engine = engine_with()
+    assert {
+        "gradient_clipping": 0.25,
+        "steps_per_print": 7,
+        "wall_clock_breakdown": False,
+        "get_batch_info": (4, 2, 2),
+        "get_data_types": (torch.bfloat16, torch.float32),
+        "zero_optimization": True,
+        "zero_optimization_stage": 2,
+        "zero_optimization_partition_gradients": True,
+        "zero_optimization_partition_weights": False,
+        "zero_reduce_bucket_size": 777,
+        "zero_cpu_offload": True,
+        "zero_use_cpu_optimizer": True,
+        "zero_nvme_offload_optimizer": False,
+        "dynamic_loss_scale": False,
+        "initial_dynamic_scale": 1.0,
+        "bfloat16_enabled": True,
+        "fp16_enabled": False,
+        "optimizer_name": "adamw",
+        "optimizer_params": {"lr": 0.1, "betas": (0.8, 0.9)},
+        "scheduler_name": "WarmupLR",
+        "scheduler_params": {"warmup_num_steps": 4},
+        "checkpoint_tag_validation_fail": False,
+        "managed_gradient_accumulation": True,
+        "curriculum_learning_enabled": False,
+        "postscale_gradients": True,
+        "get_data_parallel_rank": 0,
+        "get_tensor_parallel_rank": 0,
+    } == {
+        name: getattr(engine, name)()
+        for name in (
+            *("gradient_clipping", "steps_per_print", "wall_clock_breakdown", "get_batch_info", "get_data_types"),
+            *("zero_optimization", "zero_optimization_stage", "zero_optimization_partition_gradients"),
+            *("zero_optimization_partition_weights", "zero_reduce_bucket_size", "zero_cpu_offload"),
+            *("zero_use_cpu_optimizer", "zero_nvme_offload_optimizer", "dynamic_loss_scale", "initial_dynamic_scale"),
+            *("bfloat16_enabled", "fp16_enabled", "optimizer_name", "optimizer_params", "scheduler_name"),
+            *("scheduler_params", "checkpoint_tag_validation_fail", "managed_gradient_accumulation"),
+            *("curriculum_learning_enabled", "postscale_gradients", "get_data_parallel_rank"),
+            "get_tensor_parallel_rank",
+        )
+    }
+    assert engine.basic_optimizer is engine.optimizer.optimizer
+
+
+def test_every_setting_that_is_asked_for_exists() -> None:
+    engine = engine_with()
+    getters = [name for name, value in vars(EngineAccessors).items() if callable(value) and not name.startswith("_")]
+    assert len(getters) > 80
+    for name in getters:
+        if name != "skipped_between":
+            getattr(engine, name)()
+
+
+def test_a_clients_optimizer_is_named_by_its_class() -> None:
+    engine = engine_with(lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.5), zero_optimization={"stage": 1})
+    assert engine.optimizer_name() == "SGD"
+    assert engine.get_mom() == [0.5]
+
+
+def test_momenta_before_the_first_step() -> None:
+    assert engine_with().get_mom() == [(0.8, 0.9)]
+    plain = engine_with(lambda params: torch.optim.Adagrad(params), zero_optimization={"stage": 1})
+    assert plain.get_mom() == [0.0]
+
+
+def test_config_is_a_mapping_of_what_was_written() -> None:
+    config = engine_with().config
+    assert config["zero_optimization"]["stage"] == 2
+    assert config.get("train_batch_size") == 4 and config.get("fp16") is None
+    assert "bf16" in config and "fp16" not in config
+    assert dict(config).keys() == CONFIG.keys() == dict(config.items()).keys() == set(config)
+    with pytest.raises(KeyError):
+        config["fp16"]
+
+
+def test_a_name_that_means_nothing_here_says_why() -> None:
+    engine = engine_with()
+    for name, why in REFUSED.items():
+        assert not hasattr(engine, name)
+        with pytest.raises(AttributeError) as raised:
+            getattr(engine, name)
+        assert why in str(raised.value) and name in str(raised.value)
+    with pytest.raises(AttributeError, match="no_such_name"):
+        engine.no_such_name  # noqa: B018
+
+
+def coalesced(stage: str, blocks: bool) -> list[Any]:
+    """Values after two steps, each of three losses, and the gradient elements that the last step()
+    itself has reduced."""
+    engine = engine_of(stage, {"gradient_accumulation_steps": 3}, None)
+    for step in range(2):
+        if blocks:
+            with engine.coalesce_grad_reduction():
+                assert engine.inside_no_sync_ctxt
+                for number in range(3):
+                    engine.set_gradient_accumulation_boundary(number == 2)
+                    engine.backward(loss(engine, Turn(step, number, engine.global_rank)))
+            assert not engine.inside_no_sync_ctxt
+        else:
+            for number in range(3):
+                engine.set_gradient_accumulation_boundary(number == 2)
+                engine.backward(loss(engine, Turn(step, number, engine.global_rank)))
+        before = engine.comms_summary()
+        engine.step()
+        after = engine.comms_summary()
+        moved = {name: after[name]["elements"] - before.get(name, {"elements": 0})["elements"] for name in after}
+    reduced = sum(count for name, count in moved.items() if "reduce_scatter" in name)
+    return [values_of(engine), reduced]
+
+
+@pytest.mark.parametrize("stage", ["zero0", "zero1", "zero2", "zero3-free"])
+def test_a_block_reduces_once_at_its_end_and_means_the_same_step(ranks: Pools, stage: str) -> None:
+    for (blocks, late), (plain, _) in zip(
+        ranks(2).run(coalesced, stage, True), ranks(2).run(coalesced, stage, False), strict=True
+    ):
+        assert late == 0, "all gradients are reduced before step()"
+        for name, value in blocks.items():
+            torch.testing.assert_close(value, plain[name], rtol=1e-5, atol=1e-7, msg=name)
+
+
+def test_blocks_are_not_nested_and_no_step_is_taken_inside() -> None:
+    engine = engine_with()
+    with engine.coalesce_grad_reduction():
+        for call in (
+            engine.step,
+            lambda: engine.no_sync().__enter__(),
+            lambda: engine.coalesce_grad_reduction().__enter__(),
+        ):
+            with pytest.raises(TrialError):
+                call()
+    with engine.no_sync(), pytest.raises(TrialError), engine.coalesce_grad_reduction():
+        pass
+    assert not engine.inside_no_sync_ctxt
+    unmanaged = engine_with(managed_gradient_accumulation=False, gradient_accumulation_steps=1, train_batch_size=1)
+    with pytest.raises(TrialError):
+        unmanaged.coalesce_grad_reduction()
+
+
+@pytest.mark.parametrize("folder", ["", None])
+def test_a_folder_that_is_none_is_refused(folder: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    engine = engine_with()
+    for call in (engine.save_checkpoint, engine.load_checkpoint, engine.save_16bit_model):
+        with pytest.raises(TrialError, match="directory"):
+            call(folder)
+    assert not list(tmp_path.iterdir())
+
+
+def test_loaders_take_deepspeeds_arguments() -> None:
+    data = [torch.full((3,), float(i)) for i in range(6)]
+    model, sampler = nn.Linear(3, 3), torch.utils.data.SequentialSampler(range(4))
+    engine = zero_trial.initialize(model=model, config=CONFIG, collate_fn=lambda rows: len(rows))[0]
+    assert list(engine.deepspeed_io(data, 4)) == [4, 2]
+    rows = [
+        each.tolist()[0] for batch in engine.deepspeed_io(data, 6, "eval", collate_fn=torch.stack) for each in batch
+    ]
+    assert rows == [0, 1, 2, 3, 4, 5]
+    chosen = engine.deepspeed_io(data, 2, "train", True, sampler, torch.stack, 0)
+    assert [batch[:, 0].tolist() for batch in chosen] == [[0, 1], [2, 3]]
+    assert engine.deepspeed_io(data, num_local_io_workers=1).num_workers == 1
+    with pytest.raises(ConfigError, match="route"):
+        engine.deepspeed_io(data, route="training")
+
+
+def test_initialize_takes_a_mesh_of_data_parallel_ranks_alone() -> None:
+    zero_trial.initialize(model=nn.Linear(3, 3), config=CONFIG, mesh_param=(1, 1))
+    for mesh in ((1, 2), (2, 1)):
+        with pytest.raises(ConfigError, match="mesh_param"):
+            zero_trial.initialize(model=nn.Linear(3, 3), config=CONFIG, mesh_param=mesh)
+
+
+def test_keys_that_scripts_leave_in_a_config_are_taken_with_a_note() -> None:
+    found = read_ds_config({"train_batch_size": 1, "local_rank": 0, "zero_allow_untested_optimizer": 1})
+    assert found["local_rank"] == 0
+    with pytest.raises(ConfigError):
+        read_ds_config({"train_batch_size": 1, "zero_allow_untested_optimizer": 2})

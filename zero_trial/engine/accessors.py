@@ -1,0 +1,360 @@
+"""DeepSpeed's questions to an engine: its settings, ranks and counts, by DeepSpeed's names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from zero_trial.comm import Mesh
+from zero_trial.ds_config.batch import BatchTriple
+from zero_trial.ds_config.table import DsConfig
+from zero_trial.engine.outcome import NonFiniteStep
+from zero_trial.engine.resolved_config import ResolvedConfig
+from zero_trial.engine.step import StepOutcome
+from zero_trial.precision import DynamicScale
+from zero_trial.sharding.optimizer import ShardedOptimizer
+
+Getter = Callable[["EngineAccessors"], Any]
+
+
+def _setting(path: str) -> Getter:
+    """Return a method that gives the value of a dotted key of ds_config."""
+
+    def get(self: EngineAccessors) -> Any:
+        value: Any = self._config
+        for name in path.split("."):
+            value = getattr(value, name)
+        return value
+
+    get.__doc__ = f"Return ds_config's ``{path}``."
+    return get
+
+
+def _zero(name: str) -> Getter:
+    return _setting(f"zero_optimization.{name}")
+
+
+def _answer(value: Any, why: str) -> Getter:
+    """Return a method whose answer is the same for every engine."""
+
+    def get(self: EngineAccessors) -> Any:
+        return value
+
+    get.__doc__ = f"Return {value}: {why}."
+    return get
+
+
+class EngineAccessors(nn.Module):
+    """The part of an engine that only answers. Counts of steps may wait for the device."""
+
+    config: DsConfig
+    resolved: ResolvedConfig
+    mesh: Mesh
+    outcome: StepOutcome
+    optimizer: ShardedOptimizer | None
+    module: nn.Module
+    _batch: BatchTriple
+    _stepped: bool
+    _client_optimizer: bool
+
+    # --- the last step ----------------------------------------------------------------------------
+
+    def get_global_grad_norm(self) -> float | None:
+        """Return the norm of the last step's gradient before clipping; None before the first."""
+        return self.outcome.result().norm
+
+    def was_step_applied(self) -> bool:
+        """Return whether the last ``step`` changed the parameters."""
+        return self._stepped and self.outcome.result().applied
+
+    @property
+    def skipped_steps(self) -> int:
+        return self.outcome.result().skipped
+
+    def skipped_between(self, first: int, end: int) -> int:
+        """Count the skipped steps among numbers ``first`` to ``end`` - 1 (as ``global_steps``
+        counts), of the last thousand skipped ones since the engine was built."""
+        return sum(first <= step < end for step in self.outcome.result().skipped_at)
+
+    @property
+    def last_nonfinite(self) -> NonFiniteStep | None:
+        """Return the gradient that caused the last skipped step. On CUDA with several ranks it is
+        named with the next backward pass."""
+        return self.outcome.result().nonfinite
+
+    @property
+    def loss_scale(self) -> float:
+        """Return the factor on the loss of the next backward pass."""
+        return self.outcome.loss_scale
+
+    cur_scale = loss_scale
+
+    # --- optimizer and schedule -------------------------------------------------------------------
+
+    @property
+    def basic_optimizer(self) -> torch.optim.Optimizer | None:
+        """Return the optimizer that steps on this rank's pieces."""
+        return self.optimizer.base if self.optimizer is not None else None
+
+    def get_lr(self) -> list[Any]:
+        """Return each group's learning rate."""
+        return self._of_groups("lr")
+
+    def get_mom(self) -> list[Any]:
+        """Return each group's betas, or momentum; 0.0 where it has neither."""
+        betas, momenta = self._of_groups("betas"), self._of_groups("momentum")
+        return [beta if beta != 0.0 else momentum for beta, momentum in zip(betas, momenta, strict=True)]
+
+    def _of_groups(self, name: str) -> list[Any]:
+        groups = self.optimizer.param_groups if self.optimizer is not None else []
+        return [group.get(name, 0.0) for group in groups]
+
+    def get_type(self) -> list[str]:
+        return [type(self.optimizer.base).__name__] if self.optimizer is not None else []
+
+    def optimizer_name(self) -> str | None:
+        """Return the class name of a client's optimizer, else ds_config's ``optimizer.type`` (in
+        small letters where it is one of DeepSpeed's own names); None without an optimizer."""
+        if self._client_optimizer:
+            return type(self.optimizer.base).__name__ if self.optimizer is not None else None
+        named = self.config.optimizer.type if self.config.optimizer is not None else None
+        return named.lower() if named is not None and named.lower() in _DEEPSPEED_OPTIMIZERS else named
+
+    def optimizer_params(self) -> dict[str, Any] | None:
+        """Return ds_config's ``optimizer.params``."""
+        return dict(self.config.optimizer.params) if self.config.optimizer is not None else None
+
+    def scheduler_name(self) -> str | None:
+        """Return ds_config's ``scheduler.type``."""
+        return self.config.scheduler.type if self.config.scheduler is not None else None
+
+    def scheduler_params(self) -> dict[str, Any] | None:
+        """Return ds_config's ``scheduler.params``."""
+        return dict(self.config.scheduler.params) if self.config.scheduler is not None else None
+
+    # --- batch ------------------------------------------------------------------------------------
+
+    def train_batch_size(self) -> int:
+        return self._batch.train_batch_size
+
+    def train_micro_batch_size_per_gpu(self) -> int:
+        return self._batch.micro_batch_size
+
+    def gradient_accumulation_steps(self) -> int:
+        return self._batch.accumulation
+
+    def get_batch_info(self) -> tuple[int, int, int]:
+        """Return batch size, micro-batch size and accumulation steps."""
+        return self._batch.train_batch_size, self._batch.micro_batch_size, self._batch.accumulation
+
+    # --- ds_config --------------------------------------------------------------------------------
+
+    @property
+    def _config(self) -> DsConfig:
+        """Return the ds_config with the batch sizes in use; scripts for DeepSpeed read it under
+        this name."""
+        return replace(
+            self.config,
+            train_batch_size=self._batch.train_batch_size,
+            train_micro_batch_size_per_gpu=self._batch.micro_batch_size,
+            gradient_accumulation_steps=self._batch.accumulation,
+        )
+
+    def zero_optimization_stage(self) -> int:
+        return self.config.zero_optimization.stage
+
+    def zero_optimization(self) -> bool:
+        """Return whether the ZeRO stage is above 0."""
+        return self.zero_optimization_stage() > 0
+
+    def zero_optimization_partition_gradients(self) -> bool:
+        """Return whether gradients are sharded: stages 2 and 3."""
+        return self.zero_optimization_stage() >= 2
+
+    def zero_optimization_partition_weights(self) -> bool:
+        """Return whether parameters are sharded: stage 3."""
+        return self.zero_optimization_stage() >= 3
+
+    def zero_use_cpu_optimizer(self) -> bool:
+        """Return whether masters and moments are in host memory or on NVMe."""
+        return self._offload_device() in ("cpu", "nvme")
+
+    def zero_cpu_offload(self) -> bool:
+        """Return whether masters and moments are in host memory."""
+        return self._offload_device() == "cpu"
+
+    def zero_nvme_offload_optimizer(self) -> bool:
+        """Return whether masters and moments are on NVMe."""
+        return self._offload_device() == "nvme"
+
+    def _offload_device(self) -> str:
+        section = self.config.zero_optimization.offload_optimizer
+        return section.device if section is not None else "none"
+
+    def dynamic_loss_scale(self) -> bool:
+        """Return whether the loss scale follows the gradients."""
+        return isinstance(self.resolved.policy.loss_scale, DynamicScale)
+
+    def initial_dynamic_scale(self) -> float:
+        """Return the loss scale of the first step."""
+        return self.resolved.policy.loss_scale.scale
+
+    def get_data_types(self) -> tuple[torch.dtype, torch.dtype]:
+        """Return the dtypes in which the model computes and gradients are added up."""
+        model = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}[self.config.precision]
+        return model, _DTYPES.get(self.config.data_types.grad_accum_dtype or "", model)
+
+    def checkpoint_tag_validation_enabled(self) -> bool:
+        """Return whether ranks compare the tags of a checkpoint."""
+        return self.config.checkpoint.tag_validation.lower() != "ignore"
+
+    def checkpoint_tag_validation_fail(self) -> bool:
+        """Return whether tags that differ are an error."""
+        return self.config.checkpoint.tag_validation.lower() == "fail"
+
+    fp16_enabled = _setting("fp16.enabled")
+    fp16_auto_cast = _setting("fp16.auto_cast")
+    fp16_master_weights_and_gradients = _setting("fp16.fp16_master_weights_and_grads")
+    bfloat16_enabled = _setting("bf16.enabled")
+    bf16_master_weights_and_gradients = _setting("bf16.bf16_master_weights_and_grads")
+    bf16_optimizer_states = _setting("bf16.bf16_optimizer_states")
+    torch_autocast_enabled = _setting("torch_autocast.enabled")
+    gradient_clipping = _setting("gradient_clipping")
+    gradient_predivide_factor = _setting("gradient_predivide_factor")
+    managed_gradient_accumulation = _setting("managed_gradient_accumulation")
+    steps_per_print = _setting("steps_per_print")
+    wall_clock_breakdown = _setting("wall_clock_breakdown")
+    memory_breakdown = _setting("memory_breakdown")
+    dump_state = _setting("dump_state")
+    dataloader_drop_last = _setting("dataloader_drop_last")
+    load_universal_checkpoint = _setting("checkpoint.load_universal")
+    use_node_local_storage = _setting("checkpoint.use_node_local_storage")
+    zero_allow_untested_optimizer = _setting("zero_allow_untested_optimizer")
+    zero_force_ds_cpu_optimizer = _setting("zero_force_ds_cpu_optimizer")
+    flops_profiler_enabled = _setting("flops_profiler.enabled")
+    flops_profiler_profile_step = _setting("flops_profiler.profile_step")
+    flops_profiler_module_depth = _setting("flops_profiler.module_depth")
+    flops_profiler_top_modules = _setting("flops_profiler.top_modules")
+    flops_profiler_detailed = _setting("flops_profiler.detailed")
+    flops_profiler_output_file = _setting("flops_profiler.output_file")
+    flops_profiler_recompute_fwd_factor = _setting("flops_profiler.recompute_fwd_factor")
+    zero_offload_optimizer = _zero("offload_optimizer")
+    zero_offload_param = _zero("offload_param")
+    zero_reduce_scatter = _zero("reduce_scatter")
+    zero_overlap_comm = _zero("overlap_comm")
+    zero_contiguous_gradients = _zero("contiguous_gradients")
+    zero_sub_group_size = _zero("sub_group_size")
+    zero_reduce_bucket_size = _zero("reduce_bucket_size")
+    zero_allgather_bucket_size = _zero("allgather_bucket_size")
+    zero_prefetch_bucket_size = _zero("prefetch_bucket_size")
+    zero_max_live_parameters = _zero("max_live_parameters")
+    zero_max_reuse_distance = _zero("max_reuse_distance")
+    zero_param_persistence_threshold = _zero("param_persistence_threshold")
+    zero_model_persistence_threshold = _zero("model_persistence_threshold")
+    zero_module_granularity_threshold = _zero("module_granularity_threshold")
+    zero_gather_16bit_weights_on_model_save = _zero("gather_16bit_weights_on_model_save")
+    zero_ignore_unused_parameters = _zero("ignore_unused_parameters")
+    zero_load_from_fp32_weights = _zero("load_from_fp32_weights")
+    zero_hpz_partition_size = _zero("zero_hpz_partition_size")
+    zero_quantized_weights = _zero("zero_quantized_weights")
+    zero_quantized_nontrainable_weights = _zero("zero_quantized_nontrainable_weights")
+    zero_quantized_gradients = _zero("zero_quantized_gradients")
+    curriculum_learning_enabled = _answer(False, "ds_config refuses curricula")
+    data_efficiency_enabled = _answer(False, "ds_config refuses data efficiency")
+    data_sampling_enabled = _answer(False, "ds_config refuses data efficiency")
+    random_ltd_enabled = _answer(False, "ds_config refuses data efficiency")
+    autotuning_enabled = _answer(False, "searches are zero_trial's own")
+    autotp_size = _answer(0, "tensor parallelism is the model's own")
+
+    def postscale_gradients(self) -> bool:
+        """Return whether gradients are divided after they are summed over ranks."""
+        return not self.config.prescale_gradients
+
+    # --- ranks ------------------------------------------------------------------------------------
+
+    pipeline_parallelism = False
+    has_moe_layers = False
+    enable_backward_allreduce = True
+
+    @property
+    def global_rank(self) -> int:
+        return self.mesh.rank
+
+    @property
+    def world_size(self) -> int:
+        return self.mesh.world.size
+
+    @property
+    def dp_world_size(self) -> int:
+        return self.mesh.data.size
+
+    @property
+    def mp_world_size(self) -> int:
+        return self.mesh.shape.model
+
+    @property
+    def data_parallel_group(self) -> Any:
+        return self.mesh.data.group
+
+    seq_data_parallel_group = data_parallel_group
+
+    def get_data_parallel_rank(self) -> int:
+        return self.mesh.data.index
+
+    def get_model_parallel_rank(self) -> int:
+        return self.mesh.coordinates["model"]
+
+    get_tensor_parallel_rank = get_model_parallel_rank
+
+    def __getattr__(self, name: str) -> Any:
+        """Fall through to the module. Names of DeepSpeed's engine that mean nothing here say why
+        they are missing."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            modules = self.__dict__.get("_modules", {})
+            if "module" in modules and hasattr(modules["module"], name):
+                return getattr(modules["module"], name)
+            if (why := REFUSED.get(name)) is not None:
+                raise AttributeError(f"engine.{name} does not exist in zero_trial: {why}") from None
+            raise
+
+
+_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+_DEEPSPEED_OPTIMIZERS = {
+    *("adam", "adamw", "lamb", "lion", "adagrad", "muon", "muadam", "muadamw", "musgd"),
+    *("onebitadam", "onebitlamb", "zerooneadam"),
+}
+
+_REDUCED = "the engine reduces gradients itself: at the accumulation boundary, at engine.step() at the latest"
+_SPARSE = "gradients are dense; build embeddings with sparse=False"
+_COMPILED = "engine.compile() compiles blocks with torch.compile; DeepCompile's passes do not exist"
+_DATA = "curricula and data efficiency do not exist; choose the samples in the data loader"
+_STATES = "set offload_optimizer in ds_config; state does not move while an engine lives"
+_MOE = "expert parallelism does not exist; experts are ordinary modules that every rank has"
+REFUSED: dict[str, str] = {
+    **dict.fromkeys(("allreduce_gradients", "allreduce_bucket", "allreduce_and_copy", "allreduce_no_retain"), _REDUCED),
+    "buffered_allreduce_fallback": _REDUCED,
+    **dict.fromkeys(("sparse_allreduce", "sparse_allreduce_bucket", "sparse_allreduce_no_retain"), _SPARSE),
+    **dict.fromkeys(("sparse_all_gather", "all_gather_scalar"), _SPARSE),
+    **dict.fromkeys(("compile_autosp", "compile_autotp", "compile_zero_optimization_stage"), _COMPILED),
+    **dict.fromkeys(("register_compile_pass", "get_compile_time", "is_deepcompile_active"), _COMPILED),
+    **dict.fromkeys(("is_deepcompile_enabled", "get_deepcompile_backend", "get_deepspeed_compile_backend"), _COMPILED),
+    **dict.fromkeys(("set_custom_curriculum_learning_schedule", "curriculum_learning_config"), _DATA),
+    **dict.fromkeys(("data_efficiency_config", "data_sampling_config", "set_data_post_process_func"), _DATA),
+    **dict.fromkeys(("random_ltd_config", "random_ltd_initialize"), _DATA),
+    **dict.fromkeys(("offload_states", "reload_states"), _STATES),
+    "load_moe_state_dict": _MOE,
+    "clip_fp32_gradients": "set gradient_clipping in ds_config, or clip with torch before engine.step() at ZeRO 0 and 1",
+    "save_fp16_model": "it is called save_16bit_model",
+    "get_sequence_parallel_group": "sequence parallelism does not exist",
+    "get_wall_clock_timers": "set wall_clock_breakdown in ds_config; engine.observer has the times",
+    "print_forward_breakdown": "set wall_clock_breakdown in ds_config",
+    "super_offload": "offload_optimizer has one form; its sizes are buffer_count and sub_group_size",
+    "zenflow_config": "ZenFlow does not exist; offload_optimizer overlaps by itself",
+}
+"""Names of DeepSpeed's engine that it does not have here, and why."""

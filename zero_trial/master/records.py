@@ -150,6 +150,7 @@ class Trial:
     runner_state: str = ""  # as the harness reports it
     reason: str = ""  # why it ended other than COMPLETED
     pruned: bool = False  # ended before it was ever launched
+    archived: bool = False  # by itself; with its experiment it is archived in any case
     log_policy_matched: str | None = None  # the name of the newest log policy that has matched
     external_id: str | None = None  # of an unmanaged trial, as for its experiment
     last_activity: float | None = None  # when an unmanaged trial has started or sent a heartbeat

@@ -23,6 +23,7 @@ import yaml
 from tests.master.http.conftest import Ask
 from tests.master.world import CONFIG, OTHER_TASK_TOKEN, TASK_TOKEN, USER_TOKEN, UUID, World
 from zero_trial.master.core.accounts import Principal
+from zero_trial.master.core.bulk import BULK_OPERATIONS
 from zero_trial.master.http.app import Application, Router, all_routes
 from zero_trial.master.http.messages import (
     AuthLevel,
@@ -171,6 +172,8 @@ OWN_BODIES: list[tuple[str, str, Any]] = [
     ("POST", "/api/v1/task/logs", {"logs": [{"taskId": "task-2", "log": "x"}]}),
     ("POST", "/task-logs", [{"task_id": "task-2", "log": "x"}]),
     ("GET", "/api/v1/trials/metrics/trial_metrics?trialIds=2", {}),
+    ("GET", "/api/v1/trials/time-series?trialIds=2&metricNames=loss", {}),
+    ("GET", "/api/v1/trials/time-series?trialIds=1&trialIds=2", {}),
     ("GET", f"/api/v1/checkpoints/{UUID}", {}),
     ("GET", f"/checkpoints/{UUID}", {}),
 ]
@@ -438,7 +441,68 @@ WORDS_OF_MODEL = {
     "workspaceName": "Uncategorized",
 }
 TEMPLATE = {"name": "small", "config": {"description": "d"}, "workspaceId": 0}
+FILTER = json.dumps(
+    {
+        "filterGroup": {
+            "kind": "group",
+            "conjunction": "and",
+            "children": [
+                {
+                    "kind": "field",
+                    "columnName": "id",
+                    "operator": ">",
+                    "value": 0,
+                    "location": "LOCATION_TYPE_EXPERIMENT",
+                },
+                {
+                    "kind": "field",
+                    "columnName": "validation.validation_loss.min",
+                    "operator": "<",
+                    "value": 1.0,
+                    "location": "LOCATION_TYPE_VALIDATIONS",
+                    "type": "COLUMN_TYPE_NUMBER",
+                },
+            ],
+        },
+        "showArchived": True,
+    }
+)
+SEARCH = {"filter": FILTER, "sort": "id=desc,hp.lr=asc", "limit": 2, "offset": 0, "projectId": 1}
+OF_RUNS = {"runIds": [], "projectId": 1, "filter": FILTER}
+OF_EXPERIMENTS = {
+    "experimentIds": [1, 2],
+    "projectId": 1,
+    "filters": {
+        "name": "e",
+        "description": "",
+        "labels": [],
+        "states": ["STATE_ACTIVE"],
+        "userIds": [1],
+        "excludedExperimentIds": [2],
+        "projectId": 1,
+        "archived": False,
+    },
+}
 BODIES: dict[str, Any] = {
+    "POST /api/v1/runs": SEARCH,
+    "POST /api/v1/experiments-search": SEARCH,
+    **{
+        f"POST /api/v1/runs/{operation}": OF_RUNS
+        for operation in ("kill", "pause", "resume", "archive", "unarchive", "delete")
+    },
+    "POST /api/v1/runs/move": {
+        "runIds": [1],
+        "sourceProjectId": 1,
+        "destinationProjectId": 2,
+        "skipMultitrial": True,
+    },
+    **{
+        f"{'DELETE' if operation == 'delete' else 'POST'} /api/v1/projects/{{projectId:int}}/experiments/{operation}": {
+            **OF_EXPERIMENTS,
+            "destinationProjectId": 2,
+        }
+        for operation in BULK_OPERATIONS
+    },
     "POST /api/v1/experiments": {
         "config": yaml.safe_dump(CONFIG),
         "modelDefinition": [FILE],

@@ -79,6 +79,12 @@ def _scrypt(text: str, salt: bytes) -> bytes:
     return hashlib.scrypt(text.encode(), salt=salt, n=_COST, r=8, p=1)
 
 
+def require_owner(user: User, owner: str, name: str) -> None:
+    """Raise PermissionDenied unless a user owns what has this name, or is an administrator."""
+    if user.name != owner and not user.admin:
+        raise PermissionDenied(f"only the owner of {name} and administrators may do this")
+
+
 def require_own(allocation: Allocation, **asked: object) -> None:
     """Raise PermissionDenied unless everything asked for is the allocation's own.
 

@@ -383,7 +383,7 @@ class ExperimentService:
                 )
             self._revive(tx, experiment_id, _placed(done.config))
             warnings = _partial_searcher(override)
-            for warning in warnings:
+            for warning in warnings if known else ():  # its runs may have been deleted
                 tx.note(known[0].id, "WARNING", warning)
         return Created(self.get(experiment_id), done.config, (*done.warnings, *warnings))
 

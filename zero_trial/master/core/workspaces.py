@@ -11,13 +11,13 @@ import sqlite3
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
+from zero_trial.master.core.accounts import require_owner
 from zero_trial.master.core.registry import leave_workspace
 from zero_trial.master.core.state import MasterState
 from zero_trial.master.core.transaction import Transaction, transaction
 from zero_trial.master.records import (
     Conflict,
     Invalid,
-    PermissionDenied,
     Project,
     User,
     Workspace,
@@ -131,7 +131,7 @@ class WorkspaceService:
         _require_own(number, "project")
         with transaction(self._state) as tx:
             found = _changeable(workspaces.project(tx.connection, number), f"project {number}", user)
-            _require_open(found)
+            require_open(found)
             changes = {} if description is None else {"description": description}
             if name is not None and name != found.name:
                 _check_project_name(workspaces.projects(tx.connection), found.workspace_id, name)
@@ -151,7 +151,7 @@ class WorkspaceService:
         """Move a project to another workspace. Raises Conflict if one of them is archived."""
         with transaction(self._state) as tx:
             found = _changeable(workspaces.project(tx.connection, number), f"project {number}", user)
-            _require_open(found)
+            require_open(found)
             self._open(tx, workspace_id)
             if workspace_id != found.workspace_id:
                 _check_project_name(workspaces.projects(tx.connection), workspace_id, found.name)
@@ -161,7 +161,7 @@ class WorkspaceService:
         """Append notes to those of a project, or replace them; return what is there then."""
         with transaction(self._state) as tx:
             found = existing(workspaces.project(tx.connection, number), f"project {number}")
-            _require_open(found)
+            require_open(found)
             after = [*(found.notes if append else ()), *notes]
             workspaces.change_project(tx.connection, number, notes=after)
         return after
@@ -186,7 +186,7 @@ class WorkspaceService:
         with transaction(self._state) as tx:
             experiment = tx.experiment_of(experiment_id)
             for number in (experiment.project_id, project_id):
-                _require_open(existing(workspaces.project(tx.connection, number), f"project {number}"))
+                require_open(existing(workspaces.project(tx.connection, number), f"project {number}"))
             experiments.change(tx.connection, experiment_id, project_id=project_id)
 
 
@@ -247,8 +247,7 @@ def _changeable(found: _Place | None, name: str, user: User) -> _Place:
     or, for the first, Conflict.
     """
     place = existing(found, name)
-    if ("" if place.id == FIRST else place.owner) != user.name and not user.admin:
-        raise PermissionDenied(f"only the owner of {name} and administrators may do this")
+    require_owner(user, "" if place.id == FIRST else place.owner, name)
     _require_own(place.id, name.partition(" ")[0])
     return place
 
@@ -258,7 +257,8 @@ def _require_own(number: int, kind: str) -> None:
         raise Conflict(f"the {kind} {UNCATEGORIZED} stays as it is")
 
 
-def _require_open(project: Project) -> None:
+def require_open(project: Project) -> None:
+    """Raise Conflict for a project that is archived, by itself or with its workspace."""
     if project.archived:
         raise Conflict(f"project {project.id} is archived")
 

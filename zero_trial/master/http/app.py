@@ -40,6 +40,7 @@ from zero_trial.master.http.routes import (
     logs,
     machine,
     registry,
+    tables,
     tasks,
     trials,
     users,
@@ -220,7 +221,7 @@ def listen(
 
 def all_routes() -> Iterator[Route]:
     """Yield every route that is answered; their order does not matter."""
-    for part in (experiments, trials, tasks, checkpoints, registry, logs, machine, users, workspaces):
+    for part in (experiments, tables, trials, tasks, checkpoints, registry, logs, machine, users, workspaces):
         yield from part.ROUTES
 
 
@@ -236,15 +237,14 @@ _UNSUPPORTED: Mapping[str, str] = {
     "/api/v1/commands": f"{_NO_TASKS}: {_PLAIN}",
     "/api/v1/tensorboards": f"{_NO_TASKS}: run 'tensorboard --logdir' on the experiment's tensorboard directory",
     "/api/v1/generic-tasks": "generic tasks are not run by the embedded master: submit an experiment",
-    "/api/v1/runs": "runs are not searched or changed in bulk by the embedded master: use the experiments and trials",
     "/api/v1/webhooks": "the embedded master sends no webhooks",
     "/api/v1/groups": _NO_ROLES,
     "/api/v1/roles": _NO_ROLES,
     "/api/v1/permissions": _NO_ROLES,
     "/api/v1/config-policies": _NO_ROLES,
     "/api/v1/tokens": "access tokens are not created over HTTP: the local user's token is in the master's directory",
-    "/api/v1/workspaces": "workspaces and projects of the embedded master have no namespaces, quotas, roles and bulk actions",
-    "/api/v1/projects": "workspaces and projects of the embedded master have no namespaces, quotas, roles and bulk actions",
+    "/api/v1/workspaces": "workspaces and projects of the embedded master have no namespaces, quotas and roles",
+    "/api/v1/projects": "workspaces and projects of the embedded master have no namespaces, quotas and roles",
     "/api/v1/resource-pools": f"default resource pool {POOL} cannot be bound to any workspace: it is the only one, and serves all",
     "/api/v1/resources": "the embedded master keeps no account of used resources",
     "/resources": "the embedded master keeps no account of used resources",
@@ -264,7 +264,6 @@ _UNSUPPORTED: Mapping[str, str] = {
 _UNSUPPORTED_ENDINGS: Mapping[str, str] = {
     "/metrics": "the embedded master does not track which trial used which checkpoint",
     "/retain_logs": "logs are kept until their experiment is deleted",
-    "/move": "move whole experiments, one by one: det experiment move",
     "/tensorboard-files": "TensorBoard files are deleted with their experiment, not before",
     "/metadata": "metadata of checkpoints is not changed after they were saved",
     "/all_gather": "only containers of one machine are run, which need no all-gather",

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 from urllib.parse import parse_qs, unquote
 
 from zero_trial.master.core import Master
-from zero_trial.master.core.accounts import Principal, require_own
+from zero_trial.master.core.accounts import Principal, require_own, require_owner
 from zero_trial.master.records import EARLIEST, LATEST, Invalid, PermissionDenied, User, parse_time
 
 Dict = dict[str, Any]
@@ -125,8 +125,7 @@ class Request:
         """Raise PermissionDenied unless the sender owns what has this name, or is an
         administrator.
         """
-        if self.user.name != owner and not self.user.admin:
-            raise PermissionDenied(f"only the owner of {name} and administrators may do this")
+        require_owner(self.user, owner, name)
 
     def body(self) -> dict[str, Any]:
         """Return the JSON object that came; empty if nothing came. Raises BadRequest."""
@@ -189,12 +188,17 @@ class Request:
 
         Limit 0 or -1: all; -2: only the pagination.
         """
-        total = len(items)
-        start = min(max(self.query_number("offset", 0), 0), total)
-        limit = self.query_number("limit", 0)
-        end = start if limit == -2 else total if limit <= 0 else min(start + limit, total)
-        account = {"offset": start, "limit": limit, "startIndex": start, "endIndex": end, "total": total}
-        return items[start:end], account
+        return paginate(items, max(self.query_number("offset", 0), 0), self.query_number("limit", 0))
+
+
+def paginate(items: Sequence[T], offset: int, limit: int) -> tuple[Sequence[T], dict[str, int]]:
+    """Return the part of a list from ``offset`` on (from its end, if that is negative), with
+    Determined's ``pagination``; ``limit`` as in `Request.page`.
+    """
+    total = len(items)
+    start = min(offset, total) if offset >= 0 else total + offset if -offset <= total else total
+    end = start if limit == -2 else total if limit <= 0 else min(start + limit, total)
+    return items[start:end], {"offset": start, "limit": limit, "startIndex": start, "endIndex": end, "total": total}
 
 
 def _check_text(value: Any) -> None:

@@ -136,11 +136,14 @@ def _records(connection: sqlite3.Connection, rows: Sequence[sqlite3.Row]) -> lis
     """Return checkpoints with what is derived; those of one trial share its configuration."""
     shared = cache(partial(_of_trial, connection))
     section = cache(partial(_section, connection))
-    return [_build(connection, row, section(row["storage_id"]), shared(row["trial_id"])) for row in rows]
+    return [
+        _build(connection, row, section(row["storage_id"]), shared(row["trial_id"], row["experiment_id"]))
+        for row in rows
+    ]
 
 
 def _record(connection: sqlite3.Connection, row: sqlite3.Row, derived: bool) -> Checkpoint:
-    shared = _of_trial(connection, row["trial_id"]) if derived else {}
+    shared = _of_trial(connection, row["trial_id"], row["experiment_id"]) if derived else {}
     return _build(connection, row, _section(connection, row["storage_id"]), shared)
 
 
@@ -169,10 +172,13 @@ def _section(connection: sqlite3.Connection, storage_id: int | None) -> Mapping[
     return loads(row[0]) if row is not None else None
 
 
-def _of_trial(connection: sqlite3.Connection, trial_id: int | None) -> Mapping[str, Any]:
-    """Return what a checkpoint shows of its trial; empty if there is none."""
-    trial = connection.execute(
-        "SELECT t.hparams, e.config FROM trials t JOIN experiments e ON e.id = t.experiment_id WHERE t.id = ?",
-        (trial_id,),
+def _of_trial(connection: sqlite3.Connection, trial_id: int | None, experiment_id: int | None) -> Mapping[str, Any]:
+    """Return what a checkpoint shows of its trial, which may have been deleted; empty if it never
+    had one."""
+    found = connection.execute(
+        "SELECT t.hparams, e.config FROM experiments e LEFT JOIN trials t ON t.id = ?1 WHERE e.id = ?2 AND ?1 NOTNULL",
+        (trial_id, experiment_id),
     ).fetchone()
-    return {} if trial is None else {"hparams": loads(trial["hparams"]), "experiment_config": loads(trial["config"])}
+    if found is None:
+        return {}
+    return {"hparams": loads(found["hparams"]) or {}, "experiment_config": loads(found["config"])}

@@ -223,6 +223,9 @@ MIGRATIONS: tuple[str, ...] = (
     ALTER TABLE experiments ADD COLUMN project_id INTEGER NOT NULL DEFAULT 1;
     CREATE INDEX experiments_project ON experiments (project_id);
     """,
+    """
+    ALTER TABLE trials ADD COLUMN archived INTEGER NOT NULL DEFAULT 0;
+    """,
 )
 
 

@@ -46,6 +46,14 @@ def all_(connection: sqlite3.Connection) -> list[Experiment]:
     return [_record(connection, row, True) for row in rows]
 
 
+def of_project(connection: sqlite3.Connection, project_id: int | None) -> list[Experiment]:
+    """List the experiments of a project (None: of all), oldest first, without what is derived."""
+    rows = connection.execute(
+        "SELECT * FROM experiments WHERE ?1 IS NULL OR project_id = ?1 ORDER BY id", (project_id,)
+    )
+    return [_record(connection, row, False) for row in rows.fetchall()]
+
+
 def ids(connection: sqlite3.Connection, *states: ExperimentState) -> list[int]:
     """List the ids of the experiments in these states."""
     marks = ",".join("?" for _ in states)
@@ -99,6 +107,17 @@ def best(connection: sqlite3.Connection, number: int, *, smaller_is_better: bool
     return None if row is None else (row[0], row[1])
 
 
+def best_trial(connection: sqlite3.Connection, number: int, config: Mapping[str, Any]) -> int | None:
+    """Return the id of the best trial. That of an experiment with one trial is best before it has
+    reported the searcher's metric.
+    """
+    found = best(connection, number, smaller_is_better=smaller_is_better(config))
+    if found is not None or (config.get("searcher") or {}).get("name") != "single":
+        return None if found is None else found[0]
+    row = connection.execute("SELECT min(id) FROM trials WHERE experiment_id = ?", (number,)).fetchone()
+    return None if row is None else row[0]
+
+
 def smaller_is_better(config: Mapping[str, Any]) -> bool:
     """Return whether the searcher minimizes its metric."""
     return bool(config.get("searcher", {}).get("smaller_is_better", True))
@@ -121,7 +140,7 @@ def _record(connection: sqlite3.Connection, row: sqlite3.Row, derived: bool) -> 
             "project": workspaces.project(connection, row["project_id"]),
             "num_trials": counts[0],
             "pruned_trials": counts[1],
-            "best_trial_id": found[0] if found else None,
+            "best_trial_id": found[0] if found else best_trial(connection, number, config),
             "best_metric": found[1] if found else None,
             "checkpoint_count": saved[0],
             "checkpoint_size": saved[1],

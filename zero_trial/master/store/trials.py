@@ -21,13 +21,14 @@ def add(connection: sqlite3.Connection, trial: Trial) -> int:
     return insert(connection, "trials", {name: getattr(trial, name) for name in _GIVEN})
 
 
-def get(connection: sqlite3.Connection, number: int, *, derived: bool = False) -> Trial | None:
-    """Return one trial; ``derived``: with validations, checkpoints and summary."""
+def get(connection: sqlite3.Connection, number: int, *, derived: bool = False, summary: bool = True) -> Trial | None:
+    """Return one trial; ``derived``: with validations, checkpoints and (if wanted) summary."""
     row = connection.execute("SELECT * FROM trials WHERE id = ?", (number,)).fetchone()
     if row is None:
         return None
-    more = _derived(connection, row, _smaller(connection, row["experiment_id"]), summary=True) if derived else {}
-    return _record(row, more)
+    if not derived:
+        return _record(row, {})
+    return _record(row, _derived(connection, row, _smaller(connection, row["experiment_id"]), summary=summary))
 
 
 def of_task(connection: sqlite3.Connection, task_id: str) -> Trial | None:
@@ -86,6 +87,16 @@ def of_experiment(connection: sqlite3.Connection, experiment_id: int, *, derived
     return [_record(row, _derived(connection, row, smaller, summary=False)) for row in rows]
 
 
+def of_project(connection: sqlite3.Connection, project_id: int | None) -> list[Trial]:
+    """List the trials of the experiments of a project (None: of all), oldest first."""
+    rows = connection.execute(
+        "SELECT t.* FROM trials t JOIN experiments e ON e.id = t.experiment_id "
+        "WHERE ?1 IS NULL OR e.project_id = ?1 ORDER BY t.id",
+        (project_id,),
+    )
+    return [_record(row, {}) for row in rows.fetchall()]
+
+
 def live(connection: sqlite3.Connection, experiment_id: int) -> list[Trial]:
     """List the trials that have not ended."""
     rows = connection.execute(
@@ -93,6 +104,16 @@ def live(connection: sqlite3.Connection, experiment_id: int) -> list[Trial]:
         (experiment_id,),
     )
     return [_record(row, {}) for row in rows.fetchall()]
+
+
+def erase(connection: sqlite3.Connection, number: int) -> None:
+    """Delete a trial with its reports and runs; its checkpoints stay with the experiment."""
+    runs = "SELECT id FROM allocations WHERE trial_id = ?"
+    tasks = "SELECT task_id FROM allocations WHERE trial_id = ?"
+    connection.execute(f"DELETE FROM tokens WHERE allocation_id IN ({runs})", (number,))
+    connection.execute(f"DELETE FROM log_matches WHERE task_id IN ({tasks})", (number,))
+    for table, column in (("metrics", "trial_id"), ("allocations", "trial_id"), ("trials", "id")):
+        connection.execute(f"DELETE FROM {table} WHERE {column} = ?", (number,))
 
 
 def change(connection: sqlite3.Connection, number: int, **columns: Any) -> None:
@@ -191,6 +212,7 @@ def _record(row: sqlite3.Row, more: dict[str, Any]) -> Trial:
         state=TrialState(row["state"]),
         hparams=loads(row["hparams"]),
         pruned=bool(row["pruned"]),
+        archived=bool(row["archived"]),
         **more,
     )
 

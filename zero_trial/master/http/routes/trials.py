@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -27,11 +29,14 @@ from zero_trial.master.records import (
     Invalid,
     MetricReport,
     Trial,
+    as_number,
     parse_time,
 )
 
 _ROOT = "/api/v1/trials"
 _PER_LINE = 1000  # metric reports that are sent in one line of a stream
+_POINTS = 200  # of a time series, if its request names no other number
+_METRIC_TYPES = {"training": "TRAINING", "validation": "VALIDATION"}
 _WORKLOAD_FILTERS = {
     "FILTER_OPTION_CHECKPOINT": ("checkpoint",),
     "FILTER_OPTION_VALIDATION": ("validation",),
@@ -76,6 +81,105 @@ def _reports(request: Request, numbers: list[int], group: str | None) -> Iterato
         reports = iter(request.master.trials.metrics(number, group))
         while some := list(islice(reports, _PER_LINE)):
             yield {"metrics": [report_json(report) for report in some]}
+
+
+def _time_series(request: Request) -> Response:
+    """Return points of the metrics of trials, at most so many of each group, evenly spread."""
+    numbers = [whole(text, "trialIds") for text in request.query_all("trialIds")]
+    keep, order = _series_filter(request)
+    names, most = _series_names(request), request.query_number("maxDatapoints", 0) or _POINTS
+    if most < 1:
+        raise Invalid("maxDatapoints must be positive", got=most)
+    answer = []
+    for number in numbers:
+        request.own(trial_id=number)
+        series = []
+        for group, wanted in sorted(names.items()):
+            kept = sorted(filter(keep, request.master.trials.metrics(number, group)), key=order)
+            points = [kept[at * len(kept) // most] for at in range(most)] if len(kept) > most else kept
+            if points:
+                kind = _METRIC_TYPES.get(group, "UNSPECIFIED")
+                data = [_point_json(report, wanted) for report in points]
+                series.append({"group": group, "type": f"METRIC_TYPE_{kind}", "data": data})
+        answer.append({"trial": trial_json(request.master.trials.get(number)), "metrics": series})
+    return ok({"trials": answer})
+
+
+def _series_names(request: Request) -> dict[str, list[str]]:
+    """Return the metrics that are asked for, by their groups. Raises Invalid."""
+    names, ids = request.query_all("metricNames"), request.query_all("metricIds")
+    group, kind = request.first("group"), request.first("metricType").removeprefix("METRIC_TYPE_").lower()
+    if names and ids:
+        raise Invalid("metricNames and metricIds exclude each other")
+    if group and kind:
+        raise Invalid("group and metricType exclude each other")
+    found: dict[str, list[str]] = {}
+    if names:
+        found = dict.fromkeys([group or kind] if group or kind else ["training", "validation"], names)
+    for text in ids:
+        of, _, name = text.partition(".")
+        if not of or not name:
+            raise Invalid("not the name of a metric", where="metricIds", got=repr(text)[:60], expected="GROUP.METRIC")
+        found.setdefault(of, []).append(name)
+    return found
+
+
+def _series_filter(
+    request: Request,
+) -> tuple[Callable[[MetricReport], bool], Callable[[MetricReport], tuple[bool, float]]]:
+    """Return which reports are points, and what orders them. Raises Invalid."""
+    name = request.first("timeSeriesFilter.name") or "batches"
+
+    def place(report: MetricReport) -> float | None:
+        if name in ("batches", "time"):
+            return float(report.steps_completed or 0) if name == "batches" else report.reported
+        return as_number(report.metrics.get(name))
+
+    def order(report: MetricReport) -> tuple[bool, float]:
+        at = place(report)
+        return at is None, 0.0 if at is None else at
+
+    tests: list[Callable[[float], bool]] = []
+    for field, values in request.query.items():
+        _, found, rest = field.partition("timeSeriesFilter.")
+        span, _, sign = rest.partition(".")
+        if not found or rest == "name":
+            continue
+        read = _SPANS.get(span)
+        if read is None or sign not in (*_BOUNDS, "incl", "notIn") or (sign not in _BOUNDS and span != "integerRange"):
+            raise Invalid("unknown filter of a time series", got=field[:60])
+        wanted = [float(read(value, field)) for value in values]
+        if sign in _BOUNDS:
+            tests.append(partial(_BOUNDS[sign], wanted[0]))
+        else:
+            tests.append(partial(_among, frozenset(wanted), sign == "incl"))
+    if not any(field.startswith("timeSeriesFilter.") for field in request.query):
+        start, end = request.query_number("startBatches", 0), request.query_number("endBatches", 0)
+        tests += [partial(_BOUNDS["gte"], start), lambda at: end == 0 or at <= end]
+
+    def keep(report: MetricReport) -> bool:
+        at = place(report)
+        return not tests or (at is not None and all(test(at) for test in tests))
+
+    return keep, order
+
+
+def _among(chosen: frozenset[float], inside: bool, at: float) -> bool:
+    return (at in chosen) == inside
+
+
+# each takes the bound first
+_BOUNDS: Mapping[str, Callable[[float, float], bool]] = {
+    "gt": operator.lt,
+    "gte": operator.le,
+    "lt": operator.gt,
+    "lte": operator.ge,
+}
+_SPANS: Mapping[str, Callable[[str, str], float]] = {
+    "integerRange": whole,
+    "doubleRange": real,
+    "timeRange": parse_time,
+}
 
 
 def _report_metrics(request: Request) -> Response:
@@ -227,7 +331,7 @@ def trial_json(record: Trial) -> Dict:
         "bestValidation": _maybe_metrics(record.best_validation),
         "latestValidation": _maybe_metrics(record.latest_validation),
         "searcherMetricValue": record.searcher_metric,
-        "summaryMetrics": {_OWN_GROUPS.get(group, group): value for group, value in record.summary_metrics.items()},
+        "summaryMetrics": summary_json(record),
         "runnerState": record.runner_state or None,
         "wallClockTime": record.wall_clock,
         "warmStartCheckpointUuid": record.warm_start_checkpoint,
@@ -241,6 +345,11 @@ def trial_json(record: Trial) -> Dict:
     }
 
 
+def summary_json(record: Trial) -> Dict:
+    """Render the summary of a trial's metrics, with the names that groups have in it."""
+    return {_OWN_GROUPS.get(group, group): value for group, value in record.summary_metrics.items()}
+
+
 def metrics_json(report: MetricReport) -> Dict:
     """Render a v1MetricsWorkload."""
     return {
@@ -251,6 +360,17 @@ def metrics_json(report: MetricReport) -> Dict:
         },  # a list by protobuf
         "numInputs": 0,
         "totalBatches": report.steps_completed or 0,
+    }
+
+
+def _point_json(report: MetricReport, names: Sequence[str]) -> Dict:
+    """Render a v1DataPoint."""
+    epochs = as_number(report.metrics.get("epochs", report.metrics.get("epoch")))
+    return {
+        "batches": report.steps_completed or 0,
+        "time": when(report.reported),
+        "epoch": epochs,
+        "values": {name: report.metrics.get(name) for name in names},
     }
 
 
@@ -295,6 +415,7 @@ ROUTES = (
     Route("GET", f"{_ROOT}/metrics/trial_metrics", _metrics(None), AuthLevel.BOTH),
     Route("GET", f"{_ROOT}/metrics/training_metrics", _metrics("training"), AuthLevel.BOTH),
     Route("GET", f"{_ROOT}/metrics/validation_metrics", _metrics("validation"), AuthLevel.BOTH),
+    Route("GET", f"{_ROOT}/time-series", _time_series, AuthLevel.BOTH),
     Route("POST", f"{_ONE}/metrics", _report_metrics, AuthLevel.BOTH),
     Route("POST", f"{_ONE}/progress", _report_progress, AuthLevel.BOTH),
     Route("POST", f"{_ONE}/runner/metadata", _runner_metadata, AuthLevel.BOTH),

@@ -132,6 +132,15 @@ def test_a_single_trial_that_refuses_its_hyperparameters_completes(master: Sandb
     assert master.states(made.id) == ("COMPLETED", ["COMPLETED"]) and "INVALID_HP" in master.trials.get(1).reason
 
 
+def test_an_adaptive_search_is_killed_before_its_first_report(master: Sandbox) -> None:
+    """With some of them that ends a genuine 0.38.1 master."""
+    made = master.create(searcher=ASHA, hyperparameters=FOUR)
+    master.experiments.kill(made.id)
+    while master.runs():
+        master.exit(master.runs()[0].allocation.trial_id, code=137)
+    assert master.states(made.id) == ("CANCELED", ["CANCELED"] * 2)
+
+
 def test_an_experiment_whose_trials_were_all_killed_is_canceled(master: Sandbox) -> None:
     made = master.create(searcher=GRID, hyperparameters=FOUR)
     while master.runs():

@@ -13,7 +13,7 @@ from tests.master.http.conftest import Ask
 from tests.master.world import CONFIG, TASK_TOKEN, USER_TOKEN, World
 from zero_trial.errors import ZeroTrialError
 from zero_trial.master.core.accounts import digest
-from zero_trial.master.records import Experiment, Invalid, NewExperiment, NotFound, User
+from zero_trial.master.records import Experiment, ExperimentState, Invalid, NewExperiment, NotFound, User
 
 bindings = pytest.importorskip("determined.common.api.bindings")
 errors = pytest.importorskip("determined.common.api.errors")
@@ -99,14 +99,29 @@ def test_projects_move_with_their_experiments(user: Any, world: World) -> None:
         lambda: bindings.delete_DeleteProject(user, id=second.id),
         lambda: bindings.delete_DeleteWorkspace(user, id=one.id),
     ):
-        with pytest.raises(errors.APIException):  # it has an experiment
+        with pytest.raises(errors.APIException):  # an experiment in it has not ended
             action()
+    assert bindings.get_GetProject(user, id=second.id).project.numExperiments == 1
     bindings.post_ArchiveWorkspace(user, id=one.id)
     assert bindings.get_GetProject(user, id=second.id).project.archived
     with pytest.raises(errors.APIException):
         bindings.post_MoveExperiment(user, body=target, experimentId=experiment.id)
     with pytest.raises(Invalid):
         submit(world, workspace="one", project="firs")
+
+
+def test_ended_experiments_are_deleted_with_their_project_or_workspace(user: Any, world: World) -> None:
+    place = workspace(user, "w")
+    numbers = [project(user, place.id, name).id for name in ("a", "b")]
+    made = [submit(world, number).id for number in numbers]
+    for number in made:
+        world.experiments.kill(number)
+    assert bindings.delete_DeleteProject(user, id=numbers[0]).completed is False
+    assert bindings.delete_DeleteWorkspace(user, id=place.id).completed is False
+    for number in made:
+        assert world.experiments.get(number).state is ExperimentState.DELETING
+        assert world.experiments.get(number).project_id == 1
+    assert [each.name for each in bindings.get_GetWorkspaces(user).workspaces] == ["Uncategorized"]
 
 
 def test_notes_of_a_project(user: Any) -> None:

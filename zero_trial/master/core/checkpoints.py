@@ -22,7 +22,7 @@ from zero_trial.errors import ZeroTrialError
 from zero_trial.master.agent import storage
 from zero_trial.master.core.registry import require_unregistered
 from zero_trial.master.core.state import MasterState
-from zero_trial.master.core.transaction import transaction
+from zero_trial.master.core.transaction import Transaction, transaction
 from zero_trial.master.records import (
     Checkpoint,
     CheckpointState,
@@ -222,6 +222,30 @@ def require_not_in_use(connection: sqlite3.Connection, uuids: Iterable[str]) -> 
                 f"experiment {users[uuid]} starts from checkpoint {uuid}",
                 fix=f"Wait for experiment {users[uuid]}, or kill it.",
             )
+
+
+def require_ended(tx: Transaction, experiment_id: int) -> None:
+    """Raise Conflict for an experiment that has not ended, or is being deleted."""
+    state = tx.state_of(experiment_id)
+    if not state.final or state is ExperimentState.DELETING:
+        raise Conflict(
+            f"experiment {experiment_id} is {state.value}",
+            expected="COMPLETED, CANCELED or ERROR",
+            fix="Wait for it, or kill it.",
+        )
+
+
+def begin_deletion(tx: Transaction, experiment_id: int) -> None:
+    """Begin to delete an ended experiment with its checkpoints. Raises Conflict for another,
+    Invalid if one of them is registered.
+    """
+    require_ended(tx, experiment_id)
+    saved = checkpoints.of_experiment(tx.connection, experiment_id)
+    require_not_in_use(tx.connection, (item.uuid for item in saved))
+    if registry.registered(tx.connection, (item.uuid for item in saved)):
+        raise Invalid("checkpoints are registered as model versions", fix="Delete those versions of the models first.")
+    experiments.change(tx.connection, experiment_id, state=ExperimentState.DELETING)
+    tx.collect_garbage()
 
 
 def _saved_by(connection: sqlite3.Connection, checkpoint: Checkpoint) -> tuple[Trial, str]:

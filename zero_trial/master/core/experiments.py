@@ -15,7 +15,7 @@ from zero_trial.experiment.rules import CompletedConfig, InvalidExperiment, comp
 from zero_trial.master.agent import storage
 from zero_trial.master.agent.environment import LARGEST, size_of_config
 from zero_trial.master.core import lifecycle
-from zero_trial.master.core.checkpoints import check_source, needed, require_not_in_use, superfluous
+from zero_trial.master.core.checkpoints import begin_deletion, check_source, needed, require_ended, superfluous
 from zero_trial.master.core.context_archive import read_context
 from zero_trial.master.core.registry import find_template
 from zero_trial.master.core.state import MasterState, begun_again
@@ -40,7 +40,7 @@ from zero_trial.master.records import (
     existing,
 )
 from zero_trial.master.search import Create, PlannedTrials, build
-from zero_trial.master.store import checkpoints, experiments, registry, trials, workspaces
+from zero_trial.master.store import checkpoints, experiments, trials, workspaces
 from zero_trial.schema.yaml_source import read_yaml
 
 POOL = "default"
@@ -296,29 +296,12 @@ class ExperimentService:
         Invalid if one of them is registered.
         """
         with transaction(self._state) as tx:
-            self._require_ended(tx, experiment_id)
-            saved = checkpoints.of_experiment(tx.connection, experiment_id)
-            require_not_in_use(tx.connection, (item.uuid for item in saved))
-            if registry.registered(tx.connection, (item.uuid for item in saved)):
-                raise Invalid(
-                    "checkpoints are registered as model versions", fix="Delete those versions of the models first."
-                )
-            experiments.change(tx.connection, experiment_id, state=ExperimentState.DELETING)
-            tx.collect_garbage()
+            begin_deletion(tx, experiment_id)
 
     def _set_ended(self, experiment_id: int, **columns: Any) -> None:
         with transaction(self._state) as tx:
-            self._require_ended(tx, experiment_id)
+            require_ended(tx, experiment_id)
             experiments.change(tx.connection, experiment_id, **columns)
-
-    def _require_ended(self, tx: Transaction, experiment_id: int) -> None:
-        state = tx.state_of(experiment_id)
-        if not state.final or state is ExperimentState.DELETING:
-            raise Conflict(
-                f"experiment {experiment_id} is {state.value}",
-                expected="COMPLETED, CANCELED or ERROR",
-                fix="Wait for it, or kill it.",
-            )
 
     def patch(self, experiment_id: int, patch: ExperimentPatch) -> Experiment:
         """Change what the patch names, and return the experiment as it is then."""
@@ -375,7 +358,7 @@ class ExperimentService:
             raise Invalid("must stay the searcher that it is", where="searcher.name", expected=kind)
         self._check_machine(done.config)
         with transaction(self._state) as tx:
-            self._require_ended(tx, experiment_id)
+            require_ended(tx, experiment_id)
             completed = tx.state_of(experiment_id) is ExperimentState.COMPLETED
             if kind != "single" and completed and all(trial.state is TrialState.COMPLETED for trial in known):
                 raise Conflict(

@@ -12,11 +12,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 from zero_trial.master.core.accounts import require_owner
+from zero_trial.master.core.checkpoints import begin_deletion
 from zero_trial.master.core.registry import leave_workspace
 from zero_trial.master.core.state import MasterState
 from zero_trial.master.core.transaction import Transaction, transaction
 from zero_trial.master.records import (
     Conflict,
+    ExperimentState,
     Invalid,
     Project,
     User,
@@ -104,15 +106,17 @@ class WorkspaceService:
             others = [name for name in found.pinned_by if name != user.name]
             workspaces.change(tx.connection, number, pinned_by=[*others, user.name] if pinned else others)
 
-    def delete(self, number: int, user: User) -> None:
-        """Delete a workspace with its projects and templates. Raises Conflict while it has
-        experiments or models.
+    def delete(self, number: int, user: User) -> bool:
+        """Delete a workspace with its projects, templates and experiments; return whether it had no
+        projects. Raises Conflict while it has models or an experiment that has not ended.
         """
         with transaction(self._state) as tx:
             found = _changeable(workspaces.get(tx.connection, number), f"workspace {number}", user)
-            _require_empty(f"workspace {number}", found.experiments)
             leave_workspace(tx.connection, number)
+            for project in workspaces.projects(tx.connection, number):
+                _delete_experiments(tx, project.id)
             workspaces.erase(tx.connection, number)
+        return found.projects == 0
 
     # -- projects
 
@@ -166,12 +170,15 @@ class WorkspaceService:
             workspaces.change_project(tx.connection, number, notes=after)
         return after
 
-    def delete_project(self, number: int, user: User) -> None:
-        """Delete a project. Raises Conflict while it has experiments."""
+    def delete_project(self, number: int, user: User) -> bool:
+        """Delete a project with its experiments; return whether it had none. Raises Conflict while
+        one has not ended.
+        """
         with transaction(self._state) as tx:
             found = _changeable(workspaces.project(tx.connection, number), f"project {number}", user)
-            _require_empty(f"project {number}", found.experiments)
+            _delete_experiments(tx, number)
             workspaces.erase_project(tx.connection, number)
+        return found.experiments == 0
 
     def _open(self, tx: Transaction, workspace_id: int) -> None:
         found = existing(workspaces.get(tx.connection, workspace_id), f"workspace {workspace_id}")
@@ -263,6 +270,11 @@ def require_open(project: Project) -> None:
         raise Conflict(f"project {project.id} is archived")
 
 
-def _require_empty(name: str, count: int) -> None:
-    if count:
-        raise Conflict(f"{name} has {count} experiments", fix="Move or delete them first.")
+def _delete_experiments(tx: Transaction, project_id: int) -> None:
+    """Begin to delete all experiments of a project that is about to go. Until their files are
+    gone, they are listed in Uncategorized.
+    """
+    for number in workspaces.experiments_of(tx.connection, project_id):
+        if tx.state_of(number) is not ExperimentState.DELETING:
+            begin_deletion(tx, number)
+        experiments.change(tx.connection, number, project_id=FIRST)

@@ -53,6 +53,12 @@ def projects(connection: sqlite3.Connection, workspace_id: int | None = None) ->
     return [_project(row) for row in rows.fetchall()]
 
 
+def experiments_of(connection: sqlite3.Connection, project_id: int) -> list[int]:
+    """List the numbers of the experiments in a project."""
+    rows = connection.execute("SELECT id FROM experiments WHERE project_id = ? ORDER BY id", (project_id,))
+    return [int(row[0]) for row in rows.fetchall()]
+
+
 def change(connection: sqlite3.Connection, number: int, **columns: Any) -> None:
     """Set columns of a workspace."""
     update(connection, "workspaces", "id", number, columns)

@@ -111,8 +111,7 @@ def _switch(operation: str, part: str, on: bool) -> Callable[[Request], Response
 
 
 def _delete(request: Request) -> Response:
-    request.master.workspaces.delete(request.numbers["workspaceId"], request.user)
-    return ok({"completed": True})
+    return ok({"completed": request.master.workspaces.delete(request.numbers["workspaceId"], request.user)})
 
 
 def _shown(request: Request, found: Workspace) -> Response:
@@ -153,8 +152,7 @@ def _move_project(request: Request) -> Response:
 
 
 def _delete_project(request: Request) -> Response:
-    request.master.workspaces.delete_project(request.numbers["projectId"], request.user)
-    return ok({"completed": True})
+    return ok({"completed": request.master.workspaces.delete_project(request.numbers["projectId"], request.user)})
 
 
 def _add_note(request: Request) -> Response:

@@ -16,6 +16,7 @@ from tests.support.models import TinyLM
 from tests.support.pool import Pools
 from zero_trial.comm import MeshShape
 from zero_trial.engine.compat import (
+    DeepSpeedConfig,
     PipelineParallelGrid,
     RepeatingLoader,
     add_config_arguments,
@@ -37,6 +38,17 @@ def test_either_name_gives_the_file(option: str, tmp_path: Path):
 def test_nothing_given_is_none():
     assert config_of(add_config_arguments(argparse.ArgumentParser()).parse_args([])) is None
     assert config_of(None) is None
+
+
+def test_deepspeedconfig_reads_a_file_and_solves_the_batch_sizes(tmp_path: Path):
+    path = tmp_path / "ds.json"
+    path.write_text('{"train_batch_size": 12, "train_micro_batch_size_per_gpu": 2}')
+    found = DeepSpeedConfig(path)
+    assert (found.train_batch_size, found.gradient_accumulation_steps) == (12, 6)
+    mpu = SimpleNamespace(get_data_parallel_world_size=lambda: 3)
+    assert DeepSpeedConfig(str(path), mpu).gradient_accumulation_steps == 2
+    with pytest.raises(ConfigError):
+        DeepSpeedConfig(path, SimpleNamespace(get_data_parallel_world_size=lambda: 5))
 
 
 def test_a_missing_file_is_named():

@@ -214,3 +214,16 @@ def test_groups_and_collectives_on_two_ranks(ranks: Pools):
     for rank, (out, part, mixed, alone, norm, summary, members, second) in enumerate(found):
         assert out == [0, 0, 1, 1] and part == [4.0 * rank, 4.0 * rank + 2] and mixed == [rank, rank + 10.0]
         assert alone == (1, 0) and norm == pytest.approx(5.0) and summary == {} and members == [0, 1] and second == 1
+
+
+def test_groups_of_a_model_without_experts_stay_and_experts_are_refused():
+    """DeepSpeed's cifar example imports this, also where it trains without experts."""
+    split = utils.split_params_into_different_moe_groups_for_optimizer
+    layer = torch.nn.Linear(2, 1)
+    group = {"params": list(layer.parameters()), "name": "parameters"}
+    assert split(group) == split([group]) == [group]
+    assert utils.has_moe_layers(layer) == (False, 0) and not utils.is_moe_param(layer.weight)
+    layer.bias.allreduce = False  # type: ignore[union-attr]
+    assert utils.is_moe_param(layer.bias)
+    with pytest.raises(ConfigError, match="experts"):
+        split(group)

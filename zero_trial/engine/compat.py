@@ -4,15 +4,19 @@ loaders."""
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
-from zero_trial.comm import Mesh
+from zero_trial.comm import Mesh, world_size
 from zero_trial.ds_config.auto import hint_names
+from zero_trial.ds_config.batch import solve_batch
+from zero_trial.ds_config.reader import read_ds_config
 from zero_trial.ds_config.table import DsConfig
+from zero_trial.engine.resolved_config import mesh_shape
 from zero_trial.errors import ConfigError, DataError
 from zero_trial.pipeline.topology import PipeModelDataParallelTopology, ProcessTopology
 
@@ -116,6 +120,28 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
         "--deepspeed_config", "--zero_trial_config", metavar="FILE", type=Path, default=None, help="ds_config in JSON"
     )
     return parser
+
+
+def DeepSpeedConfig(config: Mapping[str, Any] | str | Path, mpu: Any = None, mesh_device: Any = None) -> DsConfig:
+    """Read a ds_config (dict, path or base64) and return it with all three batch sizes, solved for
+    the ranks that there are.
+
+    Args:
+        mpu: has ``get_data_parallel_world_size``, where ranks share data in another way.
+        mesh_device: accepted; ``mesh`` of ds_config has the axes.
+    """
+    found = read_ds_config(config)
+    ranks = (
+        mpu.get_data_parallel_world_size() if mpu is not None else mesh_shape(found, world_size()).data_parallel_size
+    )
+    given = (found.train_batch_size, found.train_micro_batch_size_per_gpu, found.gradient_accumulation_steps)
+    solved = solve_batch(*given, ranks)
+    return replace(
+        found,
+        train_batch_size=solved.train_batch_size,
+        train_micro_batch_size_per_gpu=solved.micro_batch_size,
+        gradient_accumulation_steps=solved.accumulation,
+    )
 
 
 def config_of(args: Any) -> Path | None:

@@ -11,7 +11,7 @@ from zero_trial.stand_in.finder import Refused
 _INSIDE = "it is a part of DeepSpeed's inside; "
 _KEYS = "write the key of ds_config as a string (docs/reference/ds_config.md)"
 _ENGINE = f"{_INSIDE}initialize() builds the engine with all of its parts"
-_MOE = "experts are not split between ranks here; experts as plain modules train at every stage, as leaf modules at stage 3"
+MOE = "experts are not split between ranks here; experts as plain modules train at every stage, as leaf modules at stage 3"
 _SEQUENCE = "sequences are not split between ranks here; use activation checkpointing and a larger ZeRO stage"
 _TENSOR_PARALLEL = (
     "there is no automatic tensor parallelism; give initialize(mpu=...) a model that is cut already, or use mesh.model"
@@ -53,7 +53,7 @@ REFUSED_MODULES: dict[str, Refused] = {
         ],
         _TENSOR_PARALLEL: ["module_inject", "runtime.tensor_parallel", "runtime.domino"],
         "there is no LoRA of its own; PEFT's adapters train at every stage": ["linear"],
-        _MOE: ["moe", "checkpoint.autoep_affine", "checkpoint.autoep_universal", "checkpoint.autoep_zero3_metadata"],
+        MOE: ["moe", "checkpoint.autoep_affine", "checkpoint.autoep_universal", "checkpoint.autoep_zero3_metadata"],
         "it measures DeepSpeed's NVMe library; `zero-trial check` measures the path of offload_*.nvme_path": ["nvme"],
         _SEQUENCE: ["sequence", "runtime.sequence_parallel"],
         _KERNELS: [
@@ -123,7 +123,7 @@ REFUSED_MODULES: dict[str, Refused] = {
 
 REFUSED_NAMES: dict[str, dict[str, str]] = {
     "deepspeed": {
-        _CONFIG: "DeepSpeedConfig load_ds_config",
+        _CONFIG: "load_ds_config",
         "engine.deepspeed_io() makes loaders": "DeepSpeedDataLoader",
         _INFERENCE: "DeepSpeedHybridEngine DeepSpeedInferenceConfig InferenceEngine default_inference_config init_inference",
         "returned optimizers are torch.optim.Optimizer": "DeepSpeedOptimizer",
@@ -198,7 +198,7 @@ REFUSED_NAMES: dict[str, dict[str, str]] = {
         "returned optimizers are torch.optim.Optimizer": "BackwardHookStateManager DeepSpeedOptimizer ZeROOptimizer"
     },
     "deepspeed.runtime.config": {
-        _CONFIG: "get_* DeepSpeedConfig DeepSpeedConfigWriter DtypeEnum HybridEngineConfig",
+        _CONFIG: "get_* DeepSpeedConfigWriter DtypeEnum HybridEngineConfig",
         _KEYS: "[A-Z]*_* EXPERT_PARALLEL",
     },
     "deepspeed.runtime.constants": {_KEYS: "[A-Z]*"},
@@ -223,7 +223,7 @@ REFUSED_NAMES: dict[str, dict[str, str]] = {
         "compare_tensors_in_structures count_used_parameters_in_backward get_checkpoint_folder_size get_grad_zeros "
         "get_inactive_params is_optimized_parameter is_transformers_cache mask_nan_or_inf_with_val_inplace "
         "maybe_loss_for_backward mem_alloced mem_cached register_output_backward_hooks",
-        _MOE: "get_norm_with_moe_layers get_norm_with_moe_layers_fast",
+        MOE: "get_norm_with_moe_layers get_norm_with_moe_layers_fast",
         _OFFLOAD: "offload_adam_states reload_adam_states",
     },
     "deepspeed.runtime.zero": {
@@ -273,7 +273,7 @@ REFUSED_NAMES: dict[str, dict[str, str]] = {
     },
     "deepspeed.utils": {
         "build the model under zero.Init, or under torch.device": "OnDevice",
-        _MOE: "expert_tensor_parallel_world_size",
+        MOE: "expert_tensor_parallel_world_size",
         _FREED: "fragment_address get_full_hp_grad get_full_hp_param get_hp_fragment_mapping link_hp_params "
         "lazy_init_hp_params_optimizer_state map_to_flat_opt_states set_full_hp_grad set_full_hp_param",
         "processes are bound to cores by taskset or numactl around the command": "get_numactl_cmd",
@@ -285,7 +285,7 @@ REFUSED_NAMES: dict[str, dict[str, str]] = {
         "convert_size print_rank_0"
     },
     "deepspeed.utils.groups": {
-        _MOE: "expert_tensor_parallel_world_size",
+        MOE: "expert_tensor_parallel_world_size",
         _GROUPS: "get_tensor_model_parallel_src_rank initialize mesh_device mpu set_tensor_model_parallel_rank "
         "set_tensor_model_parallel_world_size",
     },

@@ -121,6 +121,7 @@ OURS: dict[str, dict[str, str]] = {
         **_INIT,
         **_at("zero_trial.stand_in.accelerator", "get_accelerator"),
         **_at("zero_trial.stand_in.deepspeed_utils", "logger", "log_dist", "TORCH_DISTRIBUTED_DEFAULT_PORT"),
+        "DeepSpeedConfig": "zero_trial.engine.compat:DeepSpeedConfig",
         "DeepSpeedConfigError": "zero_trial.errors:ConfigError",
         "version": "zero_trial.stand_in.deepspeed_table:VERSION",
         **_at("zero_trial.engine", "initialize", "add_config_arguments"),
@@ -176,9 +177,16 @@ OURS: dict[str, dict[str, str]] = {
     ),
     "deepspeed.git_version_info": {"version": "zero_trial.stand_in.deepspeed_table:VERSION"},
     "deepspeed.launcher.runner": _at("zero_trial.stand_in.deepspeed_utils", "DEEPSPEED_ENVIRONMENT_NAME"),
+    "deepspeed.moe.utils": _at(
+        "zero_trial.stand_in.deepspeed_utils",
+        *("has_moe_layers", "is_moe_param", "split_params_into_different_moe_groups_for_optimizer"),
+    ),
     "deepspeed.profiling.flops_profiler": _at("zero_trial.engine.profile", "get_model_profile"),
     "deepspeed.profiling.flops_profiler.profiler": _at("zero_trial.engine.profile", "get_model_profile"),
-    "deepspeed.runtime.config": {"DeepSpeedConfigError": "zero_trial.errors:ConfigError"},
+    "deepspeed.runtime.config": {
+        "DeepSpeedConfig": "zero_trial.engine.compat:DeepSpeedConfig",
+        "DeepSpeedConfigError": "zero_trial.errors:ConfigError",
+    },
     "deepspeed.runtime.constants": _at(
         "zero_trial.stand_in.deepspeed_utils", "ROUTE_TRAIN", "ROUTE_EVAL", "ROUTE_PREDICT", "ROUTE_ENCODE"
     ),

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from zero_trial.comm import is_distributed, rank_and_size
 from zero_trial.comm.rendezvous import DEFAULT_TIMEOUT_SECONDS
@@ -24,6 +24,7 @@ from zero_trial.errors import ConfigError
 from zero_trial.pipeline.partition import balanced
 from zero_trial.stand_in.accelerator import get_accelerator, say_memory
 from zero_trial.stand_in.deepspeed_comm import all_reduced
+from zero_trial.stand_in.deepspeed_refused import MOE
 
 # --- constants ------------------------------------------------------------------------------------
 
@@ -512,3 +513,29 @@ def get_zero_ckpt_name_for_rank(base_folder: str, dp_rank: int, mp_rank: int) ->
 def get_layer_ckpt_name_for_rank(base_folder: str, layer_id: str, tp_rank: int) -> str:
     """Return where DeepSpeed writes a layer of a pipeline."""
     return os.path.join(base_folder, f"{layer_id}-model_{tp_rank:02d}_model_states.pt")
+
+
+# --- deepspeed.moe.utils: of models without DeepSpeed's experts -----------------------------------
+
+
+def has_moe_layers(m: nn.Module) -> tuple[bool, int]:
+    """Return that there are no layers of experts, and 0 experts: DeepSpeed's MoE is refused."""
+    return False, 0
+
+
+def is_moe_param(param: Tensor) -> bool:
+    """Return whether a parameter belongs to one rank's experts (``param.allreduce`` is False)."""
+    return not getattr(param, "allreduce", True)
+
+
+def split_params_into_different_moe_groups_for_optimizer(
+    param_groups: dict[str, Any] | Iterable[dict[str, Any]], max_group_size: int | None = None
+) -> list[dict[str, Any]]:
+    """Return the parameter groups as a list. Raises ConfigError where one has parameters of
+    experts."""
+    groups = [param_groups] if isinstance(param_groups, dict) else list(param_groups)
+    if any(is_moe_param(param) for group in groups for param in group["params"]):
+        raise ConfigError(
+            "a parameter of experts that one rank has (allreduce is False)", where="deepspeed.moe", fix=MOE
+        )
+    return groups

@@ -66,13 +66,18 @@ class StandIn(NamedTuple):
         return sorted({name.partition(".")[0] for name in under})
 
     def modules(self) -> list[str]:
-        """Return the modules that can be imported: those of the table that are not refused, and
-        all parents, so that a refused module gives its own reason."""
-        found = {self.top}
+        """Return the modules that can be imported: those of the table that are not refused, all
+        their parents, and those parents of refused modules that are not refused themselves, so that
+        a refused module gives its own reason."""
+        answered, above_refused = {self.top}, set()
         for name, names in self.table.items():
             parts = name.split(".")
-            found.update(".".join(parts[:end]) for end in range(1, len(parts) + (not isinstance(names, Refused))))
-        return sorted(name for name in found if not isinstance(self.table.get(name), Refused))
+            parents = {".".join(parts[:end]) for end in range(1, len(parts))}
+            if isinstance(names, Refused):
+                above_refused |= parents
+            else:
+                answered |= {name, *parents}
+        return sorted(answered | {name for name in above_refused if not isinstance(self.table.get(name), Refused)})
 
     def refusal(self, module: str, name: str) -> str:
         """Return why ``module.name`` is not answered: its reason, or the nearest listed names."""

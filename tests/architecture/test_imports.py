@@ -32,7 +32,7 @@ ARROWS: Mapping[str, set[str]] = {
     "precision": {"errors"},
     "activation_checkpointing": {"ds_config", "errors"},
     "sharding": {"ops", "comm", "precision", "errors"},
-    "zero": {"sharding"},  # the public names of sharding
+    "zero": {"sharding", "errors"},  # the public names of sharding, and layers that use it
     "checkpoint": {"comm", "errors"},
     # foreign files become a checkpoint; no engine is needed for it
     "importing": {"checkpoint", "errors"},

@@ -44,6 +44,7 @@ EXERCISED: dict[str, str] = {
     ),
     **_below("optimizer", "engine/test_behaviour_optimizers.py::test_optimizer_by_name", "type", "params"),
     **_below("scheduler", "engine/test_behaviour_optimizers.py::test_torch_schedule_by_name", "type", "params"),
+    "zero_optimization.gather_16bit_weights_on_model_save": "engine/test_saving.py::test_the_whole_model_on_rank_0_for_libraries",
     "fp16.enabled": f"{_PRECISION}::test_an_overflow_on_one_rank_acts_on_all",
     "fp16.loss_scale": f"{_PRECISION}::test_a_static_scale_stays",
     **_below(

@@ -18,11 +18,12 @@ from torch import nn
 
 import zero_trial
 from tests.support.dense import STAGES, Case, Turn, build_engine
-from tests.support.models import make_engine
+from tests.support.models import TinyLM, make_engine, tokens
 from tests.support.pool import Pools, RankPool
 from zero_trial import zero
 from zero_trial.engine.saving import _whole_model
 from zero_trial.errors import CheckpointError, MeshError, StorageError, TrialError
+from zero_trial.sharding.freed import FreedParameter
 
 
 class Net(nn.Module):
@@ -640,3 +641,35 @@ def test_a_wrong_adapter_is_an_error_that_lists_the_differences(tmp_path: Path, 
     trained = make_engine(lambda: model, {"zero_optimization": STAGES[stage]})
     with pytest.raises(CheckpointError, match=r"base.weight"):
         trained.load_checkpoint(tmp_path, tag="adapter")
+
+
+def consolidated() -> list[Any]:
+    """At stage 3 in bf16: what rank 0 gets, and whether whole parameters are freed when asked."""
+    free = STAGES["zero3"] | {"stage3_gather_16bit_weights_on_model_save": True}
+    engine = make_engine(TinyLM, {"zero_optimization": free, "bf16": {"enabled": True}})
+    weight = engine.module.get_parameter("blocks.1.up.weight")
+    with torch.no_grad():
+        engine(tokens(0, 2))
+    kept = not isinstance(weight, FreedParameter)
+    engine.empty_partition_cache()
+    freed = isinstance(weight, FreedParameter)
+    for param in engine.module.blocks[0].parameters():
+        param.requires_grad_(False)
+    state = engine._zero3_consolidated_16bit_state_dict()
+    trained = engine._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters=True)
+    expected = engine.module_state_dict()
+    if engine.mesh.rank:
+        return [kept, freed, state is None and trained is None]
+    good = state.keys() == expected.keys() and all(torch.equal(state[name], expected[name]) for name in state)
+    good &= all(value.dtype == torch.bfloat16 and value.device.type == "cpu" for value in state.values())
+    good &= state["head.weight"] is state["embed.weight"]
+    good &= state.keys() - trained.keys() == {name for name in state if name.startswith("blocks.0")}
+    return [kept, freed, good and engine.zero_gather_16bit_weights_on_model_save()]
+
+
+def test_the_whole_model_on_rank_0_for_libraries(ranks: Pools) -> None:
+    assert ranks(2).run(consolidated) == [[True, True, True]] * 2
+
+
+def test_whether_to_gather_is_what_the_ds_config_says() -> None:
+    assert not make_engine(TinyLM, {}).zero_gather_16bit_weights_on_model_save()

@@ -23,6 +23,7 @@ from zero_trial.zero import (
     safe_get_full_optimizer_state,
     safe_set_full_fp32_param,
     safe_set_full_optimizer_state,
+    unwrap_model_for_generation,
 )
 
 FREE: dict[str, Any] = {
@@ -50,8 +51,18 @@ def read() -> list[bool]:
         ]
     with GatheredParameters(engine.module):
         out.append(all(torch.equal(p, q) for p, q in zip(engine.module.parameters(), plain.parameters(), strict=True)))
-    with GatheredParameters(weight, enabled=False):
+    with GatheredParameters(weight, enabled=False), GatheredParameters(None, enabled=False):  # type: ignore[arg-type]
         out.append(isinstance(weight, FreedParameter))
+    stranger = nn.Parameter(torch.ones(2))
+    with (
+        GatheredParameters([weight, None, weight, stranger]),
+        GatheredParameters([], modifier_rank=0, fwd_module=plain),
+    ):
+        out += [torch.equal(weight, expected), torch.equal(stranger, torch.ones(2))]
+    for model in (engine, engine.module):
+        with unwrap_model_for_generation(model) as unwrapped:
+            out += [unwrapped is model, torch.equal(weight, expected)]
+    out.append(isinstance(weight, FreedParameter))
     return out
 
 

@@ -19,7 +19,7 @@ from zero_trial.errors import ConfigError, TrialError
 from zero_trial.sharding import freed
 from zero_trial.sharding.freed import FreedParameter, owner_of_param
 from zero_trial.sharding.init import PreSharded, read_first_values
-from zero_trial.zero import GatheredParameters, Init
+from zero_trial.zero import GatheredParameters, Init, OnDevice
 
 
 def presharded(params: Iterable[nn.Parameter]) -> list[PreSharded]:
@@ -290,6 +290,73 @@ def test_on_one_rank_and_when_disabled_nothing_happens() -> None:
         with init:
             layer = nn.Sequential(nn.Linear(4, 4))
         assert not presharded(layer.parameters())
+
+
+@pytest.mark.parametrize(
+    "argument",
+    [
+        *("zero_param_parallel_group", "zero_quantized_weights", "zero_quantized_nontrainable_weights"),
+        *("param_swapper", "remote_device"),
+    ],
+)
+def test_what_is_done_otherwise_is_refused_by_name(argument: str) -> None:
+    with pytest.raises(ConfigError, match=rf"zero.Init\({argument}\)"):
+        Init(**{argument: "nvme"})  # type: ignore[arg-type]
+
+
+class TwoParts:
+    def get_model_parallel_world_size(self) -> int:
+        return 2
+
+
+def groups_refused() -> list[bool]:
+    """All of DeepSpeed's arguments that mean nothing here, then those that name other ranks."""
+    one = [torch.distributed.new_group([rank]) for rank in range(2)][mesh_for(0).rank]
+    whole = torch.distributed.group.WORLD
+    found = []
+    for arguments in (
+        {"data_parallel_group": whole, "mem_efficient_linear": False, "remote_device": "cpu", "pin_memory": True},
+        {"config_dict_or_path": {"train_batch_size": 2}, "config": {"bf16": {"enabled": True}}},
+        {"data_parallel_group": one},
+        {"sequence_data_parallel_group": one},
+        {"mpu": TwoParts()},
+    ):
+        try:
+            with Init(**arguments):  # type: ignore[arg-type]
+                layer = nn.Sequential(nn.Linear(4, 4))
+            found.append(len(presharded(layer.parameters())) == 2)
+        except ConfigError as error:
+            found.append(next(iter(arguments)).removeprefix("sequence_") in str(error))
+    return found
+
+
+def test_other_ranks_than_all_are_refused(ranks: Pools) -> None:
+    assert ranks(2).run(groups_refused) == [[True] * 5] * 2
+
+
+def test_a_model_on_the_meta_device() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+            self.gain = nn.Parameter(torch.randn(3))
+            self.old = nn.Parameter(torch.Tensor(2, 2))
+            self.tied = self.gain
+            self.register_buffer("scale", torch.ones(2, dtype=torch.float32))
+            self.register_buffer("order", torch.arange(3.0))
+
+    with OnDevice(torch.bfloat16, device="meta"):
+        model = Model()
+    assert {param.dtype for param in model.parameters()} == {torch.bfloat16}
+    assert all(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
+    assert model.tied is model.gain
+    assert (model.scale.dtype, model.order.dtype) == (torch.bfloat16, torch.float32)
+    with OnDevice(torch.float16, device="cpu"):
+        assert nn.Linear(2, 2).weight.dtype == torch.float16
+    with OnDevice(torch.float16, enabled=False):
+        assert nn.Linear(2, 2).weight.dtype == torch.float32
+    outside = nn.Linear(2, 2).weight
+    assert (outside.dtype, outside.device.type) == (torch.float32, "cpu")
 
 
 def test_parameter_offload_is_refused() -> None:

@@ -230,9 +230,10 @@ def is_distributed() -> bool:
     return dist.is_available() and dist.is_initialized()
 
 
-def world_size() -> int:
-    """Return the number of ranks in the world; 1 when there is no process group."""
-    return dist.get_world_size() if is_distributed() else 1
+def world_size(group: Any = None) -> int:
+    """Return the number of ranks in the world, or in ``group``; 1 when there is no process
+    group."""
+    return dist.get_world_size(group) if is_distributed() else 1
 
 
 def rank_and_size() -> tuple[int, int]:

@@ -108,7 +108,9 @@ RULES: Mapping[str, AutoRule] = {
     f"{_Z}.reduce_bucket_size": AutoRule((), _by_hidden("hidden²", lambda hidden: hidden * hidden)),
     f"{_Z}.prefetch_bucket_size": AutoRule((), _by_hidden("0.9 × hidden²", lambda hidden: int(0.9 * hidden * hidden))),
     f"{_Z}.param_persistence_threshold": AutoRule((), _by_hidden("10 × hidden", lambda hidden: 10 * hidden)),
-    f"{_Z}.gather_16bit_weights_on_model_save": AutoRule(("zero3_save_16bit_model",)),
+    f"{_Z}.gather_16bit_weights_on_model_save": AutoRule(
+        ("zero3_save_16bit_model",), lambda hints, document: AutoValue(False, "not asked for")
+    ),
 }
 
 

@@ -151,10 +151,10 @@ class ZeroSection:
         "a parameter that is used again within this distance is not freed",
         aliases=("stage3_max_reuse_distance",),
     )
-    gather_16bit_weights_on_model_save: bool = not_yet(
+    gather_16bit_weights_on_model_save: bool = supported(
         False,
         Bool(),
-        "checkpoints hold every weight whole or in ranges at any stage",
+        "what engine.zero_gather_16bit_weights_on_model_save() answers: libraries ask it before they save a whole model, which every stage can",
         aliases=("stage3_gather_16bit_weights_on_model_save",),
     )
     stage3_gather_fp16_weights_on_model_save: ClassVar = mapped(

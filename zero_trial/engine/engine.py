@@ -480,6 +480,24 @@ class Engine(EngineAccessors):
         directory = saving.folder_of(save_dir, "engine.save_16bit_model(save_dir)")
         return saving.save_weights(self, directory, save_filename, without_frozen=exclude_frozen_parameters)
 
+    def zero_gather_16bit_weights_on_model_save(self) -> bool:
+        """Return ds_config's ``stage3_gather_16bit_weights_on_model_save``."""
+        return self.config.zero_optimization.gather_16bit_weights_on_model_save
+
+    def _zero3_consolidated_16bit_state_dict(
+        self, exclude_frozen_parameters: bool = False
+    ) -> dict[str, torch.Tensor] | None:
+        """Return the module's whole state dict in the host's memory on rank 0, and None on the
+        others; libraries for DeepSpeed call it at stage 3. Collective: every rank must call."""
+        return saving.first_rank_state(self, "engine._zero3_consolidated_16bit_state_dict", exclude_frozen_parameters)
+
+    def empty_partition_cache(self) -> None:
+        """Free the parameters that stage 3 keeps whole for a later use, and what torch caches of
+        the GPU's memory. Between steps or evaluations; every rank must call it alike."""
+        self.sharded.unsharder.reshard_all()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
     def module_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, torch.Tensor]:
         """Return the module's whole state dict on every rank. Collective over shard."""
         state = self.module.state_dict()

@@ -243,11 +243,29 @@ def save_weights(engine: CheckpointedEngine, directory: Path, filename: str, *, 
 
     Collective over the world.
     """
+    state = first_rank_state(engine, "engine.save_16bit_model", without_frozen)
+    aliases = CheckpointNames(engine).aliases()
+    fault = None
+    if state is not None:
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            kept = {name: tensor.contiguous() for name, tensor in state.items() if name not in aliases}
+            metadata = {"format": "pt", **{f"alias:{alias}": name for alias, name in aliases.items()}}
+            write_weights(directory / filename, kept, metadata)
+        except (OSError, SafetensorError) as error:
+            fault = f"save_16bit_model: {directory / filename} was not written: {error}"
+    raise_together(engine.mesh.world, fault, "save_16bit_model")
+    return True
+
+
+def first_rank_state(engine: CheckpointedEngine, where: str, without_frozen: bool) -> dict[str, torch.Tensor] | None:
+    """Return the state dict of the whole model on rank 0, None on the others: copies in the host's
+    memory, in the parameters' dtype; tied names share one. Collective over the world."""
     names = CheckpointNames(engine)
     if names.parts > 1:
         raise TrialError(
             "no rank has the whole model: it is parallel itself",
-            where="engine.save_16bit_model",
+            where=where,
             got=f"{names.parts} parts",
             fix="Use engine.save_checkpoint, or join the parts of engine.module_state_dict() as the model cuts them.",
         )
@@ -259,21 +277,10 @@ def save_weights(engine: CheckpointedEngine, directory: Path, filename: str, *, 
         state = {name: value for name, value in state.items() if name not in frozen}
     state = _whole_model(engine, state)
     aliases = names.aliases()
-    fault = None
-    if engine.mesh.rank == 0:
-        try:
-            directory.mkdir(parents=True, exist_ok=True)
-            kept = {
-                name: tensor.detach().cpu().clone().contiguous()
-                for name, tensor in state.items()
-                if name not in aliases
-            }
-            metadata = {"format": "pt", **{f"alias:{alias}": name for alias, name in aliases.items()}}
-            write_weights(directory / filename, kept, metadata)
-        except (OSError, SafetensorError) as error:
-            fault = f"save_16bit_model: {directory / filename} was not written: {error}"
-    raise_together(engine.mesh.world, fault, "save_16bit_model")
-    return True
+    if engine.mesh.rank != 0:
+        return None
+    kept = {name: value.detach().to("cpu", copy=True) for name, value in state.items() if name not in aliases}
+    return {name: kept[aliases.get(name, name)] for name in state}
 
 
 def frozen_names(engine: CheckpointedEngine) -> set[str]:

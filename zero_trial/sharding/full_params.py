@@ -4,7 +4,8 @@ load_state_dict(), and the safe_get_* functions.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Protocol
 from weakref import ref
@@ -34,9 +35,9 @@ class GatheredParameters:
     edits inside it raise TrialError there.
     ``modifier_rank=r``: what data-parallel rank ``r`` wrote becomes the value of all ranks at every
     ZeRO stage, fp32 master weights included (elements that were not edited keep their bits).
-    Ordinary parameters pass through untouched, and so does None (a bias that a layer does not
-    have). ``fwd_module`` is accepted for compatibility: uses
-    outside a module's own forward need no registration here.
+    Ordinary parameters, and None in place of one, pass through untouched. ``enabled=False``:
+    nothing happens. ``fwd_module`` is accepted for compatibility: uses outside a module's own
+    forward need no registration here.
     """
 
     def __init__(
@@ -46,11 +47,7 @@ class GatheredParameters:
         fwd_module: Any = None,
         enabled: bool = True,
     ) -> None:
-        if isinstance(params, nn.Module):
-            chosen: list[Any] = list(params.parameters())
-        else:
-            chosen = [params] if isinstance(params, torch.Tensor) else [param for param in params if param is not None]
-        self._owners = by_owner(chosen) if enabled else []
+        self._owners = by_owner(_chosen(params)) if enabled else []
         self._modifier = modifier_rank
 
     def __enter__(self) -> None:
@@ -65,6 +62,22 @@ class GatheredParameters:
                 owner.close(params, self._modifier, reads=self._modifier is None)
             else:
                 owner.close(params, None)
+
+
+def _chosen(params: torch.Tensor | nn.Module | Iterable[nn.Parameter | None]) -> list[nn.Parameter]:
+    """List the parameters, each once."""
+    if isinstance(params, nn.Module):
+        return list(params.parameters())
+    given = [params] if isinstance(params, torch.Tensor) else params
+    return list({id(param): param for param in given if isinstance(param, nn.Parameter)}.values())
+
+
+@contextmanager
+def unwrap_model_for_generation(model: nn.Module) -> Iterator[nn.Module]:
+    """Gather all parameters of an engine, or of its module, once for the block, and yield it: calls
+    of the model in the block exchange nothing. Collective over shard."""
+    with GatheredParameters(model):
+        yield model
 
 
 def safe_get_full_fp32_param(param: nn.Parameter) -> torch.Tensor:
@@ -166,6 +179,10 @@ def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> N
     another module uses a block's weight, name the module that holds both in
     ``zero_optimization.leaf_module``.
     """
+
+
+def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
+    """Do nothing: see :func:`register_external_parameter`."""
 
 
 def require_shape(slot: ParamSlot, value: torch.Tensor) -> None:

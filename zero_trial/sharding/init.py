@@ -11,9 +11,10 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -136,9 +137,16 @@ class Init:
 
     Args:
         module: a module that is built already, to be cut at once (then no ``with`` is needed).
+        data_parallel_group: all ranks, or None: other groups are refused, as is an ``mpu`` of a
+            model that is parallel itself. ``sequence_data_parallel_group`` means the same.
         dtype: casts parameters as they are cut (None: as built, so that fp32 masters later lose
-        nothing). mem_efficient_linear, pin_memory ...: DeepSpeed's arguments without a meaning
-        here, accepted; ``remote_device`` is refused.
+            nothing).
+        mesh: the axes of ranks, of which parameters are cut over shard (default: all ranks).
+        mem_efficient_linear, pin_memory, config_dict_or_path, config, tensor_overrides: accepted
+            without an effect: precision and offload are ``initialize``'s, and tensors that are not
+            parameters stay as they are built.
+        remote_device, zero_param_parallel_group, zero_quantized_weights, param_swapper ...: refused
+            by name where they ask for something that does not happen here.
     """
 
     def __init__(
@@ -153,8 +161,24 @@ class Init:
         enabled: bool = True,
         dtype: torch.dtype | None = None,
         mpu: Any = None,
+        zero_param_parallel_group: Any = None,
+        zero_quantized_weights: bool = False,
+        zero_quantized_nontrainable_weights: bool = False,
+        sequence_data_parallel_group: Any = None,
+        param_swapper: Any = None,
+        tensor_overrides: Any = None,
         mesh: Mesh | None = None,
     ) -> None:
+        _refuse(
+            {
+                "zero_param_parallel_group": zero_param_parallel_group,
+                "zero_quantized_weights": zero_quantized_weights,
+                "zero_quantized_nontrainable_weights": zero_quantized_nontrainable_weights,
+                "param_swapper": param_swapper,
+            }
+        )
+        self._group = data_parallel_group if data_parallel_group is not None else sequence_data_parallel_group
+        self._mpu = mpu
         if remote_device not in (None, "none", "cuda", "cpu"):
             raise ConfigError(
                 "shards are in memory until the engine is built",
@@ -181,6 +205,7 @@ class Init:
         if self._mesh is None:
             if read_rank_env().launched:
                 init_distributed()
+            _require_all_ranks(self._group, self._mpu)
             self._mesh = build_mesh(plan_shape(world_size(), shard_optimizer=True))
         if self._mesh.shard.size == 1:
             return self
@@ -229,6 +254,89 @@ class Init:
                 param.data = param.data.to(self._dtype)
             sharded = PreSharded(param, self._mesh.shard)
         own_params([param], sharded)
+
+
+_OTHERWISE = {
+    "zero_param_parallel_group": "Set mesh.shard in ds_config: parameters are then cut over fewer ranks (hybrid sharding).",
+    "zero_quantized_weights": "Remove it: parameters are gathered in their own dtype.",
+    "zero_quantized_nontrainable_weights": "Remove it: frozen parameters are cut as they are.",
+    "param_swapper": "Remove it; zero_optimization.offload_param in initialize()'s ds_config takes parameters to NVMe.",
+}
+
+
+def _refuse(arguments: Mapping[str, Any]) -> None:
+    """Raise ConfigError for the first of DeepSpeed's arguments that asks for something else."""
+    for name, value in arguments.items():
+        if value:
+            raise ConfigError(
+                "this is not done while a model is built", where=f"zero.Init({name})", got=value, fix=_OTHERWISE[name]
+            )
+
+
+def _require_all_ranks(group: Any, mpu: Any) -> None:
+    """Raise ConfigError where parameters would be cut over other ranks than all."""
+    parts = mpu.get_model_parallel_world_size() if hasattr(mpu, "get_model_parallel_world_size") else 1
+    ranks = world_size(group)
+    if parts > 1 or ranks != world_size():
+        raise ConfigError(
+            "parameters are cut over all ranks, which must build the same model",
+            where="zero.Init(mpu)" if parts > 1 else "zero.Init(data_parallel_group)",
+            got=f"{parts} parallel parts of the model" if parts > 1 else f"a group of {ranks} of {world_size()} ranks",
+            fix="Build the model without zero.Init, or pass the mesh with the ranks of your choice on its shard axis.",
+        )
+
+
+class OnDevice:
+    """``with OnDevice(dtype=torch.bfloat16, device="meta"): model = Model()``: parameters, and
+    floating-point tensors that torch.empty, zeros, ones or full make, are in ``dtype`` on
+    ``device``; other new tensors are on ``device``, in their own dtype.
+
+    On the meta device nothing is allocated; such a model has shapes alone, and ``initialize``
+    refuses it until it has values. ``enabled=False``: nothing happens.
+    """
+
+    def __init__(self, dtype: torch.dtype, device: str | torch.device = "meta", enabled: bool = True) -> None:
+        self._dtype = dtype
+        self._device = torch.device(device)
+        self._enabled = enabled
+        self._block = ExitStack()
+
+    def __enter__(self) -> None:
+        if self._enabled:
+            self._block.enter_context(self._device)
+            self._block.enter_context(_InDtype(self._dtype))
+            # torch's annotation knows only hooks that return nothing; it puts in what is returned
+            handle = register_module_parameter_registration_hook(cast("Callable[..., None]", self._moved))
+            self._block.callback(handle.remove)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._block.close()
+
+    def _moved(self, module: nn.Module, name: str, param: nn.Parameter | None) -> nn.Parameter | None:
+        """Return a parameter in place of one that other functions have made."""
+        if param is None:
+            return None
+        dtype = self._dtype if param.is_floating_point() else param.dtype
+        if (param.device.type, param.dtype) == (self._device.type, dtype):
+            return None
+        return nn.Parameter(param.detach().to(self._device, dtype), param.requires_grad)
+
+
+class _InDtype(TorchFunctionMode):
+    """Casts what the functions that allocate return."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self._dtype = dtype
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        made = func in (torch.empty, torch.zeros, torch.ones, torch.full)
+        return result.to(self._dtype) if made and result.is_floating_point() else result
 
 
 class _Lifting(TorchFunctionMode):

@@ -24,7 +24,7 @@ _CONFIG = "ds_config is read by zero_trial.ds_config.read_ds_config, and engine.
 _OFFLOAD = "states are offloaded by zero_optimization.offload_optimizer and offload_param"
 _MUON = "optimizer.type Muon in ds_config, or zero_trial.ops.optimizers.muon.Muon"
 _UNIVERSAL = (
-    "checkpoints load on any number of ranks and at any stage as they are; `zero-trial ckpt convert` reads DeepSpeed's"
+    "checkpoints load on any number of ranks and at any stage as they are; `zero-trial ckpt import` reads DeepSpeed's"
 )
 _DUALPIPE = "set pipeline.schedule in ds_config: zb_v is the zero-bubble schedule of a V"
 _GROUPS = "the axes are set by mesh in ds_config, before initialize()"
@@ -130,7 +130,6 @@ REFUSED_NAMES: dict[str, dict[str, str]] = {
         _KERNELS: "DeepSpeedTransformerConfig DeepSpeedTransformerLayer",
         _DUALPIPE: "DualPipeVEngine DualPipeVModule",
         _MUON: "MUON_OPTIMIZER KV MLA_KV MLA_Q NOT_HEAD_BLOCKED QUERY resolve_per_head_muon_after_sharding set_optimizer_flags",
-        "build the model under zero.Init, or under torch.device": "OnDevice",
         "import deepspeed.comm": "dist",
         "there is no build of DeepSpeed; deepspeed.__version__ is that whose names these are": "git_branch git_hash",
         _TENSOR_PARALLEL: "merge_tp_model_init_into_config record_tp_model_init_args replace_transformer_layer "
@@ -228,8 +227,6 @@ REFUSED_NAMES: dict[str, dict[str, str]] = {
     },
     "deepspeed.runtime.zero": {
         _FREED: "DeepSpeedTensorOverride DeepSpeedZeRoOffload ZeroParamType",
-        "cut large linear layers into several": "TiledLinear TiledLinearReturnBias",
-        "engine.generate() gathers parameters for a whole generation": "unwrap_model_for_generation",
     },
     "deepspeed.runtime.zero.config": {
         _CONFIG: "DeepSpeedZeroConfig ZERO_FORMAT ZERO_OPTIMIZATION get_zero_config read_zero_config_deprecated"
@@ -244,7 +241,7 @@ REFUSED_NAMES: dict[str, dict[str, str]] = {
         "NoGatherCoalescedHandle NoGatherHandle QuantizationInfo ZeroParamType debug_rank0 empty_buffers free_param "
         "get_all_subclasses get_allgather_dtype get_new_tensor_fn_for_dtype partitioned_param_data_shape print_rank_0 "
         "restore_init_context reuse_buffers shutdown_init_context temp_contiguous_tensor top_level_context "
-        "unregister_external_parameter zero_init_context",
+        "zero_init_context",
     },
     "deepspeed.runtime.zero.stage3": {
         _ENGINE: "DeepSpeedZeroOptimizer_Stage3 INITIAL_MICRO_STEP_ID INIT_OPTIMIZER_TIMER IPGBucketZ3 "
@@ -252,7 +249,6 @@ REFUSED_NAMES: dict[str, dict[str, str]] = {
         "model_to_params move_to_cpu pg_correctness_test print_rank_0",
         _MEMORY: "estimate_zero3_model_states_mem_needs estimate_zero3_model_states_mem_needs_all_cold "
         "estimate_zero3_model_states_mem_needs_all_live",
-        "engine.generate() gathers parameters for a whole generation": "unwrap_model_for_generation",
     },
     "deepspeed.runtime.zero.stage_1_and_2": {
         _ENGINE: "DeepSpeedZeroOptimizer GradPartitionBufferGroup INITIAL_MICRO_STEP_ID IPGBucket "
@@ -262,9 +258,7 @@ REFUSED_NAMES: dict[str, dict[str, str]] = {
         _MEMORY: "estimate_zero2_model_states_mem_needs estimate_zero2_model_states_mem_needs_all_cold "
         "estimate_zero2_model_states_mem_needs_all_live",
     },
-    "deepspeed.runtime.zero.tiling": {
-        "cut large linear layers into several": "TiledLinear TiledLinearReturnBias split_tensor_along_last_dim"
-    },
+    "deepspeed.runtime.zero.tiling": {"TiledLinear splits its input itself": "split_tensor_along_last_dim"},
     "deepspeed.runtime.zero.utils": {
         _FREED: "apply_to_tensors_only is_builtin_type is_zero_param isinstance_namedtuple get_norm_dtype",
         "every torch.optim.Optimizer is taken at every stage": "ZERO_SUPPORTED_OPTIMIZERS is_zero_supported_optimizer",
@@ -272,7 +266,6 @@ REFUSED_NAMES: dict[str, dict[str, str]] = {
         "get_lst_from_rank0 get_mapping_to_flat_buffer warned",
     },
     "deepspeed.utils": {
-        "build the model under zero.Init, or under torch.device": "OnDevice",
         MOE: "expert_tensor_parallel_world_size",
         _FREED: "fragment_address get_full_hp_grad get_full_hp_param get_hp_fragment_mapping link_hp_params "
         "lazy_init_hp_params_optimizer_state map_to_flat_opt_states set_full_hp_grad set_full_hp_param",
@@ -289,7 +282,6 @@ REFUSED_NAMES: dict[str, dict[str, str]] = {
         _GROUPS: "get_tensor_model_parallel_src_rank initialize mesh_device mpu set_tensor_model_parallel_rank "
         "set_tensor_model_parallel_world_size",
     },
-    "deepspeed.utils.init_on_device": {"build the model under zero.Init, or under torch.device": "OnDevice"},
     "deepspeed.utils.logging": {
         "use Python's logging": "LoggerFactory print_json_dist",
         _CONFIG: "print_configuration",

@@ -32,7 +32,10 @@ _TOPOLOGY = {
     **_at("zero_trial.pipeline", "ProcessTopology", "PipeDataParallelTopology", "PipeModelDataParallelTopology"),
     **_at("zero_trial.engine.compat", "PipelineParallelGrid"),
 }
-_ZERO = _at("zero_trial.zero", "Init", "GatheredParameters", "ZeroParamStatus", "register_external_parameter")
+_ZERO = _at(
+    "zero_trial.zero",
+    *("Init", "GatheredParameters", "register_external_parameter"),
+)
 _FRAGMENTS = _at(
     "zero_trial.zero",
     *("safe_get_full_fp32_param", "safe_get_full_grad", "safe_get_full_optimizer_state"),
@@ -125,6 +128,7 @@ OURS: dict[str, dict[str, str]] = {
         "DeepSpeedConfigError": "zero_trial.errors:ConfigError",
         "version": "zero_trial.stand_in.deepspeed_table:VERSION",
         **_at("zero_trial.engine", "initialize", "add_config_arguments"),
+        **_at("zero_trial.zero", "OnDevice"),
         "__version__": "zero_trial.stand_in.deepspeed_table:VERSION",
         "PipelineModule": "zero_trial.pipeline:PipelineModule",
         "checkpointing": "deepspeed.runtime.activation_checkpointing.checkpointing",
@@ -136,11 +140,16 @@ OURS: dict[str, dict[str, str]] = {
     "deepspeed.runtime.pipe.engine": {"PipelineEngine": _ENGINE["PipelineEngine"]},
     "deepspeed.runtime.pipe.module": _PIPE,
     "deepspeed.runtime.pipe.topology": _TOPOLOGY,
-    "deepspeed.runtime.zero": {**_ZERO, **_STATUS},
+    "deepspeed.runtime.zero": {
+        **_ZERO,
+        **_STATUS,
+        **_at("zero_trial.zero", "TiledLinear", "TiledLinearReturnBias", "unwrap_model_for_generation"),
+    },
     "deepspeed.runtime.zero.partition_parameters": {
         **_ZERO,
         **_STATUS,
         **_at("zero_trial.stand_in.accelerator", "get_accelerator"),
+        "unregister_external_parameter": "zero_trial.zero:unregister_external_parameter",
         # transformers changes the first around zero.Init, and compares with the second
         **_at("zero_trial.stand_in.deepspeed_utils", "zero_wrapper_for_fp_tensor_constructor"),
         "_orig_torch_arange": "torch:arange",
@@ -205,7 +214,10 @@ OURS: dict[str, dict[str, str]] = {
     "deepspeed.runtime.zero.offload_config": _at(
         "zero_trial.stand_in.deepspeed_utils", "OffloadDeviceEnum", "OffloadStateTypeEnum"
     ),
+    "deepspeed.runtime.zero.stage3": _at("zero_trial.zero", "unwrap_model_for_generation"),
+    "deepspeed.runtime.zero.tiling": _at("zero_trial.zero", "TiledLinear", "TiledLinearReturnBias"),
     "deepspeed.utils": {
+        **_at("zero_trial.zero", "OnDevice"),
         **_FRAGMENTS,
         **_LEAVES,
         **_LOADERS,
@@ -227,6 +239,7 @@ OURS: dict[str, dict[str, str]] = {
     },
     "deepspeed.utils.module_utils": _RECURSIVE,
     "deepspeed.utils.nvtx": _NVTX,
+    "deepspeed.utils.init_on_device": _at("zero_trial.zero", "OnDevice"),
     "deepspeed.utils.torch": _at("zero_trial.stand_in.deepspeed_utils", "required_torch_version"),
     "deepspeed.utils.tensor_fragment": _FRAGMENTS,
     "deepspeed.utils.z3_leaf_module": _LEAVES,

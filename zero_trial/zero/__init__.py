@@ -12,6 +12,8 @@ from zero_trial.sharding.full_params import (
     safe_set_full_optimizer_state,
     safe_set_local_fp32_param,
     safe_set_local_optimizer_state,
+    unregister_external_parameter,
+    unwrap_model_for_generation,
 )
 from zero_trial.sharding.grad_access import (
     safe_get_full_grad,
@@ -21,7 +23,7 @@ from zero_trial.sharding.grad_access import (
     safe_update_full_grad_vectorized,
 )
 from zero_trial.sharding.grouping import ShardingSettings
-from zero_trial.sharding.init import Init
+from zero_trial.sharding.init import Init, OnDevice
 from zero_trial.sharding.leaf_modules import (
     get_z3_leaf_modules,
     set_z3_leaf_module,
@@ -35,13 +37,17 @@ from zero_trial.sharding.leaf_modules import (
 from zero_trial.sharding.model import ShardedModel
 from zero_trial.sharding.optimizer import ShardedOptimizer
 from zero_trial.sharding.plan import ZeroPlan, plan_for_stage
+from zero_trial.zero.tiling import TiledLinear, TiledLinearReturnBias
 
 __all__ = [
     "GatheredParameters",
     "Init",
+    "OnDevice",
     "ShardedModel",
     "ShardedOptimizer",
     "ShardingSettings",
+    "TiledLinear",
+    "TiledLinearReturnBias",
     "ZeroParamStatus",
     "ZeroPlan",
     "get_z3_leaf_modules",
@@ -64,7 +70,9 @@ __all__ = [
     "set_z3_leaf_modules",
     "set_z3_leaf_modules_by_name",
     "set_z3_leaf_modules_by_suffix",
+    "unregister_external_parameter",
     "unset_z3_leaf_modules",
+    "unwrap_model_for_generation",
     "z3_leaf_module",
     "z3_leaf_parameter",
 ]

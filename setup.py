@@ -6,8 +6,29 @@ import re
 from pathlib import Path
 
 from setuptools import find_packages, setup
+from setuptools.command.build_py import build_py
 
 HERE = Path(__file__).parent
+START = """import os; os.environ.get("ZERO_TRIAL_AS_DEEPSPEED", "0") not in ("", "0") and __import__("zero_trial_start")\n"""
+
+
+class BuildWithStart(build_py):
+    """Puts a line beside the package that every Python runs when it starts: zero_trial_start.py
+    says what for. ``pip install -e`` installs no such file."""
+
+    @property
+    def start(self) -> Path:
+        return Path(self.build_lib) / "zero_trial_start.pth"
+
+    def run(self) -> None:
+        super().run()
+        if not self.editable_mode:
+            self.start.write_text(START, encoding="utf-8")
+
+    def get_outputs(self, include_bytecode: bool = True) -> list[str]:
+        own = [] if self.editable_mode else [str(self.start)]
+        return [*super().get_outputs(include_bytecode), *own]
+
 
 # The CUDA compiler and disassembler (in two packages), without CUDA: the kernels are compiled and
 # inspected on machines that have no GPU.
@@ -64,6 +85,8 @@ setup(
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     packages=find_packages(include=["zero_trial", "zero_trial.*"]),
+    py_modules=["zero_trial_start"],
+    cmdclass={"build_py": BuildWithStart},
     package_data={
         "zero_trial": [
             *("py.typed", "report/page.css", "report/page.js"),

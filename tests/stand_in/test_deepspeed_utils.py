@@ -17,7 +17,13 @@ from zero_trial.comm.mesh import MeshShape, build_mesh
 from zero_trial.errors import ConfigError, MeshError
 from zero_trial.stand_in import deepspeed_comm as comm
 from zero_trial.stand_in import deepspeed_utils as utils
-from zero_trial.stand_in.accelerator import CpuAccelerator, get_accelerator, instrument_w_nvtx
+from zero_trial.stand_in.accelerator import (
+    Accelerator,
+    CpuAccelerator,
+    CudaAccelerator,
+    get_accelerator,
+    instrument_w_nvtx,
+)
 
 
 def test_the_processor_as_an_accelerator():
@@ -38,6 +44,42 @@ def test_the_processor_as_an_accelerator():
     assert device.LongTensor([1, 2]).dtype == torch.long and device.BFloat16Tensor([1.0]).dtype == torch.bfloat16
     tensor = torch.ones(2)
     assert device.on_accelerator(tensor) and device.pin_memory(tensor) is tensor
+
+
+# DeepSpeed's abstract accelerator, without its op builders and its own pinned memory.
+METHODS = """
+is_synchronized_device use_host_timers resolves_data_dependency handles_memory_backpressure device_name device set_device
+current_device current_device_name device_count synchronize random set_rng_state get_rng_state manual_seed manual_seed_all
+initial_seed default_generator Stream stream current_stream default_stream Event empty_cache memory_allocated
+max_memory_allocated reset_max_memory_allocated memory_cached max_memory_cached reset_max_memory_cached memory_stats
+reset_peak_memory_stats memory_reserved max_memory_reserved total_memory available_memory is_bf16_supported
+is_fp16_supported is_fp64_supported supported_dtypes is_available range_push range_pop lazy_call
+communication_backend_name is_triton_supported is_current_stream_capturing create_graph capture_to_graph replay_graph
+BFloat16Tensor ByteTensor DoubleTensor FloatTensor HalfTensor IntTensor LongTensor pin_memory is_pinned on_accelerator
+export_envs visible_devices_envs set_visible_devices_envs get_compile_backend set_compile_backend
+"""
+
+
+@pytest.mark.parametrize("kind", [CpuAccelerator, CudaAccelerator])
+def test_both_accelerators_have_every_method(kind: type[Accelerator]):
+    assert [name for name in METHODS.split() if not hasattr(kind(), name)] == []
+
+
+def test_cuda_is_asked_of_torch(monkeypatch: pytest.MonkeyPatch):
+    """What needs no device: names, and which function of torch.cuda a method is."""
+    device = CudaAccelerator()
+    assert device.device(1) == torch.device("cuda:1") and device.communication_backend_name() == "nccl"
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (5, 9))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device=None: 7)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (7, 5))
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: False)
+    assert device.current_device_name() == "cuda:3" and device.current_device() == 3
+    assert (device.available_memory(), device.total_memory(), device.memory_cached()) == (5, 9, 7)
+    assert device.supported_dtypes() == [torch.float, torch.half] and not device.is_triton_supported()
+    chosen: dict[str, str] = {}
+    device.set_visible_devices_envs(chosen, [0, 2])
+    assert chosen == {"CUDA_VISIBLE_DEVICES": "0,2"} and device.Event is torch.cuda.Event
 
 
 def test_the_accelerator_refuses_by_name():

@@ -42,7 +42,7 @@ REFUSED_MODULES: dict[str, Refused] = {
         "there is no autotuner; `zero-trial plan` predicts memory, and an experiment searches ds_config": [
             "autotuning"
         ],
-        "there is no model compression": ["compression"],
+        "there is no model compression": ["compression.compress", "compression.scheduler"],
         "models are compiled by engine.compile(), as with DeepSpeed's compile section": ["compile", "runtime.compiler"],
         "checkpoints are written by engine.save_checkpoint(), with no other engine to choose": [
             *("datastates", "runtime.checkpoint_engine", "runtime.model_checkpointing", "io"),
@@ -112,6 +112,11 @@ REFUSED_MODULES: dict[str, Refused] = {
             *("runtime.zero.partitioned_param_profiler", "utils.mixed_precision_linkage"),
         ],
         "it is a test of DeepSpeed's": ["runtime.zero.test"],
+        "it is not in DeepSpeed 0.19.8 either; torch's scaled_dot_product_attention takes masks": [
+            "ops.sparse_attention"
+        ],
+        "it is not in DeepSpeed 0.19.8 either; `zero-trial launch --nnodes LEAST:MOST` is elastic": ["elasticity"],
+        "it is not in DeepSpeed 0.19.8 either; engine.save_checkpoint() writes": ["nebula"],
         _GROUPS: ["utils.bwc"],
         f"{_INSIDE}set ZERO_TRIAL's log level by logging.getLogger('zero_trial')": ["utils.debug"],
         "it warns of names that DeepSpeed no longer has": ["utils.exceptions"],

@@ -180,6 +180,7 @@ OURS: dict[str, dict[str, str]] = {
     "deepspeed.comm.comm": _COMM,
     "deepspeed.comm.reduce_op": {"ReduceOp": _COMM["ReduceOp"]},
     "deepspeed.comm.utils": _LAUNCHED,
+    "deepspeed.compression.helper": _RECURSIVE,
     "deepspeed.constants": _at(
         "zero_trial.stand_in.deepspeed_utils",
         *("CROSS_RANK", "CROSS_SIZE", "LOCAL_RANK", "TORCH_DISTRIBUTED_DEFAULT_PORT", "default_pg_timeout"),

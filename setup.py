@@ -91,6 +91,7 @@ setup(
         "zero_trial": [
             *("py.typed", "report/page.css", "report/page.js"),
             *("templates/*/*.yaml", "templates/*/*.json", "templates/*/*.md"),
+            "presets/*.json",
             *("csrc/*/*.h", "csrc/*/*.cpp", "csrc/*/*.cu"),
             # not a module of the package: the trials' Pythons find it by itself
             "master/relocation/sitecustomize.py",

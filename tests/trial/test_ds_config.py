@@ -167,3 +167,13 @@ def test_the_first_line_tells_two_ds_configs_apart(tmp_path: Path) -> None:
     named, written, other = (line(given) for given in ("ds.json", values, {**values, "gradient_clipping": 0.5}))
     assert re.fullmatch(r"ds_config ds\.json [0-9a-f]{8}: ZeRO-3, bf16", named)
     assert written.split()[-3:] == named.split()[-3:] and other.split()[-3:] != named.split()[-3:]
+
+
+def test_a_preset_takes_the_zero_section_of_any_base_and_leaves_lie_over_it(tmp_path: Path) -> None:
+    base = {"train_batch_size": 4, "zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}}
+    around = platform(tmp_path, hparams={"trainer": "zero_2_offload", "ds_config": {"zero_optimization.stage": 1}})
+    for given in (base, None):
+        found = trial_ds_config(given, around).value
+        assert found["zero_optimization"] == {"stage": 1, "offload_optimizer": {"device": "cpu"}}
+    named = platform(tmp_path, hparams={"ds_config": "zero_3_offload"})
+    assert trial_ds_config(None, named).value["zero_optimization"]["stage"] == 3

@@ -7,8 +7,10 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from pathlib import Path
 from typing import Any
+
+from zero_trial.cli.run import add_words, given_words
+from zero_trial.errors import ConfigError
 
 
 def add_parser(subparsers: Any) -> None:
@@ -20,10 +22,7 @@ def add_parser(subparsers: Any) -> None:
         "shown together. Starts no ranks and writes nothing; the model definition is imported and built once, on the CPU.",
         allow_abbrev=False,
     )
-    parser.add_argument(
-        "experiment_path", type=Path, metavar="CONST.yaml", help="the experiment, or a run's config.lock.yaml"
-    )
-    parser.add_argument("model_dir", nargs="?", type=Path, metavar="MODEL_DIR", help="the folder of the trial's module")
+    add_words(parser)
     parser.add_argument("--slots", type=int, metavar="N", help="ranks (default: resources.slots_per_trial)")
     parser.add_argument(
         "--points", type=int, default=128, metavar="N", help="points of a search to look at, at most (default: 128)"
@@ -38,10 +37,20 @@ def add_parser(subparsers: Any) -> None:
 
 def _handle(options: argparse.Namespace) -> int:
     """Run the verb."""
+    from zero_trial.experiment.changes import read_words
     from zero_trial.preflight.check import CheckRequest, check_as_json, check_experiment, render_check
 
+    words = read_words(given_words(options))
+    if words.experiment_path is None:
+        raise ConfigError("there is no experiment to check", where="check", fix="Write zero-trial check CONST.yaml.")
     request = CheckRequest(
-        options.experiment_path, options.model_dir, options.slots, options.points, not options.no_build, options.dry_run
+        words.experiment_path,
+        words.model_dir,
+        words.changes,
+        slots=options.slots,
+        points=options.points,
+        build=not options.no_build,
+        dry_run=options.dry_run,
     )
     report = check_experiment(request, os.environ)
     if options.json:

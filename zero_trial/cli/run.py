@@ -30,14 +30,7 @@ def add_parser(subparsers: Any) -> None:
         description="Train the trial of an experiment on this host's ranks. Ctrl-C saves a checkpoint and stops; a second Ctrl-C stops at once.",
         allow_abbrev=False,
     )
-    parser.add_argument(
-        "experiment_path",
-        nargs="?",
-        type=Path,
-        metavar="CONST.yaml",
-        help="the experiment, or a run's config.lock.yaml",
-    )
-    parser.add_argument("model_dir", nargs="?", type=Path, metavar="MODEL_DIR", help="the folder of the trial's module")
+    add_words(parser)
     parser.add_argument(
         "--slots", type=int, metavar="N", help="ranks on this host (default: resources.slots_per_trial)"
     )
@@ -56,6 +49,26 @@ def add_parser(subparsers: Any) -> None:
     group.add_argument("--master_port", "--master-port", type=int, metavar="PORT", help="its port (default 29500)")
     group.add_argument("-H", "--hostfile", metavar="FILE", help="lines of the form: host slots=N")
     parser.set_defaults(handler=_handle)
+
+
+def add_words(parser: argparse.ArgumentParser) -> None:
+    """Add the experiment, the model's folder and settings; ``given_words`` returns them."""
+    parser.add_argument(
+        "experiment_path", nargs="?", metavar="CONST.yaml", help="the experiment, or a run's config.lock.yaml"
+    )
+    parser.add_argument("model_dir", nargs="?", metavar="MODEL_DIR", help="the folder of the trial's module")
+    parser.add_argument(
+        "settings",
+        nargs="*",
+        metavar="KEY=VALUE",
+        help="trainer=PRESET (deepspeed_offload, zero_3 ...), a dotted key of the experiment or of the ds_config "
+        "(zero_optimization.stage=3), or in the place of both paths task=NAME (nlp/language_modeling ...)",
+    )
+
+
+def given_words(options: argparse.Namespace) -> list[str]:
+    """Return the words of ``add_words`` in the order in which they were typed."""
+    return [word for word in (options.experiment_path, options.model_dir, *options.settings) if word is not None]
 
 
 def _handle(options: argparse.Namespace) -> int:
@@ -87,14 +100,17 @@ def _train(request: RunRequest, *, as_json: bool) -> int:
 
 def request_from(options: argparse.Namespace) -> RunRequest:
     """Return the request that the options describe."""
+    from zero_trial.experiment.changes import read_words
     from zero_trial.launch.experiment import RunRequest
     from zero_trial.launch.placement import PlacementRequest
     from zero_trial.launch.script import read_hostfile
 
     hostfile, name = read_hostfile(options.hostfile) if options.hostfile else (None, "")
+    words = read_words(given_words(options))
     return RunRequest(
-        experiment_path=options.experiment_path,
-        model_dir=options.model_dir,
+        experiment_path=words.experiment_path,
+        model_dir=words.model_dir,
+        changes=words.changes,
         slots=options.slots,
         seed=options.seed,
         run_dir=options.run_dir,

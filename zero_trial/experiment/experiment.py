@@ -11,8 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from zero_trial.ds_config.overlay import base_ds_config, overlay
+from zero_trial.ds_config.presets import HYPERPARAMETER, preset_names, read_preset, with_preset
 from zero_trial.ds_config.table import TABLE
 from zero_trial.errors import ConfigError
+from zero_trial.experiment.changes import KeyPath, with_changes
 from zero_trial.experiment.defaults import ClusterDefaults
 from zero_trial.experiment.hyperparameters import located, ranges, read_hyperparameters
 from zero_trial.experiment.rules import examine, known_keys
@@ -35,6 +37,7 @@ from zero_trial.schema.types import (
     ValidationError,
 )
 from zero_trial.schema.yaml_source import read_yaml
+from zero_trial.util.text import did_you_mean
 
 
 @dataclass(frozen=True)
@@ -113,12 +116,15 @@ class ExperimentConfig:
         own = self.hyperparameters
         return any(
             value is not None
-            for value in (self.data.get("ds_config"), own.get("ds_config"), own.get("deepspeed_config"))
+            for value in (
+                self.data.get("ds_config"),
+                *map(own.get, ("ds_config", "deepspeed_config", HYPERPARAMETER)),
+            )
         )
 
     def ds_config(self, model_dir: str | Path, hyperparameters: Mapping[str, Any] | None = None) -> Document:
         """Return the source of this trial's ds_config, for ``read_ds_config``: ``data.ds_config``,
-        under it ``hyperparameters.ds_config``.
+        over it the preset of ``hyperparameters.trainer``, over both ``hyperparameters.ds_config``.
 
         A file is looked for in ``model_dir``, which a cluster gets, and then beside the YAML.
         ``hyperparameters`` are the sampled ones of a search. Every leaf keeps its file and line.
@@ -126,7 +132,8 @@ class ExperimentConfig:
         two different files of its name.
         """
         chosen = self.hyperparameters if hyperparameters is None else hyperparameters
-        base = self._base(Path(model_dir), chosen)
+        named = self._hyperparameter_places().at((HYPERPARAMETER,)).where(HYPERPARAMETER)
+        base = with_preset(self._base(Path(model_dir), chosen), chosen, named)
         over = chosen.get("ds_config")
         if not isinstance(over, Mapping):
             return base
@@ -144,7 +151,7 @@ class ExperimentConfig:
             return self._open(value, model_dir, where)
         if value is not None:
             raise ConfigError("not a ds_config", where=where, got=shown(value), expected="a file or an object")
-        if isinstance(chosen.get("ds_config"), Mapping):
+        if isinstance(chosen.get("ds_config"), Mapping) or chosen.get(HYPERPARAMETER) is not None:
             return Document({})
         raise ConfigError(
             "there is no ds_config",
@@ -170,7 +177,11 @@ class ExperimentConfig:
             stays = f"{where}: {name} is beside the experiment and does not go to a cluster with the model's folder. "
             fix = f"Move it into {model_dir}, or send it along: det experiment create ... --include {found[0]}."
             return dataclasses.replace(document, warnings=(*document.warnings, stays + fix))
+        if name in preset_names():
+            return read_preset(name, where)
         if not name.endswith((".json", ".yaml", ".yml", ".hjson")):
+            if not name.startswith("{") and (near := did_you_mean(name, preset_names())):
+                raise ConfigError("neither a file nor a preset", where=where, got=repr(name), fix=near)
             return open_source(name)
         there = sorted({path.name for folder in folders if folder.is_dir() for path in folder.glob("*.json")})
         near = difflib.get_close_matches(name, there, 1)
@@ -202,23 +213,29 @@ class ExaminedExperiment:
     cluster_warnings: tuple[str, ...]
 
 
-def read_experiment(source: str | Path | Mapping[str, Any], name: str | None = None) -> ExperimentConfig:
-    """Read a checked experiment from a YAML file, a dict, or YAML text with a line break in it.
+def read_experiment(
+    source: str | Path | Mapping[str, Any], name: str | None = None, changes: Mapping[KeyPath, Any] | None = None
+) -> ExperimentConfig:
+    """Read a checked experiment from a YAML file, a dict, or YAML text with a line break in it;
+    ``changes`` (path of a key -> value) stand over its values.
 
     Raises ConfigError with all faults of what a run on this machine reads, each with file and line.
     """
-    examined = examine_experiment(source, name)
+    examined = examine_experiment(source, name, changes)
     if examined.faults:
         raise ConfigError.many(examined.faults)
     return examined.config
 
 
-def examine_experiment(source: str | Path | Mapping[str, Any], name: str | None = None) -> ExaminedExperiment:
-    """Read an experiment and collect all its faults.
+def examine_experiment(
+    source: str | Path | Mapping[str, Any], name: str | None = None, changes: Mapping[KeyPath, Any] | None = None
+) -> ExaminedExperiment:
+    """Read an experiment, with ``changes`` over its values, and collect all its faults.
 
-    Raises ConfigError only for what is not readable YAML.
+    Raises ConfigError only for what is not readable YAML, and changes that have no place in it.
     """
     document, folder = _open_experiment(source, name)
+    document = with_changes(document, as_sent(dict(changes or {})))
     if looks_like_ds_config(document.value):
         raise _not_an_experiment(document)
     stem = Path(document.place.file).stem if document.place.file else "experiment"

@@ -18,6 +18,7 @@ from zero_trial.ds_config.reconcile import Reconciliation, reconcile
 from zero_trial.ds_config.report import report_json, resolved_ds_config
 from zero_trial.ds_config.table import DsConfig
 from zero_trial.errors import ConfigError, ExitStatus
+from zero_trial.experiment.changes import KeyPath
 from zero_trial.experiment.experiment import ExperimentConfig, read_experiment
 from zero_trial.launch.agent import AgentCommand, RankProgram
 from zero_trial.launch.entrypoint import AS_DETERMINED, Entrypoint, check_entrypoint, model_folder, parse_entrypoint
@@ -43,6 +44,7 @@ class RunRequest:
     seed: int | None = None
     run_dir: Path | None = None
     resume: Path | None = None
+    changes: Mapping[KeyPath, Any] = field(default_factory=dict)
     placement: PlacementRequest = field(default_factory=PlacementRequest)
 
 
@@ -72,7 +74,7 @@ def check_run(request: RunRequest, env: Mapping[str, str]) -> CheckedRun:
     """Read and check everything that can be known without running the trial. Raises ConfigError;
     starts and writes nothing."""
     experiment_path = _experiment_path(request)
-    experiment = read_experiment(experiment_path)
+    experiment = read_experiment(experiment_path, changes=request.changes)
     model_dir = model_folder(experiment, request.model_dir)
     if experiment.searcher.searches:
         raise ConfigError(

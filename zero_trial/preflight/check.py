@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from zero_trial.errors import ConfigError
+from zero_trial.experiment.changes import KeyPath
 from zero_trial.experiment.experiment import ExperimentConfig, examine_experiment
 from zero_trial.experiment.space import Point, Space, explore, find_ranges
 from zero_trial.launch.entrypoint import Entrypoint, check_entrypoint, model_folder, parse_entrypoint
@@ -29,6 +30,7 @@ class CheckRequest:
 
     Args:
         path: the experiment's file.
+        changes: values over those of the file.
         points: points of a search to look at, at most.
         build: whether the model definition is imported and built.
         dry_run: whether one batch is evaluated.
@@ -36,6 +38,7 @@ class CheckRequest:
 
     experiment_path: Path
     model_dir: Path | None = None
+    changes: Mapping[KeyPath, Any] = field(default_factory=dict)
     slots: int | None = None
     points: int = MOST_POINTS
     build: bool = True
@@ -93,7 +96,7 @@ class _ExperimentCheck:
     def run(self, env: Mapping[str, str]) -> None:
         """Look at every area that can be read."""
         try:
-            examined = examine_experiment(self.request.experiment_path)
+            examined = examine_experiment(self.request.experiment_path, changes=self.request.changes)
         except ConfigError as error:
             self.issues += issues_of(Area.EXPERIMENT, error)
             return

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from zero_trial.ds_config.overlay import base_ds_config, overlay
+from zero_trial.ds_config.presets import HYPERPARAMETER, preset_names, read_preset, with_preset
 from zero_trial.ds_config.reader import read_ds_config
 from zero_trial.ds_config.reconcile import reconcile
 from zero_trial.ds_config.report import resolved_ds_config
@@ -55,25 +56,23 @@ def trial_ds_config(given: Given | None, platform: Platform) -> Document:
     only the form is checked.
 
     Base: ``given``, else ``data.ds_config`` of the experiment, else the hyperparameter
-    ``deepspeed_config`` (or ``ds_config``, if it names a file). Over it:
-    ``hyperparameters.ds_config``, if it is a dict. Relative paths start at the model's folder.
-    Raises ConfigError if there is neither.
+    ``deepspeed_config`` (or ``ds_config``, if it names a file or preset). Over it: the preset that
+    the hyperparameter ``trainer`` names, then ``hyperparameters.ds_config``, if it is a dict.
+    Relative paths start at the model's folder. Raises ConfigError if there is none of them.
     """
     hparams = platform.hparams
     mine = hparams.get("ds_config")
     leaves = mine if isinstance(mine, Mapping) else {}
     base = given if given is not None else base_ds_config(platform.experiment.get("data"), hparams)[1]
-    if base is None and not leaves:
+    if base is None and not leaves and hparams.get(HYPERPARAMETER) is None:
         raise ConfigError(
             "no ds_config is given",
             where="context.initialize",
             expected="config=..., data.ds_config or hyperparameters.ds_config",
             fix="Write data: {ds_config: ds_config.json} into the experiment's YAML.",
         )
-    if isinstance(base, (str, Path)):
-        base = _located(base, platform.model_dir)
     over = Document.of(leaves, Location(prefix="hyperparameters.ds_config"))
-    return overlay(open_source(base if base is not None else {}), over)
+    return overlay(with_preset(_opened(base, platform.model_dir), hparams), over)
 
 
 def source_line(source: Document, config: DsConfig) -> str:
@@ -113,19 +112,24 @@ def with_stages(config: Document, model: Any) -> Document:
     return config
 
 
-def _located(name: str | Path, model_dir: Path) -> str | Path:
-    """Return the path of the file ``name`` in the model's folder (an absolute path as it is); other
-    text as it is. Raises ConfigError for a missing file.
+def _opened(base: Given | None, model_dir: Path) -> Document:
+    """Return a dict, a file of the model's folder (or an absolute path), a preset or base64 as a
+    document. Raises ConfigError for a missing file.
     """
+    if base is None or isinstance(base, Mapping):
+        return open_source(base or {})
+    name = base
     if (model_dir / name).is_file():
-        return model_dir / name
+        return open_source(model_dir / name)
+    if name in preset_names():
+        return read_preset(name, "data.ds_config")
     if Path(name).suffix in FILE_KINDS and not Path(name).is_file():
         raise ConfigError(
             f"there is no {name} in {model_dir}",
             where="data.ds_config",
             fix=f"Put it beside the model, or send it along: det experiment create ... --include path/to/{Path(name).name}.",
         )
-    return name
+    return open_source(name)
 
 
 def reconcile_config(config: Document, platform: Platform) -> tuple[DsConfig, Reconciled]:

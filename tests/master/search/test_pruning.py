@@ -136,3 +136,11 @@ def test_ds_config_file():
     assert ds_config_file({"data": {"ds_config": {}}}, {}) is None
     assert ds_config_file({"data": None}, {"deepspeed_config": "b.json"}) == "b.json"
     assert ds_config_file({}, {}) is None
+
+
+def test_a_preset_counts():
+    assert why(trainer="zero_3_offload", global_batch_size=16) is None
+    assert why(base="zero_2", global_batch_size=16) is None
+    assert ds_config_file({"data": {"ds_config": "zero_2"}}, {}) is None
+    found = why(trainer="zero_4", global_batch_size=16)
+    assert found is not None and "hyperparameters.trainer" in found

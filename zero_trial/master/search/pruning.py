@@ -8,6 +8,7 @@ from typing import Any
 
 from zero_trial.ds_config import reader as ds_config_reader
 from zero_trial.ds_config.overlay import base_ds_config, overlay
+from zero_trial.ds_config.presets import HYPERPARAMETER, preset_names, read_preset, with_preset
 from zero_trial.ds_config.reader import read_ds_config
 from zero_trial.ds_config.reconcile import reconcile
 from zero_trial.errors import ConfigError
@@ -59,9 +60,9 @@ def replaced_rates(
 
 
 def ds_config_file(config: Mapping[str, Any], hparams: Mapping[str, Any]) -> str | None:
-    """Return the file of the base ds_config; None if it is written out, or missing."""
+    """Return the file of the base ds_config; None if it is written out, a preset, or missing."""
     named = base_ds_config(config.get("data"), hparams)[1]
-    return named if isinstance(named, str) else None
+    return named if isinstance(named, str) and named not in preset_names() else None
 
 
 def _source(config: Mapping[str, Any], hparams: Mapping[str, Any], files: Mapping[str, bytes]) -> Document | None:
@@ -69,14 +70,19 @@ def _source(config: Mapping[str, Any], hparams: Mapping[str, Any], files: Mappin
     over = hparams.get("ds_config")
     leaves = Document.of(over, Location(prefix="hyperparameters.ds_config")) if isinstance(over, Mapping) else None
     if named is None:
-        return None if leaves is None else overlay(Document({}), leaves)
-    if isinstance(named, Mapping):
+        if leaves is None and hparams.get(HYPERPARAMETER) is None:
+            return None
+        base = Document({})
+    elif isinstance(named, Mapping):
         base = Document.of(named, Location(prefix=".".join(path)))
+    elif named in preset_names():
+        base = read_preset(named, ".".join(path))
     else:
         content = files.get(posixpath.normpath(str(named)))
         if content is None:
             return None
         base = _read(str(named), content)
+    base = with_preset(base, hparams)
     return base if leaves is None else overlay(base, leaves)
 
 

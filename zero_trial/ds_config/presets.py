@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from zero_trial.errors import ConfigError
-from zero_trial.schema.document import Document, Location
+from zero_trial.schema.document import Document
 from zero_trial.schema.json_source import read_json
 from zero_trial.util.text import did_you_mean
 
@@ -51,11 +51,4 @@ def with_preset(base: Document, hparams: Mapping[str, Any], where: str | None = 
         return base
     preset = read_preset(name, where or f"hyperparameters.{HYPERPARAMETER}")
     places = {path: place for path, place in base.places.items() if path[0] not in preset.value}
-    note = Location(file=preset.place.file)
-    sections = {(section,): preset.places.get((section,), note) for section in preset.value}
-    return Document(
-        {**base.value, **preset.value},
-        {**places, **sections, **preset.places},
-        base.place,
-        (*base.warnings, *preset.warnings),
-    )
+    return Document({**base.value, **preset.value}, {**places, **preset.places}, base.place, base.warnings)

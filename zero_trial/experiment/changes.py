@@ -26,7 +26,7 @@ _COMMAND_LINE = Location(file="command line")
 
 
 @dataclass(frozen=True)
-class Words:
+class CommandWords:
     """The words of a command line: the experiment's file, the model's folder, and values that stand
     over those of the file."""
 
@@ -35,7 +35,7 @@ class Words:
     changes: Mapping[KeyPath, Any] = field(default_factory=dict)
 
 
-def read_words(words: Iterable[str]) -> Words:
+def read_words(words: Iterable[str]) -> CommandWords:
     """Return what ``words`` mean: ``task=NAME``, ``trainer=PRESET``, a dotted key of the experiment
     or of the ds_config with ``=VALUE`` (read as YAML), and at most two paths.
 
@@ -70,7 +70,7 @@ def read_words(words: Iterable[str]) -> Words:
         folder = _task_folder(task)
         paths = [folder / "const.yaml", folder]
     experiment_path, model_dir = (*paths, None, None)[:2]
-    return Words(experiment_path, model_dir, changes)
+    return CommandWords(experiment_path, model_dir, changes)
 
 
 def _task_folder(task: str) -> Path:

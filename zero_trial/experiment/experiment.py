@@ -180,8 +180,8 @@ class ExperimentConfig:
         if name in preset_names():
             return read_preset(name, where)
         if not name.endswith((".json", ".yaml", ".yml", ".hjson")):
-            if not name.startswith("{") and (near := did_you_mean(name, preset_names())):
-                raise ConfigError("neither a file nor a preset", where=where, got=repr(name), fix=near)
+            if not name.startswith("{") and (preset := did_you_mean(name, preset_names())):
+                raise ConfigError("neither a file nor a preset", where=where, got=repr(name), fix=preset)
             return open_source(name)
         there = sorted({path.name for folder in folders if folder.is_dir() for path in folder.glob("*.json")})
         near = difflib.get_close_matches(name, there, 1)

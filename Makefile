@@ -63,7 +63,7 @@ $(STAMP): setup.py pyproject.toml constraints.txt
 	$(PIP) -e '.[determined,tensorboard,test]'
 	touch $@
 
-# 380 MB that only the table of docs/exactness.md needs.
+# 380 MB that only docs/exactness.md and the tests of Hugging Face's Trainer need.
 $(LIBRARIES): $(STAMP)
 	$(PIP) -e '.[libraries]'
 	touch $@

@@ -59,8 +59,8 @@ EXTRAS = {
         "types-psutil",
         "types-tqdm",
     ],
-    # What tests/exactness trains with zero_trial and in plain torch; no CUDA wheel comes with them.
-    "libraries": ["bitsandbytes", "diffusers", "peft", "transformers"],
+    # What tests/exactness and tests/stand_in train with; no CUDA wheel comes with them.
+    "libraries": ["accelerate", "bitsandbytes", "diffusers", "peft", "transformers"],
     # The documentation as a site, with the API reference made from the docstrings.
     "docs": ["mkdocs-material", "mkdocstrings[python]"],
     # Peers that benchmarks/ measures against.

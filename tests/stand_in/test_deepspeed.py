@@ -118,3 +118,40 @@ def test_a_script_for_deepspeed_runs_unchanged_on_two_ranks(tmp_path: Path):
     assert done.returncode == 0, done.stdout + done.stderr
     for rank in range(2):
         assert (tmp_path / f"{rank}.txt").read_text() == f"True ('cpu', {rank}, {rank}) 0.19.8"
+
+
+def test_programs_are_run_as_main_with_it(tmp_path: Path):
+    """For launchers of other projects: their own process, and the ranks that they start."""
+    (tmp_path / "beside.py").write_text("NAME = 'beside'\n")
+    script = "import deepspeed, sys, beside\nprint(__name__, deepspeed.__version__, sys.argv[1:], beside.NAME)\n"
+    (tmp_path / "script.py").write_text(script)
+    for target in ([str(tmp_path / "script.py")], ["-m", "script"]):
+        command = [sys.executable, "-m", "zero_trial.as_deepspeed", *target, "one"]
+        root = str(Path(__file__).parents[2])
+        env = os.environ | {"PYTHONPATH": os.pathsep.join([root, str(tmp_path)])}
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, check=False)
+        assert done.stdout == "__main__ 0.19.8 ['one'] beside\n", done.stderr
+    assert python("import runpy; runpy.run_module('zero_trial.as_deepspeed', run_name='__main__')").returncode != 0
+
+
+ACCELERATE = """
+import zero_trial.as_deepspeed, sys, torch
+from types import SimpleNamespace
+torch.cuda.is_available = lambda: False
+from deepspeed import comm
+for state in ({"backend": None}, {"backend": "nccl"}, {"backend": None, "num_processes": 1}):
+    accelerate = SimpleNamespace(PartialState=SimpleNamespace(_shared_state=state))
+    accelerate.DistributedType = SimpleNamespace(MULTI_CPU="cpus")
+    sys.modules["accelerate.state"] = accelerate
+    comm.init_distributed(dist_backend=None, auto_mpi_discovery=False)
+    print(state)
+"""
+
+
+def test_accelerate_counts_ranks_on_cpus():
+    """It asks for no backend where there is no GPU, and would take each rank for the only one. What
+    it has filled in already stays."""
+    done = python(ACCELERATE)
+    expected = [{"backend": "gloo", "distributed_type": "cpus"}, {"backend": "nccl"}]
+    expected += [{"backend": None, "num_processes": 1}]
+    assert done.stdout.splitlines() == [str(state) for state in expected], done.stderr

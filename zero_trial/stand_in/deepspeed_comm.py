@@ -9,9 +9,27 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from zero_trial.comm import init_distributed as zero_trial_init_distributed
 from zero_trial.comm import rank_and_size, read_rank_env, world_size
 from zero_trial.comm.mesh import Mesh, latest_mesh
+from zero_trial.comm.rendezvous import RankEnv
 from zero_trial.errors import MeshError
+
+
+def init_distributed(dist_backend: str | None = None, *args: Any, **kwargs: Any) -> RankEnv:
+    """Do what ``zero_trial.init_distributed`` does, for accelerate too where there is no GPU.
+
+    accelerate asks for no backend there, because it knows no other device that DeepSpeed takes, and
+    would count every rank as the only one: each would train on all of the data. So the state that
+    it is about to fill in gets the backend and the kind of ranks that it uses on processors.
+    """
+    env = zero_trial_init_distributed(dist_backend, *args, **kwargs)
+    accelerate = sys.modules.get("accelerate.state")
+    if accelerate is not None and dist_backend is None and not torch.cuda.is_available():
+        state = accelerate.PartialState._shared_state
+        if "num_processes" not in state and state.get("backend", "") is None:
+            state |= {"backend": "gloo", "distributed_type": accelerate.DistributedType.MULTI_CPU}
+    return env
 
 
 def all_gather_into_tensor(

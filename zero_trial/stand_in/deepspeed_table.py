@@ -60,7 +60,7 @@ _CALLABLES = {
     "DeepSpeedSchedulerCallable": "collections.abc:Callable",
 }
 _COMM = {
-    **_INIT,
+    **_at("zero_trial.stand_in.deepspeed_comm", "init_distributed"),
     **_at(
         "torch.distributed",
         *("ReduceOp", "ProcessGroup", "P2POp", "is_available", "is_initialized", "destroy_process_group", "new_group"),

@@ -447,7 +447,7 @@ def test_a_followed_line_is_printed_while_the_trial_waits_for_its_being_read(det
         watchdog.start()
         read = []
         for line in follow.stdout or ():
-            if "] written " in line:
+            if "|| written " in line:
                 read.append(line.split()[-1])
                 (det.folder / f"read-{read[-1]}").touch()
         watchdog.cancel()

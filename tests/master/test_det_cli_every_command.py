@@ -42,7 +42,7 @@ template list/set/set-value config/describe/remove
 task list
 trial describe/logs/kill/support-bundle
 user list/logout/whoami
-workspace list/create/list-projects/describe
+workspace list/list-pools/create/list-projects/describe
 project list/list-experiments/describe
 auth login/list-providers
 dev auth-token

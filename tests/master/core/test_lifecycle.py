@@ -96,7 +96,7 @@ STORIES: list[tuple[str, tuple[TrialEvent, ...], str, RunStage, str]] = [
     # what it says itself
     ("invalid hyperparameters", (*UP, EarlyExit("INVALID_HP"), OK), "COMPLETED", RunStage.NONE, "request watch end"),
     ("says so and crashes", (*UP, EarlyExit("INVALID_HP"), BAD), "ACTIVE", RunStage.QUEUED, "request watch request"),
-    ("says so and stays", (*UP, EarlyExit("INVALID_HP"), T.OVERDUE, Exited(137)), "COMPLETED", RunStage.NONE, "request watch kill end"),
+    ("says so and stays", (*UP, EarlyExit("INVALID_HP"), T.OVERDUE, Exited(137)), "CANCELED", RunStage.NONE, "request watch kill end"),
     # log policies
     ("not to be retried", (*UP, Exited(7, no_retry="x")), "ERROR", RunStage.NONE, "request end"),
     ("not to be retried, completes", (*UP, Exited(0, no_retry="x")), "COMPLETED", RunStage.NONE, "request end"),

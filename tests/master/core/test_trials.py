@@ -97,11 +97,14 @@ def test_a_rank_starts_only_while_its_trial_lives(master: Sandbox) -> None:
 def test_a_trial_that_said_that_it_ends_and_does_not_is_ended(master: Sandbox) -> None:
     master.create()
     master.trials.early_exit(1, "EXITED_REASON_INIT_INVALID_HP")
-    master.clock.now += 61
+    master.clock.now += 9
+    master.tick()
+    assert not master.agent.killed
+    master.clock.now += 2
     master.tick()
     assert len(master.agent.killed) == 1
     master.exit(1, code=137)
-    assert master.state_of(1) == "COMPLETED" and "INVALID_HP" in master.trials.get(1).reason
+    assert master.state_of(1) == "CANCELED" and "INVALID_HP" in master.trials.get(1).reason
 
 
 def test_logs_hold_what_the_master_did(master: Sandbox) -> None:

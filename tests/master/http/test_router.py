@@ -67,7 +67,6 @@ def test_two_routes_for_the_same_thing_are_a_fault_of_ours() -> None:
     [
         ("/api/v1/notebooks", "not run"),
         ("/api/v1/tensorboards/7/kill", "tensorboard --logdir"),
-        ("/api/v1/experiments/7/move", "det experiment move"),
         ("/api/v1/trials/7/retain_logs", "logs are kept"),
         ("/api/v1/workspaces/1/namespace-bindings", "no namespaces"),
     ],

@@ -46,11 +46,17 @@ def test_best_and_latest_validation(connection: sqlite3.Connection) -> None:
     for steps, value in ((1, 0.5), (2, 0.2), (3, 0.9)):
         metrics.add(connection, report(steps, "validation", val=value), value)
     metrics.add(connection, report(4, "validation", other=1), None)
-    best = metrics.best_validation(connection, 1, smaller_is_better=True)
-    worst = metrics.best_validation(connection, 1, smaller_is_better=False)
-    assert best is not None and best[1] == 0.2 and worst is not None and worst[1] == 0.9
-    latest = metrics.latest_validation(connection, 1)
-    assert latest is not None and latest.steps_completed == 4
+    metrics.add(connection, MetricReport(2, 1, "validation", 9, {"val": 0.2}), 0.2)
+    metrics.add(connection, MetricReport(2, 1, "validation", 8, {"val": 0.2}), 0.2)
+    for which, there in (("= ?", {1: 4}), ("IN (SELECT 1 UNION SELECT ?)", {1: 4, 2: 9})):
+        value = max(there)
+        best = metrics.best_validations(connection, which, value, smaller_is_better=True)
+        worst = metrics.best_validations(connection, which, value, smaller_is_better=False)
+        assert best.keys() == worst.keys() == there.keys()
+        assert best[1][1] == 0.2 and worst[1][1] == 0.9
+        assert 2 not in there or best[2][0].steps_completed == worst[2][0].steps_completed == 9  # the first of equals
+        latest = metrics.latest_validations(connection, which, value)
+        assert {trial: each.steps_completed for trial, each in latest.items()} == there
     at = metrics.validation_at(connection, 1, 3)
     assert at is not None and at[1] == 0.9 and metrics.validation_at(connection, 1, 7) is None
 
@@ -61,8 +67,7 @@ def test_what_came_after_the_restored_step_is_out_of_sight(connection: sqlite3.C
     metrics.add(connection, report(None, "gpu", load=1))
     metrics.archive_after(connection, 1, 2)
     assert [item.steps_completed for item in metrics.of_trial(connection, 1, "validation")] == [1, 2]
-    best = metrics.best_validation(connection, 1, smaller_is_better=True)
-    assert best is not None and best[1] == -2
+    assert metrics.best_validations(connection, "= ?", 1, smaller_is_better=True)[1][1] == -2
     assert len(metrics.of_trial(connection, 1, "gpu")) == 1
 
 

@@ -198,9 +198,9 @@ def test_accounts(tmp_path: Path) -> None:
 
         accounts.add_token(connection, "d1", user_id=number, expires=100.0)
         accounts.add_token(connection, "d2", allocation_id="a.1")
-        assert accounts.token(connection, "d1", 99.0) == (number, None)
+        assert accounts.token(connection, "d1", 99.0) == User(number, "ada", False, True, "other", "Ada")
         assert accounts.token(connection, "d1", 100.0) is None
-        assert accounts.token(connection, "d2", 1e12) == (None, "a.1")
+        assert accounts.token(connection, "d2", 1e12) == "a.1"
         accounts.drop_tokens_of(connection, "a.1")
         accounts.drop_token(connection, "d1")
         assert accounts.token(connection, "d1", 0.0) is accounts.token(connection, "d2", 0.0) is None

@@ -169,13 +169,9 @@ class AccountService:
         """Return the owner of a token; None if it is unknown, has expired or its run has ended."""
         with self._state.database.reading() as connection:
             found = accounts.token(connection, token_digest, self._state.clock())
-            if found is None:
-                return None
-            user_id, allocation_id = found
-            if user_id is not None:
-                user = accounts.user_by_id(connection, user_id)
-                return None if user is None else Principal(user=user)
-            run = trials.allocation(connection, allocation_id) if allocation_id is not None else None
+            run = trials.allocation(connection, found) if isinstance(found, str) else None
+        if isinstance(found, User):
+            return Principal(user=found)
         if run is None or run.state is AllocationState.TERMINATED:
             return None
         return Principal(allocation=run)

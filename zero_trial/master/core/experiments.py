@@ -224,15 +224,15 @@ class ExperimentService:
             return existing(experiments.context(connection, experiment_id), f"experiment {experiment_id}")
 
     def trials(self, experiment_id: int) -> list[Trial]:
-        """List the trials of an experiment. Raises NotFound."""
-        self._require(experiment_id)
+        """List the trials of an experiment, without their summaries. Raises NotFound."""
         with self._state.database.reading() as connection:
+            existing(experiments.config(connection, experiment_id), f"experiment {experiment_id}")
             return trials.of_experiment(connection, experiment_id, derived=True)
 
     def checkpoints(self, experiment_id: int) -> list[Checkpoint]:
         """List the checkpoints of all its trials, deleted ones included. Raises NotFound."""
-        self._require(experiment_id)
         with self._state.database.reading() as connection:
+            existing(experiments.config(connection, experiment_id), f"experiment {experiment_id}")
             return checkpoints.of_experiment(connection, experiment_id)
 
     def preview_gc(self, experiment_id: int, policy: GcPolicy) -> list[Checkpoint]:
@@ -243,10 +243,6 @@ class ExperimentService:
         with self._state.database.reading() as connection:
             keep = needed(connection)
         return superfluous(saved, policy, smaller_is_better=smaller, keep=keep)
-
-    def _require(self, experiment_id: int) -> None:
-        with self._state.database.reading() as connection:
-            existing(experiments.get(connection, experiment_id, derived=False), f"experiment {experiment_id}")
 
     # -- running
 
@@ -324,8 +320,10 @@ class ExperimentService:
                 columns["collect"] = 1
                 tx.collect_garbage()
             experiments.change(tx.connection, experiment_id, **columns)
-            tx.reschedule()
-        return self.get(experiment_id)
+            if patch.resources is not None:
+                tx.reschedule()
+            after = experiments.get(tx.connection, experiment_id)
+        return existing(after, f"experiment {experiment_id}")
 
     def resume_ended(self, experiment_id: int, override_config: str) -> Created:
         """Run an ended experiment again: its trials that did not complete go on from their last

@@ -146,6 +146,8 @@ def step_trial(life: TrialLife, event: TrialEvent) -> _TrialOutcome:
             return replace(life, run=RunStage.RUNNING), ()
         case TrialSignal.ACKED if life.run is RunStage.RUNNING and life.preempting:
             return replace(life, acked=True), ()
+        case TrialSignal.OVERDUE if life.early_exit == INVALID_HP and life.run is RunStage.RUNNING:
+            return _stop_trial(life, TrialState.STOPPING_KILLED, "it did not end after it had said INVALID_HP")
         case TrialSignal.OVERDUE:
             return _kill(life)
         case Fail(reason):

@@ -48,7 +48,10 @@ from zero_trial.master.store import accounts, checkpoints, experiments, metrics,
 
 log = logging.getLogger(__name__)
 
-_EARLY_EXIT_SECONDS = 60.0  # the time that a trial gets to end after it has announced an early exit
+# the time that a trial gets to end after it has announced an early exit; for invalid parameters
+# that of a genuine master (InvalidHPKillDelay)
+_EARLY_EXIT_SECONDS = 60.0
+_INVALID_HP_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
@@ -193,7 +196,7 @@ class Transaction:
 
     def state_of(self, experiment_id: int) -> ExperimentState:
         """Return the state of an experiment. Raises NotFound."""
-        return self.experiment_of(experiment_id).state
+        return existing(experiments.state_of(self.connection, experiment_id), f"experiment {experiment_id}")[0]
 
     # -- trials
 
@@ -245,7 +248,8 @@ class Transaction:
             trials.change_allocation(self.connection, run.id, deadline=self.now + seconds)
             self.signal = True
         elif effect is lifecycle.TrialEffect.WATCH:
-            trials.change_allocation(self.connection, run.id, deadline=self.now + _EARLY_EXIT_SECONDS)
+            seconds = _INVALID_HP_SECONDS if life.early_exit == lifecycle.INVALID_HP else _EARLY_EXIT_SECONDS
+            trials.change_allocation(self.connection, run.id, deadline=self.now + seconds)
         elif effect is lifecycle.TrialEffect.KILL:
             self.order_kill(run.id)
             self.note(trial_id, "WARNING", "the master ends this run")
@@ -414,12 +418,14 @@ class Transaction:
 
     def _pass_to_search(self, event: _SearchEvent) -> None:
         experiment_id = event.experiment_id if isinstance(event, Begun) else event.trial.experiment_id
-        experiment = self.experiment_of(experiment_id)
-        if experiment.state not in (ExperimentState.ACTIVE, ExperimentState.PAUSED):
+        state, unmanaged = existing(experiments.state_of(self.connection, experiment_id), f"experiment {experiment_id}")
+        if state not in (ExperimentState.ACTIVE, ExperimentState.PAUSED):
             return  # it is stopping: nothing is left to decide
-        if experiment.unmanaged:
+        if unmanaged:
             return  # its trials come from outside
-        live = self._state.search_of(self.connection, experiment)
+        live = self._state.searches.get(experiment_id)
+        if live is None:
+            live = self._state.search_of(self.connection, self.experiment_of(experiment_id))
         self.touched.add(experiment_id)
         try:
             actions = self._ask(live, event)

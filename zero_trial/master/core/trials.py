@@ -44,10 +44,12 @@ class TrialService:
 
     # -- reading
 
-    def get(self, trial_id: int) -> Trial:
-        """Return a trial with its validations, checkpoints and summary. Raises NotFound."""
+    def get(self, trial_id: int, *, derived: bool = True) -> Trial:
+        """Return a trial; ``derived``: with its validations, checkpoints and summary, for which all
+        reports are read. Raises NotFound.
+        """
         with self._state.database.reading() as connection:
-            return existing(trials.get(connection, trial_id, derived=True), f"trial {trial_id}")
+            return existing(trials.get(connection, trial_id, derived=derived), f"trial {trial_id}")
 
     def workloads(self, trial_id: int, *, include_batch_metrics: bool = False) -> list[MetricReport | Checkpoint]:
         """List reports and checkpoints by steps completed, without archived reports."""
@@ -164,8 +166,8 @@ class TrialService:
             return
         if metrics.known(tx.connection, report):
             return  # sent again because the answer was lost: the search has it
-        experiment = tx.experiment_of(trial.experiment_id)
-        name = str((experiment.config.get("searcher") or {}).get("metric"))
+        config = experiments.config(tx.connection, trial.experiment_id) or {}
+        name = str((config.get("searcher") or {}).get("metric"))
         metrics.add(tx.connection, report, metrics.number_of(report.metrics, name))
         tx.search(Validated(trial, report.metrics))
 
@@ -175,18 +177,22 @@ class TrialService:
         Args:
             progress: a fraction of this trial's own work from 0 to 1.
         """
+        fraction = min(1.0, max(0.0, progress))
         with transaction(self._state) as tx:
             trial = tx.trial_of(trial_id)
-            trials.change(tx.connection, trial_id, progress=min(1.0, max(0.0, progress)))
-            experiment = experiments.get(tx.connection, trial.experiment_id, derived=False)
-            if experiment is None or experiment.state.final:
+            trials.change(tx.connection, trial_id, progress=fraction)
+            number = trial.experiment_id
+            found = experiments.state_of(tx.connection, number)
+            if found is None or found[0].final:
                 return
-            if experiment.unmanaged:
-                experiments.change(tx.connection, experiment.id, progress=min(1.0, max(0.0, progress)))
+            if found[1]:
+                experiments.change(tx.connection, number, progress=fraction)
                 return
-            live = self._state.search_of(tx.connection, experiment)
-            fractions = {item.request_id: item.progress or 0.0 for item in trials.live(tx.connection, experiment.id)}
-            experiments.change(tx.connection, experiment.id, progress=live.searcher.progress(fractions))
+            live = self._state.searches.get(number)
+            if live is None:
+                live = self._state.search_of(tx.connection, tx.experiment_of(number))
+            fractions = trials.progress_of_live(tx.connection, number)
+            experiments.change(tx.connection, number, progress=live.searcher.progress(fractions))
 
     def early_exit(self, trial_id: int, reason: str) -> None:
         """Record that a trial ends by itself.

@@ -57,7 +57,7 @@ _FREE = frozenset({"uuid"})  # the route itself decides whether a checkpoint may
 _ANONYMOUS = Principal()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class RouteMatch:
     """A route and the named parts of its path; ``numbers`` names those that must be numbers."""
 
@@ -67,10 +67,12 @@ class RouteMatch:
 
 
 class Router:
-    """All routes, by method and number of parts; of each, those with literal parts first."""
+    """All routes, by method and number of parts, then by the places of their literal parts, those
+    with literal parts first, then by these parts.
+    """
 
     def __init__(self, routes: Iterable[Route]) -> None:
-        self._routes: dict[tuple[str, int], list[tuple[list[str], Route]]] = {}
+        found: dict[tuple[str, int], dict[tuple[bool, ...], dict[tuple[str, ...], Route]]] = {}
         shapes = set()
         for route in routes:
             parts = route.path.strip("/").split("/")
@@ -78,20 +80,33 @@ class Router:
             if shape in shapes:
                 raise ZeroTrialError("two routes for one method and path", where=f"{route.method} {route.path}")
             shapes.add(shape)
-            self._routes.setdefault((route.method, len(parts)), []).append((parts, route))
-        for alike in self._routes.values():
-            alike.sort(key=lambda item: [part.startswith("{") for part in item[0]])
+            named = tuple(part.startswith("{") for part in parts)
+            literal = tuple(part for part in parts if not part.startswith("{"))
+            found.setdefault((route.method, len(parts)), {}).setdefault(named, {})[literal] = route
+        self._routes = {
+            key: [
+                (
+                    [at for at, name in enumerate(named) if not name],
+                    [at for at, name in enumerate(named) if name],
+                    routes,
+                )
+                for named, routes in sorted(alike.items())
+            ]
+            for key, alike in found.items()
+        }
 
     def find(self, method: str, parts: Sequence[str]) -> RouteMatch | None:
         """Return the route of a path that was split at its slashes; None if there is none."""
-        for wanted, route in self._routes.get((method, len(parts)), ()):
-            pairs = list(zip(wanted, parts, strict=True))
-            if all(part if want.startswith("{") else part == want for want, part in pairs):
-                args = {want[1:-1]: part for want, part in pairs if want.startswith("{")}
+        for literal, named, routes in self._routes.get((method, len(parts)), ()):
+            route = routes.get(tuple([parts[at] for at in literal]))
+            values = [parts[at] for at in named]
+            if route is not None and all(values):
+                wanted = route.path.strip("/").split("/")
+                names = [wanted[at][1:-1] for at in named]
                 return RouteMatch(
                     route,
-                    {name.removesuffix(":int"): part for name, part in args.items()},
-                    [name.removesuffix(":int") for name in args if name.endswith(":int")],
+                    {name.removesuffix(":int"): value for name, value in zip(names, values, strict=True)},
+                    [name.removesuffix(":int") for name in names if name.endswith(":int")],
                 )
         return None
 

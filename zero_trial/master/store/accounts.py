@@ -67,12 +67,19 @@ def drop_tokens_of(connection: sqlite3.Connection, allocation_id: str) -> None:
     connection.execute("DELETE FROM tokens WHERE allocation_id = ?", (allocation_id,))
 
 
-def token(connection: sqlite3.Connection, digest: str, now: float) -> tuple[int | None, str | None] | None:
-    """Return the user id or the allocation id of a token that has not expired."""
+def token(connection: sqlite3.Connection, digest: str, now: float) -> User | str | None:
+    """Return the user or the id of the allocation that a token belongs to; None if it is unknown,
+    or has expired.
+    """
     row = connection.execute(
-        "SELECT user_id, allocation_id FROM tokens WHERE digest = ? AND (expires IS NULL OR expires > ?)", (digest, now)
+        "SELECT u.*, t.allocation_id FROM tokens t LEFT JOIN users u ON u.id = t.user_id "
+        "WHERE t.digest = ? AND (t.expires IS NULL OR t.expires > ?)",
+        (digest, now),
     ).fetchone()
-    return None if row is None else (row[0], row[1])
+    if row is None:
+        return None
+    name: str | None = row["allocation_id"]
+    return name if row["id"] is None else _record(row)
 
 
 def value(connection: sqlite3.Connection, key: str) -> str | None:

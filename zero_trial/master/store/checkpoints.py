@@ -168,6 +168,8 @@ def _build(
 
 
 def _section(connection: sqlite3.Connection, storage_id: int | None) -> Mapping[str, Any] | None:
+    if storage_id is None:
+        return None
     row = connection.execute("SELECT section FROM storages WHERE id = ?", (storage_id,)).fetchone()
     return loads(row[0]) if row is not None else None
 

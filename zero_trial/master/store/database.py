@@ -13,6 +13,7 @@ import sqlite3
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -350,14 +351,13 @@ def reading(path: Path) -> Iterator[sqlite3.Connection]:
 # -- values of columns
 
 
-def dumps(value: Any) -> str:
-    """Write JSON text without blanks."""
-    return json.dumps(value, separators=(",", ":"))
+dumps = json.JSONEncoder(separators=(",", ":")).encode  # to JSON text without blanks
+_read_json = json.JSONDecoder().raw_decode
 
 
 def loads(text: str | None) -> Any:
-    """Read the value of a JSON column; None for NULL."""
-    return None if text is None else json.loads(text)
+    """Read the value of a JSON column, as `dumps` wrote it; None for NULL."""
+    return None if text is None else _read_json(text)[0]
 
 
 def update(connection: sqlite3.Connection, table: str, key: str, value: Any, changes: Mapping[str, Any]) -> None:
@@ -378,8 +378,15 @@ def insert(connection: sqlite3.Connection, table: str, values: Mapping[str, Any]
 
 def record(kind: type[T], row: sqlite3.Row, **more: Any) -> T:
     """Make a record of the columns that are named as its fields; ``more`` goes before."""
-    columns = set(row.keys()) - more.keys()
-    return kind(**{name: row[name] for name in kind.__annotations__ if name in columns}, **more)
+    values = {name: row[place] for name, place in _fields(tuple(kind.__annotations__), tuple(row.keys()))}
+    values.update(more)
+    return kind(**values)
+
+
+@cache
+def _fields(names: tuple[str, ...], columns: tuple[str, ...]) -> tuple[tuple[str, int], ...]:
+    """Return the fields of a record that are columns, each with its place."""
+    return tuple((name, columns.index(name)) for name in names if name in columns)
 
 
 def plain(value: Any) -> Any:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
+from functools import cache, partial
 from typing import Any
 
-from zero_trial.master.records import AllocationState, Experiment, ExperimentState
+from zero_trial.master.records import AllocationState, Experiment, ExperimentState, Project
 from zero_trial.master.store import workspaces
 from zero_trial.master.store.database import insert, loads, record, update
 
@@ -31,7 +32,21 @@ def add(connection: sqlite3.Connection, experiment: Experiment, context: bytes) 
 def get(connection: sqlite3.Connection, number: int, *, derived: bool = True) -> Experiment | None:
     """Return one experiment; ``derived`` counts its trials and checkpoints too."""
     row = connection.execute("SELECT * FROM experiments WHERE id = ?", (number,)).fetchone()
-    return None if row is None else _record(connection, row, derived)
+    return (
+        None if row is None else _record(connection, row, partial(workspaces.project, connection) if derived else None)
+    )
+
+
+def config(connection: sqlite3.Connection, number: int) -> dict[str, Any] | None:
+    """Return the completed configuration of an experiment."""
+    row = connection.execute("SELECT config FROM experiments WHERE id = ?", (number,)).fetchone()
+    return None if row is None else loads(row[0])
+
+
+def state_of(connection: sqlite3.Connection, number: int) -> tuple[ExperimentState, bool] | None:
+    """Return the state of an experiment, and whether it is unmanaged."""
+    row = connection.execute("SELECT state, unmanaged FROM experiments WHERE id = ?", (number,)).fetchone()
+    return None if row is None else (ExperimentState(row[0]), bool(row[1]))
 
 
 def of_external_id(connection: sqlite3.Connection, external_id: str) -> int | None:
@@ -43,7 +58,8 @@ def of_external_id(connection: sqlite3.Connection, external_id: str) -> int | No
 def all_(connection: sqlite3.Connection) -> list[Experiment]:
     """List all experiments, oldest first."""
     rows = connection.execute("SELECT * FROM experiments ORDER BY id").fetchall()
-    return [_record(connection, row, True) for row in rows]
+    project = cache(partial(workspaces.project, connection))
+    return [_record(connection, row, project) for row in rows]
 
 
 def of_project(connection: sqlite3.Connection, project_id: int | None) -> list[Experiment]:
@@ -51,7 +67,7 @@ def of_project(connection: sqlite3.Connection, project_id: int | None) -> list[E
     rows = connection.execute(
         "SELECT * FROM experiments WHERE ?1 IS NULL OR project_id = ?1 ORDER BY id", (project_id,)
     )
-    return [_record(connection, row, False) for row in rows.fetchall()]
+    return [_record(connection, row, None) for row in rows.fetchall()]
 
 
 def ids(connection: sqlite3.Connection, *states: ExperimentState) -> list[int]:
@@ -112,8 +128,12 @@ def best_trial(connection: sqlite3.Connection, number: int, config: Mapping[str,
     reported the searcher's metric.
     """
     found = best(connection, number, smaller_is_better=smaller_is_better(config))
-    if found is not None or (config.get("searcher") or {}).get("name") != "single":
-        return None if found is None else found[0]
+    return _only_trial(connection, number, config) if found is None else found[0]
+
+
+def _only_trial(connection: sqlite3.Connection, number: int, config: Mapping[str, Any]) -> int | None:
+    if (config.get("searcher") or {}).get("name") != "single":
+        return None
     row = connection.execute("SELECT min(id) FROM trials WHERE experiment_id = ?", (number,)).fetchone()
     return None if row is None else row[0]
 
@@ -123,11 +143,14 @@ def smaller_is_better(config: Mapping[str, Any]) -> bool:
     return bool(config.get("searcher", {}).get("smaller_is_better", True))
 
 
-def _record(connection: sqlite3.Connection, row: sqlite3.Row, derived: bool) -> Experiment:
+def _record(
+    connection: sqlite3.Connection, row: sqlite3.Row, project: Callable[[int], Project | None] | None
+) -> Experiment:
+    """Return an experiment; with what is derived if ``project`` is given, which finds a project."""
     config = loads(row["config"])
     number = row["id"]
     more: dict[str, Any] = {}
-    if derived:
+    if project is not None:
         found = best(connection, number, smaller_is_better=smaller_is_better(config))
         counts = connection.execute(
             "SELECT count(*), coalesce(sum(pruned), 0) FROM trials WHERE experiment_id = ?", (number,)
@@ -137,16 +160,14 @@ def _record(connection: sqlite3.Connection, row: sqlite3.Row, derived: bool) -> 
             (number,),
         ).fetchone()
         more = {
-            "project": workspaces.project(connection, row["project_id"]),
+            "project": project(row["project_id"]),
             "num_trials": counts[0],
             "pruned_trials": counts[1],
-            "best_trial_id": found[0] if found else best_trial(connection, number, config),
+            "best_trial_id": found[0] if found else _only_trial(connection, number, config),
             "best_metric": found[1] if found else None,
             "checkpoint_count": saved[0],
             "checkpoint_size": saved[1],
-            "shown_state": shown_state(
-                connection, row["state"], "experiment_id", number, unmanaged=bool(row["unmanaged"])
-            ),
+            "shown_state": _shown_state(connection, row),
         }
     return record(
         Experiment,
@@ -160,18 +181,22 @@ def _record(connection: sqlite3.Connection, row: sqlite3.Row, derived: bool) -> 
     )
 
 
-def shown_state(connection: sqlite3.Connection, state: str, column: str, number: int, *, unmanaged: bool) -> str:
-    """Refine ACTIVE by the furthest allocation of this experiment or trial; an unmanaged one has
+def _shown_state(connection: sqlite3.Connection, row: sqlite3.Row) -> str:
+    states = set()
+    if row["state"] == ExperimentState.ACTIVE.value:
+        runs = "SELECT DISTINCT state FROM allocations WHERE experiment_id = ? AND state != 'TERMINATED'"
+        states = {each[0] for each in connection.execute(runs, (row["id"],))}
+    return furthest(row["state"], states, unmanaged=bool(row["unmanaged"]))
+
+
+def furthest(state: str, runs: Collection[str], *, unmanaged: bool) -> str:
+    """Refine the ACTIVE of an experiment or trial by the states of its runs; an unmanaged one has
     none, and is RUNNING."""
     if state != ExperimentState.ACTIVE.value:
         return state
     if unmanaged:
         return AllocationState.RUNNING.value
-    rows = connection.execute(
-        f"SELECT DISTINCT state FROM allocations WHERE {column} = ? AND state != 'TERMINATED'", (number,)
-    ).fetchall()
-    states = {row[0] for row in rows}
     for candidate in (AllocationState.RUNNING, AllocationState.STARTING, AllocationState.QUEUED):
-        if candidate.value in states:
+        if candidate.value in runs:
             return str(candidate.value)
     return state

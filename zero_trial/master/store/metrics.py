@@ -137,26 +137,38 @@ def of_trial(
     return [_record(row, batch_metrics) for row in rows.fetchall()]
 
 
-def latest_validation(connection: sqlite3.Connection, trial_id: int) -> MetricReport | None:
-    """Return the validation with the most steps."""
-    row = connection.execute(
-        f"SELECT {_COLUMNS} FROM metrics WHERE trial_id = ? AND grp = 'validation' AND archived = 0 ORDER BY steps DESC, id DESC LIMIT 1",
-        (trial_id,),
-    ).fetchone()
-    return None if row is None else _record(row, False)
+def latest_validations(connection: sqlite3.Connection, which: str, value: int) -> dict[int, MetricReport]:
+    """Return of each trial the validation with the most steps.
+
+    Args:
+        which: the trials in SQL, after ``trial_id``, with one parameter: ``value``.
+    """
+    rows = _first_of_each(connection, which, value, "", "steps DESC, id DESC")
+    return {row["trial_id"]: _record(row, False) for row in rows}
 
 
-def best_validation(
-    connection: sqlite3.Connection, trial_id: int, *, smaller_is_better: bool
-) -> tuple[MetricReport, float] | None:
-    """Return the best validation by the searcher's metric, with that number."""
+def best_validations(
+    connection: sqlite3.Connection, which: str, value: int, *, smaller_is_better: bool
+) -> dict[int, tuple[MetricReport, float]]:
+    """Return of each trial the best validation by the searcher's metric, with that number; the
+    arguments are those of `latest_validations`.
+    """
     order = "ASC" if smaller_is_better else "DESC"
-    row = connection.execute(
-        f"SELECT {_COLUMNS}, searcher_metric FROM metrics WHERE trial_id = ? AND grp = 'validation' AND archived = 0 "
-        f"AND searcher_metric IS NOT NULL ORDER BY searcher_metric {order}, id LIMIT 1",
-        (trial_id,),
-    ).fetchone()
-    return None if row is None else (_record(row, False), row["searcher_metric"])
+    rows = _first_of_each(connection, which, value, "AND searcher_metric IS NOT NULL", f"searcher_metric {order}, id")
+    return {row["trial_id"]: (_record(row, False), row["searcher_metric"]) for row in rows}
+
+
+def _first_of_each(
+    connection: sqlite3.Connection, which: str, value: int, condition: str, order: str
+) -> list[sqlite3.Row]:
+    validations = f"FROM metrics WHERE trial_id {which} AND grp = 'validation' AND archived = 0 {condition}"
+    if which == "= ?":
+        query = f"SELECT {_COLUMNS}, searcher_metric {validations} ORDER BY {order} LIMIT 1"
+    else:
+        place = f"row_number() OVER (PARTITION BY trial_id ORDER BY {order}) AS place"
+        chosen = f"SELECT id FROM (SELECT id, {place} {validations}) WHERE place = 1"
+        query = f"SELECT {_COLUMNS}, searcher_metric FROM metrics WHERE id IN ({chosen})"
+    return connection.execute(query, (value,)).fetchall()
 
 
 def validation_at(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sqlite3
+from collections.abc import Sequence
 from typing import Any
 
 from zero_trial.master.log_policies import EXCLUDE_NODE, LogMatch, LogPolicy
@@ -24,11 +25,10 @@ def add(connection: sqlite3.Connection, trial: Trial) -> int:
 def get(connection: sqlite3.Connection, number: int, *, derived: bool = False, summary: bool = True) -> Trial | None:
     """Return one trial; ``derived``: with validations, checkpoints and (if wanted) summary."""
     row = connection.execute("SELECT * FROM trials WHERE id = ?", (number,)).fetchone()
-    if row is None:
-        return None
-    if not derived:
-        return _record(row, {})
-    return _record(row, _derived(connection, row, _smaller(connection, row["experiment_id"]), summary=summary))
+    if row is None or not derived:
+        return None if row is None else _record(row, {})
+    more = _derived(connection, [row], _smaller(connection, row["experiment_id"]), "= ?", number)[0]
+    return _record(row, {**more, "summary_metrics": metrics.summary(connection, number) if summary else {}})
 
 
 def of_task(connection: sqlite3.Connection, task_id: str) -> Trial | None:
@@ -83,8 +83,9 @@ def of_experiment(connection: sqlite3.Connection, experiment_id: int, *, derived
     rows = connection.execute("SELECT * FROM trials WHERE experiment_id = ? ORDER BY id", (experiment_id,)).fetchall()
     if not derived:
         return [_record(row, {}) for row in rows]
-    smaller = _smaller(connection, experiment_id)
-    return [_record(row, _derived(connection, row, smaller, summary=False)) for row in rows]
+    which = "IN (SELECT id FROM trials WHERE experiment_id = ?)"
+    more = _derived(connection, rows, _smaller(connection, experiment_id), which, experiment_id)
+    return [_record(row, each) for row, each in zip(rows, more, strict=True)]
 
 
 def of_project(connection: sqlite3.Connection, project_id: int | None) -> list[Trial]:
@@ -104,6 +105,16 @@ def live(connection: sqlite3.Connection, experiment_id: int) -> list[Trial]:
         (experiment_id,),
     )
     return [_record(row, {}) for row in rows.fetchall()]
+
+
+def progress_of_live(connection: sqlite3.Connection, experiment_id: int) -> dict[str, float]:
+    """Return how far the trials are that have not ended, by their request ids."""
+    rows = connection.execute(
+        "SELECT request_id, coalesce(progress, 0.0) FROM trials "
+        "WHERE experiment_id = ? AND state NOT IN ('COMPLETED', 'CANCELED', 'ERROR') ORDER BY id",
+        (experiment_id,),
+    )
+    return {row[0]: row[1] for row in rows}
 
 
 def erase(connection: sqlite3.Connection, number: int) -> None:
@@ -201,8 +212,8 @@ def excluded_tasks(connection: sqlite3.Connection) -> set[str]:
 
 
 def _smaller(connection: sqlite3.Connection, experiment_id: int) -> bool:
-    row = connection.execute("SELECT config FROM experiments WHERE id = ?", (experiment_id,)).fetchone()
-    return experiments.smaller_is_better(loads(row[0])) if row else True
+    config = experiments.config(connection, experiment_id)
+    return True if config is None else experiments.smaller_is_better(config)
 
 
 def _record(row: sqlite3.Row, more: dict[str, Any]) -> Trial:
@@ -217,29 +228,50 @@ def _record(row: sqlite3.Row, more: dict[str, Any]) -> Trial:
     )
 
 
-def _derived(connection: sqlite3.Connection, row: sqlite3.Row, smaller: bool, *, summary: bool) -> dict[str, Any]:
-    number = row["id"]
-    best = metrics.best_validation(connection, number, smaller_is_better=smaller)
-    saved = connection.execute(
-        "SELECT count(*), coalesce(sum(size), 0) FROM checkpoints WHERE trial_id = ? AND state = 'COMPLETED'", (number,)
-    ).fetchone()
-    clock = connection.execute(
-        "SELECT coalesce(sum(ended - started), 0) FROM allocations WHERE trial_id = ? AND ended IS NOT NULL", (number,)
-    ).fetchone()
-    tasks = connection.execute("SELECT task_id FROM allocations WHERE trial_id = ? ORDER BY run_id", (number,))
-    return {
-        "task_ids": tuple(dict.fromkeys([*(task[0] for task in tasks), row["task_id"]])),
-        "latest_validation": metrics.latest_validation(connection, number),
-        "best_validation": best[0] if best else None,
-        "searcher_metric": best[1] if best else None,
-        "checkpoint_count": saved[0],
-        "checkpoint_size": saved[1],
-        "wall_clock": clock[0],
-        "shown_state": experiments.shown_state(
-            connection, row["state"], "trial_id", number, unmanaged=row["last_activity"] is not None
-        ),
-        "summary_metrics": metrics.summary(connection, number) if summary else {},
+def _derived(
+    connection: sqlite3.Connection, rows: Sequence[sqlite3.Row], smaller: bool, which: str, value: int
+) -> list[dict[str, Any]]:
+    """Return for each row what other tables say of its trial, but the summary.
+
+    Args:
+        which: the trials of ``rows`` in SQL, after ``trial_id``, with one parameter: ``value``.
+    """
+    best = metrics.best_validations(connection, which, value, smaller_is_better=smaller)
+    newest = metrics.latest_validations(connection, which, value)
+    saved = {
+        row[0]: (row[1], row[2])
+        for row in connection.execute(
+            "SELECT trial_id, count(*), coalesce(sum(size), 0) FROM checkpoints "
+            f"WHERE trial_id {which} AND state = 'COMPLETED' GROUP BY trial_id",
+            (value,),
+        )
     }
+    runs: dict[int, list[sqlite3.Row]] = {}
+    for run in connection.execute(
+        f"SELECT trial_id, task_id, state, started, ended FROM allocations WHERE trial_id {which} ORDER BY trial_id, run_id",
+        (value,),
+    ):
+        runs.setdefault(run[0], []).append(run)
+    found = []
+    for row in rows:
+        own = runs.get(row["id"], [])
+        record_of_best, metric = best.get(row["id"], (None, None))
+        count, size = saved.get(row["id"], (0, 0))
+        found.append(
+            {
+                "task_ids": tuple(dict.fromkeys([*(run["task_id"] for run in own), row["task_id"]])),
+                "latest_validation": newest.get(row["id"]),
+                "best_validation": record_of_best,
+                "searcher_metric": metric,
+                "checkpoint_count": count,
+                "checkpoint_size": size,
+                "wall_clock": sum(run["ended"] - run["started"] for run in own if run["ended"] and run["started"]),
+                "shown_state": experiments.furthest(
+                    row["state"], {run["state"] for run in own}, unmanaged=row["last_activity"] is not None
+                ),
+            }
+        )
+    return found
 
 
 def _allocation(row: sqlite3.Row) -> Allocation:

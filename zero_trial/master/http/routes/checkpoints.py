@@ -40,19 +40,18 @@ def _of_experiment(request: Request) -> Response:
 
 
 def _of_trial(request: Request) -> Response:
-    trial = request.master.trials.get(request.numbers["trialId"])
+    trial = request.master.trials.get(request.numbers["trialId"], derived=False)
     return _listed(request, request.master.trials.checkpoints(trial.id), trial.experiment_id)
 
 
 def _listed(request: Request, found: Sequence[Checkpoint], experiment_id: int) -> Response:
-    smaller = smaller_is_better(request.master.experiments.get(experiment_id).config)
     states = set(request.query_all("states"))
     kept = [each for each in found if not states or f"STATE_{each.state.value}" in states]
-    page, pagination = request.page(_sorted(request, kept, smaller))
+    page, pagination = request.page(_sorted(request, kept, experiment_id))
     return ok({"checkpoints": [checkpoint_json(each) for each in page], "pagination": pagination})
 
 
-def _sorted(request: Request, found: list[Checkpoint], smaller: bool) -> list[Checkpoint]:
+def _sorted(request: Request, found: list[Checkpoint], experiment_id: int) -> list[Checkpoint]:
     """Sort by a metric or by an attribute, the trial's id where none is named; what has no such
     metric comes last, and what is equal by time.
     """
@@ -65,8 +64,10 @@ def _sorted(request: Request, found: list[Checkpoint], smaller: bool) -> list[Ch
         _KEYS[attribute] if not metric else lambda each: number_of(each.validation_metrics, metric)
     )
     order = request.first("orderBy")
-    better_first = not metric and attribute == "SORT_BY_SEARCHER_METRIC" and order != "ORDER_BY_ASC"
-    descending = order == "ORDER_BY_DESC" or (better_first and not smaller)
+    descending = order == "ORDER_BY_DESC"
+    if not metric and attribute == "SORT_BY_SEARCHER_METRIC" and order != "ORDER_BY_ASC":  # the better first
+        config = request.master.experiments.get(experiment_id).config
+        descending = descending or not smaller_is_better(config)
     known = [each for each in found if key(each) is not None]
     without = [each for each in found if key(each) is None]
     known.sort(key=lambda each: (key(each), each.reported), reverse=descending)
@@ -90,7 +91,7 @@ def _readable(request: Request, uuid: str) -> Checkpoint:
     found = request.master.checkpoints.get(uuid)
     allocation = request.principal.allocation
     if allocation is not None and found.experiment_id != allocation.experiment_id:
-        trial = request.master.trials.get(allocation.trial_id)
+        trial = request.master.trials.get(allocation.trial_id, derived=False)
         if uuid not in (trial.latest_checkpoint, trial.warm_start_checkpoint):
             raise PermissionDenied(
                 f"the token of allocation {allocation.id} does not permit access to checkpoint {uuid[:40]!r}"

@@ -3,9 +3,10 @@ ranks, or on the host."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -91,8 +92,91 @@ def to_host(tensor: torch.Tensor) -> torch.Tensor:
     return copy.copy_(tensor.detach(), non_blocking=True)
 
 
+# Random numbers of model-parallel ranks: dropout inside a part of a tensor must differ between the
+# ranks, dropout of what all ranks hold must not. Megatron-LM's way is a second state of the
+# device's generator, which a block of code switches to.
+
+MODEL_PARALLEL = "model-parallel-rng"
+
+
+class RngStatesTracker:
+    """Named states of the random generator of this process's device (the current GPU, or the
+    CPU)."""
+
+    def __init__(self) -> None:
+        self._states: dict[str, torch.Tensor] = {}
+        self._seeds: set[int] = set()
+
+    def reset(self) -> None:
+        """Forget all states."""
+        self._states.clear()
+        self._seeds.clear()
+
+    def get_states(self) -> dict[str, torch.Tensor]:
+        """Return the state of each name, as it is now."""
+        return dict(self._states)
+
+    def set_states(self, states: Mapping[str, torch.Tensor]) -> None:
+        """Put ``states`` in place of all states."""
+        self._states = dict(states)
+
+    def add(self, name: str, seed: int) -> None:
+        """Make the state ``name`` from ``seed``. Raises ConfigError where either is there."""
+        if name in self._states or seed in self._seeds:
+            what = f"the state {name!r}" if name in self._states else f"a state of seed {seed}"
+            raise ConfigError(
+                "there is such a state of the random generator", where="get_cuda_rng_tracker().add", got=what
+            )
+        self._seeds.add(seed)
+        before = _rng_state()
+        _device_generator().manual_seed(seed)
+        self._states[name] = _rng_state()
+        _device_generator().set_state(before)
+
+    @contextmanager
+    def fork(self, name: str = MODEL_PARALLEL) -> Iterator[None]:
+        """Draw random numbers from the state ``name`` inside the block. Raises ConfigError for a
+        name that was not added."""
+        if name not in self._states:
+            raise ConfigError(
+                "there is no such state of the random generator",
+                where="get_cuda_rng_tracker().fork",
+                got=name,
+                expected=", ".join(self._states) or "one that add() has made",
+                fix="Call checkpointing.model_parallel_cuda_manual_seed(seed) first.",
+            )
+        before = _rng_state()
+        _device_generator().set_state(self._states[name])
+        try:
+            yield
+        finally:
+            self._states[name] = _rng_state()
+            _device_generator().set_state(before)
+
+    @contextmanager
+    def again(self, states: Mapping[str, torch.Tensor]) -> Iterator[None]:
+        """Have ``states`` inside the block, and afterwards what there was before it."""
+        before = self.get_states()
+        self.set_states(states)
+        try:
+            yield
+        finally:
+            self.set_states(before)
+
+
+def _device_generator() -> torch.Generator:
+    if not torch.cuda.is_available():
+        return torch.default_generator
+    torch.cuda.init()
+    return torch.cuda.default_generators[torch.cuda.current_device()]
+
+
+def _rng_state() -> torch.Tensor:
+    return _device_generator().get_state()
+
+
 # Activation checkpointing under DeepSpeed's names: ``configure``, ``checkpoint``,
-# ``is_configured``, ``reset``.
+# ``is_configured``, ``reset`` and so on.
 #
 # ``y = checkpoint(block, x)`` keeps x instead of the activations inside ``block``, and runs
 # ``block`` again in backward with the random numbers of the first time: memory of one block instead
@@ -116,6 +200,8 @@ class ActivationCheckpointing:
     def __init__(self, to_host: Callable[[torch.Tensor], torch.Tensor] = to_host) -> None:
         self._to_host = to_host
         self._settings: CheckpointingOptions | None = None
+        self._part: Callable[[], int] = _first_part  # this rank's part of a model that is parallel itself
+        self.rng = RngStatesTracker()
 
     def configure(
         self,
@@ -136,6 +222,9 @@ class ActivationCheckpointing:
         a block costs. Partitioning needs the mesh of an engine (``mesh.model`` in ds_config).
         """
         section = ActivationCheckpointingSection()
+        if mpu_ is not None:
+            names = ("get_tensor_model_parallel_rank", "get_model_parallel_rank")  # new and old Megatron-LM
+            self._part = next((getattr(mpu_, name) for name in names if hasattr(mpu_, name)), self._part)
         if deepspeed_config is not None:
             config = deepspeed_config if isinstance(deepspeed_config, DsConfig) else read_ds_config(deepspeed_config)
             section = config.activation_checkpointing
@@ -156,6 +245,7 @@ class ActivationCheckpointing:
         self._settings = CheckpointingOptions(
             section.partition_activations, section.cpu_checkpointing, axis if axis.size > 1 else None
         )
+        self._part = partial(getattr, axis, "index")
 
     def is_configured(self) -> bool:
         return self._settings is not None
@@ -167,12 +257,38 @@ class ActivationCheckpointing:
     def forget(self) -> None:
         """Return to the state before any configuration."""
         self._settings = None
+        self._part = _first_part
+        self.rng.reset()
 
-    def checkpoint(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Return ``function(*args)``, with only ``args`` kept for backward. Unconfigured, they are
-        kept whole on their device."""
+    def partition_activations_in_checkpoint(self, partition_activation: bool) -> None:
+        """Set whether inputs are cut over the model axis of the engine that was initialized last;
+        without one they are kept whole."""
+        self._settings = replace(self._settings or CheckpointingOptions(), partition=bool(partition_activation))
+
+    def set_num_layers(self, nlayers: int) -> None:
+        """Do nothing: there are no buffers for the inputs of so many layers."""
+
+    def model_parallel_cuda_manual_seed(self, seed: int) -> None:
+        """Seed the device's generator with ``seed``, and the state ``model-parallel-rng`` of
+        ``get_cuda_rng_tracker()`` with a seed that differs between the model-parallel ranks, as
+        Megatron-LM does: ``seed + 2718 + rank``."""
+        self.rng.reset()
+        _device_generator().manual_seed(seed)
+        self.rng.add(MODEL_PARALLEL, seed + 2718 + self._part())
+
+    def get_cuda_rng_tracker(self) -> RngStatesTracker:
+        """Return the named states of the random generator."""
+        return self.rng
+
+    def checkpoint(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Return ``function(*args, **kwargs)``, with only these kept for backward. Unconfigured,
+        they are kept whole on their device. Named states of the random generator are in the second
+        run what they were in the first."""
+        states = self.rng.get_states()
+        if states:  # torch.compile takes no contexts
+            kwargs["context_fn"] = lambda: (nullcontext(), self.rng.again(states))
         with self._keeping():
-            return torch_checkpoint.checkpoint(function, *args, use_reentrant=False, preserve_rng_state=True)
+            return torch_checkpoint.checkpoint(function, *args, use_reentrant=False, preserve_rng_state=True, **kwargs)
 
     def _keeping(self) -> AbstractContextManager[Any]:
         settings = self._settings
@@ -182,6 +298,10 @@ class ActivationCheckpointing:
         # torch saves the inputs under the hooks that are active here, and what the function saves
         # under its own.
         return saved_tensors_hooks(saved.pack, saved.unpack)
+
+
+def _first_part() -> int:
+    return 0
 
 
 CHECKPOINTING = ActivationCheckpointing()
@@ -197,3 +317,15 @@ is_configured = CHECKPOINTING.is_configured
 
 
 reset = CHECKPOINTING.reset
+
+
+partition_activations_in_checkpoint = CHECKPOINTING.partition_activations_in_checkpoint
+
+
+set_num_layers = CHECKPOINTING.set_num_layers
+
+
+model_parallel_cuda_manual_seed = CHECKPOINTING.model_parallel_cuda_manual_seed
+
+
+get_cuda_rng_tracker = CHECKPOINTING.get_cuda_rng_tracker

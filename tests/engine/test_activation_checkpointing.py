@@ -247,3 +247,91 @@ def test_the_host_gets_the_part_only():
 def test_on_the_host_already():
     x = torch.ones(3)
     assert to_host(x) is x
+
+
+# --- random numbers of model-parallel ranks -------------------------------------------------------
+
+
+class SecondOfTwo:
+    def get_model_parallel_world_size(self) -> int:
+        return 2
+
+    def get_model_parallel_rank(self) -> int:
+        return 1
+
+
+def test_model_parallel_ranks_draw_other_numbers_inside_the_fork_only():
+    def draws(mpu: Any) -> list[torch.Tensor]:
+        checkpointing = ActivationCheckpointing()
+        checkpointing.configure(mpu)
+        checkpointing.model_parallel_cuda_manual_seed(11)
+        tracker = checkpointing.get_cuda_rng_tracker()
+        first = torch.rand(3)
+        with tracker.fork():
+            inside = torch.rand(3)
+        with tracker.fork():
+            later = torch.rand(3)
+        return [first, torch.rand(3), inside, later]
+
+    mine, other = draws(None), draws(SecondOfTwo())
+    assert [torch.equal(a, b) for a, b in zip(mine, other, strict=True)] == [True, True, False, False]
+    torch.manual_seed(11)
+    assert torch.equal(mine[0], torch.rand(3))
+    assert torch.equal(mine[1], torch.rand(3))  # the forks drew nothing from it
+    torch.manual_seed(11 + 2718)
+    assert torch.equal(mine[2], torch.rand(3))
+    assert torch.equal(mine[3], torch.rand(3))
+
+
+def test_the_second_run_draws_what_the_first_drew():
+    checkpointing = ActivationCheckpointing()
+    tracker = checkpointing.get_cuda_rng_tracker()
+    drawn = []
+
+    def block(x: torch.Tensor, *, scale: float) -> torch.Tensor:
+        with tracker.fork():
+            drawn.append(torch.rand(4))
+        return scale * x * drawn[-1] * x
+
+    checkpointing.model_parallel_cuda_manual_seed(5)
+    x = torch.ones(4, requires_grad=True)
+    y = checkpointing.checkpoint(block, x, scale=3.0)
+    with tracker.fork():
+        between = torch.rand(4)
+    y.sum().backward()
+    assert torch.equal(drawn[0], drawn[1])
+    torch.testing.assert_close(x.grad, 6.0 * drawn[0])
+    with tracker.fork():
+        after = torch.rand(4)
+    torch.manual_seed(5 + 2718)
+    expected = [torch.rand(4) for _ in range(3)]
+    assert all(torch.equal(a, b) for a, b in zip([drawn[0], between, after], expected, strict=True))
+
+
+def test_states_have_one_name_and_one_seed():
+    tracker = ActivationCheckpointing().get_cuda_rng_tracker()
+    with pytest.raises(ConfigError, match="model-parallel-rng"), tracker.fork():
+        pass
+    tracker.add("a", 1)
+    for name, seed in (("a", 2), ("b", 1)):
+        with pytest.raises(ConfigError, match="there is such a state"):
+            tracker.add(name, seed)
+    states = tracker.get_states()
+    with tracker.fork("a"):
+        torch.rand(1)
+    moved = tracker.get_states()["a"]
+    assert not torch.equal(moved, states["a"])
+    tracker.set_states(states)
+    assert torch.equal(tracker.get_states()["a"], states["a"])
+    tracker.reset()
+    assert tracker.get_states() == {}
+
+
+def test_partitioning_can_be_turned_on_before_there_is_an_axis():
+    checkpointing = ActivationCheckpointing()
+    checkpointing.partition_activations_in_checkpoint(True)
+    checkpointing.set_num_layers(3)
+    assert checkpointing.is_configured()
+    x = torch.ones(4, requires_grad=True)
+    checkpointing.checkpoint(torch.exp, x).sum().backward()
+    torch.testing.assert_close(x.grad, torch.full((4,), torch.e))

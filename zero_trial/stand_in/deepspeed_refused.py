@@ -192,11 +192,8 @@ REFUSED_NAMES: dict[str, dict[str, str]] = {
         "detach_variable extract_tensors gather_partitioned_activations get_cpu_activations_for_backward "
         "get_offloaded_activations_for_backward get_partition_size get_partition_start "
         "get_partitioned_activations_for_backward is_activation_to_checkpoint merge_tensors mp_group mp_rank mp_size "
-        "mpu num_layers partition_activations partition_activations_in_checkpoint restore_offloaded_activations "
-        "set_num_layers size_offsets timers",
-        "checkpoint() is the non-reentrant one": "non_reentrant_checkpoint",
-        "checkpoint() keeps the random numbers; seed model-parallel ranks in the script": "CudaRNGStatesTracker "
-        "get_cuda_rng_tracker model_parallel_cuda_manual_seed model_parallel_reconfigure_tp_seed",
+        "mpu num_layers partition_activations restore_offloaded_activations size_offsets timers",
+        "call model_parallel_cuda_manual_seed": "model_parallel_reconfigure_tp_seed",
     },
     "deepspeed.runtime.base_optimizer": {
         "returned optimizers are torch.optim.Optimizer": "BackwardHookStateManager DeepSpeedOptimizer ZeROOptimizer"

@@ -105,7 +105,14 @@ _CHECKPOINT_NAMES = _at(
 )
 _RECURSIVE = _at("zero_trial.stand_in.deepspeed_utils", "recursive_getattr", "recursive_setattr")
 _NVTX = _at("zero_trial.stand_in.accelerator", "instrument_w_nvtx")
-_CHECKPOINTING = _at("zero_trial.activation_checkpointing", "checkpoint", "configure", "is_configured", "reset")
+_CHECKPOINTING = _at(
+    "zero_trial.activation_checkpointing",
+    *("checkpoint", "configure", "get_cuda_rng_tracker", "is_configured", "model_parallel_cuda_manual_seed"),
+    *("partition_activations_in_checkpoint", "reset", "set_num_layers"),
+) | {
+    "CudaRNGStatesTracker": "zero_trial.activation_checkpointing:RngStatesTracker",
+    "non_reentrant_checkpoint": "zero_trial.activation_checkpointing:checkpoint",
+}
 _LOADERS = _at("zero_trial.engine", "RepeatingLoader")
 _ADAM = {
     "FusedAdam": "zero_trial.ops:FusedAdam",

@@ -208,10 +208,9 @@ REFUSED_NAMES: dict[str, dict[str, str]] = {
         _ENGINE: "APEX_INSTALLED CASTABLE_DTYPES EngineTimers MEMORY_OPT_ALLREDUCE_SIZE split_half_float_double_sparse"
     },
     "deepspeed.runtime.lr_schedules": {
-        _KEYS: "[A-Z]*_*",
-        "give the schedule in ds_config or as an object": "add_tuning_arguments get_config_from_args "
-        "get_lr_from_config get_torch_optimizer override_1cycle_params override_lr_range_test_params override_params "
-        "override_warmupCosineLR_params override_warmupLR_params parse_arguments update_lr",
+        "give the schedule in ds_config or as an object": "get_torch_optimizer override_1cycle_params "
+        "override_lr_range_test_params override_params override_warmupCosineLR_params override_warmupLR_params "
+        "parse_arguments update_lr",
     },
     "deepspeed.runtime.pipe.engine": {
         _ENGINE: "*_TIMER DATA_PARALLEL_ID LOG_STAGE TARGET_ID TENSOR_META_SIZE is_even mem_alloced mem_cached"

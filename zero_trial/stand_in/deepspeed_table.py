@@ -161,10 +161,23 @@ OURS: dict[str, dict[str, str]] = {
         **_at("zero_trial.stand_in.deepspeed_utils", "zero_wrapper_for_fp_tensor_constructor"),
         "_orig_torch_arange": "torch:arange",
     },
-    "deepspeed.runtime.lr_schedules": _at(
-        "zero_trial.engine.lr_schedules",
-        *("LRRangeTest", "OneCycle", "VALID_LR_SCHEDULES", "WarmupCosineLR", "WarmupDecayLR", "WarmupLR"),
-    ),
+    "deepspeed.runtime.lr_schedules": {
+        **_at(
+            "zero_trial.engine.lr_schedules",
+            *("LRRangeTest", "OneCycle", "VALID_LR_SCHEDULES", "WarmupCosineLR", "WarmupDecayLR", "WarmupLR"),
+        ),
+        **_at(
+            "zero_trial.stand_in.deepspeed_schedules",
+            *("COS_MIN_RATIO", "CYCLE_FIRST_STAIR_COUNT", "CYCLE_FIRST_STEP_SIZE", "CYCLE_MAX_LR", "CYCLE_MAX_MOM"),
+            *("CYCLE_MIN_LR", "CYCLE_MIN_MOM", "CYCLE_SECOND_STAIR_COUNT", "CYCLE_SECOND_STEP_SIZE"),
+            *("DECAY_LR_RATE", "DECAY_MOM_RATE", "DECAY_STEP_SIZE", "EDGE_VALUE", "LR_RANGE_TEST"),
+            *("LR_RANGE_TEST_MIN_LR", "LR_RANGE_TEST_STAIRCASE", "LR_RANGE_TEST_STEP_RATE"),
+            *("LR_RANGE_TEST_STEP_SIZE", "LR_SCHEDULE", "MID_VALUE", "ONE_CYCLE", "TOTAL_NUM_STEPS"),
+            *("WARMUP_COSINE_LR", "WARMUP_DECAY_LR", "WARMUP_LINEAR_RATE", "WARMUP_LOG_RATE", "WARMUP_LR"),
+            *("WARMUP_MAX_LR", "WARMUP_MIN_LR", "WARMUP_MIN_RATIO", "WARMUP_NUM_STEPS", "WARMUP_TYPE"),
+            *("add_tuning_arguments", "get_config_from_args", "get_lr_from_config"),
+        ),
+    },
     "deepspeed.runtime.activation_checkpointing.checkpointing": _CHECKPOINTING,
     "deepspeed.runtime.dataloader": _LOADERS,
     "deepspeed.accelerator": _ACCELERATOR,

@@ -96,7 +96,8 @@ args = parser.parse_args()
 torch.manual_seed(0)
 model = torch.nn.Linear(4, 1)
 config = {"train_batch_size": 4, "optimizer": {"type": "Adam"}, "zero_optimization": {"stage": 2}}
-engine, *_ = deepspeed.initialize(args=args, model=model, model_parameters=model.parameters(), config=config)
+engine, optimizer, *_ = deepspeed.initialize(args=args, model=model, model_parameters=model.parameters(), config=config)
+assert isinstance(optimizer, deepspeed.DeepSpeedOptimizer)
 for _ in range(2):
     loss = engine(torch.ones(2, 4)).square().mean()
     engine.backward(loss)

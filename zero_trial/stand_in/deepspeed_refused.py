@@ -131,7 +131,6 @@ REFUSED_NAMES: dict[str, dict[str, str]] = {
         _CONFIG: "load_ds_config",
         "engine.deepspeed_io() makes loaders": "DeepSpeedDataLoader",
         _INFERENCE: "DeepSpeedHybridEngine DeepSpeedInferenceConfig InferenceEngine default_inference_config init_inference",
-        "returned optimizers are torch.optim.Optimizer": "DeepSpeedOptimizer",
         _KERNELS: "DeepSpeedTransformerConfig DeepSpeedTransformerLayer",
         _DUALPIPE: "DualPipeVEngine DualPipeVModule",
         _MUON: "MUON_OPTIMIZER KV MLA_KV MLA_Q NOT_HEAD_BLOCKED QUERY resolve_per_head_muon_after_sharding set_optimizer_flags",
@@ -195,9 +194,7 @@ REFUSED_NAMES: dict[str, dict[str, str]] = {
         "mpu num_layers partition_activations restore_offloaded_activations size_offsets timers",
         "call model_parallel_cuda_manual_seed": "model_parallel_reconfigure_tp_seed",
     },
-    "deepspeed.runtime.base_optimizer": {
-        "returned optimizers are torch.optim.Optimizer": "BackwardHookStateManager DeepSpeedOptimizer ZeROOptimizer"
-    },
+    "deepspeed.runtime.base_optimizer": {_ENGINE: "BackwardHookStateManager"},
     "deepspeed.runtime.config": {
         _CONFIG: "get_* DeepSpeedConfigWriter DtypeEnum HybridEngineConfig",
         _KEYS: "[A-Z]*_* EXPERT_PARALLEL",

@@ -55,6 +55,8 @@ _ACCELERATOR = {
 }
 _INIT = _at("zero_trial.comm", "init_distributed")
 _STATUS = _at("zero_trial.sharding.freed", "ZeroParamStatus")
+# What initialize() returns, for isinstance.
+_OPTIMIZER = {"DeepSpeedOptimizer": "zero_trial.sharding.optimizer:ShardedOptimizer"}
 _CALLABLES = {
     "DeepSpeedOptimizerCallable": "collections.abc:Callable",
     "DeepSpeedSchedulerCallable": "collections.abc:Callable",
@@ -128,6 +130,7 @@ OURS: dict[str, dict[str, str]] = {
     "deepspeed": {
         **_ENGINE,
         **_CALLABLES,
+        **_OPTIMIZER,
         **_INIT,
         **_at("zero_trial.stand_in.accelerator", "get_accelerator"),
         **_at("zero_trial.stand_in.deepspeed_utils", "logger", "log_dist", "TORCH_DISTRIBUTED_DEFAULT_PORT"),
@@ -142,6 +145,7 @@ OURS: dict[str, dict[str, str]] = {
         "zero": "deepspeed.runtime.zero",
     },
     "deepspeed.pipe": _PIPE,
+    "deepspeed.runtime.base_optimizer": {**_OPTIMIZER, "ZeROOptimizer": _OPTIMIZER["DeepSpeedOptimizer"]},
     "deepspeed.runtime.engine": {"DeepSpeedEngine": _ENGINE["DeepSpeedEngine"], **_CALLABLES},
     "deepspeed.runtime.pipe": {**_PIPE, "ProcessTopology": _TOPOLOGY["ProcessTopology"]},
     "deepspeed.runtime.pipe.engine": {"PipelineEngine": _ENGINE["PipelineEngine"]},

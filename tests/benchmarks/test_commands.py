@@ -22,7 +22,7 @@ SKIPPED = re.compile(r"no cuobjdump|no NVRTC|no native kernels|determined is not
 def benchmarks() -> list[Path]:
     """Those that a person starts: with a main block, and not with a process of another one."""
     found = [path for folder in ("benchmarks", "benchmarks/ops") for path in sorted((ROOT / folder).glob("*.py"))]
-    own = {"worker.py", "pipeline_worker.py", "faults_trial.py"}
+    own = {"worker.py", "pipeline_worker.py", "faults_trial.py", "examples_worker.py"}
     return [path for path in found if '__name__ == "__main__"' in path.read_text() and path.name not in own]
 
 

@@ -166,6 +166,9 @@ def test_the_first_line_tells_two_ds_configs_apart(tmp_path: Path) -> None:
 
     named, written, other = (line(given) for given in ("ds.json", values, {**values, "gradient_clipping": 0.5}))
     assert re.fullmatch(r"ds_config ds\.json [0-9a-f]{8}: ZeRO-3, bf16", named)
+    noted = {"ds_config": values, "zero_trial": {"ds_config": "ds.json"}}  # as `zero-trial run` locks it
+    source = trial_ds_config(None, platform(tmp_path, experiment={"data": noted}))
+    assert source_line(source, reconcile_config(source, platform(tmp_path))[0], noted) == named
     assert written.split()[-3:] == named.split()[-3:] and other.split()[-3:] != named.split()[-3:]
 
 

@@ -60,12 +60,16 @@ def write_lock(
     content["resources"] = {**(content.get("resources") or {}), "slots_per_trial": locked.slots}
     content["reproducibility"] = {**(content.get("reproducibility") or {}), "experiment_seed": locked.seed}
     content["data"] = dict(content.get("data") or {})
+    named = content["data"].get("ds_config")
+    before = (content["data"].get(LOCK_SECTION) or {}).get("ds_config")
     if ds_config is not None:
         content["data"]["ds_config"] = _plain(ds_config)
     content["data"][LOCK_SECTION] = {
         "model_dir": os.path.relpath(locked.model_dir.resolve(), folder.resolve()),
         "versions": {name: version for name in ("zero_trial", "torch") if (version := _version(name))},
     }
+    if isinstance(named, str) or before is not None:  # what the values were read from, for the trial's log
+        content["data"][LOCK_SECTION]["ds_config"] = Path(named).name if isinstance(named, str) else before
     path = RunFolder(folder).config_lock
     head = f"# All that is needed to repeat this run: zero-trial run {path.name}\n"
     path.write_text(head + write_yaml(content), encoding="utf-8")

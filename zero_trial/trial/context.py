@@ -197,7 +197,8 @@ class ZeroTrialContext:
         """
         given = with_stages(trial_ds_config(config, self.platform), model)
         filled, table = reconcile_config(given, self.platform)
-        self.note(source_line(given, filled))
+        data = self.platform.experiment.get("data") if config is None else None
+        self.note(source_line(given, filled, data))
         if not self.engines:
             self.note(table.line(), table=table.table)
         self.ds_configs.append(filled)

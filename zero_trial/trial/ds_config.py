@@ -75,14 +75,19 @@ def trial_ds_config(given: Given | None, platform: Platform) -> Document:
     return overlay(with_preset(_opened(base, platform.model_dir), hparams), over)
 
 
-def source_line(source: Document, config: DsConfig) -> str:
+def source_line(source: Document, config: DsConfig, data: Mapping[str, Any] | None = None) -> str:
     """Return ``ds_config ds_configs/zero3.json 5d41402a: ZeRO-3, bf16``, read from ``source``.
+
+    ``data`` is that of an experiment that names its ds_config: `zero-trial run` puts the values in
+    the place of the file, and notes the name.
 
     The number is the start of the SHA-256 of all values: two runs with the same one trained with
     the same ds_config.
     """
     values = json.dumps(resolved_ds_config(config), sort_keys=True, default=str)
-    name = f" {source.place.file}" if source.place.file else ""
+    noted = (data or {}).get("zero_trial")
+    file = source.place.file or (noted.get("ds_config") if isinstance(noted, Mapping) else None)
+    name = f" {file}" if file else ""
     digest = hashlib.sha256(values.encode()).hexdigest()[:8]
     return f"ds_config{name} {digest}: ZeRO-{config.zero_optimization.stage}, {config.precision}"
 

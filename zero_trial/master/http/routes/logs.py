@@ -127,7 +127,7 @@ def _shared(line: LogLine) -> Dict:
 
 def _trial_logs(request: Request) -> Response | StreamingResponse:
     number = request.numbers["trialId"]
-    request.master.trials.get(number)
+    request.master.trials.get(number, derived=False)
     return _stream(
         request,
         lambda asked: request.master.trials.logs(number, asked),

@@ -70,7 +70,7 @@ def _metrics(group: str | None) -> Any:
         numbers = [whole(text, "trialIds") for text in request.query_all("trialIds")]
         for number in numbers:
             request.own(trial_id=number)
-            request.master.trials.get(number)
+            request.master.trials.get(number, derived=False)
         return lines(_reports(request, numbers, wanted), follow=False)
 
     return action

@@ -77,3 +77,12 @@ def test_an_auto_switch_of_apex_is_off():
 )  # fmt: skip
 def test_shown(value: Any, text: str):
     assert shown(value) == text
+
+
+def test_limits_that_trl_writes_beside_the_section_are_not_read():
+    beside = {"zero_optimization.reduce_bucket_size": 9, "zero_optimization.stage3_prefetch_bucket_size": 8.1}
+    value, faults, notes = run({"zero_optimization": {"stage": 3, "reduce_bucket_size": 4}} | beside)
+    assert value == {"zero_optimization": {"stage": 3, "reduce_bucket_size": 4}}
+    assert faults == []
+    assert [note.partition(":")[0] for note in notes] == list(beside)
+    assert len(run({"zero_optimization.stage": 3})[1]) == 1

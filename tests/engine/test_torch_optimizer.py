@@ -16,6 +16,7 @@ from tests.engine.offloaded import differing, engine_of, train, values_of
 from tests.support.dense import STAGES
 from tests.support.pool import Pools
 from zero_trial.errors import CheckpointError, ConfigError, TrialError
+from zero_trial.zero import GatheredParameters
 
 FP16 = {"fp16": {"enabled": True, "initial_scale_power": 4, "hysteresis": 1}}
 
@@ -168,3 +169,28 @@ def refreshed(stage: str) -> list[bool]:
 def test_masters_follow_parameters_that_were_written_past_the_engine(ranks: Pools, stage: str) -> None:
     for found in ranks(2).run(refreshed, stage):
         assert found and all(found)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_libraries_take_the_hooks_off_while_parameters_are_gathered(stage: int) -> None:
+    """What TRL does around a generation; below stage 3 it finds that there are no such hooks."""
+    engine = engine_with(zero_optimization={"stage": stage, "stage3_param_persistence_threshold": 0})
+    assert hasattr(engine.optimizer, "parameter_offload") == (stage == 3)
+    if stage < 3:
+        return
+    whole = {name: value.clone() for name, value in engine.module_state_dict().items()}
+    inputs = torch.ones(1, 3)
+    with torch.no_grad(), GatheredParameters(engine.parameters()):
+        offload = engine.optimizer.parameter_offload
+        for param in [*offload.module.named_parameters(recurse=True), *offload.module.ds_external_parameters()]:
+            param.ds_active_sub_modules.clear()
+        for hook in [*offload.forward_hooks, *offload.backward_hooks]:
+            hook.remove()
+        offload.forward_hooks, offload.backward_hooks = [], []
+        inside = engine.module(inputs)
+        torch.testing.assert_close(inside, inputs @ whole["weight"].T + whole["bias"])
+        offload = engine.optimizer.parameter_offload
+        assert not hasattr(offload, "param_coordinator")
+        offload._register_deepspeed_module(offload.module)
+    assert torch.equal(engine.module(inputs), inside)
+    step(engine)

@@ -451,6 +451,8 @@ class Keeper:
     def part_of(self, param: nn.Parameter) -> torch.Tensor:
         return param.detach()
 
+    def copied(self, param: nn.Parameter) -> None: ...
+
 
 def parameter() -> nn.Parameter:
     return nn.Parameter(torch.zeros(2))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
@@ -216,6 +217,30 @@ def test_a_state_dict_before_there_is_an_engine_has_names_and_shapes(ranks: Pool
     """Loaders such as transformers' look keys, shapes and dtypes up in it; it has no values."""
     expected = [(name, tuple(value.shape)) for name, value in Built().state_dict().items()]
     assert ranks(2).run(entries) == [(expected, True, True)] * 2
+
+
+def copied_in_shards() -> list[bool]:
+    """Copy a tied module that is cut, as PEFT does for ``modules_to_save``, and edit the copy."""
+    torch.manual_seed(0)
+    plain = Built()
+    torch.manual_seed(0)
+    with Init():
+        model = Built()
+    model.head.requires_grad_(False)
+    twin = copy.deepcopy(model)
+    param, other = model.head.weight, twin.head.weight
+    found = [isinstance(other, FreedParameter), len(presharded([other])) == 1, not other.requires_grad]
+    found += [twin.embed.weight is other, param.ds_id != other.ds_id]  # type: ignore[attr-defined]
+    with GatheredParameters([other], modifier_rank=0):
+        found.append(torch.equal(other, plain.head.weight))
+        other.data.add_(1.0)
+    with GatheredParameters([param, other]):
+        found += [torch.equal(param, plain.head.weight), torch.equal(other, plain.head.weight + 1.0)]
+    return found
+
+
+def test_a_copy_of_what_is_cut_has_shards_of_its_own(ranks: Pools) -> None:
+    assert all(all(found) for found in ranks(2).run(copied_in_shards))
 
 
 def gathered_in_another_order() -> list[bool]:

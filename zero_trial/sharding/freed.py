@@ -201,7 +201,11 @@ class FreedParameter(ShardedParameter):
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         if id(self) in memo:
             return cast("nn.Parameter", memo[id(self)])
-        raise _refused(self, "copy.deepcopy")
+        owner = owner_of_param(self)
+        if owner is None or (copied := owner.copied(self)) is None:
+            raise _refused(self, "copy.deepcopy")
+        memo[id(self)] = copied
+        return copied
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise _refused(self, "pickle, or torch.save")
@@ -243,6 +247,13 @@ def free(param: nn.Parameter, placeholder: torch.Tensor) -> None:
     param.__class__ = sharded_class(kind)
     param.data = placeholder
     param.__class__ = freed_class(kind)
+
+
+def twin_of(param: nn.Parameter, placeholder: torch.Tensor) -> nn.Parameter:
+    """Return a new parameter that is freed like ``param``; it has no owner yet."""
+    twin = nn.Parameter(placeholder, requires_grad=param.requires_grad)
+    twin.__class__ = type(param)
+    return twin
 
 
 def revive(param: nn.Parameter, values: torch.Tensor) -> None:
@@ -351,6 +362,10 @@ class ShardOwner(Protocol):
 
     def part_of(self, param: nn.Parameter) -> torch.Tensor:
         """Return a copy of this rank's elements of the parameter, flat. Local."""
+
+    def copied(self, param: nn.Parameter) -> nn.Parameter | None:
+        """Return a copy of a freed parameter, with a shard of its own; None where the shards are an
+        engine's, which has no place for more. Local."""
 
 
 # parameter -> how to reach its owner, and the optimizer that has its state

@@ -451,6 +451,9 @@ class FullParams:
         with group.materialized():
             return local_part(group, index, group.shard).detach()
 
+    def copied(self, param: nn.Parameter) -> None:
+        """See :class:`ShardOwner`."""
+
     # --- state_dict, load_state_dict --------------------------------------------------------------
 
     def rank0_state_dict(self) -> dict[str, Any]:

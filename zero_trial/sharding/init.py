@@ -9,6 +9,7 @@ drawn as without Init, so the model is the same, bit for bit.
 
 from __future__ import annotations
 
+import copy
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -28,7 +29,7 @@ from torch.utils._pytree import tree_flatten
 from zero_trial.comm import AxisComm, Mesh, build_mesh, init_distributed, read_rank_env, world_size
 from zero_trial.comm.mesh import plan_shape
 from zero_trial.errors import ConfigError
-from zero_trial.sharding.freed import METADATA, absent, free, lost_edits, own_params, owner_of_param, revive
+from zero_trial.sharding.freed import METADATA, absent, free, lost_edits, own_params, owner_of_param, revive, twin_of
 from zero_trial.sharding.layout import ALIGN, round_up
 
 OPEN = 4
@@ -94,6 +95,13 @@ class PreSharded:
         with torch._C.DisableTorchFunction():
             low = min(self._comm.index * self._shard.numel(), self._numel)
             return self._shard[: min(self._shard.numel(), self._numel - low)].clone()
+
+    def copied(self, param: nn.Parameter) -> nn.Parameter | None:
+        twin = twin_of(param, absent(param.shape, self._shard.dtype, self._shard.device))
+        own = copy.copy(self)
+        own._param, own._shard = twin, self._shard.clone()
+        own_params([twin], own)
+        return twin
 
     def open(self, params: list[nn.Parameter]) -> None:
         with torch._C.DisableTorchFunction(), torch.no_grad():

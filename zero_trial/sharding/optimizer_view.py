@@ -77,6 +77,34 @@ class Publisher(Protocol):
     def wait(self) -> None: ...
 
 
+class ParameterOffload:
+    """DeepSpeed's owner of the hooks that gather and free parameters at stage 3, as libraries use
+    it (TRL): they take its hooks off while all parameters are gathered, to generate, and put them
+    back.
+
+    Hooks here leave alone what ``GatheredParameters`` has gathered, and do not communicate about
+    it. So this lists none, and there is nothing to put back.
+    """
+
+    def __init__(self) -> None:
+        self.forward_hooks: list[Any] = []
+        self.backward_hooks: list[Any] = []
+
+    @property
+    def module(self) -> ParameterOffload:
+        """The module with the parameters whose uses DeepSpeed counts: here none are counted."""
+        return self
+
+    def named_parameters(self, recurse: bool = True) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        return iter(())
+
+    def ds_external_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        return iter(())
+
+    def _register_deepspeed_module(self, module: Any) -> None:
+        """Put the hooks back: they are where they were."""
+
+
 class TorchView(torch.optim.Optimizer):
     """The part of a sharded optimizer that torch, DeepSpeed and checkpoints see: settings by group,
     state by tensor, and where the loss scale is.
@@ -163,6 +191,14 @@ class TorchView(torch.optim.Optimizer):
         """Return whether a loss must be scaled (fp16), as ``engine.backward`` and ``engine.scale``
         do."""
         return self._status.scaler != StaticScale(1.0)
+
+    @property
+    def parameter_offload(self) -> ParameterOffload:
+        """The owner of stage 3's hooks, under DeepSpeed's name. Other stages do not have it, by
+        which libraries know them."""
+        if all(group.plan.params is Lifetime.ALWAYS for group in self._groups):
+            raise AttributeError("parameter_offload exists at ZeRO stage 3 only")
+        return ParameterOffload()
 
     def get_lr(self) -> Any:
         """Return the learning rate of the first group."""

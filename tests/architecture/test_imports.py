@@ -20,6 +20,7 @@ ARROWS: Mapping[str, set[str]] = {
     "stand_in": {"*"},  # other projects' names, which come from every room
     "as_deepspeed": {"stand_in"},
     "as_determined": {"stand_in", "run"},
+    "lightning": {"engine", "zero", "ds_config", "schema", "errors"},  # imported on request
     "errors": set(),
     "util": {"errors"},
     # Configuration
@@ -85,7 +86,13 @@ ARROWS: Mapping[str, set[str]] = {
 # a second.
 WITHOUT_TORCH = ("util", "schema", "ds_config", "experiment", "runs", "launch", "master", "report")
 
-ONLY_IMPORTERS = {"determined": ("zero_trial.runtime.determined",), "deepspeed": (), "hjson": (), "pydantic": ()}
+ONLY_IMPORTERS = {
+    "determined": ("zero_trial.runtime.determined",),
+    "lightning": ("zero_trial.lightning",),
+    "deepspeed": (),
+    "hjson": (),
+    "pydantic": (),
+}
 
 
 def room_of(name: str) -> str:

@@ -1,0 +1,96 @@
+"""Lightning's Trainer with ZeroTrialStrategy beside plain DDP, on the same data from the same
+weights."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SCRIPT = Path(__file__).parent / "lightning_script.py"
+CLIPPED = {"gradient_clip_val": 0.5}
+ACCUMULATED = {"accumulate_grad_batches": 3}
+BF16 = {"precision": "bf16-mixed"}
+CASES: dict[str, dict[str, Any]] = {
+    **{f"stage {stage}": {"stage": stage} for stage in (0, 1, 2, 3)},
+    "ddp": {},
+    "clipped ddp": {"trainer": CLIPPED},
+    "clipped 3": {"stage": 3, "trainer": CLIPPED},
+    "accumulated ddp": {"trainer": ACCUMULATED},
+    "accumulated 2": {"stage": 2, "trainer": ACCUMULATED},
+    "manual ddp": {"manual": True},
+    "manual 3": {"stage": 3, "manual": True},
+    "bf16 ddp": {"trainer": BF16},
+    "bf16 1": {"stage": 1, "trainer": BF16},
+    "bf16-true 3": {"stage": 3, "trainer": {"precision": "bf16-true"}},
+    "late 3": {"stage": 3, "late": True},
+    "whole": {"stage": 3, "same": True},
+    "saved": {"stage": 3, "same": True, "steps": 4, "save": "at4.ckpt"},
+    "resumed": {"stage": 3, "same": True, "resume": "at4.ckpt"},
+    "resumed at 1": {"stage": 1, "same": True, "resume": "at4.ckpt"},
+    "no such checkpoint": {"stage": 1, "resume": "none.ckpt"},
+    "by value": {"stage": 1, "trainer": {**CLIPPED, "gradient_clip_algorithm": "value"}},
+}
+
+
+def train(folder: Path, ranks: int, cases: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    out = folder / f"out{ranks}.json"
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
+    command = [sys.executable, *launcher, str(SCRIPT), str(out), str(ranks), json.dumps(cases)]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=180, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return dict(json.loads(out.read_text()))
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Train every case on two ranks, in one pair of processes."""
+    if importlib.util.find_spec("lightning") is None:
+        pytest.skip("lightning is not installed: pip install -e .[libraries]")
+    return train(tmp_path_factory.mktemp("two"), 2, CASES)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("ours", "theirs", "limit"),
+    [
+        *((f"stage {stage}", "ddp", 2e-6) for stage in (0, 1, 2, 3)),
+        ("clipped 3", "clipped ddp", 2e-6),
+        ("accumulated 2", "accumulated ddp", 2e-6),
+        ("manual 3", "manual ddp", 2e-6),
+        ("bf16 1", "bf16 ddp", 2e-2),
+        ("bf16-true 3", "bf16 ddp", 5e-2),
+        ("late 3", "ddp", 2e-6),
+    ],
+)
+def test_losses_are_those_of_ddp(two: dict[str, Any], ours: str, theirs: str, limit: float) -> None:
+    assert two[ours]["steps"] == two[theirs]["steps"] == 8
+    for kind in ("losses", "val"):
+        assert two[ours][kind] == pytest.approx(two[theirs][kind], abs=limit)
+
+
+@pytest.mark.slow
+def test_a_resumed_run_goes_on_with_the_same_bits(two: dict[str, Any]) -> None:
+    whole = two["whole"]["losses"]
+    assert len(set(whole)) == 8
+    assert two["saved"]["losses"] + two["resumed"]["losses"] == whole
+    assert two["resumed at 1"]["losses"] == pytest.approx(whole[4:], abs=1e-6)
+
+
+@pytest.mark.slow
+def test_what_is_refused(two: dict[str, Any]) -> None:
+    assert "none.ckpt" in two["no such checkpoint"]["error"]
+    assert "gradient_clip_algorithm" in two["by value"]["error"]
+
+
+@pytest.mark.slow
+def test_one_rank(tmp_path: Path) -> None:
+    if importlib.util.find_spec("lightning") is None:
+        pytest.skip("lightning is not installed: pip install -e .[libraries]")
+    found = train(tmp_path, 1, {"ddp": {}, "2": {"stage": 2}})
+    assert found["2"]["losses"] == pytest.approx(found["ddp"]["losses"], abs=2e-6)

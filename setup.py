@@ -60,7 +60,7 @@ EXTRAS = {
         "types-tqdm",
     ],
     # What tests/exactness and tests/stand_in train with; no CUDA wheel comes with them.
-    "libraries": ["accelerate", "bitsandbytes", "diffusers", "lightning", "peft", "transformers"],
+    "libraries": ["accelerate", "bitsandbytes", "datasets", "diffusers", "lightning", "peft", "transformers", "trl"],
     # The documentation as a site, with the API reference made from the docstrings.
     "docs": ["mkdocs-material", "mkdocstrings[python]"],
     # Peers that benchmarks/ measures against.

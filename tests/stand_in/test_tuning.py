@@ -1,0 +1,82 @@
+"""TRL's trainers and PEFT through the stand-in: the numbers of the same trainers under DDP."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Iterator
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.pool import Pools
+
+LIBRARIES = ("accelerate", "datasets", "peft", "transformers", "trl")
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        not all(importlib.util.find_spec(name) for name in LIBRARIES),
+        reason=f"{', '.join(LIBRARIES)} are in the extra 'libraries'",
+    ),
+]
+
+WITHIN = 2e-6
+EVERY = [None, 0, 1, 2, 3]
+
+
+@pytest.fixture(scope="module")
+def pools() -> Iterator[Pools]:
+    """Start ranks for this file alone: they import the libraries."""
+    pools = Pools()
+    yield pools
+    pools.close()
+
+
+def _on_rank(name: str, *args: Any, **kwargs: Any) -> Any:
+    return getattr(import_module("tests.stand_in.tuners"), name)(*args, **kwargs)
+
+
+@pytest.fixture
+def ask(pools: Pools, tmp_path: Path) -> Callable[..., Any]:
+    """Return what ``name`` of tests/stand_in/tuners.py answers, on rank 0 of two."""
+
+    def asked(name: str, *args: Any, **kwargs: Any) -> Any:
+        return pools(2).run(_on_rank, name, *args, folder=tmp_path, timeout=180, **kwargs)[0]
+
+    return asked
+
+
+def gap(ours: list[float], theirs: list[float]) -> float:
+    return max(abs(a - b) for a, b in zip(ours, theirs, strict=True))
+
+
+@pytest.mark.parametrize("kind", ["SFT", "DPO", "GRPO"])
+def test_losses_are_those_of_ddp_at_every_stage(ask: Callable[..., Any], kind: str) -> None:
+    """GRPO's losses are of completions that the model has sampled: other tokens, other losses."""
+    plain, *stages = ask("losses", kind, stages=EVERY)
+    assert len(plain) == 12
+    assert len(set(plain)) > 10
+    assert all(gap(losses, plain) <= WITHIN for losses in stages)
+    assert all(losses == stages[0] for losses in stages)
+
+
+def test_generation_without_gathering_the_whole_model(ask: Callable[..., Any]) -> None:
+    """Blocks are gathered as they compute, and ranks that are done go on for the others."""
+    plain, without = ask("losses", "GRPO", stages=[None, 3], max_steps=6, ds3_gather_for_generation=False)
+    assert gap(without, plain) <= WITHIN
+
+
+@pytest.mark.parametrize("kind", ["SFT", "DPO"])
+def test_bf16(ask: Callable[..., Any], kind: str) -> None:
+    first, *others = ask("losses", kind, stages=[0, 2, 3], bf16=True, max_steps=8)
+    assert first[-1] < first[0] - 0.01
+    assert all(losses == first for losses in others)
+
+
+@pytest.mark.parametrize("kind", ["SFT", "DPO"])
+def test_trl_with_adapters(ask: Callable[..., Any], kind: str) -> None:
+    plain, *stages = ask("losses", kind, stages=[None, 0, 3], adapters=True)
+    assert all(gap(losses, plain) <= WITHIN for losses in stages)
+    assert stages[0] == stages[1]

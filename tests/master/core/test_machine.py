@@ -105,6 +105,7 @@ def test_the_queue(master: Sandbox) -> None:
     for priority in (42, 42, 7):
         master.create(resources={**WHOLE, "priority": priority})
     jobs = master.machine.jobs()
+    assert [master.machine.job(job.experiment_id) for job in jobs] == jobs
     assert [(job.experiment_id, job.state, job.jobs_ahead) for job in jobs] == [
         (1, "SCHEDULED", 0),
         (3, "QUEUED", 0),

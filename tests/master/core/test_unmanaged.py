@@ -63,6 +63,7 @@ def test_a_trial_runs_reports_and_completes(world: World, number: int) -> None:
     found = world.experiments.get(number)
     assert (found.state, found.progress, found.ended) == (ExperimentState.COMPLETED, 1.0, BEGAN + 10)
     assert [job.experiment_id for job in world.machine.jobs()] == [1, 2]
+    assert world.machine.job(3) is None
 
 
 def test_what_is_found_again_by_its_name_goes_on(world: World, number: int) -> None:

@@ -11,6 +11,7 @@ import yaml
 
 from tests.master.fakes import tgz
 from tests.master.world import BEGAN, CONFIG, World
+from zero_trial.master.core.state import MasterState
 from zero_trial.master.records import Experiment, ExperimentState, NewExperiment, TrialState
 
 bindings = pytest.importorskip("determined.common.api.bindings")
@@ -127,6 +128,34 @@ def test_experiments_are_searched_with_their_best_trials(user: Any, world: World
     with pytest.raises(errors.APIException) as caught:
         ids(projectId=9)
     assert caught.value.status_code == 404
+
+
+def test_tables_of_metrics_read_no_reports(world: World) -> None:
+    world.report(1, "validation", 5, {"validation_loss": 0.5})
+    world.report(2, "validation", 5, {"validation_loss": 0.25})
+    with world.state.database.transaction() as connection:
+        connection.execute("UPDATE metrics SET metrics = 'not JSON'")
+    names = {column.name for column in world.tables.columns(1, of_runs=False)}
+    assert {f"validation.validation_loss.{each}" for each in ("last", "max", "mean", "min")} <= names
+    assert names & {column.name for column in world.tables.columns(1, of_runs=True)} >= {
+        "validation.validation_loss.min"
+    }
+    ranges = {each.name: (each.low, each.high) for each in world.tables.ranges(1)}
+    assert ranges["validation.validation_loss.min"] == (0.25, 0.5) == ranges["searcherMetricsVal"]
+    assert world.tables.run_ids(sort="validation.validation_loss.min=asc") == [2, 1]
+    low = where("validation.validation_loss.min", "<", 0.3, location="VALIDATIONS")
+    assert world.tables.run_ids(text=low) == [2]
+
+
+def test_reports_of_an_older_release_are_summarized_when_the_master_starts(world: World) -> None:
+    world.report(1, "validation", 5, {"validation_loss": 0.5})
+    with world.state.database.transaction() as connection:
+        expected = world.trials.get(1).summary_metrics
+        connection.execute("DELETE FROM summaries")
+    assert world.trials.get(1).summary_metrics == {}
+    again = MasterState(world.state.directory, world.state.devices, world.agent)
+    again.database.close()
+    assert world.trials.get(1).summary_metrics == expected != {}
 
 
 def test_a_search_by_id_reads_no_reports(world: World, monkeypatch: pytest.MonkeyPatch) -> None:

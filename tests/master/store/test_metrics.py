@@ -114,6 +114,32 @@ def test_the_summary(connection: sqlite3.Connection) -> None:
     assert found["note"] == {"type": "string", "last": "x"}
 
 
+def test_the_summary_is_that_of_the_reports_whatever_their_order(connection: sqlite3.Connection) -> None:
+    def fresh() -> dict[str, Any]:
+        """Return the summary as the reports alone give it."""
+        found: dict[str, Any] = {}
+        for group in ("training", "validation"):
+            for item in metrics.of_trial(connection, 1, group):
+                extend(found.setdefault(group, {}), item.metrics)
+        return found
+
+    for steps, value in ((1, 0.1), (5, 0.2), (3, 0.3), (3, "x"), (7, math.inf), (6, 0.5), (9, 0.7)):
+        metrics.add(connection, report(steps, loss=value))
+        metrics.add(connection, report(steps, "validation", val=steps / 10, **({"late": 1} if steps > 5 else {})))
+        assert metrics.summary(connection, 1) == fresh()
+    metrics.add(connection, report(None, "gpu", load=1))
+    for hide in (
+        lambda: metrics.archive_after(connection, 1, 8),
+        lambda: metrics.archive_repeated(connection, report(6, "validation", run_id=2)),
+        lambda: metrics.archive_after(connection, 1, 2),
+        lambda: metrics.archive_after(connection, 1, 0),
+    ):
+        before = metrics.summary(connection, 1)
+        hide()
+        assert metrics.summary(connection, 1) == fresh() != before
+    assert metrics.summary(connection, 1) == {}
+
+
 def test_it_is_cheap(tmp_path: Path) -> None:
     """Each report is a transaction of its own. The bound is loose by a factor of ten: it is about
     an accidental sync, not about speed."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 
 from zero_trial.master import log_policies
 from zero_trial.master.agent.agent import AgentApi
@@ -40,9 +40,11 @@ from zero_trial.master.records import (
     Experiment,
     ExperimentState,
     Job,
+    Json,
     NotFound,
     ResourcePool,
     SlotInfo,
+    existing,
 )
 from zero_trial.master.store import accounts, experiments, trials, workspaces
 
@@ -134,23 +136,47 @@ class MachineService:
                 experiments.get(connection, number, derived=False) for number in experiments.ids(connection, *_LIVE)
             ]
         there = {each.id: each for each in found if each is not None and not each.unmanaged}
-        queued = [
-            QueuedRun.of(run, there[run.experiment_id].config.get("resources") or {})
-            for run in runs
-            if run.state is AllocationState.QUEUED and run.experiment_id in there
-        ]
-        order = list(dict.fromkeys(item.experiment_id for item in queue_order(queued)))
+        order = _order(runs, {number: experiment.config for number, experiment in there.items()})
+        own: dict[int, list[Allocation]] = {}
+        for run in runs:
+            own.setdefault(run.experiment_id, []).append(run)
         jobs = [
-            _job(experiment, [run for run in runs if run.experiment_id == number], order, places[experiment.project_id])
+            _job(experiment, own.get(number, []), order, places[experiment.project_id])
             for number, experiment in there.items()
         ]
         return sorted(jobs, key=lambda job: (job.state != "SCHEDULED", job.priority, job.experiment_id))
+
+    def job(self, experiment_id: int) -> Job | None:
+        """Return the job of an experiment; None if it has ended, or is unmanaged. Other experiments
+        are read only while this one waits behind them.
+        """
+        with self._state.database.reading() as connection:
+            found = experiments.get(connection, experiment_id, derived=False)
+            if found is None or found.unmanaged or found.state not in _LIVE:
+                return None
+            runs = trials.allocations(connection)
+            own = [run for run in runs if run.experiment_id == experiment_id]
+            waits = bool(own) and all(run.state is AllocationState.QUEUED for run in own)
+            numbers = {run.experiment_id for run in runs if run.state is AllocationState.QUEUED} if waits else ()
+            configs = {number: experiments.config(connection, number) or {} for number in numbers}
+            project = existing(workspaces.project(connection, found.project_id), f"project {found.project_id}")
+        return _job(found, own, _order(runs, configs), project.workspace_id)
 
     def resource_pools(self) -> list[ResourcePool]:
         """Return the only pool."""
         slots = self.slots()
         used = sum(slot.allocation_id is not None for slot in slots)
         return [ResourcePool(POOL, "the slots of this machine", self._state.devices.kind, len(slots), used)]
+
+
+def _order(runs: Sequence[Allocation], configs: Mapping[int, Json]) -> list[int]:
+    """List the experiments of ``configs`` that have queued runs, in the order of the queue."""
+    queued = [
+        QueuedRun.of(run, configs[run.experiment_id].get("resources") or {})
+        for run in runs
+        if run.state is AllocationState.QUEUED and run.experiment_id in configs
+    ]
+    return list(dict.fromkeys(item.experiment_id for item in queue_order(queued)))
 
 
 def _job(experiment: Experiment, runs: list[Allocation], order: list[int], workspace_id: int) -> Job:

@@ -24,7 +24,7 @@ from zero_trial.master.core.context_archive import Context, read_context
 from zero_trial.master.directory import MasterDirectory
 from zero_trial.master.records import Experiment, MasterInfo, Trial
 from zero_trial.master.search import Searcher, begin_again, build, restore
-from zero_trial.master.store import Database, accounts, experiments
+from zero_trial.master.store import Database, accounts, experiments, metrics
 
 log = logging.getLogger(__name__)
 
@@ -125,6 +125,7 @@ class MasterState:
     def _identity(self) -> MasterInfo:
         """Return random ids that stay the same as long as the store exists."""
         with self.database.transaction() as connection:
+            metrics.fill_summaries(connection)
             ids = []
             for key in ("master_id", "cluster_id"):
                 known = accounts.value(connection, key)

@@ -108,7 +108,7 @@ class _Row:
 
     @cached_property
     def summary(self) -> Json:
-        """Return the summary of the run's metrics, for which all its reports are read."""
+        """Return the summary of the run's metrics."""
         return {} if self.run is None else metrics.summary(self._connection, self.run.id)
 
     @cached_property

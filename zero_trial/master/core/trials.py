@@ -70,7 +70,7 @@ class TrialService:
             return metrics.of_trial(connection, trial_id, group, batch_metrics=True)
 
     def with_summaries(self, found: Sequence[Trial]) -> list[Trial]:
-        """Return the trials with the summaries of their metrics, for which every report is read."""
+        """Return the trials with the summaries of their metrics."""
         with self._state.database.reading() as connection:
             return [replace(trial, summary_metrics=metrics.summary(connection, trial.id)) for trial in found]
 

@@ -227,6 +227,17 @@ MIGRATIONS: tuple[str, ...] = (
     """
     ALTER TABLE trials ADD COLUMN archived INTEGER NOT NULL DEFAULT 0;
     """,
+    """
+    CREATE TABLE summaries (
+        trial_id INTEGER NOT NULL,
+        grp TEXT NOT NULL,
+        steps INTEGER NOT NULL,
+        summary TEXT NOT NULL,
+        PRIMARY KEY (trial_id, grp)
+    ) WITHOUT ROWID;
+    CREATE INDEX metrics_searched ON metrics (trial_id, searcher_metric)
+        WHERE searcher_metric IS NOT NULL AND archived = 0;
+    """,
 )
 
 

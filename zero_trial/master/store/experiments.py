@@ -16,9 +16,11 @@ _GIVEN = (
     *("name", "description", "labels", "notes", "unmanaged", "external_id", "project_id"),
 )
 _BEST = """
-    SELECT m.trial_id, m.searcher_metric FROM metrics m JOIN trials t ON t.id = m.trial_id
-    WHERE t.experiment_id = ? AND m.grp = 'validation' AND m.archived = 0 AND m.searcher_metric IS NOT NULL
-    ORDER BY m.searcher_metric {order}, m.id LIMIT 1
+    SELECT m.trial_id, m.searcher_metric FROM trials t JOIN metrics m ON m.id = (
+        SELECT id FROM metrics WHERE trial_id = t.id AND archived = 0 AND searcher_metric IS NOT NULL
+        ORDER BY searcher_metric {order}, id LIMIT 1
+    )
+    WHERE t.experiment_id = ? ORDER BY m.searcher_metric {order}, m.id LIMIT 1
 """
 
 
@@ -104,7 +106,8 @@ def to_collect(connection: sqlite3.Connection) -> list[int]:
 def erase(connection: sqlite3.Connection, number: int) -> None:
     """Delete an experiment and all that belongs to it."""
     trials = "SELECT id FROM trials WHERE experiment_id = ?"
-    connection.execute(f"DELETE FROM metrics WHERE trial_id IN ({trials})", (number,))
+    for table in ("metrics", "summaries"):
+        connection.execute(f"DELETE FROM {table} WHERE trial_id IN ({trials})", (number,))
     connection.execute(
         "DELETE FROM tokens WHERE allocation_id IN (SELECT id FROM allocations WHERE experiment_id = ?)", (number,)
     )

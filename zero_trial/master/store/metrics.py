@@ -1,6 +1,9 @@
 """Metrics in the store: reports, and their summary as a Determined master makes it (type, count,
 min, max, sum, mean, last value).
 
+The summary is kept beside the reports and grows with each of them, so that a table of a thousand
+trials reads a thousand summaries and no report.
+
 A value that is not a number (NaN) stays visible: min, max, sum and mean are NaN from then on.
 Values of two types make a metric a "string", without numbers; and the last value of a metric that
 the newest report does not have is null.
@@ -91,6 +94,51 @@ def add(connection: sqlite3.Connection, report: MetricReport, searcher_metric: f
             searcher_metric,
         ),
     )
+    if report.steps_completed is not None:
+        _summarize(connection, report.trial_id, report.group, report.steps_completed, report.metrics)
+
+
+def _summarize(
+    connection: sqlite3.Connection, trial_id: int, group: str, steps: int, metrics: Mapping[str, Any]
+) -> None:
+    """Add a report that has just been inserted to the summary of its group."""
+    row = connection.execute(
+        "SELECT steps, summary FROM summaries WHERE trial_id = ? AND grp = ?", (trial_id, group)
+    ).fetchone()
+    if row is not None and steps < row["steps"]:  # the order decides the last value and sums of floats
+        _summarize_again(connection, trial_id)
+        return
+    found = {} if row is None else loads(row["summary"])
+    extend(found, metrics)
+    connection.execute("REPLACE INTO summaries VALUES (?, ?, ?, ?)", (trial_id, group, steps, dumps(found)))
+
+
+def _summarize_again(connection: sqlite3.Connection, trial_id: int) -> None:
+    """Make the summary of a trial from its reports."""
+    groups: dict[str, dict[str, dict[str, Any]]] = {}
+    newest: dict[str, int] = {}
+    for row in connection.execute(
+        "SELECT grp, steps, metrics FROM metrics WHERE trial_id = ? AND archived = 0 AND steps IS NOT NULL "
+        "ORDER BY steps, id",
+        (trial_id,),
+    ):
+        extend(groups.setdefault(row["grp"], {}), loads(row["metrics"]))
+        newest[row["grp"]] = row["steps"]
+    connection.execute("DELETE FROM summaries WHERE trial_id = ?", (trial_id,))
+    connection.executemany(
+        "INSERT INTO summaries VALUES (?, ?, ?, ?)",
+        [(trial_id, group, newest[group], dumps(found)) for group, found in groups.items()],
+    )
+
+
+def fill_summaries(connection: sqlite3.Connection) -> None:
+    """Make the summaries that are missing: those of reports that an older release has stored."""
+    rows = connection.execute(
+        "SELECT id FROM trials WHERE NOT EXISTS (SELECT 1 FROM summaries WHERE trial_id = trials.id) AND EXISTS "
+        "(SELECT 1 FROM metrics WHERE trial_id = trials.id AND steps IS NOT NULL AND archived = 0)"
+    )
+    for row in rows.fetchall():
+        _summarize_again(connection, row["id"])
 
 
 def number_of(metrics: Mapping[str, Any], name: str) -> float | None:
@@ -110,20 +158,24 @@ def known(connection: sqlite3.Connection, report: MetricReport) -> bool:
 
 def archive_after(connection: sqlite3.Connection, trial_id: int, steps: int) -> None:
     """Hide the reports after the step from which the trial starts again."""
-    connection.execute(
+    hidden = connection.execute(
         "UPDATE metrics SET archived = 1 WHERE trial_id = ? AND steps > ? AND archived = 0", (trial_id, steps)
     )
+    if hidden.rowcount:
+        _summarize_again(connection, trial_id)
 
 
 def archive_repeated(connection: sqlite3.Connection, report: MetricReport) -> None:
     """Hide what earlier runs of the trial have reported at the step of this report, in its group,
     and after it, in all groups.
     """
-    connection.execute(
+    hidden = connection.execute(
         "UPDATE metrics SET archived = 1 WHERE trial_id = ? AND run_id < ? AND archived = 0 "
         "AND (steps > ? OR (steps = ? AND grp = ?))",
         (report.trial_id, report.run_id, report.steps_completed, report.steps_completed, report.group),
     )
+    if hidden.rowcount:
+        _summarize_again(connection, report.trial_id)
 
 
 def of_trial(
@@ -185,13 +237,8 @@ def validation_at(
 
 def summary(connection: sqlite3.Connection, trial_id: int) -> dict[str, Any]:
     """Return the summary of each metric of each group, see `extend`."""
-    groups: dict[str, dict[str, dict[str, Any]]] = {}
-    for row in connection.execute(
-        "SELECT grp, metrics FROM metrics WHERE trial_id = ? AND archived = 0 AND steps IS NOT NULL ORDER BY steps, id",
-        (trial_id,),
-    ):
-        extend(groups.setdefault(row["grp"], {}), loads(row["metrics"]))
-    return groups
+    rows = connection.execute("SELECT grp, summary FROM summaries WHERE trial_id = ?", (trial_id,))
+    return {row["grp"]: loads(row["summary"]) for row in rows}
 
 
 def _record(row: sqlite3.Row, batch_metrics: bool) -> MetricReport:

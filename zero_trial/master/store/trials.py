@@ -123,7 +123,12 @@ def erase(connection: sqlite3.Connection, number: int) -> None:
     tasks = "SELECT task_id FROM allocations WHERE trial_id = ?"
     connection.execute(f"DELETE FROM tokens WHERE allocation_id IN ({runs})", (number,))
     connection.execute(f"DELETE FROM log_matches WHERE task_id IN ({tasks})", (number,))
-    for table, column in (("metrics", "trial_id"), ("allocations", "trial_id"), ("trials", "id")):
+    for table, column in (
+        ("metrics", "trial_id"),
+        ("summaries", "trial_id"),
+        ("allocations", "trial_id"),
+        ("trials", "id"),
+    ):
         connection.execute(f"DELETE FROM {table} WHERE {column} = ?", (number,))
 
 

@@ -136,7 +136,7 @@ def _is_listed(experiment: Experiment, archived: str, *, in_project: bool) -> bo
 
 def _get(request: Request) -> Response:
     experiment = request.master.experiments.get(request.numbers["experimentId"])
-    job = next((job for job in request.master.machine.jobs() if job.experiment_id == experiment.id), None)
+    job = request.master.machine.job(experiment.id)
     rendered = _render(request, experiment)
     return ok({"experiment": rendered, "config": rendered["config"], "jobSummary": job_summary_json(job)})
 

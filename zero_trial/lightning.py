@@ -1,5 +1,5 @@
-"""``Trainer(strategy=ZeroTrialStrategy(stage=3))``: Lightning's Trainer on a zero_trial engine, also
-on CPU.
+"""``Trainer(strategy=ZeroTrialStrategy(stage=3))``: Lightning's Trainer on a zero_trial engine,
+also on CPU.
 
     from zero_trial.lightning import ZeroTrialStrategy
 

@@ -12,7 +12,7 @@ import math
 import sqlite3
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property, partial
 from typing import Any
 
 from zero_trial.master.core.filters import (
@@ -104,7 +104,8 @@ class _Row:
     @cached_property
     def whole_experiment(self) -> Experiment:
         """Return the experiment with its trials and checkpoints counted."""
-        return existing(experiments.get(self._connection, self.experiment.id), f"experiment {self.experiment.id}")
+        found = experiments.get(self._connection, self.experiment.id, project=lambda _: self.project)
+        return existing(found, f"experiment {self.experiment.id}")
 
     @cached_property
     def summary(self) -> Json:
@@ -285,7 +286,8 @@ class TableService:
     def experiments(self, ids: Iterable[int]) -> list[tuple[Experiment, Trial | None]]:
         """Return the experiments of these ids that are there, each with its best trial."""
         with self._state.database.reading() as connection:
-            found = [experiments.get(connection, number) for number in ids]
+            project = cache(partial(workspaces.project, connection))
+            found = [experiments.get(connection, number, project=project) for number in ids]
             return [
                 (each, None if each.best_trial_id is None else trials.get(connection, each.best_trial_id, derived=True))
                 for each in found

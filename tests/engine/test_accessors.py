@@ -3,6 +3,7 @@ are none."""
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from torch import nn
 
 import zero_trial
-from tests.engine.offloaded import engine_of, loss, values_of
+from tests.engine.offloaded import differing, engine_of, loss, values_of
 from tests.support.dense import Turn
 from tests.support.pool import Pools
 from zero_trial.ds_config.reader import read_ds_config
@@ -156,6 +157,24 @@ def test_a_block_reduces_once_at_its_end_and_means_the_same_step(ranks: Pools, s
         assert late == 0, "all gradients are reduced before step()"
         for name, value in blocks.items():
             torch.testing.assert_close(value, plain[name], rtol=1e-5, atol=1e-7, msg=name)
+
+
+def accumulated(stage: str, precision: str, blocks: bool) -> list[Any]:
+    engine = engine_of(stage, {"gradient_accumulation_steps": 2, precision: {"enabled": True}}, None)
+    for number in range(2):
+        with engine.coalesce_grad_reduction() if blocks else nullcontext():
+            engine.backward(loss(engine, Turn(0, number, engine.global_rank)))
+        engine.step()
+    return [values_of(engine), engine.get_global_grad_norm()]
+
+
+@pytest.mark.parametrize("stage", ["zero0", "zero2", "zero3-free"])
+def test_blocks_of_the_micro_batches_of_one_step_add_up(ranks: Pools, stage: str) -> None:
+    for found, expected in zip(
+        ranks(2).run(accumulated, stage, "bf16", True), ranks(2).run(accumulated, stage, "bf16", False), strict=True
+    ):
+        assert found[1] == expected[1]
+        assert not differing(found[0], expected[0])
 
 
 def test_blocks_are_not_nested_and_no_step_is_taken_inside() -> None:

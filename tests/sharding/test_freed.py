@@ -285,6 +285,7 @@ EDIT: dict[str, Callable[[nn.Parameter], object]] = {
     "by detach": lambda p: p.detach().mul_(0.5),
     "data =": lambda p: setattr(p, "data", p.detach() * 0.5),
     "data +=": lambda p: p.data.add_(0.25),
+    "data, rows in another order": lambda p: p.data.copy_(p.data.flip(0)),
 }
 
 
@@ -299,6 +300,10 @@ def test_an_edit_between_steps_counts_where_parameters_always_live(stage: str, d
 @pytest.mark.parametrize("stage", ["zero0", "zero2"])
 def test_an_edit_that_has_no_version_counts_on_every_rank(ranks: Pools, stage: str) -> None:
     ranks(2).run(edit_between_steps, stage, "bf16", "data +=")
+
+
+def test_values_that_only_change_places_count_on_every_rank(ranks: Pools) -> None:
+    ranks(2).run(edit_between_steps, "zero2", "bf16", "data, rows in another order")
 
 
 def edit_between_steps(stage: str, dtype: str, edit: str) -> None:

@@ -53,6 +53,13 @@ def test_deepspeed_is_found_without_a_word_of_zero_trial(tmp_path: Path):
     assert done.stdout == "0.19.8 deepspeed\n0.19.8 StandInFinder\n", done.stderr
 
 
+@pytest.mark.parametrize("module", ["as_deepspeed", "as_determined"])
+def test_asking_for_the_stand_in_once_more_is_no_clash(tmp_path: Path, module: str):
+    code = f"import zero_trial.{module}, deepspeed\nprint(deepspeed.__version__)"
+    done = python(tmp_path, code, ZERO_TRIAL_AS_DEEPSPEED="1")
+    assert done.stdout == "0.19.8\n", done.stderr
+
+
 def test_the_real_one_is_refused_at_its_import(tmp_path: Path):
     (tmp_path / "deepspeed.py").write_text("")
     done = python(tmp_path, "print(1)\nimport deepspeed", ZERO_TRIAL_AS_DEEPSPEED="1")

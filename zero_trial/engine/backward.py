@@ -297,7 +297,8 @@ class BackwardPasses:
 
     @contextmanager
     def coalesced(self) -> Iterator[None]:
-        """Reduce the gradients of all passes inside the block at its end."""
+        """Reduce the gradients of all passes inside the block at its end, or with those of later
+        micro-batches where the plan reduces once for all."""
         if not self._sync:
             raise TrialError(
                 "it cannot be nested in another block that reduces nothing",
@@ -310,7 +311,9 @@ class BackwardPasses:
         finally:
             self._sync, self._coalescing = True, False
         engine = self._trained()  # after an exception the other ranks may not come here
-        if self.pending:
+        if self.pending and (
+            engine.is_gradient_accumulation_boundary() or engine.sharded.plan.reduces_every_micro_batch
+        ):
             engine.sharded.take_gradient_edits(at_step=True)
             engine.sharded.reducer.reduce_missing()
 

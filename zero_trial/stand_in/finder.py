@@ -204,9 +204,11 @@ class StandInFinder(MetaPathFinder, Loader):
             )
         if self.stand_in.replace:
             return
-        for finder in sys.meta_path:
+        for finder in list(sys.meta_path):  # zero_trial_start's takes itself off
             spec = None if isinstance(finder, StandInFinder) else finder.find_spec(top, None, None)
-            if spec is not None and spec.origin is not None:  # a folder of that name has no origin
+            if spec is None or isinstance(spec.loader, StandInFinder):
+                continue
+            if spec.origin is not None:  # a folder of that name has no origin
                 raise ConfigError(
                     f"the real {top} is installed, and its stand-in does not hide it unasked",
                     where=f"import {top}",

@@ -110,6 +110,7 @@ def test_the_trials_own_ways_to_name_a_base():
         {"base": None},
         {"base": "not-here.json", "ds_config": {"train_batch_size": 3}},
         {"entrypoint": "python3 -m determined.launch.deepspeed x.py", "ds_config": {"train_batch_size": 3}},
+        {"entrypoint": "python3 -m zero_trial.as_deepspeed x.py", "base": {**BASE, "gradient_clipping": "auto"}},
     ],
 )
 def test_what_cannot_be_known_is_not_pruned(changes: dict[str, Any]):

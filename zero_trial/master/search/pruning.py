@@ -16,7 +16,7 @@ from zero_trial.schema.document import Document, Location
 from zero_trial.schema.json_source import read_json
 from zero_trial.schema.yaml_source import read_yaml
 
-_FOREIGN = "determined.launch.deepspeed"
+_FOREIGN = ("determined.launch.deepspeed", "zero_trial.as_deepspeed")
 
 
 def reason(config: Mapping[str, Any], hparams: Mapping[str, Any], files: Mapping[str, bytes]) -> str | None:
@@ -24,14 +24,15 @@ def reason(config: Mapping[str, Any], hparams: Mapping[str, Any], files: Mapping
     known. Pure.
 
     It cannot be known if no ds_config is named, its file is not in the context directory, or
-    DeepSpeed itself is to read it.
+    DeepSpeed itself or a script for DeepSpeed is to read it: such a script may complete it first,
+    as Trainer of transformers does with "auto".
 
     Args:
         config: a completed experiment config.
         hparams: one point of the search.
         files: the context directory (path -> content), in which ``data.ds_config`` may name a file.
     """
-    if _FOREIGN in str(config.get("entrypoint")):
+    if any(program in str(config.get("entrypoint")) for program in _FOREIGN):
         return None
     try:
         source = _source(config, hparams, files)

@@ -1,0 +1,66 @@
+"""model_defs/hf_trainer under the embedded master: Trainer with a ds_config, whose metrics and
+checkpoints Determined's DetCallback reports."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.master.det import running
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    not all(importlib.util.find_spec(name) for name in ("determined", "transformers", "accelerate")),
+    reason="transformers and accelerate are in the extra 'libraries', det in 'determined'",
+)
+def test_trainer_is_swept_over_its_rate_and_the_stage(tmp_path: Path) -> None:
+    """Two stages give the same losses; another experiment goes on from a checkpoint of one."""
+    config = yaml.safe_load((ROOT / "experiments/hf_trainer/grid.yaml").read_text())
+    hparams = config["hyperparameters"]
+    hparams["learning_rate"] = 0.01
+    hparams["training_arguments"] |= {"max_steps": 4, "eval_steps": 2, "save_steps": 2, "logging_steps": 1}
+    config["data"] |= {"max_bytes": 100_000, "validation_windows": 8}
+    config["searcher"]["max_concurrent_trials"] = 2
+    file = tmp_path / "grid.yaml"
+    (tmp_path / "master").mkdir()
+    with running(tmp_path / "master") as det:
+
+        def completed(number: int) -> None:
+            file.write_text(json.dumps(config))
+            det.ok("experiment", "create", str(file), str(ROOT / "model_defs/hf_trainer"))
+            assert det.wait(number) == "COMPLETED", det.logs(number)
+
+        completed(1)
+        trials = det.trials(1)
+        assert {trial["hparams"]["ds_config"]["zero_optimization"]["stage"] for trial in trials} == {0, 3}
+        losses = []
+        for trial in trials:
+            found = det.json("trial", "describe", str(trial["id"]), "--metrics")["workloads"]
+            validations = {
+                each["validation"]["totalBatches"]: each["validation"]["metrics"]["avgMetrics"]["eval_loss"]
+                for each in found
+                if each.get("validation")
+            }
+            assert set(validations) == {2, 4}
+            assert validations[4] < validations[2]
+            losses.append(validations)
+            saved = [each["checkpoint"] for each in found if each.get("checkpoint")]
+            assert 4 in {each["totalBatches"] for each in saved}
+            assert any(name.startswith("checkpoint-4/") for each in saved for name in each["resources"])
+        assert losses[0] == losses[1]
+
+        config["searcher"] |= {"name": "single", "source_trial_id": 1}
+        del config["searcher"]["max_concurrent_trials"]
+        hparams["ds_config"] = {"zero_optimization": {"stage": 3}}
+        hparams["training_arguments"]["max_steps"] = 6
+        completed(2)
+        log = det.logs(3)
+        assert "report_metrics(group=training, steps_completed=5," in log
+        assert "report_metrics(group=training, steps_completed=4," not in log

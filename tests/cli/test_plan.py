@@ -78,7 +78,7 @@ def test_json_slots_and_stage(experiment: tuple[str, str], capsys: pytest.Captur
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
-    [(["--limit", "much"], "--limit: not an amount of memory"), (["--slots", "3"], "train_batch_size")],
+    [(["--limit", "much"], "--limit: not a size"), (["--slots", "3"], "train_batch_size")],
 )
 def test_user_errors(
     experiment: tuple[str, str], arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]

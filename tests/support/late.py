@@ -3,6 +3,7 @@ that would be on the device."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -24,6 +25,9 @@ def make_late(engine: zero_trial.Engine) -> StepOutcome:
     """Let ``engine`` do as on CUDA, from before its first step."""
     assert engine.optimizer is not None and engine.optimizer.takes_device_scalars(engine.device)
     engine.outcome.deferred = True
+    for group in engine.sharded.groups:  # sums over the parameters are for parameters on CPU
+        group._published = nothing = group._published.new_empty(0)
+        group._own_sums = functools.partial(torch.clone, nothing)  # type: ignore[method-assign]
     return engine.outcome
 
 

@@ -3,7 +3,6 @@ that would be on the device."""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -26,8 +25,8 @@ def make_late(engine: zero_trial.Engine) -> StepOutcome:
     assert engine.optimizer is not None and engine.optimizer.takes_device_scalars(engine.device)
     engine.outcome.deferred = True
     for group in engine.sharded.groups:  # sums over the parameters are for parameters on CPU
-        group._published = nothing = group._published.new_empty(0)
-        group._own_sums = functools.partial(torch.clone, nothing)  # type: ignore[method-assign]
+        group._published = None
+        group._own_sums = lambda: None  # type: ignore[method-assign]
     return engine.outcome
 
 

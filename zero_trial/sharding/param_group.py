@@ -353,7 +353,7 @@ class ParamGroup:
         self.take_replaced()
         if self.master is self.shard:
             return
-        if self._versions() != self._noted or not torch.equal(self._own_sums(), self._published):
+        if self._versions() != self._noted or not self._as_published():
             self.apply_edits()
 
     def _note_replaced(self) -> None:
@@ -406,14 +406,20 @@ class ParamGroup:
         self._noted = self._versions()
         return [slot.name for slot in self.layout.slots if slot.name in found]
 
-    def _own_sums(self) -> torch.Tensor:
+    def _as_published(self) -> bool:
+        """Whether the sums over this rank's part are still those of what it has published; True
+        where there are none."""
+        sums = self._own_sums()
+        return sums is None or self._published is None or not self._real or torch.equal(sums, self._published)
+
+    def _own_sums(self) -> torch.Tensor | None:
         """Return weighted sums over the bits of this rank's part on CPU (0.5 ns per element), where
-        it is rounded; empty elsewhere.
+        it is rounded; None elsewhere.
 
         Values that only change places change them, too: each word of a row has a weight of its own.
         """
-        if not self._real or not self.own.is_cpu or self.master is self.shard:
-            return torch.empty(0, dtype=torch.int64)
+        if self.own.device.type != "cpu" or self.master is self.shard:
+            return None
         words = self.own.view(torch.int64)
         rows = words.numel() // _WORDS
         whole = words[: rows * _WORDS].view(rows, _WORDS)

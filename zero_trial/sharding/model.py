@@ -217,6 +217,7 @@ class ShardedModel:
     def take_parameter_edits(self) -> None:
         """Let what user code did to the parameters since the last step count in this one: see
         :meth:`ParamGroup.take_edits`."""
+        self._full_params.end_names()
         for group in self.groups:
             group.take_edits()
 
@@ -256,6 +257,7 @@ class ShardedModel:
     def wait(self) -> None:
         """Wait until the published parameters are whole on all ranks: see
         :meth:`ParamPublisher.wait`."""
+        self._full_params.end_names()
         self.publisher.wait()
 
     # --- actions of a schedule --------------------------------------------------------------------
@@ -316,6 +318,10 @@ class ShardedModel:
     def rank0_state_dict(self) -> dict[str, Any]:
         """See :meth:`FullParams.rank0_state_dict`."""
         return self._full_params.rank0_state_dict()
+
+    def list_names(self) -> None:
+        """See :meth:`FullParams.list_names`."""
+        self._full_params.list_names()
 
     def group_of(self, param: torch.Tensor) -> tuple[ParamGroup, int]:
         """Return the group that holds ``param``, and its slot's index there. Raises TrialError for

@@ -240,6 +240,30 @@ def test_one_of_the_ranks_that_wait_long_names_the_late_one(
         heartbeat.close()
 
 
+def test_a_rank_that_has_called_fewer_collectives_on_a_device_is_named(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """There no rank waits inside a collective: all wait for the same step's outcome."""
+    monkeypatch.setattr(waits, "PERIOD_SECONDS", 0.02)
+    store = FakeStore()
+    pair = [Heartbeat(store, rank, 2) for rank in range(2)]
+    with caplog.at_level(logging.WARNING, "zero_trial"):
+        pair[0].enter("all_gather(parameters of h.0) over data")
+        for heartbeat in pair:
+            heartbeat._report_after = 0.3
+            heartbeat.enter("all_reduce(gradient norm) over data")
+            heartbeat.waiting("the outcome of step 5")
+        deadline = time.monotonic() + PATIENCE
+        while len(caplog.messages) < 2 and time.monotonic() < deadline:
+            time.sleep(0.02)
+    for heartbeat in pair:
+        heartbeat.close()
+    assert (
+        sum("the outcome of step 5: has waited 0 s for rank 1. rank 1 at step 0" in text for text in caplog.messages)
+        == 1
+    )
+
+
 class Lines(logging.Handler):
     def __init__(self) -> None:
         super().__init__()

@@ -325,16 +325,38 @@ def test_an_optimizer_inside_another_is_built_by_a_callable_and_not_saved(ranks:
         assert gap <= TOLERANCE
 
 
+def fails_with_values(groups: Any) -> torch.optim.Optimizer:
+    """Fails with a matrix of the model, and not with those that it is tried out with."""
+    if any(param.numel() > 24 and bool(param.detach().any()) for group in groups for param in group["params"]):
+        raise ValueError("not this one")
+    return LayerWise(groups, lr=0.01)
+
+
 def refused_on_every_rank() -> str:
     with pytest.raises(ConfigError) as error:
-        build_engine(Case(Tower, loss), STAGES["zero1"], optimizer=MuonAndAdamW)
+        build_engine(Case(Tower, loss), STAGES["zero1"], optimizer=fails_with_values)
     return str(error.value)
 
 
 def test_a_callable_that_fails_with_the_tensors_of_one_rank_is_an_error_on_all(ranks: Pools) -> None:
-    """One rank owns matrices alone, and torch's AdamW takes no empty list."""
     for message in ranks(2).run(refused_on_every_rank, timeout=20.0):
-        assert "empty parameter list" in message and "stage 0" in message
+        assert "not this one" in message and "stage 0" in message
+
+
+def two_in_one() -> tuple[float, int]:
+    """The largest difference to plain torch, and how many tensors this rank updates."""
+    case = Case(Tower, loss, dense_optimizer=MuonAndAdamW, clip=0.0)
+    engine = build_engine(Case(Tower, loss), STAGES["zero1"], optimizer=MuonAndAdamW)
+    steps = list(zip(train_dense(case, 2), train_ranks(case, engine), strict=True))
+    assert engine.optimizer.param_groups[0]["params"] == [each.weight for each in engine.optimizer.whole.own]
+    return difference(engine, steps[-1][0]), len(engine.optimizer.whole.own)
+
+
+def test_a_class_that_cannot_be_built_over_some_kinds_alone_has_one_owner(ranks: Pools) -> None:
+    """torch's AdamW inside takes no empty list, so one rank gets all tensors, the other none."""
+    (gap, all_of_them), *others = ranks(2).run(two_in_one)
+    assert all_of_them > 0 and [count for _, count in others] == [0]
+    assert max(gap, *(gap for gap, _ in others)) <= TOLERANCE
 
 
 # --- pipelines ------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from tests.support.models import Tower
 from tests.support.pipelines import batches, layers
 from tests.support.pipelines import make_engine as make_pipeline
 from tests.support.pool import Pools
-from zero_trial.errors import Diverged
+from zero_trial.errors import Diverged, TrialError
 
 STEPS = 8
 
@@ -431,6 +431,62 @@ def test_a_run_without_a_way_out_ends_with_the_next_backward_on_all_ranks(ranks:
 def test_an_engine_that_is_destroyed_says_so_without_the_others(ranks: Pools) -> None:
     for how, words in ranks(2).run(at_minimum, "destroy"):
         assert how == "destroy" and "already at its minimum" in words and "step 0" in words
+
+
+# --- edits that have no version -------------------------------------------------------------------
+
+
+def edited(stage: str, rank: int, how: str, name: str) -> list[str]:
+    """What is said after three steps, before the second of which rank ``rank`` has edited the
+    parameters that ``name`` begins; what the host has read in that step comes first."""
+    engine = build_engine(Case(Tower, loss, config=SCHEDULE | BF16), STAGES[stage])
+    outcome, found = make_late(engine), []
+    for step in range(3):
+        if step == 1 and engine.global_rank == rank:
+            with torch.no_grad():
+                for key, param in engine.module.named_parameters():
+                    if key.startswith(name):
+                        EDITS[how](param)
+        try:
+            engine.backward(loss(engine, Turn(step, 0, engine.global_rank)))
+            if step == 1 and engine.mesh.data.size == 1:  # for others see the test of reads
+                found += on_device(engine, outcome, engine.step)
+            else:
+                engine.step()
+        except TrialError as error:
+            return [*found, error.where, error.got]
+    engine.outcome.finalize()
+    return found
+
+
+EDITS: dict[str, Any] = {
+    "scaled": lambda param: param.data.mul_(0.5),
+    "one element": lambda param: param.data[0, 0].fill_(3.0),
+    "in another order": lambda param: param.data.copy_(param.data.flip(0)),
+    "the same values": lambda param: param.data.copy_(param.data.clone()),
+    "counted": lambda param: param.mul_(0.5),
+}
+LOST = ("scaled", "one element", "in another order")
+
+
+@pytest.mark.parametrize("how", EDITS)
+@pytest.mark.parametrize("stage", ["zero0", "zero1", "zero2"])
+def test_an_edit_that_the_device_overwrites_is_an_error_at_the_next_backward(stage: str, how: str) -> None:
+    """Parameters in bf16, whose fp32 masters do not have the edit. The step reads nothing."""
+    found = edited(stage, 0, how, "last.weight")
+    if how in LOST:
+        where, got = found
+        assert where == "engine.step, step 1" and got.startswith("an edit in first.weight or ")
+    else:
+        assert found == []
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("stage", ["zero0", "zero2"])
+def test_all_ranks_say_so(ranks: Pools, stage: str, rank: int) -> None:
+    """Also where only one has edited its part."""
+    for where, got in ranks(2).run(edited, stage, rank, "scaled", ""):
+        assert where == "engine.step, step 1" and got
 
 
 # --- other engines --------------------------------------------------------------------------------

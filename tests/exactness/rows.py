@@ -14,8 +14,16 @@ from tests.exactness.measure import RATE, Row, square
 from tests.support import pipelines
 from tests.support.dense import Turn
 from tests.support.models import Block, Tower
-from tests.support.whole_optimizers import GlobalNorm, LayerWise, MuonAndAdamW, MuonLike, ScheduleFree, ShampooLike
-from zero_trial.zero import safe_get_full_fp32_param
+from tests.support.whole_optimizers import (
+    GlobalNorm,
+    LayerWise,
+    MuonAndAdamW,
+    MuonByGroup,
+    MuonLike,
+    ScheduleFree,
+    ShampooLike,
+)
+from zero_trial.zero import GatheredParameters, safe_get_full_fp32_param
 
 # --- optimizers -----------------------------------------------------------------------------------
 
@@ -25,6 +33,14 @@ MUON = {"type": "Muon", "params": {"muon_lr": 2 * RATE, "adam_lr": RATE, "eps": 
 def muon_and_adamw(params: Any) -> torch.optim.Optimizer:
     """Return torch's two, as `MUON` says."""
     return MuonAndAdamW(params, lr=RATE)
+
+
+def muon_by_group(params: Any) -> torch.optim.Optimizer:
+    """Return an optimizer of two groups, of which one goes by Muon and the other by AdamW."""
+    found = [param for group in params for param in group["params"]] if isinstance(params[0], dict) else list(params)
+    matrices, others = [p for p in found if p.dim() == 2], [p for p in found if p.dim() != 2]
+    groups = [{"params": matrices, "use_muon": True}, {"params": others, "use_muon": False}]
+    return MuonByGroup([group for group in groups if group["params"]], lr=RATE)
 
 
 def schedule_free(params: Any) -> torch.optim.Optimizer:
@@ -69,8 +85,8 @@ OPTIMIZERS = [
     client(
         "torch.optim.Muon and AdamW in one class",
         muon_and_adamw,
-        remark="a rank that owns no matrix cannot build it: the error names stage 0 and Muon of ds_config",
     ),
+    client("Muon and AdamW by `use_muon`, in a class of one's own", muon_by_group),
     client("an own Muon", lambda params: MuonLike(params)),
     client("Shampoo-like", lambda params: ShampooLike(params)),
     client("torch.optim.Adafactor", lambda params: torch.optim.Adafactor(params, lr=0.01)),
@@ -427,6 +443,86 @@ def plain_average(model: nn.Module, memory: dict[str, Any]) -> dict[str, torch.T
     return memory
 
 
+class Generating(Words):
+    """The same, and it generates."""
+
+    def generate(self, **options: Any) -> torch.Tensor:
+        """Return the scores of each token that the model chooses, (tokens, prompts, vocabulary)."""
+        prompts = torch.tensor([[1, 5, 9], [2, 3, 4]])
+        found = self.model.generate(  # type: ignore[operator]
+            input_ids=prompts,
+            attention_mask=torch.ones_like(prompts),
+            do_sample=False,
+            pad_token_id=0,
+            output_scores=True,
+            return_dict_in_generate=True,
+            **options,
+        )
+        return torch.stack(found.scores)
+
+
+def generating() -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    return Generating(LlamaForCausalLM(LlamaConfig(**LLAMA, eos_token_id=None)))
+
+
+def _length(rank: int) -> dict[str, int]:
+    return {"min_new_tokens": 3 + 2 * rank, "max_new_tokens": 3 + 2 * rank}
+
+
+def generated(engine: zero_trial.Engine) -> dict[str, torch.Tensor]:
+    """Return what all ranks have generated, each another number of tokens."""
+    return _of_all_ranks({f"rank {engine.global_rank}": engine.generate(**_length(engine.global_rank))})
+
+
+def plain_generated(model: Any, memory: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Return the same of plain torch."""
+    with torch.no_grad():
+        return {f"rank {rank}": model.generate(**_length(rank)) for rank in range(2)}
+
+
+def _of_all_ranks(own: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    everyone: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(everyone, own)
+    return {name: value for each in everyone for name, value in each.items()}
+
+
+def evaluated(engine: zero_trial.Engine) -> dict[str, torch.Tensor]:
+    """Return the sum of the losses of three batches on rank 0 and two on rank 1."""
+    rank, total = engine.global_rank, torch.zeros(())
+    with torch.no_grad():
+        for turn, weight in engine.evenly([Turn(7, number, rank) for number in range(3 - rank)]):
+            total += square(engine, turn) * weight
+    torch.distributed.all_reduce(total)
+    return {"loss": total}
+
+
+def plain_evaluated(model: nn.Module, memory: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Return the same of plain torch."""
+    with torch.no_grad():
+        losses = [square(model, Turn(7, number, rank)) for rank in range(2) for number in range(3 - rank)]
+    return {"loss": torch.stack(losses).sum()}
+
+
+def adapter(module: Any, memory: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Return what peft saves of the model: the adapters alone."""
+    from peft import get_peft_model_state_dict
+
+    return dict(get_peft_model_state_dict(module.model))
+
+
+def merged(module: Any, memory: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Return the weights of a copy whose adapters are merged into the layers."""
+    return dict(copy.deepcopy(module.model).merge_and_unload().named_parameters())
+
+
+def merged_of_engine(engine: zero_trial.Engine) -> dict[str, torch.Tensor]:
+    """Return the same of a model whose parameters are gathered for it."""
+    with GatheredParameters(list(engine.module.parameters())):
+        return merged(engine.module, {})
+
+
 class Unused(Tower):
     """Has a layer that no batch reaches."""
 
@@ -448,6 +544,30 @@ COPIES = [
         remark="bf16: the average of fp32 masters, beside one of bf16 weights",
     ),
     Row(name="AveragedModel of torch", use=averaged, remark=FREED),
+    Row(
+        name="`engine.generate`, ranks generate other numbers of tokens",
+        build=generating,
+        loss=words,
+        use=plain_generated,
+        engine_use=generated,
+        needs="transformers",
+        limits={"fp32": 1e-4},
+        remark="a score adds up the differences of all weights",
+    ),
+    Row(
+        name="evaluation by `engine.evenly`, one batch more on a rank",
+        use=plain_evaluated,
+        engine_use=evaluated,
+    ),
+    Row(name="adapters of peft, as it saves them", build=lora, loss=words, use=adapter, needs="peft"),
+    Row(
+        name="`merge_and_unload` of peft, of a copy inside GatheredParameters",
+        build=lora,
+        loss=words,
+        use=merged,
+        engine_use=merged_of_engine,
+        needs="peft",
+    ),
     Row(name="arithmetic with a parameter", use=arithmetic, remark=FREED),
     Row(
         name="a layer that no batch reaches",

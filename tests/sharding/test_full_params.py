@@ -15,7 +15,8 @@ from tests.support.pool import Pools
 from zero_trial.errors import TrialError
 from zero_trial.sharding.freed import FreedParameter
 from zero_trial.sharding.full_params import FullParams
-from zero_trial.sharding.param_group import ParamGroup, ParamPublisher
+from zero_trial.sharding.param_group import ParamGroup
+from zero_trial.sharding.publication import ParamPublisher
 from zero_trial.zero import (
     GatheredParameters,
     safe_get_full_fp32_param,

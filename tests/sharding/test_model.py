@@ -16,8 +16,8 @@ from zero_trial.errors import TrialError
 from zero_trial.precision import dtype_policy
 from zero_trial.sharding import model as sharded_model
 from zero_trial.sharding.freed import unasked
-from zero_trial.sharding.grouping import GroupingLimits, ManualGroup, ShardingSettings
-from zero_trial.sharding.model import BuiltGroups, ManualGroups, ShardedModel, build_param_groups, sync_unmanaged
+from zero_trial.sharding.grouping import GroupingLimits, ManualGroup, ManualGroups, ShardingSettings
+from zero_trial.sharding.model import BuiltGroups, ShardedModel, build_param_groups, sync_unmanaged
 from zero_trial.sharding.param_group import ParamGroup
 from zero_trial.sharding.plan import Lifetime, plan_for_stage
 

@@ -25,8 +25,8 @@ from zero_trial.sharding.offload.host import (
 from zero_trial.sharding.offload.nvme_optimizer import MasterSwap, SwappedStore, state_columns
 from zero_trial.sharding.offload.swap_file import CUT, SwapFile
 from zero_trial.sharding.optimizer import ShardedOptimizer
-from zero_trial.sharding.param_group import ParamPublisher
 from zero_trial.sharding.pieces import cut_pieces
+from zero_trial.sharding.publication import ParamPublisher
 
 BUILDS: dict[str, Any] = {"fused": FusedAdam, "torch": torch.optim.AdamW}
 

@@ -22,17 +22,20 @@ from zero_trial.sharding.offload.nvme_optimizer import (
     MASTER,
     ROUNDED,
     MasterSwap,
+    RoundedBuffers,
     StateColumn,
+    SwappedPiece,
     SwappedStore,
     regions_of,
     slots_of,
     state_columns,
 )
-from zero_trial.sharding.offload.nvme_params import ParamSwapper, RoundedBuffers, SwappedPiece
+from zero_trial.sharding.offload.nvme_params import ParamSwapper
 from zero_trial.sharding.offload.swap_file import BLOCK, CUT, SwapFile
 from zero_trial.sharding.optimizer import ShardedOptimizer
-from zero_trial.sharding.param_group import ParamGroup, ParamPublisher
+from zero_trial.sharding.param_group import ParamGroup
 from zero_trial.sharding.pieces import ShardPiece, cut_pieces
+from zero_trial.sharding.publication import ParamPublisher
 
 SIZES = [(3 * CUT + 100,), (7,), (2 * CUT, 2)]
 

@@ -13,7 +13,7 @@ from tests.support.pool import Pools
 from zero_trial.ops.optimizers import FusedAdam, FusedLion
 from zero_trial.sharding.grouping import GroupingLimits, ShardingSettings
 from zero_trial.sharding.model import ShardedModel
-from zero_trial.sharding.param_group import ParamPublisher
+from zero_trial.sharding.publication import ParamPublisher
 
 
 class NoFusion(FusedAdam):

@@ -24,9 +24,6 @@ def make_late(engine: zero_trial.Engine) -> StepOutcome:
     """Let ``engine`` do as on CUDA, from before its first step."""
     assert engine.optimizer is not None and engine.optimizer.takes_device_scalars(engine.device)
     engine.outcome.deferred = True
-    for group in engine.sharded.groups:  # sums over the parameters are for parameters on CPU
-        group._published = None
-        group._own_sums = lambda: None  # type: ignore[method-assign]
     return engine.outcome
 
 

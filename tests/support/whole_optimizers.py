@@ -183,3 +183,35 @@ class MuonAndAdamW(torch.optim.Optimizer):
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for part in self.parts:
             part.step()
+
+
+class MuonByGroup(torch.optim.Optimizer):
+    """Muon and AdamW written out in one step, by the groups' ``use_muon``. As it is published, it
+    insists on that key, and takes groups alone."""
+
+    def __init__(self, param_groups: Any, lr: float = 1e-3) -> None:
+        for group in param_groups:
+            assert "use_muon" in group
+        super().__init__(param_groups, {"lr": lr, "weight_decay": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for param in group["params"]:
+                state = self.state[param]
+                if not state:
+                    state["step"] = 0
+                    state["momentum"] = torch.zeros_like(param)
+                    if not group["use_muon"]:
+                        state["square"] = torch.zeros_like(param)
+                state["step"] += 1
+                state["momentum"].lerp_(param.grad, 0.1)
+                if group["use_muon"]:
+                    x = state["momentum"] / (state["momentum"].norm() + 1e-2)
+                    for _ in range(3):
+                        x = 1.5 * x - 0.5 * x @ x.mT @ x
+                else:
+                    state["square"].lerp_(param.grad.square(), 0.05)
+                    first = state["momentum"] / (1 - 0.9 ** state["step"])
+                    x = first / ((state["square"] / (1 - 0.95 ** state["step"])).sqrt() + 1e-3)
+                param.mul_(1 - group["lr"] * group["weight_decay"]).sub_(x, alpha=group["lr"])

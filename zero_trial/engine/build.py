@@ -47,14 +47,14 @@ from zero_trial.engine.offload_config import (
     plan_offload,
     refuse_whole_tensors,
 )
-from zero_trial.engine.optimizer_plan import OptimizerPlan, plan_optimizer
+from zero_trial.engine.optimizer_plan import OptimizerPlan, made_by_client, plan_optimizer, unbuildable
 from zero_trial.engine.optimizers import groups_over, parameter_groups
 from zero_trial.engine.parameter_checks import require_no_engine, require_values
 from zero_trial.engine.pipeline_build import ResolvedPipeline, build_layers, resolve_pipeline, with_stages
 from zero_trial.engine.pipeline_engine import PipelineEngine
 from zero_trial.engine.resolved_config import ResolvedConfig, mesh_shape, resolve_config
 from zero_trial.engine.step import StepOutcome
-from zero_trial.errors import ConfigError, KernelUnavailable, ZeroTrialError
+from zero_trial.errors import ConfigError, KernelUnavailable
 from zero_trial.ops import Backend, backend
 from zero_trial.ops.cpu import native_sum
 from zero_trial.pipeline.module import PipelineModule
@@ -303,7 +303,7 @@ def _build_optimizer(
     elif whole is not None and plan.by_callable:
         with whole.at_hand(gradients=False):
             base = fail_together(
-                sharded.mesh.world, lambda: _made_by_client(plan, weights), "build optimizer", _unbuildable
+                sharded.mesh.world, lambda: made_by_client(plan, weights), "build optimizer", unbuildable
             )
     else:
         base = plan.make(groups_over(weights, plan.groups))
@@ -384,27 +384,6 @@ def _require_own(lr_scheduler: Any, optimizer: torch.optim.Optimizer | None) -> 
         where="initialize(lr_scheduler)",
         got=f"{kind} of {type(theirs).__name__}",
         fix=f"Give a function of the optimizer: lr_scheduler=lambda optimizer: {kind}(optimizer, ...); or pass that optimizer as well.",
-    )
-
-
-def _made_by_client(plan: OptimizerPlan, weights: list[list[nn.Parameter]]) -> torch.optim.Optimizer:
-    """Build the client's optimizer over the tensors that this rank owns. Raises ConfigError where
-    its code fails with these: they may be none of a kind, or none at all."""
-    try:
-        return plan.make(groups_over(weights, plan.groups))
-    except ZeroTrialError:
-        raise
-    except Exception as error:
-        count = sum(map(len, weights))
-        raise _unbuildable(f"{type(error).__name__}: {error} (with {count} tensors)") from error
-
-
-def _unbuildable(fault: str) -> ConfigError:
-    return ConfigError(
-        "this callable fails with the tensors of one rank: each rank gets those that it owns, not all",
-        where="initialize(optimizer)",
-        got=fault,
-        fix='Use zero_optimization.stage 0, or let it accept any tensors; for Muon beside AdamW "optimizer": {"type": "Muon"}.',
     )
 
 

@@ -26,8 +26,16 @@ from torch import nn
 
 from zero_trial.comm import Mesh
 from zero_trial.ds_config.table import DsConfig
-from zero_trial.engine.optimizers import Groups, muon_groups, resolve_optimizer, wanted_states
-from zero_trial.errors import ConfigError
+from zero_trial.engine.optimizers import (
+    Groups,
+    groups_over,
+    muon_groups,
+    needs_closure,
+    refuse_closures,
+    resolve_optimizer,
+    wanted_states,
+)
+from zero_trial.errors import ConfigError, ZeroTrialError
 from zero_trial.ops.optimizers import (
     FusedLamb,
     Muon,
@@ -84,34 +92,6 @@ def needs_whole_tensors(optimizer_class: type[torch.optim.Optimizer], declared: 
     ``declared``: ds_config says that the optimizer works element by element.
     """
     return not (declared or is_elementwise(optimizer_class) or issubclass(optimizer_class, FusedLamb))
-
-
-def refuse_closures(optimizer: torch.optim.Optimizer) -> None:
-    """Raise ConfigError for an optimizer that calls the model itself, or takes no dense
-    gradients."""
-    name, step = type(optimizer).__name__, inspect.signature(type(optimizer).step).parameters
-    required = "closure" in step and step["closure"].default is inspect.Parameter.empty
-    twice = hasattr(optimizer, "first_step") and hasattr(optimizer, "second_step")  # SAM in all its forms
-    if required or twice or isinstance(optimizer, torch.optim.LBFGS):
-        raise needs_closure(name)
-    if isinstance(optimizer, torch.optim.SparseAdam):
-        raise ConfigError(
-            "this optimizer takes sparse gradients, and gradients here are dense",
-            where="optimizer",
-            got=name,
-            fix="Use AdamW, and build the embedding with sparse=False.",
-        )
-
-
-def needs_closure(name: str) -> ConfigError:
-    """Return the error for an optimizer whose step needs a closure."""
-    return ConfigError(
-        "this optimizer calls the model several times per step (a closure), which a step after backward cannot do",
-        where="optimizer",
-        got=f"{name}, whose step() needs a closure",
-        expected="an optimizer whose step() works on the gradients that are there",
-        fix=f"Use AdamW or another first-order optimizer, or train with {name} in plain torch on one process.",
-    )
 
 
 @dataclass(frozen=True)
@@ -529,3 +509,35 @@ def _work_of(optimizer_class: type) -> Work:
     """Return the work of updating a tensor: Muon's iteration in operations, else one per
     element."""
     return orthogonalization_flops if any("Muon" in each.__name__ for each in optimizer_class.__mro__) else math.prod
+
+
+def made_by_client(plan: OptimizerPlan, weights: list[list[nn.Parameter]]) -> torch.optim.Optimizer:
+    """Build the client's optimizer over the tensors that this rank owns. Raises ConfigError where
+    its code fails with these: they may be none of a kind.
+
+    A rank that owns none builds it over tensors of the model's shapes and steps nothing: a class
+    with others inside may not take an empty list.
+    """
+    count = sum(map(len, weights))
+    try:
+        if count:
+            return plan.make(groups_over(weights, plan.groups))
+        base = plan.make(stand_ins(plan.groups)[0])
+    except ZeroTrialError:
+        raise
+    except Exception as error:
+        raise unbuildable(f"{type(error).__name__}: {error} (with {count} tensors)") from error
+    for group in base.param_groups:
+        group["params"] = []
+    base.state.clear()
+    return base
+
+
+def unbuildable(fault: str) -> ConfigError:
+    """Return the error for a callable that fails on some rank."""
+    return ConfigError(
+        "this callable fails with the tensors of one rank: each rank gets those that it owns, not all",
+        where="initialize(optimizer)",
+        got=fault,
+        fix='Use zero_optimization.stage 0, or let it accept any tensors; for Muon beside AdamW "optimizer": {"type": "Muon"}.',
+    )

@@ -79,6 +79,34 @@ def groups_over(weights: Sequence[Sequence[nn.Parameter]], groups: Groups) -> Gr
     ]
 
 
+def refuse_closures(optimizer: torch.optim.Optimizer) -> None:
+    """Raise ConfigError for an optimizer that calls the model itself, or takes no dense
+    gradients."""
+    name, step = type(optimizer).__name__, inspect.signature(type(optimizer).step).parameters
+    required = "closure" in step and step["closure"].default is inspect.Parameter.empty
+    twice = hasattr(optimizer, "first_step") and hasattr(optimizer, "second_step")  # SAM in all its forms
+    if required or twice or isinstance(optimizer, torch.optim.LBFGS):
+        raise needs_closure(name)
+    if isinstance(optimizer, torch.optim.SparseAdam):
+        raise ConfigError(
+            "this optimizer takes sparse gradients, and gradients here are dense",
+            where="optimizer",
+            got=name,
+            fix="Use AdamW, and build the embedding with sparse=False.",
+        )
+
+
+def needs_closure(name: str) -> ConfigError:
+    """Return the error for an optimizer whose step needs a closure."""
+    return ConfigError(
+        "this optimizer calls the model several times per step (a closure), which a step after backward cannot do",
+        where="optimizer",
+        got=f"{name}, whose step() needs a closure",
+        expected="an optimizer whose step() works on the gradients that are there",
+        fix=f"Use AdamW or another first-order optimizer, or train with {name} in plain torch on one process.",
+    )
+
+
 def muon_groups(model: nn.Module, groups: Groups, params: Mapping[str, Any]) -> Groups:
     """Split each group into what Muon trains and what AdamW trains, with ds_config's ``params`` for
     each; a group's own settings win.

@@ -76,6 +76,7 @@ class _OpenStep:
     sums: Mapping[int, torch.Tensor]
     unused: frozenset[str]  # blocks whose forward had not run
     weighted: bool  # on this rank
+    edited: torch.Tensor | None  # see ShardedModel.take_parameter_edits
 
 
 class _ScaleChange(NamedTuple):
@@ -236,8 +237,11 @@ class StepOutcome(StepStatus):
             total, weighted = self._readback.receive()[_SUMS].view(torch.float64).tolist()
         finally:
             heartbeat.leave()
+        edited, weighted = divmod(weighted, self._ranks + 1)
         if 0 < weighted < self._ranks:
             self._error = self._weights_of_some(weighted, opened.step, own=opened.weighted)
+        elif edited:
+            self._error = _lost_edits(opened)
         change = self._decide(total, opened.unscale, opened.step)
         found = None
         if not self._result.applied:
@@ -277,15 +281,16 @@ class StepOutcome(StepStatus):
         reducer = model.reducer
         if self._scheduled is not None:
             self._notice_second_stepper(lr_scheduler, self._scheduled)
+        deferred = self.deferred and optimizer.takes_device_scalars(self._device)
         model.take_gradient_edits(at_step=True)
-        model.take_parameter_edits()
+        edited = model.take_parameter_edits(deferred=deferred)
         reducer.reduce_missing()
-        if self.deferred and optimizer.takes_device_scalars(self._device):
+        if deferred:
             if reducer.late_groups():
                 reducer.reduce_late()
             with trace_range("norm"):
-                sums = self._sum_over_ranks(model)
-            self._apply_on_device(model, optimizer, step, lr_scheduler, arguments, sums)
+                sums = self._sum_over_ranks(model, edited.sum() if edited is not None else 0)
+            self._apply_on_device(model, optimizer, step, lr_scheduler, arguments, sums, edited)
             return
         result, unscale = self._result, self._unscale()
         with trace_range("norm"):
@@ -324,6 +329,7 @@ class StepOutcome(StepStatus):
         lr_scheduler: Any,
         arguments: Mapping[str, Any],
         sums: torch.Tensor,
+        edited: torch.Tensor | None,
     ) -> None:
         if self._readback is None:
             self._readback = PinnedReadback(self._device, _CONTROL.stop)
@@ -339,7 +345,7 @@ class StepOutcome(StepStatus):
         unused = frozenset(group.block for group in model.groups if not model.unsharder.was_used(group.block))
         undo = [optimizer.undo_step]
         found = list(reducer.nonfinite), dict(reducer.square_sums), unused
-        opened = _OpenStep(step, unscale, model, undo, *found, self.weighted)
+        opened = _OpenStep(step, unscale, model, undo, *found, self.weighted, edited)
         update_and_publish(model, optimizer, 1.0, scalars, defer_wait=self._config.defer_publish)
         self._open = opened
         self._weight = None
@@ -383,9 +389,10 @@ class StepOutcome(StepStatus):
         factor = divisor(square_sum, unscale, self._config.clip) if divides else control[1:2]
         return DeviceScalars(factor, control[2] if self._config.skip_nonfinite else None)
 
-    def _sum_over_ranks(self, model: ShardedModel, late: int = 0) -> torch.Tensor:
+    def _sum_over_ranks(self, model: ShardedModel, count: int | torch.Tensor = 0) -> torch.Tensor:
         """Sum over all ranks, in float64, (3,): the squares of the reduced gradient; the ranks
-        whose losses have weights, plus (ranks + 1) times ``late``; the weights.
+        whose losses have weights, plus (ranks + 1) times ``count`` (of late groups, or of those
+        whose edits the step overwrites); the weights.
 
         The first is not finite if any element on any rank is not, or if ranks have gathered or
         reduced different groups (:meth:`compare_calls` then says which). One all-reduce over each
@@ -399,8 +406,8 @@ class StepOutcome(StepStatus):
         if self._weight is not None:  # ranks of the model axis have the same losses
             own = self._weight if mesh.model.index == 0 else torch.zeros_like(self._weight)
             weights = torch.cat([torch.ones_like(own), own])
-        if late:
-            weights = weights + total.new_tensor([late * (self._ranks + 1), 0])
+        if isinstance(count, torch.Tensor) or count:
+            weights = torch.cat([weights[:1] + count * (self._ranks + 1), weights[1:]])
         values = torch.cat([total.reshape(1), weights])
         mesh.shard.all_reduce_guarded(values, "gradient norm")
         for axis in (mesh.replica, mesh.model, mesh.pipe):
@@ -458,6 +465,24 @@ class StepOutcome(StepStatus):
     @property
     def _alone(self) -> bool:
         return self._ranks == 1
+
+
+def _lost_edits(opened: _OpenStep) -> TrialError:
+    """Return the error of all ranks for an edit without a version that the device has overwritten
+    in a step. Reads the device."""
+    flags = opened.edited.tolist() if opened.edited is not None else []
+    groups = [group for group, edited in zip(opened.model.rounded_groups, flags, strict=False) if edited]
+    names = [slot.name for group in groups for slot in group.layout.slots]
+    return TrialError(
+        "values of 16-bit parameters were changed in a way that torch does not count, such as param.data.clamp_(), "
+        "and the fp32 masters have overwritten them",
+        where=f"engine.step, step {opened.step}",
+        got=f"an edit in {' or '.join(names[:3])}{f' or {len(names) - 3} more' if len(names) > 3 else ''}"
+        if names
+        else "an edit on another rank, which names it",
+        fix="Edit between steps under torch.no_grad() and without .data (param.clamp_()), inside "
+        "zero_trial.zero.GatheredParameters(params, modifier_rank=0), or with safe_set_full_fp32_param.",
+    )
 
 
 def _checked_weight(weight: float, step: int) -> float:

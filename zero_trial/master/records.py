@@ -322,12 +322,7 @@ class AgentInfo:
 
 @dataclass(frozen=True)
 class Task:
-    """The chain of allocations of one trial, from its beginning or a ``continue`` to the next; or
-    the deletion of checkpoints of an experiment, which has no trial (0) and one allocation.
-
-    Attributes:
-        resources: the section of the experiment's configuration.
-    """
+    """The chain of allocations of one trial, from its beginning or a ``continue`` to the next."""
 
     id: str
     trial_id: int
@@ -337,7 +332,6 @@ class Task:
     started: float
     ended: float | None
     allocations: tuple[Allocation, ...]
-    resources: Json = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,10 @@ from torch import nn
 
 from zero_trial.comm import AxisComm
 from zero_trial.errors import ConfigError
+from zero_trial.sharding.grad_buffer import GradBuffer
 from zero_trial.sharding.layout import living_dtype
 from zero_trial.sharding.leaf_modules import z3_leaf_module
+from zero_trial.sharding.param_group import ParamGroup
 
 ROOT = ""
 
@@ -146,6 +148,49 @@ class ManualGroup:
     @property
     def holders(self) -> int:
         return self.copies.size if self.copies is not None else 1
+
+
+class ManualGroups:
+    """The manual groups of a model: none where its own hooks gather and reduce; otherwise every
+    parameter is in one."""
+
+    def __init__(self, manual_groups: Sequence[ManualGroup] = ()) -> None:
+        self.all = tuple(manual_groups)
+        self.by_name = {manual_group.name: manual_group for manual_group in manual_groups}
+        self._holders: dict[int, list[ManualGroup]] = {}
+        for manual_group in manual_groups:
+            for param in manual_group.params:
+                self._holders.setdefault(param, []).append(manual_group)
+
+    def of(self, group: ParamGroup) -> ManualGroup | None:
+        """Return the manual group of ``group``, which never spans two; None without manual
+        groups."""
+        found = self._holders.get(id(group.params[0]), ()) if group.params else ()
+        return found[0] if found else None
+
+    def grad_buffers(self, grad_buffers: Sequence[GradBuffer]) -> dict[str, list[GradBuffer]]:
+        """Sort ``grad_buffers`` by manual group; their order stays."""
+        found: dict[str, list[GradBuffer]] = {name: [] for name in self.by_name}
+        for grad_buffer in grad_buffers:
+            if (manual_group := self.of(grad_buffer.group)) is not None:
+                found[manual_group.name].append(grad_buffer)
+        return found
+
+    def owns(self, group: ParamGroup) -> bool:
+        """Return whether this rank's pipeline stage counts the group's norm and saves it: true for
+        all groups but copies."""
+        manual_group = self.of(group)
+        return manual_group is None or manual_group.owned
+
+    def is_copy(self, name: str) -> bool:
+        """Return whether a parameter or buffer is a copy of another pipeline stage's, which saves
+        it."""
+        return any(name.startswith(f"{manual_group.module}.") for manual_group in self.all if not manual_group.owned)
+
+    def agree(self, param: nn.Parameter, values: torch.Tensor, label: str) -> None:
+        """Overwrite ``values`` of ``param`` with its owner's. Collective over the copies."""
+        for manual_group in self._holders.get(id(param), ()):
+            manual_group.agree(values, label)
 
 
 # --- blocks of a module ---------------------------------------------------------------------------

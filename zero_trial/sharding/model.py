@@ -30,6 +30,7 @@ from zero_trial.sharding.grad_memory import BufferPool
 from zero_trial.sharding.grouping import (
     GroupSpec,
     ManualGroup,
+    ManualGroups,
     ShardingSettings,
     by_manual_group,
     collect_params,
@@ -47,8 +48,9 @@ from zero_trial.sharding.init import read_first_values
 from zero_trial.sharding.layout import lay_out, living_dtype, wide_dtype
 from zero_trial.sharding.leaf_modules import mark_leaves
 from zero_trial.sharding.optimizer_view import StepStatus
-from zero_trial.sharding.param_group import ParamGroup, ParamPublisher, swap_buffer_bytes
+from zero_trial.sharding.param_group import ParamGroup, swap_buffer_bytes
 from zero_trial.sharding.plan import Lifetime, ReduceAt, ZeroPlan
+from zero_trial.sharding.publication import ParamPublisher
 from zero_trial.sharding.reduce import GradReducer
 from zero_trial.sharding.unshard import Unsharder
 
@@ -214,12 +216,27 @@ class ShardedModel:
                 if not shown.shown and any(shown.grad_buffer.filled):  # none are where it is sealed
                     shown.show(partial=True, foreign=True)
 
-    def take_parameter_edits(self) -> None:
+    def take_parameter_edits(self, *, deferred: bool = False) -> torch.Tensor | None:
         """Let what user code did to the parameters since the last step count in this one: see
-        :meth:`ParamGroup.take_edits`."""
-        self._full_params.end_names()
+        :meth:`ParamGroup.take_edits`.
+
+        ``deferred``: the host waits for nothing. Then return, on the device, for each group of
+            :attr:`rounded_groups` whether the step will overwrite an edit on this rank; None
+            without such groups.
+        """
         for group in self.groups:
-            group.take_edits()
+            group.take_edits(deferred=deferred)
+        if not deferred:
+            return None
+        sums = [found for group in self.rounded_groups if (found := group.sums()) is not None]
+        return torch.stack([(now != published).any() for now, published in sums]) if sums else None
+
+    @property
+    def rounded_groups(self) -> list[ParamGroup]:
+        """The groups of 16-bit parameters that always live, with masters of their own."""
+        return [
+            group for group in self.groups if group.master is not group.shard and group.plan.params is Lifetime.ALWAYS
+        ]
 
     def gradient_changed(self, grad_buffer: GradBuffer) -> None:
         """Note that the reduced gradient of a group has been written by user code."""
@@ -257,7 +274,6 @@ class ShardedModel:
     def wait(self) -> None:
         """Wait until the published parameters are whole on all ranks: see
         :meth:`ParamPublisher.wait`."""
-        self._full_params.end_names()
         self.publisher.wait()
 
     # --- actions of a schedule --------------------------------------------------------------------
@@ -318,10 +334,6 @@ class ShardedModel:
     def rank0_state_dict(self) -> dict[str, Any]:
         """See :meth:`FullParams.rank0_state_dict`."""
         return self._full_params.rank0_state_dict()
-
-    def list_names(self) -> None:
-        """See :meth:`FullParams.list_names`."""
-        self._full_params.list_names()
 
     def group_of(self, param: torch.Tensor) -> tuple[ParamGroup, int]:
         """Return the group that holds ``param``, and its slot's index there. Raises TrialError for
@@ -515,46 +527,3 @@ def fp32_buffers(module: nn.Module) -> list[str]:
     return [
         name for name, buffer in module.named_buffers() if buffer.dtype == torch.float32 and id(buffer) in constants
     ]
-
-
-class ManualGroups:
-    """The manual groups of a model: none where its own hooks gather and reduce; otherwise every
-    parameter is in one."""
-
-    def __init__(self, manual_groups: Sequence[ManualGroup] = ()) -> None:
-        self.all = tuple(manual_groups)
-        self.by_name = {manual_group.name: manual_group for manual_group in manual_groups}
-        self._holders: dict[int, list[ManualGroup]] = {}
-        for manual_group in manual_groups:
-            for param in manual_group.params:
-                self._holders.setdefault(param, []).append(manual_group)
-
-    def of(self, group: ParamGroup) -> ManualGroup | None:
-        """Return the manual group of ``group``, which never spans two; None without manual
-        groups."""
-        found = self._holders.get(id(group.params[0]), ()) if group.params else ()
-        return found[0] if found else None
-
-    def grad_buffers(self, grad_buffers: Sequence[GradBuffer]) -> dict[str, list[GradBuffer]]:
-        """Sort ``grad_buffers`` by manual group; their order stays."""
-        found: dict[str, list[GradBuffer]] = {name: [] for name in self.by_name}
-        for grad_buffer in grad_buffers:
-            if (manual_group := self.of(grad_buffer.group)) is not None:
-                found[manual_group.name].append(grad_buffer)
-        return found
-
-    def owns(self, group: ParamGroup) -> bool:
-        """Return whether this rank's pipeline stage counts the group's norm and saves it: true for
-        all groups but copies."""
-        manual_group = self.of(group)
-        return manual_group is None or manual_group.owned
-
-    def is_copy(self, name: str) -> bool:
-        """Return whether a parameter or buffer is a copy of another pipeline stage's, which saves
-        it."""
-        return any(name.startswith(f"{manual_group.module}.") for manual_group in self.all if not manual_group.owned)
-
-    def agree(self, param: nn.Parameter, values: torch.Tensor, label: str) -> None:
-        """Overwrite ``values`` of ``param`` with its owner's. Collective over the copies."""
-        for manual_group in self._holders.get(id(param), ()):
-            manual_group.agree(values, label)

@@ -33,7 +33,7 @@ from zero_trial.ops.states import StatePart, seed_of
 from zero_trial.sharding.ema import WeightAverage
 from zero_trial.sharding.freed import register_optimizer
 from zero_trial.sharding.optimizer_view import Publisher, StepStatus, TorchView
-from zero_trial.sharding.param_group import ParamGroup, Updated
+from zero_trial.sharding.param_group import ParamGroup
 from zero_trial.sharding.pieces import (
     DeviceStore,
     ShardPiece,
@@ -46,6 +46,7 @@ from zero_trial.sharding.pieces import (
     sizes_of,
     without_empty_groups,
 )
+from zero_trial.sharding.publication import Updated
 from zero_trial.sharding.whole_tensors import WholeTensor, WholeTensors
 
 

@@ -2,7 +2,8 @@
 mend it.
 
 A user mistake ends in exactly one of these, printed as a few lines and turned into an exit code; a
-traceback is for our own faults only.
+traceback is for our own faults only. Where code for torch or DeepSpeed catches a builtin error for
+the same mistake, ours is one: wrong values are ValueErrors, wrong calls and loads RuntimeErrors.
 """
 
 from __future__ import annotations
@@ -84,7 +85,7 @@ class ZeroTrialError(Exception):
         return f"{text} {self.fix}" if self.fix else text
 
 
-class ConfigError(ZeroTrialError):
+class ConfigError(ZeroTrialError, ValueError):
     """Something in ds_config, the experiment YAML or the hyperparameters cannot be used."""
 
     exit_code: int = ExitStatus.USER_ERROR
@@ -111,13 +112,13 @@ class InvalidHP(ConfigError):
     """This combination of hyperparameters cannot be trained; a search goes on without it."""
 
 
-class DataError(ZeroTrialError):
+class DataError(ZeroTrialError, ValueError):
     """A data loader or a batch is not what training needs."""
 
     exit_code: int = ExitStatus.USER_ERROR
 
 
-class TrialError(ZeroTrialError):
+class TrialError(ZeroTrialError, RuntimeError):
     """The user's trial or loop broke a rule of the API (a loss that is not a scalar, a step without
     a backward ...).
     """
@@ -143,7 +144,7 @@ class MeshError(ZeroTrialError):
     exit_code: int = ExitStatus.INFRASTRUCTURE
 
 
-class CheckpointError(ZeroTrialError):
+class CheckpointError(ZeroTrialError, RuntimeError):
     """A checkpoint cannot be written, verified or loaded into this model."""
 
     exit_code: int = ExitStatus.INFRASTRUCTURE

@@ -335,7 +335,7 @@ def explain_dtypes(call: Callable[..., Any], constants: Sequence[str]) -> Callab
         try:
             return call(*args, **kwargs)
         except RuntimeError as error:
-            if "dtype" not in str(error) or not constants:
+            if "dtype" not in str(error) or not constants or isinstance(error, TrialError):
                 raise
             raise TrialError(
                 "two dtypes meet in the forward",

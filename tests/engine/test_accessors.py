@@ -187,12 +187,35 @@ def test_blocks_are_not_nested_and_no_step_is_taken_inside() -> None:
         ):
             with pytest.raises(TrialError):
                 call()
-    with engine.no_sync(), pytest.raises(TrialError), engine.coalesce_grad_reduction():
-        pass
+    with engine.no_sync():
+        for call in (
+            engine.step,
+            lambda: engine.no_sync().__enter__(),
+            lambda: engine.coalesce_grad_reduction().__enter__(),
+        ):
+            with pytest.raises(TrialError):
+                call()
     assert not engine.inside_no_sync_ctxt
     unmanaged = engine_with(managed_gradient_accumulation=False, gradient_accumulation_steps=1, train_batch_size=1)
     with pytest.raises(TrialError):
         unmanaged.coalesce_grad_reduction()
+
+
+def test_no_step_follows_a_block_that_an_exception_has_ended() -> None:
+    """The gradients of the micro-batches after it are missing; zero_grad() starts anew."""
+    engine = engine_with()
+    for _ in range(2):
+        with pytest.raises(ArithmeticError), engine.coalesce_grad_reduction():
+            engine.backward(engine(torch.ones(2, 3)).sum())
+            raise ArithmeticError
+        with pytest.raises(TrialError, match="zero_grad"):
+            engine.step()
+        engine.zero_grad()
+        with engine.coalesce_grad_reduction():
+            engine.set_gradient_accumulation_boundary(True)
+            engine.backward(engine(torch.ones(2, 3)).sum())
+        engine.step()
+    assert engine.global_steps == 2
 
 
 @pytest.mark.parametrize("folder", ["", None])

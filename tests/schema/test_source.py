@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import os
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,9 @@ def test_a_file_a_dict_text_and_base64_are_the_same(tmp_path: Path):
     path = tmp_path / "ds.json"
     path.write_text(text)
     encoded = base64.urlsafe_b64encode(text.encode()).decode()
-    for source in ({"train_batch_size": 4}, path, str(path), text, encoded, Document({"train_batch_size": 4})):
+    with os.scandir(tmp_path) as entries:
+        (entry,) = entries  # any other path
+    for source in ({"train_batch_size": 4}, path, str(path), entry, text, encoded, Document({"train_batch_size": 4})):
         assert open_source(source).value == {"train_batch_size": 4}
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
+import importlib.util
 import json
 import sys
 from collections.abc import Iterator
@@ -53,6 +54,13 @@ def test_a_refused_name_says_why_in_every_form(finder: StandInFinder):
         assert not isinstance(refusal.value, ModuleNotFoundError)
     with pytest.raises(AttributeError, match=r"use invented\.deep"):
         package.gone  # noqa: B018
+
+
+def test_find_spec_knows_what_can_be_imported(finder: StandInFinder):
+    for name in ("invented", "invented.deep", "invented.deep.inner"):
+        assert importlib.util.find_spec(name) is not None
+    for name in ("invented.gone", "invented.nonsense", "invented.deep.nonsense", "invented.dumps"):
+        assert importlib.util.find_spec(name) is None
 
 
 @pytest.mark.parametrize(

@@ -102,6 +102,7 @@ class BackwardPasses:
         self.pending = 0  # passes since the last step
         self._sync = True
         self._coalescing = False
+        self._cut_off = False  # an exception has ended a block of coalesced() in this step
         self._inside = False  # this engine's own backward() runs
         self._noted: _NotedPass | None = None
         self._hook = functools.partial(_note, weakref.ref(self))
@@ -279,6 +280,7 @@ class BackwardPasses:
         if self._noted is not None:
             self.forget_pass()
         self.pending = 0
+        self._cut_off = False
 
     @property
     def syncs(self) -> bool:
@@ -287,27 +289,23 @@ class BackwardPasses:
 
     @contextmanager
     def without_sync(self) -> Iterator[None]:
-        """Reduce nothing inside the block."""
+        """Reduce nothing inside the block, which is not nested, and in which no step is taken."""
         self.require_outside("engine.no_sync")
-        before, self._sync = self._sync, False
+        self._sync = False
         try:
             yield
         finally:
-            self._sync = before
+            self._sync = True
 
     @contextmanager
     def coalesced(self) -> Iterator[None]:
         """Reduce the gradients of all passes inside the block at its end, or with those of later
         micro-batches where the plan reduces once for all."""
-        if not self._sync:
-            raise TrialError(
-                "it cannot be nested in another block that reduces nothing",
-                where="engine.coalesce_grad_reduction",
-                got="coalesce_grad_reduction()" if self._coalescing else "no_sync()",
-            )
-        self._sync, self._coalescing = False, True
+        self.require_outside("engine.coalesce_grad_reduction")
+        self._sync, self._coalescing, self._cut_off = False, True, True
         try:
             yield
+            self._cut_off = False
         finally:
             self._sync, self._coalescing = True, False
         engine = self._trained()  # after an exception the other ranks may not come here
@@ -318,12 +316,22 @@ class BackwardPasses:
             engine.sharded.reducer.reduce_missing()
 
     def require_outside(self, where: str) -> None:
-        """Raise TrialError inside :meth:`coalesced`."""
-        if self._coalescing:
+        """Raise TrialError inside a block that reduces nothing."""
+        if not self._sync:
             raise TrialError(
-                "it cannot be called inside coalesce_grad_reduction()",
+                f"it cannot be called inside {'coalesce_grad_reduction' if self._coalescing else 'no_sync'}()",
                 where=where,
-                fix="End the block first: the gradients are reduced there.",
+                fix="End the block first: its gradients are reduced after it.",
+            )
+
+    def require_whole_blocks(self) -> None:
+        """Raise TrialError where an exception has ended a block of :meth:`coalesced`: its gradients
+        are those of a part of it, and are not reduced."""
+        if self._cut_off:
+            raise TrialError(
+                "an exception has ended coalesce_grad_reduction(), so that gradients of this step are missing",
+                where="engine.step",
+                fix="Call engine.zero_grad(), and repeat the micro-batches of this step.",
             )
 
     def _loss_scale(self) -> float:

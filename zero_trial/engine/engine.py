@@ -163,6 +163,7 @@ class Engine(EngineAccessors):
         would move the weights all the same.
         """
         self._passes.require_outside("engine.step")
+        self._passes.require_whole_blocks()
         self._stepped = False
         if self._managed and not self.is_gradient_accumulation_boundary():
             self.micro_steps += 1
@@ -279,7 +280,11 @@ class Engine(EngineAccessors):
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Accumulate without communication, at every ZeRO stage; the first backward pass after the
-        block reduces the sum."""
+        block reduces the sum, or :meth:`step`.
+
+        Raises TrialError inside itself or :meth:`coalesce_grad_reduction`, and for a step inside
+        the block.
+        """
         return self._passes.without_sync()
 
     def coalesce_grad_reduction(self) -> AbstractContextManager[None]:

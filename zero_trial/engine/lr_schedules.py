@@ -413,6 +413,8 @@ def _torch_by_name(name: str, given: dict[str, Any], optimizer: Any) -> Any:
     _check_names(name, given, make)
     try:
         return make(optimizer, **given)
+    except ConfigError:
+        raise
     except (TypeError, ValueError) as refusal:
         raise ConfigError(f"{name} cannot use its parameters", where=WHERE, got=str(refusal)) from refusal
 

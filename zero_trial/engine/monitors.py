@@ -13,7 +13,7 @@ from zero_trial.ds_config.keys_running import CometSection, WandbSection
 from zero_trial.ds_config.table import DsConfig
 from zero_trial.errors import ConfigError
 
-__all__ = ["Monitor", "build_monitor"]
+__all__ = ["Monitor", "build_monitor", "build_writers"]
 
 # (name, value, step); the step of the engine's own events is the number of global samples.
 Event = tuple[str, float, int]
@@ -193,9 +193,9 @@ class Monitor:
         self._writers = ()
 
 
-def build_monitor(config: DsConfig, rank: int) -> Monitor:
-    """Return the monitor of this rank. Every rank checks that the packages are there; only rank 0
-    opens and writes.
+def build_writers(config: DsConfig, rank: int) -> list[Writer]:
+    """Return the writers that ds_config switches on. Every rank checks that the packages are there;
+    only rank 0 opens and writes.
 
     Raises ConfigError for a package that is not installed or a folder that cannot be made.
     """
@@ -212,7 +212,12 @@ def build_monitor(config: DsConfig, rank: int) -> Monitor:
     if config.comet.enabled:
         require("comet_ml", "comet", "comet_ml")
         makers.append(lambda: Comet(config.comet))
-    return Monitor([make() for make in makers] if rank == 0 else ())
+    return [make() for make in makers] if rank == 0 else []
+
+
+def build_monitor(config: DsConfig, rank: int) -> Monitor:
+    """Return the monitor of this rank; see :func:`build_writers`."""
+    return Monitor(build_writers(config, rank))
 
 
 def folder_of(output_path: str, default: str, job_name: str) -> Path:

@@ -215,6 +215,8 @@ class OptimizerSpec:
             arguments = dict(self.params) | self._fused(groups)
         try:
             return factory(groups, **arguments)
+        except ConfigError:
+            raise
         except (ValueError, TypeError, RuntimeError) as refusal:
             raise ConfigError(f"{self.name} refuses its parameters", where=WHERE, got=str(refusal)) from refusal
 

@@ -158,9 +158,10 @@ def build_profile(
     milliseconds: Mapping[str, float],
     phases: tuple[float, float],
     peak: Peak,
+    ignored: Sequence[type[nn.Module]] | None = None,
 ) -> ModelProfile:
-    """Combine counts (of forward, and of forward and backward together) and times by module
-    name."""
+    """Combine counts (of forward, and of forward and backward together) and times by module name;
+    modules of the classes ``ignored`` have no row."""
     rows = [
         ModuleRow(
             name,
@@ -171,6 +172,7 @@ def build_profile(
             milliseconds.get(name),
         )
         for name, module in model.named_modules()
+        if not name or type(module) not in (ignored or ())
     ]
     return ModelProfile(tuple(rows), rows[0].parameters, forward.total, both.total - forward.total, *phases, peak)
 
@@ -201,16 +203,16 @@ def get_model_profile(
     warm_up: int = 1,
     as_string: bool = True,
     output_file: str | Path | None = None,
+    ignore_modules: Sequence[type[nn.Module]] | None = None,
     mode: str = "forward",
 ) -> tuple[Any, Any, Any]:
     """Return ``(flops, multiply-adds, parameters)`` of one forward (or ``generate``) of ``model``
     in eval mode without gradients, as numbers or text.
 
     ``input_shape`` makes one input of ones; otherwise ``args`` and ``kwargs`` are passed. The
-    report goes to the standard output, or to ``output_file``. Raises ConfigError for an unknown
-    mode.
+    report goes to the standard output, or to ``output_file``, without rows for modules of the
+    classes ``ignore_modules``. Raises ConfigError for an unknown mode.
     """
-
     if mode not in ("forward", "generate"):
         raise ConfigError(
             "no such mode", where="get_model_profile(mode)", got=repr(mode), expected="forward or generate"
@@ -236,16 +238,23 @@ def get_model_profile(
         count.close()
         model.train(training)
     flops, sums = count.read(), timers.take()
-    profile = build_profile(model, flops, flops, sums, (sums["whole"], 0.0), peak_of(first.device, first.dtype))
+    whole = (sums["whole"], 0.0)
+    profile = build_profile(model, flops, flops, sums, whole, peak_of(first.device, first.dtype), ignore_modules)
     text = render(profile, title="FLOPs profile", detailed=detailed, module_depth=module_depth, top_modules=top_modules)
-    if output_file is not None:
-        Path(output_file).write_text(text + "\n", "utf-8")
-    elif print_profile:
-        sys.stdout.write(text + "\n")
+    if output_file is not None or print_profile:
+        write_report(text, output_file)
     numbers = (flops.total, flops.total // 2, profile.parameters)
     if not as_string:
         return numbers
     return shorten(numbers[0], "FLOP"), shorten(numbers[1], "MAC"), shorten(numbers[2], "")
+
+
+def write_report(text: str, output_file: str | Path | None) -> None:
+    """Write a report to a file, or to the standard output."""
+    if output_file is None:
+        sys.stdout.write(text + "\n")
+    else:
+        Path(output_file).write_text(text + "\n", "utf-8")
 
 
 # --- the profile as text: totals, the heaviest kinds of modules at each depth, and every module as

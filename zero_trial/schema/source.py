@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import binascii
 import difflib
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -14,7 +15,7 @@ from zero_trial.schema.document import Document
 from zero_trial.schema.json_source import read_json
 from zero_trial.schema.yaml_source import read_yaml
 
-Source: TypeAlias = Document | Mapping[str, Any] | str | Path
+Source: TypeAlias = Document | Mapping[str, Any] | str | os.PathLike[str]
 
 
 def open_source(source: Source, name: str | None = None) -> Document:
@@ -25,14 +26,14 @@ def open_source(source: Source, name: str | None = None) -> Document:
         return source
     if isinstance(source, Mapping):
         return Document.of(source)
-    if not isinstance(source, str | Path):
+    if not isinstance(source, str | os.PathLike):
         raise ConfigError(
             "not a configuration",
             where="config",
             got=type(source).__name__,
             expected="a dict, a path, or base64 of JSON",
         )
-    text = str(source).strip()
+    text = os.fspath(source).strip()
     if text.startswith("{"):
         return read_json(text, name or "config")
     if _is_file(text):

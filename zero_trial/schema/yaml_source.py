@@ -177,6 +177,8 @@ def read_yaml(text: str, file: str, *, letters: bool = True) -> Document:
     except yaml.MarkedYAMLError as problem:
         line = problem.problem_mark.line + 1 if problem.problem_mark else 1
         raise ConfigError(f"not readable as YAML: {problem.problem}", where=f"{file}:{line}") from None
+    except ConfigError:
+        raise
     except ValueError as problem:
         raise ConfigError(f"not readable as YAML: {problem}", where=file) from None
     if builder.faults:

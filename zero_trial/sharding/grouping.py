@@ -50,17 +50,32 @@ class LeafRules:
             or any(module.name.endswith(suffix) for suffix in self.name_suffixes)
         )
 
+    def inside_leaves(self, root: ModuleFacts) -> set[str]:
+        """Return the names of the leaves and of all that is in them. A list of modules is a leaf
+        only inside another one: it has no forward in which it could be gathered."""
+        leaves = (part for part in root.walk() if self.match(part) and not part.is_list)
+        return {inner.name for leaf in leaves for inner in leaf.walk()}
+
     def require_matches(self, root: ModuleFacts) -> None:
-        """Raise ConfigError for an entry that names only a list, which has no forward in which it
-        could be gathered, or no module. A class or an ending may match nothing where another entry
-        matches: files list the classes of several models."""
+        """Raise ConfigError for a list that is marked outside of every leaf, and for an entry that
+        names only such a list, or no module. A class or an ending may match nothing where another
+        entry matches: files list the classes of several models."""
         parts = [part for part in root.walk() if part.numel]
+        inside = self.inside_leaves(root)
+        alone = next((part for part in parts if part.leaf and part.is_list and part.name not in inside), None)
+        if alone is not None:
+            raise ConfigError(
+                "a list of modules cannot be a leaf: it has no forward in which it could be gathered",
+                where="set_z3_leaf_modules",
+                got=f"the {alone.class_name} {alone.name!r}",
+                fix="Mark the module that holds the list.",
+            )
         keys = {"classes": self.classes, "names": self.names, "name_suffixes": self.name_suffixes}
         entries = [(key, entry) for key, values in keys.items() for entry in values]
         found = {at: [part for part in parts if LeafRules(**{at[0]: (at[1],)}).names_part(part)] for at in entries}
         matched = any(found.values())
         for (key, entry), named in found.items():
-            lists = bool(named) and all(part.is_list for part in named)
+            lists = bool(named) and all(part.is_list and part.name not in inside for part in named)
             if not lists and (named or (matched and key != "names")):
                 continue
             holder = named[0].name.rpartition(".")[0] if named else ""

@@ -3,8 +3,9 @@ forward uses. DeepSpeed's names, and DeepSpeed's attribute as the mark, so that 
 its own modules for it is cut in the same way here.
 
 For modules that choose between their parts by data, such as a mixture of experts: each rank may
-use other parts. Marks count when they are set before ``initialize``. The full parameters of such a
-module live together. ds_config's ``zero_optimization.leaf_module`` sets them, too.
+use other parts. Marks count when they are set before ``initialize``, which refuses that of a list
+of modules that is in no leaf. The full parameters of such a module live together. ds_config's
+``zero_optimization.leaf_module`` sets marks, too.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ def set_z3_leaf_modules_by_suffix(
 
 def set_z3_leaf_module(model: nn.Module, flag: bool) -> None:
     """Mark or unmark this one module."""
-    _mark([model], "set_z3_leaf_module", flag)
+    _mark([model], flag)
 
 
 def get_z3_leaf_modules(model: nn.Module) -> list[nn.Module]:
@@ -87,11 +88,11 @@ def _by_class(
         names = (kind.__name__, kind.__qualname__, f"{kind.__module__}.{kind.__qualname__}")
         if any(entry in names if isinstance(entry, str) else isinstance(module, entry) for entry in classes):
             found.append(module)
-    where = "set_z3_leaf_modules" if leaf else "unset_z3_leaf_modules"
     if not found and must_match:
+        where = "set_z3_leaf_modules" if leaf else "unset_z3_leaf_modules"
         wanted = ", ".join(entry if isinstance(entry, str) else entry.__name__ for entry in classes)
         raise ConfigError("the model has no module of these classes", where=where, got=wanted, fix="Name its class.")
-    _mark(found, where, leaf)
+    _mark(found, leaf)
     return found
 
 
@@ -114,24 +115,15 @@ def _by_text(
             fix="model.named_modules() lists the names.",
         )
     found = list(dict.fromkeys(module for modules in of_text.values() for module in modules))
-    _mark(found, where, leaf)
+    _mark(found, leaf)
     return found, missing
 
 
-def _mark(modules: Iterable[nn.Module], where: str, leaf: bool) -> None:
-    chosen = list(modules)
-    lists = [module for module in chosen if isinstance(module, (nn.ModuleList, nn.ModuleDict))]
-    if lists and leaf:
-        raise ConfigError(
-            "a list of modules cannot be a leaf: it has no forward in which it could be gathered",
-            where=where,
-            got=type(lists[0]).__name__,
-            fix="Name the module that holds the list.",
-        )
-    for module in chosen:
+def _mark(modules: Iterable[nn.Module], leaf: bool) -> None:
+    for module in modules:
         setattr(module, _MARK, leaf)
 
 
 def mark_leaves(model: nn.Module, names: Iterable[str]) -> None:
     """Mark the modules of these dotted names, which a ds_config has chosen."""
-    _mark(map(model.get_submodule, names), "zero_optimization.leaf_module", leaf=True)
+    _mark(map(model.get_submodule, names), leaf=True)

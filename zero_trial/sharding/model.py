@@ -431,7 +431,10 @@ def build_param_groups(
     number = {id(param): index for index, opt_group in enumerate(opt_groups) for param in opt_group}
     if plan.frees_parameters and not manual_groups.all:
         settings.leaf.require_matches(facts := module_facts(module))
-        mark_leaves(module, (part.name for part in facts.walk() if settings.leaf.names_part(part) and not part.is_list))
+        inside = settings.leaf.inside_leaves(facts)
+        mark_leaves(
+            module, (part.name for part in facts.walk() if settings.leaf.names_part(part) and part.name in inside)
+        )
     members, params, blocks = collect_params(
         module, number, settings.leaf, dtype=policy.param, with_frozen=plan.frees_parameters
     )

@@ -12,7 +12,7 @@ from typing import Any, NoReturn, Protocol
 import torch
 
 from zero_trial.errors import CheckpointError
-from zero_trial.ops.optimizers import FusedOptimizer, StepGuard, past_engine
+from zero_trial.ops.optimizers import FusedOptimizer, StepGuard, past_engine, state_hooks
 from zero_trial.precision import DynamicScale, LossScale, StaticScale
 from zero_trial.sharding.param_group import ParamGroup
 from zero_trial.sharding.pieces import (
@@ -236,14 +236,23 @@ class TorchView(torch.optim.Optimizer):
                         group.master.copy_(group.shard)
 
     def register_step_pre_hook(self, hook: Any) -> Any:
-        """Register a hook on the steps of :attr:`base`; see ``StepGuard`` for those that are
-        refused."""
+        """Register a hook on the steps of :attr:`base`. Raises ConfigError where it would see flat
+        pieces: only an optimizer that had hooks before ``initialize`` steps on whole tensors."""
+        self.guard.refuse_late_hooks(self.base)
         return self.base.register_step_pre_hook(hook)
 
     def register_step_post_hook(self, hook: Any) -> Any:
-        """Register a hook on the steps of :attr:`base`; see ``StepGuard`` for those that are
-        refused."""
+        """Register a hook on the steps of :attr:`base`; see :meth:`register_step_pre_hook`."""
+        self.guard.refuse_late_hooks(self.base)
         return self.base.register_step_post_hook(hook)
+
+    def register_state_dict_pre_hook(self, hook: Any, prepend: bool = False) -> NoReturn:
+        """Raise ConfigError: checkpoints hold the state of each tensor, and would not call it."""
+        raise state_hooks(self.base)
+
+    register_state_dict_post_hook = register_state_dict_pre_hook
+    register_load_state_dict_pre_hook = register_state_dict_pre_hook
+    register_load_state_dict_post_hook = register_state_dict_pre_hook
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's part as torch's dict of ``state`` and ``param_groups``, with

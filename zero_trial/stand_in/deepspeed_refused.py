@@ -29,11 +29,13 @@ _UNIVERSAL = (
 _DUALPIPE = "set pipeline.schedule in ds_config: zb_v is the zero-bubble schedule of a V"
 _GROUPS = "the axes are set by mesh in ds_config, before initialize()"
 _PROFILER = "set flops_profiler in ds_config, or call get_model_profile()"
-_MEMORY = "call `zero-trial plan`, which counts bytes for each stage, rank and device"
 _LOSS_SCALE = "set fp16 in ds_config; engine.loss_scale is the scale of now"
 _FREED = f"{_INSIDE}GatheredParameters gives whole parameters, the safe_get_* functions their values"
 _DEVICE = "zero_trial trains on CPUs and CUDA"
 _TIMERS = "set wall_clock_breakdown in ds_config"
+_MONITORS = (
+    "set tensorboard, wandb, comet or csv_monitor in ds_config; MonitorMaster and engine.monitor.write_events() write"
+)
 _CHECKPOINTING = f"{_INSIDE}checkpoint() and configure() are here"
 
 REFUSED_MODULES: dict[str, Refused] = {
@@ -71,7 +73,6 @@ REFUSED_MODULES: dict[str, Refused] = {
             *("launcher.launch", "launcher.launcher_helper", "launcher.multinode_runner", "launcher.constants"),
         ],
         "processes are bound to cores by taskset or numactl around the command": ["utils.numa"],
-        "set tensorboard, wandb, comet or csv_monitor in ds_config; engine.monitor.write_events() writes": ["monitor"],
         _UNIVERSAL: [
             *("checkpoint.affine", "checkpoint.affine_transfer", "checkpoint.constants", "checkpoint.ds_to_universal"),
             *("checkpoint.deepspeed_checkpoint", "checkpoint.reshape_3d_utils", "checkpoint.reshape_meg_2d"),
@@ -85,6 +86,7 @@ REFUSED_MODULES: dict[str, Refused] = {
         _DEVICE: [
             f"accelerator.{kind}_accelerator" for kind in ("hpu", "klxpu", "mlu", "mps", "npu", "sdaa", "supa", "xpu")
         ],
+        _MONITORS: [f"monitor.{name}" for name in ("comet", "csv_monitor", "tensorboard", "utils", "wandb")],
         "the versions are in `zero-trial env`": ["env_report", "git_version_info_installed"],
         f"{_INSIDE}scripts use Python's inspect": ["compat"],
         _PROFILER: ["profiling.config", "profiling.constants"],
@@ -134,7 +136,6 @@ REFUSED_NAMES: dict[str, dict[str, str]] = {
         _KERNELS: "DeepSpeedTransformerConfig DeepSpeedTransformerLayer",
         _DUALPIPE: "DualPipeVEngine DualPipeVModule",
         _MUON: "MUON_OPTIMIZER KV MLA_KV MLA_Q NOT_HEAD_BLOCKED QUERY resolve_per_head_muon_after_sharding set_optimizer_flags",
-        "import deepspeed.comm": "dist",
         "there is no build of DeepSpeed; deepspeed.__version__ is that whose names these are": "git_branch git_hash",
         _TENSOR_PARALLEL: "merge_tp_model_init_into_config record_tp_model_init_args replace_transformer_layer "
         "set_autotp_mode tp_model_init",
@@ -175,15 +176,15 @@ REFUSED_NAMES: dict[str, dict[str, str]] = {
         "apply_num_nodes_and_gpus encode_world_info fetch_hostfile parse_inclusion_exclusion parse_node_config "
         "parse_node_config_list parse_resource_filter run_autotuning",
     },
+    "deepspeed.monitor.config": {_MONITORS: "[A-Z]*"},
     "deepspeed.ops": {_KERNELS: "DeepSpeedTransformerConfig DeepSpeedTransformerLayer"},
     "deepspeed.ops.adam": {_OFFLOAD: "ZenFlowCPUAdam ZenFlowSelectiveAdamW ZenFlowSelectiveAdamW_stage3"},
     "deepspeed.ops.adam.fused_adam": {_KERNELS: "multi_tensor_applier"},
     "deepspeed.ops.lion.fused_lion": {_KERNELS: "multi_tensor_applier"},
     "deepspeed.pipe": {_DUALPIPE: "DualPipeVModule"},
     "deepspeed.profiling.flops_profiler": {
-        _PROFILER: "DEFAULT_PRECISION FlopsProfiler MODULE_HOOK_MAPPING Tensor bytes_to_string duration_to_string "
-        "flops_to_string get_module_duration get_module_flops get_module_macs macs_to_string module_flop_count "
-        "module_mac_count number_to_string old_functions params_to_string wrapFunc"
+        _PROFILER: "DEFAULT_PRECISION MODULE_HOOK_MAPPING Tensor get_module_duration get_module_flops get_module_macs "
+        "module_flop_count module_mac_count old_functions wrapFunc"
     },
     "deepspeed.runtime.activation_checkpointing.checkpointing": {
         _CHECKPOINTING: "CONTIGUOUS_CHECKPOINTING CPU_CHECKPOINT CheckpointFunction PARTITION_ACTIVATIONS PROFILE_TIME "
@@ -245,16 +246,12 @@ REFUSED_NAMES: dict[str, dict[str, str]] = {
         _ENGINE: "DeepSpeedZeroOptimizer_Stage3 INITIAL_MICRO_STEP_ID INIT_OPTIMIZER_TIMER IPGBucketZ3 "
         "OPTIMIZER_STEP_TIMER OPTIMIZER_SWAP_IN_STATE_TIMER OPTIMIZER_SWAP_OUT_STATE_TIMER input isclose lcm "
         "model_to_params move_to_cpu pg_correctness_test print_rank_0",
-        _MEMORY: "estimate_zero3_model_states_mem_needs estimate_zero3_model_states_mem_needs_all_cold "
-        "estimate_zero3_model_states_mem_needs_all_live",
     },
     "deepspeed.runtime.zero.stage_1_and_2": {
         _ENGINE: "DeepSpeedZeroOptimizer GradPartitionBufferGroup INITIAL_MICRO_STEP_ID IPGBucket "
         "OPTIMIZER_ALLGATHER_TIMER OPTIMIZER_GRADIENTS_TIMER OPTIMIZER_STEP_TIMER OPTIMIZER_TIMERS "
         "get_alignment_padding input isclose lcm model_to_params pg_correctness_test print_rank_msg "
         "split_half_float_double",
-        _MEMORY: "estimate_zero2_model_states_mem_needs estimate_zero2_model_states_mem_needs_all_cold "
-        "estimate_zero2_model_states_mem_needs_all_live",
     },
     "deepspeed.runtime.zero.tiling": {"TiledLinear splits its input itself": "split_tensor_along_last_dim"},
     "deepspeed.runtime.zero.utils": {
@@ -289,7 +286,7 @@ REFUSED_NAMES: dict[str, dict[str, str]] = {
         _FREED: "fragment_address get_full_hp_grad get_full_hp_param get_hp_fragment_mapping map_to_flat_opt_states "
         "set_full_hp_grad set_full_hp_param tensor_fragment"
     },
-    "deepspeed.utils.timer": {_TIMERS: "*_TIMER *Timer PSUTILS_INSTALLED TIME_EPSILON trim_mean"},
+    "deepspeed.utils.timer": {_TIMERS: "*_TIMER CudaEventTimer PSUTILS_INSTALLED"},
     "deepspeed.utils.torch": {"call torch itself": "is_functorch_transforming jit_script_compat register_grad_hook"},
     "deepspeed.utils.z3_leaf_module": {
         "set zero_optimization.leaf_module in ds_config": "apply_zero_leaf_module_config"

@@ -115,6 +115,14 @@ _CHECKPOINTING = _at(
     "CudaRNGStatesTracker": "zero_trial.activation_checkpointing:RngStatesTracker",
     "non_reentrant_checkpoint": "zero_trial.activation_checkpointing:checkpoint",
 }
+_PROFILER = {
+    **_at("zero_trial.engine.profile", "get_model_profile"),
+    **_at(
+        "zero_trial.stand_in.deepspeed_measure",
+        *("FlopsProfiler", "bytes_to_string", "duration_to_string", "flops_to_string", "macs_to_string"),
+        *("number_to_string", "params_to_string"),
+    ),
+}
 _LOADERS = _at("zero_trial.engine", "RepeatingLoader")
 _ADAM = {
     "FusedAdam": "zero_trial.ops:FusedAdam",
@@ -142,6 +150,7 @@ OURS: dict[str, dict[str, str]] = {
         "__version__": "zero_trial.stand_in.deepspeed_table:VERSION",
         "PipelineModule": "zero_trial.pipeline:PipelineModule",
         "checkpointing": "deepspeed.runtime.activation_checkpointing.checkpointing",
+        "dist": "deepspeed.comm",
         "zero": "deepspeed.runtime.zero",
     },
     "deepspeed.pipe": _PIPE,
@@ -215,8 +224,13 @@ OURS: dict[str, dict[str, str]] = {
         "zero_trial.stand_in.deepspeed_utils",
         *("has_moe_layers", "is_moe_param", "split_params_into_different_moe_groups_for_optimizer"),
     ),
-    "deepspeed.profiling.flops_profiler": _at("zero_trial.engine.profile", "get_model_profile"),
-    "deepspeed.profiling.flops_profiler.profiler": _at("zero_trial.engine.profile", "get_model_profile"),
+    "deepspeed.monitor.config": _at("zero_trial.stand_in.deepspeed_measure", "get_monitor_config"),
+    "deepspeed.monitor.monitor": {
+        **_at("zero_trial.stand_in.deepspeed_measure", "MonitorMaster"),
+        "Monitor": "zero_trial.engine.monitors:Monitor",
+    },
+    "deepspeed.profiling.flops_profiler": _PROFILER,
+    "deepspeed.profiling.flops_profiler.profiler": _PROFILER,
     "deepspeed.runtime.config": {
         "DeepSpeedConfig": "zero_trial.engine.compat:DeepSpeedConfig",
         "DeepSpeedConfigError": "zero_trial.errors:ConfigError",
@@ -239,7 +253,19 @@ OURS: dict[str, dict[str, str]] = {
     "deepspeed.runtime.zero.offload_config": _at(
         "zero_trial.stand_in.deepspeed_utils", "OffloadDeviceEnum", "OffloadStateTypeEnum"
     ),
-    "deepspeed.runtime.zero.stage3": _at("zero_trial.zero", "unwrap_model_for_generation"),
+    "deepspeed.runtime.zero.stage3": {
+        **_at("zero_trial.zero", "unwrap_model_for_generation"),
+        **_at(
+            "zero_trial.stand_in.deepspeed_measure",
+            *("estimate_zero3_model_states_mem_needs", "estimate_zero3_model_states_mem_needs_all_cold"),
+            "estimate_zero3_model_states_mem_needs_all_live",
+        ),
+    },
+    "deepspeed.runtime.zero.stage_1_and_2": _at(
+        "zero_trial.stand_in.deepspeed_measure",
+        *("estimate_zero2_model_states_mem_needs", "estimate_zero2_model_states_mem_needs_all_cold"),
+        "estimate_zero2_model_states_mem_needs_all_live",
+    ),
     "deepspeed.runtime.zero.tiling": _at("zero_trial.zero", "TiledLinear", "TiledLinearReturnBias"),
     "deepspeed.utils": {
         **_at("zero_trial.zero", "OnDevice"),
@@ -265,6 +291,10 @@ OURS: dict[str, dict[str, str]] = {
     "deepspeed.utils.module_utils": _RECURSIVE,
     "deepspeed.utils.nvtx": _NVTX,
     "deepspeed.utils.init_on_device": _at("zero_trial.zero", "OnDevice"),
+    "deepspeed.utils.timer": _at(
+        "zero_trial.stand_in.deepspeed_measure",
+        *("NoopTimer", "SynchronizedWallClockTimer", "ThroughputTimer", "TIME_EPSILON", "trim_mean"),
+    ),
     "deepspeed.utils.torch": _at("zero_trial.stand_in.deepspeed_utils", "required_torch_version"),
     "deepspeed.utils.tensor_fragment": _FRAGMENTS,
     "deepspeed.utils.z3_leaf_module": _LEAVES,

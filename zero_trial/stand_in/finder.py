@@ -171,14 +171,19 @@ class StandInFinder(MetaPathFinder, Loader):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Return the spec of a module of the package, listed or not: what is not listed raises when
-        it is made, with the reason. Raises ConfigError where the project itself is installed."""
+        """Return the spec of a module of the package. To an import also that of one that is refused
+        or not listed: it raises when it is made, with the reason. Raises ConfigError where the
+        project itself is installed."""
         top = self.stand_in.top
         if fullname != top and not fullname.startswith(f"{top}."):
             return None
         if not self._checked:
             self.refuse_if_installed()
             self._checked = True
+        # importlib.util.find_spec asks whether there is such a module; it comes here as imports do
+        asks = sys._getframe(2).f_globals.get("__name__") == "importlib.util"
+        if asks and fullname not in self.stand_in.modules():
+            return None
         return ModuleSpec(fullname, self, origin="zero_trial.stand_in", is_package=True)
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:

@@ -253,7 +253,8 @@ class StepGuard:
             found += getattr(optimizer, kind, None) or ()  # numbers that torch gives to one hook only
         if found != self._checked:
             refuse_state_hooks(optimizer)
-            self._refuse_new_step(optimizer)
+            if steps_otherwise(optimizer):
+                self.refuse_late_hooks(optimizer)
             self._checked = found
         self._open = True
         try:
@@ -261,8 +262,9 @@ class StepGuard:
         finally:
             self._open = False
 
-    def _refuse_new_step(self, optimizer: torch.optim.Optimizer) -> None:
-        if not self._as_built and steps_otherwise(optimizer):
+    def refuse_late_hooks(self, optimizer: torch.optim.Optimizer) -> None:
+        """Raise ConfigError unless the optimizer had hooks when it was built over whole tensors."""
+        if not self._as_built:
             raise ConfigError(
                 "hooks, or a step of its own, were added to this optimizer after initialize()",
                 where="optimizer",
@@ -286,12 +288,17 @@ def refuse_state_hooks(optimizer: torch.optim.Optimizer) -> None:
     """Raise ConfigError for hooks on state dicts: a checkpoint holds the state of each tensor, and
     is written and read without one."""
     if _hooks_of(optimizer, _STATE_HOOKS):
-        raise ConfigError(
-            "hooks on this optimizer's state dicts would not run: checkpoints hold its state by tensor",
-            where="optimizer",
-            got=f"state_dict hooks on {type(optimizer).__name__}",
-            fix="Remove them. What they add belongs into client_state of engine.save_checkpoint().",
-        )
+        raise state_hooks(optimizer)
+
+
+def state_hooks(optimizer: torch.optim.Optimizer) -> ConfigError:
+    """Return the error for hooks on state dicts."""
+    return ConfigError(
+        "hooks on this optimizer's state dicts would not run: checkpoints hold its state by tensor",
+        where="optimizer",
+        got=f"state_dict hooks on {type(optimizer).__name__}",
+        fix="Remove them. What they add belongs into client_state of engine.save_checkpoint().",
+    )
 
 
 def undo_step(optimizer: torch.optim.Optimizer, known: int) -> None:

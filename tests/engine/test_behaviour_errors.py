@@ -3,6 +3,7 @@ expected, and how to mend it."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -148,7 +149,8 @@ def test_the_configuration_is_given_once() -> None:
     refused(ConfigError, lambda: zero_trial.initialize(model=net()), "no ds_config", "args.deepspeed_config")
     act = lambda: zero_trial.initialize(model=net(), config=CONFIG, config_params=CONFIG)  # noqa: E731
     refused(ConfigError, act, "config and config_params")
-    assert zero_trial.initialize(args=Args(), model=net())[0].train_batch_size() == 4
+    for args in (Args(), SimpleNamespace(deepspeed_config=None, deepscale_config=CONFIG)):
+        assert zero_trial.initialize(args=args, model=net())[0].train_batch_size() == 4
     assert zero_trial.initialize(model=net(), config_params=CONFIG)[0].train_batch_size() == 4
 
 

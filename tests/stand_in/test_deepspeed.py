@@ -23,6 +23,9 @@ from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.pipe.topology import ProcessTopology
 import zero_trial
 assert deepspeed.__version__ == importlib.metadata.version("deepspeed") == "0.19.8"
+assert (deepspeed.__version_major__, deepspeed.__version_minor__, deepspeed.__version_patch__) == (0, 19, 8)
+assert deepspeed.__git_hash__ == deepspeed.__git_branch__ == "[none]"
+assert deepspeed.dist.get_rank is deepspeed.comm.get_rank
 assert importlib.util.find_spec("deepspeed") is not None
 assert "deepspeed" in importlib.metadata.packages_distributions()
 assert deepspeed.initialize is zero_trial.initialize

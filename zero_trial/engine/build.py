@@ -144,7 +144,8 @@ def read_settings(args: Any, model: nn.Module | None, config: Any, config_params
         raise ConfigError(
             "initialize() needs a model", where="initialize(model)", got=None, expected="a torch.nn.Module"
         )
-    by_args = getattr(args, "deepspeed_config", None) or getattr(args, "zero_trial_config", None)
+    names = ("deepspeed_config", "zero_trial_config", "deepscale_config")  # the last is DeepSpeed's first name
+    by_args = next(filter(None, (getattr(args, name, None) for name in names)), None)
     given = given_once(config=config, config_params=config_params)
     source = by_args if given is None else given
     if source is None:

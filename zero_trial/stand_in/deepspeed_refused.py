@@ -136,7 +136,6 @@ REFUSED_NAMES: dict[str, dict[str, str]] = {
         _KERNELS: "DeepSpeedTransformerConfig DeepSpeedTransformerLayer",
         _DUALPIPE: "DualPipeVEngine DualPipeVModule",
         _MUON: "MUON_OPTIMIZER KV MLA_KV MLA_Q NOT_HEAD_BLOCKED QUERY resolve_per_head_muon_after_sharding set_optimizer_flags",
-        "there is no build of DeepSpeed; deepspeed.__version__ is that whose names these are": "git_branch git_hash",
         _TENSOR_PARALLEL: "merge_tp_model_init_into_config record_tp_model_init_args replace_transformer_layer "
         "set_autotp_mode tp_model_init",
     },
@@ -167,9 +166,7 @@ REFUSED_NAMES: dict[str, dict[str, str]] = {
         "get_tensor_position"
     },
     "deepspeed.constants": {_INFERENCE: "INFERENCE_GENERIC_MODE INFERENCE_SPECIALIZED_MODE"},
-    "deepspeed.git_version_info": {
-        "there is no build of DeepSpeed": "accelerator_name git_branch git_hash installed_ops torch_info"
-    },
+    "deepspeed.git_version_info": {"there is no build of DeepSpeed": "accelerator_name installed_ops torch_info"},
     "deepspeed.launcher.runner": {
         "launch with `zero-trial launch --as-deepspeed script.py`, which takes DeepSpeed's options": "main parse_args "
         "DEEPSPEED_ENVIRONMENT_PATHS DLTS_HOSTFILE EXCLUDE_ENVS EXPORT_ENVS LAUNCHER_CLASSES PDSH_MAX_FAN_OUT "

@@ -12,6 +12,11 @@ from zero_trial.stand_in.finder import Refused, StandIn, StandInFinder, Table, i
 VERSION = "0.19.8"
 """The DeepSpeed whose names these are."""
 
+_PARTS = ("major", "minor", "patch")
+VERSION_MAJOR, VERSION_MINOR, VERSION_PATCH = map(int, VERSION.split("."))
+NO_BUILD = "[none]"
+"""What DeepSpeed says for hash and branch where it was not built from its repository."""
+
 VARIABLE = "ZERO_TRIAL_AS_DEEPSPEED"
 """Environment variable that installs the stand-in: 1, or "replace" where DeepSpeed is installed."""
 
@@ -145,9 +150,13 @@ OURS: dict[str, dict[str, str]] = {
         "DeepSpeedConfig": "zero_trial.engine.compat:DeepSpeedConfig",
         "DeepSpeedConfigError": "zero_trial.errors:ConfigError",
         "version": "zero_trial.stand_in.deepspeed_table:VERSION",
+        **dict.fromkeys(("git_hash", "git_branch"), "zero_trial.stand_in.deepspeed_table:NO_BUILD"),
         **_at("zero_trial.engine", "initialize", "add_config_arguments"),
         **_at("zero_trial.zero", "OnDevice"),
         "__version__": "zero_trial.stand_in.deepspeed_table:VERSION",
+        **{f"__version_{part}__": f"zero_trial.stand_in.deepspeed_table:VERSION_{part.upper()}" for part in _PARTS},
+        "__git_hash__": "zero_trial.stand_in.deepspeed_table:NO_BUILD",
+        "__git_branch__": "zero_trial.stand_in.deepspeed_table:NO_BUILD",
         "PipelineModule": "zero_trial.pipeline:PipelineModule",
         "checkpointing": "deepspeed.runtime.activation_checkpointing.checkpointing",
         "dist": "deepspeed.comm",
@@ -218,7 +227,10 @@ OURS: dict[str, dict[str, str]] = {
         "zero_trial.stand_in.deepspeed_utils",
         *("CROSS_RANK", "CROSS_SIZE", "LOCAL_RANK", "TORCH_DISTRIBUTED_DEFAULT_PORT", "default_pg_timeout"),
     ),
-    "deepspeed.git_version_info": {"version": "zero_trial.stand_in.deepspeed_table:VERSION"},
+    "deepspeed.git_version_info": {
+        "version": "zero_trial.stand_in.deepspeed_table:VERSION",
+        **dict.fromkeys(("git_hash", "git_branch"), "zero_trial.stand_in.deepspeed_table:NO_BUILD"),
+    },
     "deepspeed.launcher.runner": _at("zero_trial.stand_in.deepspeed_utils", "DEEPSPEED_ENVIRONMENT_NAME"),
     "deepspeed.moe.utils": _at(
         "zero_trial.stand_in.deepspeed_utils",

@@ -95,7 +95,11 @@ def test_overflow_and_scale_say_what_the_last_step_did() -> None:
     assert optimizer.overflow and optimizer.loss_scale == optimizer.cur_scale == 8.0
     step(engine)
     assert not optimizer.overflow
+    scaler = optimizer.loss_scaler
+    assert (scaler.loss_scale, scaler.cur_scale, scaler.dynamic_loss_scale, scaler.cur_iter) == (8.0, 8.0, True, 2)
+    assert scaler.scale_window == engine.config.fp16.loss_scale_window and scaler == optimizer.loss_scale_config
     plain = engine_with().optimizer
+    assert (plain.loss_scaler.loss_scale, plain.loss_scaler.dynamic) == (1.0, False)
     assert (plain.overflow, plain.needs_scaler(), plain.dynamic_loss_scale, plain.cur_scale) == (False, False, False, 1)
 
 

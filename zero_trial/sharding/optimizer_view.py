@@ -13,7 +13,7 @@ import torch
 
 from zero_trial.errors import CheckpointError
 from zero_trial.ops.optimizers import FusedOptimizer, StepGuard, past_engine, state_hooks
-from zero_trial.precision import DynamicScale, LossScale, StaticScale
+from zero_trial.precision import DynamicScale, LossScale, LossScaleView, StaticScale
 from zero_trial.sharding.param_group import ParamGroup
 from zero_trial.sharding.pieces import (
     ShardPiece,
@@ -186,6 +186,13 @@ class TorchView(torch.optim.Optimizer):
     def dynamic_loss_scale(self) -> bool:
         """Whether the loss scale follows the gradients."""
         return isinstance(self._status.scaler, DynamicScale)
+
+    @property
+    def loss_scaler(self) -> LossScaleView:
+        """The loss scale with its counters, as they are now."""
+        return LossScaleView.of(self._status.loss_scale, self._status.scaler)
+
+    loss_scale_config = loss_scaler
 
     def needs_scaler(self) -> bool:
         """Return whether a loss must be scaled (fp16), as ``engine.backward`` and ``engine.scale``

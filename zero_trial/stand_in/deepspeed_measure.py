@@ -101,7 +101,7 @@ def _now() -> Any:
 def _between(first: Any, last: Any) -> float:
     """Return the milliseconds between two results of :func:`_now`."""
     if isinstance(first, float):
-        return (last - first) * 1e3
+        return float(last - first) * 1e3
     last.synchronize()
     return float(first.elapsed_time(last))
 

@@ -14,6 +14,16 @@ OWN = "Settings of your own belong under data: or hyperparameters:."
     [
         ("entrypoint: model_def:Trial", None),
         ("entrypoint: [python3, -m, x]", None),
+        ("trainer: deepspeed", "trainer: unknown property. Write hyperparameters.trainer."),
+        (
+            "zero_optimization: {stage: 3}",
+            "zero_optimization: unknown property. Write hyperparameters.ds_config.zero_optimization.",
+        ),
+        (
+            "task: nlp/translation",
+            "task: unknown property. Write a file and a folder: zero-trial init my_task --template translation "
+            "makes those of nlp/translation.",
+        ),
         ("entrypoint: null", "entrypoint: managed experiments require entrypoint"),
         ("entrypoint: ''", "entrypoint: managed experiments require entrypoint"),
         ("entrypoint: []", "entrypoint: managed experiments require entrypoint"),

@@ -6,9 +6,11 @@ from __future__ import annotations
 import re
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
+from torch import nn
 
 from tests.model_defs.folder import ROOT, import_from
 from zero_trial.ds_config.batch import solve_batch
@@ -27,27 +29,42 @@ EXPERIMENTS = [path for path in EVERY if path not in PIPELINES and path.parent.n
 RANKS = 2
 
 
+def build_gpt(sizes: dict[str, Any]) -> nn.Module:
+    model = import_from("gpt", "model")
+    return model.GPT(model.GPTConfig(**sizes))
+
+
+def build_encoder(sizes: dict[str, Any]) -> nn.Module:
+    model = import_from("bert_mlm", "model")
+    return model.MaskedLanguageModel(model.EncoderConfig(**sizes))
+
+
+def build_t5(sizes: dict[str, Any]) -> nn.Module:
+    return import_from("translation", "model_def").build_model(**{**sizes, "implementation": "own"})
+
+
+BUILD = {"gpt": build_gpt, "bert_mlm": build_encoder, "translation": build_t5}
+
+
 @pytest.mark.parametrize("path", EXPERIMENTS, ids=lambda path: path.parent.name)
 def test_an_experiment_is_what_its_folder_says(path: Path) -> None:
-    folder = "bert_mlm" if path.parent.name.startswith("bert") else "gpt"
+    folder = model_folder(path).name
     experiment = read_experiment(path)
     settings = read_ds_config(experiment.ds_config(ROOT / "model_defs" / folder))
-    stage = (
-        2 if path.parent.name in ("quickstart", "pause_and_resume") else int(path.parent.name.partition("_zero")[2][0])
-    )
-    assert settings.zero_optimization.stage == stage
+    _, staged, stage = path.parent.name.partition("_zero")
+    assert settings.zero_optimization.stage == (int(stage[0]) if staged else 2)
     assert settings.bf16.enabled == path.parent.name.endswith("bf16")
     assert experiment.name == path.parent.name
 
     sizes = experiment.hyperparameters["model"]
-    model = import_from(folder, "model")
-    built = model.GPT(model.GPTConfig(**sizes)) if folder == "gpt" else build_encoder(model, sizes)
+    built = BUILD[folder](sizes)
     assert 100_000 < sum(parameter.numel() for parameter in built.parameters()) < 2_000_000
 
     accumulation = settings.gradient_accumulation_steps
     batch = solve_batch(experiment.hyperparameters["global_batch_size"], None, accumulation, RANKS)
     # all batches equal
-    assert experiment.raw["data"]["validation_windows"] % (batch.micro_batch_size * RANKS) == 0
+    data = experiment.raw["data"]
+    assert data.get("validation_windows", data.get("validation_pairs")) % (batch.micro_batch_size * RANKS) == 0
 
 
 def model_folder(path: Path) -> Path:
@@ -93,10 +110,6 @@ def test_a_pipeline_is_what_its_folder_says(path: Path) -> None:
     # letters x variants x fonts
     windows = experiment.raw["data"].get("validation_windows", 36 * 4 * 4)
     assert windows % (batch.train_batch_size) == 0  # all batches equal
-
-
-def build_encoder(model: object, sizes: dict[str, object]) -> object:
-    return model.MaskedLanguageModel(model.EncoderConfig(**sizes))  # type: ignore[attr-defined]
 
 
 def test_there_is_one_for_every_stage_and_model() -> None:

@@ -16,8 +16,15 @@ from zero_trial.schema.document import Document, Location, shown
 from zero_trial.schema.yaml_source import read_yaml
 from zero_trial.util.text import did_you_mean
 
-TASKS: Mapping[str, str] = {"nlp/language_modeling": "text", "vision/image_classification": "image"}
+TASKS: Mapping[str, str] = {
+    "nlp/language_modeling": "text",
+    "nlp/translation": "translation",
+    "vision/image_classification": "image",
+}
 """A task's name -> its folder in zero_trial/templates, which ``zero-trial init`` copies."""
+
+DATASETS: Mapping[str, tuple[str, ...]] = {"nlp/translation": ("wmt16", "gettext", "docstrings")}
+"""A task -> what ``dataset=TASK/NAME`` may name; it becomes ``data.dataset``."""
 
 KeyPath = tuple[str, ...]
 
@@ -36,28 +43,29 @@ class CommandWords:
 
 
 def read_words(words: Iterable[str]) -> CommandWords:
-    """Return what ``words`` mean: ``task=NAME``, ``trainer=PRESET``, a dotted key of the experiment
-    or of the ds_config with ``=VALUE`` (read as YAML), and at most two paths.
+    """Return what ``words`` mean: ``task=NAME``, its ``dataset=NAME``, ``trainer=PRESET``, a dotted
+    key of the experiment or of the ds_config with ``=VALUE`` (read as YAML), and at most two paths.
 
-    Raises ConfigError for an unknown key or task, a key that is given twice, and a task beside a
-    path.
+    Raises ConfigError for an unknown key, task or dataset, a key that is given twice, and a task
+    beside a path.
     """
     paths: list[Path] = []
     changes: dict[KeyPath, Any] = {}
-    task: str | None = None
+    named: dict[str, str] = {}
     for word in words:
         setting = None if Path(word).is_file() else _SETTING.fullmatch(word)
         if setting is None:
             paths.append(Path(word))
             continue
         key, value = setting[1], setting[2]
-        if key == "task":
-            task = value
-            continue
-        path = _path(key)
-        if path in changes:
+        path = (key,) if key in ("task", "dataset") else _path(key)
+        if path in changes or key in named:
             raise ConfigError("given twice", where=f"command line {key}", got=value, fix="Keep one of them.")
+        if key in ("task", "dataset"):
+            named[key] = value
+            continue
         changes[path] = read_yaml(f"value: {value}", "command line").value["value"]
+    task = named.get("task")
     if task is not None and paths:
         raise ConfigError(
             "a task brings its experiment and model", where="command line", got=f"{paths[0]} beside task={task}"
@@ -69,6 +77,13 @@ def read_words(words: Iterable[str]) -> CommandWords:
     if task is not None:
         folder = _task_folder(task)
         paths = [folder / "const.yaml", folder]
+    if "dataset" in named:
+        place = ("data", "dataset")
+        if place in changes:
+            raise ConfigError(
+                "given twice", where="command line dataset", got=named["dataset"], fix="Keep one of them."
+            )
+        changes[place] = _dataset(named["dataset"], task)
     experiment_path, model_dir = (*paths, None, None)[:2]
     return CommandWords(experiment_path, model_dir, changes)
 
@@ -85,6 +100,21 @@ def _task_folder(task: str) -> Path:
     return Path(__file__).parent.parent / "templates" / TASKS[task]
 
 
+def _dataset(name: str, task: str | None) -> str:
+    """Return ``data.dataset`` for ``dataset=name``."""
+    known = [f"{task}/{each}" for each in DATASETS.get(task or "", ())]
+    if name not in known:
+        fix = "Its data is data.source=FOLDER, where its const.yaml has that key."
+        raise ConfigError(
+            "the task has no such dataset" if task else "a dataset belongs to a task",
+            where="command line dataset",
+            got=name,
+            expected=", ".join(known) or None,
+            fix=(did_you_mean(name, known) or None) if known else fix,
+        )
+    return name.rpartition("/")[2]
+
+
 def _path(key: str) -> KeyPath:
     """Return the place of a dotted key in the experiment."""
     parts = tuple(key.split("."))
@@ -96,15 +126,12 @@ def _path(key: str) -> KeyPath:
         # a nested key "type" means a range inside hyperparameters
         named = (*parts[:-1], "type_") if parts in (("optimizer", "type"), ("scheduler", "type")) else parts
         return ("hyperparameters", "ds_config", *named)
-    fix = did_you_mean(parts[0], ("task", HYPERPARAMETER, *known_keys(), *TABLE))
-    if key == "dataset":
-        fix = "A task knows its own data; data.source=FOLDER names other data where its const.yaml has that key."
     raise ConfigError(
         "a key of neither an experiment nor a ds_config",
         where="command line",
         got=key,
         expected="task, trainer, or a dotted key such as hyperparameters.global_batch_size or zero_optimization.stage",
-        fix=fix,
+        fix=did_you_mean(parts[0], ("task", "dataset", HYPERPARAMETER, *known_keys(), *TABLE)),
     )
 
 

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from zero_trial.ds_config.table import TABLE
 from zero_trial.errors import ConfigError
 from zero_trial.experiment.defaults import ClusterDefaults, merge, modern
 from zero_trial.experiment.hyperparameters import Hyperparameters, check_counts
@@ -114,6 +115,13 @@ _TOP = Fields(
     },
     (_both_places,),
     hint="Settings of your own belong under data: or hyperparameters:.",
+    # the words of zero-trial run, given to det experiment create --config
+    instead={
+        "trainer": "hyperparameters.trainer",
+        "dataset": "data.dataset",
+        "task": "a file and a folder: zero-trial init my_task --template translation makes those of nlp/translation",
+        **{key: f"hyperparameters.ds_config.{key}" for key in TABLE if "." not in key},
+    },
 )
 
 

@@ -463,11 +463,13 @@ class Fields(Type):
     Args:
         checks: functions of a section whose keys have no issues; each returns a sentence, or None.
         hint: what is said of an unknown key that is near no known one.
+        instead: what to write in the place of an unknown key, by its name.
     """
 
     keys: Mapping[str, Field]
     checks: tuple[Callable[[Mapping[str, Any]], str | None], ...] = ()
     hint: str = field(default="", compare=False)
+    instead: Mapping[str, str] = field(default_factory=dict, compare=False)
 
     def check(self, value: Any, path: Path) -> list[Issue]:
         if not isinstance(value, Mapping):
@@ -495,7 +497,8 @@ class Fields(Type):
 
     def _unknown(self, key: Any, path: Path) -> Issue:
         near = difflib.get_close_matches(str(key), self.keys, 1, 0.7)
-        hint = f' Did you mean "{near[0]}"?' if near else (f" {self.hint}" if self.hint else "")
+        other = f' Did you mean "{near[0]}"?' if near else (f" {self.hint}" if self.hint else "")
+        hint = f" Write {self.instead[key]}." if key in self.instead else other
         return Issue((*path, key), UNKNOWN, f"unknown property.{hint}")
 
 

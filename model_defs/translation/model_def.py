@@ -1,0 +1,1 @@
+../../zero_trial/templates/translation/model_def.py

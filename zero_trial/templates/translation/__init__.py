@@ -1,0 +1,1 @@
+"""An encoder-decoder that translates, as files to copy."""

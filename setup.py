@@ -93,8 +93,8 @@ setup(
             *("templates/*/*.yaml", "templates/*/*.json", "templates/*/*.md"),
             "presets/*.json",
             *("csrc/*/*.h", "csrc/*/*.cpp", "csrc/*/*.cu"),
-            # not a module of the package: the trials' Pythons find it by itself
-            "master/relocation/sitecustomize.py",
+            # not a module of the package: Pythons that start with its folder on PYTHONPATH find it
+            "start/sitecustomize.py",
         ]
     },
     python_requires=">=3.10",

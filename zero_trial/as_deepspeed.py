@@ -5,7 +5,7 @@ ZERO_TRIAL_AS_DEEPSPEED=1 does the same for any process that imports zero_trial,
 this raises ConfigError, unless ZERO_TRIAL_AS_DEEPSPEED=replace asks for the stand-in by name.
 
 ``python -m zero_trial.as_deepspeed SCRIPT ...`` or ``... -m MODULE ...`` runs a program like that,
-for launchers of other projects.
+for launchers of other projects, and so the Pythons that this program starts.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import runpy
 import sys
 from pathlib import Path
 
-from zero_trial.stand_in.deepspeed_table import install_deepspeed
+from zero_trial.stand_in.deepspeed_table import install_deepspeed, pass_on_stand_in
 
 install_deepspeed().refuse_if_installed()
 
@@ -25,6 +25,7 @@ def _run(command: list[str]) -> None:
     sys.argv = command[1:] if module else command
     if not sys.argv:
         sys.exit("usage: python -m zero_trial.as_deepspeed SCRIPT ... (or -m MODULE ...)")
+    pass_on_stand_in()
     if module:
         runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
     else:

@@ -20,6 +20,7 @@ ARROWS: Mapping[str, set[str]] = {
     "stand_in": {"*"},  # other projects' names, which come from every room
     "as_deepspeed": {"stand_in"},
     "as_determined": {"stand_in", "run"},
+    "start": set(),  # runs before anything else is imported
     "lightning": {"engine", "zero", "ds_config", "schema", "errors"},  # imported on request
     "errors": set(),
     "util": {"errors"},

@@ -20,7 +20,7 @@ ENVIRONMENT_READERS = (
     "zero_trial.cli.",
     "zero_trial.ops.cpu_library",
     "zero_trial.ops.cuda_runtime",
-    "zero_trial.master.relocation.",
+    "zero_trial.start.",
 )
 
 PICKLES = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}

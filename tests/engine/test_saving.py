@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,7 +18,7 @@ from torch import nn
 
 import zero_trial
 from tests.support.dense import STAGES, Case, Turn, build_engine
-from tests.support.models import TinyLM, make_engine, tokens
+from tests.support.models import WIDTH, TinyLM, make_engine, tokens
 from tests.support.pool import Pools, RankPool
 from zero_trial import zero
 from zero_trial.engine.saving import _whole_model
@@ -669,6 +669,49 @@ def consolidated() -> list[Any]:
 
 def test_the_whole_model_on_rank_0_for_libraries(ranks: Pools) -> None:
     assert ranks(2).run(consolidated) == [[True, True, True]] * 2
+
+
+def _stepped(engine: zero_trial.Engine) -> None:
+    """Take a step with a loss that bypasses the module's own forward."""
+    engine.backward(engine.module.head(torch.ones(1, WIDTH)).sum())
+    engine.step()
+
+
+def _opened(engine: zero_trial.Engine) -> None:
+    with zero.GatheredParameters(list(engine.module.norm.parameters())):
+        pass
+
+
+USES_OF_ALL_RANKS: dict[str, Callable[[zero_trial.Engine, Path], object]] = {
+    "forward": lambda engine, folder: engine(tokens(0, 2)),
+    "step": lambda engine, folder: _stepped(engine),
+    "GatheredParameters": lambda engine, folder: _opened(engine),
+    "load_state_dict": lambda engine, folder: engine.module.norm.load_state_dict(nn.LayerNorm(WIDTH).state_dict()),
+    "save_checkpoint": lambda engine, folder: engine.save_checkpoint(folder),
+    "module_state_dict": lambda engine, folder: engine.module_state_dict(),
+}
+
+
+def saved_by_one_rank(use: str, folder: Path) -> None:
+    """After a consolidation ranks ask alone for state dicts, until all use the model again."""
+    engine = make_engine(TinyLM, {"zero_optimization": STAGES["zero3"]})
+    expected = engine.module_state_dict()
+    engine._zero3_consolidated_16bit_state_dict()
+    alone, prefix = (engine.module, "") if engine.mesh.rank else (engine.module.blocks[1], "blocks.1.")
+    state = alone.state_dict(prefix=prefix)
+    assert state.keys() == {name for name in expected if name.startswith(prefix)}
+    assert all(value.shape == expected[name].shape for name, value in state.items())
+    with pytest.raises(TrialError, match="GatheredParameters"):
+        next(iter(state.values())).clone()
+    USES_OF_ALL_RANKS[use](engine, folder)
+    again = engine.module.blocks[1].state_dict(prefix="blocks.1.")
+    assert all(torch.isfinite(value).all() for value in again.values())
+    assert torch.equal(again["blocks.1.up.weight"], expected["blocks.1.up.weight"]) or use == "step"
+
+
+@pytest.mark.parametrize("use", USES_OF_ALL_RANKS)
+def test_one_rank_alone_asks_for_state_dicts_while_it_saves(ranks: Pools, use: str, tmp_path: Path) -> None:
+    ranks(2).run(saved_by_one_rank, use, tmp_path)
 
 
 def test_whether_to_gather_is_what_the_ds_config_says() -> None:

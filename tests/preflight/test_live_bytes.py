@@ -34,16 +34,17 @@ def test_memory_that_no_operation_made_counts_only_when_it_is_held() -> None:
 
 
 def test_storages_that_are_resized() -> None:
-    live = LiveBytes()
+    live, resize = LiveBytes(), torch.UntypedStorage.resize_
     with live:
         full = torch.zeros(100)
-        live.follow(lambda: [full])
         full.untyped_storage().resize_(0)
         live.restart()
         assert (live.live, live.peak) == (0, 0)
         full.untyped_storage().resize_(800)
+        assert live.live == 800
         small = torch.zeros(1)
         assert live.peak == 804 and small.numel()
+    assert torch.UntypedStorage.resize_ is resize
 
 
 def test_saved_for_backward_without_parameters_and_each_storage_once() -> None:

@@ -22,15 +22,13 @@ from zero_trial.sharding.offload.nvme_optimizer import (
     MASTER,
     ROUNDED,
     MasterSwap,
-    RoundedBuffers,
     StateColumn,
-    SwappedPiece,
     SwappedStore,
     regions_of,
     slots_of,
     state_columns,
 )
-from zero_trial.sharding.offload.nvme_params import ParamSwapper
+from zero_trial.sharding.offload.nvme_params import ParamSwapper, RoundedBuffers, SwappedPiece
 from zero_trial.sharding.offload.swap_file import BLOCK, CUT, SwapFile
 from zero_trial.sharding.optimizer import ShardedOptimizer
 from zero_trial.sharding.param_group import ParamGroup

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.architecture.sources import ROOT
+from zero_trial.stand_in.deepspeed_table import started_with_stand_in
 
 
 def line() -> str:
@@ -64,3 +65,36 @@ def test_the_real_one_is_refused_at_its_import(tmp_path: Path):
     (tmp_path / "deepspeed.py").write_text("")
     done = python(tmp_path, "print(1)\nimport deepspeed", ZERO_TRIAL_AS_DEEPSPEED="1")
     assert done.returncode != 0 and done.stdout == "1\n" and str(tmp_path / "deepspeed.py") in done.stderr
+
+
+WORKERS = """
+import multiprocessing, sys
+import deepspeed, importlib.metadata
+
+def version(number):
+    return [deepspeed.__version__, importlib.metadata.version("deepspeed")][number]
+
+if __name__ == "__main__":
+    context = multiprocessing.get_context(sys.argv[1])
+    with context.Pool(1) as pool:
+        print(pool.map(version, range(2)))
+"""
+
+
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_workers_of_a_script_import_deepspeed_too(tmp_path: Path, method: str):
+    """With nothing installed: the tree on PYTHONPATH alone."""
+    (tmp_path / "script.py").write_text(WORKERS)
+    env = {k: v for k, v in os.environ.items() if k != "ZERO_TRIAL_AS_DEEPSPEED"} | {"PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "zero_trial.as_deepspeed", "script.py", method]
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120, check=False)
+    assert done.stdout == "['0.19.8', '0.19.8']\n", done.stderr
+
+
+def test_pythons_of_a_run_start_with_the_stand_in():
+    env = started_with_stand_in({"PYTHONPATH": os.pathsep.join(["/mine", "/too"]), "HOME": "/h"}, "replace")
+    first, *others = env["PYTHONPATH"].split(os.pathsep)
+    assert (Path(first) / "sitecustomize.py").is_file() and others == ["/mine", "/too"]
+    assert env["ZERO_TRIAL_AS_DEEPSPEED"] == "replace" and env["HOME"] == "/h"
+    assert started_with_stand_in(env) == env
+    assert started_with_stand_in({})["ZERO_TRIAL_AS_DEEPSPEED"] == "1"

@@ -80,3 +80,18 @@ def test_trl_with_adapters(ask: Callable[..., Any], kind: str) -> None:
     plain, *stages = ask("losses", kind, stages=[None, 0, 3], adapters=True)
     assert all(gap(losses, plain) <= WITHIN for losses in stages)
     assert stages[0] == stages[1]
+
+
+@pytest.mark.parametrize(
+    "more", [{}, {"modules_to_save": ["lm_head", "embed_tokens"]}], ids=["LoRA", "modules_to_save"]
+)
+def test_adapters_are_saved_whole(ask: Callable[..., Any], more: dict[str, Any]) -> None:
+    """Loaded in plain PEFT, and merged there or here, they give the logits of the trained model."""
+    plain, *stages = ask("lora", stages=EVERY, more=more)
+    assert len(plain["shapes"]) == 8 + len(more.get("modules_to_save", []))
+    for run in stages:
+        assert gap(run["losses"], plain["losses"]) <= WITHIN
+        assert run["losses"] == stages[0]["losses"]
+        assert run["shapes"] == plain["shapes"]
+        assert run["far"].pop("base") > 0.1  # so that a lost adapter would show
+        assert max(run["far"].values()) <= WITHIN

@@ -9,16 +9,19 @@ from typing import Any
 
 import zero_trial.as_deepspeed  # noqa: F401  isort: skip
 
+import deepspeed
 import torch
+import torch.distributed as dist
 import transformers
 from datasets import Dataset, disable_progress_bars
-from peft import LoraConfig
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, PrinterCallback
+from transformers import PreTrainedTokenizerFast, PrinterCallback, Trainer
 from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 
-from tests.stand_in.samples import LENGTH, VOCABULARY
-from tests.stand_in.trainers import arguments, ds_config, logged, pretrained
+from tests.stand_in.samples import LENGTH, VOCABULARY, Samples
+from tests.stand_in.trainers import arguments, ds_config, forget, load, logged, pretrained
 
 disable_progress_bars()
 transformers.utils.logging.disable_progress_bar()
@@ -106,3 +109,53 @@ def losses(kind: str, folder: Path, stages: list[int | None], **options: Any) ->
     if options.pop("adapters", False):
         options["given"] = {"peft_config": LoraConfig(**LORA)}
     return [logged(tuned(kind, folder, config, **options), "loss") for config in configs]
+
+
+def adapted(folder: Path, stage: int | None, out: Path, more: dict[str, Any], **options: Any) -> Trainer:
+    """Train adapters with transformers' Trainer, and save them. Their B is random: at its usual
+    zero A would get no gradient in the first step, and lost adapters would give the same logits."""
+    args = arguments(out, deepspeed=None if stage is None else ds_config(stage), **{"max_steps": 6} | options)
+    model = load("Llama", folder)
+    transformers.set_seed(11)
+    model = get_peft_model(model, LoraConfig(**LORA | {"init_lora_weights": False} | more))
+    trainer = Trainer(model=model, args=args, train_dataset=Samples("Llama"))
+    trainer.remove_callback(PrinterCallback)
+    trainer.train()
+    trainer.save_model(str(out / "adapter"))
+    dist.barrier()
+    return trainer
+
+
+def logits(model: Any) -> torch.Tensor:
+    """Return what a model says of four samples."""
+    model.eval()
+    with torch.no_grad():
+        inputs = torch.stack([Samples("Llama", 4)[at]["input_ids"] for at in range(4)])
+        said: torch.Tensor = model(input_ids=inputs).logits
+    return said
+
+
+def lora(folder: Path, stages: list[int | None], more: dict[str, Any], **options: Any) -> list[dict[str, Any]]:
+    """Return each run's losses, the shapes in its adapter file, and how far the adapter, loaded in
+    plain PEFT, is from the trained model; merged there; and merged where it was trained."""
+    pretrained("Llama", folder)
+    found = []
+    for stage in stages:
+        out = folder / f"lora{stage}"
+        trainer = adapted(folder, stage, out, more, **options)
+        trained = logits(trainer.model)
+        forget()
+        loaded = PeftModel.from_pretrained(load("Llama", folder).to(trained.dtype), out / "adapter")
+        models = {"loaded": logits(loaded), "merged": logits(loaded.merge_and_unload())}
+        with deepspeed.zero.GatheredParameters(list(trainer.model.parameters()), modifier_rank=0):
+            models["merged here"] = logits(trainer.accelerator.unwrap_model(trainer.model).merge_and_unload())
+        models["base"] = logits(load("Llama", folder).to(trained.dtype))
+        file = load_file(out / "adapter" / "adapter_model.safetensors")
+        found.append(
+            {
+                "losses": logged(trainer, "loss"),
+                "shapes": {name: tuple(value.shape) for name, value in file.items()},
+                "far": {name: (said - trained).abs().max().item() for name, said in models.items()},
+            }
+        )
+    return found

@@ -28,7 +28,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from zero_trial.comm import AxisComm
+from zero_trial.comm.control import ControlChannel
 
 NAME = "strict"
 
@@ -51,7 +51,7 @@ def register() -> None:
 def pretended_device() -> Iterator[None]:
     """Inside, the mesh treats floating-point tensors as a device's."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(AxisComm, "on_host", staticmethod(on_host))
+        patch.setattr(ControlChannel, "on_host", staticmethod(on_host))
         yield
 
 

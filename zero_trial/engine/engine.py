@@ -493,8 +493,15 @@ class Engine(EngineAccessors):
         self, exclude_frozen_parameters: bool = False
     ) -> dict[str, torch.Tensor] | None:
         """Return the module's whole state dict in the host's memory on rank 0, and None on the
-        others; libraries for DeepSpeed call it at stage 3. Collective: every rank must call."""
-        return saving.first_rank_state(self, "engine._zero3_consolidated_16bit_state_dict", exclude_frozen_parameters)
+        others; libraries for DeepSpeed call it at stage 3. Collective: every rank must call.
+
+        ``state_dict()`` of the module and its parts has names without values after it, until the
+        model is used again: libraries call that on some ranks alone while they save.
+        """
+        where = "engine._zero3_consolidated_16bit_state_dict"
+        state = saving.first_rank_state(self, where, exclude_frozen_parameters)
+        self.sharded.list_names()
+        return state
 
     def empty_partition_cache(self) -> None:
         """Free the parameters that stage 3 keeps whole for a later use, and what torch caches of
@@ -505,6 +512,7 @@ class Engine(EngineAccessors):
 
     def module_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, torch.Tensor]:
         """Return the module's whole state dict on every rank. Collective over shard."""
+        self.sharded.wait()
         state = self.module.state_dict()
         if exclude_frozen_parameters:
             params = self.module.named_parameters(remove_duplicate=False)

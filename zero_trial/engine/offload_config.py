@@ -26,13 +26,11 @@ from zero_trial.sharding.offload.host import (
 )
 from zero_trial.sharding.offload.nvme_optimizer import (
     MasterSwap,
-    RoundedBuffers,
     StateColumn,
-    SwappedPiece,
     SwappedStore,
     state_columns,
 )
-from zero_trial.sharding.offload.nvme_params import ParamSwapper, SwappedShard
+from zero_trial.sharding.offload.nvme_params import ParamSwapper, RoundedBuffers, SwappedPiece, SwappedShard
 from zero_trial.sharding.offload.swap_file import BLOCK, SwapFile, SwapSpace, buffer_elements
 from zero_trial.sharding.param_group import ParamGroup
 from zero_trial.sharding.pieces import ShardPiece, StateStore

@@ -21,7 +21,7 @@ from zero_trial.launch.placement import HostPlacement, PlacementRequest, place
 from zero_trial.launch.screen import LogWatcher, NoWatcher
 from zero_trial.launch.supervisor import LaunchResult, Supervisor, Watcher
 from zero_trial.runs.layout import RunFolder, given_run_folder, new_run_folder
-from zero_trial.stand_in.deepspeed_table import VARIABLE, refuse_real_deepspeed
+from zero_trial.stand_in.deepspeed_table import refuse_real_deepspeed, started_with_stand_in
 
 _DEFAULT_HOSTFILE = Path("/job/hostfile")
 """Where DeepSpeed's launcher looks when no hostfile is named."""
@@ -63,7 +63,7 @@ def launch_script(request: ScriptRequest, output: TextIO) -> tuple[LaunchResult,
         command = AgentCommand(_target(request), own.ranks, str(folder), own.rendezvous, cwd=os.getcwd())
         env = host_environment(own, threads_per_rank(own.ranks, devices))
         if request.as_deepspeed:
-            env[VARIABLE] = request.as_deepspeed
+            env = started_with_stand_in(env, request.as_deepspeed)
         return Supervisor(command, env, _watcher(own, folder, output)).run(), folder
     finally:
         for process in remotes:

@@ -322,7 +322,12 @@ class AgentInfo:
 
 @dataclass(frozen=True)
 class Task:
-    """The chain of allocations of one trial, from its beginning or a ``continue`` to the next."""
+    """The chain of allocations of one trial, from its beginning or a ``continue`` to the next; or
+    the deletion of checkpoints of an experiment, which has no trial (0) and one allocation.
+
+    Attributes:
+        resources: the section of the experiment's configuration.
+    """
 
     id: str
     trial_id: int
@@ -332,6 +337,7 @@ class Task:
     started: float
     ended: float | None
     allocations: tuple[Allocation, ...]
+    resources: Json = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

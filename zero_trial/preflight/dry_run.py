@@ -195,7 +195,7 @@ def dry_run(
             for role, options in zip(roles, copies, strict=True)
         ]
         copies.clear()
-        live.follow(lambda: [buffer for engine in engines for buffer in engine.sharded.buffers()])
+        live.hold(buffer for engine in engines for buffer in engine.sharded.buffers())
         if micro is None:
             for engine in engines:
                 _empty_step(engine)

@@ -27,7 +27,7 @@ import torch
 
 from zero_trial.comm import AxisComm, CommCounters, Mesh, MeshShape
 from zero_trial.comm.backends import Counts, Transport
-from zero_trial.comm.collective import ControlChannel
+from zero_trial.comm.control import ControlChannel
 from zero_trial.comm.mesh import AXES
 from zero_trial.comm.shm.segments import HEADER, SMALLEST, capacity_for
 from zero_trial.comm.shm.transport import WORTH_BYTES

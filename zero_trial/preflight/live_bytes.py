@@ -29,10 +29,10 @@ class LiveBytes(TorchDispatchMode):
     """Counts while it is entered; what it counted stays counted until it dies, entered or not.
 
     ``live`` bytes now, ``peak`` the most since :meth:`restart`. Views of one storage count once; a
-    storage that is resized counts with its new size from the next operation on. Not seen: memory
-    that no tensor holds (libraries, kernels' own workspace, caches of an allocator), and tensors
-    over memory that no operation made (shared memory, files) unless they are held. ``only``: the
-    type of the device whose memory counts.
+    storage that is resized counts with its new size at once. Not seen: memory that no tensor holds
+    (libraries, kernels' own workspace, caches of an allocator), and tensors over memory that no
+    operation made (shared memory, files) unless they are held. ``only``: the type of the device
+    whose memory counts.
     """
 
     def __init__(self, only: str | None = None) -> None:
@@ -48,6 +48,27 @@ class LiveBytes(TorchDispatchMode):
         self.saved = 0
         self.saved_peak = 0
 
+    def __enter__(self) -> LiveBytes:
+        """Count from here on. No operation resizes a storage, so that is watched apart."""
+        self._resize = torch.UntypedStorage.resize_
+        torch.UntypedStorage.resize_ = self._resized(self._resize)  # type: ignore[assignment, method-assign]
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *raised: Any) -> None:
+        torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
+        super().__exit__(*raised)  # type: ignore[no-untyped-call]
+
+    def _resized(self, resize: Callable[[Any, int], Any]) -> Callable[[Any, int], Any]:
+        def watched(storage: Any, size: int) -> Any:
+            out = resize(storage, size)
+            known = self._storages.get(storage._cdata)
+            if known is not None and known.ref() is not None:
+                self._measure(known, size)
+            return out
+
+        return watched
+
     def hold(self, tensors: Iterable[torch.Tensor]) -> None:
         """Count tensors that were made before, or elsewhere."""
         for tensor in tensors:
@@ -55,8 +76,8 @@ class LiveBytes(TorchDispatchMode):
         self.peak = max(self.peak, self.live)
 
     def follow(self, tensors: Callable[[], Iterable[torch.Tensor]]) -> None:
-        """Measure ``tensors()`` anew at every operation: their storages come and go without one
-        (resized in place, or mapped).
+        """Look at ``tensors()`` anew at every operation: their storages come and go without one
+        (mapped memory).
         """
         self._followed = tensors
         self.hold(tensors())
@@ -114,16 +135,19 @@ class LiveBytes(TorchDispatchMode):
         key, size = storage._cdata, storage.nbytes()
         known = self._storages.get(key)
         if known is not None and known.ref() is not None:
-            self.live += size - known.size
-            if known.saved:
-                self.saved += size - known.size
-            known.size = size
+            self._measure(known, size)
             return
         if known is not None:
             self._gone(key, known.number)
         self._made += 1
         self._storages[key] = _Storage(weakref.ref(storage, partial(self._died, key, self._made)), size, self._made)
         self.live += size
+
+    def _measure(self, known: _Storage, size: int) -> None:
+        self.live += size - known.size
+        if known.saved:
+            self.saved += size - known.size
+        known.size = size
 
     def _died(self, key: int, number: int, _: Any) -> None:
         self._gone(key, number)

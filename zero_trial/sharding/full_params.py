@@ -15,7 +15,7 @@ from torch import nn
 
 from zero_trial.comm import AxisComm
 from zero_trial.errors import TrialError
-from zero_trial.sharding.freed import by_owner, lost_edits, optimizer_of_param, owner_of_param
+from zero_trial.sharding.freed import FreedParameter, by_owner, lost_edits, optimizer_of_param, owner_of_param
 from zero_trial.sharding.layout import ParamSlot, wide_dtype
 from zero_trial.sharding.leaf_modules import get_z3_leaf_modules
 from zero_trial.sharding.param_group import ParamGroup
@@ -334,7 +334,7 @@ class FullParams:
     first. Each module's own parameters are gathered when its turn comes and freed when another
     group's turn has come, so that the device holds one group at a time and never the whole model.
     Where parameters are freed, ``state_dict`` hands out copies in the host's memory, on every rank
-    of the axis.
+    of the axis; after :meth:`list_names` it communicates nothing.
     """
 
     def __init__(
@@ -359,6 +359,7 @@ class FullParams:
         # module's children before its own.
         self._uncopied: list[tuple[nn.Module, list[ParamGroup]]] = []
         self._drops_values = False
+        self._lists_names: Any = None  # while set, see list_names(): the handle of the hook that ends it
         self._copies = any(group.plan.params is not Lifetime.ALWAYS for group in groups)
         self.handles: list[Any] = []
         group_of = {id(param): group for group in groups for param in group.params}
@@ -378,6 +379,7 @@ class FullParams:
         ]
 
     def remove_hooks(self) -> None:
+        self.end_names()
         for handle in self.handles:
             handle.remove()
         self.handles.clear()
@@ -386,6 +388,7 @@ class FullParams:
 
     def open(self, params: list[nn.Parameter]) -> None:
         """See :class:`ShardOwner`. May be nested."""
+        self.end_names()
         self._publisher.wait()
         held = self._holding(params)
         opened = [group for group in held if not group.live]
@@ -463,6 +466,7 @@ class FullParams:
 
         The ranks of a host then hold one copy of the model and not one each.
         """
+        self.end_names()
         first = all(group.comm.index == 0 for group in self._groups)
         self._drops_values = self._copies and not first
         try:
@@ -471,9 +475,30 @@ class FullParams:
             self._drops_values = False
         return state if first else {}
 
+    def list_names(self) -> None:
+        """Let ``state_dict()`` of the module and its parts be local, with freed parameters for
+        values, until all ranks use the model again: in a forward, a step, GatheredParameters, a
+        checkpoint.
+
+        For what follows :meth:`rank0_state_dict`. Libraries then save on rank 0 alone and ask parts
+        for their names there (PEFT's ``modules_to_save``), or have nothing to save on the other
+        ranks and ask for a state dict that they do not read (``save_pretrained(state_dict=None,
+        is_main_process=False)``). To gather there would wait for ranks that do not come.
+        """
+        if self._copies and self._lists_names is None:
+            self._lists_names = self._module.register_forward_pre_hook(ModuleHook(lambda *_: self.end_names()))
+
+    def end_names(self) -> None:
+        """Let ``state_dict()`` gather again. Local."""
+        if self._lists_names is not None:
+            self._lists_names.remove()
+            self._lists_names = None
+
     def _enter(self, part: nn.Module, own: list[ParamGroup], *, loading: bool) -> None:
         """Gather the groups of the part's own parameters, in place of those of the part before
         it."""
+        if loading:
+            self.end_names()
         if self._scope is None or part is self._scope or all(part is not inner for inner in self._scope.modules()):
             self._publisher.wait_result()
             self._loading = False  # what an earlier call left open when it failed is dropped
@@ -483,7 +508,7 @@ class FullParams:
         self._free_gathered(own)
         if not loading:
             self._uncopied.append((part, own))
-        freed = [group for group in own if not group.live]
+        freed = [group for group in own if not group.live and self._lists_names is None]
         for group in freed:
             group.unshard_async()
         for group in freed:
@@ -495,7 +520,8 @@ class FullParams:
         inner modules are copied already."""
         if self._copies:
             for name in (*part._parameters, *part._buffers):
-                if torch.is_tensor(value := state.get(prefix + name)):
+                value = state.get(prefix + name)
+                if torch.is_tensor(value) and not isinstance(value, FreedParameter):
                     state[prefix + name] = None if self._drops_values else value.to("cpu", copy=True)
         while self._uncopied and self._uncopied.pop()[0] is not part:
             pass

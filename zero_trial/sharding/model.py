@@ -224,6 +224,7 @@ class ShardedModel:
             :attr:`rounded_groups` whether the step will overwrite an edit on this rank; None
             without such groups.
         """
+        self._full_params.end_names()
         for group in self.groups:
             group.take_edits(deferred=deferred)
         if not deferred:
@@ -274,6 +275,7 @@ class ShardedModel:
     def wait(self) -> None:
         """Wait until the published parameters are whole on all ranks: see
         :meth:`ParamPublisher.wait`."""
+        self._full_params.end_names()
         self.publisher.wait()
 
     # --- actions of a schedule --------------------------------------------------------------------
@@ -334,6 +336,10 @@ class ShardedModel:
     def rank0_state_dict(self) -> dict[str, Any]:
         """See :meth:`FullParams.rank0_state_dict`."""
         return self._full_params.rank0_state_dict()
+
+    def list_names(self) -> None:
+        """See :meth:`FullParams.list_names`."""
+        self._full_params.list_names()
 
     def group_of(self, param: torch.Tensor) -> tuple[ParamGroup, int]:
         """Return the group that holds ``param``, and its slot's index there. Raises TrialError for

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from pathlib import Path
 
 from zero_trial.errors import ConfigError
 from zero_trial.stand_in.deepspeed_refused import REFUSED_MODULES, REFUSED_NAMES, refused_names
@@ -359,6 +360,20 @@ def asked_for(env: Mapping[str, str]) -> str:
     if value in ("1", "replace"):
         return value
     raise ConfigError("this is not a value of the variable", where=VARIABLE, got=value, expected="0, 1 or replace")
+
+
+def started_with_stand_in(env: Mapping[str, str], asked: str = "") -> dict[str, str]:
+    """Return ``env`` for Pythons that start with the stand-in, and so do those that they start: the
+    workers of a DataLoader, ranks of another launcher. ``asked``: "replace", "1", or what ``env``
+    says already."""
+    start = str(Path(__file__).parents[1] / "start")
+    others = [folder for folder in env.get("PYTHONPATH", "").split(os.pathsep) if folder not in ("", start)]
+    return {**env, VARIABLE: asked or asked_for(env) or "1", "PYTHONPATH": os.pathsep.join([start, *others])}
+
+
+def pass_on_stand_in() -> None:
+    """Let the Pythons that this process starts have the stand-in, too."""
+    os.environ.update(started_with_stand_in(os.environ))
 
 
 def _stand_in(asked: str) -> StandIn:

@@ -361,6 +361,35 @@ def test_checkpoints_elsewhere_are_left_alone(master: Sandbox) -> None:
     assert master.checkpoints.get(name).state is CheckpointState.COMPLETED
 
 
+def test_a_deletion_is_listed_as_a_task_and_a_little_longer(master: Sandbox) -> None:
+    master.create()
+    saved = save(master, 1, 1)
+    newest = save(master, 1, 2)
+    master.checkpoints.remove_files([newest], [])
+    listed = master.tasks.collections()
+    assert [(task.name, task.experiment_id, len(task.allocations)) for task in listed] == [
+        ("Checkpoint GC (Experiment 1)", 1, 1)
+    ]
+    master.clock.now += 1
+    master.checkpoints.delete([saved])
+    master.garbage_collector.collect()
+    assert [task.id for task in master.tasks.collections()] == [listed[0].id]
+    master.clock.now += 1.5
+    assert len(master.tasks.collections()) == 1
+    master.clock.now += 1
+    assert master.tasks.collections() == []
+
+
+def test_what_is_partly_deleted_counts_with_what_is_left(master: Sandbox) -> None:
+    master.create()
+    save(master, 1, 1)
+    first = save(master, 1, 2)
+    save(master, 1, 3)
+    master.checkpoints.remove_files([first], ["weights"])
+    for found in (master.experiments.get(1), master.trials.get(1)):
+        assert (found.checkpoint_count, found.checkpoint_size) == (3, 50)
+
+
 def test_it_works_in_a_thread_of_its_own(master: Sandbox) -> None:
     made = master.create()
     master.exit(1)

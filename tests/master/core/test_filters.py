@@ -166,7 +166,6 @@ def test_groups(node: Any, numbers: list[int]) -> None:
 @pytest.mark.parametrize(
     "node",
     [
-        None,
         [],
         {"kind": "other"},
         {"kind": "group", "children": []},
@@ -261,6 +260,38 @@ def test_sort_orders(text: str, numbers: list[int]) -> None:
 def test_a_sort_order_that_makes_no_sense_is_refused(text: str) -> None:
     with pytest.raises(Invalid):
         sort_rows(ROWS, text, COLUMNS)
+
+
+def test_nan_is_the_largest_number_and_equals_itself() -> None:
+    for sign, numbers in ((">", [1, 3]), ("<", [4]), ("!=", [1, 3, 4]), ("=", [])):
+        assert taken(leaf("value", sign, 0)) == numbers
+    assert taken(leaf("value", "=", "NaN")) == [3] and taken(leaf("value", "<", "NaN")) == [1, 4]
+
+
+@pytest.mark.parametrize(
+    ("name", "group", "metric"),
+    [("a.b.min", "a", "b"), (".a.b.last", ".a", "b"), ("a.b.c.max", "a", "b.c"), ("a.min.mean", "a", "min")],
+)
+def test_names_of_metrics(name: str, group: str, metric: str) -> None:
+    row = Sample(1, summary={group: {metric: {name.rpartition(".")[2]: 5}}})
+    found = read_filter(json.dumps({"filterGroup": leaf(name, "=", 5, "CUSTOM_METRIC", "NUMBER")}), TABLES)
+    assert found.matches(row)
+
+
+@pytest.mark.parametrize("name", ["." * 100_000, "a." * 50_000, "a.min", "a..min", "a\n.b.min", "ä.b.min"])
+def test_what_names_no_metric_is_refused_at_once(name: str) -> None:
+    with pytest.raises(Invalid, match="not the name of a metric"):
+        taken(leaf(name, "=", 5, "CUSTOM_METRIC"))
+
+
+def test_a_filter_without_a_group_takes_everything() -> None:
+    for text in ("{}", '{"filterGroup": null, "showArchived": true}'):
+        assert all(map(read_filter(text, TABLES).matches, ROWS))
+
+
+def test_a_sort_order_has_an_end() -> None:
+    with pytest.raises(Invalid):
+        sort_rows(ROWS, ",".join(["id=asc"] * 51), COLUMNS)
 
 
 def test_dates_without_a_zone_are_in_utc() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from typing import Any
 
@@ -127,6 +128,8 @@ def test_accounts_that_cannot_be(ask: Ask, world: World, body: dict[str, Any], s
         ({"password": ""}, 400),
         ({"username": " "}, 400),
         ({"agentUserGroup": {"agentUid": 0}}, 501),
+        ({"agentUserGroup": {"agentUid": os.getuid(), "agentGid": os.getgid() + 1}}, 501),
+        ({"agentUserGroup": {"agentUid": os.getuid(), "agentGid": os.getgid()}}, 200),
     ],
 )
 def test_an_administrator_does_not_lock_himself_out(ask: Ask, world: World, body: dict[str, Any], status: int) -> None:

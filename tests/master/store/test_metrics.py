@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import sqlite3
 import time
@@ -11,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from zero_trial.master.records import MetricReport
-from zero_trial.master.store import Database, metrics
+from zero_trial.master.records import Checkpoint, CheckpointState, MetricReport, Trial, TrialState
+from zero_trial.master.store import Database, checkpoints, metrics, trials
 from zero_trial.master.store.metrics import extend, kind_of
 
 
@@ -48,6 +49,8 @@ def test_best_and_latest_validation(connection: sqlite3.Connection) -> None:
     metrics.add(connection, report(4, "validation", other=1), None)
     metrics.add(connection, MetricReport(2, 1, "validation", 9, {"val": 0.2}), 0.2)
     metrics.add(connection, MetricReport(2, 1, "validation", 8, {"val": 0.2}), 0.2)
+    for name in "ab":
+        trials.add(connection, Trial(0, 1, name, name, TrialState.ACTIVE, {}, 1, 0.0))
     for which, there in (("= ?", {1: 4}), ("IN (SELECT 1 UNION SELECT ?)", {1: 4, 2: 9})):
         value = max(there)
         best = metrics.best_validations(connection, which, value, smaller_is_better=True)
@@ -57,8 +60,17 @@ def test_best_and_latest_validation(connection: sqlite3.Connection) -> None:
         assert 2 not in there or best[2][0].steps_completed == worst[2][0].steps_completed == 9  # the first of equals
         latest = metrics.latest_validations(connection, which, value)
         assert {trial: each.steps_completed for trial, each in latest.items()} == there
-    at = metrics.validation_at(connection, 1, 3)
-    assert at is not None and at[1] == 0.9 and metrics.validation_at(connection, 1, 7) is None
+
+
+def test_validations_at_the_steps_of_checkpoints(connection: sqlite3.Connection) -> None:
+    for steps, value in ((1, 0.5), (2, 0.4), (2, 0.2), (3, 0.9)):
+        metrics.add(connection, report(steps, "validation", val=value), value)
+    for steps in (2, 7):
+        saved = Checkpoint(f"u{steps}", CheckpointState.COMPLETED, 1, 1, "t", "a", 1.0, {}, {}, steps_completed=steps)
+        checkpoints.put(connection, saved)
+    found = metrics.validations_at_checkpoints(connection, "c.experiment_id = ?", 1)
+    assert found == {(1, 2): ({"val": 0.2}, 0.2)}  # of two reports the later
+    assert metrics.validations_at_checkpoints(connection, "c.uuid = ?", "u7") == {}
 
 
 def test_what_came_after_the_restored_step_is_out_of_sight(connection: sqlite3.Connection) -> None:
@@ -67,6 +79,7 @@ def test_what_came_after_the_restored_step_is_out_of_sight(connection: sqlite3.C
     metrics.add(connection, report(None, "gpu", load=1))
     metrics.archive_after(connection, 1, 2)
     assert [item.steps_completed for item in metrics.of_trial(connection, 1, "validation")] == [1, 2]
+    trials.add(connection, Trial(0, 1, "a", "a", TrialState.ACTIVE, {}, 1, 0.0))
     assert metrics.best_validations(connection, "= ?", 1, smaller_is_better=True)[1][1] == -2
     assert len(metrics.of_trial(connection, 1, "gpu")) == 1
 
@@ -114,19 +127,33 @@ def test_the_summary(connection: sqlite3.Connection) -> None:
     assert found["note"] == {"type": "string", "last": "x"}
 
 
-def test_the_summary_is_that_of_the_reports_whatever_their_order(connection: sqlite3.Connection) -> None:
-    def fresh() -> dict[str, Any]:
-        """Return the summary as the reports alone give it."""
-        found: dict[str, Any] = {}
-        for group in ("training", "validation"):
-            for item in metrics.of_trial(connection, 1, group):
-                extend(found.setdefault(group, {}), item.metrics)
-        return found
+def fresh(connection: sqlite3.Connection) -> dict[str, Any]:
+    """Return the summary of trial 1 as the reports alone give it."""
+    found: dict[str, Any] = {}
+    for group in ("training", "validation"):
+        for item in metrics.of_trial(connection, 1, group):
+            extend(found.setdefault(group, {}), item.metrics)
+    return found
 
+
+def test_a_summary_is_written_once_for_many_reports(connection: sqlite3.Connection) -> None:
+    written: list[str] = []
+    connection.set_trace_callback(lambda sql: written.append(sql) if sql.startswith("REPLACE INTO summaries") else None)
+    for count in range(1, 201):
+        # two reports of a step, some that are late
+        metrics.add(connection, report(count // 2 - 3 * (count % 50 == 49), loss=count / 7))
+        assert metrics.summary(connection, 1) == fresh(connection)
+    assert len(written) <= 200 // 16
+    metrics.keep_summary(connection, 1)
+    kept = connection.execute("SELECT summary FROM summaries WHERE trial_id = 1").fetchone()[0]
+    assert json.loads(kept) == fresh(connection)["training"]
+
+
+def test_the_summary_is_that_of_the_reports_whatever_their_order(connection: sqlite3.Connection) -> None:
     for steps, value in ((1, 0.1), (5, 0.2), (3, 0.3), (3, "x"), (7, math.inf), (6, 0.5), (9, 0.7)):
         metrics.add(connection, report(steps, loss=value))
         metrics.add(connection, report(steps, "validation", val=steps / 10, **({"late": 1} if steps > 5 else {})))
-        assert metrics.summary(connection, 1) == fresh()
+        assert metrics.summary(connection, 1) == fresh(connection)
     metrics.add(connection, report(None, "gpu", load=1))
     for hide in (
         lambda: metrics.archive_after(connection, 1, 8),
@@ -136,7 +163,7 @@ def test_the_summary_is_that_of_the_reports_whatever_their_order(connection: sql
     ):
         before = metrics.summary(connection, 1)
         hide()
-        assert metrics.summary(connection, 1) == fresh() != before
+        assert metrics.summary(connection, 1) == fresh(connection) != before
     assert metrics.summary(connection, 1) == {}
 
 

@@ -8,7 +8,6 @@ project.
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -81,70 +80,62 @@ class BulkService:
 
     # -- runs
 
-    def kill_runs(self, project_id: int, ids: Sequence[int], text: str | None) -> list[ActionResult]:
-        """Kill runs; one that has ended is left as it is."""
-
-        def kill(found: _Candidate) -> None:
-            if not found.run.state.final:
-                _explained("Failed to kill run", lambda: self._trials.kill(found.run.id))
-
-        return self._each_run(project_id, ids, text, kill)
-
-    def pause_runs(self, project_id: int, ids: Sequence[int], text: str | None, *, pause: bool) -> list[ActionResult]:
-        """Pause the experiments of runs, or let them continue."""
-
-        def act(found: _Candidate) -> None:
-            number = found.experiment.id
-            if found.archived:
-                raise Conflict("Run is archived.")
-            if multitrial(found.experiment):
-                raise Conflict(f"Cannot pause/unpause run '{found.run.id}' (part of multi-trial).")
-            if pause:
-                _explained("Failed to pause associated experiment", lambda: self._experiments.pause(number))
-            else:
-                _explained("Failed to resume associated experiment", lambda: self._experiments.activate(number))
-
-        return self._each_run(project_id, ids, text, act)
-
-    def archive_runs(
-        self, project_id: int, ids: Sequence[int], text: str | None, *, archived: bool
+    def act_on_runs(
+        self, operation: str, project_id: int, ids: Sequence[int], text: str | None, *, user: User
     ) -> list[ActionResult]:
-        """Archive runs that have ended, or show them again."""
+        """Do an operation to the runs of a project that are named or filtered. Raises NotFound or
+        Invalid.
 
-        def act(found: _Candidate) -> None:
-            if found.experiment.archived:
-                raise Conflict(f"Run is part of archived Search (id: '{found.experiment.id}').")
-            if found.run.archived == archived:
-                return
-            if not found.run.state.final:
-                raise Conflict("Run is not in terminal state.")
-            with transaction(self._state) as tx:
-                trials.change(tx.connection, found.run.id, archived=int(archived))
+        ``pause`` and ``resume`` change the experiments of the runs. ``delete`` takes the reports
+        and logs of runs of this user (of an administrator: all) that have ended; the checkpoints
+        stay with the experiment, whose search must have ended, too.
 
-        return self._each_run(project_id, ids, text, act)
-
-    def delete_runs(self, project_id: int, ids: Sequence[int], text: str | None, *, user: User) -> list[ActionResult]:
-        """Delete runs of this user (of an administrator: all) that have ended, with their reports
-        and logs. Their checkpoints stay with the experiment, whose search must have ended, too.
+        Args:
+            operation: one of ``RUN_OPERATIONS``.
         """
+        acts: Mapping[str, Callable[[_Candidate], None]] = {
+            "kill": self._kill,
+            "pause": partial(self._steer, "Failed to pause associated experiment", self._experiments.pause),
+            "resume": partial(self._steer, "Failed to resume associated experiment", self._experiments.activate),
+            "archive": partial(self._archive, True),
+            "unarchive": partial(self._archive, False),
+            "delete": partial(self._delete, user),
+        }
+        return self._each_run(project_id, ids, text, acts[operation])
 
-        def delete(found: _Candidate) -> None:
-            number = found.run.id
-            _require_owner(user, found.experiment)
-            with transaction(self._state) as tx:
-                trial = tx.trial_of(number)
-                if not trial.state.final:
-                    raise Conflict("Run is not in a terminal state.")
-                if not tx.state_of(trial.experiment_id).final:
-                    raise Conflict(f"Run is part of Search '{trial.experiment_id}', which has not ended.")
-                tasks = trials.task_ids(tx.connection, trial)
-                trials.erase(tx.connection, number)
-            shutil.rmtree(self._state.directory.trial_logs(number), ignore_errors=True)
-            for name in tasks:
-                for folder in self._state.directory.allocations.glob(f"{name}.*"):
-                    shutil.rmtree(folder, ignore_errors=True)
+    def _kill(self, found: _Candidate) -> None:
+        if not found.run.state.final:
+            _explained("Failed to kill run", lambda: self._trials.kill(found.run.id))
 
-        return self._each_run(project_id, ids, text, delete)
+    def _steer(self, failure: str, act: Callable[[int], None], found: _Candidate) -> None:
+        if found.archived:
+            raise Conflict("Run is archived.")
+        if multitrial(found.experiment):
+            raise Conflict(f"Cannot pause/unpause run '{found.run.id}' (part of multi-trial).")
+        _explained(failure, lambda: act(found.experiment.id))
+
+    def _archive(self, archived: bool, found: _Candidate) -> None:
+        if found.experiment.archived:
+            raise Conflict(f"Run is part of archived Search (id: '{found.experiment.id}').")
+        if found.run.archived == archived:
+            return
+        if not found.run.state.final:
+            raise Conflict("Run is not in terminal state.")
+        with transaction(self._state) as tx:
+            trials.change(tx.connection, found.run.id, archived=int(archived))
+
+    def _delete(self, user: User, found: _Candidate) -> None:
+        number = found.run.id
+        _require_owner(user, found.experiment)
+        with transaction(self._state) as tx:
+            trial = tx.trial_of(number)
+            if not trial.state.final:
+                raise Conflict("Run is not in a terminal state.")
+            if not tx.state_of(trial.experiment_id).final:
+                raise Conflict(f"Run is part of Search '{trial.experiment_id}', which has not ended.")
+            tasks = trials.task_ids(tx.connection, trial)
+            trials.erase(tx.connection, number)
+        self._state.directory.remove_runs(number, tasks)
 
     def move_runs(
         self,
@@ -281,6 +272,9 @@ class BulkService:
             and chosen.project_id in (0, each.project_id)
             and chosen.archived in (None, each.archived)
         ]
+
+
+RUN_OPERATIONS = ("kill", "pause", "resume", "archive", "unarchive", "delete")
 
 
 def _ended(experiment: Experiment) -> bool:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import shutil
 import sqlite3
 import threading
 from collections.abc import Iterable, Mapping, Sequence
@@ -153,6 +152,12 @@ class CheckpointService:
         if list(globs) == ["**/*"]:
             self.delete(uuids)
             return
+        with contextlib.ExitStack() as stack:
+            for number in {self.get(uuid).experiment_id or 0 for uuid in uuids}:
+                stack.enter_context(self._state.collecting(number))
+            self._remove_files(uuids, globs)
+
+    def _remove_files(self, uuids: Sequence[str], globs: Sequence[str]) -> None:
         if not globs:
             with self._state.database.reading() as connection:
                 require_unregistered(connection, uuids, "deleted")
@@ -391,11 +396,13 @@ class GarbageCollector:
         with self._state.database.reading() as connection:
             marked = checkpoints.marked_deleted(connection)
         for checkpoint in marked:
-            self._delete_checkpoint(checkpoint)
+            with self._state.collecting(checkpoint.experiment_id or 0):
+                self._delete_checkpoint(checkpoint)
         with self._state.database.reading() as connection:
             deleting = experiments.ids(connection, ExperimentState.DELETING)
         for number in deleting:
-            self._delete_experiment(number)
+            with self._state.collecting(number):
+                self._delete_experiment(number)
 
     def _apply_policy(self, number: int) -> None:
         """Mark the checkpoints of an ended experiment that its policy does not keep."""
@@ -443,7 +450,7 @@ class GarbageCollector:
             experiment = experiments.get(connection, number, derived=False)
             saved = checkpoints.of_experiment(connection, number)
             known = trials.of_experiment(connection, number)
-            tasks = [name for trial in known for name in trials.task_ids(connection, trial)]
+            tasks = {trial.id: trials.task_ids(connection, trial) for trial in known}
         if experiment is None:
             return
         try:
@@ -453,11 +460,8 @@ class GarbageCollector:
             with transaction(self._state) as tx:
                 experiments.change(tx.connection, number, state=ExperimentState.DELETE_FAILED, error=str(error))
             return
-        for trial in known:
-            shutil.rmtree(self._state.directory.trial_logs(trial.id), ignore_errors=True)
-        for name in tasks:
-            for folder in self._state.directory.allocations.glob(f"{name}.*"):
-                shutil.rmtree(folder, ignore_errors=True)
+        for trial_id, names in tasks.items():
+            self._state.directory.remove_runs(trial_id, names)
         with transaction(self._state) as tx:
             experiments.erase(tx.connection, number)
         self._state.forget(number)

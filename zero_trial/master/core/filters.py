@@ -7,8 +7,9 @@ takes everything, unless its operator is isEmpty or notEmpty. A sort order is
 ``column=asc,column=desc``.
 
 A missing value fulfills no comparison, ``!=`` and notContains included, and is sorted last in both
-directions. Columns are compared by their own kind; metrics, hyperparameters and metadata by the
-field's ``type``, as numbers, as texts, or as booleans where it is neither.
+directions. NaN equals itself and is the largest number. Columns are compared by their own kind;
+metrics, hyperparameters and metadata by the field's ``type``, as numbers, as texts, or as booleans
+where it is neither.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ from __future__ import annotations
 import json
 import math
 import operator
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
@@ -39,7 +39,8 @@ _COMPARISONS: Mapping[str, Callable[[Any, Any], bool]] = {
 _OPERATORS = (*_COMPARISONS, "contains", "notContains", "isEmpty", "notEmpty")
 _DEEPEST = 50  # groups inside of each other
 _MOST = 1000  # fields and groups of a filter
-_METRIC = re.compile(r"([ -~]+?)\.([ -~]+)\.(min|max|mean|last)")
+_MOST_ORDERS = 50  # columns of a sort order
+STATISTICS = ("last", "max", "mean", "min")  # of a metric, that tables show
 _METRIC_LOCATIONS = ("VALIDATIONS", "TRAINING", "CUSTOM_METRIC")
 # the names that groups have in a trial's summary on a cluster, and here
 GROUPS = {"avg_metrics": "training", "validation_metrics": "validation"}
@@ -110,8 +111,10 @@ def read_filter(text: str, tables: Mapping[str, Columns]) -> Filter:
     archived = root.get("showArchived", False)
     if not isinstance(archived, bool | None):
         raise Invalid("must be true or false", where="filter.showArchived", got=repr(archived)[:60])
+    if root.get("filterGroup") is None:
+        return Filter(_everything, bool(archived))
     left = iter(range(_MOST))
-    return Filter(_Reader(tables, left).node(root.get("filterGroup"), "filterGroup", 0), bool(archived))
+    return Filter(_Reader(tables, left).node(root["filterGroup"], "filterGroup", 0), bool(archived))
 
 
 class _Reader:
@@ -209,13 +212,18 @@ def _test(sign: str, wanted: Any, kind: str, where: str, *, fold: bool = False) 
             return text is not None and (part in (text.lower() if fold else text)) == (sign == "contains")
 
         return contains
-    compare = _COMPARISONS[sign]
+    compare, bound = _COMPARISONS[sign], _ordered(target)
 
     def compared(value: Any) -> bool:
         own = _as_kind(value, kind)
-        return own is not None and compare(own, target)
+        return own is not None and compare(_ordered(own), bound)
 
     return compared
+
+
+def _ordered(value: Any) -> tuple[bool, Any]:
+    """Return what orders two values of one kind: NaN after all numbers."""
+    return (True, 0.0) if isinstance(value, float) and math.isnan(value) else (False, value)
 
 
 def _as_kind(value: Any, kind: str) -> Any:
@@ -255,13 +263,13 @@ def read_date(text: str) -> float | None:
 
 def _metric(name: str, where: str) -> Callable[[Filterable], Any]:
     """Return how a metric such as ``validation.loss.min`` is read from a row. Raises Invalid."""
-    found = _METRIC.search(name)
-    if found is None:
+    end, statistic = max((name.rfind(f".{each}"), each) for each in STATISTICS)
+    dot = name.find(".", 1)
+    if not (name.isascii() and name.isprintable() and 0 < dot < end - 1):
         raise Invalid(
             "not the name of a metric", where=where, got=_shown(name), expected="GROUP.METRIC.(min, max, mean or last)"
         )
-    group, metric, statistic = found.groups()
-    group = GROUPS.get(group, group)
+    group, metric = GROUPS.get(name[:dot], name[:dot]), name[dot + 1 : end]
 
     def value(row: Filterable) -> Any:
         entry = row.summary.get(group, {}).get(metric)
@@ -370,8 +378,10 @@ def _of_space(name: str, sign: str, wanted: Any, kind: str, where: str) -> Test:
 
 def sort_rows(rows: Sequence[R], text: str, columns: Columns) -> list[R]:
     """Return the rows, which come by their ids, in the order of ``text``. Raises Invalid."""
-    found = list(rows)
-    for key, descending in reversed([_order(part, columns) for part in text.split(",")] if text else []):
+    found, parts = list(rows), text.split(",") if text else []
+    if len(parts) > _MOST_ORDERS:
+        raise Invalid(f"a sort order has at most {_MOST_ORDERS} columns", where="sort", got=len(parts))
+    for key, descending in reversed([_order(part, columns) for part in parts]):
         ranked = [(_rank(key(row)), row) for row in found]
         there = sorted(((rank, row) for rank, row in ranked if rank), key=lambda item: item[0], reverse=descending)
         found = [row for _, row in there] + [row for rank, row in ranked if not rank]

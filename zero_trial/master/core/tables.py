@@ -19,6 +19,7 @@ from zero_trial.master.core.filters import (
     BOOLEAN,
     DATE,
     NUMBER,
+    STATISTICS,
     TEXT,
     Column,
     Filter,
@@ -32,7 +33,6 @@ from zero_trial.master.records import Experiment, ExperimentState, Json, Project
 from zero_trial.master.store import accounts, experiments, metrics, trials, workspaces
 
 EVERYWHERE = -1  # instead of a project's id: in all projects
-STATISTICS = ("last", "max", "mean", "min")
 _SHOWN_GROUPS = {"training": "TRAINING", "validation": "VALIDATIONS"}
 
 
@@ -93,8 +93,16 @@ class _Row:
         """Return the run; of an experiment the best one, if there is one."""
         if self._run is not None:
             return self._run
-        best = experiments.best_trial(self._connection, self.experiment.id, self.config)
-        return None if best is None else trials.get(self._connection, best)
+        if self.best is not None:
+            return trials.get(self._connection, self.best[0])
+        only = experiments.only_trial(self._connection, self.experiment.id, self.config)
+        return None if only is None else trials.get(self._connection, only)
+
+    @cached_property
+    def best(self) -> tuple[int, float] | None:
+        """Return trial id and searcher's metric of the best validation of the experiment."""
+        smaller = experiments.smaller_is_better(self.config)
+        return experiments.best(self._connection, self.experiment.id, smaller_is_better=smaller)
 
     @cached_property
     def whole_run(self) -> Trial | None:
@@ -187,7 +195,7 @@ _EXPERIMENT: Mapping[str, Column] = {
     "checkpointCount": Column("Checkpoints", NUMBER, lambda row: row.whole_experiment.checkpoint_count),
     "user": Column("User", NUMBER, _user_id, lambda row: row.experiment.owner, TEXT),
     "searcherMetric": Column("Searcher Metric", TEXT, _of_config("searcher", "metric")),
-    "searcherMetricsVal": Column("Searcher Metric Value", NUMBER, lambda row: row.whole_experiment.best_metric),
+    "searcherMetricsVal": Column("Searcher Metric Value", NUMBER, lambda row: row.best and row.best[1]),
     "externalExperimentId": Column("External Experiment ID", TEXT, lambda row: row.experiment.external_id),
     "externalTrialId": Column("External Trial ID", TEXT, lambda row: row.run and row.run.external_id),
     "archived": Column("Archived", BOOLEAN, lambda row: row.experiment.archived, shown="UNSPECIFIED"),
@@ -356,9 +364,8 @@ class TableService:
                             found.setdefault(f"{group}.{name}.{statistic}", []).extend(
                                 [] if number is None or math.isnan(number) else [number]
                             )
-                best = None if row.run is None else row.whole_experiment.best_metric
-                if best is not None:
-                    found.setdefault("searcherMetricsVal", []).append(best)
+                if row.best is not None:
+                    found.setdefault("searcherMetricsVal", []).append(row.best[1])
         return [MetricRange(name, min(values), max(values)) for name, values in found.items() if values]
 
 

@@ -256,6 +256,7 @@ class Transaction:
 
     def _end_trial(self, trial_id: int, life: TrialLife) -> None:
         trials.change(self.connection, trial_id, ended=self.now)
+        metrics.keep_summary(self.connection, trial_id)
         trial = self.trial_of(trial_id)
         if life.state is not TrialState.COMPLETED or life.reason:
             level = "ERROR" if life.state is TrialState.ERROR else "INFO"

@@ -4,9 +4,11 @@ they wait for.
 
 from __future__ import annotations
 
+import sqlite3
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cache, partial
 from typing import Any
 
 from zero_trial.master import logs
@@ -21,6 +23,7 @@ from zero_trial.master.records import (
     AllocationState,
     Checkpoint,
     Conflict,
+    Experiment,
     Invalid,
     Json,
     MetricReport,
@@ -257,22 +260,32 @@ class TaskService:
 
     def task(self, task_id: str) -> Task:
         """Return a task. Raises NotFound."""
-        return self._task(self._trial(task_id), task_id)
+        with self._state.database.reading() as connection:
+            trial = existing(trials.of_task(connection, task_id), f"task {task_id}")
+            number = trial.experiment_id
+            experiment = existing(experiments.get(connection, number, derived=False), f"experiment {number}")
+            return self._task(connection, trial, task_id, experiment)
 
     def tasks(self) -> list[Task]:
         """List the tasks with an allocation that has not ended."""
         with self._state.database.reading() as connection:
+            experiment = cache(partial(experiments.get, connection, derived=False))
             ids = dict.fromkeys((run.trial_id, run.task_id) for run in trials.allocations(connection))
             found = [(trials.get(connection, trial_id), task_id) for trial_id, task_id in ids]
-        return [self._task(trial, task_id) for trial, task_id in found if trial is not None]
+            return [
+                self._task(connection, trial, task_id, existing(experiment(trial.experiment_id), "its experiment"))
+                for trial, task_id in found
+                if trial is not None
+            ]
 
-    def _task(self, trial: Trial, task_id: str) -> Task:
-        with self._state.database.reading() as connection:
-            experiment = existing(
-                experiments.get(connection, trial.experiment_id, derived=False), f"experiment {trial.experiment_id}"
-            )
-            runs = [run for run in trials.allocations(connection, trial_id=trial.id) if run.task_id == task_id]
-            first, current = trials.task_ids(connection, trial)[0] == task_id, trial.task_id == task_id
+    def collections(self) -> list[Task]:
+        """List the deletions of checkpoints that go on, or have just ended."""
+        return self._state.collections()
+
+    def _task(self, connection: sqlite3.Connection, trial: Trial, task_id: str, experiment: Experiment) -> Task:
+        all_runs = trials.allocations(connection, trial_id=trial.id)
+        runs = [run for run in all_runs if run.task_id == task_id]
+        first, current = not all_runs or all_runs[0].task_id == task_id, trial.task_id == task_id
         return Task(
             id=task_id,
             trial_id=trial.id,
@@ -282,6 +295,7 @@ class TaskService:
             started=trial.created if first or not runs else runs[0].created,
             ended=trial.ended if current else runs[-1].ended,
             allocations=tuple(runs),
+            resources=experiment.config.get("resources") or {},
         )
 
     def allocation(self, allocation_id: str) -> Allocation:

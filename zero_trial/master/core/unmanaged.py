@@ -25,7 +25,7 @@ from zero_trial.master.records import (
     TrialState,
     existing,
 )
-from zero_trial.master.store import checkpoints, experiments, trials
+from zero_trial.master.store import checkpoints, experiments, metrics, trials
 
 LOST_SECONDS = 300.0  # without a heartbeat
 _STATES = {
@@ -124,6 +124,7 @@ class UnmanagedService:
                     raise Invalid("not a state of an unmanaged trial", got=state[:60], expected=", ".join(_STATES))
                 changes["state"] = _STATES[state]
                 changes["ended"] = tx.now if _STATES[state].final else None
+                metrics.keep_summary(tx.connection, trial_id)
             trials.change(tx.connection, trial_id, **changes)
             _settle(tx, experiment)
         return self._get(trial_id)

@@ -5,7 +5,7 @@ experiment's checkpoint storage.
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from functools import cache, partial
 from typing import Any
 
@@ -41,33 +41,25 @@ def put(connection: sqlite3.Connection, checkpoint: Checkpoint) -> None:
 
 def get(connection: sqlite3.Connection, uuid: str, *, derived: bool = True) -> Checkpoint | None:
     """Return one checkpoint; ``derived``: with its trial's config and validation."""
-    row = connection.execute("SELECT * FROM checkpoints WHERE uuid = ?", (uuid,)).fetchone()
-    return None if row is None else _record(connection, row, derived)
+    found = _listed(connection, "c.uuid = ?", uuid, derived=derived)
+    return found[0] if found else None
 
 
 def of_trial(connection: sqlite3.Connection, trial_id: int) -> list[Checkpoint]:
     """List the checkpoints of a trial by steps, then by time."""
-    rows = connection.execute(
-        "SELECT * FROM checkpoints WHERE trial_id = ? ORDER BY steps, reported, rowid", (trial_id,)
-    )
-    return _records(connection, rows.fetchall())
+    return _listed(connection, "c.trial_id = ?", trial_id, "steps, reported, rowid")
 
 
 def of_experiment(connection: sqlite3.Connection, experiment_id: int) -> list[Checkpoint]:
     """List the checkpoints of an experiment by time."""
-    rows = connection.execute(
-        "SELECT * FROM checkpoints WHERE experiment_id = ? ORDER BY reported, rowid", (experiment_id,)
-    )
-    return _records(connection, rows.fetchall())
+    return _listed(connection, "c.experiment_id = ?", experiment_id)
 
 
 def latest(connection: sqlite3.Connection, trial_id: int) -> Checkpoint | None:
     """Return the newest checkpoint of a trial that can be restored."""
-    row = connection.execute(
-        "SELECT * FROM checkpoints WHERE trial_id = ? AND state = 'COMPLETED' AND doomed = 0 ORDER BY reported DESC, rowid DESC LIMIT 1",
-        (trial_id,),
-    ).fetchone()
-    return None if row is None else _record(connection, row, False)
+    restorable = "c.trial_id = ? AND c.state = 'COMPLETED' AND c.doomed = 0"
+    found = _listed(connection, restorable, trial_id, "reported DESC, rowid DESC LIMIT 1", derived=False)
+    return found[0] if found else None
 
 
 def storage_number(connection: sqlite3.Connection, section: Mapping[str, Any]) -> int:
@@ -97,8 +89,7 @@ def is_marked(connection: sqlite3.Connection, uuid: str) -> bool:
 
 def marked_deleted(connection: sqlite3.Connection) -> list[Checkpoint]:
     """List the checkpoints that are marked."""
-    rows = connection.execute("SELECT * FROM checkpoints WHERE doomed = 1 ORDER BY reported, rowid")
-    return _records(connection, rows.fetchall())
+    return _listed(connection, "c.doomed = 1 AND ?", 1)
 
 
 def source_of(connection: sqlite3.Connection, config: Mapping[str, Any]) -> str | None:
@@ -132,39 +123,38 @@ def sources_in_use(connection: sqlite3.Connection) -> dict[str, int]:
     return found
 
 
-def _records(connection: sqlite3.Connection, rows: Sequence[sqlite3.Row]) -> list[Checkpoint]:
-    """Return checkpoints with what is derived; those of one trial share its configuration."""
-    shared = cache(partial(_of_trial, connection))
+def _listed(
+    connection: sqlite3.Connection, which: str, value: object, order: str = "reported, rowid", *, derived: bool = True
+) -> list[Checkpoint]:
+    """List checkpoints, ``derived``: with the validations at their steps, and with what those of
+    one trial share.
+
+    Args:
+        which: the checkpoints ``c`` in SQL, with one parameter: ``value``.
+    """
+    rows = connection.execute(f"SELECT * FROM checkpoints c WHERE {which} ORDER BY {order}", (value,)).fetchall()
     section = cache(partial(_section, connection))
-    return [
-        _build(connection, row, section(row["storage_id"]), shared(row["trial_id"], row["experiment_id"]))
-        for row in rows
-    ]
-
-
-def _record(connection: sqlite3.Connection, row: sqlite3.Row, derived: bool) -> Checkpoint:
-    shared = _of_trial(connection, row["trial_id"], row["experiment_id"]) if derived else {}
-    return _build(connection, row, _section(connection, row["storage_id"]), shared)
-
-
-def _build(
-    connection: sqlite3.Connection, row: sqlite3.Row, section: Mapping[str, Any] | None, shared: Mapping[str, Any]
-) -> Checkpoint:
-    validation = metrics.validation_at(connection, row["trial_id"], row["steps"]) if shared else None
-    values = (
-        {} if validation is None else {"validation_metrics": validation[0].metrics, "searcher_metric": validation[1]}
-    )
-    return record(
-        Checkpoint,
-        row,
-        storage=section,
-        state=CheckpointState(row["state"]),
-        metadata=loads(row["metadata"]),
-        resources=loads(row["resources"]),
-        steps_completed=row["steps"],
-        **shared,
-        **values,
-    )
+    shared = cache(partial(_of_trial, connection))
+    validations = metrics.validations_at_checkpoints(connection, which, value) if derived and rows else {}
+    found = []
+    for row in rows:
+        more = dict(shared(row["trial_id"], row["experiment_id"])) if derived else {}
+        validation = validations.get((row["trial_id"], row["steps"])) if more else None
+        if validation is not None:
+            more["validation_metrics"], more["searcher_metric"] = validation
+        found.append(
+            record(
+                Checkpoint,
+                row,
+                storage=section(row["storage_id"]),
+                state=CheckpointState(row["state"]),
+                metadata=loads(row["metadata"]),
+                resources=loads(row["resources"]),
+                steps_completed=row["steps"],
+                **more,
+            )
+        )
+    return found
 
 
 def _section(connection: sqlite3.Connection, storage_id: int | None) -> Mapping[str, Any] | None:

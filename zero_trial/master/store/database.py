@@ -11,8 +11,8 @@ import logging
 import os
 import sqlite3
 import threading
-from collections.abc import Iterator, Mapping
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing, contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
@@ -238,6 +238,10 @@ MIGRATIONS: tuple[str, ...] = (
     CREATE INDEX metrics_searched ON metrics (trial_id, searcher_metric)
         WHERE searcher_metric IS NOT NULL AND archived = 0;
     """,
+    """
+    ALTER TABLE summaries ADD COLUMN newest INTEGER NOT NULL DEFAULT 0;
+    UPDATE summaries SET newest = (SELECT coalesce(max(id), 0) FROM metrics);
+    """,
 )
 
 
@@ -273,8 +277,9 @@ class Database:
                 self._writer.execute("ROLLBACK")
                 raise
             self._writer.execute("COMMIT")
-            if self._wal.exists() and self._wal.stat().st_size > LARGEST_WAL:
-                self._empty_wal()
+            with suppress(FileNotFoundError):
+                if os.stat(self._wal).st_size > LARGEST_WAL:
+                    self._empty_wal()
 
     def _empty_wal(self) -> None:
         """Move what the -wal file holds into the file itself, and empty it.
@@ -387,17 +392,17 @@ def insert(connection: sqlite3.Connection, table: str, values: Mapping[str, Any]
     return int(cursor.lastrowid or 0)
 
 
-def record(kind: type[T], row: sqlite3.Row, **more: Any) -> T:
+def record(kind: Callable[..., T], row: sqlite3.Row, **more: Any) -> T:
     """Make a record of the columns that are named as its fields; ``more`` goes before."""
-    values = {name: row[place] for name, place in _fields(tuple(kind.__annotations__), tuple(row.keys()))}
+    values = {name: row[place] for name, place in _fields(kind, tuple(row.keys()))}
     values.update(more)
     return kind(**values)
 
 
 @cache
-def _fields(names: tuple[str, ...], columns: tuple[str, ...]) -> tuple[tuple[str, int], ...]:
+def _fields(kind: Callable[..., Any], columns: tuple[str, ...]) -> tuple[tuple[str, int], ...]:
     """Return the fields of a record that are columns, each with its place."""
-    return tuple((name, columns.index(name)) for name in names if name in columns)
+    return tuple((name, columns.index(name)) for name in kind.__annotations__ if name in columns)
 
 
 def plain(value: Any) -> Any:

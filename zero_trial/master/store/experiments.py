@@ -136,15 +136,10 @@ def best(connection: sqlite3.Connection, number: int, *, smaller_is_better: bool
     return None if row is None else (row[0], row[1])
 
 
-def best_trial(connection: sqlite3.Connection, number: int, config: Mapping[str, Any]) -> int | None:
-    """Return the id of the best trial. That of an experiment with one trial is best before it has
-    reported the searcher's metric.
+def only_trial(connection: sqlite3.Connection, number: int, config: Mapping[str, Any]) -> int | None:
+    """Return the id of the trial of a single experiment, which is its best before it has reported
+    the searcher's metric; None for a search.
     """
-    found = best(connection, number, smaller_is_better=smaller_is_better(config))
-    return _only_trial(connection, number, config) if found is None else found[0]
-
-
-def _only_trial(connection: sqlite3.Connection, number: int, config: Mapping[str, Any]) -> int | None:
     if (config.get("searcher") or {}).get("name") != "single":
         return None
     row = connection.execute("SELECT min(id) FROM trials WHERE experiment_id = ?", (number,)).fetchone()
@@ -169,14 +164,14 @@ def _record(
             "SELECT count(*), coalesce(sum(pruned), 0) FROM trials WHERE experiment_id = ?", (number,)
         ).fetchone()
         saved = connection.execute(
-            "SELECT count(*), coalesce(sum(size), 0) FROM checkpoints WHERE experiment_id = ? AND state = 'COMPLETED'",
+            "SELECT count(*), coalesce(sum(size), 0) FROM checkpoints WHERE experiment_id = ? AND state != 'DELETED'",
             (number,),
         ).fetchone()
         more = {
             "project": project(row["project_id"]),
             "num_trials": counts[0],
             "pruned_trials": counts[1],
-            "best_trial_id": found[0] if found else _only_trial(connection, number, config),
+            "best_trial_id": found[0] if found else only_trial(connection, number, config),
             "best_metric": found[1] if found else None,
             "checkpoint_count": saved[0],
             "checkpoint_size": saved[1],

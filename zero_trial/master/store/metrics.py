@@ -1,8 +1,9 @@
 """Metrics in the store: reports, and their summary as a Determined master makes it (type, count,
 min, max, sum, mean, last value).
 
-The summary is kept beside the reports and grows with each of them, so that a table of a thousand
-trials reads a thousand summaries and no report.
+The summary of a group is kept beside its reports, without the newest few: who asks for it adds
+them. So a report costs little more than its own row, and a table of a thousand trials reads a
+thousand summaries, of ended trials no report.
 
 A value that is not a number (NaN) stays visible: min, max, sum and mean are NaN from then on.
 Values of two types make a metric a "string", without numbers; and the last value of a metric that
@@ -30,20 +31,29 @@ _KINDS: tuple[tuple[type, str], ...] = (
 )
 
 
-def extend(summary: dict[str, dict[str, Any]], metrics: Mapping[str, Any]) -> None:
-    """Add one report to the summary of its group."""
+_KEPT_EVERY = 32  # reports of a group, after which its summary is kept anew
+
+
+def extend(summary: dict[str, dict[str, Any]], *reports: Mapping[str, Any]) -> None:
+    """Add reports, oldest first, to the summary of their group."""
+    for metrics in reports:
+        _extend(summary, metrics)
+    for name, entry in summary.items() if reports else ():
+        entry["last"] = reports[-1].get(name)
+
+
+def _extend(summary: dict[str, dict[str, Any]], metrics: Mapping[str, Any]) -> None:
     for name, value in metrics.items():
-        kind = kind_of(value)
+        kind = "number" if type(value) is float else kind_of(value)
         entry = summary.get(name)
         if entry is None:
             entry = summary[name] = {"type": kind}
         elif entry["type"] != kind:
             entry = summary[name] = {"type": "string"}
-        number = as_number(value)
-        if entry["type"] == "number" and number is not None:
-            _count(entry, number)
-    for name, entry in summary.items():
-        entry["last"] = metrics.get(name)
+        if entry["type"] == "number":
+            number = as_number(value)
+            if number is not None:
+                _count(entry, number)
 
 
 def kind_of(value: Any) -> str:
@@ -56,10 +66,18 @@ def kind_of(value: Any) -> str:
 
 
 def _count(entry: dict[str, Any], number: float) -> None:
-    entry["count"] = entry.get("count", 0) + 1
-    entry["min"] = _extreme(min, entry.get("min", number), number)
-    entry["max"] = _extreme(max, entry.get("max", number), number)
-    entry["sum"] = entry.get("sum", 0.0) + number
+    if "count" not in entry:
+        entry.update(count=1, min=number, max=number, sum=0.0 + number)
+    else:
+        entry["count"] += 1
+        entry["sum"] += number
+        if math.isfinite(number):  # comparisons keep a NaN and the infinities that are there
+            if number < entry["min"]:
+                entry["min"] = number
+            if number > entry["max"]:
+                entry["max"] = number
+        else:
+            entry["min"], entry["max"] = _extreme(min, entry["min"], number), _extreme(max, entry["max"], number)
     entry["mean"] = entry["sum"] / entry["count"]
 
 
@@ -95,40 +113,62 @@ def add(connection: sqlite3.Connection, report: MetricReport, searcher_metric: f
         ),
     )
     if report.steps_completed is not None:
-        _summarize(connection, report.trial_id, report.group, report.steps_completed, report.metrics)
+        _follow(connection, report.trial_id, report.group, report.steps_completed)
 
 
-def _summarize(
-    connection: sqlite3.Connection, trial_id: int, group: str, steps: int, metrics: Mapping[str, Any]
-) -> None:
-    """Add a report that has just been inserted to the summary of its group."""
-    row = connection.execute(
-        "SELECT steps, summary FROM summaries WHERE trial_id = ? AND grp = ?", (trial_id, group)
-    ).fetchone()
+_BEHIND = f"""
+    SELECT s.steps, (
+        SELECT count(*) FROM (
+            SELECT 1 FROM metrics m WHERE m.trial_id = s.trial_id AND m.grp = s.grp
+            AND (m.steps, m.id) > (s.steps, s.newest) LIMIT {_KEPT_EVERY}
+        )
+    ) AS behind FROM summaries s WHERE s.trial_id = ? AND s.grp = ?
+"""
+_SINCE = """
+    SELECT id, steps, metrics FROM metrics WHERE trial_id = ? AND grp = ? AND (steps, id) > (?, ?) AND archived = 0
+    ORDER BY steps, id
+"""
+_FIRST = -(1 << 62)  # less than any number of steps
+
+
+def _follow(connection: sqlite3.Connection, trial_id: int, group: str, steps: int) -> None:
+    """Keep a summary anew that a report, just inserted, leaves too far behind."""
+    row = connection.execute(_BEHIND, (trial_id, group)).fetchone()
     if row is not None and steps < row["steps"]:  # the order decides the last value and sums of floats
         _summarize_again(connection, trial_id)
-        return
-    found = {} if row is None else loads(row["summary"])
-    extend(found, metrics)
-    connection.execute("REPLACE INTO summaries VALUES (?, ?, ?, ?)", (trial_id, group, steps, dumps(found)))
+    elif row is None or row["behind"] == _KEPT_EVERY:
+        _keep(connection, trial_id, group)
+
+
+def _keep(connection: sqlite3.Connection, trial_id: int, group: str) -> None:
+    """Keep the summary of a group with all its reports."""
+    row = connection.execute(
+        "SELECT steps, newest, summary FROM summaries WHERE trial_id = ? AND grp = ?", (trial_id, group)
+    ).fetchone()
+    found, steps, newest = ({}, _FIRST, 0) if row is None else (loads(row["summary"]), row["steps"], row["newest"])
+    reports = connection.execute(_SINCE, (trial_id, group, steps, newest)).fetchall()
+    if reports:
+        extend(found, *(loads(each["metrics"]) for each in reports))
+        connection.execute(
+            "REPLACE INTO summaries VALUES (?, ?, ?, ?, ?)",
+            (trial_id, group, reports[-1]["steps"], dumps(found), reports[-1]["id"]),
+        )
+
+
+def keep_summary(connection: sqlite3.Connection, trial_id: int) -> None:
+    """Keep the summary of a trial that ends, with all its reports."""
+    for row in connection.execute("SELECT grp FROM summaries WHERE trial_id = ?", (trial_id,)).fetchall():
+        _keep(connection, trial_id, row["grp"])
 
 
 def _summarize_again(connection: sqlite3.Connection, trial_id: int) -> None:
     """Make the summary of a trial from its reports."""
-    groups: dict[str, dict[str, dict[str, Any]]] = {}
-    newest: dict[str, int] = {}
-    for row in connection.execute(
-        "SELECT grp, steps, metrics FROM metrics WHERE trial_id = ? AND archived = 0 AND steps IS NOT NULL "
-        "ORDER BY steps, id",
-        (trial_id,),
-    ):
-        extend(groups.setdefault(row["grp"], {}), loads(row["metrics"]))
-        newest[row["grp"]] = row["steps"]
     connection.execute("DELETE FROM summaries WHERE trial_id = ?", (trial_id,))
-    connection.executemany(
-        "INSERT INTO summaries VALUES (?, ?, ?, ?)",
-        [(trial_id, group, newest[group], dumps(found)) for group, found in groups.items()],
+    groups = connection.execute(
+        "SELECT DISTINCT grp FROM metrics WHERE trial_id = ? AND archived = 0 AND steps IS NOT NULL", (trial_id,)
     )
+    for row in groups.fetchall():
+        _keep(connection, trial_id, row["grp"])
 
 
 def fill_summaries(connection: sqlite3.Connection) -> None:
@@ -193,9 +233,9 @@ def latest_validations(connection: sqlite3.Connection, which: str, value: int) -
     """Return of each trial the validation with the most steps.
 
     Args:
-        which: the trials in SQL, after ``trial_id``, with one parameter: ``value``.
+        which: the trials in SQL, after the column of their ids, with one parameter: ``value``.
     """
-    rows = _first_of_each(connection, which, value, "", "steps DESC, id DESC")
+    rows = _first_of_each(connection, which, value, "grp = 'validation'", "steps DESC, id DESC")
     return {row["trial_id"]: _record(row, False) for row in rows}
 
 
@@ -206,39 +246,47 @@ def best_validations(
     arguments are those of `latest_validations`.
     """
     order = "ASC" if smaller_is_better else "DESC"
-    rows = _first_of_each(connection, which, value, "AND searcher_metric IS NOT NULL", f"searcher_metric {order}, id")
+    rows = _first_of_each(connection, which, value, "searcher_metric IS NOT NULL", f"searcher_metric {order}, id")
     return {row["trial_id"]: (_record(row, False), row["searcher_metric"]) for row in rows}
 
 
 def _first_of_each(
     connection: sqlite3.Connection, which: str, value: int, condition: str, order: str
 ) -> list[sqlite3.Row]:
-    validations = f"FROM metrics WHERE trial_id {which} AND grp = 'validation' AND archived = 0 {condition}"
-    if which == "= ?":
-        query = f"SELECT {_COLUMNS}, searcher_metric {validations} ORDER BY {order} LIMIT 1"
-    else:
-        place = f"row_number() OVER (PARTITION BY trial_id ORDER BY {order}) AS place"
-        chosen = f"SELECT id FROM (SELECT id, {place} {validations}) WHERE place = 1"
-        query = f"SELECT {_COLUMNS}, searcher_metric FROM metrics WHERE id IN ({chosen})"
+    """Return the first report of each trial in an order that an index has."""
+    columns = ", ".join(f"m.{name.strip()}" for name in f"{_COLUMNS}, searcher_metric".split(","))
+    first = f"SELECT id FROM metrics WHERE trial_id = t.id AND archived = 0 AND {condition} ORDER BY {order} LIMIT 1"
+    query = f"SELECT {columns} FROM trials t JOIN metrics m ON m.id = ({first}) WHERE t.id {which}"
     return connection.execute(query, (value,)).fetchall()
 
 
-def validation_at(
-    connection: sqlite3.Connection, trial_id: int, steps: int
-) -> tuple[MetricReport, float | None] | None:
-    """Return the validation of a trial at a step, with the searcher's metric of it."""
-    row = connection.execute(
-        f"SELECT {_COLUMNS}, searcher_metric FROM metrics WHERE trial_id = ? AND grp = 'validation' AND steps = ? AND archived = 0 "
-        "ORDER BY id DESC LIMIT 1",
-        (trial_id, steps),
-    ).fetchone()
-    return None if row is None else (_record(row, False), row["searcher_metric"])
+def validations_at_checkpoints(
+    connection: sqlite3.Connection, which: str, value: object
+) -> dict[tuple[int, int], tuple[Any, float | None]]:
+    """Return the validations at the steps of checkpoints: (trial, steps) -> metrics, and the
+    searcher's among them.
+
+    Args:
+        which: the checkpoints ``c`` in SQL, with one parameter: ``value``.
+    """
+    rows = connection.execute(
+        "SELECT m.trial_id, m.steps, m.metrics, m.searcher_metric FROM checkpoints c JOIN metrics m "
+        "ON m.trial_id = c.trial_id AND m.grp = 'validation' AND m.steps = c.steps AND m.archived = 0 "
+        f"WHERE {which} ORDER BY m.id",
+        (value,),
+    )
+    return {(row[0], row[1]): (loads(row[2]), row[3]) for row in rows}
 
 
 def summary(connection: sqlite3.Connection, trial_id: int) -> dict[str, Any]:
     """Return the summary of each metric of each group, see `extend`."""
-    rows = connection.execute("SELECT grp, summary FROM summaries WHERE trial_id = ?", (trial_id,))
-    return {row["grp"]: loads(row["summary"]) for row in rows}
+    found: dict[str, Any] = {}
+    rows = connection.execute("SELECT grp, steps, newest, summary FROM summaries WHERE trial_id = ?", (trial_id,))
+    for row in rows.fetchall():
+        since = connection.execute(_SINCE, (trial_id, row["grp"], row["steps"], row["newest"]))
+        found[row["grp"]] = loads(row["summary"])
+        extend(found[row["grp"]], *(loads(each["metrics"]) for each in since))
+    return found
 
 
 def _record(row: sqlite3.Row, batch_metrics: bool) -> MetricReport:

@@ -247,7 +247,7 @@ def _derived(
         row[0]: (row[1], row[2])
         for row in connection.execute(
             "SELECT trial_id, count(*), coalesce(sum(size), 0) FROM checkpoints "
-            f"WHERE trial_id {which} AND state = 'COMPLETED' GROUP BY trial_id",
+            f"WHERE trial_id {which} AND state != 'DELETED' GROUP BY trial_id",
             (value,),
         )
     }

@@ -34,7 +34,7 @@ from zero_trial.errors import StorageError
 from zero_trial.sharding.freed import absent, is_absent
 from zero_trial.sharding.heap import give_freed_memory_back
 from zero_trial.sharding.layout import round_up
-from zero_trial.sharding.offload.nvme_params import ParamSwapper
+from zero_trial.sharding.offload.nvme_params import ParamSwapper, RoundedBuffers
 from zero_trial.sharding.offload.swap_file import BLOCK, DiskFailure, DiskTransfer, MappedAccess, SwapSpace
 from zero_trial.sharding.param_group import ParamGroup
 from zero_trial.sharding.pieces import ShardPiece
@@ -136,45 +136,6 @@ class MasterSwap:
             return False
         self._budget -= group.layout.shard_numel
         return True
-
-
-class RoundedBuffers:
-    """Where the new 16-bit values of each piece are while it is updated, until they are on their
-    way to a file."""
-
-    def __init__(self) -> None:
-        self._of: dict[int, torch.Tensor] = {}
-
-    def assign(self, piece: ShardPiece, buffer: torch.Tensor) -> None:
-        """Let ``buffer`` (numel,) take the piece's new values from now on."""
-        self._of[id(piece)] = buffer
-
-    def release(self, piece: ShardPiece) -> torch.Tensor:
-        """Return the piece's buffer and forget it."""
-        return self._of.pop(id(piece))
-
-    def clear(self) -> None:
-        """Forget the buffers of a step that was broken off."""
-        self._of.clear()
-
-    def of(self, piece: ShardPiece) -> torch.Tensor | None:
-        """Return the piece's buffer; None where its values are not rounded, or it is not being
-        updated."""
-        return self._of.get(id(piece))
-
-
-@dataclass(frozen=True)
-class SwappedPiece(ShardPiece):
-    """A piece of a group whose shard may be in a file; then its new values go to
-    ``rounded_buffers``."""
-
-    rounded_buffers: RoundedBuffers
-
-    @property
-    def rounded(self) -> torch.Tensor | None:
-        """The buffer for new 16-bit values during the piece's update, or the shard, where that is
-        in memory."""
-        return super().rounded if self.group.offloaded is None else self.rounded_buffers.of(self)
 
 
 @dataclass(frozen=True)

@@ -32,6 +32,7 @@ from zero_trial.sharding.offload.swap_file import (
     buffer_elements,
 )
 from zero_trial.sharding.param_group import ParamGroup
+from zero_trial.sharding.pieces import ShardPiece
 from zero_trial.sharding.plan import Lifetime
 
 
@@ -281,3 +282,42 @@ class ParamSwapper:
 
 def _values(part: _Part, shard: SwappedShard) -> torch.Tensor:
     return part.buffer[: (part.high - part.low) * shard.itemsize].view(shard.group.dtype)
+
+
+class RoundedBuffers:
+    """Where the new 16-bit values of each piece are while it is updated, until they are on their
+    way to a file."""
+
+    def __init__(self) -> None:
+        self._of: dict[int, torch.Tensor] = {}
+
+    def assign(self, piece: ShardPiece, buffer: torch.Tensor) -> None:
+        """Let ``buffer`` (numel,) take the piece's new values from now on."""
+        self._of[id(piece)] = buffer
+
+    def release(self, piece: ShardPiece) -> torch.Tensor:
+        """Return the piece's buffer and forget it."""
+        return self._of.pop(id(piece))
+
+    def clear(self) -> None:
+        """Forget the buffers of a step that was broken off."""
+        self._of.clear()
+
+    def of(self, piece: ShardPiece) -> torch.Tensor | None:
+        """Return the piece's buffer; None where its values are not rounded, or it is not being
+        updated."""
+        return self._of.get(id(piece))
+
+
+@dataclass(frozen=True)
+class SwappedPiece(ShardPiece):
+    """A piece of a group whose shard may be in a file; then its new values go to
+    ``rounded_buffers``."""
+
+    rounded_buffers: RoundedBuffers
+
+    @property
+    def rounded(self) -> torch.Tensor | None:
+        """The buffer for new 16-bit values during the piece's update, or the shard, where that is
+        in memory."""
+        return super().rounded if self.group.offloaded is None else self.rounded_buffers.of(self)

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from zero_trial.master.core.bulk import BULK_OPERATIONS, ActionResult, ExperimentFilter
+from zero_trial.master.core.bulk import BULK_OPERATIONS, RUN_OPERATIONS, ActionResult, ExperimentFilter
 from zero_trial.master.core.tables import RunEntry, local_id, multitrial
 from zero_trial.master.http.messages import Dict, Request, Response, Route, maybe_when, ok, paginate, texts, when, whole
 from zero_trial.master.http.routes.experiments import experiment_json
@@ -72,28 +72,12 @@ def _ids(body: Mapping[str, Any], name: str) -> list[int]:
     return [whole(value, name) for value in values]
 
 
-def _kill_runs(request: Request) -> Response:
-    return _results(request.master.bulk.kill_runs(*_of_runs(request.body())))
+def _act_on_runs(operation: str) -> Callable[[Request], Response]:
+    def action(request: Request) -> Response:
+        wanted = _of_runs(request.body())
+        return _results(request.master.bulk.act_on_runs(operation, *wanted, user=request.user))
 
-
-def _pause_runs(request: Request) -> Response:
-    return _results(request.master.bulk.pause_runs(*_of_runs(request.body()), pause=True))
-
-
-def _resume_runs(request: Request) -> Response:
-    return _results(request.master.bulk.pause_runs(*_of_runs(request.body()), pause=False))
-
-
-def _archive_runs(request: Request) -> Response:
-    return _results(request.master.bulk.archive_runs(*_of_runs(request.body()), archived=True))
-
-
-def _unarchive_runs(request: Request) -> Response:
-    return _results(request.master.bulk.archive_runs(*_of_runs(request.body()), archived=False))
-
-
-def _delete_runs(request: Request) -> Response:
-    return _results(request.master.bulk.delete_runs(*_of_runs(request.body()), user=request.user))
+    return action
 
 
 def _move_runs(request: Request) -> Response:
@@ -222,12 +206,7 @@ _PROJECT = "/api/v1/projects/{projectId:int}"
 
 ROUTES = (
     Route("POST", _RUNS, _search_runs),
-    Route("POST", f"{_RUNS}/kill", _kill_runs),
-    Route("POST", f"{_RUNS}/pause", _pause_runs),
-    Route("POST", f"{_RUNS}/resume", _resume_runs),
-    Route("POST", f"{_RUNS}/archive", _archive_runs),
-    Route("POST", f"{_RUNS}/unarchive", _unarchive_runs),
-    Route("POST", f"{_RUNS}/delete", _delete_runs),
+    *(Route("POST", f"{_RUNS}/{operation}", _act_on_runs(operation)) for operation in RUN_OPERATIONS),
     Route("POST", f"{_RUNS}/move", _move_runs),
     Route("POST", "/api/v1/experiments-search", _search_experiments),
     *(

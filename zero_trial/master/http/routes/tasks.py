@@ -120,17 +120,12 @@ def _summaries(request: Request) -> Dict:
     cluster = request.master
     agents = cluster.machine.agents()
     agent_id, pool = (agents[0].id, agents[0].resource_pool) if agents else ("", "")
-    jobs = {job.experiment_id: job for job in cluster.machine.jobs()}
-    summaries = {}
-    for task in cluster.tasks.tasks():
-        job = jobs.get(task.experiment_id)
-        resources = cluster.experiments.get(task.experiment_id).config.get("resources")
-        needed = int(resources.get("slots_per_trial", 1)) if isinstance(resources, dict) else 1
-        for allocation in task.allocations:
-            if allocation.ended is None:
-                priority = job.priority if job is not None else 42
-                summaries[allocation.id] = allocation_summary_json(task, allocation, agent_id, pool, priority, needed)
-    return summaries
+    return {
+        allocation.id: allocation_summary_json(task, allocation, agent_id, pool)
+        for task in (*cluster.tasks.tasks(), *cluster.tasks.collections())
+        for allocation in task.allocations
+        if allocation.ended is None
+    }
 
 
 # -- what the answers contain, in the shapes of Determined's bindings
@@ -151,10 +146,9 @@ _SUMMARY_FIELDS = frozenset(
 )
 
 
-def allocation_summary_json(
-    task: Task, allocation: Allocation, agent_id: str, pool: str, priority: int, slots_needed: int
-) -> Dict:
+def allocation_summary_json(task: Task, allocation: Allocation, agent_id: str, pool: str) -> Dict:
     """Render a v1AllocationSummary."""
+    slots, priority = task.resources.get("slots_per_trial"), task.resources.get("priority")
     resources = {
         "resourcesId": allocation.resources_id,
         "resourcesType": "docker-container",
@@ -168,10 +162,10 @@ def allocation_summary_json(
         "name": task.name,
         "registeredTime": when(allocation.created),
         "resourcePool": pool,
-        "slotsNeeded": slots_needed,
+        "slotsNeeded": 1 if slots is None else int(slots),
         "resources": [] if allocation.state is AllocationState.QUEUED else [resources],
         "schedulerType": "priority",
-        "priority": priority,
+        "priority": 42 if priority is None else int(priority),
         "proxyPorts": [],
     }
 

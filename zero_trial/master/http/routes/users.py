@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from typing import Any
 
@@ -81,7 +82,7 @@ def _patch(request: Request) -> Response:
     own = request.principal.user is not None and request.principal.user.id == user.id
     if not own or any(body.get(name) is not None for name in ("active", "admin", "username")):
         request.require_admin()
-    if body.get("remote") or body.get("agentUserGroup"):
+    if body.get("remote") or not _runs_trials(body.get("agentUserGroup")):
         raise Unsupported("users have no agent user or single sign-on here: trials run as the user who runs the master")
     changed = _changed(user, body)
     if changed.name != user.name and request.master.accounts.user(changed.name) is not None:
@@ -91,6 +92,12 @@ def _patch(request: Request) -> Response:
     if own and not (changed.active and changed.admin) and user.admin:
         raise Conflict("an administrator cannot deactivate or demote their own account")
     return ok({"user": user_json(request.master.accounts.put_user(changed))})
+
+
+def _runs_trials(group: Any) -> bool:
+    """Return whether an agent user and group are those of this master, in which trials run."""
+    own = {"agentUid": os.getuid(), "agentGid": os.getgid()}
+    return not group or (isinstance(group, dict) and all(group.get(name) == number for name, number in own.items()))
 
 
 def _changed(user: User, body: dict[str, Any]) -> User:

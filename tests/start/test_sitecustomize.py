@@ -13,7 +13,7 @@ import pytest
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from zero_trial.master.agent.environment import RELOCATION
-from zero_trial.master.relocation.sitecustomize import FailedRank, first_failure
+from zero_trial.start.sitecustomize import FailedRank, first_failure
 
 SHOW = """
 import importlib.util, determined._info as i, determined.constants as c, determined.common.constants as k

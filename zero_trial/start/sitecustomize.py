@@ -1,13 +1,19 @@
-"""Runs at the start of every Python process of a trial: moves the absolute paths that the harness
-has built in below ``DET_RUN_ROOT``.
+"""Runs at the start of every Python process that has this folder on PYTHONPATH, and does what two
+variables ask for; without them nothing.
 
-The harness expects a container of its own: it reads and writes ``/run/determined``, stores
-checkpoints below ``/determined_shared_fs`` and links ``/tmp/tensorboard``. On a machine that is
-shared these would meet those of other trials, and the first of them would make every other ``det``
-program believe that it is on a cluster. So the constants are changed while the modules are loaded,
-in memory only; a module that no longer has its constant cannot be imported. Without
-``DET_RUN_ROOT`` nothing happens. Another ``sitecustomize`` further down the path is run after this
-one.
+``ZERO_TRIAL_AS_DEEPSPEED``: ``import deepspeed`` means zero_trial, also in the processes that a
+script starts: see ``zero_trial_start.py``. ``pip install`` puts a line beside the package that does
+the same; ``pip install -e``, and a tree on PYTHONPATH, have no such line.
+
+``DET_RUN_ROOT``, of the embedded master's trials: the absolute paths that the harness has built in
+are moved below it. The harness expects a container of its own: it reads and writes
+``/run/determined``, stores checkpoints below ``/determined_shared_fs`` and links
+``/tmp/tensorboard``. On a machine that is shared these would meet those of other trials, and the
+first of them would make every other ``det`` program believe that it is on a cluster. So the
+constants are changed while the modules are loaded, in memory only; a module that no longer has its
+constant cannot be imported.
+
+Another ``sitecustomize`` further down the path is run after this one.
 
 This file is imported before anything else and stands alone: standard library only.
 """
@@ -18,7 +24,7 @@ import os
 import sys
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
-from importlib.util import module_from_spec
+from importlib.util import module_from_spec, spec_from_file_location
 from types import CodeType, TracebackType
 from typing import Any, NamedTuple
 
@@ -97,6 +103,15 @@ def _run_next() -> None:
         module = module_from_spec(spec)
         sys.modules["sitecustomize"] = module
         spec.loader.exec_module(module)
+
+
+def _wait_for_deepspeed() -> None:
+    """Import zero_trial_start, which is beside the package, wherever that is."""
+    path = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "..", "zero_trial_start.py")
+    spec = spec_from_file_location("zero_trial_start", os.path.normpath(path))
+    if spec is not None and spec.loader is not None and spec.name not in sys.modules:
+        sys.modules[spec.name] = module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[spec.name])
 
 
 # -- the launcher: one line about the rank that failed first, in place of a traceback and a table
@@ -205,4 +220,6 @@ if __name__ == "sitecustomize":
         sys.meta_path.insert(0, _RelocatingFinder())
         if _is_launcher(sys.orig_argv):
             _install_failure_line()
+    if os.environ.get("ZERO_TRIAL_AS_DEEPSPEED", "0") not in ("", "0"):
+        _wait_for_deepspeed()
     _run_next()

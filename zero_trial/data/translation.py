@@ -31,6 +31,8 @@ DATASETS = ("gettext", "docstrings", "wmt16")
 _VALIDATION_SHARE = 0.05  # of the keys
 _LONGEST = 60  # characters of a sentence
 
+_LETTERS, _PLACEHOLDER = re.compile(r"[^\W\d_]+"), re.compile(r"%[-\d.*]*l*[a-zA-Z]|\{\w*\}")
+
 _NOT_THE_LIBRARY = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages"})
 
 
@@ -99,10 +101,10 @@ def translation_pairs(
             instead_of = instead_of or name
             name, files = "docstrings of the standard library", _docstrings()
     kept = _distinct(pair for file in files for pair in file)
-    ordered = sorted(kept, key=lambda pair: (_hash(pair[0]), pair))
+    ordered = sorted((_hash(pair[0]), pair) for pair in kept)
     edge = int(_VALIDATION_SHARE * 2**64)
-    val = [pair for pair in ordered if _hash(pair[0]) < edge]
-    train = ordered[len(val) :]
+    val = [pair for number, pair in ordered if number < edge]
+    train = [pair for number, pair in ordered if number >= edge]
     if not val or not train:
         raise DataError(
             "too few sentence pairs",
@@ -116,7 +118,7 @@ def translation_pairs(
 def key_of(sentence: str) -> str:
     """Return what decides a sentence's side of the split: its words in lower case, without digits,
     placeholders and punctuation."""
-    return " ".join(re.findall(r"[^\W\d_]+", re.sub(r"%[-\d.*]*l*[a-zA-Z]|\{\w*\}", " ", sentence).casefold()))
+    return " ".join(_LETTERS.findall(_PLACEHOLDER.sub(" ", sentence).casefold()))
 
 
 def _hash(sentence: str) -> int:
@@ -128,10 +130,13 @@ def _distinct(pairs: Iterable[Pair]) -> list[Pair]:
     words, longer than _LONGEST, of several lines or left untranslated are dropped."""
     found: defaultdict[str, Counter[str]] = defaultdict(Counter)
     for pair in pairs:
-        source, target = (re.sub(" +", " ", side.strip()) for side in pair)
-        if source == target or not (key_of(source) and key_of(target)):
+        source, target = (side.strip() for side in pair)
+        if any(sign in side for side in (source, target) for sign in "\n\t\r"):
             continue
-        if max(len(source), len(target)) > _LONGEST or re.search(r"[\n\t\r]", source + target):
+        source, target = (" ".join(filter(None, side.split(" "))) for side in (source, target))
+        if source == target or max(len(source), len(target)) > _LONGEST:
+            continue
+        if not (key_of(source) and key_of(target)):
             continue
         found[source][target] += 1
     return [(source, min(targets, key=lambda text: (-targets[text], text))) for source, targets in found.items()]
@@ -249,29 +254,31 @@ class Vocabulary:
             for pair in pairwise(tokens):
                 counts[pair] += count
                 places[pair].add(index)
+        # every pair has an entry of at least its count
         queue = [(-count, pair) for pair, count in counts.items()]
         heapq.heapify(queue)
         while len(self.pieces) < size and queue:
             expected, best = heapq.heappop(queue)
-            if counts[best] != -expected:  # an older entry
+            if counts[best] != -expected:
+                heapq.heappush(queue, (-counts[best], best))
                 continue
             if counts[best] < 2:
                 break
             token = self._merges[best] = len(self.pieces)
             self.pieces.append(self.pieces[best[0]] + self.pieces[best[1]])
-            changed: set[tuple[int, int]] = set()
+            grown: set[tuple[int, int]] = set()
             for index in places.pop(best):
                 tokens, count = words[index]
                 merged = _merged(tokens, best, token)
-                for sign, spelling in ((-1, tokens), (1, merged)):
-                    for pair in pairwise(spelling):
-                        counts[pair] += sign * count
-                        changed.add(pair)
-                        if sign == 1:
-                            places[pair].add(index)
                 words[index] = (merged, count)
-            del counts[best]
-            for pair in changed - {best}:
+                for pair in pairwise(tokens):
+                    counts[pair] -= count
+                for pair in pairwise(merged):
+                    counts[pair] += count
+                    if token in pair:
+                        places[pair].add(index)
+                        grown.add(pair)
+            for pair in grown:
                 heapq.heappush(queue, (-counts[pair], pair))
 
     def encode(self, text: str) -> list[int]:

@@ -29,6 +29,7 @@ from tests.support.whole_optimizers import (
     ScheduleFree,
     ShampooLike,
     Unprobed,
+    muon_by_group,
 )
 from zero_trial import zero as access
 from zero_trial.errors import CheckpointError, ConfigError, TrialError
@@ -46,6 +47,7 @@ OPTIMIZERS: dict[str, Any] = {
     "Adafactor by name": lambda groups: torch.optim.Adafactor(groups, lr=0.01),
     "Adafactor": lambda groups: torch.optim.Adafactor(groups, lr=0.01),
     "Muon-like": lambda groups: MuonLike(groups, lr=0.01),
+    "Muon by group": lambda groups: muon_by_group(groups),
     "Shampoo-like": lambda groups: ShampooLike(groups, lr=0.01),
     "layer-wise": lambda groups: LayerWise(groups, lr=0.01),
     "global norm": lambda groups: GlobalNorm(groups, lr=0.01),

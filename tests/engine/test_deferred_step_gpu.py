@@ -13,6 +13,7 @@ from tests.engine.test_behaviour_gpu import on_ranks
 from tests.engine.test_deferred_step import FP16, OPTIMIZERS, SCHEDULE, differences, left, spoil, two_groups
 from tests.support.dense import STAGES, Case, Turn, build_engine
 from tests.support.models import Tower
+from zero_trial.errors import TrialError
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -88,3 +89,27 @@ def test_a_step_waits_for_nothing_and_leaves_the_same_bits(
     found: dict[tuple[str, str, str], list[str]], case: tuple[str, str, str]
 ) -> None:
     assert found[case] == []
+
+
+def edited_in_place() -> str:
+    """What is said of an edit through ``param.data`` that the masters overwrite."""
+    from zero_trial.comm import init_distributed
+
+    init_distributed(timeout=60.0)
+    engine = build_engine(Case(Tower, loss, config=PRECISIONS["bf16"]), STAGES["zero2"])
+    try:
+        for step in range(3):
+            engine.backward(loss(engine, Turn(step, 0, 0)))
+            if step == 1:
+                engine.module.get_parameter("last.weight").data.mul_(0.5)
+            engine.step()
+    except TrialError as error:
+        return str(error)
+    finally:
+        engine.destroy()
+    return ""
+
+
+def test_an_edit_that_the_device_overwrites_is_an_error_at_the_next_backward() -> None:
+    (said,) = on_ranks(1, edited_in_place)
+    assert "engine.step, step 1" in said and "an edit in " in said

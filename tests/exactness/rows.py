@@ -18,10 +18,10 @@ from tests.support.whole_optimizers import (
     GlobalNorm,
     LayerWise,
     MuonAndAdamW,
-    MuonByGroup,
     MuonLike,
     ScheduleFree,
     ShampooLike,
+    muon_by_group,
 )
 from zero_trial.zero import GatheredParameters, safe_get_full_fp32_param
 
@@ -33,14 +33,6 @@ MUON = {"type": "Muon", "params": {"muon_lr": 2 * RATE, "adam_lr": RATE, "eps": 
 def muon_and_adamw(params: Any) -> torch.optim.Optimizer:
     """Return torch's two, as `MUON` says."""
     return MuonAndAdamW(params, lr=RATE)
-
-
-def muon_by_group(params: Any) -> torch.optim.Optimizer:
-    """Return an optimizer of two groups, of which one goes by Muon and the other by AdamW."""
-    found = [param for group in params for param in group["params"]] if isinstance(params[0], dict) else list(params)
-    matrices, others = [p for p in found if p.dim() == 2], [p for p in found if p.dim() != 2]
-    groups = [{"params": matrices, "use_muon": True}, {"params": others, "use_muon": False}]
-    return MuonByGroup([group for group in groups if group["params"]], lr=RATE)
 
 
 def schedule_free(params: Any) -> torch.optim.Optimizer:
@@ -86,7 +78,7 @@ OPTIMIZERS = [
         "torch.optim.Muon and AdamW in one class",
         muon_and_adamw,
     ),
-    client("Muon and AdamW by `use_muon`, in a class of one's own", muon_by_group),
+    client("Muon and AdamW by `use_muon`, in a class of one's own", lambda params: muon_by_group(params, RATE)),
     client("an own Muon", lambda params: MuonLike(params)),
     client("Shampoo-like", lambda params: ShampooLike(params)),
     client("torch.optim.Adafactor", lambda params: torch.optim.Adafactor(params, lr=0.01)),

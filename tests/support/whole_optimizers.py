@@ -215,3 +215,11 @@ class MuonByGroup(torch.optim.Optimizer):
                     first = state["momentum"] / (1 - 0.9 ** state["step"])
                     x = first / ((state["square"] / (1 - 0.95 ** state["step"])).sqrt() + 1e-3)
                 param.mul_(1 - group["lr"] * group["weight_decay"]).sub_(x, alpha=group["lr"])
+
+
+def muon_by_group(params: Any, lr: float = 1e-3) -> torch.optim.Optimizer:
+    """Return the same over two groups: matrices by Muon, the others by AdamW."""
+    found = [param for group in params for param in group["params"]] if isinstance(params[0], dict) else list(params)
+    matrices, others = [p for p in found if p.dim() == 2], [p for p in found if p.dim() != 2]
+    groups = [{"params": matrices, "use_muon": True}, {"params": others, "use_muon": False}]
+    return MuonByGroup([group for group in groups if group["params"]], lr=lr)

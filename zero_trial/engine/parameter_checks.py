@@ -6,8 +6,8 @@ from __future__ import annotations
 import itertools
 import logging
 import operator
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import Protocol
 
 from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -85,8 +85,8 @@ class ParameterCheck:
     def _look(self) -> None:
         """Remember what the model consists of."""
         tables = [(module._parameters, module._modules) for module in self._module.modules()]
-        self._tables: list[Mapping[str, Any]] = [table for pair in tables for table in pair]
-        self._entries = [entry for table in self._tables for entry in table.values()]
+        self._tables = [table.values() for pair in tables for table in pair]
+        self._entries = list(itertools.chain.from_iterable(self._tables))
         params, trained = list(self._module.parameters()), self._trained
         # each is looked at for what it may not do: be cast, be unfrozen
         self._cast = [param for param in params if param in trained and trained[param][0]]
@@ -105,7 +105,7 @@ class ParameterCheck:
         """Do :meth:`check` if the model has other modules or parameters than at the last look, or
         some were frozen, unfrozen or cast."""
         self._called = True
-        now = [entry for table in self._tables for entry in table.values()]
+        now = list(itertools.chain.from_iterable(self._tables))
         same = len(now) == len(self._entries) and all(map(operator.is_, now, self._entries))
         if same:
             with unasked():
@@ -176,9 +176,10 @@ class UsedParameters:
 
     def check(self, engine: CheckedEngine) -> None:
         """Raise TrialError for those without a gradient that are not frozen at the moment."""
-        names = [name for name, param in self._params.items() if name not in self._used and param.requires_grad]
-        if names:
-            raise reported(engine, _unused(names, engine.global_steps))
+        if self._params.keys() > self._used:
+            names = [name for name, param in self._params.items() if name not in self._used and param.requires_grad]
+            if names:
+                raise reported(engine, _unused(names, engine.global_steps))
 
     def end_step(self, engine: CheckedEngine) -> None:
         """Forget the gradients so far: a step has used them. Say which parameters had none, the

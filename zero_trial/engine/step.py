@@ -110,6 +110,7 @@ class StepOutcome(StepStatus):
         self._weight: torch.Tensor | None = None
         self._no_weight = torch.zeros(2, dtype=torch.float64, device=device)
         self._mesh = mesh
+        self._other_axes = [axis for axis in (mesh.replica, mesh.model, mesh.pipe) if axis.size > 1]
         self._device = device
         self._result = StepResult(config.policy.loss_scale)
         self._readback: PinnedReadback | None = None
@@ -410,7 +411,7 @@ class StepOutcome(StepStatus):
             weights = torch.cat([weights[:1] + count * (self._ranks + 1), weights[1:]])
         values = torch.cat([total.reshape(1), weights])
         mesh.shard.all_reduce_guarded(values, "gradient norm")
-        for axis in (mesh.replica, mesh.model, mesh.pipe):
+        for axis in self._other_axes:
             axis.all_reduce_small(values, "gradient norm")
         return values
 

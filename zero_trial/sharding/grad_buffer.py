@@ -33,6 +33,7 @@ from zero_trial.sharding.param_group import ParamGroup
 from zero_trial.sharding.plan import Lifetime, ReduceAt
 
 SMALL = 1 << 14  # elements
+_GRAD = operator.attrgetter("grad")
 
 
 class GradBuffer:
@@ -221,12 +222,12 @@ class GradBuffer:
         targets: list[torch.Tensor] = []
         sources: list[Any] = []
         with unasked():
-            grads = [params[index].grad for index in waiting]
+            grads = list(map(_GRAD, map(params.__getitem__, waiting)))
         for index in waiting:
             self._queued[index] = False
         if len(waiting) == len(filled) and not any(filled) and all(map(operator.is_not, grads, repeat(None))):
             # the first micro-batch: without a look at each
-            targets, sources = [views[index] for index in waiting], grads
+            targets, sources = list(map(views.__getitem__, waiting)), grads
             filled[:] = [True] * len(filled)
         else:
             for index, grad in zip(waiting, grads, strict=True):

@@ -132,20 +132,17 @@ class ShardedOptimizer(TorchView):
         if self.ema is not None:
             self.ema.begin_step()
         with self.guard.open(self.base):
-            yield from self._update(multiplier, scalars)
-
-    def _update(self, multiplier: float, scalars: DeviceScalars | None) -> Iterator[tuple[Sequence[Updated], bool]]:
-        if self.whole is not None:  # first: its exchanges come before any group's publication, on every rank
-            with self.whole.at_hand(gradients=True), self._averaged(self.whole.own, scalars):
-                self._step_whole(self.whole.own, multiplier, scalars)
-            yield self.whole.updated, False
-        for batch in self.store.batches():
-            if not batch and self.whole is not None:
-                continue  # the base has stepped
-            self.store.borrow(batch)
-            with self._averaged(batch, scalars):
-                rounded = self._step_flat(batch, multiplier, scalars)
-            yield batch, self.store.give_back(batch, rounded)
+            if self.whole is not None:  # first: its exchanges come before any group's publication, on every rank
+                with self.whole.at_hand(gradients=True), self._averaged(self.whole.own, scalars):
+                    self._step_whole(self.whole.own, multiplier, scalars)
+                yield self.whole.updated, False
+            for batch in self.store.batches():
+                if not batch and self.whole is not None:
+                    continue  # the base has stepped
+                self.store.borrow(batch)
+                with self._averaged(batch, scalars):
+                    rounded = self._step_flat(batch, multiplier, scalars)
+                yield batch, self.store.give_back(batch, rounded)
 
     def _averaged(
         self, parts: Sequence[ShardPiece | WholeTensor], scalars: DeviceScalars | None

@@ -354,7 +354,8 @@ class ParamGroup:
         self.take_replaced()
         if self.master is self.shard:
             return
-        if self._versions() != self._noted or not (deferred or self._as_published()):
+        sums = None if deferred else self.sums()
+        if self._versions() != self._noted or (sums is not None and self._real and not torch.equal(*sums)):
             self.apply_edits()
 
     def _note_replaced(self) -> None:
@@ -406,12 +407,6 @@ class ParamGroup:
                     found.add(piece.slot.name)
         self._noted = self._versions()
         return [slot.name for slot in self.layout.slots if slot.name in found]
-
-    def _as_published(self) -> bool:
-        """Return whether the values of this rank's part are those that it has published. Waits for
-        the device."""
-        sums = self.sums()
-        return sums is None or not self._real or torch.equal(*sums)
 
     def sums(self) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Return sums over the bits of this rank's part, as it is now and as it was published, on

@@ -9,6 +9,7 @@ and moments are between steps.
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -24,6 +25,8 @@ from zero_trial.sharding.grad_buffer import GradBuffer
 from zero_trial.sharding.layout import ParamSlot
 from zero_trial.sharding.param_group import ParamGroup
 from zero_trial.sharding.whole_tensors import opt_group_of, weight_for
+
+_PARAMS = operator.itemgetter("params")
 
 
 @dataclass(frozen=True)
@@ -205,7 +208,7 @@ def _memory(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 def sizes_of(base: torch.optim.Optimizer) -> list[int]:
     """Return how many tensors each optimizer group has."""
-    return [len(group["params"]) for group in base.param_groups]
+    return list(map(len, map(_PARAMS, base.param_groups)))
 
 
 def all_at_initialize(where: str, **facts: Any) -> ConfigError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 import shutil
 import sys
 from pathlib import Path
@@ -74,6 +75,24 @@ def test_json_slots_and_stage(experiment: tuple[str, str], capsys: pytest.Captur
     )  # fp32: weights, gradients, two moments
     assert found["compared"][-1]["plan"]["figures"]["optimizer"] < found["plan"]["figures"]["optimizer"] / 2
     assert found["error"].startswith("rank 0 needs")
+
+
+def test_a_machine_that_is_elsewhere(experiment: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+    """A model of 1.6 billion parameters, 6.4 GB in fp32, which are never made here."""
+    sizes = [f"hyperparameters.model.{key}" for key in ("layers=2", "width=8192", "heads=32", "sequence=32")]
+    words = [*sizes, "hyperparameters.global_batch_size=1024", "gradient_accumulation_steps=1", "bf16.enabled=true"]
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    code = main(["plan", *experiment, *words, "--ranks", "1024", "--gpu-memory", "20GiB", "--json"])
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2_000_000  # KiB
+    found = json.loads(capsys.readouterr().out)
+    count = found["plan"]["parameter_count"]
+    assert code == 0 and found["fits"] and found["limit"] == 20 << 30 and count > 1.6e9
+    assert found["plan"]["ranks"] == 1024 and found["plan"]["how"] in ("fake tensors", "fake tensors on the CPU")
+    states = [row["plan"]["figures"]["states"] / count for row in found["compared"][:4]]
+    shard = 1024
+    # masters and moments 12, gradients and parameters 2 bytes each, sharded from stage 1, 2, 3 on
+    for stage, expected in enumerate((16, 4 + 12 / shard, 2 + 14 / shard, 16 / shard)):
+        assert states[stage] == pytest.approx(expected, rel=0.02)  # small parameters stay whole at stage 3
 
 
 @pytest.mark.parametrize(

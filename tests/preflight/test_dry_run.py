@@ -190,6 +190,8 @@ def test_the_ways_of_a_dry_run() -> None:
     assert ways(cpu, work=1, scaled=False) == [Way.REAL, Way.FAKE]
     assert ways(cpu, work=1, scaled=True) == ways(cpu, work=10**12, scaled=False) == [Way.FAKE, Way.REAL]
     assert ways(cuda, work=1, scaled=False) == [Way.FAKE, Way.FAKE_ON_CPU, Way.REAL]
+    assert ways(cuda, work=1, scaled=False, is_here=False) == [Way.FAKE_ON_CPU, Way.REAL]
+    assert ways(cuda, work=10**12, scaled=False, is_here=False) == [Way.FAKE_ON_CPU]  # it may not fit here
 
 
 @pytest.mark.skipif(torch.backends.cuda.is_built(), reason="this torch has fake tensors of a GPU")

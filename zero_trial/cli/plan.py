@@ -9,8 +9,10 @@ import contextlib
 import json
 import os
 from collections.abc import Iterator
-from pathlib import Path
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+
+from zero_trial.cli.run import add_words, given_words
 
 if TYPE_CHECKING:
     from zero_trial.ds_config.table import DsConfig
@@ -30,15 +32,18 @@ def add_parser(subparsers: Any) -> None:
         "trial is built once, and its train_batch is called. Exit code 3 if it does not fit.",
         allow_abbrev=False,
     )
-    parser.add_argument(
-        "experiment_path", type=Path, metavar="CONST.yaml", help="the experiment, or a run's config.lock.yaml"
-    )
-    parser.add_argument("model_dir", nargs="?", type=Path, metavar="MODEL_DIR", help="the folder of the trial's module")
-    parser.add_argument("--slots", type=int, metavar="N", help="ranks (default: resources.slots_per_trial)")
-    parser.add_argument(
+    add_words(parser)
+    parser.add_argument("--slots", "--ranks", type=int, metavar="N", help="ranks (default: resources.slots_per_trial)")
+    limits = parser.add_mutually_exclusive_group()
+    limits.add_argument(
         "--limit",
         metavar="SIZE",
         help="memory of one rank, such as 16GiB (default: of the GPU, or of this machine by ranks)",
+    )
+    limits.add_argument(
+        "--gpu-memory",
+        metavar="SIZE",
+        help="plan for GPUs of this size, such as 80GiB, which need not be in this machine; the model is built without values",
     )
     parser.add_argument(
         "--stage", type=int, choices=(0, 1, 2, 3), help="plan for this ZeRO stage instead of ds_config's"
@@ -49,19 +54,22 @@ def add_parser(subparsers: Any) -> None:
 
 def _handle(options: argparse.Namespace) -> int:
     """Run the verb."""
+    from zero_trial.experiment.changes import read_words
     from zero_trial.launch.experiment import RunRequest, check_run
     from zero_trial.launch.placement import PlacementRequest
 
-    placement = PlacementRequest(slots=options.slots)
+    words = read_words(given_words(options))
     request = RunRequest(
-        experiment_path=options.experiment_path, model_dir=options.model_dir, slots=options.slots, placement=placement
+        experiment_path=words.experiment_path,
+        model_dir=words.model_dir,
+        changes=words.changes,
+        slots=options.slots,
+        placement=PlacementRequest(slots=options.slots),
     )
     checked = check_run(request, os.environ)
-    limit = _limit(options.limit, checked)
-    # A host's memory is all ranks' together, so a run on it takes the policy that moves least; a
-    # limit that is asked for is another machine's.
-    asked = limit if options.limit is not None or _device() == "cuda" else None
-    with _trial_planner(checked, options.stage, asked) as planner:
+    machine = _machine(options, checked)
+    limit = machine.limit
+    with _trial_planner(checked, machine, options.stage) as planner:
         own, rows = planner.plan(), planner.compare()
         error = None if own.fits(limit) or limit is None else _does_not_fit(planner, limit)
     if options.json:
@@ -102,33 +110,45 @@ def _compared(rows: Any, limit: int | None) -> str:
     return pipeline_table(rows, limit) if of_pipelines else comparison_table(rows, limit)
 
 
-def _limit(text: str | None, checked: CheckedRun) -> int | None:
+@dataclass(frozen=True)
+class _Machine:
+    """What is planned for.
+
+    ``limit``: bytes of one rank, None if unknown; ``asked``: whether it is another machine's or a
+    GPU's, so that a pipeline takes the policy that fits in it. (A host's memory is all ranks'
+    together: a run on it takes the policy that moves least.) ``elsewhere``: the GPUs are not here,
+    nor room for the model.
+    """
+
+    device: str
+    limit: int | None
+    asked: bool
+    one_host: bool
+    elsewhere: bool = False
+
+
+def _machine(options: argparse.Namespace, checked: CheckedRun) -> _Machine:
     import torch
 
     from zero_trial.preflight.plan import rank_limit
     from zero_trial.util.text import parse_size
 
-    if text is not None:
-        return parse_size(text, "--limit")
-    return rank_limit(torch.device(_device()), checked.own.ranks)
-
-
-def _device() -> str:
-    import torch
-
-    return "cuda" if torch.cuda.is_available() else "cpu"
+    if options.gpu_memory is not None:
+        return _Machine("cuda", parse_size(options.gpu_memory, "--gpu-memory"), True, one_host=False, elsewhere=True)
+    device, one_host = "cuda" if torch.cuda.is_available() else "cpu", checked.ranks == checked.own.ranks
+    if options.limit is not None:
+        return _Machine(device, parse_size(options.limit, "--limit"), True, one_host)
+    return _Machine(device, rank_limit(torch.device(device), checked.own.ranks), device == "cuda", one_host)
 
 
 @contextlib.contextmanager
 def _trial_planner(
-    checked: CheckedRun, stage: int | None = None, limit: int | None = None
+    checked: CheckedRun, machine: _Machine, stage: int | None = None
 ) -> Iterator[Planner | PipelinePlanner]:
-    """Yield the planner of an experiment's trial, which is built here as rank 0. Raises what the
-    trial raises.
+    """Yield the planner of an experiment's trial, which is built here as rank 0, for a machine that
+    is elsewhere without values. Raises what the trial raises."""
+    import torch
 
-    ``limit``: bytes of one rank, by which the policy of a pipeline is chosen if ds_config leaves it
-    open.
-    """
     from zero_trial.preflight.compare import Planner
     from zero_trial.preflight.fake_engine import TrialSubject
     from zero_trial.preflight.pipeline_plan import PipelinePlanner
@@ -136,7 +156,7 @@ def _trial_planner(
     from zero_trial.trial.data import Resume, open_train_data
     from zero_trial.trial.trial import fitted
 
-    ranks, experiment, device = checked.ranks, checked.experiment, _device()
+    ranks, experiment, device = checked.ranks, checked.experiment, machine.device
     request = DryRunRequest(
         experiment, checked.entrypoint, experiment.hyperparameters, checked.model_dir, ranks, checked.seed
     )
@@ -145,21 +165,27 @@ def _trial_planner(
         with raised_by_trial(checked.model_dir, "building the trial"):
             kind = task.import_class()
             context = task.seeded_context()
-            trial = kind(context)
+            with torch.device("meta") if machine.elsewhere else contextlib.nullcontext():
+                trial = kind(context)
             feed = open_train_data(trial, context, Resume()).feed
-        one_host = ranks == checked.own.ranks
         if subject.pipeline is not None:
             model, settings = subject.pipeline
             batch = _pair(next(feed)) if feed is not None else (None, None)
             yield PipelinePlanner(
-                model, _at_stage(settings, stage), ranks, batch, device=device, one_host=one_host, limit=limit
+                model,
+                _at_stage(settings, stage),
+                ranks,
+                batch,
+                device=device,
+                one_host=machine.one_host,
+                limit=machine.limit if machine.asked else None,
             )
             return
         if feed is not None:
             whole = None if context.auto_accumulation else 1
             train = fitted(trial.train_batch)
             subject.perform(lambda batches: train(batches, 0, 0), [next(feed)], calls_per_step=whole)
-        yield Planner(subject, _at_stage(subject.settings, stage), ranks, one_host=one_host)
+        yield Planner(subject, _at_stage(subject.settings, stage), ranks, one_host=machine.one_host)
 
 
 def _at_stage(settings: DsConfig, stage: int | None) -> DsConfig:

@@ -27,7 +27,7 @@ from zero_trial.engine.resolved_config import mesh_shape
 from zero_trial.errors import TrialError, ZeroTrialError
 from zero_trial.preflight.fake_comm import FAKE_SWAP, Exchange, Segments, fake_mesh
 from zero_trial.preflight.live_bytes import LiveBytes
-from zero_trial.preflight.plan import Figures
+from zero_trial.preflight.plan import ON_CPU, Figures
 
 
 class NotCopyable(ZeroTrialError):
@@ -219,18 +219,28 @@ class Way(Enum):
 
     FAKE = "fake tensors"  # tensors without values, on the device of the training
     # where this torch has no fake tensors for that device: kernels may save other things there
-    FAKE_ON_CPU = "fake tensors on the CPU"
+    FAKE_ON_CPU = ON_CPU
     REAL = "real tensors"  # real numbers on the CPU
 
 
-def ways(device: torch.device, *, work: int, scaled: bool) -> list[Way]:
+def ways(device: torch.device, *, work: int, scaled: bool, is_here: bool = True) -> list[Way]:
     """Return the ways to try, best first.
 
-    Half precision with a loss scale (``scaled``) may overflow on the numbers of a dry run.
+    Half precision with a loss scale (``scaled``) may overflow on the numbers of a dry run. Where
+    the device is not in this machine (not ``is_here``), autograd has no fake tensors of it, and a
+    model for it may be too large for real ones.
     """
-    if device.type != "cpu":
+    small = work <= SMALL_WORK
+    if device.type == "cpu":
+        return [Way.REAL, Way.FAKE] if small and not scaled else [Way.FAKE, Way.REAL]
+    if is_here:
         return [Way.FAKE, Way.FAKE_ON_CPU, Way.REAL]
-    return [Way.REAL, Way.FAKE] if work <= SMALL_WORK and not scaled else [Way.FAKE, Way.REAL]
+    return [Way.FAKE_ON_CPU, Way.REAL] if small else [Way.FAKE_ON_CPU]
+
+
+def is_here(device: torch.device) -> bool:
+    """Return whether this machine has such a device."""
+    return device.type != "cuda" or torch.cuda.is_available()
 
 
 def dry_run_any(
@@ -251,16 +261,15 @@ def dry_run_any(
     device = roles[0].blueprint.device
     exchange = Exchange.NATIVE if device.type != "cpu" else Exchange.SHARED if one_host else Exchange.DIRECT
     if micro is None:
-        return dry_run(roles, ranks, None, exchange=exchange), "none"
+        with _on(roles, device if is_here(device) else torch.device("cpu")):
+            return dry_run(roles, ranks, None, exchange=exchange), "none"
     work = sum(role.blueprint.parameters for role in roles) * largest(batches)
     scaled = any(role.settings.fp16.enabled for role in roles)
     faults: list[Exception] = []
-    for way in ways(device, work=work, scaled=scaled):
+    for way in ways(device, work=work, scaled=scaled, is_here=is_here(device)):
         place = device if way is Way.FAKE else torch.device("cpu")
         try:
-            with ExitStack() as stack:
-                for role in roles:
-                    stack.enter_context(role.blueprint.on(place))
+            with _on(roles, place):
                 fake = way is not Way.REAL
                 return dry_run(roles, ranks, micro, batches, calls=calls, fake=fake, exchange=exchange), way.value
         except TrialError as error:
@@ -271,6 +280,15 @@ def dry_run_any(
             faults.append(error)
     last = faults[-1]  # of the last way: a fault of the user's code is the same in all
     raise TrialError(f"a micro-batch cannot be run: {last}", where="plan", got=type(last).__name__) from last
+
+
+@contextmanager
+def _on(roles: Sequence[Role], place: torch.device) -> Iterator[None]:
+    """Make the copies of all roles on ``place`` inside."""
+    with ExitStack() as stack:
+        for role in roles:
+            stack.enter_context(role.blueprint.on(place))
+        yield
 
 
 def variant(settings: DsConfig, *, stage: int, micro_batch: int, accumulation: int) -> DsConfig:

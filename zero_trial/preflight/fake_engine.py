@@ -28,7 +28,16 @@ from zero_trial.engine.build import build_engine, given_once, read_settings
 from zero_trial.engine.resolved_config import mesh_shape
 from zero_trial.errors import TrialError
 from zero_trial.pipeline.module import PipelineModule
-from zero_trial.preflight.dry_run import Blueprint, Role, dry_run_any, first_rows, rows_of, variant, with_state_at
+from zero_trial.preflight.dry_run import (
+    Blueprint,
+    Role,
+    dry_run_any,
+    first_rows,
+    is_here,
+    rows_of,
+    variant,
+    with_state_at,
+)
 from zero_trial.preflight.fake_comm import FAKE_SWAP, Exchange, fake_mesh
 from zero_trial.preflight.plan import Figures
 
@@ -109,7 +118,8 @@ def _initializer(
         training_data = given_once(training_data=training_data, dataset=dataset)
         options = {"optimizer": optimizer, "model_parameters": model_parameters, "lr_scheduler": lr_scheduler}
         data = {"training_data": training_data, "collate_fn": collate_fn}
-        engine = make_engine(model, settings, options, data)
+        with CPU:  # a model may be built on another device, and the engine's own tensors are here
+            engine = make_engine(model, settings, options, data)
         return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
 
     return initialize
@@ -171,9 +181,10 @@ class TrialSubject:
             self.pipeline = self.pipeline or (model, settings)
             return _ProxyEngine(_whole_pipeline(model, settings, self.ranks, META, given | data), CPU)
         blueprint = Blueprint(model, given, self._device)
-        with blueprint.without_values(fake=True):
+        place = self._device if is_here(self._device) else CPU
+        with blueprint.on(place), blueprint.without_values(fake=True):
             copied = blueprint.options(fake=True)
-            engine = _rank_0(copied.pop("model"), settings, self.ranks, self._device, copied | data)
+            engine = _rank_0(copied.pop("model"), settings, self.ranks, place, copied | data)
         proxy = _ProxyEngine(engine, engine.device)
         self._parts.append(_Part(blueprint, settings, proxy))
         return proxy

@@ -8,6 +8,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+import torch
+
 from zero_trial.ds_config.table import DsConfig
 from zero_trial.engine.pipeline_build import (
     choose_policy,
@@ -21,7 +23,7 @@ from zero_trial.engine.resolved_config import mesh_shape, resolve_config
 from zero_trial.errors import ConfigError, DoesNotFit, TrialError
 from zero_trial.pipeline.module import PipelineModule
 from zero_trial.pipeline.simulate import validate
-from zero_trial.preflight.dry_run import Role, dry_run_any, first_rows, rows_of, variant
+from zero_trial.preflight.dry_run import Role, dry_run_any, first_rows, is_here, rows_of, variant
 from zero_trial.preflight.pipeline_dry_run import Copies, HeldBytes, dry_run_rank, parts_of
 from zero_trial.preflight.plan import Figures
 from zero_trial.util.text import format_bytes, format_count
@@ -139,7 +141,8 @@ class PipelinePlanner:
         self._batch = batch
         self._one_host = one_host
         self._limit = limit
-        self._parts = parts_of(model, pipeline_settings(settings), device)
+        place = device if is_here(torch.device(device)) else "cpu"
+        self._parts = parts_of(model, pipeline_settings(settings), place)
         self.data_ranks = mesh_shape(settings, ranks).data_parallel_size
         self.ranks = ranks
         sizes = resolve_config(settings, self.data_ranks).batch

@@ -26,6 +26,8 @@ import torch
 
 from zero_trial.util.text import format_bytes, format_count
 
+ON_CPU = "fake tensors on the CPU"
+
 
 @dataclass(frozen=True)
 class Figures:
@@ -67,8 +69,7 @@ class MemoryPlan:
     micro_batch: int
     accumulation: int
     parameter_count: int
-    # the tensors of the dry run: "fake tensors", "fake tensors on the CPU", "real tensors", or
-    # "none" without a batch
+    # the tensors of the dry run: "fake tensors", ON_CPU, "real tensors", or "none" without a batch
     how: str
 
     def fits(self, limit: int | None) -> bool:
@@ -105,6 +106,8 @@ class MemoryPlan:
         for name, value in rows:
             each = f"{value / max(self.parameter_count, 1):8.2f} B/parameter" if value is not None else ""
             lines.append(f"  {name:<24}{format_bytes(value):>12}  {each}".rstrip())
+        if self.how == ON_CPU:
+            lines.append("  activations and temporary memory are those of the CPU's kernels")
         if limit is not None:
             lines.append(f"  {'limit':<24}{format_bytes(limit):>12}  {'fits' if self.fits(limit) else 'does not fit'}")
         return "\n".join(lines)

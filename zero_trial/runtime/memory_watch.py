@@ -153,12 +153,12 @@ class MemoryWatch:
             live.hold(engine.optimizer.store.buffers)
             live.hold(_tensors([dict(state) for state in engine.optimizer.base.state.values()]))
         live.restart()
-        live.__enter__()  # type: ignore[no-untyped-call]
+        live.__enter__()
 
     def _stop(self) -> None:
         if self._live is not None:
             live, self._live = self._live, None
-            live.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+            live.__exit__(None, None, None)
             self.measured = live.peak
 
     def _give_up(self, reason: str) -> None:

@@ -132,10 +132,7 @@ class MachineService:
         with self._state.database.reading() as connection:
             runs = trials.allocations(connection)
             places = {each.id: each.workspace_id for each in workspaces.projects(connection)}
-            found = [
-                experiments.get(connection, number, derived=False) for number in experiments.ids(connection, *_LIVE)
-            ]
-        there = {each.id: each for each in found if each is not None and not each.unmanaged}
+            there = {each.id: each for each in experiments.in_states(connection, *_LIVE) if not each.unmanaged}
         order = _order(runs, {number: experiment.config for number, experiment in there.items()})
         own: dict[int, list[Allocation]] = {}
         for run in runs:

@@ -115,11 +115,10 @@ def sources_in_use(connection: sqlite3.Connection) -> dict[str, int]:
         "AND state NOT IN ('COMPLETED', 'CANCELED', 'ERROR')"
     )
     found = {str(name): int(number) for name, number in rows.fetchall()}
-    for number in experiments.ids(connection, *_UNFINISHED):
-        experiment = experiments.get(connection, number, derived=False)
-        name = None if experiment is None else source_of(connection, experiment.config)
+    for experiment in experiments.in_states(connection, *_UNFINISHED):
+        name = source_of(connection, experiment.config)
         if name is not None:
-            found[name] = number
+            found[name] = experiment.id
     return found
 
 

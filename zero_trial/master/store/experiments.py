@@ -91,6 +91,15 @@ def ids(connection: sqlite3.Connection, *states: ExperimentState) -> list[int]:
     return [row[0] for row in rows]
 
 
+def in_states(connection: sqlite3.Connection, *states: ExperimentState) -> list[Experiment]:
+    """List the experiments in these states, oldest first, without what is derived."""
+    marks = ",".join("?" for _ in states)
+    rows = connection.execute(
+        f"SELECT * FROM experiments WHERE state IN ({marks}) ORDER BY id", [state.value for state in states]
+    )
+    return [_record(connection, row, None) for row in rows.fetchall()]
+
+
 def change(connection: sqlite3.Connection, number: int, **columns: Any) -> None:
     """Set columns."""
     update(connection, "experiments", "id", number, columns)

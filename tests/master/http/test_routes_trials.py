@@ -352,6 +352,15 @@ def test_tasks_with_what_runs_for_them(user: Any) -> None:
     assert [list(resource.agentDevices) for resource in summary.resources] == [["laptop"]]
 
 
+def test_the_deletion_of_checkpoints_is_a_task(user: Any, world: World) -> None:
+    with world.state.collecting(1):
+        found = {each.name: each for each in bindings.get_GetTasks(user).allocationIdToSummary.values()}
+        plain = [each["name"] for each in user.get("tasks").json().values()]
+    summary = found["Checkpoint GC (Experiment 1)"]
+    assert (summary.slotsNeeded, len(summary.resources), summary.priority) == (0, 1, 42)
+    assert summary.allocationId == f"{summary.taskId}.1" and summary.name in plain
+
+
 def test_tasks_as_older_clients_ask_for_them(user: Any) -> None:
     found = user.get("tasks").json()
     assert sorted(found) == ["task-1.1", "task-2.1"] and found["task-1.1"]["slots_needed"] == 1

@@ -44,7 +44,6 @@ from zero_trial.master.records import (
     NotFound,
     ResourcePool,
     SlotInfo,
-    existing,
 )
 from zero_trial.master.store import accounts, experiments, trials, workspaces
 
@@ -131,7 +130,7 @@ class MachineService:
         """List the experiments that have not ended, in the order of the queue."""
         with self._state.database.reading() as connection:
             runs = trials.allocations(connection)
-            places = {each.id: each.workspace_id for each in workspaces.projects(connection)}
+            places = workspaces.of_projects(connection)
             there = {each.id: each for each in experiments.in_states(connection, *_LIVE) if not each.unmanaged}
         order = _order(runs, {number: experiment.config for number, experiment in there.items()})
         own: dict[int, list[Allocation]] = {}
@@ -156,8 +155,8 @@ class MachineService:
             waits = bool(own) and all(run.state is AllocationState.QUEUED for run in own)
             numbers = {run.experiment_id for run in runs if run.state is AllocationState.QUEUED} if waits else ()
             configs = {number: experiments.config(connection, number) or {} for number in numbers}
-            project = existing(workspaces.project(connection, found.project_id), f"project {found.project_id}")
-        return _job(found, own, _order(runs, configs), project.workspace_id)
+            places = workspaces.of_projects(connection)
+        return _job(found, own, _order(runs, configs), places[found.project_id])
 
     def resource_pools(self) -> list[ResourcePool]:
         """Return the only pool."""

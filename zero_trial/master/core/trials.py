@@ -148,20 +148,20 @@ class TrialService:
         validation: on return).
         """
         with transaction(self._state) as tx:
-            trial = tx.trial_of(trial_id)
-            if run_id != trial.run_id:
+            newest, before, unmanaged = existing(trials.reached(tx.connection, trial_id), f"trial {trial_id}")
+            if run_id != newest:
                 raise Invalid(
-                    "this run is not the trial's newest", where=f"trial {trial_id}", got=run_id, expected=trial.run_id
+                    "this run is not the trial's newest", where=f"trial {trial_id}", got=run_id, expected=newest
                 )
             at = tx.now if reported is None else reported
             report = MetricReport(trial_id, run_id, group, steps_completed, metrics, batch_metrics, at)
-            self._add(tx, trial, report)
+            self._add(tx, report, unmanaged=unmanaged)
             steps = steps_completed if group in ("training", "validation") else None
-            if steps is not None and steps > trial.steps_completed:
-                trials.change(tx.connection, trial.id, steps_completed=steps)
+            if steps is not None and steps > before:
+                trials.change(tx.connection, trial_id, steps_completed=steps)
 
-    def _add(self, tx: Transaction, trial: Trial, report: MetricReport) -> None:
-        if trial.last_activity is not None and trial.run_id > 1 and report.steps_completed is not None:
+    def _add(self, tx: Transaction, report: MetricReport, *, unmanaged: bool) -> None:
+        if unmanaged and report.run_id > 1 and report.steps_completed is not None:
             # an unmanaged run starts where it likes: its reports say which earlier ones are void
             metrics.archive_repeated(tx.connection, report)
         if report.group != "validation":
@@ -169,6 +169,7 @@ class TrialService:
             return
         if metrics.known(tx.connection, report):
             return  # sent again because the answer was lost: the search has it
+        trial = tx.trial_of(report.trial_id)
         config = experiments.config(tx.connection, trial.experiment_id) or {}
         name = str((config.get("searcher") or {}).get("metric"))
         metrics.add(tx.connection, report, metrics.number_of(report.metrics, name))

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import sqlite3
 from collections.abc import Iterable, Mapping
-from functools import cache, partial
 from typing import Any
 
 from zero_trial.master.records import Checkpoint, CheckpointState, ExperimentState
@@ -132,12 +131,17 @@ def _listed(
         which: the checkpoints ``c`` in SQL, with one parameter: ``value``.
     """
     rows = connection.execute(f"SELECT * FROM checkpoints c WHERE {which} ORDER BY {order}", (value,)).fetchall()
-    section = cache(partial(_section, connection))
-    shared = cache(partial(_of_trial, connection))
     validations = metrics.validations_at_checkpoints(connection, which, value) if derived and rows else {}
+    shared: dict[tuple[int | None, int | None], Mapping[str, Any]] = {}
+    sections: dict[int | None, Mapping[str, Any] | None] = {None: None}
     found = []
     for row in rows:
-        more = dict(shared(row["trial_id"], row["experiment_id"])) if derived else {}
+        place, section = (row["trial_id"], row["experiment_id"]), row["storage_id"]
+        if derived and place not in shared:
+            shared[place] = _of_trial(connection, *place)
+        if section not in sections:
+            sections[section] = _section(connection, section)
+        more = dict(shared.get(place, {}))
         validation = validations.get((row["trial_id"], row["steps"])) if more else None
         if validation is not None:
             more["validation_metrics"], more["searcher_metric"] = validation
@@ -145,7 +149,7 @@ def _listed(
             record(
                 Checkpoint,
                 row,
-                storage=section(row["storage_id"]),
+                storage=sections[section],
                 state=CheckpointState(row["state"]),
                 metadata=loads(row["metadata"]),
                 resources=loads(row["resources"]),
@@ -156,9 +160,7 @@ def _listed(
     return found
 
 
-def _section(connection: sqlite3.Connection, storage_id: int | None) -> Mapping[str, Any] | None:
-    if storage_id is None:
-        return None
+def _section(connection: sqlite3.Connection, storage_id: int) -> Mapping[str, Any] | None:
     row = connection.execute("SELECT section FROM storages WHERE id = ?", (storage_id,)).fetchone()
     return loads(row[0]) if row is not None else None
 

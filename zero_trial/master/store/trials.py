@@ -143,6 +143,14 @@ def early_exit(connection: sqlite3.Connection, number: int) -> str:
     return str(row[0]) if row else ""
 
 
+def reached(connection: sqlite3.Connection, number: int) -> tuple[int, int, bool] | None:
+    """Return the newest run of a trial, its steps completed, and whether it is unmanaged."""
+    row = connection.execute(
+        "SELECT run_id, steps_completed, last_activity IS NOT NULL FROM trials WHERE id = ?", (number,)
+    ).fetchone()
+    return None if row is None else (row[0], row[1], bool(row[2]))
+
+
 def metadata(connection: sqlite3.Connection, number: int) -> Any:
     """Return the metadata that the trial has set."""
     row = connection.execute("SELECT metadata FROM trials WHERE id = ?", (number,)).fetchone()

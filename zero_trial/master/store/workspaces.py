@@ -53,6 +53,11 @@ def projects(connection: sqlite3.Connection, workspace_id: int | None = None) ->
     return [_project(row) for row in rows.fetchall()]
 
 
+def of_projects(connection: sqlite3.Connection) -> dict[int, int]:
+    """Return the workspace of each project, by their numbers."""
+    return dict(connection.execute("SELECT id, workspace_id FROM projects").fetchall())
+
+
 def experiments_of(connection: sqlite3.Connection, project_id: int) -> list[int]:
     """List the numbers of the experiments in a project."""
     rows = connection.execute("SELECT id FROM experiments WHERE project_id = ? ORDER BY id", (project_id,))

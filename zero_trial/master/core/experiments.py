@@ -7,6 +7,7 @@ import unicodedata
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import cache, partial
 from typing import Any
 
 from zero_trial.errors import ConfigError
@@ -214,9 +215,17 @@ class ExperimentService:
             return existing(experiments.get(connection, experiment_id), f"experiment {experiment_id}")
 
     def all(self) -> list[Experiment]:
-        """List all experiments, archived ones included."""
+        """List all experiments, archived ones included, without what `counted` adds."""
         with self._state.database.reading() as connection:
-            return experiments.all_(connection)
+            return experiments.all_(connection, counted=False)
+
+    def counted(self, found: Sequence[Experiment]) -> list[Experiment]:
+        """Return those that are still there, with their trials and checkpoints counted."""
+        with self._state.database.reading() as connection:
+            project = cache(partial(workspaces.project, connection))
+            return [
+                fresh for each in found if (fresh := experiments.get(connection, each.id, project=project)) is not None
+            ]
 
     def context(self, experiment_id: int) -> bytes:
         """Return the model definition as .tar.gz. Raises NotFound."""

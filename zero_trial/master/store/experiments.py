@@ -67,11 +67,11 @@ def of_external_id(connection: sqlite3.Connection, external_id: str) -> int | No
     return None if row is None else int(row[0])
 
 
-def all_(connection: sqlite3.Connection) -> list[Experiment]:
-    """List all experiments, oldest first."""
+def all_(connection: sqlite3.Connection, *, counted: bool = True) -> list[Experiment]:
+    """List all experiments, oldest first; ``counted``: with their trials and checkpoints."""
     rows = connection.execute("SELECT * FROM experiments ORDER BY id").fetchall()
     project = cache(partial(workspaces.project, connection))
-    return [_record(connection, row, project) for row in rows]
+    return [_record(connection, row, project, counted=counted) for row in rows]
 
 
 def of_project(connection: sqlite3.Connection, project_id: int | None) -> list[Experiment]:
@@ -161,13 +161,19 @@ def smaller_is_better(config: Mapping[str, Any]) -> bool:
 
 
 def _record(
-    connection: sqlite3.Connection, row: sqlite3.Row, project: Callable[[int], Project | None] | None
+    connection: sqlite3.Connection,
+    row: sqlite3.Row,
+    project: Callable[[int], Project | None] | None,
+    *,
+    counted: bool = True,
 ) -> Experiment:
     """Return an experiment; with what is derived if ``project`` is given, which finds a project."""
     config = loads(row["config"])
     number = row["id"]
     more: dict[str, Any] = {}
     if project is not None:
+        more = {"project": project(row["project_id"]), "shown_state": _shown_state(connection, row)}
+    if project is not None and counted:
         found = best(connection, number, smaller_is_better=smaller_is_better(config))
         counts = connection.execute(
             "SELECT count(*), coalesce(sum(pruned), 0) FROM trials WHERE experiment_id = ?", (number,)
@@ -176,15 +182,13 @@ def _record(
             "SELECT count(*), coalesce(sum(size), 0) FROM checkpoints WHERE experiment_id = ? AND state != 'DELETED'",
             (number,),
         ).fetchone()
-        more = {
-            "project": project(row["project_id"]),
+        more |= {
             "num_trials": counts[0],
             "pruned_trials": counts[1],
             "best_trial_id": found[0] if found else only_trial(connection, number, config),
             "best_metric": found[1] if found else None,
             "checkpoint_count": saved[0],
             "checkpoint_size": saved[1],
-            "shown_state": _shown_state(connection, row),
         }
     return record(
         Experiment,

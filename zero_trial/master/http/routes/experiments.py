@@ -120,7 +120,10 @@ def _list_all(request: Request) -> Response:
     page, pagination = request.page(found)
     return ok(
         {
-            "experiments": [experiment_json(each, user_id=user_ids.get(each.owner, 0)) for each in page],
+            "experiments": [
+                experiment_json(each, user_id=user_ids.get(each.owner, 0))
+                for each in request.master.experiments.counted(page)
+            ],
             "pagination": pagination,
         }
     )

@@ -66,13 +66,16 @@ class RouteMatch:
     numbers: Sequence[str]
 
 
+_Named = tuple[Route, Sequence[str], Sequence[str]]  # with its named parts, and those that are numbers
+
+
 class Router:
     """All routes, by method and number of parts, then by the places of their literal parts, those
     with literal parts first, then by these parts.
     """
 
     def __init__(self, routes: Iterable[Route]) -> None:
-        found: dict[tuple[str, int], dict[tuple[bool, ...], dict[tuple[str, ...], Route]]] = {}
+        found: dict[tuple[str, int], dict[tuple[bool, ...], dict[tuple[str, ...], _Named]]] = {}
         shapes = set()
         for route in routes:
             parts = route.path.strip("/").split("/")
@@ -82,7 +85,10 @@ class Router:
             shapes.add(shape)
             named = tuple(part.startswith("{") for part in parts)
             literal = tuple(part for part in parts if not part.startswith("{"))
-            found.setdefault((route.method, len(parts)), {}).setdefault(named, {})[literal] = route
+            names = [part[1:-1] for part in parts if part.startswith("{")]
+            numbers = [name.removesuffix(":int") for name in names if name.endswith(":int")]
+            entry = route, [name.removesuffix(":int") for name in names], numbers
+            found.setdefault((route.method, len(parts)), {}).setdefault(named, {})[literal] = entry
         self._routes = {
             key: [
                 (
@@ -98,16 +104,11 @@ class Router:
     def find(self, method: str, parts: Sequence[str]) -> RouteMatch | None:
         """Return the route of a path that was split at its slashes; None if there is none."""
         for literal, named, routes in self._routes.get((method, len(parts)), ()):
-            route = routes.get(tuple([parts[at] for at in literal]))
+            found = routes.get(tuple([parts[at] for at in literal]))
             values = [parts[at] for at in named]
-            if route is not None and all(values):
-                wanted = route.path.strip("/").split("/")
-                names = [wanted[at][1:-1] for at in named]
-                return RouteMatch(
-                    route,
-                    {name.removesuffix(":int"): value for name, value in zip(names, values, strict=True)},
-                    [name.removesuffix(":int") for name in names if name.endswith(":int")],
-                )
+            if found is not None and all(values):
+                route, names, numbers = found
+                return RouteMatch(route, dict(zip(names, values, strict=True)), numbers)
         return None
 
 

@@ -68,7 +68,8 @@ def parse_query(text: str) -> dict[str, list[str]]:
 
 def split_path(path: str) -> list[str]:
     """Split a path at its slashes and unquote its parts; ``a//b`` keeps an empty one."""
-    return [unquote(part) for part in path.strip("/").split("/")]
+    parts = path.strip("/").split("/")
+    return [unquote(part) for part in parts] if "%" in path else parts
 
 
 class Waits:

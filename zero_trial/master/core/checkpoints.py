@@ -31,7 +31,6 @@ from zero_trial.master.records import (
     GcPolicy,
     Invalid,
     NotFound,
-    Trial,
     Unsupported,
     existing,
 )
@@ -84,15 +83,14 @@ class CheckpointService:
         if not storage.is_uuid(checkpoint.uuid):
             raise Invalid("not a UUID", where="uuid", got=repr(checkpoint.uuid)[:60])
         with transaction(self._state) as tx:
-            trial, task_id = _saved_by(tx.connection, checkpoint)
-            known = checkpoints.get(tx.connection, checkpoint.uuid, derived=False)
-            if known is not None and known.trial_id != trial.id:
+            trial_id, experiment_id, task_id = _saved_by(tx.connection, checkpoint)
+            if checkpoints.trial_of(tx.connection, checkpoint.uuid) not in (None, trial_id):
                 raise Conflict(f"checkpoint {checkpoint.uuid} is another trial's")
             steps = checkpoint.metadata.get("steps_completed")
             stored = replace(
                 checkpoint,
-                trial_id=trial.id,
-                experiment_id=trial.experiment_id,
+                trial_id=trial_id,
+                experiment_id=experiment_id,
                 task_id=task_id,
                 reported=checkpoint.reported or tx.now,
                 size=_count(sum(checkpoint.resources.values()), "resources"),
@@ -100,7 +98,7 @@ class CheckpointService:
             )
             checkpoints.put(tx.connection, stored)
             if stored.state is CheckpointState.COMPLETED:
-                trials.change(tx.connection, trial.id, latest_checkpoint=stored.uuid)
+                trials.change(tx.connection, trial_id, latest_checkpoint=stored.uuid)
 
     def patch_resources(self, uuid: str, resources: Mapping[str, int]) -> None:
         """Record the files that are there now: none left means DELETED, others than were known
@@ -253,19 +251,19 @@ def begin_deletion(tx: Transaction, experiment_id: int) -> None:
     tx.collect_garbage()
 
 
-def _saved_by(connection: sqlite3.Connection, checkpoint: Checkpoint) -> tuple[Trial, str]:
-    """Return the trial and the task that have saved a checkpoint: those of its allocation; without
-    one, of its task, which must be an unmanaged trial's.
+def _saved_by(connection: sqlite3.Connection, checkpoint: Checkpoint) -> tuple[int, int, str]:
+    """Return the trial, its experiment and the task that have saved a checkpoint: those of its
+    allocation; without one, of its task, which must be an unmanaged trial's.
     """
     if checkpoint.allocation_id:
         name = checkpoint.allocation_id
         run = existing(trials.allocation(connection, name), f"allocation {name}")
-        return existing(trials.get(connection, run.trial_id), f"trial {run.trial_id}"), run.task_id
+        return run.trial_id, run.experiment_id, run.task_id
     trial = existing(trials.of_task(connection, checkpoint.task_id), f"task {checkpoint.task_id}")
     experiment = experiments.get(connection, trial.experiment_id, derived=False)
     if experiment is None or not experiment.unmanaged:
         raise Invalid("a checkpoint of a managed trial names its allocation", where="allocationId")
-    return trial, checkpoint.task_id
+    return trial.id, trial.experiment_id, checkpoint.task_id
 
 
 def _base_of(checkpoint: Checkpoint, config: Mapping[str, Any]) -> Path | None:

@@ -222,7 +222,7 @@ class ExperimentService:
     def counted(self, found: Sequence[Experiment]) -> list[Experiment]:
         """Return those that are still there, with their trials and checkpoints counted."""
         with self._state.database.reading() as connection:
-            project = cache(partial(workspaces.project, connection))
+            project = cache(partial(workspaces.project, connection, counted=False))
             return [
                 fresh for each in found if (fresh := experiments.get(connection, each.id, project=project)) is not None
             ]

@@ -294,7 +294,7 @@ class TableService:
     def experiments(self, ids: Iterable[int]) -> list[tuple[Experiment, Trial | None]]:
         """Return the experiments of these ids that are there, each with its best trial."""
         with self._state.database.reading() as connection:
-            project = cache(partial(workspaces.project, connection))
+            project = cache(partial(workspaces.project, connection, counted=False))
             found = [experiments.get(connection, number, project=project) for number in ids]
             return [
                 (each, None if each.best_trial_id is None else trials.get(connection, each.best_trial_id, derived=True))

@@ -44,6 +44,12 @@ def get(connection: sqlite3.Connection, uuid: str, *, derived: bool = True) -> C
     return found[0] if found else None
 
 
+def trial_of(connection: sqlite3.Connection, uuid: str) -> int | None:
+    """Return the trial that has saved a checkpoint; None if it is not known."""
+    row = connection.execute("SELECT trial_id FROM checkpoints WHERE uuid = ?", (uuid,)).fetchone()
+    return None if row is None else row[0]
+
+
 def of_trial(connection: sqlite3.Connection, trial_id: int) -> list[Checkpoint]:
     """List the checkpoints of a trial by steps, then by time."""
     return _listed(connection, "c.trial_id = ?", trial_id, "steps, reported, rowid")

@@ -41,11 +41,10 @@ def get(
     """Return one experiment; ``derived`` counts its trials and checkpoints too.
 
     Args:
-        project: finds a project by its id, where several experiments are read: to count a project's
-            experiments takes longest.
+        project: finds a project by its id, where several experiments are read.
     """
     row = connection.execute("SELECT * FROM experiments WHERE id = ?", (number,)).fetchone()
-    find = project or partial(workspaces.project, connection)
+    find = project or partial(workspaces.project, connection, counted=False)
     return None if row is None else _record(connection, row, find if derived else None)
 
 
@@ -70,7 +69,7 @@ def of_external_id(connection: sqlite3.Connection, external_id: str) -> int | No
 def all_(connection: sqlite3.Connection, *, counted: bool = True) -> list[Experiment]:
     """List all experiments, oldest first; ``counted``: with their trials and checkpoints."""
     rows = connection.execute("SELECT * FROM experiments ORDER BY id").fetchall()
-    project = cache(partial(workspaces.project, connection))
+    project = cache(partial(workspaces.project, connection, counted=False))
     return [_record(connection, row, project, counted=counted) for row in rows]
 
 

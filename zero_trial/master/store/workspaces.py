@@ -8,6 +8,10 @@ from typing import Any
 from zero_trial.master.records import Project, Workspace
 from zero_trial.master.store.database import insert, loads, record, update
 
+_PLACES = """
+    SELECT p.*, w.name AS workspace_name, w.archived AS workspace_archived
+    FROM projects p JOIN workspaces w ON w.id = p.workspace_id
+"""
 _PROJECTS = """
     SELECT p.*, w.name AS workspace_name, w.archived AS workspace_archived,
         (SELECT count(*) FROM experiments e WHERE e.project_id = p.id) AS experiments,
@@ -41,9 +45,9 @@ def all_(connection: sqlite3.Connection) -> list[Workspace]:
     return [_record(connection, row) for row in rows]
 
 
-def project(connection: sqlite3.Connection, number: int) -> Project | None:
-    """Return one project."""
-    row = connection.execute(f"{_PROJECTS} WHERE p.id = ?", (number,)).fetchone()
+def project(connection: sqlite3.Connection, number: int, *, counted: bool = True) -> Project | None:
+    """Return one project; ``counted``: with its experiments."""
+    row = connection.execute(f"{_PROJECTS if counted else _PLACES} WHERE p.id = ?", (number,)).fetchone()
     return None if row is None else _project(row)
 
 

@@ -354,7 +354,7 @@ def _has_gradients(engine: TrainedEngine) -> bool:
 
 def _unscaled(scale: float) -> TrialError:
     return TrialError(
-        "the loss is not scaled, so that small fp16 gradients are lost",
+        "Loss scaling is required: without it small fp16 gradients are lost",
         where="loss.backward()",
         got="a backward pass without the loss scale",
         expected=f"a loss multiplied by {scale:g}",

@@ -7,9 +7,9 @@ about every use from Python. Metadata (shape, dtype, device, counts, ``requires_
 :class:`ShardedParameter`, about whose uses torch does not ask, so that a step never does. Price:
 one assignment of a class for each parameter that is freed or made whole (0.07 microseconds).
 
-Both classes answer DeepSpeed's names for partitioned parameters (``ds_id``, ``ds_shape``,
-``ds_numel``, ``ds_status``, ``ds_tensor``), which libraries read; ordinary parameters, and those
-of an engine that does not free any, have none of them.
+Both classes answer DeepSpeed's names for partitioned parameters (``ds_id``, ``ds_status``,
+``ds_tensor`` ...), which libraries read; ordinary parameters, and those of an engine that does not
+free any, have none of them.
 
 torch does not ask about functions of C++ extensions that are bound without torch's parser, about
 ``untyped_storage()`` and ``data_ptr()``, and inside another class's ``__torch_function__``. There a
@@ -108,9 +108,27 @@ class ShardedParameter(nn.Parameter):
         them. Local."""
         return _owner_for(self, "ds_tensor").part_of(self)
 
+    @property
+    def ds_persist(self) -> bool:
+        """Whether the parameter is never freed, because it is small."""
+        return _owner_for(self, "ds_persist").is_persistent(self)
+
     def partition_numel(self) -> int:
         """Count the elements of this rank's part."""
         return self.ds_tensor.numel()
+
+    def ds_summary(self) -> dict[str, Any]:
+        """Return the attributes in one dict, for logs. Local."""
+        return {
+            "id": self.ds_id,
+            "status": self.ds_status.name,
+            "numel": 0 if isinstance(self, FreedParameter) else self.numel(),
+            "ds_numel": self.ds_numel,
+            "ds_shape": tuple(self.ds_shape),
+            "requires_grad": self.requires_grad,
+            "persist": self.ds_persist,
+            "ds_tensor.shape": tuple(self.ds_tensor.shape),
+        }
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         copied = super().__deepcopy__(memo)  # type: ignore[no-untyped-call]
@@ -359,6 +377,9 @@ class ShardOwner(Protocol):
 
     def is_arriving(self, param: nn.Parameter) -> bool:
         """Return whether the values of a freed parameter are being gathered. Local."""
+
+    def is_persistent(self, param: nn.Parameter) -> bool:
+        """Return whether a parameter always lives. Local."""
 
     def part_of(self, param: nn.Parameter) -> torch.Tensor:
         """Return a copy of this rank's elements of the parameter, flat. Local."""

@@ -91,6 +91,9 @@ class PreSharded:
     def is_arriving(self, param: nn.Parameter) -> bool:
         return False
 
+    def is_persistent(self, param: nn.Parameter) -> bool:
+        return False
+
     def part_of(self, param: nn.Parameter) -> torch.Tensor:
         with torch._C.DisableTorchFunction():
             low = min(self._comm.index * self._shard.numel(), self._numel)

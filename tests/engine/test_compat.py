@@ -32,7 +32,9 @@ def test_either_name_gives_the_file(option: str, tmp_path: Path):
     path = tmp_path / "ds.json"
     path.write_text("{}")
     parser = add_config_arguments(argparse.ArgumentParser())
-    assert config_of(parser.parse_args(["--deepspeed", option, str(path)])) == path
+    args = parser.parse_args(["--deepspeed", option, str(path)])
+    assert args.deepspeed_config == str(path)  # scripts write their arguments as JSON
+    assert config_of(args) == path
 
 
 def test_nothing_given_is_none():

@@ -117,7 +117,7 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
         "--deepspeed", "--zero_trial", default=False, action="store_true", help="accepted; initialize() alone decides"
     )
     group.add_argument(
-        "--deepspeed_config", "--zero_trial_config", metavar="FILE", type=Path, default=None, help="ds_config in JSON"
+        "--deepspeed_config", "--zero_trial_config", metavar="FILE", type=str, default=None, help="ds_config in JSON"
     )
     return parser
 

@@ -214,9 +214,9 @@ def test_the_way_out_depends_on_what_ranks_gather() -> None:
     assert way_out({0: "all_reduce(gradient norm) over shard", 1: "barrier(x) over data"}) == ""
     same = way_out({0: GATHER.format("h.0"), 1: GATHER.format("h.0")})
     assert "leaf_module" not in same
-    assert way_out({0: GATHER.format("h.0"), 1: "reduce_scatter(h.3) over shard"}) == same.replace(
-        ", rank 1 gathers h.0", ""
-    )
+    alone = way_out({0: GATHER.format("h.0"), 1: "reduce_scatter(h.3) over shard"})
+    assert alone.startswith(same.replace(", rank 1 gathers h.0", ""))
+    assert "get_state_dict" in alone and "get_state_dict" not in same
     assert "leaf_module" in way_out({0: GATHER.format("h.0"), 1: GATHER.format("h.1")})
 
 

@@ -321,6 +321,8 @@ def test_no_sync_holds_for_every_call() -> None:
     engine = build_engine(Case(Tower, loss), {"stage": 2})
     with engine.no_sync():
         loss(engine, Turn(0, 0, 0)).backward()
+        with pytest.raises(TrialError, match="no_sync"):
+            engine.step()
     assert not any(buffer.shard_filled for buffer in engine.sharded.grad_buffers)
     engine.step()
     assert engine.global_steps == 1

@@ -21,14 +21,15 @@ ROOT = Path(__file__).parents[2]
     reason="transformers and accelerate are in the extra 'libraries', det in 'determined'",
 )
 def test_trainer_is_swept_over_its_rate_and_the_stage(tmp_path: Path) -> None:
-    """Two stages give the same losses; another experiment goes on from a checkpoint of one, and
-    adaptive_asha trains a trial through its rungs."""
+    """Two stages give the same losses; another experiment goes on from a checkpoint of one, at
+    another stage and on two ranks, and adaptive_asha trains a trial through its rungs."""
     config = yaml.safe_load((ROOT / "experiments/hf_trainer/grid.yaml").read_text())
     hparams = config["hyperparameters"]
     hparams["learning_rate"] = 0.01
     hparams["training_arguments"] |= {"max_steps": 4, "eval_steps": 2, "save_steps": 2, "logging_steps": 1}
     config["data"] |= {"max_bytes": 100_000, "validation_windows": 8}
     config["searcher"]["max_concurrent_trials"] = 2
+    config["resources"]["slots_per_trial"] = 1
     file = tmp_path / "grid.yaml"
     (tmp_path / "master").mkdir()
     with running(tmp_path / "master") as det:
@@ -57,15 +58,20 @@ def test_trainer_is_swept_over_its_rate_and_the_stage(tmp_path: Path) -> None:
             assert any(name.startswith("checkpoint-4/") for each in saved for name in each["resources"])
         assert losses[0] == losses[1]
 
+        config["resources"]["slots_per_trial"] = 2
         config["searcher"] |= {"name": "single", "source_trial_id": 1}
         del config["searcher"]["max_concurrent_trials"]
         hparams["ds_config"] = {"zero_optimization": {"stage": 3}}
-        hparams["training_arguments"]["max_steps"] = 6
+        hparams["training_arguments"] |= {"max_steps": 6, "per_device_train_batch_size": 4}
         completed(2)
+        found = det.json("trial", "describe", "3", "--metrics")["workloads"]
+        (saved,) = [each["checkpoint"] for each in found if each.get("checkpoint")]
+        assert {f"checkpoint-6/rng_state_{rank}.pth" for rank in range(2)} <= saved["resources"].keys()
         log = det.logs(3)
         assert "report_metrics(group=training, steps_completed=5," in log
         assert "report_metrics(group=training, steps_completed=4," not in log
 
+        config["resources"]["slots_per_trial"] = 1
         config["searcher"] = {"name": "adaptive_asha", "metric": "eval_loss", "max_time": 4, "time_metric": "batches"}
         config["searcher"] |= {"max_trials": 1, "max_rungs": 2, "divisor": 2}
         hparams["training_arguments"]["max_steps"] = 4

@@ -152,6 +152,14 @@ def test_ranks_generate_different_numbers_of_tokens(ask: Callable[..., Any], poo
     assert pools(2).run(_on_rank, "lengths_differ", folder=folder, timeout=60) == [[1, 7], [1, 12]]
 
 
+def test_accelerate_alone(ask: Callable[..., Any]) -> None:
+    """Its accumulation enters ``no_sync`` at stages 0 and 1; at stage 3 rank 1 has no state dict to
+    save, and asks the model for one."""
+    (plain, _), *stages = ask("by_hand", stages=[None, 0, 1, 2, 3])
+    assert plain[-1] < plain[0] - 0.05
+    assert all(gap(losses, plain) <= WITHIN and far <= WITHIN for losses, far in stages)
+
+
 # --- how scripts are started ----------------------------------------------------------------------
 
 SCRIPT = """
@@ -170,20 +178,30 @@ if trainer.is_world_process_zero():
     with open(arguments["output_dir"] + "/found.json", "w") as file:
         json.dump([stage, args.world_size, [e["loss"] for e in trainer.state.log_history if "loss" in e]], file)
 """
-ACCELERATE = ["-m", "accelerate.commands.launch", "--use_deepspeed", "--num_processes", "2", "--main_process_port", "0"]
+# as `accelerate config` writes it
+CONFIG = """
+compute_environment: LOCAL_MACHINE
+distributed_type: DEEPSPEED
+deepspeed_config: {zero_stage: 2, gradient_accumulation_steps: 1}
+num_machines: 1
+num_processes: 2
+"""
+ACCELERATE = ["-m", "accelerate.commands.launch", "--config_file", "accelerate.yaml", "--main_process_port", "0"]
 LAUNCHERS = {
     "zero-trial launch": ["-m", "zero_trial.cli.main", "launch", "--as-deepspeed", "--num_gpus", "2"],
     "torchrun": ["-m", "torch.distributed.run", "--nproc_per_node", "2", "--standalone"],
-    "accelerate launch": ["-m", "zero_trial.as_deepspeed", *ACCELERATE, "--zero_stage", "2"],
+    "accelerate launch": ["-m", "zero_trial.as_deepspeed", *ACCELERATE],
 }
 
 
 def test_a_script_is_started_in_three_ways(tmp_path: Path) -> None:
     """By launchers in the order of LAUNCHERS: an unchanged script, one with the import as its first
-    line, and an unchanged one whose ds_config accelerate makes. None says that it runs on CPUs."""
+    line, and an unchanged one whose ds_config accelerate makes of its own file. None says that it
+    runs on CPUs."""
     (tmp_path / "script.py").write_text(SCRIPT)
     (tmp_path / "imports.py").write_text("import zero_trial.as_deepspeed\n" + SCRIPT)
-    targets = [["script.py"], ["imports.py"], ["-m", "zero_trial.as_deepspeed", "script.py"]]
+    (tmp_path / "accelerate.yaml").write_text(CONFIG)
+    targets = [["script.py"], ["imports.py"], ["script.py"]]
     options = {"deepspeed": {"zero_optimization": {"stage": 2}, "train_micro_batch_size_per_gpu": "auto"}}
     found = []
     for number, (launcher, target) in enumerate(zip(LAUNCHERS.values(), targets, strict=True)):

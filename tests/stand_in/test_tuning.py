@@ -56,15 +56,15 @@ def gap(ours: list[float], theirs: list[float]) -> float:
 def test_losses_are_those_of_ddp_at_every_stage(ask: Callable[..., Any], kind: str) -> None:
     """GRPO's losses are of completions that the model has sampled: other tokens, other losses."""
     plain, *stages = ask("losses", kind, stages=EVERY)
-    assert len(plain) == 12
-    assert len(set(plain)) > 10
+    assert len(plain) == 6
+    assert len(set(plain)) > 4
     assert all(gap(losses, plain) <= WITHIN for losses in stages)
     assert all(losses == stages[0] for losses in stages)
 
 
 def test_generation_without_gathering_the_whole_model(ask: Callable[..., Any]) -> None:
     """Blocks are gathered as they compute, and ranks that are done go on for the others."""
-    plain, without = ask("losses", "GRPO", stages=[None, 3], max_steps=6, ds3_gather_for_generation=False)
+    plain, without = ask("losses", "GRPO", stages=[None, 3], max_steps=4, ds3_gather_for_generation=False)
     assert gap(without, plain) <= WITHIN
 
 
@@ -75,23 +75,30 @@ def test_bf16(ask: Callable[..., Any], kind: str) -> None:
     assert all(losses == first for losses in others)
 
 
-@pytest.mark.parametrize("kind", ["SFT", "DPO"])
-def test_trl_with_adapters(ask: Callable[..., Any], kind: str) -> None:
-    plain, *stages = ask("losses", kind, stages=[None, 0, 3], adapters=True)
+@pytest.mark.parametrize(("kind", "stages"), [("SFT", EVERY), ("DPO", [None, 0, 3]), ("GRPO", [None, 0, 3])])
+def test_trl_with_adapters(ask: Callable[..., Any], kind: str, stages: list[int | None]) -> None:
+    plain, *found = ask("losses", kind, stages=stages, adapters=True, max_steps=4)
+    assert all(gap(losses, plain) <= WITHIN for losses in found)
+    assert all(losses == found[0] for losses in found)
+
+
+def test_experts_without_tokens(ask: Callable[..., Any]) -> None:
+    """One expert of 16 per token, and one sample per rank: each step leaves experts out, on each
+    rank others."""
+    plain, *stages = ask("losses", "SFT", stages=[None, 3], family="Mixtral of 16", per_device_train_batch_size=1)
     assert all(gap(losses, plain) <= WITHIN for losses in stages)
-    assert stages[0] == stages[1]
 
 
 @pytest.mark.parametrize(
-    "more", [{}, {"modules_to_save": ["lm_head", "embed_tokens"]}], ids=["LoRA", "modules_to_save"]
+    ("more", "stages"), [({}, [None, 0, 3]), ({"modules_to_save": ["lm_head", "embed_tokens"]}, EVERY)]
 )
-def test_adapters_are_saved_whole(ask: Callable[..., Any], more: dict[str, Any]) -> None:
+def test_adapters_are_saved_whole(ask: Callable[..., Any], more: dict[str, Any], stages: list[int | None]) -> None:
     """Loaded in plain PEFT, and merged there or here, they give the logits of the trained model."""
-    plain, *stages = ask("lora", stages=EVERY, more=more)
+    plain, *found = ask("lora", stages=stages, more=more, max_steps=4)
     assert len(plain["shapes"]) == 8 + len(more.get("modules_to_save", []))
-    for run in stages:
+    for run in found:
         assert gap(run["losses"], plain["losses"]) <= WITHIN
-        assert run["losses"] == stages[0]["losses"]
+        assert run["losses"] == found[0]["losses"]
         assert run["shapes"] == plain["shapes"]
         assert run["far"].pop("base") > 0.1  # so that a lost adapter would show
         assert max(run["far"].values()) <= WITHIN

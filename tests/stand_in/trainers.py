@@ -4,6 +4,7 @@ DDP) and with a ds_config through the stand-in. Nothing here knows zero_trial bu
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,7 @@ import zero_trial.as_deepspeed  # noqa: F401  isort: skip
 import torch
 import torch.distributed as dist
 import transformers
+from accelerate import Accelerator, DeepSpeedPlugin
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from transformers import PrinterCallback, Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer, TrainingArguments
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
@@ -26,6 +28,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "Mixtral": (
         "MixtralForCausalLM",
         SHAPE | {"intermediate_size": 48, "num_key_value_heads": 2, "num_local_experts": 8, "num_experts_per_tok": 2},
+    ),
+    "Mixtral of 16": (
+        "MixtralForCausalLM",
+        SHAPE | {"intermediate_size": 24, "num_key_value_heads": 2, "num_local_experts": 16, "num_experts_per_tok": 1},
     ),
     "T5": (
         "T5ForConditionalGeneration",
@@ -264,3 +270,41 @@ def lengths_differ(folder: Path) -> list[int]:
     prompt = torch.arange(5, 9 + rank)[None]
     tokens: Any = trainer.model.generate(input_ids=prompt, max_new_tokens=3 + 4 * rank, do_sample=False, pad_token_id=0)
     return list(tokens.shape)
+
+
+def by_hand(folder: Path, stages: list[int | None], steps: int = 4) -> list[tuple[list[float], float]]:
+    """Train with accelerate alone, accumulating over two batches, and save as its pages say: return
+    the losses, and how far what is loaded from the file is from the trained model. Stage None is
+    accelerate with DDP."""
+    path = pretrained("Llama", folder)
+    found = []
+    for stage in stages:
+        forget()
+        os.environ.pop("ACCELERATE_USE_DEEPSPEED", None)  # an earlier Accelerator has set it
+        zero = {"gradient_accumulation_steps": 2, "gradient_clipping": 0.5, "zero3_save_16bit_model": True}
+        plugin = None if stage is None else DeepSpeedPlugin(zero_stage=stage, **zero)  # type: ignore[arg-type]
+        accelerator = Accelerator(cpu=stage is None, deepspeed_plugin=plugin, gradient_accumulation_steps=2)
+        model = load("Llama", folder)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        # 5 batches per rank and epoch: the last step of each has one
+        data = torch.utils.data.DataLoader(Samples("Llama", 40), batch_size=4)
+        model, optimizer, data = accelerator.prepare(model, optimizer, data)
+        losses = []
+        for batch in [batch for _ in range(steps) for batch in data][: 2 * steps]:
+            with accelerator.accumulate(model):
+                loss = model(**batch).loss
+                accelerator.backward(loss)
+                if accelerator.sync_gradients:
+                    accelerator.clip_grad_norm_(model.parameters(), 0.5)
+                optimizer.step()
+                optimizer.zero_grad()
+            losses.append(float(accelerator.reduce(loss.detach(), "mean")))
+        plain = accelerator.unwrap_model(model)
+        whole = accelerator.get_state_dict(model)
+        plain.save_pretrained(path / "saved", is_main_process=accelerator.is_main_process, state_dict=whole)
+        accelerator.wait_for_everyone()
+        again = transformers.LlamaForCausalLM.from_pretrained(path / "saved")
+        with torch.no_grad():
+            far = (again(batch["input_ids"]).logits - plain(batch["input_ids"]).logits).abs().max()
+        found.append((losses, float(far)))
+    return found

@@ -87,7 +87,7 @@ def tuned(
     """Train with a trainer of TRL. ``given``: its further arguments."""
     cls, args_cls = TRAINERS[kind]
     own = {"GRPO": {"max_completion_length": 6, "num_generations": 3, "top_k": 5}, "SFT": {"max_length": LENGTH}}
-    common = {"max_steps": 12, "bf16": False, "activation_checkpointing": False, **own.get(kind, {})}
+    common = {"max_steps": 6, "bf16": False, "activation_checkpointing": False, **own.get(kind, {})}
     args = arguments(folder / "out", args_cls, deepspeed=config, **common | options)
     model = transformers.AutoModelForCausalLM.from_pretrained(folder / family)
     more = {"reward_funcs": reward} if kind == "GRPO" else {}

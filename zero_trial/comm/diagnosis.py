@@ -118,6 +118,10 @@ _UNEVEN = (
     "If ranks differ in batches or generated tokens, use engine.evenly(batches) and engine.generate(...) "
     "(generate(synced_gpus=True) of Hugging Face), or run them inside zero_trial.zero.GatheredParameters(model)."
 )
+_ALONE = (
+    "If it is for a state dict (model.state_dict(), save_pretrained() on one rank), every rank must call "
+    "engine.save_16bit_model(folder), or accelerator.get_state_dict(model) for save_pretrained(state_dict=...)."
+)
 
 
 def way_out(operations: Mapping[int, str]) -> str:
@@ -128,6 +132,8 @@ def way_out(operations: Mapping[int, str]) -> str:
         return ""
     doing = _first_ones([f"rank {rank} gathers {block}" for rank, block in sorted(blocks.items())], ", ")
     ways = f"{_LEAF} {_UNEVEN}" if len(set(blocks.values())) > 1 else _UNEVEN
+    if len(blocks) == 1:
+        ways = f"{ways} {_ALONE}"
     return f"ZeRO stage 3: {doing}. {ways}"
 
 

@@ -303,6 +303,7 @@ def by_hand(folder: Path, stages: list[int | None], steps: int = 4) -> list[tupl
         whole = accelerator.get_state_dict(model)
         plain.save_pretrained(path / "saved", is_main_process=accelerator.is_main_process, state_dict=whole)
         accelerator.wait_for_everyone()
+        forget()  # else the model is built in shards
         again = transformers.LlamaForCausalLM.from_pretrained(path / "saved")
         with torch.no_grad():
             far = (again(batch["input_ids"]).logits - plain(batch["input_ids"]).logits).abs().max()

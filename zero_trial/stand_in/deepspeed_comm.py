@@ -17,19 +17,33 @@ from zero_trial.errors import MeshError
 
 
 def init_distributed(dist_backend: str | None = None, *args: Any, **kwargs: Any) -> RankEnv:
-    """Do what ``zero_trial.init_distributed`` does, for accelerate too where there is no GPU.
-
-    accelerate asks for no backend there, because it knows no other device that DeepSpeed takes, and
-    would count every rank as the only one: each would train on all of the data. So the state that
-    it is about to fill in gets the backend and the kind of ranks that it uses on processors.
-    """
+    """Do what ``zero_trial.init_distributed`` does, for accelerate too where there is no GPU."""
     env = zero_trial_init_distributed(dist_backend, *args, **kwargs)
+    if dist_backend is None:
+        _let_accelerate_count()
+    return env
+
+
+def is_initialized() -> bool:
+    """Return whether the ranks are connected; accelerate asks before it connects them."""
+    connected = dist.is_initialized()
+    if connected:
+        _let_accelerate_count()
+    return connected
+
+
+def _let_accelerate_count() -> None:
+    """Let accelerate know of the other ranks where there is no GPU.
+
+    It asks for no backend there, because it knows no other device that DeepSpeed takes, and would
+    count every rank as the only one: each would train on all of the data. So the state that it is
+    about to fill in gets the backend and the kind of ranks that it uses on processors.
+    """
     accelerate = sys.modules.get("accelerate.state")
-    if accelerate is not None and dist_backend is None and not torch.cuda.is_available():
+    if accelerate is not None and not torch.cuda.is_available():
         state = accelerate.PartialState._shared_state
         if "num_processes" not in state and state.get("backend", "") is None:
             state |= {"backend": "gloo", "distributed_type": accelerate.DistributedType.MULTI_CPU}
-    return env
 
 
 def all_gather_into_tensor(

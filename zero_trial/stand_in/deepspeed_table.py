@@ -68,10 +68,10 @@ _CALLABLES = {
     "DeepSpeedSchedulerCallable": "collections.abc:Callable",
 }
 _COMM = {
-    **_at("zero_trial.stand_in.deepspeed_comm", "init_distributed"),
+    **_at("zero_trial.stand_in.deepspeed_comm", "init_distributed", "is_initialized"),
     **_at(
         "torch.distributed",
-        *("ReduceOp", "ProcessGroup", "P2POp", "is_available", "is_initialized", "destroy_process_group", "new_group"),
+        *("ReduceOp", "ProcessGroup", "P2POp", "is_available", "destroy_process_group", "new_group"),
         *("get_rank", "get_world_size", "all_gather", "all_gather_object", "all_reduce", "all_to_all", "barrier"),
         *("batch_isend_irecv", "broadcast", "broadcast_object_list", "gather", "irecv", "isend", "monitored_barrier"),
         *("recv", "reduce", "reduce_scatter", "scatter", "send"),

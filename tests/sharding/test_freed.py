@@ -36,7 +36,7 @@ from zero_trial.sharding.freed import (
     register_owner,
     revive,
 )
-from zero_trial.zero import GatheredParameters, Init
+from zero_trial.zero import GatheredParameters, Init, safe_set_full_fp32_param
 
 NAME = "blocks.1.up.weight"
 SHAPE = (192, 48)
@@ -331,6 +331,46 @@ def edit_between_steps(stage: str, dtype: str, edit: str) -> None:
     train_engine(made, range(1, 2))
     assert torch.equal(param, expected)
     assert param.data_ptr() in {view.data_ptr() for group in made.sharded.groups for view in group.views}
+
+
+def from_checkpoint(made: zero_trial.Engine, folder: Path) -> torch.Tensor:
+    """The parameter of another engine that goes on from a checkpoint of this one."""
+    made.save_checkpoint(folder)
+    other = make_engine(TinyLM, {"zero_optimization": STAGES["zero1"], "ema": {"decay": 0.5}} | BF16)
+    other.load_checkpoint(folder)
+    return other.module.get_parameter(NAME)
+
+
+def after_average(made: zero_trial.Engine, folder: Path) -> torch.Tensor:
+    with made.ema_weights():
+        pass
+    return made.module.get_parameter(NAME)
+
+
+def after_another_was_set(made: zero_trial.Engine, folder: Path) -> torch.Tensor:
+    bias = made.module.get_parameter("blocks.1.up.bias")
+    safe_set_full_fp32_param(bias, torch.zeros(bias.shape))
+    return made.module.get_parameter(NAME)
+
+
+def after_state_dict(made: zero_trial.Engine, folder: Path) -> torch.Tensor:
+    made.optimizer.load_state_dict(made.optimizer.state_dict())  # type: ignore[union-attr]
+    return made.module.get_parameter(NAME)
+
+
+@pytest.mark.parametrize("edit", ["in place", "data =", "data +="])
+@pytest.mark.parametrize("read", [from_checkpoint, after_average, after_another_was_set, after_state_dict])
+def test_an_edit_counts_where_masters_are_read_before_the_next_step(
+    read: Callable[[zero_trial.Engine, Path], torch.Tensor], edit: str, tmp_path: Path
+) -> None:
+    """What follows would otherwise put the masters, which do not have it yet, over the edit."""
+    made = make_engine(TinyLM, {"zero_optimization": STAGES["zero1"], "ema": {"decay": 0.5}} | BF16)
+    train_engine(made, range(1))
+    param = made.module.get_parameter(NAME)
+    with torch.no_grad():
+        EDIT[edit](param)
+    expected = param.detach().clone()
+    assert torch.equal(read(made, tmp_path), expected)
 
 
 @pytest.mark.parametrize("stage", ["zero0", "zero2"])

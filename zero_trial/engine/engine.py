@@ -439,6 +439,7 @@ class Engine(EngineAccessors):
         self.outcome.finalize()
         self.outcome.compare_calls("engine.save_checkpoint")
         self._check.check("engine.save_checkpoint")
+        self.sharded.take_live_edits()
         return saving.save_state(self, directory, tag, client_state, without_frozen=exclude_frozen_parameters)
 
     def load_checkpoint(

@@ -92,6 +92,7 @@ def safe_set_full_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
     """Set the fp32 master weight and the parameter to ``value`` (full shape, alike on all ranks).
     Collective over shard."""
     _, group, index = find_param(param)
+    group.take_live_edits()  # of its other parameters: they are published, too
     group.wait_before_writing()  # a gather under way reads the shard, and so may peers
     with group.materialized():
         write_to_shard(group, index, group.master, value)
@@ -135,6 +136,7 @@ def safe_set_local_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
     """Set this rank's part of the fp32 master weight, as :func:`safe_get_local_fp32_param` returns
     it, and publish the parameter. Collective over shard: every rank sets its own part."""
     _, group, index = find_param(param)
+    group.take_live_edits()  # of its other parameters: they are published, too
     group.wait_before_writing()  # a gather under way reads the shard, and so may peers
     with group.materialized():
         _write_local(group, index, group.master, value)

@@ -232,6 +232,12 @@ class ShardedModel:
         sums = [found for group in self.rounded_groups if (found := group.sums()) is not None]
         return torch.stack([(now != published).any() for now, published in sums]) if sums else None
 
+    def take_live_edits(self) -> None:
+        """Let edits of the parameters that always live count in the masters, before these are read
+        or replaced between steps. Local."""
+        for group in self.groups:
+            group.take_live_edits()
+
     @property
     def rounded_groups(self) -> list[ParamGroup]:
         """The groups of 16-bit parameters that always live, with masters of their own."""

@@ -70,6 +70,8 @@ class Publisher(Protocol):
     """The part of a ShardedModel that publishes masters which were changed between steps. A step
     publishes through ParamPublisher, group by group."""
 
+    def take_live_edits(self) -> None: ...
+
     def wait_before_writing(self) -> None: ...
 
     def publish(self) -> None: ...
@@ -270,6 +272,8 @@ class TorchView(torch.optim.Optimizer):
         Collective over shard where tensors are updated whole.
         """
         self._status.settle()
+        if self._publisher is not None:
+            self._publisher.take_live_edits()
         with self.store.lent(), self._at_hand():
             packed = copy.deepcopy(self.base.state_dict())
             masters = [part.weight.detach().clone() for part in self._parts()]
@@ -353,6 +357,7 @@ class TorchView(torch.optim.Optimizer):
         shard, between steps."""
         self._status.settle()
         if self._publisher is not None:
+            self._publisher.take_live_edits()
             self._publisher.wait_before_writing()
         with self.store.lent(), self._at_hand():
             yield

@@ -358,6 +358,12 @@ class ParamGroup:
         if self._versions() != self._noted or (sums is not None and self._real and not torch.equal(*sums)):
             self.apply_edits()
 
+    def take_live_edits(self) -> None:
+        """Do :meth:`take_edits` where the parameters always live: before masters are read or
+        replaced between steps."""
+        if self.plan.params is Lifetime.ALWAYS:
+            self.take_edits()
+
     def _note_replaced(self) -> None:
         """Note parameters that are whole for a while, and whose values user code has put elsewhere:
         :meth:`take_edits` names them."""

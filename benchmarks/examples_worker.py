@@ -333,6 +333,9 @@ def main() -> None:
 
         install_determined()
     losses: Losses = []
+    if options.peer:
+        # else the trial's context starts torch.distributed, and DeepSpeed's comm does not see it
+        importlib.import_module("deepspeed").init_distributed(dist_backend="gloo")
     if options.plain:
         importlib.import_module("deepspeed").initialize = plain_initialize  # type: ignore[attr-defined]
     record_losses(losses, options.most, options.nudge)

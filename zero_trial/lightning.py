@@ -15,10 +15,14 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.callbacks import BaseFinetuning, ModelPruning, StochasticWeightAveraging
+from lightning.pytorch.plugins.io import TorchCheckpointIO
+from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision, Precision
+from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 from lightning.pytorch.strategies.strategy import _ForwardRedirection
 from lightning.pytorch.trainer import call
 from lightning.pytorch.trainer.states import TrainerFn
@@ -30,32 +34,70 @@ from zero_trial.errors import CheckpointError, ConfigError, TrialError
 from zero_trial.schema.source import open_source
 from zero_trial.zero import Init
 
-_PRECISIONS = ("32-true", "bf16-mixed", "bf16-true")
 _TRAINERS = {
     "gradient_accumulation_steps": "accumulate_grad_batches",
-    "gradient_clipping": "gradient_clip_val",
     "train_batch_size": "devices and the loaders",
     "bf16": "precision",
     "fp16": "precision",
     "torch_autocast": "precision",
 }
 """Keys of a ds_config -> the Trainer's argument that says the same."""
+_OPTIONS = {
+    *("accelerator", "parallel_devices", "cluster_environment", "precision_plugin", "process_group_backend"),
+    *("timeout", "start_method", "broadcast_buffers"),
+}
+_CALLBACKS = {
+    StochasticWeightAveraging: 'Use "ema" in the strategy\'s config, or average saved checkpoints.',
+    ModelPruning: "Prune before fit, and keep the mask with a parametrization of your own.",
+    BaseFinetuning: "Set requires_grad before fit; to unfreeze, save, and fit again from that checkpoint's weights.",
+}
+"""Callbacks that change the weights or the optimizer past the engine -> what to do instead."""
+_ENGINES: WeakKeyDictionary[LightningModule, Engine] = WeakKeyDictionary()
+"""Module -> the engine that the last Trainer has left around it."""
+
+
+class _ClipsModule:
+    """Lets ``clip_gradients`` see the module's parameters: the optimizer's are pieces without
+    ``.grad``."""
+
+    def convert_module(self, module: Any) -> Any:
+        self._module = module
+        return super().convert_module(module)  # type: ignore[misc]
+
+    def main_params(self, optimizer: Any) -> Iterator[torch.nn.Parameter]:
+        return (param for param in self._module.parameters() if param.requires_grad)
+
+
+class _Full(_ClipsModule, Precision):  # type: ignore[misc]
+    pass
+
+
+class _Half(_ClipsModule, HalfPrecision):  # type: ignore[misc]
+    pass
+
+
+class _Mixed(_ClipsModule, MixedPrecision):  # type: ignore[misc]
+    pass
 
 
 class ZeroTrialStrategy(DDPStrategy):  # type: ignore[misc]
     """Train a LightningModule on a zero_trial engine: one optimizer, automatic or manual
     optimization.
 
-    Refused, each with what to write instead: more than one optimizer, fp16 and float64, clipping by
-    value, an own ``configure_gradient_clipping``, ``training_step`` without a loss, checkpoints of
-    plain Lightning, and ds_config keys that the Trainer's own arguments state.
+    Gradients are reduced when backward ends, so that hooks see DDP's at stages 0 and 1, where
+    clipping by value and own clipping work, too. At stages 2 and 3 only the engine clips, by norm.
+
+    Refused, each with what to write instead: more than one optimizer, fp16 and float64,
+    ``training_step`` without a loss, callbacks that change weights or optimizer past the engine,
+    checkpoints of plain Lightning, and ds_config keys that the Trainer's own arguments state.
 
     Args:
         stage: the ZeRO stage, where there is no ``config`` (default 2).
         config: a ds_config as a dict or file, or a preset such as ``"zero_3_offload"``. An
             ``optimizer`` in it takes the place of ``configure_optimizers``.
         options: those of DDPStrategy that concern processes: ``process_group_backend``,
-            ``timeout``, ``start_method``, ``cluster_environment``, ``parallel_devices``.
+            ``timeout``, ``start_method``, ``cluster_environment``, ``parallel_devices``; and
+            ``broadcast_buffers``.
     """
 
     strategy_name = "zero_trial"
@@ -65,6 +107,13 @@ class ZeroTrialStrategy(DDPStrategy):  # type: ignore[misc]
     ) -> None:
         if stage is not None and config is not None:
             raise ConfigError("given twice", where="ZeroTrialStrategy", got="stage and config", fix="Give one of them.")
+        if unknown := sorted(options.keys() - _OPTIONS):
+            raise ConfigError(
+                "not an option of this strategy",
+                where=f"ZeroTrialStrategy({unknown[0]})",
+                got=repr(options[unknown[0]]),
+                expected=", ".join(sorted(_OPTIONS)),
+            )
         super().__init__(**options)
         self._forward_redirection = _ForwardRedirection()
         if config is None:
@@ -79,6 +128,21 @@ class ZeroTrialStrategy(DDPStrategy):  # type: ignore[misc]
                 fix=f"Remove it and use Trainer's {_TRAINERS[key]}.",
             )
         self._engine: Engine | None = None
+
+    @property
+    def precision_plugin(self) -> Any:
+        """Return the Trainer's precision, with the engine's way to clip."""
+        return super().precision_plugin
+
+    @precision_plugin.setter
+    def precision_plugin(self, plugin: Any) -> None:
+        if type(plugin) is HalfPrecision and plugin.precision == "bf16-true":
+            plugin = _Half(plugin.precision)
+        elif type(plugin) is MixedPrecision and plugin.scaler is None:
+            plugin = _Mixed(plugin.precision, plugin.device)
+        elif plugin is None or type(plugin) is Precision:
+            plugin = _Full()
+        self._precision_plugin = plugin
 
     @property
     def engine(self) -> Engine:
@@ -99,11 +163,13 @@ class ZeroTrialStrategy(DDPStrategy):  # type: ignore[misc]
                 got="cpu",
                 fix="Set CUDA_VISIBLE_DEVICES= to train on the CPU.",
             )
-        _refuse_settings(trainer, module, self.precision_plugin.precision)
+        self._refuse_settings(trainer)
         self.accelerator.setup(trainer)
-        if self._engine is not None:  # of an earlier fit or validate
-            self._engine.destroy()
+        if (earlier := _ENGINES.pop(module, None)) is not None:  # of a fit or validate, also of another Trainer
+            earlier.destroy()
         self.optimizers: list[Any] = []
+        if fitting and self._layer_sync:
+            module = self._layer_sync.apply(module)
         self.model = self.precision_plugin.convert_module(module)
         if fitting and "optimizer" not in self._config:
             super(DDPStrategy, self).setup_optimizers(trainer)
@@ -119,13 +185,53 @@ class ZeroTrialStrategy(DDPStrategy):  # type: ignore[misc]
             optimizer=self.optimizers[0] if self.optimizers else None,
             config=self._engine_config(trainer, fitting),
         )
-        self.model = self._engine
+        self.model = _ENGINES[module] = self._engine
+        # in manual optimization any backward pass may be the last before a step, as under DDP
+        self._engine.set_gradient_accumulation_boundary(not module.automatic_optimization)
         if fitting and optimizer is not None:
             self.optimizers = [optimizer]
         self.barrier()
 
+    def _refuse_settings(self, trainer: Trainer) -> None:
+        """Raise ConfigError for arguments of the Trainer that the engine does not serve."""
+        if not isinstance(self.precision_plugin, _ClipsModule):
+            raise ConfigError(
+                "not a precision of this strategy",
+                where="Trainer(precision)",
+                got=self.precision_plugin.precision,
+                expected="32-true, bf16-mixed, bf16-true",
+            )
+        for callback in trainer.callbacks:
+            for kind, fix in _CALLBACKS.items():
+                if isinstance(callback, kind):
+                    raise ConfigError(
+                        "this callback changes weights or optimizer past the engine",
+                        where="Trainer(callbacks)",
+                        got=type(callback).__name__,
+                        fix=fix,
+                    )
+        if type(self.checkpoint_io) is not TorchCheckpointIO:
+            raise ConfigError(
+                "the engine writes checkpoints itself",
+                where="Trainer(plugins)",
+                got=type(self.checkpoint_io).__name__,
+                fix="Remove the plugin.",
+            )
+
+    @classmethod
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        """Register ``zero_trial`` (stage 2) and ``zero_trial_stage_0`` to ``_3`` for
+        ``Trainer(strategy="...")``."""
+        strategy_registry.register("zero_trial", cls, description="ZeRO stage 2 on a zero_trial engine")
+        for stage in range(4):
+            text = f"ZeRO stage {stage} on a zero_trial engine"
+            strategy_registry.register(f"zero_trial_stage_{stage}", cls, description=text, stage=stage)
+
     def _engine_config(self, trainer: Trainer, fitting: bool) -> dict[str, Any]:
         """Return the ds_config with what the Trainer's arguments mean."""
+        clips = bool(trainer.gradient_clip_val) and self._engine_clips(trainer)
+        if trainer.gradient_clip_val and "gradient_clipping" in self._config:
+            raise ConfigError("given twice", where="Trainer(gradient_clip_val)", got="also gradient_clipping in config")
         config: dict[str, Any] = {"train_micro_batch_size_per_gpu": 1, **self._config}
         if not fitting:
             config = {key: value for key, value in config.items() if key not in ("optimizer", "scheduler")}
@@ -133,7 +239,7 @@ class ZeroTrialStrategy(DDPStrategy):  # type: ignore[misc]
             **config,
             "gradient_accumulation_steps": 1,
             "managed_gradient_accumulation": False,  # Lightning's loop owns the boundary
-            "gradient_clipping": float(trainer.gradient_clip_val or 0.0),
+            "gradient_clipping": float(trainer.gradient_clip_val) if clips else config.get("gradient_clipping", 0.0),
             **({"bf16": {"enabled": True}} if self.precision_plugin.precision == "bf16-true" else {}),
         }
 
@@ -152,6 +258,10 @@ class ZeroTrialStrategy(DDPStrategy):  # type: ignore[misc]
     def teardown(self) -> None:
         """Leave the engine as it is, so that ``trainer.save_checkpoint`` works after fit;
         ``strategy.engine.destroy()`` makes the module an ordinary one again."""
+        module = self.lightning_module
+        attached = module is not None and module._trainer is not None  # not after an early exception
+        if self._layer_sync and attached and module.trainer.state.fn == TrainerFn.FITTING:
+            self._layer_sync.revert(module)
         self.precision_plugin.teardown()
         self.accelerator.teardown()
         self.checkpoint_io.teardown()
@@ -161,10 +271,26 @@ class ZeroTrialStrategy(DDPStrategy):  # type: ignore[misc]
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run ``training_step`` inside the engine's forward; in manual optimization, whose backward
         passes and steps are inside of it, as it is."""
+        self._broadcast_buffers()
         if self.lightning_module.automatic_optimization:
             return super().training_step(*args, **kwargs)
         with self.precision_plugin.train_step_context():
             return self.lightning_module.training_step(*args, **kwargs)
+
+    def _broadcast_buffers(self) -> None:
+        """Give every rank the buffers of rank 0 (BatchNorm's averages), where DDP does: before the
+        forward whose backward reduces. One message per dtype."""
+        if not self._ddp_kwargs.get("broadcast_buffers", True) or not self.engine.is_gradient_accumulation_boundary():
+            return
+        kinds: dict[torch.dtype, list[torch.Tensor]] = {}
+        for buffer in self.lightning_module.buffers():
+            kinds.setdefault(buffer.dtype, []).append(buffer)
+        for dtype, buffers in kinds.items():
+            values = torch.cat([buffer.reshape(-1) for buffer in buffers])
+            self.engine.mesh.data.broadcast(values, f"buffers of {dtype}")
+            parts = values.split([buffer.numel() for buffer in buffers])
+            for buffer, part in zip(buffers, parts, strict=True):
+                buffer.copy_(part.view_as(buffer))
 
     def backward(self, closure_loss: torch.Tensor, optimizer: Any, **kwargs: Any) -> torch.Tensor:
         """Take the gradients of a loss that Lightning has divided by the accumulation."""
@@ -178,6 +304,7 @@ class ZeroTrialStrategy(DDPStrategy):  # type: ignore[misc]
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         """Run the closure (forward and backward) and take the engine's step, which clips."""
         trainer, module = self.lightning_module.trainer, self.lightning_module
+        self.engine.set_gradient_accumulation_boundary(True)
         result = closure()
         if result is None and module.automatic_optimization:
             raise TrialError(
@@ -188,8 +315,18 @@ class ZeroTrialStrategy(DDPStrategy):  # type: ignore[misc]
             )
         call._call_callback_hooks(trainer, "on_before_optimizer_step", optimizer)
         call._call_lightning_module_hook(trainer, "on_before_optimizer_step", optimizer)
+        if not self._engine_clips(trainer):
+            self.precision_plugin._clip_gradients(
+                module, optimizer, trainer.gradient_clip_val, gradient_clip_algorithm=trainer.gradient_clip_algorithm
+            )
         self.engine.step()
+        self.engine.set_gradient_accumulation_boundary(not module.automatic_optimization)
         return result
+
+    def _engine_clips(self, trainer: Trainer) -> bool:
+        """Return whether the engine clips, inside its step: by norm, without an own hook."""
+        own = is_overridden("configure_gradient_clipping", self.lightning_module, LightningModule)
+        return trainer.gradient_clip_algorithm != "value" and not own
 
     # --- checkpoints ------------------------------------------------------------------------------
 
@@ -243,31 +380,6 @@ class ZeroTrialStrategy(DDPStrategy):  # type: ignore[misc]
         """Do nothing: :meth:`load_checkpoint` has read the weights."""
 
 
-def _refuse_settings(trainer: Trainer, module: LightningModule, precision: str) -> None:
-    """Raise ConfigError for arguments of the Trainer and overrides that the engine does not
-    serve."""
-    if precision not in _PRECISIONS:
-        raise ConfigError(
-            "not a precision of this strategy",
-            where="Trainer(precision)",
-            got=precision,
-            expected=", ".join(_PRECISIONS),
-        )
-    if trainer.gradient_clip_algorithm == "value":
-        raise ConfigError(
-            "the engine clips by norm",
-            where="Trainer(gradient_clip_algorithm)",
-            got="value",
-            fix='Use gradient_clip_algorithm="norm".',
-        )
-    if is_overridden("configure_gradient_clipping", module, LightningModule):
-        raise ConfigError(
-            "the engine clips, inside its step",
-            where="configure_gradient_clipping",
-            fix="Remove the override and use Trainer(gradient_clip_val=...).",
-        )
-
-
 def _plain(value: Any) -> Any:
     """Return Lightning's state with its own kinds of dicts and paths as plain ones."""
     if isinstance(value, Mapping):
@@ -275,3 +387,6 @@ def _plain(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return type(value)(_plain(inner) for inner in value) if type(value) in (list, tuple) else list(value)
     return str(value) if isinstance(value, Path) else value
+
+
+ZeroTrialStrategy.register_strategies(StrategyRegistry)

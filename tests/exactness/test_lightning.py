@@ -16,6 +16,11 @@ SCRIPT = Path(__file__).parent / "lightning_script.py"
 CLIPPED = {"gradient_clip_val": 0.5}
 ACCUMULATED = {"accumulate_grad_batches": 3}
 BF16 = {"precision": "bf16-mixed"}
+HOOKED = {
+    "hooked": True,
+    "buffers": True,
+    "trainer": {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"},
+}
 CASES: dict[str, dict[str, Any]] = {
     **{f"stage {stage}": {"stage": stage} for stage in (0, 1, 2, 3)},
     "ddp": {},
@@ -34,7 +39,15 @@ CASES: dict[str, dict[str, Any]] = {
     "resumed": {"stage": 3, "same": True, "resume": "at4.ckpt"},
     "resumed at 1": {"stage": 1, "same": True, "resume": "at4.ckpt"},
     "no such checkpoint": {"stage": 1, "resume": "none.ckpt"},
-    "by value": {"stage": 1, "trainer": {**CLIPPED, "gradient_clip_algorithm": "value"}},
+    "hooked ddp": HOOKED,
+    "hooked 1": {"stage": 1, **HOOKED},
+    "hooked 3": {"stage": 3, **HOOKED},
+    "clipped by hand ddp": {"manual": True, "clip": 0.1},
+    "clipped by hand 1": {"stage": 1, "manual": True, "clip": 0.1},
+    "clipped by config 3": {"stage": 3, "manual": True, "config": {"gradient_clipping": 0.1}},
+    "again ddp": {"again": "ddp", "steps": 4},
+    "again 3": {"stage": 3, "again": "zero_trial_stage_3", "steps": 4},
+    "averaged": {"stage": 1, "swa": True},
 }
 
 
@@ -66,6 +79,9 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         ("bf16 1", "bf16 ddp", 2e-2),
         ("bf16-true 3", "bf16 ddp", 5e-2),
         ("late 3", "ddp", 2e-6),
+        ("hooked 1", "hooked ddp", 2e-6),
+        ("clipped by hand 1", "clipped by hand ddp", 2e-6),
+        ("clipped by config 3", "clipped by hand ddp", 2e-6),
     ],
 )
 def test_losses_are_those_of_ddp(two: dict[str, Any], ours: str, theirs: str, limit: float) -> None:
@@ -83,9 +99,25 @@ def test_a_resumed_run_goes_on_with_the_same_bits(two: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow
+def test_hooks_see_the_gradients_that_ddp_shows(two: dict[str, Any]) -> None:
+    assert len(two["hooked ddp"]["norms"]) == 8
+    assert two["hooked 1"]["norms"] == pytest.approx(two["hooked ddp"]["norms"], rel=1e-5)
+    assert two["clipped by hand ddp"]["losses"] != pytest.approx(two["manual ddp"]["losses"], abs=1e-4)
+
+
+@pytest.mark.slow
+def test_another_trainer_goes_on_with_the_module(two: dict[str, Any]) -> None:
+    """Chosen by name; the best checkpoint and the last are kept, and the best one is tested."""
+    assert len(two["again 3"]["losses"]) == 8
+    for kind in ("losses", "val", "test"):
+        assert two["again 3"][kind] == pytest.approx(two["again ddp"][kind], abs=2e-6)
+
+
+@pytest.mark.slow
 def test_what_is_refused(two: dict[str, Any]) -> None:
     assert "none.ckpt" in two["no such checkpoint"]["error"]
-    assert "gradient_clip_algorithm" in two["by value"]["error"]
+    assert "gradient_clipping" in two["hooked 3"]["error"]
+    assert "StochasticWeightAveraging" in two["averaged"]["error"]
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import ReferenceType, WeakKeyDictionary, ref
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -52,8 +52,10 @@ _CALLBACKS = {
     BaseFinetuning: "Set requires_grad before fit; to unfreeze, save, and fit again from that checkpoint's weights.",
 }
 """Callbacks that change the weights or the optimizer past the engine -> what to do instead."""
-_ENGINES: WeakKeyDictionary[LightningModule, Engine] = WeakKeyDictionary()
-"""Module -> the engine that the last Trainer has left around it."""
+_ENGINES: WeakKeyDictionary[LightningModule, ReferenceType[Engine]] = WeakKeyDictionary()
+"""Module -> the engine that a Trainer has left around it."""
+_LATEST: list[Engine] = []
+"""The last Trainer's engine: it has its module's values, also where that Trainer is gone."""
 
 
 class _ClipsModule:
@@ -165,7 +167,8 @@ class ZeroTrialStrategy(DDPStrategy):  # type: ignore[misc]
             )
         self._refuse_settings(trainer)
         self.accelerator.setup(trainer)
-        if (earlier := _ENGINES.pop(module, None)) is not None:  # of a fit or validate, also of another Trainer
+        found = _ENGINES.pop(module, None)
+        if found is not None and (earlier := found()) is not None:  # of a fit or validate, also of another Trainer
             earlier.destroy()
         self.optimizers: list[Any] = []
         if fitting and self._layer_sync:
@@ -185,7 +188,7 @@ class ZeroTrialStrategy(DDPStrategy):  # type: ignore[misc]
             optimizer=self.optimizers[0] if self.optimizers else None,
             config=self._engine_config(trainer, fitting),
         )
-        self.model = _ENGINES[module] = self._engine
+        self.model, _ENGINES[module], _LATEST[:] = self._engine, ref(self._engine), [self._engine]
         # in manual optimization any backward pass may be the last before a step, as under DDP
         self._engine.set_gradient_accumulation_boundary(not module.automatic_optimization)
         if fitting and optimizer is not None:

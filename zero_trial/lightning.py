@@ -130,6 +130,7 @@ class ZeroTrialStrategy(DDPStrategy):  # type: ignore[misc]
                 fix=f"Remove it and use Trainer's {_TRAINERS[key]}.",
             )
         self._engine: Engine | None = None
+        self._own_buffers = False  # a training step has changed each rank's
 
     @property
     def precision_plugin(self) -> Any:
@@ -274,17 +275,25 @@ class ZeroTrialStrategy(DDPStrategy):  # type: ignore[misc]
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run ``training_step`` inside the engine's forward; in manual optimization, whose backward
         passes and steps are inside of it, as it is."""
-        self._broadcast_buffers()
+        if self.engine.is_gradient_accumulation_boundary():
+            self._broadcast_buffers()
+        self._own_buffers = True
         if self.lightning_module.automatic_optimization:
             return super().training_step(*args, **kwargs)
         with self.precision_plugin.train_step_context():
             return self.lightning_module.training_step(*args, **kwargs)
 
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run ``validation_step`` inside the engine's forward, with the buffers of rank 0."""
+        self._broadcast_buffers()
+        return super().validation_step(*args, **kwargs)
+
     def _broadcast_buffers(self) -> None:
-        """Give every rank the buffers of rank 0 (BatchNorm's averages), where DDP does: before the
-        forward whose backward reduces. One message per dtype."""
-        if not self._ddp_kwargs.get("broadcast_buffers", True) or not self.engine.is_gradient_accumulation_boundary():
+        """Give every rank the buffers of rank 0 (BatchNorm's averages), as DDP does before a
+        forward whose backward reduces, and before validation. One message per dtype."""
+        if not self._own_buffers or not self._ddp_kwargs.get("broadcast_buffers", True):
             return
+        self._own_buffers = False
         kinds: dict[torch.dtype, list[torch.Tensor]] = {}
         for buffer in self.lightning_module.buffers():
             kinds.setdefault(buffer.dtype, []).append(buffer)

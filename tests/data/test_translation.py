@@ -147,7 +147,7 @@ def test_every_text_can_be_written(text: str) -> None:
 
 def test_what_is_too_long_is_cut() -> None:
     pairs = PairDataset([("abcd", ""), ("", "")], Vocabulary([], 258), 3)
-    assert [side.tolist() for side in pairs[0]] == [[2 + ord("a"), 2 + ord("b"), EOS], [EOS, PAD, PAD]]
+    assert [side.tolist() for side in pairs[0]] == [[2 + ord("a"), 2 + ord("b"), EOS], [EOS, PAD, PAD], 0]
     assert len(pairs) == 2
 
 

@@ -307,9 +307,9 @@ class Vocabulary:
         return found.decode(errors="replace")
 
 
-class PairDataset(Dataset[tuple[torch.Tensor, torch.Tensor]]):
+class PairDataset(Dataset[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]):
     """Item i is the tokens of pair i's source and target, both (length,) int64: cut at ``length``,
-    EOS, PAD after it."""
+    EOS, PAD after it; and i."""
 
     def __init__(self, pairs: Sequence[Pair], vocabulary: Vocabulary, length: int) -> None:
         self.pairs, self.vocabulary, self.length = pairs, vocabulary, length
@@ -317,9 +317,9 @@ class PairDataset(Dataset[tuple[torch.Tensor, torch.Tensor]]):
     def __len__(self) -> int:
         return len(self.pairs)
 
-    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         source, target = self.pairs[index]
-        return self._tokens(source), self._tokens(target)
+        return self._tokens(source), self._tokens(target), torch.tensor(index)
 
     def _tokens(self, text: str) -> torch.Tensor:
         tokens = [*self.vocabulary.encode(text)[: self.length - 1], EOS]

@@ -241,7 +241,8 @@ class TranslationTrial(ZeroTrial):
         return DataLoader(samples, self.context.get_train_micro_batch_size_per_gpu(), shuffle=shuffle)
 
     def train_batch(self, dataloader_iter: Any, epoch_idx: int, batch_idx: int) -> Tensor:
-        source, target = (trimmed(side) for side in self.context.to_device(next(dataloader_iter)))
+        source, target, _ = self.context.to_device(next(dataloader_iter))
+        source, target = trimmed(source), trimmed(target)
         loss, tokens = self.summed_loss(source, target)
         self.engine.backward(loss, weight=tokens)  # every token of the global batch counts alike
         self.engine.step()
@@ -254,13 +255,13 @@ class TranslationTrial(ZeroTrial):
         return loss, (target != PAD).sum()
 
     def evaluate_batch(self, dataloader_iter: Any, batch_idx: int) -> dict[str, Any]:
-        source, target = self.context.to_device(next(dataloader_iter))
+        source, target, places = self.context.to_device(next(dataloader_iter))
         loss, tokens = self.summed_loss(source, target)
         self.loss.update([loss.item(), tokens.item()])
         self.bits.update([loss.item(), tokens.item()])
-        decode = self.vocabulary.decode
-        for mine, true in zip(self.translate(source).tolist(), target.tolist(), strict=True):
-            self.bleu.update(bleu_counts(decode(mine), decode(true)))
+        for mine, place in zip(self.translate(source).tolist(), places.tolist(), strict=True):
+            _, reference = self.pairs.val[place]  # whole, also where its tokens are cut
+            self.bleu.update(bleu_counts(self.vocabulary.decode(mine), reference))
         return {}
 
     def translate(self, source: Tensor) -> Tensor:

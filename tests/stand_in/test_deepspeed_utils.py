@@ -228,6 +228,9 @@ def _use_groups() -> list[Any]:
     assert comm.get_data_parallel_world_size() == 2 and comm.get_model_parallel_world_size() == 1
     out = torch.empty(4)
     comm.all_gather_into_tensor(out, torch.full((2,), float(env.rank)))
+    scalars = torch.empty(2)
+    comm.all_gather_into_tensor(scalars, torch.tensor(5.0 + env.rank))
+    assert scalars.tolist() == [5.0, 6.0]
     part = torch.empty(2)
     comm.reduce_scatter_tensor(part, tensor=torch.arange(4.0))
     mixed = torch.empty(2)

@@ -49,8 +49,9 @@ def _let_accelerate_count() -> None:
 def all_gather_into_tensor(
     output_tensor: torch.Tensor, tensor: torch.Tensor, group: Any = None, async_op: bool = False, **_: Any
 ) -> Any:
-    """Put every rank's ``tensor``, in rank order, into ``output_tensor``."""
-    return dist.all_gather_into_tensor(output_tensor, tensor, group=group, async_op=async_op)
+    """Put every rank's ``tensor`` (a scalar too, which gloo refuses), in rank order, into
+    ``output_tensor``."""
+    return dist.all_gather_into_tensor(output_tensor, torch.atleast_1d(tensor), group=group, async_op=async_op)
 
 
 def reduce_scatter_tensor(

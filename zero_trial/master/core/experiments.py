@@ -7,7 +7,6 @@ import unicodedata
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import cache, partial
 from typing import Any
 
 from zero_trial.errors import ConfigError
@@ -220,12 +219,9 @@ class ExperimentService:
             return experiments.all_(connection, counted=False)
 
     def counted(self, found: Sequence[Experiment]) -> list[Experiment]:
-        """Return those that are still there, with their trials and checkpoints counted."""
+        """Return experiments with their trials and checkpoints counted."""
         with self._state.database.reading() as connection:
-            project = cache(partial(workspaces.project, connection, counted=False))
-            return [
-                fresh for each in found if (fresh := experiments.get(connection, each.id, project=project)) is not None
-            ]
+            return [experiments.with_counts(connection, each) for each in found]
 
     def context(self, experiment_id: int) -> bytes:
         """Return the model definition as .tar.gz. Raises NotFound."""

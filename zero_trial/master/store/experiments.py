@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sqlite3
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 
@@ -172,23 +173,8 @@ def _record(
     more: dict[str, Any] = {}
     if project is not None:
         more = {"project": project(row["project_id"]), "shown_state": _shown_state(connection, row)}
-    if project is not None and counted:
-        found = best(connection, number, smaller_is_better=smaller_is_better(config))
-        counts = connection.execute(
-            "SELECT count(*), coalesce(sum(pruned), 0) FROM trials WHERE experiment_id = ?", (number,)
-        ).fetchone()
-        saved = connection.execute(
-            "SELECT count(*), coalesce(sum(size), 0) FROM checkpoints WHERE experiment_id = ? AND state != 'DELETED'",
-            (number,),
-        ).fetchone()
-        more |= {
-            "num_trials": counts[0],
-            "pruned_trials": counts[1],
-            "best_trial_id": found[0] if found else only_trial(connection, number, config),
-            "best_metric": found[1] if found else None,
-            "checkpoint_count": saved[0],
-            "checkpoint_size": saved[1],
-        }
+        if counted:
+            more |= _counts(connection, number, config)
     return record(
         Experiment,
         row,
@@ -199,6 +185,30 @@ def _record(
         labels=tuple(loads(row["labels"])),
         **more,
     )
+
+
+def with_counts(connection: sqlite3.Connection, experiment: Experiment) -> Experiment:
+    """Return an experiment with its trials and checkpoints counted."""
+    return replace(experiment, **_counts(connection, experiment.id, experiment.config))
+
+
+def _counts(connection: sqlite3.Connection, number: int, config: Mapping[str, Any]) -> dict[str, Any]:
+    found = best(connection, number, smaller_is_better=smaller_is_better(config))
+    counts = connection.execute(
+        "SELECT count(*), coalesce(sum(pruned), 0) FROM trials WHERE experiment_id = ?", (number,)
+    ).fetchone()
+    saved = connection.execute(
+        "SELECT count(*), coalesce(sum(size), 0) FROM checkpoints WHERE experiment_id = ? AND state != 'DELETED'",
+        (number,),
+    ).fetchone()
+    return {
+        "num_trials": counts[0],
+        "pruned_trials": counts[1],
+        "best_trial_id": found[0] if found else only_trial(connection, number, config),
+        "best_metric": found[1] if found else None,
+        "checkpoint_count": saved[0],
+        "checkpoint_size": saved[1],
+    }
 
 
 def _shown_state(connection: sqlite3.Connection, row: sqlite3.Row) -> str:

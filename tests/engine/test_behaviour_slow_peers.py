@@ -20,7 +20,7 @@ from tests.support.dense import STAGES, TOLERANCE, Case, Turn, build_engine, dif
 from tests.support.models import Tower
 from tests.support.pool import Pools
 from zero_trial.comm.shm.transport import SharedTransport
-from zero_trial.sharding.full_params import GatheredParameters
+from zero_trial.sharding.param_access import GatheredParameters
 
 LATE_SECONDS = 0.003  # in which rank 0 is far ahead, if nothing stops it
 

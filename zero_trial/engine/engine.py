@@ -486,10 +486,6 @@ class Engine(EngineAccessors):
         directory = saving.folder_of(save_dir, "engine.save_16bit_model(save_dir)")
         return saving.save_weights(self, directory, save_filename, without_frozen=exclude_frozen_parameters)
 
-    def zero_gather_16bit_weights_on_model_save(self) -> bool:
-        """Return ds_config's ``stage3_gather_16bit_weights_on_model_save``."""
-        return self.config.zero_optimization.gather_16bit_weights_on_model_save
-
     def _zero3_consolidated_16bit_state_dict(
         self, exclude_frozen_parameters: bool = False
     ) -> dict[str, torch.Tensor] | None:

@@ -18,8 +18,8 @@ from zero_trial.comm import Mesh
 from zero_trial.engine.resolved_config import ResolvedConfig
 from zero_trial.errors import DataError, TrialError
 from zero_trial.precision import cast_floats, forward_of
-from zero_trial.sharding.full_params import GatheredParameters
 from zero_trial.sharding.model import ShardedModel
+from zero_trial.sharding.param_access import GatheredParameters
 
 _END = object()
 

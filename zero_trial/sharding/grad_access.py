@@ -32,9 +32,10 @@ from torch.utils._pytree import tree_map_only
 
 from zero_trial.errors import TrialError
 from zero_trial.sharding.freed import METADATA, unasked
-from zero_trial.sharding.full_params import find_param, local_part, require_shape, widened
+from zero_trial.sharding.full_params import local_part
 from zero_trial.sharding.grad_buffer import GradBuffer
 from zero_trial.sharding.layout import ParamSlot
+from zero_trial.sharding.param_access import find_param, require_shape, widened
 from zero_trial.sharding.param_group import ParamGroup
 from zero_trial.sharding.plan import Lifetime
 

@@ -1,20 +1,6 @@
 """Sharded parameters, gradients and optimizer state: one set of pieces for every ZeRO stage."""
 
 from zero_trial.sharding.freed import ZeroParamStatus
-from zero_trial.sharding.full_params import (
-    GatheredParameters,
-    register_external_parameter,
-    safe_get_full_fp32_param,
-    safe_get_full_optimizer_state,
-    safe_get_local_fp32_param,
-    safe_get_local_optimizer_state,
-    safe_set_full_fp32_param,
-    safe_set_full_optimizer_state,
-    safe_set_local_fp32_param,
-    safe_set_local_optimizer_state,
-    unregister_external_parameter,
-    unwrap_model_for_generation,
-)
 from zero_trial.sharding.grad_access import (
     safe_get_full_grad,
     safe_get_local_grad,
@@ -36,6 +22,20 @@ from zero_trial.sharding.leaf_modules import (
 )
 from zero_trial.sharding.model import ShardedModel
 from zero_trial.sharding.optimizer import ShardedOptimizer
+from zero_trial.sharding.param_access import (
+    GatheredParameters,
+    register_external_parameter,
+    safe_get_full_fp32_param,
+    safe_get_full_optimizer_state,
+    safe_get_local_fp32_param,
+    safe_get_local_optimizer_state,
+    safe_set_full_fp32_param,
+    safe_set_full_optimizer_state,
+    safe_set_local_fp32_param,
+    safe_set_local_optimizer_state,
+    unregister_external_parameter,
+    unwrap_model_for_generation,
+)
 from zero_trial.sharding.plan import ZeroPlan, plan_for_stage
 from zero_trial.zero.tiling import TiledLinear, TiledLinearReturnBias
 

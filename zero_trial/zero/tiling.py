@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from zero_trial.errors import ConfigError, TrialError
-from zero_trial.sharding.full_params import GatheredParameters
+from zero_trial.sharding.param_access import GatheredParameters
 
 
 class TiledLinear(nn.Module):

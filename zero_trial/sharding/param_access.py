@@ -1,0 +1,325 @@
+"""Sharded parameters in user code: GatheredParameters, the safe_get_* and safe_set_* functions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from zero_trial.errors import TrialError
+from zero_trial.sharding.freed import by_owner, optimizer_of_param, owner_of_param
+from zero_trial.sharding.full_params import FullParams, TrainedParams, local_part
+from zero_trial.sharding.layout import ParamSlot, wide_dtype
+from zero_trial.sharding.param_group import ParamGroup
+from zero_trial.sharding.whole_tensors import WholeTensor
+
+
+class GatheredParameters:
+    """``with GatheredParameters(model.parameters()): ...`` reads and edits full parameters that are
+    sharded.
+
+    Inside the block the parameters hold their full values on every rank of the shard axis.
+    Collective: every rank must enter.
+
+    ``modifier_rank=None``: read only. Where parameters are freed again at the end of the block,
+    edits inside it raise TrialError there.
+    ``modifier_rank=r``: what data-parallel rank ``r`` wrote becomes the value of all ranks at every
+    ZeRO stage, fp32 master weights included (elements that were not edited keep their bits).
+    Ordinary parameters, and None in place of one, pass through untouched. ``enabled=False``:
+    nothing happens. ``fwd_module`` is accepted for compatibility: uses outside a module's own
+    forward need no registration here.
+    """
+
+    def __init__(
+        self,
+        params: torch.Tensor | nn.Module | Iterable[nn.Parameter | None],
+        modifier_rank: int | None = None,
+        fwd_module: Any = None,
+        enabled: bool = True,
+    ) -> None:
+        self._owners = by_owner(_chosen(params)) if enabled else []
+        self._modifier = modifier_rank
+
+    def __enter__(self) -> None:
+        for owner, params in self._owners:
+            owner.open(params)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for owner, params in self._owners:
+            if kind is None:
+                owner.close(params, self._modifier, reads=self._modifier is None)
+            else:
+                owner.close(params, None)
+
+
+def _chosen(params: torch.Tensor | nn.Module | Iterable[nn.Parameter | None]) -> list[nn.Parameter]:
+    """List the parameters, each once."""
+    if isinstance(params, nn.Module):
+        return list(params.parameters())
+    given = [params] if isinstance(params, torch.Tensor) else params
+    return list({id(param): param for param in given if isinstance(param, nn.Parameter)}.values())
+
+
+@contextmanager
+def unwrap_model_for_generation(model: nn.Module) -> Iterator[nn.Module]:
+    """Gather all parameters of an engine, or of its module, once for the block, and yield it: calls
+    of the model in the block exchange nothing. Collective over shard."""
+    with GatheredParameters(model):
+        yield model
+
+
+def safe_get_full_fp32_param(param: nn.Parameter) -> torch.Tensor:
+    """Return the full fp32 master weight. Collective over shard: every rank must call."""
+    _, group, index = find_param(param)
+    with group.materialized():
+        return widened(full_of_shard(group, index, group.master))
+
+
+def safe_set_full_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
+    """Set the fp32 master weight and the parameter to ``value`` (full shape, alike on all ranks).
+    Collective over shard."""
+    _, group, index = find_param(param)
+    group.take_live_edits()  # of its other parameters: they are published, too
+    group.wait_before_writing()  # a gather under way reads the shard, and so may peers
+    with group.materialized():
+        write_to_shard(group, index, group.master, value)
+    pending = group.publish()
+    if pending is not None:
+        pending.wait()
+
+
+def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
+    """Return the full state ``optim_state_key`` (``exp_avg``, ``exp_avg_sq`` ...); None before the
+    first step. Collective over shard."""
+    _, group, index = find_param(param)
+    if (tensor := _optimizer_of(param).whole_tensor(group, index)) is not None:
+        return _from_owner(param, tensor, optim_state_key)
+    shard = _state_on_all(param, group, optim_state_key)
+    return None if shard is None else full_of_shard(group, index, shard)
+
+
+def safe_set_full_optimizer_state(param: nn.Parameter, value: torch.Tensor, optim_state_key: str) -> None:
+    """Set state ``optim_state_key`` from ``value`` (full shape). Raises TrialError before the first
+    step, when there is no state. Collective over shard."""
+    _, group, index = find_param(param)
+    if (tensor := _optimizer_of(param).whole_tensor(group, index)) is not None:
+        _to_owner(param, tensor, optim_state_key, value)
+        return
+    if (shard := _state_on_all(param, group, optim_state_key)) is None:
+        raise _no_state(optim_state_key)
+    write_to_shard(group, index, shard, value)
+    _optimizer_of(param).set_state_shard(group, optim_state_key, shard)
+
+
+def safe_get_local_fp32_param(param: nn.Parameter) -> torch.Tensor:
+    """Return this rank's part of the fp32 master weight, flat; empty if its shard holds none of it.
+    Local."""
+    _, group, index = find_param(param)
+    with group.materialized():
+        return widened(local_part(group, index, group.master))
+
+
+def safe_set_local_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
+    """Set this rank's part of the fp32 master weight, as :func:`safe_get_local_fp32_param` returns
+    it, and publish the parameter. Collective over shard: every rank sets its own part."""
+    _, group, index = find_param(param)
+    group.take_live_edits()  # of its other parameters: they are published, too
+    group.wait_before_writing()  # a gather under way reads the shard, and so may peers
+    with group.materialized():
+        _write_local(group, index, group.master, value)
+    pending = group.publish()
+    if pending is not None:
+        pending.wait()
+
+
+def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
+    """Return this rank's part of a state tensor, flat; None before the first step. Local.
+
+    Of a tensor that one rank updates whole, that rank has all of it, and the others have nothing.
+    """
+    _, group, index = find_param(param)
+    if (tensor := _optimizer_of(param).whole_tensor(group, index)) is not None:
+        state = _own_state(param, tensor, optim_state_key)
+        return state.detach().reshape(-1).clone() if state is not None else None
+    shard = _optimizer_of(param).state_shard(group, optim_state_key)
+    return None if shard is None else local_part(group, index, shard)
+
+
+def safe_set_local_optimizer_state(param: nn.Parameter, value: torch.Tensor, optim_state_key: str) -> None:
+    """Set this rank's part of state ``optim_state_key``. Local; raises TrialError before the first
+    step, when there is no state."""
+    _, group, index = find_param(param)
+    if (tensor := _optimizer_of(param).whole_tensor(group, index)) is not None:
+        state = _own_state(param, tensor, optim_state_key)
+        if state is None or state.numel() != value.numel():
+            got = "no such state here" if state is None else f"{value.numel()} elements"
+            raise TrialError("not this rank's part of the optimizer state", where=optim_state_key, got=got)
+        state.copy_(value.view(state.shape))
+        return
+    if (shard := _optimizer_of(param).state_shard(group, optim_state_key)) is None:
+        raise _no_state(optim_state_key)
+    _write_local(group, index, shard, value)
+    _optimizer_of(param).set_state_shard(group, optim_state_key, shard)
+
+
+def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
+    """Do nothing; exists for code that comes from DeepSpeed.
+
+    Weights outside the blocks live for the whole step, and a block's own live while it computes. If
+    another module uses a block's weight, name the module that holds both in
+    ``zero_optimization.leaf_module``.
+    """
+
+
+def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
+    """Do nothing: see :func:`register_external_parameter`."""
+
+
+def require_shape(slot: ParamSlot, value: torch.Tensor) -> None:
+    """Raise TrialError for a value that does not have the shape of the parameter."""
+    if tuple(value.shape) != slot.shape:
+        raise TrialError(
+            "the value does not have the parameter's shape",
+            where=slot.name,
+            got=tuple(value.shape),
+            expected=slot.shape,
+        )
+
+
+def write_to_shard(group: ParamGroup, index: int, shard: torch.Tensor, value: torch.Tensor) -> None:
+    """Write this rank's part of the full ``value`` of slot ``index`` into ``shard``. Local."""
+    slot = group.layout.slots[index]
+    require_shape(slot, value)
+    flat = value.reshape(-1)
+    for piece in group.layout.pieces(group.comm.index):
+        if piece.slot is slot:
+            shard[piece.offset : piece.offset + piece.numel].copy_(flat[piece.start : piece.stop])
+
+
+def _write_local(group: ParamGroup, index: int, shard: torch.Tensor, value: torch.Tensor) -> None:
+    """Write ``value``, this rank's part of slot ``index``, into ``shard``. Local."""
+    slot, flat, start = group.layout.slots[index], value.reshape(-1), 0
+    parts = [piece for piece in group.layout.pieces(group.comm.index) if piece.slot is slot]
+    if flat.numel() != sum(piece.numel for piece in parts):
+        raise TrialError(
+            "the value does not have the size of this rank's part",
+            where=slot.name,
+            got=flat.numel(),
+            expected=sum(piece.numel for piece in parts),
+        )
+    for piece in parts:
+        shard[piece.offset : piece.offset + piece.numel].copy_(flat[start : start + piece.numel])
+        start += piece.numel
+
+
+def widened(values: torch.Tensor) -> torch.Tensor:
+    """Return ``values`` in fp32, or in float64 where the parameter is."""
+    return values.to(wide_dtype(values.dtype, torch.float32))
+
+
+def find_param(param: torch.Tensor) -> tuple[TrainedParams, ParamGroup, int]:
+    """Return the model that trains ``param``, its group, and its slot's index there."""
+    owner = owner_of_param(param)
+    model = owner.model() if isinstance(owner, FullParams) else None
+    if model is None:
+        raise TrialError(
+            "this parameter belongs to no engine",
+            got=tuple(param.shape),
+            fix="Pass a parameter of a model given to initialize().",
+        )
+    return model, *model.group_of(param)
+
+
+def _state_on_all(param: nn.Parameter, group: ParamGroup, kind: str) -> torch.Tensor | None:
+    """Return this rank's shard of state ``kind``, without values where it has none because its
+    shard is padding or holds tensors that are updated whole; None where no rank has such state.
+    Collective over shard."""
+    shard = _optimizer_of(param).state_shard(group, kind)
+    own = None if shard is None else str(shard.dtype).removeprefix("torch.")
+    found = next(filter(None, group.comm.gather_json(own, "optimizer state")), None)
+    if shard is None and found is not None:
+        shard = group.shard.new_empty(group.layout.shard_numel, dtype=getattr(torch, found))
+    return shard
+
+
+def _no_state(kind: str) -> TrialError:
+    return TrialError("the optimizer has no such state yet", where=kind, fix="Take a step first.")
+
+
+def _own_state(param: nn.Parameter, tensor: WholeTensor, kind: str) -> torch.Tensor | None:
+    """Return state ``kind`` of a tensor that is updated whole, on its owner; nothing elsewhere."""
+    if tensor.owner != tensor.group.comm.index:
+        return tensor.weight.new_empty(0)
+    value = _optimizer_of(param).state.get(tensor.weight, {}).get(kind)
+    return value if torch.is_tensor(value) else None
+
+
+def _from_owner(param: nn.Parameter, tensor: WholeTensor, kind: str) -> torch.Tensor | None:
+    """Return state ``kind`` of a tensor that is updated whole, in its own shape and dtype, on every
+    rank. Collective over shard."""
+    comm, value = tensor.group.comm, _own_state(param, tensor, kind)
+    described = [list(value.shape), str(value.dtype).removeprefix("torch.")] if value is not None else None
+    found = comm.gather_json(described, "optimizer state of a whole tensor")[tensor.owner]
+    if found is None:
+        return None
+    shape, dtype = found
+    device = tensor.group.shard.device
+    if value is None or comm.index != tensor.owner:
+        full = torch.empty(shape, dtype=getattr(torch, dtype), device=device)
+    else:
+        full = value.detach().to(device, copy=True)
+    comm.broadcast(full, "optimizer state of a whole tensor", tensor.owner)
+    return full
+
+
+def _to_owner(param: nn.Parameter, tensor: WholeTensor, kind: str, value: torch.Tensor) -> None:
+    """Set state ``kind`` of a tensor that is updated whole. Collective over shard."""
+    comm, own = tensor.group.comm, _own_state(param, tensor, kind)
+    found = comm.gather_json(list(own.shape) if own is not None else None, "optimizer state of a whole tensor")
+    shape = found[tensor.owner]
+    if shape is None:
+        raise _no_state(kind)
+    if shape != list(value.shape):
+        raise TrialError(
+            "the value does not have the state's shape", where=kind, got=tuple(value.shape), expected=shape
+        )
+    if own is not None and comm.index == tensor.owner:
+        own.copy_(value)
+
+
+def _optimizer_of(param: torch.Tensor) -> StateShards:
+    optimizer: StateShards | None = optimizer_of_param(param)
+    if optimizer is None:
+        raise TrialError(
+            "this engine has no optimizer", fix="Give initialize() an optimizer, or name one in ds_config."
+        )
+    return optimizer
+
+
+class StateShards(Protocol):
+    """The part of an optimizer that the safe_get_* functions use."""
+
+    @property
+    def state(self) -> Mapping[torch.Tensor, Any]: ...
+
+    def whole_tensor(self, group: ParamGroup, index: int) -> WholeTensor | None: ...
+
+    def state_shard(self, group: ParamGroup, kind: str) -> torch.Tensor | None: ...
+
+    def set_state_shard(self, group: ParamGroup, kind: str, shard: torch.Tensor) -> None: ...
+
+
+def full_of_shard(group: ParamGroup, index: int, shard: torch.Tensor) -> torch.Tensor:
+    """Return the full tensor of slot ``index`` from every rank's ``shard`` (shard_numel,).
+    Collective over shard."""
+    shard = shard.to(group.shard.device)  # where the ranks exchange
+    full = torch.empty(group.layout.numel, dtype=shard.dtype, device=shard.device)
+    group.comm.all_gather(full, shard.contiguous(), f"full value from {group.name}").wait()
+    slot = group.layout.slots[index]
+    return full[slot.offset : slot.offset + slot.numel].view(slot.shape).clone()

@@ -256,7 +256,6 @@ class EngineAccessors(nn.Module):
     zero_param_persistence_threshold = _zero("param_persistence_threshold")
     zero_model_persistence_threshold = _zero("model_persistence_threshold")
     zero_module_granularity_threshold = _zero("module_granularity_threshold")
-    zero_gather_16bit_weights_on_model_save = _zero("gather_16bit_weights_on_model_save")
     zero_ignore_unused_parameters = _zero("ignore_unused_parameters")
     zero_load_from_fp32_weights = _zero("load_from_fp32_weights")
     zero_hpz_partition_size = _zero("zero_hpz_partition_size")
@@ -269,6 +268,10 @@ class EngineAccessors(nn.Module):
     random_ltd_enabled = _answer(False, "ds_config refuses data efficiency")
     autotuning_enabled = _answer(False, "searches are zero_trial's own")
     autotp_size = _answer(0, "tensor parallelism is the model's own")
+
+    def zero_gather_16bit_weights_on_model_save(self) -> bool:
+        """Return ds_config's ``stage3_gather_16bit_weights_on_model_save``."""
+        return self.config.zero_optimization.gather_16bit_weights_on_model_save
 
     def postscale_gradients(self) -> bool:
         """Return whether gradients are divided after they are summed over ranks."""

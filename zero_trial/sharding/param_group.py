@@ -40,7 +40,7 @@ from zero_trial.sharding.plan import Lifetime, ZeroPlan
 _VERSION = operator.attrgetter("_version")
 # A table of 64-bit words whose columns are summed up. Their number is a prime, so that rows
 # of a matrix that change places come into other columns; so many rows stay in a core's cache.
-_COLUMNS, _ROWS = 4093, 16
+_COLUMNS, _ROWS = 1021, 16
 
 
 class OffloadedShard(Protocol):

@@ -113,9 +113,13 @@ def ranks() -> Iterator[Pools]:
 
 
 @pytest.fixture(autouse=True)
-def level_of_the_log() -> Iterator[None]:
-    """Engines and tests set the level of the package's logger, which belongs to the process."""
+def fresh_log() -> Iterator[None]:
+    """Engines, commands and tests change the package's loggers, which belong to the process."""
+    logging.disable(logging.NOTSET)
     log = logging.getLogger("zero_trial")
     before = log.level
+    for name, logger in list(logging.root.manager.loggerDict.items()):
+        if name.partition(".")[0] == "zero_trial" and isinstance(logger, logging.Logger):
+            logger.disabled, logger.propagate = False, True
     yield
     log.setLevel(before)

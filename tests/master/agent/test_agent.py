@@ -7,6 +7,7 @@ import os
 import queue
 import signal
 import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -151,7 +152,10 @@ def test_the_processes_of_a_killed_supervisor_end(field: Field) -> None:
     name = field.start("setsid sleep 60 & echo up $TMPDIR; wait")
     field.expect("started", name)
     temporary = Path(field.wait_for("up").split()[1])
-    left = marked(MARK, name)
+    for _ in range(500):  # while setsid turns into sleep, its process has no mark
+        if len(left := marked(MARK, name)) >= 2:
+            break
+        time.sleep(0.01)
     owner = processes.lease_owner(field.home.allocation(name))
     assert owner is not None and len(left) >= 2
     owner.send(signal.SIGKILL)

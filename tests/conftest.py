@@ -113,13 +113,10 @@ def ranks() -> Iterator[Pools]:
 
 
 @pytest.fixture(autouse=True)
-def fresh_log() -> Iterator[None]:
+def fresh_log() -> None:
     """Engines, commands and tests change the package's loggers, which belong to the process."""
     logging.disable(logging.NOTSET)
-    log = logging.getLogger("zero_trial")
-    before = log.level
+    logging.getLogger("zero_trial").setLevel(logging.NOTSET)
     for name, logger in list(logging.root.manager.loggerDict.items()):
         if name.partition(".")[0] == "zero_trial" and isinstance(logger, logging.Logger):
             logger.disabled, logger.propagate = False, True
-    yield
-    log.setLevel(before)

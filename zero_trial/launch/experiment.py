@@ -102,7 +102,9 @@ def _experiment_path(request: RunRequest) -> Path:
     if request.resume is not None and RunFolder(request.resume).config_lock.is_file():
         return RunFolder(request.resume).config_lock
     raise ConfigError(
-        "there is no experiment to run", where="run", fix="Write zero-trial run const.yaml model_def_folder."
+        "there is no experiment to run",
+        where="command line",
+        fix="Name the experiment and the folder of its model: const.yaml model_def_folder.",
     )
 
 

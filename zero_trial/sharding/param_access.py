@@ -85,13 +85,8 @@ def safe_set_full_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
     """Set the fp32 master weight and the parameter to ``value`` (full shape, alike on all ranks).
     Collective over shard."""
     _, group, index = find_param(param)
-    group.take_live_edits()  # of its other parameters: they are published, too
-    group.wait_before_writing()  # a gather under way reads the shard, and so may peers
-    with group.materialized():
+    with _republished(group):
         write_to_shard(group, index, group.master, value)
-    pending = group.publish()
-    if pending is not None:
-        pending.wait()
 
 
 def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
@@ -129,13 +124,8 @@ def safe_set_local_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
     """Set this rank's part of the fp32 master weight, as :func:`safe_get_local_fp32_param` returns
     it, and publish the parameter. Collective over shard: every rank sets its own part."""
     _, group, index = find_param(param)
-    group.take_live_edits()  # of its other parameters: they are published, too
-    group.wait_before_writing()  # a gather under way reads the shard, and so may peers
-    with group.materialized():
+    with _republished(group):
         _write_local(group, index, group.master, value)
-    pending = group.publish()
-    if pending is not None:
-        pending.wait()
 
 
 def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
@@ -216,6 +206,18 @@ def _write_local(group: ParamGroup, index: int, shard: torch.Tensor, value: torc
     for piece in parts:
         shard[piece.offset : piece.offset + piece.numel].copy_(flat[start : start + piece.numel])
         start += piece.numel
+
+
+@contextmanager
+def _republished(group: ParamGroup) -> Iterator[None]:
+    """Open ``group.master`` to be written, and publish it at the end. Collective over shard."""
+    group.take_live_edits()  # of its other parameters: they are published, too
+    group.wait_before_writing()  # a gather under way reads the shard, and so may peers
+    with group.materialized():
+        yield
+    pending = group.publish()
+    if pending is not None:
+        pending.wait()
 
 
 def widened(values: torch.Tensor) -> torch.Tensor:

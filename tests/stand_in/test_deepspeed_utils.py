@@ -118,6 +118,8 @@ def test_a_ranged_function_is_the_function():
 
 def test_the_log_says_it_once_and_on_the_chosen_ranks(caplog: pytest.LogCaptureFixture):
     utils.logger.addHandler(caplog.handler)
+    # The logger gives its level to its handlers, and pytest's serve every later test.
+    levels = [(handler, handler.level) for handler in utils.logger.handlers]
     try:
         for _ in range(2):
             utils.warning_once("beware of %s", "dogs")
@@ -129,6 +131,8 @@ def test_the_log_says_it_once_and_on_the_chosen_ranks(caplog: pytest.LogCaptureF
         assert caplog.records[-1].getMessage().endswith("loud") and utils.should_log_le("error")
     finally:
         utils.set_log_level_from_string("warning")
+        for handler, level in levels:
+            handler.setLevel(level)
         utils.logger.removeHandler(caplog.handler)
     with pytest.raises(ConfigError):
         utils.set_log_level_from_string("shout")

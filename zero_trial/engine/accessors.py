@@ -337,7 +337,6 @@ _REDUCED = "the engine reduces gradients itself: at the accumulation boundary, a
 _SPARSE = "gradients are dense; build embeddings with sparse=False"
 _COMPILED = "engine.compile() compiles blocks with torch.compile; DeepCompile's passes do not exist"
 _DATA = "curricula and data efficiency do not exist; choose the samples in the data loader"
-_STATES = "set offload_optimizer in ds_config; state does not move while an engine lives"
 _MOE = "expert parallelism does not exist; experts are ordinary modules that every rank has"
 REFUSED: dict[str, str] = {
     **dict.fromkeys(("allreduce_gradients", "allreduce_bucket", "allreduce_and_copy", "allreduce_no_retain"), _REDUCED),
@@ -350,7 +349,6 @@ REFUSED: dict[str, str] = {
     **dict.fromkeys(("set_custom_curriculum_learning_schedule", "curriculum_learning_config"), _DATA),
     **dict.fromkeys(("data_efficiency_config", "data_sampling_config", "set_data_post_process_func"), _DATA),
     **dict.fromkeys(("random_ltd_config", "random_ltd_initialize"), _DATA),
-    **dict.fromkeys(("offload_states", "reload_states"), _STATES),
     "load_moe_state_dict": _MOE,
     "clip_fp32_gradients": "set gradient_clipping in ds_config, or clip with torch before engine.step() at ZeRO 0 and 1",
     "save_fp16_model": "it is called save_16bit_model",

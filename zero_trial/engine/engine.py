@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import Any
@@ -113,6 +113,7 @@ class Engine(EngineAccessors):
         """Call the module's own forward. Floating inputs are cast to the parameters' dtype when
         that is 16-bit."""
         self._check.before_forward("engine.forward")
+        self.sharded.moved.require_here("engine.forward", ("lp_params",))
         with self.observer.phase(FORWARD, self):
             if self.resolved.policy.param != torch.float32:
                 args, kwargs = cast_floats((args, kwargs), self.resolved.policy.param)
@@ -177,6 +178,7 @@ class Engine(EngineAccessors):
         """Take an optimizer step with the gradients of ``micro_batches`` micro-batches, after
         ``calls`` that :attr:`micro_steps` has not counted."""
         optimizer = self._required_optimizer("engine.step")
+        self.sharded.moved.require_here("engine.step")
         self._check.before_step()
         self._used.check(self)
         self.micro_steps += calls
@@ -208,6 +210,36 @@ class Engine(EngineAccessors):
         model's, and to train, or to save or load a checkpoint, is a TrialError.
         """
         return self._required_optimizer("engine.ema_weights").ema_weights()
+
+    def offload_states(
+        self,
+        include: Collection[Any] | None = None,
+        device: Any = "cpu",
+        pin_memory: bool = True,
+        non_blocking: bool = False,
+    ) -> None:
+        """Move states from this rank's device to its host's memory until :meth:`reload_states`, as
+        between generation and training. On a rank that computes on the CPU nothing moves.
+        Every rank must call it at the same place, outside of :meth:`ema_weights`.
+
+        What needs a state that is away is a TrialError: a step always, a forward pass where
+        parameters are, a checkpoint where masters or moments are.
+
+        Args:
+            include: of optim_states, hp_params, lp_params, lp_grads, contiguous_grad_buffer, as
+                strings or as DeepSpeed's OffloadStateTypeEnum; None: all. Memory that two kinds
+                share moves when both are named.
+            device: "cpu".
+            pin_memory: into page-locked memory, between which and the device copies are faster.
+            non_blocking: copies may still be under way on the device when this returns.
+        """
+        optimizer = self._required_optimizer("engine.offload_states")
+        optimizer.offload_states(include, device, pin_memory, non_blocking)
+
+    def reload_states(self, non_blocking: bool = False) -> None:
+        """Bring back what :meth:`offload_states` has moved; without a call before it, do
+        nothing."""
+        self._required_optimizer("engine.reload_states").reload_states(non_blocking)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients since the last step, also those that another engine's loss left here

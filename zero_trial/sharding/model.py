@@ -47,6 +47,7 @@ from zero_trial.sharding.heap import keep_freed_memory
 from zero_trial.sharding.init import read_first_values
 from zero_trial.sharding.layout import lay_out, living_dtype, wide_dtype
 from zero_trial.sharding.leaf_modules import mark_leaves
+from zero_trial.sharding.offload.moved_states import GRADIENTS, MovedStates
 from zero_trial.sharding.optimizer_view import StepStatus
 from zero_trial.sharding.param_group import ParamGroup, swap_buffer_bytes
 from zero_trial.sharding.plan import Lifetime, ReduceAt, ZeroPlan
@@ -131,6 +132,7 @@ class ShardedModel:
             ShownGradients(grad_buffer, self._status.gradient_multiplier) for grad_buffer in self.grad_buffers
         ]
         self.publisher = ParamPublisher(module, self.groups)
+        self.moved = MovedStates(self.groups, self.grad_buffers, self._settle)
         self._full_params = FullParams(self, module, self.groups, self.publisher, mesh.data)
         register_owner(self._params(), self._full_params)
         if plan.frees_parameters:
@@ -153,6 +155,7 @@ class ShardedModel:
     def begin_backward(self, *, reduce: bool, last: bool) -> None:
         """Start a backward pass of this model's own loss; ``reduce``: its gradients are reduced;
         ``last``: the step follows."""
+        self.moved.require_here("backward", ("lp_params", *GRADIENTS))
         self.expect_backward(last=last)
         self._hide_gradients()
         self.reducer.begin_pass(reduce=reduce)
@@ -178,6 +181,7 @@ class ShardedModel:
         """Multiply the gradients of the backward pass that runs by ``factor``; call it before the
         first of them comes, and with 1.0 at the end of a pass that :meth:`end_backward` does not
         end."""
+        self.moved.require_here("backward", ("lp_params", *GRADIENTS))
         self._hide_gradients()
         for grad_buffer in self.grad_buffers:
             grad_buffer.rescale(factor)
@@ -235,6 +239,7 @@ class ShardedModel:
     def take_live_edits(self) -> None:
         """Let edits of the parameters that always live count in the masters, before these are read
         or replaced between steps. Local."""
+        self.moved.require_here("between steps", ("hp_params", "lp_params"))
         for group in self.groups:
             group.take_live_edits()
 
@@ -267,6 +272,15 @@ class ShardedModel:
             group.wait_before_writing()
         for grad_buffer in self._in_place:
             grad_buffer.wait_for_readers()
+
+    def _settle(self, kinds: Collection[str]) -> None:
+        """End what uses the memory of ``kinds``, which is about to be moved."""
+        self.wait_before_writing()
+        self.wait()
+        if "lp_params" in kinds:
+            self.unsharder.reshard_all()
+        if not set(GRADIENTS).isdisjoint(kinds):
+            self._hide_gradients()
 
     def publish(self) -> None:
         """Round masters that something else than a step has changed (a checkpoint, averages of the
@@ -358,6 +372,7 @@ class ShardedModel:
 
     def shown_gradients(self, group: ParamGroup) -> ShownGradients | None:
         """Return the gradients of ``group`` for user code; None where it is not trained."""
+        self.moved.require_here("a gradient", GRADIENTS)
         return next((shown for shown in self._shown if shown.grad_buffer.group is group), None)
 
     def persistent_bytes(self) -> dict[str, int]:
@@ -383,6 +398,7 @@ class ShardedModel:
         is in the host's memory afterwards: it goes there group by group, since the device may not
         hold it at once. Else it stays on its device.
         """
+        self.moved.restore()
         to_host = self.frees_parameters and not all(on_host(group.full) for group in self.groups)
         self.wait()
         for group in self.groups:

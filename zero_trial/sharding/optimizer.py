@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import torch
 
@@ -32,6 +33,7 @@ from zero_trial.ops.optimizers import (
 from zero_trial.ops.states import StatePart, seed_of
 from zero_trial.sharding.ema import WeightAverage
 from zero_trial.sharding.freed import register_optimizer
+from zero_trial.sharding.offload.moved_states import kinds_of
 from zero_trial.sharding.optimizer_view import Publisher, StepStatus, TorchView
 from zero_trial.sharding.param_group import ParamGroup
 from zero_trial.sharding.pieces import (
@@ -246,6 +248,38 @@ class ShardedOptimizer(TorchView):
         with self._changing_masters():
             own = self.whole.own if self.whole is not None else ()
             ema.swap([part.weight for part in (*self.pieces, *own)], self.base.state)
+
+    def offload_states(
+        self,
+        include: Collection[Any] | None = None,
+        device: Any = "cpu",
+        pin_memory: bool = True,
+        non_blocking: bool = False,
+    ) -> None:
+        """See :meth:`Engine.offload_states`."""
+        where = "engine.offload_states"
+        kinds = kinds_of(include, where)
+        name = str(getattr(device, "value", device))
+        if name != "cpu" or self._publisher is None:
+            raise TrialError("states move to the host's memory only", where=where, got=f"device={name}", expected="cpu")
+        self._status.settle()
+        self.require_trained_weights(where)
+        self._publisher.moved.move(kinds, self.base.state, pin=pin_memory, wait=not non_blocking)
+
+    def reload_states(self, non_blocking: bool = False) -> None:
+        """See :meth:`Engine.reload_states`."""
+        if self._publisher is not None:
+            self._publisher.moved.restore(wait=not non_blocking)
+
+    @property
+    def offloaded_states(self) -> frozenset[str]:
+        """The kinds of state that :meth:`offload_states` has moved."""
+        return self._publisher.moved.kinds if self._publisher is not None else frozenset()
+
+    def devices_of(self, kind: Any) -> set[torch.device]:
+        """Return where the states of a kind are now (DeepSpeed's ``get_state_devices``)."""
+        (name,) = kinds_of([kind], "get_state_devices")
+        return self._publisher.moved.devices(name, self.base.state) if self._publisher is not None else set()
 
     def undo_step(self) -> None:
         """Undo what the host counted and made for the last step, which the device has skipped."""

@@ -14,6 +14,7 @@ import torch
 from zero_trial.errors import CheckpointError
 from zero_trial.ops.optimizers import FusedOptimizer, StepGuard, past_engine, state_hooks
 from zero_trial.precision import DynamicScale, LossScale, LossScaleView, StaticScale
+from zero_trial.sharding.offload.moved_states import MovedStates
 from zero_trial.sharding.param_group import ParamGroup
 from zero_trial.sharding.pieces import (
     ShardPiece,
@@ -69,6 +70,8 @@ class StepStatus:
 class Publisher(Protocol):
     """The part of a ShardedModel that publishes masters which were changed between steps. A step
     publishes through ParamPublisher, group by group."""
+
+    moved: MovedStates
 
     def take_live_edits(self) -> None: ...
 
@@ -236,7 +239,7 @@ class TorchView(torch.optim.Optimizer):
         """Take the parameters' values, as they are now, for the masters: after weights were written
         past the engine (``param.data.copy_``). At stage 3 freed parameters are unchanged."""
         self._status.settle()
-        with self.store.lent(), torch.no_grad():
+        with self.lent(), torch.no_grad():
             for group in self._groups:
                 if group.plan.params is Lifetime.ALWAYS:
                     group.load_full()
@@ -274,7 +277,7 @@ class TorchView(torch.optim.Optimizer):
         self._status.settle()
         if self._publisher is not None:
             self._publisher.take_live_edits()
-        with self.store.lent(), self._at_hand():
+        with self.lent(), self._at_hand():
             packed = copy.deepcopy(self.base.state_dict())
             masters = [part.weight.detach().clone() for part in self._parts()]
         layout = self._layout()
@@ -349,6 +352,8 @@ class TorchView(torch.optim.Optimizer):
     def lent(self) -> AbstractContextManager[None]:
         """Make masters and state readable and writable inside the block, wherever they live; only
         between steps. May be nested."""
+        if self._publisher is not None:
+            self._publisher.moved.require_here("masters and optimizer state", ("optim_states", "hp_params"))
         return self.store.lent()
 
     @contextmanager
@@ -359,7 +364,7 @@ class TorchView(torch.optim.Optimizer):
         if self._publisher is not None:
             self._publisher.take_live_edits()
             self._publisher.wait_before_writing()
-        with self.store.lent(), self._at_hand():
+        with self.lent(), self._at_hand():
             yield
         if self._publisher is not None:
             self._publisher.publish()
@@ -490,7 +495,7 @@ class TorchView(torch.optim.Optimizer):
         None if there is no such state yet."""
         self._status.settle()
         out: torch.Tensor | None = None
-        with self.store.lent():
+        with self.lent():
             for piece in self.pieces:
                 value = self.base.state.get(piece.weight, {}).get(kind) if piece.group is group else None
                 if torch.is_tensor(value) and is_elementwise_state(value, piece):
@@ -504,7 +509,7 @@ class TorchView(torch.optim.Optimizer):
     def set_state_shard(self, group: ParamGroup, kind: str, shard: torch.Tensor) -> None:
         """Write ``shard`` (shard_numel,) back into the pieces' state ``kind``."""
         self._status.settle()
-        with self.store.lent():
+        with self.lent():
             for piece in self.pieces:
                 if piece.group is group:
                     values = shard[piece.low : piece.high]

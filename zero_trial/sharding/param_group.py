@@ -163,6 +163,12 @@ class ParamGroup:
         """Let ``materialized`` bring master and shard into memory for the length of a block."""
         self.materialized = materialized
 
+    def came_back(self) -> None:
+        """Note that the memory of the buffers has been elsewhere, and holds the values again."""
+        if self.plan.params is Lifetime.ALWAYS:
+            self._attach()
+            self._addresses = list(map(torch.Tensor.data_ptr, self.views)) if self._real else []
+
     def _fill(
         self, read: Callable[[nn.Parameter], torch.Tensor], agree: Callable[[torch.Tensor], None] | None
     ) -> torch.Tensor:
@@ -187,6 +193,9 @@ class ParamGroup:
         if self.live or self._gathering is not None:
             return
         refuse_transforms(self.layout.slots[0].name)
+        if not self.shard.untyped_storage().nbytes():
+            with self.materialized():  # says who has moved it
+                pass
         with trace_range("unshard"):
             self.full.untyped_storage().resize_(self.layout.numel * self.full.element_size())
             if self.offloaded is not None:

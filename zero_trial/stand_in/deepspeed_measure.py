@@ -268,6 +268,16 @@ def trim_mean(data: Sequence[float], trim_percent: float) -> float:
     return sum(kept) / len(kept) if kept else 0
 
 
+# --- where states are -----------------------------------------------------------------------------
+
+
+def get_state_devices(model: Any, state: Any) -> set[torch.device]:
+    """Return the devices on which an engine's states of a kind (a member of OffloadStateTypeEnum)
+    are now."""
+    found: set[torch.device] = model.optimizer.devices_of(state)
+    return found
+
+
 # --- memory of model states: 16-bit parameters, fp32 masters and Adam's moments -------------------
 
 

@@ -66,7 +66,7 @@ REFUSED_MODULES: dict[str, Refused] = {
         ],
         "there is no curriculum and no token dropping; write a data loader or sampler": ["runtime.data_pipeline"],
         _OFFLOAD: [
-            *("runtime.swap_tensor", "runtime.zenflow", "runtime.superoffload", "runtime.zero.offload_states"),
+            *("runtime.swap_tensor", "runtime.zenflow", "runtime.superoffload"),
             *("utils.pin_memory", "utils.pin_memory_tracker", "runtime.zero.contiguous_memory_allocator"),
         ],
         "launch with `zero-trial launch --as-deepspeed script.py`, which takes DeepSpeed's options": [
@@ -226,6 +226,10 @@ REFUSED_NAMES: dict[str, dict[str, str]] = {
     },
     "deepspeed.runtime.zero.config": {
         _CONFIG: "DeepSpeedZeroConfig ZERO_FORMAT ZERO_OPTIMIZATION get_zero_config read_zero_config_deprecated"
+    },
+    "deepspeed.runtime.zero.offload_states": {
+        "engine.offload_states() moves states of the engine": "offload_adam_states offload_optimizer_states "
+        "reload_adam_states reload_optimizer_states unpin_offloaded_optimizer_states",
     },
     "deepspeed.runtime.zero.offload_config": {
         _CONFIG: "DeepSpeedZeroOffloadOptimizerConfig DeepSpeedZeroOffloadParamConfig"

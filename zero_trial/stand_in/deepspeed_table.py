@@ -266,6 +266,7 @@ OURS: dict[str, dict[str, str]] = {
     "deepspeed.runtime.zero.offload_config": _at(
         "zero_trial.stand_in.deepspeed_utils", "OffloadDeviceEnum", "OffloadStateTypeEnum"
     ),
+    "deepspeed.runtime.zero.offload_states": _at("zero_trial.stand_in.deepspeed_measure", "get_state_devices"),
     "deepspeed.runtime.zero.stage3": {
         **_at("zero_trial.zero", "unwrap_model_for_generation"),
         **_at(

@@ -54,6 +54,7 @@ def main(argv: Sequence[str] | None = None, engine_factory: EngineFactory | None
     ``<run>/errors/rank-<r>.json``."""
     words = list(sys.argv[1:] if argv is None else argv)
     options = _parse_arguments(words)
+    options.supervised = options.repeat is not None
     options.repeat = options.repeat or shlex.join(["python", "-m", "zero_trial.run", *words])
     run = _run_task if options.run_dir is None and is_cluster_trial() else _run_folder
     try:
@@ -106,7 +107,8 @@ def _run_folder(options: argparse.Namespace, engine_factory: EngineFactory) -> N
         with open_folder(run, state, stop) as platform:
             trained = train(kind, platform, state, engine_factory)
             finish_folder(trained, platform, options.repeat)
-            raise_if_preempted(trained.outcome)
+            # zero-trial run names its own command to go on
+            raise_if_preempted(trained.outcome, None if options.supervised else "The same command goes on from there.")
 
 
 if __name__ == "__main__":

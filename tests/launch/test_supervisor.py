@@ -66,6 +66,15 @@ def test_a_rank_killed_with_sigkill(tmp_path: Path):
     assert outcome.cause.rank == 1 and "SIGKILL" in outcome.cause.message
 
 
+def test_a_killed_agent_is_not_explained_by_an_earlier_start(tmp_path: Path):
+    job = supervisor(tmp_path, "os.kill(os.getppid(), signal.SIGKILL)\nwait()", ranks=1)
+    job.command.log.parent.mkdir(parents=True)
+    job.command.log.write_text("exitcode : 75 (stopped at step 250)\n")
+    outcome = run(job)
+    assert outcome.exit_code == 5 and outcome.cause is not None
+    assert "SIGKILL" in outcome.cause.message and "75" not in outcome.cause.message
+
+
 def test_children_of_ranks_do_not_stay(tmp_path: Path):
     job = supervisor(
         tmp_path,

@@ -106,6 +106,7 @@ class Supervisor:
             stack.callback(self._sweep)
             stack.enter_context(self._listening())
             output = stack.enter_context(log.open("ab"))
+            earlier = log.stat().st_size  # what an earlier start in this folder has written
             agent = subprocess.Popen(
                 self.command.argv(os.getpid()),
                 env={**self.env, MARK: self.mark},
@@ -116,7 +117,9 @@ class Supervisor:
                 start_new_session=True,
             )
             code = self._watch(agent)
-        return self._outcome(code, log)
+        with log.open("rb") as written:
+            written.seek(earlier)
+            return self._outcome(code, written.read().decode("utf-8", errors="replace"))
 
     def _watch(self, agent: subprocess.Popen[bytes]) -> int:
         """Watch ranks and agent until the agent has ended; return its code."""
@@ -208,7 +211,7 @@ class Supervisor:
             for number, handler in before.items():
                 signal.signal(number, handler)
 
-    def _outcome(self, code: int, log: Path) -> LaunchResult:
+    def _outcome(self, code: int, log: str) -> LaunchResult:
         if code == 0:
             return LaunchResult(0)
         errors = read_errors(self.run_dir)
@@ -221,11 +224,10 @@ class Supervisor:
         exits = [end for end in read_agent(self.command.record).failures if end.pid not in self._killed]
         cause = first_cause(errors, self._own_ranks(), exits, self._vanished)
         if cause is None:
-            last = " | ".join(tail(log.read_text(encoding="utf-8", errors="replace"))) or "nothing"
+            end = f"was {how_it_ended(code).rstrip('.')}" if code < 0 else f"ended with code {code}"
+            last = " | ".join(tail(log)) or "nothing"
             cause = Cause(
-                None,
-                f"torch.distributed.run ended with code {code} before a rank did; its last lines: {last}",
-                INFRASTRUCTURE,
+                None, f"torch.distributed.run {end} before a rank ended; its last lines: {last}", INFRASTRUCTURE
             )
         if cause.echo and not self.command.rendezvous.single:
             cause = dataclasses.replace(cause, message=f"{cause.message} (the cause may be on another host)")

@@ -240,12 +240,13 @@ def finish_folder(trained: Trained, platform: LocalPlatform, repeat: str) -> Non
     platform.distributed.barrier()  # the summary is written before any rank ends
 
 
-def raise_if_preempted(outcome: Outcome) -> None:
-    """Raise Preempted for a run that was asked to stop, so that it is known as resumable."""
+def raise_if_preempted(outcome: Outcome, fix: str | None = None) -> None:
+    """Raise Preempted for a run that was asked to stop, so that it is known as resumable. ``fix``
+    says how it goes on, where no launcher does."""
     if outcome.end is End.PREEMPTED:
         raise Preempted(
             f"stopped at step {outcome.step} of {outcome.total_steps} and saved {outcome.checkpoint}",
-            fix="The same command with this run folder goes on from there.",
+            fix=fix,
         )
 
 

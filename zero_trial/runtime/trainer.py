@@ -112,7 +112,7 @@ def init(
         context.set_enable_tensorboard_logging(enable_tensorboard_logging)
         yield context
         if state.folder is not None and context.outcome is not None:
-            raise_if_preempted(context.outcome)
+            raise_if_preempted(context.outcome, f"With run_dir={str(state.folder)!r} it goes on from there.")
 
 
 def _open_folder(

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from tests.preflight.project import MODEL, messages, project
-from zero_trial.preflight.trial_source import training_issues
+from zero_trial.trial.source import training_issues
 
 
 class Ported:

@@ -179,6 +179,16 @@ def test_a_searcher_metric_that_is_never_reported() -> None:
         run_rank(LineTrial, steps(2, metric="val_loss"))
 
 
+class NeverTrained(LineTrial):
+    def train_batch(self, *arguments: Any) -> Any:
+        raise AssertionError("a step before the metric's name was looked at")
+
+
+def test_a_wrong_metric_is_an_error_before_the_first_step() -> None:
+    with pytest.raises(ConfigError, match="'val_loss' was never reported"):
+        run_rank(NeverTrained, steps(2, metric="val_loss"))
+
+
 class Calls(TrialCallback):
     """Notes every call."""
 

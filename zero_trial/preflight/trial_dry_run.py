@@ -20,7 +20,6 @@ from zero_trial.experiment.experiment import ExperimentConfig
 from zero_trial.launch.entrypoint import Entrypoint
 from zero_trial.preflight.fake_engine import fake_initialize
 from zero_trial.preflight.issues import Area, CheckIssue, Severity, issues_of, note
-from zero_trial.preflight.trial_source import reported_metrics, training_issues
 from zero_trial.runtime.in_memory import InMemoryPlatform
 from zero_trial.runtime.protocols import JsonDistributed
 from zero_trial.stand_in.deepspeed_table import install_deepspeed
@@ -29,7 +28,8 @@ from zero_trial.trial.context import EngineFactory, ZeroTrialContext
 from zero_trial.trial.data import TRAIN_LOADER, accept_loader, compare_batch, epoch_steps
 from zero_trial.trial.metrics import COUNTERS, without_counters
 from zero_trial.trial.settings import settings_from_experiment
-from zero_trial.trial.trial import ZeroTrial, import_trial_class, overrides, seed_everything
+from zero_trial.trial.source import training_issues
+from zero_trial.trial.trial import ZeroTrial, import_trial_class, seed_everything
 from zero_trial.trial.validation import Validator
 
 
@@ -151,7 +151,7 @@ class _Stage:
         with contextlib.suppress(_Ended):
             self._try(Area.LOADERS, lambda: self._train_loader(trial, context), TRAIN_LOADER)
         validator = self._try(Area.LOADERS, lambda: Validator(trial, context, [], 1), "build_validation_data_loader")
-        self._metric(trial, validator, context)
+        self._metric(validator)
 
     def _train_loader(self, trial: ZeroTrial, context: ZeroTrialContext) -> None:
         """Check the loader as the controller does, without reading a batch or starting a worker."""
@@ -163,7 +163,7 @@ class _Stage:
         for event in self._task.platform.record.events[before:]:
             self._found.issues.append(note(Area.LOADERS, Severity.WARNING, event["message"]))
 
-    def _metric(self, trial: ZeroTrial, validator: Validator, context: ZeroTrialContext) -> None:
+    def _metric(self, validator: Validator) -> None:
         searcher = self._request.experiment.searcher
         where = self._request.experiment.document.at(("searcher", "metric")).where("searcher.metric")
         if not validator.enabled:
@@ -175,7 +175,7 @@ class _Stage:
         if self._request.dry_run:
             metrics = self._try(Area.METRIC, validator.run, "evaluation")
             self._found.metrics = tuple(sorted(without_counters(metrics)))
-        elif (stated := _metric_names(trial, context)) is not None:
+        elif (stated := validator.stated_metrics()) is not None:
             metrics = dict.fromkeys(stated, 0.0)  # their values are not known
         else:
             what = f'whether "{searcher.metric}" is reported is not known without --dry-run: the source does not name every metric'
@@ -219,18 +219,6 @@ def _training_issues(trial: ZeroTrial) -> list[CheckIssue]:
         note(Area.TRIAL, Severity.WARNING, f"train_batch: {each.what}", where=each.where, fix=each.fix)
         for each in training_issues(trial.train_batch)
     ]
-
-
-def _metric_names(trial: ZeroTrial, context: ZeroTrialContext) -> frozenset[str] | None:
-    """Return all metric names that evaluation can report, by its source and the wrapped reducers;
-    None if unknown.
-    """
-    whole = overrides(trial, "evaluate_full_dataset")
-    names = reported_metrics(trial.evaluate_full_dataset if whole else trial.evaluate_batch)
-    reducers = [item.name for item in context.reducers.wrapped if item.for_validation]
-    if names is None or None in reducers:
-        return None
-    return names.union(name for name in reducers if name is not None)
 
 
 class TrialCodeError(TrialError):

@@ -271,6 +271,8 @@ class TrainLoop:
         self._validator = Validator(trial, context, self._callbacks, settings.validation_batches)
         if settings.metric is not None and not self._validator.enabled:
             context.note(f"searcher.metric {settings.metric!r} is never reported: the trial has no evaluate_batch")
+        elif settings.metric is not None and (stated := self._validator.stated_metrics()) is not None:
+            self._score.of(dict.fromkeys({*stated, *COUNTERS}, 0.0))  # a wrong name is an error before the first step
         self._total = total_steps(settings.max_length, data.epoch_length)
         context.set_position(TrainPosition(state.step, data.epoch_length))
         self._reporter = MetricReporter(

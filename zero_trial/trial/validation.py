@@ -18,6 +18,7 @@ from zero_trial.trial.callbacks import TrialCallback
 from zero_trial.trial.context import ZeroTrialContext
 from zero_trial.trial.data import DataLoader, accept_loader, agreed_minimum, batches_by_rank
 from zero_trial.trial.metrics import evaluation_reducers, over_ranks, validation_metrics
+from zero_trial.trial.source import reported_metrics
 from zero_trial.trial.trial import ZeroTrial, fitted, overrides
 
 VALIDATION_LOADER = "build_validation_data_loader"
@@ -48,6 +49,15 @@ class Validator:
             context.note("validation computes with the averages of the weights (ema.evaluate)")
         if self.enabled:
             self._open()
+
+    def stated_metrics(self) -> frozenset[str] | None:
+        """Return all metric names that validation can report, by the trial's source and the wrapped
+        reducers; None where they do not say."""
+        names = reported_metrics(self._trial.evaluate_full_dataset if self._full else self._trial.evaluate_batch)
+        reducers = [item.name for item in self._context.reducers.wrapped if item.for_validation]
+        if names is None or None in reducers:
+            return None
+        return names.union(name for name in reducers if name is not None)
 
     def _open(self) -> None:
         """Collective. Build the loader and agree on the number of batches."""

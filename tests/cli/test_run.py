@@ -68,10 +68,12 @@ def test_a_named_run_on_other_slots(tmp_path: Path, asked: list, capsys: pytest.
 
 
 def test_a_run_that_was_complete(tmp_path: Path, asked: list, capsys: pytest.CaptureFixture[str]) -> None:
-    """It trains nothing; how to train longer is said."""
+    """Nothing is started; how to train longer is said."""
     folder = make_run(tmp_path / "mine", "completed")
     assert main(["resume", str(folder)]) == 0
-    assert "complete already" in (said := capsys.readouterr().out) and f"--resume {folder}" in said
+    assert asked == [] and "is complete" in (said := capsys.readouterr().out) and f"--resume {folder}" in said
+    assert main(["resume", str(folder), "--json"]) == 0
+    assert asked == [] and json.loads(capsys.readouterr().out)["exit_code"] == 0
 
 
 @pytest.mark.parametrize("place", [".", "nowhere"])

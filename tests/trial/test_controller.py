@@ -41,11 +41,13 @@ def test_boundaries_never_reset_the_batch_index() -> None:
 
 
 def test_max_length_counts_the_steps_of_the_whole_trial(tmp_path: Path) -> None:
-    """Upstream 0.38 made max_length further steps after a resume."""
-    run_rank(LineTrial, steps(6), storage=tmp_path)
+    """Upstream 0.38 made max_length further steps after a resume. So do seconds and samples."""
+    first = run_rank(LineTrial, steps(6), storage=tmp_path).outcome
     run = run_rank(LineTrial, steps(8), storage=tmp_path, latest_checkpoint="step-000006")
     assert [batch for _, batch in run.trial.calls] == [6, 7]
     assert run.outcome.step == 8
+    assert run.outcome.samples * 6 == first.samples * 8
+    assert run.outcome.train_seconds > first.train_seconds > 0
 
 
 def test_a_resumed_run_that_is_complete_does_nothing(tmp_path: Path) -> None:

@@ -123,7 +123,7 @@ def test_short_talks_are_joined_to_a_stretch() -> None:
         [(0.4, 2.0), (0.4, 0.4), (0.4, 2.0), (0.4, 0.4)],  # now and then
         [(0.4, 2.0), (2.0, 0.4), (0.4, 2.0)],  # each in its turn
         [(0.4, 0.79), (0.4, 0.79)],  # not twice as long
-        [(0.001, 0.004), (0.001, 0.004)],  # a millisecond
+        [(0.02, 0.064), (0.02, 0.064)],  # 11 ms per step: a loaded machine
         [(0.4, None), (0.4, None)],
         [(0.4,), (0.4,)],
     ],

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import zero_trial
 from zero_trial.cli.output import report_outcome, shown
 from zero_trial.errors import ConfigError, ExitStatus
+from zero_trial.runs.events import read_json
 from zero_trial.runs.layout import RunFolder, RunStatus
 
 if TYPE_CHECKING:
@@ -174,15 +175,21 @@ def _resume(options: argparse.Namespace) -> int:
     from zero_trial.launch.placement import PlacementRequest
 
     folder = _given_run(options.run) if options.run is not None else newest_run(_RUNS)
-    was_complete = RunFolder(folder).status() is RunStatus.COMPLETED
+    if RunFolder(folder).status() is RunStatus.COMPLETED:
+        return _say_complete(folder, as_json=options.json)
     placement = PlacementRequest(slots=options.slots)
-    code = _train(RunRequest(slots=options.slots, resume=folder, placement=placement), as_json=options.json)
-    if was_complete and code == ExitStatus.OK and not options.json:
-        print(
-            "note    the run was complete already; to train longer, raise max_length: "
-            f"zero-trial run CONST.yaml MODEL_DIR --resume {folder}"
-        )
-    return code
+    return _train(RunRequest(slots=options.slots, resume=folder, placement=placement), as_json=options.json)
+
+
+def _say_complete(folder: Path, *, as_json: bool) -> int:
+    """Say that there is nothing to do: start nothing, and leave the run's records as they are."""
+    summary = read_json(RunFolder(folder).summary)
+    if as_json:
+        print(json.dumps({"run": str(folder), "exit_code": ExitStatus.OK, "error": None, "summary": summary}))
+    else:
+        print(f"done    {folder} is complete: step {summary.get('step')} of {summary.get('total_steps')}")
+        print(f"note    to train longer, raise max_length: zero-trial run CONST.yaml MODEL_DIR --resume {folder}")
+    return ExitStatus.OK
 
 
 def _given_run(folder: Path) -> Path:

@@ -38,6 +38,9 @@ class TrialSnapshot:
     window: dict[str, Any] = field(default_factory=dict)
     samples: int = 0  # data position over all replicas
     micro_batches: int = 0  # data position of one replica
+    # in training alone; steps that a resume repeats count once
+    train_seconds: float = 0.0
+    train_samples: int = 0
     # [storage id, step, searcher metric] of checkpoints that exist
     history: list[list[Any]] = field(default_factory=list)
     ranks: list[dict[str, Any]] = field(default_factory=list)

@@ -284,6 +284,8 @@ class TrainLoop:
             window=state.window,
             tokens_per_sample=trial.tokens_per_sample,
         )
+        self._before = state.train_seconds, state.train_samples
+        self._first = state.step
         self._last_checkpoint = storage_id
         self._saved_step = state.step if storage_id is not None and not context.weights_only else None
 
@@ -312,7 +314,7 @@ class TrainLoop:
             self._validate()
         for callback in self._callbacks:
             callback.on_training_start()
-        first, end = state.step, End.COMPLETED
+        end = End.COMPLETED
         runner = StepRunner(self._trial, self._context, self._data.feed)
         self._reporter.start()
         while state.step < self._total and end is End.COMPLETED:
@@ -326,12 +328,16 @@ class TrainLoop:
             end,
             state.step,
             self._total,
-            self._reporter.timer.seconds,
-            (state.step - first) * self._context.get_global_batch_size(),
+            *self._trained(),
             self._last_checkpoint,
             state.initial_metrics,
             state.latest_metrics,
         )
+
+    def _trained(self) -> tuple[float, int]:
+        """Return the trial's seconds of training and samples, with those before a resume."""
+        samples = (self._state.step - self._first) * self._context.get_global_batch_size()
+        return self._before[0] + self._reporter.timer.seconds, self._before[1] + samples
 
     def _step(self, runner: StepRunner) -> None:
         position = TrainPosition(self._state.step, self._state.epoch_length)
@@ -420,6 +426,7 @@ class TrainLoop:
         position = data_position(self._data.feed, self._context)
         state.samples, state.micro_batches = position.samples, position.micro_batches
         state.window = {name: list(entry) for name, entry in self._reporter.window.items()}
+        state.train_seconds, state.train_samples = self._trained()
         value = self._score.of(state.latest_metrics) if state.last_validation == state.step else None
         value = None if value is None or math.isnan(value) else value
         self._last_checkpoint = self._checkpointer.save(

@@ -34,7 +34,8 @@ class End(Enum):
 class Outcome:
     """The figures of a run that ended well.
 
-    Training seconds and samples are this process's, without validation and saving.
+    Training seconds and samples are the whole trial's, without start-up, validation, saving and the
+    steps that a resume repeats.
     """
 
     end: End
@@ -57,8 +58,8 @@ def build_summary(
     """Return the figures for summary.json, on rank 0: the run's, the validation metrics,
     ``ZeroTrial.summary()``, then ``more``.
 
-    Seconds and throughput are of the training part of this process alone: without start-up,
-    validation and saving.
+    Seconds and throughput are of the training part alone, of this start and of those before it:
+    without start-up, validation and saving.
     """
     summary: dict[str, Any] = {
         "end": outcome.end.value,
@@ -101,8 +102,8 @@ def zero_stage(context: ZeroTrialContext) -> int | None:
 
 STRAGGLER_STEPS = 4  # of a stretch, at least
 STRAGGLER_FACTOR = 2.0  # of the others' busy time
-# per step: a smaller excess does not matter, and may be rank 0's reporting
-STRAGGLER_SECONDS = 0.002
+# per step: on a loaded machine ranks differ by half as much by chance
+STRAGGLER_SECONDS = 0.02
 STRAGGLER_STRETCHES = 2
 
 

@@ -6,18 +6,19 @@ their collectives (ZeRO stage 3, or the user's own); what it returns then does n
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from itertools import islice
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from zero_trial.errors import ConfigError, DataError, TrialError
 from zero_trial.trial.callbacks import TrialCallback
 from zero_trial.trial.context import ZeroTrialContext
 from zero_trial.trial.data import DataLoader, accept_loader, agreed_minimum, batches_by_rank
-from zero_trial.trial.metrics import evaluation_reducers, over_ranks, validation_metrics
+from zero_trial.trial.metrics import Reducer, evaluation_reducers, over_ranks, validation_metrics
 from zero_trial.trial.source import reported_metrics
 from zero_trial.trial.trial import ZeroTrial, fitted, overrides
 
@@ -44,6 +45,7 @@ class Validator:
         self._loader: Any = None
         self._batches = self._own = 0
         self._most = most
+        self._sizes: set[int] | None = set()  # of the batches read; None when it is said that they differ
         self.enabled = self._full or overrides(trial, "evaluate_batch")
         if self.enabled and any(map(_evaluates_averages, context.engines)):
             context.note("validation computes with the averages of the weights (ema.evaluate)")
@@ -153,7 +155,7 @@ class Validator:
     def _batchwise(self) -> dict[str, Any]:
         for callback in self._callbacks:
             callback.on_validation_epoch_start()
-        batches = iter(self._loader) if self._loader is not None else None
+        batches = self._measured(self._loader) if self._loader is not None else None
         outputs = list(self._outputs(batches))[: self._own]
         for callback in self._callbacks:
             callback.on_validation_epoch_end(outputs)
@@ -162,9 +164,31 @@ class Validator:
         reducers = evaluation_reducers(self._trial.evaluation_reducer(), names)
         where = f"rank {self._context.distributed.rank}, evaluate_batch"
         mine = validation_metrics(counted, reducers, where)
-        ranks = self._context.distributed.allgather([mine, len(counted)])
+        gathered = self._context.distributed.allgather([mine, len(counted), sorted(self._sizes or ())])
+        ranks = [(part, batches) for part, batches, _ in gathered]
         names = next((part for part, _ in ranks if part), {})
-        return over_ranks(ranks, evaluation_reducers(self._trial.evaluation_reducer(), names))
+        reducers = evaluation_reducers(self._trial.evaluation_reducer(), names)
+        if Reducer.AVG in reducers.values():
+            self._compare_sizes({size for *_, sizes in gathered for size in sizes})
+        return over_ranks(ranks, reducers)
+
+    def _measured(self, loader: Iterable[Any]) -> Iterator[Any]:
+        """Yield the batches; note how many samples each has, by its first tensor."""
+        for batch in loader:
+            first = next((leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor) and leaf.dim()), None)
+            if first is not None and self._sizes is not None:
+                self._sizes.add(len(first))
+            yield batch
+
+    def _compare_sizes(self, sizes: set[int]) -> None:
+        """Say once that a mean over batches is not the mean over samples."""
+        if self._sizes is None or len(sizes) < 2:
+            return
+        self._sizes = None
+        self._context.note(
+            f"validation means weigh every batch alike, and batches have {min(sizes)} to {max(sizes)} samples: "
+            "for a mean over samples use context.wrap_reducer, or give the loader drop_last=True"
+        )
 
     def _outputs(self, batches: Iterator[Any] | None) -> Iterator[Any]:
         evaluate = fitted(self._trial.evaluate_batch)

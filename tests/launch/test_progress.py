@@ -23,6 +23,11 @@ def test_a_training_line():
     assert training_line(event) == "train   step 140/200  loss 2.113  9.81k tok/s  lr 2.7e-04  eta 00:12"
 
 
+def test_every_metric_of_train_batch_is_on_the_line():
+    event = {"kind": "train", "step": 3, "loss": 2.0, "accuracy": 0.25, "each": {"accuracy": [0.25], "loss": [2.0]}}
+    assert training_line(event) == "train   step 3  loss 2  accuracy 0.25"
+
+
 def test_what_is_not_known_is_not_shown():
     assert training_line({"kind": "train", "step": 3}) == "train   step 3"
     assert training_line({"kind": "train", "step": 3, "samples_per_second": 12.0}) == "train   step 3  12 samples/s"

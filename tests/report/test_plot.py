@@ -18,14 +18,14 @@ from zero_trial.report.plot import (
     MOST_POINTS,
     Line,
     Scale,
-    brackets_view,
     fit,
     fit_axis,
     line_chart,
-    parallel_view,
     smoothed,
     thinned,
 )
+from zero_trial.report.sweep_charts import brackets_view, parallel_view
+from zero_trial.util.text import format_number
 
 
 def test_places_and_round_ticks() -> None:
@@ -108,6 +108,24 @@ def test_the_script_is_given_the_values_themselves() -> None:
     assert len(page.having("raw")) == 1
 
 
+def test_single_steps_are_an_area_behind_their_means() -> None:
+    series = Series("loss", (2.0, 4.0), (3.0, 2.0), low=(2.5, 1.0), high=(3.5, 9.0))
+    page = read(line_chart("loss", [Line(series, "train", "loss")]))
+    (band,) = page.having("band")
+    heights = [float(pair.split()[1]) for pair in (band.attributes["d"] or "")[1:-1].split("L")]
+    assert len(heights) == 4 and min(heights) == heights[1], "9 is the highest place"
+    assert not read(line_chart("loss", [Line(Series("loss", (1.0,), (1.0,)), "train", "loss")])).having("band")
+
+
+def test_a_logarithmic_axis_says_so_and_the_key_shows_the_drawn_line() -> None:
+    line = Line(Series("loss", (1.0, 2.0, 3.0), (900.0, 1.0, 1.0)), "train", "loss", smooth=True)
+    page = read(line_chart("loss", [line], slider=True))
+    assert [element.text for element in page.of("small")] == ["logarithmic"]
+    assert page.of("b")[0].text == format_number(smoothed(line.series.values)[-1]) != "1"
+    flat = read(line_chart("loss", [Line(Series("loss", (1.0, 2.0), (2.0, 1.0)), "train", "loss")]))
+    assert flat.of("small") == []
+
+
 def test_one_value_is_a_dot() -> None:
     assert len(read(line_chart("x", [Line(Series("x", (3.0,), (1.0,)), "train", "x")])).having("dots")) == 1
 
@@ -126,7 +144,7 @@ def test_many_points_become_means_of_their_neighbours() -> None:
     series = Series("x", tuple(map(float, range(6000))), tuple(float(i % 2) for i in range(6000)))
     thin = thinned(series)
     assert len(thin) == MOST_POINTS
-    assert set(thin.values) == {0.5}
+    assert set(thin.values) == {0.5} and set(thin.low) == {0.0} and set(thin.high) == {1.0}
     assert thin.steps[0] == pytest.approx(4.5)
     assert thinned(thin) == thin
 

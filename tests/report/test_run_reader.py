@@ -130,6 +130,17 @@ def test_a_finished_run(tmp_path: Path) -> None:
     assert "small" in render_run(report)
 
 
+def test_the_searchers_metric_is_first_and_every_metric_of_train_batch_is_there(tmp_path: Path) -> None:
+    events = [start(0)]
+    events += [train(n, 2.0, each={"loss": [1.0, 3.0], "gap": [0.5, 0.5]}, gap=0.5) for n in (2, 4)]
+    report = validation(4, 1.0)
+    report["metrics"] = {"accuracy": 0.5, **report["metrics"]}
+    found = from_run_folder(make(tmp_path / "run", events, [report]))
+    assert [change.name for change in found.changes] == ["validation_loss", "accuracy"]
+    assert found.training is not None and (found.training.low, found.training.high) == ((1.0, 1.0), (3.0, 3.0))
+    assert [one.values for one in found.progress if one.name == "gap"] == [(0.5, 0.5)]
+
+
 def test_a_run_that_is_under_way_or_was_killed(tmp_path: Path) -> None:
     folder = make(tmp_path / "r", [start(0), train(1, 3.0)], [validation(0, 3.0)])
     with (folder / "events.jsonl").open("a") as file:

@@ -40,6 +40,12 @@ def test_every_steps_own_values_are_reported_at_any_pace() -> None:
         ]
 
 
+def test_the_time_left_is_told_from_the_second_exchange_on() -> None:
+    run = run_rank(LineTrial, steps(4), clock=clock(1.0))
+    left = [event.get("eta_seconds") for event in run.record.events if event["kind"] == "train"]
+    assert left[0] is None and left[-1] == 0.0 and None not in left[1:]
+
+
 def test_averages_are_over_the_period() -> None:
     run = run_rank(LineTrial, steps(6, reporting_period=Batch(3)))
     for (_, metrics), part in zip(run.record.training, (run.trial.losses[:3], run.trial.losses[3:]), strict=True):

@@ -13,10 +13,10 @@ Event = Mapping[str, Any]
 
 
 def training_facts(event: Event) -> str:
-    """Return ``loss 2.113  9.8k tok/s  lr 2.7e-04  eta 00:12``, as far as the event has them."""
-    facts = []
-    if event.get("loss") is not None:
-        facts.append(f"loss {format_metric(event['loss'])}")
+    """Return ``loss 2.113  9.8k tok/s  lr 2.7e-04  eta 00:12``, as far as the event has them. Every
+    other metric of ``train_batch`` follows the loss."""
+    names = dict.fromkeys(["loss", *(event.get("each") or ())])
+    facts = [f"{name} {format_metric(event[name])}" for name in names if event.get(name) is not None]
     facts += _speed(event)
     if event.get("lr") is not None:
         facts.append(f"lr {event['lr']:.1e}")

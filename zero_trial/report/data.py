@@ -34,11 +34,17 @@ class Status:
 
 @dataclass(frozen=True)
 class Series:
-    """A named quantity over steps, both of one length; only finite values, steps rise."""
+    """A named quantity over steps, both of one length; only finite values, steps rise.
+
+    ``low`` and ``high``: between which single values are that a value is the mean of; empty where
+    there are none.
+    """
 
     name: str
     steps: tuple[float, ...]
     values: tuple[float, ...]
+    low: tuple[float, ...] = ()
+    high: tuple[float, ...] = ()
 
     def __len__(self) -> int:
         return len(self.steps)

@@ -58,7 +58,8 @@ def from_run_folder(folder: Path) -> RunReport:
     events, summary, body = read_lines(files.events), read_json(files.summary), read_json(files.resolved_config)
     errors = [read_json(path) for path in files.error_files()]
     training, progress = _training(events)
-    changes = _changes(summary, _validations(folder, events))
+    goal = (_config(folder).get("searcher") or {}).get("metric")
+    changes = sorted(_changes(summary, _validations(folder, events)), key=lambda change: change.name != goal)
     status, message = _status(summary, errors, events)
     lock = read_text(files.config_lock)
     return RunReport(
@@ -66,7 +67,7 @@ def from_run_folder(folder: Path) -> RunReport:
         status=status,
         subtitle=_subtitle(folder, events),
         message=message,
-        changes=changes,
+        changes=tuple(changes),
         facts=_facts(summary, events),
         training=training,
         validation=_validation_series(folder, events),
@@ -108,15 +109,36 @@ def in_force(records: Sequence[Record]) -> list[Record]:
 
 
 def _training(events: Sequence[Record]) -> tuple[Series | None, tuple[Series, ...]]:
-    """Return the loss, and the other values that a run reports while it trains."""
+    """Return the loss with the values of single steps, and what else a run reports while it trains:
+    learning rate, gradient norm, speed, and every other metric of ``train_batch``."""
     steps = [event for event in in_force(events) if event.get("kind") == "train"]
     speed = "tokens_per_second" if any("tokens_per_second" in event for event in steps) else "samples_per_second"
     names = {"lr": "learning rate", "grad_norm": "gradient norm", speed: speed.replace("_per_second", " per second")}
-    loss = series("loss", ((event.get("step"), event.get("loss")) for event in steps))
-    more = tuple(
-        series(shown, ((event.get("step"), event.get(key)) for event in steps)) for key, shown in names.items()
-    )
+    own = dict.fromkeys(name for event in steps for name in event.get("each") or () if name not in names)
+    loss = _with_single_steps("loss", steps)
+    more = [series(shown, ((event.get("step"), event.get(key)) for event in steps)) for key, shown in names.items()]
+    more += [_with_single_steps(str(name), steps) for name in own if name != "loss"]
     return (loss if len(loss) else None), tuple(one for one in more if len(one))
+
+
+def _with_single_steps(name: str, events: Sequence[Record]) -> Series:
+    """Return a metric of ``train_batch``: the mean over ranks and over the steps since the last
+    event, and between which values rank 0's single steps are."""
+    found = {
+        float(event["step"]): event for event in events if is_finite(event.get("step")) and is_finite(event.get(name))
+    }
+    steps = tuple(sorted(found))
+    values = tuple(float(found[step][name]) for step in steps)
+    single = [
+        [*_finite((found[step].get("each") or {}).get(name)), value] for step, value in zip(steps, values, strict=True)
+    ]
+    if all(len(each) < 3 for each in single):  # one step per event: there is nothing between
+        return Series(name, steps, values)
+    return Series(name, steps, values, tuple(map(min, single)), tuple(map(max, single)))
+
+
+def _finite(values: Any) -> list[float]:
+    return [float(value) for value in values if is_finite(value)] if isinstance(values, list) else []
 
 
 def _validations(folder: Path, events: Sequence[Record]) -> list[tuple[Any, dict[str, Any]]]:

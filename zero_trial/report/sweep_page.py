@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from zero_trial.report import page
 from zero_trial.report.data import RungDecision, RungOutcome, SweepReport, TrialReport
 from zero_trial.report.page import Child, Html, bar, el, join
-from zero_trial.report.plot import brackets_view, parallel_view, trial_curves
 from zero_trial.report.run_page import download
+from zero_trial.report.sweep_charts import brackets_view, parallel_view, trial_curves
 from zero_trial.util.text import format_bytes, format_count, format_duration, format_number, format_value
 
 Cell = Callable[[TrialReport], Html]

@@ -212,7 +212,7 @@ class MetricReporter:
         self._context = context
         self._callbacks = callbacks
         self._total = total
-        self._first = step
+        self._paced: tuple[int, float] | None = None  # steps and seconds after the first exchange
         self._exchanged = step  # step of the last exchange
         self._exchanged_at = 0.0  # training seconds then
         self._next = step + 1
@@ -331,7 +331,7 @@ class MetricReporter:
             return
         seconds = self.timer.seconds - self._exchanged_at
         samples = self._context.get_global_batch_size()
-        event: dict[str, Any] = {"kind": "train", "step": step, "total_steps": self._total, **latest}
+        event: dict[str, Any] = {**latest, "kind": "train", "step": step, "total_steps": self._total}
         rates = self._context.engines[0].get_lr()
         if rates:
             event["lr"] = rates[0]
@@ -345,8 +345,16 @@ class MetricReporter:
             event["samples_per_second"] = steps * samples / seconds
             if self._tokens_per_sample:
                 event["tokens_per_second"] = event["samples_per_second"] * self._tokens_per_sample
-            event["eta_seconds"] = (self._total - step) * self.timer.seconds / (step - self._first)
+            event.update(self._eta(step))
         self._context.platform.progress.emit(event)
+
+    def _eta(self, step: int) -> dict[str, float]:
+        """Return the seconds that are left, by the pace since the first exchange: the steps before
+        it also start the devices and the loaders."""
+        if self._paced is None:
+            self._paced = step, self.timer.seconds
+        steps, seconds = step - self._paced[0], self.timer.seconds - self._paced[1]
+        return {"eta_seconds": (self._total - step) * seconds / steps} if steps else {}
 
     def report(self, step: int) -> None:
         """Collective, after an exchange. Report the training metrics since the last report to the

@@ -34,6 +34,9 @@ class ThreadRank:
             self.shared.exchanges += 1
         return out
 
+    def gather_row(self, row: list[int], label: str) -> list[list[int]]:
+        return self.gather_json(row, label)
+
 
 def on_ranks(size: int, work: Callable[[ThreadRank], Any]) -> list[Any]:
     """``work`` on every rank; its results or the errors that it raised, in order."""

@@ -173,6 +173,7 @@ EXERCISED: dict[str, str] = {
     "comms_logger.enabled": f"{_OBSERVE}::test_comms_logger",
     **_below("comms_logger", f"{_OBSERVE}::test_comms_logger_of_some_collectives", "prof_all", "prof_ops"),
     "checkpoint.tag_validation": f"{_KEYS}::test_tag_validation",
+    "checkpoint.writer.decoupled": "engine/test_background_saving.py::test_the_key_and_the_argument",
     "activation_checkpointing.partition_activations": f"{_CHECKPOINTING}::test_partition_activations_over_the_model_axis",
     "activation_checkpointing.cpu_checkpointing": f"{_CHECKPOINTING}::test_cpu_checkpointing_moves_the_inputs_and_nothing_else",
 }

@@ -16,11 +16,13 @@ import os
 import re
 import shutil
 import socket
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from hashlib import sha256
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any, Protocol
 
 import torch
@@ -42,8 +44,8 @@ from zero_trial.util.files import sync_folder
 
 
 class Ranks(Protocol):
-    """All ranks that save one checkpoint together. ``gather_json`` is collective and gives every
-    rank all values, in order."""
+    """All ranks that save one checkpoint together. ``gather_json`` and ``gather_row`` (a few
+    integers) are collective and give every rank all values, in order."""
 
     @property
     def index(self) -> int: ...
@@ -52,6 +54,8 @@ class Ranks(Protocol):
     def size(self) -> int: ...
 
     def gather_json(self, value: Any, label: str) -> list[Any]: ...
+
+    def gather_row(self, row: list[int], label: str) -> list[list[int]]: ...
 
 
 class SingleRank:
@@ -62,6 +66,9 @@ class SingleRank:
 
     def gather_json(self, value: Any, label: str) -> list[Any]:
         return [value]
+
+    def gather_row(self, row: list[int], label: str) -> list[list[int]]:
+        return [row]
 
 
 LONGEST_TAG = 200  # bytes: what a file system takes, less what a temporary folder adds
@@ -89,11 +96,11 @@ def save_checkpoint(
     """
     ranks, disk = ranks or SingleRank(), disk or DurableFiles()
     final = Path(directory) / check_tag(tag)
-    temporary = _agree(ranks, "checkpoint folder", lambda: str(begin(final, disk)))
+    temporary = agree(ranks, "checkpoint folder", lambda: str(begin(final, disk)))
     folder = Path(temporary)
     report = write_rank(folder, ranks.index, slices, rank_state, disk)
     reports = ranks.gather_json(report, "checkpoint files")
-    _agree(ranks, "checkpoint commit", lambda: commit(folder, final, reports, step, state, world or {}, disk))
+    agree(ranks, "checkpoint commit", lambda: commit(folder, final, reports, step, state, world or {}, disk))
     return final
 
 
@@ -146,23 +153,34 @@ def write_rank(folder: Path, rank: int, slices: Sequence[Slice], rank_state: Any
     Any fault goes into the report instead of out of this function: a rank that raised here would
     leave the others waiting.
     """
-    name = f"rank-{rank:05d}.safetensors"
-    kept = [part for part in slices if part.start < part.stop]
-    record: FileRecord | None = None
+    name = rank_file(rank)
     try:
         json.dumps(rank_state, allow_nan=False)
-        if kept:
-            record = disk.write(folder / name, shard_chunks(kept))
+        return {**write_file(folder / name, slices, disk), "rank_state": rank_state}
     except Exception as fault:
         return {"fault": f"rank {rank}, {name}: {type(fault).__name__}: {fault}"}
+
+
+def rank_file(rank: int, part: str = "") -> str:
+    """Return the name of a rank's file of tensors; ``part``: of one that is written apart."""
+    return f"rank-{rank:05d}{part}.safetensors"
+
+
+def write_file(path: Path, slices: Sequence[Slice], disk: DurableFiles) -> dict[str, Any]:
+    """Write a file with ``slices``, unless all are empty; return its record and what is in it as
+    JSON, a part of a rank's report."""
+    kept = [part for part in slices if part.start < part.stop]
+    files = []
+    if kept:
+        record = disk.write(path, shard_chunks(kept))
+        files.append({"name": path.name, "bytes": record.bytes, "sha256": record.sha256})
     tensors: dict[str, dict[str, Any]] = {}
     for part in slices:
         entry = {"dtype": dtype_name(part.dtype), "shape": list(part.shape), "pieces": []}
         pieces = tensors.setdefault(part.name, entry)["pieces"]
         if part.start < part.stop:
-            pieces.append([piece_key(part), part.start, part.stop])
-    file = {"name": name, "bytes": record.bytes, "sha256": record.sha256} if record else None
-    return {"file": file, "tensors": tensors, "rank_state": rank_state}
+            pieces.append([path.name, piece_key(part), part.start, part.stop])
+    return {"files": files, "tensors": tensors}
 
 
 def merge(reports: Sequence[Mapping[str, Any]], step: int, state: Any, world: Mapping[str, Any]) -> Manifest:
@@ -174,11 +192,9 @@ def merge(reports: Sequence[Mapping[str, Any]], step: int, state: Any, world: Ma
     files: dict[str, FileRecord] = {}
     entries: dict[str, list[TensorEntry]] = {}
     for report in reports:
-        file = report["file"]
-        if file is not None:
-            files[file["name"]] = FileRecord(file["bytes"], file["sha256"])
+        files |= {file["name"]: FileRecord(file["bytes"], file["sha256"]) for file in report["files"]}
         for name, entry in report["tensors"].items():
-            pieces = tuple(StoredPiece(file["name"], key, start, stop) for key, start, stop in entry["pieces"])
+            pieces = tuple(StoredPiece(*piece) for piece in entry["pieces"])
             entries.setdefault(name, []).append(TensorEntry(entry["dtype"], tuple(entry["shape"]), pieces))
     tensors = {name: same_tensor(name, found) for name, found in entries.items()}
     rank_state = tuple(report["rank_state"] for report in reports)
@@ -244,7 +260,7 @@ def publish(folder: Path, final: Path, disk: DurableFiles) -> None:
             disk.remove_folder(leftover)
 
 
-def _agree(ranks: Ranks, label: str, act: Callable[[], str]) -> str:
+def agree(ranks: Ranks, label: str, act: Callable[[], str]) -> str:
     """Let rank 0 act; every rank gets its result, or raises its error, so that none waits for the
     next exchange."""
     outcome: dict[str, str] | None = None
@@ -290,12 +306,17 @@ def _header(slices: Sequence[Slice]) -> bytes:
 
 
 def _tensor_chunks(flat: torch.Tensor) -> Iterator[memoryview]:
-    per_chunk = flat.numel() if flat.device.type == "cpu" else max(1, CHUNK_BYTES // flat.element_size())
+    """Yield the bytes of a tensor on the host as one view of its own memory, valid while ``flat``
+    is; of one on a device in parts, each in memory of its own."""
+    if flat.is_cpu:
+        yield tensor_bytes(flat)
+        return
+    per_chunk = max(1, CHUNK_BYTES // flat.element_size())
     for start in range(0, flat.numel(), per_chunk):
-        host = flat[start : start + per_chunk].cpu()
-        # a view of the tensor's own memory, which ``host`` keeps alive until the consumer has taken
-        # the chunk
-        yield tensor_bytes(host)
+        part = flat[start : start + per_chunk]
+        held = bytearray(part.numel() * part.element_size())
+        torch.frombuffer(held, dtype=part.dtype).copy_(part)
+        yield memoryview(held)
 
 
 # Names of the folders that a save uses on its way, and which of them were abandoned.
@@ -362,17 +383,26 @@ class DurableFiles:
         folder.mkdir(parents=True)
 
     def write(self, path: Path, chunks: Iterable[bytes | memoryview]) -> FileRecord:
-        """Write a new file with the chunks and flush it; return its size and SHA-256, computed on
-        the way."""
-        digest, size = sha256(), 0
-        with path.open("xb") as file:
+        """Write a new file with the chunks and flush it; return its size and SHA-256. Another
+        thread computes that of large chunks, whose memory must stay as it is until the end."""
+        size, written, started = 0, 0, 0
+        with path.open("xb", buffering=0) as file, _Digest() as digest:
             for chunk in chunks:
-                file.write(chunk)
-                digest.update(chunk)
-                size += chunk.nbytes if isinstance(chunk, memoryview) else len(chunk)
-            file.flush()
+                digest.add(chunk)
+                view = memoryview(chunk)
+                while view.nbytes:
+                    written = file.write(view[:CHUNK_BYTES])
+                    view = view[written:]
+                    size += written
+                    if size - started >= CHUNK_BYTES:  # the disk begins now, not at the end
+                        os.posix_fadvise(file.fileno(), started, size - started, os.POSIX_FADV_DONTNEED)
+                        started = size
             os.fsync(file.fileno())
         return FileRecord(size, digest.hexdigest())
+
+    def remove_file(self, path: Path) -> None:
+        """Remove a file."""
+        path.unlink()
 
     def sync_folder(self, folder: Path) -> None:
         """Flush the folder's list of names to the disk."""
@@ -387,3 +417,51 @@ class DurableFiles:
     def remove_folder(self, folder: Path) -> None:
         """Remove the folder with all that is in it, if it exists."""
         shutil.rmtree(folder, ignore_errors=True)
+
+
+_APART_BYTES = 1 << 20  # a smaller chunk is summed at once: handing it over would cost more
+_MOST_HELD = 8  # chunks with memory of their own that wait for their sum
+
+
+class _Digest:
+    """The SHA-256 of chunks, large ones in a thread beside the caller's. Its end is the end of the
+    block, where the sum is complete."""
+
+    def __init__(self) -> None:
+        self._sum = sha256()
+        self._waiting: SimpleQueue[bytes | memoryview | None] = SimpleQueue()
+        self._room = threading.Semaphore(_MOST_HELD)
+        self._thread: threading.Thread | None = None
+
+    def __enter__(self) -> _Digest:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._thread is not None:
+            self._waiting.put(None)
+            self._thread.join()
+
+    def add(self, chunk: bytes | memoryview) -> None:
+        if self._thread is None:
+            if len(chunk) < _APART_BYTES:
+                self._sum.update(chunk)
+                return
+            self._thread = threading.Thread(target=self._run, name="zero_trial-sha256", daemon=True)
+            self._thread.start()
+        if _is_owned(chunk):
+            self._room.acquire()
+        self._waiting.put(chunk)
+
+    def hexdigest(self) -> str:
+        return self._sum.hexdigest()
+
+    def _run(self) -> None:
+        while (chunk := self._waiting.get()) is not None:
+            self._sum.update(chunk)
+            if _is_owned(chunk):
+                self._room.release()
+
+
+def _is_owned(chunk: bytes | memoryview) -> bool:
+    """Return whether the chunk is more than a view of a tensor that exists anyway."""
+    return isinstance(chunk, bytes) or isinstance(chunk.obj, bytearray)

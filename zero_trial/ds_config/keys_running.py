@@ -180,6 +180,26 @@ class ParallelWriteSection:
 
 
 @dataclass(frozen=True)
+class CheckpointWriterSection:
+    """``checkpoint.writer``: whether training waits for a checkpoint."""
+
+    decoupled: bool = supported(
+        False,
+        Bool(),
+        "engine.save_checkpoint returns when everything is copied to the host; files are written in the "
+        "background, and a later step makes them a checkpoint. Host memory per rank: what it writes",
+    )
+    type: ClassVar = no_effect("fast", Text(("fast", "python")), "there is one writer")
+    io_buffer_size: ClassVar = no_effect(64 << 20, Int(1, unit="bytes"), "files are written from where tensors are")
+    io_buffer_double: ClassVar = no_effect(True, Bool(), "files are written from where tensors are")
+    io_multiplier: ClassVar = no_effect(1, Int(1), "each rank writes one file")
+    show_statistics: ClassVar = no_effect(False, Bool(), "the checkpoint event of a run has sizes and times")
+    data_parallel: ClassVar = no_effect(
+        None, Text(("replica", "socket", "machine")), "every rank always writes what it holds"
+    )
+
+
+@dataclass(frozen=True)
 class CheckpointSection:
     """``checkpoint``: tag checks and how checkpoints are written."""
 
@@ -202,7 +222,7 @@ class CheckpointSection:
         instead="Remove the key, and give a folder that all hosts see.",
     )
     parallel_write: ParallelWriteSection = section(ParallelWriteSection, "who writes")
-    writer: Mapping[str, Any] | None = no_effect(None, Opaque(), "there is one writer")
+    writer: CheckpointWriterSection = section(CheckpointWriterSection, "whether training waits")
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from zero_trial.checkpoint import BackgroundSaver
 from zero_trial.comm import Mesh
 from zero_trial.ds_config.batch import BatchTriple
 from zero_trial.ds_config.table import DsConfig
@@ -16,6 +17,7 @@ from zero_trial.engine.outcome import NonFiniteStep
 from zero_trial.engine.resolved_config import ResolvedConfig
 from zero_trial.engine.step import StepOutcome
 from zero_trial.precision import DynamicScale
+from zero_trial.sharding.model import ShardedModel
 from zero_trial.sharding.optimizer import ShardedOptimizer
 
 Getter = Callable[["EngineAccessors"], Any]
@@ -56,7 +58,10 @@ class EngineAccessors(nn.Module):
     mesh: Mesh
     outcome: StepOutcome
     optimizer: ShardedOptimizer | None
+    sharded: ShardedModel
     module: nn.Module
+    device: torch.device
+    _background: BackgroundSaver
     _batch: BatchTriple
     _stepped: bool
     _client_optimizer: bool
@@ -312,6 +317,35 @@ class EngineAccessors(nn.Module):
         return self.mesh.coordinates["model"]
 
     get_tensor_parallel_rank = get_model_parallel_rank
+
+    # --- measurements -----------------------------------------------------------------------------
+
+    def persistent_bytes(self) -> dict[str, int]:
+        """Return the bytes per kind that outlive a step on this rank: parameters (with masters),
+        gradients, optimizer state."""
+        states = self.optimizer.persistent_bytes() if self.optimizer is not None else 0
+        return self.sharded.persistent_bytes() | {"optimizer": states}
+
+    def seconds_waited(self) -> float | None:
+        """Return the seconds that this process has spent in collectives, most of them waiting; None
+        on CUDA, where the device waits."""
+        return self.mesh.heartbeat.waited if self.device.type == "cpu" else None
+
+    def comms_summary(self) -> dict[str, dict[str, int]]:
+        """Return calls, elements and bytes that this rank had to send since construction, by
+        ``collective/axis``.
+
+        ``comms_logger.prof_all: false`` leaves those whose collective is in ``prof_ops``.
+        """
+        logger, table = self.config.comms_logger, self.mesh.counters.table()
+        return {
+            name: entry for name, entry in table.items() if logger.prof_all or name.partition("/")[0] in logger.prof_ops
+        }
+
+    @property
+    def checkpoint_under_way(self) -> bool:
+        """Return whether a save in the background is not yet a checkpoint; alike on all ranks."""
+        return self._background.under_way
 
     def __getattr__(self, name: str) -> Any:
         """Fall through to the module. Names of DeepSpeed's engine that mean nothing here say why

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from zero_trial.checkpoint import BackgroundSaver
 from zero_trial.comm import Mesh
 from zero_trial.ds_config.batch import BatchTriple, solve_batch
 from zero_trial.ds_config.table import DsConfig
@@ -101,6 +102,8 @@ class Engine(EngineAccessors):
         forbidden = not config.zero_optimization.ignore_unused_parameters
         self._used = UsedParameters(model.grad_buffers, forbidden=forbidden)
         self._passes = BackwardPasses(self, outcome, resolved)
+        self._background = BackgroundSaver(mesh.world)
+        self._decoupled = config.checkpoint.writer.decoupled
         self._warned = False  # that optimizer.zero_grad() does nothing
         if optimizer is not None:
             optimizer.guard.on_zero_grad(weakref.WeakMethod(self._zero_grad_of_optimizer))
@@ -196,6 +199,10 @@ class Engine(EngineAccessors):
             self._used.end_step(self)
             self.mesh.heartbeat.begin_step(self.global_steps)
         self.observer.after_step(self)
+        if self._background.under_way:
+            self._background.poll()
+        elif self._decoupled and not self._background.prepared:
+            self._background.prepare(saving.snapshot_bytes(self), pinned=self.device.type == "cuda")
 
     def _required_optimizer(self, where: str) -> ShardedOptimizer:
         if self.optimizer is None:
@@ -384,7 +391,7 @@ class Engine(EngineAccessors):
 
     def destroy(self) -> None:
         """Remove all hooks, so that the module is an ordinary one again; close monitors; drop
-        offloaded state. Collective over shard.
+        offloaded state; finish a save in the background. Collective over shard.
 
         Afterwards the module is on the device where it was trained; at stage 3 it is in the host's
         memory, all of it, since the device may not hold it at once.
@@ -400,6 +407,7 @@ class Engine(EngineAccessors):
             last_first.callback(self.sharded.remove_hooks)
             last_first.callback(self.outcome.close)
             last_first.callback(self._used.close)
+            last_first.callback(self._background.wait)
 
     # --- optimizer and schedule -------------------------------------------------------------------
 
@@ -412,34 +420,12 @@ class Engine(EngineAccessors):
     def lr_scheduler(self, lr_scheduler: Any) -> None:
         self._lr_scheduler = lr_scheduler
 
-    # --- measurements -----------------------------------------------------------------------------
+    # --- monitors ---------------------------------------------------------------------------------
 
     @property
     def monitor(self) -> Monitor:
         """Return the writers of scalars: ``engine.monitor.write_events([(name, value, step)])``."""
         return self.observer.monitor
-
-    def persistent_bytes(self) -> dict[str, int]:
-        """Return the bytes per kind that outlive a step on this rank: parameters (with masters),
-        gradients, optimizer state."""
-        states = self.optimizer.persistent_bytes() if self.optimizer is not None else 0
-        return self.sharded.persistent_bytes() | {"optimizer": states}
-
-    def seconds_waited(self) -> float | None:
-        """Return the seconds that this process has spent in collectives, most of them waiting; None
-        on CUDA, where the device waits."""
-        return self.mesh.heartbeat.waited if self.device.type == "cpu" else None
-
-    def comms_summary(self) -> dict[str, dict[str, int]]:
-        """Return calls, elements and bytes that this rank had to send since construction, by
-        ``collective/axis``.
-
-        ``comms_logger.prof_all: false`` leaves those whose collective is in ``prof_ops``.
-        """
-        logger, table = self.config.comms_logger, self.mesh.counters.table()
-        return {
-            name: entry for name, entry in table.items() if logger.prof_all or name.partition("/")[0] in logger.prof_ops
-        }
 
     # --- batch ------------------------------------------------------------------------------------
 
@@ -464,15 +450,34 @@ class Engine(EngineAccessors):
         client_state: Mapping[str, Any] | None = None,
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
+        *,
+        asynchronous: bool | None = None,
     ) -> bool:
         """Write ``save_dir/tag`` (default ``global_stepN``). Collective over the world: every rank
-        must call."""
+        must call.
+
+        With ``asynchronous`` (default: ds_config's ``checkpoint.writer.decoupled``) it returns when
+        this rank's part is copied to the host, and files are written in the background. A later
+        :meth:`step` makes them a checkpoint, or raises CheckpointError on every rank; so do
+        :meth:`wait_for_checkpoint`, the next save, a load and :meth:`destroy`. A program that ends
+        before finishes it, unless it is killed. See :mod:`zero_trial.checkpoint.background`.
+        """
         directory = saving.folder_of(save_dir, "engine.save_checkpoint(save_dir)")
         self.outcome.finalize()
         self.outcome.compare_calls("engine.save_checkpoint")
         self._check.check("engine.save_checkpoint")
         self.sharded.take_live_edits()
-        return saving.save_state(self, directory, tag, client_state, without_frozen=exclude_frozen_parameters)
+        background = self._background if (self._decoupled if asynchronous is None else asynchronous) else None
+        if background is None:
+            self._background.wait()
+        return saving.save_state(
+            self, directory, tag, client_state, without_frozen=exclude_frozen_parameters, background=background
+        )
+
+    def wait_for_checkpoint(self) -> Path | None:
+        """Wait for a save in the background and return its path; None without one. Collective over
+        the world. Raises CheckpointError on every rank if any could not write its part."""
+        return self._background.wait()
 
     def load_checkpoint(
         self,
@@ -489,6 +494,7 @@ class Engine(EngineAccessors):
         loading.refuse_function(custom_load_fn, "engine.load_checkpoint")
         directory = saving.folder_of(load_dir, "engine.load_checkpoint(load_dir)")
         full = not load_module_only
+        self._background.wait()
         self.outcome.finalize()
         self._restarted = False
         return loading.load_state(

@@ -24,7 +24,7 @@ import torch
 from safetensors import SafetensorError
 from torch import nn
 
-from zero_trial.checkpoint import Slice, save_checkpoint
+from zero_trial.checkpoint import BackgroundSaver, Slice, save_checkpoint
 from zero_trial.checkpoint.export import write_weights
 from zero_trial.checkpoint.format import dtype_name, dtype_of
 from zero_trial.checkpoint.state_tree import capture_rng, encode_state
@@ -32,6 +32,7 @@ from zero_trial.comm import AxisComm, Mesh, fail_together, raise_together
 from zero_trial.ds_config.table import DsConfig
 from zero_trial.engine.step import StepOutcome
 from zero_trial.errors import CheckpointError, TrialError
+from zero_trial.sharding.freed import is_absent
 from zero_trial.sharding.grouping import parameter_names
 from zero_trial.sharding.model import ShardedModel
 from zero_trial.sharding.optimizer import ShardedOptimizer
@@ -169,9 +170,10 @@ def save_state(
     client_state: Mapping[str, Any] | None,
     *,
     without_frozen: bool = False,
+    background: BackgroundSaver | None = None,
 ) -> bool:
-    """Write ``directory/tag`` (default ``global_stepN``). Collective over the world: every rank
-    must call.
+    """Write ``directory/tag`` (default ``global_stepN``), or let ``background`` write it.
+    Collective over the world: every rank must call.
 
     Raises TrialError in the middle of an accumulation: its gradients are no part of a checkpoint.
     """
@@ -182,13 +184,51 @@ def save_state(
             got=type(client_state).__name__,
             expected="a dict or None",
         )
+    on_disk = _on_disk(engine) if background is not None else frozenset()
     with state_at_hand(engine, "save_checkpoint called by every rank"):
-        _save(engine, directory, tag, dict(client_state or {}), without_frozen)
+        _save(engine, directory, tag, dict(client_state or {}), without_frozen, background, on_disk)
     return True
 
 
+def _on_disk(engine: CheckpointedEngine) -> frozenset[tuple[str, int]]:
+    """Name the stored pieces, with their first elements, whose values are in a file between
+    steps."""
+    names, found = CheckpointNames(engine), set()
+    for group in engine.sharded.groups:
+        if is_absent(group.master):
+            pieces = group.layout.pieces(group.comm.index)
+            found |= {(names.param(piece.slot.name), piece.start) for piece in pieces}
+    for view in engine.optimizer.views() if engine.optimizer is not None else ():
+        if is_absent(view.tensor):
+            found.add((names.state(view.kind, view.name), view.start))
+    return frozenset(found)
+
+
+def snapshot_bytes(engine: CheckpointedEngine) -> int:
+    """Count the bytes that this rank copies for a checkpoint that training does not wait for:
+    parameters and state that live in memory; local. Between steps."""
+    swapped = _on_disk(engine)
+    names, total = CheckpointNames(engine), 0
+    if engine.mesh.coordinates["replica"] != 0:
+        return 0
+    for group in engine.sharded.groups:
+        if not is_absent(group.master) and engine.sharded.manual_groups.owns(group):
+            numel = sum(piece.numel for piece in group.layout.pieces(group.comm.index))
+            total += numel * group.master.element_size()
+    for view in engine.optimizer.views() if engine.optimizer is not None else ():
+        if view.kind != "master" and (names.state(view.kind, view.name), view.start) not in swapped:
+            total += view.tensor.numel() * view.tensor.element_size()
+    return total
+
+
 def _save(
-    engine: CheckpointedEngine, directory: Path, tag: str | None, client_state: dict[str, Any], without_frozen: bool
+    engine: CheckpointedEngine,
+    directory: Path,
+    tag: str | None,
+    client_state: dict[str, Any],
+    without_frozen: bool,
+    background: BackgroundSaver | None,
+    on_disk: frozenset[tuple[str, int]],
 ) -> None:
     names = CheckpointNames(engine)
     if engine.pending_micro_batches():
@@ -225,16 +265,13 @@ def _save(
         "mesh": list(engine.mesh.shape.sizes),
         "model_parts": names.parts,
     }
-    save_checkpoint(
-        directory,
-        tag,
-        slices,
-        step=engine.global_steps,
-        state=state,
-        rank_state=own,
-        world=world,
-        ranks=engine.mesh.world,
-    )
+    facts: dict[str, Any] = {"step": engine.global_steps, "state": state, "rank_state": own, "world": world}
+    if background is None:
+        save_checkpoint(directory, tag, slices, **facts, ranks=engine.mesh.world)
+        return
+    streamed = [part for part in slices if (part.name, part.start) in on_disk]
+    copied = [part for part in slices if (part.name, part.start) not in on_disk]
+    background.save(directory, tag, copied, on_disk=streamed, **facts)
 
 
 def save_weights(engine: CheckpointedEngine, directory: Path, filename: str, *, without_frozen: bool = False) -> bool:

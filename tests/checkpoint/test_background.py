@@ -1,0 +1,252 @@
+"""Saves that training does not wait for: what is in them, what goes wrong in the background, and
+kills at every moment."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.checkpoint.rank_threads import ThreadRank, on_ranks
+from tests.checkpoint.test_writer import WTE, FullDisk, KilledDisk, load, part_of, save_alone
+from zero_trial.checkpoint import BackgroundSaver, CheckpointReader, SingleRank, Slice, latest_checkpoint
+from zero_trial.checkpoint.background import SnapshotBuffer
+from zero_trial.checkpoint.format import FileRecord
+from zero_trial.checkpoint.writer import DurableFiles, save_checkpoint
+from zero_trial.errors import CheckpointError
+
+
+class SlowDisk(DurableFiles):
+    """Writes tensors when ``go`` is set."""
+
+    def __init__(self) -> None:
+        self.go = threading.Event()
+
+    def write(self, path: Path, chunks: Iterable[bytes | memoryview]) -> FileRecord:
+        assert self.go.wait(20.0)
+        return super().write(path, chunks)
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_it_holds_what_was_there_at_the_call(tmp_path: Path, size: int) -> None:
+    """Also where training changes it before a byte is written; bytes and names are those of a save
+    that waits."""
+
+    def work(rank: ThreadRank) -> list[Any]:
+        facts = {"step": 1, "state": {"lr": 0.1}, "rank_state": {"rank": rank.index}, "world": {"zero_stage": 2}}
+        slices = [*part_of(rank.index, size), Slice.whole(f"rank{rank.index}/t", torch.tensor(5.0))]
+        save_checkpoint(tmp_path / "waits", "a", slices, **facts, ranks=rank)  # type: ignore[arg-type]
+        disk = SlowDisk()
+        saver = BackgroundSaver(rank, disk)
+        final = saver.save(tmp_path / "does not", "a", slices, **facts)  # type: ignore[arg-type]
+        for part in slices:
+            part.tensor.fill_(-1.0)
+        found = [saver.under_way, saver.poll(), final.exists()]
+        disk.go.set()
+        return [*found, saver.wait(), saver.under_way, saver.wait(), saver.poll()]
+
+    final = tmp_path / "does not" / "a"
+    assert on_ranks(size, work) == [[True, None, False, final, False, None, None]] * size
+    assert content(final) == content(tmp_path / "waits" / "a")
+    CheckpointReader(final).verify()
+    assert [path.name for path in final.parent.iterdir()] == ["a"]
+
+
+def test_a_later_boundary_makes_it_a_checkpoint_on_all_ranks_at_once(tmp_path: Path) -> None:
+    def work(rank: ThreadRank) -> list[Path | None]:
+        disk = SlowDisk()
+        saver = BackgroundSaver(rank, disk)
+        saver.save(tmp_path, "a", part_of(rank.index, 2), step=1)
+        polled = [saver.poll()]
+        if rank.index == 0:
+            disk.go.set()
+        polled += [saver.poll() for _ in range(3)]  # the other rank has written nothing
+        disk.go.set()
+        while polled[-1] is None:
+            polled.append(saver.poll())
+        return polled
+
+    first, second = on_ranks(2, work)
+    assert first == second and first[:4] == [None] * 4 and first[-1] == tmp_path / "a"
+
+
+def test_copies_reuse_their_memory_and_what_is_on_disk_is_streamed(tmp_path: Path) -> None:
+    saver = BackgroundSaver(SingleRank())
+    saver.prepare(1 << 20)
+    swapped = [Slice.whole("state/exp_avg/wte", WTE * 3)]
+    for step in (1, 2):
+        saver.save(tmp_path, f"step-{step}", part_of(0, 1, WTE * step), on_disk=swapped, step=step)
+        saver.wait()
+        assert saver.buffer_bytes == 1 << 20
+    reader = CheckpointReader(tmp_path / "step-2")
+    reader.verify()
+    assert torch.equal(reader.read("param/wte"), WTE * 2) and torch.equal(reader.read("state/exp_avg/wte"), WTE * 3)
+    files = {name: [piece.file for piece in entry.pieces] for name, entry in reader.manifest.tensors.items()}
+    assert files == {
+        "param/wte": ["rank-00000.safetensors"],
+        "state/exp_avg/wte": ["rank-00000-nvme.safetensors"],
+    }
+
+
+def test_parts_of_one_tensor_in_memory_and_on_disk(tmp_path: Path) -> None:
+    flat = WTE.view(-1)
+    near, far = Slice("w", (24,), 0, 10, flat[:10]), Slice("w", (24,), 10, 24, flat[10:])
+    saver = BackgroundSaver(SingleRank())
+    saver.save(tmp_path, "a", [near], on_disk=[far], step=1)
+    saver.wait()
+    assert torch.equal(CheckpointReader(tmp_path / "a").read("w"), flat)
+
+
+def test_copies_of_every_size_and_dtype() -> None:
+    torch.manual_seed(1)
+    tensors = [torch.randn(9_000_000), torch.rand(3).bfloat16(), torch.rand(()), torch.arange(7), torch.zeros(0)]
+    buffer = SnapshotBuffer()
+    copies = buffer.copy([Slice.whole(str(number), tensor) for number, tensor in enumerate(tensors)])
+    for tensor, copy in zip(tensors, copies, strict=True):
+        assert torch.equal(copy.tensor, tensor.view(-1)) and copy.shape == tuple(tensor.shape)
+        assert not tensor.numel() or copy.tensor.data_ptr() != tensor.data_ptr()
+
+
+@pytest.mark.parametrize("room", [0, 100, 330])  # 330: rank 0's manifest
+def test_a_disk_that_fills_is_raised_on_all_ranks_at_the_next_boundary(tmp_path: Path, room: int) -> None:
+    save_alone(tmp_path, "step-1", 1)
+
+    def work(rank: ThreadRank) -> tuple[str, bool, Path | None]:
+        full = rank.index == (0 if room == 330 else 1)
+        saver = BackgroundSaver(rank, FullDisk(room) if full else DurableFiles())
+        saver.save(tmp_path, "step-2", part_of(rank.index, 2), step=2)
+        with pytest.raises(CheckpointError) as raised:
+            while True:
+                saver.poll()
+        return str(raised.value), saver.under_way, saver.wait()
+
+    found = on_ranks(2, work)
+    assert found[0] == found[1], found
+    assert "No space left" in found[0][0] and "given up" not in found[0][0] and found[0][1:] == (False, None)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-1"]
+    assert torch.equal(load(tmp_path / "step-1"), WTE)
+
+
+@pytest.mark.parametrize("what", ["file", "folder", "mapped file", "no memory"])
+def test_what_vanishes_or_fails_on_one_rank_is_raised_on_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    save_alone(tmp_path, "step-1", 1)
+
+    def lose(self: Any, slices: Any) -> Any:
+        raise MemoryError("no room for copies")
+
+    def work(rank: ThreadRank) -> bool:
+        disk = SlowDisk()
+        disk.go.set()
+        saver = BackgroundSaver(rank, FullDisk(0) if what == "mapped file" and rank.index else disk)
+        if what == "no memory" and rank.index:
+            monkeypatch.setattr(saver, "_buffer", type("Small", (), {"copy": lose})())
+        if what == "file" and rank.index == 0:
+            disk.go.clear()
+        on_disk = [Slice.whole("there", torch.ones(3))] if rank.index and what == "mapped file" else []
+        saver.save(tmp_path, "step-2", part_of(rank.index, 2), on_disk=on_disk, step=2)
+        if what in ("file", "folder") and rank.index == 0:
+            [temporary] = tmp_path.glob("step-2.tmp-*")
+            while what == "file" and not (temporary / "rank-00001.report").exists():
+                pass
+            shutil.rmtree(temporary)
+        disk.go.set()
+        with pytest.raises(CheckpointError):
+            saver.wait()
+        return saver.under_way
+
+    assert on_ranks(2, work) == [False, False]
+    assert [path.name for path in tmp_path.iterdir()] == ["step-1"]
+
+
+def test_a_further_save_waits_for_the_first_and_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    disk = SlowDisk()
+    saver = BackgroundSaver(SingleRank(), disk)
+    saver.save(tmp_path, "a", part_of(0, 1), step=1)
+    threading.Timer(0.05, disk.go.set).start()
+    saver.save(tmp_path, "b", part_of(0, 1, WTE * 2), step=2)
+    assert torch.equal(load(tmp_path / "a"), WTE) and "waits" in caplog.text
+    saver.wait()
+    assert torch.equal(load(tmp_path / "b"), WTE * 2)
+
+
+def test_state_that_is_not_json_is_refused(tmp_path: Path) -> None:
+    saver = BackgroundSaver(SingleRank())
+    for broken in ({"state": {1, 2}}, {"rank_state": {1, 2}}):
+        saver.save(tmp_path, "a", part_of(0, 1), step=2, **broken)
+        with pytest.raises(CheckpointError):
+            saver.wait()
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("how", ["before", "after", "half"])
+@pytest.mark.parametrize("tag", ["b", "a"])
+def test_killed_at_every_change_of_the_disk(tmp_path: Path, how: str, tag: str) -> None:
+    """Of two ranks, of which one is killed; the other's thread would end with its process."""
+    outcomes, number = set(), 0
+    for killed in (0, 1):
+        for at in range(1, 30):
+            number += 1
+            directory = tmp_path / str(number)
+            save_alone(directory, "a", 1, value=1.0)
+            disks = [DurableFiles(), DurableFiles()]
+            disks[killed] = KilledDisk(at, how)
+
+            def work(rank: ThreadRank, directory: Path = directory, disks: list[Any] = disks) -> None:
+                saver = BackgroundSaver(rank, disks[rank.index])
+                try:
+                    saver.save(directory, tag, part_of(rank.index, 2, WTE * 2), step=2)
+                except BaseException:
+                    rank.shared.barrier.abort()
+                    return
+                if saver._save is not None:
+                    saver._save.ended.wait(0.05 if isinstance(disks[1], KilledDisk) else 5.0)
+                    saver.abandon()
+
+            on_ranks(2, work)
+            found = latest_checkpoint(directory)
+            assert found is not None, f"killed {how} change {at}: nothing is left"
+            CheckpointReader(found.folder).verify()
+            assert torch.equal(load(found.folder), WTE * found.step)
+            outcomes.add(found.step)
+            save_alone(directory, tag, 3, value=3.0)
+            assert torch.equal(load(directory / tag), WTE * 3)
+            assert {path.name for path in directory.iterdir()} <= {"a", "b"}
+            if disks[killed].count < at:
+                break  # it was complete before
+    assert outcomes == {1, 2}
+
+
+PROGRAM = """
+import sys, torch
+from pathlib import Path
+from zero_trial.checkpoint import BackgroundSaver, SingleRank, Slice
+BackgroundSaver(SingleRank()).save(Path(sys.argv[1]), "a", [Slice.whole("w", torch.ones(3_000_000))], step=1)
+if sys.argv[2] == "error":
+    raise SystemExit("an error that leaves the program")
+"""
+
+
+@pytest.mark.slow
+def test_a_program_that_ends_finishes_it(tmp_path: Path) -> None:
+    """Also one that an error ends."""
+    ends = {"normal": 0, "error": 1}
+    started = {end: subprocess.Popen([sys.executable, "-c", PROGRAM, str(tmp_path / end), end]) for end in ends}
+    for end, process in started.items():
+        assert process.wait(60) == ends[end]
+        reader = CheckpointReader(tmp_path / end / "a")
+        reader.verify()
+        assert torch.equal(reader.read("w"), torch.ones(3_000_000))

@@ -1,0 +1,403 @@
+"""Save a checkpoint while training goes on.
+
+    call            rank 0 makes the temporary folder; each rank writes what lives on NVMe into a
+                    file of its own, and copies all else into host memory that saves use again
+    background      each rank writes its copies, with SHA-256; ranks other than 0 leave a report
+                    beside their file. Rank 0 waits for those, writes the manifest and renames
+    step boundary   one exchange of one integer per rank, only while a save is under way: all ranks
+                    learn at the same step that it is complete, or that it failed
+
+The commit needs no collective, since all ranks see one folder. So a save also completes while the
+interpreters end: their threads are waited for.
+
+Host memory: the bytes of what a rank writes, less what lives on NVMe. With Adam that is 12/N per
+parameter in fp32 (parameters and two moments) and in 16 bits (masters and moments), N ranks on the
+shard axis; at stage 0 the first rank has 12, the others none. Pinned where tensors are on a device.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import logging
+import mmap
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from enum import IntEnum
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from zero_trial.checkpoint.format import Slice, seal
+from zero_trial.checkpoint.writer import (
+    DurableFiles,
+    Ranks,
+    agree,
+    begin,
+    check_tag,
+    commit,
+    rank_file,
+    write_file,
+)
+from zero_trial.errors import CheckpointError
+
+log = logging.getLogger("zero_trial")
+
+LOOK_SECONDS = 0.02  # how often rank 0 looks for the reports of other ranks
+PATIENCE_SECONDS = 60.0
+"""How long rank 0 waits for the others' reports after its own program has ended, counted from the
+last change of any file: their programs may have been killed."""
+
+_ALIGNED = 64  # bytes: where a copy of a tensor may begin
+_BLOCK = 1 << 25  # bytes that one thread copies at a time
+
+
+class SnapshotBuffer:
+    """Host memory for copies of a rank's slices, kept from save to save."""
+
+    def __init__(self) -> None:
+        self._area = torch.empty(0, dtype=torch.uint8)
+        self._lock = threading.Lock()
+
+    @property
+    def nbytes(self) -> int:
+        return self._area.numel()
+
+    def reserve(self, nbytes: int, *, pinned: bool = False) -> None:
+        """Make room for ``nbytes`` and touch it all: the kernel takes longer to give fresh pages
+        than to copy into them. ``pinned``: so that a CUDA device copies without the host."""
+        with self._lock:
+            if nbytes <= self._area.numel():
+                return
+            self._area = torch.empty(0, dtype=torch.uint8)  # first give back what is too small
+            if pinned:
+                self._area = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+                return
+            pages = mmap.mmap(-1, nbytes)
+            pages.madvise(mmap.MADV_HUGEPAGE)
+            area = torch.frombuffer(pages, dtype=torch.uint8)
+            for start in range(0, nbytes, _BLOCK):
+                area[start : start + _BLOCK].zero_()
+            self._area = area
+
+    def copy(self, slices: Sequence[Slice]) -> list[Slice]:
+        """Return ``slices`` with copies of their tensors as they are now. Copies from a CUDA device
+        come in its stream's order: they are there after :meth:`arrived`."""
+        offsets, end = [], 0
+        for part in slices:
+            offsets.append(end)
+            size = part.tensor.numel() * part.tensor.element_size()
+            end += -(-size // _ALIGNED) * _ALIGNED
+        self.reserve(end, pinned=any(part.tensor.is_cuda for part in slices))
+        copies, large = [], []
+        for part, offset in zip(slices, offsets, strict=True):
+            source = part.flat
+            size = source.numel() * source.element_size()
+            target = self._area[offset : offset + size].view(source.dtype)
+            if source.is_cpu and size >= _BLOCK:
+                for at in range(0, size, _BLOCK):
+                    large.append((target.data_ptr() + at, source.data_ptr() + at, min(_BLOCK, size - at)))
+            else:
+                target.copy_(source, non_blocking=source.is_cuda)
+            copies.append(replace(part, tensor=target))
+        _move(large)
+        return copies
+
+    @staticmethod
+    def mark(slices: Sequence[Slice]) -> list[torch.cuda.Event]:
+        """Return what to wait for until copies of ``slices`` that devices make have arrived."""
+        events = []
+        for device in {part.tensor.device for part in slices if part.tensor.is_cuda}:
+            event = torch.cuda.Event()
+            event.record(torch.cuda.current_stream(device))
+            events.append(event)
+        return events
+
+
+def _move(blocks: list[tuple[int, int, int]]) -> None:
+    """Copy (to, from, bytes), in as many threads as torch uses. The C library writes past the
+    caches, which saves a third of the memory's traffic."""
+    work = iter(blocks)
+    lock = threading.Lock()
+
+    def run() -> None:
+        while True:
+            with lock:
+                block = next(work, None)
+            if block is None:
+                return
+            ctypes.memmove(*block)
+
+    helpers = [threading.Thread(target=run) for _ in range(min(torch.get_num_threads(), len(blocks)) - 1)]
+    for helper in helpers:
+        helper.start()
+    run()
+    for helper in helpers:
+        helper.join()
+
+
+class _State(IntEnum):
+    """How far a rank's part of a save is. The order is that of an exchange's maximum."""
+
+    WRITING = 0
+    WRITTEN = 1  # this rank's files and report
+    COMMITTED = 2  # rank 0: all of it
+    FAILED = 3
+
+
+@dataclass(frozen=True)
+class _Content:
+    """What one rank gives to a save, ready to be written at any time.
+
+    Attributes:
+        slices: copies.
+        arriving: what to wait for before they are read.
+        first: the report of what was written at the call.
+        fault: why this rank has nothing to write.
+    """
+
+    step: int
+    state: Any
+    rank_state: Any
+    world: Mapping[str, Any]
+    slices: Sequence[Slice] = ()
+    arriving: Sequence[torch.cuda.Event] = ()
+    first: Mapping[str, Any] = field(default_factory=dict)
+    fault: str | None = None
+
+
+class _BackgroundSave:
+    """This rank's part of one save under way: a thread that writes, and how far it is."""
+
+    def __init__(self, folder: Path, final: Path, content: _Content, ranks: Ranks, disk: DurableFiles) -> None:
+        self.final = final
+        self.folder = folder
+        self.state = _State.WRITING
+        self.fault: str | None = None
+        self._content = content
+        self._index, self._count = ranks.index, ranks.size
+        self._disk = disk
+        self._given_up = threading.Event()
+        self.ended = threading.Event()
+        # not a daemon: the interpreter waits for it at its end
+        self._thread = threading.Thread(target=self._run, name="zero_trial-checkpoint", daemon=False)
+        self._thread.start()
+
+    def give_up(self) -> None:
+        """End as soon as the disk lets go, and leave nothing of this rank's thread behind."""
+        self._given_up.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            report = self._write()
+            if self._index:
+                self._leave(report)
+                self.state = _State.WRITTEN
+            else:
+                self._commit([report, *(self._report_of(rank) for rank in range(1, self._count))])
+                self.state = _State.COMMITTED
+        except Exception as fault:
+            # of the disk, or of what is in the slices: raised on all ranks at their next boundary
+            self.fault = _fault_text(fault, self._index, self.folder)
+            self.state = _State.FAILED
+        finally:
+            self.ended.set()
+
+    def _write(self) -> dict[str, Any]:
+        content = self._content
+        if content.fault is not None:
+            raise CheckpointError(content.fault)
+        json.dumps(content.rank_state, allow_nan=False)
+        for event in content.arriving:
+            event.synchronize()
+        self._require_going_on()
+        more = write_file(self.folder / rank_file(self._index), content.slices, self._disk)
+        tensors = dict(content.first["tensors"])
+        for name, entry in more["tensors"].items():
+            before = tensors.get(name, {"pieces": []})
+            tensors[name] = {**entry, "pieces": [*before["pieces"], *entry["pieces"]]}
+        files = [*content.first["files"], *more["files"]]
+        return {"files": files, "tensors": tensors, "rank_state": content.rank_state}
+
+    def _leave(self, report: dict[str, Any]) -> None:
+        """Put the report where rank 0 finds it, whole."""
+        path = self.folder / _report_name(self._index)
+        partial = path.with_suffix(".part")
+        self._disk.write(partial, [seal(json.dumps(report, allow_nan=False)).encode()])
+        self._disk.rename(partial, path)
+
+    def _report_of(self, rank: int) -> dict[str, Any]:
+        path = self.folder / _report_name(rank)
+        changed, newest = time.monotonic(), None
+        while not path.is_file():
+            self._require_going_on()
+            if not threading.main_thread().is_alive():
+                now = _last_change(self.folder)
+                if now != newest:
+                    changed, newest = time.monotonic(), now
+                if time.monotonic() - changed > PATIENCE_SECONDS:
+                    raise CheckpointError("a rank does not finish its part", where=str(path), got=f"rank {rank}")
+            time.sleep(LOOK_SECONDS)
+        report: dict[str, Any] = json.loads(path.read_text())
+        return report
+
+    def _commit(self, reports: list[dict[str, Any]]) -> None:
+        content = self._content
+        for rank in range(1, self._count):
+            self._disk.remove_file(self.folder / _report_name(rank))
+        self._require_going_on()
+        commit(self.folder, self.final, reports, content.step, content.state, content.world, self._disk)
+
+    def _require_going_on(self) -> None:
+        if self._given_up.is_set():
+            raise CheckpointError("the save was given up", where=str(self.final))
+
+
+def _fault_text(fault: Exception, rank: int, folder: Path) -> str:
+    return (
+        str(fault) if isinstance(fault, CheckpointError) else f"rank {rank}, {folder}: {type(fault).__name__}: {fault}"
+    )
+
+
+def _report_name(rank: int) -> str:
+    return f"rank-{rank:05d}.report"
+
+
+def _last_change(folder: Path) -> tuple[Any, ...]:
+    """Return numbers that change while any rank writes into ``folder``."""
+    try:
+        return tuple(sorted((path.name, path.stat().st_size) for path in folder.iterdir()))
+    except OSError:
+        return ()
+
+
+class BackgroundSaver:
+    """The saves of one engine that training does not wait for, at most one at a time. :meth:`save`,
+    :meth:`poll` and :meth:`wait` are collective over ``ranks``."""
+
+    def __init__(self, ranks: Ranks, disk: DurableFiles | None = None) -> None:
+        self._ranks = ranks
+        self._disk = disk or DurableFiles()
+        self._buffer = SnapshotBuffer()
+        self._save: _BackgroundSave | None = None
+        self._preparing: threading.Thread | None = None
+
+    @property
+    def under_way(self) -> bool:
+        """Return whether a save has begun whose end the ranks have not agreed on; the same on all
+        ranks."""
+        return self._save is not None
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Return the host memory that copies take on this rank, also between saves."""
+        return self._buffer.nbytes
+
+    @property
+    def prepared(self) -> bool:
+        """Return whether memory for copies was asked for."""
+        return self._preparing is not None or self._buffer.nbytes > 0
+
+    def prepare(self, nbytes: int, *, pinned: bool = False) -> None:
+        """Make the memory for copies in the background, so that the first save does not wait for
+        it."""
+        reserve = partial(self._buffer.reserve, nbytes, pinned=pinned)
+        self._preparing = threading.Thread(target=reserve, name="zero_trial-snapshot", daemon=True)
+        self._preparing.start()
+
+    def save(
+        self,
+        directory: str | Path,
+        tag: str,
+        slices: Sequence[Slice],
+        *,
+        on_disk: Sequence[Slice] = (),
+        step: int,
+        state: Any = None,
+        rank_state: Any = None,
+        world: Mapping[str, Any] | None = None,
+    ) -> Path:
+        """Begin to save what all ranks give as ``<directory>/<tag>``; return when it is copied.
+
+        A save that is under way is waited for. What the background finds wrong, on any rank, is
+        raised by :meth:`poll`.
+
+        Args:
+            slices: are copied.
+            on_disk: are written at once, since their memory is a mapped file.
+            step: and state, rank_state, world: see :func:`save_checkpoint`.
+
+        Raises CheckpointError on every rank if rank 0 cannot make the folder, or if the save before
+        failed.
+        """
+        if self.under_way:
+            if self._ranks.index == 0:
+                log.warning("save_checkpoint waits for the one before, which is still being written")
+            self.wait()
+        final = Path(directory) / check_tag(tag)
+        folder = Path(agree(self._ranks, "checkpoint folder", lambda: str(begin(final, self._disk))))
+        content = _Content(step, state, rank_state, world or {})
+        try:
+            first = write_file(folder / rank_file(self._ranks.index, "-nvme"), on_disk, self._disk)
+            copies = self._buffer.copy(slices)
+            content = replace(content, slices=copies, arriving=self._buffer.mark(slices), first=first)
+        except Exception as fault:  # a full disk, no memory: the other ranks do not know it yet
+            content = replace(content, fault=_fault_text(fault, self._ranks.index, folder))
+        self._save = _BackgroundSave(folder, final, content, self._ranks, self._disk)
+        return final
+
+    def poll(self) -> Path | None:
+        """Return the path of a save that has become complete on all ranks since the last call, else
+        None. One exchange of an integer per rank.
+
+        Raises CheckpointError on every rank if any rank could not write its part; the checkpoints
+        before are untouched.
+        """
+        save = self._save
+        if save is None:
+            return None
+        states = [row[0] for row in self._ranks.gather_row([int(save.state)], "checkpoint under way")]
+        if _State.FAILED in states:
+            self._fail(save)
+        if states[0] != _State.COMMITTED:
+            return None
+        self._save = None
+        if self._ranks.index == 0:
+            log.info("checkpoint %s is complete", save.final)
+        return save.final
+
+    def wait(self) -> Path | None:
+        """Wait for the save that is under way and return its path; None without one. Raises like
+        :meth:`poll`."""
+        while (save := self._save) is not None:
+            save.ended.wait(1.0)  # in turns, so that no exchange waits for a whole file
+            if (path := self.poll()) is not None:
+                return path
+        return None
+
+    def abandon(self) -> None:
+        """Give up a save under way, without the other ranks; local. A temporary folder may stay,
+        which the next save of that name removes."""
+        if self._save is not None:
+            self._save.give_up()
+            self._save = None
+
+    def _fail(self, save: _BackgroundSave) -> None:
+        save.give_up()
+        self._save = None
+        # also the moment from which no rank writes into the folder any more
+        faults = [fault for fault in self._ranks.gather_json(save.fault, "checkpoint faults") if fault is not None]
+        if self._ranks.index == 0:
+            self._disk.remove_folder(save.folder)
+        own = [fault for fault in faults if "given up" not in fault]
+        raise CheckpointError(
+            "a checkpoint could not be written in the background",
+            where=str(save.final),
+            got="; ".join(own or faults),
+            fix="Free some space or save to another folder; the checkpoints before this one are untouched.",
+        )

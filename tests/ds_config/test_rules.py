@@ -75,11 +75,6 @@ BAD: list[tuple[dict[str, Any], str]] = [
         "zero_optimization.offload_optimizer.device: nvme needs a folder.",
     ),
     (
-        {"zero_optimization.offload_param.device": "nvme", "zero_optimization.offload_param.nvme_path": "x"},
-        'zero_optimization.offload_param.device: full parameters always live at ZeRO stage 0: they cannot be on NVMe: got "nvme". Set '
-        "zero_optimization.stage to 3, or remove it;",
-    ),
-    (
         {"zero_optimization.reshard_after": "step", "zero_optimization.stage": 2},
         'zero_optimization.reshard_after: parameters are never freed at ZeRO stage 2: got "step".',
     ),

@@ -38,6 +38,7 @@ from zero_trial.errors import ConfigError, DoesNotFit, StorageError
 from zero_trial.sharding.offload.host import StagedStore
 from zero_trial.sharding.offload.nvme_optimizer import SwappedStore
 from zero_trial.sharding.offload.swap_file import SwapFile
+from zero_trial.sharding.plan import plan_for_stage
 
 ROOT = Path(__file__).parents[2]
 
@@ -258,7 +259,7 @@ def test_optimizers_that_need_whole_tensors_are_refused(tmp_path: Path, name: st
 def test_parameters_stay_on_a_gpu() -> None:
     config = read_ds_config({"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}})
     with pytest.raises(ConfigError) as error:
-        plan_offload(config, SimpleNamespace(), torch.device("cuda"), [], torch.float32)  # type: ignore[arg-type]
+        plan_offload(config, plan_for_stage(3), SimpleNamespace(), torch.device("cuda"), [], torch.float32)  # type: ignore[arg-type]
     assert str(error.value) == (
         "zero_optimization.offload_param.device: parameters stay on cuda here; optimizer state can leave it: "
         'got "cpu". Remove it; offload_optimizer frees 12 of 16 bytes per parameter, and ZeRO stage 3 shards the rest.'
@@ -278,7 +279,13 @@ def test_a_gpu_gets_a_mover_and_pinned_buffers_where_asked() -> None:
         section = {"device": "cpu", "pin_memory": pinned, "buffer_count": 2}
         config = read_ds_config({"zero_optimization": {"stage": 1, "offload_optimizer": section}})
         made = plan_offload(
-            config, mesh, torch.device("cuda"), params, torch.float32, OffloadBackends(open_swap_file, copier)
+            config,
+            plan_for_stage(1),
+            mesh,
+            torch.device("cuda"),
+            params,
+            torch.float32,
+            OffloadBackends(open_swap_file, copier),
         )
         assert isinstance(made, OffloadedState) and made.most == 1 << 16
     assert asked == [("cuda", True), ("cuda", False)]
@@ -290,11 +297,15 @@ def test_sub_group_size_bounds_a_buffer(given: int, elements: int) -> None:
     mesh: Any = SimpleNamespace(shard=SimpleNamespace(size=2))
     places = OffloadBackends(open_swap_file, lambda device, pinned: StrictCopier())
     config = read_ds_config({"zero_optimization": zero_config})
-    made = plan_offload(config, mesh, torch.device("cuda"), [torch.zeros(1 << 20)], torch.float32, places)
+    made = plan_offload(
+        config, plan_for_stage(1), mesh, torch.device("cuda"), [torch.zeros(1 << 20)], torch.float32, places
+    )
     assert made.most == elements
 
 
-def staged(config: Any, mesh: Any, device: Any, params: Any, dtype: Any, places: Any, everything: Any) -> OffloadPlan:
+def staged(
+    config: Any, plan: Any, mesh: Any, device: Any, params: Any, dtype: Any, places: Any, everything: Any
+) -> OffloadPlan:
     """As on a GPU, with a copier that is as late as it may be."""
     section = config.zero_optimization.offload_optimizer
     if section is None or section.device == "none":

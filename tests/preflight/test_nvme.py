@@ -76,6 +76,8 @@ def test_a_folder_that_is_memory() -> None:
         ({"stage": 3, "params": {"max_in_cpu": 0}, "bf16": {"enabled": True}}, 2),
         ({"stage": 3, "params": {"max_in_cpu": MIB // 4}, "slots": 2}, 2),
         ({"stage": 3, "params": {}}, 0),
+        ({"stage": 1, "params": {"max_in_cpu": 0}, "slots": 4}, 16),
+        ({"stage": 0, "params": {"max_in_cpu": 0}, "slots": 4, "mesh": {"pipe": 2}, "bf16": {"enabled": True}}, 4),
         ({"stage": 3, "params": {"max_in_cpu": 0}, "state": {}, "bf16": {"enabled": True}}, 14),
     ],
 )

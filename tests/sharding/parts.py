@@ -22,7 +22,7 @@ from zero_trial.sharding.model import ShardedModel
 from zero_trial.sharding.optimizer import ShardedOptimizer
 from zero_trial.sharding.param_group import ParamGroup
 from zero_trial.sharding.pieces import ShardPiece, cut_pieces
-from zero_trial.sharding.plan import plan_for_stage
+from zero_trial.sharding.plan import Home, plan_for_stage
 
 
 def alone() -> AxisComm:
@@ -55,7 +55,8 @@ def make_group(
 ) -> ParamGroup:
     comm = comm if comm is not None else alone()
     layout = lay_out([(f"p{index}", tuple(param.shape)) for index, param in enumerate(params)], comm.size)
-    plan = plan_for_stage(stage, reduce_every=kwargs.pop("reduce_every", "auto"))
+    home = kwargs.pop("home", Home.DEVICE)
+    plan = plan_for_stage(stage, reduce_every=kwargs.pop("reduce_every", "auto"), home=home)
     rest: dict[str, Any] = {"runs": {0: (0, layout.numel)}, "device": torch.device("cpu")} | kwargs
     return ParamGroup(
         kwargs.pop("name", "group"),

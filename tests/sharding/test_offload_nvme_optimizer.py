@@ -33,6 +33,7 @@ from zero_trial.sharding.offload.swap_file import BLOCK, CUT, SwapFile
 from zero_trial.sharding.optimizer import ShardedOptimizer
 from zero_trial.sharding.param_group import ParamGroup
 from zero_trial.sharding.pieces import ShardPiece, cut_pieces
+from zero_trial.sharding.plan import Home
 from zero_trial.sharding.publication import ParamPublisher
 
 SIZES = [(3 * CUT + 100,), (7,), (2 * CUT, 2)]
@@ -478,7 +479,8 @@ def regions(
     dtype: torch.dtype, *, state: bool, params: bool, budget: int | None = None
 ) -> tuple[ParamGroup, dict[str, Any], list[Any]]:
     """Of a group of 5000 elements; with the spaces of state and of parameters."""
-    group = make_group(parameters([(5000,)]), stage=3, dtype=dtype)
+    home = Home.NVME if params else Home.DEVICE
+    group = make_group(parameters([(5000,)]), stage=3, dtype=dtype, home=home)
     masters = MasterSwap(LateSwapFile(), budget) if state else None
     shards = ParamSwapper(LateSwapFile(), most=CUT, count=1) if params else None
     for keeper in (masters, shards):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import pytest
@@ -15,6 +15,7 @@ from zero_trial.sharding.freed import is_absent
 from zero_trial.sharding.offload.nvme_params import ParamSwapper, SwappedShard
 from zero_trial.sharding.offload.swap_file import CUT
 from zero_trial.sharding.param_group import ParamGroup
+from zero_trial.sharding.plan import Home
 
 SIZES = (2 * CUT + 100, 10, 3 * CUT, CUT)
 
@@ -23,14 +24,29 @@ class SwappedGroups:
     """Groups of SIZES whose shards lie on a disk that is as late as it may be, and what they
     were."""
 
-    def __init__(self, *, count: int = 2, most: int = CUT, dtype: torch.dtype = torch.bfloat16, keep: int = 0) -> None:
+    def __init__(
+        self,
+        *,
+        count: int = 2,
+        most: int = CUT,
+        dtype: torch.dtype = torch.bfloat16,
+        stage: int = 3,
+        stay: Collection[int] = (),
+    ) -> None:
         self.groups = [
-            make_group(parameters([(size,)], seed=seed), stage=3, dtype=dtype, name=f"u{seed}", trainable=seed != 3)
+            make_group(
+                parameters([(size,)], seed=seed),
+                stage=stage,
+                dtype=dtype,
+                name=f"u{seed}",
+                trainable=seed != 3,
+                home=Home.DEVICE if seed in stay else Home.NVME,
+            )
             for seed, size in enumerate(SIZES)
         ]
-        self.values = [group.shard.clone() for group in self.groups]
+        self.values = [group.home.clone() for group in self.groups]
         self.disk = LateSwapFile()
-        self.swapper = ParamSwapper(self.disk, most=most, count=count, keep=keep)
+        self.swapper = ParamSwapper(self.disk, most=most, count=count)
         for group in self.groups:
             self.swapper.swap_out(group)
 
@@ -113,7 +129,7 @@ def test_each_gather_reads_whole_blocks_once() -> None:
 def test_buffers_hold_no_more_than_the_largest_shard_or_a_quarter(most: int, count: int, elements: int) -> None:
     away = SwappedGroups(most=most, count=count)
     for seed in range(4, 12):  # more of the same
-        group = make_group(parameters([(3 * CUT,)], seed=seed), stage=3, dtype=torch.bfloat16)
+        group = make_group(parameters([(3 * CUT,)], seed=seed), stage=3, dtype=torch.bfloat16, home=Home.NVME)
         away.swapper.swap_out(group)
         away.groups.append(group)
     assert away.swapper.buffers == [] and away.gather(0)
@@ -177,9 +193,8 @@ def test_a_rank_that_looks_into_its_shards_answers_as_those_that_do_not(count: i
 
 
 def test_some_stay_in_memory() -> None:
-    away = SwappedGroups(keep=CUT + 32)
+    away = SwappedGroups(stay=(1, 3))
     assert [group.offloaded is None for group in away.groups] == [False, True, False, True]
-    assert away.swapper.kept == CUT + 32
     assert away.swapper.offset_of(away.groups[1]) is None
     assert [away.gather(index) for index in range(4)] == [True] * 4
 
@@ -188,6 +203,26 @@ def test_groups_that_always_live_stay() -> None:
     group = make_group(parameters([(100,)]), stage=2, dtype=torch.bfloat16)
     ParamSwapper(LateSwapFile(), most=CUT, count=1).swap_out(group)
     assert group.offloaded is None and not is_absent(group.shard)
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_a_full_copy_is_replaced_through_the_buffers(count: int) -> None:
+    """Between the reads of others, in pieces; a part of it is read alone."""
+    away = SwappedGroups(stage=2, count=count)
+    shard, new = shard_of(away.groups[0]), torch.arange(SIZES[0] + 28).to(torch.bfloat16)
+    away.groups[2].start_read_or_ready()
+    shard.store(new)
+    new, kept = torch.zeros_like(new), new.clone()
+    part = torch.zeros(CUT + 7, dtype=torch.bfloat16)
+    shard.fetch_part(part, 40)
+    assert torch.equal(part, kept[40 : CUT + 47])
+    away.values[0] = kept
+    assert [away.gather(index) for index in (2, 0, 1)] == [True] * 3
+    with away.swapper.lent():
+        assert torch.equal(away.groups[0].home, kept)
+        shard.store(new)
+    away.values[0] = new
+    assert away.gather(0) and len(away.swapper.buffers) == count
 
 
 def interrupted(monkeypatch: pytest.MonkeyPatch, after: int, fault: Callable[[], BaseException]) -> None:

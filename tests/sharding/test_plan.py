@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 
 from zero_trial.errors import ConfigError
-from zero_trial.sharding.plan import Lifetime, ReduceAt, Reshard, ZeroPlan, plan_for_stage
+from zero_trial.sharding.plan import Home, Lifetime, ReduceAt, Reshard, ZeroPlan, plan_for_stage
 
 
 def test_stage_3_keeps_nothing_longer_than_it_is_used() -> None:
@@ -67,6 +68,23 @@ def test_persistent_changes_the_parameters_lifetime_alone(stage: int) -> None:
         plan.reduce_at,
         plan.reshard,
     )
+
+
+@pytest.mark.parametrize("home", [Home.HOST, Home.NVME])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_home_away_frees_parameters_at_every_stage_and_changes_nothing_else(stage: int, home: Home) -> None:
+    near, plan = plan_for_stage(stage), plan_for_stage(stage, home=home)
+    assert plan.params is Lifetime.USE and plan.home is home
+    assert plan.whole_home == (stage < 3) and plan.gathers_parameters == (stage == 3)
+    assert plan == replace(near, params=Lifetime.USE, home=home, whole_home=stage < 3)
+    assert plan.at(Home.DEVICE) == near and plan.persistent() == near.persistent()
+    assert plan.at(Home.HOST).at(Home.NVME) == plan_for_stage(stage, home=Home.NVME)
+    assert plan.scheduled(reduce_at=ReduceAt.MICRO).home is home
+
+
+def test_what_a_place_means_depends_on_the_device() -> None:
+    assert [Home.of("cpu", wanted) for wanted in ("none", "cpu", "nvme")] == [Home.DEVICE, Home.DEVICE, Home.NVME]
+    assert [Home.of("cuda", wanted) for wanted in ("none", "cpu", "nvme")] == [Home.DEVICE, Home.HOST, Home.NVME]
 
 
 def test_a_plan_describes_itself() -> None:

@@ -65,26 +65,26 @@ class OffloadOptimizerSection:
 
 @dataclass(frozen=True)
 class OffloadParamSection:
-    """``zero_optimization.offload_param``: where parameter shards live between uses."""
+    """``zero_optimization.offload_param``: where parameters live between uses."""
 
     device: str = supported(
         "none",
         Text(("none", "cpu", "nvme")),
-        "nvme: the shards of ZeRO stage 3 live in a file; cpu: in host memory, where CPU "
-        "ranks have them anyway. From a GPU both are refused",
+        "nvme: a rank's shards at ZeRO stage 3, its full copy at stages 0 to 2, live in a file; cpu: in host "
+        "memory, where CPU ranks have them anyway. From a GPU both are refused",
     )
     nvme_path: str | None = supported(None, Text(), "the folder of the files, one for each rank")
-    buffer_count: int = supported(5, Int(1), "buffers into which shards are read ahead of their use")
+    buffer_count: int = supported(5, Int(1), "buffers into which parameters are read ahead of their use")
     buffer_size: int = supported(
         100_000_000,
         Int(1, unit="elements"),
-        "at most so many elements in a buffer; fewer where shards are smaller, or all "
+        "at most so many elements in a buffer; fewer where parameter groups are smaller, or all "
         "buffers would hold more than a quarter of them",
     )
     max_in_cpu: int = supported(
         1_000_000_000,
         Int(0, unit="elements"),
-        "so many elements of a rank's shards stay in memory; with 0 all leave that are freed between uses",
+        "so many elements of a rank's parameters stay in memory; with 0 all leave that are freed between uses",
     )
     pin_memory: bool = not_yet(True, Bool(), _NO_UPLOAD, was="false")
 

@@ -9,7 +9,7 @@ from zero_trial.ds_config.keys_running import LIFETIMES, REDUCTIONS, RESHARDS, S
 from zero_trial.ds_config.table import TABLE
 from zero_trial.errors import ConfigError
 from zero_trial.schema.document import Document, shown
-from zero_trial.sharding.plan import Lifetime, ZeroPlan, plan_for_stage
+from zero_trial.sharding.plan import Home, Lifetime, ZeroPlan, plan_for_stage
 
 Values = Mapping[str, Any]
 Where = Callable[[str], str]
@@ -91,9 +91,11 @@ def _get(values: Values, path: str) -> Any:
 
 
 def _plan(values: Values) -> tuple[int, ZeroPlan]:
-    """Return the ZeRO stage, for messages, and what it means."""
+    """Return the ZeRO stage, for messages, and what it means, on a device that ``offload_param``
+    moves parameters away from."""
     stage: int = _get(values, "zero_optimization.stage")
-    return stage, plan_for_stage(stage)
+    away = values.get("zero_optimization.offload_param.device", "none")
+    return stage, plan_for_stage(stage, home=Home.DEVICE if away == "none" else Home(away))
 
 
 def _one_precision(values: Values, where: Where) -> ConfigError | None:
@@ -172,19 +174,6 @@ def _nvme_needs_a_path(values: Values, where: Where) -> ConfigError | None:
     return None
 
 
-def _params_stay_off_nvme(values: Values, where: Where) -> ConfigError | None:
-    path = "zero_optimization.offload_param.device"
-    stage, plan = _plan(values)
-    if values.get(path) != "nvme" or plan.frees_parameters:
-        return None
-    return ConfigError(
-        f"full parameters always live at ZeRO stage {stage}: they cannot be on NVMe",
-        where=where(path),
-        got='"nvme"',
-        fix="Set zero_optimization.stage to 3, or remove it; offload_optimizer frees 12 of 16 bytes per parameter at every stage.",
-    )
-
-
 def _reshard_is_for_stage_3(values: Values, where: Where) -> ConfigError | None:
     path = "zero_optimization.reshard_after"
     stage, plan = _plan(values)
@@ -194,7 +183,7 @@ def _reshard_is_for_stage_3(values: Values, where: Where) -> ConfigError | None:
         f"parameters are never freed at ZeRO stage {stage}",
         where=where(path),
         got=f'"{values[path]}"',
-        fix="Remove it, or set zero_optimization.stage to 3.",
+        fix="Remove it, or set zero_optimization.stage to 3 or offload_param.",
     )
 
 
@@ -256,7 +245,6 @@ _RULES: tuple[Callable[[Values, Where], ConfigError | None], ...] = (
     _contiguous_needs_number,
     _one_format_of_states,
     _nvme_needs_a_path,
-    _params_stay_off_nvme,
     _reshard_is_for_stage_3,
     _chunks_fit_the_schedule,
     _policy_is_for_the_stage,

@@ -42,6 +42,7 @@ from zero_trial.engine.offload_config import (
     REAL_BACKENDS,
     OffloadBackends,
     OffloadPlan,
+    leaves_parameters,
     offload_line,
     offloads,
     plan_offload,
@@ -65,6 +66,7 @@ from zero_trial.sharding.layout import describe_dtypes
 from zero_trial.sharding.model import ShardedModel, fp32_buffers
 from zero_trial.sharding.optimizer import ShardedOptimizer
 from zero_trial.sharding.pieces import cut_pieces, rebind
+from zero_trial.sharding.plan import Home
 from zero_trial.sharding.whole_tensors import own_tensors
 
 log = logging.getLogger("zero_trial")
@@ -202,7 +204,7 @@ def build_engine(
     ``places`` are those of offloaded state; a dry run has some without a disk. ``observed``: with
     monitors, timers and lines, and on CUDA with steps that the device decides.
     """
-    resolved = resolve_config(settings, mesh.data.size)
+    resolved = resolve_config(settings, mesh.data.size, device.type)
     if isinstance(model, PipelineModule):
         given = model_parameters is not None or isinstance(optimizer, torch.optim.Optimizer)
         build_layers(model, settings, mesh, has_parameters=given)
@@ -222,7 +224,11 @@ def build_engine(
         resolved, pipeline = resolve_pipeline(model, settings, mesh, resolved, device)
     log_dtypes(model, resolved.policy, mesh)
     log_model_parts(model, mesh, resolved)
-    offload = plan_offload(settings, mesh, device, trained, resolved.policy.param, places, list(model.parameters()))
+    everything = list(model.parameters())
+    if pipeline is None and not leaves_parameters(settings, resolved.plan, mesh, everything):
+        resolved = replace(resolved, plan=resolved.plan.at(Home.of(device.type, "cpu")))
+    precision = resolved.policy.param
+    offload = plan_offload(settings, resolved.plan, mesh, device, trained, precision, places, everything)
     outcome = StepOutcome(resolved, mesh, device, deferred=observed and device.type == "cuda")
     sharded = ShardedModel(
         model,

@@ -34,7 +34,7 @@ from zero_trial.sharding.offload.nvme_params import ParamSwapper, RoundedBuffers
 from zero_trial.sharding.offload.swap_file import BLOCK, SwapFile, SwapSpace, buffer_elements
 from zero_trial.sharding.param_group import ParamGroup
 from zero_trial.sharding.pieces import ShardPiece, StateStore
-from zero_trial.sharding.plan import plan_for_stage
+from zero_trial.sharding.plan import Home, ZeroPlan
 
 if TYPE_CHECKING:
     from zero_trial.engine.engine import Engine
@@ -183,6 +183,7 @@ def refuse_whole_tensors(config: DsConfig, device: torch.device) -> None:
 
 def plan_offload(
     config: DsConfig,
+    plan: ZeroPlan,
     mesh: Mesh,
     device: torch.device,
     params: Sequence[torch.Tensor],
@@ -193,6 +194,7 @@ def plan_offload(
     """Plan where state lives, and open this rank's files. Collective over the world.
 
     Args:
+        plan: says where parameters live.
         params: those that are trained.
         dtype: in which the model is to compute.
         places: the files and copiers; a dry run has others.
@@ -204,19 +206,19 @@ def plan_offload(
     zero = config.zero_optimization
     section = zero.offload_optimizer
     _require_parameters_at_home(zero.offload_param, device)
-    shards = _plan_shards(config, mesh, [*everything] or [*params], dtype, places)
+    shards = _plan_shards(config, plan, mesh, [*everything] or [*params], dtype, places)
     away = section is not None and section.device != "none" and section.device != device.type and bool(params)
     if section is None or not away:
         if shards is None or zero.offload_param is None:
             return OffloadPlan()
-        most = buffer_elements(_elements(params, mesh), zero.sub_group_size, zero.offload_param.buffer_count)
+        most = buffer_elements(_elements(params, mesh.shard.size), zero.sub_group_size, zero.offload_param.buffer_count)
         return OffloadedState(zero.offload_param, mesh, most, None, None, shards)
     copier = places.copier(device, section.pin_memory) if device.type != "cpu" else None
-    elements = _elements(params, mesh)
+    elements = _elements(params, mesh.shard.size)
     space: SwapSpace | None = None
     if section.device == "nvme":
         lacking = [param for param in params if copier or not has_own_master(living_dtype(param.dtype, dtype))]
-        wanted = 4 * _elements(lacking, mesh) + (1 << 16)
+        wanted = 4 * _elements(lacking, mesh.shard.size) + (1 << 16)
         folder = Path(section.nvme_path or "").absolute()  # as the log and errors name it
         where = f"{_Z}.offload_optimizer.nvme_path"
         space = _all_or_none(
@@ -237,29 +239,56 @@ def _require_parameters_at_home(section: OffloadParamSection | None, device: tor
         )
 
 
+def leaves_parameters(config: DsConfig, plan: ZeroPlan, mesh: Mesh, params: Sequence[torch.Tensor]) -> bool:
+    """Return whether the plan's home gets any of ``params``, all of a model's: of what would go to
+    NVMe ``max_in_cpu`` elements do not. Local."""
+    section = config.zero_optimization.offload_param
+    if section is None or plan.home is not Home.NVME:
+        return True
+    return _elements(_freed(config, params), _cut(plan, mesh)) > section.max_in_cpu
+
+
 def _plan_shards(
-    config: DsConfig, mesh: Mesh, params: Sequence[torch.Tensor], dtype: torch.dtype, places: OffloadBackends
+    config: DsConfig,
+    plan: ZeroPlan,
+    mesh: Mesh,
+    params: Sequence[torch.Tensor],
+    dtype: torch.dtype,
+    places: OffloadBackends,
 ) -> ParamSwapper | None:
-    """Open the file of parameters on NVMe; None where they are not wanted there, always live, or
-    all fit into ``max_in_cpu``."""
-    zero = config.zero_optimization
-    section = zero.offload_param
-    if section is None or section.device != "nvme" or not plan_for_stage(zero.stage).frees_parameters:
+    """Open the file of parameters on NVMe; None where they are not wanted there, or those of this
+    rank all fit into ``max_in_cpu``."""
+    section = config.zero_optimization.offload_param
+    if section is None or plan.home is not Home.NVME:
         return None
-    large = [param for param in params if param.numel() >= zero.param_persistence_threshold]
-    if _elements(large, mesh) <= section.max_in_cpu:
-        return None
-    widths = [(param, living_dtype(param.dtype, dtype).itemsize) for param in large]
-    wanted = sum(round_up(_elements([param], mesh) * width, BLOCK) for param, width in widths) + (1 << 16)
+    widths = [(param, living_dtype(param.dtype, dtype).itemsize) for param in _freed(config, params)]
+    cut = _cut(plan, mesh)
+    wanted = sum(round_up(_elements([param], cut) * width, BLOCK) for param, width in widths) + (1 << 16)
     folder = Path(section.nvme_path or "").absolute()
     where = f"{_Z}.offload_param.nvme_path"
-    space = _all_or_none(mesh, lambda: places.swap_file(folder, wanted, config.aio, where), "file for parameters")
-    return ParamSwapper(space, most=section.buffer_size, count=section.buffer_count, keep=section.max_in_cpu)
+    leaves = leaves_parameters(config, plan, mesh, params)
+
+    def opened() -> SwapSpace | None:
+        return places.swap_file(folder, wanted, config.aio, where) if leaves else None
+
+    space = _all_or_none(mesh, opened, "file for parameters")
+    return ParamSwapper(space, most=section.buffer_size, count=section.buffer_count) if space is not None else None
 
 
-def _elements(params: Sequence[torch.Tensor], mesh: Mesh) -> int:
-    """Return how many elements the shards of ``params`` have together at most, padding included."""
-    return sum(round_up(param.numel(), ALIGN) for param in params) // mesh.shard.size
+def _freed(config: DsConfig, params: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the parameters that are large enough to be freed between uses."""
+    return [param for param in params if param.numel() >= config.zero_optimization.param_persistence_threshold]
+
+
+def _cut(plan: ZeroPlan, mesh: Mesh) -> int:
+    """Return how many ranks share a copy of the parameters between uses."""
+    return 1 if plan.whole_home else mesh.shard.size
+
+
+def _elements(params: Sequence[torch.Tensor], ranks: int) -> int:
+    """Return how many elements the parts of ``params`` on each of ``ranks`` have together at most,
+    padding included."""
+    return sum(round_up(param.numel(), ALIGN) for param in params) // ranks
 
 
 def _all_or_none(mesh: Mesh, act: Callable[[], T], label: str) -> T:
@@ -302,9 +331,10 @@ def offload_line(engine: Engine) -> str | None:
 
 def _of_parameters(engine: Engine) -> str:
     groups = engine.sharded.groups
-    here = sum(group.layout.shard_numel for group in groups if group.offloaded is None)
+    cut = engine.sharded.plan.gathers_parameters
+    here = sum(group.layout.shard_numel if cut else group.layout.numel for group in groups if group.offloaded is None)
     away = [group.offloaded for group in groups if isinstance(group.offloaded, SwappedShard)]
-    stay = f"{here:,} elements of this rank's shards stay in memory"
+    stay = f"{here:,} elements of this rank's {'shards' if cut else 'copy'} stay in memory"
     if not away:
         return f"offload: all parameters stay in memory: max_in_cpu and stage3_param_persistence_threshold hold them; {stay}"
     return f"{_place_of(away[0].swapper.space, 'parameters')}; {stay}"

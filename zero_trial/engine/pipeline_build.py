@@ -16,7 +16,7 @@ from torch import nn
 from zero_trial.comm import AxisComm, Mesh, open_direction_groups, part_of_pipe, use_ring_channels_if_possible
 from zero_trial.ds_config.keys_running import LIFETIMES, REDUCTIONS, RESHARDS
 from zero_trial.ds_config.table import DsConfig
-from zero_trial.engine.resolved_config import ResolvedConfig
+from zero_trial.engine.resolved_config import ResolvedConfig, home_of_parameters
 from zero_trial.errors import ConfigError
 from zero_trial.pipeline.generators import RECIPES, build
 from zero_trial.pipeline.lowering import (
@@ -73,9 +73,9 @@ class ResolvedPipeline:
     channel: int
 
 
-def pipeline_settings(config: DsConfig) -> PipelineSettings:
-    """Read ``pipeline`` and ``mesh.pipe``; where the policy leaves something open, ``reduce_every``
-    and ``reshard_after`` decide it."""
+def pipeline_settings(config: DsConfig, device: str = "cpu") -> PipelineSettings:
+    """Read ``pipeline`` and ``mesh.pipe`` for ranks that compute on ``device``; where the policy
+    leaves something open, ``reduce_every`` and ``reshard_after`` decide it."""
     section, zero = config.pipeline, config.zero_optimization
     given = (section.zero_policy, RESHARDS.get(zero.reshard_after), zero.reduce_every)
     held = next((value for value in given if value in LIFETIMES), None)
@@ -86,7 +86,7 @@ def pipeline_settings(config: DsConfig) -> PipelineSettings:
         schedule=section.schedule,
         chunks_per_rank=chunks if isinstance(chunks, int) else RECIPES[section.schedule].chunks,
         parameters=ParameterLifetime(held)
-        if held is not None and plan_for_stage(zero.stage).frees_parameters
+        if held is not None and plan_for_stage(zero.stage, home=home_of_parameters(config, device)).frees_parameters
         else None,
         reduction=ReductionTiming(when) if when is not None else None,
         partition_method=section.partition_method,
@@ -164,7 +164,7 @@ def resolve_pipeline(
 ) -> tuple[ResolvedConfig, ResolvedPipeline]:
     """Choose the policy, the same on all pipeline ranks; return ``resolved`` with the plan that it
     means. Collective over the world."""
-    settings = pipeline_settings(config)
+    settings = pipeline_settings(config, device.type)
     own = sum(param.numel() for param in model.parameters() if param.requires_grad)
     sizes = mesh.pipe.gather_json(own, "parameters of the pipeline stages")
     weights = [weigh(size, resolved.policy, mesh.shape.shard) for size in sizes]

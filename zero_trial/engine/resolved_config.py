@@ -13,7 +13,7 @@ from zero_trial.ds_config.table import DsConfig
 from zero_trial.errors import ConfigError
 from zero_trial.precision import DtypePolicy, autocast_dtype, dtype_from_name, dtype_policy, fp16_loss_scale
 from zero_trial.sharding.grouping import GroupingLimits, LeafRules, ShardingSettings, UnshardLimits
-from zero_trial.sharding.plan import ZeroPlan, plan_for_stage
+from zero_trial.sharding.plan import Home, ZeroPlan, plan_for_stage
 
 # Elements. Below this a parameter group's messages cost more than the memory that freeing it saves
 # (half a megabyte in fp32).
@@ -46,8 +46,15 @@ def mesh_shape(config: DsConfig, world_size: int) -> MeshShape:
     )
 
 
-def resolve_config(config: DsConfig, data_parallel_size: int) -> ResolvedConfig:
-    """Take all decisions for one engine on ``data_parallel_size`` ranks with different data."""
+def home_of_parameters(config: DsConfig, device: str) -> Home:
+    """Return where ``offload_param`` puts the parameters of a rank that computes on ``device``."""
+    section = config.zero_optimization.offload_param
+    return Home.of(device, section.device if section is not None else "none")
+
+
+def resolve_config(config: DsConfig, data_parallel_size: int, device: str = "cpu") -> ResolvedConfig:
+    """Take all decisions for one engine on ``data_parallel_size`` ranks with different data, which
+    compute on ``device``."""
     zero = config.zero_optimization
     batch = solve_batch(
         config.train_batch_size,
@@ -56,7 +63,8 @@ def resolve_config(config: DsConfig, data_parallel_size: int) -> ResolvedConfig:
         data_parallel_size,
         given_by=config.sources,
     )
-    plan = plan_for_stage(zero.stage, reduce_every=zero.reduce_every, reshard_after=zero.reshard_after)
+    home = home_of_parameters(config, device)
+    plan = plan_for_stage(zero.stage, reduce_every=zero.reduce_every, reshard_after=zero.reshard_after, home=home)
     return ResolvedConfig(
         plan=plan,
         policy=_policy(config, batch.accumulation),
@@ -67,6 +75,7 @@ def resolve_config(config: DsConfig, data_parallel_size: int) -> ResolvedConfig:
                 persistence=zero.param_persistence_threshold,
                 model_persistence=zero.model_persistence_threshold,
                 smallest_group=zero.module_granularity_threshold or SMALLEST_GROUP,
+                kept_on_host=zero.offload_param.max_in_cpu if zero.offload_param is not None else 0,
             ),
             live=UnshardLimits(zero.max_live_parameters, zero.max_reuse_distance, zero.prefetch_bucket_size),
             leaf=LeafRules(

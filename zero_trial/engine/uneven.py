@@ -48,7 +48,7 @@ def generate(engine: GeneratingEngine, args: Sequence[Any], kwargs: Mapping[str,
     call = forward_of(method, engine.resolved.autocast, engine.device.type)
     if engine.resolved.policy.param != torch.float32:
         args, kwargs = cast_floats((args, kwargs), engine.resolved.policy.param)
-    if not engine.sharded.frees_parameters:
+    if not engine.sharded.plan.gathers_parameters:
         return call(*args, **kwargs)
     synced = kwargs.get("synced_gpus")
     whole = gather if gather is not None else not synced and engine.sharded.unsharder.fits_whole

@@ -12,7 +12,7 @@ from zero_trial.errors import ConfigError
 from zero_trial.launch.environment import HostDevices, check_slots
 from zero_trial.preflight.issues import Area, CheckIssue, Severity, issues_of, note
 from zero_trial.schema.document import GIVEN
-from zero_trial.sharding.plan import plan_for_stage
+from zero_trial.sharding.plan import Home, plan_for_stage
 from zero_trial.util.text import format_bytes
 
 
@@ -118,7 +118,10 @@ def _places(config: DsConfig, slots: int, parameters: int | None) -> list[tuple[
         size = None if elements is None else int(each * elements * state.ratio)
         found.append(("offload_optimizer", state.nvme_path, size))
     if params is not None and params.device == "nvme" and params.nvme_path:
-        size = None if elements is None else (2 if narrow else 4) * max(elements - slots * params.max_in_cpu, 0)
+        whole = plan_for_stage(zero.stage, home=Home.NVME).whole_home
+        copies = max(slots // config.mesh.pipe, 1) if whole else _copies(config, slots)
+        held = None if parameters is None else parameters * copies
+        size = None if held is None else (2 if narrow else 4) * max(held - slots * params.max_in_cpu, 0)
         found.append(("offload_param", params.nvme_path, size))
     return found
 

@@ -45,12 +45,12 @@ from zero_trial.sharding.grouping import (
 )
 from zero_trial.sharding.heap import keep_freed_memory
 from zero_trial.sharding.init import read_first_values
-from zero_trial.sharding.layout import lay_out, living_dtype, wide_dtype
+from zero_trial.sharding.layout import Layout, lay_out, living_dtype, wide_dtype
 from zero_trial.sharding.leaf_modules import mark_leaves
 from zero_trial.sharding.offload.moved_states import GRADIENTS, MovedStates
 from zero_trial.sharding.optimizer_view import StepStatus
 from zero_trial.sharding.param_group import ParamGroup, swap_buffer_bytes
-from zero_trial.sharding.plan import Lifetime, ReduceAt, ZeroPlan
+from zero_trial.sharding.plan import Home, Lifetime, ReduceAt, ZeroPlan
 from zero_trial.sharding.publication import ParamPublisher
 from zero_trial.sharding.reduce import GradReducer
 from zero_trial.sharding.unshard import Unsharder
@@ -476,9 +476,16 @@ def build_param_groups(
         merged_into = {block: name for name, inside in merged.items() for block in inside}
         members = [replace(member, block=merged_into.get(member.block, member.block)) for member in members]
     divide = into_blocks if plan.frees_parameters else into_buckets
-    groups = []
+    groups: list[ParamGroup] = []
+    room = settings.limits.kept_on_host
     for spec in divide(members, settings.limits):
-        groups.append(_build(spec, params, plan, mesh, manual_groups))
+        layout = _layout_of(spec, params, mesh, manual_groups)
+        home = plan.persistent() if spec.always else plan
+        size = layout.numel if plan.whole_home else layout.shard_numel
+        if home.home is Home.NVME and size <= room:
+            room -= size
+            home = plan.at(Home.of(params[spec.members[0].name].device.type, "cpu"))
+        groups.append(_build(spec, layout, params, home, mesh, manual_groups))
         on_group_built(groups[-1])
     freed: dict[str, list[ParamGroup]] = {}
     for group in groups:
@@ -492,17 +499,26 @@ def build_param_groups(
     return BuiltGroups(groups, freed, modules)
 
 
-def _build(
-    spec: GroupSpec, params: Mapping[str, nn.Parameter], plan: ZeroPlan, mesh: Mesh, manual_groups: ManualGroups
-) -> ParamGroup:
-    first = params[spec.members[0].name]
-    dtype = spec.members[0].key[0]
+def _layout_of(spec: GroupSpec, params: Mapping[str, nn.Parameter], mesh: Mesh, manual_groups: ManualGroups) -> Layout:
     manual_group = manual_groups.by_name.get(str(spec.members[0].key[-1]))
-    layout = lay_out(
+    return lay_out(
         [(m.name, tuple(params[m.name].shape)) for m in spec.members],
         mesh.shard.size,
         mesh.replica.size * (manual_group.holders if manual_group is not None else 1),
     )
+
+
+def _build(
+    spec: GroupSpec,
+    layout: Layout,
+    params: Mapping[str, nn.Parameter],
+    plan: ZeroPlan,
+    mesh: Mesh,
+    manual_groups: ManualGroups,
+) -> ParamGroup:
+    first = params[spec.members[0].name]
+    dtype = spec.members[0].key[0]
+    manual_group = manual_groups.by_name.get(str(spec.members[0].key[-1]))
 
     def agree(values: torch.Tensor) -> None:
         if manual_group is not None:
@@ -515,7 +531,7 @@ def _build(
         spec.name,
         layout,
         [params[m.name] for m in spec.members],
-        plan=plan.persistent() if spec.always else plan,
+        plan=plan,
         dtype=dtype if isinstance(dtype, torch.dtype) else first.dtype,
         device=first.device,
         comm=mesh.shard,

@@ -215,9 +215,7 @@ def _republished(group: ParamGroup) -> Iterator[None]:
     group.wait_before_writing()  # a gather under way reads the shard, and so may peers
     with group.materialized():
         yield
-    pending = group.publish()
-    if pending is not None:
-        pending.wait()
+    group.publish_and_wait()
 
 
 def widened(values: torch.Tensor) -> torch.Tensor:

@@ -7,7 +7,9 @@ for fp32):
     shard    n/N p      part of full while full always lives
     master   4 n/N      fp32; the shard itself when parameters are fp32
 
-A shard, and a master, may be offloaded: then they read as NaN except inside ``materialized``.
+Where the plan gives parameters another home than their device, ``home`` is what is there: the shard
+at stage 3, all n elements at stages 0 to 2, of which ``shard`` is a part. It reads as NaN, like a
+master that is offloaded, except inside ``materialized``.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from torch.autograd import profiler as torch_profiler
 from torch.profiler import record_function
 
 from zero_trial.comm import AxisComm, Pending
+from zero_trial.comm.waits import DONE
 from zero_trial.errors import TrialError
 from zero_trial.sharding.freed import (
     absent,
@@ -35,7 +38,7 @@ from zero_trial.sharding.freed import (
     unasked,
 )
 from zero_trial.sharding.layout import Layout, has_own_master
-from zero_trial.sharding.plan import Lifetime, ZeroPlan
+from zero_trial.sharding.plan import Home, Lifetime, ZeroPlan
 
 _VERSION = operator.attrgetter("_version")
 # A table of 64-bit words whose columns are summed up. Their number is a prime, so that rows
@@ -44,7 +47,8 @@ _COLUMNS, _ROWS = 1021, 16
 
 
 class OffloadedShard(Protocol):
-    """A shard that lives outside of memory. Its values change only in updates."""
+    """A group's home outside of the device's memory: its shard, or its full copy. The values change
+    only in updates."""
 
     def start_read(self) -> bool:
         """Start to read the values ahead, as far as there is room; they are needed soon. Return
@@ -52,7 +56,15 @@ class OffloadedShard(Protocol):
         ...
 
     def fetch(self, into: torch.Tensor) -> None:
-        """Read the values into ``into`` (n/N,)."""
+        """Read all values into ``into``; work that the device is given afterwards sees them."""
+        ...
+
+    def fetch_part(self, into: torch.Tensor, low: int) -> None:
+        """Read the values from element ``low`` on into ``into``, after an update."""
+        ...
+
+    def store(self, values: torch.Tensor) -> None:
+        """Replace all values by ``values``, which may be overwritten when this returns."""
         ...
 
     def forget(self) -> None:
@@ -131,7 +143,14 @@ class ParamGroup:
         self._freed_classes = list(map(freed_class, kinds))
         master = self._fill(read, agree)[low:high]
         self.own = self.full[low:high]  # this rank's part; its values are there only while live
-        self.shard = self.own if always else comm.buffer(layout.shard_numel, dtype, device).copy_(self.own)
+        # what the home holds, and where the shard is in it
+        self._kept = self.full if plan.whole_home else self.own
+        self._low, self._high = (low, high) if plan.whole_home else (0, layout.shard_numel)
+        # until its home takes the values, and with them the memory
+        away = plan.home is not Home.DEVICE
+        in_full = always or away
+        self.shard = self.own if in_full else comm.buffer(layout.shard_numel, dtype, device).copy_(self.own)
+        self.home = self._kept if in_full else self.shard
         # fp32 and fp64 parameters are their own masters; frozen ones need none.
         own_master = has_own_master(dtype) or not trainable
         self.master = self.shard if own_master else master.to(torch.float32, copy=True)
@@ -141,23 +160,27 @@ class ParamGroup:
         self._published = self._column_sums()
         # of the parameters that always live
         self._addresses = list(map(torch.Tensor.data_ptr, self.views)) if always and self._real else []
-        self.reshard()
+        if not away:
+            self.reshard()
 
     def replace_master(self, master: torch.Tensor) -> None:
         """Keep the master in ``master`` from now on: the same values elsewhere, or NaN while they
         are in a file."""
         self.master = master
 
-    def replace_shard(self, shard: torch.Tensor) -> None:
-        """Keep the shard in ``shard`` from now on, and the master, too, where it is the shard
-        itself."""
+    def replace_home(self, home: torch.Tensor) -> None:
+        """Keep the shard, or the full copy, in ``home`` from now on, and the master, too, where it
+        is the shard itself."""
+        shard = home[self._low : self._high]
         if self.master is self.shard:
             self.master = shard
-        self.shard = shard
+        self.home, self.shard = home, shard
 
     def set_offloaded(self, shard: OffloadedShard) -> None:
-        """Take the shard's values from ``shard`` from now on."""
+        """Take the values of :attr:`home` from ``shard`` from now on, and free the full
+        parameters."""
         self.offloaded = shard
+        self.reshard()
 
     def set_materialized(self, materialized: Callable[[], AbstractContextManager[None]]) -> None:
         """Let ``materialized`` bring master and shard into memory for the length of a block."""
@@ -189,7 +212,7 @@ class ParamGroup:
 
     def unshard_async(self) -> None:
         """Start the all-gather of the full parameters; :meth:`finish_unshard` completes it. Moves n
-        (N-1)/N elements. Collective over shard."""
+        (N-1)/N elements. Collective over shard; local where the home has the full copy."""
         if self.live or self._gathering is not None:
             return
         refuse_transforms(self.layout.slots[0].name)
@@ -197,11 +220,15 @@ class ParamGroup:
             with self.materialized():  # says who has moved it
                 pass
         with trace_range("unshard"):
-            self.full.untyped_storage().resize_(self.layout.numel * self.full.element_size())
+            self._allocate()
             if self.offloaded is not None:
-                self.offloaded.fetch(self.own)
+                self.offloaded.fetch(self._kept)
             shard = self.shard if self.offloaded is None else self.own
-            self._gathering = self.comm.all_gather(self.full, shard, f"parameters of {self.name}")
+            whole = self.plan.whole_home
+            self._gathering = DONE if whole else self.comm.all_gather(self.full, shard, f"parameters of {self.name}")
+
+    def _allocate(self) -> None:
+        self.full.untyped_storage().resize_(self.layout.numel * self.full.element_size())
 
     def start_read_or_ready(self) -> bool:
         """Return whether to call :meth:`unshard_async` now, for a use that comes soon.
@@ -279,8 +306,8 @@ class ParamGroup:
         """Round an updated master into the shard and start to give every rank the new full copy,
         where one always lives.
 
-        Moves n (N-1)/N elements where parameters always live and are sharded, nothing otherwise.
-        Returns what to wait for.
+        Moves n (N-1)/N elements where parameters always live, or their home has the full copy, and
+        updates are sharded; nothing otherwise. Returns what to wait for.
 
         Args:
             rounded: the shard holds the rounded values already.
@@ -292,29 +319,54 @@ class ParamGroup:
                 self.shard.copy_(self.master)
         if self.plan.params is not Lifetime.ALWAYS:
             self.reshard(stale=True)
-            return None
+            return self._publish_home() if self.plan.whole_home and self.comm.size > 1 else None
         self._published = self._column_sums()
         if self.comm.size == 1:
             return None
         return self.comm.all_gather(self.full, self.own, self.name, lend=lend)
 
+    def _publish_home(self) -> Pending:
+        """Start to gather all ranks' updated shards; :meth:`finish_publish` must follow."""
+        if self.offloaded is None:
+            raise TrialError("parameters have no home", where=self.name, expected="set_offloaded() before publish()")
+        self.offloaded.forget()
+        self._allocate()
+        self.offloaded.fetch_part(self.own, self._low)
+        return self.comm.all_gather(self.full, self.own, self.name)
+
+    def publish_and_wait(self) -> None:
+        """Publish the master between steps, and wait until every rank has the new full copy, here
+        or in its home. Collective over shard."""
+        if (pending := self.publish()) is not None:
+            pending.wait()
+            if self.plan.whole_home:
+                self.finish_publish()
+
+    def finish_publish(self) -> None:
+        """Give full values that have been gathered to the home, and free them here: what follows
+        :meth:`publish` where the home has the full copy."""
+        if self.offloaded is not None:
+            self.offloaded.store(self.full)
+        self.full.untyped_storage().resize_(0)
+
     def load_full(self, params: Collection[int] | None = None) -> None:
-        """Copy the full values, which are alike on all ranks, into shard and master. ``params``
+        """Copy the full values, which are alike on all ranks, into home and master. ``params``
         (ids): only these parameters' elements."""
         self.wait_before_writing()
         if params is None:
-            parts = [slice(None)]
+            parts = whole = [slice(None)]
         else:
-            chosen = {
-                slot.name for slot, param in zip(self.layout.slots, self.params, strict=True) if id(param) in params
-            }
+            slots = zip(self.layout.slots, self.params, strict=True)
+            chosen = {slot.name: slice(slot.offset, slot.offset + slot.numel) for slot, p in slots if id(p) in params}
             pieces = self.layout.pieces(self.comm.index)
             parts = [slice(piece.offset, piece.offset + piece.numel) for piece in pieces if piece.slot.name in chosen]
+            whole = list(chosen.values())
         self._noted = self._versions()
         with self.materialized():
+            if self.plan.params is not Lifetime.ALWAYS:
+                for part in whole if self.plan.whole_home else parts:
+                    self.home[part].copy_(self._kept[part])
             for part in parts:
-                if self.plan.params is not Lifetime.ALWAYS:
-                    self.shard[part].copy_(self.own[part])
                 if self.master is not self.shard:
                     self.master[part].copy_(self.shard[part])
         self._published = self._column_sums()
@@ -330,7 +382,7 @@ class ParamGroup:
                 edited = self.own != master.to(self.dtype)
                 self.master.copy_(torch.where(edited, self.own.to(master.dtype), master))
             if self.plan.params is not Lifetime.ALWAYS:
-                self.shard.copy_(self.own)
+                self.home.copy_(self._kept)
         self._published = self._column_sums()
 
     # --- edits by user code -----------------------------------------------------------------------

@@ -1,4 +1,5 @@
-"""The lifetime table of a ZeRO stage: how long the full copy of each thing lives. Pure.
+"""The lifetime table of a ZeRO stage: how long the full copy of each thing lives, and where
+parameters are between uses. Pure.
 
 | ZeRO stage | full parameters live         | full gradients live | master weights and moments |
 | ---------- | ---------------------------- | ------------------- | -------------------------- |
@@ -9,6 +10,10 @@
 
 Gradients that always live keep one buffer, which every step fills anew.
 
+Parameters that are offloaded live only while their group computes, at every stage. Between uses
+their home has this rank's shard at stage 3, and the full copy at stages 0 to 2: there a use
+communicates nothing, and the update's all-gather ends in the home.
+
 Traffic per optimizer step, in elements per rank, N ranks on the shard axis, Psi parameters, g
 micro-batches (Rajbhandari et al. 2020, section 7):
 
@@ -18,6 +23,9 @@ micro-batches (Rajbhandari et al. 2020, section 7):
     stage 3          (a + r) Psi (N-1)/N          a = 1 when parameters are kept for the step, up to
                                                   2g when freed after every use
 
+Offloaded parameters add no traffic between ranks. From its home a rank moves a Psi elements per
+step at stages 0 to 2 and a Psi/N at stage 3, and to it the updated values once.
+
 Code that trains decides by the plan, not by the stage's number. The number is used where a file or
 a user names it: reading DeepSpeed's checkpoints, comparing the stages in a memory plan, options and
 messages.
@@ -25,7 +33,7 @@ messages.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 from zero_trial.errors import ConfigError
@@ -36,6 +44,19 @@ class Lifetime(Enum):
 
     ALWAYS = "always"  # from construction to the end
     USE = "use"  # parameters: while their group computes; gradients: until they are reduced
+
+
+class Home(Enum):
+    """Where the values of parameters that do not always live are between uses."""
+
+    DEVICE = "device"  # in the memory of the device that computes
+    HOST = "cpu"  # in the host's memory, of a rank that computes on another device
+    NVME = "nvme"  # in a file of this rank
+
+    @classmethod
+    def of(cls, device: str, wanted: str) -> Home:
+        """Return what ``wanted`` (none, cpu, nvme) means to a rank that computes on ``device``."""
+        return cls.DEVICE if wanted in ("none", device) else cls(wanted)
 
 
 class ReduceAt(Enum):
@@ -57,27 +78,42 @@ class Reshard(Enum):
 
 @dataclass(frozen=True)
 class ZeroPlan:
-    """How long the full copy of each thing lives, and when it is exchanged."""
+    """How long the full copy of each thing lives, when it is exchanged, and where parameters are
+    between uses. ``whole_home``: the home has their full copy, not this rank's shard."""
 
     shard_optimizer: bool
     params: Lifetime
     grads: Lifetime
     reduce_at: ReduceAt
     reshard: Reshard = Reshard.WITHIN_LIMITS
+    home: Home = Home.DEVICE
+    whole_home: bool = False
 
     def persistent(self) -> ZeroPlan:
         """Return the plan for parameters too small to be worth freeing: always live, otherwise the
         same."""
-        return ZeroPlan(self.shard_optimizer, Lifetime.ALWAYS, self.grads, self.reduce_at, self.reshard)
+        return replace(self, params=Lifetime.ALWAYS, home=Home.DEVICE, whole_home=False)
 
     def scheduled(self, *, reduce_at: ReduceAt) -> ZeroPlan:
         """Return the plan for a schedule that gathers, frees and reduces."""
-        return ZeroPlan(self.shard_optimizer, self.params, self.grads, reduce_at, Reshard.SCHEDULED)
+        return replace(self, reduce_at=reduce_at, reshard=Reshard.SCHEDULED)
+
+    def at(self, home: Home) -> ZeroPlan:
+        """Return the plan with parameters at ``home`` between uses, otherwise the same."""
+        whole = self.whole_home or self.params is Lifetime.ALWAYS
+        if home is Home.DEVICE:
+            return replace(self, params=Lifetime.ALWAYS if whole else Lifetime.USE, home=Home.DEVICE, whole_home=False)
+        return replace(self, params=Lifetime.USE, home=home, whole_home=whole)
 
     @property
     def frees_parameters(self) -> bool:
         """Whether full parameters do not always live."""
         return self.params is not Lifetime.ALWAYS
+
+    @property
+    def gathers_parameters(self) -> bool:
+        """Whether a use of parameters communicates: between uses each rank has a shard of them."""
+        return self.frees_parameters and not self.whole_home
 
     @property
     def cuts(self) -> tuple[bool, bool, bool]:
@@ -95,8 +131,9 @@ class ZeroPlan:
 
     def describe(self) -> str:
         state = "one shard per rank" if self.shard_optimizer else "whole on every rank"
+        away = f" (from {self.home.value})" if self.home is not Home.DEVICE else ""
         return (
-            f"parameters live {self.params.value}, gradients {'until reduced' if self.grads is Lifetime.USE else 'always'} "
+            f"parameters live {self.params.value}{away}, gradients {'until reduced' if self.grads is Lifetime.USE else 'always'} "
             f"(reduced at {self.reduce_at.value}), optimizer state {state}"
         )
 
@@ -109,9 +146,12 @@ _STAGES = {
 }
 
 
-def plan_for_stage(stage: int, *, reduce_every: str = "auto", reshard_after: str = "auto") -> ZeroPlan:
+def plan_for_stage(
+    stage: int, *, reduce_every: str = "auto", reshard_after: str = "auto", home: Home = Home.DEVICE
+) -> ZeroPlan:
     """Return the plan of a ZeRO stage; ``reduce_every`` (auto, micro, boundary) and
-    ``reshard_after`` (auto, forward, step) override its choices.
+    ``reshard_after`` (auto, forward, step) override its choices, ``home`` says where parameters are
+    between uses.
 
     At the boundary, stage 2 keeps the full gradients of an accumulation until its end and moves 2
     Psi instead of (g+1) Psi; with one micro-batch per step both are the same.
@@ -125,7 +165,7 @@ def plan_for_stage(stage: int, *, reduce_every: str = "auto", reshard_after: str
         plan.grads,
         plan.reduce_at if reduce_every == "auto" else _choice(ReduceAt, reduce_every, "zero_optimization.reduce_every"),
         plan.reshard if reshard_after == "auto" else _choice(Reshard, reshard_after, "zero_optimization.reshard_after"),
-    )
+    ).at(home)
 
 
 def _choice(kind: type[ReduceAt] | type[Reshard], value: str, where: str):  # type: ignore[no-untyped-def]

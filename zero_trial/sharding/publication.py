@@ -29,7 +29,9 @@ class ParamPublisher:
                  | update 1 | all-gather 1 ...
                             | next forward: waits here (deferred), or at the end of the step
 
-    Moves n (N-1)/N elements per step for the parameters that always live and are sharded.
+    Moves n (N-1)/N elements per step for the parameters that always live and are sharded. Those
+    whose home has the full copy are gathered in the same way and go home, at most two groups at a
+    time.
     """
 
     def __init__(self, module: nn.Module, groups: Sequence[ParamGroup]) -> None:
@@ -40,6 +42,7 @@ class ParamPublisher:
         self._unrounded: set[int] = set()
         self._lend = True
         self.under_way: list[Pending] = []  # in the order in which they were sent
+        self._homeward: deque[tuple[ParamGroup, Pending]] = deque()
         self._hook: Any = None
 
     def begin(self, pieces: Sequence[Updated] = (), *, lend: bool = True) -> None:
@@ -70,13 +73,15 @@ class ParamPublisher:
         Collective over shard."""
         while self._queue:
             self._publish(self._queue.popleft())
+        self._bring_home(0)
 
     def publish_frozen(self) -> None:
         """Publish the groups that no step changes: their values were replaced (a checkpoint was
         read). Collective over shard."""
         for group in self._groups:
-            if not group.trainable and (pending := group.publish()) is not None:
-                self.under_way.append(pending)
+            if not group.trainable:
+                self._note(group, group.publish())
+        self._bring_home(0)
 
     def _publish(self, group: ParamGroup) -> None:
         if not group.trainable:
@@ -84,8 +89,21 @@ class ParamPublisher:
             return
         with trace_range("publish"):
             rounded = id(group) in self._pieces_left and id(group) not in self._unrounded
-            if (pending := group.publish(rounded=rounded, lend=self._lend)) is not None:
-                self.under_way.append(pending)
+            self._note(group, group.publish(rounded=rounded, lend=self._lend))
+
+    def _note(self, group: ParamGroup, pending: Pending | None) -> None:
+        if pending is not None and group.plan.whole_home:
+            self._homeward.append((group, pending))
+            self._bring_home(1)
+        elif pending is not None:
+            self.under_way.append(pending)
+
+    def _bring_home(self, keep: int) -> None:
+        """Finish all but ``keep`` of the publications whose values go to a home."""
+        while len(self._homeward) > keep:
+            group, pending = self._homeward.popleft()
+            pending.wait()
+            group.finish_publish()
 
     def wait(self) -> None:
         """Wait until every parameter that always lives is whole here and on the other ranks of the

@@ -1,13 +1,14 @@
-"""Parameter shards in a file between uses: read through a few buffers, ahead of the blocks that
-come next, and written by the update.
+"""Parameters in a file between uses, a rank's shards at stage 3 and full copies at stages 0 to 2:
+read through a few buffers, ahead of the blocks that come next, and written by the update.
 
     buffer 0   read h3 .... | into full | read h0 ...
     buffer 1        read h2 ......  | into full |
     full                     h3 gathered, computes    h2 gathered, computes
 
-Traffic per gather of a shard of n elements: n elements read, in whole blocks of the disk. An update
-writes n. Memory: the buffers. The shard is read into this rank's part of the full buffer, and
-gathered from there.
+Traffic per gather of a home of n elements: n elements read, in whole blocks of the disk. An update
+writes n. Where the home has the full copy and N ranks update a part each, it writes n/N, reads them
+again for the all-gather and writes the result, n elements. Memory: the buffers. A shard is read
+into this rank's part of the full buffer, and gathered from there; a full copy into all of it.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from zero_trial.sharding.offload.swap_file import (
 )
 from zero_trial.sharding.param_group import ParamGroup
 from zero_trial.sharding.pieces import ShardPiece
-from zero_trial.sharding.plan import Lifetime
+from zero_trial.sharding.plan import Home
 
 
 @dataclass(eq=False)
@@ -48,7 +49,7 @@ class _Part:
 
 @dataclass(eq=False)
 class SwappedShard:
-    """One group's shard in the file, from ``offset`` bytes on. See
+    """One group's home in the file, from ``offset`` bytes on. See
     :class:`zero_trial.sharding.param_group.OffloadedShard`."""
 
     swapper: ParamSwapper
@@ -63,6 +64,12 @@ class SwappedShard:
     def fetch(self, into: torch.Tensor) -> None:
         self.swapper.fetch(self, into)
 
+    def fetch_part(self, into: torch.Tensor, low: int) -> None:
+        self.swapper.fetch_part(self, into, low)
+
+    def store(self, values: torch.Tensor) -> None:
+        self.swapper.store(self, values)
+
     def forget(self) -> None:
         self.swapper.forget(self)
 
@@ -75,7 +82,8 @@ class SwappedShard:
 
     @property
     def numel(self) -> int:
-        return self.group.layout.shard_numel
+        layout = self.group.layout
+        return layout.numel if self.group.plan.whole_home else layout.shard_numel
 
     @property
     def itemsize(self) -> int:
@@ -83,7 +91,7 @@ class SwappedShard:
 
 
 class ParamSwapper:
-    """Keeps the shards of a rank's groups in a file.
+    """Keeps the parameters of a rank's groups in a file.
 
     Uses must come in the same order on all ranks of a group's axis.
 
@@ -91,47 +99,45 @@ class ParamSwapper:
         space: the file.
         most: elements of a buffer at most; none is larger than the largest shard.
         count: buffers; together they hold at most a quarter of what is in the file.
-        keep: elements that stay in memory.
     """
 
-    def __init__(self, space: SwapSpace, *, most: int, count: int, keep: int = 0) -> None:
+    def __init__(self, space: SwapSpace, *, most: int, count: int) -> None:
         self.space = space
         self.failure = DiskFailure()
-        self.kept = 0  # elements that stay in memory
         self._most = most
         self._count = count
-        self._keep = keep
         self._shards: dict[int, SwappedShard] = {}  # by id of the group
         # those with parts, in the order in which their reads started
         self._reading: list[SwappedShard] = []
         self._free: deque[torch.Tensor] | None = None  # None until all shards are known
+        self._writing: deque[tuple[torch.Tensor, DiskTransfer]] = deque()
         self._buffer_numel = 0
         self._area: torch.Tensor | None = None
         self._access = MappedAccess(space.mapped, self.failure, self._wait_for_all, self._map, self._unmap)
 
     def swap_out(self, group: ParamGroup) -> None:
-        """Write the group's shard to the file; it reads as NaN afterwards, and so does its master
+        """Write the group's home to the file; it reads as NaN afterwards, and so does its master
         where that is the same.
 
-        Groups that always live stay in memory.
+        Groups whose plan has another home stay in memory.
         """
-        if group.plan.params is Lifetime.ALWAYS:
+        if group.plan.home is not Home.NVME:
             return
-        if self.kept + group.layout.shard_numel <= self._keep:
-            self.kept += group.layout.shard_numel
-            return
-        offset = self.space.reserve(group.shard.numel() * group.shard.element_size())
-        self.space.write(offset, group.shard).wait()
+        offset = self.space.reserve(group.home.numel() * group.home.element_size())
+        self.space.write(offset, group.home).wait()
         shard = self._shards[id(group)] = SwappedShard(self, group, offset)
-        group.set_offloaded(shard)
-        group.set_materialized(self.lent)
         self._remove_values(shard)
+        group.set_materialized(self.lent)
+        group.set_offloaded(shard)
         give_freed_memory_back()
 
     def offset_of(self, group: ParamGroup) -> int | None:
         """Return where the group's shard begins in the file, in bytes; None if it is in memory."""
         shard = self._shards.get(id(group))
-        return shard.offset if shard is not None else None
+        if shard is None:
+            return None
+        low = group.layout.shard_range(group.comm.index)[0] if group.plan.whole_home else 0
+        return shard.offset + low * shard.itemsize
 
     def add_writes(self, group: ParamGroup, transfers: Sequence[DiskTransfer]) -> None:
         """Note writes to the group's shard that are under way."""
@@ -146,7 +152,8 @@ class ParamSwapper:
     @property
     def buffers(self) -> list[torch.Tensor]:
         """All of them; none before the first is needed."""
-        return [*(self._free or ()), *(part.buffer for shard in self._shards.values() for part in shard.parts)]
+        reading = (part.buffer for shard in self._shards.values() for part in shard.parts)
+        return [*(self._free or ()), *reading, *(buffer for buffer, _ in self._writing)]
 
     def lent(self) -> AbstractContextManager[None]:
         """Make all shards readable and writable inside the block, in pages that the kernel may
@@ -176,7 +183,7 @@ class ParamSwapper:
     def fetch(self, shard: SwappedShard, into: torch.Tensor) -> None:
         """Read the shard's values into ``into`` (n,) and wait for them. Raises StorageError."""
         if self._access.is_open:
-            into.copy_(shard.group.shard)
+            into.copy_(shard.group.home)
             return
         self.failure.require_none()
         if shard.parts and shard.parts[0].low:  # a fetch was broken off
@@ -194,6 +201,32 @@ class ParamSwapper:
             self._release(shard.parts.popleft())
         self._reading = [other for other in self._reading if other is not shard]
 
+    def fetch_part(self, shard: SwappedShard, into: torch.Tensor, low: int) -> None:
+        """Read the values from element ``low`` on into ``into``, which an update has just written.
+        Raises StorageError."""
+        if self._access.is_open:
+            into.copy_(shard.group.home[low : low + into.numel()])
+            return
+        self.failure.require_none()
+        self._wait_for_writes(shard)
+        self.failure.wait([self.space.read(shard.offset + low * shard.itemsize, into)])
+
+    def store(self, shard: SwappedShard, values: torch.Tensor) -> None:
+        """Replace all values by ``values`` (n,), through the buffers. Raises StorageError."""
+        if self._access.is_open:
+            shard.group.home.copy_(values)
+            return
+        self.failure.require_none()
+        self._wait_for_writes(shard)
+        free = self._free_buffers()
+        step = self._buffer_numel
+        for low in range(0, shard.numel, step):
+            if not free:
+                self._reclaim_buffer()
+            part = _Part(low, min(low + step, shard.numel), free.popleft())
+            _values(part, shard).copy_(values[part.low : part.high])
+            self._write(shard, part)
+
     def forget(self, shard: SwappedShard) -> None:
         """Drop what was read ahead: it is not needed, or about to be out of date."""
         self._wait_for(shard.parts)
@@ -208,10 +241,11 @@ class ParamSwapper:
         for part in shard.parts:
             if part.transfer is None:
                 self._read(shard, part)
+        while self._writing and self._writing[0][1].done():
+            self._reclaim_buffer()
         low = shard.parts[-1].high if shard.parts else done
         if low < shard.numel and free and shard not in self._reading:
-            self.failure.wait(shard.written)
-            shard.written.clear()
+            self._wait_for_writes(shard)
             self._reading.append(shard)
         while low < shard.numel and free:
             high = min(low + self._buffer_numel, shard.numel)
@@ -224,12 +258,27 @@ class ParamSwapper:
         target = part.buffer[: round_up((part.high - part.low) * shard.itemsize, BLOCK)]
         part.transfer = self.space.read(shard.offset + part.low * shard.itemsize, target)
 
+    def _write(self, shard: SwappedShard, part: _Part) -> None:
+        source = part.buffer[: round_up((part.high - part.low) * shard.itemsize, BLOCK)]
+        transfer = self.space.write(shard.offset + part.low * shard.itemsize, source)
+        shard.written.append(transfer)
+        self._writing.append((part.buffer, transfer))
+
+    def _wait_for_writes(self, shard: SwappedShard) -> None:
+        self.failure.wait(shard.written)
+        shard.written.clear()
+
     def _wait_for(self, parts: Iterable[_Part]) -> None:
         self.failure.wait([part.transfer for part in parts if part.transfer is not None])
 
     def _reclaim_buffer(self) -> None:
-        """Free a buffer of the shard that is needed last. There is one: the caller has none, and
-        none is free."""
+        """Free a buffer that is being written, else one of the shard that is needed last. There is
+        one: the caller has none, and none is free."""
+        if self._writing:
+            buffer, transfer = self._writing.popleft()
+            self.failure.wait([transfer])
+            self._free_buffers().append(buffer)
+            return
         victim = next(shard for shard in reversed(self._reading) if shard.parts)
         self._wait_for([victim.parts[-1]])
         self._release(victim.parts.pop())
@@ -260,8 +309,7 @@ class ParamSwapper:
             self._wait_for(shard.parts)
             for part in shard.parts:
                 part.transfer = None
-            self.failure.wait(shard.written)
-            shard.written.clear()
+            self._wait_for_writes(shard)
 
     def _map(self, area: torch.Tensor | None) -> None:
         self._area = area
@@ -269,7 +317,7 @@ class ParamSwapper:
             return
         for shard in self._shards.values():
             values = area[shard.offset : shard.offset + shard.numel * shard.itemsize]
-            shard.group.replace_shard(values.view(shard.group.dtype))
+            shard.group.replace_home(values.view(shard.group.dtype))
 
     def _unmap(self, area: torch.Tensor | None) -> None:
         for shard in self._shards.values():
@@ -277,7 +325,7 @@ class ParamSwapper:
         self._area = None
 
     def _remove_values(self, shard: SwappedShard) -> None:
-        shard.group.replace_shard(absent((shard.numel,), shard.group.dtype, shard.group.shard.device))
+        shard.group.replace_home(absent((shard.numel,), shard.group.dtype, shard.group.home.device))
 
 
 def _values(part: _Part, shard: SwappedShard) -> torch.Tensor:

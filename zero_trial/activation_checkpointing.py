@@ -14,6 +14,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import checkpoint as torch_checkpoint
 
+from zero_trial.device import accelerator, torch_module
 from zero_trial.ds_config.keys_running import ActivationCheckpointingSection
 from zero_trial.ds_config.reader import read_ds_config
 from zero_trial.ds_config.table import DsConfig
@@ -165,10 +166,12 @@ class RngStatesTracker:
 
 
 def _device_generator() -> torch.Generator:
-    if not torch.cuda.is_available():
+    if (kind := accelerator()) is None:
         return torch.default_generator
-    torch.cuda.init()
-    return torch.cuda.default_generators[torch.cuda.current_device()]
+    module = torch_module(kind)
+    module.init()
+    generator: torch.Generator = module.default_generators[module.current_device()]
+    return generator
 
 
 def _rng_state() -> torch.Tensor:

@@ -23,26 +23,27 @@ ARROWS: Mapping[str, set[str]] = {
     "start": set(),  # runs before anything else is imported
     "lightning": {"engine", "zero", "ds_config", "schema", "errors"},  # imported on request
     "errors": set(),
+    "device": set(),  # knows torch's devices, and nothing of the package
     "util": {"errors"},
     # Configuration
     "schema": {"errors"},
     "ds_config": {"schema", "sharding.plan", "errors"},
     "experiment": {"ds_config", "schema", "errors"},
     # The engine half: knows nothing of experiments.
-    "comm": {"errors"},
-    "ops": {"errors"},
+    "comm": {"device", "errors"},
+    "ops": {"device", "errors"},
     "precision": {"errors"},
-    "activation_checkpointing": {"ds_config", "errors"},
-    "sharding": {"ops", "comm", "precision", "errors"},
+    "activation_checkpointing": {"ds_config", "device", "errors"},
+    "sharding": {"ops", "comm", "precision", "device", "errors"},
     "zero": {"sharding", "errors"},  # the public names of sharding, and layers that use it
-    "checkpoint": {"comm", "errors"},
+    "checkpoint": {"comm", "device", "errors"},
     # foreign files become a checkpoint; no engine is needed for it
     "importing": {"checkpoint", "errors"},
     # never sharding: unshard and reduce are actions
     "pipeline": {"comm", "activation_checkpointing", "errors"},
     "engine": {
         *("sharding", "zero", "pipeline", "checkpoint", "ops", "comm", "precision", "activation_checkpointing"),
-        *("ds_config", "errors"),
+        *("ds_config", "device", "errors"),
     },
     # The trial half: knows nothing of sharding.
     "data": {"errors"},
@@ -73,7 +74,7 @@ ARROWS: Mapping[str, set[str]] = {
             "launch",
             "runs",
         ),
-        *("experiment", "ds_config", "schema", "precision", "ops", "checkpoint", "errors"),
+        *("experiment", "ds_config", "schema", "precision", "ops", "checkpoint", "device", "errors"),
     },
     "cli": {
         *("checkpoint", "preflight", "launch", "master", "trial", "engine", "importing", "pipeline", "runtime", "runs"),

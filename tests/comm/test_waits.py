@@ -152,7 +152,7 @@ def test_many_collectives_under_way_at_once(ranks: Pools, world: int) -> None:
 
 @pytest.fixture(scope="module")
 def strict() -> Iterator[RankPool]:
-    pool = RankPool(2, strict=True)
+    pool = RankPool(2, world="strict")
     yield pool
     pool.close()
 
@@ -226,7 +226,7 @@ def timeouts_of_groups() -> list[float]:
 
 
 def test_the_groups_of_an_axis_have_the_timeout_of_the_mesh() -> None:
-    pool = RankPool(4, strict=True)
+    pool = RankPool(4, world="strict")
     try:
         assert pool.run(timeouts_of_groups) == [[7.0, 7.0, 9.0, 9.0]] * 4
     finally:

@@ -20,7 +20,7 @@ WARM, STEPS = 2, 3
 
 @pytest.fixture(scope="module")
 def strict() -> Iterator[RankPool]:
-    pool = RankPool(4, strict=True)
+    pool = RankPool(4, world="strict")
     yield pool
     pool.close()
 

@@ -17,7 +17,7 @@ from tests.support.pool import Pools
 from zero_trial.engine.flop_count import Flops, Peak
 from zero_trial.engine.profile import (
     _PAIRS_KEPT,
-    CudaTimers,
+    DeviceTimers,
     ModelProfile,
     ModuleRow,
     StepProfiler,
@@ -97,7 +97,7 @@ class FakeEvent:
 
 def test_events_are_waited_for_only_when_the_sums_are_taken():
     device = FakeDevice()
-    timers = CudaTimers(device.event)
+    timers = DeviceTimers(device.event)
     for _ in range(3):
         timers.begin("forward")
         timers.end("forward")
@@ -109,7 +109,7 @@ def test_events_are_waited_for_only_when_the_sums_are_taken():
 
 def test_passed_events_are_added_up_on_the_way():
     device = FakeDevice()
-    timers = CudaTimers(device.event)
+    timers = DeviceTimers(device.event)
     for _ in range(3 * _PAIRS_KEPT):
         timers.begin("step")
         timers.end("step")
@@ -121,7 +121,7 @@ def test_passed_events_are_added_up_on_the_way():
 
 def test_the_clock_of_a_device():
     assert type(make_timers(torch.device("cpu"))) is Timers
-    assert type(make_timers(torch.device("cuda", 0))) is CudaTimers
+    assert type(make_timers(torch.device("cuda", 0))) is DeviceTimers
 
 
 class Net(nn.Module):

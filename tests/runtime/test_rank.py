@@ -15,6 +15,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from tests.trial.fake_engine import fake_factory
 from tests.trial.harness import DS_CONFIG, LineTrial
 from zero_trial.comm.rendezvous import RankEnv
+from zero_trial.device import own_device
 from zero_trial.errors import ConfigError, DoesNotFit, InvalidHP, TrialError
 from zero_trial.launch.entrypoint import Entrypoint
 from zero_trial.runtime.folder import rank_of_folder
@@ -27,7 +28,6 @@ from zero_trial.runtime.rank import (
     error_text,
     figures_of,
     load_trial_class,
-    own_device,
     peak_memory,
     print_error,
     rank_world,
@@ -106,7 +106,7 @@ def test_memory_that_runs_out_exits_with_3() -> None:
 def test_what_one_process_has() -> None:
     assert peak_memory(torch.device("cpu")) > 1e6
     assert rank_world(RankEnv()).allgather({"a": 1}) == [{"a": 1}]
-    assert own_device(RankEnv()).type == ("cuda" if torch.cuda.is_available() else "cpu")
+    assert own_device(0).type == ("cuda" if torch.cuda.is_available() else "cpu")
     assert RankState().step is None
 
 

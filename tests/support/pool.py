@@ -35,10 +35,11 @@ class RankPool:
     """``size`` processes in one world. After a failure the world is thrown away: its ranks may wait
     for each other for ever.
 
-    ``strict``: the world's collectives go over :mod:`tests.support.strict_backend` instead of gloo.
+    ``world``: collectives go over "gloo", or over "strict" (:mod:`tests.support.strict_backend`),
+    or the ranks compute on the stand-in device, "standin" (:mod:`tests.support.device`).
     """
 
-    def __init__(self, size: int, *, strict: bool = False) -> None:
+    def __init__(self, size: int, *, world: str = "gloo") -> None:
         self.size = size
         context = server()
         port = free_port()
@@ -46,7 +47,7 @@ class RankPool:
         self._processes = []
         for rank in range(size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs, rank, size, port, strict), daemon=True)
+            process = context.Process(target=_serve, args=(theirs, rank, size, port, world), daemon=True)
             process.start()
             theirs.close()
             self._pipes.append(ours)
@@ -131,7 +132,7 @@ def take_place(rank: int, size: int, port: int) -> None:
     )
 
 
-def _serve(pipe: Connection, rank: int, size: int, port: int, strict: bool) -> None:
+def _serve(pipe: Connection, rank: int, size: int, port: int, world: str) -> None:
     take_place(rank, size, port)
     import torch
 
@@ -139,9 +140,14 @@ def _serve(pipe: Connection, rank: int, size: int, port: int, strict: bool) -> N
     from zero_trial.comm import init_distributed
 
     torch.set_num_threads(1)
-    if strict:
+    if world == "strict":
         strict_backend.register()
-    init_distributed(strict_backend.NAME if strict else None, timeout=COLLECTIVE_TIMEOUT_SECONDS)
+    elif world == "standin":
+        from tests.support.device import collectives, device
+
+        device.use().go_on_when_idle()
+        collectives.register()
+    init_distributed(strict_backend.NAME if world == "strict" else None, timeout=COLLECTIVE_TIMEOUT_SECONDS)
     gc.freeze()  # bodies that collect do not look at torch
     while True:
         try:

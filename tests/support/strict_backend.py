@@ -106,6 +106,10 @@ _MAX = dist.AllreduceOptions()
 _MAX.reduceOp = dist.ReduceOp.MAX
 
 
+# Makes a collective of gloo's out of outputs and inputs; returns its work.
+Make = Callable[[list[torch.Tensor], list[torch.Tensor]], Any]
+
+
 class StrictGroup(dist.ProcessGroup):
     """``rank`` of ``size`` in one group."""
 
@@ -116,40 +120,47 @@ class StrictGroup(dist.ProcessGroup):
         self._size = size
         self.timeout = timeout  # bounds what runs on the device, since no wait of the host does
         self._launches: queue.SimpleQueue[tuple[StrictWork, Call]] = queue.SimpleQueue()
-        threading.Thread(target=self._run, name="strict-device", daemon=True).start()
+        self._running = False
 
     def getBackendName(self) -> str:
         return NAME
 
+    @staticmethod
+    def on_host(values: torch.Tensor) -> bool:
+        return on_host(values)
+
     def _reduce_scatter_base(self, output: torch.Tensor, whole: torch.Tensor, opts: Any = None) -> Any:
-        def call() -> Any:
+        def make(outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> Any:
+            (output,), (whole,) = outputs, inputs
             sums = whole.clone()  # gloo has no reduce-scatter in every release
             return _Then(
                 self._device.allreduce([sums]),
                 lambda: output.copy_(sums.view(self._size, -1)[self.rank()].view_as(output)),
             )
 
-        return self._launch("reduce_scatter", [output, whole], call)
+        return self._launch("reduce_scatter", [output], [whole], make)
 
     def _allgather_base(self, output: torch.Tensor, part: torch.Tensor, opts: Any = None) -> Any:
-        def call() -> Any:
+        def make(outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> Any:
+            (output,), (part,) = outputs, inputs
             parts = [torch.empty_like(part) for _ in range(self._size)]
             work = self._device.allgather([parts], [part.clone()])
             return _Then(work, lambda: output.view(self._size, -1).copy_(torch.stack(parts).view(self._size, -1)))
 
-        return self._launch("all_gather", [output, part], call)
+        return self._launch("all_gather", [output], [part], make)
 
     def alltoall_base(
         self, output: torch.Tensor, sent: torch.Tensor, incoming: list[int], outgoing: list[int], opts: Any = None
     ) -> Any:
-        def call() -> Any:  # one row of the longest part per pair, since gloo's has no uneven parts here
-            parts = sent.split(outgoing)
+        def make(outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> Any:
+            # one row of the longest part per pair, since gloo's has no uneven parts here
+            parts = inputs[0].split(outgoing)
             longest = torch.tensor([max(outgoing + incoming)])
             self._device.allreduce([longest], _MAX).wait()
-            table = sent.new_zeros(self._size, self._size, int(longest))
+            table = inputs[0].new_zeros(self._size, self._size, int(longest))
             for peer, part in enumerate(parts):
                 table[self.rank(), peer, : part.numel()] = part
-            target = output.split(incoming)
+            target = outputs[0].split(incoming)
 
             def place() -> None:
                 for peer, part in enumerate(target):
@@ -157,42 +168,62 @@ class StrictGroup(dist.ProcessGroup):
 
             return _Then(self._device.allreduce([table]), place)
 
-        return self._launch("all_to_all", [output, sent], call)
+        return self._launch("all_to_all", [output], [sent], make)
 
     # as torch calls them from 2.13 on
     reduce_scatter_single, all_gather_single = _reduce_scatter_base, _allgather_base
     all_to_all_single = alltoall_base
 
     def allreduce(self, tensors: Sequence[torch.Tensor], opts: Any = None) -> Any:
-        return self._either("all_reduce", tensors, lambda group: group.allreduce(list(tensors), opts))
+        return self._either("all_reduce", tensors, tensors, lambda group, out, _: group.allreduce(out, opts))
 
     def broadcast(self, tensors: Sequence[torch.Tensor], opts: Any = None) -> Any:
-        return self._either("broadcast", tensors, lambda group: group.broadcast(list(tensors), opts))
+        return self._either("broadcast", tensors, tensors, lambda group, out, _: group.broadcast(out, opts))
 
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
-        return self._either("all_gather", [*outputs[0], *inputs], lambda group: group.allgather(outputs, inputs, opts))
+        return self._either(
+            "all_gather", outputs[0], inputs, lambda group, out, given: group.allgather([out], given, opts)
+        )
 
     def send(self, tensors: Sequence[torch.Tensor], to: int, tag: int = 0) -> Any:
-        return self._either("send", tensors, lambda group: group.send(list(tensors), to, tag))
+        return self._either("send", [], tensors, lambda group, _, given: group.send(given, to, tag))
 
     def recv(self, tensors: Sequence[torch.Tensor], source: int, tag: int = 0) -> Any:
-        return self._either("recv", tensors, lambda group: group.recv(list(tensors), source, tag))
+        return self._either("recv", tensors, [], lambda group, out, _: group.recv(out, source, tag))
 
     def barrier(self, opts: Any = None) -> Any:
         return HostWork("barrier", self._host.barrier())
 
-    def _either(self, operation: str, tensors: Sequence[torch.Tensor], start: Callable[[Any], Any]) -> Any:
-        if all(on_host(values) for values in tensors):
-            return HostWork(operation, start(self._host))
-        return self._launch(operation, tensors, lambda: start(self._device))
+    def _either(
+        self,
+        operation: str,
+        outputs: Sequence[torch.Tensor],
+        inputs: Sequence[torch.Tensor],
+        start: Callable[[Any, list[torch.Tensor], list[torch.Tensor]], Any],
+    ) -> Any:
+        if all(self.on_host(values) for values in (*outputs, *inputs)):
+            return HostWork(operation, start(self._host, list(outputs), list(inputs)))
+        return self._launch(operation, outputs, inputs, lambda out, given: start(self._device, out, given))
 
-    def _launch(self, operation: str, tensors: Sequence[torch.Tensor], call: Call) -> StrictWork:
-        if any(on_host(values) for values in tensors):
-            kinds = ", ".join(f"{values.dtype} on the {'host' if on_host(values) else 'device'}" for values in tensors)
+    def _launch(
+        self, operation: str, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], make: Make
+    ) -> Any:
+        """Start a collective on the device. A tensor of both kinds is updated in place."""
+        tensors = [*outputs, *inputs]
+        if any(self.on_host(values) for values in tensors):
+            kinds = ", ".join(
+                f"{values.dtype} on the {'host' if self.on_host(values) else 'device'}" for values in tensors
+            )
             raise RuntimeError(f"{operation} takes tensors on the device only, got {kinds}")
-        work = StrictWork(operation)
         launched.append(operation)
-        self._launches.put((work, call))
+        return self._start(operation, list(outputs), list(inputs), make)
+
+    def _start(self, operation: str, outputs: list[torch.Tensor], inputs: list[torch.Tensor], make: Make) -> Any:
+        if not self._running:
+            self._running = True
+            threading.Thread(target=self._run, name="strict-device", daemon=True).start()
+        work = StrictWork(operation)
+        self._launches.put((work, lambda: make(outputs, inputs)))
         return work
 
     def _run(self) -> None:

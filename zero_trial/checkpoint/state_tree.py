@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from zero_trial.checkpoint.format import dtype_name, dtype_of
+from zero_trial.device import is_accelerator, torch_module
 from zero_trial.errors import CheckpointError
 
 
@@ -140,14 +141,14 @@ _DECODERS: dict[str, Callable[[Any, Callable[[str], torch.Tensor]], Any]] = {
     "$array": _to_array,
 }
 
-# The state of this process's random generators: torch (CPU and one CUDA device), numpy, random.
+# The state of this process's random generators: torch (CPU and one accelerator), numpy, random.
 
 GENERATORS = ("torch", "cuda", "random", "numpy")
 
 
 def capture_rng(device: torch.device | None = None) -> dict[str, Any]:
-    """Return the state of each generator, as ``encode_state`` takes it. ``device``: the CUDA device
-    of this rank, if any.
+    """Return the state of each generator, as ``encode_state`` takes it. ``device``: this
+    rank's.
 
     numpy's global generator is included if numpy is loaded: otherwise nothing has drawn from it.
     """
@@ -156,8 +157,8 @@ def capture_rng(device: torch.device | None = None) -> dict[str, Any]:
         "torch": torch.get_rng_state(),
         "random": {"version": version, "words": torch.tensor(words, dtype=torch.int64), "gauss": gauss},
     }
-    if device is not None and device.type == "cuda":
-        state["cuda"] = torch.cuda.get_rng_state(device)
+    if device is not None and is_accelerator(device):
+        state[device.type] = torch_module(device).get_rng_state(device)
     numpy = sys.modules.get("numpy")
     if numpy is not None:
         kind, words, position, has_gauss, cached = numpy.random.get_state()
@@ -173,8 +174,9 @@ def restore_rng(
     not have.
 
     Args:
-        device: the CUDA device of this rank, if any.
-        only: the generators to restore; the others stay as they are.
+        device: this rank's.
+        only: the generators to restore, "cuda" for that of any accelerator; the others stay as
+            they are.
 
     Raises CheckpointError for a state that is not one.
     """
@@ -185,11 +187,11 @@ def restore_rng(
         if "random" in only:
             python = state["random"]
             random.setstate((python["version"], tuple(python["words"].tolist()), python["gauss"]))
-        if "cuda" in state and "cuda" in only:
-            if device is not None and device.type == "cuda":
-                torch.cuda.set_rng_state(state["cuda"].cpu(), device)
+        for kind in state.keys() - {"torch", "random", "numpy"} if "cuda" in only else ():
+            if device is not None and device.type == kind:
+                torch_module(device).set_rng_state(state[kind].cpu(), device)
             else:
-                left_out.append("cuda")
+                left_out.append(kind)
         if "numpy" in state and "numpy" in only and not _restore_numpy(state["numpy"]):
             left_out.append("numpy")
     except (KeyError, TypeError, ValueError, RuntimeError, AttributeError) as fault:

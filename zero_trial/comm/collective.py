@@ -38,6 +38,7 @@ from zero_trial.comm.shm.transport import (
     SharedTransport,
 )
 from zero_trial.comm.waits import DONE, Heartbeat, Message, Pending, Received, Watchdog
+from zero_trial.device import own_device
 
 # Sees this rank's part of a sum and what peers put in, by axis index, before it is passed on.
 Look = Callable[[torch.Tensor, Mapping[int, torch.Tensor]], None]
@@ -88,9 +89,7 @@ class AxisComm:
         self.order = CallOrder(number)
         self.takes_host_tensors = group is None or moves_host_tensors(group)
         # Where control values must be for :meth:`all_reduce_small`.
-        self.control_device = (
-            torch.device("cpu") if self.takes_host_tensors else torch.device("cuda", torch.cuda.current_device())
-        )
+        self.control_device = torch.device("cpu") if self.takes_host_tensors else own_device()
         self._direct = DirectTransport(group, ranks, index, add)
         self._host_transport: Transport = transport or self._direct
         self._device_transport: Transport = transport or NativeTransport(group)

@@ -37,6 +37,7 @@ from zero_trial.comm.backends import moves_host_tensors
 from zero_trial.comm.collective import AxisComm
 from zero_trial.comm.diagnosis import names, printable
 from zero_trial.comm.waits import Heartbeat
+from zero_trial.device import accelerator, own_device, torch_module
 from zero_trial.errors import CheckpointError, MeshError, ZeroTrialError
 
 log = logging.getLogger("zero_trial")
@@ -172,7 +173,8 @@ def init_distributed(
     when they do not arrive in time.
 
     Args:
-        dist_backend: default: NCCL for CUDA with gloo for the host, or gloo alone.
+        dist_backend: default: the accelerator's own (NCCL for CUDA) with gloo for the host, or
+            gloo alone.
         distributed_port: where rank 0 listens if the launcher has named no port.
         timeout: seconds or timedelta, bounds the start and every collective.
         init_method: ``env://``, ``tcp://host:port`` or ``file://...``, in place of what the
@@ -197,11 +199,12 @@ def init_distributed(
         if isinstance(timeout, datetime.timedelta)
         else datetime.timedelta(seconds=timeout or DEFAULT_TIMEOUT_SECONDS)
     )
-    backend = dist_backend or ("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
-    why = "given" if dist_backend else "CUDA is available" if torch.cuda.is_available() else "CUDA is not available"
+    kind = accelerator()
+    backend = dist_backend or (f"cpu:gloo,{kind}:{dist.get_default_backend_for_device(kind)}" if kind else "gloo")
+    why = "given" if dist_backend else f"{kind} is available" if kind else "CUDA is not available"
     log.debug("rank %d of %d: backend %s (%s)", env.rank, env.world_size, backend, why)
-    if torch.cuda.is_available():
-        torch.cuda.set_device(env.local_rank % torch.cuda.device_count())
+    if kind is not None:
+        torch_module(kind).set_device(own_device(env.local_rank))
     try:
         if not env.launched:
             dist.init_process_group(backend, store=torch.distributed.HashStore(), rank=0, world_size=1, timeout=limit)  # type: ignore[attr-defined]
@@ -250,7 +253,7 @@ def agree_on(numbers: Sequence[float]) -> list[float]:
     """
     if world_size() == 1:
         return list(numbers)
-    device = "cpu" if moves_host_tensors(None) else "cuda"
+    device = "cpu" if moves_host_tensors(None) else own_device()
     values = torch.tensor(numbers, dtype=torch.float64, device=device)
     dist.broadcast(values, 0)
     return [float(value) for value in values.tolist()]

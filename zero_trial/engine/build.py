@@ -28,6 +28,7 @@ from zero_trial.comm import (
     world_size,
 )
 from zero_trial.comm.mesh import mesh_around
+from zero_trial.device import is_accelerator, own_device
 from zero_trial.ds_config.keys_running import ActivationCheckpointingSection
 from zero_trial.ds_config.keys_training import EmaSection
 from zero_trial.ds_config.reader import read_ds_config
@@ -108,13 +109,13 @@ def initialize(
     open_console(settings.log_level)
     mesh = _join(settings, mpu, distributed_port, dist_init_required)
     require_mesh(mesh_param, mesh)
-    if _device().type == "cpu" or offloads(settings):
+    if own_device().type == "cpu" or offloads(settings):
         agree_on_kernels(mesh.world)
     engine = build_engine(
         model,
         settings,
         mesh,
-        _device(),
+        own_device(),
         optimizer,
         model_parameters,
         lr_scheduler,
@@ -202,7 +203,7 @@ def build_engine(
     Collective over the mesh.
 
     ``places`` are those of offloaded state; a dry run has some without a disk. ``observed``: with
-    monitors, timers and lines, and on CUDA with steps that the device decides.
+    monitors, timers and lines, and on an accelerator with steps that the device decides.
     """
     resolved = resolve_config(settings, mesh.data.size, device.type)
     if isinstance(model, PipelineModule):
@@ -229,7 +230,7 @@ def build_engine(
         resolved = replace(resolved, plan=resolved.plan.at(Home.of(device.type, "cpu")))
     precision = resolved.policy.param
     offload = plan_offload(settings, resolved.plan, mesh, device, trained, precision, places, everything)
-    outcome = StepOutcome(resolved, mesh, device, deferred=observed and device.type == "cuda")
+    outcome = StepOutcome(resolved, mesh, device, deferred=observed and is_accelerator(device))
     sharded = ShardedModel(
         model,
         [group["params"] for group in plan.groups] if plan is not None else [],
@@ -281,12 +282,6 @@ def _join(settings: DsConfig, mpu: Any, port: int, required: bool | None) -> Mes
         )
     shape = mesh_shape(settings, world_size())
     return build_mesh(shape, timeout=timeout, shared_memory=settings.comm_transport == "auto", add=add)
-
-
-def _device() -> torch.device:
-    if torch.cuda.is_available():
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
 
 
 def _build_optimizer(

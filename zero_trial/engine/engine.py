@@ -18,6 +18,7 @@ from torch import nn
 
 from zero_trial.checkpoint import BackgroundSaver
 from zero_trial.comm import Mesh
+from zero_trial.device import is_accelerator, torch_module
 from zero_trial.ds_config.batch import BatchTriple, solve_batch
 from zero_trial.ds_config.table import DsConfig
 from zero_trial.engine import loading, saving, uneven
@@ -542,8 +543,8 @@ class Engine(EngineAccessors):
         """Free the parameters that stage 3 keeps whole for a later use, and what torch caches of
         the GPU's memory. Between steps or evaluations; every rank must call it alike."""
         self.sharded.unsharder.reshard_all()
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
+        if is_accelerator(self.device):
+            torch_module(self.device).empty_cache()
 
     def module_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, torch.Tensor]:
         """Return the module's whole state dict on every rank. Collective over shard."""
@@ -584,7 +585,7 @@ class Engine(EngineAccessors):
             num_local_io_workers: processes that read; default: none.
             options: of torch's DataLoader.
         """
-        options["pin_memory"] = pin_memory and self.device.type == "cuda"
+        options["pin_memory"] = pin_memory and is_accelerator(self.device)
         options["num_workers"] = num_local_io_workers or options.get("num_workers", 0)
         if (collate := collate_fn if collate_fn is not None else self.collate_fn) is not None:
             options["collate_fn"] = collate

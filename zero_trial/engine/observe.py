@@ -23,6 +23,7 @@ import torch
 from torch import nn
 
 from zero_trial.comm import Mesh
+from zero_trial.device import is_accelerator, torch_module
 from zero_trial.ds_config.report import render_report
 from zero_trial.ds_config.table import DsConfig
 from zero_trial.engine.monitors import Monitor, build_monitor
@@ -191,8 +192,8 @@ class PeriodicLines:
         if engine.global_steps % self._every:
             return
         throughput = self._config.timers.throughput
-        if self._device.type == "cuda" and throughput.enabled and throughput.synchronized:
-            torch.cuda.synchronize(self._device)
+        if is_accelerator(self._device) and throughput.enabled and throughput.synchronized:
+            torch_module(self._device).synchronize(self._device)
         now = self._clock()
         for line in self._lines(engine, self._steps, now - self._time):
             log.info("%s", line)
@@ -241,9 +242,10 @@ def memory_line(engine: ObservedEngine, device: torch.device) -> str:
 
 def device_memory(device: torch.device) -> str:
     """Describe the memory of the process on ``device``; on a CPU its resident set."""
-    if device.type == "cuda":
-        now, peak = torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device)
-        return f"{device} {mib(now)} allocated, {mib(peak)} at most, {mib(torch.cuda.memory_reserved(device))} reserved"
+    if is_accelerator(device):
+        torch_s = torch_module(device)
+        now, peak = torch_s.memory_allocated(device), torch_s.max_memory_allocated(device)
+        return f"{device} {mib(now)} allocated, {mib(peak)} at most, {mib(torch_s.memory_reserved(device))} reserved"
     unit = 1 if sys.platform == "darwin" else 1024  # what ru_maxrss counts in
     return f"process {mib(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit)} resident at most"
 

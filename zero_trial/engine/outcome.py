@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from zero_trial.device import is_accelerator, torch_module
 from zero_trial.errors import Diverged
 from zero_trial.precision import LossScale
 from zero_trial.sharding.model import ShardedModel
@@ -58,16 +59,16 @@ class PinnedReadback:
     ``there`` (n,) fp32 lives on ``device``; what it holds when :meth:`send` is called is what
     :meth:`receive` returns.
 
-    On CUDA the copy goes to pinned memory in the order of the current stream, and an event marks
-    its end. Nothing may write into ``there`` between the two on another stream, and a second
-    :meth:`send` overwrites the first.
+    On an accelerator the copy goes to pinned memory in the order of the current stream, and an
+    event marks its end. Nothing may write into ``there`` between the two on another stream, and a
+    second :meth:`send` overwrites the first.
     """
 
     def __init__(self, device: torch.device, numel: int) -> None:
-        on_cuda = device.type == "cuda"
+        away = is_accelerator(device)
         self.there = torch.zeros(numel, device=device)
-        self._here = torch.zeros(numel, pin_memory=on_cuda)
-        self._arrived: Any = torch.cuda.Event() if on_cuda else None
+        self._here = torch.zeros(numel, pin_memory=away)
+        self._arrived: Any = torch_module(device).Event() if away else None
         self.received = 0  # number of waits
 
     def send(self) -> None:

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from zero_trial.comm import AxisComm, Mesh, open_direction_groups, part_of_pipe, use_ring_channels_if_possible
+from zero_trial.device import is_accelerator, torch_module
 from zero_trial.ds_config.keys_running import LIFETIMES, REDUCTIONS, RESHARDS
 from zero_trial.ds_config.table import DsConfig
 from zero_trial.engine.resolved_config import ResolvedConfig, home_of_parameters
@@ -175,7 +176,7 @@ def resolve_pipeline(
         log.info("%s", price)
     plan = resolved.plan.scheduled(reduce_at=ReduceAt(choice.policy.reduction.value))
     use_ring_channels_if_possible(mesh.pipe)
-    if device.type == "cuda" and mesh.pipe.size > 1 and model.placement is not None:
+    if is_accelerator(device) and mesh.pipe.size > 1 and model.placement is not None:
         open_direction_groups(mesh, hops_of(model.placement))
     channel = int(mesh.world.gather_json(secrets.randbits(11), "channel")[0])
     groups = tuple(manual_groups(model, mesh))
@@ -257,9 +258,9 @@ def training_schedule(
 
 def _memory(device: torch.device) -> int | None:
     """Return the bytes of the device; None on the host, whose memory all ranks share."""
-    if device.type != "cuda":
+    if not is_accelerator(device):
         return None
-    properties: Any = torch.cuda.get_device_properties(device)
+    properties: Any = torch_module(device).get_device_properties(device)
     return int(properties.total_memory)
 
 

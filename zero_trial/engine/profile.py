@@ -20,6 +20,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from zero_trial.device import is_accelerator, torch_module
 from zero_trial.ds_config.keys_running import FlopsProfilerSection
 from zero_trial.engine.flop_count import FlopCount, Flops, Peak, peak_of
 from zero_trial.errors import ConfigError
@@ -56,13 +57,13 @@ class Timers:
         return sums
 
 
-class CudaTimers(Timers):
+class DeviceTimers(Timers):
     """Timers by events on the current stream: begin and end only enqueue, :meth:`take` waits for
     the last of them."""
 
-    def __init__(self, make_event: Callable[[], Any] | None = None) -> None:
+    def __init__(self, make_event: Callable[[], Any]) -> None:
         super().__init__()
-        self._make_event = make_event or (lambda: torch.cuda.Event(enable_timing=True))
+        self._make_event = make_event
         self._open: dict[str, Any] = {}
         self._pairs: list[tuple[str, Any, Any]] = []
 
@@ -97,7 +98,7 @@ class CudaTimers(Timers):
 
 def make_timers(device: torch.device) -> Timers:
     """Return timers that measure work on ``device``."""
-    return CudaTimers() if device.type == "cuda" else Timers()
+    return DeviceTimers(lambda: torch_module(device).Event(enable_timing=True)) if is_accelerator(device) else Timers()
 
 
 # --- the profile of a model -----------------------------------------------------------------------

@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 
+from zero_trial.device import is_accelerator, torch_module
 from zero_trial.util.text import format_bytes, format_count
 
 ON_CPU = "fake tensors on the CPU"
@@ -130,8 +131,8 @@ def rank_limit(device: torch.device, ranks_here: int) -> int | None:
     """Return bytes for one of ``ranks_here`` ranks: the whole GPU, or an equal part of this
     machine's memory; None where it cannot be known.
     """
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[1])
+    if is_accelerator(device):
+        return int(torch_module(device).mem_get_info(device)[1])
     machine = machine_memory()
     return None if machine is None else machine // max(ranks_here, 1)
 

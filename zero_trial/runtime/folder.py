@@ -25,6 +25,7 @@ from typing import Any
 import torch
 
 from zero_trial.comm.rendezvous import destroy_distributed
+from zero_trial.device import is_accelerator, own_device, torch_module
 from zero_trial.ds_config.report import entries_of, short_report
 from zero_trial.errors import (
     ConfigError,
@@ -47,7 +48,6 @@ from zero_trial.runtime.rank import (
     done_event,
     error_text,
     figures_of,
-    own_device,
     rank_world,
     report_error,
 )
@@ -171,7 +171,7 @@ def open_folder(
     )
     if ranks.rank == 0:
         platform.tidy()
-        record_provenance(platform, own_device(state.env))
+        record_provenance(platform, own_device(state.env.local_rank))
         _print_config_report(RunFolder(run.folder))
     for note in notes:
         platform.progress.emit({"kind": "note", "message": note})
@@ -214,7 +214,7 @@ def record_provenance(run: LocalPlatform, device: torch.device) -> None:
         "hyperparameters": run.hparams,
     }
     machine = {
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        "device": torch_module(device).get_device_name(device) if is_accelerator(device) else "cpu",
         "vectors": torch.backends.cpu.get_cpu_capability(),
         "threads": torch.get_num_threads(),
     }

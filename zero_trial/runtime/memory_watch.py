@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from zero_trial.device import accelerator
 from zero_trial.engine import Engine
 from zero_trial.pipeline.module import PipelineModule
 from zero_trial.preflight.dry_run import Blueprint
@@ -98,7 +99,7 @@ class MemoryWatch:
         options = {
             key: kwargs[key] for key in ("optimizer", "model_parameters", "lr_scheduler") if kwargs.get(key) is not None
         }
-        device = "cuda" if torch.cuda.is_available() else "cpu"
+        device = accelerator() or "cpu"
         try:
             self._blueprint = Blueprint(kwargs["model"], options, device)
         except Exception as error:  # of the user's classes: the run goes on without a plan

@@ -20,6 +20,7 @@ import torch
 
 from zero_trial.comm.mesh import MeshShape, build_mesh
 from zero_trial.comm.rendezvous import RankEnv, launcher_error_file
+from zero_trial.device import is_accelerator, own_device, torch_module
 from zero_trial.errors import DoesNotFit, Preempted, TrialError, ZeroTrialError
 from zero_trial.launch.entrypoint import Entrypoint, check_entrypoint
 from zero_trial.launch.screen import Screen
@@ -90,13 +91,6 @@ def rank_world(env: RankEnv) -> JsonDistributed:
     return JsonDistributed(env.rank, env.world_size, env.local_rank, lambda value: comm.gather_json(value, "trial"))
 
 
-def own_device(env: RankEnv) -> torch.device:
-    """Return the CUDA device of this local rank, or the CPU."""
-    if torch.cuda.is_available():
-        return torch.device("cuda", env.local_rank % torch.cuda.device_count())
-    return torch.device("cpu")
-
-
 def load_trial_class(name: Entrypoint, model_dir: Path) -> type[ZeroTrial]:
     """Import the user's class. Raises ConfigError, with the trials that there are."""
     check_entrypoint(name, model_dir, where="entrypoint")
@@ -119,7 +113,7 @@ def open_context(
         watch = memory_watch.MemoryWatch(platform.progress.emit, env.local_world_size)
         engine_factory = watch.around(engine_factory)
     seed_everything(platform.seed)
-    context = make(platform, engine_factory, own_device(env))
+    context = make(platform, engine_factory, own_device(env.local_rank))
     state.set_context(context, watch)
     return context
 
@@ -240,16 +234,17 @@ def figures_of(trained: Trained) -> dict[str, Any]:
     memory = context.distributed.gather(peak_memory(context.device))
     if context.distributed.rank != 0:
         return {}
-    kind = "CUDA memory allocated" if context.device.type == "cuda" else "resident set"
+    device = context.device.type
+    kind = f"{device.upper()} memory allocated" if is_accelerator(context.device) else "resident set"
     more = {"peak_memory_bytes": memory, "peak_memory_kind": kind}
     more |= trained.watch.summary() if trained.watch is not None else {}
     return build_summary(trained.outcome, trained.trial, context, more)
 
 
 def peak_memory(device: torch.device) -> int:
-    """Return peak bytes of this process: device memory on CUDA, resident set on CPU."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
+    """Return peak bytes of this process: device memory on an accelerator, resident set on CPU."""
+    if is_accelerator(device):
+        return int(torch_module(device).max_memory_allocated(device))
     status = Path("/proc/self/status")
     if status.is_file():  # ru_maxrss can be that of the parent, from before exec
         for line in status.read_text().splitlines():

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zero_trial.device import is_accelerator
 from zero_trial.errors import ConfigError
 from zero_trial.ops.dispatch import OPS
 from zero_trial.ops.optimizers.shard_step import DeviceScalars, ShardOptimizer, ShardUpdate
@@ -42,7 +43,8 @@ from zero_trial.ops.states import (
 def one_launch(updates: Sequence[ShardUpdate]) -> bool:
     """Return whether one launch can step the pieces together; on CPU it would save nothing, as
     calls are a loop either way."""
-    return all(update.weight.is_cuda for update in updates) and len({update.weight.device for update in updates}) == 1
+    found = {update.weight.device for update in updates}
+    return len(found) == 1 and is_accelerator(found.pop())
 
 
 class FusedOptimizer(ShardOptimizer):

@@ -20,6 +20,7 @@ from typing import Protocol
 
 import torch
 
+from zero_trial.device import is_accelerator, torch_module
 from zero_trial.sharding.param_group import ParamGroup
 from zero_trial.sharding.pieces import DeviceStore, ShardPiece, StateStore
 
@@ -74,14 +75,15 @@ class StreamCopier:
     def __init__(self, device: torch.device, *, pinned: bool) -> None:
         self._device = device
         self._pinned = pinned
-        self._down = torch.cuda.Stream(device)
-        self._up = torch.cuda.Stream(device)
+        self._torch = torch_module(device)
+        self._down = self._torch.Stream(device)
+        self._up = self._torch.Stream(device)
 
     def buffer(self, nbytes: int) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=self._pinned)
 
     def begin(self) -> None:
-        now = torch.cuda.current_stream(self._device)
+        now = self._torch.current_stream(self._device)
         # Down reads gradients that the reductions before have written; up writes shards that
         # gathers before may still read.
         self._down.wait_stream(now)
@@ -93,20 +95,20 @@ class StreamCopier:
     def up(self, source: torch.Tensor, into: torch.Tensor) -> Wait:
         done = self._copy(source, into, self._up)
         # the gather of the new values is given to this stream
-        torch.cuda.current_stream(self._device).wait_event(done)
+        self._torch.current_stream(self._device).wait_event(done)
         return done.synchronize
 
-    def _copy(self, source: torch.Tensor, into: torch.Tensor, stream: torch.cuda.Stream) -> torch.cuda.Event:
-        with torch.cuda.stream(stream):
+    def _copy(self, source: torch.Tensor, into: torch.Tensor, stream: torch.Stream) -> torch.Event:
+        with self._torch.stream(stream):
             into.copy_(source, non_blocking=True)
-            done = torch.cuda.Event()
+            done: torch.Event = self._torch.Event()
             done.record(stream)
         return done
 
 
 def copier_for(device: torch.device, pinned: bool) -> HostCopier:
     """Return the copier between ``device`` and the host."""
-    return StreamCopier(device, pinned=pinned) if device.type == "cuda" else BlockingCopier()
+    return StreamCopier(device, pinned=pinned) if is_accelerator(device) else BlockingCopier()
 
 
 def _nothing() -> None:

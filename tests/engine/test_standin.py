@@ -1,0 +1,274 @@
+"""The stand-in device keeps its word: what a GPU would answer with wrong values is an error there,
+and what it may do is done, with the CPU's bits."""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import os
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tests.support.device import device
+from tests.support.device.scheduler import ORDERS, DeviceFault
+from tests.support.pool import RankPool, server
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[RankPool]:
+    pool = RankPool(2, world="standin")
+    yield pool
+    pool.close()
+
+
+def there(*size: int) -> torch.Tensor:
+    return torch.arange(float(torch.Size(size).numel())).view(size).to("standin")
+
+
+def fault(act: Callable[[], Any]) -> str:
+    """What the device says of ``act``; empty where it finds nothing wrong."""
+    here = device.use()
+    try:
+        act()
+        here.scheduler.wait_stream(-1)
+    except (DeviceFault, RuntimeError) as error:
+        return str(error)
+    return ""
+
+
+# --- operators ------------------------------------------------------------------------------------
+
+
+def trained(where: str, order: str) -> list[torch.Tensor]:
+    here = device.use()
+    here.scheduler.order = order
+    torch.manual_seed(3)
+    layers = nn.Conv1d(2, 4, 3), nn.Flatten(), nn.LayerNorm(16), nn.GELU(), nn.Dropout(0.3), nn.Linear(16, 5)
+    model = nn.Sequential(*layers).to(where)
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
+    torch.manual_seed(4)  # the device's generator, too
+    for step in range(3):
+        inputs = torch.linspace(-1, 1 + step, 3 * 2 * 6).view(3, 2, 6).to(where)
+        nn.functional.cross_entropy(model(inputs), torch.tensor([1, 4, 0]).to(where)).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+    chosen = [param.detach()[param.detach() > 0] for param in model.parameters()]  # a shape that the host must wait for
+    here.scheduler.order = "late"
+    return [value.cpu() for value in (*model.parameters(), *chosen)]
+
+
+def same_bits() -> list[str]:
+    want = trained("cpu", "late")
+    return [order for order in ORDERS if not all(map(torch.equal, trained("standin", order), want))]
+
+
+def test_training_has_the_bits_of_the_cpu(ranks: RankPool) -> None:
+    assert ranks.run(same_bits)[0] == []
+
+
+def deferred() -> tuple[bool, list[str], float]:
+    here = device.use()
+    arrived = torch.zeros(4, pin_memory=True)
+    here.reset()
+    arrived.copy_(there(4) + 1, non_blocking=True)
+    done = torch.standin.Event()
+    done.record()
+    early, waited = bool(arrived.isnan().all()), list(here.waits)
+    done.synchronize()
+    return early, waited, arrived.sum().item()
+
+
+def test_work_runs_when_the_host_waits(ranks: RankPool) -> None:
+    early, waited, total = ranks.run(deferred)[0]
+    assert early and total == 10.0
+    assert len(waited) == 1 and waited[0].startswith("copy to the device at test_standin.py")  # of what was not pinned
+
+
+# --- what is refused ------------------------------------------------------------------------------
+
+
+def wrong_streams() -> dict[str, str]:
+    side = torch.standin.Stream()
+    found = {}
+
+    def on_side(act: Callable[[], Any], *, ordered: bool) -> None:
+        if ordered:
+            side.wait_stream(torch.standin.current_stream())
+        with torch.standin.stream(side):
+            act()
+
+    def reads(ordered: bool) -> None:
+        value = there(64) * 2
+        on_side(lambda: (value + 1).sum(), ordered=ordered)
+        torch.standin.current_stream().wait_stream(side)
+
+    def writes_back(ordered: bool) -> None:
+        value = there(64)
+        on_side(lambda: value.add_(1), ordered=True)
+        if ordered:
+            torch.standin.current_stream().wait_stream(side)
+        value.sum()
+
+    def elsewhere(_: bool) -> None:  # other bytes of the same allocation
+        value = there(64)
+        on_side(lambda: value[:32].add_(1), ordered=True)
+        value[32:].mul_(2)
+        torch.standin.current_stream().wait_stream(side)
+
+    for name, act in {"reads": reads, "writes back": writes_back, "elsewhere": elsewhere}.items():
+        for ordered in (True, False):
+            found[f"{name} {ordered}"] = fault(lambda: act(ordered))  # noqa: B023
+            fault(torch.standin.synchronize)  # what is left over is freed
+    return found
+
+
+def test_another_stream_without_an_event_between_is_an_error(ranks: RankPool) -> None:
+    found = ranks.run(wrong_streams)[0]
+    assert {key for key, said in found.items() if said} == {"reads False", "writes back False"}, found
+    assert "aten::mul" in found["reads False"] and "no event orders them" in found["reads False"]
+    assert "aten::sum" in found["writes back False"] and "aten::add" in found["writes back False"]
+    assert "test_standin.py:" in found["reads False"]
+
+
+def early_frees() -> dict[str, str]:
+    found, side = {}, torch.standin.Stream()
+
+    def free(how: str) -> None:
+        value = there(256) + 1
+        side.wait_stream(torch.standin.current_stream())
+        with torch.standin.stream(side):
+            total = value.sum()
+        if how == "recorded":
+            value.record_stream(side)
+        if how == "waited":
+            torch.standin.current_stream().wait_stream(side)
+        if how == "synchronized":
+            side.synchronize()
+        del value
+        other = there(256) * 100  # gets the pages where they may be used again
+        torch.standin.synchronize()
+        assert total.item() == 256 * 255 / 2 + 256, total
+        del other
+
+    for how in ("recorded", "waited", "synchronized", "too early"):
+        found[how] = fault(lambda: free(how))  # noqa: B023
+        fault(torch.standin.synchronize)
+    return found
+
+
+def test_memory_that_is_freed_too_early_is_an_error(ranks: RankPool) -> None:
+    found = ranks.run(early_frees)[0]
+    assert {key for key, said in found.items() if said} == {"too early"}, found
+    assert "freed" in found["too early"] and "aten::sum" in found["too early"]
+
+
+def pinned_writes() -> list[str]:
+    def up(*, early: bool) -> None:
+        host, value = torch.ones(8, pin_memory=True), torch.zeros(8, device="standin")
+        value.copy_(host, non_blocking=True)
+        if not early:
+            torch.standin.synchronize()
+        host.fill_(2)
+
+    return [fault(lambda: up(early=early)) for early in (False, True)]  # noqa: B023
+
+
+def test_the_host_leaves_pinned_memory_alone_until_it_was_copied(ranks: RankPool) -> None:
+    late, early = ranks.run(pinned_writes)[0]
+    assert late == "" and "pinned memory" in early
+
+
+def mixed() -> list[str]:
+    return [fault(lambda: there(3) + torch.ones(3)), fault(lambda: there(3) + torch.tensor(2.0))]
+
+
+def test_a_tensor_of_the_host_is_not_taken_for_one_of_the_device(ranks: RankPool) -> None:
+    tensor, number = ranks.run(mixed)[0]
+    assert "same device" in tensor and number == ""
+
+
+def touch(log: str) -> None:
+    os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT), 2)
+    faulthandler.enable()
+    device.use()
+    value = there(8).exp_()
+    torch.standin.synchronize()
+    ctypes.memmove(value.data_ptr(), b"\0" * 4, 4)
+
+
+def test_host_code_that_touches_the_device_ends_there(tmp_path: Path) -> None:
+    log = tmp_path / "stderr"
+    process = server().Process(target=touch, args=(str(log),))
+    process.start()
+    process.join(60)
+    assert process.exitcode == -signal.SIGSEGV
+    said = log.read_text()
+    assert "host code touches device memory" in said and "aten::exp" in said
+    assert "in touch" in said  # faulthandler says where
+
+
+# --- collectives ----------------------------------------------------------------------------------
+
+
+def summed(*, waits: bool) -> tuple[str, float]:
+    value = there(4) + dist.get_rank()
+    results: list[torch.Tensor] = []
+
+    def act() -> None:
+        work = dist.all_reduce(value, async_op=True)
+        if waits:
+            work.wait()
+        results.append(value * 2)
+        work.wait()
+
+    said = fault(act)
+    torch.standin.synchronize()
+    return said, results[0].sum().item() if results else 0.0
+
+
+def test_a_collective_is_work_of_the_device(ranks: RankPool) -> None:
+    assert ranks.run(summed, waits=True) == [("", 32.0), ("", 32.0)]
+    for said, _ in ranks.run(summed, waits=False):
+        assert "all_reduce" in said and "aten::mul" in said
+
+
+# --- counters -------------------------------------------------------------------------------------
+
+
+def counted() -> tuple[int, int, list[Any], list[str]]:
+    here, side = device.use(), torch.standin.Stream()
+    torch.standin.synchronize()
+    here.reset()
+    before = here.live
+    value = torch.zeros(1024, device="standin")
+    other = value + 1
+    del other
+    most = here.peak - before
+    host = torch.empty(1024, pin_memory=True)
+    for beside in (True, False):
+        side.wait_stream(torch.standin.current_stream())
+        with torch.standin.stream(side):
+            host.copy_(value, non_blocking=True)
+        if beside:
+            torch.ones(8, device="standin").mul_(3)
+        torch.standin.current_stream().wait_stream(side)
+        torch.standin.synchronize()
+    host.copy_(value)
+    value.sum().item()
+    return before, most, here.copies(), [each.partition(" at ")[0] for each in here.waits]
+
+
+def test_counters_count(ranks: RankPool) -> None:
+    _, most, copies, waits = ranks.run(counted)[0]
+    assert most == 2 * 4096
+    whole = ("to the host", 4096)
+    assert sorted(copies) == sorted([(*whole, True), (*whole, False), (*whole, False), ("to the host", 4, False)])
+    assert waits == ["device", "device", "copy to the host", "a number"]

@@ -1,0 +1,111 @@
+"""What NCCL is for CUDA: a backend whose collectives of the stand-in device's tensors are work of
+the device, on a stream of the group's own, and whose waits order streams.
+
+A collective begins when the device comes to it, on a thread, so that other streams go on. The
+tensors stay until the caller has waited, and no longer. Tensors of the host go over gloo.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tests.support.device import device
+from tests.support.device.operators import plainly, uses
+from tests.support.strict_backend import Make, StrictGroup, note
+
+
+def register() -> None:
+    """From now on torch finds this backend for tensors of the stand-in device."""
+    dist.Backend.register_backend(device.NAME, DeviceGroup, devices=["cpu", device.NAME])
+
+
+class DeviceWork(dist.Work):
+    """A collective that was launched."""
+
+    def __init__(self, operation: str, end: int, tensors: Sequence[torch.Tensor]) -> None:
+        super().__init__()
+        self.operation = operation
+        self._end = end
+        self._tensors: Sequence[torch.Tensor] = tensors
+
+    def is_completed(self) -> bool:
+        return device.use().scheduler.is_done(self._end)
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:  # type: ignore[override]
+        here = device.use()
+        if timeout:
+            note(self.operation)
+            here.scheduler.wait_event(self._end)
+        here.scheduler.block(self._end, here.stream)
+        self._tensors = ()
+        return True
+
+    def synchronize(self) -> None:
+        self.wait()
+
+
+class UnderWay:
+    """A collective that the device has come to: on a thread, with copies of the tensors, because
+    the device's memory is closed while the host runs."""
+
+    def __init__(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], make: Make) -> None:
+        copies = {id(each): each.clone() for each in (*outputs, *inputs)}
+        self._outputs = [(each, copies[id(each)]) for each in outputs]
+        self._error: Exception | None = None
+        given = [copies[id(each)] for each in outputs], [copies[id(each)] for each in inputs]
+        self._thread = threading.Thread(target=self._run, args=(make, *given), name="standin-collective", daemon=True)
+        self._thread.start()
+
+    def _run(self, make: Make, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> None:
+        try:
+            make(outputs, inputs).wait()
+        except Exception as error:
+            self._error = error
+
+    def is_completed(self) -> bool:
+        return not self._thread.is_alive()
+
+    def finish(self) -> None:
+        if self._error is not None:
+            raise self._error
+        with plainly():
+            for pages, copy in self._outputs:
+                pages.copy_(copy)
+
+
+class DeviceGroup(StrictGroup):
+    """``rank`` of ``size`` in one group, with a stream of its own."""
+
+    def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
+        super().__init__(store, rank, size, timeout)
+        self._stream = int(device.use().library.standin_new_stream())
+
+    def getBackendName(self) -> str:
+        return device.NAME
+
+    @staticmethod
+    def on_host(values: torch.Tensor) -> bool:
+        return values.is_cpu
+
+    def _start(self, operation: str, outputs: list[torch.Tensor], inputs: list[torch.Tensor], make: Make) -> Any:
+        here = device.use()
+        begin, end = (int(here.library.standin_new_event()) for _ in range(2))
+        here.scheduler.record(begin, here.stream)
+        here.scheduler.block(begin, self._stream)
+        pages = {id(each): here.pages_of(each) for each in (*outputs, *inputs)}
+        out, given = [pages[id(each)] for each in outputs], [pages[id(each)] for each in inputs]
+
+        def run() -> UnderWay:
+            with plainly():
+                return UnderWay(out, given, make)
+
+        accesses = [*uses(inputs, writes=False), *uses(outputs, writes=True)]
+        here.scheduler.launch(operation, self._stream, accesses, run, kind="collective")
+        here.scheduler.record(end, self._stream)
+        return DeviceWork(operation, end, [*outputs, *inputs])

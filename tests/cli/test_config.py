@@ -58,6 +58,9 @@ def test_a_ds_config_by_itself(tmp_path: Path, capsys: pytest.CaptureFixture[str
     lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
     assert "gradient_accumulation_steps 4 derived: 32 // 4 // 2 ranks" in lines
     assert any(line.startswith("sparse_gradients true ds_config.json:1 no effect: ") for line in lines)
+    path.write_text(json.dumps({"gradient_clipping": 1.0}))
+    assert main(["config", str(path), "--slots", "2"]) == 0
+    assert "no batch size is given" in capsys.readouterr().out
     path.write_text(json.dumps({"train_batch_size": 32, "zero_optimisation": {}}))
     assert main(["config", str(path)]) == 2
     assert 'Did you mean "zero_optimization"?' in capsys.readouterr().err

@@ -37,14 +37,16 @@ def test_an_experiment_of_the_master(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     play(tmp_path / "master.db")
-    assert main(["sweep", "report", "1", "--root", str(tmp_path)]) == 0
-    assert capsys.readouterr().out == "report  sweep-1.html\n"
-    assert "<h1>small search</h1>" in (tmp_path / "sweep-1.html").read_text()
+    for words in (["sweep", "report"], ["report"]):
+        assert main([*words, "1", "--root", str(tmp_path)]) == 0
+        assert capsys.readouterr().out == "report  sweep-1.html\n"
+        assert "<h1>small search</h1>" in (tmp_path / "sweep-1.html").read_text()
+        (tmp_path / "sweep-1.html").unlink()
 
 
 def test_a_folder_of_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run(tmp_path / "0001", 0.1, 1.0)
-    assert main(["sweep", "report", str(tmp_path)]) == 0
+    assert main(["report", str(tmp_path)]) == main(["sweep", "report", str(tmp_path)]) == 0
     assert (tmp_path / "sweep.html").is_file()
     assert main(["sweep", "report", str(tmp_path), "-o", str(tmp_path / "x.html")]) == 0
     assert (tmp_path / "x.html").is_file()

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -47,7 +48,7 @@ def _handle(options: argparse.Namespace) -> int:
     from zero_trial.runs.provenance import locked_model_dir
 
     if _is_ds_config(options.experiment_path):
-        config = read_ds_config(options.experiment_path, name=options.experiment_path.name)
+        config = _with_batch(read_ds_config(options.experiment_path, name=options.experiment_path.name))
         _say(config, reconcile(config, options.slots or 1), options)
         return 0
     experiment = read_experiment(options.experiment_path)
@@ -73,6 +74,18 @@ def _is_ds_config(path: Path) -> bool:
         return looks_like_ds_config(read_file(path, path.name).value)
     except ConfigError:
         return False
+
+
+def _with_batch(config: DsConfig) -> DsConfig:
+    """Return the ds_config with one sample per micro-batch where it gives no batch size: an
+    experiment gives one then, as global_batch_size."""
+    from zero_trial.schema.document import Provenance, ValueSource
+
+    if config.train_batch_size is not None or config.train_micro_batch_size_per_gpu is not None:
+        return config
+    key, source = "train_micro_batch_size_per_gpu", "derived: no batch size is given, 1 for this report"
+    sources = {**config.sources, key: ValueSource(source, Provenance.DERIVED)}
+    return replace(config, train_micro_batch_size_per_gpu=1, sources=sources)
 
 
 def _say(config: DsConfig, batch: Reconciliation, options: argparse.Namespace) -> None:

@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from typing import Any
@@ -55,7 +56,10 @@ def _handle(options: argparse.Namespace) -> int:
 
 def collect(env: Mapping[str, str]) -> list[Fact]:
     """Return all facts about this machine; imports torch."""
-    return [*versions(), *_machine(env), *_backends(), *kernels(), *transport(), *_tools()]
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(kernels)  # in a process of its own, while this one imports torch
+        facts = [*versions(), *_machine(env), *_backends()]
+        return [*facts, *asked.result(), *transport(), *_tools()]
 
 
 def versions() -> list[Fact]:

@@ -20,26 +20,47 @@ def add_parser(subparsers: Any) -> None:
     """Add the verb."""
     parser = subparsers.add_parser(
         "report",
-        help="write a run's report as one HTML page",
+        help="write the report of a run or an experiment as one HTML page",
         description="Read a run's folder, finished or not, and write its curves, memory, configuration with provenance and checkpoints as "
-        "one HTML page that loads nothing from anywhere.",
+        "one HTML page that loads nothing from anywhere. Of an experiment of the embedded master, or of a folder of run folders, write "
+        "what sweep report writes.",
         allow_abbrev=False,
     )
-    parser.add_argument("run", type=Path, metavar="RUN_FOLDER", help="the run's folder, such as runs/0001")
     parser.add_argument(
-        "-o", "--output", type=Path, metavar="FILE", help=f"the page to write (default: RUN_FOLDER/{NAME})"
+        "run", metavar="RUN_FOLDER|EXPERIMENT", help="a run's folder, such as runs/0001, or an experiment's id"
     )
+    parser.add_argument(
+        "-o",
+        "--output",
+        type=Path,
+        metavar="FILE",
+        help=f"the page to write (default: RUN_FOLDER/{NAME}, or sweep-ID.html)",
+    )
+    _add_root(parser)
     parser.set_defaults(handler=_handle)
+
+
+def _add_root(parser: argparse.ArgumentParser) -> None:
+    """Add the option for the folder of the master."""
+    parser.add_argument("--root", type=Path, help="the master's folder (default: that of zero-trial master up)")
 
 
 def _handle(options: argparse.Namespace) -> int:
     """Run the verb."""
     from zero_trial.report.run_page import render_run
-    from zero_trial.report.run_reader import from_run_folder
+    from zero_trial.report.run_reader import from_run_folder, is_run
 
-    report = from_run_folder(options.run)
-    _write_page(options.output or options.run / NAME, render_run(report))
+    folder = Path(options.run)
+    if not is_run(folder) and (options.run.isdigit() or _holds_runs(folder)):
+        return _report_sweep(argparse.Namespace(sweep=options.run, root=options.root, output=options.output))
+    _write_page(options.output or folder / NAME, render_run(from_run_folder(folder)))
     return 0
+
+
+def _holds_runs(folder: Path) -> bool:
+    from zero_trial.report.run_reader import is_run
+
+    return folder.is_dir() and any(is_run(inner) for inner in folder.iterdir())
 
 
 def _write_page(path: Path, text: str) -> None:
@@ -75,7 +96,7 @@ def add_sweep_parser(subparsers: Any) -> None:
         metavar="FILE",
         help="the page to write (default: sweep-ID.html, or FOLDER/sweep.html)",
     )
-    report.add_argument("--root", type=Path, help="the master's folder (default: that of zero-trial master up)")
+    _add_root(report)
     report.set_defaults(handler=_report_sweep)
 
 

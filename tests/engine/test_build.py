@@ -207,15 +207,6 @@ def test_an_engine_for_inference_only(ranks: Pools) -> None:
     assert ranks(2).run(inference, "zero3-free") == [(True, 2 * 64 * 65 * 4 // 2, True)] * 2
 
 
-def test_a_model_on_the_meta_device_is_refused_by_the_name_of_a_parameter() -> None:
-    with torch.device("meta"):
-        model = nn.Linear(3, 2)
-    config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "Adam", "params": {"lr": 0.1}}}
-    with pytest.raises(ConfigError, match="meta device") as found:
-        zero_trial.initialize(model=model, config=config)
-    assert found.value.where == "initialize(model): weight"
-
-
 def mesh(rank: int = 0, parts: int = 1, size: int = 1) -> Any:
     return SimpleNamespace(rank=rank, model_part=(0, parts), model=SimpleNamespace(size=size))
 

@@ -15,9 +15,10 @@ from tests.support.pool import Pools
 from zero_trial.errors import TrialError
 from zero_trial.precision import dtype_policy
 from zero_trial.sharding import model as sharded_model
+from zero_trial.sharding.build_groups import BuiltGroups, FirstSource, build_param_groups, sync_unmanaged
 from zero_trial.sharding.freed import unasked
 from zero_trial.sharding.grouping import GroupingLimits, ManualGroup, ManualGroups, ShardingSettings
-from zero_trial.sharding.model import BuiltGroups, ShardedModel, build_param_groups, sync_unmanaged
+from zero_trial.sharding.model import ShardedModel
 from zero_trial.sharding.param_group import ParamGroup
 from zero_trial.sharding.plan import Lifetime, plan_for_stage
 
@@ -190,7 +191,7 @@ def make(
     opt_groups = [[param for param in module.parameters() if param.requires_grad]]
     plan, policy = plan_for_stage(stage), dtype_policy("fp32")
     return build_param_groups(
-        module, opt_groups, plan, mesh_for(stage), policy, FREE_ALL, ManualGroups(manual_groups), on_built
+        module, opt_groups, plan, policy, FREE_ALL, FirstSource(mesh_for(stage), ManualGroups(manual_groups)), on_built
     )
 
 
@@ -262,7 +263,7 @@ def test_the_groups_of_stage_3_follow_the_models_blocks() -> None:
 
 def test_what_is_not_managed_takes_the_policys_dtype() -> None:
     module = nn.BatchNorm1d(3)
-    sync_unmanaged(module, {id(module.weight)}, dtype_policy("bf16"), ManualGroups(), mesh_for(0).data)
+    sync_unmanaged(module, {id(module.weight)}, dtype_policy("bf16"), FirstSource(mesh_for(0), ManualGroups()))
     assert module.weight.dtype == torch.float32
     assert module.bias.dtype == torch.bfloat16
     assert module.running_mean is not None and module.running_mean.dtype == torch.bfloat16

@@ -60,6 +60,15 @@ def safetensors_name(dtype: torch.dtype) -> str:
     return found
 
 
+def dtype_of_safetensors(name: str) -> torch.dtype:
+    """Return the dtype of a name in the header of a safetensors file. Raises ValueError for one
+    that is not known."""
+    found = next((dtype for dtype, stored in _SAFETENSORS.items() if stored == name), None)
+    if found is None:
+        raise ValueError(f"dtype {name!r} is not one of {', '.join(_SAFETENSORS.values())}")
+    return found
+
+
 def safetensors_header(
     tensors: Iterable[tuple[str, torch.dtype, Sequence[int]]], metadata: Mapping[str, str] | None = None
 ) -> bytes:

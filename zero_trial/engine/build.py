@@ -4,7 +4,6 @@ before training."""
 from __future__ import annotations
 
 import inspect
-import itertools
 import logging
 import sys
 from collections.abc import Callable, Iterable, Mapping
@@ -51,20 +50,22 @@ from zero_trial.engine.offload_config import (
 )
 from zero_trial.engine.optimizer_plan import OptimizerPlan, made_by_client, plan_optimizer, unbuildable
 from zero_trial.engine.optimizers import groups_over, parameter_groups
-from zero_trial.engine.parameter_checks import require_no_engine, require_values
+from zero_trial.engine.parameter_checks import require_no_engine
 from zero_trial.engine.pipeline_build import ResolvedPipeline, build_layers, resolve_pipeline, with_stages
 from zero_trial.engine.pipeline_engine import PipelineEngine
 from zero_trial.engine.resolved_config import ResolvedConfig, mesh_shape, resolve_config
 from zero_trial.engine.step import StepOutcome
+from zero_trial.engine.weights import StoredWeights, give_values
 from zero_trial.errors import ConfigError, KernelUnavailable
 from zero_trial.ops import Backend, backend
 from zero_trial.ops.cpu import native_sum
 from zero_trial.pipeline.module import PipelineModule
 from zero_trial.precision import DtypePolicy
+from zero_trial.sharding.build_groups import fp32_buffers
 from zero_trial.sharding.ema import KIND, EmaSchedule, WeightAverage
-from zero_trial.sharding.grouping import is_model_parallel
+from zero_trial.sharding.grouping import ManualGroups, is_model_parallel
 from zero_trial.sharding.layout import describe_dtypes
-from zero_trial.sharding.model import ShardedModel, fp32_buffers
+from zero_trial.sharding.model import ShardedModel
 from zero_trial.sharding.optimizer import ShardedOptimizer
 from zero_trial.sharding.pieces import cut_pieces, rebind
 from zero_trial.sharding.plan import Home
@@ -90,6 +91,8 @@ def initialize(
     *,
     net: nn.Module | None = None,
     dataset: Any = None,
+    weights: str | Path | None = None,
+    weights_prefix: str = "",
 ) -> tuple[Engine, ShardedOptimizer | None, Any, Any]:
     """Wrap ``model`` and return ``(engine, optimizer, training_dataloader, lr_scheduler)``, as
     DeepSpeed does.
@@ -100,6 +103,12 @@ def initialize(
     ds_config's; so does a client ``lr_scheduler`` (object, or callable from the optimizer). "auto"
     takes what ``args`` (TrainingArguments, or argparse's) and ``model.config`` say. All ranks start
     from rank 0's weights. Collective over the world. Raises ConfigError, MeshError.
+
+    ``weights``: a safetensors file, or a folder with one or with several and an index, that holds
+    the model's first values by its names; the model's own are not used, so that it may be on the
+    meta device. Each rank reads the ranges of its shards. ``weights_prefix`` stands before all of
+    the model's names in the files, or before all of the files' names in the model. A model on the
+    meta device without ``weights`` gets the values that building it would have given.
     """
     training_data = given_once(training_data=training_data, dataset=dataset)
     try:
@@ -123,6 +132,7 @@ def initialize(
         training_data=training_data,
         collate_fn=collate_fn,
         observed=True,
+        weights=(weights, weights_prefix) if weights is not None else None,
     )
     if settings.compile.enabled:
         engine.compile(settings.compile.backend, settings.compile.kwargs)
@@ -198,22 +208,22 @@ def build_engine(
     training_data: Any = None,
     collate_fn: Any = None,
     observed: bool = False,
+    weights: tuple[str | Path, str] | None = None,
 ) -> Engine:
     """Build the engine on a mesh that exists already; arguments as in :func:`initialize`.
     Collective over the mesh.
 
     ``places`` are those of offloaded state; a dry run has some without a disk. ``observed``: with
     monitors, timers and lines, and on an accelerator with steps that the device decides.
+    ``weights``: files and prefix.
     """
     resolved = resolve_config(settings, mesh.data.size, device.type)
     if isinstance(model, PipelineModule):
         given = model_parameters is not None or isinstance(optimizer, torch.optim.Optimizer)
         build_layers(model, settings, mesh, has_parameters=given)
     if device.type != "meta":  # a dry run may be asked for sizes only
-        require_values(model)
+        give_values(model, mesh.data, device, by_files=weights is not None)
     require_no_engine(model)
-    if any(tensor.device != device for tensor in itertools.chain(model.parameters(), model.buffers())):
-        model.to(device)
     optimizes = optimizer is not None or settings.optimizer is not None
     groups = parameter_groups(model, optimizer, model_parameters)
     plan = plan_optimizer(optimizer, groups, model, settings, mesh) if optimizes else None
@@ -230,6 +240,10 @@ def build_engine(
         resolved = replace(resolved, plan=resolved.plan.at(Home.of(device.type, "cpu")))
     precision = resolved.policy.param
     offload = plan_offload(settings, resolved.plan, mesh, device, trained, precision, places, everything)
+    manual_groups = pipeline.manual_groups if pipeline is not None else ()
+    values = None
+    if weights is not None and device.type != "meta":
+        values = StoredWeights(model, *weights, mesh, ManualGroups(manual_groups))
     outcome = StepOutcome(resolved, mesh, device, deferred=observed and is_accelerator(device))
     sharded = ShardedModel(
         model,
@@ -238,10 +252,15 @@ def build_engine(
         mesh,
         resolved.policy,
         resolved.sharding,
-        pipeline.manual_groups if pipeline is not None else (),
+        manual_groups,
         offload.on_group_built,
         outcome,
+        device,
+        values,
     )
+    if values is not None:
+        values.close()
+        log.debug("rank %d read %d bytes of weights from %s", mesh.rank, values.bytes_read, values.source)
     wrapped = _build_optimizer(sharded, outcome, plan, offload, settings.ema) if plan is not None else None
     if plan is not None and lr_scheduler is None and mesh.rank == 0:
         _log_replaced_rates(plan, settings)

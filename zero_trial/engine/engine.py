@@ -32,8 +32,9 @@ from zero_trial.engine.resolved_config import ResolvedConfig
 from zero_trial.engine.step import StepOutcome
 from zero_trial.errors import TrialError
 from zero_trial.precision import cast_floats, explain_dtypes, forward_of
+from zero_trial.sharding.build_groups import fp32_buffers
 from zero_trial.sharding.freed import unasked
-from zero_trial.sharding.model import ShardedModel, fp32_buffers
+from zero_trial.sharding.model import ShardedModel
 from zero_trial.sharding.optimizer import ShardedOptimizer
 
 log = logging.getLogger("zero_trial")

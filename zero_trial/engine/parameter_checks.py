@@ -34,20 +34,6 @@ class CheckedEngine(Protocol):
     def mesh(self) -> Mesh: ...
 
 
-def require_values(model: nn.Module) -> None:
-    """Raise ConfigError for a model that was built on the meta device: training has to start from
-    some values."""
-    tensors = itertools.chain(model.named_parameters(), model.named_buffers())
-    if (name := next((name for name, tensor in tensors if tensor.is_meta), None)) is not None:
-        raise ConfigError(
-            "the model is on the meta device and has no values",
-            where=f"initialize(model): {name}",
-            got="device meta",
-            expected="initialized parameters and buffers",
-            fix="Build it inside zero_trial.zero.Init(), which shards each layer as it is built, or call model.to_empty() and initialize it.",
-        )
-
-
 def require_no_engine(model: nn.Module) -> None:
     """Raise ConfigError for a model whose values are in the shards of another engine (ZeRO stage
     3)."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -12,6 +11,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from zero_trial.checkpoint.format import MANIFEST_NAME, Slice
+from zero_trial.checkpoint.weights import files_of_index
 from zero_trial.errors import CheckpointError
 from zero_trial.importing.deepspeed import read_deepspeed
 from zero_trial.importing.deepspeed_files import find_deepspeed
@@ -66,7 +66,7 @@ def find_weights(source: Path) -> Path | None:
 def read_weights(path: Path, options: ImportOptions) -> ImportedState:
     """Read every tensor as a parameter or, by its dtype or name, a buffer: a file of weights does
     not say which. One row per file."""
-    files = _listed(path) if path.name.endswith(".index.json") else {path: None}
+    files = files_of_index(path) if path.name.endswith(".index.json") else {path: None}
     left_out: list[str] = []
     aliases: dict[str, str] = {}
     seen: dict[Any, str] = {}
@@ -106,27 +106,6 @@ def read_weights(path: Path, options: ImportOptions) -> ImportedState:
 def is_buffer(name: str, tensor: torch.Tensor, patterns: Iterable[str]) -> bool:
     """Return whether a tensor cannot be trained, or is named like a buffer."""
     return not tensor.dtype.is_floating_point or any(fnmatchcase(name, pattern) for pattern in (*BUFFERS, *patterns))
-
-
-def _listed(index: Path) -> dict[Path, set[str] | None]:
-    """Return the files of an index, each with the names that it should hold."""
-    try:
-        content = json.loads(index.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as fault:
-        raise CheckpointError("not an index of weights", where=str(index), got=str(fault)[:200]) from fault
-    pairs = content.get("weight_map") if isinstance(content, dict) else None
-    if not isinstance(pairs, dict) or not all(isinstance(file, str) for file in pairs.values()):
-        raise CheckpointError(
-            "not an index of weights", where=str(index), expected="weight_map: tensor name -> file name"
-        )
-    found: dict[Path, set[str] | None] = {}
-    for name, file in pairs.items():
-        if Path(file).name != file or not (index.parent / file).is_file():
-            raise CheckpointError("a file that the index names is missing", where=str(index), got=file)
-        wanted = found.setdefault(index.parent / file, set())
-        if wanted is not None:
-            wanted.add(name)
-    return dict(sorted(found.items()))
 
 
 def _tensors(path: Path, left_out: list[str]) -> dict[str, tuple[torch.Tensor, Any]]:

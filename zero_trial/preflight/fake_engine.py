@@ -113,11 +113,14 @@ def _initializer(
         *,
         net: nn.Module | None = None,
         dataset: Any = None,
+        weights: Any = None,
+        weights_prefix: str = "",
     ) -> tuple[Any, Any, Any, Any]:
         model, settings = read_settings(args, given_once(model=model, net=net), config, config_params)
         training_data = given_once(training_data=training_data, dataset=dataset)
         options = {"optimizer": optimizer, "model_parameters": model_parameters, "lr_scheduler": lr_scheduler}
         data = {"training_data": training_data, "collate_fn": collate_fn}
+        data |= {"weights": (weights, weights_prefix)} if weights is not None else {}
         with CPU:  # a model may be built on another device, and the engine's own tensors are here
             engine = make_engine(model, settings, options, data)
         return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
@@ -177,6 +180,7 @@ class TrialSubject:
         self, model: nn.Module, settings: DsConfig, options: dict[str, Any], data: dict[str, Any]
     ) -> _ProxyEngine:
         given = {name: _listed(value) for name, value in options.items() if value is not None}
+        data = {name: value for name, value in data.items() if name != "weights"}  # sizes are all that is asked
         if isinstance(model, PipelineModule):
             self.pipeline = self.pipeline or (model, settings)
             return _ProxyEngine(_whole_pipeline(model, settings, self.ranks, META, given | data), CPU)

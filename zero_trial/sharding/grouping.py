@@ -332,9 +332,10 @@ def collect_params(
     *,
     dtype: torch.dtype,
     with_frozen: bool,
+    device: torch.device | None = None,
 ) -> tuple[list[ParamFacts], dict[str, nn.Parameter], Sequence[str]]:
     """Return members for grouping, parameters by first name, and block names. ``opt_groups``:
-    id(parameter) -> optimizer group.
+    id(parameter) -> optimizer group. ``device``: where all of them go (None: they stay).
 
     A frozen parameter is left as it is, or only sharded (``with_frozen``); so is every parameter
     where nothing is trained. A trainable parameter in no optimizer group is left as it is: another
@@ -358,12 +359,18 @@ def collect_params(
             ParamFacts(
                 name,
                 param.numel(),
-                (living_dtype(param.dtype, dtype), param.device, trained),
+                (living_dtype(param.dtype, dtype), device if device is not None else param.device, trained),
                 opt_groups[id(param)] if trained else -1,
                 block_of(names, blocks),
             )
         )
     return members, params, blocks
+
+
+def saved_buffers(module: nn.Module) -> list[str]:
+    """Return the names of the buffers that a state dict holds; of a shared one its first name."""
+    unsaved = {id(inner._buffers[name]) for inner in module.modules() for name in inner._non_persistent_buffers_set}
+    return [name for name, buffer in module.named_buffers() if id(buffer) not in unsaved]
 
 
 def by_manual_group(

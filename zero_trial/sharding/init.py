@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, cast
@@ -302,8 +302,8 @@ class OnDevice:
     floating-point tensors that torch.empty, zeros, ones or full make, are in ``dtype`` on
     ``device``; other new tensors are on ``device``, in their own dtype.
 
-    On the meta device nothing is allocated; such a model has shapes alone, and ``initialize``
-    refuses it until it has values. ``enabled=False``: nothing happens.
+    On the meta device nothing is allocated; ``initialize`` gives such a model its values.
+    ``enabled=False``: nothing happens.
     """
 
     def __init__(self, dtype: torch.dtype, device: str | torch.device = "meta", enabled: bool = True) -> None:
@@ -348,6 +348,16 @@ class _InDtype(TorchFunctionMode):
         result = func(*args, **(kwargs or {}))
         made = func in (torch.empty, torch.zeros, torch.ones, torch.full)
         return result.to(self._dtype) if made and result.is_floating_point() else result
+
+
+@contextmanager
+def lifting() -> Iterator[None]:
+    """Gather cut parameters inside the block for the functions that touch them; all are cut again
+    at its end."""
+    mode = _Lifting()
+    with mode:
+        yield
+        mode.close_all()
 
 
 class _Lifting(TorchFunctionMode):

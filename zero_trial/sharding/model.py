@@ -11,46 +11,33 @@ The step's loop is ``update_and_publish`` in ``engine/step.py``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from zero_trial.comm import AxisComm, Mesh
+from zero_trial.comm import Mesh
 from zero_trial.errors import TrialError
 from zero_trial.precision import DtypePolicy
+from zero_trial.sharding.build_groups import FirstSource, FirstValues, build_param_groups, sync_unmanaged
 from zero_trial.sharding.freed import forget_owner, mark_sharded, register_owner, revive
 from zero_trial.sharding.full_params import FullParams
 from zero_trial.sharding.grad_access import ShownGradients
 from zero_trial.sharding.grad_buffer import GradBuffer
 from zero_trial.sharding.grad_memory import BufferPool
 from zero_trial.sharding.grouping import (
-    GroupSpec,
     ManualGroup,
     ManualGroups,
     ShardingSettings,
-    by_manual_group,
-    collect_params,
-    into_blocks,
-    into_buckets,
-    is_model_parallel,
-    merge_small,
-    module_facts,
-    persistent_members,
-    runs_of_groups,
-    split_parts_from_copies,
 )
 from zero_trial.sharding.heap import keep_freed_memory
-from zero_trial.sharding.init import read_first_values
-from zero_trial.sharding.layout import Layout, lay_out, living_dtype, wide_dtype
-from zero_trial.sharding.leaf_modules import mark_leaves
+from zero_trial.sharding.layout import wide_dtype
 from zero_trial.sharding.offload.moved_states import GRADIENTS, MovedStates
 from zero_trial.sharding.optimizer_view import StepStatus
 from zero_trial.sharding.param_group import ParamGroup, swap_buffer_bytes
-from zero_trial.sharding.plan import Home, Lifetime, ReduceAt, ZeroPlan
+from zero_trial.sharding.plan import Lifetime, ReduceAt, ZeroPlan
 from zero_trial.sharding.publication import ParamPublisher
 from zero_trial.sharding.reduce import GradReducer
 from zero_trial.sharding.unshard import Unsharder
@@ -67,6 +54,9 @@ class ShardedModel:
         on_group_built: called with each group before the next one is built; it may move master and
             shard elsewhere.
         status: the state of the engine's steps.
+        device: where parameters and buffers go, group by group; by default they stay where they
+            are.
+        values: the first values, in place of those that the parameters have.
     """
 
     def __init__(
@@ -80,6 +70,8 @@ class ShardedModel:
         manual_groups: Sequence[ManualGroup] = (),
         on_group_built: Callable[[ParamGroup], None] = lambda group: None,
         status: StepStatus | None = None,
+        device: torch.device | None = None,
+        values: FirstValues | None = None,
     ) -> None:
         self.module = module
         self.plan = plan
@@ -89,13 +81,15 @@ class ShardedModel:
         self.policy = policy
         self.wire_scale = settings.wire_scale
         self.manual_groups = ManualGroups(manual_groups)
-        if plan.frees_memory and any(param.device.type == "cpu" for param in module.parameters()):
+        devices = {param.device for param in module.parameters()} if device is None else {device}
+        if plan.frees_memory and any(each.type == "cpu" for each in devices):
             # changes the allocator of the whole process: not where only GPU memory is freed
             keep_freed_memory()
-        built = build_param_groups(module, opt_groups, plan, mesh, policy, settings, self.manual_groups, on_group_built)
+        source = FirstSource(mesh, self.manual_groups, device, values)
+        built = build_param_groups(module, opt_groups, plan, policy, settings, source, on_group_built)
         self.groups = built.all
         self._freed = [group for groups in built.freed.values() for group in groups]
-        sync_unmanaged(module, {id(param) for param in self._params()}, policy, self.manual_groups, mesh.data)
+        sync_unmanaged(module, {id(param) for param in self._params()}, policy, source)
         self.unsharder = Unsharder(built.modules, built.freed, plan.reshard, settings.live)
         # Where peers sum up the full gradients: along shard, or along replica where nothing is
         # sharded.
@@ -426,151 +420,3 @@ class ShardedModel:
 def on_host(tensor: torch.Tensor) -> bool:
     """Return whether ``tensor`` is in the host's memory."""
     return tensor.device.type == "cpu"
-
-
-@dataclass(frozen=True)
-class BuiltGroups:
-    """The groups of a model.
-
-    Args:
-        all: in the model's order.
-        freed: by block, those whose parameters do not always live.
-        modules: for each such block the modules, in their order, that it stands for (none where a
-            schedule says when to gather).
-    """
-
-    all: list[ParamGroup]
-    freed: Mapping[str, list[ParamGroup]]
-    modules: Mapping[str, list[nn.Module]]
-
-
-def build_param_groups(
-    module: nn.Module,
-    opt_groups: Sequence[Sequence[nn.Parameter]],
-    plan: ZeroPlan,
-    mesh: Mesh,
-    policy: DtypePolicy,
-    settings: ShardingSettings,
-    manual_groups: ManualGroups,
-    on_group_built: Callable[[ParamGroup], None],
-) -> BuiltGroups:
-    """Build all groups of ``module``, with rank 0's values. Collective over data; arguments as for
-    :class:`ShardedModel`."""
-    number = {id(param): index for index, opt_group in enumerate(opt_groups) for param in opt_group}
-    if plan.frees_parameters and not manual_groups.all:
-        settings.leaf.require_matches(facts := module_facts(module))
-        inside = settings.leaf.inside_leaves(facts)
-        mark_leaves(
-            module, (part.name for part in facts.walk() if settings.leaf.names_part(part) and part.name in inside)
-        )
-    members, params, blocks = collect_params(
-        module, number, settings.leaf, dtype=policy.param, with_frozen=plan.frees_parameters
-    )
-    if mesh.model.size > 1:
-        members = split_parts_from_copies(members, params)
-    merged: Mapping[str, tuple[str, ...]] = {}
-    if manual_groups.all:
-        members = by_manual_group(members, params, manual_groups.all)
-    else:
-        merged = merge_small(blocks, persistent_members(members, settings.limits)[1], settings.limits.smallest_group)
-        merged_into = {block: name for name, inside in merged.items() for block in inside}
-        members = [replace(member, block=merged_into.get(member.block, member.block)) for member in members]
-    divide = into_blocks if plan.frees_parameters else into_buckets
-    groups: list[ParamGroup] = []
-    room = settings.limits.kept_on_host
-    for spec in divide(members, settings.limits):
-        layout = _layout_of(spec, params, mesh, manual_groups)
-        home = plan.persistent() if spec.always else plan
-        size = layout.numel if plan.whole_home else layout.shard_numel
-        if home.home is Home.NVME and size <= room:
-            room -= size
-            home = plan.at(Home.of(params[spec.members[0].name].device.type, "cpu"))
-        groups.append(_build(spec, layout, params, home, mesh, manual_groups))
-        on_group_built(groups[-1])
-    freed: dict[str, list[ParamGroup]] = {}
-    for group in groups:
-        if group.plan.params is not Lifetime.ALWAYS:
-            freed.setdefault(group.block, []).append(group)
-    modules = {
-        name: [module.get_submodule(block) for block in merged.get(name, (name,))]
-        for name in freed
-        if not manual_groups.all  # else a schedule says when to gather
-    }
-    return BuiltGroups(groups, freed, modules)
-
-
-def _layout_of(spec: GroupSpec, params: Mapping[str, nn.Parameter], mesh: Mesh, manual_groups: ManualGroups) -> Layout:
-    manual_group = manual_groups.by_name.get(str(spec.members[0].key[-1]))
-    return lay_out(
-        [(m.name, tuple(params[m.name].shape)) for m in spec.members],
-        mesh.shard.size,
-        mesh.replica.size * (manual_group.holders if manual_group is not None else 1),
-    )
-
-
-def _build(
-    spec: GroupSpec,
-    layout: Layout,
-    params: Mapping[str, nn.Parameter],
-    plan: ZeroPlan,
-    mesh: Mesh,
-    manual_groups: ManualGroups,
-) -> ParamGroup:
-    first = params[spec.members[0].name]
-    dtype = spec.members[0].key[0]
-    manual_group = manual_groups.by_name.get(str(spec.members[0].key[-1]))
-
-    def agree(values: torch.Tensor) -> None:
-        if manual_group is not None:
-            manual_group.agree(values, f"first values of {spec.name}")
-        mesh.data.broadcast(values, f"first values of {spec.name}")
-
-    offsets = [(slot.offset, member.opt_group) for slot, member in zip(layout.slots, spec.members, strict=True)]
-    trainable = spec.members[0].opt_group >= 0
-    return ParamGroup(
-        spec.name,
-        layout,
-        [params[m.name] for m in spec.members],
-        plan=plan,
-        dtype=dtype if isinstance(dtype, torch.dtype) else first.dtype,
-        device=first.device,
-        comm=mesh.shard,
-        runs=runs_of_groups(offsets, layout.numel) if trainable else {},
-        block=spec.block,
-        trainable=trainable,
-        counts=mesh.model.index == 0 or is_model_parallel(first),
-        read=read_first_values,
-        agree=agree,
-    )
-
-
-@torch.no_grad()
-def sync_unmanaged(
-    module: nn.Module, managed: Collection[int], policy: DtypePolicy, manual_groups: ManualGroups, data: AxisComm
-) -> None:
-    """Give parameters whose ids are not in ``managed``, and all buffers, the policy's dtype and
-    rank 0's values. Collective over ``data``."""
-    for name, param in module.named_parameters():
-        if id(param) not in managed:
-            values = read_first_values(param)
-            revive(param, values.to(living_dtype(values.dtype, policy.param)))
-            forget_owner([param])
-            manual_groups.agree(param, param.data, name)
-            data.broadcast(param.data, name)
-    exact = fp32_buffers(module) if policy.keep_constants else ()
-    for name, buffer in module.named_buffers():
-        if buffer.is_floating_point() and name not in exact:
-            buffer.data = buffer.data.to(policy.buffer or living_dtype(buffer.dtype, policy.param))
-        data.broadcast(buffer.data, name)
-
-
-def fp32_buffers(module: nn.Module) -> list[str]:
-    """List the fp32 buffers that are not saved, which stay fp32 in 16-bit training.
-
-    They are constants of the model's arithmetic, such as the frequencies of rotary embeddings: in
-    bf16 those are wrong by 0.73 rad at position 4096.
-    """
-    constants = {id(inner._buffers[name]) for inner in module.modules() for name in inner._non_persistent_buffers_set}
-    return [
-        name for name, buffer in module.named_buffers() if buffer.dtype == torch.float32 and id(buffer) in constants
-    ]

@@ -92,6 +92,8 @@ class ParamGroup:
             hold the same parameters.
         read: returns the first full value of a parameter.
         agree: makes first values (n,) equal on all ranks; collective.
+        read_shard: returns this rank's first values (n/N,) in a dtype, in place of ``read`` and
+            ``agree`` of the full ones; collective.
     """
 
     def __init__(
@@ -110,6 +112,7 @@ class ParamGroup:
         counts: bool = True,
         read: Callable[[nn.Parameter], torch.Tensor] = torch.Tensor.detach,
         agree: Callable[[torch.Tensor], None] | None = None,
+        read_shard: Callable[[torch.dtype], torch.Tensor] | None = None,
     ) -> None:
         self.name = name
         self.layout = layout
@@ -123,13 +126,19 @@ class ParamGroup:
         low, high = layout.shard_range(comm.index)
         always = plan.params is Lifetime.ALWAYS
         # Values that are sent in every step are in a buffer that peers can read in place; memory
-        # that is freed is ordinary.
+        # that is freed is ordinary, and there is none before the first gather.
         self.full = (
             comm.buffer(layout.numel, dtype, device)
             if always
-            else torch.zeros(layout.numel, dtype=dtype, device=device)
+            else torch.empty(layout.numel, dtype=dtype, device=device)
         )
         self.views = [self.full[s.offset : s.offset + s.numel].view(s.shape) for s in layout.slots]
+        self.own = self.full[low:high]  # this rank's part; its values are there only while live
+        # until its home takes the values, and with them the memory
+        away = plan.home is not Home.DEVICE
+        in_full = always or away
+        if not in_full:
+            self.full.untyped_storage().resize_(0)
         self.live = True
         # Makes master and shard available inside a block, wherever they live.
         self.materialized: Callable[[], AbstractContextManager[None]] = nullcontext
@@ -141,19 +150,22 @@ class ParamGroup:
         kinds = [type(param) for param in self.params]
         self._live_classes = list(map(plain_class if always else sharded_class, kinds))
         self._freed_classes = list(map(freed_class, kinds))
-        master = self._fill(read, agree)[low:high]
-        self.own = self.full[low:high]  # this rank's part; its values are there only while live
         # what the home holds, and where the shard is in it
         self._kept = self.full if plan.whole_home else self.own
         self._low, self._high = (low, high) if plan.whole_home else (0, layout.shard_numel)
-        # until its home takes the values, and with them the memory
-        away = plan.home is not Home.DEVICE
-        in_full = always or away
-        self.shard = self.own if in_full else comm.buffer(layout.shard_numel, dtype, device).copy_(self.own)
-        self.home = self._kept if in_full else self.shard
         # fp32 and fp64 parameters are their own masters; frozen ones need none.
         own_master = has_own_master(dtype) or not trainable
-        self.master = self.shard if own_master else master.to(torch.float32, copy=True)
+        if read_shard is not None:
+            first = read_shard(dtype if own_master else torch.float32)
+            if in_full:
+                self.own.copy_(first)
+                if comm.size > 1 and (always or plan.whole_home):
+                    comm.all_gather(self.full, self.own, f"first values of {name}", lend=False).wait_result()
+        else:
+            first = self._fill(read, agree, in_full)[low:high]
+        self.shard = self.own if in_full else comm.buffer(layout.shard_numel, dtype, device).copy_(first)
+        self.home = self._kept if in_full else self.shard
+        self.master = self.shard if own_master else _alone(first)
         self._attach()
         self._noted = self._versions()  # of the parameters' values, all of whose edits count already
         self._real = type(self.full) is torch.Tensor and not self.full.is_meta  # no dry run
@@ -193,20 +205,22 @@ class ParamGroup:
             self._addresses = list(map(torch.Tensor.data_ptr, self.views)) if self._real else []
 
     def _fill(
-        self, read: Callable[[nn.Parameter], torch.Tensor], agree: Callable[[torch.Tensor], None] | None
+        self,
+        read: Callable[[nn.Parameter], torch.Tensor],
+        agree: Callable[[torch.Tensor], None] | None,
+        in_full: bool,
     ) -> torch.Tensor:
-        """Copy the parameters' first values into ``full`` and return them unrounded (n,), so that
-        the fp32 masters lose nothing."""
+        """Return the parameters' first values, unrounded (n,), so that the fp32 masters lose
+        nothing. ``in_full``: they are in ``full`` as well."""
+        same = all(p.dtype == self.dtype for p in self.params)
         wide = (
-            self.full
-            if all(p.dtype == self.dtype for p in self.params)
-            else torch.zeros_like(self.full, dtype=torch.float32)
+            self.full if in_full and same else torch.zeros_like(self.full, dtype=self.dtype if same else torch.float32)
         )
         for param, slot in zip(self.params, self.layout.slots, strict=True):
             wide[slot.offset : slot.offset + slot.numel].copy_(read(param).reshape(-1))
         if agree is not None:
             agree(wide)
-        if wide is not self.full:
+        if in_full and wide is not self.full:
             self.full.copy_(wide)
         return wide
 
@@ -522,6 +536,12 @@ class ParamGroup:
         # what passes through buffers is counted once, by swap_buffer_bytes
         low = low if self.offloaded is None else 0
         return low + (0 if elsewhere else self.master.numel() * 4)
+
+
+def _alone(first: torch.Tensor) -> torch.Tensor:
+    """Return ``first`` as fp32 in memory of its own: itself, if it is not part of a buffer."""
+    whole = first.untyped_storage().nbytes() == first.numel() * first.element_size()
+    return first.to(torch.float32, copy=not (whole and first.dtype == torch.float32))
 
 
 def swap_buffer_bytes(groups: Sequence[ParamGroup]) -> int:

@@ -193,7 +193,7 @@ class ZeroTrialContext:
         Args:
             config: a ds_config, its path, or None for the one that the experiment names.
             options: further arguments of ``zero_trial.initialize`` (optimizer, lr_scheduler,
-                model_parameters ...).
+                model_parameters, weights ...).
         """
         given = with_stages(trial_ds_config(config, self.platform), model)
         filled, table = reconcile_config(given, self.platform)

@@ -1,0 +1,80 @@
+"""Ranges of safetensors files, read without mapping them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from zero_trial.checkpoint import weights
+from zero_trial.checkpoint.weights import WeightsReader
+from zero_trial.errors import CheckpointError
+
+
+def test_a_range_is_read_in_chunks_and_cast(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weights, "_CHUNK_BYTES", 32)
+    values = torch.randn(10, 7)
+    save_file({"a": values, "b": values.bfloat16(), "c": torch.arange(5)}, tmp_path / "w.safetensors")
+    reader = WeightsReader(tmp_path / "w.safetensors")
+    assert reader.shapes == {"a": (10, 7), "b": (10, 7), "c": (5,)}
+    flat = values.reshape(-1)
+    for name, dtype, through, expected in [
+        ("a", torch.float32, None, flat),
+        ("a", torch.float64, torch.float16, flat.half().double()),
+        ("a", torch.float32, torch.bfloat16, flat.bfloat16().float()),
+        ("b", torch.bfloat16, torch.bfloat16, flat.bfloat16()),
+        ("b", torch.float32, None, flat.bfloat16().float()),
+    ]:
+        out = torch.empty(44, dtype=dtype)
+        before = reader.bytes_read
+        reader.read_into(name, 13, 57, out, through)
+        assert torch.equal(out, expected[13:57])
+        assert reader.bytes_read - before == 44 * (4 if name == "a" else 2)
+    strided = torch.zeros(5, 2, dtype=torch.int64)
+    reader.read_into("c", 1, 4, strided[:3, 0])
+    assert strided[:, 0].tolist() == [1, 2, 3, 0, 0]
+    reader.close()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"dtype": "F7"},
+        {"shape": [3]},
+        {"shape": [-2, -1]},
+        {"data_offsets": [0, 80]},
+        {"data_offsets": [-8, 0]},
+        {"data_offsets": None},
+        {"shape": "ab"},
+    ],
+)
+def test_a_header_that_cannot_be_is_refused(change: dict[str, object], tmp_path: Path) -> None:
+    header = json.dumps({"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]} | change}).encode()
+    path = tmp_path / "w.safetensors"
+    path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(8))
+    with pytest.raises(CheckpointError) as error:
+        WeightsReader(path)
+    assert error.value.where == str(path)
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"1234567", b"\xff" * 8, b"\x02" + bytes(7) + b"[]", b"\x01" + bytes(7) + b"{"]
+)
+def test_a_file_without_a_header_is_refused(content: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "w.safetensors"
+    path.write_bytes(content)
+    with pytest.raises(CheckpointError) as error:
+        WeightsReader(path)
+    assert error.value.where == str(path)
+
+
+def test_an_index_whose_file_lacks_a_tensor_is_refused(tmp_path: Path) -> None:
+    save_file({"a": torch.ones(2)}, tmp_path / "part.safetensors")
+    index = {"weight_map": {"a": "part.safetensors", "b": "part.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(CheckpointError) as error:
+        WeightsReader(tmp_path)
+    assert error.value.got == "b"

@@ -1,0 +1,274 @@
+"""Models whose first values come from safetensors files, or from their modules where they were
+built on the meta device."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+import zero_trial
+from tests.support.pool import Pools
+from zero_trial.errors import CheckpointError, ConfigError
+
+SECTIONS: dict[str, dict[str, Any]] = {
+    "zero0": {"stage": 0},
+    "zero1": {"stage": 1},
+    "zero2": {"stage": 2},
+    "zero3": {"stage": 3, "stage3_param_persistence_threshold": 50},
+}
+
+
+class Net(nn.Module):
+    """Parameters that are trained, frozen, tied, cut and too small to be freed; buffers that are
+    saved, and one that is not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(61, 16)
+        self.frozen = nn.Linear(16, 16).requires_grad_(False)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(16, 40), nn.BatchNorm1d(40)) for _ in range(3))
+        self.attention = nn.MultiheadAttention(16, 2)
+        self.angles = Angles()
+        self.head = nn.Linear(16, 61, bias=False)
+        self.head.weight = self.embed.weight
+
+
+class Angles(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.empty(7), persistent=False)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        torch.arange(7, out=self.table)
+
+
+def on_meta(build: type[nn.Module] = Net) -> nn.Module:
+    with torch.device("meta"):
+        return build()
+
+
+def start(model: nn.Module, section: str = "zero3", mesh: dict[str, int] | None = None, **given: Any) -> Any:
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": {"type": "Adam", "params": {"lr": 0.1}},
+        "zero_optimization": SECTIONS[section],
+        "bf16": {"enabled": given.pop("bf16", False)},
+        "comm_timeout_seconds": 30.0,
+    }
+    return zero_trial.initialize(model=model, config=config | ({"mesh": mesh} if mesh else {}), **given)[0]
+
+
+def masters_and_state(engine: Any) -> list[torch.Tensor]:
+    with engine.sharded.materialized():
+        masters = [group.master.clone() for group in engine.sharded.groups]
+    state = engine.module_state_dict()
+    found = [*masters, *(value.clone() for value in state.values()), engine.module.angles.table]
+    engine.destroy()
+    return found
+
+
+def stored(tmp_path: Path, build: type[nn.Module] = Net, **change: Any) -> Path:
+    """A file with the values of a model, the tied one under its second name."""
+    torch.manual_seed(5)
+    state = {name: value.clone() for name, value in build().state_dict().items()}
+    state.pop("embed.weight", None)
+    for name, value in change.items():
+        if value is None:
+            del state[name.replace("__", ".")]
+        else:
+            state[name.replace("__", ".")] = value
+    save_file(state, tmp_path / "model.safetensors")
+    return tmp_path
+
+
+class Counted:
+    """The bytes that positioned reads bring."""
+
+    def __init__(self) -> None:
+        self.bytes = 0
+        self._read = os.preadv
+
+    def __call__(self, file: int, into: Sequence[Any], place: int) -> int:
+        count = self._read(file, into, place)
+        self.bytes += count
+        return count
+
+
+def read_and_plain(folder: Path, cases: Sequence[tuple[str, bool, dict[str, int] | None]]) -> list[Any]:
+    """Whether a rank has the same bits as after ``load_state_dict``, and the bytes that it read."""
+    found = []
+    for section, bf16, mesh in cases:
+        torch.manual_seed(5)
+        plain = masters_and_state(start(Net(), section, mesh, bf16=bf16))
+        counted = Counted()
+        with mock.patch("os.preadv", counted):
+            engine = start(on_meta(), section, mesh, bf16=bf16, weights=folder)
+        own = masters_and_state(engine)
+        found.append((list(map(torch.equal, plain, own)), counted.bytes))
+    return found
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_ranks_read_their_shards_and_each_byte_once(size: int, ranks: Pools, tmp_path: Path) -> None:
+    cases: list[Any] = [(section, bf16, None) for section in SECTIONS for bf16 in (False, True)]
+    if size == 4:
+        cases = [("zero3", True, {"shard": 2}), ("zero2", False, {"shard": 2}), ("zero0", False, None)]
+    folder = stored(tmp_path)
+    file = folder / "model.safetensors"
+    header = 8 + int.from_bytes(file.read_bytes()[:8], "little")
+    answers = ranks(size).run(read_and_plain, folder, cases)
+    for case, of_ranks in zip(cases, zip(*answers, strict=True), strict=True):
+        for same, _ in of_ranks:
+            assert all(same), case
+        assert sum(count for _, count in of_ranks) == file.stat().st_size + (size - 1) * header, case
+
+
+def test_files_of_an_index_other_dtypes_and_a_prefix(tmp_path: Path) -> None:
+    torch.manual_seed(5)
+    state = Net().state_dict()
+    del state["head.weight"]
+    files: dict[str, dict[str, torch.Tensor]] = {"a.safetensors": {}, "b.safetensors": {}}
+    for number, (name, value) in enumerate(state.items()):
+        value = (
+            value.to([torch.float16, torch.bfloat16, torch.float64][number % 3]) if value.is_floating_point() else value
+        )
+        files["ab"[number % 2] + ".safetensors"][f"net.{name}"] = value
+    files["a.safetensors"]["other.head"] = torch.zeros(2)  # without the prefix: not asked for
+    for file, tensors in files.items():
+        save_file(tensors, tmp_path / file)
+    listed = {name: file for file, tensors in files.items() for name in tensors}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": listed}))
+    expected = Net()
+    expected.load_state_dict({**state, "head.weight": state["embed.weight"]})
+    for name, value in expected.state_dict().items():
+        if name in state:
+            value.copy_(files[listed[f"net.{name}"]][f"net.{name}"])
+    own = masters_and_state(start(on_meta(), "zero1", weights=tmp_path, weights_prefix="net."))
+    assert all(map(torch.equal, masters_and_state(start(expected, "zero1")), own))
+
+
+class Around(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Net()
+
+
+def test_the_prefix_may_stand_before_the_models_names(tmp_path: Path) -> None:
+    engine = start(on_meta(Around), weights=stored(tmp_path) / "model.safetensors", weights_prefix="net.")
+    state = engine.module_state_dict()
+    torch.manual_seed(5)
+    assert all(torch.equal(state[f"net.{name}"], value) for name, value in Net().state_dict().items())
+
+
+def refused(folder: Path) -> str:
+    counted = Counted()
+    with mock.patch("os.preadv", counted), pytest.raises(ConfigError) as error:
+        start(on_meta(), weights=folder)
+    header = 8 + int.from_bytes((folder / "model.safetensors").read_bytes()[:8], "little")
+    assert counted.bytes == header, "the difference is known before any value is read"
+    return str(error.value)
+
+
+def test_all_differences_come_in_one_list(ranks: Pools, tmp_path: Path) -> None:
+    changes = {"frozen__bias": None, "blocks__1__1__running_var": None, "more": torch.ones(2)}
+    folder = stored(tmp_path, head__weight=torch.zeros(60, 16), **changes)
+    for text in ranks(2).run(refused, folder):
+        for name in ("frozen.bias", "blocks.1.1.running_var", "more", "head.weight (60, 16) vs (61, 16)"):
+            assert name in text
+
+
+def no_weights(folder: Path) -> list[str]:
+    found = []
+    for path in (folder, folder / "cut.safetensors", folder / "absent"):
+        with pytest.raises(CheckpointError) as error:
+            start(on_meta(), weights=path)
+        found.append(str(error.value))
+    return found
+
+
+def test_files_that_are_not_weights_are_refused_on_every_rank(ranks: Pools, tmp_path: Path) -> None:
+    whole = (stored(tmp_path) / "model.safetensors").read_bytes()
+    (tmp_path / "model.safetensors").unlink()
+    (tmp_path / "cut.safetensors").write_bytes(whole[:-1])
+    for folder, cut, absent in ranks(2).run(no_weights, tmp_path):
+        assert str(tmp_path) in folder and "cut.safetensors" in folder
+        assert "cut.safetensors" in cut
+        assert "absent" in absent
+
+
+# --- without weights ------------------------------------------------------------------------------
+
+
+class Initialized(Net):
+    """As many models do it, with ties in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.apply(self._init_weights)
+
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, (nn.Linear, nn.Embedding)):
+            module.weight.data.normal_(std=0.02)
+
+
+def built_and_meta(cases: Sequence[tuple[type[nn.Module], str]]) -> list[list[bool]]:
+    found = []
+    for build, section in cases:
+        results = []
+        for how in (build, lambda build=build: on_meta(build)):
+            torch.manual_seed(9)
+            results.append([*masters_and_state(start(how(), section)), torch.rand(1)])
+        found.append(list(map(torch.equal, *results)))
+    return found
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_meta_model_gets_the_bits_of_the_dense_one(size: int, ranks: Pools) -> None:
+    cases = [(Net, "zero0"), (Net, "zero2"), (Net, "zero3"), (Initialized, "zero1"), (Initialized, "zero3")]
+    for answer in ranks(size).run(built_and_meta, cases) if size > 1 else [built_and_meta(cases)]:
+        assert all(map(all, answer)), answer
+
+
+class Bare(nn.Module):
+    """A parameter that only its constructor fills, and a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(40))
+        self.register_buffer("mask", torch.ones(3))
+        self.fine = nn.Linear(3, 4)
+
+
+def bare(**given: Any) -> tuple[str, str]:
+    with pytest.raises(ConfigError) as error:
+        start(nn.Sequential(nn.Linear(2, 2), on_meta(Bare)), **given)
+    return str(error.value), str(error.value.where)
+
+
+def test_what_nothing_fills_is_refused_by_name(ranks: Pools) -> None:
+    for text, where in ranks(2).run(bare):
+        assert where == "initialize(model): 1.scale"
+        assert "1.scale (Bare), 1.mask (Bare)" in text and "fine" not in text
+
+
+class Unsaved(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fine = nn.Linear(3, 4)
+        self.register_buffer("mask", torch.ones(3), persistent=False)
+
+
+def test_a_buffer_that_is_in_no_file_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as error:
+        start(on_meta(Unsaved), weights=stored(tmp_path, Unsaved))
+    assert error.value.where == "initialize(model): mask"

@@ -1,0 +1,281 @@
+"""The param groups of a model with their first values: those of its parameters, or read from files
+range by range.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from zero_trial.comm import AxisComm, Mesh
+from zero_trial.precision import DtypePolicy
+from zero_trial.sharding.freed import forget_owner, owner_of_param, revive
+from zero_trial.sharding.grouping import (
+    GroupSpec,
+    ManualGroups,
+    ShardingSettings,
+    by_manual_group,
+    collect_params,
+    into_blocks,
+    into_buckets,
+    is_model_parallel,
+    merge_small,
+    module_facts,
+    persistent_members,
+    runs_of_groups,
+    saved_buffers,
+    split_parts_from_copies,
+)
+from zero_trial.sharding.init import PreSharded, read_first_values
+from zero_trial.sharding.layout import Layout, lay_out, living_dtype
+from zero_trial.sharding.leaf_modules import mark_leaves
+from zero_trial.sharding.param_group import ParamGroup
+from zero_trial.sharding.plan import Home, Lifetime, ZeroPlan
+
+
+class FirstValues(Protocol):
+    """Values of parameters and buffers by name, read a range at a time."""
+
+    def read_into(self, name: str, start: int, stop: int, out: torch.Tensor, through: torch.dtype) -> None:
+        """Fill ``out`` with elements [start, stop) of the flattened tensor, rounded to ``through``
+        first. Local."""
+        ...
+
+
+def read_shard(
+    values: FirstValues,
+    layout: Layout,
+    params: Sequence[nn.Parameter],
+    mesh: Mesh,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    owned: bool = True,
+) -> torch.Tensor:
+    """Return this rank's shard (n/N,) of a group in ``dtype``.
+
+    The replicas of a shard read equal parts of it and gather the rest from each other, so that the
+    ranks together read each byte once. Collective over replica. ``owned=False``: another pipeline
+    stage reads, and the result is zeros.
+    """
+    shard, replica = mesh.shard, mesh.replica
+    out = torch.zeros(layout.shard_numel, dtype=dtype, device=device)
+    size = layout.shard_numel // replica.size
+    own = out[replica.index * size :][:size]
+    if owned:
+        base = layout.shard_range(shard.index)[0] + replica.index * size
+        for slot, param in zip(layout.slots, params, strict=True):
+            low, high = max(slot.offset, base), min(slot.offset + slot.numel, base + size)
+            if low < high:
+                place = own[low - base : high - base]
+                values.read_into(slot.name, low - slot.offset, high - slot.offset, place, param.dtype)
+    if replica.size > 1:
+        replica.all_gather(out, own, "first values", lend=False).wait_result()
+    return out
+
+
+def are_cut(params: Sequence[nn.Parameter]) -> bool:
+    """Return whether ``zero.Init`` has cut all of these parameters."""
+    owners = [owner_of_param(param) for param in params]
+    return all(isinstance(owner, PreSharded) and not owner.live for owner in owners)
+
+
+def cut_shard(
+    layout: Layout, params: Sequence[nn.Parameter], shard: AxisComm, dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    """Return this rank's shard (n/N,) of a group whose parameters :func:`are_cut`, of which one at
+    a time is whole. Collective over the ranks that have cut them."""
+    out = torch.zeros(layout.shard_numel, dtype=dtype, device=device)
+    base, stop = layout.shard_range(shard.index)
+    for slot, param in zip(layout.slots, params, strict=True):
+        whole = read_first_values(param).reshape(-1)
+        low, high = max(slot.offset, base), min(slot.offset + slot.numel, stop)
+        if low < high:
+            out[low - base : high - base].copy_(whole[low - slot.offset : high - slot.offset])
+        del whole
+    return out
+
+
+@dataclass(frozen=True)
+class BuiltGroups:
+    """The groups of a model.
+
+    Args:
+        all: in the model's order.
+        freed: by block, those whose parameters do not always live.
+        modules: for each such block the modules, in their order, that it stands for (none where a
+            schedule says when to gather).
+    """
+
+    all: list[ParamGroup]
+    freed: Mapping[str, list[ParamGroup]]
+    modules: Mapping[str, list[nn.Module]]
+
+
+@dataclass(frozen=True)
+class FirstSource:
+    """Where the first values of a model come from, and where they go: see :class:`ShardedModel`."""
+
+    mesh: Mesh
+    manual_groups: ManualGroups
+    device: torch.device | None = None
+    values: FirstValues | None = None
+
+
+def build_param_groups(
+    module: nn.Module,
+    opt_groups: Sequence[Sequence[nn.Parameter]],
+    plan: ZeroPlan,
+    policy: DtypePolicy,
+    settings: ShardingSettings,
+    source: FirstSource,
+    on_group_built: Callable[[ParamGroup], None],
+) -> BuiltGroups:
+    """Build all groups of ``module``, alike on all ranks of data. Collective over data; arguments
+    as for :class:`ShardedModel`."""
+    mesh, manual_groups = source.mesh, source.manual_groups
+    number = {id(param): index for index, opt_group in enumerate(opt_groups) for param in opt_group}
+    if plan.frees_parameters and not manual_groups.all:
+        settings.leaf.require_matches(facts := module_facts(module))
+        inside = settings.leaf.inside_leaves(facts)
+        mark_leaves(
+            module, (part.name for part in facts.walk() if settings.leaf.names_part(part) and part.name in inside)
+        )
+    members, params, blocks = collect_params(
+        module, number, settings.leaf, dtype=policy.param, with_frozen=plan.frees_parameters, device=source.device
+    )
+    if mesh.model.size > 1:
+        members = split_parts_from_copies(members, params)
+    merged: Mapping[str, tuple[str, ...]] = {}
+    if manual_groups.all:
+        members = by_manual_group(members, params, manual_groups.all)
+    else:
+        merged = merge_small(blocks, persistent_members(members, settings.limits)[1], settings.limits.smallest_group)
+        merged_into = {block: name for name, inside in merged.items() for block in inside}
+        members = [replace(member, block=merged_into.get(member.block, member.block)) for member in members]
+    divide = into_blocks if plan.frees_parameters else into_buckets
+    groups: list[ParamGroup] = []
+    room = settings.limits.kept_on_host
+    for spec in divide(members, settings.limits):
+        layout = _layout_of(spec, params, source)
+        own_plan = plan.persistent() if spec.always else plan
+        size = layout.numel if plan.whole_home else layout.shard_numel
+        if own_plan.home is Home.NVME and size <= room:
+            room -= size
+            own_plan = plan.at(Home.of(_device_of(spec, params, source).type, "cpu"))
+        groups.append(_build(spec, layout, params, own_plan, source))
+        forget_owner(groups[-1].params)  # shards that zero.Init has made
+        on_group_built(groups[-1])
+    freed: dict[str, list[ParamGroup]] = {}
+    for group in groups:
+        if group.plan.params is not Lifetime.ALWAYS:
+            freed.setdefault(group.block, []).append(group)
+    modules = {
+        name: [module.get_submodule(block) for block in merged.get(name, (name,))]
+        for name in freed
+        if not manual_groups.all  # else a schedule says when to gather
+    }
+    return BuiltGroups(groups, freed, modules)
+
+
+def _device_of(spec: GroupSpec, params: Mapping[str, nn.Parameter], source: FirstSource) -> torch.device:
+    return source.device if source.device is not None else params[spec.members[0].name].device
+
+
+def _layout_of(spec: GroupSpec, params: Mapping[str, nn.Parameter], source: FirstSource) -> Layout:
+    manual_group = source.manual_groups.by_name.get(str(spec.members[0].key[-1]))
+    return lay_out(
+        [(m.name, tuple(params[m.name].shape)) for m in spec.members],
+        source.mesh.shard.size,
+        source.mesh.replica.size * (manual_group.holders if manual_group is not None else 1),
+    )
+
+
+def _build(
+    spec: GroupSpec, layout: Layout, params: Mapping[str, nn.Parameter], plan: ZeroPlan, source: FirstSource
+) -> ParamGroup:
+    mesh, device = source.mesh, _device_of(spec, params, source)
+    own = [params[m.name] for m in spec.members]
+    dtype = spec.members[0].key[0]
+    manual_group = source.manual_groups.by_name.get(str(spec.members[0].key[-1]))
+
+    def agree(values: torch.Tensor) -> None:
+        if manual_group is not None:
+            manual_group.agree(values, f"first values of {spec.name}")
+        mesh.data.broadcast(values, f"first values of {spec.name}")
+
+    def read(wanted: torch.dtype) -> torch.Tensor:
+        if source.values is None:
+            return cut_shard(layout, own, mesh.shard, wanted, device)
+        owned = manual_group is None or manual_group.owned
+        shard = read_shard(source.values, layout, own, mesh, wanted, device, owned=owned)
+        if manual_group is not None:
+            manual_group.agree(shard, f"first values of {spec.name}")
+        return shard
+
+    by_shard = source.values is not None or (plan.gathers_parameters and manual_group is None and are_cut(own))
+    offsets = [(slot.offset, member.opt_group) for slot, member in zip(layout.slots, spec.members, strict=True)]
+    trainable = spec.members[0].opt_group >= 0
+    return ParamGroup(
+        spec.name,
+        layout,
+        own,
+        plan=plan,
+        dtype=dtype if isinstance(dtype, torch.dtype) else own[0].dtype,
+        device=device,
+        comm=mesh.shard,
+        runs=runs_of_groups(offsets, layout.numel) if trainable else {},
+        block=spec.block,
+        trainable=trainable,
+        counts=mesh.model.index == 0 or is_model_parallel(own[0]),
+        read=read_first_values,
+        agree=agree,
+        read_shard=read if by_shard else None,
+    )
+
+
+@torch.no_grad()
+def sync_unmanaged(module: nn.Module, managed: Collection[int], policy: DtypePolicy, source: FirstSource) -> None:
+    """Give parameters whose ids are not in ``managed``, and all buffers, the policy's dtype and
+    rank 0's values, on their device. Collective over ``data``."""
+    data, exact = source.mesh.data, fp32_buffers(module) if policy.keep_constants else ()
+
+    def stored(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a tensor of the shape, with the values that are stored on data's first rank."""
+        flat = torch.empty(tensor.numel(), dtype=tensor.dtype, device=tensor.device)
+        if source.values is not None and data.index == 0 and not source.manual_groups.is_copy(name):
+            source.values.read_into(name, 0, tensor.numel(), flat, tensor.dtype)
+        return flat.view(tensor.shape)
+
+    for name, param in module.named_parameters():
+        if id(param) not in managed:
+            values = stored(name, param) if source.values is not None else read_first_values(param)
+            revive(param, values.to(device=source.device, dtype=living_dtype(values.dtype, policy.param)))
+            forget_owner([param])
+            source.manual_groups.agree(param, param.data, name)
+            data.broadcast(param.data, name)
+    saved = saved_buffers(module) if source.values is not None else ()
+    for name, buffer in module.named_buffers():
+        if name in saved:
+            buffer.data = stored(name, buffer)
+        dtype = buffer.dtype
+        if buffer.is_floating_point() and name not in exact:
+            dtype = policy.buffer or living_dtype(buffer.dtype, policy.param)
+        buffer.data = buffer.data.to(device=source.device, dtype=dtype)
+        data.broadcast(buffer.data, name)
+
+
+def fp32_buffers(module: nn.Module) -> list[str]:
+    """List the fp32 buffers that are not saved, which stay fp32 in 16-bit training.
+
+    They are constants of the model's arithmetic, such as the frequencies of rotary embeddings: in
+    bf16 those are wrong by 0.73 rad at position 4096.
+    """
+    constants = {id(inner._buffers[name]) for inner in module.modules() for name in inner._non_persistent_buffers_set}
+    return [
+        name for name, buffer in module.named_buffers() if buffer.dtype == torch.float32 and id(buffer) in constants
+    ]

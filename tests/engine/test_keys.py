@@ -202,17 +202,42 @@ def test_the_caller_owns_the_boundary(ranks: Pools, stage: int, announce: bool) 
         assert (steps, micro, samples) == (2, 5, 10)
 
 
-def test_no_checkpoint_in_the_middle_of_the_callers_accumulation(tmp_path: Path) -> None:
-    engine = engine_of(managed_gradient_accumulation=False)
-    engine.backward(engine(rows(0)))
-    with pytest.raises(TrialError, match="only between optimizer steps"):
-        engine.save_checkpoint(tmp_path)
-    engine.step()
-    engine.save_checkpoint(tmp_path)
+@pytest.mark.parametrize("managed", [True, False])
+def test_a_checkpoint_in_the_middle_of_an_accumulation_is_that_of_the_last_step(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, managed: bool
+) -> None:
+    """DeepSpeed's scripts count micro-batches when they save. Training goes on as without it."""
+
+    def two_steps(save: bool) -> tuple[Any, dict[str, torch.Tensor]]:
+        engine = engine_of(managed_gradient_accumulation=managed, gradient_accumulation_steps=2)
+        for turn in range(4):
+            engine.backward(engine(rows(turn)))
+            if managed or turn % 2:
+                engine.step()
+            if turn == 2 and save:
+                engine.save_checkpoint(tmp_path)
+            if turn == 1:
+                saved = {name: value.clone() for name, value in engine.module_state_dict().items()}
+        return engine, saved
+
+    engine, saved = two_steps(save=True)
+    assert "micro-batch" in caplog.text
+    expected, _ = two_steps(save=False)
+    assert same(engine.module_state_dict(), expected.module_state_dict())
     engine.backward(engine(rows(0)))
     engine.load_checkpoint(tmp_path)
-    assert engine.pending_micro_batches() == 0
-    engine.save_checkpoint(tmp_path, "again")
+    assert (engine.pending_micro_batches(), engine.global_steps) == (0, 1)
+    assert same(engine.module_state_dict(), saved)
+    for turn in (2, 3):
+        engine.backward(engine(rows(turn)))
+        if managed or turn % 2:
+            engine.step()
+    assert engine.global_steps == 2
+    assert same(engine.module_state_dict(), expected.module_state_dict())
+
+
+def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
 # --- checkpoint.tag_validation --------------------------------------------------------------------

@@ -15,6 +15,7 @@ import zero_trial
 from tests.engine.offloaded import differing, engine_of, train, values_of
 from tests.support.dense import STAGES
 from tests.support.pool import Pools
+from zero_trial.engine.compat import DeepSpeedZeroOptimizer, DeepSpeedZeroOptimizer_Stage3
 from zero_trial.errors import CheckpointError, ConfigError, TrialError
 from zero_trial.zero import GatheredParameters
 
@@ -173,6 +174,14 @@ def refreshed(stage: str) -> list[bool]:
 def test_masters_follow_parameters_that_were_written_past_the_engine(ranks: Pools, stage: str) -> None:
     for found in ranks(2).run(refreshed, stage):
         assert found and all(found)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_scripts_ask_for_its_class_by_stage(stage: str) -> None:
+    optimizer, number = engine_of(stage, {}, None).optimizer, STAGES[stage]["stage"]
+    assert isinstance(optimizer, DeepSpeedZeroOptimizer) is (number in (1, 2))
+    assert isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3) is (number == 3)
+    assert not isinstance(optimizer.optimizer, (DeepSpeedZeroOptimizer, DeepSpeedZeroOptimizer_Stage3))
 
 
 @pytest.mark.parametrize("stage", [2, 3])

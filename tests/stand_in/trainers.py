@@ -12,11 +12,13 @@ from typing import Any
 
 import zero_trial.as_deepspeed  # noqa: F401  isort: skip
 
+import deepspeed
 import torch
 import torch.distributed as dist
 import transformers
 from accelerate import Accelerator, DeepSpeedPlugin
 from accelerate.state import AcceleratorState, GradientState, PartialState
+from torch.nn.parallel import DistributedDataParallel
 from transformers import PrinterCallback, Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer, TrainingArguments
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
@@ -66,7 +68,9 @@ def in_config(scheduler: bool = False) -> dict[str, Any]:
 
 
 def forget() -> None:
-    """Let the next Trainer of this process begin as in a new one."""
+    """Let the next Trainer of this process begin as in a new one: with the variable that an earlier
+    Accelerator has set, one without a ds_config would have an engine."""
+    os.environ.pop("ACCELERATE_USE_DEEPSPEED", None)
     for state in (AcceleratorState, PartialState, GradientState):
         state._reset_state()
     unset_hf_deepspeed_config()
@@ -139,7 +143,14 @@ def trained(
     trainer = Trainer(model=model, args=args, **data)
     trainer.remove_callback(PrinterCallback)
     trainer.train(resume_from_checkpoint=str(resume) if resume is not None else None)
+    require_peer(trainer, config)
     return trainer
+
+
+def require_peer(trainer: Trainer, config: dict[str, Any] | None) -> None:
+    """Raise AssertionError where a run without a ds_config had an engine, or one with it none."""
+    wrapped = trainer.model_wrapped
+    assert isinstance(wrapped, DistributedDataParallel if config is None else deepspeed.DeepSpeedEngine), type(wrapped)
 
 
 def logged(trainer: Trainer, name: str) -> list[float]:
@@ -280,7 +291,6 @@ def by_hand(folder: Path, stages: list[int | None], steps: int = 4) -> list[tupl
     found = []
     for stage in stages:
         forget()
-        os.environ.pop("ACCELERATE_USE_DEEPSPEED", None)  # an earlier Accelerator has set it
         zero = {"gradient_accumulation_steps": 2, "gradient_clipping": 0.5, "zero3_save_16bit_model": True}
         plugin = None if stage is None else DeepSpeedPlugin(zero_stage=stage, **zero)  # type: ignore[arg-type]
         accelerator = Accelerator(cpu=stage is None, deepspeed_plugin=plugin, gradient_accumulation_steps=2)

@@ -21,7 +21,7 @@ from transformers import PreTrainedTokenizerFast, PrinterCallback, Trainer
 from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 
 from tests.stand_in.samples import LENGTH, VOCABULARY, Samples
-from tests.stand_in.trainers import arguments, ds_config, forget, load, logged, pretrained
+from tests.stand_in.trainers import arguments, ds_config, forget, load, logged, pretrained, require_peer
 
 disable_progress_bars()
 transformers.utils.logging.disable_progress_bar()
@@ -96,6 +96,7 @@ def tuned(
     )
     trainer.remove_callback(PrinterCallback)
     trainer.train()
+    require_peer(trainer, config)
     return trainer
 
 
@@ -121,6 +122,7 @@ def adapted(folder: Path, stage: int | None, out: Path, more: dict[str, Any], **
     trainer = Trainer(model=model, args=args, train_dataset=Samples("Llama"))
     trainer.remove_callback(PrinterCallback)
     trainer.train()
+    require_peer(trainer, args.deepspeed)
     trainer.save_model(str(out / "adapter"))
     dist.barrier()
     return trainer

@@ -19,6 +19,32 @@ from zero_trial.ds_config.table import DsConfig
 from zero_trial.engine.resolved_config import mesh_shape
 from zero_trial.errors import ConfigError, DataError
 from zero_trial.pipeline.topology import PipeModelDataParallelTopology, ProcessTopology
+from zero_trial.sharding.optimizer import ShardedOptimizer
+
+
+class _ByStage(type):
+    """Decides by the stage of an engine's optimizer whether it is an instance: here one class
+    serves all stages."""
+
+    frees: bool
+
+    def __instancecheck__(cls, instance: object) -> bool:
+        if not isinstance(instance, ShardedOptimizer):
+            return False
+        state, _, params = instance.cuts
+        return params if cls.frees else state and not params
+
+
+class DeepSpeedZeroOptimizer(metaclass=_ByStage):
+    """The optimizers of stages 1 and 2, for ``isinstance``."""
+
+    frees = False
+
+
+class DeepSpeedZeroOptimizer_Stage3(metaclass=_ByStage):
+    """The optimizers of stage 3, for ``isinstance``."""
+
+    frees = True
 
 
 class EngineMpu:

@@ -175,7 +175,8 @@ def save_state(
     """Write ``directory/tag`` (default ``global_stepN``), or let ``background`` write it.
     Collective over the world: every rank must call.
 
-    Raises TrialError in the middle of an accumulation: its gradients are no part of a checkpoint.
+    In the middle of an accumulation the checkpoint is that of the last step, with a warning: the
+    gradients since are no part of it, and a resumed run sees those micro-batches again.
     """
     if client_state is not None and not isinstance(client_state, Mapping):
         raise TrialError(
@@ -231,13 +232,11 @@ def _save(
     on_disk: frozenset[tuple[str, int]],
 ) -> None:
     names = CheckpointNames(engine)
-    if engine.pending_micro_batches():
-        raise TrialError(
-            "a checkpoint can be saved only between optimizer steps",
-            where="engine.save_checkpoint",
-            got=f"micro-batch {engine.pending_micro_batches()} of {engine.gradient_accumulation_steps()}",
-            fix="Save when engine.is_gradient_accumulation_boundary() was True for the step before.",
+    if (pending := engine.pending_micro_batches()) and engine.mesh.rank == 0:
+        text = (
+            "save_checkpoint after %d of %d micro-batches: the checkpoint is that of step %d, without their gradients"
         )
+        log.warning(text, pending, engine.gradient_accumulation_steps(), engine.global_steps)
     engine.sharded.wait()
     tag = _same_everywhere(engine, f"global_step{engine.global_steps}" if tag in (None, "") else str(tag))
     state = _engine_state(engine, client_state) | {"without_frozen": without_frozen}

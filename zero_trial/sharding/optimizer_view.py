@@ -205,6 +205,14 @@ class TorchView(torch.optim.Optimizer):
         return self._status.scaler != StaticScale(1.0)
 
     @property
+    def cuts(self) -> tuple[bool, bool, bool]:
+        """Whether optimizer state, gradients and parameters are cut into shards."""
+        state, grads, params = (
+            zip(*(group.plan.cuts for group in self._groups), strict=True) if self._groups else ((),) * 3
+        )
+        return any(state), any(grads), any(params)
+
+    @property
     def parameter_offload(self) -> ParameterOffload:
         """The owner of stage 3's hooks, under DeepSpeed's name. Other stages do not have it, by
         which libraries know them."""

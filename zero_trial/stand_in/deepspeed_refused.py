@@ -244,12 +244,12 @@ REFUSED_NAMES: dict[str, dict[str, str]] = {
         "zero_init_context",
     },
     "deepspeed.runtime.zero.stage3": {
-        _ENGINE: "DeepSpeedZeroOptimizer_Stage3 INITIAL_MICRO_STEP_ID INIT_OPTIMIZER_TIMER IPGBucketZ3 "
+        _ENGINE: "INITIAL_MICRO_STEP_ID INIT_OPTIMIZER_TIMER IPGBucketZ3 "
         "OPTIMIZER_STEP_TIMER OPTIMIZER_SWAP_IN_STATE_TIMER OPTIMIZER_SWAP_OUT_STATE_TIMER input isclose lcm "
         "model_to_params move_to_cpu pg_correctness_test print_rank_0",
     },
     "deepspeed.runtime.zero.stage_1_and_2": {
-        _ENGINE: "DeepSpeedZeroOptimizer GradPartitionBufferGroup INITIAL_MICRO_STEP_ID IPGBucket "
+        _ENGINE: "GradPartitionBufferGroup INITIAL_MICRO_STEP_ID IPGBucket "
         "OPTIMIZER_ALLGATHER_TIMER OPTIMIZER_GRADIENTS_TIMER OPTIMIZER_STEP_TIMER OPTIMIZER_TIMERS "
         "get_alignment_padding input isclose lcm model_to_params pg_correctness_test print_rank_msg "
         "split_half_float_double",

@@ -268,6 +268,7 @@ OURS: dict[str, dict[str, str]] = {
     ),
     "deepspeed.runtime.zero.offload_states": _at("zero_trial.stand_in.deepspeed_measure", "get_state_devices"),
     "deepspeed.runtime.zero.stage3": {
+        **_at("zero_trial.engine.compat", "DeepSpeedZeroOptimizer_Stage3"),
         **_at("zero_trial.zero", "unwrap_model_for_generation"),
         **_at(
             "zero_trial.stand_in.deepspeed_measure",
@@ -275,11 +276,14 @@ OURS: dict[str, dict[str, str]] = {
             "estimate_zero3_model_states_mem_needs_all_live",
         ),
     },
-    "deepspeed.runtime.zero.stage_1_and_2": _at(
-        "zero_trial.stand_in.deepspeed_measure",
-        *("estimate_zero2_model_states_mem_needs", "estimate_zero2_model_states_mem_needs_all_cold"),
-        "estimate_zero2_model_states_mem_needs_all_live",
-    ),
+    "deepspeed.runtime.zero.stage_1_and_2": {
+        **_at("zero_trial.engine.compat", "DeepSpeedZeroOptimizer"),
+        **_at(
+            "zero_trial.stand_in.deepspeed_measure",
+            *("estimate_zero2_model_states_mem_needs", "estimate_zero2_model_states_mem_needs_all_cold"),
+            "estimate_zero2_model_states_mem_needs_all_live",
+        ),
+    },
     "deepspeed.runtime.zero.tiling": _at("zero_trial.zero", "TiledLinear", "TiledLinearReturnBias"),
     "deepspeed.utils": {
         **_at("zero_trial.zero", "OnDevice"),

@@ -43,6 +43,7 @@ class Fault:
 FAULTS = (
     Fault("F1", "a rank is killed at a random time", "goes on from at most one period before, same bits", faults_runs.kill_one, 200, 8),
     Fault("F2", "all ranks are killed inside a save", "the checkpoint before or the new one is whole; same bits", faults_runs.kill_in_save, 10, 1),
+    Fault("F17", "so while training goes on", "the checkpoint before or the new one is whole; same bits", faults_runs.kill_in_background, 10, 1),
     Fault("F3", "the disk takes no more", "exit 5 on all ranks, the checkpoint before is whole, nothing is left", faults_runs.full_disk, 50, 5),
     Fault("F4", "a flipped bit", "found and said; an older checkpoint is taken", faults_checkpoints.flipped_bits, 500, 50),
     Fault("F5", "a file cut short or gone", "found and said; an older checkpoint is taken", faults_checkpoints.lost_files, 100, 10),

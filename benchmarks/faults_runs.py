@@ -15,7 +15,7 @@ import re
 import shutil
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from tests.support.fresh_ranks import Ended, fresh_ranks
 # seconds after one rank failed: the others end by themselves long before, or the fault is not held
 GRACE = 30.0
 KILLED, PREEMPTED, BROKEN = -9, 75, 5
+NOTHING: Mapping[str, Any] = {}
 
 
 @dataclass(frozen=True)
@@ -154,10 +155,20 @@ def kill_in_save(workbench: Workbench, count: int) -> Iterator[Result]:
         yield kill_at(workbench, rank, index, name)
 
 
-def moments(workbench: Workbench) -> list[tuple[int, int, str]]:
+DECOUPLED = {"checkpoint": {"writer": {"decoupled": True}}}
+
+
+def kill_in_background(workbench: Workbench, count: int) -> Iterator[Result]:
+    """F17: the same of a save that goes on beside training."""
+    for rank, index, name in moments(workbench, DECOUPLED) * count:
+        yield kill_at(workbench, rank, index, name, DECOUPLED)
+
+
+def moments(workbench: Workbench, ds_config: Mapping[str, Any] = NOTHING) -> list[tuple[int, int, str]]:
     """Rank, number and name of everything that a save does to the disk."""
-    probe = workbench.new_run(Plan(count_taps=True))
-    workbench.run_fresh(probe, Plan(count_taps=True))
+    plan = Plan(count_taps=True, ds_config=ds_config)
+    probe = workbench.new_run(plan)
+    workbench.run_fresh(probe, plan)
     return [
         (rank, index, row["event"])
         for rank, rows in trial.noted(probe, trial.FIRED).items()
@@ -165,10 +176,10 @@ def moments(workbench: Workbench) -> list[tuple[int, int, str]]:
     ]
 
 
-def kill_at(workbench: Workbench, rank: int, index: int, name: str) -> Result:
+def kill_at(workbench: Workbench, rank: int, index: int, name: str, ds_config: Mapping[str, Any] = NOTHING) -> Result:
     """All ranks are killed at one moment: what they left can be read, and the run goes on from
     there."""
-    plan = Plan(tap=(rank, index))
+    plan = Plan(tap=(rank, index), ds_config=ds_config)
     run = workbench.new_run(plan)
     ended = workbench.run_fresh(run, plan)
     why = "" if [end.code for end in ended] == [KILLED, KILLED] else f"not killed: {[end.code for end in ended]}"
@@ -209,6 +220,8 @@ FULL = (
     ("one rank's files limited", "file size", (1,)),
     ("the folder is a file now", "no folder", (0, 1)),
     ("one rank cannot open files", "open files", (1,)),
+    ("file system full, in the background", "full", (0, 1)),
+    ("one rank's files limited, in the background", "file size", (1,)),
 )
 
 
@@ -217,7 +230,9 @@ def full_disk(workbench: Workbench, count: int) -> Iterator[Result]:
     for number in range(count):
         kind, what, ranks = FULL[number % len(FULL)]
         room = workbench.chance.randrange(0, 60_000 if what == "full" else 12_000)
-        plan = Plan(what, step=2 * PERIOD - 1, ranks=ranks, number=3 if what == "open files" else room)
+        config = DECOUPLED if "background" in kind else {}
+        number_of = 3 if what == "open files" else room
+        plan = Plan(what, step=2 * PERIOD - 1, ranks=ranks, number=number_of, ds_config=config)
         if what != "full":
             yield break_disk(workbench, kind, plan, workbench.new_run(plan))
             continue

@@ -11,6 +11,7 @@ import pytest
 
 from benchmarks.faults import FAULTS, Fault, counted, measure
 from benchmarks.faults_runs import (
+    DECOUPLED,
     Plan,
     Result,
     Workbench,
@@ -38,6 +39,16 @@ def test_all_ranks_killed_inside_a_save(workbench: Workbench) -> None:
     nameless = next(moment for moment in known if moment[2] == "os.rename step-000008.tmp-*")
     for moment in (half, nameless):
         result = kill_at(workbench, *moment)
+        assert result.held, result
+
+
+def test_all_ranks_killed_while_a_save_goes_on_beside_training(workbench: Workbench) -> None:
+    """Rank 1 has written all and not said so; the engine's manifest is not yet there."""
+    known = moments(workbench, DECOUPLED)
+    report = next(moment for moment in known if moment[2].endswith("rank-00001.part") and "os.rename" in moment[2])
+    manifest = next(moment for moment in known if moment[2].startswith("begin") and "manifest" in moment[2])
+    for moment in (report, manifest):
+        result = kill_at(workbench, *moment, DECOUPLED)
         assert result.held, result
 
 

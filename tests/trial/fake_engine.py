@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from zero_trial.ds_config.table import DsConfig
+from zero_trial.errors import CheckpointError
 from zero_trial.runtime.protocols import Distributed, JsonDistributed
 
 
@@ -59,6 +60,8 @@ class FakeEngine:
         self.lr = float(config.get("optimizer", {}).get("params", {}).get("lr", 0.1))
         self.micro_steps = self.global_steps = self.skipped_steps = 0
         self.skip_steps = skip_steps
+        self.writing = 0  # further steps for which a checkpoint is written in the background
+        self.breaks = False  # its end is an error
         self.optimizer, self.lr_scheduler = None, None
 
     def __call__(self, *inputs: Any) -> Any:
@@ -72,12 +75,26 @@ class FakeEngine:
         if self.micro_steps % self.gradient_accumulation_steps():
             return
         self.global_steps += 1
+        self.writing -= self.writing > 0
+        self._finish_writing()
         if self.global_steps in self.skip_steps:
             self.skipped_steps += 1
         else:
             self._update()
         for parameter in self.module.parameters():
             parameter.grad = None
+
+    @property
+    def checkpoint_under_way(self) -> bool:
+        return self.writing > 0
+
+    def wait_for_checkpoint(self) -> None:
+        self.writing = 0
+        self._finish_writing()
+
+    def _finish_writing(self) -> None:
+        if self.breaks and not self.writing:
+            raise CheckpointError("a checkpoint could not be written in the background")
 
     def _update(self) -> None:
         own = [parameter.grad.tolist() for parameter in self.module.parameters() if parameter.grad is not None]

@@ -10,8 +10,10 @@ import pytest
 
 from tests.trial.harness import LineTrial, run_rank, run_world, steps
 from zero_trial.errors import CheckpointError, TrialError
+from zero_trial.runtime.in_memory import ReportedRecord
 from zero_trial.trial import Batch, Keep, TrialCallback
 from zero_trial.trial.checkpointing import TrialSnapshot, read_state, retained, write_state
+from zero_trial.trial.reporting import End
 
 
 def test_the_state_comes_back_as_it_was(tmp_path: Path) -> None:
@@ -134,3 +136,98 @@ def test_a_state_that_is_no_json_is_named(tmp_path: Path) -> None:
 
     with pytest.raises(TrialError, match="the state of callback mine cannot be saved"):
         run_rank(WithKeeps, steps(1), storage=tmp_path)
+
+
+class InBackground(LineTrial):
+    """Its engine writes for ``needs`` further steps; what is in the folder at each step."""
+
+    needs = 3
+    breaks_at = 0
+
+    def save(self, context: Any, path: Path) -> None:
+        super().save(context, path)
+        self.engine.writing = self.needs
+        self.engine.breaks = context.current_train_batch() == self.breaks_at
+        self.folder, self.listed = path.parent, getattr(self, "listed", {})
+
+    def train_batch(self, dataloader_iter: Any, epoch_idx: int, batch_idx: int) -> Any:
+        if hasattr(self, "folder"):
+            self.listed[batch_idx] = sorted(path.name[:11] + path.name[11:15] for path in self.folder.iterdir())
+        return super().train_batch(dataloader_iter, epoch_idx, batch_idx)
+
+
+class Heard(TrialCallback):
+    """Notes what it hears of checkpoints."""
+
+    def __init__(self, trial: LineTrial) -> None:
+        self.trial = trial
+        self.heard: list[tuple[int, str, Any]] = []
+
+    def on_checkpoint_write_end(self, checkpoint_dir: Path) -> None:
+        files = sorted(path.name for path in checkpoint_dir.iterdir())
+        self.heard.append((self.trial.context.current_train_batch(), "written", files))
+
+    def on_checkpoint_upload_end(self, uuid: str) -> None:
+        self.heard.append((self.trial.context.current_train_batch(), "stored", uuid))
+
+
+class HeardInBackground(InBackground):
+    def build_callbacks(self) -> dict[str, TrialCallback]:
+        self.heard = Heard(self)
+        return {"heard": self.heard}
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_checkpoint_in_the_background_is_one_when_its_engines_are_done(tmp_path: Path, size: int) -> None:
+    """Nothing hears of it, and the last complete one is not deleted, before that."""
+    settings = steps(11, checkpoint_period=Batch(4), keep=Keep(best=0, latest=1))
+    runs = run_world(size, HeardInBackground, settings, tmp_path)
+    for run in runs:
+        assert run.record.checkpoints == ["step-000004", "step-000008", "step-000011"]
+        listed = run.trial.listed
+        assert [listed[step] for step in (4, 5, 6)] == [["step-000004.tmp"]] * 3
+        assert listed[7] == ["step-000004"]
+        assert [listed[step] for step in (8, 9, 10)] == [["step-000004", "step-000008.tmp"]] * 3
+        files = ["model0", "trial_state.json"]
+        assert run.trial.heard.heard == [
+            (7, "written", files),
+            (7, "stored", "step-000004"),
+            (11, "written", files),
+            (11, "stored", "step-000008"),
+            (11, "written", files),
+            (11, "stored", "step-000011"),
+        ]
+        assert run.outcome.checkpoint == "step-000011"
+    assert [path.name for path in tmp_path.iterdir()] == ["step-000011"]
+    events = [event for event in runs[0].record.events if event["kind"] == "checkpoint"]
+    assert [event["step"] for event in events] == [4, 8, 11]
+    assert read_state(tmp_path / "step-000011").step == 11
+
+
+def test_a_preempted_trial_waits_for_what_is_under_way(tmp_path: Path) -> None:
+    record = ReportedRecord(preempt_from_poll=2)
+    run = run_rank(InBackground, steps(9, checkpoint_period=Batch(2)), storage=tmp_path, record=record)
+    assert run.outcome.end is End.PREEMPTED and run.outcome.checkpoint == "step-000002"
+    assert run.record.checkpoints == [path.name for path in tmp_path.iterdir()] == ["step-000002"]
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_fault_in_the_background_ends_the_trial_and_leaves_the_checkpoint_before(tmp_path: Path, size: int) -> None:
+    class Breaks(InBackground):
+        needs, breaks_at = 2, 8
+
+    found = run_world(size, Breaks, steps(12, checkpoint_period=Batch(4)), tmp_path)
+    assert [type(error) for error in found] == [CheckpointError] * size
+    assert [path.name for path in tmp_path.iterdir()] == ["step-000004"]
+
+
+def test_another_error_removes_what_is_under_way(tmp_path: Path) -> None:
+    class Fails(InBackground):
+        def train_batch(self, dataloader_iter: Any, epoch_idx: int, batch_idx: int) -> Any:
+            if batch_idx == 9:
+                raise ValueError("of the user's")
+            return super().train_batch(dataloader_iter, epoch_idx, batch_idx)
+
+    with pytest.raises(ValueError, match="of the user's"):
+        run_rank(Fails, steps(12, checkpoint_period=Batch(4)), storage=tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-000004"]

@@ -48,7 +48,7 @@ from zero_trial.errors import CheckpointError
 log = logging.getLogger("zero_trial")
 
 LOOK_SECONDS = 0.02  # how often rank 0 looks for the reports of other ranks
-PATIENCE_SECONDS = 60.0
+PATIENCE_SECONDS = 30.0
 """How long rank 0 waits for the others' reports after its own program has ended, counted from the
 last change of any file: their programs may have been killed."""
 
@@ -236,6 +236,8 @@ class _BackgroundSave:
         changed, newest = time.monotonic(), None
         while not path.is_file():
             self._require_going_on()
+            if not self.folder.is_dir():
+                raise CheckpointError("the folder is gone", where=str(self.folder))
             if not threading.main_thread().is_alive():
                 now = _last_change(self.folder)
                 if now != newest:

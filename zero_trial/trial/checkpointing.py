@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from hashlib import sha256
 from pathlib import Path
@@ -95,23 +95,40 @@ def retained(history: Sequence[Sequence[Any]], keep: Keep, smaller_is_better: bo
     return [list(entry) for entry in history if entry in stay]
 
 
+@dataclass
+class _Save:
+    """A checkpoint whose engines may still be writing: ``block`` is the store's, open until they
+    are done."""
+
+    block: ExitStack
+    path: Path
+    storage_id: str
+    step: int
+    keep: list[str]
+
+
 class Checkpointer:
-    """Saves and restores one trial on one rank."""
+    """Saves and restores one trial on one rank.
+
+    Where an engine writes in the background (ds_config's ``checkpoint.writer.decoupled``) the
+    store's block stays open, so that nobody hears of the checkpoint before it is complete.
+    """
 
     def __init__(self, trial: ZeroTrial, context: ZeroTrialContext, callbacks: Mapping[str, TrialCallback]) -> None:
         self._trial = trial
         self._context = context
         self._callbacks = callbacks
+        self._under_way: _Save | None = None
 
     def save(
         self, state: TrialSnapshot, loader_state: Any, value: float | None, keep: Keep, smaller_is_better: bool
-    ) -> str:
-        """Collective. Write a checkpoint of ``state``, delete those that need not be kept, and
-        return its storage id.
+    ) -> None:
+        """Collective. Begin a checkpoint of ``state``; :meth:`poll` and :meth:`wait` tell when it
+        is complete. One under way is waited for, and must have been adopted.
 
         ``value``: the searcher's metric at this very step, if it was validated.
         """
-        context, rank = self._context, self._context.distributed.rank
+        context = self._context
         state.ranks = context.distributed.allgather(self._own_part(loader_state))
         for callback in self._callbacks.values():
             callback.on_checkpoint_save_start(asdict(state))
@@ -121,24 +138,52 @@ class Checkpointer:
             "framework": "zero_trial",
             "format": FORMAT,
         }
-        with context.platform.checkpoints.store_path(metadata) as (path, storage_id):
+        with ExitStack() as block:
+            path, storage_id = block.enter_context(context.platform.checkpoints.store_path(metadata))
             self._trial.save(context, path)
             history = [entry for entry in state.history if entry[0] != storage_id]
             state.history = retained([*history, [storage_id, state.step, value]], keep, smaller_is_better)
             self._write_state(path, state)
+            kept = [entry[0] for entry in state.history]
+            self._under_way = _Save(block.pop_all(), path, storage_id, state.step, kept)
+        state.ranks = []
+
+    def poll(self) -> str | None:
+        """Collective. Return the storage id of a checkpoint that is complete since the last call,
+        else None. Those that need not be kept are deleted only now."""
+        save = self._under_way
+        if save is None or any(getattr(engine, "checkpoint_under_way", False) for engine in self._context.engines):
+            return None
+        context, self._under_way = self._context, None
+        with save.block:
             for callback in self._callbacks.values():
-                callback.on_checkpoint_write_end(path)
+                callback.on_checkpoint_write_end(save.path)
                 # the older name, which Determined calls as well
                 if hasattr(callback, "on_checkpoint_end"):
-                    callback.on_checkpoint_end(str(path))
-        state.ranks = []
-        if rank == 0:
-            context.platform.checkpoints.retain([entry[0] for entry in state.history])
-            event = {"kind": "checkpoint", "step": state.step, "storage_id": storage_id}
-            context.platform.progress.emit({**event, **_size(path.parent / storage_id)})
+                    callback.on_checkpoint_end(str(save.path))
+        if context.distributed.rank == 0:
+            context.platform.checkpoints.retain(save.keep)
+            event = {"kind": "checkpoint", "step": save.step, "storage_id": save.storage_id}
+            context.platform.progress.emit({**event, **_size(save.path.parent / save.storage_id)})
         for callback in self._callbacks.values():
-            callback.on_checkpoint_upload_end(storage_id)
-        return storage_id
+            callback.on_checkpoint_upload_end(save.storage_id)
+        return save.storage_id
+
+    def wait(self) -> str | None:
+        """Collective. Wait for the checkpoint under way and return its storage id, once; None
+        without one. Raises CheckpointError where it could not be written."""
+        if self._under_way is not None:
+            for engine in self._context.engines:
+                if getattr(engine, "checkpoint_under_way", False):
+                    engine.wait_for_checkpoint()
+        return self.poll()
+
+    def abandon(self, error: BaseException) -> None:
+        """Remove what a checkpoint under way has written: ``error`` ends the run. Local."""
+        save, self._under_way = self._under_way, None
+        if save is not None:
+            with suppress(type(error)):  # the store's block lets it pass
+                save.block.__exit__(type(error), error, error.__traceback__)
 
     def _write_state(self, path: Path, state: TrialSnapshot) -> None:
         """Collective. Rank 0 writes; every rank raises CheckpointError where it cannot."""

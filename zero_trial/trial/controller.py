@@ -308,6 +308,13 @@ class TrainLoop:
 
     def run(self) -> Outcome:
         """Collective. Train to the end, or to a boundary at which the run is asked to stop."""
+        try:
+            return self._run()
+        except BaseException as error:
+            self._checkpointer.abandon(error)
+            raise
+
+    def _run(self) -> Outcome:
         settings, state = self._settings, self._state
         fresh = state.step == 0 and state.last_validation is None
         if settings.step_zero_validation and fresh and self._validator.enabled:
@@ -319,6 +326,7 @@ class TrainLoop:
         self._reporter.start()
         while state.step < self._total and end is End.COMPLETED:
             self._step(runner)
+            self._note_checkpoint(self._checkpointer.poll())
             due = self._due()
             if due or self._reporter.wants_exchange(state.step):
                 end = self._boundary(due)
@@ -389,6 +397,7 @@ class TrainLoop:
         if end is End.COMPLETED and self._validator.enabled and self._state.last_validation != self._state.step:
             self._validate()
         self._save()
+        self._note_checkpoint(self._checkpointer.wait())
         if self._context.distributed.rank == 0:
             self._context.platform.progress.report_progress(self._state.step / self._total)
 
@@ -419,20 +428,25 @@ class TrainLoop:
         return bool(context.distributed.broadcast(self._score.is_better(value, best)))
 
     def _save(self) -> None:
-        """Collective. Save a checkpoint of the step that is complete now, unless there is one."""
+        """Collective. Save a checkpoint of the step that is complete now, unless there is one, or
+        begin to: see :class:`Checkpointer`."""
         state, settings = self._state, self._settings
         if self._saved_step == state.step:
             return
+        self._note_checkpoint(self._checkpointer.wait())
         position = data_position(self._data.feed, self._context)
         state.samples, state.micro_batches = position.samples, position.micro_batches
         state.window = {name: list(entry) for name, entry in self._reporter.window.items()}
         state.train_seconds, state.train_samples = self._trained()
         value = self._score.of(state.latest_metrics) if state.last_validation == state.step else None
         value = None if value is None or math.isnan(value) else value
-        self._last_checkpoint = self._checkpointer.save(
-            state, position.loader, value, settings.keep, settings.smaller_is_better
-        )
+        self._checkpointer.save(state, position.loader, value, settings.keep, settings.smaller_is_better)
         self._saved_step = state.step
+        self._note_checkpoint(self._checkpointer.poll())
+
+    def _note_checkpoint(self, storage_id: str | None) -> None:
+        """Remember a checkpoint that has become complete."""
+        self._last_checkpoint = storage_id or self._last_checkpoint
 
 
 def _checked(callbacks: object) -> Mapping[str, TrialCallback]:

@@ -15,8 +15,8 @@ from pathlib import Path
 import zero_trial
 from zero_trial.comm.rendezvous import init_distributed, is_cluster_trial, read_rank_env
 from zero_trial.errors import ConfigError
+from zero_trial.experiment.entrypoint import parse_entrypoint
 from zero_trial.experiment.experiment import read_experiment
-from zero_trial.launch.entrypoint import parse_entrypoint
 from zero_trial.runtime.folder import (
     LocalRun,
     finish_folder,

@@ -10,8 +10,8 @@ import pytest
 
 import zero_trial
 from tests.preflight.project import DS_CONFIG, EXPERIMENT, MODEL, messages, project
+from zero_trial.experiment.entrypoint import Entrypoint
 from zero_trial.experiment.experiment import read_experiment
-from zero_trial.launch.entrypoint import Entrypoint
 from zero_trial.preflight.issues import Area, Severity
 from zero_trial.preflight.trial_dry_run import DryRunRequest, DryRunResult, dry_run_trial, trial_code_error
 

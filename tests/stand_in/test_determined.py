@@ -13,7 +13,7 @@ import pytest
 
 from tests.master.det import running
 from zero_trial.errors import ConfigError
-from zero_trial.launch.entrypoint import parse_entrypoint
+from zero_trial.experiment.entrypoint import parse_entrypoint
 from zero_trial.stand_in.determined_table import TABLE
 from zero_trial.trial.trial import import_trial_class
 

@@ -19,9 +19,9 @@ from zero_trial.ds_config.report import report_json, resolved_ds_config
 from zero_trial.ds_config.table import DsConfig
 from zero_trial.errors import ConfigError, ExitStatus
 from zero_trial.experiment.changes import KeyPath
-from zero_trial.experiment.experiment import ExperimentConfig, read_experiment
+from zero_trial.experiment.entrypoint import AS_DETERMINED, Entrypoint, check_entrypoint, files_with, parse_entrypoint
+from zero_trial.experiment.experiment import LOCK_SECTION, ExperimentConfig, read_experiment
 from zero_trial.launch.agent import AgentCommand, RankProgram
-from zero_trial.launch.entrypoint import AS_DETERMINED, Entrypoint, check_entrypoint, model_folder, parse_entrypoint
 from zero_trial.launch.environment import HostDevices, count_devices, host_environment, host_names, threads_per_rank
 from zero_trial.launch.hosts import HostPlan
 from zero_trial.launch.placement import PlacementRequest, place
@@ -29,7 +29,7 @@ from zero_trial.launch.screen import EventWatcher, NoWatcher, Screen
 from zero_trial.launch.supervisor import LaunchResult, Supervisor
 from zero_trial.runs.checkpoints import checkpoint_step, latest_checkpoint
 from zero_trial.runs.layout import RunFolder, given_run_folder, lock_run, new_run_folder, resumed_run_folder
-from zero_trial.runs.provenance import LockedFacts, write_lock
+from zero_trial.runs.provenance import LockedFacts, locked_model_dir, write_lock
 
 _DEFAULT_SEED = 0
 
@@ -105,6 +105,37 @@ def _experiment_path(request: RunRequest) -> Path:
         "there is no experiment to run",
         where="command line",
         fix="Name the experiment and the folder of its model: const.yaml model_def_folder.",
+    )
+
+
+def model_folder(experiment: ExperimentConfig, given: Path | None) -> Path:
+    """Return the folder of the trial's module: ``given``, else the one that a run's lock names,
+    else the current one.
+
+    Raises ConfigError where it does not exist, and for a lock also where it no longer has the
+    module. The error of a lock names the new place if a folder beside the old one has the class.
+    """
+    locked = locked_model_dir(experiment)
+    if given is not None or locked is None:
+        folder = given or Path()
+        if not folder.is_dir():
+            expected = "a folder with the trial's module"
+            raise ConfigError("there is no such folder", where="MODEL_DIR", got=str(folder), expected=expected)
+        return folder
+    entrypoint = parse_entrypoint(experiment.entrypoint)
+    if entrypoint.file(locked) is not None:
+        return locked
+    key = f"data.{LOCK_SECTION}.model_dir"
+    fix = "Write its new place there, or name it: zero-trial run CONST.yaml MODEL_DIR --resume RUN."
+    beside = sorted(locked.parent.iterdir()) if locked.parent.is_dir() else ()
+    for path in files_with(entrypoint.name, beside):
+        new = os.path.relpath(path.parent, experiment.folder)
+        fix = f"{entrypoint.name} is now in {path}: write entrypoint: {path.stem}:{entrypoint.name} and {key}: {new}."
+    raise ConfigError(
+        f"the model that this run was made from ({entrypoint}) is not in its folder",
+        where=experiment.document.at(tuple(key.split("."))).where(key),
+        got=str(locked),
+        fix=fix,
     )
 
 

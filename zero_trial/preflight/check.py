@@ -10,10 +10,11 @@ from typing import Any
 
 from zero_trial.errors import ConfigError
 from zero_trial.experiment.changes import KeyPath
+from zero_trial.experiment.entrypoint import Entrypoint, check_entrypoint, parse_entrypoint
 from zero_trial.experiment.experiment import ExperimentConfig, examine_experiment
 from zero_trial.experiment.space import Point, Space, explore, find_ranges
-from zero_trial.launch.entrypoint import Entrypoint, check_entrypoint, model_folder, parse_entrypoint
 from zero_trial.launch.environment import count_devices
+from zero_trial.launch.experiment import model_folder
 from zero_trial.preflight.context_folder import check_context, measure
 from zero_trial.preflight.ds_configs import ConfigChecks, Resolved, check_ds_configs
 from zero_trial.preflight.issues import Area, CheckIssue, Severity, issues_of, note

@@ -16,8 +16,8 @@ import torch
 
 import zero_trial
 from zero_trial.errors import InvalidHP, TrialError, ZeroTrialError
+from zero_trial.experiment.entrypoint import Entrypoint
 from zero_trial.experiment.experiment import ExperimentConfig
-from zero_trial.launch.entrypoint import Entrypoint
 from zero_trial.preflight.fake_engine import fake_initialize
 from zero_trial.preflight.issues import Area, CheckIssue, Severity, issues_of, note
 from zero_trial.runtime.in_memory import InMemoryPlatform

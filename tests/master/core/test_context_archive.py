@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zero_trial.master.core import context_archive
-from zero_trial.master.core.context_archive import clean_path, from_model_definition
+from zero_trial.master.core.context_archive import check_model, clean_path, from_model_definition
 from zero_trial.master.records import Invalid
 
 
@@ -175,3 +175,29 @@ def test_a_directory_that_hands_on_its_group_is_taken_without_that_bit() -> None
     packed = from_model_definition([file("b", type=53, mode=0o42775)])
     with tarfile.open(fileobj=io.BytesIO(packed), mode="r:gz") as archive:
         assert archive.getmember("b").mode & 0o7000 == 0
+
+
+TRIAL = b"from zero_trial import ZeroTrial\nclass MyTrial(ZeroTrial): ...\n"
+COMMAND = "python3 -m determined.launch.torch_distributed python3 -m zero_trial.run model_def:MyTrial"
+
+
+@pytest.mark.parametrize(
+    ("entrypoint", "ds_config", "message"),
+    [
+        (COMMAND, "ds.json", None),
+        (COMMAND.replace("model_def:", "model_deff:"), "ds.json", "no module model_deff in the model definition"),
+        (COMMAND.replace("MyTrial", "Mine"), "ds.json", "Mine not found in ./model_def.py"),
+        (COMMAND, "ds_config.json", "no such file: got ds_config.json, expected one of const.yaml, ds.json"),
+        (COMMAND, "/data/ds_config.json", None),  # a mounted folder
+        ("python3 train.py", "ds_config.json", None),  # not ours
+    ],
+)
+def test_what_ranks_would_fail_on_is_refused(entrypoint: str, ds_config: str, message: str | None) -> None:
+    packed = from_model_definition([file("model_def.py", TRIAL), file("ds.json", b"{}"), file("const.yaml", b"")])
+    config = {"entrypoint": entrypoint, "data": {"ds_config": ds_config}, "hyperparameters": {}}
+    if message is None:
+        check_model(config, packed)
+        return
+    with pytest.raises(Invalid) as refused:
+        check_model(config, packed)
+    assert message in str(refused.value)

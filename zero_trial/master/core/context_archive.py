@@ -15,12 +15,17 @@ import io
 import posixpath
 import stat
 import tarfile
+import tempfile
 import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from zero_trial.errors import ConfigError
+from zero_trial.experiment.entrypoint import check_entrypoint, parse_entrypoint
 from zero_trial.master.records import Invalid
+from zero_trial.master.search.pruning import ds_config_file
 
 MAX_BYTES = (
     128 * 1024 * 1024 // 8 * 6 - 1024 * 1024
@@ -185,3 +190,34 @@ def read_context(tgz: bytes) -> Context:
                 content = archive.extractfile(member)
                 files[name] = content.read() if content is not None else b""
     return Context(files, has_hook)
+
+
+def check_model(config: Mapping[str, Any], tgz: bytes) -> None:
+    """Refuse an experiment of ``zero_trial.run`` whose model definition shows that its ranks would
+    fail before they train: there is no such class, or no such ds_config file.
+
+    What only running could show passes, and so does every other program. Raises Invalid.
+    """
+    if "zero_trial.run" not in str(config.get("entrypoint")).split() or not tgz:
+        return
+    try:
+        entrypoint = parse_entrypoint(config["entrypoint"])
+        stem = entrypoint.module.replace(".", "/")
+        with tempfile.TemporaryDirectory() as folder, tarfile.open(fileobj=io.BytesIO(tgz), mode="r:gz") as archive:
+            files = {member.name.removeprefix("./"): member for member in archive if member.isfile()}
+            beside = [name for name in files if name.endswith(".py") and "/" not in name]
+            own = {f"{stem}.py", f"{stem}/__init__.py"} & set(files)
+            archive.extractall(folder, [files[name] for name in {*beside, *own}], filter="data")
+            check_entrypoint(entrypoint, Path(folder), "entrypoint", shown="the model definition")
+    except ConfigError as fault:
+        raise Invalid(fault.what, where=fault.where, got=fault.got, fix=fault.fix) from None
+    named = ds_config_file(config, config.get("hyperparameters") or {})
+    if named is None or posixpath.isabs(named) or posixpath.normpath(named) in files:
+        return
+    there = sorted(name for name in files if name.endswith(_CONFIG_SUFFIXES))
+    raise Invalid(
+        "the model definition has no such file",
+        where="data.ds_config",
+        got=named,
+        expected=f"one of {', '.join(there[:8])}" if there else "a file in the folder that is submitted",
+    )

@@ -16,7 +16,7 @@ from zero_trial.master.agent import storage
 from zero_trial.master.agent.environment import LARGEST, size_of_config
 from zero_trial.master.core import lifecycle
 from zero_trial.master.core.checkpoints import begin_deletion, check_source, needed, require_ended, superfluous
-from zero_trial.master.core.context_archive import read_context
+from zero_trial.master.core.context_archive import check_model, read_context
 from zero_trial.master.core.registry import find_template
 from zero_trial.master.core.state import MasterState, begun_again
 from zero_trial.master.core.transaction import Begun, Transaction, transaction
@@ -71,6 +71,7 @@ class ExperimentService:
         done, project = self._complete_in_place(new.config_text, template, new.project_id)
         warnings = (*done.warnings, *self._check_machine(done.config))
         self._check_sources(new, done.config)
+        check_model(done.config, new.context)
         context = read_context(new.context)
         draft = self._draft(new, _placed(done.config), project)
         if new.validate_only:

@@ -5,15 +5,12 @@ from __future__ import annotations
 
 import ast
 import difflib
-import os
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from zero_trial.errors import ConfigError
-from zero_trial.experiment.experiment import LOCK_SECTION, ExperimentConfig
-from zero_trial.runs.provenance import locked_model_dir
 
 BASE = "ZeroTrial"
 AS_DETERMINED = "zero_trial.as_determined"
@@ -59,44 +56,13 @@ def parse_entrypoint(value: str | Sequence[str] | None, where: str = "entrypoint
     return Entrypoint(found[0][1], found[0][2], as_determined=any(word in _DEEPSPEED_LAUNCHERS for word in words))
 
 
-def model_folder(experiment: ExperimentConfig, given: Path | None) -> Path:
-    """Return the folder of the trial's module: ``given``, else the one that a run's lock names,
-    else the current one.
-
-    Raises ConfigError where it does not exist, and for a lock also where it no longer has the
-    module. The error of a lock names the new place if a folder beside the old one has the class.
-    """
-    locked = locked_model_dir(experiment)
-    if given is not None or locked is None:
-        folder = given or Path()
-        if not folder.is_dir():
-            expected = "a folder with the trial's module"
-            raise ConfigError("there is no such folder", where="MODEL_DIR", got=str(folder), expected=expected)
-        return folder
-    entrypoint = parse_entrypoint(experiment.entrypoint)
-    if entrypoint.file(locked) is not None:
-        return locked
-    key = f"data.{LOCK_SECTION}.model_dir"
-    fix = "Write its new place there, or name it: zero-trial run CONST.yaml MODEL_DIR --resume RUN."
-    beside = sorted(locked.parent.iterdir()) if locked.parent.is_dir() else ()
-    for path in _files_with(entrypoint.name, beside):
-        place = os.path.relpath(path.parent, experiment.folder)
-        fix = f"{entrypoint.name} is now in {path}: write entrypoint: {path.stem}:{entrypoint.name} and {key}: {place}."
-    raise ConfigError(
-        f"the model that this run was made from ({entrypoint}) is not in its folder",
-        where=experiment.document.at(tuple(key.split("."))).where(key),
-        got=str(locked),
-        fix=fix,
-    )
-
-
-def _files_with(name: str, folders: Iterable[Path]) -> list[Path]:
+def files_with(name: str, folders: Iterable[Path]) -> list[Path]:
     """Return the Python files in ``folders`` that define a class ``name``; others are passed
     over."""
     found = []
     for path in (path for folder in folders if folder.is_dir() for path in sorted(folder.glob("*.py"))):
         try:
-            source = _read_source(path)
+            source = _read_source(path, str(path))
         except ConfigError:
             continue
         if any(isinstance(node, ast.ClassDef) and node.name == name for node in source.body):
@@ -104,31 +70,33 @@ def _files_with(name: str, folders: Iterable[Path]) -> list[Path]:
     return found
 
 
-def check_entrypoint(entrypoint: Entrypoint, model_dir: Path, where: str | None = None) -> None:
+def check_entrypoint(
+    entrypoint: Entrypoint, model_dir: Path, where: str | None = None, *, shown: str | None = None
+) -> None:
     """Raise ConfigError when the source shows that the class does not exist. What only running
-    could show passes."""
+    could show passes. ``shown``: the folder's name in messages."""
     path = entrypoint.file(model_dir)
     if path is None:
         there = sorted(p.name for p in model_dir.glob("*.py")) if model_dir.is_dir() else []
         raise ConfigError(
-            f"{entrypoint}: there is no module {entrypoint.module} in {model_dir}"
+            f"{entrypoint}: there is no module {entrypoint.module} in {shown or model_dir}"
             + (f"; it holds {', '.join(there[:8])}" if there else "; it holds no Python files"),
             where=where,
             fix=_advice(entrypoint.module, [Path(name).stem for name in there], f":{entrypoint.name}"),
         )
-    source = _read_source(path)
+    source = _read_source(path, str(path.relative_to(model_dir) if shown else path))
     trials = trial_classes(source)
     if entrypoint.name in trials or entrypoint.name in _imported_or_assigned(source):
         return
     defined = [node for node in source.body if isinstance(node, ast.ClassDef) and node.name == entrypoint.name]
-    shown = f"./{path.relative_to(model_dir)}"
+    file = f"./{path.relative_to(model_dir)}"
     it_defines = f"it defines {', '.join(f'{name}({BASE})' for name in trials)}" if trials else f"it defines no {BASE}"
     if defined and not _base_is_known(defined[0], source):
         return  # its base comes from elsewhere and may well be a trial
     what = f"{entrypoint} is not a {BASE}" if defined else f"{entrypoint} not found"
-    elsewhere = [] if defined else [file.stem for file in _files_with(entrypoint.name, [model_dir])]
+    elsewhere = [] if defined else [found.stem for found in files_with(entrypoint.name, [model_dir])]
     raise ConfigError(
-        f"{what} in {shown}; {it_defines}",
+        f"{what} in {file}; {it_defines}",
         where=where,
         fix=_advice(entrypoint.module, elsewhere, after=f":{entrypoint.name}")
         or _advice(entrypoint.name, trials, before=f"{entrypoint.module}:")
@@ -136,17 +104,17 @@ def check_entrypoint(entrypoint: Entrypoint, model_dir: Path, where: str | None 
     )
 
 
-def _read_source(path: Path) -> ast.Module:
-    """Return the syntax tree of a file. Raises ConfigError with file and line for a syntax
-    error."""
+def _read_source(path: Path, shown: str) -> ast.Module:
+    """Return the syntax tree of a file. Raises ConfigError with ``shown``, the file's name in
+    messages, and the line for a syntax error."""
     try:
         return ast.parse(path.read_text(encoding="utf-8"), str(path))
     except SyntaxError as error:
         raise ConfigError(
-            f"not Python: {error.msg}", where=f"{path}:{error.lineno}", got=repr((error.text or "").strip()[:80])
+            f"not Python: {error.msg}", where=f"{shown}:{error.lineno}", got=repr((error.text or "").strip()[:80])
         ) from None
     except UnicodeDecodeError as error:
-        raise ConfigError(f"not UTF-8: {error.reason} at byte {error.start}", where=str(path)) from None
+        raise ConfigError(f"not UTF-8: {error.reason} at byte {error.start}", where=shown) from None
 
 
 def trial_classes(source: ast.Module) -> list[str]:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from zero_trial.errors import ConfigError
-from zero_trial.launch.entrypoint import Entrypoint, check_entrypoint, parse_entrypoint, trial_classes
+from zero_trial.experiment.entrypoint import Entrypoint, check_entrypoint, parse_entrypoint, trial_classes
 
 SOURCE = """
 from zero_trial import ZeroTrial

@@ -210,6 +210,13 @@ def test_rank_stage_micro_batch_action_and_line():
     assert "nn.functional.linear(x, torch.ones(2, 7))" in text
 
 
+def test_a_users_folder_may_be_called_zero_trial():
+    found: dict[str, Any] = {}
+    exec(compile("def layer(x):\n    raise ValueError('mine')", "/mine/zero_trial/model.py", "exec"), found)
+    text = str(layer_fault(raised(found["layer"], None), 0, 0, 1, None))
+    assert "/mine/zero_trial/model.py, line 2" in text
+
+
 def test_without_words_and_without_a_micro_batch():
     text = str(layer_fault(KeyError(), 0, 0, 1, Action.parse("0REDUCE")))
     assert text == "rank 0, pipeline stage 0 of 1, action 0REDUCE: a pipeline stage failed: got KeyError."

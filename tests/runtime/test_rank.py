@@ -192,6 +192,16 @@ def test_a_traceback_is_for_unexpected_faults(capsys: pytest.CaptureFixture[str]
     said = capsys.readouterr().err.splitlines()
     assert said[0].startswith("Traceback") and said[-3:-1] == ["error   ValueError: mine", "        all mine"]
     assert said[-1].startswith("        (test_rank.py:"), "the line of the user's code"
+    try:
+        try:
+            raise ValueError("in a layer")
+        except ValueError as error:
+            raise TrialError("a pipeline stage failed") from error
+    except TrialError as error:
+        print_error(error)
+    said = capsys.readouterr().err.splitlines()
+    assert said[0].startswith("Traceback") and "ValueError: in a layer" in said
+    assert said[-1].startswith("error   a pipeline stage failed")
 
 
 def outcome(end: End) -> Outcome:

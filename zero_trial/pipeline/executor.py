@@ -3,7 +3,6 @@ do."""
 
 from __future__ import annotations
 
-import traceback
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -17,6 +16,7 @@ from zero_trial.pipeline.channel import Payload, ReceiveChannel, SendChannel, te
 from zero_trial.pipeline.feed import StepInput
 from zero_trial.pipeline.schedule import NONE, Action, ActionKind, Schedule
 from zero_trial.pipeline.stage import Item, Loss, Stage, detached, local_payload
+from zero_trial.util.failures import user_frame
 
 
 def layer_fault(error: Exception, rank: int, stage: int, stages: int, action: Action | None) -> TrialError:
@@ -27,16 +27,9 @@ def layer_fault(error: Exception, rank: int, stage: int, stages: int, action: Ac
         where += f"{number}, action {action}"
     text = str(error).strip().splitlines()
     got = f"{type(error).__name__}: {text[0] if text else ''}".rstrip(": ")
-    return TrialError("a pipeline stage failed", where=where, got=got, fix=_place(error))
-
-
-def _place(error: Exception) -> str | None:
-    """Describe the innermost line that is neither torch's nor this package's."""
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if "/torch/" not in frame.filename and "/zero_trial/" not in frame.filename]
-    if not own:
-        return None
-    return f"It was raised in {own[-1].filename}, line {own[-1].lineno}: {own[-1].line}"
+    frame = user_frame(error)
+    place = f"It was raised in {frame.filename}, line {frame.lineno}: {frame.line}" if frame is not None else None
+    return TrialError("a pipeline stage failed", where=where, got=got, fix=place)
 
 
 # --- one step -------------------------------------------------------------------------------------

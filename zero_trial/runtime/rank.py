@@ -181,7 +181,7 @@ def report_error(error: BaseException, *, script: bool) -> BaseException:
 
 def print_error(error: BaseException) -> None:
     """Print an error into the log: its message, and the traceback of one that is not this
-    package's.
+    package's, or of the user's own behind a TrialError.
 
     The message begins with ``error   ``, so that it can be found among what launchers print after
     it. A run that was asked to stop, and has saved, is not an error.
@@ -192,8 +192,9 @@ def print_error(error: BaseException) -> None:
     label = "stopped" if isinstance(error, Preempted) else "error  "
     lines = [f"{label} {first.removeprefix('stopped ')}", *(f"        {line}" for line in rest)]
     with suppress(OSError):  # a log on a full disk
-        if not isinstance(error, ZeroTrialError):
-            traceback.print_exception(error, file=sys.stderr)
+        shown = error.__cause__ if isinstance(error, TrialError) else error
+        if shown is not None and not isinstance(shown, ZeroTrialError):
+            traceback.print_exception(shown, file=sys.stderr)
         sys.stderr.write("\n".join(lines) + "\n")
         sys.stderr.flush()
 

@@ -103,6 +103,7 @@ setup(
         "safetensors[torch]",  # saving through its torch part needs numpy
         "pyyaml",
         "tqdm",
+        "shtab",  # zero-trial completion
         "psutil",  # the table of processes: which ones of a run are left
         "google-re2",  # regular expressions of the master's clients, matched in linear time
         # Trials written for Determined do AttrDict(context.get_hparams()). The package `attrdict`

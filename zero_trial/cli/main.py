@@ -32,6 +32,7 @@ VERBS: Mapping[str, str] = {
     "diff": "diff:add_parser",
     "ckpt": "ckpt:add_parser",
     "env": "env:add_parser",
+    "completion": "completion:add_parser",
 }
 """Verb -> module of this folder and the function that adds its parser."""
 

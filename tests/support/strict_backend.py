@@ -133,7 +133,7 @@ class StrictGroup(dist.ProcessGroup):
         def make(outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> Any:
             (output,), (whole,) = outputs, inputs
             sums = whole.clone()  # gloo has no reduce-scatter in every release
-            return _Then(
+            return Then(
                 self._device.allreduce([sums]),
                 lambda: output.copy_(sums.view(self._size, -1)[self.rank()].view_as(output)),
             )
@@ -145,7 +145,7 @@ class StrictGroup(dist.ProcessGroup):
             (output,), (part,) = outputs, inputs
             parts = [torch.empty_like(part) for _ in range(self._size)]
             work = self._device.allgather([parts], [part.clone()])
-            return _Then(work, lambda: output.view(self._size, -1).copy_(torch.stack(parts).view(self._size, -1)))
+            return Then(work, lambda: output.view(self._size, -1).copy_(torch.stack(parts).view(self._size, -1)))
 
         return self._launch("all_gather", [output], [part], make)
 
@@ -166,7 +166,7 @@ class StrictGroup(dist.ProcessGroup):
                 for peer, part in enumerate(target):
                     part.copy_(table[peer, self.rank(), : part.numel()])
 
-            return _Then(self._device.allreduce([table]), place)
+            return Then(self._device.allreduce([table]), place)
 
         return self._launch("all_to_all", [output], [sent], make)
 
@@ -236,7 +236,7 @@ class StrictGroup(dist.ProcessGroup):
             work.done.set()
 
 
-class _Then:
+class Then:
     """A work, and what is to be done after it."""
 
     def __init__(self, work: Any, act: Callable[[], Any]) -> None:

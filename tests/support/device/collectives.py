@@ -17,7 +17,8 @@ import torch.distributed as dist
 
 from tests.support.device import device
 from tests.support.device.operators import plainly, uses
-from tests.support.strict_backend import Make, StrictGroup, note
+from tests.support.strict_backend import Make, StrictGroup, Then, note
+from zero_trial.comm.backends import sum_in_order
 
 
 def register() -> None:
@@ -92,6 +93,31 @@ class DeviceGroup(StrictGroup):
     @staticmethod
     def on_host(values: torch.Tensor) -> bool:
         return values.is_cpu
+
+    # Sums in rank order, so that their bits are those of ranks that compute on the CPU.
+
+    def _reduce_scatter_base(self, output: torch.Tensor, whole: torch.Tensor, opts: Any = None) -> Any:
+        def make(outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> Any:
+            parts = [torch.empty_like(inputs[0]) for _ in range(self._size)]
+
+            def add() -> None:
+                sum_in_order([part.view(self._size, -1)[self.rank()] for part in parts], outputs[0].view(-1))
+
+            return Then(self._device.allgather([parts], inputs), add)
+
+        return self._launch("reduce_scatter", [output], [whole], make)
+
+    reduce_scatter_single = _reduce_scatter_base
+
+    def allreduce(self, tensors: Sequence[torch.Tensor], opts: Any = None) -> Any:
+        if self.on_host(tensors[0]) or (opts is not None and opts.reduceOp != dist.ReduceOp.SUM):
+            return super().allreduce(tensors, opts)
+
+        def make(outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> Any:
+            parts = [torch.empty_like(inputs[0]) for _ in range(self._size)]
+            return Then(self._device.allgather([parts], inputs), lambda: sum_in_order(parts, outputs[0]))
+
+        return self._launch("all_reduce", tensors, tensors, make)
 
     def _start(self, operation: str, outputs: list[torch.Tensor], inputs: list[torch.Tensor], make: Make) -> Any:
         here = device.use()

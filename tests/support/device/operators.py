@@ -118,6 +118,7 @@ class Operators:
     def __init__(self, device: Device) -> None:
         self._device = device
         self._schemas: dict[Any, Schema] = {}
+        self._dtypes: dict[Any, list[torch.dtype]] = {}
         pages = (ctypes.c_uint8 * device.arena_bytes).from_address(device.base)
         self._pages = torch.frombuffer(pages, dtype=torch.uint8)
         self._typed: dict[torch.dtype, Tensor] = {}
@@ -127,6 +128,8 @@ class Operators:
         aten.impl("_local_scalar_dense", self.local_scalar, "PrivateUse1")
         aten.impl("record_stream", self.record_stream, "PrivateUse1")
         aten.impl("resize_", self.resize_, "PrivateUse1")
+        # as for CUDA: ``param.data`` may go from the host to the device and back
+        aten.impl("_has_compatible_shallow_copy_type", lambda tensor, other: True, "PrivateUse1")
         # what torch asks of devices that it does not know, by other names
         aten.impl("convolution_overrideable", self.convolution, "PrivateUse1")
         aten.impl("convolution_backward_overrideable", self.convolution_backward, "PrivateUse1")
@@ -166,6 +169,8 @@ class Operators:
                     if "meta" not in str(error).lower() and not isinstance(error, NotImplementedError):
                         raise
                     return self._at_once(op, schema, args, kwargs)
+                if not isinstance(shapes, Tensor) and any(each.dtype.itemsize == 2 for each in given):
+                    shapes = self._with_dtypes_of_the_cpu(op, shapes, args, kwargs)
                 results = mapped(shapes, self._empty_like)
                 self._queue(op, schema, args, kwargs, values, list(tensors_in(results)))
                 return results
@@ -175,6 +180,17 @@ class Operators:
             if not schema.returns_written:
                 return None if not op._schema.returns else written
             return written[0] if len(op._schema.returns) == 1 else tuple(written[: len(op._schema.returns)])
+
+    def _with_dtypes_of_the_cpu(self, op: Any, shapes: Any, args: Any, kwargs: Any) -> Any:
+        """Some kernels of 16-bit tensors keep statistics in 16 bits on the CPU and in 32 elsewhere,
+        which tensors without data do not tell: look once at what the CPU makes of zeros."""
+        key = (op, *(each.dtype for each in tensors_in(args)))
+        if key not in self._dtypes:
+            zeros = lambda given: torch.zeros(given.shape, dtype=given.dtype)  # noqa: E731
+            made = op(*mapped(args, zeros), **{name: mapped(each, zeros) for name, each in kwargs.items()})
+            self._dtypes[key] = [each.dtype for each in tensors_in(made)]
+        dtypes = iter(self._dtypes[key])
+        return mapped(shapes, lambda shape: shape.to(next(dtypes)))
 
     def _require_one_device(self, name: str, given: list[Tensor]) -> None:
         for tensor in given:

@@ -154,6 +154,7 @@ class Scheduler:
         self._turn = threading.RLock()
         self._random = random.Random(0)
         self._moved = time.monotonic()
+        self._fault: DeviceFault | None = None
         self.order = "late"
         self.waits: list[str] = []  # of the host, by what and where
 
@@ -245,7 +246,7 @@ class Scheduler:
 
     def _catch_up(self) -> None:
         """Look at what was allocated and freed since the last call: no clock has moved since."""
-        fault: DeviceFault | None = None
+        fault, self._fault = self._fault, None
         for change, address, nbytes, stream in self._changes():
             if change == EVENT_GONE:
                 self._events.pop(address, None)
@@ -339,8 +340,11 @@ class Scheduler:
         with self._turn:
             if time.monotonic() - self._moved < idle or not any(each.queue for each in self._streams.values()):
                 return
-            while self._step(list(self._streams.values())):
-                pass
+            try:
+                while self._step(list(self._streams.values())):
+                    pass
+            except DeviceFault as fault:  # the host's next wait raises it
+                self._fault = fault
 
     def _step(self, targets: list[Stream]) -> bool:
         """Run one piece of work; False where nothing can run now."""

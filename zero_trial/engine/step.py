@@ -295,14 +295,14 @@ class StepOutcome(StepStatus):
             return
         result, unscale = self._result, self._unscale()
         with trace_range("norm"):
-            sums = self._sum_over_ranks(model, reducer.late_groups())
+            sums = self._sum_over_ranks(model, reducer.late_groups()).cpu()  # the host waits once for all three
             # neither 0 nor the number of ranks: all learn here what is so on some; a dry run takes
             # conditions for False
             if (sums[1] * (sums[1] - self._ranks) != 0).item():
                 if 0 < (weighted := sums[1].item() % (self._ranks + 1)) < self._ranks:
                     raise self._weights_of_some(weighted, step, own=self.weighted)
                 reducer.reduce_late()
-                sums = self._sum_over_ranks(model)
+                sums = self._sum_over_ranks(model).cpu()
         if self._weight is not None:
             unscale /= _checked_weight(sums[2].item(), step)
         change = self._decide(sums[0].item(), unscale, step)

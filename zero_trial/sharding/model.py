@@ -223,12 +223,22 @@ class ShardedModel:
             without such groups.
         """
         self._full_params.end_names()
+        # The host waits for a device's sums: once for all groups, not once for each.
+        away = not all(on_host(group.full) or group.full.is_meta for group in self.groups)
         for group in self.groups:
-            group.take_edits(deferred=deferred)
-        if not deferred:
+            group.take_edits(deferred=deferred or away)
+        if not (deferred or away):
             return None
-        sums = [found for group in self.rounded_groups if (found := group.sums()) is not None]
-        return torch.stack([(now != published).any() for now, published in sums]) if sums else None
+        groups = [(group, found) for group in self.rounded_groups if (found := group.sums()) is not None]
+        if not groups:
+            return None
+        edited = torch.stack([(now != published).any() for _, (now, published) in groups])
+        if deferred:
+            return edited
+        for (group, _), changed in zip(groups, edited.tolist(), strict=True):
+            if changed:
+                group.apply_edits()
+        return None
 
     def take_live_edits(self) -> None:
         """Let edits of the parameters that always live count in the masters, before these are read

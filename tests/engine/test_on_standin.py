@@ -1,0 +1,225 @@
+"""The engine on the stand-in device: the bits of ranks that compute on the CPU, with no access that
+events do not order, no memory that is freed too early, and few waits of the host.
+
+A cell trains twice on the same ranks, once as if there were no device.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import zero_trial
+from tests.engine.offloaded import PRECISIONS
+from tests.support.dense import STAGES
+from tests.support.device import device
+from tests.support.late import make_late
+from tests.support.models import ADAMW, TinyLM, tokens
+from tests.support.pool import RankPool
+
+STEPS, BATCH = 3, 8
+
+
+class Pools:
+    """Pools of ranks on the device, by size."""
+
+    def __init__(self) -> None:
+        self._pools: dict[int, RankPool] = {}
+
+    def __call__(self, size: int) -> RankPool:
+        if size not in self._pools or not self._pools[size].alive:
+            self._pools[size] = RankPool(size, world="standin")
+        return self._pools[size]
+
+    def close(self) -> None:
+        for pool in self._pools.values():
+            pool.close()
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Pools]:
+    pools = Pools()
+    yield pools
+    pools.close()
+
+
+@dataclass(frozen=True)
+class Cell:
+    """``order``: in which the device runs streams that no event orders."""
+
+    stage: str
+    precision: str = "fp32"
+    order: str = "late"
+    accumulation: int = 1
+    zero: dict[str, Any] = field(default_factory=dict)
+    config: dict[str, Any] = field(default_factory=dict)
+    blocks: int = 2
+
+    @property
+    def offloads(self) -> bool:
+        return "offload_optimizer" in self.zero
+
+    def engine(self) -> zero_trial.Engine:
+        # dropout of accelerators and of the CPU differ in how they round 16-bit gradients
+        drop = 0.1 if self.precision == "fp32" else 0.0
+        config = {
+            "train_batch_size": BATCH,
+            "gradient_accumulation_steps": self.accumulation,
+            "gradient_clipping": 0.5,
+            "optimizer": ADAMW,
+            "comm_timeout_seconds": 30.0,
+            "zero_optimization": STAGES[self.stage] | self.zero,
+        }
+        torch.manual_seed(1)
+        model = TinyLM(self.blocks, dropout=drop)
+        return zero_trial.initialize(model=model, config=config | PRECISIONS[self.precision] | self.config)[0]
+
+
+@dataclass
+class Found:
+    """What a rank ended with, and what its host did in the last step."""
+
+    losses: list[float]
+    norm: float | None
+    state: dict[str, torch.Tensor]
+    waits: list[str]
+    copies: list[tuple[str, int, bool]]
+    growth: int  # bytes of the device's memory from one step to the next
+
+    def differences(self, other: Found) -> list[str]:
+        parts = [name for name, value in self.state.items() if not torch.equal(value, other.state[name])]
+        numbers = (self.losses, self.norm) == (other.losses, other.norm)
+        return parts if numbers else [f"{self.losses} {self.norm}, {other.losses} {other.norm}", *parts]
+
+
+def train(cell: Cell) -> Found:
+    here = device.use()
+    engine = cell.engine()
+    if engine.device.type == "cpu" and not cell.offloads:
+        make_late(engine)  # as on a device
+    torch.manual_seed(5 + engine.global_rank)
+    micro, losses, live = engine.train_micro_batch_size_per_gpu(), [], 0
+    for step in range(STEPS):
+        here.scheduler.reset()
+        growth, live = here.live - live, here.live
+        for turn in range(cell.accumulation):
+            start = (turn * engine.dp_world_size + engine.mpu.get_data_parallel_rank()) * micro
+            batch = tokens(step, BATCH)[start : start + micro]
+            if engine.device.type != "cpu":
+                batch = batch.pin_memory().to(engine.device, non_blocking=True)
+            losses.append(engine(batch))
+            engine.backward(losses[-1])
+            engine.step()
+        losses[-cell.accumulation :] = [loss.detach() for loss in losses[-cell.accumulation :]]
+    waits, copies = list(here.waits), here.copies()
+    state = {name: value.cpu().clone() for name, value in engine.module_state_dict().items()}
+    norm = engine.get_global_grad_norm()
+    engine.destroy()
+    return Found([loss.item() for loss in losses], norm, state, waits, copies, growth)
+
+
+def on_both(cells: list[Cell]) -> list[tuple[Found, list[str]]]:
+    """What each cell leaves on the device, and how it differs from the CPU."""
+    found = []
+    for cell in cells:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch.standin, "is_available", lambda: False)
+            want = train(copy.deepcopy(cell))
+        device.use().scheduler.order = cell.order
+        got = train(copy.deepcopy(cell))
+        torch.standin.synchronize()
+        device.use().scheduler.order = "late"
+        found.append((got, got.differences(want)))
+    return found
+
+
+def places(waits: list[str]) -> Counter[str]:
+    """Waits by file and what they waited for, without line numbers."""
+    return Counter(wait.rpartition(":")[0] for wait in waits)
+
+
+COVERING = [
+    Cell("zero0", order="random"),
+    Cell("zero1", "bf16", "early"),
+    Cell("zero2", "fp16", "random", accumulation=2),
+    Cell("zero3", order="late"),
+    Cell("zero3-free", "bf16", "random", accumulation=2),
+]
+MATRIX = [
+    Cell(stage, precision, order, accumulation)
+    for index, stage in enumerate(STAGES)
+    for precision in PRECISIONS
+    for accumulation in (1, 4)
+    for order in (("late", "early", "random")[(index + accumulation) % 3],)
+]
+
+
+def check(pool: RankPool, cells: list[Cell], *, waits: int | None) -> None:
+    for answers in pool.run(on_both, cells):
+        for cell, (found, differences) in zip(cells, answers, strict=True):
+            assert differences == [], cell
+            if waits is not None:
+                assert len(found.waits) <= waits, (cell, found.waits)
+
+
+def test_each_stage_has_the_bits_of_the_cpu_and_waits_once_per_step(ranks: Pools) -> None:
+    """The one wait is for the outcome of the step before."""
+    check(ranks(2), COVERING, waits=1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_the_whole_matrix(ranks: Pools, size: int) -> None:
+    check(ranks(size), [cell for cell in MATRIX if BATCH % (size * cell.accumulation) == 0], waits=1)
+
+
+def offloading(folder: Path | None, **keys: Any) -> dict[str, Any]:
+    if folder is None:
+        return {"offload_optimizer": {"device": "cpu", "pin_memory": True, **keys}}
+    return {"offload_optimizer": {"device": "nvme", "nvme_path": str(folder), **keys}, "sub_group_size": 4096}
+
+
+def test_offloaded_state_has_the_bits_of_the_cpu(ranks: Pools, tmp_path: Path) -> None:
+    cells = [
+        Cell("zero1", "bf16", "early", zero=offloading(None)),
+        Cell("zero3-free", order="random", zero=offloading(tmp_path)),
+    ]
+    check(ranks(2), cells, waits=None)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_offloaded_state_at_every_stage(ranks: Pools, tmp_path: Path, precision: str) -> None:
+    cells = [
+        Cell(stage, precision, order, zero=offloading(folder))
+        for stage in STAGES
+        for folder, order in ((None, "early"), (tmp_path, "late"))
+    ]
+    check(ranks(2), cells, waits=None)
+
+
+def test_an_offloaded_step_asks_the_device_for_a_few_numbers_however_many_groups_there_are(ranks: Pools) -> None:
+    """Beside the gradients that the update needs: the squares of the norm, and whether user code
+    has edited parameters, for all groups at once."""
+    cells = [Cell("zero2", "bf16", blocks=blocks, zero=offloading(None)) for blocks in (1, 4)]
+    ((few, _), (many, _)), *_ = ranks(2).run(on_both, cells)
+    for found in (few, many):
+        asked = places([wait for wait in found.waits if " at host.py" not in wait])
+        assert asked.total() <= 2, found.waits
+    assert len(many.copies) > len(few.copies) + 4  # there are more groups
+
+
+def test_copies_of_an_offloaded_step_overlap_with_updates(ranks: Pools) -> None:
+    """All but the ends of the pipeline: the first gradients down, the last values up, the batch and
+    the norm."""
+    cell = Cell("zero2", blocks=4, zero=offloading(None))
+    for ((found, _),) in ranks(2).run(on_both, [cell]):
+        sizes = [nbytes for _, nbytes, overlapped in found.copies if not overlapped]
+        assert len(found.copies) >= 20 and len(sizes) <= 6, found.copies

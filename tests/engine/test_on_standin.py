@@ -146,11 +146,9 @@ def places(waits: list[str]) -> Counter[str]:
 
 
 COVERING = [
-    Cell("zero0", order="random"),
-    Cell("zero1", "bf16", "early"),
-    Cell("zero2", "fp16", "random", accumulation=2),
-    Cell("zero3", order="late"),
-    Cell("zero3-free", "bf16", "random", accumulation=2),
+    Cell("zero0", "bf16", "early", blocks=1),
+    Cell("zero2", "fp16", "random", accumulation=2, blocks=1),
+    Cell("zero3-free", order="late", blocks=1),
 ]
 MATRIX = [
     Cell(stage, precision, order, accumulation)
@@ -188,8 +186,8 @@ def offloading(folder: Path | None, **keys: Any) -> dict[str, Any]:
 
 def test_offloaded_state_has_the_bits_of_the_cpu(ranks: Pools, tmp_path: Path) -> None:
     cells = [
-        Cell("zero1", "bf16", "early", zero=offloading(None)),
-        Cell("zero3-free", order="random", zero=offloading(tmp_path)),
+        Cell("zero1", "bf16", "early", zero=offloading(None), blocks=1),
+        Cell("zero3-free", order="random", zero=offloading(tmp_path), blocks=1),
     ]
     check(ranks(2), cells, waits=None)
 
@@ -208,18 +206,18 @@ def test_offloaded_state_at_every_stage(ranks: Pools, tmp_path: Path, precision:
 def test_an_offloaded_step_asks_the_device_for_a_few_numbers_however_many_groups_there_are(ranks: Pools) -> None:
     """Beside the gradients that the update needs: the squares of the norm, and whether user code
     has edited parameters, for all groups at once."""
-    cells = [Cell("zero2", "bf16", blocks=blocks, zero=offloading(None)) for blocks in (1, 4)]
+    cells = [Cell("zero2", "bf16", blocks=blocks, zero=offloading(None)) for blocks in (1, 3)]
     ((few, _), (many, _)), *_ = ranks(2).run(on_both, cells)
     for found in (few, many):
         asked = places([wait for wait in found.waits if " at host.py" not in wait])
         assert asked.total() <= 2, found.waits
-    assert len(many.copies) > len(few.copies) + 4  # there are more groups
+    assert len(many.copies) > len(few.copies) + 3  # there are more groups
 
 
 def test_copies_of_an_offloaded_step_overlap_with_updates(ranks: Pools) -> None:
     """All but the ends of the pipeline: the first gradients down, the last values up, the batch and
     the norm."""
-    cell = Cell("zero2", blocks=4, zero=offloading(None))
+    cell = Cell("zero2", blocks=3, zero=offloading(None))
     for ((found, _),) in ranks(2).run(on_both, [cell]):
         sizes = [nbytes for _, nbytes, overlapped in found.copies if not overlapped]
-        assert len(found.copies) >= 20 and len(sizes) <= 6, found.copies
+        assert len(found.copies) >= 16 and len(sizes) <= 6, found.copies

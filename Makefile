@@ -58,9 +58,12 @@ setup: $(STAMP)  ## Make .venv and install zero_trial with its extras into it
 
 # torch first and under the constraints, so that nothing that comes later can choose another build of it.
 $(STAMP): setup.py pyproject.toml constraints.txt
-	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(PIP) torch
-	$(PIP) -e '.[determined,tensorboard,test]'
+	@echo "setup   1 of 3: an environment in .venv"
+	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	@echo "setup   2 of 3: torch, the largest download"
+	@$(PIP) torch
+	@echo "setup   3 of 3: zero_trial, what it needs, and what its tests need"
+	@$(PIP) -e '.[determined,tensorboard,test]'
 	touch $@
 
 # 380 MB that only docs/exactness.md and the tests of Hugging Face's Trainer need.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import time
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -374,3 +375,15 @@ def test_buffers_do_not_grow_with_the_micro_batches(name: str):
         assert (one.peak_activations, one.peak_waiting) == (other.peak_activations, other.peak_waiting)
         assert one.peak_waiting <= 4
     assert validate(lowered("looped_bfs", 4, 64)).ranks[0].peak_activations == 128
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["1f1b", "interleaved"])
+def test_64_stages_of_512_micro_batches_are_validated_in_seconds(name: str) -> None:
+    """Some 200 and 400 thousand actions; the time of each grows as their number does."""
+    began = time.process_time()
+    schedule = lowered(name, 64, 512)
+    found = validate(schedule)
+    assert time.process_time() - began < 20
+    computations = 2 * 64 * 512 * RECIPES[name].chunks
+    assert sum(len(rank.spans) for rank in found.ranks) == computations

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from tests.support.models import TinyLM
-from zero_trial.preflight.dry_run import Blueprint, NotCopyable
+from zero_trial.preflight.blueprint import Blueprint, NotCopyable
 
 
 def test_a_copy_has_shapes_and_no_values_and_the_model_stays_as_it_is() -> None:

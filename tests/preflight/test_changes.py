@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from zero_trial.ds_config.reader import read_ds_config
 from zero_trial.ds_config.table import DsConfig
@@ -17,6 +18,7 @@ class Formula:
     """States of 16 GiB at stage 0, 12, 8, 4 at the others; activations of 5 GiB for each sample."""
 
     parameters = 10**9
+    device = torch.device("cpu")
 
     def __init__(self, refused: tuple[int, ...] = ()) -> None:
         self.refused = refused

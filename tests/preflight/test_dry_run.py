@@ -12,8 +12,9 @@ from tests.preflight.measured import ROWS, batch, build, ds_config, watched_step
 from tests.support.pool import Pools
 from zero_trial.ds_config.reader import read_ds_config
 from zero_trial.errors import ConfigError, TrialError
+from zero_trial.preflight.blueprint import Blueprint
 from zero_trial.preflight.compare import memory_plan
-from zero_trial.preflight.dry_run import Blueprint, Role, Way, dry_run, dry_run_any, variant, ways
+from zero_trial.preflight.dry_run import Role, Way, dry_run, dry_run_any, variant, ways
 from zero_trial.preflight.plan import Figures
 
 
@@ -190,17 +191,19 @@ def test_the_ways_of_a_dry_run() -> None:
     assert ways(cpu, work=1, scaled=False) == [Way.REAL, Way.FAKE]
     assert ways(cpu, work=1, scaled=True) == ways(cpu, work=10**12, scaled=False) == [Way.FAKE, Way.REAL]
     assert ways(cuda, work=1, scaled=False) == [Way.FAKE, Way.FAKE_ON_CPU, Way.REAL]
-    assert ways(cuda, work=1, scaled=False, is_here=False) == [Way.FAKE_ON_CPU, Way.REAL]
-    assert ways(cuda, work=10**12, scaled=False, is_here=False) == [Way.FAKE_ON_CPU]  # it may not fit here
+    assert ways(cuda, work=1, scaled=False, is_here=False) == [Way.META, Way.FAKE_ON_CPU, Way.REAL]
+    # real ones may not fit here
+    assert ways(cuda, work=10**12, scaled=False, is_here=False) == [Way.META, Way.FAKE_ON_CPU]
 
 
 @pytest.mark.skipif(torch.backends.cuda.is_built(), reason="this torch has fake tensors of a GPU")
-def test_a_gpu_is_faked_on_the_cpu_where_torch_knows_none() -> None:
+def test_a_gpu_that_is_not_here_has_meta_tensors() -> None:
     """NCCL receives into no tensor and no segment; between CPU ranks gradients are read where they
     are. The states are the same."""
     on_cpu, on_gpu = (memory_plan(build("gpt"), ds_config(0), 2, batch(), device=device) for device in ("cpu", "cuda"))
-    assert on_gpu.how == "fake tensors on the CPU" and on_gpu.figures.states == on_cpu.figures.states
-    assert on_gpu.figures.exchange == 0 == on_cpu.figures.exchange and on_gpu.figures.peak == on_cpu.figures.peak
+    assert on_gpu.how == "meta tensors" and on_gpu.figures.states == on_cpu.figures.states
+    assert on_gpu.figures.exchange == 0 == on_cpu.figures.exchange
+    assert on_gpu.figures.peak == pytest.approx(on_cpu.figures.peak, abs=64)  # a few scalars are the host's
 
 
 @pytest.mark.gpu

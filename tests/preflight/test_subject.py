@@ -10,7 +10,8 @@ import torch
 
 from tests.preflight.measured import ds_config
 from zero_trial.ds_config.reader import read_ds_config
-from zero_trial.preflight.dry_run import Blueprint, ModelSubject, first_rows, largest, loss_in, rows_of
+from zero_trial.preflight.blueprint import Blueprint
+from zero_trial.preflight.dry_run import ModelSubject, first_rows, largest, loss_in, rows_of
 from zero_trial.preflight.plan import Figures
 
 

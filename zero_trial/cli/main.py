@@ -91,7 +91,12 @@ def _parse(parser: argparse.ArgumentParser, words: Sequence[str]) -> argparse.Na
     near = difflib.get_close_matches(verb, VERBS, 1) if verb is not None and verb not in VERBS else []
     if near:
         parser.error(f"there is no verb {verb}. Did you mean {near[0]}?")
-    return parser.parse_args(words)
+    options, rest = parser.parse_known_args(words)
+    if rest:  # argparse reads the last positional arguments of a verb before the first option only
+        if not isinstance(getattr(options, "settings", None), list) or any(word.startswith("-") for word in rest):
+            parser.error(f"unrecognized arguments: {' '.join(rest)}")
+        options.settings += rest
+    return options
 
 
 def report_error(error: ZeroTrialError, stream: TextIO, *, debug: bool = False) -> int:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from zero_trial.cli.run import add_words, given_words
+from zero_trial.errors import ConfigError
 
 if TYPE_CHECKING:
     from zero_trial.ds_config.table import DsConfig
@@ -48,6 +49,22 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--stage", type=int, choices=(0, 1, 2, 3), help="plan for this ZeRO stage instead of ds_config's"
     )
+    links = parser.add_argument_group(
+        "the step's collectives on GPUs, as an estimate; any of these asks for it elsewhere"
+    )
+    links.add_argument(
+        "--intra-gbps", type=float, metavar="X", help="Gb/s of each rank's link inside a node (default: 3600)"
+    )
+    links.add_argument(
+        "--inter-gbps", type=float, metavar="X", help="Gb/s of each rank's link between nodes (default: 400)"
+    )
+    links.add_argument("--ranks-per-node", type=int, metavar="N", help="ranks of a node (default: 8)")
+    links.add_argument(
+        "--tflops",
+        type=float,
+        metavar="X",
+        help="what a rank computes per second in 10^12 operations, to set beside it",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.set_defaults(handler=_handle)
 
@@ -57,6 +74,7 @@ def _handle(options: argparse.Namespace) -> int:
     from zero_trial.experiment.changes import read_words
     from zero_trial.launch.experiment import RunRequest, check_run
     from zero_trial.launch.placement import PlacementRequest
+    from zero_trial.preflight.plan import MemoryPlan
 
     words = read_words(given_words(options))
     request = RunRequest(
@@ -72,6 +90,7 @@ def _handle(options: argparse.Namespace) -> int:
     with _trial_planner(checked, machine, options.stage) as planner:
         own, rows = planner.plan(), planner.compare()
         error = None if own.fits(limit) or limit is None else _does_not_fit(planner, limit)
+        estimate = _estimate(options, planner)
     if options.json:
         compared = [
             {"name": row.name, "plan": row.plan.as_dict() if row.plan else None, "refusal": row.refusal} for row in rows
@@ -83,17 +102,44 @@ def _handle(options: argparse.Namespace) -> int:
                     "limit": limit,
                     "fits": error is None,
                     "compared": compared,
+                    "estimate": estimate,
                     "error": str(error or "") or None,
                 }
             )
         )
         return 0 if error is None else error.exit_code
     print(f"plan    {own.line(limit)}")
-    print(own.table(limit))
-    print(_compared(rows, limit))
+    per_node = {} if options.ranks_per_node is None else {"ranks_per_node": options.ranks_per_node}
+    print(own.table(limit, **per_node) if isinstance(own, MemoryPlan) else own.table(limit))
+    print("\n".join([_compared(rows, limit), *estimate]))
     if error is not None:
         raise error
     return 0
+
+
+def _estimate(options: argparse.Namespace, planner: Planner | PipelinePlanner) -> list[str]:
+    """Return lines about the time of a step's collectives, where a GPU's size or a link is
+    given."""
+    from zero_trial.preflight.compare import Planner
+    from zero_trial.preflight.link_model import LinkModel, estimate_lines, of_step
+
+    names = ("intra_gbps", "inter_gbps", "ranks_per_node")
+    given = {name: value for name in names if (value := getattr(options, name)) is not None}
+    for name, value in given.items() | {("tflops", options.tflops)}:
+        if value is not None and value <= 0:
+            raise ConfigError(
+                "a rate is positive", where=f"--{name.replace('_', '-')}", got=value, expected="more than 0"
+            )
+    if not given and options.tflops is None and options.gpu_memory is None:
+        return []
+    if not isinstance(planner, Planner):
+        return ["the time of a pipeline's messages is not estimated"] if given else []
+    plan = planner.plan()
+    figures = plan.figures
+    if figures.peak is None or (plan.accumulation > 1 and not figures.further):
+        return ["the time of collectives is not estimated: the trial does all micro-batches of a step in one call"]
+    flops = figures.flops * plan.accumulation if figures.flops is not None else None
+    return estimate_lines(of_step(figures, plan.accumulation), planner.mesh, LinkModel(**given), flops, options.tflops)
 
 
 def _does_not_fit(planner: Planner | PipelinePlanner, limit: int) -> DoesNotFit:

@@ -288,12 +288,13 @@ def cuda_backend() -> CudaBackend:
 
 def native_on(device: torch.device) -> bool:
     """Return whether our kernels run on this kind of device in this process. On a device that
-    another package has registered, they do where torch finds them for it."""
+    another package has registered, they do where torch finds them for it. Tensors without values
+    (meta) stand for a device that has them."""
     if device.type == "cpu":
         return backend().native is not None
     if device.type == torch._C._get_privateuse1_backend_name():
         return bool(torch._C._dispatch_has_computed_kernel_for_dispatch_key("zero_trial::square_sum", "PrivateUse1"))
-    return device.type == "cuda" and cuda_backend().cuda is not None
+    return device.type == "meta" or (device.type == "cuda" and cuda_backend().cuda is not None)
 
 
 def choose(environ: Mapping[str, str], device_present: bool) -> CudaBackend:

@@ -20,6 +20,7 @@ from zero_trial.util.text import format_bytes
 
 STAGES = (0, 1, 2, 3)
 _NVME = OffloadOptimizerSection(device="nvme", nvme_path=".")
+_HOST = OffloadOptimizerSection(device="cpu")
 
 
 @dataclass(frozen=True)
@@ -47,19 +48,22 @@ class Planner:
         self.micro_batch = batch.micro_batch_size
         self.accumulation = batch.accumulation
         offload = settings.zero_optimization.offload_optimizer
-        self.on_nvme = offload is not None and offload.device == "nvme"
+        # state leaves a GPU for the host's memory, and the host's memory for a disk
+        self._elsewhere = _NVME if subject.device.type == "cpu" else _HOST
+        self.away = offload is not None and offload.device not in ("none", subject.device.type)
+        self.mesh = mesh_shape(settings, ranks)
         self._known: dict[tuple[int, int, bool], MemoryPlan] = {}
 
-    def plan(self, stage: int | None = None, micro_batch: int | None = None, on_nvme: bool | None = None) -> MemoryPlan:
+    def plan(self, stage: int | None = None, micro_batch: int | None = None, away: bool | None = None) -> MemoryPlan:
         """Return the plan at another stage or micro-batch; the global batch stays, so half the
         micro-batch is twice the accumulation.
 
-        ``on_nvme``: with masters and optimizer state on a disk, or in memory.
+        ``away``: with masters and optimizer state elsewhere than the rank's device.
         """
         key = (
             self.stage if stage is None else stage,
             self.micro_batch if micro_batch is None else micro_batch,
-            self.on_nvme if on_nvme is None else on_nvme,
+            self.away if away is None else away,
         )
         if key not in self._known:
             self._known[key] = self._make(*key)
@@ -77,19 +81,21 @@ class Planner:
 
     def compare(self) -> list[Candidate]:
         """Return every stage at the run's micro-batch, every halving at the run's stage, and the
-        run with optimizer state elsewhere: on NVMe, or not.
+        run with optimizer state elsewhere: from a GPU in host memory, from there on NVMe; or not.
         """
         rows = [self._choice(stage, self.micro_batch) for stage in STAGES]
         rows += [self._choice(self.stage, size) for size in self.halvings()]
-        return [*rows, self._choice(self.stage, self.micro_batch, not self.on_nvme)]
+        return [*rows, self._choice(self.stage, self.micro_batch, not self.away)]
 
-    def _choice(self, stage: int, micro_batch: int, on_nvme: bool | None = None) -> Candidate:
-        on_nvme = self.on_nvme if on_nvme is None else on_nvme
-        here = (stage, micro_batch, on_nvme) == (self.stage, self.micro_batch, self.on_nvme)
+    def _choice(self, stage: int, micro_batch: int, away: bool | None = None) -> Candidate:
+        away = self.away if away is None else away
+        here = (stage, micro_batch, away) == (self.stage, self.micro_batch, self.away)
         name = f"ZeRO-{stage}, micro batch {micro_batch} x accumulation {self._accumulation(micro_batch)}"
-        name += (", state on NVMe" if on_nvme else "") + (" (as configured)" if here else "")
+        place = self._elsewhere if away != self.away else self._settings.zero_optimization.offload_optimizer
+        where = {"nvme": ", state on NVMe", "cpu": ", state in host memory"}
+        name += (where[place.device] if away and place is not None else "") + (" (as configured)" if here else "")
         try:
-            return Candidate(name, self.plan(stage, micro_batch, on_nvme))
+            return Candidate(name, self.plan(stage, micro_batch, away))
         except (ConfigError, TrialError) as error:
             if here:
                 raise
@@ -98,12 +104,12 @@ class Planner:
     def _accumulation(self, micro_batch: int) -> int:
         return self.micro_batch * self.accumulation // micro_batch
 
-    def _make(self, stage: int, micro_batch: int, on_nvme: bool) -> MemoryPlan:
+    def _make(self, stage: int, micro_batch: int, away: bool) -> MemoryPlan:
         accumulation = self._accumulation(micro_batch)
         simulated = min(accumulation, MOST_ACCUMULATION)
         settings = variant(self._settings, stage=stage, micro_batch=micro_batch, accumulation=simulated)
-        if on_nvme != self.on_nvme:
-            settings = with_state_at(settings, _NVME if on_nvme else None)
+        if away != self.away:
+            settings = with_state_at(settings, self._elsewhere if away else None)
         figures, how = self._subject.dry_run(settings, self.ranks, micro_batch, self._one_host)
         return MemoryPlan(
             figures, stage, settings.precision, self.ranks, micro_batch, accumulation, self._subject.parameters, how

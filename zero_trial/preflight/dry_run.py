@@ -4,19 +4,16 @@ they hold.
 
 from __future__ import annotations
 
-import copy
-import itertools
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from enum import Enum
-from functools import cached_property
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_flatten, tree_map
 
 from zero_trial.ds_config.keys_zero import OffloadOptimizerSection
@@ -25,113 +22,11 @@ from zero_trial.engine import Engine
 from zero_trial.engine.build import build_engine
 from zero_trial.engine.resolved_config import mesh_shape
 from zero_trial.errors import TrialError, ZeroTrialError
-from zero_trial.preflight.fake_comm import FAKE_SWAP, Exchange, Segments, fake_mesh
-from zero_trial.preflight.live_bytes import LiveBytes
-from zero_trial.preflight.plan import ON_CPU, Figures
-
-
-class NotCopyable(ZeroTrialError):
-    """The model cannot be copied, so there is no dry run with it."""
-
-
-class Blueprint:
-    """Copy ``model`` and ``options`` (optimizer, model_parameters, lr_scheduler) without values, so
-    that the copy needs no memory.
-
-    The copy is made at once: what happens to the model later (an engine that shards it) does not
-    matter. ``device`` is where the training will be. Tensors that are neither parameters nor
-    buffers are copied as they are. Raises NotCopyable.
-    """
-
-    def __init__(
-        self, model: nn.Module, options: Mapping[str, Any] | None = None, device: torch.device | str = "cpu"
-    ) -> None:
-        place = torch.device(device)
-        # With its number, as in ``tensor.device``.
-        self.device = torch.device(f"{place.type}:0") if place.type != "cpu" and str(place) == place.type else place
-        given = {"model": model, **(options or {})}
-        parameters = given.get("model_parameters")
-        if isinstance(parameters, Iterator):
-            raise NotCopyable("model_parameters can be read only once", fix="Give a list.")
-        self.parameters = sum(param.numel() for param in model.parameters())
-        self._given = _copied(given, lambda tensor: torch.empty_like(tensor, device="meta"))
-
-    @cached_property
-    def mode(self) -> FakeTensorMode:
-        """Return the mode, made when first needed: torch loads some 800 modules for it, which takes
-        a second.
-        """
-        return FakeTensorMode(allow_non_fake_inputs=True)
-
-    def options(self, *, fake: bool) -> dict[str, Any]:
-        """Return a new copy.
-
-        ``fake``: without values, for use inside :meth:`without_values`; else real tensors on the
-        CPU.
-        """
-        if fake:
-            with self.mode:
-                return _copied(
-                    self._given, lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype, device=self.device)
-                )
-        return _copied(self._given, lambda tensor: _filled(tensor.shape, tensor.dtype))
-
-    @contextmanager
-    def without_values(self, *, fake: bool) -> Iterator[None]:
-        """Compute shapes, dtypes and lifetimes of tensors inside, and no values, where ``fake``."""
-        if not fake:
-            yield
-            return
-        with self.mode:
-            yield
-
-    @contextmanager
-    def on(self, device: torch.device) -> Iterator[None]:
-        """Make copies and batches on another device inside than that of the training."""
-        before, self.device = self.device, device
-        try:
-            yield
-        finally:
-            self.device = before
-
-    def batch(self, value: Any, *, fake: bool) -> Any:
-        """Return a batch of the same nested form; its tensors have no values where ``fake``."""
-        if not fake:
-            return value
-        memo: dict[int, Any] = {}
-        return torch.utils._pytree.tree_map(
-            lambda leaf: self._fake(leaf, memo) if isinstance(leaf, torch.Tensor) else leaf, value
-        )
-
-    def _fake(self, tensor: torch.Tensor, memo: dict[int, Any]) -> Any:
-        if id(tensor) not in memo:
-            with self.mode:
-                made = torch.empty(tensor.shape, dtype=tensor.dtype, device=self.device)
-            memo[id(tensor)] = made.requires_grad_(tensor.requires_grad)
-        return memo[id(tensor)]
-
-
-def _copied(given: Mapping[str, Any], like: Any) -> dict[str, Any]:
-    """Return a deep copy with ``like(tensor)`` in place of every parameter and buffer; what was
-    shared stays shared.
-    """
-    model: nn.Module = given["model"]
-    memo: dict[int, Any] = {}
-    for tensor in itertools.chain(model.parameters(), model.buffers()):
-        if id(tensor) in memo:
-            continue
-        made = like(tensor.detach())
-        memo[id(tensor)] = nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
-    try:
-        return dict(copy.deepcopy(dict(given), memo))
-    except (TypeError, RuntimeError, AttributeError) as error:
-        raise NotCopyable(f"the model cannot be copied: {error}", where=type(model).__name__) from error
-
-
-def _filled(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
-    """Return small numbers that no layer turns into nan."""
-    return torch.full(shape, 0.01, dtype=dtype) if dtype.is_floating_point else torch.zeros(shape, dtype=dtype)
-
+from zero_trial.preflight.blueprint import META, Blueprint, extrapolate
+from zero_trial.preflight.fake_comm import Exchange, Segments, fake_mesh
+from zero_trial.preflight.live_bytes import AbsentDevice, LiveBytes
+from zero_trial.preflight.plan import ON_CPU, Figures, Moved
+from zero_trial.sharding.plan import plan_for_stage
 
 # the second is measured: from then on the optimizer has its state and the order of reductions is
 # known
@@ -182,11 +77,28 @@ def dry_run(
     on this machine's CPU, in as much memory as the rank itself would need. torch's random state is
     left as it was.
     """
+    return _figures(_measure(roles, ranks, micro, batches, calls=calls, fake=fake, exchange=exchange))
+
+
+def _measure(
+    roles: Sequence[Role],
+    ranks: int,
+    micro: Micro | None,
+    batches: Sequence[Any],
+    *,
+    calls: int,
+    fake: bool,
+    exchange: Exchange,
+) -> dict[str, int]:
+    """Return the sums of a dry run by name: the bytes of :class:`Figures`; as ``last calls
+    KIND/AXIS`` the traffic of a step's last call of ``micro``, and as ``further bytes KIND/AXIS``
+    that of each one before it."""
     first = roles[0].blueprint
-    live, segments = LiveBytes(first.device.type), Segments()
+    live, segments = AbsentDevice() if first.device == META else LiveBytes(first.device.type), Segments()
     given = [first.batch(batch, fake=fake) for batch in batches]
     live.hold(leaf for leaf in tree_flatten(given)[0] if isinstance(leaf, torch.Tensor))
     copies = [role.blueprint.options(fake=fake) for role in roles]
+    found: dict[str, int] = {}
     with warnings.catch_warnings(), torch.random.fork_rng(devices=[]), first.without_values(fake=fake), live:
         # fake tensors have no addresses, and torch warns who asks for one
         warnings.simplefilter("ignore")
@@ -201,22 +113,68 @@ def dry_run(
                 _empty_step(engine)
         for _ in range(STEPS if micro is not None else 0):
             live.restart()
-            for _ in range(calls):
+            before = live.flops
+            for call in range(calls):
+                for engine in engines:
+                    engine.mesh.counters.reset()
                 with live.saving():
                     _call(micro, engines, given)
+                if call == 0 or call == calls - 1:
+                    found |= _traffic("last" if call == calls - 1 else "further", engines)
+            found["flops"] = (live.flops - before) // calls
     if any(engine.skipped_steps for engine in engines):
         raise TrialError("the gradients of the dry run are not finite, so the optimizer made no state", where="plan")
-    states = [engine.persistent_bytes() for engine in engines]
-    parameters, gradients, optimizer = (
-        sum(state[kind] for state in states) for kind in ("parameters", "gradients", "optimizer")
+    for kind in _STATES:
+        found[kind] = sum(engine.persistent_bytes()[kind] for engine in engines)
+    found |= {"exchange": segments.total, "disk": segments.disk, "host": max(live.host, live.host_peak)}
+    if micro is not None:
+        found |= {"activations": live.saved_peak}
+        found |= {"backward_peak": live.backward_peak, "step_peak": live.step_peak}
+    return found
+
+
+_STATES = ("parameters", "gradients", "optimizer")  # outlive a step
+
+
+def _traffic(when: str, engines: Sequence[Engine]) -> dict[str, int]:
+    """Return calls and bytes of the engines' collectives over tensors, by kind and axis."""
+    found: dict[str, int] = {}
+    for engine in engines:
+        for name, entry in engine.mesh.counters.table().items():
+            for what in ("calls", "bytes"):
+                key = f"{when} {what} {name}"
+                found[key] = found.get(key, 0) + entry[what]
+    return found
+
+
+def _figures(found: Mapping[str, int]) -> Figures:
+    """Return the figures of what :func:`_measure` has found."""
+    kinds = (*_STATES, "exchange", "host", "disk", "activations")
+    return Figures(
+        **{kind: found[kind] for kind in kinds if kind in found},
+        peak=max(found["backward_peak"], found["step_peak"]) if "step_peak" in found else None,
+        flops=found.get("flops") or None,
+        last=_moved("last", found),
+        further=_moved("further", found),
     )
-    known = Figures(parameters, gradients, optimizer, exchange=segments.total)
-    return known if micro is None else replace(known, activations=live.saved_peak, peak=live.peak)
+
+
+def _moved(when: str, found: Mapping[str, int]) -> tuple[Moved, ...]:
+    calls = {
+        key.removeprefix(f"{when} calls "): value for key, value in found.items() if key.startswith(f"{when} calls ")
+    }
+    found_here = []
+    for name, count in sorted(calls.items()):
+        kind, _, axis = name.partition("/")
+        found_here.append(Moved(kind, axis, count, found[f"{when} bytes {name}"]))
+    return tuple(found_here)
 
 
 class Way(Enum):
     """What tensors a dry run has, as a plan prints it."""
 
+    # tensors of a GPU that is not in this machine
+    META = "meta tensors"
     FAKE = "fake tensors"  # tensors without values, on the device of the training
     # where this torch has no fake tensors for that device: kernels may save other things there
     FAKE_ON_CPU = ON_CPU
@@ -235,7 +193,7 @@ def ways(device: torch.device, *, work: int, scaled: bool, is_here: bool = True)
         return [Way.REAL, Way.FAKE] if small and not scaled else [Way.FAKE, Way.REAL]
     if is_here:
         return [Way.FAKE, Way.FAKE_ON_CPU, Way.REAL]
-    return [Way.FAKE_ON_CPU, Way.REAL] if small else [Way.FAKE_ON_CPU]
+    return [Way.META, Way.FAKE_ON_CPU, Way.REAL] if small else [Way.META, Way.FAKE_ON_CPU]
 
 
 def is_here(device: torch.device) -> bool:
@@ -261,17 +219,20 @@ def dry_run_any(
     device = roles[0].blueprint.device
     exchange = Exchange.NATIVE if device.type != "cpu" else Exchange.SHARED if one_host else Exchange.DIRECT
     if micro is None:
-        with _on(roles, device if is_here(device) else torch.device("cpu")):
+        with _on(roles, device if is_here(device) else META):
             return dry_run(roles, ranks, None, exchange=exchange), "none"
     work = sum(role.blueprint.parameters for role in roles) * largest(batches)
     scaled = any(role.settings.fp16.enabled for role in roles)
     faults: list[Exception] = []
     for way in ways(device, work=work, scaled=scaled, is_here=is_here(device)):
-        place = device if way is Way.FAKE else torch.device("cpu")
+        place = device if way is Way.FAKE else META if way is Way.META else torch.device("cpu")
         try:
             with _on(roles, place):
-                fake = way is not Way.REAL
-                return dry_run(roles, ranks, micro, batches, calls=calls, fake=fake, exchange=exchange), way.value
+                run = partial(
+                    _measure, ranks=ranks, batches=batches, calls=calls, fake=way is not Way.REAL, exchange=exchange
+                )
+                found = _by_few_layers(roles, run, micro) if way is not Way.REAL else None
+                return _figures(found if found is not None else run(roles, micro=micro)), way.value
         except TrialError as error:
             faults.append(error)
         except ZeroTrialError:
@@ -280,6 +241,36 @@ def dry_run_any(
             faults.append(error)
     last = faults[-1]  # of the last way: a fault of the user's code is the same in all
     raise TrialError(f"a micro-batch cannot be run: {last}", where="plan", got=type(last).__name__) from last
+
+
+def _by_few_layers(roles: Sequence[Role], run: Callable[..., dict[str, int]], micro: Micro) -> dict[str, int] | None:
+    """Return what ``run`` gives for ``roles``, from runs with few of the layers that are alike.
+
+    What outlives a step is exact. None: there are no such layers, or all are needed.
+    """
+    stacks = [stack for role in roles for stack in role.blueprint.stacks]
+    if not stacks:
+        return None
+
+    def measure(counts: Sequence[int]) -> dict[str, int]:
+        left = iter(counts)
+        cut = (role.blueprint.with_layers([next(left) for _ in role.blueprint.stacks]) for role in roles)
+        return run([replace(role, blueprint=each) for role, each in zip(roles, cut, strict=True)], micro=micro)
+
+    try:
+        known = extrapolate(stacks, measure)
+    except Exception:  # the user's code may need each layer; what fails with all of them is reported
+        return None
+    if known is None:
+        return None
+    found, exact = known
+    frees = any(plan_for_stage(role.settings.zero_optimization.stage).frees_parameters for role in roles)
+    if frees or not exact.issuperset(_STATES):  # small parameters that always live share buckets
+        states = run(roles, micro=None)
+        more = sum(states[kind] - found[kind] for kind in _STATES)
+        found |= {kind: states[kind] for kind in (*_STATES, "disk")}
+        found |= {peak: found[peak] + more for peak in ("backward_peak", "step_peak")}
+    return found
 
 
 @contextmanager
@@ -313,7 +304,12 @@ def _engine(role: Role, options: dict[str, Any], world: _FakeWorld, live: LiveBy
     mesh = fake_mesh(mesh_shape(role.settings, world.ranks), world.exchange, world.segments)
     zero = replace(role.settings.zero_optimization, ignore_unused_parameters=True)  # bytes are all that is asked
     return build_engine(
-        model, replace(role.settings, zero_optimization=zero), mesh, role.blueprint.device, places=FAKE_SWAP, **options
+        model,
+        replace(role.settings, zero_optimization=zero),
+        mesh,
+        role.blueprint.device,
+        places=world.segments.backends,
+        **options,
     )
 
 
@@ -344,6 +340,10 @@ class Subject(Protocol):
     @property
     def parameters(self) -> int:
         """Return the elements of all parameters, each counted once."""
+
+    @property
+    def device(self) -> torch.device:
+        """Return where the training will be."""
 
     def dry_run(self, settings: DsConfig, ranks: int, micro_batch: int, one_host: bool = True) -> tuple[Figures, str]:
         """Return the figures with ``settings`` (all batch sizes solved) on ``ranks`` ranks, all on
@@ -388,6 +388,10 @@ class ModelSubject:
     @property
     def parameters(self) -> int:
         return self._blueprint.parameters
+
+    @property
+    def device(self) -> torch.device:
+        return self._blueprint.device
 
     def dry_run(self, settings: DsConfig, ranks: int, micro_batch: int, one_host: bool = True) -> tuple[Figures, str]:
         batch = self._batch if self._rows is None else first_rows(self._batch, self._rows, micro_batch)

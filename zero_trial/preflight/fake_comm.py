@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -56,18 +56,33 @@ class _Segment:
 @dataclass
 class Segments:
     """The shared segments that this rank would own, by the rule of
-    :class:`zero_trial.comm.shm.segments.SharedMemory`.
+    :class:`zero_trial.comm.shm.segments.SharedMemory`, and its files on NVMe.
 
     Peers are taken to read as fast as this rank does; a slower one may cost another segment.
     """
 
     made: list[_Segment] = field(default_factory=list)
+    files: list[_FakeSwapFile] = field(default_factory=list)
     _homes: WeakSet[Any] = field(default_factory=WeakSet)  # storages that peers read in place
 
     @property
     def total(self) -> int:
         """Return bytes."""
         return sum(HEADER + segment.capacity for segment in self.made)
+
+    @property
+    def disk(self) -> int:
+        """Return the bytes of this rank's files for offloaded state."""
+        return sum(file.end for file in self.files)
+
+    @property
+    def backends(self) -> OffloadBackends:
+        """Return what offloads to files that count here."""
+        return replace(FAKE_SWAP, swap_file=self._open)
+
+    def _open(self, folder: Path, nbytes: int, aio: AioSection, where: str) -> _FakeSwapFile:
+        self.files.append(_fake_swap_file(folder, nbytes, aio, where))
+        return self.files[-1]
 
     def add_shared(self, tensor: torch.Tensor) -> None:
         """Note that ``tensor`` lives where peers read it in place."""
@@ -194,10 +209,10 @@ class _FakeSwapFile:
     def __init__(self) -> None:
         self.bytes_read = 0
         self.bytes_written = 0
-        self._end = 0
+        self.end = 0
 
     def reserve(self, nbytes: int) -> int:
-        offset, self._end = self._end, self._end + round_up(nbytes, BLOCK)
+        offset, self.end = self.end, self.end + round_up(nbytes, BLOCK)
         return offset
 
     def buffer(self, nbytes: int) -> torch.Tensor:
@@ -214,7 +229,7 @@ class _FakeSwapFile:
     @contextmanager
     def mapped(self) -> Iterator[torch.Tensor]:
         """Yield a tensor of the file's size with undefined content; unused pages are free."""
-        yield torch.empty(self._end, dtype=torch.uint8)
+        yield torch.empty(self.end, dtype=torch.uint8)
 
     def close(self) -> None:
         """Do nothing: there is nothing to give back."""

@@ -28,8 +28,8 @@ from zero_trial.engine.build import build_engine, given_once, read_settings
 from zero_trial.engine.resolved_config import mesh_shape
 from zero_trial.errors import TrialError
 from zero_trial.pipeline.module import PipelineModule
+from zero_trial.preflight.blueprint import META, Blueprint
 from zero_trial.preflight.dry_run import (
-    Blueprint,
     Role,
     dry_run_any,
     first_rows,
@@ -42,7 +42,6 @@ from zero_trial.preflight.fake_comm import FAKE_SWAP, Exchange, fake_mesh
 from zero_trial.preflight.plan import Figures
 
 CPU = torch.device("cpu")
-META = torch.device("meta")
 
 
 class _ProxyEngine:
@@ -163,7 +162,7 @@ class TrialSubject:
     def __init__(self, ranks: int, device: torch.device | str = "cpu") -> None:
         self.ranks = ranks
         self.pipeline: tuple[PipelineModule, DsConfig] | None = None
-        self._device = torch.device(device)
+        self.device = torch.device(device)
         self._parts: list[_Part] = []
         self._train: Callable[[Any], Any] | None = None
         self._batches: list[Any] = []
@@ -184,8 +183,8 @@ class TrialSubject:
         if isinstance(model, PipelineModule):
             self.pipeline = self.pipeline or (model, settings)
             return _ProxyEngine(_whole_pipeline(model, settings, self.ranks, META, given | data), CPU)
-        blueprint = Blueprint(model, given, self._device)
-        place = self._device if is_here(self._device) else CPU
+        blueprint = Blueprint(model, given, self.device)
+        place = self.device if is_here(self.device) else META
         with blueprint.on(place), blueprint.without_values(fake=True):
             copied = blueprint.options(fake=True)
             engine = _rank_0(copied.pop("model"), settings, self.ranks, place, copied | data)

@@ -7,11 +7,17 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten
+from torch.utils._pytree import tree_flatten, tree_map
+from torch.utils.flop_counter import flop_registry
+
+if TYPE_CHECKING:
+    from torch._subclasses.fake_tensor import FakeTensorMode
 
 
 @dataclass
@@ -22,17 +28,19 @@ class _Storage:
     ref: weakref.ref[Any]
     size: int
     number: int
+    on_host: bool = False
     saved: bool = False
 
 
 class LiveBytes(TorchDispatchMode):
     """Counts while it is entered; what it counted stays counted until it dies, entered or not.
 
-    ``live`` bytes now, ``peak`` the most since :meth:`restart`. Views of one storage count once; a
+    ``live`` bytes now, ``peak`` the most since :meth:`restart`: ``backward_peak`` while autograd
+    has saved tensors, ``step_peak`` while it has none. Views of one storage count once; a
     storage that is resized counts with its new size at once. Not seen: memory that no tensor holds
     (libraries, kernels' own workspace, caches of an allocator), and tensors over memory that no
     operation made (shared memory, files) unless they are held. ``only``: the type of the device
-    whose memory counts.
+    whose memory counts; where it is not the CPU, tensors in the CPU's memory count as ``host``.
     """
 
     def __init__(self, only: str | None = None) -> None:
@@ -44,9 +52,13 @@ class LiveBytes(TorchDispatchMode):
         self._before = 0
         self._saved_from = 0
         self.live = 0
-        self.peak = 0
+        self.backward_peak = 0
+        self.step_peak = 0
+        self.host = 0
+        self.host_peak = 0
         self.saved = 0
         self.saved_peak = 0
+        self.flops = 0  # counted by AbsentDevice
 
     def __enter__(self) -> LiveBytes:
         """Count from here on. No operation resizes a storage, so that is watched apart."""
@@ -73,7 +85,7 @@ class LiveBytes(TorchDispatchMode):
         """Count tensors that were made before, or elsewhere."""
         for tensor in tensors:
             self._see(tensor)
-        self.peak = max(self.peak, self.live)
+        self._note_peaks()
 
     def follow(self, tensors: Callable[[], Iterable[torch.Tensor]]) -> None:
         """Look at ``tensors()`` anew at every operation: their storages come and go without one
@@ -85,8 +97,13 @@ class LiveBytes(TorchDispatchMode):
     def restart(self) -> None:
         """Start the peaks anew."""
         self._look_again()
-        self.peak = self.live
-        self.saved_peak = self.saved
+        self.backward_peak = self.step_peak = self.live
+        self.saved_peak, self.host_peak = self.saved, self.host
+
+    @property
+    def peak(self) -> int:
+        """Return the most bytes that lived at one time since :meth:`restart`."""
+        return max(self.backward_peak, self.step_peak)
 
     @contextmanager
     def saving(self) -> Iterator[None]:
@@ -110,15 +127,26 @@ class LiveBytes(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func is torch.ops.aten._local_scalar_dense.default and _is_fake(args[0]):
+        if func is torch.ops.aten._local_scalar_dense.default and (args[0].is_meta or _is_fake(args[0])):
             return _fake_number(args[0])
-        out = func(*args, **(kwargs or {}))
+        out = self._call(func, args, kwargs or {})
         for leaf in (out,) if isinstance(out, torch.Tensor) else tree_flatten(out)[0]:
             if isinstance(leaf, torch.Tensor) and (self._knows(leaf) or not _is_of(leaf, args)):
                 self._see(leaf)
         self._look_again()
-        self.peak = max(self.peak, self.live)
+        self._note_peaks()
         return out
+
+    def _call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Perform one operation."""
+        return func(*args, **kwargs)
+
+    def _note_peaks(self) -> None:
+        if self.saved:
+            self.backward_peak = max(self.backward_peak, self.live)
+        else:
+            self.step_peak = max(self.step_peak, self.live)
+        self.host_peak = max(self.host_peak, self.host)
 
     def _knows(self, tensor: torch.Tensor) -> bool:
         known = self._storages.get(tensor.untyped_storage()._cdata)
@@ -129,7 +157,8 @@ class LiveBytes(TorchDispatchMode):
             self._see(tensor)
 
     def _see(self, tensor: torch.Tensor) -> None:
-        if self._only is not None and tensor.device.type != self._only:
+        on_host = self._only is not None and tensor.device.type != self._only
+        if on_host and tensor.device.type != "cpu":
             return
         storage = tensor.untyped_storage()
         key, size = storage._cdata, storage.nbytes()
@@ -140,14 +169,23 @@ class LiveBytes(TorchDispatchMode):
         if known is not None:
             self._gone(key, known.number)
         self._made += 1
-        self._storages[key] = _Storage(weakref.ref(storage, partial(self._died, key, self._made)), size, self._made)
-        self.live += size
+        self._storages[key] = _Storage(
+            weakref.ref(storage, partial(self._died, key, self._made)), size, self._made, on_host
+        )
+        self._add(self._storages[key], size)
 
     def _measure(self, known: _Storage, size: int) -> None:
-        self.live += size - known.size
+        if size != known.size:
+            self._add(known, size - known.size)
+            known.size = size
+
+    def _add(self, known: _Storage, more: int) -> None:
+        if known.on_host:
+            self.host += more
+            return
+        self.live += more
         if known.saved:
-            self.saved += size - known.size
-        known.size = size
+            self.saved += more
 
     def _died(self, key: int, number: int, _: Any) -> None:
         self._gone(key, number)
@@ -158,14 +196,12 @@ class LiveBytes(TorchDispatchMode):
         if known is None or known.number != number:
             return
         del self._storages[key]
-        self.live -= known.size
-        if known.saved:
-            self.saved -= known.size
+        self._add(known, -known.size)
 
     def _save(self, tensor: torch.Tensor) -> torch.Tensor:
         if isinstance(tensor, torch.Tensor) and tensor.layout == torch.strided:
             known = self._storages.get(tensor.untyped_storage()._cdata)
-            if known is not None and not known.saved and known.number > self._saved_from:
+            if known is not None and not known.saved and not known.on_host and known.number > self._saved_from:
                 known.saved = True
                 self.saved += known.size
                 self.saved_peak = max(self.saved_peak, self.saved)
@@ -176,12 +212,117 @@ class LiveBytes(TorchDispatchMode):
         return tensor
 
 
+class AbsentDevice(LiveBytes):
+    """Counts what a GPU would hold that is not in this machine, and apart from it the host.
+
+    What is on the device are meta tensors: torch computes shapes, dtypes and lifetimes of them some
+    four times as fast as those of fake tensors. Tensors in the host's memory are ordinary ones
+    where they are small and fake ones where they are large. Copies between the two do nothing, and
+    a tensor of the host that meets one of the device is taken to be there.
+
+    Attention is the kernel that keeps no scores, as GPUs have it (Dao et al. 2022).
+    """
+
+    def __init__(self) -> None:
+        super().__init__("meta")
+        self._mode: FakeTensorMode | None = None
+        self._attention = _FlashAttention()
+
+    def __enter__(self) -> AbsentDevice:
+        super().__enter__()
+        self._attention.__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *raised: Any) -> None:
+        self._attention.__exit__(*raised)  # type: ignore[no-untyped-call]
+        super().__exit__(*raised)
+
+    def _call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        of_device = [leaf.is_meta for leaf in _tensors(args, kwargs)]
+        if not any(of_device):
+            return self._on_host(func, args, kwargs)
+        if func is _ATEN.copy_.default:
+            return args[0]
+        if func is _ATEN._to_copy.default and kwargs.get("device") == _CPU:
+            made = {"dtype": kwargs.get("dtype") or args[0].dtype, "device": _CPU}
+            return self._on_host(_ATEN.empty.memory_format, (args[0].shape,), made)
+        if not all(of_device):
+            args, kwargs = tree_map(_on_device, (args, kwargs))
+        out = func(*args, **kwargs)
+        count = flop_registry.get(func.overloadpacket)
+        if count is not None:
+            self.flops += count(*args, **kwargs, out_val=out)
+        return out
+
+    def _on_host(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Perform an operation on the host; a factory makes a tensor without values."""
+        made = func is _ATEN.full.default or (func in _FACTORIES and len(args[0]))  # zeros(()) counts steps
+        if made and kwargs.get("device", _CPU) in (None, _CPU):
+            if self._mode is None:
+                from torch._subclasses.fake_tensor import FakeTensorMode
+
+                self._mode = FakeTensorMode(allow_non_fake_inputs=True)
+            with self._mode:
+                return func(*args, **{**kwargs, "pin_memory": False})
+        return func(*args, **kwargs)
+
+
+_CPU = torch.device("cpu")
+_ATEN = torch.ops.aten
+_FACTORIES = frozenset(
+    {
+        _ATEN.empty.memory_format,
+        _ATEN.zeros.default,
+        _ATEN.ones.default,
+        _ATEN.full.default,
+        _ATEN.empty_strided.default,
+    }
+)
+
+
+def _on_device(leaf: Any) -> Any:
+    if not isinstance(leaf, torch.Tensor) or leaf.is_meta:
+        return leaf
+    return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device="meta")
+
+
+class _FlashAttention(TorchFunctionMode):
+    """Calls the attention kernel that keeps no scores, which torch does not choose for meta
+    tensors."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is not F.scaled_dot_product_attention or kwargs.get("enable_gqa") or not args[0].is_meta:
+            return func(*args, **kwargs)
+        named = dict(zip(("query", "key", "value", "attn_mask", "dropout_p", "is_causal"), args, strict=False)) | kwargs
+        query, key, value = named["query"], named["key"], named["value"]
+        if query.dim() != 4 or query.shape[-1] != value.shape[-1]:
+            return func(*args, **kwargs)
+        mask = named.get("attn_mask")
+        if mask is not None and mask.dtype == torch.bool:
+            mask = torch.zeros(mask.shape, dtype=query.dtype, device=mask.device)
+        return _ATEN._scaled_dot_product_flash_attention_for_cpu(
+            query, key, value, 0.0, named.get("is_causal", False), attn_mask=mask, scale=named.get("scale")
+        )[0]
+
+
 def _is_of(tensor: torch.Tensor, args: tuple[Any, ...]) -> bool:
     """Return whether the tensor is a view of one of the arguments, or that argument itself."""
     key = tensor.untyped_storage()._cdata
-    return any(
-        isinstance(leaf, torch.Tensor) and leaf.untyped_storage()._cdata == key for leaf in tree_flatten(args)[0]
-    )
+    return any(leaf.untyped_storage()._cdata == key for leaf in _tensors(args, {}))
+
+
+def _tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """Return the tensors among the arguments of an operation, and in lists of them."""
+    found: list[torch.Tensor] = []
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+        elif isinstance(value, (list, tuple)):
+            found += [leaf for leaf in value if isinstance(leaf, torch.Tensor)]
+    return found
 
 
 def _is_fake(tensor: Any) -> bool:

@@ -21,7 +21,7 @@ from zero_trial.pipeline.generators import RECIPES
 from zero_trial.pipeline.module import PipelineModule
 from zero_trial.pipeline.schedule import Action, ActionKind, ChunkPlacement, Row, Schedule
 from zero_trial.pipeline.stage import SplitBackward, StageBoundary
-from zero_trial.preflight.dry_run import Blueprint
+from zero_trial.preflight.blueprint import Blueprint
 from zero_trial.preflight.live_bytes import LiveBytes
 
 

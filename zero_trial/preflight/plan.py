@@ -31,8 +31,25 @@ ON_CPU = "fake tensors on the CPU"
 
 
 @dataclass(frozen=True)
+class Moved:
+    """Collectives of one kind on one axis of the mesh: their number, and what this rank sends in
+    them."""
+
+    kind: str
+    axis: str
+    calls: int
+    bytes: int
+
+
+@dataclass(frozen=True)
 class Figures:
-    """Bytes on rank 0. ``activations`` and ``peak`` are None where no micro-batch was at hand."""
+    """Bytes on rank 0. ``activations`` and ``peak`` are None where no micro-batch was at hand.
+
+    ``host`` and ``disk``: what a rank that computes on a GPU keeps at most in the host's memory,
+    and on NVMe. ``flops``: of one micro-batch, where they were counted. ``last``: the collectives
+    of a step's last micro-batch and of the step itself; ``further``: those of each micro-batch
+    before it.
+    """
 
     parameters: int
     gradients: int
@@ -40,6 +57,11 @@ class Figures:
     activations: int | None = None
     peak: int | None = None
     exchange: int = 0
+    host: int = 0
+    disk: int = 0
+    flops: int | None = None
+    last: tuple[Moved, ...] = ()
+    further: tuple[Moved, ...] = ()
 
     @property
     def states(self) -> int:
@@ -87,8 +109,9 @@ class MemoryPlan:
             text += f" (limit {format_bytes(limit)})  {'fits' if self.fits(limit) else 'does not fit'}"
         return text
 
-    def table(self, limit: int | None = None) -> str:
-        """Return one line per kind of memory, with bytes per parameter of the whole model."""
+    def table(self, limit: int | None = None, ranks_per_node: int = 8) -> str:
+        """Return one line per kind of memory, with bytes per parameter of the whole model, and what
+        a node of so many ranks keeps in the host's memory and on NVMe."""
         figures = self.figures
         rows: list[tuple[str, int | None]] = [
             ("parameters and masters", figures.parameters),
@@ -105,8 +128,15 @@ class MemoryPlan:
             f"micro batch {self.micro_batch}, accumulation {self.accumulation}"
         ]
         for name, value in rows:
-            each = f"{value / max(self.parameter_count, 1):8.2f} B/parameter" if value is not None else ""
+            of_each = (value or 0) / max(self.parameter_count, 1)
+            each = f"{of_each:8.2f}" if of_each >= 0.1 or not value else f"{of_each:8.2g}"
+            each = f"{each} B/parameter" if value is not None else ""
             lines.append(f"  {name:<24}{format_bytes(value):>12}  {each}".rstrip())
+        on_node = min(self.ranks, ranks_per_node)
+        for name, value in (("host memory", figures.host), ("NVMe", figures.disk)):
+            if value >> 20:
+                what = f"{name}, {on_node} rank{'s' if on_node != 1 else ''}"
+                lines.append(f"  {what:<24}{format_bytes(value * on_node):>12}  of each node")
         if self.how == ON_CPU:
             lines.append("  activations and temporary memory are those of the CPU's kernels")
         if limit is not None:

@@ -25,7 +25,7 @@ from torch import nn
 from zero_trial.device import accelerator
 from zero_trial.engine import Engine
 from zero_trial.pipeline.module import PipelineModule
-from zero_trial.preflight.dry_run import Blueprint
+from zero_trial.preflight.blueprint import Blueprint
 from zero_trial.preflight.live_bytes import LiveBytes
 
 if TYPE_CHECKING:

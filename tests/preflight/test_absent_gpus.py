@@ -1,0 +1,184 @@
+"""Plans for GPUs that this machine does not have: many equal layers, offload, and links."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.preflight.measured import model_module
+from zero_trial.cli.main import _parse as parse
+from zero_trial.cli.main import build_parser
+from zero_trial.comm import MeshShape
+from zero_trial.ds_config.reader import read_ds_config
+from zero_trial.preflight import blueprint
+from zero_trial.preflight.blueprint import Blueprint, Stack, stacks_of
+from zero_trial.preflight.compare import Planner, memory_plan
+from zero_trial.preflight.dry_run import ModelSubject
+from zero_trial.preflight.link_model import LinkModel, of_step
+from zero_trial.preflight.plan import Figures, Moved
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has the GPU")
+WIDTH = 256
+
+
+class Layer(nn.Module):
+    def __init__(self, place: int, bias: bool = True) -> None:
+        super().__init__()
+        self.place = place
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH, bias=bias), nn.Linear(4 * WIDTH, WIDTH, bias=bias)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q = x.view(1, 1, *x.shape)
+        return x + self.down(self.up(self.norm(nn.functional.scaled_dot_product_attention(q, q, q)[0, 0])).relu())
+
+
+class Deep(nn.Module):
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(500, WIDTH)
+        self.layers = nn.ModuleList(Layer(place) for place in range(layers))
+        self.head = nn.Linear(WIDTH, 500)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens) + torch.arange(WIDTH)  # made on the host
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x).float().mean()
+
+
+def config(stage: int, **zero: Any) -> dict[str, Any]:
+    return {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
+        "zero_optimization": {"stage": stage, **zero},
+    }
+
+
+def deep(layers: int) -> Deep:
+    with torch.device("meta"):
+        return Deep(layers)
+
+
+def figures(layers: int, stage: int, **zero: Any) -> Figures:
+    tokens = torch.zeros(64, dtype=torch.long)
+    found = memory_plan(deep(layers), config(stage, **zero), 8, (tokens,), device="cuda")
+    assert found.how == "meta tensors"
+    return found.figures
+
+
+def test_a_stack_is_layers_that_differ_in_their_number_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blueprint, "WORTH_LAYERS", 5)
+    assert stacks_of(Deep(9)) == [Stack("layers", 0, 9)]
+    other = Deep(9)
+    other.layers[3] = Layer(3, bias=False)
+    assert stacks_of(other) == [Stack("layers", 4, 5)]
+    other.layers[8].up.weight.requires_grad_(False)
+    assert stacks_of(other) == []
+
+
+@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow), 3])
+def test_few_layers_tell_what_many_need(stage: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """States to the byte; the peak and the traffic within a hundredth."""
+    small = {"reduce_bucket_size": 200_000, "param_persistence_threshold": 2000}
+    monkeypatch.setattr(blueprint, "WORTH_LAYERS", 8)
+    few = figures(14, stage, **small)
+    monkeypatch.setattr(blueprint, "WORTH_LAYERS", 1000)
+    all_layers = figures(14, stage, **small)
+    names = ("parameters", "gradients", "optimizer", "exchange", "disk", "flops")
+    assert [getattr(few, name) for name in names] == [getattr(all_layers, name) for name in names]
+    for name in ("activations", "peak"):
+        assert getattr(few, name) == pytest.approx(getattr(all_layers, name), rel=0.01)
+    for ours, theirs in zip(few.last, all_layers.last, strict=True):
+        assert ours.bytes == pytest.approx(theirs.bytes, rel=0.01)
+
+
+def test_the_parameters_that_go_leave_the_optimizers_groups() -> None:
+    model = deep(52)
+    groups = [{"params": [p for p in model.parameters() if p.dim() == dim]} for dim in (1, 2)]
+    cut = Blueprint(model, {"model_parameters": groups}).with_layers([3]).options(fake=False)
+    left = {id(param) for param in cut["model"].parameters()}
+    assert sorted(id(param) for group in cut["model_parameters"] for param in group["params"]) == sorted(left)
+    assert len(cut["model"].layers) == 3 and len(model.layers) == 52
+
+
+@pytest.mark.parametrize("place", ["cpu", pytest.param("nvme", marks=pytest.mark.slow)])
+def test_offloaded_state_is_not_the_gpus(place: str) -> None:
+    """Masters and Adam's moments, 12 bytes per parameter and rank, are on the host or its disk."""
+    offload = {"device": place, **({"nvme_path": "."} if place == "nvme" else {})}
+    model, tokens = deep(2), torch.zeros(64, dtype=torch.long)
+    count = sum(param.numel() for param in model.parameters())
+    planner = Planner(
+        ModelSubject(model, (tokens,), device="cuda"),
+        replace(read_ds_config(config(2, offload_optimizer=offload)), train_batch_size=8),
+        8,
+    )
+    plan = planner.plan()
+    assert plan.figures.optimizer == 0
+    assert plan.figures.parameters + plan.figures.gradients == pytest.approx(count * (2 + 2 / 8), rel=0.001)
+    away = plan.figures.host if place == "cpu" else plan.figures.disk
+    assert 12 / 8 <= away / count < 12 / 8 * 1.4  # staging buffers
+    assert ("host memory" if place == "cpu" else "NVMe") in plan.table()
+    back = planner.plan(away=False)
+    assert back.figures.optimizer == pytest.approx(count * 8 / 8, rel=0.001) and back.figures.disk == 0
+
+
+def test_seconds_of_collectives_by_hand() -> None:
+    """32 ranks on 4 nodes of 8: 7/8 of the buffer inside, and of an eighth 3/4 between."""
+    links = LinkModel(intra_gbps=800, inter_gbps=80, intra_latency=0, inter_latency=0)
+    shape, size = MeshShape(shard=32), 32 * 10**9
+    gather = Moved("all_gather", "shard", 1, size * 31 // 32)
+    assert links.spread("shard", shape) == (8, 4) and links.spread("world", shape) == (8, 4)
+    assert links.seconds(gather, shape) == pytest.approx(size * 7 / 8 / 1e11 + size / 8 * 3 / 4 / 1e10)
+    both = replace(gather, kind="all_reduce", bytes=2 * gather.bytes)
+    assert links.seconds(both, shape) == pytest.approx(2 * links.seconds(gather, shape))
+    hybrid = MeshShape(replica=4, shard=8)
+    assert links.spread("shard", hybrid) == (8, 1) and links.spread("replica", hybrid) == (1, 4)
+    slow = replace(links, inter_latency=1e-3)
+    assert slow.seconds(gather, shape) - links.seconds(gather, shape) == pytest.approx(2e-3)
+    assert links.seconds(gather, MeshShape()) == 0
+
+
+def test_further_micro_batches_move_what_each_of_them_does() -> None:
+    found = Figures(
+        0, 0, 0, last=(Moved("all_gather", "shard", 3, 30),), further=(Moved("reduce_scatter", "shard", 1, 7),)
+    )
+    assert of_step(found, 4) == [Moved("all_gather", "shard", 3, 30), Moved("reduce_scatter", "shard", 3, 21)]
+
+
+def test_settings_may_follow_options() -> None:
+    words = ["plan", "a.yaml", "folder", "a=1", "--ranks", "8", "b=2", "--stage", "3", "c=3"]
+    options = parse(build_parser(), words)
+    assert (options.experiment_path, options.model_dir, options.settings) == ("a.yaml", "folder", ["a=1", "b=2", "c=3"])
+    assert (options.slots, options.stage) == (8, 3)
+    with pytest.raises(SystemExit):
+        parse(build_parser(), [*words, "--stages", "3"])
+    with pytest.raises(SystemExit):
+        parse(build_parser(), ["resume", "a", "b=2"])
+
+
+@pytest.mark.slow
+def test_a_trillion_parameters_on_4096_ranks() -> None:
+    """States are 16 Psi / N, and 2 bytes of each small parameter, which always live; the time is
+    that of this process, a fourth of what all layers take."""
+    with torch.device("meta"):
+        gpt = model_module("gpt")
+        model = gpt.GPT(gpt.GPTConfig(sequence=2048, vocabulary=50304, layers=128, heads=200, width=25600))
+    tokens = torch.zeros(1, 2048, dtype=torch.long)
+    settings = config(3) | {"zero_optimization": {"stage": 3, "param_persistence_threshold": 10**5}}
+    began = time.process_time()
+    plan = memory_plan(model, settings, 4096, (tokens,), device="cuda")
+    assert time.process_time() - began < 10
+    sizes = [param.numel() for param in model.parameters()]
+    small = sum(size for size in sizes if size < 10**5)
+    assert plan.parameter_count == sum(sizes) > 10**12
+    exact = (16 * (sum(sizes) - small) + 14 * small) / 4096 + 2 * small
+    # each group is padded to a multiple of 64 elements of every rank
+    assert exact <= plan.figures.states <= exact * 1.001

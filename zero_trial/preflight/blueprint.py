@@ -1,0 +1,276 @@
+"""A model without values: whole, or with few of the layers that are alike; and what a model of many
+layers costs by the cost of a few.
+
+Bytes, traffic and operations grow by the same amount with each further layer, so a stack of n alike
+layers is measured at three, four and six of them. Where six are not what three and four say, or the
+model does not run without the others, all n are run instead.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from zero_trial.errors import ZeroTrialError
+
+META = torch.device("meta")
+
+
+class NotCopyable(ZeroTrialError):
+    """The model cannot be copied, so there is no dry run with it."""
+
+
+class Blueprint:
+    """Copy ``model`` and ``options`` (optimizer, model_parameters, lr_scheduler) without values, so
+    that the copy needs no memory.
+
+    The copy is made at once: what happens to the model later (an engine that shards it) does not
+    matter. ``device`` is where the training will be. Tensors that are neither parameters nor
+    buffers are copied as they are. Raises NotCopyable.
+    """
+
+    def __init__(
+        self, model: nn.Module, options: Mapping[str, Any] | None = None, device: torch.device | str = "cpu"
+    ) -> None:
+        place = torch.device(device)
+        # With its number, as in ``tensor.device``.
+        self.device = torch.device(f"{place.type}:0") if place.type != "cpu" and str(place) == place.type else place
+        given = {"model": model, **(options or {})}
+        parameters = given.get("model_parameters")
+        if isinstance(parameters, Iterator):
+            raise NotCopyable("model_parameters can be read only once", fix="Give a list.")
+        self.parameters = sum(param.numel() for param in model.parameters())
+        self._given = _copied(given, lambda tensor: torch.empty_like(tensor, device="meta"))
+        self._cut: dict[tuple[int, ...], Blueprint] = {}  # with_layers
+
+    @cached_property
+    def stacks(self) -> list[Stack]:
+        """Return the model's long runs of alike layers."""
+        return stacks_of(self._given["model"])
+
+    def with_layers(self, counts: Sequence[int]) -> Blueprint:
+        """Return a blueprint with so many layers of each stack, at most MOST_LAYERS."""
+        if tuple(counts) not in self._cut:
+            most, short = self._short
+            made = self._cut[tuple(counts)] = copy.copy(self)
+            made._given = _copied(short, torch.empty_like)
+            for stack, count in zip(most, counts, strict=True):
+                keep(made._given, stack, count)
+        return self._cut[tuple(counts)]
+
+    @cached_property
+    def _short(self) -> tuple[list[Stack], dict[str, Any]]:
+        """Return the stacks cut to MOST_LAYERS, and a copy of what is given that has those."""
+        given = _copied(self._given, torch.empty_like)
+        for stack in self.stacks:
+            keep(given, stack, MOST_LAYERS)
+        return [replace(stack, count=MOST_LAYERS) for stack in self.stacks], given
+
+    @cached_property
+    def mode(self) -> FakeTensorMode:
+        """Return the mode, made when first needed: torch loads some 800 modules for it, which takes
+        a second.
+        """
+        return FakeTensorMode(allow_non_fake_inputs=True)
+
+    def options(self, *, fake: bool) -> dict[str, Any]:
+        """Return a new copy.
+
+        ``fake``: without values, for use inside :meth:`without_values`; else real tensors on the
+        CPU.
+        """
+        if self.device.type == "meta":
+            return _copied(self._given, torch.empty_like)
+        if fake:
+            with self.mode:
+                return _copied(
+                    self._given, lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype, device=self.device)
+                )
+        return _copied(self._given, lambda tensor: _filled(tensor.shape, tensor.dtype))
+
+    @contextmanager
+    def without_values(self, *, fake: bool) -> Iterator[None]:
+        """Compute shapes, dtypes and lifetimes of tensors inside, and no values, where ``fake``."""
+        with self.mode if fake and self.device.type != "meta" else nullcontext():
+            yield
+
+    @contextmanager
+    def on(self, device: torch.device) -> Iterator[None]:
+        """Make copies and batches on another device inside than that of the training."""
+        before, self.device = self.device, device
+        try:
+            yield
+        finally:
+            self.device = before
+
+    def batch(self, value: Any, *, fake: bool) -> Any:
+        """Return a batch of the same nested form; its tensors have no values where ``fake``."""
+        if not fake and self.device.type != "meta":
+            return value
+        memo: dict[int, Any] = {}
+        return torch.utils._pytree.tree_map(
+            lambda leaf: self._fake(leaf, memo) if isinstance(leaf, torch.Tensor) else leaf, value
+        )
+
+    def _fake(self, tensor: torch.Tensor, memo: dict[int, Any]) -> Any:
+        if id(tensor) not in memo:
+            with self.without_values(fake=True):
+                made = torch.empty(tensor.shape, dtype=tensor.dtype, device=self.device)
+            memo[id(tensor)] = made.requires_grad_(tensor.requires_grad)
+        return memo[id(tensor)]
+
+
+def _copied(given: Mapping[str, Any], like: Any) -> dict[str, Any]:
+    """Return a deep copy with ``like(tensor)`` in place of every parameter and buffer; what was
+    shared stays shared.
+    """
+    model: nn.Module = given["model"]
+    memo: dict[int, Any] = {}
+    for tensor in itertools.chain(model.parameters(), model.buffers()):
+        if id(tensor) in memo:
+            continue
+        made = like(tensor.detach())
+        memo[id(tensor)] = nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
+    try:
+        return dict(copy.deepcopy(dict(given), memo))
+    except (TypeError, RuntimeError, AttributeError) as error:
+        raise NotCopyable(f"the model cannot be copied: {error}", where=type(model).__name__) from error
+
+
+def _filled(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+    """Return small numbers that no layer turns into nan."""
+    return torch.full(shape, 0.01, dtype=dtype) if dtype.is_floating_point else torch.zeros(shape, dtype=dtype)
+
+
+# --- layers that are alike ---
+
+# Below, running all layers takes hardly longer and needs no check.
+WORTH_LAYERS = 48
+# Three, as the prefetch of a layer's parameters reaches into the next one.
+_FEW, MOST_LAYERS = 3, 6
+
+
+@dataclass(frozen=True)
+class Stack:
+    """``count`` alike children of the container ``path``, from child ``first`` on."""
+
+    path: str
+    first: int
+    count: int
+
+
+def stacks_of(model: nn.Module) -> list[Stack]:
+    """Return the long runs of alike layers in the model's lists and sequences, outermost ones
+    only."""
+    found: list[Stack] = []
+    for path, module in model.named_modules():
+        inside = any(path.startswith(f"{stack.path}.") for stack in found)
+        if inside or not isinstance(module, (nn.ModuleList, nn.Sequential)) or len(module) < WORTH_LAYERS:
+            continue
+        children = list(module)
+        first = 0
+        for index in range(1, len(children) + 1):
+            if index < len(children) and _alike(children[first], first, children[index], index):
+                continue
+            if index - first >= WORTH_LAYERS:
+                found.append(Stack(path, first, index - first))
+            first = index
+    return found
+
+
+def _alike(one: nn.Module, place: int, other: nn.Module, other_place: int) -> bool:
+    """Return whether two layers differ in nothing but the number of their place."""
+    if type(one) is not type(other) or one._modules.keys() != other._modules.keys():
+        return False
+    for tensors in ("_parameters", "_buffers"):
+        ours, theirs = ({name: _form(value) for name, value in vars(each)[tensors].items()} for each in (one, other))
+        if ours != theirs:
+            return False
+    for name in vars(one).keys() | vars(other).keys():
+        a, b = vars(one).get(name), vars(other).get(name)
+        if isinstance(a, _PLAIN) and isinstance(b, _PLAIN) and a != b and (a, b) != (place, other_place):
+            return False
+    inside = ((one._modules[name], other._modules[name]) for name in one._modules)
+    return all(a is b or (a is not None and b is not None and _alike(a, place, b, other_place)) for a, b in inside)
+
+
+_PLAIN = (bool, int, float, str, tuple, type(None))
+
+
+def _form(tensor: torch.Tensor | None) -> tuple[Any, ...] | None:
+    return None if tensor is None else (tensor.shape, tensor.dtype, tensor.requires_grad)
+
+
+def keep(given: dict[str, Any], stack: Stack, count: int) -> None:
+    """Leave ``count`` layers of a stack in ``given["model"]``; the parameters of the others leave
+    the optimizer and the lists beside it, too."""
+    if count == stack.count:
+        return
+    model: nn.Module = given["model"]
+    container = model.get_submodule(stack.path)
+    named = list(container._modules.items())
+    gone = named[stack.first + count : stack.first + stack.count]
+    stays = named[: stack.first + count] + named[stack.first + stack.count :]
+    renumbered = all(name.isdigit() for name, _ in named)
+    container._modules = {str(index) if renumbered else name: layer for index, (name, layer) in enumerate(stays)}
+    left = {id(param) for param in model.parameters()}
+    removed = {id(param) for _, layer in gone if layer is not None for param in layer.parameters()} - left
+    for name, value in given.items():
+        if name != "model":
+            given[name] = _without(value, removed)
+
+
+def _without(value: Any, removed: set[int]) -> Any:
+    """Return nested lists and dicts without the tensors of these ids; an optimizer loses them from
+    its groups."""
+    if isinstance(value, torch.optim.Optimizer):
+        for group in value.param_groups:
+            group["params"][:] = [param for param in group["params"] if id(param) not in removed]
+        return value
+    if isinstance(value, Mapping):
+        return type(value)((key, _without(each, removed)) for key, each in value.items())  # type: ignore[call-arg]
+    if isinstance(value, (list, tuple)):
+        kept = [_without(each, removed) for each in value if id(each) not in removed]
+        return kept if isinstance(value, list) else tuple(kept)
+    return value
+
+
+# A sum may differ from the even growth by one part in so many, or by so little: small parameters
+# are put together, and where one such bucket ends another begins.
+_SLACK, _NOTHING = 500, 1 << 20
+
+Measure = Callable[[Sequence[int]], Mapping[str, int]]
+"""Measures the model with so many layers of each stack: sums by name."""
+
+
+def extrapolate(stacks: Sequence[Stack], measure: Measure) -> tuple[dict[str, int], frozenset[str]] | None:
+    """Return what ``measure`` would give with all layers, from runs with few, and the names of
+    those sums that grow evenly to the last digit. Return None where some do not grow evenly at
+    all."""
+    few = [_FEW] * len(stacks)
+    base = measure(few)
+    slopes = [measure([count + (index == place) for place, count in enumerate(few)]) for index in range(len(stacks))]
+    checked = measure([MOST_LAYERS] * len(stacks))
+    if any(found.keys() != base.keys() for found in (*slopes, checked)):
+        return None
+
+    def at(counts: Sequence[int]) -> dict[str, int]:
+        steps = [(slope, count - _FEW) for slope, count in zip(slopes, counts, strict=True)]
+        return {
+            name: value + sum((slope[name] - value) * more for slope, more in steps) for name, value in base.items()
+        }
+
+    predicted = at([MOST_LAYERS] * len(stacks))
+    off = {name: abs(value - checked[name]) for name, value in predicted.items()}
+    if any(wrong > max(checked[name] // _SLACK, _NOTHING) for name, wrong in off.items()):
+        return None
+    return at([stack.count for stack in stacks]), frozenset(name for name, wrong in off.items() if not wrong)

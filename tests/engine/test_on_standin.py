@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ import torch
 
 import zero_trial
 from tests.engine.offloaded import PRECISIONS
+from tests.support import pipelines
 from tests.support.dense import STAGES
 from tests.support.device import device
 from tests.support.late import make_late
@@ -25,6 +26,7 @@ from tests.support.models import ADAMW, TinyLM, tokens
 from tests.support.pool import RankPool
 
 STEPS, BATCH = 3, 8
+SAVED = [("zero0", "early"), ("zero1", "random"), ("zero3-free", "random"), ("zero3", "late")]
 
 
 class Pools:
@@ -126,14 +128,18 @@ def train(cell: Cell) -> Found:
 
 
 def on_both(cells: list[Cell]) -> list[tuple[Found, list[str]]]:
+    return compared(cells, train)
+
+
+def compared(cells: Sequence[Any], run: Callable[[Any], Found]) -> list[tuple[Found, list[str]]]:
     """What each cell leaves on the device, and how it differs from the CPU."""
     found = []
     for cell in cells:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(torch.standin, "is_available", lambda: False)
-            want = train(copy.deepcopy(cell))
+            want = run(copy.deepcopy(cell))
         device.use().scheduler.order = cell.order
-        got = train(copy.deepcopy(cell))
+        got = run(copy.deepcopy(cell))
         torch.standin.synchronize()
         device.use().scheduler.order = "late"
         found.append((got, got.differences(want)))
@@ -221,3 +227,103 @@ def test_copies_of_an_offloaded_step_overlap_with_updates(ranks: Pools) -> None:
     for ((found, _),) in ranks(2).run(on_both, [cell]):
         sizes = [nbytes for _, nbytes, overlapped in found.copies if not overlapped]
         assert len(found.copies) >= 16 and len(sizes) <= 6, found.copies
+
+
+# --- pipelines ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """A pipeline of two stages, with one rank on each or two."""
+
+    zero: dict[str, Any]
+    order: str = "late"
+    count: int = 4
+    schedule: str = "1f1b"
+
+    def train(self) -> Found:
+        here = device.use()
+        section = {"stages": 2, "schedule": self.schedule}
+        engine = pipelines.make_engine(pipelines.layers(2), 2, self.zero, self.count, pipeline=section)
+        if engine.device.type == "cpu":
+            make_late(engine)
+        line = engine.mpu.get_data_parallel_rank()
+        data = pipelines.batches(line, self.count, STEPS)
+        losses = [engine.train_batch(data if engine.is_first_stage() else None) for _ in range(STEPS - 1)]
+        here.scheduler.reset()
+        losses.append(engine.train_batch(data if engine.is_first_stage() else None))
+        waits, copies = list(here.waits), here.copies()
+        state = {name: value.cpu().clone() for name, value in engine.module_state_dict().items()}
+        norm = engine.get_global_grad_norm()
+        engine.destroy()
+        return Found([loss.item() for loss in losses], norm, state, waits, copies, 0)
+
+
+def pipelines_on_both(cells: list[Pipeline]) -> list[tuple[Found, list[str]]]:
+    return compared(cells, lambda cell: cell.train())
+
+
+def test_a_pipeline_has_the_bits_of_the_cpu(ranks: Pools) -> None:
+    for answers in ranks(2).run(pipelines_on_both, [Pipeline({"stage": 1}, "random")]):
+        for found, differences in answers:
+            assert differences == [], found.waits
+
+
+@pytest.mark.slow
+def test_pipelines_at_every_stage(ranks: Pools) -> None:
+    free = {"stage": 3, "stage3_param_persistence_threshold": 0}
+    cells = [Pipeline({"stage": stage}, order) for stage, order in ((0, "late"), (1, "early"), (2, "random"))]
+    for answers in ranks(4).run(pipelines_on_both, [*cells, Pipeline(free, "early"), Pipeline(free, schedule="gpipe")]):
+        assert [differences for _, differences in answers] == [[]] * 5
+
+
+# --- checkpoints ----------------------------------------------------------------------------------
+
+
+def resumed(folder: str, stage: str, order: str) -> dict[str, bool]:
+    """Whether what is saved while training goes on is what was there at the call, on a device that
+    copies as late as it may; and whether the CPU reads it."""
+    cell, here = Cell(stage, "bf16", order, blocks=1), device.use()
+
+    def go_on(engine: zero_trial.Engine, step: int) -> dict[str, torch.Tensor]:
+        share = BATCH // engine.dp_world_size
+        start = engine.global_rank * share
+        engine.backward(engine(tokens(step, BATCH)[start : start + share].to(engine.device)))
+        engine.step()
+        return {name: value.cpu().clone() for name, value in engine.module_state_dict().items()}
+
+    here.scheduler.order = order
+    engine, found = cell.engine(), {}
+    go_on(engine, 0)
+    before = go_on(engine, 1)
+    engine.save_checkpoint(folder, "now")
+    engine.save_checkpoint(folder, "later", asynchronous=True)
+    after = go_on(engine, 2)
+    engine.wait_for_checkpoint()
+    engine.destroy()
+    for tag in ("now", "later"):
+        for where in ("cpu", "standin"):
+            with pytest.MonkeyPatch.context() as patch:
+                if where == "cpu":
+                    patch.setattr(torch.standin, "is_available", lambda: False)
+                again = cell.engine()
+                again.load_checkpoint(folder, tag)
+                assert again.device.type == where
+                state = again.module_state_dict()
+                found[f"{tag} {where} read"] = all(
+                    torch.equal(value, state[name].cpu()) for name, value in before.items()
+                )
+                state = go_on(again, 2)
+                found[f"{tag} {where} resumed"] = all(torch.equal(value, state[name]) for name, value in after.items())
+                again.destroy()
+    torch.standin.synchronize()
+    here.scheduler.order = "late"
+    return found
+
+
+@pytest.mark.parametrize(
+    ("stage", "order"), [("zero2", "late"), *[pytest.param(*case, marks=pytest.mark.slow) for case in SAVED]]
+)
+def test_a_checkpoint_holds_what_was_there_at_the_call(ranks: Pools, tmp_path: Path, stage: str, order: str) -> None:
+    for found in ranks(2).run(resumed, str(tmp_path), stage, order):
+        assert len(found) == 8 and all(found.values()), found

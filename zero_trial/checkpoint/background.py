@@ -43,6 +43,7 @@ from zero_trial.checkpoint.writer import (
     rank_file,
     write_file,
 )
+from zero_trial.device import is_accelerator, torch_module
 from zero_trial.errors import CheckpointError
 
 log = logging.getLogger("zero_trial")
@@ -69,7 +70,7 @@ class SnapshotBuffer:
 
     def reserve(self, nbytes: int, *, pinned: bool = False) -> None:
         """Make room for ``nbytes`` and touch it all: the kernel takes longer to give fresh pages
-        than to copy into them. ``pinned``: so that a CUDA device copies without the host."""
+        than to copy into them. ``pinned``: so that an accelerator copies without the host."""
         with self._lock:
             if nbytes <= self._area.numel():
                 return
@@ -85,14 +86,14 @@ class SnapshotBuffer:
             self._area = area
 
     def copy(self, slices: Sequence[Slice]) -> list[Slice]:
-        """Return ``slices`` with copies of their tensors as they are now. Copies from a CUDA device
-        come in its stream's order: they are there after :meth:`arrived`."""
+        """Return ``slices`` with copies of their tensors as they are now. Copies from an
+        accelerator come in its stream's order: they are there after :meth:`arrived`."""
         offsets, end = [], 0
         for part in slices:
             offsets.append(end)
             size = part.tensor.numel() * part.tensor.element_size()
             end += -(-size // _ALIGNED) * _ALIGNED
-        self.reserve(end, pinned=any(part.tensor.is_cuda for part in slices))
+        self.reserve(end, pinned=any(is_accelerator(part.tensor.device) for part in slices))
         copies, large = [], []
         for part, offset in zip(slices, offsets, strict=True):
             source = part.flat
@@ -102,18 +103,19 @@ class SnapshotBuffer:
                 for at in range(0, size, _BLOCK):
                     large.append((target.data_ptr() + at, source.data_ptr() + at, min(_BLOCK, size - at)))
             else:
-                target.copy_(source, non_blocking=source.is_cuda)
+                target.copy_(source, non_blocking=is_accelerator(source.device))
             copies.append(replace(part, tensor=target))
         _move(large)
         return copies
 
     @staticmethod
-    def mark(slices: Sequence[Slice]) -> list[torch.cuda.Event]:
+    def mark(slices: Sequence[Slice]) -> list[torch.Event]:
         """Return what to wait for until copies of ``slices`` that devices make have arrived."""
         events = []
-        for device in {part.tensor.device for part in slices if part.tensor.is_cuda}:
-            event = torch.cuda.Event()
-            event.record(torch.cuda.current_stream(device))
+        for device in {part.tensor.device for part in slices if is_accelerator(part.tensor.device)}:
+            module = torch_module(device)
+            event = module.Event()
+            event.record(module.current_stream(device))
             events.append(event)
         return events
 
@@ -165,7 +167,7 @@ class _Content:
     rank_state: Any
     world: Mapping[str, Any]
     slices: Sequence[Slice] = ()
-    arriving: Sequence[torch.cuda.Event] = ()
+    arriving: Sequence[torch.Event] = ()
     first: Mapping[str, Any] = field(default_factory=dict)
     fault: str | None = None
 

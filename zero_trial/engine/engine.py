@@ -204,7 +204,7 @@ class Engine(EngineAccessors):
         if self._background.under_way:
             self._background.poll()
         elif self._decoupled and not self._background.prepared:
-            self._background.prepare(saving.snapshot_bytes(self), pinned=self.device.type == "cuda")
+            self._background.prepare(saving.snapshot_bytes(self), pinned=is_accelerator(self.device))
 
     def _required_optimizer(self, where: str) -> ShardedOptimizer:
         if self.optimizer is None:

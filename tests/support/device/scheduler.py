@@ -305,6 +305,9 @@ class Scheduler:
     def _wait(self, what: str, clock: dict[int, int], done: Callable[[], bool], targets: list[Stream]) -> None:
         self.waits.append(f"{what} at {caller()}")
         self.run_until(done, targets)
+        self._host_is_after(clock)
+
+    def _host_is_after(self, clock: dict[int, int]) -> None:
         self._host = {key: max(self._host.get(key, 0), clock.get(key, 0)) for key in {*self._host, *clock}}
 
     def is_done(self, event: int) -> bool:
@@ -313,13 +316,18 @@ class Scheduler:
             found = self._events.get(event)
             if found is not None and not found.done:
                 self._step([self.stream(found.stream)])
+            if found is not None and found.done:
+                self._host_is_after(found.clock)
             return found is None or found.done
 
     def is_idle(self, stream: int) -> bool:
         with self._turn:
-            if self.stream(stream).queue:
-                self._step([self.stream(stream)])
-            return not self.stream(stream).queue
+            found = self.stream(stream)
+            if found.queue:
+                self._step([found])
+            if not found.queue:
+                self._host_is_after(found.clock)
+            return not found.queue
 
     def run_until(self, done: Callable[[], bool], targets: list[Stream]) -> None:
         """Run work until ``done()``; ``targets`` are the streams that matter for it."""

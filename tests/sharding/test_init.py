@@ -19,6 +19,7 @@ from tests.support.pool import Pools
 from zero_trial.errors import ConfigError, TrialError
 from zero_trial.sharding import freed
 from zero_trial.sharding.freed import FreedParameter, owner_of_param
+from zero_trial.sharding.heap import FreedBytes
 from zero_trial.sharding.init import PreSharded, read_first_values
 from zero_trial.zero import GatheredParameters, Init, OnDevice
 
@@ -397,7 +398,7 @@ def cut_and_gathered(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[int, b
     mesh = mesh_for(3)
     (param,) = parameters([shape], dtype, seed=mesh.rank)
     first = parameters([shape], dtype, seed=0)[0].detach()
-    holder = PreSharded(param, mesh.shard)
+    holder = PreSharded(param, mesh.shard, FreedBytes())
     good = (
         tuple(param.shape) == shape
         and isinstance(param, FreedParameter)
@@ -424,7 +425,7 @@ def test_a_parameter_is_cut_and_comes_back(ranks: Pools, shape: tuple[int, ...],
 def edits() -> list[float]:
     mesh = mesh_for(3)
     param = nn.Parameter(torch.zeros(40))
-    holder = PreSharded(param, mesh.shard)
+    holder = PreSharded(param, mesh.shard, FreedBytes())
     seen = []
 
     def value() -> float:
@@ -462,7 +463,7 @@ def test_edits(ranks: Pools) -> None:
 def transposed() -> bool:
     mesh = mesh_for(3)
     param = nn.Parameter(torch.arange(12.0).view(3, 4).t())
-    holder = PreSharded(param, mesh.shard)
+    holder = PreSharded(param, mesh.shard, FreedBytes())
     return torch.equal(holder.gather(), torch.arange(12.0).view(3, 4).t())
 
 
@@ -474,7 +475,7 @@ def first_values() -> list[bool]:
     mesh = mesh_for(3)
     ordinary, cut = parameters([(50,), (50,)])
     before = cut.detach().clone()
-    holder = PreSharded(cut, mesh.shard)
+    holder = PreSharded(cut, mesh.shard, FreedBytes())
     freed.own_params([cut], holder)
     out = [
         torch.equal(read_first_values(ordinary), ordinary),

@@ -30,6 +30,7 @@ from zero_trial.sharding.grouping import (
     saved_buffers,
     split_parts_from_copies,
 )
+from zero_trial.sharding.heap import FreedBytes
 from zero_trial.sharding.init import PreSharded, read_first_values
 from zero_trial.sharding.layout import Layout, lay_out, living_dtype
 from zero_trial.sharding.leaf_modules import mark_leaves
@@ -51,31 +52,33 @@ def read_shard(
     layout: Layout,
     params: Sequence[nn.Parameter],
     mesh: Mesh,
-    dtype: torch.dtype,
-    device: torch.device,
+    out: torch.Tensor,
     *,
     owned: bool = True,
-) -> torch.Tensor:
-    """Return this rank's shard (n/N,) of a group in ``dtype``.
+) -> None:
+    """Fill ``out`` with this rank's shard (n/N,) of a group.
 
     The replicas of a shard read equal parts of it and gather the rest from each other, so that the
     ranks together read each byte once. Collective over replica. ``owned=False``: another pipeline
     stage reads, and the result is zeros.
     """
     shard, replica = mesh.shard, mesh.replica
-    out = torch.zeros(layout.shard_numel, dtype=dtype, device=device)
     size = layout.shard_numel // replica.size
     own = out[replica.index * size :][:size]
-    if owned:
-        base = layout.shard_range(shard.index)[0] + replica.index * size
-        for slot, param in zip(layout.slots, params, strict=True):
-            low, high = max(slot.offset, base), min(slot.offset + slot.numel, base + size)
-            if low < high:
-                place = own[low - base : high - base]
+    base = layout.shard_range(shard.index)[0] + replica.index * size
+    for start, stop in layout.gaps():
+        if max(start, base) < min(stop, base + size):
+            own[max(start, base) - base : stop - base].zero_()
+    for slot, param in zip(layout.slots, params, strict=True):
+        low, high = max(slot.offset, base), min(slot.offset + slot.numel, base + size)
+        if low < high:
+            place = own[low - base : high - base]
+            if owned:
                 values.read_into(slot.name, low - slot.offset, high - slot.offset, place, param.dtype)
+            else:
+                place.zero_()
     if replica.size > 1:
         replica.all_gather(out, own, "first values", lend=False).wait_result()
-    return out
 
 
 def are_cut(params: Sequence[nn.Parameter]) -> bool:
@@ -84,20 +87,18 @@ def are_cut(params: Sequence[nn.Parameter]) -> bool:
     return all(isinstance(owner, PreSharded) and not owner.live for owner in owners)
 
 
-def cut_shard(
-    layout: Layout, params: Sequence[nn.Parameter], shard: AxisComm, dtype: torch.dtype, device: torch.device
-) -> torch.Tensor:
-    """Return this rank's shard (n/N,) of a group whose parameters :func:`are_cut`, of which one at
-    a time is whole. Collective over the ranks that have cut them."""
-    out = torch.zeros(layout.shard_numel, dtype=dtype, device=device)
+def cut_shard(layout: Layout, params: Sequence[nn.Parameter], shard: AxisComm, out: torch.Tensor) -> None:
+    """Fill ``out`` with this rank's shard (n/N,) of a group whose parameters :func:`are_cut`, of
+    which one at a time is whole. Collective over the ranks that have cut them."""
     base, stop = layout.shard_range(shard.index)
+    out.zero_()
     for slot, param in zip(layout.slots, params, strict=True):
         whole = read_first_values(param).reshape(-1)
         low, high = max(slot.offset, base), min(slot.offset + slot.numel, stop)
         if low < high:
             out[low - base : high - base].copy_(whole[low - slot.offset : high - slot.offset])
         del whole
-    return out
+        forget_owner([param])  # and with it the shard that was cut
 
 
 @dataclass(frozen=True)
@@ -159,6 +160,7 @@ def build_param_groups(
         members = [replace(member, block=merged_into.get(member.block, member.block)) for member in members]
     divide = into_blocks if plan.frees_parameters else into_buckets
     groups: list[ParamGroup] = []
+    heap = FreedBytes()
     room = settings.limits.kept_on_host
     for spec in divide(members, settings.limits):
         layout = _layout_of(spec, params, source)
@@ -170,6 +172,8 @@ def build_param_groups(
         groups.append(_build(spec, layout, params, own_plan, source))
         forget_owner(groups[-1].params)  # shards that zero.Init has made
         on_group_built(groups[-1])
+        heap.add(groups[-1].full)  # the values have another place now
+    heap.give_back()
     freed: dict[str, list[ParamGroup]] = {}
     for group in groups:
         if group.plan.params is not Lifetime.ALWAYS:
@@ -208,14 +212,14 @@ def _build(
             manual_group.agree(values, f"first values of {spec.name}")
         mesh.data.broadcast(values, f"first values of {spec.name}")
 
-    def read(wanted: torch.dtype) -> torch.Tensor:
+    def read(out: torch.Tensor) -> None:
         if source.values is None:
-            return cut_shard(layout, own, mesh.shard, wanted, device)
+            cut_shard(layout, own, mesh.shard, out)
+            return
         owned = manual_group is None or manual_group.owned
-        shard = read_shard(source.values, layout, own, mesh, wanted, device, owned=owned)
+        read_shard(source.values, layout, own, mesh, out, owned=owned)
         if manual_group is not None:
-            manual_group.agree(shard, f"first values of {spec.name}")
-        return shard
+            manual_group.agree(out, f"first values of {spec.name}")
 
     by_shard = source.values is not None or (plan.gathers_parameters and manual_group is None and are_cut(own))
     offsets = [(slot.offset, member.opt_group) for slot, member in zip(layout.slots, spec.members, strict=True)]

@@ -6,6 +6,8 @@ import ctypes
 import sys
 from typing import Any
 
+import torch
+
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # from glibc's malloc.h
 _LARGEST_HEAP_BLOCK = 32 << 20  # what glibc allows on 64-bit machines
 
@@ -37,6 +39,33 @@ def give_freed_memory_back() -> bool:
     """
     trim = _glibc("malloc_trim")
     return trim is not None and bool(trim(0))
+
+
+class FreedBytes:
+    """Counts host memory that is freed piece by piece while a model is built, and gives it back to
+    the kernel now and then.
+
+    glibc does not put an aligned block into a hole of the same size, so what is freed between
+    blocks that stay is not used again, and the process would keep all that it ever had.
+    """
+
+    def __init__(self, most: int = 16 << 20) -> None:
+        self._most = most  # bytes that may wait: a call costs about a microsecond per hole
+        self._bytes = 0
+
+    def add(self, tensor: torch.Tensor) -> None:
+        """Count a tensor whose memory was freed, or is when the caller returns."""
+        if tensor.device.type != "cpu":
+            return
+        self._bytes += tensor.numel() * tensor.element_size()
+        if self._bytes >= self._most:
+            self.give_back()
+
+    def give_back(self) -> None:
+        """Give back what has been freed, if it is worth a call."""
+        if self._bytes >= min(self._most, 1 << 20):
+            give_freed_memory_back()
+        self._bytes = 0
 
 
 def _glibc(name: str) -> Any:

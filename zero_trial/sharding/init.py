@@ -30,6 +30,7 @@ from zero_trial.comm import AxisComm, Mesh, build_mesh, init_distributed, read_r
 from zero_trial.comm.mesh import plan_shape
 from zero_trial.errors import ConfigError
 from zero_trial.sharding.freed import METADATA, absent, free, lost_edits, own_params, owner_of_param, revive, twin_of
+from zero_trial.sharding.heap import FreedBytes
 from zero_trial.sharding.layout import ALIGN, round_up
 
 OPEN = 4
@@ -42,8 +43,9 @@ class PreSharded:
     Cutting is collective over ``comm``: rank 0's values are everyone's.
     """
 
-    def __init__(self, param: nn.Parameter, comm: AxisComm) -> None:
+    def __init__(self, param: nn.Parameter, comm: AxisComm, heap: FreedBytes) -> None:
         self._param = param
+        self._heap = heap
         self._comm = comm
         self._numel = param.numel()
         padded = round_up(max(self._numel, 1), ALIGN * comm.size)
@@ -79,6 +81,7 @@ class PreSharded:
     def _leave(self) -> None:
         free(self._param, absent(self._param.shape, self._shard.dtype, self._shard.device))
         self.live = False
+        self._heap.add(self._param)
 
     # ShardOwner, so that GatheredParameters works before there is an engine
 
@@ -200,6 +203,7 @@ class Init:
             )
         self._dtype = dtype
         self._mesh = mesh
+        self._heap = FreedBytes()
         self._enabled = enabled
         self._handles: list[Any] = []
         self._mode: _Lifting | None = None
@@ -244,6 +248,7 @@ class Init:
             for param in list(self._pending.values()):
                 self._cut(param)
             self._pending.clear()
+            self._heap.give_back()
 
     def _on_parameter(self, module: nn.Module, name: str, param: nn.Parameter | None) -> None:
         if param is not None and owner_of_param(param) is None:
@@ -263,7 +268,7 @@ class Init:
         with torch._C.DisableTorchFunction(), torch.no_grad():
             if self._dtype is not None and param.is_floating_point():
                 param.data = param.data.to(self._dtype)
-            sharded = PreSharded(param, self._mesh.shard)
+            sharded = PreSharded(param, self._mesh.shard, self._heap)
         own_params([param], sharded)
 
 

@@ -20,6 +20,7 @@ from torch import nn
 from zero_trial.comm import AxisComm
 from zero_trial.errors import ConfigError
 from zero_trial.sharding.freed import absent, own_params, owner_of_param
+from zero_trial.sharding.heap import FreedBytes
 from zero_trial.sharding.init import PreSharded, lifting
 
 
@@ -65,6 +66,7 @@ def initialize_meta(model: nn.Module, data: AxisComm) -> None:
         return [name for name, param in own if first[id(param)] is not module]
 
     initialized: set[nn.Module] = set()
+    heap = FreedBytes()
     with lifting(), torch.no_grad():
         for module in _children_first(model):
             own = [param for param in module.parameters(recurse=False) if first[id(param)] is module]
@@ -76,7 +78,7 @@ def initialize_meta(model: nn.Module, data: AxisComm) -> None:
             if data.size > 1:
                 with torch._C.DisableTorchFunction():
                     for param in own:
-                        own_params([param], PreSharded(param, data))
+                        own_params([param], PreSharded(param, data, heap))
             if (initialize := _initializer(module)) is None:
                 continue
             flags = hasattr(module, "_initialize_weights")  # of transformers, which ties at the end
@@ -85,6 +87,7 @@ def initialize_meta(model: nn.Module, data: AxisComm) -> None:
                     initialized.add(part)
                     with _spare(part, tied(part) if flags else ()):
                         initialize(part)
+    heap.give_back()
     _require_filled(model, data)
 
 

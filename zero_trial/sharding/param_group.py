@@ -92,7 +92,7 @@ class ParamGroup:
             hold the same parameters.
         read: returns the first full value of a parameter.
         agree: makes first values (n,) equal on all ranks; collective.
-        read_shard: returns this rank's first values (n/N,) in a dtype, in place of ``read`` and
+        read_shard: fills a tensor (n/N,) with this rank's first values, in place of ``read`` and
             ``agree`` of the full ones; collective.
     """
 
@@ -112,7 +112,7 @@ class ParamGroup:
         counts: bool = True,
         read: Callable[[nn.Parameter], torch.Tensor] = torch.Tensor.detach,
         agree: Callable[[torch.Tensor], None] | None = None,
-        read_shard: Callable[[torch.dtype], torch.Tensor] | None = None,
+        read_shard: Callable[[torch.Tensor], None] | None = None,
     ) -> None:
         self.name = name
         self.layout = layout
@@ -155,17 +155,19 @@ class ParamGroup:
         self._low, self._high = (low, high) if plan.whole_home else (0, layout.shard_numel)
         # fp32 and fp64 parameters are their own masters; frozen ones need none.
         own_master = has_own_master(dtype) or not trainable
-        if read_shard is not None:
-            first = read_shard(dtype if own_master else torch.float32)
-            if in_full:
-                self.own.copy_(first)
-                if comm.size > 1 and (always or plan.whole_home):
-                    comm.all_gather(self.full, self.own, f"first values of {name}", lend=False).wait_result()
-        else:
+        if read_shard is None:
             first = self._fill(read, agree, in_full)[low:high]
-        self.shard = self.own if in_full else comm.buffer(layout.shard_numel, dtype, device).copy_(first)
+            self.shard = self.own if in_full else comm.buffer(layout.shard_numel, dtype, device).copy_(first)
+            self.master = self.shard if own_master else _alone(first)
+        else:
+            self.shard = self.own if in_full else comm.buffer(layout.shard_numel, dtype, device)
+            self.master = self.shard if own_master else torch.empty_like(self.shard, dtype=torch.float32)
+            read_shard(self.master)
+            if self.master is not self.shard:
+                self.shard.copy_(self.master)
+            if comm.size > 1 and (always or plan.whole_home):
+                comm.all_gather(self.full, self.own, f"first values of {name}", lend=False).wait_result()
         self.home = self._kept if in_full else self.shard
-        self.master = self.shard if own_master else _alone(first)
         self._attach()
         self._noted = self._versions()  # of the parameters' values, all of whose edits count already
         self._real = type(self.full) is torch.Tensor and not self.full.is_meta  # no dry run

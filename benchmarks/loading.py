@@ -1,0 +1,255 @@
+"""Memory and bytes while a model is built, loaded and saved: the peak of each rank beside its
+shards and its largest group.
+
+    python benchmarks/loading.py --megabytes 1200 --ranks 4
+    python benchmarks/loading.py --megabytes 16 --ranks 2 --cases weights-3 save-3  # quick
+
+Each case runs in fresh processes, one per rank, on a stack of equal blocks in fp32 (or bf16) whose
+values are in one safetensors file. `peak` is the most that a rank's resident memory grew above that
+before the case (the kernel's VmHWM, reset at that moment), `after` what it grew by in the end.
+`shards` is what a rank keeps of parameters and masters, `grads` of gradients, which an engine has
+from its start, and `group` the largest group's full parameters; `ratio` is peak over their sum.
+`loading` is the peak up to the last byte that was read, when there are no gradients, and its ratio
+to shards and group. `bytes read` are those of all ranks (rchar of the kernel) over the size of the
+file. Memory and bytes do not depend on what else the machine does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import zero_trial
+from benchmarks import record
+from zero_trial.checkpoint.format import safetensors_header, tensor_bytes
+from zero_trial.comm import init_distributed
+from zero_trial.engine.weights import StoredWeights
+
+BLOCKS = 16
+CASES = ("plain-3", "init-3", "meta-3", "weights-3", "weights-3-bf16", "weights-2", "state-3", "save-3")
+COLUMNS: list[record.Column] = [
+    ("case", lambda row: row["case"]),
+    ("shards MB", record.number("shards")),
+    ("grads MB", record.number("grads")),
+    ("group MB", record.number("group")),
+    ("loading MB", record.number("loading")),
+    ("ratio", record.number("loading_ratio", 3)),
+    ("peak MB", record.number("peak")),
+    ("ratio", record.number("ratio", 3)),
+    ("ratio on rank 0", record.number("ratio_0", 3)),
+    ("after MB", record.number("after")),
+    ("bytes read / file", record.number("read", 4)),
+    ("s", record.number("seconds")),
+]
+NOTE = """The worst of all ranks but for "ratio on rank 0". Cases: how the engine got its model (`plain`: built whole and loaded with
+load_state_dict; `init`: built under zero.Init; `meta`: on the meta device, without weights; `weights`: on the meta device with
+weights=), or what an engine with its model did (`state`: the state dict on rank 0, which holds it then; `save`:
+save_16bit_model); then the ZeRO stage."""
+
+
+class Stack(nn.Module):
+    """Blocks of two linear layers."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(width, 4 * width), nn.Linear(4 * width, width)) for _ in range(BLOCKS)
+        )
+
+
+def width_of(megabytes: float) -> int:
+    """The width of a Stack of so many megabytes in fp32."""
+    return max(8, int((megabytes * 1e6 / 4 / BLOCKS / 8) ** 0.5) // 8 * 8)
+
+
+def write_file(path: Path, width: int) -> None:
+    """Writes a file with the values of a Stack, one tensor at a time."""
+    with torch.device("meta"):
+        params = dict(Stack(width).named_parameters())
+    with path.open("wb") as file:
+        file.write(safetensors_header((name, param.dtype, param.shape) for name, param in params.items()))
+        for number, param in enumerate(params.values()):
+            values = torch.randn(param.shape, generator=torch.Generator().manual_seed(number))
+            file.write(tensor_bytes(values))
+
+
+def status(key: str) -> float:
+    """Megabytes of a line of /proc/self/status."""
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(f"{key}:"))
+    return int(line.split()[1]) * 1024 / 1e6
+
+
+def chars_read() -> int:
+    """Bytes that this process has read from files, by the kernel's count."""
+    return int(Path("/proc/self/io").read_text().split()[1])
+
+
+def acts(case: str, width: int, folder: Path) -> Iterator[Callable[[], Any]]:
+    """The engine's start; where a case is about what comes after it, that as well."""
+    how, stage, *precision = case.split("-")
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        "zero_optimization": {"stage": int(stage)},
+        "bf16": {"enabled": "bf16" in precision},
+    }
+    held: list[Any] = []
+
+    def on_meta() -> nn.Module:
+        with torch.device("meta"):
+            return Stack(width)
+
+    def start() -> Any:
+        if how == "plain":
+            model, given = Stack(width), {}
+            model.load_state_dict(load_file(folder / "model.safetensors"))
+        elif how == "init":
+            with zero_trial.zero.Init():
+                model, given = Stack(width), {}
+        else:
+            model, given = on_meta(), {"weights": folder} if how != "meta" else {}
+        held.append(zero_trial.initialize(model=model, config=config, **given)[0])
+        return held[0]
+
+    yield start
+    if how == "state":
+        yield lambda: held[0]._zero3_consolidated_16bit_state_dict()
+    if how == "save":
+        yield lambda: held[0].save_16bit_model(folder / "saved")
+
+
+def work(case: str, width: int, folder: Path) -> None:
+    """One rank; prints a row."""
+    torch.set_num_threads(1)
+    init_distributed()
+    start(case)
+    last: Callable[[], Any] | None = None
+    for act in acts(case, width, folder):
+        if last is not None:
+            last()
+        last = act
+    assert last is not None
+    gc.collect()
+    before, read, began = status("VmRSS"), chars_read(), time.perf_counter()
+    Path("/proc/self/clear_refs").write_text("5")  # VmHWM begins anew
+    loading: list[float] = []
+    read_into = StoredWeights.read_into
+
+    def noted(self: StoredWeights, *range_: Any) -> None:
+        read_into(self, *range_)
+        loading[:] = [status("VmHWM") - before]
+
+    with mock.patch.object(StoredWeights, "read_into", noted):
+        kept = last()
+    seconds = time.perf_counter() - began
+    row = {"peak": status("VmHWM") - before, "read": chars_read() - read, "seconds": seconds, "loading": loading}
+    gc.collect()
+    row["after"] = status("VmRSS") - before
+    del kept
+    print(json.dumps(row), flush=True)
+    os._exit(0)
+
+
+def start(case: str) -> None:
+    """Builds a small engine of the same kind first: what a process loads once does not count."""
+    with tempfile.TemporaryDirectory() as folder:
+        write_file(Path(folder) / "model.safetensors", 8)
+        with torch.device("meta"):
+            small = Stack(8)
+        config = {
+            "train_micro_batch_size_per_gpu": 1,
+            "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+            "zero_optimization": {"stage": int(case.split("-")[1])},
+        }
+        engine = zero_trial.initialize(model=small, config=config, weights=folder)[0]
+        engine.module_state_dict()
+        engine.destroy()
+
+
+def run_case(case: str, ranks: int, width: int, folder: Path, size: int) -> dict[str, Any]:
+    """A row of the table."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    fixed = {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    command = [sys.executable, __file__, "--work", case, "--width", str(width), "--folder", str(folder)]
+    processes = [
+        subprocess.Popen(
+            command,
+            env=os.environ | {key: str(value) for key, value in {**fixed, "RANK": rank, "LOCAL_RANK": rank}.items()},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(ranks)
+    ]
+    answers = [process.communicate(timeout=1800)[0] for process in processes]
+    if any(process.returncode for process in processes):
+        raise SystemExit(f"{case}: a rank ended with {[process.returncode for process in processes]}")
+    rows = [json.loads(next(line for line in answer.splitlines() if line.startswith("{"))) for answer in answers]
+    how, stage, *precision = case.split("-")
+    with torch.device("meta"):
+        numel = sum(param.numel() for param in Stack(width).parameters())
+    width_bytes = 2 if precision else 4
+    full, cut = numel * width_bytes / 1e6, ranks if stage == "3" else 1
+    group = full / BLOCKS if stage == "3" else full / 4  # a bucket is a quarter of the model
+    starts = how not in ("state", "save")
+    shards = full / cut + (numel * 4 / ranks / 1e6 if precision else 0.0) if starts else 0.0
+    grads = numel * 4 / ranks / 1e6 if starts else 0.0
+    peaks = [each["peak"] for each in rows]
+    row: dict[str, Any] = {"case": case, "shards": shards, "grads": grads, "group": group, "peak": max(peaks[1:])}
+    row |= {"ratio": max(peaks[1:]) / (shards + grads + group)}
+    row |= {"ratio_0": peaks[0] / (shards + grads + group + (full if how == "state" else 0.0))}
+    row |= {"after": max(each["after"] for each in rows), "read": sum(each["read"] for each in rows) / size}
+    row |= {"seconds": max(each["seconds"] for each in rows)}
+    if starts and all(each["loading"] for each in rows):
+        loading = max(each["loading"][0] for each in rows)
+        row |= {"loading": loading, "loading_ratio": loading / (shards + group)}
+    return row
+
+
+def main() -> None:
+    """Measures, prints and saves."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--megabytes", type=float, default=1200, help="of the safetensors file")
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--cases", nargs="+", default=list(CASES), choices=CASES)
+    parser.add_argument("--folder", type=Path, help="for the files; default: a temporary one")
+    parser.add_argument("--name", default="loading", help="of the files in benchmarks/results")
+    parser.add_argument("--work", help=argparse.SUPPRESS)
+    parser.add_argument("--width", type=int, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.work:
+        work(args.work, args.width, args.folder)
+        return
+    width = width_of(args.megabytes)
+    with tempfile.TemporaryDirectory(dir=args.folder) as place:
+        folder = Path(place)
+        file = folder / "model.safetensors"
+        write_file(file, width)
+        rows = []
+        for case in args.cases:
+            rows.append(run_case(case, args.ranks, width, folder, file.stat().st_size))
+            print(json.dumps(rows[-1]), flush=True)
+    settings = {"megabytes": args.megabytes, "ranks": args.ranks, "blocks": BLOCKS, "width": width}
+    record.save(args.name, settings, rows, COLUMNS, NOTE)
+
+
+if __name__ == "__main__":
+    main()

@@ -33,7 +33,8 @@ class Net(nn.Module):
 
 
 def loss(model: Any, turn: Turn) -> torch.Tensor:
-    return (model(turn.normal(4, 6)) - 1).float().square().mean()
+    device = next(model.parameters()).device  # of the module or the engine
+    return (model(turn.normal(4, 6).to(device)) - 1).float().square().mean()
 
 
 def two_groups(model: nn.Module) -> list[dict[str, Any]]:

@@ -20,6 +20,7 @@ from torch import nn
 
 import zero_trial
 from tests.engine.offloaded import PLAIN, PRECISIONS, Net, differing, engine_of, loss, train, two_groups, values_of
+from tests.sharding.parts import alone
 from tests.support.dense import STAGES, Case, Turn, build_engine
 from tests.support.pipelines import batches, layers, make_engine
 from tests.support.pool import Pools
@@ -38,7 +39,7 @@ from zero_trial.errors import ConfigError, DoesNotFit, StorageError
 from zero_trial.sharding.offload.host import StagedStore
 from zero_trial.sharding.offload.nvme_optimizer import SwappedStore
 from zero_trial.sharding.offload.swap_file import SwapFile
-from zero_trial.sharding.plan import plan_for_stage
+from zero_trial.sharding.plan import Home, plan_for_stage
 
 ROOT = Path(__file__).parents[2]
 
@@ -256,14 +257,27 @@ def test_optimizers_that_need_whole_tensors_are_refused(tmp_path: Path, name: st
     assert "whole tensors" in str(error.value) and ': got "nvme"' in str(error.value)
 
 
-def test_parameters_stay_on_a_gpu() -> None:
-    config = read_ds_config({"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}})
-    with pytest.raises(ConfigError) as error:
-        plan_offload(config, plan_for_stage(3), SimpleNamespace(), torch.device("cuda"), [], torch.float32)  # type: ignore[arg-type]
-    assert str(error.value) == (
-        "zero_optimization.offload_param.device: parameters stay on cuda here; optimizer state can leave it: "
-        'got "cpu". Remove it; offload_optimizer frees 12 of 16 bytes per parameter, and ZeRO stage 3 shards the rest.'
-    )
+@pytest.mark.parametrize("pinned", [True, False])
+@pytest.mark.parametrize(("dtype", "copiers"), [(torch.bfloat16, 1), (torch.float32, 2)])
+def test_parameters_that_leave_a_gpu_are_updated_where_their_master_is(
+    pinned: bool, dtype: torch.dtype, copiers: int
+) -> None:
+    """16-bit ones on the GPU; fp32 ones, which are their own masters, on the host, to which
+    gradients go. pin_memory says of what kind its memory is."""
+    asked: list[bool] = []
+
+    def copier(device: torch.device, pinned: bool) -> StrictCopier:
+        asked.append(pinned)
+        return StrictCopier()
+
+    section = {"device": "cpu", "pin_memory": pinned}
+    config = read_ds_config({"zero_optimization": {"stage": 0, "offload_param": section}})
+    mesh: Any = SimpleNamespace(shard=SimpleNamespace(size=1), world=alone())
+    places, plan = OffloadBackends(open_swap_file, copier), plan_for_stage(0, home=Home.HOST)
+    params = [torch.zeros(1 << 20, dtype=dtype)]
+    made = plan_offload(config, plan, mesh, torch.device("cuda"), params, dtype, places)
+    assert isinstance(made, OffloadedState) and asked == [pinned] * copiers
+    assert (made._staging is not None) == (copiers == 2)
 
 
 def test_a_gpu_gets_a_mover_and_pinned_buffers_where_asked() -> None:

@@ -23,6 +23,7 @@ from zero_trial.sharding.offload.host import (
     master_to_host,
 )
 from zero_trial.sharding.offload.nvme_optimizer import MasterSwap, SwappedStore, state_columns
+from zero_trial.sharding.offload.nvme_params import RoundedBuffers
 from zero_trial.sharding.offload.swap_file import CUT, SwapFile
 from zero_trial.sharding.optimizer import ShardedOptimizer
 from zero_trial.sharding.pieces import cut_pieces
@@ -50,7 +51,7 @@ class Training:
             masters = MasterSwap(SwapFile(folder, 1 << 16))
             for group in self.groups:
                 masters.swap_out(group)
-        make = functools.partial(StagedPiece, staging=staging) if buffers else None
+        make = functools.partial(StagedPiece, staging=staging, rounded_buffers=RoundedBuffers()) if buffers else None
         given = {"most": CUT, "make": make} if make else {}
         pieces = cut_pieces(grad_buffers, **given)
         base = build([piece.weight for piece in pieces], lr=0.01)

@@ -13,7 +13,6 @@ from typing import ClassVar
 from zero_trial.ds_config.key import Origin, mapped, no_effect, not_yet, refused, section, supported
 from zero_trial.schema.types import Bool, Float, Int, Names, Opaque, Text
 
-_NO_UPLOAD = "parameters are not offloaded from a GPU"
 _QUANTIZED = "quantised communication does not exist here yet, and it changes results"
 
 
@@ -71,7 +70,7 @@ class OffloadParamSection:
         "none",
         Text(("none", "cpu", "nvme")),
         "nvme: a rank's shards at ZeRO stage 3, its full copy at stages 0 to 2, live in a file; cpu: in host "
-        "memory, where CPU ranks have them anyway. From a GPU both are refused",
+        "memory, where CPU ranks have them anyway",
     )
     nvme_path: str | None = supported(None, Text(), "the folder of the files, one for each rank")
     buffer_count: int = supported(5, Int(1), "buffers into which parameters are read ahead of their use")
@@ -84,9 +83,12 @@ class OffloadParamSection:
     max_in_cpu: int = supported(
         1_000_000_000,
         Int(0, unit="elements"),
-        "so many elements of a rank's parameters stay in memory; with 0 all leave that are freed between uses",
+        "nvme: so many elements of a rank's parameters stay in memory; with 0 all leave that are freed between uses. "
+        "From a GPU all go to the file, or to host memory where they are fewer",
     )
-    pin_memory: bool = not_yet(True, Bool(), _NO_UPLOAD, was="false")
+    pin_memory: bool = supported(
+        True, Bool(), "from a GPU: the host memory that it copies from and to is pinned", was="false"
+    )
 
 
 @dataclass(frozen=True)

@@ -12,10 +12,12 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 
 from zero_trial.comm import Mesh, fail_together
+from zero_trial.device import is_accelerator
 from zero_trial.ds_config.keys_zero import AioSection, OffloadOptimizerSection, OffloadParamSection
 from zero_trial.ds_config.table import DsConfig
 from zero_trial.errors import ConfigError, StorageError
 from zero_trial.sharding.layout import ALIGN, has_own_master, living_dtype, round_up
+from zero_trial.sharding.offload.device_space import DeviceSpace, HostMemory
 from zero_trial.sharding.offload.host import (
     HostCopier,
     StagedPiece,
@@ -112,17 +114,18 @@ class OffloadedState(OffloadPlan):
         self._masters = MasterSwap(space, budget) if space is not None else None
         self._staging = StagingBuffers(copier) if copier is not None else None
         if self._staging is not None:
-            self.piece = functools.partial(StagedPiece, staging=self._staging)
+            rounded_buffers = self._rounded_buffers
+            self.piece = functools.partial(StagedPiece, staging=self._staging, rounded_buffers=rounded_buffers)
         elif shards is not None:
             self.piece = functools.partial(SwappedPiece, rounded_buffers=self._rounded_buffers)
 
     def on_group_built(self, group: ParamGroup) -> None:
-        if self._staging is not None and group.trainable:
+        if self._shards is not None:
+            self._shards.swap_out(group)
+        if self._staging is not None and group.trainable and group.master.device.type != "cpu":
             master_to_host(group)
         if self._masters is not None:
             self._masters.swap_out(group)
-        if self._shards is not None:
-            self._shards.swap_out(group)
 
     def store(
         self, base: torch.optim.Optimizer, pieces: Sequence[ShardPiece], elementwise: bool, beside: Sequence[str] = ()
@@ -162,9 +165,9 @@ class OffloadedState(OffloadPlan):
 
 
 def offloads(config: DsConfig) -> bool:
-    """Return whether optimizer state is to be updated on the CPU."""
-    section = config.zero_optimization.offload_optimizer
-    return section is not None and section.device != "none"
+    """Return whether anything may be updated on the CPU."""
+    sections = config.zero_optimization.offload_optimizer, config.zero_optimization.offload_param
+    return any(section is not None and section.device != "none" for section in sections)
 
 
 def refuse_whole_tensors(config: DsConfig, device: torch.device) -> None:
@@ -205,16 +208,21 @@ def plan_offload(
     """
     zero = config.zero_optimization
     section = zero.offload_optimizer
-    _require_parameters_at_home(zero.offload_param, device)
-    shards = _plan_shards(config, plan, mesh, [*everything] or [*params], dtype, places)
     away = section is not None and section.device != "none" and section.device != device.type and bool(params)
+    # An update runs where the master is, and an fp32 parameter that leaves the device is its own.
+    leaving = _freed(config, params) if plan.home is not Home.DEVICE else []
+    on_host = away or any(has_own_master(living_dtype(param.dtype, dtype)) for param in leaving)
+    everything = [*everything] or [*params]
+    shards = _plan_shards(config, plan, mesh, everything, dtype, places, device, updates_on_host=on_host)
+    elements = _elements(params, mesh.shard.size)
     if section is None or not away:
         if shards is None or zero.offload_param is None:
             return OffloadPlan()
-        most = buffer_elements(_elements(params, mesh.shard.size), zero.sub_group_size, zero.offload_param.buffer_count)
-        return OffloadedState(zero.offload_param, mesh, most, None, None, shards)
-    copier = places.copier(device, section.pin_memory) if device.type != "cpu" else None
-    elements = _elements(params, mesh.shard.size)
+        on_host = on_host and is_accelerator(device)
+        copier = places.copier(device, zero.offload_param.pin_memory) if on_host else None
+        most = buffer_elements(elements, zero.sub_group_size, zero.offload_param.buffer_count)
+        return OffloadedState(zero.offload_param, mesh, most, None, copier, shards)
+    copier = places.copier(device, section.pin_memory) if is_accelerator(device) else None
     space: SwapSpace | None = None
     if section.device == "nvme":
         lacking = [param for param in params if copier or not has_own_master(living_dtype(param.dtype, dtype))]
@@ -227,16 +235,6 @@ def plan_offload(
     buffer_numel = buffer_elements(elements, zero.sub_group_size, section.buffer_count)
     budget = int(section.ratio * elements) if space is not None and copier is None and section.ratio < 1 else None
     return OffloadedState(section, mesh, buffer_numel, space, copier, shards, budget)
-
-
-def _require_parameters_at_home(section: OffloadParamSection | None, device: torch.device) -> None:
-    if section is not None and section.device != "none" and device.type != "cpu":
-        raise ConfigError(
-            f"parameters stay on {device.type} here; optimizer state can leave it",
-            where=f"{_Z}.offload_param.device",
-            got=f'"{section.device}"',
-            fix="Remove it; offload_optimizer frees 12 of 16 bytes per parameter, and ZeRO stage 3 shards the rest.",
-        )
 
 
 def leaves_parameters(config: DsConfig, plan: ZeroPlan, mesh: Mesh, params: Sequence[torch.Tensor]) -> bool:
@@ -255,11 +253,14 @@ def _plan_shards(
     params: Sequence[torch.Tensor],
     dtype: torch.dtype,
     places: OffloadBackends,
+    device: torch.device,
+    *,
+    updates_on_host: bool,
 ) -> ParamSwapper | None:
-    """Open the file of parameters on NVMe; None where they are not wanted there, or those of this
-    rank all fit into ``max_in_cpu``."""
+    """Open the place of parameters that the plan's home says; None where they are not wanted there,
+    or those of this rank all fit into ``max_in_cpu``."""
     section = config.zero_optimization.offload_param
-    if section is None or plan.home is not Home.NVME:
+    if section is None or plan.home is Home.DEVICE:
         return None
     widths = [(param, living_dtype(param.dtype, dtype).itemsize) for param in _freed(config, params)]
     cut = _cut(plan, mesh)
@@ -267,12 +268,25 @@ def _plan_shards(
     folder = Path(section.nvme_path or "").absolute()
     where = f"{_Z}.offload_param.nvme_path"
     leaves = leaves_parameters(config, plan, mesh, params)
+    copier = places.copier(device, section.pin_memory) if is_accelerator(device) else None
 
     def opened() -> SwapSpace | None:
-        return places.swap_file(folder, wanted, config.aio, where) if leaves else None
+        if not leaves:
+            return None
+        if plan.home is Home.HOST and copier is not None:
+            return HostMemory(wanted, copier)
+        return places.swap_file(folder, wanted, config.aio, where)
 
-    space = _all_or_none(mesh, opened, "file for parameters")
-    return ParamSwapper(space, most=section.buffer_size, count=section.buffer_count) if space is not None else None
+    space = _all_or_none(mesh, opened, "place for parameters")
+    if space is None:
+        return None
+    swapper = functools.partial(ParamSwapper, most=section.buffer_size, count=section.buffer_count, homes=(plan.home,))
+    if copier is None:
+        return swapper(space)
+    count = section.buffer_count if plan.home is Home.NVME else 0
+    nbytes = max(min(4 * section.buffer_size, wanted // (4 * max(count, 1))), BLOCK)
+    outside = DeviceSpace(space, copier, device, count=count, nbytes=nbytes)
+    return swapper(outside, update_space=outside.on_host if updates_on_host else None)
 
 
 def _freed(config: DsConfig, params: Sequence[torch.Tensor]) -> list[torch.Tensor]:

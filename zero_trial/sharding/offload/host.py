@@ -21,11 +21,25 @@ from typing import Protocol
 import torch
 
 from zero_trial.device import is_accelerator, torch_module
+from zero_trial.sharding.offload.nvme_params import SwappedPiece
 from zero_trial.sharding.param_group import ParamGroup
 from zero_trial.sharding.pieces import DeviceStore, ShardPiece, StateStore
 
 # Waits on the host until a copy is done.
 Wait = Callable[[], None]
+
+
+class Copy(Protocol):
+    """A copy between device and host under way; both tensors must stay until it is waited for."""
+
+    def order(self) -> None:
+        """Let work that the device is given afterwards come after the copy. The host does not
+        wait."""
+        ...
+
+    def wait(self) -> None:
+        """Return when the copy is done."""
+        ...
 
 
 class HostCopier(Protocol):
@@ -49,6 +63,16 @@ class HostCopier(Protocol):
         result."""
         ...
 
+    def beside(self, source: torch.Tensor, into: torch.Tensor) -> Copy:
+        """Copy in either direction, after the work that the device has been given until now and
+        after all copies that begun so before, and beside what it is given later, up to
+        :meth:`Copy.order`."""
+        ...
+
+    def settle(self) -> None:
+        """Return when all copies are done."""
+        ...
+
 
 class BlockingCopier:
     """Copies at once: for a device that is the host, and for dry runs."""
@@ -66,6 +90,35 @@ class BlockingCopier:
     def up(self, source: torch.Tensor, into: torch.Tensor) -> Wait:
         into.copy_(source)
         return _nothing
+
+    def beside(self, source: torch.Tensor, into: torch.Tensor) -> Copy:
+        into.copy_(source)
+        return _Done()
+
+    def settle(self) -> None:
+        """Do nothing: no copy is under way."""
+
+
+class _Done:
+    """A copy that is over."""
+
+    def order(self) -> None: ...
+
+    def wait(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class _StreamCopy:
+    """A copy whose end ``done`` marks."""
+
+    device: torch.device
+    done: torch.Event
+
+    def order(self) -> None:
+        torch_module(self.device).current_stream(self.device).wait_event(self.done)
+
+    def wait(self) -> None:
+        self.done.synchronize()
 
 
 class StreamCopier:
@@ -97,6 +150,16 @@ class StreamCopier:
         # the gather of the new values is given to this stream
         self._torch.current_stream(self._device).wait_event(done)
         return done.synchronize
+
+    def beside(self, source: torch.Tensor, into: torch.Tensor) -> Copy:
+        ours, other = (self._up, self._down) if is_accelerator(into.device) else (self._down, self._up)
+        ours.wait_stream(self._torch.current_stream(self._device))
+        ours.wait_stream(other)
+        return _StreamCopy(self._device, self._copy(source, into, ours))
+
+    def settle(self) -> None:
+        self._up.synchronize()
+        self._down.synchronize()
 
     def _copy(self, source: torch.Tensor, into: torch.Tensor, stream: torch.Stream) -> torch.Event:
         with self._torch.stream(stream):
@@ -167,6 +230,12 @@ class StagingBuffers:
         buffer.wait = self.copier.up(out, piece.values_on_device)
         self.free.append(buffer)
 
+    def release(self, piece: StagedPiece) -> None:
+        """Free the piece's buffer: its new values do not go up."""
+        buffer = self._of.pop(id(piece))
+        buffer.wait = _nothing
+        self.free.append(buffer)
+
     def clear(self) -> None:
         """Free all buffers, also those of a step that was broken off."""
         for buffer in self._of.values():
@@ -183,9 +252,10 @@ class StagingBuffers:
 
 
 @dataclass(frozen=True)
-class StagedPiece(ShardPiece):
+class StagedPiece(SwappedPiece):
     """A piece whose weight is on the host and whose group is on a device; gradient and new values
-    are in staging buffers during its update."""
+    are in staging buffers during its update. New values of a group whose home is away go there, as
+    a :class:`SwappedPiece`'s."""
 
     staging: StagingBuffers
 
@@ -196,7 +266,14 @@ class StagedPiece(ShardPiece):
     @property
     def rounded(self) -> torch.Tensor | None:
         """None where nothing is rounded: updates make copies of 16 bits only."""
+        if self.goes_home:
+            return super().rounded
         return None if self.group.shard.dtype == self.weight.dtype else self.staging.out(self)
+
+    @property
+    def goes_home(self) -> bool:
+        """Whether the new values go to another place than the device."""
+        return self.group.offloaded is not None
 
     @property
     def gradient_on_device(self) -> torch.Tensor:
@@ -246,12 +323,13 @@ class StagedStore:
     def give_back(self, batch: Sequence[ShardPiece], rounded: bool) -> bool:
         """Start to copy the new values to the device, which waits for them."""
         staged = [piece for piece in batch if isinstance(piece, StagedPiece)]
-        for piece in staged:
+        going_up = [piece for piece in staged if not piece.goes_home]
+        for piece in going_up:
             if not rounded or piece.rounded is None:
                 self._staging.out(piece).copy_(piece.weight.detach())
-        self.behind.give_back(batch, True)
+        self.behind.give_back(batch, rounded or bool(going_up))
         for piece in staged:
-            self._staging.send(piece)
+            self._staging.release(piece) if piece.goes_home else self._staging.send(piece)
         return True
 
     def lent(self) -> AbstractContextManager[None]:

@@ -184,7 +184,7 @@ def regions_of(
         found[MASTER] = masters.space, masters.offsets[id(group)], master_dtype
     if shards is not None and (offset := shards.offset_of(group)) is not None:
         kind = MASTER if group.master is group.shard else ROUNDED
-        found[kind] = shards.space, offset, group.dtype
+        found[kind] = shards.update_space, offset, group.dtype
     if masters is not None and masters.keeps_state_of(group):
         for column in columns.get(master_dtype, ()):
             offset = masters.space.reserve(group.layout.shard_numel * column.dtype.itemsize)
@@ -243,7 +243,7 @@ class SwappedStore:
         shards: ParamSwapper | None = None,
         rounded_buffers: RoundedBuffers | None = None,
     ) -> None:
-        space = masters.space if masters is not None else shards.space if shards is not None else None
+        space = masters.space if masters is not None else shards.update_space if shards is not None else None
         if space is None:
             raise StorageError("there is no file for offloaded state", where="SwappedStore")
         self._masters = masters
@@ -445,7 +445,7 @@ class SwappedStore:
 
     def _in_file(self, slot: SwapSlot) -> torch.Tensor:
         shards = self._shards
-        area = shards.area if shards is not None and slot.space is shards.space else self._area
+        area = shards.area if shards is not None and slot.space is shards.update_space else self._area
         if area is None:
             raise StorageError(
                 "offloaded state is not mapped into memory", where="SwappedStore", expected="inside lent()"

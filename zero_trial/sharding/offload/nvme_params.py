@@ -14,7 +14,7 @@ into this rank's part of the full buffer, and gathered from there; a full copy i
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
@@ -99,10 +99,23 @@ class ParamSwapper:
         space: the file.
         most: elements of a buffer at most; none is larger than the largest shard.
         count: buffers; together they hold at most a quarter of what is in the file.
+        update_space: the file as updates use it, where they run elsewhere than the model: on the
+            host of a device.
+        homes: the groups to take: those whose plan has one of these homes.
     """
 
-    def __init__(self, space: SwapSpace, *, most: int, count: int) -> None:
+    def __init__(
+        self,
+        space: SwapSpace,
+        *,
+        most: int,
+        count: int,
+        update_space: SwapSpace | None = None,
+        homes: Collection[Home] = (Home.NVME,),
+    ) -> None:
         self.space = space
+        self.update_space = update_space if update_space is not None else space
+        self._homes = homes
         self.failure = DiskFailure()
         self._most = most
         self._count = count
@@ -121,7 +134,7 @@ class ParamSwapper:
 
         Groups whose plan has another home stay in memory.
         """
-        if group.plan.home is not Home.NVME:
+        if group.plan.home not in self._homes:
             return
         offset = self.space.reserve(group.home.numel() * group.home.element_size())
         self.space.write(offset, group.home).wait()
@@ -325,7 +338,9 @@ class ParamSwapper:
         self._area = None
 
     def _remove_values(self, shard: SwappedShard) -> None:
-        shard.group.replace_home(absent((shard.numel,), shard.group.dtype, shard.group.home.device))
+        # where updates find it
+        device = shard.group.full.device if self.update_space is self.space else torch.device("cpu")
+        shard.group.replace_home(absent((shard.numel,), shard.group.dtype, device))
 
 
 def _values(part: _Part, shard: SwappedShard) -> torch.Tensor:

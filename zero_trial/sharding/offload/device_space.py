@@ -1,0 +1,239 @@
+"""Places of the host that a device swaps with: its pinned memory, or a file through pinned buffers.
+
+    host memory    area ───────────────────copy───► buffer of the device ──► full parameters
+    file           file ──read──► pinned buffer ──copy──► buffer of the device ──► ...
+
+Both are a :class:`~zero_trial.sharding.offload.swap_file.SwapSpace`, so that parameters leave a
+device by the same code as they leave the memory of a CPU rank. Copies run on streams of their own,
+beside the device's work: what is read ahead orders nothing until it is waited for, and the host
+waits for no copy to the device, only for those of new values to the host.
+
+Memory: of the device, the buffers of who uses a space. Of the host, the area (which torch's
+allocator of pinned memory rounds up to a power of two), or the pinned buffers in front of a file.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from zero_trial.sharding.layout import round_up
+from zero_trial.sharding.offload.host import Copy, HostCopier
+from zero_trial.sharding.offload.swap_file import BLOCK, DiskTransfer, SwapSpace
+
+
+class HostMemory:
+    """A :class:`SwapSpace` in the host's memory: transfers are copies that the host makes."""
+
+    def __init__(self, nbytes: int, copier: HostCopier) -> None:
+        self.bytes_read = self.bytes_written = 0
+        self._copier = copier
+        self._end = 0
+        self.area = copier.buffer(round_up(nbytes, BLOCK))
+
+    def reserve(self, nbytes: int) -> int:
+        """Reserve ``nbytes`` (rounded up to whole blocks) and return their offset; the area grows
+        where it must."""
+        offset, self._end = self._end, self._end + round_up(nbytes, BLOCK)
+        if self._end > self.area.numel():
+            self._copier.settle()
+            grown = self._copier.buffer(self._end)
+            grown[: self.area.numel()].copy_(self.area)
+            self.area = grown
+        return offset
+
+    def buffer(self, nbytes: int) -> torch.Tensor:
+        return torch.zeros(nbytes, dtype=torch.uint8)
+
+    def read(self, offset: int, into: torch.Tensor) -> DiskTransfer:
+        into.view(torch.uint8).copy_(self.part(offset, into))
+        return DiskTransfer("", [])
+
+    def write(self, offset: int, source: torch.Tensor) -> DiskTransfer:
+        self.part(offset, source).copy_(source.view(torch.uint8))
+        return DiskTransfer("", [])
+
+    def part(self, offset: int, like: torch.Tensor) -> torch.Tensor:
+        """Return the bytes of the area that ``like`` takes from ``offset`` on."""
+        return self.area[offset : offset + like.numel() * like.element_size()]
+
+    @contextmanager
+    def mapped(self) -> Iterator[torch.Tensor]:
+        yield self.area
+
+    def close(self) -> None:
+        """Free the memory. Copies must be over."""
+        self.area = self.area[:0].clone()
+
+
+class _DeviceTransfer(DiskTransfer):
+    """A transfer of which each of ``steps`` starts what is left of a part, and orders the device's
+    later work after what was read, or waits for what was written."""
+
+    def __init__(self, *steps: Callable[[], None]) -> None:
+        super().__init__("", [])
+        self._steps = deque(steps)
+
+    def done(self) -> bool:
+        return not self._steps
+
+    def wait(self) -> None:
+        while self._steps:
+            self._steps[0]()
+            self._steps.popleft()
+
+
+@dataclass(eq=False)
+class _Chunk:
+    """A pinned buffer, and what waits on the host until it may be used again."""
+
+    buffer: torch.Tensor
+    wait: Callable[[], None]
+
+
+class DeviceSpace:
+    """``host`` as tensors of a device are read from it and written to it.
+
+    Args:
+        count, nbytes: pinned buffers in front of a file; what lies in :class:`HostMemory` needs
+            none.
+    """
+
+    def __init__(
+        self, host: SwapSpace, copier: HostCopier, device: torch.device, *, count: int = 0, nbytes: int = 0
+    ) -> None:
+        self.bytes_read = self.bytes_written = 0
+        self._host = host
+        self._copier = copier
+        self._device = device
+        self._size = round_up(nbytes, BLOCK)
+        self._ring = deque(_Chunk(copier.buffer(self._size), _nothing) for _ in range(count))
+        self.on_host = _HostSide(host, copier)
+
+    @property
+    def pinned(self) -> list[torch.Tensor]:
+        """The pinned buffers in front of a file."""
+        return [chunk.buffer for chunk in self._ring]
+
+    def reserve(self, nbytes: int) -> int:
+        return self._host.reserve(nbytes)
+
+    def buffer(self, nbytes: int) -> torch.Tensor:
+        return torch.zeros(nbytes, dtype=torch.uint8, device=self._device)
+
+    def read(self, offset: int, into: torch.Tensor) -> DiskTransfer:
+        """Start to fill ``into`` (of the device) with the bytes from ``offset`` on."""
+        target = into.view(torch.uint8)
+        self.bytes_read += target.numel()
+        if isinstance(self._host, HostMemory):
+            return _DeviceTransfer(self._copier.beside(self._host.part(offset, target), target).order)
+        steps = [self._read_chunk(offset + low, target[low:high]) for low, high in self._spans(target.numel())]
+        return _DeviceTransfer(*steps)
+
+    def _read_chunk(self, offset: int, target: torch.Tensor) -> Callable[[], None]:
+        """Start to read; what is returned copies to the device. It is called by then where the
+        buffer is needed for another chunk."""
+        chunk = self._take()
+        source = chunk.buffer[: target.numel()]
+        reading = self._host.read(offset, source)
+        copies: list[Copy] = []
+
+        def copy() -> None:
+            if not copies:
+                reading.wait()
+                copies.append(self._copier.beside(source, target))
+
+        def wait() -> None:
+            copy()
+            copies[0].wait()
+
+        def order() -> None:
+            copy()
+            copies[0].order()
+
+        chunk.wait = wait
+        return order
+
+    def write(self, offset: int, source: torch.Tensor) -> DiskTransfer:
+        """Start to write ``source`` (of the device) at ``offset``; to write into a file, the host
+        waits for the copy."""
+        values = source.view(torch.uint8)
+        self.bytes_written += values.numel()
+        if isinstance(self._host, HostMemory):
+            return _DeviceTransfer(self._copier.beside(values, self._host.part(offset, values)).wait)
+        writes = [self._write_chunk(offset + low, values[low:high]) for low, high in self._spans(values.numel())]
+        return _DeviceTransfer(*(write.wait for write in writes))
+
+    def _write_chunk(self, offset: int, values: torch.Tensor) -> DiskTransfer:
+        chunk = self._take()
+        target = chunk.buffer[: values.numel()]
+        self._copier.beside(values, target).wait()
+        writing = self._host.write(offset, target)
+        chunk.wait = writing.wait
+        return writing
+
+    def _take(self) -> _Chunk:
+        """Return the buffer that was taken longest ago, when its transfer is over."""
+        chunk = self._ring.popleft()
+        self._ring.append(chunk)
+        wait, chunk.wait = chunk.wait, _nothing
+        wait()
+        return chunk
+
+    def _spans(self, nbytes: int) -> list[tuple[int, int]]:
+        return [(low, min(low + self._size, nbytes)) for low in range(0, nbytes, self._size)]
+
+    @contextmanager
+    def mapped(self) -> Iterator[torch.Tensor]:
+        """Map all of it as (size,) uint8 on the host; no transfer may be under way."""
+        self._copier.settle()
+        with self._host.mapped() as area:
+            yield area
+
+    def close(self) -> None:
+        """Give the space back. Transfers must be waited for before."""
+        self._copier.settle()
+        self._host.close()
+
+
+class _HostSide:
+    """The same space for updates on the host: they come after what a device still copies."""
+
+    def __init__(self, host: SwapSpace, copier: HostCopier) -> None:
+        self.bytes_read = self.bytes_written = 0
+        self._host = host
+        self._copier = copier
+
+    def reserve(self, nbytes: int) -> int:
+        return self._host.reserve(nbytes)
+
+    def buffer(self, nbytes: int) -> torch.Tensor:
+        return self._host.buffer(nbytes)
+
+    def read(self, offset: int, into: torch.Tensor) -> DiskTransfer:
+        self.bytes_read += into.numel() * into.element_size()
+        self._settle()
+        return self._host.read(offset, into)
+
+    def write(self, offset: int, source: torch.Tensor) -> DiskTransfer:
+        self.bytes_written += source.numel() * source.element_size()
+        self._settle()
+        return self._host.write(offset, source)
+
+    def _settle(self) -> None:
+        if isinstance(self._host, HostMemory):  # else a device has only copies of it
+            self._copier.settle()
+
+    def mapped(self) -> AbstractContextManager[torch.Tensor]:
+        return self._host.mapped()
+
+    def close(self) -> None:
+        self._host.close()
+
+
+def _nothing() -> None:
+    return None

@@ -168,7 +168,7 @@ def build_param_groups(
         size = layout.numel if plan.whole_home else layout.shard_numel
         if own_plan.home is Home.NVME and size <= room:
             room -= size
-            own_plan = plan.at(Home.of(_device_of(spec, params, source).type, "cpu"))
+            own_plan = plan.at(Home.DEVICE)
         groups.append(_build(spec, layout, params, own_plan, source))
         forget_owner(groups[-1].params)  # shards that zero.Init has made
         on_group_built(groups[-1])

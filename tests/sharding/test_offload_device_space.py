@@ -1,0 +1,106 @@
+"""Tests for zero_trial/sharding/offload/device_space.py, with a copier and a file that are as late
+as they may be."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.sharding.late_swap_file import LateSwapFile
+from zero_trial.sharding.offload.device_space import DeviceSpace, HostMemory
+from zero_trial.sharding.offload.host import BlockingCopier
+from zero_trial.sharding.offload.swap_file import BLOCK
+
+CPU = torch.device("cpu")
+
+
+class LateCopy:
+    """Done when it is ordered or waited for, and not before."""
+
+    def __init__(self, source: torch.Tensor, into: torch.Tensor) -> None:
+        self._tensors: tuple[torch.Tensor, torch.Tensor] | None = (source, into)
+        into.fill_(255 if into.dtype == torch.uint8 else float("nan"))
+
+    def order(self) -> None:
+        if self._tensors is not None:
+            source, into = self._tensors
+            into.copy_(source)
+            self._tensors = None
+
+    wait = order
+
+
+class LateCopier(BlockingCopier):
+    def __init__(self) -> None:
+        self.copies: list[LateCopy] = []
+
+    def beside(self, source: torch.Tensor, into: torch.Tensor) -> LateCopy:
+        self.copies.append(LateCopy(source, into))
+        return self.copies[-1]
+
+    def settle(self) -> None:
+        for copy in self.copies:
+            copy.wait()
+
+
+def space_over(kind: str, count: int = 2) -> tuple[DeviceSpace, Any]:
+    copier = LateCopier()
+    host: Any = HostMemory(BLOCK, copier) if kind == "memory" else LateSwapFile()
+    return DeviceSpace(host, copier, CPU, count=count if kind == "file" else 0, nbytes=BLOCK), host
+
+
+def noise(numel: int) -> torch.Tensor:
+    return torch.randn(numel, generator=torch.Generator().manual_seed(numel))
+
+
+@pytest.mark.parametrize("count", [1, 2, 5])
+@pytest.mark.parametrize("kind", ["memory", "file"])
+def test_what_was_written_is_read_in_any_order(kind: str, count: int) -> None:
+    """More than the pinned buffers hold, with several transfers under way; memory grows."""
+    space, _ = space_over(kind, count)
+    values = [noise(numel) for numel in (3 * BLOCK, 7, BLOCK // 4, 5000)]
+    offsets = [space.reserve(4 * value.numel()) for value in values]
+    writes = [space.write(offset, value.clone()) for offset, value in zip(offsets, values, strict=True)]
+    for write in writes:
+        write.wait()
+    found = [space.buffer(4 * value.numel()).view(torch.float32) for value in values]
+    reads = [space.read(offset, into) for offset, into in zip(offsets, found, strict=True)]
+    for read in reversed(reads):
+        read.wait()
+        assert read.done()
+    assert all(map(torch.equal, found, values))
+    assert space.bytes_read == space.bytes_written == 4 * sum(value.numel() for value in values)
+    assert [buffer.numel() for buffer in space.pinned] == [BLOCK] * (count if kind == "file" else 0)
+
+
+@pytest.mark.parametrize("kind", ["memory", "file"])
+def test_the_host_sees_what_a_device_wrote_and_the_reverse(kind: str) -> None:
+    space, _ = space_over(kind)
+    value, offset = noise(2000), space.reserve(8000)
+    write = space.write(offset, value)
+    if kind == "file":  # its writer waits before the host's side reads, as for any file
+        write.wait()
+    here = torch.zeros(2000)
+    space.on_host.read(offset, here).wait()
+    assert torch.equal(here, value)
+    space.on_host.write(offset, -value).wait()
+    there = torch.zeros(2000)
+    space.read(offset, there).wait()
+    assert torch.equal(there, -value)
+    with space.mapped() as area:
+        assert torch.equal(area[offset : offset + 8000].view(torch.float32), -value)
+
+
+def test_nothing_is_there_before_the_wait() -> None:
+    space, host = space_over("memory")
+    offset = space.reserve(4000)
+    host.area.zero_()
+    into = torch.ones(1000)
+    read = space.read(offset, into)
+    assert into.isnan().all() and not read.done()
+    read.wait()
+    assert (into == 0).all()
+    space.close()
+    assert host.area.numel() == 0

@@ -24,7 +24,7 @@ test: setup  ## Run the tests that cover every room, in minutes
 test-slow: $(LIBRARIES)  ## Run the tests that `make test` leaves out
 	$(PYTEST) -m "slow and not extended"
 
-test-extended: setup  ## Run the numeric tests under other instruction sets, and every benchmark as its docstring says
+test-extended: setup  ## Run the numeric tests under other instruction sets, every benchmark as its docstring says, whole matrices
 	$(BIN)/python -m pytest -m extended
 
 test-all: $(LIBRARIES)  ## Run every test but the extended ones

@@ -26,7 +26,7 @@ from tests.support.models import ADAMW, TinyLM, tokens
 from tests.support.pool import RankPool
 
 STEPS, BATCH = 3, 8
-SAVED = [("zero0", "early"), ("zero1", "random"), ("zero3-free", "random"), ("zero3", "late")]
+SAVED = [("zero0", "early"), ("zero3-free", "random")]
 
 
 class Pools:
@@ -179,6 +179,11 @@ def test_each_stage_has_the_bits_of_the_cpu_and_waits_once_per_step(ranks: Pools
 
 
 @pytest.mark.slow
+def test_more_ranks(ranks: Pools) -> None:
+    check(ranks(4), [Cell("zero1", "bf16", "random", accumulation=2), Cell("zero3", order="early")], waits=1)
+
+
+@pytest.mark.extended
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_the_whole_matrix(ranks: Pools, size: int) -> None:
     check(ranks(size), [cell for cell in MATRIX if BATCH % (size * cell.accumulation) == 0], waits=1)
@@ -198,7 +203,7 @@ def test_offloaded_state_has_the_bits_of_the_cpu(ranks: Pools, tmp_path: Path) -
     check(ranks(2), cells, waits=None)
 
 
-@pytest.mark.slow
+@pytest.mark.extended
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_offloaded_state_at_every_stage(ranks: Pools, tmp_path: Path, precision: str) -> None:
     cells = [
@@ -270,6 +275,12 @@ def test_a_pipeline_has_the_bits_of_the_cpu(ranks: Pools) -> None:
 
 
 @pytest.mark.slow
+def test_a_pipeline_of_four_ranks(ranks: Pools) -> None:
+    for answers in ranks(4).run(pipelines_on_both, [Pipeline({"stage": 2}, "early")]):
+        assert [differences for _, differences in answers] == [[]]
+
+
+@pytest.mark.extended
 def test_pipelines_at_every_stage(ranks: Pools) -> None:
     free = {"stage": 3, "stage3_param_persistence_threshold": 0}
     cells = [Pipeline({"stage": stage}, order) for stage, order in ((0, "late"), (1, "early"), (2, "random"))]

@@ -17,6 +17,7 @@ from zero_trial.util.text import format_bytes, format_count, parse_size
 if TYPE_CHECKING:
     from zero_trial.checkpoint.export import Exported, ExportPlan
     from zero_trial.checkpoint.format import Manifest
+    from zero_trial.checkpoint.reader import CheckpointReader
     from zero_trial.importing.imported import ImportedState
 
 
@@ -55,6 +56,13 @@ def add_export(subparsers: Any) -> None:
     parser.add_argument("--ema", dest="weights", action="store_const", const="ema", help="the same as --weights ema")
     parser.add_argument("--shard-size", metavar="SIZE", help=f"the largest size of a file (default: {_DEFAULT_SHARD})")
     parser.add_argument("--part", type=int, metavar="K", help="for a model-parallel checkpoint: which part, from 0")
+    parser.add_argument(
+        "--format",
+        default="safetensors",
+        choices=("safetensors", "dcp"),
+        help="dcp: a folder of torch.distributed.checkpoint with the optimizer's state, for FSDP2 (default: safetensors)",
+    )
+    parser.add_argument("--no-optimizer", action="store_true", help="with --format dcp: without the optimizer's state")
     parser.add_argument("--no-verify", action="store_true", help="skip the comparison with the SHA-256 sums")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.set_defaults(handler=_export)
@@ -77,6 +85,8 @@ def _export(options: argparse.Namespace) -> int:
 
     engine = only_engine(choose_checkpoint(options.checkpoint))
     reader = CheckpointReader(engine.folder)
+    if options.format == "dcp":
+        return _export_dcp(options, reader)
     one_file = options.out.suffix == SUFFIX and options.shard_size is None
     plan = plan_export(
         take_inventory(reader.manifest),
@@ -94,6 +104,26 @@ def _export(options: argparse.Namespace) -> int:
         with TensorStream(reader) as stream:
             exported = write_export(stream, plan, options.out, bar.update)
     _print_export(options, engine.folder, plan, exported)
+    return 0
+
+
+def _export_dcp(options: argparse.Namespace, reader: CheckpointReader) -> int:
+    from zero_trial.checkpoint.export_dcp import write_dcp
+
+    asked = (("--dtype", options.dtype != "keep"), ("--weights", options.weights != "masters"))
+    more = (("--shard-size", options.shard_size is not None), ("--part", options.part is not None))
+    for option, given in (*asked, *more):
+        if given:
+            raise ConfigError("it has no meaning with --format dcp", where=option, fix="Leave it out.")
+    if not options.no_verify:
+        _verify(reader.folder, reader.manifest, None)
+    files = write_dcp(reader, options.out, with_optimizer=not options.no_optimizer)
+    if options.json:
+        print(json.dumps({"checkpoint": str(reader.folder), "files": files}))
+        return 0
+    print(f"from    {shown(reader.folder)}")
+    for path, count in files.items():
+        print(f"file    {shown(Path(path))}  {format_bytes(count)}")
     return 0
 
 
@@ -134,9 +164,10 @@ def add_import(subparsers: Any) -> None:
     """Add the action."""
     parser = subparsers.add_parser(
         "import",
-        help="make a checkpoint from one of DeepSpeed's, or from plain weights",
-        description="Read a DeepSpeed checkpoint (ZeRO stage 0 to 3, any number of ranks, or a universal one) or plain weights "
-        "(pytorch_model.bin, model.safetensors, several with an index, or any file of torch.save), and write a checkpoint that "
+        help="make a checkpoint from one of DeepSpeed's, torch's or Hugging Face's, or from plain weights",
+        description="Read a DeepSpeed checkpoint (ZeRO stage 0 to 3, any number of ranks, or a universal one), a folder of "
+        "torch.distributed.checkpoint (FSDP2, torchtitan), a checkpoint-N of Hugging Face's Trainer, or plain "
+        "weights (pytorch_model.bin, model.safetensors, several with an index, or any file of torch.save), and write a checkpoint that "
         "engine.load_checkpoint(OUT) resumes at any stage on any number of ranks. Neither DeepSpeed nor the model's code is needed. "
         "Pickle files are parsed as data: no code from them is imported or called.",
         allow_abbrev=False,
@@ -145,7 +176,7 @@ def add_import(subparsers: Any) -> None:
         "source",
         type=Path,
         metavar="SOURCE",
-        help="the folder that save_checkpoint was given, a tag's folder, or a file",
+        help="the folder that save_checkpoint was given, a tag's folder, another program's folder, or a file",
     )
     parser.add_argument("out", type=Path, metavar="OUT", help="a folder of checkpoints: the new one is OUT/<tag>")
     parser.add_argument("--tag", help="which checkpoint of SOURCE (default: the one named by its file `latest`)")

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from zero_trial.checkpoint.format import MANIFEST_NAME, Slice
 from zero_trial.checkpoint.state_tree import encode_state
@@ -73,6 +76,16 @@ class ImportedState:
 def folder_name(folder: Path) -> str:
     """Return a folder's own name, also of one that is given as ``.`` or ``..``."""
     return Path(os.path.abspath(folder)).name
+
+
+BUFFERS = ("*running_mean", "*running_var", "*num_batches_tracked")
+"""Names of buffers in floating point; whole numbers and truth values are buffers whatever their
+name."""
+
+
+def is_buffer(name: str, tensor: torch.Tensor, patterns: Iterable[str]) -> bool:
+    """Return whether a tensor cannot be trained, or is named like a buffer."""
+    return not tensor.dtype.is_floating_point or any(fnmatchcase(name, pattern) for pattern in (*BUFFERS, *patterns))
 
 
 def fresh_state() -> dict[str, Any]:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from fnmatch import fnmatchcase
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +12,10 @@ from safetensors import SafetensorError, safe_open
 from zero_trial.checkpoint.format import MANIFEST_NAME, Slice
 from zero_trial.checkpoint.weights import files_of_index
 from zero_trial.errors import CheckpointError
+from zero_trial.importing.dcp import METADATA, read_dcp
 from zero_trial.importing.deepspeed import read_deepspeed
 from zero_trial.importing.deepspeed_files import find_deepspeed
-from zero_trial.importing.imported import ImportedState, ImportOptions, folder_name, fresh_state
+from zero_trial.importing.imported import ImportedState, ImportOptions, folder_name, fresh_state, is_buffer
 from zero_trial.importing.torch_file import FileTensor, TorchFile
 
 
@@ -27,6 +27,8 @@ def read_source(source: Path, tag: str | None, options: ImportOptions) -> Import
     folder = find_deepspeed(source, tag)
     if folder is not None:
         return read_deepspeed(folder, options)
+    if (source / METADATA).is_file():
+        return read_dcp(source, options)
     weights = find_weights(source)
     if weights is not None:
         return read_weights(weights, options)
@@ -50,10 +52,6 @@ NAMES = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin
 
 WRAPPERS = ("state_dict", "model", "module", "model_state_dict")
 """Entries below which a training script puts the weights."""
-
-BUFFERS = ("*running_mean", "*running_var", "*num_batches_tracked")
-"""Names of buffers in floating point; whole numbers and truth values are buffers whatever their
-name."""
 
 
 def find_weights(source: Path) -> Path | None:
@@ -101,11 +99,6 @@ def read_weights(path: Path, options: ImportOptions) -> ImportedState:
         left_out,
         notes,
     )
-
-
-def is_buffer(name: str, tensor: torch.Tensor, patterns: Iterable[str]) -> bool:
-    """Return whether a tensor cannot be trained, or is named like a buffer."""
-    return not tensor.dtype.is_floating_point or any(fnmatchcase(name, pattern) for pattern in (*BUFFERS, *patterns))
 
 
 def _tensors(path: Path, left_out: list[str]) -> dict[str, tuple[torch.Tensor, Any]]:

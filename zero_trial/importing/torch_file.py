@@ -378,30 +378,70 @@ class _StorageBytes(NamedTuple):
     crc: int | None
 
 
+class _Window(io.RawIOBase):
+    """Bytes in memory as a file, without a copy."""
+
+    def __init__(self, content: memoryview) -> None:
+        super().__init__()
+        self._content = content
+        self._position = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        start = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: len(self._content)}[whence]
+        if start + offset < 0:
+            raise OSError("a position before the start")
+        self._position = start + offset
+        return self._position
+
+    def tell(self) -> int:
+        return self._position
+
+    def readinto(self, target: Any) -> int:
+        part = self._content[self._position : self._position + len(target)]
+        target[: len(part)] = part
+        self._position += len(part)
+        return len(part)
+
+
 class TorchFile:
     """A file of ``torch.save``. ``content`` is what ``torch.load`` would have returned, with
     :class:`FileTensor` for tensors.
 
     Opening reads the structure only. A storage's bytes are compared with their CRC-32 when its
     first tensor is read. Raises CheckpointError for everything that is not such a file.
+
+    Args:
+        part: the bytes of the newer format inside ``path``, memory that may be written to; default:
+            all of the file.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, part: memoryview | None = None) -> None:
         self.path = path
         self._places: dict[str, _StorageBytes] = {}
         self._checked: set[str] = set()
+        self._resolver = Resolver(str(path), self._read)
+        if part is not None:
+            self._map: memoryview = part
+            self.content = self._from_zip()
+            return
         try:
             with path.open("rb") as file:
                 # copy on write: torch wants memory that may be written to; nothing writes to it
-                self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+                whole = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         except (OSError, ValueError) as fault:
             raise CheckpointError("this file cannot be read", where=str(path), got=str(fault)) from fault
-        self._resolver = Resolver(str(path), self._read)
-        self.content = self._from_zip() if self._map[:4] == b"PK\3\4" else self._from_old()
+        self._map = memoryview(whole)
+        self.content = self._from_zip() if whole[:4] == b"PK\3\4" else self._from_old(whole)
 
     def _from_zip(self) -> Any:
         try:
-            with zipfile.ZipFile(self.path) as archive:
+            with zipfile.ZipFile(_Window(self._map)) as archive:
                 entries = archive.infolist()
         except (zipfile.BadZipFile, OSError, ValueError, struct.error) as fault:
             raise self._damaged(str(fault)) from fault
@@ -419,7 +459,7 @@ class TorchFile:
 
     def _place(self, entry: zipfile.ZipInfo) -> _StorageBytes:
         """Return where an entry's bytes begin: the local header says it, not the archive's list."""
-        header = self._map[entry.header_offset : entry.header_offset + 30]
+        header = bytes(self._map[entry.header_offset : entry.header_offset + 30])
         if (
             entry.compress_type != zipfile.ZIP_STORED
             or entry.flag_bits & 1
@@ -434,14 +474,13 @@ class TorchFile:
         return place
 
     def _check_order(self, place: _StorageBytes | None) -> None:
-        order = self._map[place.start : place.start + place.size] if place is not None else b"little"
+        order = bytes(self._map[place.start : place.start + place.size]) if place is not None else b"little"
         if order != b"little":
             raise CheckpointError(
                 "the numbers are in another byte order", where=str(self.path), got=order, expected="little"
             )
 
-    def _from_old(self) -> Any:
-        stream = self._map
+    def _from_old(self, stream: mmap.mmap) -> Any:
         stream.seek(0)
         if stream[:1] != b"\x80":
             raise CheckpointError(
@@ -482,7 +521,7 @@ class TorchFile:
         return place
 
     def _bytes(self, place: _StorageBytes, what: str, copy: bool = True) -> bytes:
-        with memoryview(self._map)[place.start : place.start + place.size] as view:
+        with self._map[place.start : place.start + place.size] as view:
             if place.crc is not None and zlib.crc32(view) != place.crc:
                 raise self._damaged(f"{what} has another CRC-32 than when it was written")
             return bytes(view) if copy else b""

@@ -24,9 +24,8 @@ from torch.distributed.fsdp import fully_shard
 import zero_trial
 from tests.support.pool import Pools
 from zero_trial.checkpoint import CheckpointReader
-from zero_trial.checkpoint.export_dcp import dcp_state, write_dcp
 from zero_trial.cli.main import main
-from zero_trial.errors import CheckpointError, ConfigError
+from zero_trial.errors import CheckpointError
 from zero_trial.importing.imported import ImportOptions, write_imported
 from zero_trial.importing.source import read_source
 
@@ -154,19 +153,6 @@ def load_fsdp(folder: str) -> list[float]:
     dcp.load({"model": own, "optimizer": state}, checkpoint_id=folder)
     set_state_dict(model, optimizer, model_state_dict=own, optim_state_dict=state)
     return fsdp_steps(model, optimizer, range(3, 6))
-
-
-def test_what_was_saved_here_goes_on_in_fsdp2(ranks: Pools, tmp_path: Path) -> None:
-    expected = ranks(2).run(save_here, str(tmp_path))
-    assert main(["ckpt", "export", str(tmp_path / "a"), str(tmp_path / "dcp"), "--format", "dcp"]) == 0
-    for own, theirs in zip(ranks(2).run(load_fsdp, str(tmp_path / "dcp")), expected, strict=True):
-        assert own == pytest.approx(theirs, rel=1e-5)
-    reader = CheckpointReader(tmp_path / "a")
-    assert sorted(dcp_state(reader, with_optimizer=False)) == ["model"]
-    with pytest.raises(ConfigError):
-        write_dcp(reader, tmp_path / "dcp")
-    assert main(["ckpt", "export", str(tmp_path / "a"), str(tmp_path / "b"), "--format", "dcp", "--part", "0"]) == 2
-    assert not (tmp_path / "b").exists()
 
 
 @pytest.mark.parametrize("boxes", [[(0, 3), (3, 5)], [(0, 3), (4, 5)]])

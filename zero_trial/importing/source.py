@@ -15,6 +15,7 @@ from zero_trial.errors import CheckpointError
 from zero_trial.importing.dcp import METADATA, read_dcp
 from zero_trial.importing.deepspeed import read_deepspeed
 from zero_trial.importing.deepspeed_files import find_deepspeed
+from zero_trial.importing.huggingface import TRAINER_STATE, add_trainer_state
 from zero_trial.importing.imported import ImportedState, ImportOptions, folder_name, fresh_state, is_buffer
 from zero_trial.importing.torch_file import FileTensor, TorchFile
 
@@ -31,7 +32,8 @@ def read_source(source: Path, tag: str | None, options: ImportOptions) -> Import
         return read_dcp(source, options)
     weights = find_weights(source)
     if weights is not None:
-        return read_weights(weights, options)
+        read = read_weights(weights, options)
+        return add_trainer_state(source, read, options) if (source / TRAINER_STATE).is_file() else read
     if (source / MANIFEST_NAME).is_file() or any((path / MANIFEST_NAME).is_file() for path in source.iterdir()):
         raise CheckpointError(
             "this is a checkpoint of zero_trial already", where=str(source), fix="Load it with engine.load_checkpoint."

@@ -6,8 +6,10 @@ import gc
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
-from benchmarks.loading import acts, start, status, width_of, write_file
+from benchmarks.loading import OwnPeak, acts, start, status, width_of, write_file
 from tests.support.pool import Pools
 from zero_trial.sharding.heap import give_freed_memory_back
 
@@ -39,3 +41,28 @@ def test_a_rank_grows_by_its_shards_and_a_group(case: str, ranks: Pools, tmp_pat
     slack = SLACK if case != "weights-3" else 4
     for peak in ranks(2).run(grown, case, tmp_path):
         assert peak <= 2 * SHARD + GROUP + slack
+
+
+def growth_of_saving(folder: Path, stage: int) -> tuple[float, float]:
+    """Megabytes by which a rank's own memory grows while it writes the weights, and while rank 0
+    gets them."""
+    for act in acts(f"weights-{stage}", width_of(MEGABYTES), folder):
+        engine = act()
+    found = []
+    for save in (lambda: engine.save_16bit_model(folder / "saved"), engine._zero3_consolidated_16bit_state_dict):
+        with OwnPeak() as peak:
+            kept = save()
+        found.append(peak.megabytes)
+        del kept
+    engine.destroy()
+    return found[0], found[1]
+
+
+def test_weights_are_written_group_by_group(ranks: Pools, tmp_path: Path) -> None:
+    write_file(tmp_path / "model.safetensors", width_of(MEGABYTES))
+    first, second = ranks(2).run(growth_of_saving, tmp_path, 3)
+    # a group, what may wait until it is given back, and the heap's own
+    assert max(first[0], second[0], second[1]) <= GROUP + 16.8 + 4
+    assert first[1] <= MEGABYTES + GROUP + 16.8 + 4
+    written, expected = (load_file(tmp_path / place) for place in ("saved/model.safetensors", "model.safetensors"))
+    assert written.keys() == expected.keys() and all(torch.equal(written[name], expected[name]) for name in expected)

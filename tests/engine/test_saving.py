@@ -21,7 +21,7 @@ from tests.support.dense import STAGES, Case, Turn, build_engine
 from tests.support.models import WIDTH, TinyLM, make_engine, tokens
 from tests.support.pool import Pools, RankPool
 from zero_trial import zero
-from zero_trial.engine.saving import _whole_model
+from zero_trial.engine.weights import _whole_model
 from zero_trial.errors import CheckpointError, MeshError, StorageError, TrialError
 from zero_trial.sharding.freed import FreedParameter
 

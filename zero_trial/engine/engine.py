@@ -30,6 +30,7 @@ from zero_trial.engine.observe import COLLECTOR_PAUSE, FORWARD, STEP, Observer
 from zero_trial.engine.parameter_checks import ParameterCheck, UsedParameters
 from zero_trial.engine.resolved_config import ResolvedConfig
 from zero_trial.engine.step import StepOutcome
+from zero_trial.engine.weights import first_rank_state, save_weights
 from zero_trial.errors import TrialError
 from zero_trial.precision import cast_floats, explain_dtypes, forward_of
 from zero_trial.sharding.build_groups import fp32_buffers
@@ -524,7 +525,7 @@ class Engine(EngineAccessors):
         """Write the model's weights in the parameters' dtype as one safetensors file, on rank 0.
         Collective."""
         directory = saving.folder_of(save_dir, "engine.save_16bit_model(save_dir)")
-        return saving.save_weights(self, directory, save_filename, without_frozen=exclude_frozen_parameters)
+        return save_weights(self, directory, save_filename, without_frozen=exclude_frozen_parameters)
 
     def _zero3_consolidated_16bit_state_dict(
         self, exclude_frozen_parameters: bool = False
@@ -536,7 +537,7 @@ class Engine(EngineAccessors):
         model is used again: libraries call that on some ranks alone while they save.
         """
         where = "engine._zero3_consolidated_16bit_state_dict"
-        state = saving.first_rank_state(self, where, exclude_frozen_parameters)
+        state = first_rank_state(self, where, exclude_frozen_parameters)
         self.sharded.list_names()
         return state
 

@@ -21,14 +21,12 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from safetensors import SafetensorError
 from torch import nn
 
 from zero_trial.checkpoint import BackgroundSaver, Slice, save_checkpoint
-from zero_trial.checkpoint.export import write_weights
-from zero_trial.checkpoint.format import dtype_name, dtype_of
+from zero_trial.checkpoint.format import dtype_name
 from zero_trial.checkpoint.state_tree import capture_rng, encode_state
-from zero_trial.comm import AxisComm, Mesh, fail_together, raise_together
+from zero_trial.comm import AxisComm, Mesh, fail_together
 from zero_trial.ds_config.table import DsConfig
 from zero_trial.engine.step import StepOutcome
 from zero_trial.errors import CheckpointError, TrialError
@@ -273,52 +271,6 @@ def _save(
     background.save(directory, tag, copied, on_disk=streamed, **facts)
 
 
-def save_weights(engine: CheckpointedEngine, directory: Path, filename: str, *, without_frozen: bool = False) -> bool:
-    """Write the whole model as one safetensors file in the parameters' dtype; tied names are stored
-    once and listed in the metadata.
-
-    Collective over the world.
-    """
-    state = first_rank_state(engine, "engine.save_16bit_model", without_frozen)
-    aliases = CheckpointNames(engine).aliases()
-    fault = None
-    if state is not None:
-        try:
-            directory.mkdir(parents=True, exist_ok=True)
-            kept = {name: tensor.contiguous() for name, tensor in state.items() if name not in aliases}
-            metadata = {"format": "pt", **{f"alias:{alias}": name for alias, name in aliases.items()}}
-            write_weights(directory / filename, kept, metadata)
-        except (OSError, SafetensorError) as error:
-            fault = f"save_16bit_model: {directory / filename} was not written: {error}"
-    raise_together(engine.mesh.world, fault, "save_16bit_model")
-    return True
-
-
-def first_rank_state(engine: CheckpointedEngine, where: str, without_frozen: bool) -> dict[str, torch.Tensor] | None:
-    """Return the state dict of the whole model on rank 0, None on the others: copies in the host's
-    memory, in the parameters' dtype; tied names share one. Collective over the world."""
-    names = CheckpointNames(engine)
-    if names.parts > 1:
-        raise TrialError(
-            "no rank has the whole model: it is parallel itself",
-            where=where,
-            got=f"{names.parts} parts",
-            fix="Use engine.save_checkpoint, or join the parts of engine.module_state_dict() as the model cuts them.",
-        )
-    # streamed: no device and no other rank holds the whole model
-    state = engine.sharded.rank0_state_dict()
-    if without_frozen:
-        params = engine.module.named_parameters(remove_duplicate=False)
-        frozen = {name for name, param in params if not param.requires_grad}
-        state = {name: value for name, value in state.items() if name not in frozen}
-    state = _whole_model(engine, state)
-    aliases = names.aliases()
-    if engine.mesh.rank != 0:
-        return None
-    kept = {name: value.detach().to("cpu", copy=True) for name, value in state.items() if name not in aliases}
-    return {name: kept[aliases.get(name, name)] for name in state}
-
-
 def frozen_names(engine: CheckpointedEngine) -> set[str]:
     """Name the parameters of this pipeline stage that a checkpoint without frozen parameters leaves
     out."""
@@ -476,31 +428,6 @@ def _own_state(engine: CheckpointedEngine) -> dict[str, Any]:
         if not torch.equal(reference, buffer):
             different[name] = buffer
     return {"rng": capture_rng(engine.device), "buffers": different}
-
-
-def _whole_model(engine: CheckpointedEngine, own: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Join the state dicts of all pipeline stages on the first; a tied weight is the same in each.
-    Collective over pipe.
-
-    One tensor travels at a time. Where the pipe's backend takes no tensors of the host (NCCL
-    alone), it passes through the device.
-    """
-    pipe = engine.mesh.pipe
-    if pipe.size == 1:
-        return own
-    whole = dict(own)
-    facts = {name: [dtype_name(value.dtype), list(value.shape), value.is_cpu] for name, value in own.items()}
-    for stage, theirs in enumerate(pipe.gather_json(facts, "parts of the model")):
-        for name, (dtype, shape, on_host) in theirs.items():
-            device = torch.device("cpu") if on_host and pipe.takes_host_tensors else engine.device
-            mine = stage == pipe.index
-            value = (
-                own[name].to(device).contiguous() if mine else torch.empty(shape, dtype=dtype_of(dtype), device=device)
-            )
-            pipe.broadcast(value, name, stage)
-            if pipe.index == 0:
-                whole[name] = value.cpu()
-    return whole
 
 
 def _same_everywhere(engine: CheckpointedEngine, tag: str) -> str:

@@ -1,20 +1,30 @@
-"""First values from safetensors files: ``initialize(model, weights="folder")``. Each rank reads the
-ranges of its shards; see ``read_shard`` in ``sharding/build_groups.py``."""
+"""Weights alone, as safetensors files: read as a model's first values (``initialize(model,
+weights="folder")``, see ``read_shard`` in ``sharding/build_groups.py``), and written
+(``engine.save_16bit_model``)."""
 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 
+from zero_trial.checkpoint.export import write_weights
+from zero_trial.checkpoint.format import dtype_name, dtype_of, safetensors_header, tensor_bytes
 from zero_trial.checkpoint.reader import compare_tensors
 from zero_trial.checkpoint.weights import WeightsReader
-from zero_trial.comm import AxisComm, Mesh, fail_together
-from zero_trial.errors import ConfigError
+from zero_trial.comm import AxisComm, Mesh, fail_together, raise_together
+from zero_trial.engine.saving import CheckpointedEngine, CheckpointNames
+from zero_trial.errors import ConfigError, TrialError
 from zero_trial.sharding.grouping import ManualGroups, parameter_names, saved_buffers
 from zero_trial.sharding.meta import initialize_buffers, initialize_meta, place_absent
+from zero_trial.sharding.unshard import ModuleHook
+from zero_trial.util.files import replacing
 
 
 class StoredWeights:
@@ -107,3 +117,148 @@ def give_values(model: nn.Module, data: AxisComm, device: torch.device, *, by_fi
     else:
         place_absent(model, torch.device("cpu"))  # random numbers are the host's, as when building it
         initialize_meta(model, data)
+
+
+# --- writing --------------------------------------------------------------------------------------
+
+
+def save_weights(engine: CheckpointedEngine, directory: Path, filename: str, *, without_frozen: bool = False) -> bool:
+    """Write the whole model as one safetensors file in the parameters' dtype; tied names are stored
+    once and listed in the metadata.
+
+    Collective over the world. One group at a time is whole, and no rank has the whole model, unless
+    it is a pipeline, or modules make their state dict in a way of their own.
+    """
+    names = CheckpointNames(engine)
+    aliases = names.aliases()
+    metadata = {"format": "pt", **{f"alias:{alias}": name for alias, name in aliases.items()}}
+    if engine.mesh.pipe.size == 1 and names.parts == 1 and _has_plain_state(engine.module):
+        fault = _stream_weights(engine, directory, filename, metadata, without_frozen)
+    else:
+        state = first_rank_state(engine, "engine.save_16bit_model", without_frozen)
+        fault = None
+        if state is not None:
+            try:
+                directory.mkdir(parents=True, exist_ok=True)
+                kept = {name: tensor.contiguous() for name, tensor in state.items() if name not in aliases}
+                write_weights(directory / filename, kept, metadata)
+            except (OSError, SafetensorError) as error:
+                fault = error
+    text = f"save_16bit_model: {directory / filename} was not written: {fault}" if fault is not None else None
+    raise_together(engine.mesh.world, text, "save_16bit_model")
+    return True
+
+
+def _has_plain_state(module: nn.Module) -> bool:
+    """Return whether the state dict is the parameters and saved buffers by their names, as far as
+    hooks and methods tell."""
+    own = ("state_dict", "_save_to_state_dict", "get_extra_state")
+    return all(
+        all(getattr(type(part), name) is getattr(nn.Module, name) and name not in vars(part) for name in own)
+        and all(isinstance(hook, ModuleHook) for hook in part._state_dict_hooks.values())
+        and all(isinstance(hook, ModuleHook) for hook in part._state_dict_pre_hooks.values())
+        for part in module.modules()
+    )
+
+
+def _stream_weights(
+    engine: CheckpointedEngine, directory: Path, filename: str, metadata: Mapping[str, str], without_frozen: bool
+) -> Exception | None:
+    """Write the file on rank 0, group by group, and return why it could not be; the other ranks
+    take part in the gathers. Collective over shard."""
+    tensors: dict[str, torch.Tensor] = dict(CheckpointNames(engine).buffers())
+    for name, (param, _) in parameter_names(engine.module).items():
+        if param.requires_grad or not without_frozen:
+            tensors[name] = param
+    # wide ones first, so that each is aligned in the file
+    order = sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))
+    header = safetensors_header(((name, tensors[name].dtype, tensors[name].shape) for name in order), metadata)
+    places, end = {}, len(header)
+    for name in order:
+        places[name], end = end, end + tensors[name].numel() * tensors[name].dtype.itemsize
+    names = {id(tensor): name for name, tensor in tensors.items()}
+    fault: Exception | None = None
+
+    with ExitStack() as stack:
+        file: Any = None
+        if engine.mesh.rank == 0:
+            try:
+                directory.mkdir(parents=True, exist_ok=True)
+                file = stack.enter_context(stack.enter_context(replacing(directory / filename)).open("r+b"))
+                file.write(header)
+            except OSError as error:
+                fault = error
+
+        def write(tensor: torch.Tensor) -> None:
+            nonlocal fault
+            name = names.pop(id(tensor), None)
+            if name is None or file is None or fault is not None:
+                return
+            try:
+                values = tensor.detach().to("cpu").contiguous()
+                file.seek(places[name])
+                file.write(tensor_bytes(values))
+            except OSError as error:
+                fault = error
+
+        for group in engine.sharded.whole_groups():
+            for param in group.params:
+                write(param)
+        for name in order:  # what is in no group
+            write(tensors[name])
+        try:
+            if fault is not None:
+                stack.pop_all().__exit__(type(fault), fault, fault.__traceback__)
+            stack.close()
+        except OSError as error:
+            fault = error
+    return fault
+
+
+def first_rank_state(engine: CheckpointedEngine, where: str, without_frozen: bool) -> dict[str, torch.Tensor] | None:
+    """Return the state dict of the whole model on rank 0, None on the others: copies in the host's
+    memory, in the parameters' dtype; tied names share one. Collective over the world."""
+    names = CheckpointNames(engine)
+    if names.parts > 1:
+        raise TrialError(
+            "no rank has the whole model: it is parallel itself",
+            where=where,
+            got=f"{names.parts} parts",
+            fix="Use engine.save_checkpoint, or join the parts of engine.module_state_dict() as the model cuts them.",
+        )
+    # streamed: no device and no other rank holds the whole model
+    state = engine.sharded.rank0_state_dict()
+    if without_frozen:
+        params = engine.module.named_parameters(remove_duplicate=False)
+        frozen = {name for name, param in params if not param.requires_grad}
+        state = {name: value for name, value in state.items() if name not in frozen}
+    state = _whole_model(engine, state)
+    aliases = names.aliases()
+    if engine.mesh.rank != 0:
+        return None
+    return {name: state[aliases.get(name, name)] for name in state}
+
+
+def _whole_model(engine: CheckpointedEngine, own: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Join the state dicts of all pipeline stages on the first; a tied weight is the same in each.
+    Collective over pipe.
+
+    One tensor travels at a time. Where the pipe's backend takes no tensors of the host (NCCL
+    alone), it passes through the device.
+    """
+    pipe = engine.mesh.pipe
+    if pipe.size == 1:
+        return own
+    whole = dict(own)
+    facts = {name: [dtype_name(value.dtype), list(value.shape), value.is_cpu] for name, value in own.items()}
+    for stage, theirs in enumerate(pipe.gather_json(facts, "parts of the model")):
+        for name, (dtype, shape, on_host) in theirs.items():
+            device = torch.device("cpu") if on_host and pipe.takes_host_tensors else engine.device
+            mine = stage == pipe.index
+            value = (
+                own[name].to(device).contiguous() if mine else torch.empty(shape, dtype=dtype_of(dtype), device=device)
+            )
+            pipe.broadcast(value, name, stage)
+            if pipe.index == 0:
+                whole[name] = value.cpu()
+    return whole

@@ -14,6 +14,7 @@ from torch import nn
 from zero_trial.comm import AxisComm
 from zero_trial.errors import TrialError
 from zero_trial.sharding.freed import FreedParameter, lost_edits
+from zero_trial.sharding.heap import FreedBytes
 from zero_trial.sharding.leaf_modules import get_z3_leaf_modules
 from zero_trial.sharding.param_group import ParamGroup
 from zero_trial.sharding.plan import Lifetime
@@ -62,6 +63,9 @@ class FullParams:
         self._drops_values = False
         self._lists_names: Any = None  # while set, see list_names(): the handle of the hook that ends it
         self._copies = any(group.plan.params is not Lifetime.ALWAYS for group in groups)
+        self._to_host = self._copies  # state_dict() hands out copies in the host's memory
+        self._copied: dict[int, torch.Tensor] = {}  # by parameter: tied names share one
+        self._heap = FreedBytes()
         self.handles: list[Any] = []
         group_of = {id(param): group for group in groups for param in group.params}
         for part in module.modules():
@@ -166,18 +170,18 @@ class FullParams:
     # --- state_dict, load_state_dict --------------------------------------------------------------
 
     def rank0_state_dict(self) -> dict[str, Any]:
-        """``state_dict()`` of the module for the first rank of the shard axis alone, in the host's
-        memory; the other ranks get an empty one.
+        """``state_dict()`` of the module for the first rank of the shard axis alone, copied to the
+        host's memory; the other ranks get an empty one.
 
         The ranks of a host then hold one copy of the model and not one each.
         """
         self.end_names()
         first = all(group.comm.index == 0 for group in self._groups)
-        self._drops_values = self._copies and not first
+        self._drops_values, self._to_host = not first, True
         try:
             state: dict[str, Any] = self._module.state_dict()
         finally:
-            self._drops_values = False
+            self._drops_values, self._to_host = False, self._copies
         return state if first else {}
 
     def list_names(self) -> None:
@@ -208,6 +212,7 @@ class FullParams:
             self._publisher.wait_result()
             self._loading = False  # what an earlier call left open when it failed is dropped
             self._uncopied.clear()
+            self._copied.clear()
             self._free_gathered(())
             self._scope, self._loading = part, loading
         self._free_gathered(own)
@@ -223,16 +228,20 @@ class FullParams:
     def _after_state_dict(self, part: nn.Module, state: dict[str, Any], prefix: str, _: object) -> None:
         """Replace the part's own entries, views of buffers that will be freed, by copies. Those of
         inner modules are copied already."""
-        if self._copies:
-            for name in (*part._parameters, *part._buffers):
+        if self._to_host:
+            for name, own in (*part._parameters.items(), *part._buffers.items()):
                 value = state.get(prefix + name)
                 if torch.is_tensor(value) and not isinstance(value, FreedParameter):
-                    state[prefix + name] = None if self._drops_values else value.to("cpu", copy=True)
+                    if not self._drops_values and id(own) not in self._copied:
+                        self._copied[id(own)] = value.to("cpu", copy=True)
+                    state[prefix + name] = self._copied.get(id(own))
         while self._uncopied and self._uncopied.pop()[0] is not part:
             pass
         if part is self._scope:
             self._free_gathered(())
             self._scope = None
+            self._copied.clear()
+            self._heap.give_back()
 
     def _after_load(self, part: nn.Module, inside: list[ParamGroup]) -> None:
         if part is self._scope:
@@ -255,6 +264,7 @@ class FullParams:
             if loaded is not None and group.live:
                 group.load_full(loaded)
             group.reshard()
+            self._heap.add(group.full)
             self._gathered.remove(group)
 
 

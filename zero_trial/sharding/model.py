@@ -32,7 +32,7 @@ from zero_trial.sharding.grouping import (
     ManualGroups,
     ShardingSettings,
 )
-from zero_trial.sharding.heap import keep_freed_memory
+from zero_trial.sharding.heap import FreedBytes, keep_freed_memory
 from zero_trial.sharding.layout import wide_dtype
 from zero_trial.sharding.offload.moved_states import GRADIENTS, MovedStates
 from zero_trial.sharding.optimizer_view import StepStatus
@@ -356,6 +356,21 @@ class ShardedModel:
             yield
         finally:
             self.unsharder.reshard_all()
+
+    def whole_groups(self) -> Iterator[ParamGroup]:
+        """Yield each group with its parameters whole; those that are freed are whole one group at a
+        time. Collective over shard."""
+        self._full_params.end_names()
+        self.wait()
+        heap = FreedBytes()
+        for group in self.groups:
+            kept = group.live
+            group.unshard()
+            yield group
+            if not kept:
+                group.reshard()
+                heap.add(group.full)
+        heap.give_back()
 
     def rank0_state_dict(self) -> dict[str, Any]:
         """See :meth:`FullParams.rank0_state_dict`."""

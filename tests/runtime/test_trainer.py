@@ -21,7 +21,12 @@ from zero_trial.runtime.trainer import Trainer, init
 from zero_trial.trial import ZeroTrialContext
 from zero_trial.trial.reporting import End, Outcome
 
-CONF: dict[str, Any] = {"data": {"ds_config": DS_CONFIG}, "reproducibility": {"experiment_seed": 7}}
+CONF: dict[str, Any] = {
+    "data": {"ds_config": DS_CONFIG},
+    "reproducibility": {"experiment_seed": 7},
+    # tests start from one of the last three; a complete trial keeps one unless this says more
+    "checkpoint_storage": {"save_trial_latest": 3},
+}
 
 
 class Batch:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from zero_trial.errors import ConfigError, DataError, Diverged, InvalidHP, MeshE
 from zero_trial.runtime.in_memory import ReportedRecord
 from zero_trial.trial import Batch, Epoch, TrainSettings, TrialCallback, ZeroTrial
 from zero_trial.trial.reporting import End
+from zero_trial.trial.settings import Keep
 
 
 def test_a_trial_learns_reports_validates_and_saves() -> None:
@@ -172,6 +174,22 @@ def test_checkpoint_policies(policy: str, smaller: bool, saved: list[int]) -> No
     )
     run = run_rank(Scripted, settings, experiment=experiment)
     assert run.record.checkpoints == [f"step-{step:06d}" for step in saved]
+
+
+@pytest.mark.parametrize(("length", "there"), [(8, [8]), (7, [4, 6, 7])])
+def test_a_complete_trial_keeps_as_many_as_a_cluster_would(tmp_path: Path, length: int, there: list[int]) -> None:
+    """While it trains, and where it is stopped, two latest ones: one may turn out to be damaged."""
+
+    class Stopped(Scripted):
+        def train_batch(self, *arguments: Any) -> Any:
+            self.context.set_stop_requested(arguments[-1] >= 6 and length == 7)
+            return super().train_batch(*arguments)
+
+    settings = steps(8, checkpoint_period=Batch(2), validation_period=Batch(4), metric="validation_loss")
+    ticks = iter(range(10_000))  # the ranks talk after every step
+    settings = replace(settings, keep=Keep(best=1, latest=2, at_end=1))
+    run_rank(Stopped, settings, storage=tmp_path, clock=lambda: float(next(ticks)))
+    assert sorted(int(path.name[-6:]) for path in tmp_path.glob("step-*")) == there
 
 
 def test_a_searcher_metric_that_is_never_reported() -> None:
@@ -442,7 +460,8 @@ def test_live_events() -> None:
         (n, 4, 0.01) for n in (1, 2, 3, 4)
     ]
     assert [event["loss"] for event in trained] == pytest.approx(run.trial.losses)
-    assert all(event["samples_per_second"] > 0 and event["eta_seconds"] >= 0 for event in trained)
+    assert all(event["samples_per_second"] > 0 for event in trained)
+    assert [event.get("eta_seconds", -1.0) >= 0 for event in trained] == [False, True, True, True]
 
 
 class OtherSlice(FakeGrid):

@@ -112,14 +112,14 @@ def test_what_an_experiment_says() -> None:
         step_zero_validation=True,
         metric="accuracy",
         smaller_is_better=False,
-        keep=Keep(best=2, latest=2),
+        keep=Keep(best=2, latest=2, at_end=1),
     )
 
 
 def test_the_defaults_are_determineds() -> None:
     settings = settings_from_experiment({"searcher": {"max_length": 7}}, {})
     assert settings.max_length == Batch(7) and settings.reporting_period == Batch(100)
-    assert (settings.validation_period, settings.checkpoint_policy, settings.keep) == (Batch(0), "best", Keep(1, 2))
+    assert (settings.validation_period, settings.checkpoint_policy, settings.keep) == (Batch(0), "best", Keep(1, 2, 1))
 
 
 def test_a_run_needs_a_length_and_a_known_policy() -> None:

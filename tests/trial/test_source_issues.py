@@ -37,9 +37,9 @@ def test_each_call_with_its_line_and_what_to_write() -> None:
     first = Ported.train_batch.__code__.co_firstlineno
     found = training_issues(Ported.train_batch)
     assert [(remark.where, remark.what.split(" ")[0]) for remark in found] == [
-        (f"test_training_issues.py:{first + 1}", "self.engine.optimizer.zero_grad"),
-        (f"test_training_issues.py:{first + 4}", "torch.nn.utils.clip_grad_norm_"),
-        (f"test_training_issues.py:{first + 5}", "self.engine.optimizer.step"),
+        (f"test_source_issues.py:{first + 1}", "self.engine.optimizer.zero_grad"),
+        (f"test_source_issues.py:{first + 4}", "torch.nn.utils.clip_grad_norm_"),
+        (f"test_source_issues.py:{first + 5}", "self.engine.optimizer.step"),
     ]
     assert found[1].fix == "Set gradient_clipping in ds_config." and "ZeRO 2 and 3" in found[1].what
 

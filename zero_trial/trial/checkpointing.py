@@ -7,7 +7,7 @@ import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -177,6 +177,13 @@ class Checkpointer:
                 if getattr(engine, "checkpoint_under_way", False):
                     engine.wait_for_checkpoint()
         return self.poll()
+
+    def keep_at_end(self, state: TrialSnapshot, keep: Keep, smaller_is_better: bool) -> None:
+        """Delete what a complete trial need not keep, as a cluster does when its experiment ends.
+        Local; rank 0 acts."""
+        if self._context.distributed.rank == 0 and keep.at_end is not None:
+            kept = retained(state.history, replace(keep, latest=keep.at_end), smaller_is_better)
+            self._context.platform.checkpoints.retain([entry[0] for entry in kept])
 
     def abandon(self, error: BaseException) -> None:
         """Remove what a checkpoint under way has written: ``error`` ends the run. Local."""

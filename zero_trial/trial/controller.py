@@ -398,6 +398,8 @@ class TrainLoop:
             self._validate()
         self._save()
         self._note_checkpoint(self._checkpointer.wait())
+        if end is End.COMPLETED:
+            self._checkpointer.keep_at_end(self._state, self._settings.keep, self._settings.smaller_is_better)
         if self._context.distributed.rank == 0:
             self._context.platform.progress.report_progress(self._state.step / self._total)
 

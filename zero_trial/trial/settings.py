@@ -166,10 +166,11 @@ POLICIES = ("best", "all", "none")
 @dataclass(frozen=True)
 class Keep:
     """Which checkpoints of a trial stay: the best few by the searcher's metric and the latest few.
-    None keeps all."""
+    None keeps all. ``at_end``: how many of the latest a complete trial keeps; None: as many."""
 
     best: int | None = None
     latest: int | None = None
+    at_end: int | None = None
 
 
 @dataclass(frozen=True)
@@ -245,6 +246,7 @@ def settings_from_experiment(
 
 
 def _keep(storage: Mapping[str, Any]) -> Keep:
-    """Return Determined's numbers, but at least two latest ones: one may turn out to be damaged."""
-    best, latest = storage.get("save_trial_best", 1), storage.get("save_trial_latest", 2)
-    return Keep(best=int(best), latest=max(int(latest), 2))
+    """Return Determined's numbers, but at least two latest ones until the trial is complete: one
+    may turn out to be damaged."""
+    best, latest = int(storage.get("save_trial_best", 1)), int(storage.get("save_trial_latest", 1))
+    return Keep(best=best, latest=max(latest, 2), at_end=latest)

@@ -162,7 +162,7 @@ class Operators:
             self._require_one_device(schema.name, given)
             if not schema.gives_tensors:
                 return self._at_once(op, schema, args, kwargs)
-            if not schema.written:
+            if not schema.returns_written and op._schema.returns:
                 try:
                     shapes = op(*mapped(args, meta_of), **{key: mapped(each, meta_of) for key, each in kwargs.items()})
                 except (NotImplementedError, RuntimeError) as error:
@@ -177,8 +177,8 @@ class Operators:
             self._grow_outputs(op, schema, values)
             self._queue(op, schema, args, kwargs, values, [])
             written = [values[name] for name in schema.written]
-            if not schema.returns_written:
-                return None if not op._schema.returns else written
+            if not op._schema.returns:
+                return None
             return written[0] if len(op._schema.returns) == 1 else tuple(written[: len(op._schema.returns)])
 
     def _with_dtypes_of_the_cpu(self, op: Any, shapes: Any, args: Any, kwargs: Any) -> Any:

@@ -24,7 +24,7 @@ from tests.support.cuda_fixtures import (  # noqa: F401
     gpus,
     kept_kernels,
 )
-from tests.support.pool import Pools, seed_generators
+from tests.support.pool import Nursery, Pools, seed_generators
 from tests.support.tiers import (
     file_of,
     function_of,
@@ -34,6 +34,10 @@ from tests.support.tiers import (
     slow_cases,
     write_durations,
 )
+
+# Until all tests are collected: the trees of their sources are made of objects that it would walk
+# over and over, for more than half of the time.
+gc.disable()
 
 settings.register_profile("recorded", derandomize=True)
 settings.register_profile("explore", print_blob=True)
@@ -50,6 +54,8 @@ def pytest_configure(config: pytest.Config) -> None:
     # The threads of one operation wait for each other in a loop, which beside another worker takes
     # ten times as long as the operation.
     torch.set_num_threads(1)
+    if not _is_worker(config) and config.getoption("numprocesses", None):
+        gc.enable()  # the workers collect the tests
     if config.getoption("--record-durations") and not _is_worker(config):
         config.pluginmanager.register(Recorder())
 
@@ -81,6 +87,7 @@ def pytest_collection_finish() -> None:
     modules. Some tests collect, and each time it would look at all of that.
     """
     gc.freeze()
+    gc.enable()
 
 
 class Recorder:
@@ -110,6 +117,14 @@ def ranks() -> Iterator[Pools]:
     pools = Pools()
     yield pools
     pools.close()
+
+
+@pytest.fixture(scope="session")
+def nursery() -> Iterator[Nursery]:
+    """Fork ranks that have libraries which take seconds to import: ``Pools(nursery, modules)``."""
+    nursery = Nursery()
+    yield nursery
+    nursery.close()
 
 
 @pytest.fixture(autouse=True)

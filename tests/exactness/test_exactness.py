@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,16 +10,26 @@ import pytest
 
 from tests.exactness.measure import CELLS, EXACT, Row, acceptable, measured, missing, read_page
 from tests.exactness.rows import SECTIONS
-from tests.support.pool import Pools
+from tests.support.pool import Nursery, Pools
 
 PAGE = Path(__file__).parents[2] / "docs" / "exactness.md"
 ROWS = [row for rows in SECTIONS.values() for row in rows]
 
 
+# What the rows import, which takes seconds: once for all ranks.
+LIBRARIES = [
+    "transformers.optimization",
+    "transformers.models.llama.modeling_llama",
+    "transformers.models.t5.modeling_t5",
+    "diffusers.models.unets.unet_2d",
+    "peft",
+]
+
+
 @pytest.fixture(scope="module")
-def pools() -> Iterator[Pools]:
-    """Start ranks for this file alone: they import libraries and torch's compiler."""
-    pools = Pools()
+def pools(nursery: Nursery) -> Iterator[Pools]:
+    """Start ranks for this file alone: they have libraries and torch's compiler."""
+    pools = Pools(nursery, [name for name in LIBRARIES if importlib.util.find_spec(name.partition(".")[0])])
     yield pools
     pools.close()
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.pool import Pools
+from tests.support.pool import Nursery, Pools
 
 pytestmark = [
     pytest.mark.slow,
@@ -30,9 +30,9 @@ WITHIN = 2e-6  # of losses near 4: about eight units in the last place of fp32
 
 
 @pytest.fixture(scope="module")
-def pools() -> Iterator[Pools]:
-    """Start ranks for this file alone: they import the libraries."""
-    pools = Pools()
+def pools(nursery: Nursery) -> Iterator[Pools]:
+    """Start ranks for this file alone, which have the libraries."""
+    pools = Pools(nursery, ["tests.stand_in.trainers"])
     yield pools
     pools.close()
 

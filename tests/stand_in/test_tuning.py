@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.pool import Pools
+from tests.support.pool import Nursery, Pools
 
 LIBRARIES = ("accelerate", "datasets", "peft", "transformers", "trl")
 
@@ -31,9 +31,9 @@ EVERY = [None, 0, 1, 2, 3]
 
 
 @pytest.fixture(scope="module")
-def pools() -> Iterator[Pools]:
-    """Start ranks for this file alone: they import the libraries."""
-    pools = Pools()
+def pools(nursery: Nursery) -> Iterator[Pools]:
+    """Start ranks for this file alone, which have the libraries."""
+    pools = Pools(nursery, ["tests.stand_in.tuners"])
     yield pools
     pools.close()
 

@@ -5,19 +5,24 @@ from __future__ import annotations
 
 import faulthandler
 import gc
+import importlib
 import logging
 import multiprocessing
 import os
 import random
+import signal
 import socket
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext
 from typing import Any
 from unittest import mock
+
+import psutil
 
 TIMEOUT_SECONDS = 120.0
 COLLECTIVE_TIMEOUT_SECONDS = 30.0
@@ -31,27 +36,87 @@ class RankFailed(AssertionError):
     """A rank raised, hung or died; the message holds every rank's traceback."""
 
 
+class Nursery:
+    """A process that imports modules whose libraries take seconds, once for all ranks that are
+    forked from it. The server that all others come from does without them."""
+
+    def __init__(self) -> None:
+        self._pipe: Connection | None = None
+
+    def bear(self, modules: Sequence[str], *place: Any) -> int:
+        """Fork a process that has ``modules`` and serves as ``_serve(*place)``; return its id."""
+        if self._pipe is None:
+            self._pipe, theirs = server().Pipe()
+            server().Process(target=_bear, args=(theirs,), daemon=True).start()
+            theirs.close()
+        self._pipe.send((modules, place))
+        answer = self._pipe.recv()
+        if not isinstance(answer, int):
+            raise RankFailed(f"{', '.join(modules)} cannot be imported\n{answer}")
+        return answer
+
+    def close(self) -> None:
+        if self._pipe is not None:
+            self._pipe.close()
+            self._pipe = None
+
+
+def _bear(pipe: Connection) -> None:
+    """Import what is asked for, fork and answer, until the session ends."""
+    os.environ["OMP_NUM_THREADS"] = "1"
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the ranks
+    while True:
+        try:
+            modules, place = pipe.recv()
+        except EOFError:
+            return
+        try:
+            for name in modules:
+                importlib.import_module(name)
+        except BaseException:
+            pipe.send(traceback.format_exc())
+            continue
+        child = os.fork()
+        if not child:
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            pipe.close()
+            try:
+                _serve(*place)
+            finally:
+                os._exit(0)
+        place[0].close()
+        pipe.send(child)
+
+
 class RankPool:
     """``size`` processes in one world. After a failure the world is thrown away: its ranks may wait
     for each other for ever.
 
     ``world``: collectives go over "gloo", or over "strict" (:mod:`tests.support.strict_backend`),
     or the ranks compute on the stand-in device, "standin" (:mod:`tests.support.device`).
+    ``nursery``: forks the ranks, with ``modules``; None: the server that has torch does.
     """
 
-    def __init__(self, size: int, *, world: str = "gloo") -> None:
+    def __init__(
+        self, size: int, *, world: str = "gloo", nursery: Nursery | None = None, modules: Sequence[str] = ()
+    ) -> None:
         self.size = size
         context = server()
         port = free_port()
         self._pipes: list[Connection] = []
-        self._processes = []
+        self._processes: list[psutil.Process] = []
         for rank in range(size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs, rank, size, port, world), daemon=True)
-            process.start()
+            place = (theirs, rank, size, port, world)
+            if nursery is None:
+                process = context.Process(target=_serve, args=place, daemon=True)
+                process.start()
+                number = process.pid
+            else:
+                number = nursery.bear(modules, *place)
             theirs.close()
             self._pipes.append(ours)
-            self._processes.append(process)
+            self._processes.append(psutil.Process(number))
 
     def run(self, body: Callable[..., Any], *args: Any, timeout: float = TIMEOUT_SECONDS, **kwargs: Any) -> list[Any]:
         """``body(*args, **kwargs)`` on every rank; the results in rank order. ``body`` is a
@@ -75,26 +140,34 @@ class RankPool:
 
     @property
     def alive(self) -> bool:
-        return bool(self._processes) and all(process.is_alive() for process in self._processes)
+        return bool(self._processes) and all(map(_lives, self._processes))
 
     def close(self) -> None:
         for process in self._processes:
-            process.kill()
-        for process in self._processes:
-            process.join()
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+        psutil.wait_procs(self._processes, timeout=10)
         self._processes = []
 
 
-class Pools:
-    """One pool per world size, made when first asked for."""
+def _lives(process: psutil.Process) -> bool:
+    with suppress(psutil.NoSuchProcess):
+        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
+    return False
 
-    def __init__(self) -> None:
+
+class Pools:
+    """One pool per world size, made when first asked for; with ``nursery``, its ranks have
+    ``modules``."""
+
+    def __init__(self, nursery: Nursery | None = None, modules: Sequence[str] = ()) -> None:
         self._pools: dict[int, RankPool] = {}
+        self._of = {"nursery": nursery, "modules": modules}
 
     def __call__(self, size: int) -> RankPool:
         pool = self._pools.get(size)
         if pool is None or not pool.alive:
-            pool = self._pools[size] = RankPool(size)
+            pool = self._pools[size] = RankPool(size, **self._of)
         return pool
 
     def close(self) -> None:

@@ -767,11 +767,18 @@ def test_every_route_that_reads_a_body_has_an_example() -> None:
     assert reads == set(BODIES)
 
 
-@pytest.mark.parametrize("most", [150, pytest.param(10**6, marks=pytest.mark.slow)], ids=["some", "all"])
+@pytest.mark.parametrize(
+    "part", [slice(150), pytest.param(slice(150, None), marks=pytest.mark.slow)], ids=["some", "rest"]
+)
 @pytest.mark.parametrize("route", ROUTES, ids=lambda route: f"{route.method} {route.path}")
-def test_every_request_gets_an_answer(route: Any, most: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_request_gets_an_answer(route: Any, part: slice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What makes no sense is refused with a 4xx; no request makes a 500, and none makes a later GET
-    answer 500."""
+    answer 500. Each of the requests comes in one of the two parts."""
+    rng = random.Random(f"{route.method} {route.path}")
+    asked = list(questions(route, rng))
+    rng.shuffle(asked)
+    if not (chosen := asked[part]):
+        return
     monkeypatch.setattr("zero_trial.master.core.accounts._COST", 2)
     world = World(tmp_path / "root")
     world.save(UUID)
@@ -798,9 +805,7 @@ def test_every_request_gets_an_answer(route: Any, most: int, tmp_path: Path, mon
             answer.close()
         return answer.status
 
-    rng = random.Random(f"{route.method} {route.path}")
-    asked = list(questions(route, rng))
-    for target, content in rng.sample(asked, min(most, len(asked))):
+    for target, content in chosen:
         found = status(route.method, target, content)
         assert found < 500 or found == 501, (target, content[:300])
     if route.method != "GET":

@@ -329,7 +329,7 @@ def doomed() -> Iterator[Callable[[bool], RankPool]]:
 
     def get(strict: bool) -> RankPool:
         if strict not in pools:
-            pools[strict] = RankPool(2, strict=strict)
+            pools[strict] = RankPool(2, world="strict" if strict else "gloo")
         return pools[strict]
 
     yield get

@@ -359,6 +359,12 @@ class ZeroTrialStrategy(DDPStrategy):  # type: ignore[misc]
         kept = {key: value for key, value in checkpoint.items() if key not in ("state_dict", "optimizer_states")}
         self.engine.save_checkpoint(path.parent, tag=path.name, client_state={"lightning": _plain(kept)})
 
+    def remove_checkpoint(self, filepath: str | Path) -> None:
+        """Delete a checkpoint, once a save in the background is complete: the old one may be the
+        last that is whole. Collective."""
+        self.engine.wait_for_checkpoint()
+        super().remove_checkpoint(filepath)
+
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         """Read a folder that :meth:`save_checkpoint` wrote into the engine, and return Lightning's
         own part. Collective."""

@@ -83,12 +83,15 @@ def test_a_later_boundary_makes_it_a_checkpoint_on_all_ranks_at_once(tmp_path: P
 
 def test_copies_reuse_their_memory_and_what_is_on_disk_is_streamed(tmp_path: Path) -> None:
     saver = BackgroundSaver(SingleRank())
-    saver.prepare(1 << 20)
+    saver.prepare(96)
+    assert saver._preparing is not None
+    saver._preparing.join()
+    prepared = saver.buffer_bytes
     swapped = [Slice.whole("state/exp_avg/wte", WTE * 3)]
     for step in (1, 2):
         saver.save(tmp_path, f"step-{step}", part_of(0, 1, WTE * step), on_disk=swapped, step=step)
         saver.wait()
-        assert saver.buffer_bytes == 1 << 20
+        assert saver.buffer_bytes == prepared
     reader = CheckpointReader(tmp_path / "step-2")
     reader.verify()
     assert torch.equal(reader.read("param/wte"), WTE * 2) and torch.equal(reader.read("state/exp_avg/wte"), WTE * 3)

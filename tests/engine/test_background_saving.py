@@ -68,11 +68,15 @@ def test_so_it_does_in_fp16_and_with_state_on_nvme(ranks: Pools, tmp_path: Path)
 def test_the_key_and_the_argument(tmp_path: Path) -> None:
     engine = engine_of("zero2", {**ALL, **DECOUPLED})
     train(engine, range(1))
+    assert engine._background._preparing is not None
+    engine._background._preparing.join()
+    prepared = engine._background.buffer_bytes
     for asynchronous, under_way in ((None, True), (False, False), (True, True)):
         engine.save_checkpoint(tmp_path, "a", asynchronous=asynchronous)
         assert engine.checkpoint_under_way == under_way
     engine.load_checkpoint(tmp_path)
     assert not engine.checkpoint_under_way
+    assert engine._background.buffer_bytes == prepared > 0
     engine.save_checkpoint(tmp_path, "b")
     engine.destroy()
     assert CheckpointReader(tmp_path / "b").manifest.step == 1

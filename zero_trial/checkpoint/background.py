@@ -55,6 +55,7 @@ last change of any file: their programs may have been killed."""
 
 _ALIGNED = 64  # bytes: where a copy of a tensor may begin
 _BLOCK = 1 << 25  # bytes that one thread copies at a time
+_MARGIN = 1 << 20  # bytes: for random states, counters and what alignment leaves free
 _SMALL = 1 << 14  # bytes: a smaller tensor is copied at once
 
 
@@ -311,8 +312,8 @@ class BackgroundSaver:
 
     def prepare(self, nbytes: int, *, pinned: bool = False) -> None:
         """Make the memory for copies in the background, so that the first save does not wait for
-        it."""
-        reserve = partial(self._buffer.reserve, nbytes, pinned=pinned)
+        it. ``nbytes``: of parameters and state; copies of small things and gaps come on top."""
+        reserve = partial(self._buffer.reserve, nbytes + (nbytes >> 8) + _MARGIN, pinned=pinned)
         self._preparing = threading.Thread(target=reserve, name="zero_trial-snapshot", daemon=True)
         self._preparing.start()
 

@@ -97,6 +97,7 @@ EXERCISED: dict[str, str] = {
     "zero_optimization.ignore_unused_parameters": "engine/test_engine.py::test_an_unused_parameter_ends_the_step_where_ds_config_forbids_it",
     "zero_optimization.reduce_every": f"{_VOLUME}::test_reducing_every_micro_batch_moves_g_plus_1_psi",
     "zero_optimization.reshard_after": f"{_VOLUME}::test_stage_3_that_frees_after_forward_moves_at_most_3_psi",
+    "zero_optimization.set_grads_to_none": "engine/test_oracle.py::test_loss_traces_of_all_stages_are_bit_equal",
     "zero_optimization.elementwise_optimizer": (
         "engine/test_behaviour_whole_tensors.py::test_ds_config_can_say_that_an_optimizer_is_elementwise"
     ),

@@ -22,12 +22,14 @@ STAGES: dict[str, dict[str, Any]] = {
     "zero1": {"stage": 1},
     "zero2": {"stage": 2},
     "zero2-micro": {"stage": 2, "reduce_every": "micro"},
+    "zero2-none": {"stage": 2, "set_grads_to_none": True},
     "zero3": {"stage": 3, "param_persistence_threshold": 1000, "module_granularity_threshold": 1},
     "zero3-free": {
         "stage": 3,
         "param_persistence_threshold": 0,
         "reshard_after": "forward",
         "module_granularity_threshold": 1,
+        "set_grads_to_none": True,
     },
 }
 

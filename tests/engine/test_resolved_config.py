@@ -116,3 +116,10 @@ def test_bf16_may_go_on_with_what_is_not_finite():
 )
 def test_the_mesh(config: dict[str, Any], shape: MeshShape):
     assert mesh_shape(read_ds_config({"train_batch_size": 8} | config), 4) == shape
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_gradients_that_always_live_cannot_be_none(stage: int) -> None:
+    config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": stage, "set_grads_to_none": True}}
+    with pytest.raises(ConfigError, match="set_grads_to_none"):
+        resolve_config(read_ds_config(config), 2)

@@ -325,6 +325,26 @@ def test_large_buffers_that_are_not_in_use_are_dropped() -> None:
     assert [buffer.numel() for buffer in pool.buffers()] == [100]
 
 
+def test_between_steps_a_large_buffer_goes_that_was_read_when_it_was_given_back() -> None:
+    """No other buffer is taken or given back after it, where a model is one group."""
+    pool, comm = make_pool()
+    large = pool.take(LARGEST_KEPT + 1)
+    comm.read.add(large.buffer.data_ptr())
+    pool.give_back(large)
+    comm.read.clear()
+    pool.trim()
+    assert pool.buffers() == []
+
+
+def test_between_steps_a_pool_that_keeps_nothing_is_empty() -> None:
+    comm = Comm()
+    pool = BufferPool(comm, 2, keeps=0)  # type: ignore[arg-type]
+    pool.give_back(pool.take(100))
+    assert len(pool.buffers()) == 1, "within a step it goes to the next group"
+    pool.trim()
+    assert pool.buffers() == []
+
+
 def test_a_kept_buffer_waits_for_its_readers_before_it_is_written() -> None:
     comm = Comm()
     kept = PersistentGrads(LAYOUT, torch.float32, CPU, comm)  # type: ignore[arg-type]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -84,18 +85,29 @@ def wide() -> nn.Module:
     return TinyLM(blocks=10, tied=False)
 
 
-def persistent(stage: int, precision: str, accumulation: int, shard: int | None) -> tuple[int, int]:
+def persistent(
+    stage: int, precision: str, accumulation: int, shard: int | None, to_none: bool = False
+) -> tuple[int, int]:
     """(what the model says, what really lies in distinct storages) after a step, in bytes: weights,
     gradients, moments."""
     model = make_model(
-        wide(), stage, precision=precision, accumulation=accumulation, mesh=mesh_for(stage, shard), settings=FREE_ALL
+        wide(),
+        stage,
+        precision=precision,
+        accumulation=accumulation,
+        mesh=mesh_for(stage, shard),
+        settings=replace(FREE_ALL, grads_to_none=to_none),
     )
     optimizer = add_optimizer(model)
     step(model)
+    if to_none:
+        model.reset_gradients()  # as the engine does at the end of each step
     said = sum(model.persistent_bytes().values()) + optimizer.persistent_bytes()
     tensors = [t for group in model.groups for t in (group.full, group.shard, group.master)]
     tensors += [t for grad_buffer in model.grad_buffers for t in (grad_buffer.full, grad_buffer.shard)]
     tensors += [v for state in optimizer.state.values() for v in state.values() if torch.is_tensor(v) and v.dim()]
+    if to_none:
+        tensors += model.grad_pool.buffers() if model.grad_pool is not None else []
     storages = {
         t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if t.untyped_storage().nbytes()
     }
@@ -133,6 +145,17 @@ def test_persistent_bytes_are_those_of_zero(ranks: Pools, stage: int, precision:
             expected = psi * formula(stage, precision, 1, world)
             assert said == pytest.approx(expected, rel=0.05)
             assert said == real, "nothing hides beside what is reported"
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("stage", [2, 3])
+def test_gradients_that_are_none_between_steps_take_nothing(ranks: Pools, stage: int, precision: str) -> None:
+    """fp32 at stage 3 on two ranks: 6 bytes, as FSDP2 keeps; neither shards nor buffers in
+    flight."""
+    psi = numel_of(wide)
+    expected = psi * (formula(stage, precision, 1, 2) - (4 if precision == "fp32" else 2) / 2)
+    for said, real in ranks(2).run(persistent, stage, precision, 1, None, True):
+        assert said == real == pytest.approx(expected, rel=0.05)
 
 
 def test_persistent_bytes_with_accumulation_and_hybrid_sharding(ranks: Pools) -> None:

@@ -220,6 +220,13 @@ class ZeroSection:
         "or after the step (least traffic)",
         origin=Origin.OURS,
     )
+    set_grads_to_none: bool = supported(
+        False,
+        Bool(),
+        "ZeRO stages 2 and 3: gradient shards and the buffers of gradients in flight have no memory between steps; "
+        "each step allocates them anew",
+        origin=Origin.OURS,
+    )
     elementwise_optimizer: bool = supported(
         False,
         Bool(),

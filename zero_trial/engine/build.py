@@ -244,7 +244,9 @@ def build_engine(
     values = None
     if weights is not None and device.type != "meta":
         values = StoredWeights(model, *weights, mesh, ManualGroups(manual_groups))
-    outcome = StepOutcome(resolved, mesh, device, deferred=observed and is_accelerator(device))
+    # a step that the device may still skip is looked into afterwards, in its gradients
+    deferred = observed and is_accelerator(device) and not resolved.sharding.grads_to_none
+    outcome = StepOutcome(resolved, mesh, device, deferred=deferred)
     sharded = ShardedModel(
         model,
         [group["params"] for group in plan.groups] if plan is not None else [],

@@ -13,7 +13,7 @@ from zero_trial.ds_config.table import DsConfig
 from zero_trial.errors import ConfigError
 from zero_trial.precision import DtypePolicy, autocast_dtype, dtype_from_name, dtype_policy, fp16_loss_scale
 from zero_trial.sharding.grouping import GroupingLimits, LeafRules, ShardingSettings, UnshardLimits
-from zero_trial.sharding.plan import Home, ZeroPlan, plan_for_stage
+from zero_trial.sharding.plan import Home, Lifetime, ZeroPlan, plan_for_stage
 
 # Elements. Below this a parameter group's messages cost more than the memory that freeing it saves
 # (half a megabyte in fp32).
@@ -65,6 +65,14 @@ def resolve_config(config: DsConfig, data_parallel_size: int, device: str = "cpu
     )
     home = home_of_parameters(config, device)
     plan = plan_for_stage(zero.stage, reduce_every=zero.reduce_every, reshard_after=zero.reshard_after, home=home)
+    if zero.set_grads_to_none and plan.grads is Lifetime.ALWAYS:
+        raise ConfigError(
+            "full gradients always live at this stage, in one buffer that peers read in place",
+            where="zero_optimization.set_grads_to_none",
+            got=f"stage {zero.stage}",
+            expected="stage 2 or 3",
+            fix="Remove the key, or use stage 2, which moves as much.",
+        )
     return ResolvedConfig(
         plan=plan,
         policy=_policy(config, batch.accumulation),
@@ -83,6 +91,7 @@ def resolve_config(config: DsConfig, data_parallel_size: int, device: str = "cpu
             ),
             wire_scale=_wire_scale(config, data_parallel_size),
             overlap=zero.overlap_comm is not False,
+            grads_to_none=zero.set_grads_to_none,
         ),
         clip=config.gradient_clipping,
         skip_nonfinite=config.bf16.check_grad_overflow if config.bf16.enabled else True,

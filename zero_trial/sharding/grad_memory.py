@@ -8,7 +8,8 @@
 
 Memory that peers have mapped cannot be freed, which is why the third kind passes it on instead.
 Between steps the pool keeps buffers of at most LARGEST_KEPT bytes, as freed memory of that size
-stays anyway (:func:`keep_freed_memory`); larger ones are given back.
+stays anyway (:func:`keep_freed_memory`), or of none where gradients are to be None between steps;
+larger ones are given back.
 """
 
 from __future__ import annotations
@@ -129,10 +130,15 @@ class PooledBuffer:
 
 class BufferPool:
     """Buffers of ``comm`` for the gradients in flight. At most ``most`` that fit a group, unless
-    more are in use at once."""
+    more are in use at once.
 
-    def __init__(self, comm: AxisComm, most: int) -> None:
+    ``keeps``: larger ones, in bytes, have no memory between steps, so that at most ``most * keeps``
+    bytes live there.
+    """
+
+    def __init__(self, comm: AxisComm, most: int, keeps: int = LARGEST_KEPT) -> None:
         self._comm = comm
+        self._keeps = keeps
         self._most = most
         self._taken: list[PooledBuffer] = []
         self._left: list[PooledBuffer] = []  # given back, the longest ago first
@@ -181,12 +187,15 @@ class BufferPool:
         """List all buffers that exist now."""
         return [pooled.buffer for pooled in (*self._taken, *self._left)]
 
-    def _drop_large(self) -> None:
-        """Give large buffers that are not in use back to the system."""
+    def trim(self) -> None:
+        """Give back what shall not live between steps; no peer reads gradients any more."""
+        if self._largest > self._keeps:
+            self._drop_large(self._keeps)
+
+    def _drop_large(self, keeps: int = LARGEST_KEPT) -> None:
+        """Give buffers of more than ``keeps`` bytes that are not in use back to the system."""
         self._left = [
-            pooled
-            for pooled in self._left
-            if pooled.buffer.numel() <= LARGEST_KEPT or self._comm.has_readers(pooled.buffer)
+            pooled for pooled in self._left if pooled.buffer.numel() <= keeps or self._comm.has_readers(pooled.buffer)
         ]
 
 

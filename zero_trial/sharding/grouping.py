@@ -120,6 +120,7 @@ class ShardingSettings:
         leaf: which modules are gathered as a whole.
         wire_scale: multiplies gradients before their sum.
         overlap: reduce groups while others still compute.
+        grads_to_none: gradients have no memory between steps.
     """
 
     limits: GroupingLimits = field(default_factory=GroupingLimits)
@@ -127,6 +128,7 @@ class ShardingSettings:
     leaf: LeafRules = field(default_factory=LeafRules)
     wire_scale: float = 1.0
     overlap: bool = True
+    grads_to_none: bool = False
 
     @property
     def in_flight(self) -> int:

@@ -26,7 +26,7 @@ from zero_trial.sharding.freed import forget_owner, mark_sharded, register_owner
 from zero_trial.sharding.full_params import FullParams
 from zero_trial.sharding.grad_access import ShownGradients
 from zero_trial.sharding.grad_buffer import GradBuffer
-from zero_trial.sharding.grad_memory import BufferPool
+from zero_trial.sharding.grad_memory import LARGEST_KEPT, BufferPool
 from zero_trial.sharding.grouping import (
     ManualGroup,
     ManualGroups,
@@ -82,7 +82,7 @@ class ShardedModel:
         self.wire_scale = settings.wire_scale
         self.manual_groups = ManualGroups(manual_groups)
         devices = {param.device for param in module.parameters()} if device is None else {device}
-        if plan.frees_memory and any(each.type == "cpu" for each in devices):
+        if plan.frees_memory and not settings.grads_to_none and any(each.type == "cpu" for each in devices):
             # changes the allocator of the whole process: not where only GPU memory is freed
             keep_freed_memory()
         source = FirstSource(mesh, self.manual_groups, device, values)
@@ -95,7 +95,8 @@ class ShardedModel:
         # sharded.
         along = mesh.shard if mesh.shard.size > 1 else mesh.replica
         in_place = bool(self.groups) and along.reads_in_place(self.groups[0].full.device)
-        self.grad_pool = BufferPool(along, settings.in_flight + 2) if in_place else None
+        keeps = 0 if settings.grads_to_none else LARGEST_KEPT
+        self.grad_pool = BufferPool(along, settings.in_flight + 2, keeps) if in_place else None
         wide = policy.grad if plan.reduce_at is ReduceAt.BOUNDARY else policy.comm
         self.grad_buffers = [
             GradBuffer(
@@ -104,6 +105,7 @@ class ShardedModel:
                 shard_dtype=wide_dtype(group.dtype, policy.grad),
                 comm=along,
                 pool=self.grad_pool,
+                to_none=settings.grads_to_none,
             )
             for group in self.groups
             if group.trainable
@@ -116,6 +118,7 @@ class ShardedModel:
             wire_dtype=policy.comm,
             wire_scale=settings.wire_scale,
             in_flight=settings.in_flight,
+            keeps=keeps,
         )
         # for each gradient buffer: this rank's pipeline stage counts it in the norm
         self._owned = [self.manual_groups.owns(grad_buffer.group) for grad_buffer in self.grad_buffers]
@@ -183,6 +186,8 @@ class ShardedModel:
     def reset_gradients(self) -> None:
         """Drop all gradients and sums since the last step; waits for reductions under way."""
         self.reducer.reset()
+        if self.grad_pool is not None:
+            self.grad_pool.trim()
         for shown in self._shown:
             shown.forget()
 

@@ -174,7 +174,8 @@ class MovedStates:
         if kind == "optim_states":
             yield from _inside(list(state.values()))
         elif kind == "lp_grads":
-            yield from (buffer.shard for buffer in self._grad_buffers)
+            # those that are None between steps have no memory to move
+            yield from (buffer.shard for buffer in self._grad_buffers if buffer.shard.untyped_storage().nbytes())
         elif kind == "contiguous_grad_buffer":
             yield from (buffer.full for buffer in self._grad_buffers)
         else:

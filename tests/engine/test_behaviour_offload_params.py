@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from tests.engine.offloaded import PLAIN, PRECISIONS, Net, alike, differing, loss, train, two_groups, values_of
 from tests.support.dense import STAGES, Case, Turn, build_engine
@@ -359,12 +360,14 @@ def test_a_model_built_in_shards(ranks: Pools, tmp_path: Path) -> None:
     ranks(2).run(run_built_in_shards, str(tmp_path))
 
 
-def run_pipelines(folder: str) -> int:
+def run_pipelines(folder: str, stage: int) -> int:
     """Two pipeline stages with a tied weight; the parameters of each stage's own layers in a file
     of its rank."""
     traces = []
     for section in (None, {"device": "nvme", "nvme_path": folder, "max_in_cpu": 0}):
-        zero_config = {"stage": 3, "param_persistence_threshold": 0} | ({"offload_param": section} if section else {})
+        zero_config = {"stage": stage, "param_persistence_threshold": 0} | (
+            {"offload_param": section} if section else {}
+        )
         engine = make_engine(layers(blocks=3), 2, zero_config, 2, bf16={"enabled": True})
         losses = [engine.train_batch(batches(0, 2, 1, start=step)).item() for step in range(3)]
         found = len(away(engine))
@@ -374,8 +377,47 @@ def run_pipelines(folder: str) -> int:
     return found
 
 
-def test_a_pipeline_of_two_stages(ranks: Pools, tmp_path: Path) -> None:
-    assert all(count > 0 for count in ranks(2).run(run_pipelines, str(tmp_path)))
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_a_pipeline_of_two_stages(ranks: Pools, tmp_path: Path, stage: int) -> None:
+    assert all(count > 0 for count in ranks(2).run(run_pipelines, str(tmp_path), stage))
+
+
+def run_adapters(folder: str) -> int:
+    """Small trained weights beside a frozen model (LoRA), whose full copy is in a file; rank 0
+    evaluates alone, since a use communicates nothing at stage 1; two engines are under way."""
+    results = []
+    for place in (None, folder):
+        engines = [adapters_of(place, seed) for seed in (1, 2)]
+        torch.manual_seed(9)
+        trace = [train(engine, range(step, step + 1)) for step in range(3) for engine in engines]
+        if engines[0].global_rank == 0:
+            with torch.no_grad():
+                trace.append(engines[0](Turn(7, 7, 7).normal(4, 6)).sum().item())
+        results.append((trace, [values_of(engine) for engine in engines]))
+        away = [group for group in engines[0].sharded.groups if group.offloaded is not None]
+        for engine in engines:
+            engine.destroy()
+    assert differing(results[0][1][0], results[1][1][0]) == differing(results[0][1][1], results[1][1][1]) == []
+    assert all(alike(a, b) for a, b in zip(results[0][0][:6], results[1][0][:6], strict=True))
+    assert results[0][0][6:] == results[1][0][6:]
+    return sum(not group.trainable for group in away)
+
+
+def adapters_of(folder: str | None, seed: int) -> Any:
+    section = {"offload_param": {"device": "nvme", "nvme_path": folder, "max_in_cpu": 0}} if folder else {}
+    zero_config = {"stage": 1, "param_persistence_threshold": 50, "module_granularity_threshold": 1} | section
+
+    def built() -> nn.Module:
+        torch.manual_seed(seed)
+        model = Net().requires_grad_(False)
+        model.blocks[1].requires_grad_(True)
+        return model
+
+    return build_engine(Case(built, loss, config=PLAIN), zero_config)
+
+
+def test_adapters_beside_a_frozen_model(ranks: Pools, tmp_path: Path) -> None:
+    assert ranks(2).run(run_adapters, str(tmp_path)) == [3, 3], "frozen groups in the file"
 
 
 def test_a_forgotten_engine_gives_its_file_back(tmp_path: Path) -> None:

@@ -286,7 +286,8 @@ def choose(
     if sharding.parameters and parameters is None:
         parameters = ParameterLifetime.HOLD
     if reduction is None:
-        reduction = ReductionTiming.MICRO if parameters is ParameterLifetime.FREE else ReductionTiming.BOUNDARY
+        often = parameters is ParameterLifetime.FREE and sharding.gradients
+        reduction = ReductionTiming.MICRO if often else ReductionTiming.BOUNDARY
     return ZeroPolicy(sharding, parameters, reduction)
 
 
@@ -303,11 +304,9 @@ def candidates(
     pairs: list[tuple[ParameterLifetime | None, ReductionTiming]] = [(first.parameters, first.reduction)]
     if sharding.parameters:
         several = [(ParameterLifetime.CHUNK, ReductionTiming.BOUNDARY)] if chunks > 1 else []
-        pairs += [
-            *several,
-            (ParameterLifetime.HOLD, ReductionTiming.MICRO),
-            (ParameterLifetime.FREE, ReductionTiming.MICRO),
-        ]
+        # full gradients that always live (offloaded parameters at stages 0 and 1) are reduced once
+        when = ReductionTiming.MICRO if sharding.gradients else ReductionTiming.BOUNDARY
+        pairs += [*several, (ParameterLifetime.HOLD, when), (ParameterLifetime.FREE, when)]
     elif sharding.gradients:
         pairs += [(None, ReductionTiming.MICRO)]
     fitting = [(held, when) for held, when in pairs if parameters in (None, held) and reduction in (None, when)]

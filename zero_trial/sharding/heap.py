@@ -30,6 +30,19 @@ def keep_freed_memory() -> bool:
     return bool(mallopt(_M_MMAP_THRESHOLD, _LARGEST_HEAP_BLOCK)) and bool(mallopt(_M_TRIM_THRESHOLD, 2**31 - 1))
 
 
+def map_large_blocks() -> bool:
+    """Map blocks of 1 MiB and more one by one, so that a freed one leaves the process at once;
+    return whether this could be set.
+
+    For parameters that come from a disk: memory is what they are offloaded for, and a page fault
+    costs little beside a read. Freed blocks that stay in the heap between those that live took 2.5
+    bytes per parameter at the peak. Process-wide and idempotent; replaces
+    :func:`keep_freed_memory`.
+    """
+    mallopt = _glibc("mallopt")
+    return mallopt is not None and bool(mallopt(_M_MMAP_THRESHOLD, 1 << 20))
+
+
 def give_freed_memory_back() -> bool:
     """Return every unused page of the heap to the kernel; return whether there were any.
 

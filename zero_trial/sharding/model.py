@@ -32,12 +32,12 @@ from zero_trial.sharding.grouping import (
     ManualGroups,
     ShardingSettings,
 )
-from zero_trial.sharding.heap import FreedBytes, keep_freed_memory
+from zero_trial.sharding.heap import FreedBytes, keep_freed_memory, map_large_blocks
 from zero_trial.sharding.layout import wide_dtype
 from zero_trial.sharding.offload.moved_states import GRADIENTS, MovedStates
 from zero_trial.sharding.optimizer_view import StepStatus
 from zero_trial.sharding.param_group import ParamGroup, swap_buffer_bytes
-from zero_trial.sharding.plan import Lifetime, ReduceAt, ZeroPlan
+from zero_trial.sharding.plan import Home, Lifetime, ReduceAt, ZeroPlan
 from zero_trial.sharding.publication import ParamPublisher
 from zero_trial.sharding.reduce import GradReducer
 from zero_trial.sharding.unshard import Unsharder
@@ -84,7 +84,7 @@ class ShardedModel:
         devices = {param.device for param in module.parameters()} if device is None else {device}
         if plan.frees_memory and not settings.grads_to_none and any(each.type == "cpu" for each in devices):
             # changes the allocator of the whole process: not where only GPU memory is freed
-            keep_freed_memory()
+            keep_freed_memory() if plan.home is Home.DEVICE else map_large_blocks()
         source = FirstSource(mesh, self.manual_groups, device, values)
         built = build_param_groups(module, opt_groups, plan, policy, settings, source, on_group_built)
         self.groups = built.all

@@ -109,16 +109,19 @@ def test_optimizer_state_on_nvme(ranks: Pools, tmp_path: Path, stage: int, bf16:
     assert planned("gpt", config, fake=False).states == figures.states
 
 
-@pytest.mark.parametrize(("bf16", "state"), [(False, "nvme"), (True, "none")], ids=["fp32", "bf16"])
-def test_parameters_on_nvme(ranks: Pools, tmp_path: Path, bf16: bool, state: str) -> None:
-    config = ds_config(3, bf16=bf16)
+@pytest.mark.parametrize(
+    ("stage", "bf16", "state"),
+    [(3, False, "nvme"), (3, True, "none"), (0, True, "nvme"), (1, True, "none")],
+)
+def test_parameters_on_nvme(ranks: Pools, tmp_path: Path, stage: int, bf16: bool, state: str) -> None:
+    config = ds_config(stage, bf16=bf16)
     params = {"device": "nvme", "nvme_path": str(tmp_path), "buffer_count": 2, "max_in_cpu": 0, "buffer_size": 4096}
     offload = {"device": state, "nvme_path": str(tmp_path), "buffer_count": 2}
     config["zero_optimization"] |= {"offload_param": params, "offload_optimizer": offload, "sub_group_size": 4096}
     figures = planned("gpt", config, fake=True)
     real = ranks(2).run(watched_step, "gpt", config)[0]
     assert_as_measured(figures, real)
-    assert figures.parameters < planned("gpt", ds_config(3, bf16=bf16), fake=True).parameters
+    assert figures.parameters < planned("gpt", ds_config(stage, bf16=bf16), fake=True).parameters
 
 
 def test_states_alone_are_the_papers_figures() -> None:

@@ -159,6 +159,7 @@ class ParamGroup:
             first = self._fill(read, agree, in_full)[low:high]
             self.shard = self.own if in_full else comm.buffer(layout.shard_numel, dtype, device).copy_(first)
             self.master = self.shard if own_master else _alone(first)
+            del first  # nothing else may be beside the wide values
         else:
             self.shard = self.own if in_full else comm.buffer(layout.shard_numel, dtype, device)
             self.master = self.shard if own_master else torch.empty_like(self.shard, dtype=torch.float32)

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 
 from zero_trial.comm import Mesh, fail_together
-from zero_trial.device import is_accelerator
 from zero_trial.ds_config.keys_zero import AioSection, OffloadOptimizerSection, OffloadParamSection
 from zero_trial.ds_config.table import DsConfig
 from zero_trial.errors import ConfigError, StorageError
@@ -218,11 +217,11 @@ def plan_offload(
     if section is None or not away:
         if shards is None or zero.offload_param is None:
             return OffloadPlan()
-        on_host = on_host and is_accelerator(device)
+        on_host = on_host and device.type != "cpu"
         copier = places.copier(device, zero.offload_param.pin_memory) if on_host else None
         most = buffer_elements(elements, zero.sub_group_size, zero.offload_param.buffer_count)
         return OffloadedState(zero.offload_param, mesh, most, None, copier, shards)
-    copier = places.copier(device, section.pin_memory) if is_accelerator(device) else None
+    copier = places.copier(device, section.pin_memory) if device.type != "cpu" else None
     space: SwapSpace | None = None
     if section.device == "nvme":
         lacking = [param for param in params if copier or not has_own_master(living_dtype(param.dtype, dtype))]
@@ -268,7 +267,7 @@ def _plan_shards(
     folder = Path(section.nvme_path or "").absolute()
     where = f"{_Z}.offload_param.nvme_path"
     leaves = leaves_parameters(config, plan, mesh, params)
-    copier = places.copier(device, section.pin_memory) if is_accelerator(device) else None
+    copier = places.copier(device, section.pin_memory) if device.type != "cpu" else None
 
     def opened() -> SwapSpace | None:
         if not leaves:

@@ -3,6 +3,7 @@ other way round."""
 
 from __future__ import annotations
 
+import itertools
 import logging
 import shutil
 from pathlib import Path
@@ -26,6 +27,7 @@ from tests.support.pool import Pools
 from zero_trial.checkpoint import CheckpointReader
 from zero_trial.cli.main import main
 from zero_trial.errors import CheckpointError
+from zero_trial.importing import dcp as reading
 from zero_trial.importing.imported import ImportOptions, write_imported
 from zero_trial.importing.source import read_source
 
@@ -155,11 +157,40 @@ def load_fsdp(folder: str) -> list[float]:
     return fsdp_steps(model, optimizer, range(3, 6))
 
 
+def folder_of(tmp_path: Path, tensors: dict[str, torch.Tensor], rows: dict[str, list[int]]) -> reading.DcpFolder:
+    """A folder as if it held ``tensors``, cut before each of its ``rows``."""
+    folder = object.__new__(reading.DcpFolder)
+    folder.folder, folder.shapes = tmp_path, {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    folder._chunks, parts = {}, {}
+    for name, tensor in tensors.items():
+        edges = [0, *rows.get(name, []), len(tensor)]
+        for low, high in itertools.pairwise(edges):
+            chunk = reading._Chunk(name, low, 0, (low, 0))
+            folder._chunks.setdefault(name, []).append(chunk)
+            parts[chunk] = tensor[low:high]
+    folder._tensor = lambda chunk, name: parts[chunk]  # type: ignore[method-assign]
+    return folder
+
+
+def test_which_matrix_is_another_name_of_a_trained_one(tmp_path: Path) -> None:
+    """One with its values, however the two are cut; never one that has one value everywhere."""
+    values = torch.arange(20.0).view(4, 5)
+    trained = {"w": values, "zeros": torch.zeros(4, 5), "other": values + 1}
+    others = {
+        "tied": values,
+        "near": torch.where(values == 19, 0.0, values),
+        "half": values.half(),
+        "still": torch.zeros(4, 5),
+        "lists": torch.zeros(0, 5),
+    }
+    folder = folder_of(tmp_path, {**trained, **others}, {"w": [1, 3], "tied": [2], "zeros": [2]})
+    found = {name: reading._tied(folder, "", name, set(trained)) for name in (*trained, *others)}
+    assert found == {**dict.fromkeys(found), "tied": "w"}
+
+
 @pytest.mark.parametrize("boxes", [[(0, 3), (3, 5)], [(0, 3), (4, 5)]])
 def test_a_tensor_that_is_cut_by_columns_is_joined(tmp_path: Path, boxes: list[tuple[int, int]]) -> None:
     """As tensor parallelism cuts it; what covers only a part of it is an error."""
-    from zero_trial.importing import dcp as reading
-
     whole = torch.arange(20.0).view(4, 5)
     folder = object.__new__(reading.DcpFolder)
     folder.folder, folder.shapes = tmp_path, {"w": (4, 5)}

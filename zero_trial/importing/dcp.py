@@ -14,7 +14,7 @@ Names as ``get_state_dict`` and torchtitan give them; the model's may have a pre
 from __future__ import annotations
 
 import mmap
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -197,16 +197,34 @@ def read_dcp(source: Path, options: ImportOptions) -> ImportedState:
 
 def _tied(folder: DcpFolder, prefix: str, name: str, trained: set[str]) -> str | None:
     """Return the trained matrix that ``name``, of which the optimizer knows nothing, is another
-    name of: the one with its values. A folder holds both."""
+    name of: the one with its values. A folder holds both. A matrix with one value everywhere, as
+    first values are, is not another's."""
     shape = folder.shapes[prefix + name]
     if name in trained or shape is None or len(shape) < 2:
         return None
-    for other in sorted(trained):
-        if folder.shapes.get(prefix + other) == shape:
-            one, two = (folder.slices(prefix + each, each) for each in (name, other))
-            if all(torch.equal(a.tensor, b.tensor) for (_, a), (_, b) in zip(one, two, strict=True)):
-                return other
-    return None
+    alike = [other for other in sorted(trained) if folder.shapes.get(prefix + other) == shape]
+    own = _ranges(folder, prefix + name) if alike else []
+    if all(bool((part.flat == own[0].flat[0]).all()) for part in own):
+        return None
+    return next((other for other in alike if _same_values(own, _ranges(folder, prefix + other))), None)
+
+
+def _ranges(folder: DcpFolder, key: str) -> list[Slice]:
+    """Return the slices of a tensor that have elements."""
+    return [part for _, part in folder.slices(key, key) if part.start < part.stop]
+
+
+def _same_values(one: Sequence[Slice], two: Sequence[Slice]) -> bool:
+    """Compare the slices of two tensors of one shape, which may be cut at different elements."""
+    if sum(part.stop - part.start for part in one) != sum(part.stop - part.start for part in two):
+        return False
+    return all(
+        a.dtype == b.dtype
+        and torch.equal(a.flat[low - a.start : high - a.start], b.flat[low - b.start : high - b.start])
+        for a in one
+        for b in two
+        if (low := max(a.start, b.start)) < (high := min(a.stop, b.stop))
+    )
 
 
 def _optimizer_root(folder: DcpFolder) -> str | None:

@@ -3,11 +3,12 @@ kills at every moment."""
 
 from __future__ import annotations
 
+import mmap
 import shutil
 import subprocess
 import sys
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import torch
 
 from tests.checkpoint.rank_threads import ThreadRank, on_ranks
 from tests.checkpoint.test_writer import WTE, FullDisk, KilledDisk, load, part_of, save_alone
-from zero_trial.checkpoint import BackgroundSaver, CheckpointReader, SingleRank, Slice, latest_checkpoint
+from zero_trial.checkpoint import BackgroundSaver, CheckpointReader, SingleRank, Slice, latest_checkpoint, writer
 from zero_trial.checkpoint.background import SnapshotBuffer
 from zero_trial.checkpoint.format import FileRecord
 from zero_trial.checkpoint.writer import DurableFiles, save_checkpoint
@@ -119,6 +120,94 @@ def test_copies_of_every_size_and_dtype() -> None:
     for tensor, copy in zip(tensors, copies, strict=True):
         assert torch.equal(copy.tensor, tensor.view(-1)) and copy.shape == tuple(tensor.shape)
         assert not tensor.numel() or copy.tensor.data_ptr() != tensor.data_ptr()
+
+
+@pytest.mark.parametrize("hint", ["of another kernel", "of another system"])
+def test_memory_of_a_kernel_that_knows_no_huge_pages(monkeypatch: pytest.MonkeyPatch, hint: str) -> None:
+    if hint == "of another kernel":
+        monkeypatch.setattr(mmap, "MADV_HUGEPAGE", 12345)
+    else:
+        monkeypatch.delattr(mmap, "MADV_HUGEPAGE")
+    [copy] = SnapshotBuffer().copy([Slice.whole("w", WTE)])
+    assert torch.equal(copy.tensor, WTE.view(-1))
+
+
+def test_copies_wait_for_the_memory_that_is_being_made(tmp_path: Path) -> None:
+    """It would be taken from under them."""
+    saver = BackgroundSaver(SingleRank())
+    saver._buffer._lock.acquire()  # no memory can be made before it is released
+    saver.prepare(1 << 20)
+    found: list[bool] = []
+
+    def copy(slices: Any) -> list[Slice]:
+        assert saver._preparing is not None
+        found.append(saver._preparing.is_alive())
+        return whole(slices)
+
+    whole, saver._buffer.copy = saver._buffer.copy, copy  # type: ignore[method-assign]
+    threading.Timer(0.05, saver._buffer._lock.release).start()
+    saver.save(tmp_path, "a", part_of(0, 1), step=1)
+    saver.wait()
+    assert found == [False]
+
+
+def test_all_copies_are_in_one_area() -> None:
+    """Also where another thread makes a larger one meanwhile."""
+    buffer = SnapshotBuffer()
+
+    class Parts(list[Slice]):
+        def __iter__(self) -> Iterator[Slice]:
+            for part in super().__iter__():
+                yield part
+                buffer.reserve(buffer.nbytes + 4096)
+
+    copies = buffer.copy(Parts([Slice.whole("a", WTE), Slice.whole("b", WTE)]))
+    assert len({copy.tensor.untyped_storage().data_ptr() for copy in copies}) == 1
+    assert all(torch.equal(copy.tensor, WTE.view(-1)) for copy in copies)
+
+
+class CountingDisk(DurableFiles):
+    """Stops after the first chunk of tensors until ``go`` is set; counts chunks."""
+
+    def __init__(self) -> None:
+        self.go, self.begun, self.chunks = threading.Event(), threading.Event(), 0
+
+    def write(self, path: Path, chunks: Iterable[bytes | memoryview]) -> FileRecord:
+        def counted() -> Iterator[bytes | memoryview]:
+            for chunk in chunks:
+                self.chunks += 1
+                yield chunk
+                self.begun.set()
+                assert self.go.wait(20.0)
+
+        return super().write(path, counted())
+
+
+def test_a_save_that_is_given_up_ends_between_two_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writer, "CHUNK_BYTES", 1 << 12)
+    disk = CountingDisk()
+    saver = BackgroundSaver(SingleRank(), disk)
+    saver.save(tmp_path, "a", [Slice.whole("w", torch.ones(1 << 20))], step=1)
+    assert disk.begun.wait(20.0) and saver._save is not None
+    saver._save._given_up.set()
+    disk.go.set()
+    saver.abandon()
+    assert disk.chunks == 1 and not saver.under_way
+    assert [path.name.partition("-")[0] for path in tmp_path.iterdir()] == ["a.tmp"]
+
+
+def test_a_fault_that_nobody_asks_for_is_logged_when_the_program_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    main = threading.Thread()  # one that is not alive
+    saver = BackgroundSaver(SingleRank(), FullDisk(0))
+    saver.save(tmp_path, "a", part_of(0, 1), step=1)
+    assert saver._save is not None and saver._save.ended.wait(20.0)
+    assert caplog.text == "" and saver._save._thread.is_alive()
+    monkeypatch.setattr(threading, "main_thread", lambda: main)
+    saver._save._thread.join(20.0)
+    [line] = caplog.records
+    assert line.levelname == "ERROR" and "No space left" in caplog.text and str(tmp_path / "a") in caplog.text
 
 
 @pytest.mark.parametrize("room", [0, 100, 330])  # 330: rank 0's manifest

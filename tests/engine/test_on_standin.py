@@ -23,6 +23,9 @@ from tests.support.device import device
 from tests.support.late import make_late
 from tests.support.models import ADAMW, TinyLM, tokens
 from tests.support.pool import RankPool
+from zero_trial.checkpoint import CheckpointReader
+from zero_trial.engine import saving
+from zero_trial.sharding.freed import is_absent
 
 STEPS, BATCH = 3, 8
 SAVED = [("zero0", "early"), ("zero3-free", "random")]
@@ -283,6 +286,30 @@ def test_pipelines_at_every_stage(ranks: Pools) -> None:
 
 
 # --- checkpoints ----------------------------------------------------------------------------------
+
+
+def parameters_on_the_host(folder: str) -> tuple[list[str], bool]:
+    """The files of a checkpoint that training does not wait for, and whether memory for all of this
+    rank's part was counted."""
+    cell = Cell("zero3-free", blocks=1, zero={"offload_param": {"device": "cpu"}})
+    device.use()
+    engine = cell.engine()
+    share = BATCH // engine.dp_world_size
+    engine.backward(engine(tokens(0, BATCH)[:share].to(engine.device)))
+    engine.step()
+    groups = [group for group in engine.sharded.groups if is_absent(group.master)]
+    away = sum(4 * piece.numel for group in groups for piece in group.layout.pieces(group.comm.index))
+    nbytes = saving.snapshot_bytes(engine)
+    engine.save_checkpoint(folder, "a", asynchronous=True)
+    engine.wait_for_checkpoint()
+    engine.destroy()
+    shares = CheckpointReader(Path(folder) / "a").manifest.files
+    return sorted(shares), away > 0 and nbytes >= 3 * away
+
+
+def test_parameters_in_host_memory_are_copied_too(ranks: Pools, tmp_path: Path) -> None:
+    files = [f"rank-0000{rank}.safetensors" for rank in range(2)]
+    assert ranks(2).run(parameters_on_the_host, str(tmp_path)) == [(files, True)] * 2
 
 
 def resumed(folder: str, stage: str, order: str) -> dict[str, bool]:

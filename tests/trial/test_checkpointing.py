@@ -221,13 +221,29 @@ def test_a_fault_in_the_background_ends_the_trial_and_leaves_the_checkpoint_befo
     assert [path.name for path in tmp_path.iterdir()] == ["step-000004"]
 
 
-def test_another_error_removes_what_is_under_way(tmp_path: Path) -> None:
+@pytest.mark.parametrize("when", ["training", "saving"])
+def test_another_error_removes_what_is_under_way(tmp_path: Path, when: str) -> None:
+    """After its engines have stopped to write."""
+    given_up: list[bool] = []
+
     class Fails(InBackground):
         def train_batch(self, dataloader_iter: Any, epoch_idx: int, batch_idx: int) -> Any:
-            if batch_idx == 9:
+            if when == "training" and batch_idx == 9:
                 raise ValueError("of the user's")
             return super().train_batch(dataloader_iter, epoch_idx, batch_idx)
 
+        def save(self, context: Any, path: Path) -> None:
+            super().save(context, path)
+
+            def abandon() -> None:
+                given_up.append(path.is_dir())
+                self.engine.writing = 0
+
+            self.engine.abandon_checkpoint = abandon
+            if when == "saving" and context.current_train_batch() == 8:
+                raise ValueError("of the user's")
+
     with pytest.raises(ValueError, match="of the user's"):
         run_rank(Fails, steps(12, checkpoint_period=Batch(4)), storage=tmp_path)
+    assert given_up == [True]
     assert [path.name for path in tmp_path.iterdir()] == ["step-000004"]

@@ -24,6 +24,7 @@ import mmap
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from functools import partial
@@ -49,6 +50,7 @@ from zero_trial.errors import CheckpointError
 log = logging.getLogger("zero_trial")
 
 LOOK_SECONDS = 0.02  # how often rank 0 looks for the reports of other ranks
+_END_SECONDS = 0.1  # how often a thread whose fault nobody has asked for looks whether the program ends
 PATIENCE_SECONDS = 30.0
 """How long rank 0 waits for the others' reports after its own program has ended, counted from the
 last change of any file: their programs may have been killed."""
@@ -70,22 +72,25 @@ class SnapshotBuffer:
     def nbytes(self) -> int:
         return self._area.numel()
 
-    def reserve(self, nbytes: int, *, pinned: bool = False) -> None:
-        """Make room for ``nbytes`` and touch it all: the kernel takes longer to give fresh pages
-        than to copy into them. ``pinned``: so that an accelerator copies without the host."""
+    def reserve(self, nbytes: int, *, pinned: bool = False) -> torch.Tensor:
+        """Make room for ``nbytes``, touch it all and return it: the kernel takes longer to give
+        fresh pages than to copy into them. ``pinned``: so that an accelerator copies without the
+        host."""
         with self._lock:
             if nbytes <= self._area.numel():
-                return
+                return self._area
             self._area = torch.empty(0, dtype=torch.uint8)  # first give back what is too small
             if pinned:
                 self._area = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
-                return
+                return self._area
             pages = mmap.mmap(-1, nbytes)
-            pages.madvise(mmap.MADV_HUGEPAGE)
+            with suppress(OSError, AttributeError):  # a hint, which not every kernel takes
+                pages.madvise(mmap.MADV_HUGEPAGE)
             area = torch.frombuffer(pages, dtype=torch.uint8)
             for start in range(0, nbytes, _BLOCK):
                 area[start : start + _BLOCK].zero_()
             self._area = area
+            return area
 
     def copy(self, slices: Sequence[Slice]) -> list[Slice]:
         """Return ``slices`` with copies of their tensors as they are now. Copies from an
@@ -95,12 +100,12 @@ class SnapshotBuffer:
             offsets.append(end)
             size = part.tensor.numel() * part.tensor.element_size()
             end += -(-size // _ALIGNED) * _ALIGNED
-        self.reserve(end, pinned=any(is_accelerator(part.tensor.device) for part in slices))
+        area = self.reserve(end, pinned=any(is_accelerator(part.tensor.device) for part in slices))
         copies, large = [], []
         for part, offset in zip(slices, offsets, strict=True):
             source = part.flat
             size = source.numel() * source.element_size()
-            target = self._area[offset : offset + size].view(source.dtype)
+            target = area[offset : offset + size].view(source.dtype)
             if source.is_cpu and size >= _SMALL:
                 for at in range(0, size, _BLOCK):
                     large.append((target.data_ptr() + at, source.data_ptr() + at, min(_BLOCK, size - at)))
@@ -193,7 +198,8 @@ class _BackgroundSave:
         self._thread.start()
 
     def give_up(self) -> None:
-        """End as soon as the disk lets go, and leave nothing of this rank's thread behind."""
+        """End as soon as the disk has taken a few megabytes, and leave nothing of this rank's
+        thread behind."""
         self._given_up.set()
         self._thread.join()
 
@@ -212,6 +218,17 @@ class _BackgroundSave:
             self.state = _State.FAILED
         finally:
             self.ended.set()
+        if self.state is _State.FAILED:
+            self._log_unheard()
+
+    def _log_unheard(self) -> None:
+        """Wait until the fault is raised, which ends in :meth:`give_up`, or log it when the program
+        has ended before: it would leave no other trace."""
+        while not self._given_up.wait(_END_SECONDS):
+            if not threading.main_thread().is_alive():
+                text = "checkpoint %s is not complete: %s The checkpoints before it are untouched."
+                log.error(text, self.final, self.fault)
+                return
 
     def _write(self) -> dict[str, Any]:
         content = self._content
@@ -221,7 +238,7 @@ class _BackgroundSave:
         for event in content.arriving:
             event.synchronize()
         self._require_going_on()
-        more = write_file(self.folder / rank_file(self._index), content.slices, self._disk)
+        more = write_file(self.folder / rank_file(self._index), content.slices, self._disk, self._require_going_on)
         tensors = dict(content.first["tensors"])
         for name, entry in more["tensors"].items():
             before = tensors.get(name, {"pieces": []})
@@ -346,6 +363,8 @@ class BackgroundSaver:
             if self._ranks.index == 0:
                 log.warning("save_checkpoint waits for the one before, which is still being written")
             self.wait()
+        if self._preparing is not None:
+            self._preparing.join()  # it would take away the memory that copies are made into
         final = Path(directory) / check_tag(tag)
         folder = Path(agree(self._ranks, "checkpoint folder", lambda: str(begin(final, self._disk))))
         content = _Content(step, state, rank_state, world or {})

@@ -166,13 +166,17 @@ def rank_file(rank: int, part: str = "") -> str:
     return f"rank-{rank:05d}{part}.safetensors"
 
 
-def write_file(path: Path, slices: Sequence[Slice], disk: DurableFiles) -> dict[str, Any]:
+def write_file(
+    path: Path, slices: Sequence[Slice], disk: DurableFiles, check: Callable[[], None] | None = None
+) -> dict[str, Any]:
     """Write a file with ``slices``, unless all are empty; return its record and what is in it as
-    JSON, a part of a rank's report."""
+    JSON, a part of a rank's report. ``check``: is called before each chunk of ``CHUNK_BYTES``, and
+    raises to end the writing there."""
     kept = [part for part in slices if part.start < part.stop]
     files = []
     if kept:
-        record = disk.write(path, shard_chunks(kept))
+        chunks = shard_chunks(kept)
+        record = disk.write(path, chunks if check is None else _checked(chunks, check))
         files.append({"name": path.name, "bytes": record.bytes, "sha256": record.sha256})
     tensors: dict[str, dict[str, Any]] = {}
     for part in slices:
@@ -299,6 +303,16 @@ def shard_chunks(slices: Sequence[Slice]) -> Iterator[bytes | memoryview]:
     yield _header(slices)
     for part in slices:
         yield from _tensor_chunks(part.flat)
+
+
+def _checked(chunks: Iterable[bytes | memoryview], check: Callable[[], None]) -> Iterator[memoryview]:
+    """Yield the bytes of ``chunks`` in chunks of at most ``CHUNK_BYTES``, after a call of
+    ``check``."""
+    for chunk in chunks:
+        view = memoryview(chunk)
+        for start in range(0, view.nbytes, CHUNK_BYTES):
+            check()
+            yield view[start : start + CHUNK_BYTES]
 
 
 def _header(slices: Sequence[Slice]) -> bytes:
@@ -432,12 +446,14 @@ class _Digest:
         self._waiting: SimpleQueue[bytes | memoryview | None] = SimpleQueue()
         self._room = threading.Semaphore(_MOST_HELD)
         self._thread: threading.Thread | None = None
+        self._broken_off = False
 
     def __enter__(self) -> _Digest:
         return self
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         if self._thread is not None:
+            self._broken_off = kind is not None  # then no one asks for the sum of what waits
             self._waiting.put(None)
             self._thread.join()
 
@@ -457,7 +473,8 @@ class _Digest:
 
     def _run(self) -> None:
         while (chunk := self._waiting.get()) is not None:
-            self._sum.update(chunk)
+            if not self._broken_off:
+                self._sum.update(chunk)
             if _is_owned(chunk):
                 self._room.release()
 

@@ -394,7 +394,8 @@ class Engine(EngineAccessors):
 
     def destroy(self) -> None:
         """Remove all hooks, so that the module is an ordinary one again; close monitors; drop
-        offloaded state; finish a save in the background. Collective over shard.
+        offloaded state; finish a save in the background. Collective over shard, and over the world
+        while a save in the background is under way.
 
         Afterwards the module is on the device where it was trained; at stage 3 it is in the host's
         memory, all of it, since the device may not hold it at once.
@@ -481,6 +482,11 @@ class Engine(EngineAccessors):
         """Wait for a save in the background and return its path; None without one. Collective over
         the world. Raises CheckpointError on every rank if any could not write its part."""
         return self._background.wait()
+
+    def abandon_checkpoint(self) -> None:
+        """Give up a save in the background, as after an error that ends the run; local. Its
+        temporary folder may stay; the next save of that tag removes it."""
+        self._background.abandon()
 
     def load_checkpoint(
         self,

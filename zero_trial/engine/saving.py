@@ -34,6 +34,8 @@ from zero_trial.sharding.freed import is_absent
 from zero_trial.sharding.grouping import parameter_names
 from zero_trial.sharding.model import ShardedModel
 from zero_trial.sharding.optimizer import ShardedOptimizer
+from zero_trial.sharding.param_group import ParamGroup
+from zero_trial.sharding.plan import Home
 
 log = logging.getLogger("zero_trial")
 
@@ -194,13 +196,19 @@ def _on_disk(engine: CheckpointedEngine) -> frozenset[tuple[str, int]]:
     steps."""
     names, found = CheckpointNames(engine), set()
     for group in engine.sharded.groups:
-        if is_absent(group.master):
+        if _in_file(group):
             pieces = group.layout.pieces(group.comm.index)
             found |= {(names.param(piece.slot.name), piece.start) for piece in pieces}
     for view in engine.optimizer.views() if engine.optimizer is not None else ():
         if is_absent(view.tensor):
             found.add((names.state(view.kind, view.name), view.start))
     return frozenset(found)
+
+
+def _in_file(group: ParamGroup) -> bool:
+    """Return whether the group's values are in a file between steps: not in the host's memory."""
+    own = group.master is group.shard
+    return is_absent(group.master) and not (own and group.plan.home is Home.HOST)
 
 
 def snapshot_bytes(engine: CheckpointedEngine) -> int:
@@ -211,7 +219,7 @@ def snapshot_bytes(engine: CheckpointedEngine) -> int:
     if engine.mesh.coordinates["replica"] != 0:
         return 0
     for group in engine.sharded.groups:
-        if not is_absent(group.master) and engine.sharded.manual_groups.owns(group):
+        if not _in_file(group) and engine.sharded.manual_groups.owns(group):
             numel = sum(piece.numel for piece in group.layout.pieces(group.comm.index))
             total += numel * group.master.element_size()
     for view in engine.optimizer.views() if engine.optimizer is not None else ():

@@ -140,6 +140,7 @@ class Checkpointer:
         }
         with ExitStack() as block:
             path, storage_id = block.enter_context(context.platform.checkpoints.store_path(metadata))
+            block.push(self._abandon_engines)  # before the folder that they write into is removed
             self._trial.save(context, path)
             history = [entry for entry in state.history if entry[0] != storage_id]
             state.history = retained([*history, [storage_id, state.step, value]], keep, smaller_is_better)
@@ -191,6 +192,12 @@ class Checkpointer:
         if save is not None:
             with suppress(type(error)):  # the store's block lets it pass
                 save.block.__exit__(type(error), error, error.__traceback__)
+
+    def _abandon_engines(self, kind: type[BaseException] | None, *error: object) -> None:
+        """Let no engine write on after an error. Local."""
+        for engine in self._context.engines if kind is not None else ():
+            if getattr(engine, "checkpoint_under_way", False):
+                engine.abandon_checkpoint()
 
     def _write_state(self, path: Path, state: TrialSnapshot) -> None:
         """Collective. Rank 0 writes; every rank raises CheckpointError where it cannot."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import Any
@@ -206,50 +206,6 @@ class Engine(EngineAccessors):
             self._background.poll()
         elif self._decoupled and not self._background.prepared:
             self._background.prepare(saving.snapshot_bytes(self), pinned=is_accelerator(self.device))
-
-    def _required_optimizer(self, where: str) -> ShardedOptimizer:
-        if self.optimizer is None:
-            raise TrialError("there is no optimizer", where=where, fix='Add "optimizer" to ds_config or pass one.')
-        return self.optimizer
-
-    def ema_weights(self) -> AbstractContextManager[None]:
-        """Let parameters and masters be the moving averages of the weights (ds_config's ``ema``)
-        inside the block, and the weights to the bit after it. Collective over shard; may be nested.
-
-        There ``save_16bit_model`` and ``module_state_dict`` give averages, buffers stay the
-        model's, and to train, or to save or load a checkpoint, is a TrialError.
-        """
-        return self._required_optimizer("engine.ema_weights").ema_weights()
-
-    def offload_states(
-        self,
-        include: Collection[Any] | None = None,
-        device: Any = "cpu",
-        pin_memory: bool = True,
-        non_blocking: bool = False,
-    ) -> None:
-        """Move states from this rank's device to its host's memory until :meth:`reload_states`, as
-        between generation and training. On a rank that computes on the CPU nothing moves.
-        Every rank must call it at the same place, outside of :meth:`ema_weights`.
-
-        What needs a state that is away is a TrialError: a step always, a forward pass where
-        parameters are, a checkpoint where masters or moments are.
-
-        Args:
-            include: of optim_states, hp_params, lp_params, lp_grads, contiguous_grad_buffer, as
-                strings or as DeepSpeed's OffloadStateTypeEnum; None: all. Memory that two kinds
-                share moves when both are named.
-            device: "cpu".
-            pin_memory: into page-locked memory, between which and the device copies are faster.
-            non_blocking: copies may still be under way on the device when this returns.
-        """
-        optimizer = self._required_optimizer("engine.offload_states")
-        optimizer.offload_states(include, device, pin_memory, non_blocking)
-
-    def reload_states(self, non_blocking: bool = False) -> None:
-        """Bring back what :meth:`offload_states` has moved; without a call before it, do
-        nothing."""
-        self._required_optimizer("engine.reload_states").reload_states(non_blocking)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients since the last step, also those that another engine's loss left here

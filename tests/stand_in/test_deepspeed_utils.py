@@ -258,8 +258,12 @@ def _use_groups() -> list[Any]:
     return [out.tolist(), part.tolist(), mixed.tolist(), alone, norm, summary, ranks, comm.get_global_rank(None, 1)]
 
 
-def test_groups_and_collectives_on_two_ranks(ranks: Pools):
-    found = ranks(2).run(_use_groups)
+def test_groups_and_collectives_on_two_ranks():
+    pools = Pools()  # of its own: the groups are those of the newest engine, which another test may have left
+    try:
+        found = pools(2).run(_use_groups)
+    finally:
+        pools.close()
     for rank, (out, part, mixed, alone, norm, summary, members, second) in enumerate(found):
         assert out == [0, 0, 1, 1] and part == [4.0 * rank, 4.0 * rank + 2] and mixed == [rank, rank + 10.0]
         assert alone == (1, 0) and norm == pytest.approx(5.0) and summary == {} and members == [0, 1] and second == 1

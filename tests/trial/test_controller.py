@@ -192,6 +192,11 @@ def test_a_complete_trial_keeps_as_many_as_a_cluster_would(tmp_path: Path, lengt
     assert sorted(int(path.name[-6:]) for path in tmp_path.glob("step-*")) == there
 
 
+def test_a_complete_trial_keeps_at_least_one_checkpoint(tmp_path: Path) -> None:
+    run_rank(LineTrial, replace(steps(4), keep=Keep(best=0, latest=2, at_end=0)), storage=tmp_path)
+    assert [path.name for path in tmp_path.glob("step-*")] == ["step-000004"]
+
+
 def test_a_searcher_metric_that_is_never_reported() -> None:
     with pytest.raises(
         ConfigError, match=r"'val_loss' was never reported: got the trial reports \['validation_loss'\]"

@@ -116,6 +116,12 @@ def test_what_an_experiment_says() -> None:
     )
 
 
+def test_the_best_of_an_experiment_are_those_of_its_only_trial() -> None:
+    storage = {"save_experiment_best": 3, "save_trial_best": 0, "save_trial_latest": 0}
+    experiment = {"searcher": {"max_length": 7}, "checkpoint_storage": storage}
+    assert settings_from_experiment(experiment, {}).keep == Keep(best=3, latest=2, at_end=0)
+
+
 def test_the_defaults_are_determineds() -> None:
     settings = settings_from_experiment({"searcher": {"max_length": 7}}, {})
     assert settings.max_length == Batch(7) and settings.reporting_period == Batch(100)

@@ -115,6 +115,8 @@ def _read_source(path: Path, shown: str) -> ast.Module:
         ) from None
     except UnicodeDecodeError as error:
         raise ConfigError(f"not UTF-8: {error.reason} at byte {error.start}", where=shown) from None
+    except (MemoryError, RecursionError, ValueError) as error:
+        raise ConfigError(f"Python's own parser does not take it: {type(error).__name__}", where=shown) from None
 
 
 def trial_classes(source: ast.Module) -> list[str]:

@@ -117,9 +117,7 @@ class Supervisor:
                 start_new_session=True,
             )
             code = self._watch(agent)
-        with log.open("rb") as written:
-            written.seek(earlier)
-            return self._outcome(code, written.read().decode("utf-8", errors="replace"))
+        return self._outcome(code, log, earlier)
 
     def _watch(self, agent: subprocess.Popen[bytes]) -> int:
         """Watch ranks and agent until the agent has ended; return its code."""
@@ -211,7 +209,8 @@ class Supervisor:
             for number, handler in before.items():
                 signal.signal(number, handler)
 
-    def _outcome(self, code: int, log: str) -> LaunchResult:
+    def _outcome(self, code: int, log: Path, earlier: int) -> LaunchResult:
+        """``earlier``: bytes of the log that an earlier start has written."""
         if code == 0:
             return LaunchResult(0)
         errors = read_errors(self.run_dir)
@@ -225,7 +224,8 @@ class Supervisor:
         cause = first_cause(errors, self._own_ranks(), exits, self._vanished)
         if cause is None:
             end = f"was {how_it_ended(code).rstrip('.')}" if code < 0 else f"ended with code {code}"
-            last = " | ".join(tail(log)) or "nothing"
+            own = log.read_bytes()[earlier:].decode("utf-8", errors="replace")
+            last = " | ".join(tail(own)) or "nothing"
             cause = Cause(
                 None, f"torch.distributed.run {end} before a rank ended; its last lines: {last}", INFRASTRUCTURE
             )

@@ -180,10 +180,10 @@ class Checkpointer:
         return self.poll()
 
     def keep_at_end(self, state: TrialSnapshot, keep: Keep, smaller_is_better: bool) -> None:
-        """Delete what a complete trial need not keep, as a cluster does when its experiment ends.
-        Local; rank 0 acts."""
+        """Delete what a complete trial need not keep, as a cluster does when its experiment ends,
+        but never the last checkpoint that there is. Local; rank 0 acts."""
         if self._context.distributed.rank == 0 and keep.at_end is not None:
-            kept = retained(state.history, replace(keep, latest=keep.at_end), smaller_is_better)
+            kept = retained(state.history, replace(keep, latest=keep.at_end), smaller_is_better) or state.history[-1:]
             self._context.platform.checkpoints.retain([entry[0] for entry in kept])
 
     def abandon(self, error: BaseException) -> None:

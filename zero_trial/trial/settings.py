@@ -247,6 +247,7 @@ def settings_from_experiment(
 
 def _keep(storage: Mapping[str, Any]) -> Keep:
     """Return Determined's numbers, but at least two latest ones until the trial is complete: one
-    may turn out to be damaged."""
-    best, latest = int(storage.get("save_trial_best", 1)), int(storage.get("save_trial_latest", 1))
+    may turn out to be damaged. A run's only trial has the best ones of its experiment."""
+    best = max(int(storage.get("save_trial_best", 1)), int(storage.get("save_experiment_best", 0)))
+    latest = int(storage.get("save_trial_latest", 1))
     return Keep(best=best, latest=max(latest, 2), at_end=latest)

@@ -190,10 +190,14 @@ COMMAND = "python3 -m determined.launch.torch_distributed python3 -m zero_trial.
         (COMMAND, "ds_config.json", "no such file: got ds_config.json, expected one of const.yaml, ds.json"),
         (COMMAND, "/data/ds_config.json", None),  # a mounted folder
         ("python3 train.py", "ds_config.json", None),  # not ours
+        (COMMAND.replace("model_def:", "--model-dir src model_deff:"), "ds_config.json", None),
+        (COMMAND.replace("MyTrial", "Mine").split(), "ds.json", "Mine not found in ./model_def.py"),
+        ("python3 -m zero_trial.run deep:MyTrial", "ds.json", "own parser does not take it"),
     ],
 )
-def test_what_ranks_would_fail_on_is_refused(entrypoint: str, ds_config: str, message: str | None) -> None:
-    packed = from_model_definition([file("model_def.py", TRIAL), file("ds.json", b"{}"), file("const.yaml", b"")])
+def test_what_ranks_would_fail_on_is_refused(entrypoint: Any, ds_config: str, message: str | None) -> None:
+    files = [file("model_def.py", TRIAL), file("ds.json", b"{}"), file("const.yaml", b"")]
+    packed = from_model_definition([*files, file("deep.py", b"x = a" + b".b" * 60_000)])
     config = {"entrypoint": entrypoint, "data": {"ds_config": ds_config}, "hyperparameters": {}}
     if message is None:
         check_model(config, packed)

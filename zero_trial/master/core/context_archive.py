@@ -1,9 +1,9 @@
 """A submitted model definition as a clean .tar.gz: plain files and directories inside one
 directory, and nothing else.
 
-Clients send a list of files (``modelDefinition``) with any paths, types and sizes. Nothing is
-unpacked here: a new archive is written in memory from the parts that are allowed, so that it has no
-link, no device, no owner and no path that leads outside.
+Clients send a list of files (``modelDefinition``) with any paths, types and sizes. Nothing of it is
+unpacked: a new archive is written in memory from the parts that are allowed, so that it has no
+link, no device, no owner and no path that leads outside. Sources of that one are looked at.
 """
 
 from __future__ import annotations
@@ -37,6 +37,8 @@ _MAX_PART = 255  # bytes of one name in it, what file systems take
 _HOOK = "startup-hook.sh"
 _CONFIG_SUFFIXES = (".json", ".yaml", ".yml")
 _LARGEST_CONFIG = 4 << 20  # bytes of a file that may hold a ds_config
+_LARGEST_SOURCES = 2 << 20  # bytes of Python that are read before an experiment starts
+_MOVES = frozenset({"--model-dir", "cd", "sh", "bash"})  # words by which the ranks' folder may be another one
 
 
 @dataclass(frozen=True)
@@ -196,21 +198,18 @@ def check_model(config: Mapping[str, Any], tgz: bytes) -> None:
     """Refuse an experiment of ``zero_trial.run`` whose model definition shows that its ranks would
     fail before they train: there is no such class, or no such ds_config file.
 
-    What only running could show passes, and so does every other program. Raises Invalid.
+    What only running could show passes: every other program, one that changes or names its folder,
+    a startup hook, which may write files, and sources too large to be read here. Raises Invalid.
     """
-    if "zero_trial.run" not in str(config.get("entrypoint")).split() or not tgz:
+    given = config.get("entrypoint")
+    words = given.split() if isinstance(given, str) else [str(word) for word in given or ()]
+    if not tgz or "zero_trial.run" not in words or not _MOVES.isdisjoint(words):
         return
-    try:
-        entrypoint = parse_entrypoint(config["entrypoint"])
-        stem = entrypoint.module.replace(".", "/")
-        with tempfile.TemporaryDirectory() as folder, tarfile.open(fileobj=io.BytesIO(tgz), mode="r:gz") as archive:
-            files = {member.name.removeprefix("./"): member for member in archive if member.isfile()}
-            beside = [name for name in files if name.endswith(".py") and "/" not in name]
-            own = {f"{stem}.py", f"{stem}/__init__.py"} & set(files)
-            archive.extractall(folder, [files[name] for name in {*beside, *own}], filter="data")
-            check_entrypoint(entrypoint, Path(folder), "entrypoint", shown="the model definition")
-    except ConfigError as fault:
-        raise Invalid(fault.what, where=fault.where, got=fault.got, fix=fault.fix) from None
+    with tarfile.open(fileobj=io.BytesIO(tgz), mode="r:gz") as archive:
+        files = {member.name.removeprefix("./"): member for member in archive if member.isfile()}
+        if _HOOK in files:
+            return
+        _check_class(words, archive, files)
     named = ds_config_file(config, config.get("hyperparameters") or {})
     if named is None or posixpath.isabs(named) or posixpath.normpath(named) in files:
         return
@@ -221,3 +220,19 @@ def check_model(config: Mapping[str, Any], tgz: bytes) -> None:
         got=named,
         expected=f"one of {', '.join(there[:8])}" if there else "a file in the folder that is submitted",
     )
+
+
+def _check_class(words: Sequence[str], archive: tarfile.TarFile, files: Mapping[str, tarfile.TarInfo]) -> None:
+    """Raise Invalid where the sources show that the entrypoint's class does not exist."""
+    try:
+        entrypoint = parse_entrypoint(words)
+        stem = entrypoint.module.replace(".", "/")
+        own = {f"{stem}.py", f"{stem}/__init__.py"}
+        sources = [name for name in files if name in own or (name.endswith(".py") and "/" not in name)]
+        if sum(files[name].size for name in sources) > _LARGEST_SOURCES:
+            return
+        with tempfile.TemporaryDirectory() as folder:
+            archive.extractall(folder, [files[name] for name in sources], filter="data")
+            check_entrypoint(entrypoint, Path(folder), "entrypoint", shown="the model definition")
+    except ConfigError as fault:
+        raise Invalid(fault.what, where=fault.where, got=fault.got, fix=fault.fix) from None

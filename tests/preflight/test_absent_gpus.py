@@ -18,7 +18,7 @@ from zero_trial.ds_config.reader import read_ds_config
 from zero_trial.preflight import blueprint
 from zero_trial.preflight.blueprint import Blueprint, Stack, stacks_of
 from zero_trial.preflight.compare import Planner, memory_plan
-from zero_trial.preflight.dry_run import ModelSubject
+from zero_trial.preflight.dry_run import STEPS, ModelSubject
 from zero_trial.preflight.link_model import LinkModel, of_step
 from zero_trial.preflight.plan import Figures, Moved
 
@@ -89,7 +89,15 @@ def test_few_layers_tell_what_many_need(stage: int, monkeypatch: pytest.MonkeyPa
     """States to the byte; the peak and the traffic within a hundredth."""
     small = {"reduce_bucket_size": 200_000, "param_persistence_threshold": 2000}
     monkeypatch.setattr(blueprint, "WORTH_LAYERS", 8)
+    ran, forward = [], Layer.forward
+
+    def counted(layer: Layer, x: torch.Tensor) -> torch.Tensor:
+        ran.append(layer)
+        return forward(layer, x)
+
+    monkeypatch.setattr(Layer, "forward", counted)
     few = figures(14, stage, **small)
+    assert len(ran) == STEPS * (3 + 4 + 6)
     monkeypatch.setattr(blueprint, "WORTH_LAYERS", 1000)
     all_layers = figures(14, stage, **small)
     names = ("parameters", "gradients", "optimizer", "exchange", "disk", "flops")
@@ -98,6 +106,27 @@ def test_few_layers_tell_what_many_need(stage: int, monkeypatch: pytest.MonkeyPa
         assert getattr(few, name) == pytest.approx(getattr(all_layers, name), rel=0.01)
     for ours, theirs in zip(few.last, all_layers.last, strict=True):
         assert ours.bytes == pytest.approx(theirs.bytes, rel=0.01)
+
+
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    ("stage", "zero"),
+    [
+        (3, {"max_live_parameters": 5_000_000}),  # six layers have 3.4 million, all 7.6 million
+        pytest.param(3, {"max_reuse_distance": 8_000_000}, marks=SLOW),
+        pytest.param(3, {"prefetch_bucket_size": 4_000_000, "max_reuse_distance": 0}, marks=SLOW),
+        pytest.param(0, {"reduce_bucket_size": 1_500_000}, marks=SLOW),
+    ],
+)
+def test_a_limit_between_few_layers_and_all_takes_all(
+    stage: int, zero: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(blueprint, "WORTH_LAYERS", 8)
+    found = figures(14, stage, **zero)
+    monkeypatch.setattr(blueprint, "WORTH_LAYERS", 1000)
+    assert found == figures(14, stage, **zero)
 
 
 def test_the_parameters_that_go_leave_the_optimizers_groups() -> None:
@@ -144,6 +173,9 @@ def test_seconds_of_collectives_by_hand() -> None:
     slow = replace(links, inter_latency=1e-3)
     assert slow.seconds(gather, shape) - links.seconds(gather, shape) == pytest.approx(2e-3)
     assert links.seconds(gather, MeshShape()) == 0
+    uneven = MeshShape(shard=12)  # nodes of 8 and 4
+    gather = Moved("all_gather", "shard", 1, 12 * 10**9 * 11 // 12)
+    assert links.seconds(gather, uneven) == pytest.approx(12e9 * 7 / 8 / 1e11 + 12e9 / 8 / 2 / 1e10)
 
 
 def test_further_micro_batches_move_what_each_of_them_does() -> None:

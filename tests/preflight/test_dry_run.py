@@ -28,6 +28,22 @@ def planned(folder: str, config: dict[str, Any], *, fake: bool, ranks: int = 2) 
     return dry_run([role], ranks, micro, [batch()], calls=config["gradient_accumulation_steps"], fake=fake)
 
 
+def test_traffic_is_that_of_one_step() -> None:
+    role, ran = Role(Blueprint(build("gpt")), read_ds_config(ds_config(2, accumulation=2))), []
+
+    def micro(engines: Any, batches: Any) -> None:
+        engine = engines[0]
+        if not ran:
+            engine.mesh.data.broadcast(torch.zeros(4), "in the first step only")
+        ran.append(engine)
+        engine.backward(engine(*batches[0]))
+        engine.step()
+
+    found = dry_run([role], 2, micro, [batch()], calls=2)
+    assert "broadcast" not in {each.kind for each in (*found.last, *found.further)}
+    assert len(ran) == 4 and found.calls == 2
+
+
 def assert_as_measured(figures: Figures, real: dict[str, int]) -> None:
     """What lives through a step to the byte, the peak within a tenth."""
     assert (figures.parameters, figures.gradients, figures.optimizer) == (

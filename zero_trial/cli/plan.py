@@ -7,8 +7,9 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -76,6 +77,7 @@ def _handle(options: argparse.Namespace) -> int:
     from zero_trial.launch.placement import PlacementRequest
     from zero_trial.preflight.plan import MemoryPlan
 
+    links = _links(options)
     words = read_words(given_words(options))
     request = RunRequest(
         experiment_path=words.experiment_path,
@@ -90,7 +92,7 @@ def _handle(options: argparse.Namespace) -> int:
     with _trial_planner(checked, machine, options.stage) as planner:
         own, rows = planner.plan(), planner.compare()
         error = None if own.fits(limit) or limit is None else _does_not_fit(planner, limit)
-        estimate = _estimate(options, planner)
+        estimate = _estimate(options, planner, links)
     if options.json:
         compared = [
             {"name": row.name, "plan": row.plan.as_dict() if row.plan else None, "refusal": row.refusal} for row in rows
@@ -117,26 +119,37 @@ def _handle(options: argparse.Namespace) -> int:
     return 0
 
 
-def _estimate(options: argparse.Namespace, planner: Planner | PipelinePlanner) -> list[str]:
-    """Return lines about the time of a step's collectives, where a GPU's size or a link is
-    given."""
+def _links(options: argparse.Namespace) -> dict[str, Any]:
+    """Return what is given of the links between ranks. Raises ConfigError, for ``--tflops`` too."""
+    names = ("intra_gbps", "inter_gbps", "ranks_per_node", "tflops")
+    given = {name: value for name in names if (value := getattr(options, name)) is not None}
+    for name, value in given.items():
+        if not (math.isfinite(value) and value > 0):
+            raise ConfigError(
+                "a rate is positive and finite",
+                where=f"--{name.replace('_', '-')}",
+                got=value,
+                expected="a number above 0",
+            )
+    given.pop("tflops", None)
+    return given
+
+
+def _estimate(options: argparse.Namespace, planner: Planner | PipelinePlanner, given: Mapping[str, Any]) -> list[str]:
+    """Return lines about the time of a step's collectives, where a GPU's size or a link (``given``)
+    is asked for."""
     from zero_trial.preflight.compare import Planner
     from zero_trial.preflight.link_model import LinkModel, estimate_lines, of_step
 
-    names = ("intra_gbps", "inter_gbps", "ranks_per_node")
-    given = {name: value for name in names if (value := getattr(options, name)) is not None}
-    for name, value in given.items() | {("tflops", options.tflops)}:
-        if value is not None and value <= 0:
-            raise ConfigError(
-                "a rate is positive", where=f"--{name.replace('_', '-')}", got=value, expected="more than 0"
-            )
     if not given and options.tflops is None and options.gpu_memory is None:
         return []
     if not isinstance(planner, Planner):
         return ["the time of a pipeline's messages is not estimated"] if given else []
     plan = planner.plan()
     figures = plan.figures
-    if figures.peak is None or (plan.accumulation > 1 and not figures.further):
+    if figures.peak is None:
+        return ["the time of collectives is not estimated: there is no micro-batch to run"]
+    if plan.accumulation > 1 and figures.calls == 1:
         return ["the time of collectives is not estimated: the trial does all micro-batches of a step in one call"]
     flops = figures.flops * plan.accumulation if figures.flops is not None else None
     return estimate_lines(of_step(figures, plan.accumulation), planner.mesh, LinkModel(**given), flops, options.tflops)

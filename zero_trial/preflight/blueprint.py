@@ -2,8 +2,9 @@
 layers costs by the cost of a few.
 
 Bytes, traffic and operations grow by the same amount with each further layer, so a stack of n alike
-layers is measured at three, four and six of them. Where six are not what three and four say, or the
-model does not run without the others, all n are run instead.
+layers is measured at three, four and six of them. All n are run instead where six are not what
+three and four say, where a limit such as ``max_live_parameters`` is between few layers and all, or
+where the model does not run without the others.
 """
 
 from __future__ import annotations
@@ -248,6 +249,12 @@ def _without(value: Any, removed: set[int]) -> Any:
 # are put together, and where one such bucket ends another begins.
 _SLACK, _NOTHING = 500, 1 << 20
 
+
+def within_slack(off: int, of: int) -> bool:
+    """Return whether a sum ``of`` so much may be ``off`` by so much."""
+    return off <= max(of // _SLACK, _NOTHING)
+
+
 Measure = Callable[[Sequence[int]], Mapping[str, int]]
 """Measures the model with so many layers of each stack: sums by name."""
 
@@ -271,6 +278,6 @@ def extrapolate(stacks: Sequence[Stack], measure: Measure) -> tuple[dict[str, in
 
     predicted = at([MOST_LAYERS] * len(stacks))
     off = {name: abs(value - checked[name]) for name, value in predicted.items()}
-    if any(wrong > max(checked[name] // _SLACK, _NOTHING) for name, wrong in off.items()):
+    if not all(within_slack(wrong, checked[name]) for name, wrong in off.items()):
         return None
     return at([stack.count for stack in stacks]), frozenset(name for name, wrong in off.items() if not wrong)

@@ -20,13 +20,13 @@ from zero_trial.ds_config.keys_zero import OffloadOptimizerSection
 from zero_trial.ds_config.table import DsConfig
 from zero_trial.engine import Engine
 from zero_trial.engine.build import build_engine
-from zero_trial.engine.resolved_config import mesh_shape
+from zero_trial.engine.resolved_config import mesh_shape, resolve_config
 from zero_trial.errors import TrialError, ZeroTrialError
-from zero_trial.preflight.blueprint import META, Blueprint, extrapolate
+from zero_trial.preflight.blueprint import META, Blueprint, extrapolate, within_slack
 from zero_trial.preflight.fake_comm import Exchange, Segments, fake_mesh
 from zero_trial.preflight.live_bytes import AbsentDevice, LiveBytes
 from zero_trial.preflight.plan import ON_CPU, Figures, Moved
-from zero_trial.sharding.plan import plan_for_stage
+from zero_trial.sharding.plan import Lifetime, Reshard, plan_for_stage
 
 # the second is measured: from then on the optimizer has its state and the order of reductions is
 # known
@@ -114,6 +114,7 @@ def _measure(
         for _ in range(STEPS if micro is not None else 0):
             live.restart()
             before = live.flops
+            found = {"calls": calls}  # nothing of the step before
             for call in range(calls):
                 for engine in engines:
                     engine.mesh.counters.reset()
@@ -126,6 +127,12 @@ def _measure(
         raise TrialError("the gradients of the dry run are not finite, so the optimizer made no state", where="plan")
     for kind in _STATES:
         found[kind] = sum(engine.persistent_bytes()[kind] for engine in engines)
+    for place, engine in enumerate(engines):
+        for always in (True, False):
+            groups = [each for each in engine.sharded.groups if (each.plan.params is Lifetime.ALWAYS) is always]
+            found[f"{'kept' if always else 'freed'} elements {place}"] = sum(
+                slot.numel for each in groups for slot in each.layout.slots
+            )
     found |= {"exchange": segments.total, "disk": segments.disk, "host": max(live.host, live.host_peak)}
     if micro is not None:
         found |= {"activations": live.saved_peak}
@@ -154,6 +161,7 @@ def _figures(found: Mapping[str, int]) -> Figures:
         **{kind: found[kind] for kind in kinds if kind in found},
         peak=max(found["backward_peak"], found["step_peak"]) if "step_peak" in found else None,
         flops=found.get("flops") or None,
+        calls=found.get("calls", 0),
         last=_moved("last", found),
         further=_moved("further", found),
     )
@@ -231,7 +239,7 @@ def dry_run_any(
                 run = partial(
                     _measure, ranks=ranks, batches=batches, calls=calls, fake=way is not Way.REAL, exchange=exchange
                 )
-                found = _by_few_layers(roles, run, micro) if way is not Way.REAL else None
+                found = _by_few_layers(roles, run, micro, ranks) if way is not Way.REAL else None
                 return _figures(found if found is not None else run(roles, micro=micro)), way.value
         except TrialError as error:
             faults.append(error)
@@ -243,7 +251,9 @@ def dry_run_any(
     raise TrialError(f"a micro-batch cannot be run: {last}", where="plan", got=type(last).__name__) from last
 
 
-def _by_few_layers(roles: Sequence[Role], run: Callable[..., dict[str, int]], micro: Micro) -> dict[str, int] | None:
+def _by_few_layers(
+    roles: Sequence[Role], run: Callable[..., dict[str, int]], micro: Micro, ranks: int
+) -> dict[str, int] | None:
     """Return what ``run`` gives for ``roles``, from runs with few of the layers that are alike.
 
     What outlives a step is exact. None: there are no such layers, or all are needed.
@@ -251,11 +261,13 @@ def _by_few_layers(roles: Sequence[Role], run: Callable[..., dict[str, int]], mi
     stacks = [stack for role in roles for stack in role.blueprint.stacks]
     if not stacks:
         return None
+    runs: list[dict[str, int]] = []  # the first has the fewest layers, the next ones one more of each stack
 
     def measure(counts: Sequence[int]) -> dict[str, int]:
         left = iter(counts)
         cut = (role.blueprint.with_layers([next(left) for _ in role.blueprint.stacks]) for role in roles)
-        return run([replace(role, blueprint=each) for role, each in zip(roles, cut, strict=True)], micro=micro)
+        runs.append(run([replace(role, blueprint=each) for role, each in zip(roles, cut, strict=True)], micro=micro))
+        return runs[-1]
 
     try:
         known = extrapolate(stacks, measure)
@@ -264,6 +276,8 @@ def _by_few_layers(roles: Sequence[Role], run: Callable[..., dict[str, int]], mi
     if known is None:
         return None
     found, exact = known
+    if not all(_decide_alike(role, place, ranks, runs[: len(stacks) + 1], found) for place, role in enumerate(roles)):
+        return None
     frees = any(plan_for_stage(role.settings.zero_optimization.stage).frees_parameters for role in roles)
     if frees or not exact.issuperset(_STATES):  # small parameters that always live share buckets
         states = run(roles, micro=None)
@@ -271,6 +285,46 @@ def _by_few_layers(roles: Sequence[Role], run: Callable[..., dict[str, int]], mi
         found |= {kind: states[kind] for kind in (*_STATES, "disk")}
         found |= {peak: found[peak] + more for peak in ("backward_peak", "step_peak")}
     return found
+
+
+def _decide_alike(
+    role: Role, place: int, ranks: int, runs: Sequence[Mapping[str, int]], found: Mapping[str, int]
+) -> bool:
+    """Return whether the limits of ``role`` decide with few layers as they do with all: either the
+    whole model is within a limit, or three layers are beyond it.
+
+    Args:
+        place: of the role among all.
+        runs: sums of the run with the fewest layers, and of those with one more of each stack.
+        found: sums of the whole model.
+    """
+    shape, device = mesh_shape(role.settings, ranks), role.blueprint.device.type
+    resolved = resolve_config(role.settings, shape.data_parallel_size, device)
+    limits, live = resolved.sharding.limits, resolved.sharding.live
+    kept, freed = f"kept elements {place}", f"freed elements {place}"
+    few, whole = runs[0][kept], found[kept]
+    goal = limits.bucket_of(whole)
+    of_all = goal == limits.bucket_of(few) or all(
+        limits.bucket_of(total) == -(-total // limits.buckets_wanted) for total in (few, whole)
+    )
+    # an element in a bucket takes at most 8 bytes: its value and its gradient in fp32
+    if not of_all and not within_slack(8 * goal, found["step_peak"]):
+        return False
+    layers = [more for run in runs[1:] if (more := run[freed] - runs[0][freed])]
+    if not layers:
+        return True
+    layer, whole = min(layers), found[freed]
+    # what may live, and how far it is between two uses, which is at most forward and backward
+    reaches = [(live.prefetch, whole)]
+    if resolved.plan.reshard is Reshard.WITHIN_LIMITS:
+        reaches += [(live.max_live, whole), (live.max_reuse_distance, 2 * whole)]
+    if any(3 * layer <= limit < most for limit, most in reaches):
+        return False
+    return (
+        layer >= limits.smallest_group  # else blocks of several layers are put together
+        and found[kept] <= limits.model_persistence
+        and (limits.kept_on_host == 0 or whole <= limits.kept_on_host)
+    )
 
 
 @contextmanager

@@ -1,8 +1,8 @@
 """The time of a step's collectives by a stated model of the links between ranks. Pure.
 
-A collective over N ranks, I of each node on A nodes (N = I A), goes in two rings, one inside the
-nodes and one between them, in which each rank sends to one other at the full rate of its link. With
-n bytes in the whole buffer, rates B and latencies L:
+A collective over N ranks, I of each node on A nodes (the last may have fewer), goes in two rings,
+one inside the nodes and one between them, in which each rank sends to one other at the full rate of
+its link. With n bytes in the whole buffer, rates B and latencies L:
 
     all_gather, reduce_scatter   n (I-1)/I / B_intra + log2(I) L_intra
                                  + (n/I) (A-1)/A / B_inter + log2(A) L_inter
@@ -42,7 +42,7 @@ class LinkModel:
     def seconds(self, moved: Moved, shape: MeshShape) -> float:
         """Return the time of these collectives on a mesh of ``shape``."""
         inside, across = self.spread(moved.axis, shape)
-        ranks = inside * across
+        ranks = prod(_sizes(moved.axis, shape).values())
         if ranks == 1:
             return 0.0
         intra, inter = self.intra_gbps * 1e9 / 8, self.inter_gbps * 1e9 / 8
@@ -58,10 +58,10 @@ class LinkModel:
     def spread(self, axis: str, shape: MeshShape) -> tuple[int, int]:
         """Return how many ranks of an axis are on each node, and on how many nodes. Neighbors on
         the last axis of the mesh are neighbors on the node."""
-        of_axis = {"data": ("replica", "shard"), "world": AXES}.get(axis, (axis,))
+        of_axis = _sizes(axis, shape)
+        size = prod(of_axis.values())
         sizes = dict(zip(AXES, shape.sizes, strict=True))
-        size = prod(sizes[name] for name in of_axis)
-        stride = prod(sizes[name] for name in AXES[AXES.index(of_axis[-1]) + 1 :])
+        stride = prod(sizes[name] for name in AXES[AXES.index(list(of_axis)[-1]) + 1 :])
         inside = min(size, max(1, self.ranks_per_node // stride))
         return inside, ceil(size / inside)
 
@@ -70,6 +70,13 @@ class LinkModel:
             f"{self.ranks_per_node} ranks per node, {self.intra_gbps:g} Gb/s per rank inside a node and {self.inter_gbps:g} "
             f"between nodes, {self.intra_latency * 1e6:g} and {self.inter_latency * 1e6:g} µs per message"
         )
+
+
+def _sizes(axis: str, shape: MeshShape) -> dict[str, int]:
+    """Return the ranks along each axis of the mesh that ``axis`` is made of."""
+    of_axis = {"data": ("replica", "shard"), "world": AXES}.get(axis, (axis,))
+    sizes = dict(zip(AXES, shape.sizes, strict=True))
+    return {name: sizes[name] for name in of_axis}
 
 
 def of_step(figures: Figures, accumulation: int) -> list[Moved]:

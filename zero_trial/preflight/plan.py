@@ -48,7 +48,8 @@ class Figures:
     ``host`` and ``disk``: what a rank that computes on a GPU keeps at most in the host's memory,
     and on NVMe. ``flops``: of one micro-batch, where they were counted. ``last``: the collectives
     of a step's last micro-batch and of the step itself; ``further``: those of each micro-batch
-    before it.
+    before it. ``calls``: how often what is measured was called in a step (1: no micro-batch was
+    further, or one call does them all; 0: there was none).
     """
 
     parameters: int
@@ -62,6 +63,7 @@ class Figures:
     flops: int | None = None
     last: tuple[Moved, ...] = ()
     further: tuple[Moved, ...] = ()
+    calls: int = 0
 
     @property
     def states(self) -> int:

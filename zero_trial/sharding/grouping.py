@@ -99,6 +99,11 @@ class GroupingLimits:
     smallest_group: int = 0  # neighbouring blocks are put together until they have as many elements
     kept_on_host: int = 0  # of what goes to NVMe, so many elements per rank stay in memory
 
+    def bucket_of(self, total: int) -> int:
+        """Return the most elements of a bucket where all buckets together have ``total``:
+        ``bucket``, or a quarter of them (never below 1 Mi), whichever is smaller."""
+        return min(self.bucket, max(-(-total // self.buckets_wanted), 1 << 20))
+
 
 @dataclass(frozen=True)
 class UnshardLimits:
@@ -424,12 +429,10 @@ def into_buckets(members: Sequence[ParamFacts], limits: GroupingLimits) -> list[
     """Fill buckets of parameters that always live, from the last parameter backwards: backward
     finishes those first.
 
-    A bucket closes at ``limits.bucket`` elements or at a quarter of the model (never below 1 Mi),
-    whichever is smaller, so that reductions overlap with what is left of backward and no buffer is
-    larger than the model needs.
+    A bucket closes at :meth:`GroupingLimits.bucket_of` elements, so that reductions overlap with
+    what is left of backward and no buffer is larger than the model needs.
     """
-    total = sum(member.numel for member in members)
-    goal = min(limits.bucket, max(-(-total // limits.buckets_wanted), 1 << 20))
+    goal = limits.bucket_of(sum(member.numel for member in members))
     out: list[GroupSpec] = []
     open_: dict[tuple[object, ...], list[ParamFacts]] = {}
 

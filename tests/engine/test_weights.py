@@ -239,6 +239,87 @@ def test_a_meta_model_gets_the_bits_of_the_dense_one(size: int, ranks: Pools) ->
         assert all(map(all, answer)), answer
 
 
+def partly_on_meta(cases: Sequence[tuple[type[nn.Module], str]]) -> list[list[bool]]:
+    """Compare models that have all values with those that lack what no state dict holds."""
+    found = []
+    for build, section in cases:
+        torch.manual_seed(5)
+        dense = build()
+        dense.blocks[1][1].running_mean.uniform_()
+        partly = on_meta(build)
+        partly.load_state_dict({name: value.clone() for name, value in dense.state_dict().items()}, assign=True)
+        partly.head.weight = partly.embed.weight
+        torch.manual_seed(6)  # a reset would draw other numbers
+        own = masters_and_state(start(partly, section))
+        found.append(list(map(torch.equal, masters_and_state(start(dense, section)), own)))
+    return found
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_values_that_are_loaded_stay(size: int, ranks: Pools) -> None:
+    cases = [(Net, "zero1"), (Net, "zero3"), (Initialized, "zero3")]
+    for answer in ranks(size).run(partly_on_meta, cases) if size > 1 else [partly_on_meta(cases)]:
+        assert all(map(all, answer)), answer
+
+
+class Mixed(nn.Module):
+    """Fills in one method, in each of the ways, a parameter, two buffers and a child; and ties."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+        self.scale = nn.Parameter(torch.ones(5))
+        self.tied = nn.Parameter(torch.ones(5))
+        self.register_buffer("steps", torch.ones(3))
+        self.register_buffer("table", torch.empty(7), persistent=False)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        self.tied = self.scale
+        torch.full((7,), 2.0, out=self.table).mul_(self.scale.sum())
+        self.scale.data.normal_()
+        self.steps = torch.zeros(3)
+        self.inner.bias.data.zero_()
+        nn.init.zeros_(self.inner.weight)
+
+
+def mixed(lacking: str) -> bool:
+    torch.manual_seed(7)
+    state = {"inner.weight": (4, 4), "inner.bias": (4,), "scale": (5,), "steps": (3,)}
+    values = {name: torch.rand(shape) for name, shape in state.items() if name != lacking}
+    model = on_meta(Mixed)
+    model.load_state_dict({name: value.clone() for name, value in values.items()}, strict=False, assign=True)
+    engine = start(model)
+    found = engine.module_state_dict()
+    kept = all(torch.equal(found[name], value) for name, value in values.items())
+    filled = lacking not in found or bool(found[lacking].isfinite().all())
+    read = bool(torch.allclose(engine.module.table, 2 * values["scale"].sum()))
+    tied = engine.module.tied is engine.module.scale
+    engine.destroy()
+    return kept and filled and read and tied
+
+
+@pytest.mark.parametrize("lacking", ["", "steps", "inner.weight", "inner.bias"])
+def test_a_module_fills_only_what_it_lacks(lacking: str, ranks: Pools) -> None:
+    assert mixed(lacking)
+    assert all(ranks(2).run(mixed, lacking))
+
+
+def cut_beside_meta() -> list[bool]:
+    model = on_meta(Mixed)
+    model.scale = nn.Parameter(torch.ones(5))
+    with zero_trial.zero.Init():
+        model.inner = nn.Linear(4, 4)
+    with zero_trial.zero.GatheredParameters(model.inner.parameters()):
+        before = [param.detach().clone() for param in model.inner.parameters()]
+    state = start(model).module_state_dict()
+    return [torch.equal(state[f"inner.{name}"], value) for name, value in zip(("weight", "bias"), before, strict=True)]
+
+
+def test_what_init_has_cut_keeps_its_values(ranks: Pools) -> None:
+    assert ranks(2).run(cut_beside_meta) == [[True, True]] * 2
+
+
 class Bare(nn.Module):
     """A parameter that only its constructor fills, and a buffer."""
 
@@ -250,8 +331,11 @@ class Bare(nn.Module):
 
 
 def bare(**given: Any) -> tuple[str, str]:
+    real = nn.Linear(2, 2)
+    before = real.weight.detach().clone()
     with pytest.raises(ConfigError) as error:
-        start(nn.Sequential(nn.Linear(2, 2), on_meta(Bare)), **given)
+        start(nn.Sequential(real, on_meta(Bare)), **given)
+    assert torch.equal(real.weight, before)
     return str(error.value), str(error.value.where)
 
 
@@ -272,3 +356,25 @@ def test_a_buffer_that_is_in_no_file_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as error:
         start(on_meta(Unsaved), weights=stored(tmp_path, Unsaved))
     assert error.value.where == "initialize(model): mask"
+
+
+class Beside(Angles):
+    """A buffer that is in no file and has values, and one that has none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+        self.register_buffer("seen", torch.zeros(2), persistent=False)
+
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        if "seen" in self._buffers:
+            self.seen.zero_()
+
+
+def test_a_buffer_that_is_in_no_file_and_has_values_keeps_them(tmp_path: Path) -> None:
+    model = on_meta(Beside)
+    model.seen = torch.tensor([4.0, 5.0])
+    engine = start(model, weights=stored(tmp_path, Beside))
+    assert engine.module.seen.tolist() == [4.0, 5.0]
+    assert engine.module.table.tolist() == list(range(7))

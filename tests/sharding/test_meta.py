@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import weakref
 
 import pytest
@@ -78,9 +79,65 @@ def test_parts_are_initialized_in_the_order_of_their_constructors(ties: bool) ->
     with torch.device("meta"):
         model = Outer(ties)
     torch.manual_seed(2)
-    place_absent(model, CPU)
-    initialize_meta(model, mesh_for(3).data)
+    initialize_meta(model, mesh_for(3).data, place_absent(model, CPU))
     assert torch.equal(torch.rand(1), after)
     for (name, value), expected in zip(model.named_parameters(), plain.parameters(), strict=True):
         assert torch.equal(value, expected), name
     assert (model.head.weight is model.inner.embed.weight) is ties
+
+
+class Kinds(nn.Module):
+    """Buffers that hold every value of their dtype; with ``way`` None, nothing fills them."""
+
+    def __init__(self, dtype: torch.dtype, way: str | None) -> None:
+        super().__init__()
+        self.way = way
+        self.register_buffer("one", torch.tensor(0, dtype=dtype), persistent=False)
+        self.register_buffer("table", torch.zeros(256, dtype=dtype), persistent=False)
+        self.register_buffer("none", torch.zeros(0, dtype=dtype), persistent=False)
+
+    def reset_parameters(self) -> None:
+        every = torch.arange(256).to(self.table.dtype)
+        if self.way == "in place":
+            self.one.copy_(torch.tensor(165))  # in one byte it is the value of what is not filled
+            self.table.copy_(every)
+        elif self.way == "by data":
+            self.one.data.fill_(1)
+            self.table.data.copy_(every)
+        elif self.way == "anew":
+            self.one, self.table = torch.ones_like(self.one), every
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int8, torch.int16, torch.int64, torch.float32])
+def test_a_buffer_is_filled_if_it_was_written(dtype: torch.dtype) -> None:
+    for way in ("in place", "by data", "anew", None):
+        with torch.device("meta"):
+            model = nn.Sequential(nn.Linear(2, 2), Kinds(dtype, way))
+        given = place_absent(model, CPU)
+        if way is not None:
+            initialize_meta(model, mesh_for(3).data, given)
+            assert torch.equal(model[1].table, torch.arange(256).to(dtype)), way
+            continue
+        with pytest.raises(ConfigError) as error:
+            initialize_meta(model, mesh_for(3).data, given)
+        assert "1.one (Kinds), 1.table (Kinds)" in str(error.value) and "1.none" not in str(error.value)
+
+
+def test_a_mask_written_in_part_is_refused() -> None:
+    with torch.device("meta"):
+        model = Kinds(torch.bool, None)
+    given = place_absent(model, CPU)
+    model.one.fill_(True)
+    model.table[:255] = True
+    with pytest.raises(ConfigError) as error:
+        initialize_meta(model, mesh_for(3).data, given)
+    assert error.value.where == "initialize(model): table"
+
+
+def test_classes_that_only_reset_are_named_once(caplog: pytest.LogCaptureFixture) -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), Inner())
+    with caplog.at_level(logging.INFO, "zero_trial"):
+        initialize_meta(model, mesh_for(3).data, place_absent(model, CPU))
+    (message,) = [record.getMessage() for record in caplog.records if "reset_parameters" in record.getMessage()]
+    assert message.count("Linear") == 1 and "LayerNorm" not in message  # Inner has initialized its own

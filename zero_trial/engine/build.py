@@ -107,8 +107,11 @@ def initialize(
     ``weights``: a safetensors file, or a folder with one or with several and an index, that holds
     the model's first values by its names; the model's own are not used, so that it may be on the
     meta device. Each rank reads the ranges of its shards. ``weights_prefix`` stands before all of
-    the model's names in the files, or before all of the files' names in the model. A model on the
-    meta device without ``weights`` gets the values that building it would have given.
+    the model's names in the files, or before all of the files' names in the model. Without
+    ``weights``, what is on the meta device gets its values from ``reset_parameters()`` of each
+    module and from ``_init_weights(module)`` where a class has it: those that building the model
+    would have given, except that what a constructor writes outside of the two is not repeated.
+    Tensors that are not on the meta device keep their values.
     """
     training_data = given_once(training_data=training_data, dataset=dataset)
     try:

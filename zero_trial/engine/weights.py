@@ -105,18 +105,18 @@ class StoredWeights:
 
 def give_values(model: nn.Module, data: AxisComm, device: torch.device, *, by_files: bool) -> None:
     """Prepare a model that is, in part, on the meta device for an engine: with the values that
-    building it would have given, or ``by_files`` with absent ones for what files hold. Collective
-    over ``data``. Raises ConfigError."""
+    building it would have given, or ``by_files`` with absent ones for what files hold. Tensors that
+    are not on the meta device keep their values. Collective over ``data``. Raises ConfigError."""
     if not any(tensor.is_meta for tensor in itertools.chain(model.parameters(), model.buffers())):
         return
     unsaved = {name for name, buffer in model.named_buffers() if buffer.is_meta} - set(saved_buffers(model))
     if by_files:
-        place_absent(model, device)
+        given = place_absent(model, device)
         if unsaved:
-            initialize_buffers(model, sorted(unsaved), data)
+            initialize_buffers(model, sorted(unsaved), data, given)
     else:
-        place_absent(model, torch.device("cpu"))  # random numbers are the host's, as when building it
-        initialize_meta(model, data)
+        given = place_absent(model, torch.device("cpu"))  # random numbers are the host's, as when building it
+        initialize_meta(model, data, given)
 
 
 # --- writing --------------------------------------------------------------------------------------

@@ -10,27 +10,38 @@ from __future__ import annotations
 
 import inspect
 import itertools
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
 from zero_trial.comm import AxisComm
 from zero_trial.errors import ConfigError
-from zero_trial.sharding.freed import absent, own_params, owner_of_param
+from zero_trial.sharding.freed import METADATA, absent, own_params, owner_of_param
 from zero_trial.sharding.heap import FreedBytes
 from zero_trial.sharding.init import PreSharded, lifting
 
+log = logging.getLogger("zero_trial")
 
-def place_absent(model: nn.Module, device: torch.device) -> None:
+Given = Mapping[int, torch.Tensor]
+"""The tensors of a model that had values before it got any here, by id: they keep them."""
+
+
+def place_absent(model: nn.Module, device: torch.device) -> Given:
     """Give the parameters and buffers of ``model`` that are on the meta device another one: NaN
-    for parameters, which take no memory, and for buffers, which do."""
+    for parameters, which take no memory, and for buffers, which do. Return the other tensors."""
+    tensors = {id(tensor): tensor for tensor in itertools.chain(model.parameters(), model.buffers())}
+    given = {address: tensor for address, tensor in tensors.items() if not tensor.is_meta}
     for param in {id(param): param for param in model.parameters() if param.is_meta}.values():
         _change_places(param, nn.Parameter(absent(param.shape, param.dtype, device), param.requires_grad))
     for buffer in {id(buffer): buffer for buffer in model.buffers() if buffer.is_meta}.values():
-        _change_places(buffer, absent(buffer.shape, buffer.dtype, device).clone())
+        _change_places(buffer, _unfilled(buffer.shape, buffer.dtype, device))
+    return given
 
 
 def _change_places(tensor: torch.Tensor, other: torch.Tensor) -> None:
@@ -46,9 +57,10 @@ def _change_places(tensor: torch.Tensor, other: torch.Tensor) -> None:
         ) from fault
 
 
-def initialize_meta(model: nn.Module, data: AxisComm) -> None:
-    """Give a model whose parameters are absent the values that building it would have given them:
-    module by module, cut over ``data`` where it has several ranks. Collective over ``data``.
+def initialize_meta(model: nn.Module, data: AxisComm, given: Given) -> None:
+    """Give the tensors of a model that are absent, all but ``given``, the values that building it
+    would have given them: module by module, cut over ``data`` where it has several ranks.
+    Collective over ``data``.
 
     Random numbers are drawn in the order of construction, a module after its children:
     ``reset_parameters`` (or ``_reset_parameters``) of each module, and where a class defines
@@ -65,16 +77,27 @@ def initialize_meta(model: nn.Module, data: AxisComm) -> None:
         own = module.named_parameters(recurse=False, remove_duplicate=False)
         return [name for name, param in own if first[id(param)] is not module]
 
+    def complete(modules: Iterator[nn.Module]) -> bool:
+        found = [id(tensor) in given for part in modules for tensor in _own_tensors(part)]
+        return bool(found) and all(found)
+
     initialized: set[nn.Module] = set()
+    alone: set[nn.Module] = set()  # no _init_weights was there after their reset_parameters
     heap = FreedBytes()
     with lifting(), torch.no_grad():
         for module in _children_first(model):
-            own = [param for param in module.parameters(recurse=False) if first[id(param)] is module]
+            own = [
+                param
+                for param in module.parameters(recurse=False)
+                if first[id(param)] is module and id(param) not in given
+            ]
             with torch._C.DisableTorchFunction():
                 for param in own:
-                    param.data = param.detach().clone()  # of what is absent: memory full of NaN
-            with _spare(module, tied(module)):
-                _reset(module)
+                    param.data = _unfilled(param.shape, param.dtype, param.device)
+            if not complete(iter([module])):
+                with _spare(module, tied(module), given):
+                    if _reset(module):
+                        alone.add(module)
             if data.size > 1:
                 with torch._C.DisableTorchFunction():
                     for param in own:
@@ -83,17 +106,25 @@ def initialize_meta(model: nn.Module, data: AxisComm) -> None:
                 continue
             flags = hasattr(module, "_initialize_weights")  # of transformers, which ties at the end
             for part in _children_first(module):
-                if not flags or part not in initialized:
+                if (not flags or part not in initialized) and not complete(part.modules()):
                     initialized.add(part)
-                    with _spare(part, tied(part) if flags else ()):
+                    alone.discard(part)
+                    with _spare(part, tied(part) if flags else (), given):
                         initialize(part)
     heap.give_back()
-    _require_filled(model, data)
+    _require_filled(model, data, given)
+    if alone and data.index == 0:
+        log.info(
+            "initialize: reset_parameters() alone gave first values to %s on the meta device; what constructors "
+            "write after it is not repeated",
+            ", ".join(sorted({type(module).__name__ for module in alone})),
+        )
 
 
-def initialize_buffers(model: nn.Module, names: Sequence[str], data: AxisComm) -> None:
-    """Fill the buffers ``names``, which no file holds, by their modules' own initialization; the
-    random numbers that it draws are given back. Raises ConfigError for those that stay unfilled."""
+def initialize_buffers(model: nn.Module, names: Sequence[str], data: AxisComm, given: Given) -> None:
+    """Fill the buffers ``names``, which no file holds, by their modules' own initialization, which
+    does not change what is ``given``; the random numbers that it draws are given back. Raises
+    ConfigError for those that stay unfilled."""
     owners = dict.fromkeys(name.rpartition(".")[0] for name in names)
     state = torch.get_rng_state()
     with torch.no_grad():
@@ -106,12 +137,16 @@ def initialize_buffers(model: nn.Module, names: Sequence[str], data: AxisComm) -
                 else [model]
             )
             inner = next(filter(None, map(_initializer, above)), None)
-            with _spare(module, list(module._parameters)):
+            with _spare(module, list(module._parameters), given):
                 _reset(module)
                 if inner is not None:
                     inner(module)
     torch.set_rng_state(state)
-    _require_filled(model, data, names)
+    _require_filled(model, data, given, names)
+
+
+def _own_tensors(module: nn.Module) -> Iterator[torch.Tensor]:
+    return itertools.chain(module.parameters(recurse=False), module.buffers(recurse=False))
 
 
 def _children_first(module: nn.Module, known: set[nn.Module] | None = None) -> Iterator[nn.Module]:
@@ -125,10 +160,13 @@ def _children_first(module: nn.Module, known: set[nn.Module] | None = None) -> I
     yield module
 
 
-def _reset(module: nn.Module) -> None:
+def _reset(module: nn.Module) -> bool:
+    """Return whether the module has a method to reset what it owns, which has run then."""
     reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
-    if callable(reset) and (module._parameters or module._buffers):
-        reset()
+    if not callable(reset) or not (module._parameters or module._buffers):
+        return False
+    reset()
+    return True
 
 
 def _initializer(module: nn.Module) -> Callable[[nn.Module], Any] | None:
@@ -138,25 +176,74 @@ def _initializer(module: nn.Module) -> Callable[[nn.Module], Any] | None:
 
 
 @contextmanager
-def _spare(module: nn.Module, names: Sequence[str]) -> Iterator[None]:
-    """Put other parameters in the place of the module's own ones ``names``: they take what is
-    written, and are dropped."""
-    kept = {name: param for name in names if (param := module._parameters[name]) is not None}
+def _spare(module: nn.Module, names: Sequence[str], given: Given) -> Iterator[None]:
+    """Put other tensors in the place of the module's own parameters ``names``, and of all
+    ``given`` ones inside it: they take what is written, and are dropped."""
+    places: list[tuple[dict[str, Any], str]] = [
+        (module._parameters, name) for name in names if module._parameters[name] is not None
+    ]
+    if given:
+        places += [(table, name) for table, name in _places(module) if id(table[name]) in given]
+    kept = [(table, name, table[name]) for table, name in places]
+    others: dict[int, torch.Tensor] = {}  # by id of the tensor in whose place it is
     with torch._C.DisableTorchFunction():
-        module._parameters |= {
-            name: nn.Parameter(torch.empty(p.shape, dtype=p.dtype), p.requires_grad) for name, p in kept.items()
-        }
+        for table, name, tensor in kept:
+            if (other := others.get(id(tensor))) is None:
+                shape, dtype = tensor.shape, tensor.dtype
+                known = id(tensor) in given
+                other = absent(shape, dtype, tensor.device) if known else torch.empty(shape, dtype=dtype)
+                if isinstance(tensor, nn.Parameter):
+                    other = nn.Parameter(other, tensor.requires_grad)
+                others[id(tensor)] = other
+            table[name] = other
+    copied = {id(other): given[address] for address, other in others.items() if address in given}
     try:
-        yield
+        with _Copying(copied) if copied else nullcontext():
+            yield
     finally:
-        module._parameters.update(kept)
+        for table, name, tensor in kept:
+            table[name] = tensor
+        for table, name in _places(module) if copied else ():  # a method may have tied more names to them
+            table[name] = copied.get(id(table[name]), table[name])
 
 
-def _require_filled(model: nn.Module, data: AxisComm, names: Sequence[str] | None = None) -> None:
+def _places(module: nn.Module) -> list[tuple[dict[str, Any], str]]:
+    """List where the tensors of a module and of all inside it are."""
+    return [(table, name) for part in module.modules() for table in (part._parameters, part._buffers) for name in table]
+
+
+class _Copying(TorchFunctionMode):
+    """Gives a tensor a copy of another one's values when a function first touches it, so that
+    initializing a large model copies only what it reads and writes.
+
+    Args:
+        sources: the other one, by id of the tensor.
+    """
+
+    def __init__(self, sources: Given) -> None:
+        super().__init__()
+        self._sources = dict(sources)
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func not in METADATA:
+            with torch._C.DisableTorchFunction():
+                for leaf in tree_leaves((args, kwargs)):
+                    if (source := self._sources.pop(id(leaf), None)) is not None:
+                        owner = owner_of_param(source)
+                        if isinstance(owner, PreSharded) and not owner.live:
+                            leaf.data = owner.gather()
+                        else:
+                            leaf.data = source.detach().clone()
+        return func(*args, **(kwargs or {}))
+
+
+def _require_filled(model: nn.Module, data: AxisComm, given: Given, names: Sequence[str] | None = None) -> None:
     found = [
         name
         for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers())
-        if (names is None or name in names) and _is_unfilled(tensor)
+        if (names is None or name in names) and id(tensor) not in given and _is_unfilled(tensor)
     ]
     unfilled = list(dict.fromkeys(itertools.chain.from_iterable(data.gather_json(found, "first values"))))
     if not unfilled:
@@ -173,13 +260,37 @@ def _require_filled(model: nn.Module, data: AxisComm, names: Sequence[str] | Non
     )
 
 
+# Every byte of an element that nothing has written, unless that is a NaN: as a truth value it is
+# neither of the two, and as a wide integer it is no number that a model has.
+_PATTERN = 0xA5
+_AS_INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
+
+
+def _pattern(dtype: torch.dtype) -> int:
+    return int.from_bytes(bytes([_PATTERN]) * dtype.itemsize, "little", signed=dtype.itemsize > 1)
+
+
+def _unfilled(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return a tensor with memory, for which :func:`_is_unfilled` is true."""
+    if dtype.is_floating_point or dtype.is_complex:
+        return absent(shape, dtype, device).clone()
+    tensor = torch.empty(tuple(shape), dtype=dtype, device=device)
+    tensor.data.view(_AS_INTEGER[dtype.itemsize]).fill_(_pattern(dtype))  # .data: its version stays 0
+    return tensor
+
+
 def _is_unfilled(tensor: torch.Tensor) -> bool:
-    """Return whether some of this rank's elements still have the value of :func:`absent`."""
+    """Return whether some of this rank's elements still have the value of :func:`_unfilled`. Of
+    integers of one or two bytes, which may have it, all must, and nothing may have written them in
+    place."""
     owner = owner_of_param(tensor)
     own = owner.part_of(tensor) if isinstance(owner, PreSharded) and isinstance(tensor, nn.Parameter) else tensor
     with torch._C.DisableTorchFunction():
-        if own.dtype == torch.bool or own.numel() == 0:
+        if own.numel() == 0:
             return False
         if own.is_floating_point() or own.is_complex():
             return bool(own.isnan().any())
-        return bool((own == torch.iinfo(own.dtype).max).any())
+        same = own.view(_AS_INTEGER[own.dtype.itemsize]) == _pattern(own.dtype)
+        if own.dtype == torch.bool or own.dtype.itemsize > 2:
+            return bool(same.any())
+        return bool(same.all()) and own._version == 0

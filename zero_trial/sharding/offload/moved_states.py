@@ -101,10 +101,12 @@ class MovedStates:
             )
 
     def devices(self, kind: str, state: Mapping[torch.Tensor, Any]) -> set[torch.device]:
-        """Return where the memory of a kind is now."""
+        """Return where the memory of a kind is now; what has none between steps is nowhere."""
+        found = {storage._cdata: storage for storage in _storages(self._tensors(kind, state))}
         return {
-            torch.device("cpu") if storage._cdata in self._moved else storage.device
-            for storage in _storages(self._tensors(kind, state))
+            torch.device("cpu") if address in self._moved else storage.device
+            for address, storage in found.items()
+            if address in self._moved or storage.nbytes()
         }
 
     @torch.no_grad()
@@ -174,8 +176,7 @@ class MovedStates:
         if kind == "optim_states":
             yield from _inside(list(state.values()))
         elif kind == "lp_grads":
-            # those that are None between steps have no memory to move
-            yield from (buffer.shard for buffer in self._grad_buffers if buffer.shard.untyped_storage().nbytes())
+            yield from (buffer.shard for buffer in self._grad_buffers)
         elif kind == "contiguous_grad_buffer":
             yield from (buffer.full for buffer in self._grad_buffers)
         else:

@@ -60,7 +60,11 @@ def paused(task: Task, asked_at: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("slots", "whole", "first", "second"), [(2, "class", "module", "script"), (4, "module", "script", "class")]
+    ("slots", "whole", "first", "second"),
+    [
+        (2, "class", "module", "script"),
+        pytest.param(4, "module", "script", "class", marks=pytest.mark.extended),  # the same on more ranks than cores
+    ],
 )
 def test_paused_and_resumed_the_losses_are_those_of_one_go(
     master: StubMaster, slots: int, whole: str, first: str, second: str

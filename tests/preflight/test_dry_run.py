@@ -44,6 +44,20 @@ def test_traffic_is_that_of_one_step() -> None:
     assert len(ran) == 4 and found.calls == 2
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_the_copy_of_a_save_in_the_background_counts(device: str) -> None:
+    """It has masters and both moments of Adam: of half the model, in the memory of a rank, or in
+    its host's."""
+    without = memory_plan(build("gpt"), ds_config(2), 2, device=device)
+    background = ds_config(2) | {"checkpoint": {"writer": {"decoupled": True}}}
+    plan = memory_plan(build("gpt"), background, 2, device=device)
+    more = {name: getattr(plan.figures, name) - getattr(without.figures, name) for name in ("total", "host", "states")}
+    copied = pytest.approx(plan.parameter_count * 12 / 2, rel=0.02)
+    here, host = (copied, 0) if device == "cpu" else (0, copied)
+    assert more == {"states": 0, "total": here, "host": host}
+    assert ("copy for checkpoints" in plan.table()) is (device == "cpu")
+
+
 def assert_as_measured(figures: Figures, real: dict[str, int]) -> None:
     """What lives through a step to the byte, the peak within a tenth."""
     assert (figures.parameters, figures.gradients, figures.optimizer) == (

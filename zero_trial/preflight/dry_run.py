@@ -16,9 +16,10 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_map
 
+from zero_trial.ds_config.keys_running import CheckpointWriterSection
 from zero_trial.ds_config.keys_zero import OffloadOptimizerSection
 from zero_trial.ds_config.table import DsConfig
-from zero_trial.engine import Engine
+from zero_trial.engine import Engine, saving
 from zero_trial.engine.build import build_engine
 from zero_trial.engine.resolved_config import mesh_shape, resolve_config
 from zero_trial.errors import TrialError, ZeroTrialError
@@ -77,7 +78,8 @@ def dry_run(
     on this machine's CPU, in as much memory as the rank itself would need. torch's random state is
     left as it was.
     """
-    return _figures(_measure(roles, ranks, micro, batches, calls=calls, fake=fake, exchange=exchange))
+    found = _measure(roles, ranks, micro, batches, calls=calls, fake=fake, exchange=exchange)
+    return _figures(found, roles[0].blueprint.device)
 
 
 def _measure(
@@ -127,6 +129,8 @@ def _measure(
         raise TrialError("the gradients of the dry run are not finite, so the optimizer made no state", where="plan")
     for kind in _STATES:
         found[kind] = sum(engine.persistent_bytes()[kind] for engine in engines)
+    writers = [engine for role, engine in zip(roles, engines, strict=True) if role.settings.checkpoint.writer.decoupled]
+    found["snapshot"] = sum(saving.snapshot_bytes(engine) for engine in writers)
     for place, engine in enumerate(engines):
         for always in (True, False):
             groups = [each for each in engine.sharded.groups if (each.plan.params is Lifetime.ALWAYS) is always]
@@ -154,11 +158,14 @@ def _traffic(when: str, engines: Sequence[Engine]) -> dict[str, int]:
     return found
 
 
-def _figures(found: Mapping[str, int]) -> Figures:
-    """Return the figures of what :func:`_measure` has found."""
-    kinds = (*_STATES, "exchange", "host", "disk", "activations")
+def _figures(found: Mapping[str, int], device: torch.device) -> Figures:
+    """Return the figures of what :func:`_measure` has found, for training on ``device``."""
+    kinds = (*_STATES, "exchange", "disk", "activations")
+    of_rank = found["snapshot"] if device.type == "cpu" else 0
     return Figures(
         **{kind: found[kind] for kind in kinds if kind in found},
+        host=found["host"] + found["snapshot"] - of_rank,
+        snapshot=of_rank,
         peak=max(found["backward_peak"], found["step_peak"]) if "step_peak" in found else None,
         flops=found.get("flops") or None,
         calls=found.get("calls", 0),
@@ -240,7 +247,7 @@ def dry_run_any(
                     _measure, ranks=ranks, batches=batches, calls=calls, fake=way is not Way.REAL, exchange=exchange
                 )
                 found = _by_few_layers(roles, run, micro, ranks) if way is not Way.REAL else None
-                return _figures(found if found is not None else run(roles, micro=micro)), way.value
+                return _figures(found if found is not None else run(roles, micro=micro), device), way.value
         except TrialError as error:
             faults.append(error)
         except ZeroTrialError:
@@ -282,7 +289,7 @@ def _by_few_layers(
     if frees or not exact.issuperset(_STATES):  # small parameters that always live share buckets
         states = run(roles, micro=None)
         more = sum(states[kind] - found[kind] for kind in _STATES)
-        found |= {kind: states[kind] for kind in (*_STATES, "disk")}
+        found |= {kind: states[kind] for kind in (*_STATES, "disk", "snapshot")}
         found |= {peak: found[peak] + more for peak in ("backward_peak", "step_peak")}
     return found
 
@@ -356,10 +363,12 @@ def _engine(role: Role, options: dict[str, Any], world: _FakeWorld, live: LiveBy
     model = options.pop("model")
     live.hold([*model.parameters(), *model.buffers()])
     mesh = fake_mesh(mesh_shape(role.settings, world.ranks), world.exchange, world.segments)
-    zero = replace(role.settings.zero_optimization, ignore_unused_parameters=True)  # bytes are all that is asked
+    # bytes are all that is asked: those of a copy are counted, and no memory is made for it
+    zero = replace(role.settings.zero_optimization, ignore_unused_parameters=True)
+    checkpoint = replace(role.settings.checkpoint, writer=CheckpointWriterSection())
     return build_engine(
         model,
-        replace(role.settings, zero_optimization=zero),
+        replace(role.settings, zero_optimization=zero, checkpoint=checkpoint),
         mesh,
         role.blueprint.device,
         places=world.segments.backends,

@@ -9,6 +9,8 @@
     peak          the most tensor bytes that live at one time in a training step
     exchange      segments that ranks of one host share to exchange tensors; 0 for other ways to
                   exchange
+    snapshot      the copy from which a checkpoint is written in the background, where the rank
+                  computes on the CPU; 0 without one
 
 The interpreter, libraries, allocator caches and kernels' own workspace are no tensors and not in
 it.
@@ -45,11 +47,11 @@ class Moved:
 class Figures:
     """Bytes on rank 0. ``activations`` and ``peak`` are None where no micro-batch was at hand.
 
-    ``host`` and ``disk``: what a rank that computes on a GPU keeps at most in the host's memory,
-    and on NVMe. ``flops``: of one micro-batch, where they were counted. ``last``: the collectives
-    of a step's last micro-batch and of the step itself; ``further``: those of each micro-batch
-    before it. ``calls``: how often what is measured was called in a step (1: no micro-batch was
-    further, or one call does them all; 0: there was none).
+    ``host`` and ``disk``: what a rank that computes on a GPU keeps at most in the host's memory
+    (copies for checkpoints, too), and on NVMe. ``flops``: of one micro-batch, where they were
+    counted. ``last``: the collectives of a step's last micro-batch and of the step itself;
+    ``further``: those of each micro-batch before it. ``calls``: how often what is measured was
+    called in a step (1: no micro-batch was further, or one call does them all; 0: there was none).
     """
 
     parameters: int
@@ -64,6 +66,7 @@ class Figures:
     last: tuple[Moved, ...] = ()
     further: tuple[Moved, ...] = ()
     calls: int = 0
+    snapshot: int = 0
 
     @property
     def states(self) -> int:
@@ -77,10 +80,10 @@ class Figures:
 
     @property
     def total(self) -> int:
-        """Return what has to fit: the peak, or the states where that is all that is known, and the
-        shared segments.
+        """Return what has to fit: the peak, or the states where that is all that is known, the
+        shared segments and the copy for checkpoints.
         """
-        return (self.states if self.peak is None else self.peak) + self.exchange
+        return (self.states if self.peak is None else self.peak) + self.exchange + self.snapshot
 
 
 @dataclass(frozen=True)
@@ -124,6 +127,7 @@ class MemoryPlan:
             ("temporary", figures.temporary),
             ("peak", figures.peak),
             ("exchange segments", figures.exchange),
+            *([("copy for checkpoints", figures.snapshot)] if figures.snapshot else []),
         ]
         lines = [
             f"per rank: ZeRO-{self.stage}, {self.precision}, {self.ranks} rank{'s' if self.ranks != 1 else ''}, "

@@ -78,7 +78,11 @@ def test_the_key_and_the_argument(tmp_path: Path) -> None:
     assert not engine.checkpoint_under_way
     assert engine._background.buffer_bytes == prepared > 0
     engine.save_checkpoint(tmp_path, "b")
+    engine.abandon_checkpoint()
+    assert not engine.checkpoint_under_way and engine.wait_for_checkpoint() is None
+    engine.save_checkpoint(tmp_path, "b")
     engine.destroy()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b"]
     assert CheckpointReader(tmp_path / "b").manifest.step == 1
 
 

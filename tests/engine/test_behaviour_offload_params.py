@@ -15,14 +15,18 @@ import pytest
 import torch
 from torch import nn
 
+import zero_trial
 from tests.engine.offloaded import PLAIN, PRECISIONS, Net, alike, differing, loss, train, two_groups, values_of
 from tests.support.dense import STAGES, Case, Turn, build_engine
-from tests.support.pipelines import batches, layers, make_engine
+from tests.support.models import ADAMW
+from tests.support.pipelines import batches, cross_entropy, layers, make_engine
 from tests.support.pool import Pools
 from zero_trial import zero
-from zero_trial.engine.offload_config import offload_line
-from zero_trial.errors import CheckpointError, ConfigError, StorageError
-from zero_trial.sharding.layout import round_up
+from zero_trial.engine import build as building
+from zero_trial.engine.offload_config import OffloadPlan, offload_line
+from zero_trial.errors import CheckpointError, ConfigError, StorageError, TrialError
+from zero_trial.pipeline import PipelineModule
+from zero_trial.sharding.layout import ALIGN, round_up
 from zero_trial.sharding.offload.nvme_params import ParamSwapper, SwappedShard
 from zero_trial.sharding.offload.swap_file import BLOCK
 
@@ -380,6 +384,70 @@ def run_pipelines(folder: str, stage: int) -> int:
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_a_pipeline_of_two_stages(ranks: Pools, tmp_path: Path, stage: int) -> None:
     assert all(count > 0 for count in ranks(2).run(run_pipelines, str(tmp_path), stage))
+
+
+def run_pipeline_that_nearly_fits(folder: str, place: str) -> tuple[int, ...]:
+    """Two pipeline stages of which the larger has as many elements as may stay ("all"), or some
+    more, so that it alone has a file. Padding, here of the tied weight, counts in groups."""
+    zero_config = {"stage": 2, "param_persistence_threshold": 0}
+    here = make_engine(layers(blocks=3), 2, zero_config, 2)
+    sizes = here.mesh.world.gather_json(elements_of(here.module), "sizes")
+    assert sizes[0] != sizes[1]
+    most = max(sizes) if place == "all" else min(sizes) + 100
+    section = {"device": "nvme", "nvme_path": folder, "max_in_cpu": most}
+    there = make_engine(layers(blocks=3), 2, zero_config | {"offload_param": section}, 2)
+    padded = sum(group.layout.numel for group in there.sharded.groups)
+    traces = []
+    for engine in (here, there):
+        losses = [engine.train_batch(batches(0, 2, 1, start=step)).item() for step in range(3)]
+        traces.append((losses, {name: value.clone() for name, value in engine.module_state_dict().items()}))
+    assert traces[0][0] == traces[1][0] and differing(traces[0][1], traces[1][1]) == []
+    count = len(away(there))
+    for engine in (here, there):
+        engine.destroy()
+    return sizes[here.global_rank], most, padded, count
+
+
+def elements_of(module: nn.Module) -> int:
+    return sum(round_up(param.numel(), ALIGN) for param in module.parameters())
+
+
+@pytest.mark.parametrize("place", ["all", "some"])
+def test_a_pipeline_of_which_a_stage_fits_into_memory(ranks: Pools, tmp_path: Path, place: str) -> None:
+    answers = ranks(2).run(run_pipeline_that_nearly_fits, str(tmp_path), place)
+    assert any(size == most < padded for size, most, padded, _ in answers) == (place == "all")
+    assert [count > 0 for *_, count in answers] == [size > most for size, most, *_ in answers]
+
+
+def run_frozen_stage(folder: str) -> list[int]:
+    """Masters in a file, and a pipeline stage that has none: it waits for nothing that the other
+    does alone."""
+    found = []
+    for section in ({}, {"offload_optimizer": {"device": "nvme", "nvme_path": folder}}):
+        module = PipelineModule(layers(blocks=3, tied=False), num_stages=2, loss_fn=cross_entropy, seed_layers=True)
+        if module.stage_id == 0:
+            module.requires_grad_(False)
+        config = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2, "comm_timeout_seconds": 30.0}
+        config |= {"optimizer": ADAMW, "zero_optimization": {"stage": 1} | section, "bf16": {"enabled": True}}
+        engine = zero_trial.initialize(model=module, config=config)[0]
+        losses = [engine.train_batch(batches(0, 2, 1, start=step)).item() for step in range(2)]
+        found.append((losses, {name: value.clone() for name, value in engine.module_state_dict().items()}))
+        pieces = len(engine.optimizer.pieces)
+        engine.destroy()
+    assert found[0][0] == found[1][0] and differing(found[0][1], found[1][1]) == []
+    return [pieces]
+
+
+def test_a_pipeline_with_a_frozen_stage(ranks: Pools, tmp_path: Path) -> None:
+    (first,), (second,) = ranks(2).run(run_frozen_stage, str(tmp_path))
+    assert first == 0 < second
+
+
+def test_a_place_that_nobody_opens_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the first use would gather memory that is freed."""
+    monkeypatch.setattr(building, "plan_offload", lambda *_: OffloadPlan())
+    with pytest.raises(TrialError, match="parameters have no home"):
+        engine_of("zero2", {}, str(tmp_path))
 
 
 def run_adapters(folder: str) -> int:

@@ -13,7 +13,9 @@ import torch
 
 from tests.engine.offloaded import PRECISIONS, Net, alike, differing, loss, train, two_groups, values_of
 from tests.support.dense import STAGES, Case, build_engine
+from tests.support.pipelines import batches, layers, make_engine
 from tests.support.pool import RankPool
+from zero_trial.sharding.plan import Home
 
 Cell = tuple[str, str, str, str]  # ZeRO stage, place of parameters, place of optimizer state, precision
 # Each stage with each place; fp32 ones are updated on the host, 16-bit ones where their state is.
@@ -76,6 +78,28 @@ def run_cells(cells: list[Cell], folder: str) -> list[str]:
         if not alike(trace, known[0]) or names or away < 5:
             wrong.append(f"{cell}: {away} groups away, {trace} instead of {known[0]}, {names}")
     return wrong
+
+
+def run_pipelines(folder: str, stage: int) -> list[str]:
+    """Two pipeline stages whose parameters would go to files, and all fit into ``max_in_cpu``: they
+    are in the host's memory."""
+    logging.getLogger("zero_trial").setLevel(logging.ERROR)
+    found, engines = [], []
+    for section in ({}, {"offload_param": {"device": "nvme", "nvme_path": folder}}):
+        zero_config = {"stage": stage, "param_persistence_threshold": 0} | section
+        engines.append(make_engine(layers(blocks=2), 2, zero_config, 2, bf16={"enabled": True}))
+        losses = [engines[-1].train_batch(batches(0, 2, 1, start=step)).item() for step in range(3)]
+        found.append((losses, {name: value.cpu() for name, value in engines[-1].module_state_dict().items()}))
+    homes = {group.plan.home for group in engines[1].sharded.groups}
+    places = [*(f"parameters in {home.value}" for home in homes - {Home.HOST})]
+    losses_differ = [] if found[0][0] == found[1][0] else [f"{found[1][0]} instead of {found[0][0]}"]
+    return [*places, *losses_differ, *differing(found[0][1], found[1][1])]
+
+
+@pytest.mark.parametrize("stage", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_a_pipeline_whose_parameters_fit_into_the_hosts_memory(devices: RankPool, tmp_path: Any, stage: int) -> None:
+    for wrong in devices.run(run_pipelines, str(tmp_path), stage):
+        assert wrong == []
 
 
 @pytest.mark.smoke

@@ -15,6 +15,7 @@ from tests.support.pool import Pools
 from zero_trial.errors import TrialError
 from zero_trial.sharding.freed import FreedParameter
 from zero_trial.sharding.full_params import FullParams
+from zero_trial.sharding.offload.moved_states import MovedStates
 from zero_trial.sharding.param_group import ParamGroup
 from zero_trial.sharding.publication import ParamPublisher
 from zero_trial.zero import (
@@ -239,7 +240,8 @@ class Model:
 
 def full_params(groups: list[ParamGroup]) -> tuple[FullParams, Waits]:
     module, publisher = nn.Module(), Waits(nn.Module(), groups)
-    return FullParams(Model(), module, groups, publisher, mesh_for(3).data), publisher  # type: ignore[arg-type]
+    data, moved = mesh_for(3).data, MovedStates(groups, (), lambda kinds: None)
+    return FullParams(Model(), module, groups, publisher, data, moved), publisher  # type: ignore[arg-type]
 
 
 def test_blocks_gather_what_is_freed_and_leave_what_was_live() -> None:

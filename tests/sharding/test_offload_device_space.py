@@ -3,15 +3,21 @@ as they may be."""
 
 from __future__ import annotations
 
+from concurrent.futures import Future
 from typing import Any
 
 import pytest
 import torch
 
 from tests.sharding.late_swap_file import LateSwapFile
+from tests.sharding.parts import make_group, parameters
+from zero_trial.errors import StorageError
 from zero_trial.sharding.offload.device_space import DeviceSpace, HostMemory
 from zero_trial.sharding.offload.host import BlockingCopier
-from zero_trial.sharding.offload.swap_file import BLOCK
+from zero_trial.sharding.offload.nvme_params import ParamSwapper, SwappedShard
+from zero_trial.sharding.offload.swap_file import BLOCK, DiskTransfer
+from zero_trial.sharding.param_group import ParamGroup
+from zero_trial.sharding.plan import Home
 
 CPU = torch.device("cpu")
 
@@ -91,6 +97,71 @@ def test_the_host_sees_what_a_device_wrote_and_the_reverse(kind: str) -> None:
     assert torch.equal(there, -value)
     with space.mapped() as area:
         assert torch.equal(area[offset : offset + 8000].view(torch.float32), -value)
+
+
+class Disk(LateSwapFile):
+    """A file in memory that fails while ``fails``."""
+
+    fails = False
+
+    def read(self, offset: int, into: torch.Tensor) -> Any:
+        return self._of(super().read(offset, into))
+
+    def write(self, offset: int, source: torch.Tensor) -> Any:
+        return self._of(super().write(offset, source))
+
+    def _of(self, transfer: Any) -> DiskTransfer:
+        future: Future[None] = Future()
+        transfer.wait()
+        if self.fails:
+            future.set_exception(OSError("broken"))
+        else:
+            future.set_result(None)
+        return DiskTransfer("/disk", [future])
+
+
+@pytest.mark.parametrize("act", ["read", "write"])
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_buffer_whose_transfer_failed_is_not_used_again(act: str, count: int) -> None:
+    disk = Disk()
+    space = DeviceSpace(disk, BlockingCopier(), CPU, count=count, nbytes=BLOCK)
+    values, offset = noise(4 * BLOCK), space.reserve(16 * BLOCK)
+    disk.fails = True
+    # more than the buffers hold: the failure is found where one is needed again
+    with pytest.raises(StorageError, match="broken"):
+        getattr(space, act)(offset, values)
+    disk.fails = False
+    for _ in range(3):
+        with pytest.raises(StorageError, match="broken"):
+            space.write(offset, values)
+
+
+@pytest.mark.parametrize("act", ["read", "write"])
+def test_what_a_buffer_lost_is_lost_for_all(act: str) -> None:
+    """A transfer that fails while its buffer is taken for another: neither a gather nor a
+    checkpoint goes on from stale bytes."""
+    disk = Disk()
+    space = DeviceSpace(disk, BlockingCopier(), CPU, count=1, nbytes=BLOCK)
+    swapper = ParamSwapper(space, most=4 * BLOCK, count=1)
+    group = make_group(parameters([(4 * BLOCK,)]), stage=3, dtype=torch.bfloat16, home=Home.NVME)
+    swapper.swap_out(group)
+    values = torch.ones_like(group.full)
+    disk.fails = True
+    with pytest.raises(StorageError, match="broken"):
+        if act == "read":
+            group.unshard()
+        else:
+            swapper.store(shard_of(group), values[: group.layout.shard_numel])
+    disk.fails = False
+    with pytest.raises(StorageError, match="the disk has failed"), swapper.lent():
+        pass
+    with pytest.raises(StorageError, match="the disk has failed"):
+        group.unshard()
+
+
+def shard_of(group: ParamGroup) -> SwappedShard:
+    assert isinstance(group.offloaded, SwappedShard)
+    return group.offloaded
 
 
 def test_nothing_is_there_before_the_wait() -> None:

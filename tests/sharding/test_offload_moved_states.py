@@ -15,6 +15,7 @@ import torch
 
 from tests.engine.offloaded import PRECISIONS, differing, engine_of, loss, values_of
 from tests.support.dense import Turn
+from tests.support.pipelines import batches, layers, make_engine
 from tests.support.pool import Pools
 from zero_trial import zero
 from zero_trial.errors import CheckpointError, TrialError
@@ -70,6 +71,55 @@ def test_training_goes_on_to_the_bit(stage: str, precision: str) -> None:
     turns = itertools.cycle([None, OPENRLHF, ["lp_params", "hp_params"], ["optim_states"], ["lp_grads"]])
     assert trained(engine, lambda engine: away_and_back(engine, next(turns))) == numbers
     assert not differing(values_of(expected), values_of(engine))
+
+
+@pytest.mark.usefixtures("as_device")
+@pytest.mark.parametrize("stage", ["zero0", "zero1", "zero2"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("first", [None, ["hp_params"], ["lp_params"]])
+@pytest.mark.parametrize("when", ["before", "between", "meanwhile"])
+def test_values_put_elsewhere_count(stage: str, precision: str, first: Any, when: str) -> None:
+    """``param.data = new``: before states move, between two moves, and while they are away."""
+    found = []
+    for moves in (False, True):
+        engine = engine_of(stage, PRECISIONS[precision], None)
+        trained(engine, lambda engine: None, steps=1)
+        for place in ("before", "between", "meanwhile"):
+            if place == when:
+                for param in (engine.module.first.weight, engine.module.frozen.bias):
+                    param.data = param.detach() * 1.25
+            if moves and place != "meanwhile":
+                engine.offload_states(first if place == "before" else None, pin_memory=False)
+        engine.reload_states()
+        found.append((trained(engine, lambda engine: None, steps=1), values_of(engine)))
+    assert found[0][0] == found[1][0] and not differing(found[0][1], found[1][1])
+
+
+@pytest.mark.usefixtures("as_device")
+def test_values_of_another_shape_are_refused_after_the_reload(tmp_path: Path) -> None:
+    engine = engine_of("zero2", {}, None)
+    engine.offload_states(pin_memory=False)
+    engine.module.first.weight.data = torch.zeros(3)
+    engine.reload_states()
+    with pytest.raises((TrialError, CheckpointError), match="another shape"):
+        engine.save_checkpoint(str(tmp_path))
+
+
+@pytest.mark.usefixtures("as_device")
+def test_a_pipeline_says_that_its_states_are_away() -> None:
+    engine = make_engine(layers(blocks=1), 1, {"stage": 1}, 2)
+    data = list(batches(0, 2, 1))
+    engine.train_batch(iter(data))
+    for kinds, uses in {
+        "lp_params": [engine.train_batch, engine.eval_batch],
+        "optim_states": [engine.train_batch],
+    }.items():
+        engine.offload_states([kinds, "hp_params"], pin_memory=False)
+        for use in uses:
+            with pytest.raises(TrialError, match="reload_states"):
+                use(iter(data))
+        engine.reload_states()
+    engine.train_batch(iter(data))
 
 
 def on_two_ranks(stage: str, precision: str) -> tuple[list[str], int]:
@@ -134,7 +184,11 @@ def test_a_use_without_reload_is_an_error_that_changes_nothing(stage: str, tmp_p
             lambda: zero.safe_get_full_optimizer_state(param, "exp_avg"),
         ],
         "hp_params": [lambda: engine.save_checkpoint(str(tmp_path)), lambda: zero.safe_get_full_fp32_param(param)],
-        "lp_params": [lambda: loss(engine, Turn(1, 0, 0)), lambda: engine.save_checkpoint(str(tmp_path))],
+        "lp_params": [
+            lambda: loss(engine, Turn(1, 0, 0)),
+            lambda: engine.save_checkpoint(str(tmp_path)),
+            lambda: zero.GatheredParameters([param], modifier_rank=0).__enter__(),
+        ],
         "lp_grads": [lambda: zero.safe_get_full_grad(param)],
         "contiguous_grad_buffer": [],
     }

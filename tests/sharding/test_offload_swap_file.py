@@ -303,6 +303,14 @@ def test_the_first_failure_is_remembered() -> None:
         assert "go on from the last checkpoint in a new engine" in str(error.value)
 
 
+def test_every_wait_says_that_a_transfer_has_failed() -> None:
+    """Several wait for one: who needs its buffer again, and who needs its values."""
+    failed = transfer(OSError("one"))
+    for _ in range(3):
+        with pytest.raises(StorageError, match="got one"):
+            failed.wait()
+
+
 def test_all_are_waited_for() -> None:
     """Also those behind one that failed: their memory is free afterwards."""
     last = transfer()

@@ -345,7 +345,8 @@ class EngineAccessors(nn.Module):
         non_blocking: bool = False,
     ) -> None:
         """Move states from this rank's device to its host's memory until :meth:`reload_states`, as
-        between generation and training. On a rank that computes on the CPU nothing moves.
+        between generation and training. On a rank that computes on the CPU nothing moves. Values
+        that a script puts into a parameter (``param.data = new``), before or meanwhile, count.
         Every rank must call it at the same place, outside of :meth:`ema_weights`.
 
         What needs a state that is away is a TrialError: a step always, a forward pass where

@@ -239,8 +239,12 @@ def build_engine(
     log_dtypes(model, resolved.policy, mesh)
     log_model_parts(model, mesh, resolved)
     everything = list(model.parameters())
-    if pipeline is None and not leaves_parameters(settings, resolved.plan, mesh, everything):
-        resolved = replace(resolved, plan=resolved.plan.at(Home.of(device.type, "cpu")))
+    if not leaves_parameters(settings, resolved.plan, mesh, everything):
+        if pipeline is None or device.type != "cpu":
+            resolved = replace(resolved, plan=resolved.plan.at(Home.of(device.type, "cpu")))
+        else:  # a schedule gathers and frees alike on all stages, of which others may have a file
+            limits = replace(resolved.sharding.limits, kept_on_host=sys.maxsize)
+            resolved = replace(resolved, sharding=replace(resolved.sharding, limits=limits))
     precision = resolved.policy.param
     offload = plan_offload(settings, resolved.plan, mesh, device, trained, precision, places, everything)
     manual_groups = pipeline.manual_groups if pipeline is not None else ()

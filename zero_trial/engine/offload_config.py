@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from zero_trial.engine.engine import Engine
 
 _Z = "zero_optimization"
+_ROOM = "room for optimizer state"
 
 
 T = TypeVar("T")
@@ -66,10 +67,17 @@ REAL_BACKENDS = OffloadBackends(open_swap_file, copier_for)
 
 class OffloadPlan:
     """What construction asks: where masters go, how long pieces may be, and which store they get.
-    In this class, all stays in place."""
+    In this class, all stays in place.
+
+    Args:
+        mesh: where something is to leave its place on some rank; None where nothing is on any.
+    """
 
     most: int | None = None  # elements of a piece
     piece: Callable[..., ShardPiece] = ShardPiece
+
+    def __init__(self, mesh: Mesh | None = None) -> None:
+        self._mesh = mesh
 
     def on_group_built(self, group: ParamGroup) -> None:
         """Move what is offloaded of a group that has just been built."""
@@ -78,8 +86,11 @@ class OffloadPlan:
         self, base: torch.optim.Optimizer, pieces: Sequence[ShardPiece], elementwise: bool, beside: Sequence[str] = ()
     ) -> StateStore | None:
         """Return the store for ``base`` over ``pieces``; None for the usual one. Collective over
-        the world. ``beside``: kinds of state in the weights' dtype that ``base`` does not make."""
-        return None
+        the world. ``beside``: kinds of state in the weights' dtype that ``base`` does not make.
+
+        Another pipeline stage may have to make room, or to refuse: all learn whether it can.
+        """
+        return _all_or_none(self._mesh, lambda: None, _ROOM) if self._mesh is not None else None
 
 
 class OffloadedState(OffloadPlan):
@@ -105,9 +116,10 @@ class OffloadedState(OffloadPlan):
         shards: ParamSwapper | None = None,
         budget: int | None = None,
     ) -> None:
+        super().__init__(mesh)
         self.most: int = buffer_numel
         self._section = section
-        self._mesh = mesh
+        self._world = mesh
         self._shards = shards
         self._rounded_buffers = RoundedBuffers()
         self._masters = MasterSwap(space, budget) if space is not None else None
@@ -129,6 +141,18 @@ class OffloadedState(OffloadPlan):
     def store(
         self, base: torch.optim.Optimizer, pieces: Sequence[ShardPiece], elementwise: bool, beside: Sequence[str] = ()
     ) -> StateStore | None:
+        def made() -> SwappedStore | None:
+            self._require_elementwise(base, elementwise)
+            swapped = self._masters is not None or self._shards is not None
+            return self._swapped_store(base, pieces, beside) if swapped else None
+
+        store: StateStore | None = _all_or_none(self._world, made, _ROOM)
+        if self._staging is not None:
+            staged = [piece for piece in pieces if isinstance(piece, StagedPiece)]
+            store = StagedStore(staged, self._staging, store, buffers=self._section.buffer_count)
+        return store
+
+    def _require_elementwise(self, base: torch.optim.Optimizer, elementwise: bool) -> None:
         if not elementwise:
             name = "offload_optimizer" if isinstance(self._section, OffloadOptimizerSection) else "offload_param"
             raise ConfigError(
@@ -137,15 +161,6 @@ class OffloadedState(OffloadPlan):
                 got=f'"{self._section.device}" with {type(base).__name__}',
                 fix=f"Use an elementwise optimizer (Adam, AdamW, SGD, Lion, Adagrad ...), or remove {name}.",
             )
-        store: StateStore | None = None
-        if self._masters is not None or self._shards is not None:
-            store = _all_or_none(
-                self._mesh, lambda: self._swapped_store(base, pieces, beside), "room for optimizer state"
-            )
-        if self._staging is not None:
-            staged = [piece for piece in pieces if isinstance(piece, StagedPiece)]
-            store = StagedStore(staged, self._staging, store, buffers=self._section.buffer_count)
-        return store
 
     def _swapped_store(
         self, base: torch.optim.Optimizer, pieces: Sequence[ShardPiece], beside: Sequence[str]
@@ -207,30 +222,33 @@ def plan_offload(
     """
     zero = config.zero_optimization
     section = zero.offload_optimizer
-    away = section is not None and section.device != "none" and section.device != device.type and bool(params)
+    # Exchanges are the same on all ranks, though a pipeline stage may have nothing to train.
+    leaves = section is not None and section.device not in ("none", device.type)
+    away = leaves and bool(params)
     # An update runs where the master is, and an fp32 parameter that leaves the device is its own.
     leaving = _freed(config, params) if plan.home is not Home.DEVICE else []
     on_host = away or any(has_own_master(living_dtype(param.dtype, dtype)) for param in leaving)
     everything = [*everything] or [*params]
     shards = _plan_shards(config, plan, mesh, everything, dtype, places, device, updates_on_host=on_host)
     elements = _elements(params, mesh.shard.size)
+    space: SwapSpace | None = None
+    if section is not None and leaves and section.device == "nvme":
+        wide = [
+            param for param in params if device.type != "cpu" or not has_own_master(living_dtype(param.dtype, dtype))
+        ]
+        wanted = 4 * _elements(wide, mesh.shard.size) + (1 << 16)
+        folder = Path(section.nvme_path or "").absolute()  # as the log and errors name it
+        where = f"{_Z}.offload_optimizer.nvme_path"
+        opened = functools.partial(places.swap_file, folder, wanted, config.aio, where)
+        space = _all_or_none(mesh, lambda: opened() if away else None, "file for optimizer state")
     if section is None or not away:
         if shards is None or zero.offload_param is None:
-            return OffloadPlan()
+            return OffloadPlan(mesh if leaves or plan.home is not Home.DEVICE else None)
         on_host = on_host and device.type != "cpu"
         copier = places.copier(device, zero.offload_param.pin_memory) if on_host else None
         most = buffer_elements(elements, zero.sub_group_size, zero.offload_param.buffer_count)
         return OffloadedState(zero.offload_param, mesh, most, None, copier, shards)
     copier = places.copier(device, section.pin_memory) if device.type != "cpu" else None
-    space: SwapSpace | None = None
-    if section.device == "nvme":
-        lacking = [param for param in params if copier or not has_own_master(living_dtype(param.dtype, dtype))]
-        wanted = 4 * _elements(lacking, mesh.shard.size) + (1 << 16)
-        folder = Path(section.nvme_path or "").absolute()  # as the log and errors name it
-        where = f"{_Z}.offload_optimizer.nvme_path"
-        space = _all_or_none(
-            mesh, lambda: places.swap_file(folder, wanted, config.aio, where), "file for optimizer state"
-        )
     buffer_numel = buffer_elements(elements, zero.sub_group_size, section.buffer_count)
     budget = int(section.ratio * elements) if space is not None and copier is None and section.ratio < 1 else None
     return OffloadedState(section, mesh, buffer_numel, space, copier, shards, budget)

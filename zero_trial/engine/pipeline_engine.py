@@ -85,6 +85,7 @@ class PipelineEngine(Engine):
                 call with it stopped, and is started again whenever it ends. None: the iterator or
                 loader that was given before.
         """
+        self.sharded.moved.require_here("engine.train_batch")
         if data_iter is not None:
             self._iterator = self._as_iterator(data_iter)
         if self.optimizer is not None:
@@ -129,6 +130,7 @@ class PipelineEngine(Engine):
         ``compute_loss=False``: that list alone. All ranks always get the losses, whatever
             ``bcast_loss`` says. Collective over the world.
         """
+        self.sharded.moved.require_here("engine.eval_batch", ("lp_params",))
         before = self._iterator
         if data_iter is not None:
             self._iterator = cast("Iterator[Any]", data_iter if hasattr(data_iter, "__next__") else iter(data_iter))

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from zero_trial.comm import AxisComm, Mesh
+from zero_trial.errors import TrialError
 from zero_trial.precision import DtypePolicy
 from zero_trial.sharding.freed import forget_owner, owner_of_param, revive
 from zero_trial.sharding.grouping import (
@@ -172,6 +173,13 @@ def build_param_groups(
         groups.append(_build(spec, layout, params, own_plan, source))
         forget_owner(groups[-1].params)  # shards that zero.Init has made
         on_group_built(groups[-1])
+        if own_plan.home is not Home.DEVICE and groups[-1].offloaded is None:
+            raise TrialError(  # its first use would gather memory that is freed
+                "parameters have no home",
+                where=spec.name,
+                got=f"a plan with parameters in {own_plan.home.value}, and nothing that keeps them there",
+                expected="set_offloaded() in on_group_built",
+            )
         heap.add(groups[-1].full)  # the values have another place now
     heap.give_back()
     freed: dict[str, list[ParamGroup]] = {}

@@ -16,6 +16,7 @@ from zero_trial.errors import TrialError
 from zero_trial.sharding.freed import FreedParameter, lost_edits
 from zero_trial.sharding.heap import FreedBytes
 from zero_trial.sharding.leaf_modules import get_z3_leaf_modules
+from zero_trial.sharding.offload.moved_states import MovedStates
 from zero_trial.sharding.param_group import ParamGroup
 from zero_trial.sharding.plan import Lifetime
 from zero_trial.sharding.publication import ParamPublisher
@@ -46,12 +47,14 @@ class FullParams:
         groups: Sequence[ParamGroup],
         publisher: ParamPublisher,
         data: AxisComm,
+        moved: MovedStates,
     ) -> None:
         self.model = ref(model)
         self._module = module
         self._groups = groups
         self._publisher = publisher
         self._data = data
+        self._moved = moved
         # For each open() without its close(), innermost last: the groups that it gathered.
         self._opened: list[list[ParamGroup]] = []
         self._scope: nn.Module | None = None  # the module whose state dict was asked for
@@ -93,6 +96,7 @@ class FullParams:
 
     def open(self, params: list[nn.Parameter]) -> None:
         """See :class:`ShardOwner`. May be nested."""
+        self._moved.require_here("GatheredParameters", ("lp_params",))
         self.end_names()
         self._publisher.wait()
         held = self._holding(params)

@@ -130,7 +130,7 @@ class ShardedModel:
         ]
         self.publisher = ParamPublisher(module, self.groups)
         self.moved = MovedStates(self.groups, self.grad_buffers, self._settle)
-        self._full_params = FullParams(self, module, self.groups, self.publisher, mesh.data)
+        self._full_params = FullParams(self, module, self.groups, self.publisher, mesh.data, self.moved)
         register_owner(self._params(), self._full_params)
         if plan.frees_parameters:
             mark_sharded(self._params())

@@ -145,6 +145,7 @@ class ParamGroup:
         self.offloaded: OffloadedShard | None = None
         self._pins = 0  # open blocks of user code (GatheredParameters) that use the full parameters
         self._gathering: Pending | None = None
+        self._elsewhere: list[torch.Tensor] = []  # what the parameters are while their memory is away
         # what the parameters are while they are freed
         self._placeholders = [] if always else [absent(s.shape, dtype, device) for s in layout.slots]
         kinds = [type(param) for param in self.params]
@@ -201,11 +202,25 @@ class ParamGroup:
         """Let ``materialized`` bring master and shard into memory for the length of a block."""
         self.materialized = materialized
 
+    def went_away(self, host: torch.UntypedStorage) -> None:
+        """Make the parameters that always live views of ``host``, which has the bytes of the full
+        buffer until :meth:`came_back`."""
+        for view in self.views:
+            place = (host, view.storage_offset(), view.size(), view.stride())
+            self._elsewhere.append(torch.empty(0, dtype=view.dtype).set_(*place))
+        for param, copy in zip(self.params, self._elsewhere, strict=True):
+            param.data = copy
+
     def came_back(self) -> None:
-        """Note that the memory of the buffers has been elsewhere, and holds the values again."""
-        if self.plan.params is Lifetime.ALWAYS:
-            self._attach()
-            self._addresses = list(map(torch.Tensor.data_ptr, self.views)) if self._real else []
+        """Make the parameters views of the full buffer again, which holds the values again. One
+        whose values user code has put elsewhere meanwhile keeps these, on its device, for
+        :meth:`take_edits`."""
+        if not self._elsewhere:
+            return
+        for param, copy, view in zip(self.params, self._elsewhere, self.views, strict=True):
+            param.data = view if param.data_ptr() == copy.data_ptr() else param.detach().to(view.device)
+        self._addresses = list(map(torch.Tensor.data_ptr, self.views)) if self._real else []
+        self._elsewhere.clear()
 
     def _fill(
         self,

@@ -177,11 +177,12 @@ class DeviceSpace:
         return writing
 
     def _take(self) -> _Chunk:
-        """Return the buffer that was taken longest ago, when its transfer is over."""
-        chunk = self._ring.popleft()
-        self._ring.append(chunk)
-        wait, chunk.wait = chunk.wait, _nothing
-        wait()
+        """Return the buffer that was taken longest ago, when its transfer is over. Raises
+        StorageError, at every call, where that has failed."""
+        chunk = self._ring[0]
+        chunk.wait()
+        chunk.wait = _nothing
+        self._ring.rotate(-1)
         return chunk
 
     def _spans(self, nbytes: int) -> list[tuple[int, int]]:

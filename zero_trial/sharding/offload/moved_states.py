@@ -28,6 +28,7 @@ import torch
 from zero_trial.errors import TrialError
 from zero_trial.sharding.grad_buffer import GradBuffer
 from zero_trial.sharding.param_group import ParamGroup
+from zero_trial.sharding.plan import Lifetime
 from zero_trial.util.text import did_you_mean
 
 log = logging.getLogger("zero_trial")
@@ -125,34 +126,35 @@ class MovedStates:
             self._said = True
             return
         self._settle(kinds)
+        for group in self._groups:
+            if group.plan.params is Lifetime.ALWAYS and group.full.untyped_storage()._cdata not in self._moved:
+                group.take_replaced()  # what moves is the buffer
         wanted = self.kinds | set(kinds)
         found = {kind: _storages(self._tensors(kind, state)) for kind in KINDS}
         stay = {one._cdata for kind in KINDS if kind not in wanted for one in found[kind]}
         away = {one._cdata: one for kind in wanted for one in found[kind] if on_device(one) and one.nbytes()}
         self.kinds = frozenset(wanted)
-        for address, storage in away.items():
-            if address in stay:
-                continue
+        moving = [address for address in away if address not in stay]
+        for address in moving:
+            storage = away[address]
             host = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=pin)
             host.copy_(_bytes(storage), non_blocking=pin and not wait)
             storage.resize_(0)
             self._moved[address] = _Moved(storage, host)
         for group in self._groups:
-            self._hold(group)
+            self._hold(group, moving)
 
-    def _hold(self, group: ParamGroup) -> None:
-        """Refuse uses of a group's values that are away; whole parameters are on the host."""
+    def _hold(self, group: ParamGroup, moving: Collection[int]) -> None:
+        """Refuse uses of a group's values that are away; whole parameters are on the host.
+        ``moving``: addresses of the storages that have left in this move."""
         full, parts = group.full.untyped_storage()._cdata, (group.shard, group.master)
         if all(part.untyped_storage()._cdata not in self._moved for part in parts):
             return
         if all(group is not known for known, _ in self._ways):
             self._ways.append((group, group.materialized))
             group.set_materialized(self._refuse)
-        if full in self._moved:
-            home = self._moved[full].host.untyped_storage()
-            for param, view in zip(group.params, group.views, strict=True):
-                place = (home, view.storage_offset(), view.size(), view.stride())
-                param.data = torch.empty(0, dtype=view.dtype).set_(*place)
+        if full in moving:
+            group.went_away(self._moved[full].host.untyped_storage())
 
     def _refuse(self) -> AbstractContextManager[None]:
         self.require_here("the values of parameters, their masters or states")

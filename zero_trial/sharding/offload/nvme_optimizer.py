@@ -349,12 +349,14 @@ class SwappedStore:
         transfers, of_shard = [], []
         for kind in kinds:
             slot = self._slots[id(piece)][kind]
-            transfers.append(slot.space.write(slot.offset, self._put(piece, kind, slot.of_buffer(now.buffer))))
+            with self._failure.noted():
+                transfers.append(slot.space.write(slot.offset, self._put(piece, kind, slot.of_buffer(now.buffer))))
             if kind == MASTER and piece.group.master is piece.group.shard:
                 of_shard.append(transfers[-1])
         if (slot_of_rounded := self._rounded.get(id(piece))) is not None:
             source = self._rounded_buffers.release(piece)
-            transfers.append(slot_of_rounded.space.write(slot_of_rounded.offset, source))
+            with self._failure.noted():
+                transfers.append(slot_of_rounded.space.write(slot_of_rounded.offset, source))
             of_shard.append(transfers[-1])
         if self._shards is not None and of_shard:
             self._shards.add_writes(piece.group, of_shard)
@@ -383,7 +385,8 @@ class SwappedStore:
         loaded = _Loaded(piece, buffer)
         for kind, slot in self._slots[id(piece)].items():
             if self._keeps(piece, kind):
-                loaded.transfers.append(slot.space.read(slot.offset, slot.of_buffer(buffer)))
+                with self._failure.noted():
+                    loaded.transfers.append(slot.space.read(slot.offset, slot.of_buffer(buffer)))
         self._loaded.append(loaded)
 
     def wait(self) -> None:

@@ -222,7 +222,8 @@ class ParamSwapper:
             return
         self.failure.require_none()
         self._wait_for_writes(shard)
-        self.failure.wait([self.space.read(shard.offset + low * shard.itemsize, into)])
+        with self.failure.noted():
+            self.space.read(shard.offset + low * shard.itemsize, into).wait()
 
     def store(self, shard: SwappedShard, values: torch.Tensor) -> None:
         """Replace all values by ``values`` (n,), through the buffers. Raises StorageError."""
@@ -269,11 +270,13 @@ class ParamSwapper:
     def _read(self, shard: SwappedShard, part: _Part) -> None:
         # The file has whole blocks, and they come past the page cache.
         target = part.buffer[: round_up((part.high - part.low) * shard.itemsize, BLOCK)]
-        part.transfer = self.space.read(shard.offset + part.low * shard.itemsize, target)
+        with self.failure.noted():
+            part.transfer = self.space.read(shard.offset + part.low * shard.itemsize, target)
 
     def _write(self, shard: SwappedShard, part: _Part) -> None:
         source = part.buffer[: round_up((part.high - part.low) * shard.itemsize, BLOCK)]
-        transfer = self.space.write(shard.offset + part.low * shard.itemsize, source)
+        with self.failure.noted():
+            transfer = self.space.write(shard.offset + part.low * shard.itemsize, source)
         shard.written.append(transfer)
         self._writing.append((part.buffer, transfer))
 

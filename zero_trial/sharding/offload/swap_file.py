@@ -50,22 +50,25 @@ class DiskTransfer:
         # go of it a little later than the transfer ends, which would leave freed memory beside what
         # is allocated next: after a wait it is free.
         self._memory = memory if memory is not None else []
+        self._fault: BaseException | None = None
 
     def done(self) -> bool:
         return all(future.done() for future in self._futures)
 
     def wait(self) -> None:
-        """Wait until all of it is transferred. Raises StorageError if the disk failed."""
+        """Wait until all of it is transferred. Raises StorageError if the disk failed, at every
+        call: several may wait for one transfer."""
         faults = [fault for future in self._futures if (fault := future.exception()) is not None]
+        self._fault = self._fault or next(iter(faults), None)
         self._futures = []
         self._memory.clear()
-        if faults:
+        if self._fault is not None:
             raise StorageError(
                 "offloaded state could not be read or written",
                 where=self._where,
-                got=str(faults[0]),
+                got=str(self._fault),
                 fix="Mend the disk or name another one in nvme_path, and go on from the last checkpoint.",
-            ) from faults[0]
+            ) from self._fault
 
 
 class SwapSpace(Protocol):
@@ -354,6 +357,15 @@ class DiskFailure:
         if fault is not None:
             self.remember(fault)
             raise fault
+
+    @contextmanager
+    def noted(self) -> Iterator[None]:
+        """Remember a StorageError of the block: to start a transfer may wait for others."""
+        try:
+            yield
+        except StorageError as fault:
+            self.remember(fault)
+            raise
 
     def remember(self, fault: StorageError) -> None:
         self.first = self.first or fault

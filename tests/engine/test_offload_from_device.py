@@ -18,18 +18,16 @@ from tests.support.pool import RankPool
 from zero_trial.sharding.plan import Home
 
 Cell = tuple[str, str, str, str]  # ZeRO stage, place of parameters, place of optimizer state, precision
-# Each stage with each place; fp32 ones are updated on the host, 16-bit ones where their state is.
+# fp32 parameters are updated on the host, 16-bit ones where their state is. Stage 1 is the smoke's;
+# cells of one stage and precision share the run that they are compared with.
+SMOKE: Cell = ("zero1", "nvme", "none", "bf16")
 CELLS: list[Cell] = [
-    ("zero0", "cpu", "none", "bf16"),
-    ("zero0", "nvme", "none", "fp32"),
-    ("zero1", "cpu", "cpu", "fp32"),
-    ("zero1", "nvme", "none", "bf16"),
-    ("zero2", "cpu", "nvme", "bf16"),
+    ("zero0", "cpu", "none", "fp16"),
+    ("zero2", "cpu", "cpu", "fp32"),
     ("zero2", "nvme", "none", "fp32"),
-    ("zero2", "cpu", "none", "fp16"),
-    ("zero3", "cpu", "none", "fp32"),
-    ("zero3", "nvme", "cpu", "bf16"),
+    ("zero2", "cpu", "nvme", "bf16"),
     ("zero3", "cpu", "none", "bf16"),
+    ("zero3", "nvme", "cpu", "bf16"),
 ]
 
 
@@ -104,7 +102,7 @@ def test_a_pipeline_whose_parameters_fit_into_the_hosts_memory(devices: RankPool
 
 @pytest.mark.smoke
 def test_the_bits_of_a_run_without_offload(devices: RankPool, tmp_path: Any) -> None:
-    for wrong in devices.run(run_cells, CELLS[3:4], str(tmp_path)):
+    for wrong in devices.run(run_cells, [SMOKE], str(tmp_path)):
         assert wrong == []
 
 

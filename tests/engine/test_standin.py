@@ -186,6 +186,39 @@ def test_the_host_leaves_pinned_memory_alone_until_it_was_copied(ranks: RankPool
     assert late == "" and "pinned memory" in early
 
 
+def pinned_turns() -> dict[str, str]:
+    """Say what is wrong with copies up and down through the same pinned memory, by their first
+    direction and whether an event orders them."""
+    found = {}
+    side = torch.standin.Stream()
+    for first in ("up", "down"):
+        for ordered in (True, False):
+            here, there = torch.full((8,), 2.0, device="standin"), torch.zeros(8, device="standin")
+            host = torch.ones(8, pin_memory=True)
+            torch.standin.synchronize()
+            pairs = [(there, host), (host, here)]
+
+            def act(pairs: list[Any] = pairs if first == "up" else pairs[::-1], ordered: bool = ordered) -> None:
+                pairs[0][0].copy_(pairs[0][1], non_blocking=True)
+                if ordered:
+                    side.wait_stream(torch.standin.current_stream())
+                with torch.standin.stream(side):
+                    pairs[1][0].copy_(pairs[1][1], non_blocking=True)
+
+            found[f"{first} {ordered}"] = fault(act)
+            fault(torch.standin.synchronize)
+            torch.standin.current_stream().wait_stream(side)
+            if ordered and not found[f"{first} True"]:
+                assert host.tolist() == [2.0] * 8 and there.tolist() == [1.0 if first == "up" else 2.0] * 8
+    return found
+
+
+def test_copies_through_the_same_pinned_memory_take_turns_on_the_device(ranks: RankPool) -> None:
+    found = ranks.run(pinned_turns)[0]
+    assert {key for key, said in found.items() if said} == {"up False", "down False"}, found
+    assert "no event orders them" in found["up False"] and "no event orders them" in found["down False"]
+
+
 def mixed() -> list[str]:
     return [fault(lambda: there(3) + torch.ones(3)), fault(lambda: there(3) + torch.tensor(2.0))]
 

@@ -10,13 +10,14 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from tests.support.device.scheduler import DeviceFault, Use
+from tests.support.device.scheduler import DeviceFault, Use, overlap
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -112,6 +113,15 @@ class Schema:
         self.random = torch.Tag.nondeterministic_seeded in op.tags
 
 
+@dataclass(eq=False)
+class _PinnedUse:
+    """Pinned memory that a copy uses when it runs, and what must be there then."""
+
+    host: Tensor
+    extent: Use
+    expected: Tensor
+
+
 class Operators:
     """The kernels of ``device``."""
 
@@ -122,6 +132,7 @@ class Operators:
         pages = (ctypes.c_uint8 * device.arena_bytes).from_address(device.base)
         self._pages = torch.frombuffer(pages, dtype=torch.uint8)
         self._typed: dict[torch.dtype, Tensor] = {}
+        self._pinned: list[_PinnedUse] = []  # by copies that have not run, in the order of launch
         everything, aten = torch.library.Library("_", "IMPL"), torch.library.Library("aten", "IMPL")
         everything.fallback(self.boxed, "PrivateUse1")
         aten.impl("_copy_from", self.copy_from, "PrivateUse1")
@@ -274,26 +285,47 @@ class Operators:
         self._device.library.standin_operator(name.encode())
         here = self.pages_of(source) if is_there(source) else source
         there = self.pages_of(into) if is_there(into) else into
-        snapshot: Tensor | None = None
-        if up and not pinned:
-            here = source.clone()  # staged: the host may write to it at once
-        elif up:
-            snapshot = source.clone()
-        elif down and pinned and non_blocking:
-            _spoil(into)
-            snapshot = into.clone()
-
-        def run() -> None:
-            with plainly():
-                if snapshot is not None and not _same(snapshot, host):
-                    raise DeviceFault("the host wrote to pinned memory while a copy used it")
-                there.copy_(here)
-
         accesses = [*uses([source] if is_there(source) else [], False), *uses([into] if is_there(into) else [], True)]
         kind = name.removeprefix("copy ") if down or up else "compute"
-        self._device.launch(name, accesses, run, kind=kind, nbytes=into.numel() * into.element_size())
+        if up and not pinned:
+            here = source.clone()  # staged: the host may write to it at once
+        with self._device.scheduler.paused():
+            pinned_use: _PinnedUse | None = None
+            if pinned:
+                self._device.scheduler.add_pinned(host.untyped_storage().data_ptr(), host.untyped_storage().nbytes())
+                accesses.append(extent(host, writes=down))
+                pinned_use = self._use_pinned(host, accesses[-1], spoils=non_blocking)
+
+            def run() -> None:
+                with plainly():
+                    if pinned_use is None:
+                        there.copy_(here)
+                    else:
+                        self._run_pinned(pinned_use, there, here)
+
+            self._device.launch(name, accesses, run, kind=kind, nbytes=into.numel() * into.element_size())
         if (down or up) and not (pinned and non_blocking):
             self._device.synchronize_stream(what=what or name)
+
+    def _use_pinned(self, host: Tensor, extent: Use, *, spoils: bool) -> _PinnedUse:
+        """Note a copy. Until one to the host has run, the host finds NaN there, unless a copy
+        before it still needs what is there."""
+        if extent.writes and spoils and not any(overlap(extent, other.extent) for other in self._pinned):
+            _spoil(host)
+        self._pinned.append(_PinnedUse(host, extent, host.clone()))
+        return self._pinned[-1]
+
+    def _run_pinned(self, use: _PinnedUse, there: Tensor, here: Tensor) -> None:
+        """Copy. What a copy to the host writes is what those after it find: the scheduler has
+        compared their order when they were launched."""
+        self._pinned.remove(use)
+        later = [other for other in self._pinned if use.extent.writes and overlap(use.extent, other.extent)]
+        for each in (use, *later):
+            if not _same(each.expected, each.host):
+                raise DeviceFault("the host wrote to pinned memory while a copy used it")
+        there.copy_(here)
+        for each in later:
+            each.expected = each.host.clone()
 
     def convolution(self, *args: Any) -> Tensor:
         result: Tensor = self.boxed(torch.ops.aten.convolution.default, *args)

@@ -18,6 +18,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -46,6 +47,10 @@ class Use:
     low: int
     high: int
     writes: bool
+
+
+def overlap(one: Use, other: Use) -> bool:
+    return one.low < other.high and other.low < one.high
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,7 +209,7 @@ class Scheduler:
 
     def _still_relevant(self, memory: Allocation, now: Access, stream: Stream) -> Iterable[Access]:
         for old in memory.accesses:
-            if old.use.low >= now.use.high or now.use.low >= old.use.high:
+            if not overlap(old.use, now.use):
                 yield old
                 continue
             ordered = old.stream == stream.number or stream.seen.get(old.stream, 0) >= old.count
@@ -243,6 +248,16 @@ class Scheduler:
                 self._memory[address].recorded.add(stream)
 
     # --- memory -----------------------------------------------------------------------------------
+
+    def paused(self) -> AbstractContextManager[Any]:
+        """Inside, no work runs on another thread."""
+        return self._turn
+
+    def add_pinned(self, base: int, nbytes: int) -> None:
+        """Compare accesses to pinned memory of the host from now on, as those to the device's. Its
+        addresses are not used again."""
+        with self._turn:
+            self._memory.setdefault(base, Allocation(base, nbytes, 0, caller()))
 
     def _catch_up(self) -> None:
         """Look at what was allocated and freed since the last call: no clock has moved since."""

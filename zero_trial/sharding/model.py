@@ -84,7 +84,10 @@ class ShardedModel:
         devices = {param.device for param in module.parameters()} if device is None else {device}
         if plan.frees_memory and not settings.grads_to_none and any(each.type == "cpu" for each in devices):
             # changes the allocator of the whole process: not where only GPU memory is freed
-            keep_freed_memory() if plan.home is Home.DEVICE else map_large_blocks()
+            if plan.home is Home.DEVICE:
+                keep_freed_memory()
+            else:
+                map_large_blocks()
         source = FirstSource(mesh, self.manual_groups, device, values)
         built = build_param_groups(module, opt_groups, plan, policy, settings, source, on_group_built)
         self.groups = built.all

@@ -47,11 +47,15 @@ def write_program(folder: Path, body: str, name: str = "program.py") -> Path:
     return path
 
 
-def supervisor(folder: Path, body: str, ranks: int = 2, timeouts: SupervisorTimeouts = QUICK) -> Supervisor:
-    """A supervisor over ranks that run ``body``; the run's folder is ``folder/run``."""
+def supervisor(
+    folder: Path, body: str, ranks: int = 2, timeouts: SupervisorTimeouts = QUICK, *, forked: bool = True
+) -> Supervisor:
+    """A supervisor over ranks that run ``body``; the run's folder is ``folder/run``. ``forked``: as
+    the ranks of a trial are, else as those of a user's script."""
     run_dir = folder / "run"
     run_dir.mkdir()
-    command = AgentCommand(RankProgram(str(write_program(folder, body))), ranks, str(run_dir), cwd=str(folder))
+    program = RankProgram(str(write_program(folder, body)), forked=forked)
+    command = AgentCommand(program, ranks, str(run_dir), cwd=str(folder))
     return Supervisor(command, child_environment(), Silent(), timeouts=timeouts)
 
 

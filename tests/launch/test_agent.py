@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import sys
 
+import pytest
+
 from zero_trial.launch.agent import AgentCommand, RankProgram, tail
 from zero_trial.launch.hosts import RendezvousSpec
 
@@ -12,7 +14,17 @@ def test_a_module_on_two_ranks():
     command = AgentCommand(RankProgram("zero_trial.run", ("model_def:MyTrial",), "module"), 2, "/r", cwd="/m")
     guard = [sys.executable, "-m", "zero_trial.launch.guard"]
     assert command.argv(7) == [
-        *(*guard, "--parent", "7", "-m", "zero_trial.runtime.agent", "/r/logs/agent.json", "--nproc-per-node", "2"),
+        *(
+            *guard,
+            "--parent",
+            "7",
+            "-m",
+            "zero_trial.runtime.agent",
+            "/r/logs/agent.json",
+            "0",
+            "--nproc-per-node",
+            "2",
+        ),
         *("--log-dir", "/r/logs/agent"),
         *("--standalone", "--local-addr", "127.0.0.1"),
         *(
@@ -28,6 +40,13 @@ def test_a_module_on_two_ranks():
         ),
     ]
     assert (str(command.log), str(command.record)) == ("/r/logs/agent.log", "/r/logs/agent.json")
+
+
+@pytest.mark.parametrize(("platform", "forked"), [("linux", "2"), ("darwin", "0")])
+def test_ranks_of_a_trial_are_forked_where_that_is_safe(monkeypatch, platform: str, forked: str):
+    monkeypatch.setattr(sys, "platform", platform)
+    argv = AgentCommand(RankProgram("zero_trial.run", kind="module", forked=True), 2, "/r").argv(7)
+    assert argv[argv.index("/r/logs/agent.json") + 1] == forked
 
 
 def test_scripts_and_programs():

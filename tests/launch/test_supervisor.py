@@ -31,7 +31,8 @@ def test_a_run_that_ends_well(tmp_path: Path):
     assert logs == ["rank 0 2\n", "rank 1 2\n"]
 
 
-def test_one_failure_ends_a_rank_that_will_not_end(tmp_path: Path):
+@pytest.mark.parametrize("forked", [True, False])
+def test_one_failure_ends_a_rank_that_will_not_end(tmp_path: Path, forked: bool):
     """Rank 0 ignores SIGTERM, as a rank that waits inside a native collective does in effect."""
     job = supervisor(
         tmp_path,
@@ -41,13 +42,15 @@ def test_one_failure_ends_a_rank_that_will_not_end(tmp_path: Path):
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         wait()
         """,
+        forked=forked,
     )
     outcome = run(job)
     assert outcome.exit_code == 1 and outcome.cause is not None
     assert outcome.cause.rank == 1 and outcome.cause.message.startswith("ValueError: my mistake (program.py:")
 
 
-def test_a_rank_killed_with_sigkill(tmp_path: Path):
+@pytest.mark.parametrize("forked", [True, False])
+def test_a_rank_killed_with_sigkill(tmp_path: Path, forked: bool):
     """The other one ignores SIGTERM, and sees a broken connection."""
     job = supervisor(
         tmp_path,
@@ -60,6 +63,7 @@ def test_a_rank_killed_with_sigkill(tmp_path: Path):
             threading.Event().wait(0.01)
         raise RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:41122")
         """,
+        forked=forked,
     )
     outcome = run(job)
     assert outcome.exit_code == 5 and outcome.cause is not None

@@ -26,6 +26,7 @@ class RankProgram:
     arguments: tuple[str, ...] = ()
     kind: str = "script"  # "module", "script" or "program"
     local_rank: bool = False  # append --local_rank=N, as DeepSpeed's launcher does
+    forked: bool = False  # from the agent, which has imported torch; not for what users start themselves
 
     def guarded(self) -> list[str]:
         """Return the arguments after the guard's own options."""
@@ -54,6 +55,11 @@ class AgentCommand:
         """The agent's record for the supervisor."""
         return self.log.with_suffix(".json")
 
+    @property
+    def forks(self) -> bool:
+        """Whether the ranks are forked from the agent: on Linux, where that is safe with torch."""
+        return self.target.forked and sys.platform == "linux"
+
     def argv(self, parent: int) -> list[str]:
         """Return the whole command: guard, torch.distributed.run, and for each rank again the guard
         and the target."""
@@ -62,7 +68,8 @@ class AgentCommand:
         rank += ["--inject-local-rank"] if self.target.local_rank else []
         return [
             *(sys.executable, "-m", "zero_trial.launch.guard", "--parent", str(parent)),
-            *("-m", "zero_trial.runtime.agent", str(self.record), "--nproc-per-node", str(self.ranks)),
+            *("-m", "zero_trial.runtime.agent", str(self.record), str(self.ranks if self.forks else 0)),
+            *("--nproc-per-node", str(self.ranks)),
             # where it makes its empty folders; by default they stay behind in /tmp
             *("--log-dir", str(self.log.parent / "agent")),
             *self.rendezvous.agent_arguments(),

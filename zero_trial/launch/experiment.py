@@ -194,7 +194,7 @@ def _supervisor(folder: Path, lock: Path, checked: CheckedRun, screen: Screen, e
     arguments += ["--seed", str(checked.seed)]
     arguments += ["--repeat", repeat_command(folder)]
     program = AS_DETERMINED if checked.entrypoint.as_determined else "zero_trial.run"
-    target = RankProgram(program, (str(checked.entrypoint), *arguments), "module")
+    target = RankProgram(program, (str(checked.entrypoint), *arguments), "module", forked=True)
     rendezvous = checked.own.rendezvous
     command = AgentCommand(target, checked.own.ranks, str(folder), rendezvous, cwd=str(checked.model_dir.resolve()))
     leads = rendezvous.leads

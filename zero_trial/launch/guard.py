@@ -44,8 +44,13 @@ ERROR_HEADER = "[zero_trial] this rank ends with an error:"
 _OWN_FRAMES = (__file__, "<frozen runpy>")
 
 
-def main(argv: Sequence[str]) -> int:
-    """Guard and run one process; return its exit code (``--exec`` does not return)."""
+def main(argv: Sequence[str], place: Mapping[str, str] | None = None) -> int:
+    """Guard and run one process; return its exit code (``--exec`` does not return).
+
+    ``place``: variables of the environment that a forked rank gets (RANK, MASTER_ADDR, ...); a
+    process that was started by itself has them.
+    """
+    os.environ.update(place or {})
     options = _parse(argv)
     die_with_parent(options.parent or int(os.environ.get(PARENT, os.getppid())))
     if options.run_dir is None:

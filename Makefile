@@ -13,7 +13,7 @@ PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-re
 # Containers often set it. pytest then compiles every test file again in each run, which takes 18 of the 27 seconds of collecting them.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: run test test-slow test-extended test-all durations lint format docs bench gpu-check setup clean help
+.PHONY: run test test-slow test-extended test-all durations lint format docs docs-check bench gpu-check setup clean help
 
 run: setup  ## Train the quickstart: a byte-level GPT at ZeRO-2 on two CPU ranks, through det and a master of its own
 	$(BIN)/python experiments/quickstart/run.py
@@ -45,6 +45,9 @@ format: setup  ## Rewrite the sources in the house format
 docs: setup  ## Build the documentation as a site, in site/
 	$(PIP) -e '.[docs]'
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
+
+docs-check: setup  ## Type every command of the guides and compare what it prints with what they show
+	$(BIN)/python -m tests.docs.check
 
 bench: setup  ## Measure against peers; those that are not installed are named and left out
 	$(BIN)/python benchmarks/overhead.py

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -124,9 +125,9 @@ CONFIG = {
 }
 
 
-def engine(ranks: int = 4, *, evaluates: bool = False, **options: Any) -> Any:
+def engine(ranks: int = 4, *, most_values: float = 0.0, **options: Any) -> Any:
     given = {"model": torch.nn.Linear(2, 1), "config": CONFIG, **options}
-    made = fake_initialize(ranks, evaluates=evaluates)(**given)
+    made = fake_initialize(ranks, most_values)(**given)
     assert made[0].optimizer is made[1] and made[0].lr_scheduler is made[3]
     return made[0]
 
@@ -151,6 +152,17 @@ def test_an_engine_evaluates_in_the_precision_of_the_run(stage: int, precision: 
     assert {param.dtype for param in found.module.parameters()} == {output.dtype}
 
 
+def test_nothing_is_written(tmp_path: Path) -> None:
+    """By the writers of ds_config; a package that the run would miss is still an error."""
+    writers = {name: {"enabled": True, "output_path": str(tmp_path)} for name in ("csv_monitor", "tensorboard")}
+    found = engine(config={**CONFIG, **writers, "flops_profiler": {"enabled": True, "output_file": f"{tmp_path}/f"}})
+    found.backward(found(torch.ones(2, 2)).sum())
+    found.step()
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(ConfigError, match="comet"):
+        engine(config={**CONFIG, "comet": {"enabled": True}})
+
+
 def test_a_mesh_with_a_model_axis() -> None:
     mpu = engine(config={**CONFIG, "mesh": {"model": 2}}).mpu
     assert (mpu.get_data_parallel_world_size(), mpu.get_model_parallel_world_size()) == (2, 2)
@@ -161,11 +173,11 @@ def test_a_mesh_with_a_model_axis() -> None:
     )
 
 
-def pipeline(ranks: int = 4, *, evaluates: bool = False, num_stages: int | None = None, **config: Any) -> Any:
+def pipeline(ranks: int = 4, *, most_values: float = 0.0, num_stages: int | None = None, **config: Any) -> Any:
     tied = TiedLayerSpec("tied", torch.nn.Linear, 3, 3)
     layers = [LayerSpec(torch.nn.Linear, 2, 3), tied, torch.nn.functional.relu, tied, LayerSpec(torch.nn.Linear, 3, 1)]
     model = PipelineModule(layers, num_stages=num_stages, loss_fn=mse_loss)
-    return engine(ranks, evaluates=evaluates, config={**CONFIG, "mesh": {"pipe": 2}, **config}, model=model)
+    return engine(ranks, most_values=most_values, config={**CONFIG, "mesh": {"pipe": 2}, **config}, model=model)
 
 
 def test_a_pipeline_has_fewer_data_parallel_ranks_and_reports() -> None:
@@ -182,7 +194,7 @@ def test_a_pipeline_has_fewer_data_parallel_ranks_and_reports() -> None:
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_v"])
 def test_a_pipeline_evaluates_its_micro_batches(stage: int, schedule: str) -> None:
     config = {"zero_optimization": {"stage": stage if schedule == "1f1b" else 0}, "pipeline": {"schedule": schedule}}
-    found = pipeline(evaluates=True, **config)
+    found = pipeline(most_values=1000, **config)
     feed = iter([(torch.full((4, 2), float(number)), torch.zeros(4, 1)) for number in range(6)])
     assert found.eval_batch(feed).isfinite() and len(list(feed)) == 4
 

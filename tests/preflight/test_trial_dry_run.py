@@ -12,6 +12,7 @@ import zero_trial
 from tests.preflight.project import DS_CONFIG, EXPERIMENT, MODEL, messages, project
 from zero_trial.experiment.entrypoint import Entrypoint
 from zero_trial.experiment.experiment import read_experiment
+from zero_trial.preflight import trial_dry_run
 from zero_trial.preflight.issues import Area, Severity
 from zero_trial.preflight.trial_dry_run import DryRunRequest, DryRunResult, dry_run_trial, trial_code_error
 
@@ -49,12 +50,65 @@ def test_nothing_stays(tmp_path: Path):
     assert "ZeroDivisionError" in said(again)[0], "another module of the same name"
 
 
-def test_without_a_dry_run_nothing_is_evaluated(tmp_path: Path):
-    model = changed('return {"validation_loss"', 'raise SystemError\n        return {"validation_loss"')
-    assert said(run(tmp_path, model)) == []
-    (issue,) = run(tmp_path, model, dry_run=True).issues
-    assert issue.text == "model_def.py:25: evaluation raised SystemError in: raise SystemError."
-    assert issue.error.exit_code == 1
+TRAINS = "loss = self.engine(next(dataloader_iter)).mean()"
+EVALUATES = 'return {"validation_loss": self.engine(next(dataloader_iter)).mean()}'
+
+MISTAKES = [
+    (TRAINS, TRAINS.replace("))", ")[:, :3])"), "error: model_def.py:19: train_batch raised RuntimeError: mat1 and mat2 shapes"),
+    ("[torch.ones(4)] * 40", "['text'] * 40", "error: model_def.py:19: train_batch raised "),
+    ("[torch.ones(4)] * 40", "[None] * 40", "error: reading a batch of build_training_data_loader raised TypeError"),
+    ("self.engine.step()", "pass", "error: rank 0, step 1: train_batch did not train"),
+    ("return loss", "return self.engine.module.weight", "error: rank 0, step 1: train_batch returned a loss that is not a scalar"),
+    (EVALUATES, EVALUATES.replace("))", ").long())"), "error: model_def.py:25: evaluation raised RuntimeError: "),
+    (EVALUATES, EVALUATES.replace("self.engine(next(dataloader_iter)).mean()", "'low'"), "error: "),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("old", "new", "message"), MISTAKES, ids=[new[:50] for _, new, _ in MISTAKES])
+def test_a_step_is_trained_and_a_batch_evaluated(tmp_path: Path, old: str, new: str, message: str):
+    found = said(run(tmp_path, changed(old, new)))
+    assert len(found) == 1 and found[0].startswith(message), found
+
+
+def test_all_micro_batches_of_a_step_are_trained(tmp_path: Path):
+    """By the trial itself where it has switched off the calls per micro-batch."""
+    own = "self.context = context\n        context.disable_auto_grad_accumulation()"
+    twice = f"for _ in range(2):\n            {TRAINS}\n            self.engine.backward(loss)\n            self.engine.step()"
+    once = f"{TRAINS}\n        self.engine.backward(loss)\n        self.engine.step()"
+    accumulates = EXPERIMENT + "  ds_config: {gradient_accumulation_steps: 2}\n"
+    model = changed("self.context = context", own)
+    assert said(run(tmp_path, MODEL, accumulates)) == []
+    assert said(run(tmp_path, model.replace(once, twice), accumulates)) == []
+    (text,) = said(run(tmp_path, model, accumulates))
+    assert "train_batch did not train for gradient accumulation steps" in text
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ("import torch.distributed as dist; dist.all_reduce(loss)", "note: model_def.py:20: train_batch, which calls torch.distributed"),
+        ("loss = loss * float('nan')", ""),
+        ("print('hello')", ""),
+    ],
+)  # fmt: skip
+def test_what_only_real_ranks_can_tell_is_no_fault(tmp_path: Path, more: str, message: str):
+    found = said(run(tmp_path, changed(TRAINS, f"{TRAINS}\n        {more}")))
+    assert len(found) == bool(message) and all(text.startswith(message) for text in found), found
+
+
+def test_much_work_is_done_with_fewer_samples_or_if_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A step is 5 parameters x 16 elements. What needs all samples is a warning where some are
+    left out."""
+    model = changed(TRAINS, f"{TRAINS}\n        assert batch_idx or len(next(dataloader_iter)) == 4")
+    monkeypatch.setattr(trial_dry_run, "_MOST_WORK", 79)
+    (text,) = said(run(tmp_path, model))
+    assert text.startswith("warn: model_def.py:20: train_batch with 3 of 4 samples raised AssertionError"), text
+    monkeypatch.setattr(trial_dry_run, "_MOST_WORK", 39)
+    assert [text[:38] for text in said(run(tmp_path, model))] == [
+        "note: train_batch was not run: with th",
+        "note: evaluate_batch was not run: with",
+    ]
+    assert said(run(tmp_path, model, dry_run=True)) == []
 
 
 LOADER = "build_training_data_loader"
@@ -140,9 +194,14 @@ BUILT = changed('return {"validation_loss"', 'return batch_idx or {"validation_l
         ),
     ],
 )
-def test_the_metric_without_a_dry_run(tmp_path: Path, model: str, metric: str, message: str):
+def test_the_metric_without_an_evaluation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str, metric: str, message: str
+):
     """By the source of evaluate_batch and the reducers; where these do not say, that is said."""
+    monkeypatch.setattr(trial_dry_run, "_MOST_WORK", 0)
     found = said(run(tmp_path, model, EXPERIMENT.replace("metric: validation_loss", f"metric: {metric}")))
+    assert ["was not run" in text for text in found[:2]] == [True, True]
+    found = found[2:]
     assert len(found) == bool(message) and all(text.startswith(message) for text in found), found
 
 
@@ -221,3 +280,51 @@ def test_a_pipeline_that_is_used_like_a_model(tmp_path: Path):
 def test_stages_for_a_model_that_has_no_layers_to_share(tmp_path: Path):
     (message,) = messages(project(tmp_path, ds_config={**DS_CONFIG, "mesh": {"pipe": 2}}).check())
     assert message.startswith("error: mesh.pipe: ") and "got 2 stages for a Linear" in message
+
+
+DETERMINED = '''"""Fits a line, in layers, as code for Determined's DeepSpeedTrial does it."""
+import deepspeed
+import torch
+from deepspeed.pipe import LayerSpec, PipelineModule
+from determined.pytorch import DataLoader
+from determined.pytorch import deepspeed as det_ds
+
+
+class LineTrial(det_ds.DeepSpeedTrial):
+    def __init__(self, context):
+        self.context = context
+        layers = [LayerSpec(torch.nn.Linear, 4, 4), LayerSpec(torch.nn.Linear, 4, 1)]
+        model = PipelineModule(layers, loss_fn=torch.nn.functional.mse_loss, num_stages=2)
+        params = [param for param in model.parameters() if param.requires_grad]
+        config = det_ds.overwrite_deepspeed_config("ds_config.json", {})
+        engine, *_ = deepspeed.initialize(model=model, config=config, model_parameters=params)
+        self.engine = context.wrap_model_engine(engine)
+
+    def build_training_data_loader(self):
+        return DataLoader([(torch.ones(4), torch.ones(1))] * 40, self.context.train_micro_batch_size_per_gpu)
+
+    def build_validation_data_loader(self):
+        return self.build_training_data_loader()
+
+    def train_batch(self, dataloader_iter, epoch_idx, batch_idx):
+        return {"loss": self.engine.train_batch(dataloader_iter)}
+
+    def evaluate_batch(self, dataloader_iter, batch_idx):
+        return {"validation_loss": self.engine.eval_batch(dataloader_iter)}
+'''
+
+
+def test_a_pipeline_of_determined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Its stages are built where it is made, and their parameters are given to ``initialize``."""
+    pytest.importorskip("determined")
+    entrypoint = "python3 -m determined.launch.deepspeed python3 -m determined.exec.harness model_def:LineTrial"
+    experiment = EXPERIMENT.replace("model_def:LineTrial", entrypoint)
+    experiment = experiment.replace("data:\n  ds_config: ds_config.json\n", "").replace("width: 4", "n_layers: 2")
+    ds_config = {**DS_CONFIG, "gradient_accumulation_steps": 2}
+    monkeypatch.chdir(tmp_path)
+    report = project(tmp_path, experiment, ds_config, DETERMINED).check()
+    assert messages(report) == [] and report.looked[Area.TRIAL] == "25 parameters"
+    assert report.looked[Area.METRIC] == "reports validation_loss"
+    wrong = DETERMINED.replace("(torch.ones(4), torch.ones(1))", "(torch.ones(3), torch.ones(1))")
+    text, *_ = messages(project(tmp_path, experiment, ds_config, wrong).check())
+    assert "mat1 and mat2 shapes" in text

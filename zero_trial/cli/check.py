@@ -19,7 +19,8 @@ def add_parser(subparsers: Any) -> None:
         "check",
         help="find mistakes in an experiment without starting it",
         description="Check the experiment's YAML, every point of its search, its ds_config, entrypoint, loaders and folder. All faults are "
-        "shown together. Starts no ranks and writes nothing; the model definition is imported and built once, on the CPU.",
+        "shown together. Starts no ranks and writes nothing; the trial is built once, trains one step and evaluates one batch, on the CPU, with the "
+        "engine that a rank has. What its code prints goes to the standard error; what its code itself writes is written.",
         allow_abbrev=False,
     )
     add_words(parser)
@@ -28,7 +29,9 @@ def add_parser(subparsers: Any) -> None:
         "--points", type=int, default=128, metavar="N", help="points of a search to look at, at most (default: 128)"
     )
     parser.add_argument(
-        "--dry-run", action="store_true", help="evaluate one batch, to see whether the metric is reported"
+        "--dry-run",
+        action="store_true",
+        help="train the step and evaluate the batch also where they are much work, which else takes fewer samples or is left out",
     )
     parser.add_argument("--no-build", action="store_true", help="read files only: do not import the model definition")
     parser.add_argument("--json", action="store_true", help="print one JSON object")

@@ -147,16 +147,12 @@ class PipelineModule(nn.Module):
         self._refuse_parameters_outside_layers(placement)
         if (placement, stage, method) != (self.placement, self.stage_id, self.partition_method) or not self._chunks:
             self._forget()
-            self.placement, self.stage_id, self.num_stages, self.partition_method = (
-                placement,
-                stage,
-                placement.stages,
-                method,
-            )
+            self.placement, self.stage_id, self.partition_method = placement, stage, method
             self.parts = self._cut(method, placement.chunks)
             self.ties = tied_chunks(self._layers, self.parts)
             _refuse_shared(self._layers, self.parts)
             self._build_chunks(placement.of(stage))
+        self.num_stages = placement.stages
         recompute = self._recompute()
         for chunk in self._chunks.values():
             chunk.set_recompute(recompute)

@@ -13,8 +13,8 @@ its sizes are asked for.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,9 +25,11 @@ from zero_trial.ds_config.keys_running import PipelineSection
 from zero_trial.ds_config.table import DsConfig
 from zero_trial.engine import Engine
 from zero_trial.engine.build import build_engine, given_once, read_settings
+from zero_trial.engine.monitors import build_writers
 from zero_trial.engine.resolved_config import mesh_shape
 from zero_trial.errors import TrialError
 from zero_trial.pipeline.module import PipelineModule
+from zero_trial.pipeline.schedule import ChunkPlacement
 from zero_trial.preflight.blueprint import META, Blueprint
 from zero_trial.preflight.dry_run import (
     Role,
@@ -42,6 +44,7 @@ from zero_trial.preflight.fake_comm import FAKE_SWAP, Exchange, fake_mesh
 from zero_trial.preflight.plan import Figures
 
 CPU = torch.device("cpu")
+MOST_VALUES = 100_000_000  # parameters of a pipeline that are given values unasked
 
 
 class _ProxyEngine:
@@ -66,20 +69,20 @@ class _ProxyEngine:
         self._planned = planned
 
 
-def fake_initialize(ranks: int, *, evaluates: bool) -> Callable[..., tuple[Any, Any, Any, Any]]:
+def fake_initialize(ranks: int, most_values: float = MOST_VALUES) -> Callable[..., tuple[Any, Any, Any, Any]]:
     """Return a function with the signature of ``zero_trial.initialize`` for a run of ``ranks``
     ranks.
 
     Its engines compute on the CPU, in the precision of ds_config. Collectives move nothing: at ZeRO
     stage 3 the parameters of other ranks are zeros, so outputs have the right form and not the
-    right values. ``evaluates``: pipelines get values, too.
+    right values. A pipeline of more than ``most_values`` parameters gets no values at all.
     """
 
     def engine(model: nn.Module, settings: DsConfig, options: dict[str, Any], data: dict[str, Any]) -> Any:
         given = options | data
         if not isinstance(model, PipelineModule):
             return _rank_0(model, settings, ranks, CPU, given)
-        if evaluates:
+        if model.total_parameters <= most_values:
             return _whole_pipeline(model, settings, ranks, CPU, given)
         return _ProxyEngine(_whole_pipeline(model, settings, ranks, META, given), CPU)
 
@@ -116,6 +119,7 @@ def _initializer(
         weights_prefix: str = "",
     ) -> tuple[Any, Any, Any, Any]:
         model, settings = read_settings(args, given_once(model=model, net=net), config, config_params)
+        settings = _without_writers(settings)
         training_data = given_once(training_data=training_data, dataset=dataset)
         options = {"optimizer": optimizer, "model_parameters": model_parameters, "lr_scheduler": lr_scheduler}
         data = {"training_data": training_data, "collate_fn": collate_fn}
@@ -125,6 +129,14 @@ def _initializer(
         return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
 
     return initialize
+
+
+def _without_writers(settings: DsConfig) -> DsConfig:
+    """Return the settings without what writes files or reports elsewhere. Raises ConfigError for a
+    package that the run would miss."""
+    build_writers(settings, rank=1)  # looks for the packages and opens nothing
+    names = ("tensorboard", "csv_monitor", "wandb", "comet", "flops_profiler")
+    return replace(settings, **{name: replace(getattr(settings, name), enabled=False) for name in names})
 
 
 def _rank_0(model: nn.Module, settings: DsConfig, ranks: int, device: torch.device, options: dict[str, Any]) -> Engine:
@@ -137,10 +149,35 @@ def _whole_pipeline(
 ) -> Engine:
     """Build the engine of all layers on the ranks that share one stage of ``settings``."""
     whole = replace(settings, mesh=replace(settings.mesh, pipe=1), pipeline=PipelineSection())
-    if not (model.built and model.num_stages == 1):
+    one = ChunkPlacement.loop(1)
+    if model.built and model.placement == one:
+        model.build(one, 0)
+    else:
         with device if device == META else nullcontext():
             model.build_whole()
     return _rank_0(model, whole, ranks // settings.mesh.pipe, device, options)
+
+
+@contextmanager
+def whole_pipelines(most_values: float) -> Iterator[None]:
+    """Inside, a PipelineModule that names its stages builds all layers at once, as it builds its
+    own on a rank: code for DeepSpeed gives their parameters to ``initialize``. One of more than
+    ``most_values`` parameters builds them without values."""
+    before = PipelineModule._stage_here
+
+    def build(module: PipelineModule, placement: ChunkPlacement | None) -> int | None:
+        if placement is None or placement.stages == 1:
+            return before(module, placement)
+        with META if module.total_parameters > most_values else nullcontext():
+            module.build_whole()
+        module.num_stages = placement.stages
+        return None
+
+    setattr(PipelineModule, "_stage_here", build)  # noqa: B010
+    try:
+        yield
+    finally:
+        setattr(PipelineModule, "_stage_here", before)  # noqa: B010
 
 
 @dataclass(frozen=True)

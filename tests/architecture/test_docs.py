@@ -40,3 +40,13 @@ def test_paths_in_the_documentation_exist():
         if not (ROOT / path).exists()
     ]
     assert missing == []
+
+
+def test_decisions_are_numbered_and_listed_once():
+    folder = ROOT / "docs" / "decisions"
+    pages = sorted(path.name for path in folder.glob("[0-9]*.md"))
+    assert [int(name[:4]) for name in pages] == list(range(1, len(pages) + 1))
+    listed = re.findall(r"^\| \[(\d{4})\]\((.+?)\)", (folder / "README.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert sorted(listed) == [(name[:4], name) for name in pages]
+    headings = [(folder / name).read_text(encoding="utf-8").split()[1].rstrip(":") for name in pages]
+    assert headings == [name[:4] for name in pages]

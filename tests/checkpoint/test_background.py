@@ -3,8 +3,6 @@ kills at every moment."""
 
 from __future__ import annotations
 
-import mmap
-import shutil
 import subprocess
 import sys
 import threading
@@ -18,8 +16,8 @@ import torch
 from tests.checkpoint.rank_threads import ThreadRank, on_ranks
 from tests.checkpoint.test_writer import WTE, FullDisk, KilledDisk, load, part_of, save_alone
 from zero_trial.checkpoint import BackgroundSaver, CheckpointReader, SingleRank, Slice, latest_checkpoint, writer
-from zero_trial.checkpoint.background import SnapshotBuffer
 from zero_trial.checkpoint.format import FileRecord
+from zero_trial.checkpoint.snapshot import Snapshot
 from zero_trial.checkpoint.writer import DurableFiles, save_checkpoint
 from zero_trial.errors import CheckpointError
 
@@ -112,26 +110,6 @@ def test_parts_of_one_tensor_in_memory_and_on_disk(tmp_path: Path) -> None:
     assert torch.equal(CheckpointReader(tmp_path / "a").read("w"), flat)
 
 
-def test_copies_of_every_size_and_dtype() -> None:
-    torch.manual_seed(1)
-    tensors = [torch.randn(9_000_000), torch.rand(3).bfloat16(), torch.rand(()), torch.arange(7), torch.zeros(0)]
-    buffer = SnapshotBuffer()
-    copies = buffer.copy([Slice.whole(str(number), tensor) for number, tensor in enumerate(tensors)])
-    for tensor, copy in zip(tensors, copies, strict=True):
-        assert torch.equal(copy.tensor, tensor.view(-1)) and copy.shape == tuple(tensor.shape)
-        assert not tensor.numel() or copy.tensor.data_ptr() != tensor.data_ptr()
-
-
-@pytest.mark.parametrize("hint", ["of another kernel", "of another system"])
-def test_memory_of_a_kernel_that_knows_no_huge_pages(monkeypatch: pytest.MonkeyPatch, hint: str) -> None:
-    if hint == "of another kernel":
-        monkeypatch.setattr(mmap, "MADV_HUGEPAGE", 12345)
-    else:
-        monkeypatch.delattr(mmap, "MADV_HUGEPAGE")
-    [copy] = SnapshotBuffer().copy([Slice.whole("w", WTE)])
-    assert torch.equal(copy.tensor, WTE.view(-1))
-
-
 def test_copies_wait_for_the_memory_that_is_being_made(tmp_path: Path) -> None:
     """It would be taken from under them."""
     saver = BackgroundSaver(SingleRank())
@@ -139,31 +117,16 @@ def test_copies_wait_for_the_memory_that_is_being_made(tmp_path: Path) -> None:
     saver.prepare(1 << 20)
     found: list[bool] = []
 
-    def copy(slices: Any) -> list[Slice]:
+    def take(slices: Any, later: Any) -> Snapshot:
         assert saver._preparing is not None
         found.append(saver._preparing.is_alive())
-        return whole(slices)
+        return whole(slices, later)
 
-    whole, saver._buffer.copy = saver._buffer.copy, copy  # type: ignore[method-assign]
+    whole, saver._buffer.take = saver._buffer.take, take  # type: ignore[method-assign]
     threading.Timer(0.05, saver._buffer._lock.release).start()
     saver.save(tmp_path, "a", part_of(0, 1), step=1)
     saver.wait()
     assert found == [False]
-
-
-def test_all_copies_are_in_one_area() -> None:
-    """Also where another thread makes a larger one meanwhile."""
-    buffer = SnapshotBuffer()
-
-    class Parts(list[Slice]):
-        def __iter__(self) -> Iterator[Slice]:
-            for part in super().__iter__():
-                yield part
-                buffer.reserve(buffer.nbytes + 4096)
-
-    copies = buffer.copy(Parts([Slice.whole("a", WTE), Slice.whole("b", WTE)]))
-    assert len({copy.tensor.untyped_storage().data_ptr() for copy in copies}) == 1
-    assert all(torch.equal(copy.tensor, WTE.view(-1)) for copy in copies)
 
 
 class CountingDisk(DurableFiles):
@@ -236,7 +199,7 @@ def test_what_vanishes_or_fails_on_one_rank_is_raised_on_all(
 ) -> None:
     save_alone(tmp_path, "step-1", 1)
 
-    def lose(self: Any, slices: Any) -> Any:
+    def lose(self: Any, slices: Any, later: Any) -> Any:
         raise MemoryError("no room for copies")
 
     def work(rank: ThreadRank) -> bool:
@@ -244,7 +207,7 @@ def test_what_vanishes_or_fails_on_one_rank_is_raised_on_all(
         disk.go.set()
         saver = BackgroundSaver(rank, FullDisk(0) if what == "mapped file" and rank.index else disk)
         if what == "no memory" and rank.index:
-            monkeypatch.setattr(saver, "_buffer", type("Small", (), {"copy": lose})())
+            monkeypatch.setattr(saver, "_buffer", type("Small", (), {"take": lose})())
         if what == "file" and rank.index == 0:
             disk.go.clear()
         on_disk = [Slice.whole("there", torch.ones(3))] if rank.index and what == "mapped file" else []
@@ -253,7 +216,7 @@ def test_what_vanishes_or_fails_on_one_rank_is_raised_on_all(
             [temporary] = tmp_path.glob("step-2.tmp-*")
             while what == "file" and not (temporary / "rank-00001.report").exists():
                 pass
-            shutil.rmtree(temporary)
+            disk.remove_folder(temporary)
         disk.go.set()
         with pytest.raises(CheckpointError):
             saver.wait()

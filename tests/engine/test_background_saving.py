@@ -5,6 +5,9 @@ from __future__ import annotations
 
 import errno
 import logging
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +17,8 @@ import torch
 import zero_trial
 from tests.engine.test_saving import ALL, FP16, engine_of, same, train, values_of
 from tests.support.pool import Pools
-from zero_trial.checkpoint import CheckpointReader, writer
+from zero_trial import zero
+from zero_trial.checkpoint import CheckpointReader, snapshot, writer
 from zero_trial.engine import saving
 from zero_trial.errors import CheckpointError, TrialError
 
@@ -84,6 +88,126 @@ def test_the_key_and_the_argument(tmp_path: Path) -> None:
     engine.destroy()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b"]
     assert CheckpointReader(tmp_path / "b").manifest.step == 1
+
+
+@contextmanager
+def copied_late() -> Iterator[threading.Event]:
+    """Let the background copy nothing before the event that is yielded is set, and nothing be small
+    enough to be copied at the call."""
+    go, finish = threading.Event(), snapshot.Snapshot.finish
+
+    def late(self: Any) -> None:
+        assert go.wait(60.0)
+        finish(self)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(snapshot, "_SMALL", 0)
+        patch.setattr(snapshot, "_BLOCK", 64)
+        patch.setattr(snapshot.Snapshot, "finish", late)
+        try:
+            yield go
+        finally:
+            go.set()
+
+
+def edits(engine: zero_trial.Engine) -> dict[str, Callable[[], None]]:
+    """What user code may do between two steps."""
+    last = engine.module.last.weight
+    whole = torch.full((4, 11), 0.25)
+
+    def everywhere() -> None:
+        for state in engine.optimizer.state.values():
+            state["exp_avg"].mul_(0.5)
+
+    def gathered() -> None:
+        with zero.GatheredParameters([last], modifier_rank=0):
+            last.data.fill_(0.5)
+
+    def clamped() -> None:
+        for param in engine.module.parameters():
+            param.data.clamp_(-0.1, 0.1)
+
+    def added() -> None:
+        for param in engine.module.parameters():
+            param.add_(0.125)
+
+    found = {
+        "a moment": lambda: zero.safe_set_full_optimizer_state(last, whole, "exp_avg"),
+        "a part of a moment": lambda: zero.safe_set_local_optimizer_state(
+            last, torch.ones_like(zero.safe_get_local_optimizer_state(last, "exp_avg_sq")), "exp_avg_sq"
+        ),
+        "a master": lambda: zero.safe_set_full_fp32_param(last, whole),
+        "all moments": everywhere,
+        "gathered parameters": gathered,
+        "optimizer.load_state_dict": lambda: engine.optimizer.load_state_dict(engine.optimizer.state_dict()),
+        "averages": lambda: engine.ema_weights().__enter__() if engine.optimizer.ema is not None else None,
+    }
+    if engine.zero_optimization_stage() < 3:
+        found |= {"param.data.clamp_": clamped, "param.add_": added}
+    return found
+
+
+def edit_before_it_is_copied(stage: str, config: dict[str, Any], folder: str) -> None:
+    logging.getLogger("zero_trial").setLevel(logging.ERROR)
+    engine = engine_of(stage, {**ALL, **config, **DECOUPLED, "ema": {"decay": 0.5}})
+    train(engine, range(2))
+    for number, (name, edit) in enumerate({"nothing": lambda: None, **edits(engine)}.items()):
+        engine.save_checkpoint(folder, f"waits {number}", asynchronous=False)
+        with copied_late() as go:
+            engine.save_checkpoint(folder, f"goes on {number}")
+            with torch.no_grad():
+                edit()
+            if name != "averages":
+                train(engine, range(2, 3))
+            go.set()
+            engine.wait_for_checkpoint()
+        one, other = (CheckpointReader(Path(folder) / f"{tag} {number}") for tag in ("waits", "goes on"))
+        assert one.shapes == other.shapes
+        wrong = [
+            each
+            for each in one.shapes
+            if not torch.equal(one.read(each).view(-1).view(torch.uint8), other.read(each).view(-1).view(torch.uint8))
+        ]
+        assert wrong == [], name
+    engine.destroy()
+
+
+@pytest.mark.parametrize(
+    ("stage", "config"),
+    [
+        ("zero2", {}),
+        ("zero1", {"bf16": {"enabled": True}}),
+        ("zero3-free", {}),
+        ("zero3-free", {"bf16": {"enabled": True}}),
+    ],
+)
+def test_updates_and_edits_wait_for_copies(ranks: Pools, stage: str, config: dict[str, Any], tmp_path: Path) -> None:
+    ranks(2).run(edit_before_it_is_copied, stage, config, str(tmp_path))
+
+
+def change_unasked(folder: str) -> str:
+    """A moment that user code has kept from before the save is changed in place."""
+    engine = engine_of("zero2", {**ALL, **DECOUPLED})
+    train(engine, range(1))
+    engine.save_checkpoint(folder, "first", asynchronous=False)
+    kept = [state["exp_avg"] for state in engine.optimizer.state.values()]
+    with copied_late() as go:
+        engine.save_checkpoint(folder, "second")
+        if engine.global_rank == 1:
+            kept[0].mul_(0.5)
+        go.set()
+        with pytest.raises(CheckpointError) as raised:
+            engine.wait_for_checkpoint()
+    train(engine, range(1, 2))
+    engine.save_checkpoint(folder, "third")
+    engine.destroy()
+    assert sorted(path.name for path in Path(folder).iterdir()) == ["first", "third"]
+    return str(raised.value)
+
+
+def test_an_edit_that_could_not_be_waited_for_is_refused_on_all_ranks(ranks: Pools, tmp_path: Path) -> None:
+    first, second = ranks(2).run(change_unasked, str(tmp_path))
+    assert first == second and "state/exp_avg/" in first
 
 
 def fail_on_one(folder: str, rank: int) -> tuple[str, int, list[str]]:

@@ -1,9 +1,10 @@
 """Save a checkpoint while training goes on.
 
     call            rank 0 makes the temporary folder; each rank writes what lives on NVMe into a
-                    file of its own, and copies all else into host memory that saves use again
-    background      each rank writes its copies, with SHA-256; ranks other than 0 leave a report
-                    beside their file. Rank 0 waits for those, writes the manifest and renames
+                    file of its own, and copies what user code can write to into host memory
+    background      each rank copies masters and optimizer state, before they are updated (see
+                    ``snapshot``), and writes all copies, with SHA-256; ranks other than 0 leave a
+                    report beside their file. Rank 0 waits for those, writes the manifest, renames
     step boundary   one exchange of one integer per rank, only while a save is under way: all ranks
                     learn at the same step that it is complete, or that it failed
 
@@ -17,23 +18,19 @@ shard axis; at stage 0 the first rank has 12, the others none. Pinned where tens
 
 from __future__ import annotations
 
-import ctypes
 import json
 import logging
-import mmap
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from zero_trial.checkpoint.format import Slice, seal
+from zero_trial.checkpoint.snapshot import PartOwner, Snapshot, SnapshotBuffer
 from zero_trial.checkpoint.writer import (
     DurableFiles,
     Ranks,
@@ -44,7 +41,6 @@ from zero_trial.checkpoint.writer import (
     rank_file,
     write_file,
 )
-from zero_trial.device import is_accelerator, torch_module
 from zero_trial.errors import CheckpointError
 
 log = logging.getLogger("zero_trial")
@@ -55,99 +51,7 @@ PATIENCE_SECONDS = 30.0
 """How long rank 0 waits for the others' reports after its own program has ended, counted from the
 last change of any file: their programs may have been killed."""
 
-_ALIGNED = 64  # bytes: where a copy of a tensor may begin
-_BLOCK = 1 << 25  # bytes that one thread copies at a time
 _MARGIN = 1 << 20  # bytes: for random states, counters and what alignment leaves free
-_SMALL = 1 << 14  # bytes: a smaller tensor is copied at once
-
-
-class SnapshotBuffer:
-    """Host memory for copies of a rank's slices, kept from save to save."""
-
-    def __init__(self) -> None:
-        self._area = torch.empty(0, dtype=torch.uint8)
-        self._lock = threading.Lock()
-
-    @property
-    def nbytes(self) -> int:
-        return self._area.numel()
-
-    def reserve(self, nbytes: int, *, pinned: bool = False) -> torch.Tensor:
-        """Make room for ``nbytes``, touch it all and return it: the kernel takes longer to give
-        fresh pages than to copy into them. ``pinned``: so that an accelerator copies without the
-        host."""
-        with self._lock:
-            if nbytes <= self._area.numel():
-                return self._area
-            self._area = torch.empty(0, dtype=torch.uint8)  # first give back what is too small
-            if pinned:
-                self._area = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
-                return self._area
-            pages = mmap.mmap(-1, nbytes)
-            with suppress(OSError, AttributeError):  # a hint, which not every kernel takes
-                pages.madvise(mmap.MADV_HUGEPAGE)
-            area = torch.frombuffer(pages, dtype=torch.uint8)
-            for start in range(0, nbytes, _BLOCK):
-                area[start : start + _BLOCK].zero_()
-            self._area = area
-            return area
-
-    def copy(self, slices: Sequence[Slice]) -> list[Slice]:
-        """Return ``slices`` with copies of their tensors as they are now. Copies from an
-        accelerator come in its stream's order: they are there after :meth:`arrived`."""
-        offsets, end = [], 0
-        for part in slices:
-            offsets.append(end)
-            size = part.tensor.numel() * part.tensor.element_size()
-            end += -(-size // _ALIGNED) * _ALIGNED
-        area = self.reserve(end, pinned=any(is_accelerator(part.tensor.device) for part in slices))
-        copies, large = [], []
-        for part, offset in zip(slices, offsets, strict=True):
-            source = part.flat
-            size = source.numel() * source.element_size()
-            target = area[offset : offset + size].view(source.dtype)
-            if source.is_cpu and size >= _SMALL:
-                for at in range(0, size, _BLOCK):
-                    large.append((target.data_ptr() + at, source.data_ptr() + at, min(_BLOCK, size - at)))
-            else:
-                target.copy_(source, non_blocking=is_accelerator(source.device))
-            copies.append(replace(part, tensor=target))
-        _move(large)
-        return copies
-
-    @staticmethod
-    def mark(slices: Sequence[Slice]) -> list[torch.Event]:
-        """Return what to wait for until copies of ``slices`` that devices make have arrived."""
-        events = []
-        for device in {part.tensor.device for part in slices if is_accelerator(part.tensor.device)}:
-            module = torch_module(device)
-            event = module.Event()
-            event.record(module.current_stream(device))
-            events.append(event)
-        return events
-
-
-def _move(blocks: list[tuple[int, int, int]]) -> None:
-    """Copy (to, from, bytes), in as many threads as torch uses, which take block after block: those
-    of torch wait for each other at the end of every tensor, 16 ms on a busy machine. The C library
-    writes large blocks past the caches, which saves a third of the memory's traffic."""
-    work = iter(blocks)
-    lock = threading.Lock()
-
-    def run() -> None:
-        while True:
-            with lock:
-                block = next(work, None)
-            if block is None:
-                return
-            ctypes.memmove(*block)
-
-    helpers = [threading.Thread(target=run) for _ in range(min(torch.get_num_threads(), len(blocks)) - 1)]
-    for helper in helpers:
-        helper.start()
-    run()
-    for helper in helpers:
-        helper.join()
 
 
 class _State(IntEnum):
@@ -164,8 +68,7 @@ class _Content:
     """What one rank gives to a save, ready to be written at any time.
 
     Attributes:
-        slices: copies.
-        arriving: what to wait for before they are read.
+        snapshot: of the slices; None beside a fault.
         first: the report of what was written at the call.
         fault: why this rank has nothing to write.
     """
@@ -174,8 +77,7 @@ class _Content:
     state: Any
     rank_state: Any
     world: Mapping[str, Any]
-    slices: Sequence[Slice] = ()
-    arriving: Sequence[torch.Event] = ()
+    snapshot: Snapshot | None = None
     first: Mapping[str, Any] = field(default_factory=dict)
     fault: str | None = None
 
@@ -201,7 +103,14 @@ class _BackgroundSave:
         """End as soon as the disk has taken a few megabytes, and leave nothing of this rank's
         thread behind."""
         self._given_up.set()
+        if self._content.snapshot is not None:
+            self._content.snapshot.give_up()
         self._thread.join()
+
+    @property
+    def waited(self) -> float:
+        """Return the seconds for which updates waited for copies."""
+        return self._content.snapshot.waited if self._content.snapshot is not None else 0.0
 
     def _run(self) -> None:
         try:
@@ -231,14 +140,15 @@ class _BackgroundSave:
                 return
 
     def _write(self) -> dict[str, Any]:
-        content = self._content
-        if content.fault is not None:
-            raise CheckpointError(content.fault)
+        content, snapshot = self._content, self._content.snapshot
+        if snapshot is None:
+            raise CheckpointError(content.fault or "nothing was copied")
         json.dumps(content.rank_state, allow_nan=False)
-        for event in content.arriving:
-            event.synchronize()
+        snapshot.finish()
         self._require_going_on()
-        more = write_file(self.folder / rank_file(self._index), content.slices, self._disk, self._require_going_on)
+        if snapshot.fault is not None:
+            raise CheckpointError(snapshot.fault)
+        more = write_file(self.folder / rank_file(self._index), snapshot.slices, self._disk, self._require_going_on)
         tensors = dict(content.first["tensors"])
         for name, entry in more["tensors"].items():
             before = tensors.get(name, {"pieces": []})
@@ -318,6 +228,11 @@ class BackgroundSaver:
         return self._save is not None
 
     @property
+    def waited(self) -> float:
+        """Return the seconds for which updates have waited for copies of the save under way."""
+        return self._save.waited if self._save is not None else 0.0
+
+    @property
     def buffer_bytes(self) -> int:
         """Return the host memory that copies take on this rank, also between saves."""
         return self._buffer.nbytes
@@ -340,19 +255,22 @@ class BackgroundSaver:
         tag: str,
         slices: Sequence[Slice],
         *,
+        later: Sequence[tuple[PartOwner, Sequence[Slice]]] = (),
         on_disk: Sequence[Slice] = (),
         step: int,
         state: Any = None,
         rank_state: Any = None,
         world: Mapping[str, Any] | None = None,
     ) -> Path:
-        """Begin to save what all ranks give as ``<directory>/<tag>``; return when it is copied.
+        """Begin to save what all ranks give as ``<directory>/<tag>``; return when ``slices`` are
+        copied.
 
         A save that is under way is waited for. What the background finds wrong, on any rank, is
         raised by :meth:`poll`.
 
         Args:
-            slices: are copied.
+            slices: are copied at once.
+            later: are copied before their owners write to them.
             on_disk: are written at once, since their memory is a mapped file.
             step: and state, rank_state, world: see :func:`save_checkpoint`.
 
@@ -370,8 +288,7 @@ class BackgroundSaver:
         content = _Content(step, state, rank_state, world or {})
         try:
             first = write_file(folder / rank_file(self._ranks.index, "-nvme"), on_disk, self._disk)
-            copies = self._buffer.copy(slices)
-            content = replace(content, slices=copies, arriving=self._buffer.mark(slices), first=first)
+            content = replace(content, snapshot=self._buffer.take(slices, later), first=first)
         except Exception as fault:  # a full disk, no memory: the other ranks do not know it yet
             content = replace(content, fault=_fault_text(fault, self._ranks.index, folder))
         self._save = _BackgroundSave(folder, final, content, self._ranks, self._disk)
@@ -394,7 +311,7 @@ class BackgroundSaver:
             return None
         self._save = None
         if self._ranks.index == 0:
-            log.info("checkpoint %s is complete", save.final)
+            log.info("checkpoint %s is complete; updates waited %.3f s for copies", save.final, save.waited)
         return save.final
 
     def wait(self) -> Path | None:

@@ -20,6 +20,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
 from queue import SimpleQueue
@@ -429,8 +430,13 @@ class DurableFiles:
         os.rename(source, destination)
 
     def remove_folder(self, folder: Path) -> None:
-        """Remove the folder with all that is in it, if it exists."""
-        shutil.rmtree(folder, ignore_errors=True)
+        """Remove the folder with all that is in it, if it exists. It loses its name first, so that
+        a thread or rank that still writes into it makes no new file, and finds that it is gone."""
+        gone = folder.with_name(f"{folder.name}.{uuid.uuid4().hex[:12]}")
+        with suppress(OSError):  # not there, or not to be renamed: as far as it goes
+            os.rename(folder, gone)
+        for path in (gone, folder):
+            shutil.rmtree(path, ignore_errors=True)
 
 
 _APART_BYTES = 1 << 20  # a smaller chunk is summed at once: handing it over would cost more

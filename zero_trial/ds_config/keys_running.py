@@ -186,8 +186,9 @@ class CheckpointWriterSection:
     decoupled: bool = supported(
         False,
         Bool(),
-        "engine.save_checkpoint returns when everything is copied to the host; files are written in the "
-        "background, and a later step makes them a checkpoint. Host memory per rank: what it writes",
+        "engine.save_checkpoint returns when parameters are copied to the host; optimizer state is copied before its "
+        "update, files are written in the background, and a later step makes them a checkpoint. Host memory per rank: "
+        "what it writes",
     )
     type: ClassVar = no_effect("fast", Text(("fast", "python")), "there is one writer")
     io_buffer_size: ClassVar = no_effect(64 << 20, Int(1, unit="bytes"), "files are written from where tensors are")

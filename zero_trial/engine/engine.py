@@ -254,8 +254,7 @@ class Engine(EngineAccessors):
         self._restarted = True
         self.micro_steps -= done
         if self.mesh.rank == 0:
-            text = "zero_grad() after %d of %d micro-batches: the accumulation starts again. Call it only after a step"
-            log.warning(text, done, wanted)
+            log.warning("zero_grad() after %d of %d micro-batches: the accumulation starts again", done, wanted)
 
     # --- accumulation -----------------------------------------------------------------------------
 
@@ -267,8 +266,7 @@ class Engine(EngineAccessors):
         return (self.micro_steps + 1) % self._batch.accumulation == 0
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
-        """Say whether the current micro-batch is the last before a step; from now on the engine no
-        longer counts by itself."""
+        """Say whether this micro-batch is the last before a step; the engine no longer counts."""
         self._boundary = is_boundary
 
     def pending_micro_batches(self) -> int:
@@ -342,8 +340,7 @@ class Engine(EngineAccessors):
         return uneven.evenly(batches, self.mesh)
 
     def train(self, mode: bool = True) -> Engine:
-        """Set the mode, as torch does. Raises TrialError for parameters that the model did not have
-        when the engine was built."""
+        """Set the mode, as torch does. Raises TrialError for parameters that came later."""
         self._check.check("engine.train" if mode else "engine.eval")
         super().train(mode)
         return self
@@ -353,8 +350,7 @@ class Engine(EngineAccessors):
         offloaded state; finish a save in the background. Collective over shard, and over the world
         while a save in the background is under way.
 
-        Afterwards the module is on the device where it was trained; at stage 3 it is in the host's
-        memory, all of it, since the device may not hold it at once.
+        Afterwards the module is where it was trained; at stage 3 all of it is in the host's memory.
 
         Where a disk has failed and the module cannot be made whole, everything else is closed
         before StorageError is raised.
@@ -363,11 +359,15 @@ class Engine(EngineAccessors):
             last_first.callback(COLLECTOR_PAUSE.release, self)
             if self.optimizer is not None:
                 last_first.callback(self.optimizer.close)
-            last_first.callback(self.observer.close)
-            last_first.callback(self.sharded.remove_hooks)
-            last_first.callback(self.outcome.close)
-            last_first.callback(self._used.close)
-            last_first.callback(self._background.wait)
+            sharded, background = self.sharded, self._background
+            for close in (
+                self.observer.close,
+                sharded.remove_hooks,
+                self.outcome.close,
+                self._used.close,
+                background.wait,
+            ):
+                last_first.callback(close)
 
     # --- optimizer and schedule -------------------------------------------------------------------
 
@@ -384,7 +384,7 @@ class Engine(EngineAccessors):
 
     @property
     def monitor(self) -> Monitor:
-        """Return the writers of scalars: ``engine.monitor.write_events([(name, value, step)])``."""
+        """Return the writers of scalars."""
         return self.observer.monitor
 
     # --- batch ------------------------------------------------------------------------------------
@@ -398,7 +398,7 @@ class Engine(EngineAccessors):
         self.micro_steps = 0
 
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
-        """Change the micro-batch size; the accumulation steps stay and the global batch follows."""
+        """Change the micro-batch size; the accumulation stays and the global batch follows."""
         self._batch = solve_batch(None, micro_batch_size, self._batch.accumulation, self.mesh.data.size)
 
     # --- checkpoints ------------------------------------------------------------------------------
@@ -417,10 +417,11 @@ class Engine(EngineAccessors):
         must call.
 
         With ``asynchronous`` (default: ds_config's ``checkpoint.writer.decoupled``) it returns when
-        this rank's part is copied to the host, and files are written in the background. A later
-        :meth:`step` makes them a checkpoint, or raises CheckpointError on every rank; so do
-        :meth:`wait_for_checkpoint`, the next save, a load and :meth:`destroy`. A program that ends
-        before finishes it, unless it is killed. See :mod:`zero_trial.checkpoint.background`.
+        this rank's parameters are copied to the host; masters and optimizer state are copied before
+        they are updated, and files written in the background. A later :meth:`step` makes them a
+        checkpoint, or raises CheckpointError on every rank; so do :meth:`wait_for_checkpoint`, the
+        next save, a load, :meth:`destroy` and the end of the program. See
+        :mod:`zero_trial.checkpoint.background`.
         """
         directory = saving.folder_of(save_dir, "engine.save_checkpoint(save_dir)")
         self.outcome.finalize()
@@ -436,12 +437,12 @@ class Engine(EngineAccessors):
 
     def wait_for_checkpoint(self) -> Path | None:
         """Wait for a save in the background and return its path; None without one. Collective over
-        the world. Raises CheckpointError on every rank if any could not write its part."""
+        the world. Raises CheckpointError on every rank if any could not write."""
         return self._background.wait()
 
     def abandon_checkpoint(self) -> None:
-        """Give up a save in the background, as after an error that ends the run; local. Its
-        temporary folder may stay; the next save of that tag removes it."""
+        """Give up a save in the background, as after an error that ends the run; local. The next
+        save of that tag removes its folder."""
         self._background.abandon()
 
     def load_checkpoint(
@@ -473,8 +474,7 @@ class Engine(EngineAccessors):
         )
 
     def restore_progress(self, counters: Mapping[str, int], loss_scale: Mapping[str, Any]) -> None:
-        """Go on from a checkpoint's counters of steps, samples and skipped steps, and its loss
-        scale as JSON."""
+        """Go on from a checkpoint's counters, and its loss scale as JSON."""
         self.global_steps, self.global_samples = counters["global_steps"], counters["global_samples"]
         self.micro_steps = counters["micro_steps"]
         if self.micro_steps % self._batch.accumulation:  # saved with another accumulation
@@ -484,8 +484,7 @@ class Engine(EngineAccessors):
     def save_16bit_model(
         self, save_dir: str | Path, save_filename: str = "model.safetensors", exclude_frozen_parameters: bool = False
     ) -> bool:
-        """Write the model's weights in the parameters' dtype as one safetensors file, on rank 0.
-        Collective."""
+        """Write the weights in the parameters' dtype as one file, on rank 0. Collective."""
         directory = saving.folder_of(save_dir, "engine.save_16bit_model(save_dir)")
         return save_weights(self, directory, save_filename, without_frozen=exclude_frozen_parameters)
 
@@ -513,12 +512,11 @@ class Engine(EngineAccessors):
     def module_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, torch.Tensor]:
         """Return the module's whole state dict on every rank. Collective over shard."""
         self.sharded.wait()
-        state = self.module.state_dict()
+        left_out = set()
         if exclude_frozen_parameters:
             params = self.module.named_parameters(remove_duplicate=False)
-            frozen = {name for name, param in params if not param.requires_grad}
-            state = {name: value for name, value in state.items() if name not in frozen}
-        return dict(state)
+            left_out = {name for name, param in params if not param.requires_grad}
+        return {name: value for name, value in self.module.state_dict().items() if name not in left_out}
 
     def load_module_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, custom_load_fn: Any = None

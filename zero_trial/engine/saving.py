@@ -185,9 +185,9 @@ def save_state(
             got=type(client_state).__name__,
             expected="a dict or None",
         )
-    on_disk = _on_disk(engine) if background is not None else frozenset()
+    on_disk, later = (_on_disk(engine), _copied_later(engine)) if background is not None else (frozenset(), {})
     with state_at_hand(engine, "save_checkpoint called by every rank"):
-        _save(engine, directory, tag, dict(client_state or {}), without_frozen, background, on_disk)
+        _save(engine, directory, tag, dict(client_state or {}), without_frozen, background, on_disk, later)
     return True
 
 
@@ -203,6 +203,27 @@ def _on_disk(engine: CheckpointedEngine) -> frozenset[tuple[str, int]]:
         if is_absent(view.tensor):
             found.add((names.state(view.kind, view.name), view.start))
     return frozenset(found)
+
+
+def _copied_later(engine: CheckpointedEngine) -> dict[tuple[str, int], ParamGroup]:
+    """Name the stored pieces, with their first elements, that only updates write to, and calls that
+    wait for copies as these do; and the group of each. Not what shares memory with a parameter:
+    ``param.data.clamp_()`` asks nobody."""
+    names = CheckpointNames(engine)
+    found: dict[tuple[str, int], ParamGroup] = {}
+    for group in engine.sharded.groups:
+        shared = group.full.untyped_storage().data_ptr() == group.master.untyped_storage().data_ptr()
+        if not shared and not is_absent(group.master):
+            pieces = group.layout.pieces(group.comm.index)
+            found |= {(names.param(piece.slot.name), piece.start): group for piece in pieces}
+    optimizer = engine.optimizer
+    if optimizer is None:
+        return found
+    group_of = {slot.name: group for group in engine.sharded.groups for slot in group.layout.slots}
+    for view in optimizer.views():
+        if view.kind != "master" and not is_absent(view.tensor):
+            found[names.state(view.kind, view.name), view.start] = group_of[view.name]
+    return found
 
 
 def _in_file(group: ParamGroup) -> bool:
@@ -236,6 +257,7 @@ def _save(
     without_frozen: bool,
     background: BackgroundSaver | None,
     on_disk: frozenset[tuple[str, int]],
+    later: Mapping[tuple[str, int], ParamGroup],
 ) -> None:
     names = CheckpointNames(engine)
     if (pending := engine.pending_micro_batches()) and engine.mesh.rank == 0:
@@ -275,8 +297,13 @@ def _save(
         save_checkpoint(directory, tag, slices, **facts, ranks=engine.mesh.world)
         return
     streamed = [part for part in slices if (part.name, part.start) in on_disk]
-    copied = [part for part in slices if (part.name, part.start) not in on_disk]
-    background.save(directory, tag, copied, on_disk=streamed, **facts)
+    copied = [part for part in slices if (part.name, part.start) not in (on_disk | later.keys())]
+    parts: dict[ParamGroup, list[Slice]] = {}
+    for part in slices:
+        if (group := later.get((part.name, part.start))) is not None:
+            parts.setdefault(group, []).append(part)
+    in_order = [(group, parts[group]) for group in engine.sharded.groups if group in parts]
+    background.save(directory, tag, copied, later=in_order, on_disk=streamed, **facts)
 
 
 def frozen_names(engine: CheckpointedEngine) -> set[str]:

@@ -514,7 +514,7 @@ def update_and_publish(
     values. ``defer_wait``: the next forward waits for the published values instead of this call.
     Collective over shard.
     """
-    model.wait_before_writing()
+    model.wait_before_writing(copies=False)
     publisher = model.publisher
     publisher.begin(optimizer.updated, lend=not defer_wait)
     with trace_range("update"):

@@ -4,7 +4,7 @@ load_state_dict(), and freed again.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 from weakref import ref
 
@@ -287,3 +287,31 @@ def local_part(group: ParamGroup, index: int, shard: torch.Tensor) -> torch.Tens
     slot = group.layout.slots[index]
     parts = [shard[p.offset : p.offset + p.numel] for p in group.layout.pieces(group.comm.index) if p.slot is slot]
     return torch.cat(parts) if parts else shard.new_empty(0)
+
+
+class ParameterOffload:
+    """DeepSpeed's owner of the hooks that gather and free parameters at stage 3, as libraries use
+    it (TRL): they take its hooks off while all parameters are gathered, to generate, and put them
+    back.
+
+    Hooks here leave alone what ``GatheredParameters`` has gathered, and do not communicate about
+    it. So this lists none, and there is nothing to put back.
+    """
+
+    def __init__(self) -> None:
+        self.forward_hooks: list[Any] = []
+        self.backward_hooks: list[Any] = []
+
+    @property
+    def module(self) -> ParameterOffload:
+        """The module with the parameters whose uses DeepSpeed counts: here none are counted."""
+        return self
+
+    def named_parameters(self, recurse: bool = True) -> Iterator[tuple[str, nn.Parameter]]:
+        return iter(())
+
+    def ds_external_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        return iter(())
+
+    def _register_deepspeed_module(self, module: Any) -> None:
+        """Put the hooks back: they are where they were."""

@@ -36,7 +36,7 @@ from zero_trial.sharding.heap import FreedBytes, keep_freed_memory, map_large_bl
 from zero_trial.sharding.layout import wide_dtype
 from zero_trial.sharding.offload.moved_states import GRADIENTS, MovedStates
 from zero_trial.sharding.optimizer_view import StepStatus
-from zero_trial.sharding.param_group import ParamGroup, swap_buffer_bytes
+from zero_trial.sharding.param_group import ParamGroup
 from zero_trial.sharding.plan import Home, Lifetime, ReduceAt, ZeroPlan
 from zero_trial.sharding.publication import ParamPublisher
 from zero_trial.sharding.reduce import GradReducer
@@ -270,9 +270,10 @@ class ShardedModel:
             shown.forget()
             shown.show(partial=shown.partial)
 
-    def wait_before_writing(self) -> None:
+    def wait_before_writing(self, *, copies: bool = True) -> None:
         """Wait until shards may be written: for gathers under way (fetched ahead and never used),
-        and for peers that read parameters or gradients in place.
+        for peers that read parameters or gradients in place, and with ``copies`` for a checkpoint
+        that copies masters and state (an update waits for that group by group).
 
         Every rank must call it at the same place, between a step's collectives and the next step's.
         """
@@ -281,7 +282,9 @@ class ShardedModel:
         for group in self._freed:
             group.finish_unshard()
         for group in self.groups:
-            group.wait_before_writing()
+            if copies:
+                group.wait_for_copies()
+            group.wait_for_readers()
         for grad_buffer in self._in_place:
             grad_buffer.wait_for_readers()
 
@@ -406,7 +409,7 @@ class ShardedModel:
         """Count the bytes that outlive a step on this rank: parameters with masters, and
         gradients."""
         return {
-            "parameters": sum(group.persistent_bytes() for group in self.groups) + swap_buffer_bytes(self.groups),
+            "parameters": sum(group.persistent_bytes() for group in self.groups) + _swap_buffer_bytes(self.groups),
             "gradients": sum(grad_buffer.persistent_bytes() for grad_buffer in self.grad_buffers),
         }
 
@@ -453,3 +456,9 @@ class ShardedModel:
 def on_host(tensor: torch.Tensor) -> bool:
     """Return whether ``tensor`` is in the host's memory."""
     return tensor.device.type == "cpu"
+
+
+def _swap_buffer_bytes(groups: Sequence[ParamGroup]) -> int:
+    """Count the bytes of the buffers through which offloaded shards are read."""
+    found = {id(one): one for group in groups if group.offloaded is not None for one in group.offloaded.buffers}
+    return sum(one.numel() * one.element_size() for one in found.values())

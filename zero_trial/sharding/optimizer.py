@@ -135,12 +135,16 @@ class ShardedOptimizer(TorchView):
             self.ema.begin_step()
         with self.guard.open(self.base):
             if self.whole is not None:  # first: its exchanges come before any group's publication, on every rank
+                for group in dict.fromkeys(tensor.group for tensor in self.whole.tensors):
+                    group.wait_for_copies()
                 with self.whole.at_hand(gradients=True), self._averaged(self.whole.own, scalars):
                     self._step_whole(self.whole.own, multiplier, scalars)
                 yield self.whole.updated, False
             for batch in self.store.batches():
                 if not batch and self.whole is not None:
                     continue  # the base has stepped
+                for group in dict.fromkeys(piece.group for piece in batch):
+                    group.wait_for_copies()
                 self.store.borrow(batch)
                 with self._averaged(batch, scalars):
                     rounded = self._step_flat(batch, multiplier, scalars)

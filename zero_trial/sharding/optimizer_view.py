@@ -14,6 +14,7 @@ import torch
 from zero_trial.errors import CheckpointError
 from zero_trial.ops.optimizers import FusedOptimizer, StepGuard, past_engine, state_hooks
 from zero_trial.precision import DynamicScale, LossScale, LossScaleView, StaticScale
+from zero_trial.sharding.full_params import ParameterOffload
 from zero_trial.sharding.offload.moved_states import MovedStates
 from zero_trial.sharding.param_group import ParamGroup
 from zero_trial.sharding.pieces import (
@@ -82,34 +83,6 @@ class Publisher(Protocol):
     def wait(self) -> None: ...
 
 
-class ParameterOffload:
-    """DeepSpeed's owner of the hooks that gather and free parameters at stage 3, as libraries use
-    it (TRL): they take its hooks off while all parameters are gathered, to generate, and put them
-    back.
-
-    Hooks here leave alone what ``GatheredParameters`` has gathered, and do not communicate about
-    it. So this lists none, and there is nothing to put back.
-    """
-
-    def __init__(self) -> None:
-        self.forward_hooks: list[Any] = []
-        self.backward_hooks: list[Any] = []
-
-    @property
-    def module(self) -> ParameterOffload:
-        """The module with the parameters whose uses DeepSpeed counts: here none are counted."""
-        return self
-
-    def named_parameters(self, recurse: bool = True) -> Iterator[tuple[str, torch.nn.Parameter]]:
-        return iter(())
-
-    def ds_external_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
-        return iter(())
-
-    def _register_deepspeed_module(self, module: Any) -> None:
-        """Put the hooks back: they are where they were."""
-
-
 class TorchView(torch.optim.Optimizer):
     """The part of a sharded optimizer that torch, DeepSpeed and checkpoints see: settings by group,
     state by tensor, and where the loss scale is.
@@ -165,6 +138,7 @@ class TorchView(torch.optim.Optimizer):
     @property
     def state(self) -> Any:
         self._status.settle()
+        self._wait_for_copies()  # the caller may write into it
         return self.base.state
 
     @state.setter
@@ -247,6 +221,7 @@ class TorchView(torch.optim.Optimizer):
         """Take the parameters' values, as they are now, for the masters: after weights were written
         past the engine (``param.data.copy_``). At stage 3 freed parameters are unchanged."""
         self._status.settle()
+        self._wait_for_copies()
         with self.lent(), torch.no_grad():
             for group in self._groups:
                 if group.plan.params is Lifetime.ALWAYS:
@@ -372,11 +347,16 @@ class TorchView(torch.optim.Optimizer):
         if self._publisher is not None:
             self._publisher.take_live_edits()
             self._publisher.wait_before_writing()
+        self._wait_for_copies()
         with self.lent(), self._at_hand():
             yield
         if self._publisher is not None:
             self._publisher.publish()
             self._publisher.wait()
+
+    def _wait_for_copies(self) -> None:
+        for group in self._groups:
+            group.wait_for_copies()
 
     def identity(self) -> dict[str, Any]:
         """Return class and hyperparameter names, for a checkpoint: state belongs to another
@@ -517,6 +497,7 @@ class TorchView(torch.optim.Optimizer):
     def set_state_shard(self, group: ParamGroup, kind: str, shard: torch.Tensor) -> None:
         """Write ``shard`` (shard_numel,) back into the pieces' state ``kind``."""
         self._status.settle()
+        group.wait_for_copies()
         with self.lent():
             for piece in self.pieces:
                 if piece.group is group:

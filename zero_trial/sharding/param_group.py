@@ -17,7 +17,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -38,47 +38,12 @@ from zero_trial.sharding.freed import (
     unasked,
 )
 from zero_trial.sharding.layout import Layout, has_own_master
-from zero_trial.sharding.plan import Home, Lifetime, ZeroPlan
+from zero_trial.sharding.plan import Home, Lifetime, OffloadedShard, ZeroPlan
 
 _VERSION = operator.attrgetter("_version")
 # A table of 64-bit words whose columns are summed up. Their number is a prime, so that rows
 # of a matrix that change places come into other columns; so many rows stay in a core's cache.
 _COLUMNS, _ROWS = 1021, 16
-
-
-class OffloadedShard(Protocol):
-    """A group's home outside of the device's memory: its shard, or its full copy. The values change
-    only in updates."""
-
-    def start_read(self) -> bool:
-        """Start to read the values ahead, as far as there is room; they are needed soon. Return
-        whether an earlier call has started it."""
-        ...
-
-    def fetch(self, into: torch.Tensor) -> None:
-        """Read all values into ``into``; work that the device is given afterwards sees them."""
-        ...
-
-    def fetch_part(self, into: torch.Tensor, low: int) -> None:
-        """Read the values from element ``low`` on into ``into``, after an update."""
-        ...
-
-    def store(self, values: torch.Tensor) -> None:
-        """Replace all values by ``values``, which may be overwritten when this returns."""
-        ...
-
-    def forget(self) -> None:
-        """Drop what was read ahead: the values are about to change."""
-        ...
-
-    def close(self) -> None:
-        """Free everything. The values are not needed any more."""
-        ...
-
-    @property
-    def buffers(self) -> Sequence[torch.Tensor]:
-        """Memory through which values are read; other shards may use the same."""
-        ...
 
 
 class ParamGroup:
@@ -143,6 +108,7 @@ class ParamGroup:
         # Makes master and shard available inside a block, wherever they live.
         self.materialized: Callable[[], AbstractContextManager[None]] = nullcontext
         self.offloaded: OffloadedShard | None = None
+        self._copy: Callable[[], None] | None = None  # a checkpoint's, of master and state
         self._pins = 0  # open blocks of user code (GatheredParameters) that use the full parameters
         self._gathering: Pending | None = None
         self._elsewhere: list[torch.Tensor] = []  # what the parameters are while their memory is away
@@ -285,7 +251,22 @@ class ParamGroup:
             self._attach()
             self.live = True
 
+    def copy_before_write(self, copy: Callable[[], None]) -> None:
+        """Let ``copy``, which ends when a checkpoint has copied master and state, come before the
+        next write to them."""
+        self._copy = copy
+
+    def wait_for_copies(self) -> None:
+        """Wait until a checkpoint has copied master and state; before every write to them."""
+        copy, self._copy = self._copy, None
+        if copy is not None:
+            copy()
+
     def wait_before_writing(self) -> None:
+        self.wait_for_copies()
+        self.wait_for_readers()
+
+    def wait_for_readers(self) -> None:
         """Wait until the shard may be written: a gather under way is finished, and no peer reads it
         in place any more.
 
@@ -545,13 +526,12 @@ class ParamGroup:
             param.data = view
 
     def persistent_bytes(self) -> int:
-        """Count the bytes of parameters and master weights that outlive a step on this rank's
-        device."""
+        """Count the bytes of parameters and masters that outlive a step on this rank's device."""
         low = self.shard.element_size() * (
             self.layout.numel if self.plan.params is Lifetime.ALWAYS else self.layout.shard_numel
         )
         elsewhere = self.master is self.shard or is_absent(self.master) or self.master.device != self.shard.device
-        # what passes through buffers is counted once, by swap_buffer_bytes
+        # what passes through buffers is counted once, by the model
         low = low if self.offloaded is None else 0
         return low + (0 if elsewhere else self.master.numel() * 4)
 
@@ -562,15 +542,8 @@ def _alone(first: torch.Tensor) -> torch.Tensor:
     return first.to(torch.float32, copy=not (whole and first.dtype == torch.float32))
 
 
-def swap_buffer_bytes(groups: Sequence[ParamGroup]) -> int:
-    """Count the bytes of the buffers through which offloaded shards are read."""
-    found = {id(one): one for group in groups if group.offloaded is not None for one in group.offloaded.buffers}
-    return sum(one.numel() * one.element_size() for one in found.values())
-
-
 def trace_range(name: str) -> AbstractContextManager[Any]:
-    """Mark ``zero_trial.NAME`` in the traces of torch.profiler; does nothing while no profiler
-    runs."""
+    """Mark ``zero_trial.NAME`` in the traces of torch.profiler, while it runs."""
     return record_function(f"zero_trial.{name}") if torch_profiler._is_profiler_enabled else _NO_RANGE
 
 

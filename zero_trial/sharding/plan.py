@@ -33,10 +33,15 @@ messages.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
+from typing import TYPE_CHECKING, Protocol
 
 from zero_trial.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
 
 
 class Lifetime(Enum):
@@ -57,6 +62,41 @@ class Home(Enum):
     def of(cls, device: str, wanted: str) -> Home:
         """Return what ``wanted`` (none, cpu, nvme) means to a rank that computes on ``device``."""
         return cls.DEVICE if wanted in ("none", device) else cls(wanted)
+
+
+class OffloadedShard(Protocol):
+    """A group's home outside of the device's memory: its shard, or its full copy. The values change
+    only in updates."""
+
+    def start_read(self) -> bool:
+        """Start to read the values ahead, as far as there is room; they are needed soon. Return
+        whether an earlier call has started it."""
+        ...
+
+    def fetch(self, into: torch.Tensor) -> None:
+        """Read all values into ``into``; work that the device is given afterwards sees them."""
+        ...
+
+    def fetch_part(self, into: torch.Tensor, low: int) -> None:
+        """Read the values from element ``low`` on into ``into``, after an update."""
+        ...
+
+    def store(self, values: torch.Tensor) -> None:
+        """Replace all values by ``values``, which may be overwritten when this returns."""
+        ...
+
+    def forget(self) -> None:
+        """Drop what was read ahead: the values are about to change."""
+        ...
+
+    def close(self) -> None:
+        """Free everything. The values are not needed any more."""
+        ...
+
+    @property
+    def buffers(self) -> Sequence[torch.Tensor]:
+        """Memory through which values are read; other shards may use the same."""
+        ...
 
 
 class ReduceAt(Enum):

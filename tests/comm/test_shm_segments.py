@@ -276,6 +276,22 @@ def test_pages_go_when_the_last_view_goes_and_the_segment_is_used_again() -> Non
     assert small.sum() == 0 and len(pool._tensors) == 1
 
 
+def test_pages_that_are_kept_stay_for_the_next_tensor_of_that_kind_and_size() -> None:
+    pool, peer = SharedTensorPool(), SharedMemory()
+    tensor = pool.empty(SMALLEST, torch.uint8, keep=True).fill_(3)
+    handle = lend(pool, tensor, [READER], peers()) or pytest.fail("it was free")
+    del tensor
+    assert (held(pool), pool.taken_bytes) == (SMALLEST, 0)
+    other = pool.empty(SMALLEST, torch.uint8, keep=True)
+    assert len(pool._tensors) == 2, "a peer reads the first"
+    peer.acknowledge(handle, READER)
+    assert pool.empty(SMALLEST // 2, torch.uint8, keep=True).eq(3).all() and len(pool._tensors) == 2
+    assert pool.empty(SMALLEST // 2 - 1, torch.uint8, keep=True).sum() == 0 and len(pool._tensors) == 3, "too large"
+    assert pool.empty(SMALLEST, torch.uint8).sum() == 0 and len(pool._tensors) == 4, "zeros"
+    pool.free_kept()
+    assert held(pool) == pool.taken_bytes == SMALLEST and other.sum() == 0, "it is in use"
+
+
 def test_what_peers_still_read_is_kept_after_its_tensor() -> None:
     pool, peer = SharedTensorPool(), SharedMemory()
     tensor = pool.empty(SMALLEST, torch.uint8).fill_(3)

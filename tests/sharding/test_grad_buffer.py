@@ -198,15 +198,32 @@ def test_full_gradients_live_as_long_as_the_plan_says(stage: int) -> None:
     kept = stage < 2
     assert grad_buffer.full.untyped_storage().nbytes() == (whole if kept else 0)
     assert grad_buffer.in_place is kept
-    assert (address(grad_buffer.shard) == address(grad_buffer.full)) is kept
+    assert grad_buffer.shard.untyped_storage().nbytes() == (whole if kept else 0), "from the first reduction on"
     backward(grad_buffer, params)
     assert grad_buffer.full.untyped_storage().nbytes() == whole
     grad_buffer.seal()
+    assert (address(grad_buffer.shard) == address(grad_buffer.full)) is kept
     grad_buffer.free()
     assert grad_buffer.full.untyped_storage().nbytes() == (whole if kept else 0)
     grad_buffer.reset()
+    assert grad_buffer.shard.untyped_storage().nbytes() == whole
     assert grad_buffer.full.untyped_storage().nbytes() == (whole if kept else 0)
     assert grad_buffer.persistent_bytes() == whole
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_shard_that_is_freed_has_memory_from_its_reduction_to_the_step(stage: int) -> None:
+    params = parameters([(5,), LARGE])
+    grad_buffer = GradBuffer(
+        make_group(params, stage), dtype=torch.float32, shard_dtype=torch.float32, frees_shard=True
+    )
+    storage, whole = grad_buffer.shard.untyped_storage(), grad_buffer.full.numel() * 4
+    lives = [storage.nbytes()]
+    for _ in range(2):
+        for act in (grad_buffer.seal, grad_buffer.end_reduction, grad_buffer.seal, grad_buffer.reset):
+            act()
+            lives.append(storage.nbytes())
+    assert lives == ([whole] * 9 if stage < 2 else [0, *[whole, whole, whole, 0] * 2])
 
 
 def test_gradients_that_user_code_sets_or_clears_between_passes() -> None:
@@ -243,10 +260,16 @@ class Comm:
         self.made: list[int] = []
         self.read: set[int] = set()
         self.waited: list[int] = []
+        self.kept: list[bool] = []
+        self.freed = 0
 
-    def buffer(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    def buffer(self, numel: int, dtype: torch.dtype, device: torch.device, *, keep: bool = False) -> torch.Tensor:
         self.made.append(numel)
+        self.kept.append(keep)
         return torch.zeros(numel, dtype=dtype)
+
+    def free_kept(self) -> None:
+        self.freed += 1
 
     def has_readers(self, tensor: torch.Tensor) -> bool:
         return tensor.data_ptr() in self.read
@@ -336,13 +359,26 @@ def test_between_steps_a_large_buffer_goes_that_was_read_when_it_was_given_back(
     assert pool.buffers() == []
 
 
-def test_between_steps_a_pool_that_keeps_nothing_is_empty() -> None:
-    comm = Comm()
-    pool = BufferPool(comm, 2, keeps=0)  # type: ignore[arg-type]
-    pool.give_back(pool.take(100))
-    assert len(pool.buffers()) == 1, "within a step it goes to the next group"
+def test_between_steps_a_pool_has_small_buffers_alone_and_the_pages_of_others_stay() -> None:
+    """Those of buffers that are given back to the system at once in a step do not."""
+    pool, comm = make_pool()
+    for taken in [pool.take(nbytes) for nbytes in (1 << 21, LARGEST_KEPT + 1, 100, 5 << 20, 1 << 22)]:
+        pool.give_back(taken)
+    assert len(pool.buffers()) == 4, "within a step they go to the next groups"
     pool.trim()
-    assert pool.buffers() == []
+    assert [buffer.numel() for buffer in pool.buffers()] == [100, 1 << 21]
+    assert comm.kept == [True, False, True, True, True]
+    pool.close()
+    assert (pool.buffers(), comm.freed) == ([], 1)
+
+
+def test_a_pool_that_keeps_nothing_asks_for_pages_that_go() -> None:
+    comm = Comm()
+    pool = BufferPool(comm, 2, keeps=False)  # type: ignore[arg-type]
+    pool.give_back(pool.take(100))
+    assert len(pool.buffers()) == 1
+    pool.trim()
+    assert (pool.buffers(), comm.kept) == ([], [False])
 
 
 def test_a_kept_buffer_waits_for_its_readers_before_it_is_written() -> None:

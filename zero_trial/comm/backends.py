@@ -76,11 +76,11 @@ class Transport:
         """
         raise NotImplementedError
 
-    def buffer(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return a flat tensor of zeros on the host, from which this transport sends at the least
-        cost.
+    def buffer(self, numel: int, dtype: torch.dtype, *, keep: bool = False) -> torch.Tensor:
+        """Return a flat tensor on the host, from which this transport sends at the least cost: of
+        zeros, or with ``keep`` as in :meth:`SharedTensorPool.empty`.
         """
-        return torch.zeros(numel, dtype=dtype) if self.tensors is None else self.tensors.empty(numel, dtype)
+        return torch.zeros(numel, dtype=dtype) if self.tensors is None else self.tensors.empty(numel, dtype, keep=keep)
 
     @property
     def reads_in_place(self) -> bool:

@@ -131,16 +131,24 @@ class AxisComm:
 
     # --- buffers that peers may read in place -----------------------------------------------------
 
-    def buffer(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    def buffer(self, numel: int, dtype: torch.dtype, device: torch.device, *, keep: bool = False) -> torch.Tensor:
         """Return a flat tensor of zeros for what this rank will often send. Local.
 
         Where CPU ranks share memory, peers read it in place: a collective on it, or on any part of
         it, saves the copy out. It is an ordinary tensor but for its storage, which cannot be
         resized, and which processes forked later share instead of getting a copy.
+
+        ``keep``: it holds any values, and its pages there stay with the process when it is gone,
+            for the next such buffer, until :meth:`free_kept`.
         """
         if device.type != "cpu":
             return torch.zeros(numel, dtype=dtype, device=device)
-        return self._host_transport.buffer(numel, dtype)
+        return self._host_transport.buffer(numel, dtype, keep=keep)
+
+    def free_kept(self) -> None:
+        """Give the pages of all buffers that are gone back to the system."""
+        if self._host_transport.tensors is not None:
+            self._host_transport.tensors.free_kept()
 
     def reads_in_place(self, device: torch.device) -> bool:
         """Say whether peers read this rank's :meth:`buffer` s on ``device`` in place."""

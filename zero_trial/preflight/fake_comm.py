@@ -145,8 +145,8 @@ class _FakeTransport(Transport):
         segment = self._segments.acquire(sent.numel() * sent.element_size()) if copied_out else None
         return [], lambda: _free(segment)
 
-    def buffer(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        made = super().buffer(numel, dtype)
+    def buffer(self, numel: int, dtype: torch.dtype, *, keep: bool = False) -> torch.Tensor:
+        made = super().buffer(numel, dtype, keep=keep)
         if self.reads_in_place:
             self._segments.add_shared(made)
         return made

@@ -44,7 +44,8 @@ class GradBuffer:
         dtype, shard_dtype: of the full buffer and of the reduced shard.
         comm: the axis along which the full buffer is summed (None: the group's own).
         pool: where full buffers come from if peers read them in place.
-        to_none: the shard has no memory between steps, where it is not part of the full buffer.
+        frees_shard: the shard has no memory between steps, where it is not part of the full buffer.
+            Else it keeps what it gets with the first reduction.
     """
 
     def __init__(
@@ -55,7 +56,7 @@ class GradBuffer:
         shard_dtype: torch.dtype,
         comm: AxisComm | None = None,
         pool: BufferPool | None = None,
-        to_none: bool = False,
+        frees_shard: bool = False,
     ) -> None:
         self.group = group
         self.dtype = dtype
@@ -70,12 +71,14 @@ class GradBuffer:
         # the shard is this rank's part of the full buffer
         self.in_place = kept and group.plan.reduce_at is ReduceAt.BOUNDARY and shard_dtype == dtype
         self.shard = (
-            self.full[low:high] if self.in_place else torch.zeros(layout.shard_numel, dtype=shard_dtype, device=device)
+            self.full[low:high] if self.in_place else torch.empty(layout.shard_numel, dtype=shard_dtype, device=device)
         )
-        self._to_none = to_none and not self.in_place
+        self._frees_shard = frees_shard and not self.in_place
         self._shard_bytes = layout.shard_numel * shard_dtype.itemsize
         self.shard_filled = False  # holds a reduced sum of this step
-        self._free_shard()
+        self._shard_lives = self.in_place
+        if not self.in_place:
+            self.shard.untyped_storage().resize_(0)
         # which parameters had no gradient here in any reduction of the last step that had one
         self.unused: frozenset[int] = frozenset()
         self.live = kept
@@ -315,8 +318,9 @@ class GradBuffer:
         """Return the full buffer (n,) for its reduction: what got no gradient is zero, and autograd
         no longer writes into it."""
         self.sealed = False
-        if self._to_none and not self.shard_filled:
+        if not self._shard_lives:
             self.shard.untyped_storage().resize_(self._shard_bytes)
+            self._shard_lives = True
         if self._shares and not self._kept and any(self.filled):
             self._take_edits()
         if self._waiting:
@@ -388,15 +392,11 @@ class GradBuffer:
         self._kept.clear()
         self.detach()
         self.sealed = self.shard_filled = False
-        self._free_shard()
+        if self._frees_shard and self._shard_lives:
+            self.shard.untyped_storage().resize_(0)
+            self._shard_lives = False
         if self._frees and self.live:
             self.free()
-
-    def _free_shard(self) -> None:
-        """Free the shard's memory where it is to have none between steps; the next reduction brings
-        it back."""
-        if self._to_none:
-            self.shard.untyped_storage().resize_(0)
 
     def remove_hooks(self) -> None:
         for handle in self.handles:
@@ -404,10 +404,9 @@ class GradBuffer:
         self.handles.clear()
 
     def persistent_bytes(self) -> int:
-        """Count the bytes of gradients that outlive a backward pass on this rank, without the pool
-        of what is in flight."""
+        """Count the bytes of gradients that outlive a step on this rank, from the first on."""
         full = 0 if self._frees else self.group.layout.numel * self.dtype.itemsize
-        return full + (0 if self.in_place or self._to_none else self._shard_bytes)
+        return full + (0 if self.in_place or self._frees_shard else self._shard_bytes)
 
 
 def _dense(grad: torch.Tensor) -> torch.Tensor:

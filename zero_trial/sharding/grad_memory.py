@@ -6,14 +6,16 @@
     PooledGrads       until reduced, where peers read in place: a pool for what is in flight, one
                       being filled and one spare
 
-Memory that peers have mapped cannot be freed, which is why the third kind passes it on instead.
-Between steps the pool keeps buffers of at most LARGEST_KEPT bytes, as freed memory of that size
-stays anyway (:func:`keep_freed_memory`), or of none where gradients are to be None between steps;
-larger ones are given back.
+Memory that peers have mapped cannot be resized, which is why the third kind passes it on instead.
+Between steps the pool gives its buffers up, but for a few small ones whose views would cost more
+time to make again than they take. Like freed memory of that size in the heap
+(:func:`keep_freed_memory`), the pages of those of at most LARGEST_KEPT bytes stay with the process
+for the next step, unless gradients are to be None between steps.
 """
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -24,6 +26,7 @@ from zero_trial.sharding.layout import Layout
 from zero_trial.sharding.plan import Lifetime, ZeroPlan
 
 LARGEST_KEPT = 32 << 20  # bytes
+_SMALL = 4 << 20  # bytes of a pool's buffers that live between steps
 
 
 @dataclass(frozen=True)
@@ -129,17 +132,16 @@ class PooledBuffer:
 
 
 class BufferPool:
-    """Buffers of ``comm`` for the gradients in flight. At most ``most`` that fit a group, unless
-    more are in use at once.
-
-    ``keeps``: larger ones, in bytes, have no memory between steps, so that at most ``most * keeps``
-    bytes live there.
+    """Buffers of ``comm`` for the gradients in flight, and for their casts. At most ``most`` that
+    fit a group, unless more are in use at once. ``keeps``: their pages stay with the process
+    between steps.
     """
 
-    def __init__(self, comm: AxisComm, most: int, keeps: int = LARGEST_KEPT) -> None:
+    def __init__(self, comm: AxisComm, most: int, *, keeps: bool = True) -> None:
         self._comm = comm
-        self._keeps = keeps
         self._most = most
+        self._keeps = keeps
+        weakref.finalize(self, comm.free_kept).atexit = False
         self._taken: list[PooledBuffer] = []
         self._left: list[PooledBuffer] = []  # given back, the longest ago first
         self._largest = 0  # bytes
@@ -163,7 +165,8 @@ class BufferPool:
                 found = left[0]
                 self.wait_for_readers(found)
             else:
-                found = PooledBuffer(self._comm.buffer(nbytes, torch.uint8, torch.device("cpu")))
+                keep = self._keeps and nbytes <= LARGEST_KEPT
+                found = PooledBuffer(self._comm.buffer(nbytes, torch.uint8, torch.device("cpu"), keep=keep))
                 self._left.append(found)
                 self._largest = max(self._largest, found.buffer.numel())
         self._left.remove(found)
@@ -188,14 +191,26 @@ class BufferPool:
         return [pooled.buffer for pooled in (*self._taken, *self._left)]
 
     def trim(self) -> None:
-        """Give back what shall not live between steps; no peer reads gradients any more."""
-        if self._largest > self._keeps:
-            self._drop_large(self._keeps)
+        """Give up the buffers that are not in use: a step is over, no peer reads gradients any
+        more."""
+        room, left = _SMALL if self._keeps else 0, []
+        for pooled in sorted(self._left, key=lambda one: one.buffer.numel()):
+            room -= pooled.buffer.numel()
+            if room >= 0:
+                left.append(pooled)
+        self._left = left
 
-    def _drop_large(self, keeps: int = LARGEST_KEPT) -> None:
-        """Give buffers of more than ``keeps`` bytes that are not in use back to the system."""
+    def close(self) -> None:
+        """Give everything that is not in use back to the system."""
+        self._left.clear()
+        self._comm.free_kept()
+
+    def _drop_large(self) -> None:
+        """Give large buffers that are not in use back to the system."""
         self._left = [
-            pooled for pooled in self._left if pooled.buffer.numel() <= keeps or self._comm.has_readers(pooled.buffer)
+            pooled
+            for pooled in self._left
+            if pooled.buffer.numel() <= LARGEST_KEPT or self._comm.has_readers(pooled.buffer)
         ]
 
 

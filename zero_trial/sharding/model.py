@@ -26,7 +26,7 @@ from zero_trial.sharding.freed import forget_owner, mark_sharded, register_owner
 from zero_trial.sharding.full_params import FullParams
 from zero_trial.sharding.grad_access import ShownGradients
 from zero_trial.sharding.grad_buffer import GradBuffer
-from zero_trial.sharding.grad_memory import LARGEST_KEPT, BufferPool
+from zero_trial.sharding.grad_memory import BufferPool
 from zero_trial.sharding.grouping import (
     ManualGroup,
     ManualGroups,
@@ -98,9 +98,10 @@ class ShardedModel:
         # sharded.
         along = mesh.shard if mesh.shard.size > 1 else mesh.replica
         in_place = bool(self.groups) and along.reads_in_place(self.groups[0].full.device)
-        keeps = 0 if settings.grads_to_none else LARGEST_KEPT
-        self.grad_pool = BufferPool(along, settings.in_flight + 2, keeps) if in_place else None
         wide = policy.grad if plan.reduce_at is ReduceAt.BOUNDARY else policy.comm
+        self.grad_pool = (
+            BufferPool(along, settings.in_flight + 2, keeps=not settings.grads_to_none) if in_place else None
+        )
         self.grad_buffers = [
             GradBuffer(
                 group,
@@ -108,7 +109,7 @@ class ShardedModel:
                 shard_dtype=wide_dtype(group.dtype, policy.grad),
                 comm=along,
                 pool=self.grad_pool,
-                to_none=settings.grads_to_none,
+                frees_shard=settings.grads_to_none,
             )
             for group in self.groups
             if group.trainable
@@ -121,7 +122,7 @@ class ShardedModel:
             wire_dtype=policy.comm,
             wire_scale=settings.wire_scale,
             in_flight=settings.in_flight,
-            keeps=keeps,
+            casts=self.grad_pool,
         )
         # for each gradient buffer: this rank's pipeline stage counts it in the norm
         self._owned = [self.manual_groups.owns(grad_buffer.group) for grad_buffer in self.grad_buffers]
@@ -418,7 +419,8 @@ class ShardedModel:
         torch: parameters, shards, gradients in flight."""
         pooled = self.grad_pool.buffers() if self.grad_pool is not None else []
         of_groups = [buffer for group in self.groups for buffer in (group.full, group.shard)]
-        return [*of_groups, *(grad_buffer.full for grad_buffer in self.grad_buffers), *pooled]
+        of_grads = [buffer for grads in self.grad_buffers for buffer in (grads.full, grads.shard)]
+        return [*of_groups, *of_grads, *pooled]
 
     def remove_hooks(self) -> None:
         """Remove every hook from the module; its parameters become whole, ordinary parameters
@@ -440,6 +442,8 @@ class ShardedModel:
                     revive(param, value)
         for grad_buffer in self.grad_buffers:
             grad_buffer.remove_hooks()
+        if self.grad_pool is not None:
+            self.grad_pool.close()
         self.unsharder.remove_hooks()
         self._full_params.remove_hooks()
         for group in self.groups:

@@ -50,7 +50,7 @@ from zero_trial.comm import AxisComm, Pending
 from zero_trial.comm.waits import DONE
 from zero_trial.ops.dispatch import accumulate
 from zero_trial.sharding.grad_buffer import GradBuffer
-from zero_trial.sharding.grad_memory import LARGEST_KEPT, BufferPool, PooledBuffer
+from zero_trial.sharding.grad_memory import BufferPool, PooledBuffer
 from zero_trial.sharding.layout import square_sum
 from zero_trial.sharding.param_group import trace_range
 from zero_trial.sharding.unshard import Unsharder
@@ -122,7 +122,8 @@ class GradReducer:
         wire_scale: multiplies before the sum (prescaling against overflow).
         in_flight: how many groups wait at once in each phase: stages 2 and 3 hold at most that many
             full gradient buffers (three times as many where gradients go over ``replica``, too).
-        keeps: cast buffers of more bytes have no memory between steps.
+        casts: where casts to the wire's dtype are, if peers read them in place (None: a pool of
+            their own).
     """
 
     def __init__(
@@ -135,7 +136,7 @@ class GradReducer:
         wire_dtype: torch.dtype | None = None,
         wire_scale: float = 1.0,
         in_flight: int = 2,
-        keeps: int = LARGEST_KEPT,
+        casts: BufferPool | None = None,
     ) -> None:
         self.grad_buffers = list(grad_buffers)
         self._shard = shard
@@ -146,7 +147,7 @@ class GradReducer:
         self._in_flight = in_flight
         self._along = shard if shard.size > 1 else replica
         self._on_host = any(shard.on_host(grad_buffer.shard) for grad_buffer in self.grad_buffers)
-        self._casts = BufferPool(self._along, in_flight + 2, keeps)
+        self._casts = casts if casts is not None else BufferPool(self._along, in_flight + 2)
         self._order = list(range(len(self.grad_buffers)))
         self._index = {id(grad_buffer): index for index, grad_buffer in enumerate(self.grad_buffers)}
         # in the order in which they became ready, until the order is learned
@@ -283,7 +284,6 @@ class GradReducer:
             self.wait()
         for grad_buffer in self.grad_buffers:
             grad_buffer.reset()
-        self._casts.trim()
         self.square_sums.clear()
         self.nonfinite.clear()
         self.active = False

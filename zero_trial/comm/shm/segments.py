@@ -298,6 +298,7 @@ class SharedTensor(SharedSegment):
     owner: int = 0
     lease: weakref.ref[memoryview] | None = None
     lent: tuple[int, int] = (0, 0)  # bytes [start, stop) of the payload
+    keeps: bool = False  # its pages stay when the tensor is gone
 
     @property
     def taken(self) -> bool:
@@ -344,18 +345,24 @@ class SharedTensorPool:
         """Note that ``ranks`` processes, this one included, map each other's tensors."""
         self.ranks = max(self.ranks, ranks)
 
-    def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    def empty(self, numel: int, dtype: torch.dtype, *, keep: bool = False) -> torch.Tensor:
         """Return a flat tensor of zeros in a segment of its own; in ordinary memory, with one
         warning, where the system has none to give.
+
+        ``keep``: of any values. Its pages stay when it is gone, for the next tensor of this kind
+            that fits: to allocate a page costs as much time as to copy it several times.
         """
         nbytes = numel * dtype.itemsize
         if not nbytes:
             return torch.zeros(numel, dtype=dtype)
         try:
-            found = self._vacant(nbytes)
-            # Allocates the pages now: a machine that has none left raises here, and does not kill
-            # the first process that writes.
-            os.posix_fallocate(found.descriptor, 0, HEADER + nbytes)
+            found = self._kept(nbytes) if keep else None
+            if found is None:
+                found = self._vacant(nbytes)
+                # Allocates the pages now: a machine that has none left raises here, and does not
+                # kill the first process that writes.
+                os.posix_fallocate(found.descriptor, 0, HEADER + (found.capacity if keep else nbytes))
+                found.keeps = keep
         except OSError as trouble:
             if not self._refused:
                 self._refused = True
@@ -366,8 +373,15 @@ class SharedTensorPool:
             return torch.zeros(numel, dtype=dtype)
         lease = found.window.block[HEADER : HEADER + nbytes]
         found.nbytes, found.owner, found.peers = nbytes, os.getpid(), None
-        found.lease = weakref.ref(lease, lambda _: _vacate(found))
+        found.lease = weakref.ref(lease, lambda _: None if found.keeps else _vacate(found))
         return torch.frombuffer(lease, dtype=dtype)
+
+    def free_kept(self) -> None:
+        """Give the pages of tensors that are gone back to the system."""
+        for found in self._tensors.values():
+            if found.keeps and not found.taken:
+                found.keeps = False
+                _vacate(found)
 
     def find(self, tensor: torch.Tensor) -> SharedTensor | None:
         """Return the shared tensor that holds a contiguous ``tensor``."""
@@ -384,6 +398,15 @@ class SharedTensorPool:
         """Return how many bytes the tensors have that are alive here."""
         return sum(found.nbytes for found in self._tensors.values() if found.taken)
 
+    def _kept(self, nbytes: int) -> SharedTensor | None:
+        """Return the smallest empty segment whose pages have stayed and that fits ``nbytes``."""
+        fitting = [
+            found
+            for found in self._tensors.values()
+            if found.keeps and nbytes <= found.capacity <= 2 * nbytes and not (found.taken or found.has_readers)
+        ]
+        return min(fitting, key=lambda found: found.capacity, default=None)
+
     def _vacant(self, nbytes: int) -> SharedTensor:
         """Return the smallest empty segment that is large enough (its size is only a range of
         addresses), or a new one.
@@ -391,7 +414,7 @@ class SharedTensorPool:
         fitting = [
             found
             for found in self._tensors.values()
-            if not (found.taken or found.has_readers) and found.capacity >= nbytes
+            if not (found.taken or found.keeps or found.has_readers) and found.capacity >= nbytes
         ]
         if fitting:
             smallest = min(fitting, key=lambda found: found.capacity)

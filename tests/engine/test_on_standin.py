@@ -7,6 +7,7 @@ A cell trains twice on the same ranks, once as if there were no device.
 from __future__ import annotations
 
 import copy
+import gc
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -173,6 +174,30 @@ def check(pool: RankPool, cells: list[Cell], *, waits: int | None) -> None:
 def test_each_stage_has_the_bits_of_the_cpu_and_waits_once_per_step(ranks: Pools) -> None:
     """The one wait is for the outcome of the step before."""
     check(ranks(2), COVERING, waits=1)
+
+
+def starts(cells: list[Cell]) -> list[tuple[int, int]]:
+    """By how much the device's memory was fuller while each engine was built than in the end, and
+    the bytes of its largest group."""
+    here, found = device.use(), []
+    for cell in cells:
+        gc.collect()  # the engine before
+        here.library.standin_reset_peak()
+        engine = cell.engine()
+        torch.standin.synchronize()
+        over = here.peak - here.live
+        found.append((over, max(group.layout.numel * group.dtype.itemsize for group in engine.sharded.groups)))
+        engine.destroy()
+        del engine
+    return found
+
+
+def test_the_device_holds_one_group_at_most_beside_what_stays(ranks: Pools) -> None:
+    """Also where 16-bit groups get their values from an fp32 model: those come in parts."""
+    cells = [Cell(stage, precision) for stage in STAGES for precision in ("fp32", "bf16")]
+    for answers in ranks(2).run(starts, cells):
+        for cell, (over, largest) in zip(cells, answers, strict=True):
+            assert over <= largest + 512, f"{cell}: the device rounds an allocation up"  # to 512 bytes
 
 
 @pytest.mark.slow

@@ -102,6 +102,36 @@ def cut_shard(layout: Layout, params: Sequence[nn.Parameter], shard: AxisComm, o
         forget_owner([param])  # and with it the shard that was cut
 
 
+def round_shard(
+    layout: Layout,
+    params: Sequence[nn.Parameter],
+    agree: Callable[[torch.Tensor], None],
+    index: int,
+    most: int,
+    out: torch.Tensor,
+) -> None:
+    """Fill ``out`` with shard ``index`` (n/N,) of a group whose parameters are wider than itself.
+
+    Their values come in parts of at most ``most`` elements in fp32, so that no more of them than a
+    rounded copy of the group takes is ever on the device. ``agree`` makes a part equal on all
+    ranks; collective.
+    """
+    base, end = layout.shard_range(index)
+    for start in range(0, layout.numel, most):
+        part = torch.zeros(min(most, layout.numel - start), device=out.device)
+        stop = start + part.numel()
+        for slot, param in zip(layout.slots, params, strict=True):
+            low, high = max(slot.offset, start), min(slot.offset + slot.numel, stop)
+            if low < high:
+                values = read_first_values(param).reshape(-1)[low - slot.offset : high - slot.offset]
+                part[low - start : high - start].copy_(values)
+        agree(part)
+        low, high = max(base, start), min(end, stop)
+        if low < high:
+            out[low - base : high - base].copy_(part[low - start : high - start])
+        del part  # before the next one
+
+
 @dataclass(frozen=True)
 class BuiltGroups:
     """The groups of a model.
@@ -212,7 +242,8 @@ def _build(
 ) -> ParamGroup:
     mesh, device = source.mesh, _device_of(spec, params, source)
     own = [params[m.name] for m in spec.members]
-    dtype = spec.members[0].key[0]
+    key = spec.members[0].key[0]
+    dtype = key if isinstance(key, torch.dtype) else own[0].dtype
     manual_group = source.manual_groups.by_name.get(str(spec.members[0].key[-1]))
 
     def agree(values: torch.Tensor) -> None:
@@ -221,6 +252,9 @@ def _build(
         mesh.data.broadcast(values, f"first values of {spec.name}")
 
     def read(out: torch.Tensor) -> None:
+        if rounds:
+            round_shard(layout, own, agree, mesh.shard.index, -(-layout.numel * dtype.itemsize // 4), out)
+            return
         if source.values is None:
             cut_shard(layout, own, mesh.shard, out)
             return
@@ -229,7 +263,11 @@ def _build(
         if manual_group is not None:
             manual_group.agree(out, f"first values of {spec.name}")
 
-    by_shard = source.values is not None or (plan.gathers_parameters and manual_group is None and are_cut(own))
+    cut = plan.gathers_parameters and manual_group is None and are_cut(own)
+    # the host may hold a group's wide values, a device need not
+    wide = dtype.itemsize < 4 and any(param.dtype != dtype for param in own)
+    rounds = wide and device.type not in ("cpu", "meta") and source.values is None and not cut
+    by_shard = source.values is not None or cut or rounds
     offsets = [(slot.offset, member.opt_group) for slot, member in zip(layout.slots, spec.members, strict=True)]
     trainable = spec.members[0].opt_group >= 0
     return ParamGroup(
@@ -237,7 +275,7 @@ def _build(
         layout,
         own,
         plan=plan,
-        dtype=dtype if isinstance(dtype, torch.dtype) else own[0].dtype,
+        dtype=dtype,
         device=device,
         comm=mesh.shard,
         runs=runs_of_groups(offsets, layout.numel) if trainable else {},

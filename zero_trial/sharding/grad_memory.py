@@ -81,7 +81,7 @@ class ResizedGrads:
     """A buffer whose storage is given back to the allocator."""
 
     def __init__(self, layout: Layout, dtype: torch.dtype, device: torch.device) -> None:
-        self.flat = cut(torch.zeros(layout.numel, dtype=dtype, device=device), layout)
+        self.flat = cut(torch.empty(layout.numel, dtype=dtype, device=device), layout)
         self._bytes = layout.numel * dtype.itemsize
         self.give_back()
 

@@ -76,7 +76,10 @@ ARROWS: Mapping[str, set[str]] = {
         ),
         *("experiment", "ds_config", "schema", "precision", "ops", "checkpoint", "device", "errors"),
     },
+    # plans ways to train, starts some as runs, and asks the master's searcher which go on
+    "tune": {"preflight", "launch", "master", "report", "runs", "experiment", "ds_config", "errors"},
     "cli": {
+        "tune",
         *("checkpoint", "preflight", "launch", "master", "trial", "engine", "importing", "pipeline", "runtime", "runs"),
         *("report", "experiment", "ds_config", "schema", "errors", "__init__"),
         "sharding.plan",  # the plan of a stage, which is pure: a schedule is drawn without torch

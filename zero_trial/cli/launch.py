@@ -14,7 +14,7 @@ from typing import Any
 from zero_trial.errors import ConfigError
 
 REFUSED = {
-    "--autotuning": "there is no autotuner here yet",
+    "--autotuning": "zero-trial tune CONST.yaml MODEL_DIR tunes an experiment, and reads ds_config's autotuning section",
     "--elastic_training": "a run has a fixed number of ranks; torch's --nnodes LEAST:MOST with --rdzv-endpoint is elastic",
     "--min_elastic_nodes": "use --nnodes LEAST:MOST with --rdzv-endpoint",
     "--max_elastic_nodes": "use --nnodes LEAST:MOST with --rdzv-endpoint",

@@ -20,6 +20,7 @@ VERBS: Mapping[str, str] = {
     "init": "init:add_parser",
     "check": "check:add_parser",
     "plan": "plan:add_parser",
+    "tune": "tune:add_parser",
     "run": "run:add_parser",
     "resume": "run:add_resume_parser",
     "simulate": "simulate:add_parser",

@@ -5,23 +5,21 @@ started.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from zero_trial.cli.run import add_words, given_words
 from zero_trial.errors import ConfigError
 
 if TYPE_CHECKING:
-    from zero_trial.ds_config.table import DsConfig
     from zero_trial.errors import DoesNotFit
     from zero_trial.launch.experiment import CheckedRun
     from zero_trial.preflight.compare import Planner
     from zero_trial.preflight.pipeline_plan import PipelinePlanner
+    from zero_trial.preflight.trial_dry_run import PlannedMachine
 
 
 def add_parser(subparsers: Any) -> None:
@@ -76,6 +74,7 @@ def _handle(options: argparse.Namespace) -> int:
     from zero_trial.launch.experiment import RunRequest, check_run
     from zero_trial.launch.placement import PlacementRequest
     from zero_trial.preflight.plan import MemoryPlan
+    from zero_trial.preflight.trial_dry_run import trial_planner
 
     links = _links(options)
     words = read_words(given_words(options))
@@ -89,7 +88,7 @@ def _handle(options: argparse.Namespace) -> int:
     checked = check_run(request, os.environ)
     machine = _machine(options, checked)
     limit = machine.limit
-    with _trial_planner(checked, machine, options.stage) as planner:
+    with trial_planner(checked, machine, options.stage) as planner:
         own, rows = planner.plan(), planner.compare()
         error = None if own.fits(limit) or limit is None else _does_not_fit(planner, limit)
         estimate = _estimate(options, planner, links)
@@ -169,98 +168,18 @@ def _compared(rows: Any, limit: int | None) -> str:
     return pipeline_table(rows, limit) if of_pipelines else comparison_table(rows, limit)
 
 
-@dataclass(frozen=True)
-class _Machine:
-    """What is planned for.
-
-    ``limit``: bytes of one rank, None if unknown; ``asked``: whether it is another machine's or a
-    GPU's, so that a pipeline takes the policy that fits in it. (A host's memory is all ranks'
-    together: a run on it takes the policy that moves least.) ``elsewhere``: the GPUs are not here,
-    nor room for the model.
-    """
-
-    device: str
-    limit: int | None
-    asked: bool
-    one_host: bool
-    elsewhere: bool = False
-
-
-def _machine(options: argparse.Namespace, checked: CheckedRun) -> _Machine:
+def _machine(options: argparse.Namespace, checked: CheckedRun) -> PlannedMachine:
     import torch
 
     from zero_trial.preflight.plan import rank_limit
+    from zero_trial.preflight.trial_dry_run import PlannedMachine
     from zero_trial.util.text import parse_size
 
     if options.gpu_memory is not None:
-        return _Machine("cuda", parse_size(options.gpu_memory, "--gpu-memory"), True, one_host=False, elsewhere=True)
+        return PlannedMachine(
+            "cuda", parse_size(options.gpu_memory, "--gpu-memory"), True, one_host=False, elsewhere=True
+        )
     device, one_host = "cuda" if torch.cuda.is_available() else "cpu", checked.ranks == checked.own.ranks
     if options.limit is not None:
-        return _Machine(device, parse_size(options.limit, "--limit"), True, one_host)
-    return _Machine(device, rank_limit(torch.device(device), checked.own.ranks), device == "cuda", one_host)
-
-
-@contextlib.contextmanager
-def _trial_planner(
-    checked: CheckedRun, machine: _Machine, stage: int | None = None
-) -> Iterator[Planner | PipelinePlanner]:
-    """Yield the planner of an experiment's trial, which is built here as rank 0, for a machine that
-    is elsewhere without values. Raises what the trial raises."""
-    import torch
-
-    from zero_trial.preflight.compare import Planner
-    from zero_trial.preflight.fake_engine import TrialSubject
-    from zero_trial.preflight.pipeline_plan import PipelinePlanner
-    from zero_trial.preflight.trial_dry_run import DryRunRequest, fake_task, raised_by_trial
-    from zero_trial.trial.data import Resume, open_train_data
-    from zero_trial.trial.trial import fitted
-
-    ranks, experiment, device = checked.ranks, checked.experiment, machine.device
-    request = DryRunRequest(
-        experiment, checked.entrypoint, experiment.hyperparameters, checked.model_dir, ranks, checked.seed
-    )
-    subject = TrialSubject(ranks, device)
-    with fake_task(request, subject.factory) as task:
-        with raised_by_trial(checked.model_dir, "building the trial"):
-            kind = task.import_class()
-            context = task.seeded_context()
-            with torch.device("meta") if machine.elsewhere else contextlib.nullcontext():
-                trial = kind(context)
-            feed = open_train_data(trial, context, Resume()).feed
-        if subject.pipeline is not None:
-            model, settings = subject.pipeline
-            batch = _pair(next(feed)) if feed is not None else (None, None)
-            yield PipelinePlanner(
-                model,
-                _at_stage(settings, stage),
-                ranks,
-                batch,
-                device=device,
-                one_host=machine.one_host,
-                limit=machine.limit if machine.asked else None,
-            )
-            return
-        if feed is not None:
-            whole = None if context.auto_accumulation else 1
-            train = fitted(trial.train_batch)
-            subject.perform(lambda batches: train(batches, 0, 0), [next(feed)], calls_per_step=whole)
-        yield Planner(subject, _at_stage(subject.settings, stage), ranks, one_host=machine.one_host)
-
-
-def _at_stage(settings: DsConfig, stage: int | None) -> DsConfig:
-    from dataclasses import replace
-
-    if stage is None:
-        return settings
-    return replace(settings, zero_optimization=replace(settings.zero_optimization, stage=stage))
-
-
-def _pair(batch: Any) -> tuple[Any, Any]:
-    """Return a micro-batch of a pipeline: inputs and labels."""
-    from zero_trial.errors import DataError
-
-    if isinstance(batch, (tuple, list)) and len(batch) == 2:
-        return batch[0], batch[1]
-    raise DataError(
-        "a pipeline's micro-batch is a pair", where="plan", got=type(batch).__name__, expected="(inputs, labels)"
-    )
+        return PlannedMachine(device, parse_size(options.limit, "--limit"), True, one_host)
+    return PlannedMachine(device, rank_limit(torch.device(device), checked.own.ranks), device == "cuda", one_host)

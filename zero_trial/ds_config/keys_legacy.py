@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from zero_trial.ds_config.key import Origin, no_effect, not_yet, refused
+from zero_trial.ds_config.key import Origin, no_effect, refused
 from zero_trial.schema.types import Bool, Int, Opaque
 
 
@@ -89,7 +89,6 @@ class LegacyKeys:
         origin=Origin.LEGACY,
     )
     datastates_ckpt: ClassVar = no_effect(None, Opaque(), "checkpoints are written by zero_trial's own writer")
-    autotuning: ClassVar = not_yet(None, Opaque(), "nothing is tuned; training runs with the values that stand here")
     weight_quantization: ClassVar = no_effect(None, Opaque(), "it is for inference", origin=Origin.LEGACY)
     vocabulary_size: ClassVar = no_effect(
         None, Int(1), "DeepSpeed only warns about its alignment", origin=Origin.LEGACY

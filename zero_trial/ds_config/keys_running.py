@@ -318,6 +318,50 @@ class PipelineSection:
 
 
 @dataclass(frozen=True)
+class AutotuningSection:
+    """``autotuning``: defaults of ``zero-trial tune``; training itself never reads it."""
+
+    enabled: bool = no_effect(False, Bool(), "tuning is a command, zero-trial tune, which reads this section")
+    fast: bool = supported(
+        True, Bool(), "true: short trials, slow ones stopped early; false: every way that fits is measured to the end"
+    )
+    metric: str = no_effect(
+        "throughput",
+        Text(("throughput", "latency", "flops")),
+        "at a fixed global batch and model all three order the ways alike: by steps per second",
+    )
+    tuner_type: str = supported(
+        "model_based",
+        Text(("model_based", "gridsearch", "random")),
+        "model_based: the best by the plan's estimate, then the neighbors of the fastest; gridsearch: every way that "
+        "fits, to the last step; zero-trial tune refuses random",
+    )
+    tuner_num_trials: int | None = supported(
+        None, Int(1), "the most trials; null means a quarter of the ways that fit, at least 3"
+    )
+    tuner_early_stopping: int = no_effect(5, Int(0), "adaptive_asha stops slow trials early")
+    start_profile_step: int = supported(3, Int(1), "the first step that is measured")
+    end_profile_step: int = supported(18, Int(2), "the last step that is measured in a trial that is not stopped early")
+    max_train_batch_size: int | None = supported(
+        None, Int(1), "the global batch stays as it is; tuning is refused where it is larger than this"
+    )
+    min_train_batch_size: int = supported(1, Int(1), "the same where it is smaller")
+    max_train_micro_batch_size_per_gpu: int = supported(1024, Int(1), "the largest micro-batch to try")
+    min_train_micro_batch_size_per_gpu: int = supported(1, Int(1), "the smallest micro-batch to try")
+    num_tuning_micro_batch_sizes: int = supported(
+        3, Int(1), "how many micro-batches are tried of each way: the largest that fit"
+    )
+    overwrite: bool = no_effect(True, Bool(), "each tuning has a folder of its own")
+    results_dir: str = no_effect("autotuning_results", Text(), "the page and the trials are in zero-trial tune --dir")
+    exps_dir: str = no_effect("autotuning_exps", Text(), "the page and the trials are in zero-trial tune --dir")
+    metric_path: str | None = no_effect(None, Text(), "steps are read from the trial's own events")
+    mp_size: int = no_effect(1, Int(1), "mesh.model says how many ranks see the same data")
+    arg_mappings: ClassVar = no_effect(None, Opaque(), "values reach the trial through its ds_config")
+    model_info: ClassVar = no_effect(None, Opaque(), "the plan builds the model itself")
+    model_info_path: ClassVar = no_effect(None, Opaque(), "the plan builds the model itself")
+
+
+@dataclass(frozen=True)
 class TensorParallelSection:
     """``tensor_parallel``: DeepSpeed's automatic tensor parallelism, which does not exist here."""
 
@@ -422,6 +466,7 @@ class RunningKeys:
     data_parallel_size: int | None = no_effect(
         None, Int(1, unit="ranks"), "the data-parallel size follows from the ranks and the mesh"
     )
+    autotuning: AutotuningSection = section(AutotuningSection, "defaults of zero-trial tune")
     tensor_parallel: ClassVar = section(TensorParallelSection, "tensor parallelism")
     expert_parallel: ClassVar = refused(
         None, Opaque(), "expert parallelism does not exist here", instead="Remove the section."

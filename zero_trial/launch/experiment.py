@@ -26,7 +26,7 @@ from zero_trial.launch.environment import HostDevices, count_devices, host_envir
 from zero_trial.launch.hosts import HostPlan
 from zero_trial.launch.placement import PlacementRequest, place
 from zero_trial.launch.screen import EventWatcher, NoWatcher, Screen
-from zero_trial.launch.supervisor import LaunchResult, Supervisor
+from zero_trial.launch.supervisor import LaunchResult, Supervisor, Watcher
 from zero_trial.runs.checkpoints import checkpoint_step, latest_checkpoint
 from zero_trial.runs.layout import RunFolder, given_run_folder, lock_run, new_run_folder, resumed_run_folder
 from zero_trial.runs.provenance import LockedFacts, locked_model_dir, write_lock
@@ -167,19 +167,17 @@ def run_experiment(checked: CheckedRun, request: RunRequest, screen: Screen) -> 
 
 def _run_in(folder: Path, checked: CheckedRun, screen: Screen, events_before: bool) -> LaunchResult:
     """Run in the folder; on one host, start again after a crash where that may help."""
-    lock = RunFolder(folder).config_lock
-    if checked.own.rendezvous.leads:
-        locked = LockedFacts(checked.model_dir, checked.ranks, checked.seed)
-        config = checked.ds_config
-        lock = write_lock(folder, checked.experiment, locked, resolved_ds_config(config) if config else None)
-        write_report(folder, checked)
+    leads = checked.own.rendezvous.leads
+    lock = begin_run(folder, checked) if leads else RunFolder(folder).config_lock
     most = checked.experiment.max_restarts if checked.own.rendezvous.single else 0
     restarts = 0
     if events_before and latest_checkpoint(RunFolder(folder).checkpoints) is None:
         screen.say("note    this run has saved no checkpoint: it starts again at its first step")
     while True:
         before = newest_step(folder)
-        outcome = _supervisor(folder, lock, checked, screen, events_before).run()
+        events = RunFolder(folder).events
+        watcher = EventWatcher(events, screen, skip_existing=events_before) if leads else NoWatcher()
+        outcome = supervisor_of(folder, lock, checked, watcher).run()
         step = newest_step(folder)
         if restarts >= most or not restart_may_help(outcome, before, step):
             return outcome
@@ -189,7 +187,17 @@ def _run_in(folder: Path, checked: CheckedRun, screen: Screen, events_before: bo
         events_before = True
 
 
-def _supervisor(folder: Path, lock: Path, checked: CheckedRun, screen: Screen, events_before: bool) -> Supervisor:
+def begin_run(folder: Path, checked: CheckedRun) -> Path:
+    """Write the lock of a run and the report of its values into its folder; return the lock."""
+    locked = LockedFacts(checked.model_dir, checked.ranks, checked.seed)
+    config = checked.ds_config
+    lock = write_lock(folder, checked.experiment, locked, resolved_ds_config(config) if config else None)
+    write_report(folder, checked)
+    return lock
+
+
+def supervisor_of(folder: Path, lock: Path, checked: CheckedRun, watcher: Watcher) -> Supervisor:
+    """Return the supervisor that starts this host's ranks of a run in ``folder``."""
     arguments = ["--run-dir", str(folder), "--experiment", str(lock), "--model-dir", str(checked.model_dir.resolve())]
     arguments += ["--seed", str(checked.seed)]
     arguments += ["--repeat", repeat_command(folder)]
@@ -197,8 +205,6 @@ def _supervisor(folder: Path, lock: Path, checked: CheckedRun, screen: Screen, e
     target = RankProgram(program, (str(checked.entrypoint), *arguments), "module", forked=True)
     rendezvous = checked.own.rendezvous
     command = AgentCommand(target, checked.own.ranks, str(folder), rendezvous, cwd=str(checked.model_dir.resolve()))
-    leads = rendezvous.leads
-    watcher = EventWatcher(RunFolder(folder).events, screen, skip_existing=events_before) if leads else NoWatcher()
     env = host_environment(checked.own, threads_per_rank(checked.own.ranks, checked.devices))
     return Supervisor(command, env, watcher, stop=RunFolder(folder).preempt.touch)
 

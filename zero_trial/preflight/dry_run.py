@@ -224,19 +224,21 @@ def dry_run_any(
     *,
     calls: int = 1,
     one_host: bool = True,
+    one_of_many: bool = False,
 ) -> tuple[Figures, str]:
     """Run :func:`dry_run` in the best way, or in the next one if that fails; return the figures and
     the way.
 
     Real tensors come first for little work (parameters times batch elements), because that is
-    faster. A model that reads values of its tensors needs them.
+    faster, unless it is ``one_of_many`` plans: torch takes a second to load its fake tensors, once.
+    A model that reads values of its tensors needs real ones.
     """
     device = roles[0].blueprint.device
     exchange = Exchange.NATIVE if device.type != "cpu" else Exchange.SHARED if one_host else Exchange.DIRECT
     if micro is None:
         with _on(roles, device if is_here(device) else META):
             return dry_run(roles, ranks, None, exchange=exchange), "none"
-    work = sum(role.blueprint.parameters for role in roles) * largest(batches)
+    work = sum(role.blueprint.parameters for role in roles) * largest(batches) * (100 if one_of_many else 1)
     scaled = any(role.settings.fp16.enabled for role in roles)
     faults: list[Exception] = []
     for way in ways(device, work=work, scaled=scaled, is_here=is_here(device)):

@@ -194,10 +194,13 @@ class TrialSubject:
     Give it the trial's micro-batch with :meth:`perform` before a dry run. Several engines (a GAN)
     are planned together. A pipeline is planned by :class:`zero_trial.preflight.PipelinePlanner`,
     from ``pipeline``: its module and ds_config.
+
+    ``one_of_many``: other plans are made in this process, too.
     """
 
-    def __init__(self, ranks: int, device: torch.device | str = "cpu") -> None:
+    def __init__(self, ranks: int, device: torch.device | str = "cpu", *, one_of_many: bool = False) -> None:
         self.ranks = ranks
+        self._one_of_many = one_of_many
         self.pipeline: tuple[PipelineModule, DsConfig] | None = None
         self.device = torch.device(device)
         self._parts: list[_Part] = []
@@ -276,7 +279,8 @@ class TrialSubject:
                 part.proxy.stand_for(engine)
             train(_repeated(batches))
 
-        return dry_run_any(roles, ranks, micro, given, calls=self._calls_per_step or accumulation, one_host=one_host)
+        calls = self._calls_per_step or accumulation
+        return dry_run_any(roles, ranks, micro, given, calls=calls, one_host=one_host, one_of_many=self._one_of_many)
 
 
 def _repeated(batches: Sequence[Any]) -> Any:

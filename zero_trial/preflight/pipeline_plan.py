@@ -54,6 +54,7 @@ class PipelinePlan:
     accumulation: int
     parameter_count: int
     price: str  # schedule and policy in a line
+    bubble: float = 0.0  # the part of a step in which a rank waits for others, all layers alike
 
     @property
     def largest(self) -> StagePlan:
@@ -241,6 +242,7 @@ class PipelinePlanner:
             accumulation,
             parts.parameters,
             price_line(pipeline, choice, accumulation, self.data_ranks, zero_stage),
+            report.bubble,
         )
 
     def _states(self, settings: DsConfig, rank: int) -> Figures:

@@ -160,7 +160,7 @@ class MemoryPlan:
         return {**asdict(self), "figures": {**asdict(figures), **derived}}
 
 
-_CGROUP = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
+_CGROUPS = Path("/sys/fs/cgroup")
 
 
 def rank_limit(device: torch.device, ranks_here: int) -> int | None:
@@ -173,10 +173,30 @@ def rank_limit(device: torch.device, ranks_here: int) -> int | None:
     return None if machine is None else machine // max(ranks_here, 1)
 
 
-def machine_memory(limits: tuple[Path, ...] = _CGROUP) -> int | None:
-    """Return bytes of memory of this machine, or of the container that we are in where that has
-    less.
+def cgroup_limits(own: str, root: Path = _CGROUPS) -> tuple[Path, ...]:
+    """Return the files that may limit the memory of a process, of its group and of those above.
+
+    Args:
+        own: the content of ``/proc/self/cgroup``.
     """
+    found = [root / "memory.max", root / "memory" / "memory.limit_in_bytes"]
+    for line in own.splitlines():
+        _, names, path = line.split(":", 2)
+        if names in ("", "memory"):
+            group = root / "memory" if names else root
+            for part in Path(path.lstrip("/")).parts:
+                group /= part
+                found.append(group / ("memory.limit_in_bytes" if names else "memory.max"))
+    return tuple(found)
+
+
+def machine_memory(limits: tuple[Path, ...] | None = None) -> int | None:
+    """Return bytes of memory of this machine, or of the container or control group that we are in
+    where that has less.
+    """
+    if limits is None:
+        own = Path("/proc/self/cgroup")
+        limits = cgroup_limits(own.read_text(encoding="utf-8") if own.is_file() else "")
     found = []
     if hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
         found.append(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))

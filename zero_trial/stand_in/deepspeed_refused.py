@@ -41,7 +41,7 @@ _CHECKPOINTING = f"{_INSIDE}checkpoint() and configure() are here"
 REFUSED_MODULES: dict[str, Refused] = {
     module: Refused(reason)
     for reason, modules in {
-        "there is no autotuner; `zero-trial plan` predicts memory, and an experiment searches ds_config": [
+        "`zero-trial tune` is the autotuner: a command over an experiment, which reads ds_config's autotuning section": [
             "autotuning"
         ],
         "there is no model compression": ["compression.compress", "compression.scheduler"],

@@ -1,0 +1,82 @@
+"""``zero-trial tune``: candidates, short trials, the page and the ds_config's file."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.preflight.project import DS_CONFIG, project
+from zero_trial.cli.main import main
+from zero_trial.errors import ExitStatus
+
+
+def tuned(folder: Path, *options: str, **ds_config: Any) -> tuple[Path, list[str]]:
+    """A project whose ds_config has these keys, too, and the words that tune it."""
+    made = project(folder)
+    made.folder.joinpath("ds_config.json").write_text(json.dumps({**DS_CONFIG, **ds_config}))
+    return made.folder, ["tune", str(made.experiment), str(made.folder), "--slots", "1", *options]
+
+
+def test_what_would_be_tried(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _, words = tuned(tmp_path, "--dry-run", "--keep", "zero_optimization.stage")
+    assert main(words) == 0
+    shown = capsys.readouterr().out
+    assert [line.split(":")[0] for line in shown.splitlines() if line.startswith("fits")] == [
+        f"fits    ZeRO-0, micro batch {micro} x {8 // micro}" for micro in (8, 4, 2)
+    ]
+
+
+def test_the_autotuning_section_limits_the_micro_batches(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    limits = {"max_train_micro_batch_size_per_gpu": 4, "min_train_micro_batch_size_per_gpu": 2}
+    for more, sizes in ({}, (8, 4, 2)), (limits, (4, 2)), ({"num_tuning_micro_batch_sizes": 4}, (8, 4, 2, 1)):
+        folder = tmp_path / str(len(sizes))
+        folder.mkdir()
+        batch = {"train_micro_batch_size_per_gpu": sizes[0]}
+        _, words = tuned(folder, "--dry-run", "--keep", "zero_optimization.stage", autotuning=more, **batch)
+        assert main(words) == 0
+        fits = [line for line in capsys.readouterr().out.splitlines() if line.startswith("fits")]
+        assert len(fits) == len(sizes)
+        assert all(f"micro batch {size} " in line for size, line in zip(sizes, fits, strict=True))
+
+
+def test_what_cannot_fit_is_pruned_with_the_planned_bytes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _, words = tuned(tmp_path, "--dry-run", "--memory", "1MiB")
+    assert main(words) == ExitStatus.DOES_NOT_FIT
+    captured = capsys.readouterr()
+    assert "with the margin, has 1.0 MiB" in captured.out
+    assert "has 1.0 MiB" in captured.err
+
+
+@pytest.mark.parametrize(
+    ("options", "ds_config"),
+    [
+        (("--write", "hyperparameters.ds_config.gradient_clipping=1.0"), {}),
+        (("--vary", "nothing"), {}),
+        ((), {"autotuning": {"tuner_type": "random"}}),
+        ((), {"autotuning": {"max_train_batch_size": 4}}),
+    ],
+)
+def test_what_is_refused_before_anything_is_planned(
+    options: tuple[str, ...], ds_config: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, words = tuned(tmp_path, "--dry-run", *options, **ds_config)
+    assert main(words) == ExitStatus.USER_ERROR
+    assert "plan" not in capsys.readouterr().out
+
+
+@pytest.mark.smoke
+def test_two_trials_and_what_they_write(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ("--keep", "zero_optimization.stage", "--trials", "2", "--steps", "2", "--json", "--write")
+    folder, words = tuned(tmp_path, *options, "--dir", str(tmp_path / "out"))
+    assert main(words) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert len(found["trials"]) == 2
+    assert all(trial["speeds"]["2"] > 0 and not trial["why"] for trial in found["trials"])
+    written = json.loads((folder / "ds_config.json").read_text())
+    assert written == {**DS_CONFIG, **found["best"]["changes"]}
+    page = (tmp_path / "out" / "tune.html").read_text()
+    assert "steps/s" in page
+    assert not [path for path in (tmp_path / "out").iterdir() if path.is_dir()]  # measured trials leave no folder

@@ -1,0 +1,330 @@
+"""``zero-trial tune CONST.yaml MODEL_DIR``: the fastest ds_config that fits, by plan and short
+trials."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import sys
+from collections.abc import Mapping
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from zero_trial.cli.output import shown
+from zero_trial.cli.run import add_words, given_words
+from zero_trial.errors import ConfigError, DoesNotFit, TrialError
+
+if TYPE_CHECKING:
+    from zero_trial.launch.experiment import CheckedRun, RunRequest
+    from zero_trial.preflight.trial_dry_run import PlannedMachine
+    from zero_trial.tune.search import TuneSearch
+    from zero_trial.tune.space import Margin, Selection, Way
+
+_MARGIN = 0.1  # of the planned tensors, for allocators and what no plan knows
+_GPU_PROCESS = 1 << 30  # a CUDA context, kernels, NCCL's buffers
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add the verb."""
+    parser = subparsers.add_parser(
+        "tune",
+        help="find the fastest ds_config that fits",
+        description="Find the fastest ZeRO stage, micro-batch and accumulation, schedule and way to save memory at the same global batch: "
+        "the plan prunes what cannot fit, short trials on this host measure steps per second, adaptive_asha ends slow ones early. Writes "
+        "one HTML page that says why. ds_config's autotuning section sets the defaults. Exit code 3 if nothing fits.",
+        allow_abbrev=False,
+    )
+    add_words(parser)
+    parser.add_argument(
+        "--slots", type=int, metavar="N", help="ranks on this host (default: resources.slots_per_trial)"
+    )
+    parser.add_argument(
+        "--memory",
+        metavar="SIZE",
+        help="memory of one rank, such as 24GiB (default: of the GPU, or of this machine by ranks)",
+    )
+    parser.add_argument(
+        "--trials", type=int, metavar="N", help="the most trials (default: a quarter of what fits, at least 3)"
+    )
+    parser.add_argument(
+        "--steps", type=int, metavar="N", help="measured steps of a trial that is not ended early (default: 16)"
+    )
+    parser.add_argument(
+        "--keep", action="append", default=[], metavar="KEY", help="leave this ds_config key as it is (may be repeated)"
+    )
+    parser.add_argument(
+        "--vary",
+        action="append",
+        default=[],
+        metavar="KEY=V1,V2",
+        help="try these values of a further key of the ds_config or the experiment, such as hyperparameters.model.checkpointing",
+    )
+    parser.add_argument(
+        "--dir", type=Path, metavar="DIR", help="folder of the page and the trials (default: the next tunes/NNNN)"
+    )
+    parser.add_argument("--write", action="store_true", help="write the winner's values into the ds_config's file")
+    parser.add_argument("--dry-run", action="store_true", help="plan, show what would be tried, and start nothing")
+    parser.add_argument("--json", action="store_true", help="print one JSON object at the end and nothing else")
+    parser.set_defaults(handler=_handle)
+
+
+def _handle(options: argparse.Namespace) -> int:
+    """Run the verb."""
+    from zero_trial.experiment.changes import read_words
+    from zero_trial.launch.experiment import RunRequest, check_run
+    from zero_trial.launch.placement import PlacementRequest
+    from zero_trial.tune.search import TuneSearch, refuse_autotuning, search_settings, trial_line
+    from zero_trial.tune.space import own_way, select, ways_to_train
+    from zero_trial.tune.trials import facts_of, run_trial, weigh_way
+
+    words = read_words(given_words(options))
+    request = RunRequest(
+        experiment_path=words.experiment_path,
+        model_dir=words.model_dir,
+        changes=words.changes,
+        slots=options.slots,
+        placement=PlacementRequest(slots=options.slots),
+    )
+    checked = check_run(request, os.environ)
+    facts = facts_of(checked, keep=options.keep, vary=_varied(options.vary))
+    tuning = checked.ds_config.autotuning  # type: ignore[union-attr]  # facts_of has refused None
+    refuse_autotuning(tuning, facts.samples * checked.batch.axes.data_parallel)  # type: ignore[union-attr]
+    target = _file_to_write(checked) if options.write else None
+    own = own_way(facts)
+    ways = ways_to_train(facts)
+    ways += [own] if own not in ways else []
+    say = _silent if options.json else _say
+    machine, margin = _machine(options, checked)
+    limit = machine.limit
+    say(f"plan    {len(ways)} ways to train {own.name}; limit {_size(limit)} per rank, margin {margin.describe()}")
+    found = select(
+        ways,
+        lambda way: weigh_way(request, way, machine),
+        margin,
+        limit,
+        sizes=tuning.num_tuning_micro_batch_sizes,
+        own=own,
+    )
+    for line in _selection_lines(found):
+        say(line)
+    if not found.ways:
+        raise _nothing_fits(found, margin, limit)
+    settings = search_settings(tuning, len(found.ways), trials=options.trials, steps=options.steps)
+    search = TuneSearch(found, settings, own)
+    if options.dry_run:
+        return 0
+    folder = _folder(options.dir)
+    say(
+        f"search  {search.planned} trials of {len(found.ways)} ways that fit, measured after {_numbers(search.rungs)} steps"
+    )
+    while (trial := search.next_trial()) is not None:
+        run_trial(request, trial, search, folder / f"{trial.number:04d}")
+        say(trial_line(trial, search.planned, own))
+    return _conclude(options, request, checked, search, own, _Ground(margin, limit, folder, target))
+
+
+def _varied(words: list[str]) -> dict[str, list[Any]]:
+    """Return the values of each key of ``--vary``."""
+    from zero_trial.schema.yaml_source import read_yaml
+
+    found = {}
+    for word in words:
+        key, equals, values = word.partition("=")
+        if not equals or not values:
+            raise ConfigError("no values to try", where="--vary", got=word, expected="KEY=V1,V2")
+        found[key] = list(read_yaml(f"values: [{values}]", "--vary").value["values"])
+        if any(isinstance(value, (dict, list)) for value in found[key]):
+            raise ConfigError("only plain values can be tried", where="--vary", got=word, expected="KEY=V1,V2")
+    return found
+
+
+def _machine(options: argparse.Namespace, checked: CheckedRun) -> tuple[PlannedMachine, Margin]:
+    """Return what is planned for, and what a rank needs beside its tensors.
+
+    On the CPU a rank's process is taken to be as large as this one, which has loaded the same
+    libraries; this one and the launcher's are taken off the memory that ranks share.
+    """
+    import psutil
+    import torch
+
+    from zero_trial.preflight.plan import machine_memory, rank_limit
+    from zero_trial.preflight.trial_dry_run import PlannedMachine
+    from zero_trial.tune.space import Margin
+    from zero_trial.util.text import parse_size
+
+    accelerator = torch.cuda.is_available()
+    process = _GPU_PROCESS if accelerator else psutil.Process().memory_info().rss
+    if options.memory is not None:
+        limit = parse_size(options.memory, "--memory")
+    elif accelerator:
+        limit = rank_limit(torch.device("cuda"), checked.own.ranks)
+    else:
+        whole = machine_memory()
+        limit = None if whole is None else max(whole - 2 * process, 0) // checked.own.ranks
+    machine = PlannedMachine("cuda" if accelerator else "cpu", limit, asked=True, one_host=True, one_of_many=True)
+    return machine, Margin(_MARGIN, process)
+
+
+def _selection_lines(found: Selection) -> list[str]:
+    from zero_trial.util.text import format_bytes
+
+    lines = [f"pruned  {way.name}: {why}" for way, why in found.pruned if not why.startswith("not needed")]
+    spared = len(found.pruned) - len(lines)
+    lines += [f"pruned  {spared} more, which save memory that is there or have smaller micro-batches"] if spared else []
+    return lines + [f"fits    {way.name}: planned {format_bytes(found.weighed[way].bytes)}" for way in found.ways]
+
+
+def _nothing_fits(found: Selection, margin: Margin, limit: int | None) -> Exception:
+    sizes = [weighed.bytes for weighed in found.weighed.values() if not weighed.refusal]
+    if not sizes:
+        first = next(iter(found.weighed.values()), None)
+        return TrialError("no way to train can be planned", where="tune", got=first.refusal if first else None)
+    return DoesNotFit(
+        f"the least of {len(sizes)} ways needs {_size(margin.needed(min(sizes)))}, has {_size(limit)}",
+        fix="Use more ranks, a shorter input, activation checkpointing, offload or a smaller model.",
+    )
+
+
+def _size(size: int | None) -> str:
+    from zero_trial.util.text import format_bytes
+
+    return "unknown" if size is None else format_bytes(size)
+
+
+def _numbers(values: tuple[int, ...]) -> str:
+    return " and ".join(str(value) for value in values)
+
+
+def _folder(given: Path | None) -> Path:
+    from zero_trial.runs.layout import new_run_folder
+
+    if given is None:
+        return new_run_folder(Path("tunes"))
+    given.mkdir(parents=True, exist_ok=True)
+    return given
+
+
+class _Ground:
+    """Where the search took place: margin and limit, its folder, and the ds_config's file to write
+    (None: none)."""
+
+    def __init__(self, margin: Margin, limit: int | None, folder: Path, target: Path | None) -> None:
+        self.margin, self.limit, self.folder, self.target = margin, limit, folder, target
+
+
+def _conclude(
+    options: argparse.Namespace,
+    request: RunRequest,
+    checked: CheckedRun,
+    search: TuneSearch,
+    own: Way,
+    ground: _Ground,
+) -> int:
+    """Print the winner, write the page and, if asked for, the ds_config; return the exit code."""
+    from zero_trial.report.sweep_page import render_sweep
+    from zero_trial.tune.search import TuneResult, changed_ds_config, difference
+
+    best = search.best()
+    before = _written_ds_config(checked)
+    changes = {} if best is None else _changes(best.way, own)
+    of_ds_config = {key: value for key, value in changes.items() if not key.startswith("hyperparameters.")}
+    settings = [f"{key}={json.dumps(value)}" for key, value in changes.items()]
+    command = shlex.join(["zero-trial", "run", *given_words(options), *settings])
+    result = TuneResult(
+        title=f"{checked.experiment_path.parent.name or checked.experiment_path.stem}, tuned",
+        diff=difference(before, of_ds_config, "ds_config") or "the ds_config stays as it is",
+        command=command,
+        facts=_facts(checked, ground),
+        notes=_gain(search, own),
+        created=datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
+    )
+    page = ground.folder / "tune.html"
+    page.write_text(render_sweep(search.report(result)), encoding="utf-8")
+    if options.json:
+        trials = [
+            {"way": trial.way.mapping, "speeds": trial.speeds, "why": trial.why, "seconds": trial.seconds}
+            for trial in search.trials
+        ]
+        winner = None if best is None else {"way": best.way.mapping, "steps_per_second": best.speed, "changes": changes}
+        print(json.dumps({"best": winner, "trials": trials, "page": str(page)}))
+    if best is None:
+        raise TrialError(
+            "no trial could be measured", where="tune", got=search.trials[0].why, fix=f"See {shown(ground.folder)}."
+        )
+    if not options.json:
+        _say(f"best    {best.way.name}: {best.speed:.3g} steps/s{' · '.join(['', *result.notes])}")
+        print(result.diff)
+        _say(f"page    {shown(page)}")
+        _say(f"train   {command}")
+    if ground.target is not None and of_ds_config:
+        from zero_trial.util.files import write_atomic
+
+        write_atomic(ground.target, changed_ds_config(before, of_ds_config))
+        if not options.json:
+            _say(f"wrote   {shown(ground.target)}")
+    return 0
+
+
+def _changes(way: Way, own: Way) -> dict[str, Any]:
+    """Return the values of a way that the experiment does not have already."""
+    mine = own.mapping
+    return {key: value for key, value in way.values if key not in mine or mine[key] != value}
+
+
+def _gain(search: TuneSearch, own: Way) -> tuple[str, ...]:
+    best = search.best()
+    mine = next((trial.speed for trial in search.trials if trial.way == own and trial.speed is not None), None)
+    if best is None or best.speed is None or mine is None:
+        return ()
+    return (f"{best.speed / mine:.2f} times as fast as the ds_config was",)
+
+
+def _facts(checked: CheckedRun, ground: _Ground) -> tuple[tuple[str, str], ...]:
+    batch = checked.batch.batch.train_batch_size if checked.batch is not None else 0
+    return (
+        ("global batch", str(batch)),
+        ("ranks", str(checked.own.ranks)),
+        ("memory of a rank", _size(ground.limit)),
+        ("margin", ground.margin.describe()),
+    )
+
+
+def _written_ds_config(checked: CheckedRun) -> Mapping[str, Any]:
+    """Return the ds_config as it is written, with what the experiment lays over it."""
+    return dict(checked.experiment.ds_config(checked.model_dir).value)
+
+
+def _file_to_write(checked: CheckedRun) -> Path:
+    """Return the JSON file of the ds_config. Raises ConfigError where there is none, or where the
+    experiment lays values over it."""
+    from zero_trial.ds_config.overlay import base_ds_config
+
+    experiment = checked.experiment
+    named = base_ds_config(experiment.plain().get("data"), experiment.hyperparameters)[1]
+    path = checked.model_dir / named if isinstance(named, str) else None
+    if path is None or path.suffix != ".json" or not path.is_file():
+        raise ConfigError(
+            "there is no JSON file of the ds_config to write",
+            where="--write",
+            got="a ds_config inside the experiment" if not isinstance(named, str) else named,
+            fix="Leave --write out: the values are shown at the end.",
+        )
+    if isinstance(experiment.hyperparameters.get("ds_config"), Mapping):
+        raise ConfigError(
+            "the experiment lays values over the file, which would win over what is written there",
+            where="hyperparameters.ds_config",
+            fix="Move them into the file, or leave --write out: the values are shown at the end.",
+        )
+    return path
+
+
+def _say(line: str) -> None:
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
+
+
+def _silent(line: str) -> None:
+    """Print nothing."""

@@ -1,0 +1,290 @@
+"""The ways to train that `zero-trial tune` compares, and which of them are worth a trial. Pure.
+
+ways_to_train   every ZeRO stage, micro-batch and schedule at the same global batch, each with
+                a ladder of savers: ways to save memory, the one that costs least time first
+select          of each ladder the first way that fits; of the micro-batches the largest ones
+next_way        which of those to try next, by what has been measured
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import log2
+from typing import Any
+
+from zero_trial.util.text import format_bytes
+
+STAGE = "zero_optimization.stage"
+MICRO = "train_micro_batch_size_per_gpu"
+ACCUMULATION = "gradient_accumulation_steps"
+_REDUCE = "zero_optimization.reduce_every"
+_RESHARD = "zero_optimization.reshard_after"
+_PREFETCH = "zero_optimization.prefetch_bucket_size"
+_PERSISTENCE = "zero_optimization.param_persistence_threshold"
+_SCHEDULE = "pipeline.schedule"
+_CHUNKS = "pipeline.chunks_per_rank"
+_INTERVAL = "pipeline.activation_checkpoint_interval"
+_OPTIMIZER_AWAY = "zero_optimization.offload_optimizer"
+_PARAMETERS_AWAY = "zero_optimization.offload_param"
+
+_STAGES = (0, 1, 2, 3)
+# the fewest idle ranks for little memory, for more memory, and with more messages
+_SCHEDULES: tuple[Mapping[str, Any], ...] = (
+    {_SCHEDULE: "1f1b", _CHUNKS: 1},
+    {_SCHEDULE: "interleaved", _CHUNKS: 2},
+    {_SCHEDULE: "zb_h1", _CHUNKS: 1},
+)
+
+
+@dataclass(frozen=True)
+class TuneFacts:
+    """What stays as it is, and what the ds_config has now.
+
+    Args:
+        samples: of one optimizer step on one data-parallel rank.
+        current: the values that the ds_config has for the keys above, by dotted key.
+        accelerator: whether ranks compute on GPUs, so that the host's memory is another one.
+        nvme_path: the folder for state that leaves for a disk; empty where none is named.
+        pipe: pipeline stages.
+        keep: dotted keys that stay as they are.
+        vary: further dotted keys with the values to try.
+        smallest, largest: limits of the micro-batch.
+    """
+
+    samples: int
+    current: Mapping[str, Any]
+    accelerator: bool = False
+    nvme_path: str = ""
+    pipe: int = 1
+    keep: Collection[str] = ()
+    vary: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    smallest: int = 1
+    largest: int = 1024
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to train: the values of the keys that differ between ways.
+
+    ``ladder`` names what it shares with the ways that differ from it in savers only, and ``rung``
+    is its place among them.
+    """
+
+    values: tuple[tuple[str, Any], ...]
+    ladder: tuple[tuple[str, Any], ...]
+    rung: int = 0
+
+    @property
+    def mapping(self) -> dict[str, Any]:
+        return dict(self.values)
+
+    @property
+    def micro_batch(self) -> int:
+        return int(self.mapping[MICRO])
+
+    @property
+    def name(self) -> str:
+        """Return ``ZeRO-2, micro batch 8 x 2, reduce_every micro``."""
+        found = self.mapping
+        parts = [f"ZeRO-{found.pop(STAGE)}", f"micro batch {found.pop(MICRO)} x {found.pop(ACCUMULATION)}"]
+        for key, value in found.items():
+            section, _, last = key.rpartition(".")
+            if last != "nvme_path":
+                parts.append(f"{section.rpartition('.')[2] if last == 'device' else last} {value}")
+        return ", ".join(parts)
+
+    def differs_in(self, other: Way) -> dict[str, float]:
+        """Return the keys in which two ways differ, with how far: 1, or the octaves between two
+        micro-batches. Accumulation follows from the micro-batch."""
+        ours, theirs = self.mapping, other.mapping
+        found = {
+            key: 1.0
+            for key in {**ours, **theirs}
+            if key not in (MICRO, ACCUMULATION) and ours.get(key) != theirs.get(key)
+        }
+        if ours[MICRO] != theirs[MICRO]:
+            found[MICRO] = abs(log2(ours[MICRO] / theirs[MICRO]))
+        return found
+
+
+def ways_to_train(facts: TuneFacts) -> list[Way]:
+    """Return every way, ladder by ladder, the largest micro-batch of each first."""
+    current = facts.current
+    stages = (current[STAGE],) if STAGE in facts.keep else _STAGES
+    sizes = [size for size in range(facts.samples, 0, -1) if facts.samples % size == 0]
+    sizes = [size for size in sizes if facts.smallest <= size <= facts.largest]
+    sizes = [size for size in sizes if facts.samples // size >= facts.pipe]  # fewer leave ranks idle
+    if {MICRO, ACCUMULATION} & set(facts.keep):
+        sizes = [current[MICRO]]
+    found: dict[tuple[tuple[str, Any], ...], Way] = {}
+    for stage in stages:
+        for more in _products(facts):
+            for size in sizes:
+                base = {STAGE: stage, MICRO: size, ACCUMULATION: facts.samples // size, **more}
+                ladder = tuple((key, value) for key, value in base.items() if key not in (MICRO, ACCUMULATION))
+                for savers in _savers(facts, stage, facts.samples // size):
+                    changes = {key: value for key, value in savers.items() if key not in facts.keep}
+                    values = tuple({**base, **changes}.items())
+                    rung = sum(1 for way in found.values() if way.ladder == ladder and way.micro_batch == size)
+                    found.setdefault(values, Way(values, ladder, rung))
+    return list(found.values())
+
+
+def own_way(facts: TuneFacts) -> Way:
+    """Return the way that the ds_config names now."""
+    values = {STAGE: facts.current[STAGE], MICRO: facts.current[MICRO], ACCUMULATION: facts.current[ACCUMULATION]}
+    if facts.pipe > 1:
+        values |= {key: facts.current[key] for key in (_SCHEDULE, _CHUNKS) if key not in facts.keep}
+    values |= {key: facts.current[key] for key in facts.vary if key in facts.current}
+    ladder = tuple((key, value) for key, value in values.items() if key not in (MICRO, ACCUMULATION))
+    return Way(tuple(values.items()), ladder)
+
+
+def _products(facts: TuneFacts) -> list[dict[str, Any]]:
+    """Return the schedules, times the values of ``facts.vary``."""
+    found: list[dict[str, Any]] = [{}]
+    if facts.pipe > 1:
+        found = [{key: value for key, value in each.items() if key not in facts.keep} for each in _SCHEDULES]
+        found = [each for place, each in enumerate(found) if each not in found[:place]]
+    for key, values in facts.vary.items():
+        found = [{**each, key: value} for each in found for value in values]
+    return found
+
+
+def _savers(facts: TuneFacts, stage: int, accumulation: int) -> list[dict[str, Any]]:
+    """Return the ladder of a stage: values to set, from what moves least to what holds least."""
+    several = accumulation > 1
+    found: list[dict[str, Any]] = [{}]
+    if facts.pipe > 1:
+        found.append({_INTERVAL: 1})
+    elif stage == 2 and several:
+        found.append({_REDUCE: "micro"})
+    elif stage == 3:
+        fast = {_RESHARD: "step", **({_REDUCE: "boundary"} if several else {})}
+        least = {_RESHARD: "forward", **({_REDUCE: "micro"} if several else {})}
+        # by default all of a small model always lives
+        found = [fast, {}, least, {**least, _PERSISTENCE: 0, _PREFETCH: 0}]
+    place = {"device": "cpu"} if facts.accelerator else {"device": "nvme", "nvme_path": facts.nvme_path}
+    if facts.accelerator or facts.nvme_path:
+        for section in (_OPTIMIZER_AWAY, _PARAMETERS_AWAY)[: 2 if facts.pipe == 1 else 1]:
+            found.append({**found[-1], **{f"{section}.{key}": value for key, value in place.items()}})
+    return found
+
+
+@dataclass(frozen=True)
+class Weighed:
+    """What the plan says of a way: bytes of one rank, seconds of a step as an estimate that is good
+    for comparing only; or why there is no plan."""
+
+    bytes: int = 0
+    seconds: float = 0.0
+    refusal: str = ""
+
+
+@dataclass(frozen=True)
+class Margin:
+    """What one rank needs beside the tensors that are planned: a part of them for the allocator,
+    and the process itself (interpreter, libraries, a GPU's context)."""
+
+    part: float
+    process: int
+
+    def needed(self, planned: int) -> int:
+        """Return the bytes that must be there for a rank that plans ``planned``."""
+        return int(planned * (1 + self.part)) + self.process
+
+    def describe(self) -> str:
+        return f"{self.part:.0%} and {format_bytes(self.process)} of each rank's process"
+
+
+@dataclass(frozen=True)
+class Selection:
+    """The ways that are worth a trial, and why each other one is not."""
+
+    ways: tuple[Way, ...]
+    pruned: tuple[tuple[Way, str], ...]
+    weighed: Mapping[Way, Weighed]
+
+
+def select(
+    ways: Iterable[Way],
+    weigh: Callable[[Way], Weighed],
+    margin: Margin,
+    limit: int | None,
+    *,
+    sizes: int,
+    own: Way | None = None,
+) -> Selection:
+    """Return of each ladder and micro-batch the first way that fits, and of each ladder the
+    ``sizes`` largest micro-batches that do; ``own`` in any case where it fits.
+
+    Args:
+        weigh: plans a way; it is called for no more ways than are needed.
+        limit: bytes of one rank; None if unknown.
+    """
+    chosen: list[Way] = []
+    pruned: list[tuple[Way, str]] = []
+    weighed: dict[Way, Weighed] = {}
+    fitting: dict[tuple[tuple[str, Any], ...], list[int]] = {}
+    for way in ways:
+        have = fitting.setdefault(way.ladder, [])
+        if way.micro_batch in have and way != own:
+            pruned.append((way, "not needed: the same without it fits"))
+            continue
+        if len(have) >= sizes and way != own:
+            pruned.append((way, f"not needed: {sizes} larger micro-batches fit"))
+            continue
+        weighed[way] = found = weigh(way)
+        needed = margin.needed(found.bytes)
+        if found.refusal:
+            pruned.append((way, found.refusal))
+        elif limit is not None and needed > limit:
+            why = f"planned {format_bytes(found.bytes)}, needs {format_bytes(needed)} with the margin"
+            pruned.append((way, f"{why}, has {format_bytes(limit)}"))
+        else:
+            chosen.append(way)
+            have += [way.micro_batch] * (way.micro_batch not in have)
+    return Selection(tuple(chosen), tuple(pruned), weighed)
+
+
+def next_way(
+    ways: Sequence[Way],
+    weighed: Mapping[Way, Weighed],
+    speeds: Mapping[Way, float | None],
+    own: Way | None = None,
+) -> Way | None:
+    """Return the way to try next; None if each has been tried.
+
+    The first is the ds_config's own, the second has the best estimate. From then on it is the
+    nearest neighbor of the fastest so far: of equally near ones, that which changes a key that has
+    been changed least often, then the one with the best estimate. What plans as much memory as a
+    trial that died is put last.
+
+    Args:
+        speeds: of the ways that were tried: higher is faster, None for those that died.
+    """
+    left = [way for way in ways if way not in speeds]
+    if not left:
+        return None
+    if own is not None and own in left:
+        return own
+    dead = min((weighed[way].bytes for way, speed in speeds.items() if speed is None), default=None)
+
+    def risky(way: Way) -> bool:
+        return dead is not None and weighed[way].bytes >= dead
+
+    alive = {way: speed for way, speed in speeds.items() if speed is not None}
+    if len(speeds) < (1 if own is None else 2) or not alive:
+        return min(left, key=lambda way: (risky(way), weighed[way].seconds))
+    best = max(alive, key=lambda way: alive[way])
+    changed: dict[str, int] = {}
+    for way in speeds:
+        for key in best.differs_in(way):
+            changed[key] = changed.get(key, 0) + 1
+
+    def nearness(way: Way) -> tuple[bool, float, int, float]:
+        keys = best.differs_in(way)
+        return risky(way), sum(keys.values()), sum(changed.get(key, 0) for key in keys), weighed[way].seconds
+
+    return min(left, key=nearness)

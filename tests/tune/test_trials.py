@@ -12,7 +12,7 @@ from tests.preflight.project import project
 from zero_trial.errors import ExitStatus
 from zero_trial.launch.experiment import RunRequest, check_run
 from zero_trial.launch.supervisor import Cause, LaunchResult
-from zero_trial.preflight.trial_dry_run import PlannedMachine
+from zero_trial.preflight.compare import PlannedMachine
 from zero_trial.tune.space import ACCUMULATION, MICRO, STAGE, Way
 from zero_trial.tune.trials import changes_of, ended_because, facts_of, weigh_way
 

@@ -17,9 +17,8 @@ from zero_trial.errors import ConfigError
 if TYPE_CHECKING:
     from zero_trial.errors import DoesNotFit
     from zero_trial.launch.experiment import CheckedRun
-    from zero_trial.preflight.compare import Planner
+    from zero_trial.preflight.compare import PlannedMachine, Planner
     from zero_trial.preflight.pipeline_plan import PipelinePlanner
-    from zero_trial.preflight.trial_dry_run import PlannedMachine
 
 
 def add_parser(subparsers: Any) -> None:
@@ -73,8 +72,8 @@ def _handle(options: argparse.Namespace) -> int:
     from zero_trial.experiment.changes import read_words
     from zero_trial.launch.experiment import RunRequest, check_run
     from zero_trial.launch.placement import PlacementRequest
+    from zero_trial.preflight.compare import trial_planner
     from zero_trial.preflight.plan import MemoryPlan
-    from zero_trial.preflight.trial_dry_run import trial_planner
 
     links = _links(options)
     words = read_words(given_words(options))
@@ -171,8 +170,8 @@ def _compared(rows: Any, limit: int | None) -> str:
 def _machine(options: argparse.Namespace, checked: CheckedRun) -> PlannedMachine:
     import torch
 
+    from zero_trial.preflight.compare import PlannedMachine
     from zero_trial.preflight.plan import rank_limit
-    from zero_trial.preflight.trial_dry_run import PlannedMachine
     from zero_trial.util.text import parse_size
 
     if options.gpu_memory is not None:

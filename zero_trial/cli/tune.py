@@ -19,7 +19,7 @@ from zero_trial.errors import ConfigError, DoesNotFit, TrialError
 
 if TYPE_CHECKING:
     from zero_trial.launch.experiment import CheckedRun, RunRequest
-    from zero_trial.preflight.trial_dry_run import PlannedMachine
+    from zero_trial.preflight.compare import PlannedMachine
     from zero_trial.tune.search import TuneSearch
     from zero_trial.tune.space import Margin, Selection, Way
 
@@ -150,8 +150,8 @@ def _machine(options: argparse.Namespace, checked: CheckedRun) -> tuple[PlannedM
     import psutil
     import torch
 
+    from zero_trial.preflight.compare import PlannedMachine
     from zero_trial.preflight.plan import machine_memory, rank_limit
-    from zero_trial.preflight.trial_dry_run import PlannedMachine
     from zero_trial.tune.space import Margin
     from zero_trial.util.text import parse_size
 

@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from zero_trial.ds_config.keys_zero import OffloadOptimizerSection
 from zero_trial.ds_config.reader import read_ds_config
 from zero_trial.ds_config.table import DsConfig
 from zero_trial.engine.resolved_config import mesh_shape, resolve_config
-from zero_trial.errors import ConfigError, DoesNotFit, TrialError
+from zero_trial.errors import ConfigError, DataError, DoesNotFit, TrialError
+from zero_trial.launch.experiment import CheckedRun
 from zero_trial.preflight.dry_run import MOST_ACCUMULATION, ModelSubject, Subject, variant, with_state_at
+from zero_trial.preflight.fake_engine import TrialSubject
+from zero_trial.preflight.pipeline_plan import PipelinePlanner
 from zero_trial.preflight.plan import MemoryPlan
+from zero_trial.preflight.trial_dry_run import DryRunRequest, fake_task, raised_by_trial
+from zero_trial.trial.data import Resume, open_train_data
+from zero_trial.trial.trial import fitted
 from zero_trial.util.text import format_bytes
 
 STAGES = (0, 1, 2, 3)
@@ -229,3 +237,77 @@ def _plan_or_none(planner: Planner, stage: int, micro_batch: int) -> MemoryPlan 
         if (stage, micro_batch) == (planner.stage, planner.micro_batch):
             raise
         return None
+
+
+# --- the plan of an experiment's trial ---
+
+
+@dataclass(frozen=True)
+class PlannedMachine:
+    """What is planned for.
+
+    ``limit``: bytes of one rank, None if unknown; ``asked``: whether it is another machine's or a
+    GPU's, so that a pipeline takes the policy that fits in it. (A host's memory is all ranks'
+    together: a run on it takes the policy that moves least.) ``elsewhere``: the GPUs are not here,
+    nor room for the model. ``one_of_many``: this process plans for it many times.
+    """
+
+    device: str
+    limit: int | None
+    asked: bool
+    one_host: bool
+    elsewhere: bool = False
+    one_of_many: bool = False
+
+
+@contextlib.contextmanager
+def trial_planner(
+    checked: CheckedRun, machine: PlannedMachine, stage: int | None = None
+) -> Iterator[Planner | PipelinePlanner]:
+    """Yield the planner of an experiment's trial, which is built here as rank 0, for a machine that
+    is elsewhere without values. Raises what the trial raises."""
+    ranks, experiment, device = checked.ranks, checked.experiment, machine.device
+    request = DryRunRequest(
+        experiment, checked.entrypoint, experiment.hyperparameters, checked.model_dir, ranks, checked.seed
+    )
+    subject = TrialSubject(ranks, device, one_of_many=machine.one_of_many)
+    with fake_task(request, subject.factory) as task:
+        with raised_by_trial(checked.model_dir, "building the trial"):
+            kind = task.import_class()
+            context = task.seeded_context()
+            with torch.device("meta") if machine.elsewhere else contextlib.nullcontext():
+                trial = kind(context)
+            feed = open_train_data(trial, context, Resume()).feed
+        if subject.pipeline is not None:
+            model, settings = subject.pipeline
+            batch = _pair(next(feed)) if feed is not None else (None, None)
+            yield PipelinePlanner(
+                model,
+                _at_stage(settings, stage),
+                ranks,
+                batch,
+                device=device,
+                one_host=machine.one_host,
+                limit=machine.limit if machine.asked else None,
+            )
+            return
+        if feed is not None:
+            whole = None if context.auto_accumulation else 1
+            train = fitted(trial.train_batch)
+            subject.perform(lambda batches: train(batches, 0, 0), [next(feed)], calls_per_step=whole)
+        yield Planner(subject, _at_stage(subject.settings, stage), ranks, one_host=machine.one_host)
+
+
+def _at_stage(settings: DsConfig, stage: int | None) -> DsConfig:
+    if stage is None:
+        return settings
+    return replace(settings, zero_optimization=replace(settings.zero_optimization, stage=stage))
+
+
+def _pair(batch: Any) -> tuple[Any, Any]:
+    """Return a micro-batch of a pipeline: inputs and labels."""
+    if isinstance(batch, (tuple, list)) and len(batch) == 2:
+        return batch[0], batch[1]
+    raise DataError(
+        "a pipeline's micro-batch is a pair", where="plan", got=type(batch).__name__, expected="(inputs, labels)"
+    )

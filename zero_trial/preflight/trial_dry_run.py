@@ -9,7 +9,7 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,31 +17,19 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 import zero_trial
-<<<<<<< HEAD
 import zero_trial.engine
 from zero_trial.errors import Diverged, InvalidHP, TrialError, ZeroTrialError
 from zero_trial.experiment.entrypoint import Entrypoint
 from zero_trial.experiment.experiment import ExperimentConfig
 from zero_trial.preflight.dry_run import first_rows, rows_of
 from zero_trial.preflight.fake_engine import MOST_VALUES, fake_initialize, whole_pipelines
-=======
-from zero_trial.ds_config.table import DsConfig
-from zero_trial.errors import DataError, InvalidHP, TrialError, ZeroTrialError
-from zero_trial.experiment.entrypoint import Entrypoint
-from zero_trial.experiment.experiment import ExperimentConfig
-from zero_trial.launch.experiment import CheckedRun
-from zero_trial.preflight.compare import Planner
-from zero_trial.preflight.fake_engine import TrialSubject, fake_initialize
->>>>>>> 8ee61752 (zero-trial tune: the fastest ds_config that fits, by plan and short trials)
 from zero_trial.preflight.issues import Area, CheckIssue, Severity, issues_of, note
-from zero_trial.preflight.pipeline_plan import PipelinePlanner
 from zero_trial.runtime.in_memory import InMemoryPlatform
 from zero_trial.runtime.protocols import JsonDistributed
 from zero_trial.stand_in.deepspeed_table import install_deepspeed
 from zero_trial.stand_in.determined_table import install_determined
 from zero_trial.stand_in.finder import StandInModule
 from zero_trial.trial.context import EngineFactory, ZeroTrialContext
-<<<<<<< HEAD
 from zero_trial.trial.controller import StepRunner
 from zero_trial.trial.data import (
     TRAIN_LOADER,
@@ -52,13 +40,10 @@ from zero_trial.trial.data import (
     epoch_steps,
     open_feed,
 )
-=======
-from zero_trial.trial.data import TRAIN_LOADER, Resume, accept_loader, compare_batch, epoch_steps, open_train_data
->>>>>>> 8ee61752 (zero-trial tune: the fastest ds_config that fits, by plan and short trials)
 from zero_trial.trial.metrics import COUNTERS, without_counters
 from zero_trial.trial.settings import settings_from_experiment
 from zero_trial.trial.source import training_issues
-from zero_trial.trial.trial import ZeroTrial, fitted, import_trial_class, seed_everything
+from zero_trial.trial.trial import ZeroTrial, import_trial_class, seed_everything
 from zero_trial.trial.validation import Validator
 
 
@@ -406,7 +391,6 @@ def _replaced_initialize(initialize: EngineFactory) -> Iterator[None]:
     try:
         yield
     finally:
-<<<<<<< HEAD
         for place, value in zip(places, before, strict=True):
             if value is None:
                 del place["initialize"]
@@ -419,80 +403,3 @@ def _resolve_again() -> None:
     """Let the stand-in for DeepSpeed, if there is one, look up ``initialize`` at its next use."""
     if isinstance(module := sys.modules.get("deepspeed"), StandInModule):
         vars(module).pop("initialize", None)
-=======
-        if before is None:
-            del vars(zero_trial)["initialize"]
-        else:
-            vars(zero_trial)["initialize"] = before
-
-
-@dataclass(frozen=True)
-class PlannedMachine:
-    """What is planned for.
-
-    ``limit``: bytes of one rank, None if unknown; ``asked``: whether it is another machine's or a
-    GPU's, so that a pipeline takes the policy that fits in it. (A host's memory is all ranks'
-    together: a run on it takes the policy that moves least.) ``elsewhere``: the GPUs are not here,
-    nor room for the model. ``one_of_many``: this process plans for it many times.
-    """
-
-    device: str
-    limit: int | None
-    asked: bool
-    one_host: bool
-    elsewhere: bool = False
-    one_of_many: bool = False
-
-
-@contextlib.contextmanager
-def trial_planner(
-    checked: CheckedRun, machine: PlannedMachine, stage: int | None = None
-) -> Iterator[Planner | PipelinePlanner]:
-    """Yield the planner of an experiment's trial, which is built here as rank 0, for a machine that
-    is elsewhere without values. Raises what the trial raises."""
-    ranks, experiment, device = checked.ranks, checked.experiment, machine.device
-    request = DryRunRequest(
-        experiment, checked.entrypoint, experiment.hyperparameters, checked.model_dir, ranks, checked.seed
-    )
-    subject = TrialSubject(ranks, device, one_of_many=machine.one_of_many)
-    with fake_task(request, subject.factory) as task:
-        with raised_by_trial(checked.model_dir, "building the trial"):
-            kind = task.import_class()
-            context = task.seeded_context()
-            with torch.device("meta") if machine.elsewhere else contextlib.nullcontext():
-                trial = kind(context)
-            feed = open_train_data(trial, context, Resume()).feed
-        if subject.pipeline is not None:
-            model, settings = subject.pipeline
-            batch = _pair(next(feed)) if feed is not None else (None, None)
-            yield PipelinePlanner(
-                model,
-                _at_stage(settings, stage),
-                ranks,
-                batch,
-                device=device,
-                one_host=machine.one_host,
-                limit=machine.limit if machine.asked else None,
-            )
-            return
-        if feed is not None:
-            whole = None if context.auto_accumulation else 1
-            train = fitted(trial.train_batch)
-            subject.perform(lambda batches: train(batches, 0, 0), [next(feed)], calls_per_step=whole)
-        yield Planner(subject, _at_stage(subject.settings, stage), ranks, one_host=machine.one_host)
-
-
-def _at_stage(settings: DsConfig, stage: int | None) -> DsConfig:
-    if stage is None:
-        return settings
-    return replace(settings, zero_optimization=replace(settings.zero_optimization, stage=stage))
-
-
-def _pair(batch: Any) -> tuple[Any, Any]:
-    """Return a micro-batch of a pipeline: inputs and labels."""
-    if isinstance(batch, (tuple, list)) and len(batch) == 2:
-        return batch[0], batch[1]
-    raise DataError(
-        "a pipeline's micro-batch is a pair", where="plan", got=type(batch).__name__, expected="(inputs, labels)"
-    )
->>>>>>> 8ee61752 (zero-trial tune: the fastest ds_config that fits, by plan and short trials)

@@ -24,10 +24,9 @@ from zero_trial.errors import ConfigError, DoesNotFit, TrialError, ZeroTrialErro
 from zero_trial.experiment.changes import KeyPath, read_words
 from zero_trial.launch.experiment import CheckedRun, RunRequest, begin_run, check_run, supervisor_of
 from zero_trial.launch.supervisor import LaunchResult
-from zero_trial.preflight.compare import Planner
+from zero_trial.preflight.compare import PlannedMachine, Planner, trial_planner
 from zero_trial.preflight.link_model import LinkModel, of_step
 from zero_trial.preflight.plan import machine_memory
-from zero_trial.preflight.trial_dry_run import PlannedMachine, trial_planner
 from zero_trial.runs.events import Tail, json_lines
 from zero_trial.runs.layout import RunFolder, given_run_folder, lock_run
 from zero_trial.tune.search import TuneSearch, TuneTrial

@@ -21,6 +21,7 @@ from zero_trial.preflight.compare import Planner, memory_plan
 from zero_trial.preflight.dry_run import STEPS, ModelSubject
 from zero_trial.preflight.link_model import LinkModel, of_step
 from zero_trial.preflight.plan import Figures, Moved
+from zero_trial.preflight.what_fits import Llama, Shape
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has the GPU")
 WIDTH = 256
@@ -157,6 +158,15 @@ def test_offloaded_state_is_not_the_gpus(place: str) -> None:
     assert ("host memory" if place == "cpu" else "NVMe") in plan.table()
     back = planner.plan(away=False)
     assert back.figures.optimizer == pytest.approx(count * 8 / 8, rel=0.001) and back.figures.disk == 0
+
+
+def test_layers_that_are_computed_again_are_planned_on_the_gpu() -> None:
+    """Their attention is the same kernel in backward, so that no other way of the dry run is
+    needed."""
+    plan = memory_plan(
+        Llama(Shape(2, 64, 128, 4, 2, 100)), config(3), 8, torch.zeros(1, 32, dtype=torch.long), device="cuda"
+    )
+    assert plan.how == "meta tensors"
 
 
 def test_seconds_of_collectives_by_hand() -> None:

@@ -157,6 +157,7 @@ def _machine(options: argparse.Namespace, checked: CheckedRun) -> tuple[PlannedM
 
     accelerator = torch.cuda.is_available()
     process = _GPU_PROCESS if accelerator else psutil.Process().memory_info().rss
+    limit: int | None
     if options.memory is not None:
         limit = parse_size(options.memory, "--memory")
     elif accelerator:

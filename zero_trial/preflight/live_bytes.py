@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
+from torch.autograd.graph import _engine_run_backward
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
@@ -294,6 +295,8 @@ class _FlashAttention(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if func is torch.Tensor.backward:
+            return self._backward(args[0], **kwargs)
         if func is not F.scaled_dot_product_attention or kwargs.get("enable_gqa") or not args[0].is_meta:
             return func(*args, **kwargs)
         named = dict(zip(("query", "key", "value", "attn_mask", "dropout_p", "is_causal"), args, strict=False)) | kwargs
@@ -306,6 +309,30 @@ class _FlashAttention(TorchFunctionMode):
         return _ATEN._scaled_dot_product_flash_attention_for_cpu(
             query, key, value, 0.0, named.get("is_causal", False), attn_mask=mask, scale=named.get("scale")
         )[0]
+
+    def _backward(
+        self,
+        root: torch.Tensor,
+        gradient: torch.Tensor | None = None,
+        retain_graph: bool | None = None,
+        create_graph: bool = False,
+        inputs: Any = None,
+    ) -> None:
+        """Run a backward inside of the mode, which torch leaves for a call that it has shown: a
+        checkpointed layer calls attention again there, and must find the same kernel."""
+        retain = create_graph if retain_graph is None else retain_graph
+        gradient = torch.ones_like(root) if gradient is None else gradient
+        with self:
+            # torch.autograd.backward would leave the mode, too
+            _engine_run_backward(
+                (root,),
+                (gradient,),
+                retain,
+                create_graph,
+                tuple(inputs or ()),
+                allow_unreachable=True,
+                accumulate_grad=True,
+            )
 
 
 def _is_of(tensor: torch.Tensor, args: tuple[Any, ...]) -> bool:

@@ -40,7 +40,7 @@ class _Picks:
         return str(len(self.picked)), {}, 0
 
     def power(self, base: float, exponent: float) -> float:
-        return base**exponent
+        return float(base**exponent)
 
     def as_json(self) -> dict[str, Any]:
         return {"seed": 0, "drawn": len(self.picked)}

@@ -1,0 +1,155 @@
+"""`zero-trial tune` beside an exhaustive search: the speed of what it finds, and its runs.
+
+    python benchmarks/tune.py                        # three models; minutes on two quiet cores
+    python benchmarks/tune.py gpt                    # one of them, at most 6 minutes
+    python benchmarks/tune.py gpt --steps 2 --quick  # three ways only
+
+The exhaustive search runs every way that the plan does not refuse, ways that save memory which is
+there included, to its last step. The tuner has a quarter of these runs. Both start each trial as
+`zero-trial run` does. Then the way that the tuner found and the best of the exhaustive search run
+again by turns, and `of the best` is the ratio of their medians: two figures of one machine at one
+time, where single runs differ by some percent.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from benchmarks import record
+from zero_trial.experiment.changes import read_words
+from zero_trial.launch.experiment import RunRequest, check_run
+from zero_trial.preflight.compare import PlannedMachine
+from zero_trial.tune.search import SearchSettings, TuneSearch
+from zero_trial.tune.space import STAGE, Margin, Selection, TuneFacts, Way, Weighed, own_way, select, ways_to_train
+from zero_trial.tune.trials import facts_of, run_trial, weigh_way
+
+ROOT = Path(__file__).parents[1]
+SIZES = 3  # of the micro-batch
+MODELS: dict[str, tuple[str, ...]] = {
+    "gpt": ("experiments/gpt_zero2/const.yaml", "model_defs/gpt", "hyperparameters.model.width=64"),
+    "bert": ("experiments/bert_zero1/const.yaml", "model_defs/bert_mlm"),
+    "pipeline": ("experiments/gpt_pipeline_zero1/const.yaml", "model_defs/gpt"),
+}
+COLUMNS: list[record.Column] = [
+    ("model", lambda row: row["model"]),
+    ("ways", record.number("ways", 0)),
+    ("runs of the tuner", record.number("runs", 0)),
+    ("exhaustive best", lambda row: row["best"]),
+    ("steps/s", record.number("best_speed", 2)),
+    ("tuned", lambda row: row["tuned"]),
+    ("steps/s", record.number("tuned_speed", 2)),
+    ("of the best", record.number("ratio", 3)),
+    ("slowest way", record.number("slowest_speed", 2)),
+    ("as configured", record.number("own_speed", 2)),
+    ("exhaustive s", record.number("exhaustive_seconds", 0)),
+    ("tuner s", record.number("tuner_seconds", 0)),
+]
+NOTE = """What `zero-trial tune` finds in a quarter of the runs of an exhaustive search over stage, micro-batch,
+schedule and ways to save memory, on two CPU ranks. `of the best`: steps/s of what it found over
+those of the exhaustive best, medians of runs by turns. Seconds of the tuner include its plans."""
+
+
+def main() -> int:
+    """Measure the models that are asked for."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("models", nargs="*", metavar="MODEL", help=f"of {', '.join(MODELS)}")
+    parser.add_argument("--steps", type=int, default=8, help="measured steps of a run")
+    parser.add_argument("--again", type=int, default=3, help="further runs of the two winners, by turns")
+    parser.add_argument("--quick", action="store_true", help="the first three ways only; nothing is saved")
+    given = parser.parse_args()
+    unknown = [name for name in given.models if name not in MODELS]
+    if unknown:
+        parser.error(f"there is no model {unknown[0]}; there are {', '.join(MODELS)}")
+    rows = [_compare(name, given.steps, given.again, quick=given.quick) for name in given.models or MODELS]
+    if given.quick:
+        print(json.dumps(rows, indent=1))
+        return 0
+    path = record.FOLDER / "tune.json"
+    measured = json.loads(path.read_text())["rows"] if path.is_file() else []
+    kept = [row for row in measured if row["model"] not in [each["model"] for each in rows]]
+    rows = sorted([*kept, *rows], key=lambda row: list(MODELS).index(row["model"]))
+    record.save("tune", {"steps": given.steps, "again": given.again, "ranks": 2}, rows, COLUMNS, NOTE)
+    return 0
+
+
+def _compare(name: str, steps: int, again: int, *, quick: bool) -> dict[str, Any]:
+    """Return the row of one model."""
+    words = read_words(str(ROOT / word) if "/" in word else word for word in MODELS[name])
+    request = RunRequest(words.experiment_path, words.model_dir, slots=2, changes=words.changes)
+    # the stages of a pipeline differ little on the CPU, and its schedules much
+    facts = facts_of(check_run(request, {}), keep=(STAGE,) if name == "pipeline" else (), vary={})
+    own, machine = own_way(facts), PlannedMachine("cpu", None, asked=True, one_host=True, one_of_many=True)
+    began = time.monotonic()
+    weighed = {way: weigh_way(request, way, machine) for way in _space(facts)}
+    planned = time.monotonic() - began
+    legal = tuple(way for way, found in weighed.items() if not found.refusal)[: 3 if quick else None]
+    if own not in legal:
+        own = legal[0]
+    print(f"{name}: {len(legal)} ways planned in {planned:.0f} s", file=sys.stderr)
+    began = time.monotonic()
+    speeds = _measured(request, Selection(legal, (), weighed), SearchSettings(len(legal), steps, halving=False))
+    exhaustive = time.monotonic() - began
+    best = max(speeds, key=lambda way: speeds[way])
+
+    began = time.monotonic()
+    chosen = select(legal, weighed.__getitem__, Margin(0, 0), None, sizes=SIZES, own=own)
+    settings = SearchSettings(max(len(legal) // 4, 1), steps)
+    trials = _measured(request, chosen, settings, own)
+    tuner = planned + time.monotonic() - began
+    tuned = max(trials, key=lambda way: trials[way])
+    best_speed, tuned_speed = speeds[best], speeds[tuned]
+    if tuned != best:
+        turns = [_by_turns(request, (best, tuned), weighed, steps) for _ in range(again)]
+        best_speed, tuned_speed = (median(turn[way] for turn in turns) for way in (best, tuned))
+    return {
+        "model": name,
+        "ways": len(legal),
+        "runs": len(trials),
+        "best": best.name,
+        "best_speed": best_speed,
+        "tuned": tuned.name,
+        "tuned_speed": tuned_speed,
+        "ratio": tuned_speed / best_speed,
+        "slowest_speed": min(speeds.values()),
+        "own_speed": speeds.get(own),
+        "exhaustive_seconds": exhaustive,
+        "tuner_seconds": tuner,
+        "speeds": {way.name: speed for way, speed in speeds.items()},
+    }
+
+
+def _space(facts: TuneFacts) -> list[Way]:
+    """Return all ways with the largest micro-batches."""
+    ways = ways_to_train(facts)
+    sizes = sorted({way.micro_batch for way in ways}, reverse=True)[:SIZES]
+    return [way for way in ways if way.micro_batch in sizes]
+
+
+def _measured(
+    request: RunRequest, selection: Selection, settings: SearchSettings, own: Way | None = None
+) -> dict[Way, float]:
+    """Run a search; return the speed of each trial that was measured."""
+    search = TuneSearch(selection, settings, own)
+    with tempfile.TemporaryDirectory(prefix="zero-trial-tune-") as folder:
+        while (trial := search.next_trial()) is not None:
+            run_trial(request, trial, search, Path(folder) / str(trial.number))
+            print(f"  {trial.way.name}: {trial.why or trial.speed} {trial.seconds:.1f} s", file=sys.stderr)
+    return {trial.way: trial.speed for trial in search.trials if trial.speed is not None}
+
+
+def _by_turns(request: RunRequest, ways: Sequence[Way], weighed: dict[Way, Weighed], steps: int) -> dict[Way, float]:
+    return _measured(request, Selection(tuple(ways), (), weighed), SearchSettings(len(ways), steps, halving=False))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,251 @@
+"""The guide's page "What fits where": python -m zero_trial.preflight.what_fits PAGE.md
+
+For models of six sizes, 1 to 4096 ranks and GPUs of three sizes: the cheapest ZeRO stage and
+offload that fits. States are counted group by group with the engine's own layouts, to the byte; the
+memory of a step comes from one plan of each model and way, which does not depend on the ranks.
+"""
+
+from __future__ import annotations
+
+import sys
+import textwrap
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from zero_trial.activation_checkpointing import checkpoint
+from zero_trial.ds_config.reader import read_ds_config
+from zero_trial.ds_config.table import DsConfig
+from zero_trial.engine.resolved_config import mesh_shape, resolve_config
+from zero_trial.preflight.compare import Planner
+from zero_trial.preflight.dry_run import ModelSubject
+from zero_trial.sharding.grouping import collect_params, into_blocks, into_buckets, merge_small, persistent_members
+from zero_trial.sharding.layout import lay_out
+from zero_trial.util.text import format_bytes
+
+RANKS = (1, 8, 64, 512, 4096)
+GPUS = (24, 40, 80)  # GiB
+_PLANNED_ON = 64  # ranks
+_ROOM = 0.94  # of a GPU: the rest is the CUDA context, NCCL's buffers and what kernels need
+_ON_HOST = {"device": "cpu"}
+# from what moves least to what holds least
+WAYS: Mapping[str, Mapping[str, Any]] = {
+    "0": {"stage": 0},
+    "1": {"stage": 1},
+    "2": {"stage": 2},
+    "3": {"stage": 3},
+    "3 + O": {"stage": 3, "offload_optimizer": _ON_HOST},
+    "3 + OP": {"stage": 3, "offload_optimizer": _ON_HOST, "offload_param": _ON_HOST},
+}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The sizes of a Llama. ``inner``: width of the gated layer; ``groups``: heads of keys and
+    values."""
+
+    layers: int
+    width: int
+    inner: int
+    heads: int
+    groups: int
+    words: int = 32000
+
+
+SHAPES: Mapping[str, Shape] = {
+    "1.3 B": Shape(24, 2048, 5504, 16, 16),
+    "7 B": Shape(32, 4096, 11008, 32, 32),
+    "13 B": Shape(40, 5120, 13824, 40, 40),
+    "70 B": Shape(80, 8192, 28672, 64, 8),
+    "405 B": Shape(126, 16384, 53248, 128, 8, 128256),
+    "1 T": Shape(128, 25088, 68608, 196, 28, 128256),
+}
+SEQUENCE = 4096
+
+
+class _Layer(nn.Module):
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        head = shape.width // shape.heads
+        self.heads, self.groups = shape.heads, shape.groups
+        self.before, self.between = nn.RMSNorm(shape.width), nn.RMSNorm(shape.width)
+        self.query = nn.Linear(shape.width, shape.width, bias=False)
+        self.key = nn.Linear(shape.width, head * shape.groups, bias=False)
+        self.value = nn.Linear(shape.width, head * shape.groups, bias=False)
+        self.out = nn.Linear(shape.width, shape.width, bias=False)
+        self.gate = nn.Linear(shape.width, shape.inner, bias=False)
+        self.up = nn.Linear(shape.width, shape.inner, bias=False)
+        self.down = nn.Linear(shape.inner, shape.width, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        normed = self.before(x)
+        q = self.query(normed).unflatten(-1, (self.heads, -1)).transpose(1, 2)
+        k = self.key(normed).unflatten(-1, (self.groups, -1)).transpose(1, 2)
+        v = self.value(normed).unflatten(-1, (self.groups, -1)).transpose(1, 2)
+        k, v = (each.repeat_interleave(self.heads // self.groups, 1) for each in (k, v))
+        seen = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(seen.transpose(1, 2).flatten(2))
+        normed = self.between(x)
+        return x + self.down(functional.silu(self.gate(normed)) * self.up(normed))
+
+
+class Llama(nn.Module):
+    """A Llama on the meta device; each layer is computed again in backward."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        with torch.device("meta"):
+            self.embed = nn.Embedding(shape.words, shape.width)
+            self.layers = nn.ModuleList(_Layer(shape) for _ in range(shape.layers))
+            self.norm = nn.RMSNorm(shape.width)
+            self.head = nn.Linear(shape.width, shape.words, bias=False)
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        x = self.embed(words)
+        for layer in self.layers:
+            x = checkpoint(layer, x)
+        return functional.cross_entropy(self.head(self.norm(x)).flatten(0, 1), words.flatten())
+
+
+def settings_of(way: str) -> DsConfig:
+    """Return the ds_config of a way: bf16, AdamW, one sequence per rank and step."""
+    return read_ds_config(
+        {
+            "train_micro_batch_size_per_gpu": 1,
+            "gradient_accumulation_steps": 1,
+            "bf16": {"enabled": True},
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
+            "zero_optimization": dict(WAYS[way]),
+        }
+    )
+
+
+def state_bytes(model: nn.Module, way: str, ranks: int) -> int:
+    """Return the bytes that one of so many ranks keeps on its GPU between steps, from the layouts
+    of the engine's parameter groups.
+
+    Of a group of n elements, padded for N ranks, in bf16 with AdamW:
+
+        stage 0      16 n           stage 2      2 n + 14 n/N
+        stage 1      4 n + 12 n/N   stage 3      16 n/N, and as at stage 2 where it always lives
+
+    Offload of the optimizer takes 12 n/N away, that of parameters the 2 n or 2 n/N, too.
+    """
+    settings = settings_of(way)
+    shape = mesh_shape(settings, ranks)
+    resolved = resolve_config(settings, shape.data_parallel_size, "cuda")
+    limits, stage = resolved.sharding.limits, settings.zero_optimization.stage
+    numbers = {id(param): 0 for param in model.parameters()}
+    members, params, blocks = collect_params(
+        model, numbers, resolved.sharding.leaf, dtype=resolved.policy.param, with_frozen=stage == 3
+    )
+    merged = merge_small(blocks, persistent_members(members, limits)[1], limits.smallest_group)
+    into = {block: name for name, inside in merged.items() for block in inside}
+    members = [replace(member, block=into.get(member.block, member.block)) for member in members]
+    total = 0
+    for spec in (into_blocks if stage == 3 else into_buckets)(members, limits):
+        layout = lay_out([(m.name, tuple(params[m.name].shape)) for m in spec.members], shape.shard, shape.replica)
+        whole, part = layout.numel, layout.shard_numel
+        low = whole if stage < 3 or spec.always else part
+        total += 2 * low * ("P" not in way) + 2 * (whole if stage < 2 else part) + 12 * part * ("O" not in way)
+    return total
+
+
+def step_bytes(model: nn.Module, way: str) -> int:
+    """Return the most bytes that a step holds beside its states."""
+    words = torch.zeros(1, SEQUENCE, dtype=torch.long)
+    figures = Planner(ModelSubject(model, words, device="cuda"), settings_of(way), _PLANNED_ON).plan().figures
+    # the rings through which offloaded parameters come count as a step's
+    return (figures.peak or 0) - state_bytes(model, way, _PLANNED_ON)
+
+
+@dataclass(frozen=True)
+class Fit:
+    """What one rank of so many needs by each way: states, and what a step holds beside them."""
+
+    model: str
+    ranks: int
+    states: Mapping[str, int]
+    step: Mapping[str, int]
+
+    def cheapest(self, gpu: int) -> str:
+        """Return the first way that fits a GPU of so many GiB, or a dash."""
+        room = int(gpu * 2**30 * _ROOM)
+        return next((way for way in self.states if self.states[way] + self.step[way] <= room), "–")
+
+
+def fits(name: str) -> Iterator[Fit]:
+    """Yield what a model needs, by ranks. A way whose states fit nowhere is not planned."""
+    model = Llama(SHAPES[name])
+    states = {ranks: {way: state_bytes(model, way, ranks) for way in WAYS} for ranks in RANKS}
+    most = int(GPUS[-1] * 2**30 * _ROOM)
+    step = {way: step_bytes(model, way) if min(each[way] for each in states.values()) <= most else 0 for way in WAYS}
+    for ranks in RANKS:
+        yield Fit(name, ranks, states[ranks], step)
+
+
+def page() -> str:
+    """Return the guide's page."""
+    found = [list(fits(name)) for name in SHAPES]
+    rows = [[fit.model, str(fit.ranks), *(fit.cheapest(gpu) for gpu in GPUS)] for each in found for fit in each]
+    lines = [
+        "# What fits where",
+        "",
+        _wrapped(
+            "The first of these ways that fits a GPU, from what moves least to what holds least: ZeRO stages 0, 1, 2 "
+            "and 3, `3 + O` with the optimizer's state in host memory, `3 + OP` with parameters there, too. A dash: none "
+            f"does. Models are Llamas in bf16 with AdamW, one sequence of {SEQUENCE} per rank and step, each layer "
+            "computed again in backward, sharded over all ranks, and nothing else in parallel. "
+            f"{1 - _ROOM:.0%} of a GPU is left for its context, NCCL and kernels. This page is written by "
+            "`python -m zero_trial.preflight.what_fits`; [`zero-trial plan --ranks N --gpu-memory 80GiB`](offload.md) "
+            "does the same for your model."
+        ),
+        "",
+        *_table(["model", "ranks", *(f"{gpu} GiB" for gpu in GPUS)], rows),
+        "",
+        "## States",
+        "",
+        _wrapped(
+            "Bytes that one rank keeps on its GPU between steps, padding included. Of Ψ parameters on N ranks: 16 Ψ at "
+            "stage 0, 4 Ψ + 12 Ψ/N at 1, 2 Ψ + 14 Ψ/N at 2, 16 Ψ/N at 3, where parameters below "
+            "`param_persistence_threshold` cost as at 2. Offload takes 12 Ψ/N, then the parameters, to the host."
+        ),
+        "",
+        *_table(
+            ["model", "ranks", *WAYS],
+            [[fit.model, str(fit.ranks), *(f"{fit.states[way]:,}" for way in WAYS)] for each in found for fit in each],
+        ),
+        "",
+        "## A step",
+        "",
+        _wrapped(
+            "What a step holds beside the states at most, on any number of ranks: saved inputs of layers, the layer "
+            "that is computed, gathered parameters, gradients on their way. A dash: the states alone do not fit."
+        ),
+        "",
+        *_table(
+            ["model", *WAYS],
+            [
+                [each[0].model, *(format_bytes(size) if (size := each[0].step[way]) else "–" for way in WAYS)]
+                for each in found
+            ],
+        ),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _table(head: list[str], rows: list[list[str]]) -> list[str]:
+    return [f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rows)]
+
+
+def _wrapped(text: str) -> str:
+    return textwrap.fill(text, 100, break_long_words=False, break_on_hyphens=False)
+
+
+if __name__ == "__main__":
+    Path(sys.argv[1]).write_text(page(), encoding="utf-8")

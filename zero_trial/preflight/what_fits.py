@@ -91,7 +91,8 @@ class _Layer(nn.Module):
         seen = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(seen.transpose(1, 2).flatten(2))
         normed = self.between(x)
-        return x + self.down(functional.silu(self.gate(normed)) * self.up(normed))
+        inner: torch.Tensor = self.down(functional.silu(self.gate(normed)) * self.up(normed))
+        return x + inner
 
 
 class Llama(nn.Module):

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import tempfile
 import time
@@ -30,7 +31,17 @@ from zero_trial.experiment.changes import read_words
 from zero_trial.launch.experiment import RunRequest, check_run
 from zero_trial.preflight.compare import PlannedMachine
 from zero_trial.tune.search import SearchSettings, TuneSearch
-from zero_trial.tune.space import STAGE, Margin, Selection, TuneFacts, Way, Weighed, own_way, select, ways_to_train
+from zero_trial.tune.space import (
+    STAGE,
+    Margin,
+    Selection,
+    TrainingWay,
+    TuneFacts,
+    Weighed,
+    own_way,
+    select,
+    ways_to_train,
+)
 from zero_trial.tune.trials import facts_of, run_trial, weigh_way
 
 ROOT = Path(__file__).parents[1]
@@ -87,10 +98,10 @@ def _compare(name: str, steps: int, again: int, *, quick: bool) -> dict[str, Any
     words = read_words(str(ROOT / word) if "/" in word else word for word in MODELS[name])
     request = RunRequest(words.experiment_path, words.model_dir, slots=2, changes=words.changes)
     # the stages of a pipeline differ little on the CPU, and its schedules much
-    facts = facts_of(check_run(request, {}), keep=(STAGE,) if name == "pipeline" else (), vary={})
+    facts = facts_of(check_run(request, os.environ), keep=(STAGE,) if name == "pipeline" else (), vary={})
     own, machine = own_way(facts), PlannedMachine("cpu", None, asked=True, one_host=True, one_of_many=True)
     began = time.monotonic()
-    weighed = {way: weigh_way(request, way, machine) for way in _space(facts)}
+    weighed = {way: weigh_way(request, way, machine, os.environ) for way in _space(facts)}
     planned = time.monotonic() - began
     legal = tuple(way for way, found in weighed.items() if not found.refusal)[: 3 if quick else None]
     if own not in legal:
@@ -128,7 +139,7 @@ def _compare(name: str, steps: int, again: int, *, quick: bool) -> dict[str, Any
     }
 
 
-def _space(facts: TuneFacts) -> list[Way]:
+def _space(facts: TuneFacts) -> list[TrainingWay]:
     """Return all ways with the largest micro-batches."""
     ways = ways_to_train(facts)
     sizes = sorted({way.micro_batch for way in ways}, reverse=True)[:SIZES]
@@ -136,18 +147,20 @@ def _space(facts: TuneFacts) -> list[Way]:
 
 
 def _measured(
-    request: RunRequest, selection: Selection, settings: SearchSettings, own: Way | None = None
-) -> dict[Way, float]:
+    request: RunRequest, selection: Selection, settings: SearchSettings, own: TrainingWay | None = None
+) -> dict[TrainingWay, float]:
     """Run a search; return the speed of each trial that was measured."""
     search = TuneSearch(selection, settings, own)
     with tempfile.TemporaryDirectory(prefix="zero-trial-tune-") as folder:
         while (trial := search.next_trial()) is not None:
-            run_trial(request, trial, search, Path(folder) / str(trial.number))
+            run_trial(request, trial, search, Path(folder) / str(trial.number), os.environ)
             print(f"  {trial.way.name}: {trial.why or trial.speed} {trial.seconds:.1f} s", file=sys.stderr)
     return {trial.way: trial.speed for trial in search.trials if trial.speed is not None}
 
 
-def _by_turns(request: RunRequest, ways: Sequence[Way], weighed: dict[Way, Weighed], steps: int) -> dict[Way, float]:
+def _by_turns(
+    request: RunRequest, ways: Sequence[TrainingWay], weighed: dict[TrainingWay, Weighed], steps: int
+) -> dict[TrainingWay, float]:
     return _measured(request, Selection(tuple(ways), (), weighed), SearchSettings(len(ways), steps, halving=False))
 
 

@@ -30,8 +30,8 @@ from zero_trial.tune.space import (
     STAGE,
     Margin,
     Selection,
+    TrainingWay,
     TuneFacts,
-    Way,
     Weighed,
     own_way,
     select,
@@ -46,7 +46,7 @@ def selection(sizes: int = 4) -> Selection:
     return select(ways_to_train(FACTS), lambda way: Weighed(100, 1 / way.micro_batch), Margin(0, 0), None, sizes=sizes)
 
 
-def played(search: TuneSearch, speed: Callable[[Way], float | None]) -> TuneSearch:
+def played(search: TuneSearch, speed: Callable[[TrainingWay], float | None]) -> TuneSearch:
     """Run trials whose speed is a function of their way; None dies before it is measured."""
     while (trial := search.next_trial()) is not None:
         value = speed(trial.way)
@@ -60,7 +60,7 @@ def played(search: TuneSearch, speed: Callable[[Way], float | None]) -> TuneSear
     return search
 
 
-def rate(way: Way) -> float:
+def rate(way: TrainingWay) -> float:
     """The fastest is stage 1 at a micro-batch of 8."""
     return 10 - abs(way.mapping[STAGE] - 1) / 5 - abs(log2(way.micro_batch / 8))
 

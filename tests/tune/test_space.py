@@ -12,8 +12,8 @@ from zero_trial.tune.space import (
     MICRO,
     STAGE,
     Margin,
+    TrainingWay,
     TuneFacts,
-    Way,
     Weighed,
     next_way,
     own_way,
@@ -82,7 +82,7 @@ def test_further_keys_multiply_the_ways() -> None:
     assert "checkpointing True" in ways[0].name
 
 
-def weigh(way: Way) -> Weighed:
+def weigh(way: TrainingWay) -> Weighed:
     """Bytes: 100 per sample of a micro-batch, less at higher stages, half with a saver."""
     return Weighed(way.micro_batch * 100 // (2 if way.rung else 1) + 40 - 10 * way.mapping[STAGE], 1.0)
 
@@ -125,11 +125,11 @@ def test_a_refusal_is_a_reason_and_the_own_way_stays() -> None:
     assert [way.micro_batch for way in found.ways] == [4, 1]
 
 
-def _ways() -> tuple[Way, ...]:
+def _ways() -> tuple[TrainingWay, ...]:
     return select(ways_to_train(FACTS), weigh, NO_MARGIN, None, sizes=3).ways
 
 
-def _named(stage: int, micro: int) -> Way:
+def _named(stage: int, micro: int) -> TrainingWay:
     return next(way for way in _ways() if (way.mapping[STAGE], way.micro_batch) == (stage, micro))
 
 

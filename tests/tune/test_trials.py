@@ -13,14 +13,14 @@ from zero_trial.errors import ExitStatus
 from zero_trial.launch.experiment import RunRequest, check_run
 from zero_trial.launch.supervisor import Cause, LaunchResult
 from zero_trial.preflight.compare import PlannedMachine
-from zero_trial.tune.space import ACCUMULATION, MICRO, STAGE, Way
+from zero_trial.tune.space import ACCUMULATION, MICRO, STAGE, TrainingWay
 from zero_trial.tune.trials import changes_of, ended_because, facts_of, weigh_way
 
 CPU = PlannedMachine("cpu", None, asked=True, one_host=True)
 
 
-def way(stage: int, micro: int, accumulation: int) -> Way:
-    return Way(((STAGE, stage), (MICRO, micro), (ACCUMULATION, accumulation)), ((STAGE, stage),))
+def way(stage: int, micro: int, accumulation: int) -> TrainingWay:
+    return TrainingWay(((STAGE, stage), (MICRO, micro), (ACCUMULATION, accumulation)), ((STAGE, stage),))
 
 
 def test_the_values_of_a_way_reach_the_ds_config(tmp_path: Path) -> None:
@@ -40,12 +40,12 @@ def test_what_an_experiment_has_now(tmp_path: Path) -> None:
 def test_a_plan_or_the_reason_why_there_is_none(tmp_path: Path) -> None:
     made = project(tmp_path)
     request = RunRequest(made.experiment, made.folder)
-    small, large = weigh_way(request, way(0, 1, 4), CPU), weigh_way(request, way(0, 4, 1), CPU)
+    small, large = weigh_way(request, way(0, 1, 4), CPU, os.environ), weigh_way(request, way(0, 4, 1), CPU, os.environ)
     assert 0 < small.bytes < large.bytes
     assert small.seconds > large.seconds  # more micro-batches
-    refused = weigh_way(replace(request, changes={("hyperparameters", "width"): 5}), way(0, 1, 4), CPU)
+    refused = weigh_way(replace(request, changes={("hyperparameters", "width"): 5}), way(0, 1, 4), CPU, os.environ)
     assert refused.refusal
-    assert not weigh_way(request, way(0, 3, 1), CPU).bytes  # 3 x 1 x 2 ranks is not the global batch
+    assert not weigh_way(request, way(0, 3, 1), CPU, os.environ).bytes  # 3 x 1 x 2 ranks is not the global batch
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from zero_trial.launch.experiment import CheckedRun, RunRequest
     from zero_trial.preflight.compare import PlannedMachine
     from zero_trial.tune.search import TuneSearch
-    from zero_trial.tune.space import Margin, Selection, Way
+    from zero_trial.tune.space import Margin, Selection, TrainingWay
 
 _MARGIN = 0.1  # of the planned tensors, for allocators and what no plan knows
 _GPU_PROCESS = 1 << 30  # a CUDA context, kernels, NCCL's buffers
@@ -102,7 +102,7 @@ def _handle(options: argparse.Namespace) -> int:
     say(f"plan    {len(ways)} ways to train {own.name}; limit {_size(limit)} per rank, margin {margin.describe()}")
     found = select(
         ways,
-        lambda way: weigh_way(request, way, machine),
+        lambda way: weigh_way(request, way, machine, os.environ),
         margin,
         limit,
         sizes=tuning.num_tuning_micro_batch_sizes,
@@ -121,7 +121,7 @@ def _handle(options: argparse.Namespace) -> int:
         f"search  {search.planned} trials of {len(found.ways)} ways that fit, measured after {_numbers(search.rungs)} steps"
     )
     while (trial := search.next_trial()) is not None:
-        run_trial(request, trial, search, folder / f"{trial.number:04d}")
+        run_trial(request, trial, search, folder / f"{trial.number:04d}", os.environ)
         say(trial_line(trial, search.planned, own))
     return _conclude(options, request, checked, search, own, _Ground(margin, limit, folder, target))
 
@@ -221,7 +221,7 @@ def _conclude(
     request: RunRequest,
     checked: CheckedRun,
     search: TuneSearch,
-    own: Way,
+    own: TrainingWay,
     ground: _Ground,
 ) -> int:
     """Print the winner, write the page and, if asked for, the ds_config; return the exit code."""
@@ -269,13 +269,13 @@ def _conclude(
     return 0
 
 
-def _changes(way: Way, own: Way) -> dict[str, Any]:
+def _changes(way: TrainingWay, own: TrainingWay) -> dict[str, Any]:
     """Return the values of a way that the experiment does not have already."""
     mine = own.mapping
     return {key: value for key, value in way.values if key not in mine or mine[key] != value}
 
 
-def _gain(search: TuneSearch, own: Way) -> tuple[str, ...]:
+def _gain(search: TuneSearch, own: TrainingWay) -> tuple[str, ...]:
     best = search.best()
     mine = next((trial.speed for trial in search.trials if trial.way == own and trial.speed is not None), None)
     if best is None or best.speed is None or mine is None:

@@ -20,7 +20,7 @@ from zero_trial.master.search.draws import TrialDraw
 from zero_trial.master.search.searcher import Action
 from zero_trial.report.data import BestConfig, Memory, Series, Status, SweepReport, Tone, TrialReport, differing_axes
 from zero_trial.report.master_reader import RungMeasurement, bracket_histories
-from zero_trial.tune.space import Selection, Way, next_way
+from zero_trial.tune.space import Selection, TrainingWay, next_way
 from zero_trial.util.text import format_duration
 
 METRIC, UNIT = "steps_per_second", "steps"
@@ -31,9 +31,9 @@ _FEWEST = 3
 class _Picks:
     """What the searcher draws: the ways that ``pick`` returns, numbered from 1."""
 
-    def __init__(self, pick: Callable[[], Way]) -> None:
+    def __init__(self, pick: Callable[[], TrainingWay]) -> None:
         self._pick = pick
-        self.picked: list[Way] = []
+        self.picked: list[TrainingWay] = []
 
     def trial(self, space: Mapping[str, Any], hparams: Mapping[str, Any] | None = None) -> TrialDraw:
         self.picked.append(self._pick())
@@ -52,7 +52,7 @@ class TuneTrial:
     empty."""
 
     number: int
-    way: Way
+    way: TrainingWay
     speeds: dict[int, float] = field(default_factory=dict)
     why: str = ""
     seconds: float = 0.0
@@ -120,7 +120,7 @@ class TuneSearch:
     so far goes on, at least one.
     """
 
-    def __init__(self, selection: Selection, settings: SearchSettings, own: Way | None = None) -> None:
+    def __init__(self, selection: Selection, settings: SearchSettings, own: TrainingWay | None = None) -> None:
         self.warm_up = settings.warm_up
         self._selection = selection
         self._own = own if own in selection.ways else None
@@ -233,7 +233,7 @@ class TuneSearch:
             seconds=trial.seconds,
         )
 
-    def _pick(self) -> Way:
+    def _pick(self) -> TrainingWay:
         speeds = {trial.way: trial.speed for trial in self.trials}
         found = next_way(self._selection.ways, self._selection.weighed, speeds, self._own)
         # the searcher creates at most as many trials as there are ways
@@ -274,7 +274,7 @@ def _as_text(value: Mapping[str, Any]) -> str:
     return json.dumps(value, indent=2) + "\n"
 
 
-def trial_line(trial: TuneTrial, total: int, own: Way | None) -> str:
+def trial_line(trial: TuneTrial, total: int, own: TrainingWay | None) -> str:
     """Return what is printed of a trial when it is over."""
     speed = trial.speed
     said = trial.why or (f"{speed:.3g} steps/s over {max(trial.speeds)} steps" if speed is not None else "not measured")

@@ -64,7 +64,7 @@ class TuneFacts:
 
 
 @dataclass(frozen=True)
-class Way:
+class TrainingWay:
     """One way to train: the values of the keys that differ between ways.
 
     ``ladder`` names what it shares with the ways that differ from it in savers only, and ``rung``
@@ -94,7 +94,7 @@ class Way:
                 parts.append(f"{section.rpartition('.')[2] if last == 'device' else last} {value}")
         return ", ".join(parts)
 
-    def differs_in(self, other: Way) -> dict[str, float]:
+    def differs_in(self, other: TrainingWay) -> dict[str, float]:
         """Return the keys in which two ways differ, with how far: 1, or the octaves between two
         micro-batches. Accumulation follows from the micro-batch."""
         ours, theirs = self.mapping, other.mapping
@@ -108,7 +108,7 @@ class Way:
         return found
 
 
-def ways_to_train(facts: TuneFacts) -> list[Way]:
+def ways_to_train(facts: TuneFacts) -> list[TrainingWay]:
     """Return every way, ladder by ladder, the largest micro-batch of each first."""
     current = facts.current
     stages = (current[STAGE],) if STAGE in facts.keep else _STAGES
@@ -117,7 +117,7 @@ def ways_to_train(facts: TuneFacts) -> list[Way]:
     sizes = [size for size in sizes if facts.samples // size >= facts.pipe]  # fewer leave ranks idle
     if {MICRO, ACCUMULATION} & set(facts.keep):
         sizes = [current[MICRO]]
-    found: dict[tuple[tuple[str, Any], ...], Way] = {}
+    found: dict[tuple[tuple[str, Any], ...], TrainingWay] = {}
     for stage in stages:
         for more in _products(facts):
             for size in sizes:
@@ -127,18 +127,18 @@ def ways_to_train(facts: TuneFacts) -> list[Way]:
                     changes = {key: value for key, value in savers.items() if key not in facts.keep}
                     values = tuple({**base, **changes}.items())
                     rung = sum(1 for way in found.values() if way.ladder == ladder and way.micro_batch == size)
-                    found.setdefault(values, Way(values, ladder, rung))
+                    found.setdefault(values, TrainingWay(values, ladder, rung))
     return list(found.values())
 
 
-def own_way(facts: TuneFacts) -> Way:
+def own_way(facts: TuneFacts) -> TrainingWay:
     """Return the way that the ds_config names now."""
     values = {STAGE: facts.current[STAGE], MICRO: facts.current[MICRO], ACCUMULATION: facts.current[ACCUMULATION]}
     if facts.pipe > 1:
         values |= {key: facts.current[key] for key in (_SCHEDULE, _CHUNKS) if key not in facts.keep}
     values |= {key: facts.current[key] for key in facts.vary if key in facts.current}
     ladder = tuple((key, value) for key, value in values.items() if key not in (MICRO, ACCUMULATION))
-    return Way(tuple(values.items()), ladder)
+    return TrainingWay(tuple(values.items()), ladder)
 
 
 def _products(facts: TuneFacts) -> list[dict[str, Any]]:
@@ -202,19 +202,19 @@ class Margin:
 class Selection:
     """The ways that are worth a trial, and why each other one is not."""
 
-    ways: tuple[Way, ...]
-    pruned: tuple[tuple[Way, str], ...]
-    weighed: Mapping[Way, Weighed]
+    ways: tuple[TrainingWay, ...]
+    pruned: tuple[tuple[TrainingWay, str], ...]
+    weighed: Mapping[TrainingWay, Weighed]
 
 
 def select(
-    ways: Iterable[Way],
-    weigh: Callable[[Way], Weighed],
+    ways: Iterable[TrainingWay],
+    weigh: Callable[[TrainingWay], Weighed],
     margin: Margin,
     limit: int | None,
     *,
     sizes: int,
-    own: Way | None = None,
+    own: TrainingWay | None = None,
 ) -> Selection:
     """Return of each ladder and micro-batch the first way that fits, and of each ladder the
     ``sizes`` largest micro-batches that do; ``own`` in any case where it fits.
@@ -223,9 +223,9 @@ def select(
         weigh: plans a way; it is called for no more ways than are needed.
         limit: bytes of one rank; None if unknown.
     """
-    chosen: list[Way] = []
-    pruned: list[tuple[Way, str]] = []
-    weighed: dict[Way, Weighed] = {}
+    chosen: list[TrainingWay] = []
+    pruned: list[tuple[TrainingWay, str]] = []
+    weighed: dict[TrainingWay, Weighed] = {}
     fitting: dict[tuple[tuple[str, Any], ...], list[int]] = {}
     for way in ways:
         have = fitting.setdefault(way.ladder, [])
@@ -249,11 +249,11 @@ def select(
 
 
 def next_way(
-    ways: Sequence[Way],
-    weighed: Mapping[Way, Weighed],
-    speeds: Mapping[Way, float | None],
-    own: Way | None = None,
-) -> Way | None:
+    ways: Sequence[TrainingWay],
+    weighed: Mapping[TrainingWay, Weighed],
+    speeds: Mapping[TrainingWay, float | None],
+    own: TrainingWay | None = None,
+) -> TrainingWay | None:
     """Return the way to try next; None if each has been tried.
 
     The first is the ds_config's own, the second has the best estimate. From then on it is the
@@ -271,7 +271,7 @@ def next_way(
         return own
     dead = min((weighed[way].bytes for way, speed in speeds.items() if speed is None), default=None)
 
-    def risky(way: Way) -> bool:
+    def risky(way: TrainingWay) -> bool:
         return dead is not None and weighed[way].bytes >= dead
 
     alive = {way: speed for way, speed in speeds.items() if speed is not None}
@@ -283,7 +283,7 @@ def next_way(
         for key in best.differs_in(way):
             changed[key] = changed.get(key, 0) + 1
 
-    def nearness(way: Way) -> tuple[bool, float, int, float]:
+    def nearness(way: TrainingWay) -> tuple[bool, float, int, float]:
         keys = best.differs_in(way)
         return risky(way), sum(keys.values()), sum(changed.get(key, 0) for key in keys), weighed[way].seconds
 

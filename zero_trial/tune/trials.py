@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import json
-import os
 import shutil
 import time
 from collections.abc import Mapping, Sequence
@@ -30,7 +29,7 @@ from zero_trial.preflight.plan import machine_memory
 from zero_trial.runs.events import Tail, json_lines
 from zero_trial.runs.layout import RunFolder, given_run_folder, lock_run
 from zero_trial.tune.search import TuneSearch, TuneTrial
-from zero_trial.tune.space import ACCUMULATION, MICRO, STAGE, TuneFacts, Way, Weighed
+from zero_trial.tune.space import ACCUMULATION, MICRO, STAGE, TrainingWay, TuneFacts, Weighed
 from zero_trial.util.text import format_bytes
 
 _ENDLESS = 1_000_000  # batches; a trial is ended when it is measured
@@ -85,15 +84,15 @@ def _reach(config: DsConfig, key: str) -> Any:
     return found
 
 
-def changes_of(way: Way) -> dict[KeyPath, Any]:
+def changes_of(way: TrainingWay) -> dict[KeyPath, Any]:
     """Return the values of a way as changes of the experiment."""
     return dict(read_words(f"{key}={json.dumps(value)}" for key, value in way.values).changes)
 
 
-def weigh_way(request: RunRequest, way: Way, machine: PlannedMachine) -> Weighed:
+def weigh_way(request: RunRequest, way: TrainingWay, machine: PlannedMachine, env: Mapping[str, str]) -> Weighed:
     """Plan a way; what the engine refuses becomes the refusal."""
     try:
-        checked = check_run(replace(request, changes={**request.changes, **changes_of(way)}), os.environ)
+        checked = check_run(replace(request, changes={**request.changes, **changes_of(way)}), env)
         with trial_planner(checked, machine) as planner:
             found = _weighed(planner, way, checked.own.ranks)
     except (ConfigError, TrialError, DoesNotFit) as error:
@@ -102,7 +101,7 @@ def weigh_way(request: RunRequest, way: Way, machine: PlannedMachine) -> Weighed
     return found
 
 
-def _weighed(planner: Any, way: Way, ranks: int) -> Weighed:
+def _weighed(planner: Any, way: TrainingWay, ranks: int) -> Weighed:
     if not isinstance(planner, Planner):
         plan = planner.plan()
         again = _AGAIN if way.mapping.get("pipeline.activation_checkpoint_interval") else 1.0
@@ -161,7 +160,7 @@ def _offer_to_the_oom_killer() -> None:
             Path(f"/proc/{process.pid}/oom_score_adj").write_text("500", encoding="ascii")
 
 
-def run_trial(request: RunRequest, trial: TuneTrial, search: TuneSearch, folder: Path) -> None:
+def run_trial(request: RunRequest, trial: TuneTrial, search: TuneSearch, folder: Path, env: Mapping[str, str]) -> None:
     """Train a way in ``folder`` until the search has measured enough of it, or it died; the folder
     stays only if it died."""
     start = time.monotonic()
@@ -175,9 +174,7 @@ def run_trial(request: RunRequest, trial: TuneTrial, search: TuneSearch, folder:
     }
     why = ""
     try:
-        checked = check_run(
-            replace(request, changes={**request.changes, **changes_of(trial.way), **changes}), os.environ
-        )
+        checked = check_run(replace(request, changes={**request.changes, **changes_of(trial.way), **changes}), env)
         made = given_run_folder(folder).resolve()
         with lock_run(made):
             lock = begin_run(made, checked)

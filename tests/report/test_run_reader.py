@@ -119,6 +119,13 @@ def test_a_finished_run(tmp_path: Path) -> None:
     } == dict(report.facts)
     assert (report.memory.planned, report.memory.measured, report.memory.processes) == (1000, 990, (4096, 2048))
     assert report.memory.parts["optimizer"] == 600
+    earlier = [
+        {"kind": "memory", "memory_measured_peak_bytes": 995},
+        {"kind": "memory", "peak_memory_bytes": [1, 4000]},
+    ]
+    (folder / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in [*earlier, *events]))
+    memory = from_run_folder(folder).memory
+    assert (memory.measured, memory.processes) == (995, (4096, 4000)), "of the parts before it was resumed, too"
     assert [(setting.key, setting.given) for setting in report.settings] == [
         ("optimizer.type", True),
         ("bucket", False),

@@ -4,8 +4,19 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
-from zero_trial.runs.records import ErrorRecord, RankRecord, read_errors, read_ranks, write_error, write_rank
+import pytest
+
+from zero_trial.runs.records import (
+    ErrorRecord,
+    RankRecord,
+    join_memory,
+    read_errors,
+    read_ranks,
+    write_error,
+    write_rank,
+)
 
 
 def test_ranks_are_read_back_in_order(tmp_path: Path):
@@ -35,3 +46,22 @@ def test_half_written_files_are_not_seen(tmp_path: Path):
     (tmp_path / "ranks").mkdir()
     (tmp_path / "ranks" / ".rank-0.json.123").write_text('{"ra')
     assert read_ranks(tmp_path) == []
+
+
+PEAK, STATES, ERROR = "memory_measured_peak_bytes", "memory_measured_states_bytes", "memory_plan_error_percent"
+
+
+@pytest.mark.parametrize(
+    ("figures", "earlier", "joined"),
+    [
+        ({"step": 3}, [], {"step": 3}),
+        ({PEAK: 10}, [{PEAK: 30}, {PEAK: 20}], {PEAK: 30}),
+        ({PEAK: 40, STATES: 1}, [{PEAK: 30, STATES: 2}], {PEAK: 40, STATES: 2}),
+        ({}, [{PEAK: 30}], {PEAK: 30}),
+        ({PEAK: 10, "memory_planned_bytes": 18, ERROR: 80.0}, [{PEAK: 20}], {PEAK: 20, "memory_planned_bytes": 18, ERROR: -10.0}),
+        ({"peak_memory_bytes": [5, 5]}, [{"peak_memory_bytes": [4, 9, 1]}], {"peak_memory_bytes": [5, 9, 1]}),
+        ({PEAK: 10}, [{PEAK: "NaN"}, {}], {PEAK: 10}),
+    ],
+)  # fmt: skip
+def test_memory_is_that_of_all_parts_of_a_run(figures: dict[str, Any], earlier: list[Any], joined: dict[str, Any]):
+    assert join_memory(figures, earlier) == joined

@@ -60,6 +60,9 @@ def test_figures_are_kept_beside_the_users_own_metadata(tmp_path: Path) -> None:
     core.metadata = {"mine": 1}
     platform_on(core, events=events).keep({"memory_planned_bytes": 5, "error": float("nan")})
     assert core.metadata == {"mine": 1, "zero_trial": {"memory_planned_bytes": 5, "error": "NaN"}}
+    for measured in (20, 30, 10):  # three runs of one trial
+        platform_on(core, events=events).keep({"memory_measured_peak_bytes": measured})
+    assert core.metadata == {"mine": 1, "zero_trial": {"memory_measured_peak_bytes": 30}}
     assert events == []
 
 

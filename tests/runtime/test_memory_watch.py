@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -55,14 +56,15 @@ def test_the_plan_is_met_and_the_run_is_bit_equal(ranks: Pools, stage: int) -> N
         assert abs(summary["memory_plan_error_percent"]) <= 10
         assert summary["memory_planned_states_bytes"] == summary["memory_measured_states_bytes"]
         assert summary["memory_measured_peak_bytes"] > summary["memory_measured_states_bytes"]
-        (event,) = rank["events"]
+        event, measured = rank["events"]
+        assert measured == {"kind": "memory", "memory_measured_peak_bytes": summary["memory_measured_peak_bytes"]}
         assert event["kind"] == "plan" and event["stage"] == stage and event["message"].endswith("fits")
         assert summary["memory_planned_bytes"] == event["figures"]["peak"]
 
 
 def test_a_model_that_cannot_be_copied_trains_without_a_plan(ranks: Pools) -> None:
     (result,) = ranks(1).run(train, ds_config(1), True, spoil=True)
-    (event,) = result["events"]
+    event, _ = result["events"]
     assert event["kind"] == "note" and event["message"].startswith(
         "no memory plan: MaskedLanguageModel: the model cannot be copied"
     )
@@ -119,3 +121,28 @@ def test_a_pipeline_is_planned_elsewhere() -> None:
     made[0].destroy()
     (event,) = events
     assert event["message"] == "no memory plan: zero-trial plan has a pipeline's, stage by stage"
+
+
+def resumed(config: dict[str, Any], folder: str) -> dict[str, Any]:
+    """Three steps that go on from a checkpoint of four."""
+    first = zero_trial.initialize(model=build("bert_mlm"), config=config)[0]
+    for _ in range(4):
+        first.backward(first(*batch()))
+        first.step()
+    first.save_checkpoint(folder)
+    first.destroy()
+    events: list[dict[str, Any]] = []
+    watch = MemoryWatch(events.append)
+    engine = watch.around(zero_trial.initialize)(model=build("bert_mlm"), config=config)[0]
+    engine.load_checkpoint(folder)
+    for _ in range(3):
+        engine.backward(engine(*batch()))
+        engine.step()
+    watch.close()
+    engine.destroy()
+    return watch.summary()
+
+
+def test_a_run_that_goes_on_is_measured_again(ranks: Pools, tmp_path: Path) -> None:
+    (summary,) = ranks(1).run(resumed, ds_config(1), str(tmp_path))
+    assert abs(summary["memory_plan_error_percent"]) <= 10

@@ -5,11 +5,28 @@ A folder is a checkpoint when its manifest verifies; nothing in it depends on ho
 it. No pickle.
 """
 
-from zero_trial.checkpoint.background import BackgroundSaver
-from zero_trial.checkpoint.folder import latest_checkpoint, list_checkpoints
-from zero_trial.checkpoint.format import Manifest, Slice
-from zero_trial.checkpoint.reader import CheckpointReader
-from zero_trial.checkpoint.writer import Ranks, SingleRank, save_checkpoint
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from zero_trial.checkpoint.background import BackgroundSaver
+    from zero_trial.checkpoint.folder import latest_checkpoint, list_checkpoints
+    from zero_trial.checkpoint.format import Manifest, Slice
+    from zero_trial.checkpoint.reader import CheckpointReader
+    from zero_trial.checkpoint.writer import Ranks, SingleRank, save_checkpoint
+
+# Imported when they are asked for: what reads manifests and bytes only needs no torch.
+_PLACES = {
+    "BackgroundSaver": "background",
+    "CheckpointReader": "reader",
+    "Manifest": "format",
+    "Ranks": "writer",
+    "SingleRank": "writer",
+    "Slice": "format",
+    "latest_checkpoint": "folder",
+    "list_checkpoints": "folder",
+    "save_checkpoint": "writer",
+}
 
 __all__ = [
     "BackgroundSaver",
@@ -22,3 +39,9 @@ __all__ = [
     "list_checkpoints",
     "save_checkpoint",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PLACES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_PLACES[name]}"), name)

@@ -29,14 +29,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from zero_trial.checkpoint.format import Slice, seal
+from zero_trial.checkpoint.format import Slice, check_tag, seal
 from zero_trial.checkpoint.snapshot import PartOwner, Snapshot, SnapshotBuffer
 from zero_trial.checkpoint.writer import (
     DurableFiles,
     Ranks,
     agree,
     begin,
-    check_tag,
     commit,
     rank_file,
     write_file,

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from zero_trial.checkpoint.format import MANIFEST_NAME, FileRecord, Manifest
+from zero_trial.checkpoint.format import MANIFEST_NAME, REPLACED, TEMPORARY, FileRecord, Manifest, check_tag
 from zero_trial.checkpoint.reader import (
     CheckpointReader,
     Progress,
@@ -20,7 +20,6 @@ from zero_trial.checkpoint.reader import (
     read_digest,
     read_manifest,
 )
-from zero_trial.checkpoint.writer import REPLACED, TEMPORARY, check_tag
 from zero_trial.errors import CheckpointError, ConfigError
 from zero_trial.util.files import METADATA, TRIAL_STATE
 

@@ -1,4 +1,4 @@
-"""What a checkpoint consists of: dtypes, names of tensors, slices, and the manifest."""
+"""What a checkpoint consists of: dtypes, names of tensors, slices, tags, and the manifest."""
 
 from __future__ import annotations
 
@@ -10,32 +10,31 @@ from dataclasses import dataclass, field
 from enum import Enum
 from hashlib import sha256
 from math import prod
-from typing import Any, NamedTuple
-
-import torch
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from zero_trial.errors import CheckpointError
+
+if TYPE_CHECKING:
+    import torch  # reading a manifest does not take the second that its import takes
 
 # Dtypes: torch's names and those of safetensors.
 
 
-_SAFETENSORS: dict[torch.dtype, str] = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-    torch.complex64: "C64",
+_SAFETENSORS = {
+    "float64": "F64",
+    "float32": "F32",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2",
+    "int64": "I64",
+    "int32": "I32",
+    "int16": "I16",
+    "int8": "I8",
+    "uint8": "U8",
+    "bool": "BOOL",
+    "complex64": "C64",
 }
-
-_NAMES = {str(dtype).removeprefix("torch."): dtype for dtype in _SAFETENSORS}
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -46,27 +45,34 @@ def dtype_name(dtype: torch.dtype) -> str:
 def dtype_of(name: str) -> torch.dtype:
     """Return the dtype of a manifest's name. Raises CheckpointError for a name that no checkpoint
     holds."""
-    found = _NAMES.get(name)
-    if found is None:
-        raise CheckpointError("unknown dtype", got=repr(name), expected=", ".join(sorted(_NAMES)))
+    import torch
+
+    found: torch.dtype = getattr(torch, check_dtype(name))
     return found
+
+
+def check_dtype(name: str) -> str:
+    """Return the name of a dtype. Raises CheckpointError for one that no checkpoint holds."""
+    if name not in _SAFETENSORS:
+        raise CheckpointError("unknown dtype", got=repr(name), expected=", ".join(sorted(_SAFETENSORS)))
+    return name
 
 
 def safetensors_name(dtype: torch.dtype) -> str:
     """Return the name in the header of a safetensors file: ``F32``, ``BF16`` ..."""
-    found = _SAFETENSORS.get(dtype)
-    if found is None:
-        raise CheckpointError("this dtype cannot be stored", got=dtype_name(dtype), expected=", ".join(sorted(_NAMES)))
-    return found
+    name = dtype_name(dtype)
+    if name not in _SAFETENSORS:
+        raise CheckpointError("this dtype cannot be stored", got=name, expected=", ".join(sorted(_SAFETENSORS)))
+    return _SAFETENSORS[name]
 
 
 def dtype_of_safetensors(name: str) -> torch.dtype:
     """Return the dtype of a name in the header of a safetensors file. Raises ValueError for one
     that is not known."""
-    found = next((dtype for dtype, stored in _SAFETENSORS.items() if stored == name), None)
+    found = next((own for own, stored in _SAFETENSORS.items() if stored == name), None)
     if found is None:
         raise ValueError(f"dtype {name!r} is not one of {', '.join(_SAFETENSORS.values())}")
-    return found
+    return dtype_of(found)
 
 
 def safetensors_header(
@@ -204,6 +210,36 @@ def ranges(slices: Sequence[Slice]) -> dict[str, list[tuple[int, int]]]:
     return {name: sorted(found) for name, found in out.items()}
 
 
+# Tags: a checkpoint's folder, and what the folders of a save that is under way are called.
+
+
+TEMPORARY = ".tmp-"
+
+REPLACED = ".old-"
+
+LONGEST_TAG = 200  # bytes: what a file system takes, less what a temporary folder adds
+
+
+def check_tag(tag: str) -> str:
+    """Check that a tag is a plain folder name that no temporary folder has. Raises
+    CheckpointError."""
+    plain = (
+        tag not in ("", ".", "..")
+        and tag.isprintable()
+        and not any(part in tag for part in ("/", "\\", TEMPORARY, REPLACED))
+    )
+    if not plain:
+        raise CheckpointError("not a tag", where="tag", got=repr(tag), expected="a plain folder name")
+    if len(tag.encode()) > LONGEST_TAG:
+        raise CheckpointError(
+            "the tag is too long",
+            where="tag",
+            got=f"{tag[:20]!r}... of {len(tag.encode())} bytes",
+            expected=f"at most {LONGEST_TAG}",
+        )
+    return tag
+
+
 # The manifest: which file holds which elements of which tensor, and everything that is JSON.
 #
 # It depends on the writing ranks only in ``world``, which informs: a tensor is its dtype, its shape
@@ -281,7 +317,7 @@ class Manifest:
         Raises CheckpointError naming the first tensor and range where not.
         """
         for name, entry in self.tensors.items():
-            dtype_of(entry.dtype)
+            check_dtype(entry.dtype)
             check_coverage(name, entry)
             for piece in entry.pieces:
                 if piece.file not in self.files:

@@ -7,13 +7,15 @@ from dataclasses import dataclass
 from hashlib import sha256
 from itertools import groupby
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
 from safetensors import SafetensorError, safe_open
 
 from zero_trial.checkpoint.format import MANIFEST_NAME, FileRecord, Manifest, Slice, TensorEntry, dtype_of
 from zero_trial.errors import CheckpointError
+
+if TYPE_CHECKING:
+    import torch
 
 Progress = Callable[[int], object]
 """Is called with the number of bytes that were read or written since its last call."""
@@ -97,6 +99,8 @@ class CheckpointReader:
         entry = self.manifest.tensors.get(name)
         if entry is None:
             raise CheckpointError("not in the checkpoint", where=str(self.folder), got=name)
+        import torch
+
         out = torch.empty(entry.shape, dtype=dtype_of(entry.dtype), device=device)
         self.read_into([Slice.whole(name, out)])
         return out

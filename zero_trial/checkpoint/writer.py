@@ -30,11 +30,14 @@ import torch
 
 from zero_trial.checkpoint.format import (
     MANIFEST_NAME,
+    REPLACED,
+    TEMPORARY,
     FileRecord,
     Manifest,
     Slice,
     StoredPiece,
     TensorEntry,
+    check_tag,
     dtype_name,
     safetensors_header,
     same_tensor,
@@ -72,9 +75,6 @@ class SingleRank:
         return [row]
 
 
-LONGEST_TAG = 200  # bytes: what a file system takes, less what a temporary folder adds
-
-
 def save_checkpoint(
     directory: str | Path,
     tag: str,
@@ -103,26 +103,6 @@ def save_checkpoint(
     reports = ranks.gather_json(report, "checkpoint files")
     agree(ranks, "checkpoint commit", lambda: commit(folder, final, reports, step, state, world or {}, disk))
     return final
-
-
-def check_tag(tag: str) -> str:
-    """Check that a tag is a plain folder name that no temporary folder has. Raises
-    CheckpointError."""
-    plain = (
-        tag not in ("", ".", "..")
-        and tag.isprintable()
-        and not any(part in tag for part in ("/", "\\", TEMPORARY, REPLACED))
-    )
-    if not plain:
-        raise CheckpointError("not a tag", where="tag", got=repr(tag), expected="a plain folder name")
-    if len(tag.encode()) > LONGEST_TAG:
-        raise CheckpointError(
-            "the tag is too long",
-            where="tag",
-            got=f"{tag[:20]!r}... of {len(tag.encode())} bytes",
-            expected=f"at most {LONGEST_TAG}",
-        )
-    return tag
 
 
 def begin(final: Path, disk: DurableFiles) -> Path:
@@ -340,10 +320,6 @@ def _tensor_chunks(flat: torch.Tensor) -> Iterator[memoryview]:
 # ``<tag>.tmp-<host>-<pid>-<id>``. Two runs may save under one tag at once; removing the other's
 # folder while it is written would spoil its checkpoint.
 
-
-TEMPORARY = ".tmp-"
-
-REPLACED = ".old-"
 
 FORGOTTEN_SECONDS = 24 * 3600.0
 """A folder of another host, whose processes cannot be asked for, is given up when nothing was

@@ -11,12 +11,11 @@ from typing import Any
 
 import torch
 
-from zero_trial.checkpoint.format import MANIFEST_NAME, Slice
+from zero_trial.checkpoint.format import MANIFEST_NAME, Slice, check_tag
 from zero_trial.checkpoint.state_tree import encode_state
 from zero_trial.checkpoint.writer import (
     DurableFiles,
     begin,
-    check_tag,
     merge,
     publish,
     require_files,

@@ -31,7 +31,7 @@ from zero_trial.report.data import (
 from zero_trial.runs.events import read_json, read_lines
 from zero_trial.runs.layout import RunFolder
 from zero_trial.runs.provenance import read_lock
-from zero_trial.runs.records import COUNTERS, baselines, is_finite
+from zero_trial.runs.records import COUNTERS, baselines, is_finite, join_memory
 from zero_trial.schema.document import ValueSource
 from zero_trial.util.text import format_count, format_duration, format_number
 
@@ -237,6 +237,7 @@ def _facts(summary: Record, events: Sequence[Record]) -> tuple[tuple[str, str], 
 
 def _memory(summary: Record, events: Sequence[Record]) -> Memory:
     plan: Record = next((event for event in reversed(events) if event.get("kind") == "plan"), {})
+    summary = join_memory(summary, (event for event in events if event.get("kind") == "memory"))
     figures = plan.get("figures") if isinstance(plan.get("figures"), Mapping) else {}
     parts = {name: int(value) for name, value in (figures or {}).items() if is_finite(value)}
     processes = summary.get("peak_memory_bytes")

@@ -13,6 +13,7 @@ import math
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -140,6 +141,24 @@ def baselines(metric: str, summary: Mapping[str, Any]) -> dict[str, float]:
         for key, value in summary.items()
         if key.endswith(f"_{quantity}") and key not in measured and is_finite(value)
     }
+
+
+def join_memory(figures: Mapping[str, Any], earlier: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the figures of a run with the largest measured memory of it and of earlier parts of
+    the same run, which was resumed; pure.
+
+    What ranks have used is compared rank by rank. ``memory_plan_error_percent`` follows.
+    """
+    joined, peaks = dict(figures), list(figures.get("peak_memory_bytes") or ())
+    for part in earlier:
+        for name in ("memory_measured_peak_bytes", "memory_measured_states_bytes"):
+            if is_finite(part.get(name)):
+                joined[name] = max(joined.get(name) or 0, part[name])
+        peaks = [max(pair) for pair in zip_longest(peaks, part.get("peak_memory_bytes") or (), fillvalue=0)]
+    planned, measured = joined.get("memory_planned_bytes"), joined.get("memory_measured_peak_bytes")
+    if planned and measured:
+        joined["memory_plan_error_percent"] = round(100 * (planned / measured - 1), 2)
+    return {**joined, "peak_memory_bytes": peaks} if peaks else joined
 
 
 def is_finite(value: Any) -> bool:

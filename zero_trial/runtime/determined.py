@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from zero_trial.errors import CheckpointError, ConfigError
+from zero_trial.runs.records import join_memory
 from zero_trial.runtime.protocols import Distributed
 
 _EARLY_EXITS = {"INVALID_HP": "EXITED_REASON_INVALID_HP"}  # our reason -> the master's
@@ -232,14 +233,15 @@ class DeterminedPlatform(TrialFacts):
 
     def keep(self, figures: Mapping[str, Any]) -> None:
         """Write figures of the whole trial into its metadata, under ``zero_trial``, beside the
-        user's own; rank 0 only.
+        user's own; rank 0 only. Of measured memory the largest of all its runs is kept.
 
         The figures are informative, so a master that does not take them does not end the trial; the
         log says it.
         """
         try:
             kept = self.core.train.get_metadata() or {}
-            self.core.train.set_metadata({**kept, "zero_trial": reportable(figures)})
+            joined = join_memory(figures, [kept.get("zero_trial") or {}])
+            self.core.train.set_metadata({**kept, "zero_trial": reportable(joined)})
         except Exception as error:  # of every HTTP library that there is
             self.progress.emit(
                 {"kind": "note", "message": f"the master keeps no metadata ({type(error).__name__}: {error})"}

@@ -34,10 +34,10 @@ from zero_trial.errors import (
     StorageError,
     ZeroTrialError,
 )
-from zero_trial.runs.events import append_line, write_json
+from zero_trial.runs.events import append_line, read_lines, write_json
 from zero_trial.runs.layout import RunFolder, lock_run
 from zero_trial.runs.provenance import add_start
-from zero_trial.runs.records import error_record, write_error
+from zero_trial.runs.records import error_record, join_memory, write_error
 from zero_trial.runtime.local import LocalPlatform, agree_on_start
 from zero_trial.runtime.protocols import Distributed
 from zero_trial.runtime.rank import (
@@ -235,6 +235,9 @@ def finish_folder(trained: Trained, platform: LocalPlatform, repeat: str) -> Non
     """
     figures = figures_of(trained)
     if platform.distributed.rank == 0:
+        earlier = [event for event in read_lines(RunFolder(platform.run_dir).events) if event.get("kind") == "memory"]
+        platform.progress.emit({"kind": "memory", "peak_memory_bytes": figures["peak_memory_bytes"]})
+        figures = join_memory(figures, earlier)
         write_json(RunFolder(platform.run_dir).summary, {**figures, "repeat": repeat})
         platform.progress.emit(done_event(trained.outcome))
     platform.distributed.barrier()  # the summary is written before any rank ends

@@ -6,6 +6,8 @@ compare the two.
     step 2   every operation of this rank is watched, from the first forward until the optimizer has
              stepped
 
+These are the first two steps of this process: a run that was resumed is measured again.
+
 Both count bytes of live tensors at their peak. Neither changes a number or a random state of the
 run. The dry run does not see a loss that is computed outside of the model;
 ``preflight.dry_run.loss_in`` stands in for it.
@@ -27,6 +29,7 @@ from zero_trial.engine import Engine
 from zero_trial.pipeline.module import PipelineModule
 from zero_trial.preflight.blueprint import Blueprint
 from zero_trial.preflight.live_bytes import LiveBytes
+from zero_trial.runs.records import join_memory
 
 if TYPE_CHECKING:
     from zero_trial.preflight.plan import MemoryPlan
@@ -39,7 +42,8 @@ class MemoryWatch:
     engine that ``around`` makes and measured in the second step of that engine.
 
     Args:
-        emit: gets one ``plan`` event, or a ``note`` with the reason why there is no plan.
+        emit: gets one ``plan`` event, or a ``note`` with the reason why there is no plan, and one
+            ``memory`` event.
         ranks_here: ranks on this host, which share its memory.
     """
 
@@ -51,6 +55,7 @@ class MemoryWatch:
         self._blueprint: Blueprint | None = None
         self._engine: Engine | None = None
         self._live: LiveBytes | None = None
+        self._first_step: int | None = None  # the engine's count when this process began to train
         self._handles: list[Any] = []
 
     def around(self, initialize: Factory) -> Factory:
@@ -81,12 +86,13 @@ class MemoryWatch:
         if self.plan is not None:
             found["memory_planned_bytes"] = self.plan.figures.peak
             found["memory_planned_states_bytes"] = self.plan.figures.states
-        if self.measured is not None and self._engine is not None:
-            found["memory_measured_peak_bytes"] = self.measured
-            found["memory_measured_states_bytes"] = sum(self._engine.persistent_bytes().values())
-        if self.measured and self.plan is not None and self.plan.figures.peak is not None:
-            found["memory_plan_error_percent"] = round(100 * (self.plan.figures.peak / self.measured - 1), 2)
-        return found
+        return join_memory(found, [self._measurement()])
+
+    def _measurement(self) -> dict[str, int]:
+        if self.measured is None or self._engine is None:
+            return {}
+        states = sum(self._engine.persistent_bytes().values())
+        return {"memory_measured_peak_bytes": self.measured, "memory_measured_states_bytes": states}
 
     def close(self) -> None:
         """Remove all hooks. Safe at any time."""
@@ -118,7 +124,9 @@ class MemoryWatch:
         if self._blueprint is not None:
             blueprint, self._blueprint = self._blueprint, None
             self._make_plan(blueprint, engine, args, kwargs)
-        if engine.global_steps == 1 and self._live is None and self.measured is None:
+        if self._first_step is None:
+            self._first_step = engine.global_steps
+        if engine.global_steps == self._first_step + 1 and self._live is None and self.measured is None:
             self._start(engine, (args, kwargs))
 
     def _make_plan(self, blueprint: Blueprint, engine: Engine, args: Any, kwargs: Any) -> None:
@@ -161,6 +169,7 @@ class MemoryWatch:
             live, self._live = self._live, None
             live.__exit__(None, None, None)
             self.measured = live.peak
+            self._emit({"kind": "memory", "memory_measured_peak_bytes": live.peak})
 
     def _give_up(self, reason: str) -> None:
         self._blueprint = None

@@ -37,10 +37,15 @@ CUDA_CHECK = [
     for name in ("nvidia-cuda-nvrtc", "nvidia-cuda-cuobjdump", "nvidia-cuda-nvdisasm")
 ]
 
+# Label selectors of placement groups came with 2.49. Its wheel brings no torch.
+RAY = ["ray>=2.49,<3"]
+
 EXTRAS = {
     "cuda-check": CUDA_CHECK,
     # The cluster's own package; everything but the Determined platform works without it.
     "determined": ["determined==0.38.1"],
+    # The embedded master on a Ray cluster: `zero-trial master up --on ray`.
+    "ray": RAY,
     "tensorboard": ["tensorboard"],
     # Letters as images: Pillow draws them, in the fonts that come with matplotlib.
     "images": ["matplotlib", "pillow"],
@@ -60,7 +65,10 @@ EXTRAS = {
         "types-tqdm",
     ],
     # What tests/exactness and tests/stand_in train with; no CUDA wheel comes with them.
-    "libraries": ["accelerate", "bitsandbytes", "datasets", "diffusers", "lightning", "peft", "transformers", "trl"],
+    "libraries": [
+        *("accelerate", "bitsandbytes", "datasets", "diffusers", "lightning", "peft", "transformers", "trl"),
+        *RAY,  # for tests/master
+    ],
     # The documentation as a site, with the API reference made from the docstrings.
     "docs": ["mkdocs-material", "mkdocstrings[python]"],
     # Peers that benchmarks/ measures against.

@@ -21,6 +21,8 @@ ENVIRONMENT_READERS = (
     "zero_trial.ops.cpu_library",
     "zero_trial.ops.cuda_runtime",
     "zero_trial.start.",
+    "zero_trial.master.agent.node",
+    "zero_trial.master.agent.ray_driver",
 )
 
 PICKLES = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}

@@ -16,6 +16,7 @@ from tests.architecture.sources import ROOT, Module, known_names, modules, parse
 
 # Modules that no test of their room imports, and where they are tested instead.
 TESTED_ELSEWHERE: dict[str, str] = {
+    "zero_trial.master.agent.ray_driver": "a process that needs Ray: tests/master/test_clusters.py",
     "zero_trial.master.core.transaction": "every event of tests/master/core goes through it",
     "zero_trial.master.http.routes.users": "tests/master/http calls each route by its path",
 }

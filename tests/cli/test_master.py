@@ -115,6 +115,16 @@ def test_a_second_master_in_the_foreground_is_refused(shell: Shell) -> None:
 
 
 def test_what_is_wrong_is_reported_by_up_itself(shell: Shell) -> None:
+    for words in (
+        ("--on", "kubernetes"),
+        ("--on", "slurm=x"),
+        ("--on", "slurm", "--slots", "2"),
+        ("--on", "slurm", "--cpus-per-slot", "0"),
+        ("--on", "slurm", "--host", "0.0.0.0"),
+        ("--cpus-per-slot", "2"),
+        ("--host", "10.0.0.1"),
+    ):
+        assert cli.main(["master", "up", "--root", str(shell.root), *words]) == 2, words
     done = shell.run("up", "--slots", "0")
     assert done.returncode == 2 and "--slots" in done.stderr
     import socket

@@ -84,6 +84,7 @@ class Det:
 
     folder: Path
     exports: Mapping[str, str] = field(default_factory=dict)
+    options: tuple[str, ...] = ("--slots", "4", "--cpu")  # of `zero-trial master up`
 
     @property
     def root(self) -> Path:
@@ -222,7 +223,7 @@ class Det:
 
     def up(self) -> None:
         """Start the master, or find it."""
-        result = self.zero_trial("master", "up", "--slots", "4", "--cpu", "--json")
+        result = self.zero_trial("master", "up", *self.options, "--json")
         assert result.code == 0, result.text
         self.exports = json.loads(result.out)["env"]
 
@@ -261,10 +262,11 @@ def until(true: Callable[[], bool], otherwise: str) -> None:
 
 
 @contextlib.contextmanager
-def running(folder: Path) -> Iterator[Det]:
-    """A master with four slots until the block ends; then nothing of it is left."""
+def running(folder: Path, *options: str) -> Iterator[Det]:
+    """A master with four slots (or other options) until the block ends; then nothing of it is
+    left."""
     pytest.importorskip("determined")
-    det = Det(folder)
+    det = Det(folder, options=options or Det.options)
     (folder / "home").mkdir()
     det.up()
     try:

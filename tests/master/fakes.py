@@ -5,15 +5,15 @@ from __future__ import annotations
 
 import io
 import tarfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from zero_trial.master.agent.agent import AgentReports
-from zero_trial.master.agent.environment import SlotDevices, StartOrder
+from zero_trial.master.agent.environment import StartOrder
 from zero_trial.master.agent.processes import Exit
+from zero_trial.master.agent.resources import Node, Reports
 from zero_trial.master.core import Master
 from zero_trial.master.directory import MasterDirectory
 from zero_trial.master.records import Experiment, NewExperiment
@@ -33,12 +33,21 @@ class FakeAgent:
     """Remembers its orders. ``running``: allocations whose processes are there, by id, also for the
     next master."""
 
-    def __init__(self) -> None:
+    def __init__(self, *machines: Node) -> None:
+        self.machines = machines
         self.running: dict[str, StartOrder] = {}
         self.killed: list[str] = []
         self.started: list[str] = []
 
-    def begin(self, reports: AgentReports) -> None: ...
+    def nodes(self) -> tuple[Node, ...]:
+        return self.machines
+
+    def pools(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(pool for node in self.machines for pool in node.pools))
+
+    def check(self, config: Mapping[str, Any]) -> None: ...
+
+    def begin(self, reports: Reports) -> None: ...
 
     def start(self, order: StartOrder) -> None:
         if order.allocation.id not in self.running:
@@ -58,16 +67,15 @@ class Sandbox(Master):
     """A master whose trials are moved by hand; ``restart`` is a crash followed by a new master on
     the same directory."""
 
-    def __init__(self, root: Path, slots: int = 2) -> None:
+    def __init__(self, root: Path, slots: int = 2, *, nodes: Sequence[Node] = ()) -> None:
         self.directory = MasterDirectory(root)
         self.directory.prepare()
-        self.devices = SlotDevices(slots, cores=slots)
         self.clock = Clock()
-        self.agent = FakeAgent()
+        self.agent = FakeAgent(*(nodes or [Node("this-machine", slots)]))
         self.open()
 
     def open(self) -> None:
-        super().__init__(self.directory, self.devices, self.agent, clock=self.clock)
+        super().__init__(self.directory, self.agent, clock=self.clock)
         self.take_over("http://127.0.0.1:1")
 
     def restart(self) -> None:

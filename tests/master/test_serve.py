@@ -12,13 +12,15 @@ from pathlib import Path
 import pytest
 
 from zero_trial.errors import ConfigError
+from zero_trial.master.agent.agent import Agent
 from zero_trial.master.agent.environment import SlotDevices
 from zero_trial.master.directory import MasterDirectory
 from zero_trial.master.serve import ServeOptions, serve
 
 
 def wish(root: Path, port: int | None = None) -> ServeOptions:
-    return ServeOptions(MasterDirectory(root), SlotDevices(1, 1), port, dict(os.environ))
+    home = MasterDirectory(root)
+    return ServeOptions(home, lambda: Agent(home, SlotDevices(1, 1), host_env=dict(os.environ)), port)
 
 
 def once(root: Path, port: int | None = None) -> int:

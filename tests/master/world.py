@@ -12,6 +12,7 @@ import yaml
 
 from tests.master.fakes import Sandbox
 from zero_trial.master import logs
+from zero_trial.master.agent.resources import Node
 from zero_trial.master.core.accounts import digest
 from zero_trial.master.records import (
     Allocation,
@@ -47,9 +48,8 @@ class World(Sandbox):
     container-N, jobs job-N; user 1 owns both."""
 
     def __init__(self, root: Path) -> None:
-        super().__init__(root)
+        super().__init__(root, nodes=[Node("laptop", 2)])
         self.clock.now = BEGAN
-        self.state.agent_id = "laptop"
         self.accounts.put_user(User(0, "determined", admin=True, active=True, password=""))
         self.accounts.add_token(digest(USER_TOKEN), 1)
         for number, token in ((1, TASK_TOKEN), (2, OTHER_TASK_TOKEN)):

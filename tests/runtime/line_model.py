@@ -6,8 +6,9 @@ from __future__ import annotations
 from typing import Any
 
 # The hyperparameter `fault` chooses what goes wrong, on rank 1, in step `at`. `wait_at`: rank 0
-# goes on only once it was asked to stop.
+# goes on only once it was asked to stop, or the file `wait_for` is there.
 MODEL_DEF = """
+import pathlib
 import threading
 import torch
 from torch.utils.data import TensorDataset
@@ -38,7 +39,8 @@ class MyTrial(ZeroTrial):
     def train_batch(self, dataloader_iter, epoch_idx, batch_idx):
         if batch_idx == self.hparams.get("wait_at", -1) and self.rank == 0:
             print("waits", flush=True)
-            while not self.context.platform.core.preempt._watcher._should_preempt:
+            gate = pathlib.Path(self.hparams.get("wait_for", "/no such file"))
+            while not self.context.platform.core.preempt._watcher._should_preempt and not gate.exists():
                 threading.Event().wait(0.02)
         if batch_idx == self.hparams.get("at", -1) and self.rank == 1:
             if self.hparams.get("fault") == "invalid":

@@ -51,6 +51,13 @@ def test_paths_are_moved() -> None:
     ]
 
 
+def test_the_socket_of_a_launcher_is_moved_where_a_run_has_several_nodes() -> None:
+    code = "import determined.launch.torch_distributed as l; print(l.create_pid_server_cmd('a', 2)[7])"
+    for env, path in (({}, "/tmp/pid_server-a"), ({"DET_SOCKET_ROOT": "/tmp/zt-1"}, "/tmp/zt-1/tmp/pid_server-a")):
+        done = python(code, [RELOCATION], DET_RUN_ROOT="/there", **env)
+        assert done.stdout.split() == [path], done.stdout + done.stderr
+
+
 def test_without_a_root_nothing_is_moved() -> None:
     done = python("import determined._info as i; print(i.DEFAULT_CLUSTER_INFO_PATH)", [RELOCATION])
     assert done.stdout == "/run/determined/info/cluster.json\n"

@@ -38,6 +38,15 @@ def add_parser(subparsers: Any) -> None:
     )
     up.add_argument("--slots", type=int, help="number of slots (default: one per GPU, else one per core)")
     up.add_argument("--cpu", action="store_true", help="slots are processes on the CPU, even if there are GPUs")
+    up.add_argument(
+        "--on",
+        metavar="ENGINE",
+        help="run trials on the machines of a cluster: slurm, or ray[=ADDRESS] (default: on this machine)",
+    )
+    up.add_argument(
+        "--cpus-per-slot", type=int, metavar="N", help="CPUs of a slot without a GPU on a cluster (default: 1)"
+    )
+    up.add_argument("--host", help="address of this machine at which the machines of a cluster reach the master")
     up.add_argument("--foreground", action="store_true", help="serve in this process until it is interrupted")
     up.add_argument("--env", action="store_true", help='print shell exports only: eval "$(zero-trial master up --env)"')
     up.add_argument("--ready-fd", type=int, help=argparse.SUPPRESS)
@@ -73,7 +82,8 @@ def _up(options: argparse.Namespace) -> int:
 
     home = _home(options)
     # faults are reported here, not in a log
-    devices = find_devices(options.slots, os.environ, cpu=options.cpu)
+    devices = None if options.on else find_devices(options.slots, os.environ, cpu=options.cpu)
+    _check_engine(options)
     if options.foreground:
         return _serve(options, home, devices)
     fresh = not home.locked()
@@ -86,7 +96,21 @@ def _up(options: argparse.Namespace) -> int:
 
 
 def _serve(options: argparse.Namespace, home: Any, devices: Any) -> int:
+    from zero_trial.master.agent.agent import Agent
+    from zero_trial.master.agent.cluster import ClusterManager, require_reachable
+    from zero_trial.master.http.server import LOOPBACK
     from zero_trial.master.serve import ServeOptions, serve
+
+    host, env = options.host or LOOPBACK, dict(os.environ)
+
+    def manager() -> Any:
+        if not options.on:
+            return Agent(home, devices, host_env=env)
+        found = ClusterManager(
+            home, _engine(options.on, options.cpus_per_slot or 1, gpus=not options.cpu), host_env=env
+        )
+        require_reachable(host, found.nodes())
+        return found
 
     def ready() -> None:
         if options.ready_fd is not None:
@@ -95,8 +119,42 @@ def _serve(options: argparse.Namespace, home: Any, devices: Any) -> int:
         else:
             _show(options, home, True)
 
-    serve(ServeOptions(home, devices, options.port, dict(os.environ)), ready)
+    serve(ServeOptions(home, manager, options.port, host, options.on or ""), ready)
     return 0
+
+
+def _check_engine(options: argparse.Namespace) -> None:
+    """Refuse options that belong together and are apart, and engines that do not exist."""
+    if not options.on:
+        for name, value in (("--cpus-per-slot", options.cpus_per_slot), ("--host", options.host)):
+            if value is not None:
+                raise ConfigError("is for masters of a cluster", where=name, got=value, fix="Use it with --on.")
+        return
+    if options.host in ("0.0.0.0", ""):
+        raise ConfigError("must be one address, which trials use", where="--host", got=options.host)
+    if options.on.partition("=")[0] not in ("slurm", "ray") or options.on.startswith("slurm="):
+        raise ConfigError("no such engine", where="--on", got=options.on, expected="slurm, ray or ray=ADDRESS")
+    if options.slots is not None:
+        raise ConfigError(
+            "the slots of a cluster are those of its machines",
+            where="--slots",
+            fix="Leave it out; see --cpus-per-slot.",
+        )
+    if options.cpus_per_slot is not None and options.cpus_per_slot < 1:
+        raise ConfigError("must be positive", where="--cpus-per-slot", got=options.cpus_per_slot)
+
+
+def _engine(on: str, cpus: int, *, gpus: bool) -> Any:
+    """Return the engine that ``--on`` names."""
+    name, _, address = on.partition("=")
+    if name == "slurm":
+        from zero_trial.master.agent.slurm import Slurm
+
+        return Slurm(cpus=cpus, gpus=gpus, env=os.environ)
+    from zero_trial.master.agent.ray import RayEngine, require_ray
+
+    require_ray()
+    return RayEngine(address, cpus=cpus, gpus=gpus, env=os.environ)
 
 
 def _spawn(options: argparse.Namespace, home: Any) -> None:
@@ -108,9 +166,9 @@ def _spawn(options: argparse.Namespace, home: Any) -> None:
     words = [sys.executable, "-m", "zero_trial.cli.main", "master", "up", "--foreground", "--root", str(home.root)]
     words += ["--ready-fd", str(writer)]
     words += ["--cpu"] if options.cpu else []
-    for name in ("port", "slots"):
+    for name in ("port", "slots", "on", "cpus_per_slot", "host"):
         value = getattr(options, name)
-        words += [f"--{name}", str(value)] if value is not None else []
+        words += [f"--{name.replace('_', '-')}", str(value)] if value is not None else []
     output = home.root / "master.out"
     with output.open("wb") as out:
         child = subprocess.Popen(
@@ -181,7 +239,10 @@ def _show(options: argparse.Namespace, home: Any, fresh: bool) -> None:
 def _still(options: argparse.Namespace) -> str:
     """Return a remark on a master that ran before ``up``, and on the options that change nothing
     about it."""
-    given = ("--port", options.port), ("--slots", options.slots), ("--cpu", options.cpu or None)
+    given = (
+        *(("--port", options.port), ("--slots", options.slots), ("--cpu", options.cpu or None), ("--on", options.on)),
+        *(("--cpus-per-slot", options.cpus_per_slot), ("--host", options.host)),
+    )
     ignored = [name for name, value in given if value is not None]
     return " (it was running already" + (f"; {', '.join(ignored)} not applied: down first)" if ignored else ")")
 
@@ -211,6 +272,11 @@ def _down(options: argparse.Namespace) -> int:
             time.sleep(0.05)
         identity.send(signal.SIGKILL)
     left = end_all(home) if home.allocations.is_dir() else []
+    if home.state().get("on"):
+        from zero_trial.master.agent.cluster import cancel_all, left_behind
+
+        if left_behind(home):  # by a master that was killed
+            left += cancel_all(home, _engine(home.state()["on"], 1, gpus=True))
     if options.json:
         print(json.dumps({"root": str(home.root), "was_running": running, "ended_allocations": left}))
         return 0

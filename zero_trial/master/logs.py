@@ -68,9 +68,9 @@ class LogQuery:
     task_id: str = ""  # the master's own lines belong to each task of a trial
 
 
-def path_of(folder: Path, run_id: int) -> Path:
-    """Return the file of a run in the trial's folder of logs."""
-    return folder / f"{run_id:06d}.jsonl"
+def path_of(folder: Path, run_id: int, node: int = 0) -> Path:
+    """Return the file of a run in the trial's folder of logs; each of its nodes has one."""
+    return folder / (f"{run_id:06d}-{node}.jsonl" if node else f"{run_id:06d}.jsonl")
 
 
 def entry(message: str, at: float, stdtype: str = "stdout", **more: Any) -> bytes:
@@ -108,8 +108,8 @@ class Source:
     trial_id: int
     task_id: str
 
-    def names(self, run_id: int) -> RunNames:
-        """Return the ids of a run."""
+    def names(self, run_id: int, node: int = 0) -> RunNames:
+        """Return the ids of a run on one of its nodes."""
         return RunNames(self.task_id, f"{self.task_id}.{run_id}" if run_id else "")
 
 
@@ -195,8 +195,9 @@ class _Reader:
 
     def __init__(self, source: Source, path: Path) -> None:
         self._source = source
-        self._run_id = int(path.stem)
-        self._names = source.names(self._run_id)
+        run, _, node = path.stem.partition("-")
+        self._run_id = int(run)
+        self._names = source.names(self._run_id, int(node or 0))
         self._time = 0.0  # of the line before
 
     def lines(self, found: Iterable[Line]) -> Iterator[LogLine]:

@@ -43,7 +43,7 @@ class ExperimentState(str, Enum):
     @property
     def final(self) -> bool:
         """Return whether no trial of it will run again (``continue`` apart)."""
-        return self in _ENDED or self in (ExperimentState.DELETING, ExperimentState.DELETE_FAILED)
+        return self in (*_ENDED, ExperimentState.DELETING, ExperimentState.DELETE_FAILED)
 
     @property
     def stopping(self) -> bool:
@@ -302,13 +302,14 @@ class SlotInfo:
 
 @dataclass(frozen=True)
 class AgentInfo:
-    """This machine, as the one agent of the cluster."""
+    """A machine, as an agent of the cluster."""
 
     id: str
     slots: tuple[SlotInfo, ...]
     registered: float
-    resource_pool: str = "default"
+    resource_pools: tuple[str, ...] = ("default",)
     version: str = ""
+    address: str = "127.0.0.1"
 
     @property
     def enabled(self) -> bool:
@@ -357,11 +358,12 @@ class Job:
     jobs_ahead: int
     progress: float | None = None
     workspace_id: int = 1
+    pool: str = "default"
 
 
 @dataclass(frozen=True)
 class ResourcePool:
-    """The slots of this machine as Determined's resource pool."""
+    """The slots of some machines as Determined's resource pool."""
 
     name: str
     description: str
@@ -369,6 +371,7 @@ class ResourcePool:
     slots: int
     used: int
     agents: int = 1
+    default: bool = True
 
 
 @dataclass(frozen=True)
@@ -523,9 +526,7 @@ def existing(record: T | None, name: str) -> T:
 
 
 class Conflict(ServiceError):
-    """The thing exists, but its state does not allow this (409; for some requests Determined
-    answers 400, see the routes).
-    """
+    """The thing's state does not allow this (409; for some requests 400, as in Determined)."""
 
 
 class Invalid(ServiceError):

@@ -8,18 +8,17 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import zero_trial
 from zero_trial.errors import ConfigError, ZeroTrialError
-from zero_trial.master.agent.agent import Agent
-from zero_trial.master.agent.environment import SlotDevices
 from zero_trial.master.agent.processes import identify
+from zero_trial.master.agent.resources import ResourceManager
 from zero_trial.master.core import Master
 from zero_trial.master.directory import MasterDirectory
 from zero_trial.master.http import listen
-from zero_trial.master.http.server import HttpServer
+from zero_trial.master.http.server import LOOPBACK, HttpServer
 
 log = logging.getLogger(__name__)
 
@@ -29,12 +28,15 @@ _FORMAT = "%(asctime)s.%(msecs)03dZ %(levelname)s %(message)s"
 
 @dataclass(frozen=True)
 class ServeOptions:
-    """Options of one run of the master. ``port`` None: the last one, or any; 0: any."""
+    """Options of one run of the master. ``port`` None: the last one, or any; 0: any. ``host``: the
+    address of this machine on which it listens.
+    """
 
     directory: MasterDirectory
-    devices: SlotDevices
+    agent: Callable[[], ResourceManager]  # makes it once the directory is locked
     port: int | None
-    host_env: Mapping[str, str]
+    host: str = LOOPBACK
+    on: str = ""  # the engine of a cluster, for `zero-trial master down`
 
 
 def serve(options: ServeOptions, ready: Callable[[], None]) -> None:
@@ -60,7 +62,7 @@ def serve(options: ServeOptions, ready: Callable[[], None]) -> None:
     stopping = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stopping.set())
-    master = Master(directory, options.devices, Agent(directory, host_env=options.host_env))
+    master = Master(directory, options.agent())
     try:
         _serve(options, master, ready, stopping)
     finally:
@@ -74,16 +76,15 @@ def serve(options: ServeOptions, ready: Callable[[], None]) -> None:
 def _serve(options: ServeOptions, master: Master, ready: Callable[[], None], stopping: threading.Event) -> None:
     directory = options.directory
     master.accounts.ensure_local_user(directory.account)
-    with _listen(master, options.port, directory.state().get("port")) as server:
+    with _listen(master, options.host, options.port, directory.state().get("port")) as server:
         master.begin(server.url)
-        more = {"port": server.port, "url": server.url, "version": zero_trial.__version__}
+        more = {"port": server.port, "url": server.url, "version": zero_trial.__version__, "on": options.on}
         directory.write_state({**directory.state(), **more})
         log.info(
-            "zero_trial %s serves %s with %d %s slots",
+            "zero_trial %s serves %s with %s",
             zero_trial.__version__,
             server.url,
-            options.devices.count,
-            options.devices.kind,
+            "; ".join(f"{len(agent.slots)} slots of {agent.id}" for agent in master.machine.agents()) or "no machine",
         )
         ready()
         while not stopping.wait(_LOOK_SECONDS):
@@ -94,19 +95,19 @@ def _serve(options: ServeOptions, master: Master, ready: Callable[[], None], sto
         master.stop_runs()
 
 
-def _listen(master: Master, port: int | None, before: int | None) -> HttpServer:
+def _listen(master: Master, host: str, port: int | None, before: int | None) -> HttpServer:
     """Listen on the given port, or on the port before: running trials know the master by it."""
     if port is not None or before is None:
-        return listen(master, port=port or 0)
+        return listen(master, host=host, port=port or 0)
     try:
-        return listen(master, port=before)
+        return listen(master, host=host, port=before)
     except ZeroTrialError as error:
         log.warning(
             "port %d of the last master is taken (%s): runs that it started cannot report here",
             before,
             error,
         )
-        return listen(master, port=0)
+        return listen(master, host=host, port=0)
 
 
 def _log_to(directory: MasterDirectory) -> None:

@@ -36,6 +36,10 @@ _MOVED = {
 }
 """Module -> the starts of the paths in it that are moved."""
 
+_MOVED_SOCKETS = {"determined.launch.torch_distributed": ("/tmp/pid_server-",)}
+"""The same for DET_SOCKET_ROOT, a short path, of allocations with several nodes, which may be on
+one machine."""
+
 _REPEATED = ("Sending process", "failed (exitcode", "no error file defined for parent")
 """The starts of the launcher's log lines about ranks that fail."""
 
@@ -70,8 +74,9 @@ class _RelocatingLoader(SourceFileLoader):
         code = super().get_code(fullname)
         if code is None:
             return None
-        starts = _MOVED[fullname]
-        moved, found = _relocate(code, starts, os.environ["DET_RUN_ROOT"])
+        sockets = fullname in _MOVED_SOCKETS
+        starts = (_MOVED_SOCKETS if sockets else _MOVED)[fullname]
+        moved, found = _relocate(code, starts, os.environ["DET_SOCKET_ROOT" if sockets else "DET_RUN_ROOT"])
         if found != set(starts):
             missing = ", ".join(sorted(set(starts) - found))
             raise ImportError(
@@ -87,7 +92,7 @@ class _RelocatingFinder(MetaPathFinder):
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         """Return None for all other modules."""
-        if fullname not in _MOVED:
+        if fullname not in _MOVED and not (fullname in _MOVED_SOCKETS and os.environ.get("DET_SOCKET_ROOT")):
             return None
         spec = PathFinder.find_spec(fullname, path, target)
         if spec is not None and spec.origin is not None:

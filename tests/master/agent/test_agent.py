@@ -8,7 +8,7 @@ import queue
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from zero_trial.master import logs
 from zero_trial.master.agent import agent as subject
 from zero_trial.master.agent import processes
 from zero_trial.master.agent.agent import Agent, end_all, steps
-from zero_trial.master.agent.environment import MARK, StartOrder
+from zero_trial.master.agent.environment import MARK, SlotDevices, StartOrder
 from zero_trial.master.agent.processes import identify, marked
 from zero_trial.master.directory import MasterDirectory
 from zero_trial.master.log_policies import LogMatch
@@ -54,13 +54,18 @@ class Field:
     def open(self) -> Agent:
         self.agent = Agent(
             self.home,
+            SlotDevices(1, 1),
             grace=0.3,
             host_env=os.environ,
         )
         self.agent.begin(self)
         return self.agent
 
-    def on_started(self, name: str) -> None:
+    def on_nodes_changed(self) -> None: ...
+
+    def on_waiting(self, name: str, why: str) -> None: ...
+
+    def on_started(self, name: str, nodes: Sequence[str] = ()) -> None:
         self.said.put(("started", name))
 
     def on_matched(self, name: str, match: LogMatch) -> None:
@@ -83,7 +88,7 @@ class Field:
 
     def order(self, name: str, **config: Any) -> StartOrder:
         run = Allocation(name, self.number, 1, name[:-2], 1, AllocationState.STARTING, (0,), 0.0, "r", "c")
-        return StartOrder(run, config, {}, 0, 0, None, "ada", "token", "http://127.0.0.1:1", "cl", "ag")
+        return StartOrder(run, config, {}, 0, 0, None, "ada", "token", "http://127.0.0.1:1", "cl")
 
     def expect(self, *words: object) -> tuple[Any, ...]:
         said = self.said.get(timeout=60)

@@ -13,6 +13,7 @@ from zero_trial.master.core.lifecycle import (
     EarlyExit,
     Exited,
     Fail,
+    Machine,
     QueuedRun,
     RunStage,
     TrialEffect,
@@ -243,8 +244,13 @@ def wait(name: str, experiment: int = 1, slots: int = 1, priority: int = 42, max
     return QueuedRun(name, experiment, slots, priority, (experiment, int(name[1:] or 0)), max_slots)
 
 
+def one(free: list[int], enabled: int = 8) -> list[Machine]:
+    """One machine."""
+    return [Machine("m", enabled, tuple(free))]
+
+
 def placed(*queue: QueuedRun, free: list[int], used: dict[int, int] | None = None) -> dict[str, tuple[int, ...]]:
-    return assign_slots(queue, free, used or {}, usable=8)[0]
+    return assign_slots(queue, one(free), used or {})[0]
 
 
 def test_first_come_first_served_with_the_lowest_slots() -> None:
@@ -270,14 +276,14 @@ def test_a_big_one_that_is_more_urgent_is_not_starved_by_small_ones() -> None:
 
 def test_one_that_fits_no_empty_machine_holds_back_none() -> None:
     queue = [wait("t1", slots=2, priority=1), wait("t2")]
-    made, waiting = assign_slots(queue, [0], {}, usable=1)
+    made, waiting = assign_slots(queue, one([0], 1), {})
     assert made == {"t2": (0,)} and list(waiting) == ["t1"]
-    assert assign_slots([wait("t3", slots=0)], [], {}, usable=0)[0] == {}
+    assert assign_slots([wait("t3", slots=0)], one([], 0), {})[0] == {}
 
 
 def test_each_run_that_waits_has_its_reason() -> None:
     queue = [wait("t1", 1, slots=2), wait("t2", 2, max_slots=0), wait("t3", 3, slots=9), wait("t4", 4, priority=50)]
-    made, waiting = assign_slots(queue, [0], {}, usable=8)
+    made, waiting = assign_slots(queue, one([0]), {})
     words = {
         name: next(word for word in ("free", "max_slots", "enabled", "priority") if word in why)
         for name, why in waiting.items()
@@ -316,7 +322,7 @@ QUEUES = st.lists(
 
 @given(queue=QUEUES, free=st.sets(st.integers(0, 7)))
 def test_nothing_is_given_out_twice_and_no_limit_is_passed(queue: list[QueuedRun], free: set[int]) -> None:
-    made, waiting = assign_slots(queue, sorted(free), {}, usable=8)
+    made, waiting = assign_slots(queue, one(sorted(free)), {})
     assert made.keys() | waiting.keys() == {item.allocation_id for item in queue} and not made.keys() & waiting.keys()
     given_out = [slot for slots in made.values() for slot in slots]
     assert len(given_out) == len(set(given_out)) and set(given_out) <= free

@@ -53,7 +53,7 @@ class Live:
         import os
 
         env = {**os.environ, "SECRET_OF_THE_MASTER": "leaked"}
-        self.master = Master(self.home, SlotDevices(4, cores=4), Agent(self.home, host_env=env, grace=1.0))
+        self.master = Master(self.home, Agent(self.home, SlotDevices(4, cores=4), host_env=env, grace=1.0))
         self.server = listen(self.master)
         self.master.begin(self.server.url)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.master.fakes import Sandbox
-from zero_trial.master.agent.environment import SlotDevices
+from zero_trial.master.agent.resources import Node
 from zero_trial.master.logs import LogQuery
 from zero_trial.master.records import NotFound
 
@@ -29,13 +29,11 @@ def test_slots_and_their_holders(master: Sandbox) -> None:
 
 
 def test_gpus_by_name(master: Sandbox) -> None:
-    master.state.devices = SlotDevices(2, 8, ("4", "GPU-a"))
+    master.agent.machines = (Node("this-machine", 2, kind="cuda", gpus=("4", "GPU-a")),)
     assert [(slot.device_type, slot.name) for slot in master.machine.slots()] == [
         ("cuda", "GPU 4"),
         ("cuda", "GPU GPU-a"),
     ]
-    master.create()
-    assert master.run_of(1).visible_devices == "4"
 
 
 def test_a_disabled_slot_is_not_given_out(master: Sandbox) -> None:
@@ -72,7 +70,7 @@ def test_an_agent_with_one_slot_ends_runs_without_slots_too(tmp_path: Path) -> N
     master.create(resources={"slots_per_trial": 0})
     master.machine.set_slot_enabled(0, False)
     assert master.agent.killed == []
-    master.machine.set_agent_enabled(False)
+    master.machine.set_agent_enabled("this-machine", False)
     assert master.agent.killed == [master.run_of(1).allocation.id]
     master.close()
 
@@ -80,14 +78,16 @@ def test_an_agent_with_one_slot_ends_runs_without_slots_too(tmp_path: Path) -> N
 def test_an_agent_that_is_disabled_ends_and_starts_nothing(master: Sandbox) -> None:
     master.create()
     master.create(resources={"slots_per_trial": 0})
-    agent = master.machine.set_agent_enabled(False)
+    agent = master.machine.set_agent_enabled("this-machine", False)
     assert (agent.enabled, agent.draining, len(master.agent.killed)) == (False, False, 2)
     for trial_id in (1, 2):
         master.exit(trial_id, code=137)
     master.create(resources={"slots_per_trial": 0})
     assert master.runs() == []
-    assert master.machine.set_agent_enabled(True).enabled and len(master.runs()) == 3
-    assert master.machine.set_agent_enabled(False, drain=True).draining and len(master.agent.killed) == 2
+    assert master.machine.set_agent_enabled("this-machine", True).enabled and len(master.runs()) == 3
+    assert (
+        master.machine.set_agent_enabled("this-machine", False, drain=True).draining and len(master.agent.killed) == 2
+    )
 
 
 def test_a_job_that_waits_does_not_block_the_others_and_says_why(master: Sandbox) -> None:

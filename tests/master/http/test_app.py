@@ -484,6 +484,7 @@ OF_EXPERIMENTS = {
     },
 }
 BODIES: dict[str, Any] = {
+    "POST /api/v1/allocations/{allocationId}/all_gather": {"requestUuid": "a", "numPeers": 1, "data": {"rank": 0}},
     "POST /api/v1/runs": SEARCH,
     "POST /api/v1/experiments-search": SEARCH,
     **{

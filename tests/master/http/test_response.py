@@ -209,7 +209,7 @@ def test_every_state_of_an_allocation_is_one_that_clients_know(state: Allocation
 def test_a_queued_allocation_has_no_resources(world: World) -> None:
     task = replace(world.tasks.task("task-1"), resources={"slots_per_trial": 2})
     queued = replace(allocation(1, 1), state=AllocationState.QUEUED, slots=())
-    found = bindings.v1AllocationSummary.from_json(allocation_summary_json(task, queued, "laptop", "default"))
+    found = bindings.v1AllocationSummary.from_json(allocation_summary_json(task, queued, ["laptop"]))
     assert (found.resources, found.slotsNeeded) == ([], 2)
 
 

@@ -96,7 +96,7 @@ def test_the_one_pool(user: Any) -> None:
     ):
         with pytest.raises(errors.NotFoundException):
             asked()
-    with pytest.raises(errors.APIException, match="default resource pool default cannot be bound to any workspace"):
+    with pytest.raises(errors.APIException, match="cannot be bound to any workspace"):
         client.ResourcePool(user, "default").add_bindings(["Uncategorized"])
 
 

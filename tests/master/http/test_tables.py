@@ -153,7 +153,7 @@ def test_reports_of_an_older_release_are_summarized_when_the_master_starts(world
         expected = world.trials.get(1).summary_metrics
         connection.execute("DELETE FROM summaries")
     assert world.trials.get(1).summary_metrics == {}
-    again = MasterState(world.state.directory, world.state.devices, world.agent)
+    again = MasterState(world.state.directory, world.agent)
     again.database.close()
     assert world.trials.get(1).summary_metrics == expected != {}
 

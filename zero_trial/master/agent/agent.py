@@ -18,58 +18,26 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import zero_trial
 from zero_trial.errors import ZeroTrialError
 from zero_trial.master import log_policies, logs
 from zero_trial.master.agent import processes, storage
-from zero_trial.master.agent.environment import MARK, Ports, StartOrder, environment, free_ports
+from zero_trial.master.agent.environment import MARK, Ports, SlotDevices, StartOrder, environment, free_ports
+from zero_trial.master.agent.resources import POOL, Node, Reports
 from zero_trial.master.directory import MasterDirectory
-from zero_trial.master.log_policies import LogMatch
 
 log = logging.getLogger(__name__)
 
+THIS_MACHINE = "this-machine"  # the name of the only node
+SUBMITTED = "submitted.json"  # in the folder of an allocation whose processes are a cluster's
 GRACE_SECONDS = 10.0  # between SIGTERM and SIGKILL of a trial's processes
 WATCH_SECONDS = 0.1
 _STUCK_SECONDS = 15.0  # after the grace, until a supervisor that does not end is killed itself
 _KILLED = 128 + signal.SIGKILL
-
-
-class AgentReports(Protocol):
-    """Takes what an agent reports, from any thread."""
-
-    def on_started(self, allocation_id: str) -> None:
-        """Record that the processes of an allocation run. Called once for each allocation."""
-
-    def on_matched(self, allocation_id: str, match: LogMatch) -> None:
-        """Record that a log policy has matched. Called again for the same after a restart."""
-
-    def on_exited(self, allocation_id: str, ended: processes.Exit) -> None:
-        """Record that the processes of an allocation have ended. Called once, after the others."""
-
-
-class AgentApi(Protocol):
-    """Starts, watches and ends allocations; tests have one without processes."""
-
-    def begin(self, reports: AgentReports) -> None:
-        """Begin to work."""
-
-    def start(self, order: StartOrder) -> None:
-        """Start an allocation, later. Nothing happens if an earlier master has started it."""
-
-    def kill(self, allocation_id: str) -> None:
-        """End all processes of an allocation, later."""
-
-    def adopt(self, allocation_id: str) -> bool:
-        """Watch an allocation if an earlier master has started it; return whether it has. The
-        allocation may have ended while no master ran.
-        """
-
-    def close(self) -> None:
-        """Stop watching; what runs goes on."""
 
 
 @dataclass
@@ -88,12 +56,14 @@ class Agent:
     def __init__(
         self,
         directory: MasterDirectory,
+        devices: SlotDevices,
         *,
         python: str = sys.executable,
         grace: float = GRACE_SECONDS,
         host_env: Mapping[str, str],
     ) -> None:
         self._directory = directory
+        self._devices = devices
         self._python = python
         self._grace = grace
         self._host_env = host_env
@@ -103,7 +73,16 @@ class Agent:
         self._closed = threading.Event()
         self._threads: list[threading.Thread] = []
 
-    def begin(self, reports: AgentReports) -> None:
+    def nodes(self) -> tuple[Node, ...]:
+        return (Node(THIS_MACHINE, self._devices.count, kind=self._devices.kind, gpus=self._devices.gpus),)
+
+    def pools(self) -> tuple[str, ...]:
+        return (POOL,)
+
+    def check(self, config: Mapping[str, Any]) -> None:
+        """Refuse nothing."""
+
+    def begin(self, reports: Reports) -> None:
         self._threads = [
             threading.Thread(target=self._do_work, name="agent-work", daemon=True),
             threading.Thread(target=self._watch, args=(reports,), name="agent-watch", daemon=True),
@@ -163,7 +142,13 @@ class Agent:
             avoid = {port for other in self._watched.values() if other.ports for port in other.ports.taken()}
         ports = free_ports(avoid)
         host = {**self._host_env, "TMPDIR": str(storage.make_scratch(folder, self._host_env))}
-        env = environment(order, ports, run_root, host, self._python)
+        here = replace(
+            order,
+            agent_id=THIS_MACHINE,
+            visible_devices=self._devices.visible(order.allocation.slots),
+            threads=self._devices.threads,
+        )
+        env = environment(here, ports, run_root, host, self._python)
         output = logs.path_of(self._directory.trial_logs(order.allocation.trial_id), order.allocation.run_id)
         policies = [asdict(policy) for policy in log_policies.policies_of(order.config)]
         run = {
@@ -206,7 +191,7 @@ class Agent:
             if watched is not None and watched.kill_after is None:
                 watched.kill_after = time.monotonic() + self._grace + _STUCK_SECONDS
 
-    def _watch(self, reports: AgentReports) -> None:
+    def _watch(self, reports: Reports) -> None:
         started: set[str] = set()
         reported: set[str] = set()  # faults, each once: they come again with every look
         while not self._closed.wait(WATCH_SECONDS):
@@ -222,7 +207,7 @@ class Agent:
                         reported.add(fault)
                         log.error("%s", fault)
 
-    def _look(self, name: str, entry: _Watched, started: set[str], reports: AgentReports) -> None:
+    def _look(self, name: str, entry: _Watched, started: set[str], reports: Reports) -> None:
         folder = self._directory.allocation(name)
         if entry.child is not None:
             entry.child.poll()  # collects it
@@ -271,15 +256,19 @@ class Agent:
         return None
 
 
-def steps(has_hook: bool) -> list[str]:
+def steps(has_hook: bool, *, rendezvous: bool = True) -> list[str]:
     """Return the command of a trial: what a container of Determined does, as one shell.
 
-    It gets the context directory, runs the user's hook, waits for the other ranks and launches.
-    Without a hook the two preparations are one process, which saves a second.
+    It gets the context directory, runs the user's hook, waits for the other containers and
+    launches. Without a hook the two preparations are one process, which saves a second. Without
+    ``rendezvous`` the containers have met before.
     """
     prepare = "python3 -m determined.exec.prep_container"
     first = f"{prepare} --download_context_directory --resources --proxy"
-    if has_hook:
+    if not rendezvous:
+        hook = ". ./startup-hook.sh; " if has_hook else ""
+        script = f"set -e; {first}; {hook}exec python3 -m determined.exec.launch"
+    elif has_hook:
         script = f"set -e; {first}; . ./startup-hook.sh; {prepare} --rendezvous; exec python3 -m determined.exec.launch"
     else:
         script = f"set -e; {first} --rendezvous; exec python3 -m determined.exec.launch"
@@ -299,7 +288,7 @@ def end_all(directory: MasterDirectory, *, seconds: float = 60.0) -> list[str]:
     owners = {
         path.name: processes.lease_owner(path)
         for path in directory.allocations.glob("*")
-        if processes.exit_of(path) is None
+        if processes.exit_of(path) is None and not (path / SUBMITTED).exists()  # a cluster's
     }
     alive = {name: identity for name, identity in owners.items() if identity is not None and identity.alive}
     for identity in alive.values():

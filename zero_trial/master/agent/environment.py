@@ -97,7 +97,9 @@ class StartOrder:
     token: str
     master_url: str
     cluster_id: str
-    agent_id: str
+    agent_id: str = ""  # the name of its node
+    nodes: int = 1
+    avoid: tuple[str, ...] = ()  # machines of which no slot is enabled
     visible_devices: str = ""  # CUDA_VISIBLE_DEVICES
     threads: int = 1  # OMP_NUM_THREADS
     has_hook: bool = False  # the context directory has a startup-hook.sh

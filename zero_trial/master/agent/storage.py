@@ -147,12 +147,17 @@ def make_scratch(folder: Path, host: Mapping[str, str]) -> Path:
     return made
 
 
-def remove_scratch(folder: Path) -> None:
-    """Remove the allocation's directory and files in /tmp; no effect if they are gone already."""
+def remove_scratch(folder: Path, allocation_id: str | None = None) -> None:
+    """Remove the allocation's directory and files in /tmp; no effect if they are gone already.
+
+    Args:
+        allocation_id: the folder's name unless it is that of one node.
+    """
+    name = allocation_id or folder.name
     link = folder / _SCRATCH_LINK
     if link.is_symlink():
         shutil.rmtree(os.readlink(link), ignore_errors=True)
         link.unlink(missing_ok=True)
-    for path in _SHARED_TMP.glob(f"tensorboard-{folder.name}-*"):
+    for path in _SHARED_TMP.glob(f"tensorboard-{name}-*"):
         shutil.rmtree(path, ignore_errors=True)
-    (_SHARED_TMP / f"pid_server-{folder.name}").unlink(missing_ok=True)
+    (_SHARED_TMP / f"pid_server-{name}").unlink(missing_ok=True)

@@ -14,6 +14,7 @@ from zero_trial.experiment.defaults import ClusterDefaults, merge
 from zero_trial.experiment.rules import CompletedConfig, InvalidExperiment, complete
 from zero_trial.master.agent import storage
 from zero_trial.master.agent.environment import LARGEST, size_of_config
+from zero_trial.master.agent.resources import shape
 from zero_trial.master.core import lifecycle
 from zero_trial.master.core.checkpoints import begin_deletion, check_source, needed, require_ended, superfluous
 from zero_trial.master.core.context_archive import check_model, read_context
@@ -43,7 +44,6 @@ from zero_trial.master.search import Create, PlannedTrials, build
 from zero_trial.master.store import checkpoints, experiments, trials, workspaces
 from zero_trial.schema.yaml_source import read_yaml
 
-POOL = "default"
 _NAME_BYTES = 4
 _GC_KEYS = ("save_experiment_best", "save_trial_best", "save_trial_latest")
 
@@ -73,7 +73,7 @@ class ExperimentService:
         self._check_sources(new, done.config)
         check_model(done.config, new.context)
         context = read_context(new.context)
-        draft = self._draft(new, _placed(done.config), project)
+        draft = self._draft(new, self._placed(done.config), project)
         if new.validate_only:
             return Created(draft, done.config, warnings)
         with transaction(self._state) as tx:
@@ -94,7 +94,7 @@ class ExperimentService:
         stand_in = {**written, "entrypoint": entrypoint or "none"}
         done, project = self._complete_in_place(stand_in, template, new.project_id)
         config = {**done.config, "entrypoint": entrypoint}
-        warnings = (*done.warnings, *_check_here(config))
+        warnings = (*done.warnings, *self._check_here(config))
         draft = replace(
             self._draft(new, config, project), state=ExperimentState.PAUSED, unmanaged=True, external_id=new.external_id
         )
@@ -148,19 +148,56 @@ class ExperimentService:
         except ConfigError as error:
             raise Invalid(str(error)) from error
 
+    def _check_here(self, config: Mapping[str, Any]) -> list[str]:
+        """Refuse what no experiment here may have, unmanaged ones included; warn of what is done
+        differently."""
+        _check_size(config)
+        _check_name(config)
+        self._pool_of(config)
+        if storage.base_of(config) is None:
+            kind = (config.get("checkpoint_storage") or {}).get("type")
+            return [f"checkpoints in storage of type {kind} are not garbage-collected by this master"]
+        return []
+
+    def _pool_of(self, config: Mapping[str, Any]) -> str:
+        """Return the resource pool of an experiment. Raises Invalid if it does not exist."""
+        pools = self._state.agent.pools()
+        pool = str(config["resources"]["resource_pool"] or pools[0])
+        if pool not in pools:
+            raise Invalid(
+                "there is no such resource pool", where="resources.resource_pool", got=pool, expected=", ".join(pools)
+            )
+        return pool
+
+    def _placed(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the config with the pool in which the experiment runs: a cluster fills it in when
+        it starts the experiment."""
+        return {**config, "resources": {**config["resources"], "resource_pool": self._pool_of(config)}}
+
     def _check_machine(self, config: Mapping[str, Any]) -> list[str]:
         """Refuse what can never run here; warn of what runs differently."""
-        warnings = _check_here(config)
+        warnings = self._check_here(config)
         resources = config.get("resources") or {}
-        wanted, there = resources.get("slots_per_trial"), self._state.devices.count
-        if wanted is not None and wanted > there:
+        wanted, pool = resources.get("slots_per_trial"), self._pool_of(config)
+        sizes = [node.slots for node in self._state.agent.nodes() if pool in node.pools]
+        if wanted is not None and shape(wanted, sizes) is None:
+            several = len(sizes) > 1
             raise Invalid(
-                "the experiment needs more slots than this machine has",
+                f"no machines of the pool {pool} have so many slots, in equal parts"
+                if several
+                else "the experiment needs more slots than this machine has",
                 where="resources.slots_per_trial",
                 got=wanted,
-                expected=f"at most {there}",
-                fix="Ask for fewer, or start the master with more: zero-trial master up --slots N.",
+                expected=f"at most {sum(sizes)}",
+                fix="Ask for fewer, or for as many on each machine; the slots of the machines are "
+                + ", ".join(map(str, sizes))
+                if several
+                else "Ask for fewer, or start the master with more: zero-trial master up --slots N.",
             )
+        try:
+            self._state.agent.check(config)
+        except ConfigError as error:
+            raise Invalid(str(error)) from error
         limit = resources.get("max_slots")
         if limit is not None and wanted is not None and limit < wanted:
             raise Invalid(
@@ -368,7 +405,7 @@ class ExperimentService:
                 raise Conflict(
                     f"all trials of experiment {experiment_id} are COMPLETED", fix="Create a new experiment."
                 )
-            self._revive(tx, experiment_id, _placed(done.config))
+            self._revive(tx, experiment_id, self._placed(done.config))
             warnings = _partial_searcher(override)
             for warning in warnings if known else ():  # its runs may have been deleted
                 tx.note(known[0].id, "WARNING", warning)
@@ -433,18 +470,6 @@ def _patched(config: Mapping[str, Any], patch: ExperimentPatch) -> dict[str, Any
     return merged
 
 
-def _check_here(config: Mapping[str, Any]) -> list[str]:
-    """Refuse what no experiment here may have, unmanaged ones included; warn of what is done
-    differently."""
-    _check_size(config)
-    _check_name(config)
-    _check_pool(config)
-    if storage.base_of(config) is None:
-        kind = (config.get("checkpoint_storage") or {}).get("type")
-        return [f"checkpoints in storage of type {kind} are not garbage-collected by this master"]
-    return []
-
-
 def _check_size(config: Mapping[str, Any]) -> None:
     """Raise Invalid for a configuration that does not fit into the one environment variable in
     which a trial gets it.
@@ -460,19 +485,6 @@ def _check_size(config: Mapping[str, Any]) -> None:
             expected=f"at most {LARGEST}",
             fix="Put what is large into a file of the model definition, and name the file under data:.",
         )
-
-
-def _placed(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the config with the pool in which the experiment runs: a cluster fills it in when it
-    starts the experiment."""
-    return {**config, "resources": {**config["resources"], "resource_pool": POOL}}
-
-
-def _check_pool(config: Mapping[str, Any]) -> None:
-    """Refuse a pool that does not exist."""
-    pool = config["resources"]["resource_pool"]
-    if pool not in ("", POOL):
-        raise Invalid("there is no such resource pool", where="resources.resource_pool", got=pool, expected=POOL)
 
 
 def _check_name(config: Mapping[str, Any]) -> None:

@@ -27,6 +27,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any, TypeAlias
 
+from zero_trial.master.agent.resources import POOL, fit, shape
 from zero_trial.master.records import Allocation, ExperimentState, TrialState
 from zero_trial.master.search.searcher import ExitReason
 
@@ -332,6 +333,8 @@ class QueuedRun:
     priority: int
     order: tuple[float, ...]
     max_slots: int | None = None
+    pool: str = POOL
+    single: bool = False  # it must not be spread over machines
 
     @classmethod
     def of(cls, run: Allocation, resources: Mapping[str, Any]) -> QueuedRun:
@@ -344,6 +347,8 @@ class QueuedRun:
             priority=42 if priority is None else int(priority),
             order=(run.experiment_id, run.trial_id),
             max_slots=resources.get("max_slots"),
+            pool=resources.get("resource_pool") or POOL,
+            single=bool(resources.get("is_single_node")),
         )
 
 
@@ -352,42 +357,57 @@ def queue_order(queue: Iterable[QueuedRun]) -> list[QueuedRun]:
     return sorted(queue, key=lambda item: (item.priority, item.order))
 
 
+@dataclass(frozen=True)
+class Machine:
+    """The slots of a machine: how many are enabled, and the numbers of those that are also free."""
+
+    name: str
+    enabled: int
+    free: tuple[int, ...]
+    pools: tuple[str, ...] = (POOL,)
+
+
 def assign_slots(
-    queue: Iterable[QueuedRun], free: Sequence[int], used: Mapping[int, int], *, usable: int
+    queue: Iterable[QueuedRun], machines: Sequence[Machine], used: Mapping[int, int]
 ) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:
     """Return the slots that can be assigned now, lowest numbers first and all or none, and why each
     other run waits; both by allocation.
 
     No running allocation is preempted. Runs of one priority go past one that does not fit. Those of
-    a less urgent priority do not, so that a large run which is urgent gets the slots as they become
-    free; but a run that does not fit an empty machine, because slots are disabled, and one whose
-    experiment has used up its ``max_slots`` hold back none.
+    a less urgent priority do not, so that a large run which is urgent gets the slots of its pool as
+    they become free; but a run that does not fit empty machines, because slots are disabled, and
+    one whose experiment has used up its ``max_slots`` hold back none.
 
     Args:
-        free: slot numbers.
         used: number of slots that each experiment holds, by experiment id.
-        usable: number of slots that are enabled, free or not.
     """
-    left = sorted(free)
+    left = {machine.name: machine.free for machine in machines}
     held = Counter(used)
     placed: dict[str, tuple[int, ...]] = {}
     waiting: dict[str, str] = {}
-    reserved: int | None = None  # the priority of a run that gets the next free slots
+    reserved: dict[str, int] = {}  # by pool: the priority of a run that gets the next free slots
     for item in queue_order(queue):
-        if item.slots > usable or not usable:
-            waiting[item.allocation_id] = f"it needs {_slots(item.slots)}; enabled here: {usable}"
+        pool = [machine for machine in machines if item.pool in machine.pools and machine.enabled]
+        usable = sum(machine.enabled for machine in pool)
+        parts = shape(item.slots, [machine.enabled for machine in pool])
+        if item.single and parts is not None and parts[0] > 1:
+            parts = None
+        before = reserved.get(item.pool, item.priority)
+        if parts is None:
+            apart = ", which machines here cannot give in equal parts" if item.slots <= usable else ""
+            waiting[item.allocation_id] = f"it needs {_slots(item.slots)}; enabled here: {usable}{apart}"
         elif item.slots == 0:
             placed[item.allocation_id] = ()
         elif item.max_slots is not None and held[item.experiment_id] + item.slots > item.max_slots:
             waiting[item.allocation_id] = f"its experiment has used up its max_slots, {item.max_slots}"
-        elif reserved is not None and item.priority > reserved:
-            waiting[item.allocation_id] = f"a run of priority {reserved} goes before its own, {item.priority}"
-        elif item.slots > len(left):
-            reserved = item.priority if reserved is None else reserved
+        elif item.priority > before:
+            waiting[item.allocation_id] = f"a run of priority {before} goes before its own, {item.priority}"
+        elif (found := fit(*parts, [left[machine.name] for machine in pool])) is None:
+            reserved.setdefault(item.pool, item.priority)
             waiting[item.allocation_id] = f"it needs {_slots(item.slots)}, more than are free"
         else:
-            placed[item.allocation_id] = tuple(left[: item.slots])
-            left = left[item.slots :]
+            placed[item.allocation_id] = found
+            left = {name: tuple(slot for slot in free if slot not in found) for name, free in left.items()}
             held[item.experiment_id] += item.slots
     return placed, waiting
 

@@ -15,14 +15,13 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 from zero_trial.master import log_policies
-from zero_trial.master.agent.agent import AgentApi
-from zero_trial.master.agent.environment import SlotDevices
 from zero_trial.master.agent.processes import Exit
+from zero_trial.master.agent.resources import POOL, Node, ResourceManager, moved
 from zero_trial.master.core import lifecycle
 from zero_trial.master.core.accounts import AccountService
 from zero_trial.master.core.bulk import BulkService
 from zero_trial.master.core.checkpoints import CheckpointService, GarbageCollector
-from zero_trial.master.core.experiments import POOL, ExperimentService
+from zero_trial.master.core.experiments import ExperimentService
 from zero_trial.master.core.lifecycle import QueuedRun, queue_order
 from zero_trial.master.core.registry import RegistryService
 from zero_trial.master.core.state import MasterState
@@ -75,27 +74,32 @@ class MachineService:
         self.log_file = state.directory.log
 
     def slots(self) -> list[SlotInfo]:
-        """List all slots."""
-        devices = self._state.devices
+        """List all slots of the machines that are up."""
+        return [slot for agent in self.agents() for slot in agent.slots]
+
+    def agents(self) -> list[AgentInfo]:
+        """Return the machines that are up as agents."""
         with self._state.database.reading() as connection:
             holders = {slot: run.id for run in trials.allocations(connection) for slot in run.slots}
             off = accounts.disabled_slots(connection)
         return [
-            SlotInfo(
-                number=number,
-                device_type=devices.kind,
-                name=f"GPU {devices.gpus[number]}" if devices.gpus else f"CPU process {number}",
-                uuid=f"{devices.kind}-{number}",
-                allocation_id=holders.get(number),
-                enabled=number not in off,
-                draining=off.get(number, False),
+            AgentInfo(
+                node.name,
+                tuple(_slot(node, number, holders.get(number), off) for number in node.numbers),
+                self._state.began,
+                node.pools,
+                self._state.info.version,
+                node.address,
             )
-            for number in range(devices.count)
+            for node in self._up()
         ]
 
-    def agents(self) -> list[AgentInfo]:
-        """Return this machine as the only agent."""
-        return [AgentInfo(self._state.agent_id, tuple(self.slots()), self._state.began, POOL, self._state.info.version)]
+    def nodes_of(self, run: Allocation) -> list[str]:
+        """Return the names of the machines on which a run has its slots."""
+        return [node.name for node in self._state.nodes_of(run.slots)]
+
+    def _up(self) -> list[Node]:
+        return [node for node in self._state.agent.nodes() if node.up]
 
     def set_slot_enabled(self, number: int, enabled: bool, *, drain: bool = False) -> SlotInfo:
         """Let a slot be assigned, or no longer.
@@ -103,15 +107,21 @@ class MachineService:
         The run that holds a disabled slot is ended, and goes on from its last checkpoint once it is
         placed again; with ``drain`` it keeps the slot to its end. Raises NotFound.
         """
-        if not 0 <= number < self._state.devices.count:
+        if not any(number in node.numbers for node in self._up()):
             raise NotFound(f"slot {number} not found")
         self._set_enabled({number}, enabled, drain, "slot disabled")
-        return self.slots()[number]
+        return next(slot for slot in self.slots() if slot.number == number)
 
-    def set_agent_enabled(self, enabled: bool, *, drain: bool = False) -> AgentInfo:
-        """Do the same to all slots, and to the runs that hold none."""
-        self._set_enabled(set(range(self._state.devices.count)), enabled, drain, "agent disabled", slotless=True)
-        return self.agents()[0]
+    def set_agent_enabled(self, name: str, enabled: bool, *, drain: bool = False) -> AgentInfo:
+        """Do the same to all slots of a machine, and to the runs that hold none if it is the only
+        one. Raises NotFound.
+        """
+        node = next((node for node in self._up() if node.name == name), None)
+        if node is None:
+            raise NotFound(f"agent {name[:60]!r} not found")
+        alone = len(self._up()) == 1
+        self._set_enabled(set(node.numbers), enabled, drain, "agent disabled", slotless=alone)
+        return next(agent for agent in self.agents() if agent.id == name)
 
     def _set_enabled(self, numbers: set[int], enabled: bool, drain: bool, why: str, *, slotless: bool = False) -> None:
         with transaction(self._state) as tx:
@@ -159,10 +169,31 @@ class MachineService:
         return _job(found, own, _order(runs, configs), places[found.project_id])
 
     def resource_pools(self) -> list[ResourcePool]:
-        """Return the only pool."""
-        slots = self.slots()
-        used = sum(slot.allocation_id is not None for slot in slots)
-        return [ResourcePool(POOL, "the slots of this machine", self._state.devices.kind, len(slots), used)]
+        """Return the pools, the default first."""
+        agents, names = self.agents(), self._state.agent.pools()
+        members = {name: [agent for agent in agents if name in agent.resource_pools] for name in names}
+        found = []
+        for name, its in members.items():
+            slots = [slot for agent in its for slot in agent.slots]
+            used = sum(slot.allocation_id is not None for slot in slots)
+            what = "the slots of this machine" if names == (POOL,) and len(its) == 1 else f"{len(its)} machines"
+            kind = slots[0].device_type if slots else "cpu"
+            found.append(ResourcePool(name, what, kind, len(slots), used, len(its), name == names[0]))
+        return found
+
+
+def _slot(node: Node, number: int, holder: str | None, off: Mapping[int, bool]) -> SlotInfo:
+    place = number - node.first
+    gpu = node.gpus[place] if node.gpus else place
+    return SlotInfo(
+        number=number,
+        device_type=node.kind,
+        name=f"GPU {gpu}" if node.kind == "cuda" else f"CPU process {place}",
+        uuid=f"{node.kind}-{number}",
+        allocation_id=holder,
+        enabled=number not in off,
+        draining=off.get(number, False),
+    )
 
 
 def _order(runs: Sequence[Allocation], configs: Mapping[int, Json]) -> list[int]:
@@ -194,6 +225,7 @@ def _job(experiment: Experiment, runs: list[Allocation], order: list[int], works
         jobs_ahead=order.index(experiment.id) if experiment.id in order and not running else 0,
         progress=experiment.progress,
         workspace_id=workspace_id,
+        pool=resources.get("resource_pool") or POOL,
     )
 
 
@@ -207,12 +239,11 @@ class Master:
     def __init__(
         self,
         directory: MasterDirectory,
-        devices: SlotDevices,
-        agent: AgentApi,
+        agent: ResourceManager,
         *,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        self.state = state = MasterState(directory, devices, agent, clock=clock)
+        self.state = state = MasterState(directory, agent, clock=clock)
         self.garbage_collector = GarbageCollector(state)
         self.experiments = ExperimentService(state)
         self.trials = TrialService(state)
@@ -252,12 +283,31 @@ class Master:
 
     # -- reports of the agent and the clock
 
-    def on_started(self, allocation_id: str) -> None:
-        """Record that the processes of an allocation run."""
+    def on_nodes_changed(self) -> None:
+        """Assign slots again: machines have come or gone."""
+        with transaction(self.state) as tx:
+            tx.reschedule()
+
+    def on_waiting(self, allocation_id: str, why: str) -> None:
+        """Say in a trial's log why its run does not begin yet."""
         with transaction(self.state) as tx:
             run = trials.allocation(tx.connection, allocation_id)
             if run is not None and run.state is AllocationState.STARTING:
-                trials.change_allocation(tx.connection, allocation_id, state=AllocationState.RUNNING)
+                tx.note(run.trial_id, "INFO", f"run {run.run_id} waits: {why}")
+
+    def on_started(self, allocation_id: str, nodes: Sequence[str] = ()) -> None:
+        """Record that the processes of an allocation run, and on which machines."""
+        with transaction(self.state) as tx:
+            run = trials.allocation(tx.connection, allocation_id)
+            if run is None or run.state is not AllocationState.STARTING:
+                return
+            trials.change_allocation(tx.connection, allocation_id, state=AllocationState.RUNNING)
+            there = [node for name in nodes for node in self.state.agent.nodes() if node.name == name]
+            holders = {slot: other.id for other in trials.allocations(tx.connection) for slot in other.slots}
+            for name, slots in moved(allocation_id, run.slots, there, holders).items() if there else ():
+                trials.change_allocation(tx.connection, name, slots=slots)
+            if nodes:
+                tx.note(run.trial_id, "INFO", f"run {run.run_id} runs on {', '.join(nodes)}")
 
     def on_matched(self, allocation_id: str, match: LogMatch) -> None:
         """Record that a log policy has matched a line of an allocation."""
@@ -281,9 +331,11 @@ class Master:
                 ended.why,
                 killed=ended.killed,
                 no_retry=log_policies.why_no_retry(matches),
-                excluded=log_policies.why_excluded(matches, self.state.agent_id),
+                excluded=log_policies.why_excluded(matches, self.state.nodes_of(run.slots)[0].name),
             )
             tx.apply_to_trial(run.trial_id, end)
+        with self.state.signaled:
+            self.state.gathered.pop(allocation_id, None)
 
     def tick(self) -> None:
         """End the runs that should have ended by now, and the unmanaged trials that are silent."""

@@ -12,15 +12,14 @@ import sqlite3
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 import zero_trial
 from zero_trial.master import logs
-from zero_trial.master.agent.agent import AgentApi
-from zero_trial.master.agent.environment import SlotDevices
+from zero_trial.master.agent.resources import Node, ResourceManager
 from zero_trial.master.core.context_archive import Context, read_context
 from zero_trial.master.directory import MasterDirectory
 from zero_trial.master.records import Allocation, AllocationState, Experiment, MasterInfo, Task, Trial
@@ -51,13 +50,11 @@ class MasterState:
     def __init__(
         self,
         directory: MasterDirectory,
-        devices: SlotDevices,
-        agent: AgentApi,
+        agent: ResourceManager,
         *,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self.directory = directory
-        self.devices = devices
         self.agent = agent
         self.clock = clock
         self.database = Database(directory.database)
@@ -68,7 +65,8 @@ class MasterState:
         self._listing = threading.Lock()
         self.waiting: dict[str, str] = {}  # why queued runs wait, as their logs say
         self.master_url = ""
-        self.agent_id = "this-machine"
+        # of each allocation: (peers, data by request) of its all-gathers, under `signaled`
+        self.gathered: dict[str, list[tuple[int, dict[str, Any]]]] = {}
         self.serving = False  # slots are assigned
         self.closed = threading.Event()
         self.began = clock()
@@ -80,6 +78,11 @@ class MasterState:
         """Let slots be assigned; ``master_url`` is the address that trials get."""
         self.master_url = master_url
         self.serving = True
+
+    def nodes_of(self, slots: Sequence[int]) -> list[Node]:
+        """Return the nodes of these slots, in the order of their ranks; the first one for none."""
+        known = self.agent.nodes()
+        return [node for node in known if any(slot in node.numbers for slot in slots)] or list(known[:1])
 
     def stop_serving(self) -> None:
         """Assign no slots from now on."""

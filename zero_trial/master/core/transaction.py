@@ -26,6 +26,7 @@ from zero_trial.master.core import lifecycle
 from zero_trial.master.core.accounts import digest, new_token
 from zero_trial.master.core.lifecycle import (
     ExperimentEvent,
+    Machine,
     QueuedRun,
     RunStage,
     TrialLife,
@@ -169,7 +170,7 @@ class Transaction:
         if policy.action == log_policies.CANCEL_RETRIES:
             level, line = "WARNING", f"{match} therefore the trial is not started again if it fails"
         elif policy.action == log_policies.EXCLUDE_NODE:
-            level, line = "ERROR", log_policies.why_excluded([match], self._state.agent_id)
+            level, line = "ERROR", log_policies.why_excluded([match], self._state.nodes_of(run.slots)[0].name)
         if policy.name:
             trials.change(self.connection, run.trial_id, log_policy_matched=policy.name)
             line = f"log policy {policy.name!r} {line}"
@@ -362,6 +363,7 @@ class Transaction:
         experiment = self.experiment_of(run.experiment_id)
         token = new_token()
         accounts.add_token(self.connection, digest(token), allocation_id=run.id)
+        off = set(accounts.disabled_slots(self.connection))
         order = StartOrder(
             allocation=run,
             config=experiment.config,
@@ -373,9 +375,8 @@ class Transaction:
             token=token,
             master_url=self._state.master_url,
             cluster_id=self._state.info.cluster_id,
-            agent_id=self._state.agent_id,
-            visible_devices=self._state.devices.visible(run.slots),
-            threads=self._state.devices.threads,
+            nodes=len(self._state.nodes_of(run.slots)),
+            avoid=tuple(node.name for node in self._state.agent.nodes() if node.slots and off.issuperset(node.numbers)),
             has_hook=self._state.context_of(self.connection, run.experiment_id).has_hook,
         )
         self.orders.append(lambda: self._state.agent.start(order))
@@ -386,20 +387,29 @@ class Transaction:
         runs = trials.allocations(self.connection)
         holding = {slot for run in runs for slot in run.slots}
         off = accounts.disabled_slots(self.connection)
-        free = [slot for slot in range(self._state.devices.count) if slot not in holding and slot not in off]
+        nodes = [node for node in self._state.agent.nodes() if node.up]
+        machines = [
+            Machine(
+                node.name,
+                sum(slot not in off for slot in node.numbers),
+                tuple(slot for slot in node.numbers if slot not in off and slot not in holding),
+                node.pools,
+            )
+            for node in nodes
+        ]
         used: Counter[int] = Counter()
         for run in runs:
             used[run.experiment_id] += len(run.slots)
         resources = cache(lambda number: self.experiment_of(number).config.get("resources") or {})
         queued = {run.id: run for run in runs if run.state is AllocationState.QUEUED}
-        excluded = trials.excluded_tasks(self.connection)
+        excluded, here = trials.excluded_tasks(self.connection), nodes[0].name if nodes else ""
         banned = {
-            name: log_policies.why_excluded(trials.log_matches(self.connection, run.task_id), self._state.agent_id)
+            name: log_policies.why_excluded(trials.log_matches(self.connection, run.task_id), here)
             for name, run in queued.items()
             if run.task_id in excluded
         }
         queue = [QueuedRun.of(run, resources(run.experiment_id)) for name, run in queued.items() if name not in banned]
-        placed, waiting = assign_slots(queue, free, used, usable=self._state.devices.count - len(off))
+        placed, waiting = assign_slots(queue, machines, used)
         self._explain({**waiting, **banned}, queued)
         for name, slots in placed.items():
             trials.change_allocation(self.connection, name, slots=slots)

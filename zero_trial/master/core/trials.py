@@ -224,14 +224,16 @@ class _StoredSource(logs.Source):
 
     state: MasterState
 
-    def names(self, run_id: int) -> logs.RunNames:
+    def names(self, run_id: int, node: int = 0) -> logs.RunNames:
         if run_id == logs.MASTER:
             return logs.RunNames(self.task_id)
         with self.state.database.reading() as connection:
             run = trials.run_of_trial(connection, self.trial_id, run_id)
         if run is None:
             return super().names(run_id)
-        return logs.RunNames(run.task_id, run.id, run.container_id, self.state.agent_id)
+        nodes = self.state.nodes_of(run.slots)
+        names = [each.name for each in nodes] or [""]
+        return logs.RunNames(run.task_id, run.id, run.container_id, names[min(node, len(names) - 1)])
 
 
 def _read_logs(state: MasterState, trial: Trial, query: LogQuery) -> Iterator[LogLine | None]:
@@ -336,6 +338,33 @@ class TaskService:
                 ):
                     return found.preempt
                 self._state.signaled.wait(min(left, _LOOK_SECONDS))
+
+    def all_gather(self, allocation_id: str, request: str, peers: int, data: Any, timeout: float) -> list[Any]:
+        """Return the data of all ``peers`` once each has sent its own, in the order of arrival. A
+        peer that repeats its request counts once.
+
+        Raises Conflict if the others have not come within ``timeout`` seconds, or the allocation
+        has ended (the peer asks again), and Invalid if there are not so many containers.
+        """
+        until = time.monotonic() + timeout
+        there = len(self._state.nodes_of(self.allocation(allocation_id).slots))
+        if peers > there:
+            raise Invalid("the allocation has fewer containers", where="numPeers", got=peers, expected=there)
+        with self._state.signaled:
+            rounds = self._state.gathered.setdefault(allocation_id, [])
+            known = next((sent for _, sent in rounds if request in sent), None)
+            if known is None and (not rounds or len(rounds[-1][1]) == rounds[-1][0]):
+                rounds.append((peers, {}))
+            sent = rounds[-1][1] if known is None else known
+            sent[request] = data
+            self._state.signaled.notify_all()
+            while len(sent) < peers:
+                left = until - time.monotonic()
+                ended = self.allocation(allocation_id).state is AllocationState.TERMINATED
+                if left <= 0 or ended or self._state.closed.is_set():
+                    raise Conflict(f"{len(sent)} of {peers} containers have come", fix="Repeat the request.")
+                self._state.signaled.wait(min(left, _LOOK_SECONDS))
+            return list(sent.values())
 
     def ack_preemption(self, allocation_id: str) -> None:
         """Record that the allocation will end because it was preempted."""

@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from zero_trial.errors import ZeroTrialError
 from zero_trial.master.core import Master
 from zero_trial.master.core.accounts import TASK_HEADER, USER_HEADER, Principal, require_own
-from zero_trial.master.core.experiments import POOL
 from zero_trial.master.http.messages import (
     SMALL_BODY,
     AuthLevel,
@@ -46,7 +45,7 @@ from zero_trial.master.http.routes import (
     users,
     workspaces,
 )
-from zero_trial.master.http.server import MAX_CONNECTIONS, HttpServer, ReadBody, Timeouts
+from zero_trial.master.http.server import LOOPBACK, MAX_CONNECTIONS, HttpServer, ReadBody, Timeouts
 from zero_trial.master.records import Conflict, Invalid, NotFound, PermissionDenied, ServiceError, Unsupported
 
 log = logging.getLogger(__name__)
@@ -115,10 +114,10 @@ class Router:
 class Application:
     """Answers requests to one master; many threads call it at once."""
 
-    def __init__(self, master: Master, router: Router, *, port: int, waits: int) -> None:
+    def __init__(self, master: Master, router: Router, *, host: str = LOOPBACK, port: int, waits: int) -> None:
         self._master = master
         self._router = router
-        self._hosts = {f"127.0.0.1:{port}", f"localhost:{port}"}
+        self._hosts = {f"{name}:{port}" for name in (host.lower(), *(("localhost",) if host == LOOPBACK else ()))}
         self._origins = {f"http://{host}" for host in self._hosts}
         self._waits = Waits(waits)
         # logins at once: checking a password takes 16 MiB
@@ -219,19 +218,27 @@ class Application:
 
 
 def listen(
-    master: Master, *, port: int = 0, connections: int = MAX_CONNECTIONS, timeouts: Timeouts | None = None
+    master: Master,
+    *,
+    host: str = LOOPBACK,
+    port: int = 0,
+    connections: int = MAX_CONNECTIONS,
+    timeouts: Timeouts | None = None,
 ) -> HttpServer:
-    """Start a server that answers for ``master`` on loopback, in its own threads until ``close``.
+    """Start a server that answers for ``master``, in its own threads until ``close``.
 
     At most three quarters of the connections may wait in long polls and followed logs, so that some
     are left for requests that are answered at once. Raises ZeroTrialError if the port is taken.
 
     Args:
+        host: the address of this machine that clients reach; as a rule only this machine does.
         port: 0 takes a free one.
         connections: the most that may be open at a time.
     """
-    server = HttpServer(port=port, limit=connections, timeouts=timeouts)
-    server.start(Application(master, Router(all_routes()), port=server.port, waits=max(1, connections * 3 // 4)))
+    server = HttpServer(host=host, port=port, limit=connections, timeouts=timeouts)
+    server.start(
+        Application(master, Router(all_routes()), host=host, port=server.port, waits=max(1, connections * 3 // 4))
+    )
     return server
 
 
@@ -261,7 +268,7 @@ _UNSUPPORTED: Mapping[str, str] = {
     "/api/v1/tokens": "access tokens are not created over HTTP: the local user's token is in the master's directory",
     "/api/v1/workspaces": "workspaces and projects of the embedded master have no namespaces, quotas and roles",
     "/api/v1/projects": "workspaces and projects of the embedded master have no namespaces, quotas and roles",
-    "/api/v1/resource-pools": f"default resource pool {POOL} cannot be bound to any workspace: it is the only one, and serves all",
+    "/api/v1/resource-pools": "resource pools cannot be bound to any workspace: each serves all",
     "/api/v1/resources": "the embedded master keeps no account of used resources",
     "/resources": "the embedded master keeps no account of used resources",
     "/api/v1/master/config": "the master's configuration is given to 'zero-trial master up'",
@@ -282,7 +289,6 @@ _UNSUPPORTED_ENDINGS: Mapping[str, str] = {
     "/retain_logs": "logs are kept until their experiment is deleted",
     "/tensorboard-files": "TensorBoard files are deleted with their experiment, not before",
     "/metadata": "metadata of checkpoints is not changed after they were saved",
-    "/all_gather": "only containers of one machine are run, which need no all-gather",
     "/proxy_address": "ports of tasks are not forwarded: they are on this machine",
 }
 

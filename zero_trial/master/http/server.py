@@ -1,5 +1,5 @@
-"""The HTTP/1.1 server: a listening socket on loopback, a bounded number of connections, one thread
-each.
+"""The HTTP/1.1 server: a listening socket (as a rule on loopback), a bounded number of connections,
+one thread each.
 
 Requests are read off the socket with limits on their size and duration, strictly on purpose (RFC
 9112): one Content-Length or one chunked Transfer-Encoding, no folded headers, nothing that two
@@ -40,7 +40,7 @@ Handler = Callable[[RequestHead, ReadBody], "Response | StreamingResponse"]
 _MAX_HEAD = 32 * 1024  # bytes of request line and headers
 _SLOWEST = 256 * 1024  # bytes a second below which a body is taken for an attack
 _PIECE = 256 * 1024  # bytes asked of the socket or handed to it at once
-_LOOPBACK = "127.0.0.1"
+LOOPBACK = "127.0.0.1"
 MAX_CONNECTIONS = 512
 _FULL_BODY = b'{"message":"too many connections"}'
 _FULL = (
@@ -349,19 +349,22 @@ class HttpServer:
     takes a free one. Raises ZeroTrialError if the port is taken.
     """
 
-    def __init__(self, *, port: int = 0, limit: int = MAX_CONNECTIONS, timeouts: Timeouts | None = None) -> None:
+    def __init__(
+        self, *, host: str = LOOPBACK, port: int = 0, limit: int = MAX_CONNECTIONS, timeouts: Timeouts | None = None
+    ) -> None:
         self._limit = limit
         self._timeouts = timeouts or Timeouts()
         self._lock = threading.Lock()
         self._open: dict[Connection, None] = {}  # oldest first
         self._thread: threading.Thread | None = None
         self._closing = threading.Event()
-        self._socket = _listen(port)
+        self.host = host
+        self._socket = _listen(host, port)
         self.port: int = self._socket.getsockname()[1]
 
     @property
     def url(self) -> str:
-        return f"http://{_LOOPBACK}:{self.port}"
+        return f"http://{self.host}:{self.port}"
 
     def start(self, handler: Handler) -> None:
         """Answer with ``handler`` in threads of their own; returns at once."""
@@ -441,17 +444,17 @@ class HttpServer:
                 self._open.pop(connection, None)
 
 
-def _listen(port: int) -> socket.socket:
+def _listen(host: str, port: int) -> socket.socket:
     sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        sock.bind((_LOOPBACK, port))
+        sock.bind((host, port))
         sock.listen(256)
     except OSError as error:
         sock.close()
         raise ZeroTrialError(
             f"cannot listen: {error.strerror}",
-            where=f"{_LOOPBACK}:{port}",
+            where=f"{host}:{port}",
             fix="Choose another port, or 0 for any that is free.",
         ) from None
     return sock

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from zero_trial.master.core.experiments import POOL
 from zero_trial.master.http.messages import AuthLevel, Dict, Request, Response, Route, ok, when
 from zero_trial.master.http.routes.experiments import resource_changes
 from zero_trial.master.records import (
@@ -92,7 +91,8 @@ def _slot(request: Request) -> Response:
 def _switch_slot(enabled: bool) -> Any:
     def action(request: Request) -> Response:
         request.require_admin()
-        _find_agent(request)
+        if str(request.numbers["slotId"]) not in _find_agent(request)["slots"]:
+            raise NotFound(f"slot {request.numbers['slotId']} not found")
         drain = bool(request.body().get("drain"))
         changed: SlotInfo = request.master.machine.set_slot_enabled(request.numbers["slotId"], enabled, drain=drain)
         return ok({"slot": _slot_json(changed, None)})
@@ -106,7 +106,8 @@ def _switch_agent(enabled: bool) -> Any:
     def action(request: Request) -> Response:
         request.require_admin()
         _find_agent(request)
-        request.master.machine.set_agent_enabled(enabled, drain=bool(request.body().get("drain")))
+        drain = bool(request.body().get("drain"))
+        request.master.machine.set_agent_enabled(request.args["agentId"], enabled, drain=drain)
         return ok({"agent": _find_agent(request)})
 
     return action
@@ -118,7 +119,7 @@ def _resource_pools(request: Request) -> Response:
 
 
 def _pool_bindings(request: Request) -> Response:
-    """Return that the one pool is bound to no workspace: it is there for all."""
+    """Return that a pool is bound to no workspace: it is there for all."""
     _require_pool(request, request.args["pool"])
     bound: list[int] = []
     page, pagination = request.page(bound)
@@ -136,7 +137,8 @@ def _render_jobs(request: Request) -> list[Dict]:
     if pool:
         _require_pool(request, pool)
     ids = {user.name: user.id for user in request.master.accounts.users()}
-    jobs = [_job_json(job, pool=pool or POOL, user_id=ids.get(job.owner, 0)) for job in request.master.machine.jobs()]
+    found = [job for job in request.master.machine.jobs() if not pool or job.pool == pool]
+    jobs = [_job_json(job, user_id=ids.get(job.owner, 0)) for job in found]
     return jobs[::-1] if request.first("orderBy") == "ORDER_BY_DESC" else jobs
 
 
@@ -168,7 +170,7 @@ def _update_jobs(request: Request) -> Response:
         if update.get("aheadOf") or update.get("behindOf"):
             raise Unsupported("jobs are not moved ahead of or behind others; give the job another priority")
         if update.get("resourcePool"):
-            raise Unsupported("there is one resource pool; jobs stay in it")
+            raise Unsupported("jobs stay in their resource pool")
     changes = [resource_changes(update) for update in updates]
     for update, change in zip(updates, changes, strict=True):
         request.master.experiments.patch(numbers[update["jobId"]], ExperimentPatch(resources=change))
@@ -259,16 +261,16 @@ def agent_json(record: AgentInfo, allocations: Iterable[Allocation]) -> Dict:
         "registeredTime": when(record.registered),
         "slots": {str(each.number): _slot_json(each, running.get(each.allocation_id or "")) for each in record.slots},
         "containers": containers,
-        "addresses": ["127.0.0.1"],
+        "addresses": [record.address],
         "enabled": record.enabled,
         "draining": record.draining,
         "version": record.version,
-        "resourcePools": [record.resource_pool],
+        "resourcePools": list(record.resource_pools),
         "slotStats": {"typeStats": {}, "brandStats": {}},
     }
 
 
-def _job_json(record: Job, *, pool: str, user_id: int) -> Dict:
+def _job_json(record: Job, *, user_id: int) -> Dict:
     """Render a v1Job."""
     return {
         "jobId": record.id,
@@ -278,7 +280,7 @@ def _job_json(record: Job, *, pool: str, user_id: int) -> Dict:
         "username": record.owner,
         "userId": user_id,
         "submissionTime": when(record.submitted),
-        "resourcePool": pool,
+        "resourcePool": record.pool,
         "isPreemptible": True,
         "priority": record.priority,
         "weight": record.weight,
@@ -306,10 +308,10 @@ def _resource_pool_json(record: ResourcePool) -> Dict:
         "maxAgents": record.agents,
         "slotsAvailable": record.slots,
         "slotsUsed": record.used,
-        "slotsPerAgent": record.slots,
+        "slotsPerAgent": record.slots // max(1, record.agents),
         "slotType": f"TYPE_{record.slot_type.upper()}",
-        "defaultComputePool": True,
-        "defaultAuxPool": True,
+        "defaultComputePool": record.default,
+        "defaultAuxPool": record.default,
         "preemptible": False,
         "maxIdleAgentPeriod": 0.0,
         "maxAgentStartingPeriod": 0.0,

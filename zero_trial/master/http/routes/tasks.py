@@ -7,8 +7,10 @@ from __future__ import annotations
 import base64
 import math
 import re
+from collections.abc import Sequence
 from typing import Any
 
+from zero_trial.master.agent.resources import POOL
 from zero_trial.master.http.messages import AuthLevel, Dict, Request, Response, Route, maybe_when, ok, when
 from zero_trial.master.records import Allocation, AllocationState, Invalid, NotFound, Task
 
@@ -31,6 +33,18 @@ def _rendezvous(request: Request) -> Response:
     if found.resources_id != request.args["resourcesId"]:
         raise NotFound(f"resources {request.args['resourcesId'][:60]} not found")
     return ok({"rendezvousInfo": {"addresses": ["127.0.0.1"], "rank": 0, "slots": [len(found.slots)]}})
+
+
+def _all_gather(request: Request) -> Response:
+    """Wait until all containers of an allocation have sent their data, and return all of it."""
+    body = request.body()
+    name, peers = body.get("requestUuid"), body.get("numPeers")
+    if not isinstance(name, str) or not isinstance(peers, int) or peers < 1:
+        raise Invalid("all_gather needs a requestUuid and a positive numPeers")
+    with request.waits.one() as room:
+        wait = _MAX_POLL if room else _CROWDED_POLL
+        found = request.master.tasks.all_gather(request.args["allocationId"], name, peers, body.get("data"), wait)
+    return ok({"data": found})
 
 
 def _preemption(request: Request) -> Response:
@@ -118,10 +132,8 @@ def _snake_case(value: Any) -> Any:
 
 def _summaries(request: Request) -> Dict:
     cluster = request.master
-    agents = cluster.machine.agents()
-    agent_id, pool = (agents[0].id, agents[0].resource_pool) if agents else ("", "")
     return {
-        allocation.id: allocation_summary_json(task, allocation, agent_id, pool)
+        allocation.id: allocation_summary_json(task, allocation, cluster.machine.nodes_of(allocation))
         for task in (*cluster.tasks.tasks(), *cluster.tasks.collections())
         for allocation in task.allocations
         if allocation.ended is None
@@ -146,14 +158,14 @@ _SUMMARY_FIELDS = frozenset(
 )
 
 
-def allocation_summary_json(task: Task, allocation: Allocation, agent_id: str, pool: str) -> Dict:
+def allocation_summary_json(task: Task, allocation: Allocation, nodes: Sequence[str]) -> Dict:
     """Render a v1AllocationSummary."""
     slots, priority = task.resources.get("slots_per_trial"), task.resources.get("priority")
     resources = {
         "resourcesId": allocation.resources_id,
         "resourcesType": "docker-container",
         "allocationId": allocation.id,
-        "agentDevices": {agent_id: {"devices": []}},
+        "agentDevices": {name: {"devices": []} for name in nodes},
         "containerId": allocation.container_id,
     }
     return {
@@ -161,7 +173,7 @@ def allocation_summary_json(task: Task, allocation: Allocation, agent_id: str, p
         "allocationId": allocation.id,
         "name": task.name,
         "registeredTime": when(allocation.created),
-        "resourcePool": pool,
+        "resourcePool": task.resources.get("resource_pool") or POOL,
         "slotsNeeded": 1 if slots is None else int(slots),
         "resources": [] if allocation.state is AllocationState.QUEUED else [resources],
         "schedulerType": "priority",
@@ -211,4 +223,5 @@ ROUTES = (
     Route("GET", f"{_ALLOCATION}/signals/preemption", _preemption, AuthLevel.TASK),
     Route("POST", f"{_ALLOCATION}/signals/ack_preemption", _ack_preemption, AuthLevel.TASK),
     Route("POST", f"{_ALLOCATION}/ready", _ready, AuthLevel.TASK),
+    Route("POST", f"{_ALLOCATION}/all_gather", _all_gather, AuthLevel.TASK),
 )

@@ -1,0 +1,287 @@
+"""A manager on an engine without machines: what it submits, what it reports, how jobs end."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import queue
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from zero_trial.errors import ConfigError, MasterError
+from zero_trial.master.agent import cluster as subject
+from zero_trial.master.agent.cluster import (
+    ClusterJob,
+    ClusterManager,
+    JobEnd,
+    JobStatus,
+    left_behind,
+    outcome,
+    require_reachable,
+)
+from zero_trial.master.agent.environment import StartOrder
+from zero_trial.master.agent.processes import Exit, acquire_lease, identify, record_exit
+from zero_trial.master.agent.resources import Node
+from zero_trial.master.directory import MasterDirectory
+from zero_trial.master.log_policies import LogMatch
+from zero_trial.master.records import Allocation, AllocationState
+
+GOOD, BAD, LATER, KILLED = Exit(0, 1), Exit(7, 2, why="it broke"), Exit(1, 3), Exit(143, 2, killed=True)
+NODES = [Node("n1", 2), Node("n2", 2)]
+
+
+@pytest.mark.parametrize(
+    ("exits", "end", "code", "killed", "why"),
+    [
+        ([GOOD, GOOD], JobEnd.DONE, 0, False, ""),
+        ([LATER, BAD], JobEnd.FAILED, 7, False, "it broke"),  # the first cause
+        ([KILLED, BAD], JobEnd.CANCELED, 7, False, "it broke"),  # the manager has ended the peer
+        ([KILLED, KILLED], JobEnd.CANCELED, 143, True, ""),
+        ([BAD, None], JobEnd.NODE_LOST, 137, True, "a machine was lost (n1, n2)"),  # explains its peer
+        ([None], JobEnd.PREEMPTED, 137, True, "preempted"),
+        ([None], JobEnd.TIME_LIMIT, 137, False, "time limit"),
+        ([KILLED], JobEnd.TIME_LIMIT, 137, False, "time limit"),
+        ([None], JobEnd.OUT_OF_MEMORY, 137, False, "memory"),
+        ([None], JobEnd.CANCELED, 137, True, "canceled"),
+        ([None], JobEnd.FAILED, 137, False, "its supervisor is gone"),
+        ([None], JobEnd.UNKNOWN, 137, False, "no longer knows"),
+        ([GOOD], JobEnd.UNKNOWN, 0, False, ""),
+        ([], JobEnd.UNKNOWN, 137, True, "before it began"),
+    ],
+)
+def test_why_an_allocation_has_ended(exits: list[Exit | None], end: JobEnd, code: int, killed: bool, why: str) -> None:
+    found = outcome(exits, JobStatus(("n1", "n2"), end), 9.0)
+    assert (found.code, found.killed) == (code, killed) and why in found.why
+
+
+class FakeEngine:
+    """Jobs that are moved by hand."""
+
+    name, seconds = "slurm", 0.01
+
+    def __init__(self) -> None:
+        self.machines = NODES
+        self.jobs: dict[str, ClusterJob] = {}
+        self.status: dict[str, JobStatus] = {}
+        self.canceled: list[tuple[str, bool]] = []
+        self.refuses = ""
+
+    def nodes(self) -> list[Node]:
+        return self.machines
+
+    def pools(self) -> tuple[str, ...]:
+        return ("main", "default")
+
+    def threads(self, kind: str) -> int:
+        return 3
+
+    def submit(self, job: ClusterJob) -> None:
+        if self.refuses:
+            raise MasterError(self.refuses)
+        assert job.name not in self.jobs
+        self.jobs[job.name] = job
+        self.status[job.name] = JobStatus(why="Resources")
+
+    def cancel(self, name: str, *, force: bool = False) -> None:
+        self.canceled.append((name, force))
+
+    def statuses(self, names: Collection[str]) -> Mapping[str, JobStatus]:
+        return {name: self.status[name] for name in names if name in self.status}
+
+    def close(self) -> None: ...
+
+
+class Field:
+    """A master's folder, managers on it one after the other, and what they report."""
+
+    def __init__(self, root: Path) -> None:
+        self.home = MasterDirectory(root)
+        self.home.prepare()
+        self.engine = FakeEngine()
+        self.said: queue.Queue[tuple[Any, ...]] = queue.Queue()
+        self.manager = self.open()
+
+    def open(self) -> ClusterManager:
+        self.manager = ClusterManager(self.home, self.engine, host_env=os.environ)
+        self.manager.begin(self)
+        return self.manager
+
+    def on_nodes_changed(self) -> None:
+        self.said.put(("nodes",))
+
+    def on_waiting(self, name: str, why: str) -> None:
+        self.said.put(("waiting", why))
+
+    def on_started(self, name: str, nodes: Sequence[str] = ()) -> None:
+        self.said.put(("started", *nodes))
+
+    def on_matched(self, name: str, match: LogMatch) -> None:
+        self.said.put(("matched", match.line))
+
+    def on_exited(self, name: str, ended: Exit) -> None:
+        self.said.put(("exited", ended.code, ended.killed, ended.why))
+
+    def order(self, *slots: int, nodes: int = 1, **config: Any) -> StartOrder:
+        run = Allocation("1.t.1", 1, 1, "1.t", 1, AllocationState.STARTING, slots, 0.0, "r", "c")
+        return StartOrder(run, config, {}, 0, 0, None, "ada", "secret", "http://127.0.0.1:1", "cl", nodes=nodes)
+
+    def begin(self, rank: int) -> Path:
+        """The node's process takes its lease."""
+        folder = self.home.allocation("1.t.1") / f"node-{rank}"
+        assert acquire_lease(folder, identify(os.getpid()))
+        return folder
+
+    def expect(self, *words: object) -> tuple[Any, ...]:
+        while (said := self.said.get(timeout=30))[0] == "nodes":
+            pass
+        assert said[: len(words)] == words
+        return said
+
+
+@pytest.fixture
+def field(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Field]:
+    monkeypatch.setattr(subject, "_LAG_SECONDS", 0.3)
+    monkeypatch.setattr(subject, "_PEERS_SECONDS", 0.0)
+    monkeypatch.setattr(subject, "_NODES_SECONDS", 0.05)
+    made = Field(tmp_path / "root")
+    yield made
+    made.manager.close()
+
+
+def wait(true: Callable[[], bool]) -> None:
+    until = time.monotonic() + 30
+    while not true():
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+def test_a_run_over_two_nodes_from_its_queue_to_its_end(field: Field) -> None:
+    field.manager.start(replace(field.order(0, 1, 2, 3, nodes=2, slurm={"sbatch_args": ["-q"]}), avoid=("n3",)))
+    field.expect("waiting", "Resources")
+    job = field.engine.jobs["1.t.1"]
+    assert (job.nodes, job.slots, job.kind, job.pool) == (2, 2, "cpu", "main")
+    assert job.options == {"sbatch_args": ["-q"]} and job.avoid == ()  # n3 is not known
+    path = job.folder / "order.json"
+    order = json.loads(path.read_text())
+    assert path.stat().st_mode & 0o777 == 0o600 and order["env"]["DET_SESSION_TOKEN"] == "secret"
+    assert (order["nodes"], order["slots"], order["threads"]) == (2, 2, 3) and "--rendezvous" not in order["command"][
+        -1
+    ]
+    field.engine.status["1.t.1"] = JobStatus(("n2", "n1"))
+    folders = [field.begin(rank) for rank in (0, 1)]
+    field.expect("started", "n2", "n1")
+    for folder in folders:
+        record_exit(folder, GOOD)
+    field.engine.status["1.t.1"] = JobStatus(("n2", "n1"), JobEnd.DONE)
+    field.expect("exited", 0, False)
+    wait(lambda: not path.exists())
+
+
+def test_when_one_node_fails_the_job_is_canceled(field: Field) -> None:
+    field.manager.start(field.order(0, 1, 2, 3, nodes=2))
+    field.expect("waiting")
+    field.engine.status["1.t.1"] = JobStatus(("n1", "n2"))
+    first = field.begin(0)
+    field.expect("started")
+    record_exit(first, BAD)
+    wait(lambda: field.engine.canceled == [("1.t.1", False)])
+    field.engine.status["1.t.1"] = JobStatus(("n1", "n2"), JobEnd.CANCELED)
+    field.expect("exited", 7, False, "it broke")
+
+
+def test_the_next_manager_adopts_a_job_and_starts_none_twice(field: Field) -> None:
+    assert not field.manager.adopt("1.t.1")
+    field.manager.start(field.order(0))
+    field.expect("waiting")
+    field.manager.close()
+    field.open()
+    assert field.manager.adopt("1.t.1")
+    field.manager.start(field.order(0))  # FakeEngine refuses a second one of the name
+    field.expect("waiting")
+    field.engine.status["1.t.1"] = JobStatus(("n1",), JobEnd.NODE_LOST)
+    field.expect("exited", 137, True)
+
+
+def test_a_master_that_died_between_submitting_and_its_note(field: Field) -> None:
+    field.engine.status["1.t.1"] = JobStatus(why="Resources")  # the engine has the job
+    field.manager.start(field.order(0))
+    field.expect("waiting", "Resources")
+    assert field.engine.jobs == {}
+
+
+def test_a_run_that_is_killed_before_it_began_is_never_submitted(field: Field) -> None:
+    field.manager.kill("1.t.1")
+    field.expect("exited", 137, True)
+    field.manager.start(field.order(0))
+    field.expect("exited", 137, True)
+    assert field.engine.jobs == {}
+
+
+def test_what_the_engine_refuses_is_the_end_of_the_run_and_in_its_log(field: Field) -> None:
+    field.engine.refuses = "sbatch: error: invalid account"
+    field.manager.start(field.order(0))
+    assert "invalid account" in field.expect("exited", 127, False)[3]
+    assert "invalid account" in "".join(path.read_text() for path in field.home.trial_logs(1).glob("*"))
+
+
+def test_a_job_that_could_not_begin_says_what_it_printed(field: Field) -> None:
+    field.manager.start(field.order(0))
+    field.expect("waiting")
+    (field.home.allocation("1.t.1") / "job.out").write_text("srun: error: no such file\n")
+    field.engine.status["1.t.1"] = JobStatus(("n1",), JobEnd.FAILED)
+    assert "no such file" in field.expect("exited", 127, False)[3]
+
+
+@pytest.mark.parametrize(
+    ("config", "refused"),
+    [
+        ({}, ""),
+        ({"slurm": {"sbatch_args": ["-q"]}, "pbs": {"pbsbatch_args": []}}, ""),
+        ({"slurm": {"slots_per_node": 2}}, "slurm.slots_per_node"),
+        ({"log_policies": [{"pattern": "x", "action": "exclude_node"}]}, "log_policies"),
+    ],
+)
+def test_what_a_cluster_cannot_do_is_refused(field: Field, config: dict[str, Any], refused: str) -> None:
+    with pytest.raises(ConfigError, match=refused) if refused else contextlib.nullcontext():
+        field.manager.check(config)
+
+
+def test_a_supervisor_that_is_gone_with_its_machine(field: Field) -> None:
+    field.manager.start(field.order(0))
+    field.expect("waiting")
+    field.begin(0)
+    field.engine.status["1.t.1"] = JobStatus(("n1",))
+    field.expect("started")
+    field.engine.machines = [Node("n1", 2, up=False), Node("n2", 2)]
+    wait(lambda: not field.manager.nodes()[0].up)
+    field.engine.status["1.t.1"] = JobStatus(("n1",), JobEnd.FAILED)
+    field.expect("exited", 137, True)
+
+
+def test_machines_that_come_and_go(field: Field) -> None:
+    field.engine.machines = [Node("n2", 2), Node("n3", 1)]
+    wait(lambda: len(field.manager.nodes()) == 3)
+    found = {node.name: (node.first, node.up) for node in field.manager.nodes()}
+    assert found == {"n1": (0, False), "n2": (2, True), "n3": (4, True)}
+    field.manager.close()
+    again = {node.name: (node.first, node.up) for node in field.open().nodes()}
+    assert again == found
+
+
+def test_jobs_that_a_killed_master_left_behind(field: Field) -> None:
+    field.manager.start(field.order(0))
+    field.expect("waiting")
+    assert left_behind(field.home) == ["1.t.1"]
+
+
+def test_a_master_on_loopback_serves_machines_of_its_own_only() -> None:
+    require_reachable("127.0.0.1", [Node("n1", 2, address="127.0.0.1"), Node("n2", 2, up=False, address="192.0.2.7")])
+    require_reachable("10.0.0.1", [Node("n2", 2, address="192.0.2.7")])
+    with pytest.raises(ConfigError, match="--host"):
+        require_reachable("127.0.0.1", [Node("n2", 2, address="192.0.2.7")])

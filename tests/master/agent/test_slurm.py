@@ -1,0 +1,179 @@
+"""What is written for Slurm's commands and read from them, by tables. The texts to read are those
+of Slurm 22.05 and 23.11."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from zero_trial.errors import ConfigError, MasterError
+from zero_trial.master.agent.cluster import ClusterJob, JobEnd, JobStatus
+from zero_trial.master.agent.resources import Node
+from zero_trial.master.agent.slurm import (
+    Slurm,
+    fields_of,
+    gpus_in,
+    hosts,
+    is_usable,
+    jobs_in,
+    nodes_in,
+    partitions_in,
+    script,
+    status_of,
+)
+
+NODES = """\
+NodeName=n1 Arch=x86_64 CoresPerSocket=1 CPUAlloc=0 CPUEfctv=4 CPUTot=4 CPULoad=1.03 AvailableFeatures=(null) \
+Gres=(null) NodeAddr=10.0.0.1 NodeHostName=vm Version=22.05.8 OS=Linux 4.4.0 #1 SMP Sun Jan 10 RealMemory=1 \
+State=IDLE ThreadsPerCore=1 Partitions=main,long BootTime=2026-11-22T06:47:57
+NodeName=n2 CPUAlloc=4 CPUEfctv=4 CPUTot=4 Gres=(null) NodeAddr=n2 State=DOWN* Partitions=main Reason=Not responding [root@now]
+NodeName=g1 CPUTot=64 Gres=gpu:a100:4(S:0-1) NodeAddr=g1 State=MIXED+PLANNED Partitions=gpu
+NodeName=g0 CPUTot=64 Gres=(null) NodeAddr=g0 State=IDLE Partitions=gpu
+NodeName=login CPUTot=2 Gres=(null) NodeAddr=login State=IDLE Partitions=
+"""
+
+
+def test_nodes_with_their_pools_and_slots() -> None:
+    assert nodes_in(NODES, cpus=2, gpus=True) == [
+        Node("n1", 2, 0, "cpu", ("main", "long"), True, "10.0.0.1"),
+        Node("n2", 2, 0, "cpu", ("main",), False, "n2"),
+        Node("g1", 4, 0, "cuda", ("gpu",), True, "g1"),
+    ]
+    assert [(node.name, node.slots) for node in nodes_in(NODES, cpus=8, gpus=False)] == [("g1", 8), ("g0", 8)]
+
+
+def test_a_value_may_have_blanks() -> None:
+    assert fields_of("OS=Linux 4.4.0 #1 SMP State=IDLE Reason=Not responding [root@2026-11-23T05:39:00]") == {
+        "OS": "Linux 4.4.0 #1 SMP",
+        "State": "IDLE",
+        "Reason": "Not responding [root@2026-11-23T05:39:00]",
+    }
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        ("n1", ["n1"]),
+        ("n[1-3]", ["n1", "n2", "n3"]),
+        ("n[08-10,12],login", ["n08", "n09", "n10", "n12", "login"]),
+        ("r[1-2]n[1-2]", ["r1n1", "r1n2", "r2n1", "r2n2"]),
+        ("a,b[1]-ib", ["a", "b1-ib"]),
+        ("(null)", []),
+        ("", []),
+    ],
+)
+def test_lists_of_hosts(text: str, names: list[str]) -> None:
+    assert hosts(text) == names
+
+
+@pytest.mark.parametrize(
+    ("gres", "count"),
+    [
+        ("(null)", 0),
+        ("gpu:4", 4),
+        ("gpu", 1),
+        ("gpu:a100:4(S:0-1)", 4),
+        ("gpu:a100:2,gpu:v100:2(S:0,1),nic:1", 4),
+        ("shard:8", 0),
+    ],
+)
+def test_gpus_of_a_node(gres: str, count: int) -> None:
+    assert gpus_in(gres) == count
+
+
+@pytest.mark.parametrize(
+    ("state", "usable"),
+    [
+        ("IDLE", True),
+        ("MIXED", True),
+        ("ALLOCATED+COMPLETING", True),
+        ("IDLE+CLOUD+POWERED_DOWN", True),
+        ("IDLE*", False),
+        ("DOWN", False),
+        ("IDLE+DRAIN", False),
+        ("MIXED+MAINT+RESERVED", False),
+        ("UNKNOWN", False),
+    ],
+)
+def test_nodes_that_start_jobs(state: str, usable: bool) -> None:
+    assert is_usable(state) is usable
+
+
+def test_the_default_partition_comes_first() -> None:
+    text = "PartitionName=a Default=NO Nodes=n1\nPartitionName=b AllowGroups=ALL Default=YES Nodes=n2\n"
+    assert partitions_in(text) == ("b", "a")
+
+
+@pytest.mark.parametrize(
+    ("columns", "status"),
+    [
+        (("RUNNING", "n[1-2]", "None"), JobStatus(("n1", "n2"))),
+        (("COMPLETING", "n1", "None"), JobStatus(("n1",))),
+        (("PENDING", "", "Resources"), JobStatus(why="Slurm has it in its queue: Resources")),
+        (("CONFIGURING", "n1", "None"), JobStatus(why="Slurm has it in its queue: CONFIGURING")),
+        (("COMPLETED", "n1", "None"), JobStatus(("n1",), JobEnd.DONE, "Slurm: COMPLETED")),
+        (("FAILED", "n1", "NonZeroExitCode"), JobStatus(("n1",), JobEnd.FAILED, "Slurm: FAILED, NonZeroExitCode")),
+        (("CANCELLED", "", "None"), JobStatus((), JobEnd.CANCELED, "Slurm: CANCELLED")),
+        (("NODE_FAIL", "n1", "NodeDown"), JobStatus(("n1",), JobEnd.NODE_LOST, "Slurm: NODE_FAIL, NodeDown")),
+        (("PREEMPTED", "n1", "None"), JobStatus(("n1",), JobEnd.PREEMPTED, "Slurm: PREEMPTED")),
+        (("TIMEOUT", "n1", "TimeLimit"), JobStatus(("n1",), JobEnd.TIME_LIMIT, "Slurm: TIMEOUT, TimeLimit")),
+        (("OUT_OF_MEMORY", "n1", "OutOfMemory"), JobStatus(("n1",), JobEnd.OUT_OF_MEMORY, "Slurm: OUT_OF_MEMORY, OutOfMemory")),
+    ],
+)  # fmt: skip
+def test_states_of_jobs(columns: tuple[str, str, str], status: JobStatus) -> None:
+    assert status_of(*columns) == status
+
+
+def test_jobs_are_found_by_the_name_of_their_allocation() -> None:
+    found = jobs_in(
+        "7|RUNNING|n1|None|zt-1.a.1\n6|FAILED|n2|None|zt-1.a.1\n5|RUNNING|n2|None|other\n9|PENDING||Priority|zt-2.b|c.1\n"
+    )
+    assert {name: job.id for name, job in found.items()} == {"1.a.1": 7, "2.b|c.1": 9}
+    assert found["1.a.1"].status.nodes == ("n1",)
+
+
+def lines(job: ClusterJob, cpus: int = 2) -> list[str]:
+    return script(job, cpus=cpus).splitlines()
+
+
+def test_the_script_of_a_job_on_cpus(tmp_path: Path) -> None:
+    folder = tmp_path / "a b"
+    made = lines(ClusterJob("1.a.1", folder, 2, 3, "cpu", "main", ("n7", "n8"), {"sbatch_args": ["--time=10"]}, "/py"))
+    options = [line.removeprefix("#SBATCH ") for line in made if line.startswith("#SBATCH")]
+    assert made[0] == "#!/bin/bash" and options == [
+        "--job-name=zt-1.a.1",
+        "--partition=main",
+        "--nodes=2",
+        "--ntasks-per-node=1",
+        f"'--output={folder}/job.out'",
+        "--open-mode=append",
+        "--no-requeue",
+        "--export=NIL",
+        "--cpus-per-task=6",
+        "--exclude=n7,n8",
+        "--time=10",
+    ]
+    assert "--cpus-per-task=6" in made[-1] and made[-1].endswith(f"/py -m zero_trial.master.agent.node '{folder}'")
+
+
+@pytest.mark.parametrize(
+    ("slots", "kind", "asked"),
+    [(4, "cuda", "--gpus-per-node=4"), (0, "cpu", "--cpus-per-task=2"), (1, "cpu", "--cpus-per-task=2")],
+)
+def test_what_a_job_asks_for(tmp_path: Path, slots: int, kind: str, asked: str) -> None:
+    made = lines(ClusterJob("1", tmp_path, 1, slots, kind, "main"))
+    assert [line.split()[1] for line in made if "-per-" in line and line.startswith("#SBATCH")][1:] == [asked]
+    done = subprocess.run(["bash", "-n"], input="\n".join(made), text=True, capture_output=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_machine_without_slurm_and_a_command_that_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="scontrol was not found"):
+        Slurm(env={"PATH": str(tmp_path)}).nodes()
+    command = tmp_path / "scontrol"
+    command.write_text("#!/bin/sh\necho 'slurm_load_node error: no controller' >&2\nexit 1\n")
+    command.chmod(0o700)
+    with pytest.raises(MasterError, match="no controller"):
+        Slurm(env={"PATH": f"{tmp_path}:/bin"}).nodes()

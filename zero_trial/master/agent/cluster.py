@@ -1,0 +1,469 @@
+"""Trials on several machines: a resource manager on an engine that already exists (Slurm, Ray).
+
+The master decides what starts next, from its own queue and the slots that the engine has. The
+engine decides where: an allocation is a job of so many nodes with so many slots each, and the nodes
+are known when it runs. On each node, ``agent.node`` runs the trial as a container of Determined
+would; what it writes (its exit, its log) is in the master's folder, which all nodes must see.
+
+Jobs carry the id of their allocation as a name, so that a master that is started again finds them.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import queue
+import shutil
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from enum import Enum
+from pathlib import Path
+from typing import Any, Protocol
+
+from zero_trial.errors import ConfigError, ZeroTrialError
+from zero_trial.master import log_policies, logs
+from zero_trial.master.agent import processes, storage
+from zero_trial.master.agent.agent import GRACE_SECONDS, SUBMITTED, steps, with_package
+from zero_trial.master.agent.environment import Ports, StartOrder, environment
+from zero_trial.master.agent.processes import Exit
+from zero_trial.master.agent.resources import Node, Reports, numbered
+from zero_trial.master.directory import MasterDirectory
+from zero_trial.util.files import write_atomic
+
+log = logging.getLogger(__name__)
+
+_NODES_SECONDS = 3.0  # between two looks at the machines
+_LAG_SECONDS = 10.0  # until a file that a node has written is seen here, or a new job by the engine
+_PEERS_SECONDS = 5.0  # that the other nodes get to end after one has failed
+_STUCK_SECONDS = 15.0  # after the grace, until a job that does not end is ended by force
+_KILLED = 137
+_LONGEST = 400  # characters of what a job has printed before its trial began
+_ORDER = "order.json"
+
+
+class JobEnd(Enum):
+    """Why a job has ended, as its engine sees it."""
+
+    DONE = "done"
+    FAILED = "failed"
+    CANCELED = "canceled"
+    NODE_LOST = "node_lost"
+    PREEMPTED = "preempted"  # by the engine, for another job
+    TIME_LIMIT = "time_limit"
+    OUT_OF_MEMORY = "out_of_memory"
+    UNKNOWN = "unknown"  # the engine does not know the job
+
+
+@dataclass(frozen=True)
+class JobStatus:
+    """A job as its engine sees it: it waits without nodes, runs on them, or has ended."""
+
+    nodes: tuple[str, ...] = ()  # in the order of their ranks
+    end: JobEnd | None = None
+    why: str = ""
+
+
+@dataclass(frozen=True)
+class ClusterJob:
+    """What an engine starts: ``nodes`` times `command`, with ``slots`` slots on each."""
+
+    name: str
+    folder: Path
+    nodes: int
+    slots: int
+    kind: str
+    pool: str
+    avoid: tuple[str, ...] = ()  # names of machines
+    options: Mapping[str, Any] = field(default_factory=dict)  # the experiment's section of this engine
+    python: str = sys.executable
+
+    @property
+    def command(self) -> list[str]:
+        """Return what runs on each node; the rank and the name of the node follow."""
+        return [self.python, "-m", "zero_trial.master.agent.node", str(self.folder)]
+
+    @property
+    def pythonpath(self) -> str:
+        return with_package({})["PYTHONPATH"]
+
+
+class ClusterEngine(Protocol):
+    """Several machines under one scheduler. Methods raise ZeroTrialError if it does not answer."""
+
+    name: str
+    seconds: float  # between two looks at its jobs
+
+    def nodes(self) -> list[Node]:
+        """List the machines that can run trials, with the name of the pools of each."""
+
+    def pools(self) -> tuple[str, ...]:
+        """List the pools, the default first."""
+
+    def threads(self, kind: str) -> int:
+        """Return OMP_NUM_THREADS of a slot; 0: the cores that the job has, over its slots."""
+
+    def submit(self, job: ClusterJob) -> None:
+        """Start a job, once there is room for it."""
+
+    def cancel(self, name: str, *, force: bool = False) -> None:
+        """JobEnd a job: its processes get SIGTERM and, with ``force`` or after a while, SIGKILL."""
+
+    def statuses(self, names: Collection[str]) -> Mapping[str, JobStatus]:
+        """Return the state of these jobs; those that it does not know are missing."""
+
+    def close(self) -> None:
+        """Release what this process holds; jobs go on."""
+
+
+def outcome(exits: Sequence[Exit | None], status: JobStatus, now: float) -> Exit:
+    """Return how an allocation ended.
+
+    A run that the engine or its machine has ended goes on from its last checkpoint and counts no
+    restart. A lost machine explains the failures of its peers; otherwise the node that failed first
+    does.
+
+    Args:
+        exits: what each node has recorded; None: nothing.
+    """
+    if not exits:
+        return Exit(_KILLED, now, killed=True, why="it was ended before it began")
+    ended = [one for one in exits if one is not None]
+    where = f" ({', '.join(status.nodes)})" if status.nodes else ""
+    if status.end in (JobEnd.NODE_LOST, JobEnd.PREEMPTED):
+        what = "a machine was lost" if status.end is JobEnd.NODE_LOST else "the engine has preempted it"
+        return Exit(_KILLED, now, killed=True, why=f"{what}{where}{_because(status)}")
+    failed = sorted((one for one in ended if one.code and not one.killed), key=lambda one: one.time)
+    if status.end is JobEnd.TIME_LIMIT:
+        return Exit(_KILLED, now, why=f"it has reached the time limit of its job{_because(status)}")
+    if status.end is JobEnd.OUT_OF_MEMORY:
+        return Exit(_KILLED, now, why=f"it needed more memory than its job has{where}")
+    if failed:
+        return failed[0]
+    if len(ended) == len(exits):
+        return next((one for one in ended if one.killed), ended[0])
+    if status.end is JobEnd.CANCELED or any(one.killed for one in ended):
+        return Exit(_KILLED, now, killed=True, why=f"its job was canceled{_because(status)}")
+    gone = "the engine no longer knows its job" if status.end is JobEnd.UNKNOWN else "its supervisor is gone"
+    return Exit(_KILLED, now, why=f"{gone}{where}{_because(status)}")
+
+
+def _because(status: JobStatus) -> str:
+    return f": {status.why}" if status.why else ""
+
+
+@dataclass
+class _Watched:
+    """An allocation whose end the manager waits for."""
+
+    nodes: int
+    since: float  # submitted or adopted, monotonic
+    started: bool = False
+    waits: str = ""  # why, as was reported
+    failed_at: float | None = None  # a node has failed while others run
+    ended_at: float | None = None  # the engine has said so first
+    kill_after: float | None = None
+    matches_read: dict[Path, int] = field(default_factory=dict)  # bytes
+
+
+class ClusterManager:
+    """Starts and ends allocations as jobs of an engine, watches them and calls back."""
+
+    def __init__(self, directory: MasterDirectory, engine: ClusterEngine, *, host_env: Mapping[str, str]) -> None:
+        self._directory = directory
+        self._engine = engine
+        self._host_env = host_env
+        self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._watched: dict[str, _Watched] = {}
+        self._lock = threading.Lock()
+        self._closed = threading.Event()
+        self._threads: list[threading.Thread] = []
+        self._faults: set[str] = set()  # each is logged once
+        self._nodes: tuple[Node, ...] = numbered(self._known(), engine.nodes())
+        self._pools = engine.pools()
+
+    def nodes(self) -> tuple[Node, ...]:
+        return self._nodes
+
+    def pools(self) -> tuple[str, ...]:
+        return self._pools
+
+    def check(self, config: Mapping[str, Any]) -> None:
+        actions = [policy.action for policy in log_policies.policies_of(config)]
+        if log_policies.EXCLUDE_NODE in actions:
+            raise ConfigError(
+                "cannot be followed on a cluster, whose engine chooses the nodes of each run anew",
+                where="log_policies.action",
+                got=log_policies.EXCLUDE_NODE,
+                fix="Leave it out, or disable the node: det agent disable NAME.",
+            )
+        section = config.get(self._engine.name) or {}
+        for key in sorted(section.keys() - {"sbatch_args"}):
+            raise ConfigError(
+                "cannot be followed here",
+                where=f"{self._engine.name}.{key}",
+                fix="Write it as one of slurm.sbatch_args.",
+            )
+
+    def begin(self, reports: Reports) -> None:
+        self._threads = [
+            threading.Thread(target=self._do_work, name="cluster-work", daemon=True),
+            threading.Thread(target=self._watch, args=(reports,), name="cluster-watch", daemon=True),
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def start(self, order: StartOrder) -> None:
+        self._work.put(lambda: self._start(order))
+
+    def kill(self, allocation_id: str) -> None:
+        self._work.put(lambda: self._kill(allocation_id))
+
+    def adopt(self, allocation_id: str) -> bool:
+        folder = self._directory.allocation(allocation_id)
+        if not (folder / SUBMITTED).exists() and not processes.lease_exists(folder):
+            return False
+        self._watch_from_now(allocation_id)
+        return True
+
+    def close(self) -> None:
+        self._closed.set()
+        self._work.put(None)
+        for thread in self._threads:
+            thread.join()
+        self._engine.close()
+
+    # -- orders
+
+    def _do_work(self) -> None:
+        while (work := self._work.get()) is not None:
+            try:
+                work()
+            except Exception as error:
+                # a fault of one allocation (a full disk) must not end the work for all others
+                log.error("an order could not be carried out: %s: %s", type(error).__name__, error)
+
+    def _start(self, order: StartOrder) -> None:
+        name = order.allocation.id
+        folder = self._directory.allocation(name)
+        if processes.lease_exists(folder):  # killed before it began
+            self._watch_from_now(name)
+            return
+        if not (folder / SUBMITTED).exists():
+            try:
+                self._submit(order, folder)
+            except (OSError, ValueError, ZeroTrialError) as error:
+                path = logs.path_of(self._directory.trial_logs(order.allocation.trial_id), order.allocation.run_id)
+                logs.append(path, [logs.entry(f"cannot start the trial: {error}", time.time(), "stderr", l="ERROR")])
+                if processes.acquire_lease(folder, None):
+                    processes.record_exit(folder, Exit(127, time.time(), why=f"it could not be started: {error}"))
+        self._watch_from_now(name)
+
+    def _submit(self, order: StartOrder, folder: Path) -> None:
+        """Write what the nodes read, and give the job to the engine unless it has it already."""
+        taken = [node for node in self._nodes if any(slot in node.numbers for slot in order.allocation.slots)]
+        kind = taken[0].kind if taken else "cpu"
+        each = len(order.allocation.slots) // order.nodes
+        resources = order.config.get("resources") or {}
+        for rank in range(order.nodes):
+            root = folder / f"node-{rank}" / "root"
+            for path in (root / "run/determined/info", root / "run/determined/train/logs"):
+                path.mkdir(parents=True, exist_ok=True, mode=0o700)
+            storage.link(order.config, root)
+        visible = "set by the engine" if kind == "cuda" else ""
+        there = replace(order, visible_devices=visible)
+        env = environment(there, Ports(0, 0, 0), folder, self._host_env, sys.executable)
+        content = {
+            "env": env,
+            "nodes": order.nodes,
+            "slots": each,
+            "kind": kind,
+            "threads": self._engine.threads(kind),
+            "command": steps(order.has_hook, rendezvous=order.nodes == 1),
+            "grace": GRACE_SECONDS,
+            "logs": str(self._directory.trial_logs(order.allocation.trial_id)),
+            "run_id": order.allocation.run_id,
+            "policies": [asdict(policy) for policy in log_policies.policies_of(order.config)],
+        }
+        write_atomic(folder / _ORDER, json.dumps(content), durable=False, private=True)
+        if order.allocation.id not in self._engine.statuses([order.allocation.id]):
+            pool = str(resources.get("resource_pool") or self._pools[0])
+            options = order.config.get(self._engine.name) or {}
+            disabled = tuple(node.name for node in self._nodes if node.name in order.avoid)
+            job = ClusterJob(order.allocation.id, folder, order.nodes, each, kind, pool, disabled, options)
+            self._engine.submit(job)
+        write_atomic(folder / SUBMITTED, json.dumps({"nodes": order.nodes}), durable=False)
+
+    def _kill(self, name: str) -> None:
+        folder = self._directory.allocation(name)
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        if not (folder / SUBMITTED).exists():  # it has not begun, and now never will
+            if processes.acquire_lease(folder, None):
+                processes.record_exit(
+                    folder, Exit(_KILLED, time.time(), killed=True, why="it was ended before it began")
+                )
+            self._watch_from_now(name)
+            return
+        with self._lock:
+            watched = self._watched.get(name)
+            if watched is not None and watched.kill_after is None:
+                watched.kill_after = time.monotonic() + GRACE_SECONDS + _STUCK_SECONDS
+        self._engine.cancel(name)
+
+    def _watch_from_now(self, name: str) -> None:
+        submitted = self._directory.allocation(name) / SUBMITTED
+        nodes = json.loads(submitted.read_text(encoding="utf-8"))["nodes"] if submitted.exists() else 0
+        with self._lock:
+            self._watched.setdefault(name, _Watched(nodes, time.monotonic()))
+
+    # -- the watch
+
+    def _watch(self, reports: Reports) -> None:
+        look_at_nodes = 0.0
+        while not self._closed.wait(self._engine.seconds):
+            if time.monotonic() >= look_at_nodes:
+                look_at_nodes = time.monotonic() + _NODES_SECONDS
+                self._guarded("the machines", lambda: self._look_at_nodes(reports))
+            with self._lock:
+                watched = dict(self._watched)
+            if watched:
+                self._guarded("the jobs", lambda found=watched: self._look_at_jobs(found, reports))  # type: ignore[misc]
+
+    def _guarded(self, what: str, look: Callable[[], None]) -> None:
+        """Look, and log a fault once: it comes again with every look."""
+        try:
+            look()
+        except Exception as error:
+            fault = f"{what}: {type(error).__name__}: {error}"
+            if fault not in self._faults:
+                self._faults.add(fault)
+                log.error("%s", fault)
+
+    def _known(self) -> list[Node]:
+        path = self._directory.root / "nodes.json"
+        if not path.exists():
+            return []
+        return [Node(name, slots, first, up=False) for name, slots, first in json.loads(path.read_text("utf-8"))]
+
+    def _look_at_nodes(self, reports: Reports) -> None:
+        found = numbered(self._nodes, self._engine.nodes())
+        if found == self._nodes and (self._directory.root / "nodes.json").exists():
+            return
+        kept = [(node.name, node.slots, node.first) for node in found]
+        write_atomic(self._directory.root / "nodes.json", json.dumps(kept), durable=False)
+        self._nodes = found
+        reports.on_nodes_changed()
+
+    def _look_at_jobs(self, watched: Mapping[str, _Watched], reports: Reports) -> None:
+        statuses = self._engine.statuses(list(watched))
+        for name, entry in watched.items():
+            lost = JobStatus(end=JobEnd.UNKNOWN)
+            status = statuses.get(name, lost)
+            if status is lost and entry.nodes and time.monotonic() - entry.since < _LAG_SECONDS:
+                continue  # the engine may not list it yet
+            self._guarded(
+                f"allocation {name}",
+                lambda name=name, entry=entry, status=status: self._look(name, entry, status, reports),  # type: ignore[misc]
+            )
+
+    def _look(self, name: str, entry: _Watched, status: JobStatus, reports: Reports) -> None:
+        folder = self._directory.allocation(name)
+        nodes = [folder / f"node-{rank}" for rank in range(entry.nodes)]
+        if not entry.started and any(map(processes.lease_exists, nodes)):
+            entry.started = True
+            reports.on_started(name, status.nodes)
+        elif status.end is None and not status.nodes and status.why and status.why != entry.waits:
+            entry.waits = status.why
+            reports.on_waiting(name, status.why)
+        now = time.monotonic()
+        ended = processes.exit_of(folder) or self._ended(
+            folder, entry, status, [processes.exit_of(node) for node in nodes]
+        )
+        if ended is None:
+            late = entry.failed_at is not None and now - entry.failed_at > _PEERS_SECONDS
+            forced = entry.kill_after is not None and now > entry.kill_after
+            if late or forced:
+                self._engine.cancel(name, force=forced)
+                entry.failed_at, entry.kill_after = None, now + GRACE_SECONDS + _STUCK_SECONDS
+        for node in nodes:
+            matches, entry.matches_read[node] = log_policies.recorded(node, entry.matches_read.get(node, 0))
+            for match in matches:
+                reports.on_matched(name, match)
+        if ended is None:
+            return
+        reports.on_exited(name, ended)  # if this fails the next look repeats it
+        self._engine.cancel(name, force=True)  # releases what is left of it
+        with self._lock:
+            self._watched.pop(name, None)
+        (folder / _ORDER).unlink(missing_ok=True)  # it has a token
+        for node in nodes:
+            for path in (node / "work", node / "root"):  # copies of the context
+                shutil.rmtree(path, ignore_errors=True)
+
+    def _ended(self, folder: Path, entry: _Watched, status: JobStatus, exits: Sequence[Exit | None]) -> Exit | None:
+        """Return how a job has ended; None while it runs, or a record of its end may still come."""
+        now = time.monotonic()
+        if status.end is None:
+            if entry.failed_at is None and any(one is not None and one.code and not one.killed for one in exits):
+                entry.failed_at = now
+            return None
+        entry.ended_at = entry.ended_at or now
+        complete = None not in exits or status.end in (JobEnd.NODE_LOST, JobEnd.PREEMPTED)
+        if not complete and now - entry.ended_at < _LAG_SECONDS:
+            return None
+        if not entry.started and status.end is JobEnd.FAILED:
+            output = folder / "job.out"
+            lines = output.read_text("utf-8", errors="replace").split("\n") if output.exists() else []
+            said = "; ".join(line.strip() for line in lines if line.strip())[-_LONGEST:]
+            return Exit(127, time.time(), why=f"its job could not begin: {said or status.why}")
+        gone = [name for name in status.nodes if not any(node.name == name and node.up for node in self._nodes)]
+        if None in exits and gone:
+            status = replace(status, end=JobEnd.NODE_LOST)
+        return outcome(exits, status, time.time())
+
+
+def left_behind(directory: MasterDirectory) -> list[str]:
+    """List the allocations whose jobs a master has submitted and not seen end."""
+    return sorted(path.parent.name for path in directory.allocations.glob(f"*/{_ORDER}"))
+
+
+def cancel_all(directory: MasterDirectory, engine: ClusterEngine, *, seconds: float = 60.0) -> list[str]:
+    """JobEnd the jobs of these allocations without a master; return those that ran."""
+    running = [name for name, status in engine.statuses(left_behind(directory)).items() if status.end is None]
+    for name in running:
+        engine.cancel(name)
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        if all(status.end is not None for status in engine.statuses(running).values()):
+            break
+        time.sleep(engine.seconds)
+    engine.close()
+    return running
+
+
+def require_reachable(host: str, nodes: Sequence[Node]) -> None:
+    """Raise ConfigError if the master listens where other machines do not reach it."""
+    if not host.startswith("127."):
+        return
+    mine = {"localhost", socket.gethostname(), socket.getfqdn()}
+    for node in nodes:
+        if node.up and node.address not in mine and not _is_here(node.address):
+            raise ConfigError(
+                "the machines of the cluster cannot reach the master",
+                where="--host",
+                got=f"{host}, and {node.name} has the address {node.address}",
+                fix="Give the address of this machine in the network of the cluster: --host ADDRESS.",
+            )
+
+
+def _is_here(address: str) -> bool:
+    """Tell whether an address is one of this machine: a socket can be bound to it."""
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+            probe.bind((address, 0))
+    except OSError:
+        return False
+    return True

@@ -1,0 +1,133 @@
+"""One node of an allocation on a cluster: completes the order that the master has written with what
+only the node knows (its address, free ports, devices, a temporary directory), meets the other
+nodes, and supervises the trial's processes.
+
+It runs on the node as ``python -m zero_trial.master.agent.node FOLDER RANK NAME``, where FOLDER is
+the allocation's in the master's folder.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+import time
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+from urllib.error import HTTPError, URLError
+from urllib.parse import urlsplit
+from urllib.request import Request, urlopen
+
+from zero_trial.errors import MasterError
+from zero_trial.master import logs, shepherd
+from zero_trial.master.agent import processes, storage
+from zero_trial.master.agent.environment import Ports, free_ports
+
+_MEET_SECONDS = 600.0
+_PEER_FILE = "run/determined/info/rendezvous.json"  # where the harness looks for its peers
+
+
+def own_address(master_url: str) -> str:
+    """Return the address of this machine on its way to the master; packets are not sent."""
+    parts = urlsplit(master_url)
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((parts.hostname or "127.0.0.1", parts.port or 80))
+        return str(probe.getsockname()[0])
+
+
+def completed(
+    order: Mapping[str, Any], mine: Path, name: str, ports: Ports, visible: str, cores: int, scratch: str
+) -> dict[str, str]:
+    """Return the environment of the trial's processes on this node.
+
+    Args:
+        mine: the folder of this node.
+        ports: those of the first node.
+        visible: CUDA_VISIBLE_DEVICES as the engine has set it.
+        cores: that this node's part of the job may use.
+        scratch: its temporary directory.
+    """
+    env = dict(order["env"])
+    slots = max(1, order["slots"])
+    env.update(
+        DET_AGENT_ID=name,
+        DET_SLOT_IDS=json.dumps(list(range(order["slots"]))),
+        DET_RUN_ROOT=str(mine / "root"),
+        TMPDIR=scratch,
+        CUDA_VISIBLE_DEVICES=visible if order["kind"] == "cuda" else "",
+        OMP_NUM_THREADS=str(order["threads"] or max(1, cores // slots)),
+        C10D_PORT=str(ports.c10d),
+        INTER_TRAIN_PROCESS_COMM_PORT_1=str(ports.comm_1),
+        INTER_TRAIN_PROCESS_COMM_PORT_2=str(ports.comm_2),
+        DTRAIN_SSH_PORT=str(ports.ssh),
+    )
+    if order["nodes"] > 1:
+        # nodes of one machine, as in tests, would meet in the socket of its launcher
+        env["DET_SOCKET_ROOT"] = scratch
+    return env
+
+
+def meet(env: Mapping[str, str], rank: int, peers: int, mine: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return what the nodes of the allocation say of themselves, by rank, once all are there.
+
+    The master gathers it. Raises MasterError after ten minutes.
+    """
+    url = f"{env['DET_MASTER']}/api/v1/allocations/{env['DET_ALLOCATION_ID']}/all_gather"
+    body = {"requestUuid": str(uuid.uuid4()), "numPeers": peers, "data": {**mine, "rank": rank}}
+    headers = {
+        "grpc-metadata-x-allocation-token": f"Bearer {env['DET_SESSION_TOKEN']}",
+        "Content-Type": "application/json",
+    }
+    until = time.monotonic() + _MEET_SECONDS
+    while True:
+        try:
+            with urlopen(Request(url, json.dumps(body).encode(), headers), timeout=120) as answer:
+                return sorted(json.load(answer)["data"], key=lambda peer: int(peer["rank"]))
+        except (URLError, OSError) as error:
+            if time.monotonic() > until or (isinstance(error, HTTPError) and error.code in (401, 403)):
+                raise MasterError(
+                    "the other nodes of the allocation did not come", where=url, got=str(error)
+                ) from error
+            time.sleep(1.0)
+
+
+def main(folder: Path, rank: int, name: str) -> int:
+    """Run this node's part of the allocation to its end and return its exit code."""
+    order = json.loads((folder / "order.json").read_text(encoding="utf-8"))
+    mine = folder / f"node-{rank}"
+    work = mine / "work"
+    work.mkdir(parents=True, exist_ok=True, mode=0o700)
+    scratch = str(storage.make_scratch(mine, os.environ))
+    Path(scratch, "tmp").mkdir(exist_ok=True)
+    ports = free_ports()
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if order["nodes"] > 1:
+        address = own_address(order["env"]["DET_MASTER"])
+        me = {"address": address, "slots": order["slots"], "ports": [ports.c10d, ports.comm_1, ports.ssh]}
+        peers = meet(order["env"], rank, order["nodes"], me)
+        ports = Ports(*peers[0]["ports"])
+        info = {
+            "container_addrs": [peer["address"] for peer in peers],
+            "container_rank": rank,
+            "container_slot_counts": [peer["slots"] for peer in peers],
+        }
+        (mine / "root" / _PEER_FILE).write_text(json.dumps(info), encoding="utf-8")
+    run = {
+        "command": order["command"],
+        "cwd": str(work),
+        "env": completed(order, mine, name, ports, os.environ.get("CUDA_VISIBLE_DEVICES", ""), cores, scratch),
+        "log": str(logs.path_of(Path(order["logs"]), order["run_id"], rank)),
+        "grace": order["grace"],
+        "policies": order["policies"],
+    }
+    shepherd.main(mine, json.dumps(run))
+    storage.remove_scratch(mine, order["env"]["DET_ALLOCATION_ID"])
+    ended = processes.exit_of(mine)
+    return 1 if ended is None else ended.code
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]))

@@ -1,0 +1,213 @@
+"""The process of a master that speaks to Ray: it reads requests as lines of JSON from stdin and
+answers each with a line on stdout.
+
+It is a process of its own because a Ray driver ends when the Ray processes of its machine do. Jobs
+are placement groups and actors that outlive it; the next driver finds them by their names. Run as
+``python -m zero_trial.master.agent.ray_driver ADDRESS``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+import ray
+from ray.util.placement_group import (
+    PlacementGroup,
+    get_placement_group,
+    placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+_NAMESPACE = "zero_trial"
+_STOP_SECONDS = 5.0
+
+
+class _NodeProcess:
+    """The part of an allocation on one node: an actor that runs a command with the name of the node
+    behind it, and waits. It is sent to the node as it is, and needs nothing else of zero_trial.
+    """
+
+    def __init__(self, command: Sequence[str], pythonpath: str, output: str) -> None:
+        import ctypes
+        import signal
+        import socket
+        import subprocess
+        import threading
+
+        # as ray.name_of makes it from what the driver sees
+        name = f"{socket.gethostname()}-{ray.get_runtime_context().get_node_id()[:6]}"
+        self._code: int | None = None
+        self._started = threading.Event()
+        self._ended = threading.Event()
+
+        def die_with_parent() -> None:
+            ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG, see prctl(2)
+
+        def run() -> None:  # the signal comes when this thread ends
+            try:
+                with open(output, "ab") as file:
+                    self._child = subprocess.Popen(
+                        [*command, name],
+                        stdin=subprocess.DEVNULL,
+                        stdout=file,
+                        stderr=file,
+                        env={**os.environ, "PYTHONPATH": pythonpath},
+                        preexec_fn=die_with_parent,
+                    )
+                self._started.set()
+                self._code = self._child.wait()
+            finally:
+                self._started.set()
+                self._ended.set()
+
+        self._thread = threading.Thread(target=run, daemon=True)
+        self._thread.start()
+
+    def result(self) -> int:
+        """Wait for the end of the command; return its exit code, 127 if it could not begin."""
+        self._ended.wait()
+        return 127 if self._code is None else self._code
+
+    def stop(self) -> None:
+        """Send SIGTERM to the command."""
+        self._started.wait()
+        if self._code is None:
+            self._child.terminate()
+
+
+class _Job:
+    """A job of this or an earlier driver: its placement group, its actors and their results."""
+
+    def __init__(self, group: PlacementGroup, actors: Sequence[Any]) -> None:
+        self.group = group
+        self.actors = actors
+        self.results = [actor.result.remote() for actor in actors]
+        self.codes: list[int | str | None] = [None] * len(actors)  # text: why an actor is gone
+        self.nodes: list[str] = []  # where it was placed first
+        self.canceled = False
+
+    def look(self) -> dict[str, Any]:
+        """Return where it is, and what has ended of it."""
+        table = placement_group_table(self.group)
+        if table["state"] == "CREATED" and not self.nodes:
+            self.nodes = [table["bundles_to_node_id"][rank] for rank in range(len(self.actors))]
+        done, _ = ray.wait(self.results, num_returns=len(self.results), timeout=0)
+        for rank, result in enumerate(self.results):
+            if result in done and self.codes[rank] is None:
+                try:
+                    self.codes[rank] = int(ray.get(result))
+                except ray.exceptions.RayError as error:
+                    self.codes[rank] = str(error).strip().splitlines()[0]
+        return {"state": table["state"], "nodes": self.nodes, "codes": self.codes, "canceled": self.canceled}
+
+
+class _RayDriver:
+    """Answers the requests of one master."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, _Job] = {}
+
+    def answer(self, request: Mapping[str, Any]) -> Any:
+        """Carry out one request; its ``op`` names the method."""
+        operations: dict[str, Callable[..., Any]] = {
+            "nodes": self.nodes,
+            "submit": self.submit,
+            "cancel": self.cancel,
+            "look": self.look,
+        }
+        return operations[request["op"]](**{key: value for key, value in request.items() if key != "op"})
+
+    def nodes(self) -> list[dict[str, Any]]:
+        """List the machines that Ray knows, dead ones included."""
+        kept = ("NodeID", "Alive", "NodeManagerAddress", "NodeManagerHostname", "Resources")
+        return [{key: node[key] for key in kept} for node in ray.nodes()]
+
+    def submit(
+        self, name: str, bundles: list[dict[str, float]], labels: dict[str, str], command: list[str], **files: str
+    ) -> None:
+        """Create the placement group of a job, and its actors, which wait for it."""
+        group = placement_group(
+            bundles,
+            strategy="STRICT_SPREAD" if len(bundles) > 1 else "PACK",
+            name=name,
+            lifetime="detached",
+            bundle_label_selector=[labels] * len(bundles) if labels else None,
+        )
+        actors = []
+        for rank, bundle in enumerate(bundles):
+            place = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=rank)
+            options: dict[str, Any] = {"num_cpus": bundle.get("CPU", 0), "num_gpus": bundle.get("GPU", 0)}
+            actor = ray.remote(_NodeProcess).options(
+                name=f"{name}-{rank}",
+                lifetime="detached",
+                max_concurrency=4,
+                scheduling_strategy=place,
+                **options,
+            )
+            actors.append(actor.remote([*command, str(rank)], files["pythonpath"], files["output"]))
+        self._known[name] = _Job(group, actors)
+
+    def cancel(self, name: str, force: bool) -> None:
+        """Ask the processes of a job to end; with ``force`` remove all of it."""
+        job = self._find(name)
+        if job is None:
+            return
+        job.canceled = True
+        if force or not job.look()["nodes"]:
+            for actor in job.actors:
+                ray.kill(actor)
+            remove_placement_group(job.group)
+            if force:
+                self._known.pop(name)
+            return
+        with suppress(ray.exceptions.RayError):
+            ray.get([actor.stop.remote() for actor in job.actors], timeout=_STOP_SECONDS)
+
+    def look(self, names: list[str]) -> dict[str, Any]:
+        """Return how these jobs go, without those that Ray does not know."""
+        jobs = {name: self._find(name) for name in names}
+        return {name: job.look() for name, job in jobs.items() if job is not None}
+
+    def _find(self, name: str) -> _Job | None:
+        if name not in self._known:
+            try:
+                group = get_placement_group(name)
+                actors = [ray.get_actor(f"{name}-{rank}") for rank in range(group.bundle_count)]
+            except ValueError:
+                return None
+            self._known[name] = _Job(group, actors)
+        return self._known[name]
+
+
+def main(address: str) -> int:
+    """Answer requests until stdin ends."""
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)  # what Ray prints must not be among the answers
+    try:
+        ray.init(address=address or "auto", namespace=_NAMESPACE, log_to_driver=False, configure_logging=False)
+    except Exception as error:  # Ray raises many kinds
+        answers.write(json.dumps({"error": f"{type(error).__name__}: {error}"}) + "\n")
+        answers.flush()
+        return 1
+    driver = _RayDriver()
+    answers.write(json.dumps({"answer": None}) + "\n")
+    answers.flush()
+    for line in sys.stdin:
+        try:
+            answer = {"answer": driver.answer(json.loads(line))}
+        except Exception as error:
+            answer = {"error": f"{type(error).__name__}: {error}"}
+        answers.write(json.dumps(answer) + "\n")
+        answers.flush()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))

@@ -1,0 +1,163 @@
+"""What a master runs trials on: machines with slots, the protocol of what starts trials there, and
+which machines have room for one.
+
+There are two resource managers: `agent.Agent` runs trials as processes of this machine, and
+`cluster.ClusterManager` as jobs of an engine that has several machines (Slurm, Ray).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+from zero_trial.master.agent.environment import StartOrder
+from zero_trial.master.agent.processes import Exit
+from zero_trial.master.log_policies import LogMatch
+
+POOL = "default"
+"""The resource pool of a master that has only one."""
+
+
+@dataclass(frozen=True)
+class Node:
+    """A machine. Its slots are numbered from ``first`` on, through all machines of a master.
+
+    ``up`` is False for a machine that is known and cannot be used now. ``gpus`` are the names that
+    CUDA_VISIBLE_DEVICES takes, where the master assigns them itself.
+    """
+
+    name: str
+    slots: int
+    first: int = 0
+    kind: str = "cpu"  # or "cuda"
+    pools: tuple[str, ...] = (POOL,)
+    up: bool = True
+    address: str = "127.0.0.1"
+    gpus: tuple[str, ...] = ()
+
+    @property
+    def numbers(self) -> range:
+        return range(self.first, self.first + self.slots)
+
+
+class Reports(Protocol):
+    """Takes what a resource manager reports, from any thread."""
+
+    def on_nodes_changed(self) -> None:
+        """Assign slots again: `ResourceManager.nodes` has changed."""
+
+    def on_waiting(self, allocation_id: str, why: str) -> None:
+        """Record why the engine does not start an allocation yet."""
+
+    def on_started(self, allocation_id: str, nodes: Sequence[str] = ()) -> None:
+        """Record that the processes of an allocation run, and on which nodes if the manager has
+        chosen them. Called once for each allocation.
+        """
+
+    def on_matched(self, allocation_id: str, match: LogMatch) -> None:
+        """Record that a log policy has matched. Called again for the same after a restart."""
+
+    def on_exited(self, allocation_id: str, ended: Exit) -> None:
+        """Record that the processes of an allocation have ended. Called once, after the others."""
+
+
+class ResourceManager(Protocol):
+    """Starts, watches and ends allocations on its nodes; tests have one without processes."""
+
+    def nodes(self) -> tuple[Node, ...]:
+        """List the machines that are known now."""
+
+    def pools(self) -> tuple[str, ...]:
+        """List the resource pools, the default first."""
+
+    def check(self, config: Mapping[str, Any]) -> None:
+        """Raise ConfigError for an experiment that asks for what cannot be done here."""
+
+    def begin(self, reports: Reports) -> None:
+        """Begin to work."""
+
+    def start(self, order: StartOrder) -> None:
+        """Start an allocation, later. Nothing happens if an earlier master has started it."""
+
+    def kill(self, allocation_id: str) -> None:
+        """End all processes of an allocation, later."""
+
+    def adopt(self, allocation_id: str) -> bool:
+        """Watch an allocation if an earlier master has started it; return whether it has. The
+        allocation may have ended while no master ran.
+        """
+
+    def close(self) -> None:
+        """Stop watching; what runs goes on."""
+
+
+def shape(slots: int, sizes: Sequence[int]) -> tuple[int, int] | None:
+    """Return how many machines a trial takes and how many slots of each; None if it cannot run.
+
+    It takes the fewest machines that give equal parts.
+
+    Args:
+        slots: of the trial.
+        sizes: the slots of each machine that may be used, free or not.
+    """
+    for nodes in range(1, len(sizes) + 1):
+        each = slots // nodes
+        if each * nodes == slots and sum(size >= each for size in sizes) >= nodes:
+            return nodes, each
+    return None
+
+
+def fit(nodes: int, each: int, free: Sequence[tuple[int, ...]]) -> tuple[int, ...] | None:
+    """Return the slots of a trial that takes ``each`` of so many ``nodes``; None if too few are
+    free. Machines with the fewest free slots come first, so that large trials find whole ones.
+
+    Args:
+        free: the numbers of the free slots of each machine.
+    """
+    having = sorted((numbers for numbers in free if len(numbers) >= each), key=len)
+    if len(having) < nodes:
+        return None
+    return tuple(sorted(number for numbers in having[:nodes] for number in sorted(numbers)[:each]))
+
+
+def moved(
+    allocation_id: str, slots: Sequence[int], nodes: Sequence[Node], holders: Mapping[int, str]
+) -> dict[str, tuple[int, ...]]:
+    """Return the slots of an allocation that the engine has started on ``nodes``, and of those that
+    change places with it; by allocation.
+
+    Args:
+        slots: those that were assigned before the engine had chosen; as many on each node.
+        holders: the allocation that holds each slot.
+    """
+    each = len(slots) // max(1, len(nodes))
+    rank = {allocation_id: 0, "": 1}  # first its own, then free ones, then those of others
+    new: list[int] = []
+    for node in nodes:
+        new += sorted(node.numbers, key=lambda number: (rank.get(holders.get(number, ""), 2), number))[:each]
+    given_up = sorted(set(slots) - set(new))
+    held: dict[str, list[int]] = {allocation_id: new}
+    for number in sorted(set(new) - set(slots)):
+        other = holders.get(number)
+        if other is not None:
+            its = held.setdefault(other, [slot for slot, name in holders.items() if name == other])
+            its[its.index(number)] = given_up.pop(0)
+    return {name: tuple(sorted(numbers)) for name, numbers in held.items()}
+
+
+def numbered(known: Sequence[Node], found: Sequence[Node]) -> tuple[Node, ...]:
+    """Return the nodes that were found, with the numbers that they had; new and enlarged ones get
+    numbers of their own. Nodes that are gone stay, not up, so that their numbers do not come back.
+    """
+    before = {node.name: node for node in known}
+    last = max((node.first + node.slots for node in known), default=0)
+    after = {name: replace(node, up=False) for name, node in before.items()}
+    for node in found:
+        old = before.get(node.name)
+        if old is not None and old.slots >= node.slots:
+            after[node.name] = replace(node, first=old.first)
+        else:
+            after[node.name] = replace(node, first=last)
+            last += node.slots
+    return tuple(after.values())

@@ -1,0 +1,253 @@
+"""Slurm as the engine of a master: sbatch starts a job, squeue tells how it goes, scancel ends it,
+and scontrol lists machines (nodes) and pools (partitions).
+
+A slot is a GPU of the partition's GRES, or on nodes without GPUs some CPUs. Nothing is asked of
+Slurm's accounting. Texts are built and read by functions of their own.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from zero_trial.errors import ConfigError, MasterError
+from zero_trial.master.agent.cluster import ClusterJob, JobEnd, JobStatus
+from zero_trial.master.agent.resources import Node
+
+_PREFIX = "zt-"  # of the names of jobs
+_FORMAT = "%i|%T|%N|%r|%j"  # of squeue: id, state, nodes, reason, name
+_SECONDS = 60.0  # that a command of Slurm may take
+
+_USABLE = frozenset(("IDLE", "MIXED", "ALLOCATED", "COMPLETING", "PLANNED"))
+_HARMLESS = frozenset(
+    ("CLOUD", "PLANNED", "COMPLETING", "POWERED_DOWN", "POWERING_UP", "DYNAMIC_NORM", "DYNAMIC_FUTURE")
+)
+_WAITING = frozenset(
+    ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "RESV_DEL_HOLD", "SPECIAL_EXIT")
+)
+_ENDS = {
+    "COMPLETED": JobEnd.DONE,
+    "FAILED": JobEnd.FAILED,
+    "CANCELLED": JobEnd.CANCELED,
+    "REVOKED": JobEnd.CANCELED,
+    "NODE_FAIL": JobEnd.NODE_LOST,
+    "BOOT_FAIL": JobEnd.NODE_LOST,
+    "PREEMPTED": JobEnd.PREEMPTED,
+    "TIMEOUT": JobEnd.TIME_LIMIT,
+    "DEADLINE": JobEnd.TIME_LIMIT,
+    "OUT_OF_MEMORY": JobEnd.OUT_OF_MEMORY,
+}
+"""Slurm's state of a job -> why it has ended. All others are of a job that runs."""
+
+
+def fields_of(line: str) -> dict[str, str]:
+    """Read a line of ``scontrol show --oneliner``: NAME=VALUE apart by blanks; a value may have
+    blanks, too.
+    """
+    found = re.finditer(r"(?:^|\s)([A-Z][A-Za-z_:/]*)=(.*?)(?=\s+[A-Z][A-Za-z_:/]*=|\s*$)", line)
+    return {match[1]: match[2].strip() for match in found}
+
+
+def hosts(text: str) -> list[str]:
+    """Expand a list of nodes as Slurm writes it: ``n[01-03],login`` is n01, n02, n03, login."""
+    if text in ("", "(null)", "None assigned"):
+        return []
+    found: list[str] = []
+    for item in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", text):
+        found += _expanded(item)
+    return found
+
+
+def _expanded(item: str) -> Iterator[str]:
+    head, bracket, rest = item.partition("[")
+    if not bracket:
+        yield item
+        return
+    inside, _, tail = rest.partition("]")
+    for part in inside.split(","):
+        first, _, last = part.partition("-")
+        for number in range(int(first), int(last or first) + 1):
+            for end in _expanded(tail):
+                yield f"{head}{number:0{len(first)}d}{end}"
+
+
+def gpus_in(gres: str) -> int:
+    """Count the GPUs of a node's GRES: ``gpu:a100:4(S:0-1),shard:8`` has 4."""
+    bare = re.sub(r"\([^)]*\)", "", gres)
+    counts = (item.split(":") for item in bare.split(",") if item.split(":")[0] == "gpu")
+    return sum(int(parts[-1]) if parts[-1].isdigit() else 1 for parts in counts)
+
+
+def is_usable(state: str) -> bool:
+    """Tell whether a node in a state such as ``IDLE+DRAIN`` or ``MIXED*`` starts jobs."""
+    base, *flags = state.split("+")
+    return base in _USABLE and _HARMLESS.issuperset(flags)
+
+
+def nodes_in(text: str, *, cpus: int, gpus: bool) -> list[Node]:
+    """Read ``scontrol show node --oneliner``.
+
+    A machine without GPUs is left out if one in the same partition has some.
+
+    Args:
+        cpus: the CPUs of a slot on the CPU.
+        gpus: whether GPUs are looked at.
+    """
+    found = []
+    for line in text.splitlines():
+        fields = fields_of(line)
+        if "NodeName" not in fields:
+            continue
+        graphics = gpus_in(fields.get("Gres", "")) if gpus else 0
+        slots = graphics or int(fields.get("CPUEfctv") or fields["CPUTot"]) // cpus
+        partitions = tuple(name for name in fields.get("Partitions", "").split(",") if name)
+        if slots and partitions:
+            kind, up = "cuda" if graphics else "cpu", is_usable(fields["State"])
+            address = fields.get("NodeAddr", fields["NodeName"])
+            found.append(Node(fields["NodeName"], slots, 0, kind, partitions, up, address))
+    graphic = {pool for node in found if node.kind == "cuda" for pool in node.pools}
+    return [node for node in found if node.kind == "cuda" or not graphic.intersection(node.pools)]
+
+
+def partitions_in(text: str) -> tuple[str, ...]:
+    """Read ``scontrol show partition --oneliner``: the names, the default first."""
+    found = [fields_of(line) for line in text.splitlines() if "PartitionName=" in line]
+    found.sort(key=lambda fields: fields.get("Default") != "YES")
+    return tuple(fields["PartitionName"] for fields in found)
+
+
+@dataclass(frozen=True)
+class SlurmJob:
+    """A job as squeue lists it."""
+
+    id: int
+    name: str
+    status: JobStatus
+
+
+def jobs_in(text: str) -> dict[str, SlurmJob]:
+    """Read squeue's list of our jobs, by the allocation whose name they have."""
+    found: dict[str, SlurmJob] = {}
+    for line in text.splitlines():
+        number, state, nodes, reason, name = line.split("|", 4)
+        if not name.startswith(_PREFIX):
+            continue
+        job = SlurmJob(int(number.partition("_")[0]), name.removeprefix(_PREFIX), status_of(state, nodes, reason))
+        known = found.get(job.name)
+        if known is None or job.id > known.id:
+            found[job.name] = job
+    return found
+
+
+def status_of(state: str, nodes: str, reason: str) -> JobStatus:
+    """Return a job's state from three columns of squeue."""
+    why = "" if reason in ("None", "") else reason
+    end = _ENDS.get(state)
+    if end is not None:
+        return JobStatus(tuple(hosts(nodes)), end, f"Slurm: {state}" + (f", {why}" if why else ""))
+    if state in _WAITING:
+        return JobStatus(why=f"Slurm has it in its queue: {why or state}")
+    return JobStatus(tuple(hosts(nodes)))
+
+
+def script(job: ClusterJob, *, cpus: int) -> str:
+    """Return the batch script of a job. ``slurm.sbatch_args`` of the experiment come last.
+
+    The batch step runs on the first node, and starts the trial on every node as a step.
+    """
+    options = [
+        f"--job-name={_PREFIX}{job.name}",
+        f"--partition={job.pool}",
+        f"--nodes={job.nodes}",
+        "--ntasks-per-node=1",
+        f"--output={job.folder / 'job.out'}",
+        "--open-mode=append",
+        "--no-requeue",  # the master starts the trial again
+        "--export=NIL",
+    ]
+    processors = [f"--cpus-per-task={max(1, job.slots) * cpus}"] if job.kind == "cpu" else []
+    options += processors or ([f"--gpus-per-node={job.slots}"] if job.slots else [])
+    options += [f"--exclude={','.join(job.avoid)}"] if job.avoid else []
+    options += [str(argument) for argument in job.options.get("sbatch_args") or ()]
+    step = shlex.join(["srun", "--ntasks-per-node=1", "--kill-on-bad-exit=0", *processors])
+    return "\n".join(
+        [
+            "#!/bin/bash",
+            *(f"#SBATCH {shlex.quote(option)}" for option in options),
+            f"export PYTHONPATH={shlex.quote(job.pythonpath)}",
+            f'exec {step} /bin/bash -c \'exec "$@" "$SLURM_NODEID" "$SLURMD_NODENAME"\' node {shlex.join(job.command)}',
+            "",
+        ]
+    )
+
+
+class Slurm:
+    """The engine: each method is a command of Slurm's."""
+
+    name = "slurm"
+    seconds = 1.0
+
+    def __init__(self, *, cpus: int = 1, gpus: bool = True, env: Mapping[str, str]) -> None:
+        self._cpus = cpus
+        self._gpus = gpus
+        self._env = {**env, "LC_ALL": "C"}
+
+    def nodes(self) -> list[Node]:
+        return nodes_in(self._run(["scontrol", "show", "node", "--oneliner"]), cpus=self._cpus, gpus=self._gpus)
+
+    def pools(self) -> tuple[str, ...]:
+        found = partitions_in(self._run(["scontrol", "show", "partition", "--oneliner"]))
+        if not found:
+            raise ConfigError("Slurm has no partition", where="--on slurm", fix="Ask for one: see slurm.conf.")
+        return found
+
+    def threads(self, kind: str) -> int:
+        return self._cpus if kind == "cpu" else 0
+
+    def submit(self, job: ClusterJob) -> None:
+        self._run(["sbatch", "--parsable"], script(job, cpus=self._cpus))
+
+    def cancel(self, name: str, *, force: bool = False) -> None:
+        job = self._jobs().get(name)
+        if job is None or job.status.end is not None:
+            return
+        if force:
+            self._run(["scancel", "--full", "--signal=KILL", str(job.id)])
+        self._run(["scancel", str(job.id)])
+
+    def statuses(self, names: Collection[str]) -> Mapping[str, JobStatus]:
+        return {name: job.status for name, job in self._jobs().items() if name in names}
+
+    def close(self) -> None:
+        """Do nothing: Slurm is asked anew each time."""
+
+    def _jobs(self) -> dict[str, SlurmJob]:
+        words = ["squeue", f"--user={os.getuid()}", "--states=all", "--noheader", f"--format={_FORMAT}"]
+        return jobs_in(self._run(words))
+
+    def _run(self, words: Sequence[str], text: str = "") -> str:
+        """Run a command; return what it prints. Raises MasterError with its complaint."""
+        try:
+            done = subprocess.run(
+                words, input=text, capture_output=True, text=True, env=self._env, timeout=_SECONDS, check=False
+            )
+        except FileNotFoundError:
+            raise ConfigError(
+                f"{words[0]} was not found: this machine is no client of Slurm",
+                where="--on slurm",
+                fix="Run the master where sbatch works, with Slurm's commands on PATH.",
+            ) from None
+        except subprocess.TimeoutExpired:
+            raise MasterError(f"{words[0]} did not answer in {_SECONDS:.0f} s", where=shlex.join(words)) from None
+        if done.returncode:
+            complaint = _complaint(done.stderr.splitlines()) or f"exit code {done.returncode}"
+            raise MasterError("Slurm has refused a command", where=shlex.join(words[:3]), got=complaint)
+        return done.stdout
+
+
+def _complaint(lines: Iterable[str]) -> str:
+    return "; ".join(line.strip() for line in lines if line.strip())[:500]

@@ -97,7 +97,7 @@ setup(
     cmdclass={"build_py": BuildWithStart},
     package_data={
         "zero_trial": [
-            *("py.typed", "report/page.css", "report/page.js"),
+            *("py.typed", "report/page.css", "report/page.js", "board/board.css", "board/board.js"),
             *("templates/*/*.yaml", "templates/*/*.json", "templates/*/*.md"),
             "presets/*.json",
             *("csrc/*/*.h", "csrc/*/*.cpp", "csrc/*/*.cu"),

@@ -59,6 +59,7 @@ ARROWS: Mapping[str, set[str]] = {
         "runs",
         "errors",
     },  # asks the search's own rules why a trial was stopped
+    "board": {"report", "master", "runs", "errors"},
     # A dry run puts both halves together: the user's trial and the engine, on ranks that are not
     # there.
     "preflight": {
@@ -81,7 +82,7 @@ ARROWS: Mapping[str, set[str]] = {
     "cli": {
         "tune",
         *("checkpoint", "preflight", "launch", "master", "trial", "engine", "importing", "pipeline", "runtime", "runs"),
-        *("report", "experiment", "ds_config", "schema", "errors", "__init__"),
+        *("report", "board", "experiment", "ds_config", "schema", "errors", "__init__"),
         "sharding.plan",  # the plan of a stage, which is pure: a schedule is drawn without torch
         "stand_in",  # its tables, for `launch` and the reference page
     },
@@ -89,7 +90,7 @@ ARROWS: Mapping[str, set[str]] = {
 
 # Rooms whose import must not bring torch with it: they read configurations and start ranks, within
 # a second.
-WITHOUT_TORCH = ("util", "schema", "ds_config", "experiment", "runs", "launch", "master", "report")
+WITHOUT_TORCH = ("util", "schema", "ds_config", "experiment", "runs", "launch", "master", "report", "board")
 
 ONLY_IMPORTERS = {
     "determined": ("zero_trial.runtime.determined",),

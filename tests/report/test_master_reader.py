@@ -27,8 +27,8 @@ from zero_trial.report.master_reader import (
     from_master_store,
     member,
     ordinal,
-    steps_per_second,
 )
+from zero_trial.report.store_curves import steps_per_second
 from zero_trial.report.sweep_page import render_sweep
 
 POINT = {"global_batch_size": 16, "ds_config": {"optimizer": {"type": "Adam", "params": {"lr": 1e-4}}}}

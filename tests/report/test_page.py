@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tests.report.reading import read
 from zero_trial.report import page
 from zero_trial.report.data import Status, Tone
-from zero_trial.report.page import Html, el, join, json_data
+from zero_trial.report.page import Html, PageSection, el, join, json_data
 
 
 def test_text_is_escaped_and_markup_is_not() -> None:
@@ -51,7 +51,12 @@ HEAD = page.heading("title", Status("done", Tone.GOOD), "")
 
 
 def test_sections_without_content_are_left_out_and_three_make_a_navigation() -> None:
-    sections = [("a", "A", "1"), ("b", "B", None), ("c", "C", [el("p", "x")]), ("d", "D", "2")]
+    sections = [
+        PageSection("a", "A", "1"),
+        PageSection("b", "B", None),
+        PageSection("c", "C", [el("p", "x")]),
+        PageSection("d", "D", "2"),
+    ]
     found = read(page.document("t", HEAD, sections, "today"))
     assert found.faults == []
     assert [section.attributes["id"] for section in found.of("section")] == ["a", "c", "d"]
@@ -62,7 +67,7 @@ def test_sections_without_content_are_left_out_and_three_make_a_navigation() -> 
 
 
 def test_two_sections_need_none() -> None:
-    assert read(page.document("t", HEAD, [("a", "A", "1"), ("c", "C", "2")], "")).of("nav") == []
+    assert read(page.document("t", HEAD, [PageSection("a", "A", "1"), PageSection("c", "C", "2")], "")).of("nav") == []
 
 
 def test_a_state_is_a_word_and_a_form() -> None:

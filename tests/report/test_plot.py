@@ -12,17 +12,16 @@ from hypothesis import strategies as st
 
 from tests.report.reading import read
 from tests.report.samples import run_report, sweep_report
+from zero_trial.report.curves import MOST_POINTS, thinned
 from zero_trial.report.data import Axis, BracketHistory, Memory, RungDecision, RungOutcome, Series
 from zero_trial.report.page import bar, join, memory_view
 from zero_trial.report.plot import (
-    MOST_POINTS,
     Line,
     Scale,
     fit,
     fit_axis,
     line_chart,
     smoothed,
-    thinned,
 )
 from zero_trial.report.sweep_charts import brackets_view, parallel_view
 from zero_trial.util.text import format_number

@@ -119,14 +119,14 @@ def test_in_a_browser_it_fits_a_phone_and_a_desktop_and_can_be_used(tmp_path: Pa
       }
       const section = (id) => page.getElementById(id);
       const row = section("trials").querySelector("tbody tr");
-      row.dispatchEvent(new view.PointerEvent("pointerenter"));
+      row.dispatchEvent(new view.PointerEvent("pointerover", { bubbles: true }));
       const lit = all(".lit").map((e) => e.tagName.toLowerCase()).sort().join(" ");
       const named = all(".lit-name")[0].textContent;
-      row.dispatchEvent(new view.PointerEvent("pointerleave"));
+      row.dispatchEvent(new view.PointerEvent("pointerout", { bubbles: true }));
       const after = all(".lit").length;
       const plot = section("curves").querySelector(".plot"), box = plot.getBoundingClientRect();
       const best = plot.querySelector("path.line.best"), ctm = plot.querySelector("svg").getScreenCTM();
-      const [x, y] = best.dataset.points.split(" ")[1].split(",").map(Number);
+      const [x, y] = best.getAttribute("d").slice(1).split("L")[1].split(" ").map(Number);
       plot.dispatchEvent(new view.PointerEvent("pointermove", { clientX: x * ctm.a + ctm.e - 20, clientY: y * ctm.d + ctm.f, bubbles: true }));
       const pointed = all("tr.lit").map((e) => e.dataset.trial);
       const handle = all(".handle[data-axis='3'][data-end='low']")[0];

@@ -30,6 +30,7 @@ VERBS: Mapping[str, str] = {
     "master": "master:add_parser",
     "report": "report:add_parser",
     "sweep": "report:add_sweep_parser",
+    "board": "board:add_parser",
     "diff": "diff:add_parser",
     "ckpt": "ckpt:add_parser",
     "env": "env:add_parser",

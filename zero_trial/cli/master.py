@@ -96,6 +96,8 @@ def _up(options: argparse.Namespace) -> int:
 
 
 def _serve(options: argparse.Namespace, home: Any, devices: Any) -> int:
+    from zero_trial.board.app import board_routes
+    from zero_trial.board.source import StoreSource
     from zero_trial.master.agent.agent import Agent
     from zero_trial.master.agent.cluster import ClusterManager, require_reachable
     from zero_trial.master.http.server import LOOPBACK
@@ -119,7 +121,7 @@ def _serve(options: argparse.Namespace, home: Any, devices: Any) -> int:
         else:
             _show(options, home, True)
 
-    serve(ServeOptions(home, manager, options.port, host, options.on or ""), ready)
+    serve(ServeOptions(home, manager, options.port, host, options.on or "", board_routes(StoreSource(home))), ready)
     return 0
 
 
@@ -211,9 +213,13 @@ def _wait_until_known(home: Any, seconds: float = 10.0) -> None:
 
 
 def _show(options: argparse.Namespace, home: Any, fresh: bool) -> None:
+    from zero_trial.board import board_address
+
     exports = _exports_of(home)
+    board = board_address(exports["DET_MASTER"], exports["DET_USER_TOKEN"])
     if options.json:
-        print(json.dumps({"root": str(home.root), "started": fresh, **home.state(), "env": exports}), flush=True)
+        found = {"root": str(home.root), "started": fresh, **home.state(), "board": board, "env": exports}
+        print(json.dumps(found), flush=True)
         return
     lines = [f"export {name}={shlex.quote(value)}" for name, value in exports.items()]
     if not options.env:
@@ -222,6 +228,7 @@ def _show(options: argparse.Namespace, home: Any, fresh: bool) -> None:
         root = "" if options.root is None else f" --root {shlex.quote(str(options.root))}"
         lines = [
             head,
+            f"board  {board}",
             "",
             "for the det command, without a password:",
             *(f"  {line}" for line in lines),

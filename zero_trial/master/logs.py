@@ -118,7 +118,7 @@ def lines(source: Source, query: LogQuery) -> Iterator[LogLine]:
 
     They are read as they are consumed, from the end with ``newest_first``.
     """
-    found = _newest_first(source, _ends(source)) if query.newest_first else _Tail(source).new()
+    found = _newest_first(source, _ends(source)) if query.newest_first else LogTail(source).new()
     return islice((line for line in found if _wanted(line, query)), query.limit)
 
 
@@ -128,11 +128,11 @@ def follow(source: Source, query: LogQuery, ended: Callable[[], bool]) -> Iterat
 
     With ``newest_first`` and a limit: the newest lines first, then what comes after them.
     """
-    tail = _Tail(source)
+    tail = LogTail(source)
     over = ended()  # before reading: what was written until then is read
     if query.newest_first and query.limit is not None:
-        newest = _newest_first(source, tail.skip())
-        yield from reversed(list(islice((line for line in newest if _wanted(line, query)), query.limit)))
+        newest = (line for line in tail.newest_first() if _wanted(line, query))
+        yield from reversed(list(islice(newest, query.limit)))
     left = None if query.newest_first else query.limit
     silent = 0.0
     while True:
@@ -162,7 +162,7 @@ def _newest_first(source: Source, ends: Mapping[Path, int]) -> Iterator[LogLine]
     return heapq.merge(*readers, key=lambda line: line.time, reverse=True)
 
 
-class _Tail:
+class LogTail:
     """Reads what is new in all files of a trial; incomplete lines are left for later."""
 
     def __init__(self, source: Source) -> None:
@@ -179,10 +179,10 @@ class _Tail:
         found = [self._readers[path].lines(self._counted(path)) for path in paths]
         return heapq.merge(*found, key=lambda line: line.time)
 
-    def skip(self) -> Mapping[Path, int]:
-        """Skip what is there now, and return where it ends."""
+    def newest_first(self) -> Iterator[LogLine]:
+        """Return the lines that are there now, the newest first; `new` goes on after them."""
         self._read = _ends(self._source)
-        return dict(self._read)
+        return _newest_first(self._source, dict(self._read))
 
     def _counted(self, path: Path) -> Iterator[Line]:
         for place, raw in forward(path, self._read.get(path, 0)):

@@ -8,7 +8,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import zero_trial
@@ -18,6 +18,7 @@ from zero_trial.master.agent.resources import ResourceManager
 from zero_trial.master.core import Master
 from zero_trial.master.directory import MasterDirectory
 from zero_trial.master.http import listen
+from zero_trial.master.http.messages import Route
 from zero_trial.master.http.server import LOOPBACK, HttpServer
 
 log = logging.getLogger(__name__)
@@ -29,7 +30,7 @@ _FORMAT = "%(asctime)s.%(msecs)03dZ %(levelname)s %(message)s"
 @dataclass(frozen=True)
 class ServeOptions:
     """Options of one run of the master. ``port`` None: the last one, or any; 0: any. ``host``: the
-    address of this machine on which it listens.
+    address of this machine on which it listens. ``more``: routes beside those of Determined.
     """
 
     directory: MasterDirectory
@@ -37,6 +38,7 @@ class ServeOptions:
     port: int | None
     host: str = LOOPBACK
     on: str = ""  # the engine of a cluster, for `zero-trial master down`
+    more: Sequence[Route] = ()
 
 
 def serve(options: ServeOptions, ready: Callable[[], None]) -> None:
@@ -76,7 +78,7 @@ def serve(options: ServeOptions, ready: Callable[[], None]) -> None:
 def _serve(options: ServeOptions, master: Master, ready: Callable[[], None], stopping: threading.Event) -> None:
     directory = options.directory
     master.accounts.ensure_local_user(directory.account)
-    with _listen(master, options.host, options.port, directory.state().get("port")) as server:
+    with _listen(master, options, directory.state().get("port")) as server:
         master.begin(server.url)
         more = {"port": server.port, "url": server.url, "version": zero_trial.__version__, "on": options.on}
         directory.write_state({**directory.state(), **more})
@@ -95,19 +97,19 @@ def _serve(options: ServeOptions, master: Master, ready: Callable[[], None], sto
         master.stop_runs()
 
 
-def _listen(master: Master, host: str, port: int | None, before: int | None) -> HttpServer:
+def _listen(master: Master, options: ServeOptions, before: int | None) -> HttpServer:
     """Listen on the given port, or on the port before: running trials know the master by it."""
-    if port is not None or before is None:
-        return listen(master, host=host, port=port or 0)
+    if options.port is not None or before is None:
+        return listen(master, host=options.host, port=options.port or 0, more=options.more)
     try:
-        return listen(master, host=host, port=before)
+        return listen(master, host=options.host, port=before, more=options.more)
     except ZeroTrialError as error:
         log.warning(
             "port %d of the last master is taken (%s): runs that it started cannot report here",
             before,
             error,
         )
-        return listen(master, host=host, port=0)
+        return listen(master, host=options.host, port=0, more=options.more)
 
 
 def _log_to(directory: MasterDirectory) -> None:

@@ -203,6 +203,7 @@ class BestConfig:
 class SweepReport:
     """A search and all its trials.
 
+    ``drawn``: what the trials' curves are of, if that is not ``metric``.
     ``pruned``: reasons why points were never launched, with how often. ``notes``: warnings about
     the best, such as a learning rate of its point that its scheduler has replaced.
     """
@@ -223,6 +224,7 @@ class SweepReport:
     subtitle: str = ""
     facts: tuple[tuple[str, str], ...] = ()
     created: str = ""
+    drawn: str = ""
 
     def ranked(self) -> tuple[TrialReport, ...]:
         """Return trials with a metric, the best first."""

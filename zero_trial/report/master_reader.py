@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import copy
 import io
-import itertools
 import math
 import sqlite3
 import tarfile
@@ -19,32 +18,37 @@ from posixpath import normpath
 from typing import Any
 
 from zero_trial.errors import ConfigError, ZeroTrialError
-from zero_trial.master.records import Experiment, ExperimentState, MetricReport, Trial, TrialState
+from zero_trial.master.records import CheckpointState, Experiment, ExperimentState, Trial, TrialState
 from zero_trial.master.search import restore
 from zero_trial.master.search.adaptive_asha import WORST, AdaptiveAsha, Bracket, Rung
 from zero_trial.master.search.pruning import ds_config_file, replaced_rates
-from zero_trial.master.store import experiments, metrics, trials
+from zero_trial.master.store import checkpoints, experiments, trials
 from zero_trial.master.store.database import reading
+from zero_trial.report.curves import most_of_each
 from zero_trial.report.data import (
     BestConfig,
     BracketHistory,
+    CheckpointRow,
     Memory,
+    MetricChange,
     RungDecision,
     RungOutcome,
-    Series,
+    RunReport,
+    Setting,
     Status,
     SweepReport,
     Tone,
     TrialReport,
     as_yaml,
+    leaves,
     reach,
     swept_axes,
 )
-from zero_trial.report.run_reader import series
-from zero_trial.runs.records import is_finite
+from zero_trial.report.store_curves import StoreCurves, pace
+from zero_trial.runs.records import COUNTERS, is_finite
 from zero_trial.schema.json_source import read_json
 from zero_trial.schema.yaml_source import read_yaml
-from zero_trial.util.text import format_duration
+from zero_trial.util.text import format_count, format_duration
 
 _LARGEST_DS_CONFIG = 2**20  # bytes
 
@@ -62,22 +66,92 @@ def from_master_store(path: Path, experiment_id: int) -> SweepReport:
     Raises ConfigError if the store or the experiment is not there. Reads only.
     """
     with reading(path) as connection:
-        experiment = experiments.get(connection, experiment_id)
-        if experiment is None:
-            known = [str(other.id) for other in experiments.all_(connection)]
-            raise ConfigError(
-                "there is no such experiment",
-                where=str(path),
-                got=experiment_id,
-                expected=", ".join(known) or "none is there",
-            )
-        return _Reader(connection, experiment).read()
+        return read_experiment(connection, StoreCurves(), experiment_id)
+
+
+def read_experiment(
+    connection: sqlite3.Connection, curves: StoreCurves, experiment_id: int, drawn: tuple[str, str] | None = None
+) -> SweepReport:
+    """Return the current state of the sweep. Raises ConfigError if the experiment is not there.
+
+    Args:
+        drawn: group and name of the metric that the curves show, unless it is the searcher's.
+    """
+    curves.refresh(connection)
+    experiment = experiments.get(connection, experiment_id)
+    if experiment is None:
+        known = [str(other.id) for other in experiments.all_(connection, counted=False)]
+        raise ConfigError(
+            "there is no such experiment",
+            where="the master's store",
+            got=experiment_id,
+            expected=", ".join(known) or "none is there",
+        )
+    return _Reader(connection, curves, experiment, drawn).read()
+
+
+def read_trial(connection: sqlite3.Connection, curves: StoreCurves, trial_id: int) -> RunReport:
+    """Return the current state of one trial. Raises ConfigError if it is not there."""
+    curves.refresh(connection)
+    trial = trials.get(connection, trial_id, derived=True, summary=False)
+    experiment = experiments.get(connection, trial.experiment_id) if trial is not None else None
+    if trial is None or experiment is None:
+        raise ConfigError("there is no such trial", where="the master's store", got=trial_id)
+    training = {name: one for name, one in curves.group(connection, trial, "training").items() if name not in COUNTERS}
+    validation = {
+        name: one for name, one in curves.group(connection, trial, "validation").items() if name not in COUNTERS
+    }
+    goal = str((experiment.config.get("searcher") or {}).get("metric", ""))
+    ends = {name: one.ends() for name, one in sorted(validation.items(), key=lambda pair: pair[0] != goal) if len(one)}
+    speed = pace(connection, trial)
+    resources = experiment.config.get("resources") or {}
+    facts = (
+        ("ran for", format_duration(trial.wall_clock) if trial.wall_clock else None),
+        ("steps", trial.steps_completed),
+        ("steps per second", format_count(speed) if speed else None),
+        ("slots", resources.get("slots_per_trial")),
+        ("restarts", trial.restarts or None),
+        ("seed", trial.seed),
+    )
+    metadata = (trials.metadata(connection, trial.id) or {}).get("zero_trial")
+    started = datetime.fromtimestamp(trial.created, timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
+    swept = {axis.name for axis in swept_axes(experiment.config.get("hyperparameters") or {})}
+    return RunReport(
+        title=f"trial {trial.id}",
+        status=_trial_status(trial, None),
+        subtitle=f"{experiment.name} · started {started}",
+        message=trial.reason if trial.state is TrialState.ERROR else "",
+        changes=tuple(
+            MetricChange(name, first[1] if first[0] < last[0] else None, last[1])
+            for name, (first, last) in ends.items()
+        ),
+        facts=tuple((name, str(value)) for name, value in facts if value is not None),
+        training=training["loss"].series("loss") if len(training.get("loss", ())) else None,
+        validation=tuple(one.series(name) for name, one in validation.items() if len(one)),
+        progress=tuple(one.series(name) for name, one in training.items() if len(one) and name != "loss"),
+        memory=_memory(metadata if isinstance(metadata, Mapping) else {}),
+        settings=tuple(
+            Setting(name, value, "the search" if name in swept else "the experiment", "", True)
+            for name, value in leaves(trial.hparams).items()
+        ),
+        checkpoints=tuple(
+            CheckpointRow(saved.steps_completed, saved.uuid, saved.size, saved.state is CheckpointState.COMPLETED)
+            for saved in sorted(checkpoints.of_trial(connection, trial.id), key=lambda saved: saved.steps_completed)
+        ),
+        created=datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
+    )
 
 
 class _Reader:
     """One experiment within one view of the store."""
 
-    def __init__(self, connection: sqlite3.Connection, experiment: Experiment) -> None:
+    def __init__(
+        self,
+        connection: sqlite3.Connection,
+        curves: StoreCurves,
+        experiment: Experiment,
+        drawn: tuple[str, str] | None,
+    ) -> None:
         self.connection = connection
         self.experiment = experiment
         self.config: Mapping[str, Any] = experiment.config
@@ -86,7 +160,8 @@ class _Reader:
         self.smaller = bool(self.searcher.get("smaller_is_better", True))
         self.axes = swept_axes(self.config.get("hyperparameters") or {})
         self.trials = trials.of_experiment(connection, experiment.id, derived=True)
-        self.reports = {trial.id: metrics.of_trial(connection, trial.id) for trial in self.trials}
+        self.curves = curves
+        self.drawn = drawn or ("validation", self.metric)
 
     def read(self) -> SweepReport:
         experiment = self.experiment
@@ -97,9 +172,10 @@ class _Reader:
         started = datetime.fromtimestamp(experiment.created, timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
         return SweepReport(
             title=experiment.name or f"experiment {experiment.id}",
-            status=_experiment_status(experiment),
+            status=experiment_status(experiment),
             searcher=str(self.searcher.get("name", "")),
             metric=self.metric,
+            drawn="" if self.drawn == ("validation", self.metric) else " ".join(self.drawn),
             smaller_is_better=self.smaller,
             trials=reports,
             unit=self._unit(),
@@ -125,28 +201,25 @@ class _Reader:
 
     def _ladders(self) -> tuple[BracketHistory, ...]:
         """Return the brackets, replayed from all validations in the order in which they came."""
+        if self.searcher.get("name") != "adaptive_asha":
+            return ()
         unit = self._unit()
-        asked = {trial.id: trial.request_id for trial in self.trials}
-        validations = sorted(
-            (r for every in self.reports.values() for r in every if r.group == "validation"), key=lambda r: r.id
-        )
         measured = [
-            RungMeasurement(
-                asked[report.trial_id], float(report.metrics[unit]), _number(report.metrics.get(self.metric))
-            )
-            for report in validations
-            if is_finite(report.metrics.get(unit)) and self.metric in report.metrics
+            (number, RungMeasurement(trial.request_id, time, value))
+            for trial in self.trials
+            for number, time, value in self.curves.measured(self.connection, trial, unit, self.metric)
         ]
+        in_order = [measurement for _, measurement in sorted(measured, key=lambda pair: pair[0])]
         names = {trial.request_id: str(trial.id) for trial in self.trials}
         return bracket_histories(
-            self.config, experiments.snapshot(self.connection, self.experiment.id), measured, names
+            self.config, experiments.snapshot(self.connection, self.experiment.id), in_order, names
         )
 
     def _trial(self, trial: Trial, found: Sequence[BracketHistory]) -> TrialReport:
-        reports = self.reports[trial.id]
-        curve = series(
-            self.metric, ((r.steps_completed, r.metrics.get(self.metric)) for r in reports if r.group == "validation")
-        )
+        goal = self.curves.goal(self.connection, trial, self.metric)
+        curve = goal
+        if self.drawn != ("validation", self.metric):
+            curve = self.curves.group(self.connection, trial, *self.drawn).get(self.drawn[1], goal)
         facts = (trials.metadata(self.connection, trial.id) or {}).get("zero_trial")
         stop = next(
             (
@@ -157,14 +230,14 @@ class _Reader:
             ),
             None,
         )
-        speed = steps_per_second(reports)
+        speed = pace(self.connection, trial)
         batch = self._batch(trial)
         return TrialReport(
             id=str(trial.id),
             status=_trial_status(trial, stop),
             point={axis.name: value for axis in self.axes if (value := reach(trial.hparams, axis.name)) is not None},
-            curve=curve,
-            best=trial.searcher_metric if trial.searcher_metric is not None else _best_of(curve, self.smaller),
+            curve=curve.series(self.drawn[1], most_of_each(len(self.trials))),
+            best=trial.searcher_metric if trial.searcher_metric is not None else goal.best(self.smaller),
             steps=trial.steps_completed,
             why=trial.reason if trial.state in (TrialState.ERROR, TrialState.CANCELED) else "",
             pruned=trial.pruned,
@@ -262,24 +335,8 @@ def member(archive: bytes, name: str) -> str | None:
     return None
 
 
-def steps_per_second(reports: Sequence[MetricReport]) -> float | None:
-    """Return steps over time between training reports of one run and the next, validations and
-    saves between them included; None with fewer than two."""
-    steps, seconds = 0, 0.0
-    training = [report for report in reports if report.group == "training" and report.steps_completed is not None]
-    for before, after in itertools.pairwise(training):
-        if before.run_id == after.run_id and after.reported > before.reported:
-            steps += (after.steps_completed or 0) - (before.steps_completed or 0)
-            seconds += after.reported - before.reported
-    return steps / seconds if steps > 0 and seconds > 0 else None
-
-
 def _number(value: Any) -> float:
     return float(value) if is_finite(value) else float("nan")
-
-
-def _best_of(curve: Series, smaller: bool) -> float | None:
-    return (min if smaller else max)(curve.values) if len(curve) else None
 
 
 def _memory(facts: Mapping[str, Any]) -> Memory:
@@ -301,7 +358,8 @@ def _trial_status(trial: Trial, stop: RungDecision | None) -> Status:
     return Status((trial.shown_state or trial.state.value).lower().replace("_", " "), Tone.BUSY)
 
 
-def _experiment_status(experiment: Experiment) -> Status:
+def experiment_status(experiment: Experiment) -> Status:
+    """Return the state of an experiment, as it is shown."""
     words = {
         ExperimentState.COMPLETED: Tone.GOOD,
         ExperimentState.ERROR: Tone.BAD,

@@ -101,7 +101,7 @@ function nearestTrial(plot, event) {
   const ctm = plot.querySelector("svg").getScreenCTM();
   let best = null, closest = 18;
   for (const path of all("path.line[data-trial]:not(.out)", plot)) {
-    const points = path.dataset.points.split(" ").map((pair) => pair.split(",").map(Number));
+    const points = pathPoints(path);
     for (let index = 0; index < points.length; index += 1) {
       const [ax, ay] = points[index], [bx, by] = points[Math.min(index + 1, points.length - 1)];
       const a = { x: ax * ctm.a + ctm.e, y: ay * ctm.d + ctm.f }, b = { x: bx * ctm.a + ctm.e, y: by * ctm.d + ctm.f };
@@ -113,7 +113,11 @@ function nearestTrial(plot, event) {
   }
   return best;
 }
-for (const plot of all(".trials .plot")) {
+function pathPoints(path) {
+  return path.getAttribute("d").slice(1).split("L").map((pair) => pair.split(" ").map(Number));
+}
+function trials(figure) {
+  const plot = figure.querySelector(".plot");
   plot.addEventListener("pointermove", (event) => light(nearestTrial(plot, event)));
   plot.addEventListener("pointerdown", (event) => light(nearestTrial(plot, event)));
   plot.addEventListener("pointerleave", () => light(null));
@@ -130,15 +134,19 @@ for (const plot of all(".trials .plot")) {
   });
   plot.addEventListener("blur", () => light(null));
 }
-for (const element of all("tr[data-trial], .mark[data-trial]")) {
-  for (const name of ["pointerenter", "focusin"]) element.addEventListener(name, () => light(element.dataset.trial));
-  for (const name of ["pointerleave", "focusout"]) element.addEventListener(name, () => light(null));
+for (const [inside, outside] of [["pointerover", "pointerout"], ["focusin", "focusout"]]) {
+  const named = (event) => event.target.closest?.("tr[data-trial], .mark[data-trial]");
+  document.addEventListener(inside, (event) => { const found = named(event); if (found) light(found.dataset.trial); });
+  document.addEventListener(outside, (event) => { if (named(event)) light(null); });
 }
 
 // Parallel coordinates: each axis has two handles; trials outside of any axis's range fade.
+const chosen = new Map(); // the ranges of axes, also after the figure was drawn again
 function parallel(figure) {
   const data = JSON.parse(figure.querySelector("script").textContent);
-  const ranges = data.axes.map(() => [0, 1]);
+  const held = data.axes.join(" ");
+  const ranges = chosen.get(held) ?? data.axes.map(() => [0, 1]);
+  chosen.set(held, ranges);
   const section = figure.closest("section"), heard = section.querySelector(".heard");
   function apply() {
     let kept = 0;
@@ -181,35 +189,44 @@ function parallel(figure) {
     });
     handle.addEventListener("dblclick", () => move(end));
   });
-  section.querySelector(".clear").addEventListener("click", () => {
-    ranges.forEach((range) => { range[0] = 0; range[1] = 1; });
-    for (const handle of all(".handle", figure)) handle.style.top = handle.dataset.end === "high" ? "0%" : "100%";
+  const place = () => {
+    for (const handle of all(".handle", figure)) {
+      handle.style.top = `${100 * (1 - ranges[Number(handle.dataset.axis)][handle.dataset.end === "high" ? 1 : 0])}%`;
+    }
     apply();
-  });
+  };
+  section.querySelector(".clear").onclick = () => {
+    ranges.forEach((range) => { range[0] = 0; range[1] = 1; });
+    place();
+  };
+  if (ranges.some(([low, high]) => low > 0 || high < 1)) place();
 }
 
+// Sorts by the column whose head says so; also when rows have changed.
+function sort(table) {
+  const column = all("thead th", table).findIndex((head) => head.hasAttribute("aria-sort"));
+  if (column < 0) return;
+  const down = table.tHead.rows[0].cells[column].getAttribute("aria-sort") === "descending";
+  const key = (row) => row.cells[column].dataset.sort ?? row.cells[column].textContent;
+  const rows = [...table.tBodies[0].rows].sort((a, b) => {
+    const [x, y] = [key(a), key(b)];
+    if (x === "" || y === "") return x === y ? 0 : x === "" ? 1 : -1;
+    const order = Number.isNaN(Number(x)) || Number.isNaN(Number(y)) ? x.localeCompare(y) : Number(x) - Number(y);
+    return down ? -order : order;
+  });
+  table.tBodies[0].append(...rows);
+}
 function sortable(table) {
-  const body = table.tBodies[0];
-  all("thead th", table).forEach((head, column) => {
-    const button = head.querySelector("button");
-    if (!button) return;
-    button.addEventListener("click", () => {
+  for (const head of all("thead th", table)) {
+    head.querySelector("button")?.addEventListener("click", () => {
       const down = head.getAttribute("aria-sort") === "ascending";
       for (const other of all("thead th", table)) other.removeAttribute("aria-sort");
       head.setAttribute("aria-sort", down ? "descending" : "ascending");
-      const key = (row) => row.cells[column].dataset.sort ?? row.cells[column].textContent;
-      const rows = [...body.rows].sort((a, b) => {
-        const [x, y] = [key(a), key(b)];
-        if (x === "" || y === "") return x === y ? 0 : x === "" ? 1 : -1;
-        const order = Number.isNaN(Number(x)) || Number.isNaN(Number(y)) ? x.localeCompare(y) : Number(x) - Number(y);
-        return down ? -order : order;
-      });
-      body.append(...rows);
+      sort(table);
     });
-  });
+  }
 }
-
-for (const button of all(".copy")) {
+function copies(button) {
   button.addEventListener("click", async () => {
     const text = button.previousElementSibling.textContent;
     try { await navigator.clipboard.writeText(text); button.textContent = "Copied"; } catch {
@@ -218,6 +235,13 @@ for (const button of all(".copy")) {
     setTimeout(() => { button.textContent = "Copy"; }, 1500);
   });
 }
-all("figure.chart").forEach(chart);
-all("figure.parallel").forEach(parallel);
-all("table.sortable").forEach(sortable);
+const enhanced = new WeakSet();
+function enhance(root) {
+  const kinds = [["figure.chart", chart], ["figure.trials", trials], ["figure.parallel", parallel], ["table.sortable", sortable], [".copy", copies]];
+  const fresh = all("figure.chart, table.sortable, .copy", root).filter((element) => !enhanced.has(element));
+  for (const element of fresh) {
+    enhanced.add(element);
+    for (const [selector, act] of kinds) if (element.matches(selector)) act(element);
+  }
+}
+enhance(document);

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from html import escape
 from importlib import resources
 from typing import Any
@@ -80,23 +81,38 @@ def _attribute(name: str, value: Any) -> str:
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:; base-uri 'none'; form-action 'none'"
 
 
-def document(title: str, head: Html, sections: Sequence[tuple[str, str, Child]], created: str) -> str:
-    """Return a whole page.
+@dataclass(frozen=True)
+class PageSection:
+    """A part of a page: its anchor, its heading (empty for none) and what is in it."""
 
-    ``sections``: anchor, heading (empty for none) and content; those without content are left out.
-    """
-    shown = [(anchor, heading, content) for anchor, heading, content in sections if content]
-    links = [el("a", heading, href=f"#{anchor}") for anchor, heading, _ in shown if heading]
+    anchor: str
+    title: str
+    content: Child
+
+    def markup(self) -> Html:
+        """Return the element."""
+        return el("section", el("h2", self.title) if self.title else None, self.content, id=self.anchor)
+
+
+def document(title: str, head: Html, sections: Sequence[PageSection], created: str) -> str:
+    """Return a whole page; sections without content are left out."""
+    shown = [section for section in sections if section.content]
+    links = [el("a", section.title, href=f"#{section.anchor}") for section in shown if section.title]
     body = [
         head,
         el("nav", links, aria_label="Sections") if len(links) > 2 else None,
-        el("main", [_section(*section) for section in shown]),
+        el("main", [section.markup() for section in shown]),
         el("footer", el("p", f"Written by zero-trial{f' on {created}' if created else ''}. This page loads nothing.")),
     ]
     return (
         str(
             Html("<!DOCTYPE html>\n")
-            + el("html", _head(title), el("body", body, _asset("script", "page.js")), lang="en")
+            + el(
+                "html",
+                _head(title),
+                el("body", body, el("script", Html(asset("zero_trial.report", "page.js")))),
+                lang="en",
+            )
         )
         + "\n"
     )
@@ -144,10 +160,6 @@ def scrolling(content: Child, label: str) -> Html:
     return el("div", content, class_="wide", tabindex=0, role="region", aria_label=label)
 
 
-def _section(anchor: str, title: str, content: Child) -> Html:
-    return el("section", el("h2", title) if title else None, content, id=anchor)
-
-
 def _head(title: str) -> Html:
     return el(
         "head",
@@ -157,13 +169,13 @@ def _head(title: str) -> Html:
         el("meta", http_equiv="Content-Security-Policy", content=_POLICY),
         el("title", title),
         el("link", rel="icon", href="data:,"),
-        _asset("style", "page.css"),
+        el("style", Html(asset("zero_trial.report", "page.css"))),
     )
 
 
-def _asset(tag: str, name: str) -> Html:
-    text = resources.files("zero_trial.report").joinpath(name).read_text(encoding="utf-8")
-    return el(tag, Html(text))
+def asset(package: str, name: str) -> str:
+    """Return a style or a script that is shipped in a package."""
+    return resources.files(package).joinpath(name).read_text(encoding="utf-8")
 
 
 def memory_view(memory: Memory) -> Html | None:

@@ -8,12 +8,12 @@ shows it and, where it looks new, a rule in page.css.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from zero_trial.report.curves import thinned
 from zero_trial.report.data import Axis, Series
 from zero_trial.report.page import Child, Html, el, json_data
 from zero_trial.util.text import format_count, format_number, format_value
@@ -122,7 +122,6 @@ def _log_values(low: float, high: float, most: int) -> list[float]:
 
 
 BOX = 1000  # the drawing's own coordinates
-MOST_POINTS = 600
 _SMOOTHING = 0.4
 
 
@@ -236,21 +235,6 @@ def _values(series: Series) -> Iterator[float]:
     yield from series.high
 
 
-def thinned(series: Series) -> Series:
-    """Return at most MOST_POINTS points, each the mean, the lowest and the highest of its
-    neighbours' share."""
-    if len(series) <= MOST_POINTS:
-        return series
-    edges = [round(index * len(series) / MOST_POINTS) for index in range(MOST_POINTS + 1)]
-    spans = [slice(start, end) for start, end in itertools.pairwise(edges)]
-    steps, values = (
-        tuple(sum(column[span]) / len(column[span]) for span in spans) for column in (series.steps, series.values)
-    )
-    low = tuple(min((series.low or series.values)[span]) for span in spans)
-    high = tuple(max((series.high or series.values)[span]) for span in spans)
-    return Series(series.name, steps, values, low, high)
-
-
 def smoothed(values: Sequence[float], weight: float = _SMOOTHING) -> list[float]:
     """Return the exponential running mean without its pull to zero at the start (Kingma & Ba 2015,
     section 3, with beta = ``weight``).
@@ -304,11 +288,6 @@ def _band_path(series: Series, x: Scale, y: Scale) -> str:
 def dots_path(places: Sequence[Place]) -> str:
     """Return the path data of a dot at each place."""
     return "".join(f"M{a} {b}h0" for a, b in places)
-
-
-def script_points(places: Sequence[Place]) -> str:
-    """Return the places as the script reads them."""
-    return " ".join(f"{a},{b}" for a, b in places)
 
 
 def _legend(lines: Sequence[Line]) -> Html:

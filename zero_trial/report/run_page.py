@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from urllib.parse import quote
 
 from zero_trial.report import page
-from zero_trial.report.data import MetricChange, RunReport, Setting
-from zero_trial.report.page import Child, Html, el, join, memory_view
+from zero_trial.report.data import CheckpointRow, MetricChange, RunReport, Setting
+from zero_trial.report.page import Child, Html, PageSection, el, join, memory_view
 from zero_trial.report.plot import Line, line_chart
 from zero_trial.util.text import format_bytes, format_number, format_value
 
@@ -17,15 +17,19 @@ from zero_trial.util.text import format_bytes, format_number, format_value
 def render_run(report: RunReport) -> str:
     """Return the whole document. Every name and value is escaped: they may come from a stranger."""
     head = page.heading(report.title, report.status, report.subtitle)
-    sections: list[tuple[str, str, Child]] = [
-        ("summary", "", _summary(report)),
-        ("curves", "Curves", _curves(report)),
-        ("memory", "Memory", memory_view(report.memory)),
-        ("configuration", "Configuration", _configuration(report)),
-        ("checkpoints", "Checkpoints", _checkpoints(report)),
-        ("repeat", "Repeat", _repeat(report)),
+    return page.document(f"{report.title} · zero-trial", head, run_sections(report), report.created)
+
+
+def run_sections(report: RunReport) -> list[PageSection]:
+    """Return the parts of the page; those of which nothing is known are empty."""
+    return [
+        PageSection("summary", "", _summary(report)),
+        PageSection("curves", "Curves", _curves(report)),
+        PageSection("memory", "Memory", memory_view(report.memory)),
+        PageSection("configuration", "Configuration", _configuration(report)),
+        PageSection("checkpoints", "Checkpoints", _checkpoints(report)),
+        PageSection("repeat", "Repeat", _repeat(report)),
     ]
-    return page.document(f"{report.title} · zero-trial", head, sections, report.created)
 
 
 def _summary(report: RunReport) -> Child:
@@ -117,8 +121,15 @@ def _folded(summary: str, content: Child, *, open_: bool) -> Html:
 
 
 def _checkpoints(report: RunReport) -> Child:
-    if not report.checkpoints:
-        return None
+    """Return the checkpoints that are there; the removed ones are folded if they are many."""
+    kept = [saved for saved in report.checkpoints if saved.kept]
+    gone = [saved for saved in report.checkpoints if not saved.kept]
+    if not gone or len(report.checkpoints) <= 6:
+        return _saved(report.checkpoints) if report.checkpoints else None
+    return [_saved(kept) if kept else None, _folded(f"{len(gone)} were removed", _saved(gone), open_=False)]
+
+
+def _saved(checkpoints: Sequence[CheckpointRow]) -> Html:
     rows = [
         el(
             "tr",
@@ -126,8 +137,9 @@ def _checkpoints(report: RunReport) -> Child:
             el("td", f"{saved.step}", class_="num", data_label="step"),
             el("td", format_bytes(saved.bytes), class_="num", data_label="size"),
             el("td", "kept" if saved.kept else "removed: a better or newer one stays", class_="soft"),
+            data_key=saved.name,
         )
-        for saved in report.checkpoints
+        for saved in checkpoints
     ]
     names = (("checkpoint", None), ("step", "num"), ("size", "num"), ("now", None))
     head = el("tr", [el("th", name, scope="col", class_=kind) for name, kind in names])

@@ -5,13 +5,14 @@ sweep.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 from zero_trial.errors import ConfigError, ExitStatus
+from zero_trial.report.curves import Curve, finite
 from zero_trial.report.data import (
     BestConfig,
     CheckpointRow,
@@ -28,7 +29,7 @@ from zero_trial.report.data import (
     differing_axes,
     leaves,
 )
-from zero_trial.runs.events import read_json, read_lines
+from zero_trial.runs.events import Tail, json_lines, read_json
 from zero_trial.runs.layout import RunFolder
 from zero_trial.runs.provenance import read_lock
 from zero_trial.runs.records import COUNTERS, baselines, is_finite, join_memory
@@ -53,46 +54,214 @@ def check_is_run(folder: Path) -> None:
 
 def from_run_folder(folder: Path) -> RunReport:
     """Return everything that the folder has. Raises ConfigError if no run has been there."""
-    check_is_run(folder)
-    files = RunFolder(folder)
-    events, summary, body = read_lines(files.events), read_json(files.summary), read_json(files.resolved_config)
-    errors = [read_json(path) for path in files.error_files()]
-    training, progress = _training(events)
-    goal = (_config(folder).get("searcher") or {}).get("metric")
-    changes = sorted(_changes(summary, _validations(folder, events)), key=lambda change: change.name != goal)
-    status, message = _status(summary, errors, events)
-    lock = read_text(files.config_lock)
-    return RunReport(
-        title=str(_config(folder).get("name") or "") or folder.resolve().name,
-        status=status,
-        subtitle=_subtitle(folder, events),
-        message=message,
-        changes=tuple(changes),
-        facts=_facts(summary, events),
-        training=training,
-        validation=_validation_series(folder, events),
-        progress=progress,
-        memory=_memory(summary, events),
-        settings=tuple(_setting(entry) for entry in body.get("values") or () if _counts(entry)),
-        batch=tuple(_setting(entry) for entry in body.get("batch") or ()),
-        warnings=tuple(str(warning) for warning in body.get("warnings") or ()),
-        checkpoints=_checkpoints(folder, events),
-        repeat=str(summary.get("repeat") or f"zero-trial run {files.config_lock}") if lock or summary else "",
-        lock=lock,
-        created=datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
-    )
+    return RunReader(folder).report()
+
+
+class RunReader:
+    """Reads a run's folder, and on the next call only what its files have got since.
+
+    ``folder`` may be empty still; ``report`` raises ConfigError until a run has written into it.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._files = files = RunFolder(folder)
+        self._events, self._metrics = Tail(files.events), Tail(files.metrics)
+        self._record = _Record()
+        self._made: tuple[object, RunReport] | None = None
+        self._locked: tuple[object, dict[str, Any]] | None = None
+
+    @property
+    def began(self) -> float | None:
+        """Return the time of the first event, in seconds since the epoch."""
+        return self._record.began
+
+    def signature(self) -> tuple[object, ...]:
+        """Return a value that changes when a file changes from which the report is made."""
+        files = self._files
+        paths = (files.events, files.metrics, files.summary, files.errors, files.checkpoints, files.config_lock)
+        return tuple(_changed(path) for path in paths)
+
+    def report(self) -> RunReport:
+        """Return everything that the folder has. Raises ConfigError if no run has been there."""
+        signature = self.signature()  # before reading: what is written meanwhile is read next time
+        if self._made is None or self._made[0] != signature:
+            self._made = signature, self._report()
+        return self._made[1]
+
+    def _report(self) -> RunReport:
+        check_is_run(self.folder)
+        self._read()
+        record, files = self._record, self._files
+        summary, body = read_json(files.summary), read_json(files.resolved_config)
+        errors = [read_json(path) for path in files.error_files()]
+        training, progress = record.training_series()
+        config = self.config()
+        goal = (config.get("searcher") or {}).get("metric")
+        changes = sorted(_changes(summary, record.validations()), key=lambda change: change.name != goal)
+        status, message = _status(summary, errors, record.last)
+        lock = read_text(files.config_lock)
+        return RunReport(
+            title=str(config.get("name") or "") or self.folder.resolve().name,
+            status=status,
+            subtitle=_subtitle(self.folder, record.began),
+            message=message,
+            changes=tuple(changes),
+            facts=_facts(summary, record.start, record.last),
+            training=training,
+            validation=record.validation_series(),
+            progress=progress,
+            memory=_memory(join_memory(summary, record.memory), record.plan),
+            settings=tuple(_setting(entry) for entry in body.get("values") or () if _counts(entry)),
+            batch=tuple(_setting(entry) for entry in body.get("batch") or ()),
+            warnings=tuple(str(warning) for warning in body.get("warnings") or ()),
+            checkpoints=self._checkpoints(),
+            repeat=str(summary.get("repeat") or f"zero-trial run {files.config_lock}") if lock or summary else "",
+            lock=lock,
+            created=datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
+        )
+
+    def config(self) -> dict[str, Any]:
+        """Return the experiment in the run's lock; empty where there is none, or it cannot be
+        read."""
+        path = self._files.config_lock
+        signature = _changed(path)
+        if self._locked is None or self._locked[0] != signature:
+            try:
+                self._locked = signature, read_lock(read_text(path), path)
+            except ConfigError:
+                self._locked = signature, {}
+        return self._locked[1]
+
+    def _read(self) -> None:
+        """Read what is new; everything, if a file has become shorter or was replaced."""
+        if self._events.replaced() or self._metrics.replaced():
+            self._events, self._metrics = Tail(self._files.events), Tail(self._files.metrics)
+            self._record = _Record()
+        events = json_lines(self._events.lines())
+        reports = [line for line in json_lines(self._metrics.lines()) if line.get("group") == "validation"]
+        self._record.add(events, reports)
+
+    def _checkpoints(self) -> tuple[CheckpointRow, ...]:
+        """Return the checkpoints by step; one that was saved twice counts once."""
+        found = []
+        for name, event in self._record.checkpoints.items():
+            kept = "/" not in name and (self._files.checkpoints / name).is_dir()
+            found.append(CheckpointRow(int(event["step"]), name, _whole(event.get("bytes")), kept))
+        return tuple(sorted(found, key=lambda saved: saved.step))
+
+
+def _changed(path: Path) -> tuple[int, int] | None:
+    try:
+        stat = path.stat()
+    except OSError:
+        return None
+    return stat.st_mtime_ns, stat.st_size
+
+
+class _Record:
+    """What the events and validations of a run have said so far, without those that a later start
+    has taken back."""
+
+    def __init__(self) -> None:
+        self.began: float | None = None
+        self.start: Record = {}
+        self.plan: Record = {}
+        self.last: Record = {}  # the newest event with a step, or any
+        self.memory: list[Record] = []  # what earlier parts of a resumed run have measured
+        self.checkpoints: dict[str, Record] = {}
+        self._training: dict[str, Curve] = {}
+        self._validation: dict[str, Curve] = {}
+        self._apart = False  # validations come from a file of their own
+
+    def add(self, events: Sequence[Record], reports: Sequence[Record]) -> None:
+        """Take what is new: ``reports`` are validations from metrics.jsonl, without which those
+        among the events count."""
+        if reports and not self._apart:
+            self._apart, self._validation = True, {}
+        for event in events:
+            self._add_event(event)
+        starts = [event for event in events if event.get("kind") == "start"]
+        own = reports if self._apart else [event for event in events if event.get("kind") == "validation"]
+        for record in sorted([*starts, *own], key=lambda record: record.get("time") or 0.0):
+            if record.get("kind") == "start":
+                self._rewind(record.get("step"))
+            elif isinstance(record.get("metrics"), Mapping):
+                self._validated(record.get("step"), record["metrics"])
+
+    def _add_event(self, event: Record) -> None:
+        kind, step = event.get("kind"), event.get("step")
+        if self.began is None and is_finite(event.get("time")):
+            self.began = event["time"]
+        if is_finite(step) or not self.last:
+            self.last = event
+        if kind == "start":
+            self.start = event
+            if is_finite(step):
+                for one in self._training.values():
+                    one.rewind(event["step"])
+        elif kind == "plan":
+            self.plan = event
+        elif kind == "memory":
+            self.memory.append(event)
+        elif kind == "checkpoint" and is_finite(step):
+            self.checkpoints[str(event.get("storage_id", ""))] = event
+        elif kind == "train":
+            self._trained(event)
+
+    def _trained(self, event: Record) -> None:
+        each = event.get("each")
+        single = each if isinstance(each, Mapping) else {}
+        for name in dict.fromkeys(("loss", *_PROGRESS, *single)):
+            if is_finite(event.get(name)):
+                of = self._training.setdefault(str(name), Curve())
+                of.add(event.get("step"), event[name], finite(single.get(name)))
+
+    def _validated(self, step: Any, metrics: Mapping[str, Any]) -> None:
+        for name, value in metrics.items():
+            if name not in COUNTERS:
+                self._validation.setdefault(str(name), Curve()).add(step, value)
+
+    def _rewind(self, step: Any) -> None:
+        if not is_finite(step):
+            return
+        for one in self._validation.values():
+            one.rewind(step)
+
+    def training_series(self) -> tuple[Series | None, tuple[Series, ...]]:
+        """Return the loss, and what else a run reports while it trains: learning rate, gradient
+        norm, speed, and every other metric of ``train_batch``. A value is the mean over ranks and
+        over the steps since the last event, between the bounds of rank 0's single steps."""
+        curves = {name: one for name, one in self._training.items() if len(one)}
+        unused = "samples_per_second" if "tokens_per_second" in curves else "tokens_per_second"
+        shown = [name for name in (*_PROGRESS, *curves) if name in curves and name not in ("loss", unused)]
+        loss = curves["loss"].series("loss") if "loss" in curves else None
+        return loss, tuple(curves[name].series(_PROGRESS.get(name, name)) for name in dict.fromkeys(shown))
+
+    def validations(self) -> list[Mapping[str, float]]:
+        """Return the metrics of the first validation and of the newest, if that is another."""
+        ends = {name: one.ends() for name, one in self._validation.items() if len(one)}
+        steps = [step for pair in ends.values() for step, _ in pair]
+        return [
+            {name: value for name, pair in ends.items() for step, value in pair if step == at}
+            for at in dict.fromkeys([min(steps), max(steps)] if steps else [])
+        ]
+
+    def validation_series(self) -> tuple[Series, ...]:
+        return tuple(one.series(name) for name, one in self._validation.items() if len(one))
+
+
+_PROGRESS = {
+    "lr": "learning rate",
+    "grad_norm": "gradient norm",
+    "tokens_per_second": "tokens per second",
+    "samples_per_second": "samples per second",
+}
 
 
 def read_text(path: Path) -> str:
     """Return the text of a file; nothing if it does not exist."""
     return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
-
-
-def series(name: str, pairs: Iterable[tuple[Any, Any]]) -> Series:
-    """Return a series of the pairs that can be drawn; of two at one step the later one counts."""
-    kept = {float(step): float(value) for step, value in pairs if is_finite(step) and is_finite(value)}
-    steps = tuple(sorted(kept))
-    return Series(name, steps, tuple(kept[step] for step in steps))
 
 
 def in_force(records: Sequence[Record]) -> list[Record]:
@@ -108,66 +277,9 @@ def in_force(records: Sequence[Record]) -> list[Record]:
     return found
 
 
-def _training(events: Sequence[Record]) -> tuple[Series | None, tuple[Series, ...]]:
-    """Return the loss with the values of single steps, and what else a run reports while it trains:
-    learning rate, gradient norm, speed, and every other metric of ``train_batch``."""
-    steps = [event for event in in_force(events) if event.get("kind") == "train"]
-    speed = "tokens_per_second" if any("tokens_per_second" in event for event in steps) else "samples_per_second"
-    names = {"lr": "learning rate", "grad_norm": "gradient norm", speed: speed.replace("_per_second", " per second")}
-    own = dict.fromkeys(name for event in steps for name in event.get("each") or () if name not in names)
-    loss = _with_single_steps("loss", steps)
-    more = [series(shown, ((event.get("step"), event.get(key)) for event in steps)) for key, shown in names.items()]
-    more += [_with_single_steps(str(name), steps) for name in own if name != "loss"]
-    return (loss if len(loss) else None), tuple(one for one in more if len(one))
-
-
-def _with_single_steps(name: str, events: Sequence[Record]) -> Series:
-    """Return a metric of ``train_batch``: the mean over ranks and over the steps since the last
-    event, and between which values rank 0's single steps are."""
-    found = {
-        float(event["step"]): event for event in events if is_finite(event.get("step")) and is_finite(event.get(name))
-    }
-    steps = tuple(sorted(found))
-    values = tuple(float(found[step][name]) for step in steps)
-    single = [
-        [*_finite((found[step].get("each") or {}).get(name)), value] for step, value in zip(steps, values, strict=True)
-    ]
-    if all(len(each) < 3 for each in single):  # one step per event: there is nothing between
-        return Series(name, steps, values)
-    return Series(name, steps, values, tuple(map(min, single)), tuple(map(max, single)))
-
-
-def _finite(values: Any) -> list[float]:
-    return [float(value) for value in values if is_finite(value)] if isinstance(values, list) else []
-
-
-def _validations(folder: Path, events: Sequence[Record]) -> list[tuple[Any, dict[str, Any]]]:
-    """Return step and metrics of each validation that counts, from metrics.jsonl or, without it,
-    from the events."""
-    starts = [event for event in events if event.get("kind") == "start"]
-    reports: list[Record] = [
-        line for line in read_lines(RunFolder(folder).metrics) if line.get("group") == "validation"
-    ]
-    if not reports:
-        reports = [event for event in events if event.get("kind") == "validation"]
-    merged = in_force(sorted([*starts, *reports], key=lambda record: record.get("time") or 0.0))
-    found = []
-    for record in merged:
-        if record.get("kind") != "start" and isinstance(record.get("metrics"), Mapping):
-            found.append((record.get("step"), {k: v for k, v in record["metrics"].items() if k not in COUNTERS}))
-    return found
-
-
-def _validation_series(folder: Path, events: Sequence[Record]) -> tuple[Series, ...]:
-    reports = _validations(folder, events)
-    names = dict.fromkeys(name for _, metrics in reports for name in metrics)
-    found = (series(str(name), ((step, metrics.get(name)) for step, metrics in reports)) for name in names)
-    return tuple(one for one in found if len(one))
-
-
-def _changes(summary: Record, reports: Sequence[tuple[Any, dict[str, Any]]]) -> tuple[MetricChange, ...]:
-    first = dict(summary.get("initial_validation") or (reports[0][1] if len(reports) > 1 else {}))
-    last = dict(summary.get("final_validation") or (reports[-1][1] if reports else {}))
+def _changes(summary: Record, reports: Sequence[Record]) -> tuple[MetricChange, ...]:
+    first = dict(summary.get("initial_validation") or (reports[0] if len(reports) > 1 else {}))
+    last = dict(summary.get("final_validation") or (reports[-1] if reports else {}))
     return tuple(
         MetricChange(
             str(name),
@@ -180,7 +292,7 @@ def _changes(summary: Record, reports: Sequence[tuple[Any, dict[str, Any]]]) -> 
     )
 
 
-def _status(summary: Record, errors: Sequence[Record], events: Sequence[Record]) -> tuple[Status, str]:
+def _status(summary: Record, errors: Sequence[Record], last: Record) -> tuple[Status, str]:
     if errors:
         first = min(errors, key=lambda error: error.get("time") or 0.0)
         step = f" (rank {first.get('rank', '?')}, step {first['step']})" if first.get("step") is not None else ""
@@ -190,21 +302,18 @@ def _status(summary: Record, errors: Sequence[Record], events: Sequence[Record])
     if summary:
         end = str(summary.get("end") or "completed")
         return Status(end, Tone.GOOD if end == "completed" else Tone.QUIET), ""
-    return Status("running, or killed" if events else "not started", Tone.BUSY), ""
+    return Status("running, or killed" if last else "not started", Tone.BUSY), ""
 
 
-def _subtitle(folder: Path, events: Sequence[Record]) -> str:
-    times = [event["time"] for event in events if is_finite(event.get("time"))]
-    started = datetime.fromtimestamp(times[0], timezone.utc).strftime("%Y-%m-%d %H:%M UTC") if times else ""
+def _subtitle(folder: Path, began: float | None) -> str:
+    started = datetime.fromtimestamp(began, timezone.utc).strftime("%Y-%m-%d %H:%M UTC") if began is not None else ""
     return " · ".join(
         part for part in (f"run {folder.resolve().name}", f"started {started}" if started else "") if part
     )
 
 
-def _facts(summary: Record, events: Sequence[Record]) -> tuple[tuple[str, str], ...]:
+def _facts(summary: Record, start: Record, last: Record) -> tuple[tuple[str, str], ...]:
     """Return names and values; the first three are shown large."""
-    start = next((event for event in reversed(events) if event.get("kind") == "start"), {})
-    last = next((event for event in reversed(events) if is_finite(event.get("step"))), {})
     step = summary.get("step", last.get("step"))
     total = summary.get("total_steps", start.get("total_steps"))
     speed = next((name for name in ("tokens_per_second", "samples_per_second") if is_finite(summary.get(name))), None)
@@ -235,9 +344,7 @@ def _facts(summary: Record, events: Sequence[Record]) -> tuple[tuple[str, str], 
     )
 
 
-def _memory(summary: Record, events: Sequence[Record]) -> Memory:
-    plan: Record = next((event for event in reversed(events) if event.get("kind") == "plan"), {})
-    summary = join_memory(summary, (event for event in events if event.get("kind") == "memory"))
+def _memory(summary: Record, plan: Record) -> Memory:
     figures = plan.get("figures") if isinstance(plan.get("figures"), Mapping) else {}
     parts = {name: int(value) for name, value in (figures or {}).items() if is_finite(value)}
     processes = summary.get("peak_memory_bytes")
@@ -268,17 +375,6 @@ def _setting(entry: Record) -> Setting:
     return Setting(key, entry.get("value"), source, str(entry.get("remark", "")), not source.is_default)
 
 
-def _checkpoints(folder: Path, events: Sequence[Record]) -> tuple[CheckpointRow, ...]:
-    """Return the checkpoints by step; one that was saved twice counts once."""
-    found: dict[str, CheckpointRow] = {}
-    for event in events:
-        if event.get("kind") == "checkpoint" and is_finite(event.get("step")):
-            name = str(event.get("storage_id", ""))
-            kept = "/" not in name and (RunFolder(folder).checkpoints / name).is_dir()
-            found[name] = CheckpointRow(int(event["step"]), name, _whole(event.get("bytes")), kept)
-    return tuple(sorted(found.values(), key=lambda saved: saved.step))
-
-
 # A folder of runs as a sweep: whatever differs among their configurations was swept.
 
 
@@ -298,18 +394,23 @@ def from_runs(folder: Path) -> SweepReport:
         raise ConfigError(
             "there are no runs here", where=str(folder), expected="a folder of run folders, or an experiment's id"
         )
-    configs = {path.name: _config(path) for path in paths}
+    readers = {path.name: RunReader(path) for path in paths}
+    reports = {name: reader.report() for name, reader in readers.items()}
+    return as_sweep(folder.resolve().name, reports, {name: reader.config() for name, reader in readers.items()})
+
+
+def as_sweep(title: str, reports: Mapping[str, RunReport], configs: Mapping[str, Mapping[str, Any]]) -> SweepReport:
+    """Return runs, at least one, as a sweep. Raises ConfigError if their metrics differ."""
     metric, smaller = _goal(configs)
-    points = {name: _point(config) for name, config in configs.items()}
+    points = {name: point(config) for name, config in configs.items()}
     axes = differing_axes(list(points.values()))
     swept = [axis.name for axis in axes]
-    reports = {path.name: from_run_folder(path) for path in paths}
     trials = tuple(
         _trial(name, report, {key: points[name][key] for key in swept if key in points[name]}, metric, smaller)
         for name, report in reports.items()
     )
     found = SweepReport(
-        title=folder.resolve().name,
+        title=title,
         status=_status_folder_of_runs(trials),
         searcher="runs of a folder",
         metric=metric,
@@ -325,15 +426,6 @@ def from_runs(folder: Path) -> SweepReport:
         return found
     best = ranked[0].id
     return replace(found, best=_best(ranked[0], configs[best], metric), notes=reports[best].warnings)
-
-
-def _config(folder: Path) -> dict[str, Any]:
-    """Return the experiment in the run's lock; empty where there is none, or it cannot be read."""
-    path = RunFolder(folder).config_lock
-    try:
-        return read_lock(read_text(path), path)
-    except ConfigError:
-        return {}
 
 
 def _goal(configs: Mapping[str, Mapping[str, Any]]) -> tuple[str, bool]:
@@ -356,14 +448,15 @@ def _goal(configs: Mapping[str, Mapping[str, Any]]) -> tuple[str, bool]:
     return goals.pop() if goals else ("validation_loss", True)
 
 
-def _point(config: Mapping[str, Any]) -> dict[str, Any]:
+def point(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of a configuration by dotted name, by which two runs can differ."""
     found = leaves({name: config[name] for name in _SECTIONS if isinstance(config.get(name), Mapping)})
     return {name: value for name, value in found.items() if not name.startswith(_IGNORED)}
 
 
 def _trial(name: str, report: RunReport, point: Mapping[str, Any], metric: str, smaller: bool) -> TrialReport:
     curve = next((one for one in report.validation if one.name == metric), Series(metric, (), ()))
-    best = (min if smaller else max)(curve.values) if len(curve) else None
+    bound = (min(curve.low or curve.values) if smaller else max(curve.high or curve.values)) if len(curve) else None
     speed = next((one for one in report.progress if one.name.endswith("per second")), None)
     facts = dict(report.facts)
     return TrialReport(
@@ -371,7 +464,7 @@ def _trial(name: str, report: RunReport, point: Mapping[str, Any], metric: str, 
         status=report.status,
         point=point,
         curve=curve,
-        best=best,
+        best=bound,
         steps=_first_number(facts.get("steps", "0")),
         why=report.message.splitlines()[0] if report.message else "",
         memory=report.memory,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
+from zero_trial.report.curves import most_of_each, thinned
 from zero_trial.report.data import Axis, BracketHistory, RungDecision, RungOutcome, SweepReport, TrialReport
 from zero_trial.report.page import Html, el, join
 from zero_trial.report.plot import (
@@ -19,8 +20,6 @@ from zero_trial.report.plot import (
     line_path,
     log_word,
     placed,
-    script_points,
-    thinned,
     x_labels,
     y_labels,
 )
@@ -40,15 +39,20 @@ def trial_curves(report: SweepReport) -> tuple[Html, str] | None:
     if not drawn:
         return None
     ranked = {trial.id: at for at, trial in enumerate(report.ranked())}
+    name = report.drawn or report.metric
     x = fit([0.0, *(step for trial in drawn for step in trial.curve.steps)], log=False, margin=0.0)
     y, cut = _close_up(drawn, report)
     worst_first = sorted(drawn, key=lambda trial: -ranked.get(trial.id, len(ranked)))
+    most = most_of_each(len(drawn))
     key = el("span", "worst", el("i", class_="ramp"), "best", class_="scale-key")
     chart = frame(
-        [grid_lines(y.ticks()), [_curve(trial, ranked.get(trial.id), len(ranked), x, y) for trial in worst_first]],
+        [
+            grid_lines(y.ticks()),
+            [_curve(trial, ranked.get(trial.id), len(ranked), x, y, most) for trial in worst_first],
+        ],
         labels=[y_labels(y.ticks()), x_labels(x.ticks(6), report.unit)],
-        caption=[el("h3", report.metric, log_word(y)), key, el("span", class_="lit-name soft", role="status")],
-        said=f"{report.metric} of {len(drawn)} trials over {report.unit}",
+        caption=[el("h3", name, log_word(y)), key, el("span", class_="lit-name soft", role="status")],
+        said=f"{name} of {len(drawn)} trials over {report.unit}",
         keys="Learning curves: arrow keys go from trial to trial",
         size="tall",
         kind="trials",
@@ -76,12 +80,12 @@ def _close_up(drawn: Sequence[TrialReport], report: SweepReport) -> tuple[Scale,
     return fit([sign * value for value in inside]), (f"{left} value{'s' if left != 1 else ''}" if left else "")
 
 
-def _curve(trial: TrialReport, rank: int | None, of: int, x: Scale, y: Scale) -> list[Html]:
-    curve = thinned(trial.curve)
+def _curve(trial: TrialReport, rank: int | None, of: int, x: Scale, y: Scale, most: int) -> list[Html]:
+    curve = thinned(trial.curve, most)
     places = placed(curve.steps, curve.values, x, y)
     look = {"data_trial": trial.id, "style": f"--q:{0.0 if rank is None else _quality(rank, of):.3g}"}
     best = " best" if rank == 0 else ""
-    line = el("path", d=line_path(places), data_points=script_points(places), class_=f"line{best}", **look)
+    line = el("path", d=line_path(places), class_=f"line{best}", **look)
     return [line, el("path", d=dots_path(places), class_=f"dots{best}", **look)] if len(places) <= 12 else [line]
 
 
@@ -209,7 +213,6 @@ def _line(trial: TrialReport, places: Sequence[float | None], quality: float) ->
     return el(
         "path",
         d=line_path(points),
-        data_points=script_points(points),
         data_trial=trial.id,
         class_="line best" if quality == 1 else "line",
         style=f"--q:{quality:.3g}",

@@ -7,27 +7,33 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from zero_trial.report import page
-from zero_trial.report.data import RungDecision, RungOutcome, SweepReport, TrialReport
-from zero_trial.report.page import Child, Html, bar, el, join
+from zero_trial.report.data import RungDecision, SweepReport, TrialReport
+from zero_trial.report.page import Child, Html, PageSection, bar, el, join
 from zero_trial.report.run_page import download
 from zero_trial.report.sweep_charts import brackets_view, parallel_view, trial_curves
 from zero_trial.util.text import format_bytes, format_count, format_duration, format_number, format_value
 
 Cell = Callable[[TrialReport], Html]
+Name = Callable[[str], Child]
+"""What stands for a trial in tables: its id, or a link to its page."""
 
 
 def render_sweep(report: SweepReport) -> str:
     """Return the whole document. Every name and value is escaped: they may come from a stranger."""
     head = page.heading(report.title, report.status, report.subtitle)
-    sections: list[tuple[str, str, Child]] = [
-        ("summary", "", _summary(report)),
-        ("best", "Best configuration", _best(report)),
-        ("curves", "Learning curves", _curves(report)),
-        ("space", "Search space", _space(report)),
-        ("decisions", "Decisions of the search", _decisions(report)),
-        ("trials", "Trials", _trials(report)),
+    return page.document(f"{report.title} · zero-trial", head, sweep_sections(report), report.created)
+
+
+def sweep_sections(report: SweepReport, name: Name = str) -> list[PageSection]:
+    """Return the parts of the page; those of which nothing is known are empty."""
+    return [
+        PageSection("summary", "", _summary(report)),
+        PageSection("best", "Best configuration", _best(report)),
+        PageSection("curves", "Learning curves", _curves(report)),
+        PageSection("space", "Search space", _space(report)),
+        PageSection("decisions", "Decisions of the search", _decisions(report, name)),
+        PageSection("trials", "Trials", _trials(report, name)),
     ]
-    return page.document(f"{report.title} · zero-trial", head, sections, report.created)
 
 
 def _summary(report: SweepReport) -> Child:
@@ -104,16 +110,13 @@ def _space(report: SweepReport) -> Child:
     return [page.scrolling(drawn, "Parallel coordinates"), hint]
 
 
-def _decisions(report: SweepReport) -> Child:
+def _decisions(report: SweepReport, name: Name) -> Child:
     parts: list[Child] = [brackets_view(report)]
     listed = [decision for ladder in report.ladders for decision in ladder.decisions]
-    stops = [decision for decision in listed if decision.verdict is not RungOutcome.WENT_ON]
-    if stops:
-        table = _stops(stops, report)
+    if listed:
+        table = _decided(listed, report, name)
         parts.append(
-            table
-            if len(stops) <= 12
-            else el("details", el("summary", f"All {len(stops)} decisions that ended a trial"), table)
+            table if len(listed) <= 12 else el("details", el("summary", f"All {len(listed)} decisions"), table)
         )
     if report.pruned:
         rows = [el("tr", el("td", str(times), class_="num"), el("td", reason)) for reason, times in report.pruned]
@@ -124,33 +127,33 @@ def _decisions(report: SweepReport) -> Child:
     return parts if any(part is not None for part in parts) else None
 
 
-def _stops(stops: Sequence[RungDecision], report: SweepReport) -> Html:
+def _decided(decisions: Sequence[RungDecision], report: SweepReport, name: Name) -> Html:
     rows = [
         el(
             "tr",
-            el("th", f"trial {decision.trial}", scope="row"),
+            el("th", "trial ", name(decision.trial), scope="row"),
             el("td", decision.verdict.value),
             el("td", f"{decision.units}", class_="num", data_label=f"after {report.unit}"),
             el("td", format_number(decision.metric), class_="num", data_label=report.metric),
             el("td", decision.why, class_="soft"),
             data_trial=decision.trial,
         )
-        for decision in stops
+        for decision in decisions
     ]
     names = (("trial", None), ("verdict", None), (f"after {report.unit}", "num"), (report.metric, "num"), ("why", None))
     head = el("tr", [el("th", name, scope="col", class_=kind) for name, kind in names])
     return el("table", el("thead", head), el("tbody", rows), class_="cards", aria_label="Decisions")
 
 
-def _trials(report: SweepReport) -> Child:
+def _trials(report: SweepReport, name: Name) -> Child:
     if not report.trials:
         return None
     shown = [trial for trial in report.trials if not trial.pruned] or list(report.trials)
     ranked = [trial.id for trial in report.ranked()]
     order = sorted(shown, key=lambda trial: ranked.index(trial.id) if trial.id in ranked else len(ranked))
-    columns = _columns(report, shown)
+    columns = _columns(report, shown, name)
     head = el(
-        "tr", [el("th", el("button", name, type="button"), scope="col", class_=kind) for name, kind, _ in columns]
+        "tr", [el("th", el("button", title, type="button"), scope="col", class_=kind) for title, kind, _ in columns]
     )
     rows = []
     for trial in order:
@@ -164,12 +167,12 @@ def _trials(report: SweepReport) -> Child:
     return page.scrolling(table, "Trials")
 
 
-def _columns(report: SweepReport, trials: Sequence[TrialReport]) -> list[tuple[str, str | None, Cell]]:
+def _columns(report: SweepReport, trials: Sequence[TrialReport], name: Name) -> list[tuple[str, str | None, Cell]]:
     """Return name, class and content of each column that some trial fills."""
     fastest = max((trial.throughput or 0.0 for trial in trials), default=0.0)
     widest = float(max((max(trial.memory.planned or 0, trial.memory.measured or 0) for trial in trials), default=0))
     found: list[tuple[str, str | None, Cell]] = [
-        ("trial", None, lambda t: _cell(t.id, t.id)),
+        ("trial", None, lambda t: _cell(name(t.id), t.id)),
         (report.metric, "num", lambda t: _cell(format_number(t.best), t.best, "num")),
         (
             "state",

@@ -98,11 +98,26 @@ def _storage_errors(path: Path) -> Iterator[None]:
 
 
 class Tail:
-    """Reads what another process appends to a file, which may not exist yet."""
+    """Reads what another process appends to a file, which may not exist yet.
 
-    def __init__(self, path: Path, *, skip_existing: bool = False) -> None:
+    Args:
+        skip_existing: begin with what is appended from now on.
+        newest: begin so many bytes before the end.
+    """
+
+    def __init__(self, path: Path, *, skip_existing: bool = False, newest: int | None = None) -> None:
         self.path = path
-        self._offset = path.stat().st_size if skip_existing and path.exists() else 0
+        size = path.stat().st_size if path.exists() else 0
+        self._offset = size if skip_existing else 0 if newest is None else max(0, size - newest)
+        self._inode: int | None = None
+
+    def replaced(self) -> bool:
+        """Return whether the file has become shorter, or is another one than was read."""
+        try:
+            stat = self.path.stat()
+        except FileNotFoundError:
+            return self._offset > 0
+        return stat.st_size < self._offset or self._inode not in (None, stat.st_ino)
 
     def lines(self) -> list[str]:
         """Return the lines that were completed since the last call, without their ends."""
@@ -116,6 +131,7 @@ class Tail:
     def _new(self, *, whole_lines: bool) -> bytes:
         try:
             with self.path.open("rb") as file:
+                self._inode = os.fstat(file.fileno()).st_ino
                 file.seek(self._offset)
                 data = file.read()
         except FileNotFoundError:

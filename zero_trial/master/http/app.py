@@ -30,6 +30,7 @@ from zero_trial.master.http.messages import (
     Waits,
     failure,
     parse_query,
+    refuse_foreign,
     split_path,
     whole,
 )
@@ -118,7 +119,6 @@ class Application:
         self._master = master
         self._router = router
         self._hosts = {f"{name}:{port}" for name in (host.lower(), *(("localhost",) if host == LOOPBACK else ()))}
-        self._origins = {f"http://{host}" for host in self._hosts}
         self._waits = Waits(waits)
         # logins at once: checking a password takes 16 MiB
         self._logins = threading.BoundedSemaphore(4)
@@ -144,7 +144,7 @@ class Application:
             return failure(500, f"{type(error).__name__} in the master; its log has the traceback")
 
     def _answer(self, head: RequestHead, read_body: ReadBody) -> Response | StreamingResponse:
-        refusal = self._foreign(head)
+        refusal = refuse_foreign(head, self._hosts)
         if refusal is not None:
             return refusal
         # the connection leaves out the body
@@ -169,17 +169,6 @@ class Application:
             request = Request(self._master, head, found.args, numbers, query, content, principal, self._waits)
             with self._logins if found.route.level is AuthLevel.PUBLIC and head.method == "POST" else nullcontext():
                 return found.route.action(request)
-
-    def _foreign(self, head: RequestHead) -> Response | None:
-        """Refuse what a web page made a browser send (DNS rebinding, cross-site requests)."""
-        if head.headers.get("host", "").lower() not in self._hosts:
-            return failure(403, "the Host header does not name this master", close=True)
-        origin = head.headers.get("origin")
-        if origin is not None and origin.lower() not in self._origins:
-            return failure(403, "requests from other origins are not answered", close=True)
-        if head.headers.get("sec-fetch-site", "none") not in ("none", "same-origin"):
-            return failure(403, "requests from other sites are not answered", close=True)
-        return None
 
     def _principal(self, head: RequestHead, found: RouteMatch | None) -> Principal | None:
         level = found.route.level if found is not None else AuthLevel.BOTH
@@ -224,6 +213,7 @@ def listen(
     port: int = 0,
     connections: int = MAX_CONNECTIONS,
     timeouts: Timeouts | None = None,
+    more: Sequence[Route] = (),
 ) -> HttpServer:
     """Start a server that answers for ``master``, in its own threads until ``close``.
 
@@ -234,11 +224,11 @@ def listen(
         host: the address of this machine that clients reach; as a rule only this machine does.
         port: 0 takes a free one.
         connections: the most that may be open at a time.
+        more: routes beside those of Determined.
     """
     server = HttpServer(host=host, port=port, limit=connections, timeouts=timeouts)
-    server.start(
-        Application(master, Router(all_routes()), host=host, port=server.port, waits=max(1, connections * 3 // 4))
-    )
+    router, waits = Router([*all_routes(), *more]), max(1, connections * 3 // 4)
+    server.start(Application(master, router, host=host, port=server.port, waits=waits))
     return server
 
 

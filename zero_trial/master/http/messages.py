@@ -9,7 +9,7 @@ import math
 import tarfile
 import threading
 import zlib
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
@@ -284,6 +284,7 @@ class Response:
     body: bytes = b"{}"
     content_type: str = "application/json"
     close: bool = False  # the connection ends with this answer
+    headers: Mapping[str, str] = field(default_factory=dict)  # more of them
 
 
 @dataclass(frozen=True)
@@ -332,6 +333,22 @@ def failure(status: int, message: str, *, close: bool = False) -> Response:
     """Return an error with its text where clients read it: ``message``, ``error.error``."""
     error = {"code": status, "reason": HTTPStatus(status).phrase, "error": message}
     return Response(status, encode({"message": message, "error": error}), close=close)
+
+
+def refuse_foreign(head: RequestHead, hosts: Collection[str]) -> Response | None:
+    """Refuse what a web page made a browser send (DNS rebinding, cross-site requests).
+
+    Args:
+        hosts: how this server is called: name and port.
+    """
+    if head.headers.get("host", "").lower() not in hosts:
+        return failure(403, "the Host header does not name this server", close=True)
+    origin = head.headers.get("origin")
+    if origin is not None and origin.lower() not in {f"http://{host}" for host in hosts}:
+        return failure(403, "requests from other origins are not answered", close=True)
+    if head.headers.get("sec-fetch-site", "none") not in ("none", "same-origin"):
+        return failure(403, "requests from other sites are not answered", close=True)
+    return None
 
 
 def lines(

@@ -256,9 +256,10 @@ class Connection:
 
     def _send(self, answer: Response, *, keep: bool = False, method: str = "") -> None:
         end = "\r\n" if keep else "Connection: close\r\n\r\n"
+        more = "".join(f"{name}: {value}\r\n" for name, value in answer.headers.items())
         head = (
             f"HTTP/1.1 {answer.status} {HTTPStatus(answer.status).phrase}\r\nContent-Type: {answer.content_type}\r\n"
-            f"Content-Length: {len(answer.body)}\r\nX-Content-Type-Options: nosniff\r\n{end}"
+            f"Content-Length: {len(answer.body)}\r\nX-Content-Type-Options: nosniff\r\n{more}{end}"
         ).encode()
         if method == "HEAD":
             self._write(head)
@@ -304,8 +305,8 @@ class Connection:
             raise Gone(str(error)) from None
 
     def _hung_up(self) -> bool:
-        self._sock.settimeout(0)
         try:
+            self._sock.settimeout(0)
             return self._sock.recv(1, socket.MSG_PEEK) == b""
         except BlockingIOError:
             return False

@@ -289,6 +289,21 @@ def summary(connection: sqlite3.Connection, trial_id: int) -> dict[str, Any]:
     return found
 
 
+def names(connection: sqlite3.Connection, experiment_id: int) -> list[tuple[str, str]]:
+    """List group and name of every metric that is a number in some trial of an experiment."""
+    rows = connection.execute(
+        "SELECT s.grp, s.summary FROM summaries s JOIN trials t ON t.id = s.trial_id WHERE t.experiment_id = ? ORDER BY t.id",
+        (experiment_id,),
+    )
+    found = {
+        (row["grp"], str(name)): None
+        for row in rows.fetchall()
+        for name, entry in loads(row["summary"]).items()
+        if entry.get("type") == "number"
+    }
+    return list(found)
+
+
 def _record(row: sqlite3.Row, batch_metrics: bool) -> MetricReport:
     return record(
         MetricReport,

@@ -1,0 +1,202 @@
+"""The board over HTTP: who gets in, what the stream carries, and that it leaves nothing behind."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote, urlsplit
+
+import pytest
+
+from tests.board import samples
+from tests.board.conftest import TOKEN, served_runs
+from tests.board.test_source import TRAVERSALS
+from zero_trial.board.app import Board, board_routes
+from zero_trial.board.source import RunsSource
+from zero_trial.master.http.messages import Response, StreamingResponse, Waits
+
+
+def place(address: str) -> tuple[str, str]:
+    """Host with port, and token."""
+    parts = urlsplit(address)
+    return parts.netloc, parts.fragment.removeprefix("token=")
+
+
+def get(address: str, path: str, *, token: str = "", method: str = "GET", **headers: str) -> tuple[int, bytes, Any]:
+    connection = http.client.HTTPConnection(place(address)[0], timeout=30)
+    sent = {**({"Authorization": f"Bearer {token}"} if token else {}), **headers}
+    connection.request(method, path, headers=sent)
+    answer = connection.getresponse()
+    body = answer.read()
+    connection.close()
+    return answer.status, body, answer.headers
+
+
+def events(body: bytes) -> list[tuple[str, dict[str, Any]]]:
+    found = []
+    for block in body.decode().split("\n\n"):
+        if block:
+            name, data = (line.partition(": ")[2] for line in block.split("\n"))
+            found.append((name, json.loads(data)))
+    return found
+
+
+PATHS = (
+    "/board/live",
+    "/board/live?view=run&name=0001",
+    "/board/live?view=compare&name=1",
+    "/board/x",
+    "/",
+    "/runs/0001/events.jsonl",
+)
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("token", ["", "wrong", "user-token2"])
+def test_no_path_answers_a_neighbour(runs_board: str, master_board: str, path: str, token: str) -> None:
+    for address in (runs_board, master_board):
+        status, body, _ = get(address, path, token=token)
+        assert status == 401
+        assert b"quickstart" not in body and b"learning rates" not in body
+
+
+def test_the_page_itself_has_no_values_and_is_one_file(runs_board: str, master_board: str) -> None:
+    for address in (runs_board, master_board):
+        assert get(address, "/board/")[1] == get(address, "/board")[1]
+        status, body, headers = get(address, "/board")
+        assert (status, headers["X-Frame-Options"], headers["Cache-Control"]) == (200, "DENY", "no-store")
+        assert b"quickstart" not in body and b"learning rates" not in body and place(address)[1].encode() not in body
+        assert b" src=" not in body and b"@import" not in body and b"url(" not in body
+
+
+def test_a_foreign_page_gets_nothing(runs_board: str, master_board: str) -> None:
+    for address in (runs_board, master_board):
+        token = place(address)[1]
+        for headers in ({"Host": "evil.example"}, {"Origin": "http://evil.example"}, {"Sec-Fetch-Site": "cross-site"}):
+            assert get(address, "/board/live?once=1", token=token, **headers)[0] == 403
+            assert get(address, "/board", **headers)[0] == 403
+
+
+def test_the_token_of_a_trial_does_not_open_it(master_board: str) -> None:
+    headers = {"Grpc-Metadata-x-allocation-token": "Bearer user-token"}
+    assert get(master_board, "/board/live?once=1", **headers)[0] == 401
+
+
+@pytest.mark.parametrize("name", [name for name in TRAVERSALS if name])
+def test_names_that_lead_elsewhere_are_not_there(runs_board: str, name: str) -> None:
+    for view in ("run", "trial", "experiment", "compare"):
+        path = f"/board/live?once=1&view={view}&name={quote(name, safe='')}"
+        assert get(runs_board, path, token=place(runs_board)[1])[0] == 404
+
+
+def test_it_can_only_be_read(runs_board: str, master_board: str) -> None:
+    for method in ("POST", "PUT", "DELETE", "PATCH"):
+        assert get(runs_board, "/board/live", method=method, token=place(runs_board)[1])[0] == 404
+        assert get(master_board, "/board/live", method=method, token=TOKEN)[0] == 404
+
+
+def test_one_look_at_each_view(runs_board: str, master_board: str) -> None:
+    for address, query in (
+        (runs_board, ""),
+        (runs_board, "&view=run&name=0004"),
+        (master_board, "&view=experiment&name=1&metric=training%20loss"),
+        (master_board, "&view=trial&name=5"),
+    ):
+        status, body, headers = get(address, f"/board/live?once=1{query}", token=place(address)[1])
+        assert (status, headers["Content-Type"]) == (200, "text/event-stream")
+        name, data = events(body)[0]
+        assert name == "sections" and data["order"] == list(data["fresh"])
+        assert [name for name, _ in events(body)[1:]] == (["log"] if "name=0004" in query or "trial" in query else [])
+
+
+def stream(address: str, query: str) -> tuple[socket.socket, Iterator[tuple[str, dict[str, Any]]]]:
+    """An open stream and its events as they come."""
+    host, token = place(address)
+    connection = socket.create_connection((host.partition(":")[0], int(host.partition(":")[2])), timeout=30)
+    connection.sendall(
+        f"GET /board/live?{query} HTTP/1.1\r\nHost: {host}\r\nAuthorization: Bearer {token}\r\n\r\n".encode()
+    )
+
+    def coming() -> Iterator[tuple[str, dict[str, Any]]]:
+        with connection.makefile("rb") as file:
+            while file.readline() != b"\r\n":
+                pass
+            while size := int(file.readline(), 16):
+                block = file.read(size + 2)
+                yield from events(block[:-2])
+
+    return connection, coming()
+
+
+def test_what_comes_is_sent_and_only_what_has_changed(tmp_path: Path) -> None:
+    folder = samples.run(tmp_path, "0001", 0.001, steps=200, done=False)
+    with served_runs(tmp_path) as address:
+        connection, coming = stream(address, "view=run&name=0001")
+        with connection:
+            found = [next(coming) for _ in range(2)]
+            assert [name for name, _ in found] == ["sections", "log"]
+            with (folder / "events.jsonl").open("a") as file:
+                file.write(samples.as_lines(samples.events(0.001, 300, total=2000)[-11:-1]))
+            name, data = next(coming)
+            assert name == "sections" and {"summary", "curves"} <= data["fresh"].keys()
+            assert not {"memory", "log", "repeat"} & data["fresh"].keys()
+            with (folder / "logs" / "rank-0.log").open("a") as file:
+                file.write("<b>bold</b> \x1b[31mred\n")
+            name, data = next(coming)
+            assert name == "log" and [line["m"] for line in data["lines"]] == ["<b>bold</b> red"]
+
+
+def test_a_reader_that_goes_leaves_no_thread(runs_board: str) -> None:
+    before = threading.active_count()
+    opened = [stream(runs_board, "view=run&name=0001") for _ in range(5)]
+    for _, coming in opened:
+        next(coming)
+    assert threading.active_count() >= before + 5
+    for connection, _ in opened:
+        connection.shutdown(socket.SHUT_RDWR)
+        connection.close()
+    until = time.monotonic() + 10
+    while threading.active_count() > before and time.monotonic() < until:
+        time.sleep(0.05)
+    assert threading.active_count() <= before
+
+
+def test_streams_have_a_limit_and_give_their_places_back(tmp_path: Path) -> None:
+    board, waits = Board(RunsSource(samples.runs(tmp_path / "runs")), login=False), Waits(1)
+    first = board.live({}, waits)
+    assert isinstance(first, StreamingResponse)
+    refused = board.live({}, waits)
+    assert isinstance(refused, Response) and refused.status == 503
+    next(first.pieces)
+    first.close()
+    assert isinstance(board.live({}, waits), StreamingResponse)
+
+
+def test_pages_of_one_view_share_its_making(tmp_path: Path) -> None:
+    class Counting(RunsSource):
+        made = 0
+
+        def overview(self) -> Any:
+            Counting.made += 1
+            return super().overview()
+
+    board, waits = Board(Counting(samples.runs(tmp_path / "runs")), login=False), Waits(9)
+    for _ in range(5):
+        answer = board.live({"once": ["1"]}, waits)
+        assert isinstance(answer, StreamingResponse) and b"".join(answer.pieces)
+        answer.close()
+    assert Counting.made == 1
+
+
+def test_the_masters_routes_are_two() -> None:
+    routes = board_routes(RunsSource(Path()))
+    assert [(route.method, route.path, route.level.value) for route in routes] == [
+        ("GET", "/board", "public"),
+        ("GET", "/board/live", "user"),
+    ]

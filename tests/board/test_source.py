@@ -1,0 +1,108 @@
+"""What the board reads: a master's store, and folders of runs while they grow."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.board import samples
+from zero_trial.board.source import RunsSource, StoreSource
+from zero_trial.errors import ConfigError
+from zero_trial.master import logs
+from zero_trial.master.records import MetricReport
+from zero_trial.master.store import Database, metrics
+
+TRAVERSALS = ("..", "../0001", "/etc", "0001/..", "0001/logs", "", ".", "%2e%2e", "\0", "0001\n")
+
+
+def test_runs_of_a_folder(tmp_path: Path) -> None:
+    source = RunsSource(samples.runs(tmp_path / "runs"))
+    rows = source.overview().rows
+    assert [row.name for row in rows] == ["0004", "0003", "0002", "0001"]
+    assert [row.status.tone.value for row in rows] == ["busy", "bad", "good", "good"]
+    assert (rows[0].done, rows[0].steps, rows[0].metric) == (0.45, "900 of 2000", "validation_loss")
+    report = source.run("0001")
+    assert {one.name for one in report.progress} >= {"accuracy", "learning rate", "gradient norm"}
+    assert source.experiment_of("0001") is None
+    found = source.compare(["0001", "0002"])
+    assert [axis.name for axis in found.axes] == ["hyperparameters.lr", "data.ds_config.zero_optimization.stage"]
+
+
+def test_a_run_grows_and_its_log_follows(tmp_path: Path) -> None:
+    folder = samples.run(tmp_path, "0001", 0.001, steps=200, done=False)
+    source = RunsSource(tmp_path)
+    before, log = source.version(), source.log("0001")
+    assert source.run("0001").training is source.run("0001").training  # nothing was read again
+    assert {line.rank for line in log.new()} == {0, 1} and log.new() == []
+    with (folder / "events.jsonl").open("a") as file:
+        file.write(samples.as_lines(samples.events(0.001, 300, total=2000)[-10:]))
+    with (folder / "logs" / "rank-1.log").open("a") as file:
+        file.write("one more\nhalf of")
+    assert source.version() != before
+    training = source.run("0001").training
+    assert training is not None and training.steps[-1] == 300.0
+    assert [(line.rank, line.text) for line in log.new()] == [(1, "one more")]
+
+
+def test_a_folder_that_is_a_run_and_one_without_any(tmp_path: Path) -> None:
+    samples.run(tmp_path, "0001", 0.001, steps=200)
+    assert [row.name for row in RunsSource(tmp_path / "0001").overview().rows] == ["0001"]
+    (tmp_path / "empty").mkdir()
+    empty = RunsSource(tmp_path / "empty")
+    assert empty.overview().rows == () and empty.overview().begin
+    samples.run(tmp_path / "empty", "0001", 0.001, steps=200)
+    assert len(empty.overview().rows) == 1
+    with pytest.raises(ConfigError):
+        RunsSource(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize("name", TRAVERSALS)
+def test_no_name_leads_out_of_the_folder(tmp_path: Path, name: str) -> None:
+    samples.run(tmp_path, "0001", 0.001, steps=200)
+    source = RunsSource(tmp_path / "0001" / "..")
+    for ask in (source.run, source.log, lambda name: source.compare([name]), lambda name: source.sweep(name, None)):
+        with pytest.raises(ConfigError):
+            ask(name)
+
+
+def test_a_masters_store(tmp_path: Path) -> None:
+    directory = samples.store(tmp_path / "master")
+    source = StoreSource(directory)
+    rows = source.overview().rows
+    assert [(row.name, row.status.word, row.done) for row in rows] == [("2", "active", 0.42), ("1", "completed", 1.0)]
+    report, names = source.sweep("1", None)
+    assert report.ladders and len(report.trials) == 16
+    assert ("training", "accuracy") in names and ("validation", "validation_loss") in names
+    drawn, _ = source.sweep("1", ("training", "accuracy"))
+    longest = max(drawn.trials, key=lambda trial: trial.steps)
+    assert drawn.drawn == "training accuracy" and len(longest.curve) > 50
+    assert [trial.best for trial in drawn.trials] == [trial.best for trial in report.trials]
+    trial = source.run(longest.id)
+    assert trial.training is not None and {one.name for one in trial.progress} == {"accuracy", "lr"}
+    assert [saved.kept for saved in trial.checkpoints] == [False, True, True, True]
+    assert source.experiment_of(longest.id) == "1"
+    assert {axis.name for axis in source.compare([longest.id, "3"]).axes} <= {axis.name for axis in report.axes}
+    for name in (*TRAVERSALS, "99999", "-1", "1e1", "²"):
+        with pytest.raises(ConfigError):
+            source.run(name)
+
+
+def test_a_store_grows_while_it_is_read(tmp_path: Path) -> None:
+    directory = samples.store(tmp_path / "master")
+    source, log = StoreSource(directory), StoreSource(directory).log("5")
+    before, trained = source.version(), source.run("5")
+    assert len(log.new()) == 60 and log.new() == []
+    database = Database(directory.database)
+    with database.transaction() as connection:
+        report = MetricReport(5, 1, "training", 70, {"loss": 0.5, "new": 1.0}, reported=samples.STARTED + 70)
+        metrics.add(connection, report)
+    logs.append(logs.path_of(directory.trial_logs(5), 1), [logs.entry("done", samples.STARTED + 70)])
+    assert source.version() != before
+    database.close()
+    after = source.run("5")
+    assert trained.training is not None and after.training is not None
+    assert (after.training.steps[-1], after.training.values[-1]) == (70.0, 0.5)
+    assert len(after.training) == len(trained.training) + 1
+    assert "new" in {one.name for one in after.progress}
+    assert [line.text for line in log.new()] == ["done"]

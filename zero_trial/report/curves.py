@@ -1,0 +1,156 @@
+"""Curves: a quantity over steps that grows while it is read, and its mean, lowest and highest value
+in each pixel of a drawing.
+
+Every chart of the reports and of the board is drawn from these.
+"""
+
+from __future__ import annotations
+
+from array import array
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Sequence
+from operator import ge
+from typing import Any
+
+from zero_trial.report.data import Series
+from zero_trial.runs.records import is_finite
+
+MOST_POINTS = 600
+"""Points of a line in a drawing: a pixel each where the drawing is as wide."""
+
+
+def most_of_each(lines: int) -> int:
+    """Return the points of each line where ``lines`` are drawn over each other."""
+    return min(MOST_POINTS, max(120, 24_000 // max(lines, 1)))
+
+
+class Curve:
+    """Collects values by step: 16 bytes for each, or 32 where they are means of single steps.
+
+    Values come in any order; of two at one step the later one counts. What is not a finite number
+    is left out.
+    """
+
+    def __init__(self) -> None:
+        self._steps = array("d")
+        self._values = array("d")
+        self._low: array[float] | None = None
+        self._high: array[float] | None = None
+        self._drawn: dict[tuple[str, int], Series] = {}
+
+    def __len__(self) -> int:
+        return len(self._steps)
+
+    def add(self, step: Any, value: Any, single: Sequence[float] = ()) -> None:
+        """Add a value.
+
+        Args:
+            single: values of single steps that ``value`` is the mean of.
+        """
+        if not is_finite(step) or not is_finite(value):
+            return
+        self._drawn = {}
+        if len(single) > 1 and self._low is None:
+            self._low, self._high = array("d", self._values), array("d", self._values)
+        at = len(self._steps)
+        if at and step <= self._steps[-1]:
+            at = bisect_left(self._steps, step)
+            if self._steps[at] == step:
+                for column in self._columns():
+                    del column[at]
+        self._steps.insert(at, step)
+        self._values.insert(at, value)
+        if self._low is not None and self._high is not None:
+            self._low.insert(at, min((*single, value)))
+            self._high.insert(at, max((*single, value)))
+
+    def extend(self, pairs: Sequence[tuple[float, float]]) -> None:
+        """Add finite values; many that come in order cost little."""
+        steps = array("d", [step for step, _ in pairs])
+        in_order = not self._steps or not steps or self._steps[-1] < steps[0]
+        if self._low is not None or not in_order or any(map(ge, steps, steps[1:])):
+            for step, value in pairs:
+                self.add(step, value)
+            return
+        self._steps += steps
+        self._values += array("d", [value for _, value in pairs])
+        self._drawn = {}
+
+    def _columns(self) -> list[array[float]]:
+        return [one for one in (self._steps, self._values, self._low, self._high) if one is not None]
+
+    def rewind(self, step: float) -> None:
+        """Remove what is beyond ``step``: a run that starts there again takes it back."""
+        end = bisect_right(self._steps, step)
+        for column in self._columns():
+            del column[end:]
+        self._drawn = {}
+
+    def ends(self) -> tuple[tuple[float, float], tuple[float, float]]:
+        """Return step and value of the first and of the last; there must be one."""
+        return (self._steps[0], self._values[0]), (self._steps[-1], self._values[-1])
+
+    def best(self, smaller: bool) -> float | None:
+        """Return the lowest or the highest value; None if there is none."""
+        return (min if smaller else max)(self._values, default=None)
+
+    def series(self, name: str, most: int = MOST_POINTS) -> Series:
+        """Return what is drawn: every value, or of many the mean and the bounds in each pixel."""
+        drawn = self._drawn.get((name, most))
+        if drawn is None:
+            drawn = self._drawn[name, most] = self._draw(name, most)
+        return drawn
+
+    def _draw(self, name: str, most: int) -> Series:
+        low, high = self._low or self._values, self._high or self._values
+        if len(self) > most:
+            return _per_pixel(name, self._steps, self._values, low, high, most)
+        bounds = (tuple(low), tuple(high)) if self._low else ((), ())
+        return Series(name, tuple(self._steps), tuple(self._values), *bounds)
+
+
+def curve(pairs: Iterable[tuple[Any, Any]]) -> Curve:
+    """Return the curve of pairs of step and value."""
+    made = Curve()
+    for step, value in pairs:
+        made.add(step, value)
+    return made
+
+
+def thinned(series: Series, most: int = MOST_POINTS) -> Series:
+    """Return at most ``most`` points, each the mean, the lowest and the highest of a pixel."""
+    if len(series) <= most:
+        return series
+    return _per_pixel(
+        series.name, series.steps, series.values, series.low or series.values, series.high or series.values, most
+    )
+
+
+def _per_pixel(
+    name: str,
+    steps: Sequence[float],
+    values: Sequence[float],
+    low: Sequence[float],
+    high: Sequence[float],
+    pixels: int,
+) -> Series:
+    """Return one point for each of the equal spans of steps that has values."""
+    first = steps[0]
+    width = (steps[-1] - first) / pixels
+    found: list[tuple[float, float, float, float]] = []
+    start = 0
+    while start < len(steps):
+        pixel = min(int((steps[start] - first) / width), pixels - 1)
+        end = len(steps) if pixel == pixels - 1 else bisect_left(steps, first + (pixel + 1) * width, start + 1)
+        span = slice(start, end)
+        count = end - start
+        mean = sum(values[span]) / count
+        found.append((sum(steps[span]) / count, mean, min(low[span]), max(high[span])))
+        start = end
+    columns = tuple(zip(*found, strict=True))
+    return Series(name, *columns)
+
+
+def finite(values: Any) -> list[float]:
+    """Return the finite numbers of a list; none of anything else."""
+    return [float(value) for value in values if is_finite(value)] if isinstance(values, list) else []

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from zero_trial.errors import DoesNotFit
     from zero_trial.launch.experiment import CheckedRun
     from zero_trial.preflight.compare import PlannedMachine, Planner
+    from zero_trial.preflight.link_model import LinkModel
     from zero_trial.preflight.pipeline_plan import PipelinePlanner
 
 
@@ -142,7 +143,7 @@ def _estimate(options: argparse.Namespace, planner: Planner | PipelinePlanner, g
     if not given and options.tflops is None and options.gpu_memory is None:
         return []
     if not isinstance(planner, Planner):
-        return ["the time of a pipeline's messages is not estimated"] if given else []
+        return _pipeline_estimate(planner, LinkModel(**given))
     plan = planner.plan()
     figures = plan.figures
     if figures.peak is None:
@@ -151,6 +152,18 @@ def _estimate(options: argparse.Namespace, planner: Planner | PipelinePlanner, g
         return ["the time of collectives is not estimated: the trial does all micro-batches of a step in one call"]
     flops = figures.flops * plan.accumulation if figures.flops is not None else None
     return estimate_lines(of_step(figures, plan.accumulation), planner.mesh, LinkModel(**given), flops, options.tflops)
+
+
+def _pipeline_estimate(planner: PipelinePlanner, links: LinkModel) -> list[str]:
+    """Return the lines of the pipeline rank whose messages and collectives take longest."""
+    from zero_trial.preflight.link_model import estimate_lines, of_step
+
+    plan = planner.plan()
+    moved = {stage.rank: of_step(stage.figures, 1) for stage in plan.stages}
+    slowest = max(moved, key=lambda rank: sum(links.seconds(each, planner.mesh) for each in moved[rank]))
+    first, *rest = estimate_lines(moved[slowest], planner.mesh, links, None, None)
+    waits = f"a rank computes {1 - plan.bubble:.1%} of the time of a step whose messages take none"
+    return [f"stage {slowest} moves most; {first}", *rest, f"  {waits}"]
 
 
 def _does_not_fit(planner: Planner | PipelinePlanner, limit: int) -> DoesNotFit:

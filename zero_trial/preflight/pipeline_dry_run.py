@@ -7,7 +7,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any
 
@@ -96,11 +96,12 @@ def _trainable(module: nn.Module) -> int:
 @dataclass(frozen=True)
 class HeldBytes:
     """Bytes of one pipeline rank at most: ``activations`` is what autograd saved; ``peak`` all but
-    what outlives a step.
+    what outlives a step. ``message``: of the largest message between two chunks.
     """
 
     activations: int
     peak: int
+    message: int = 0
 
 
 @dataclass(frozen=True)
@@ -198,7 +199,13 @@ def dry_run_rank(
         mine = {chunk: chunks[chunk] for chunk in parts.placement.of(rank)}
         anchor = torch.zeros((), requires_grad=True)
         player = _Player(mine, templates, labels, parts.loss_fn, parts.placement.last, schedule.micro_batches, anchor)
-        return _play(player, schedule.rows[rank], live, _whole(mine, copies))
+        sent = [_bytes(value) for chunk, value in templates.items() if chunk > 0]
+        return replace(_play(player, schedule.rows[rank], live, _whole(mine, copies)), message=max(sent, default=0))
+
+
+def _bytes(value: Any) -> int:
+    """Return the bytes of the tensors in a nested value."""
+    return sum(leaf.numel() * leaf.element_size() for leaf in tree_flatten(value)[0] if isinstance(leaf, torch.Tensor))
 
 
 def _play(player: _Player, row: Row, live: LiveBytes, sizes: Mapping[int, Copies]) -> HeldBytes:

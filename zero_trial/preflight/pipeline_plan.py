@@ -22,10 +22,10 @@ from zero_trial.engine.pipeline_build import (
 from zero_trial.engine.resolved_config import mesh_shape, resolve_config
 from zero_trial.errors import ConfigError, DoesNotFit, TrialError
 from zero_trial.pipeline.module import PipelineModule
-from zero_trial.pipeline.simulate import validate
+from zero_trial.pipeline.simulate import RankReport, validate
 from zero_trial.preflight.dry_run import Role, dry_run_any, first_rows, is_here, rows_of, variant
 from zero_trial.preflight.pipeline_dry_run import Copies, HeldBytes, dry_run_rank, parts_of
-from zero_trial.preflight.plan import Figures
+from zero_trial.preflight.plan import Figures, Moved
 from zero_trial.util.text import format_bytes, format_count
 
 
@@ -144,7 +144,8 @@ class PipelinePlanner:
         self._limit = limit
         place = device if is_here(torch.device(device)) else "cpu"
         self._parts = parts_of(model, pipeline_settings(settings), place)
-        self.data_ranks = mesh_shape(settings, ranks).data_parallel_size
+        self.mesh = mesh_shape(settings, ranks)
+        self.data_ranks = self.mesh.data_parallel_size
         self.ranks = ranks
         sizes = resolve_config(settings, self.data_ranks).batch
         self.zero_stage = settings.zero_optimization.stage
@@ -224,13 +225,15 @@ class PipelinePlanner:
                 )
             )
             states = self._states(settings, rank)
+            sizes = (parts.elements[rank], dtypes.param.itemsize, dtypes.grad.itemsize)
+            moved = moved_in_step(counted, zero_stage, self.data_ranks, pipeline.chunks_per_rank, sizes, held.message)
             stages.append(
                 StagePlan(
                     rank,
                     parts.layers(rank),
                     parts.elements[rank],
                     counted.peak_activations / pipeline.chunks_per_rank,
-                    replace(states, activations=held.activations, peak=states.states + held.peak),
+                    replace(states, activations=held.activations, peak=states.states + held.peak, last=moved, calls=1),
                 )
             )
         return PipelinePlan(
@@ -252,6 +255,39 @@ class PipelinePlanner:
         alone = replace(settings, mesh=replace(settings.mesh, pipe=1))
         role = Role(self._parts.stages[rank], alone)
         return dry_run_any([role], self.ranks // settings.mesh.pipe, None, one_host=self._one_host)[0]
+
+
+def moved_in_step(
+    counted: RankReport, zero_stage: int, data_ranks: int, chunks: int, sizes: tuple[int, int, int], message: int
+) -> tuple[Moved, ...]:
+    """Return what one pipeline rank sends in a step: messages, and collectives among the D ranks
+    that share its layers. Pure.
+
+    Of n elements in c chunks, with p and g bytes of a parameter and of a gradient, and (D-1)/D = f:
+
+        stage 0       f 2 n g / c per reduction
+        stages 1, 2   f n g / c per reduction, and f n p after the step
+        stage 3       f n g / c per reduction, f n p / c per gather
+
+    Args:
+        counted: the rank's part of the schedule's simulation.
+        sizes: n, p and g.
+        message: bytes of a message between two chunks.
+    """
+    elements, of_parameter, of_gradient = sizes
+    found = [Moved("send", "pipe", counted.messages, counted.messages * message)] if counted.messages else []
+    if data_ranks == 1:
+        return tuple(found)
+    reduced = counted.reductions * elements * of_gradient * (data_ranks - 1) // (data_ranks * chunks)
+    if zero_stage == 0:
+        return (*found, Moved("all_reduce", "data", counted.reductions, 2 * reduced))
+    gathers = counted.gathers if zero_stage == 3 else chunks
+    gathered = gathers * elements * of_parameter * (data_ranks - 1) // (data_ranks * chunks)
+    return (
+        *found,
+        Moved("reduce_scatter", "data", counted.reductions, reduced),
+        Moved("all_gather", "data", gathers, gathered),
+    )
 
 
 def _either(run: Callable[[bool], HeldBytes]) -> HeldBytes:

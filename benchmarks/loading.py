@@ -7,11 +7,10 @@ shards and its largest group.
 Each case runs in fresh processes, one per rank, on a stack of equal blocks in fp32 (or bf16) whose
 values are in one safetensors file. `peak` is the most that a rank's resident memory grew above that
 before the case (the kernel's VmHWM, reset at that moment), `after` what it grew by in the end.
-`shards` is what a rank keeps of parameters and masters, `grads` of gradients, which an engine has
-from its start, and `group` the largest group's full parameters; `ratio` is peak over their sum.
-`loading` is the peak up to the last byte that was read, when there are no gradients, and its ratio
-to shards and group. `bytes read` are those of all ranks (rchar of the kernel) over the size of the
-file. Memory and bytes do not depend on what else the machine does.
+`shards` is what a rank keeps of parameters and masters, and gradients if they live from the start
+(stages 0 and 1), and `group` the largest group's full parameters; `ratio` is peak over their sum.
+`bytes read` are those of all ranks (rchar of the kernel) over the size of the file. Memory and
+bytes do not depend on what else the machine does.
 """
 
 from __future__ import annotations
@@ -30,7 +29,6 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 from safetensors.torch import load_file
@@ -42,17 +40,13 @@ import zero_trial
 from benchmarks import record
 from zero_trial.checkpoint.format import safetensors_header, tensor_bytes
 from zero_trial.comm import init_distributed
-from zero_trial.engine.weights import StoredWeights
 
 BLOCKS = 16
 CASES = ("plain-3", "init-3", "meta-3", "weights-3", "weights-3-bf16", "weights-2", "state-3", "save-3")
 COLUMNS: list[record.Column] = [
     ("case", lambda row: row["case"]),
     ("shards MB", record.number("shards")),
-    ("grads MB", record.number("grads")),
     ("group MB", record.number("group")),
-    ("loading MB", record.number("loading")),
-    ("ratio", record.number("loading_ratio", 3)),
     ("peak MB", record.number("peak")),
     ("ratio", record.number("ratio", 3)),
     ("ratio on rank 0", record.number("ratio_0", 3)),
@@ -175,20 +169,13 @@ def work(case: str, width: int, folder: Path) -> None:
     gc.collect()
     before, read, began = status("VmRSS"), chars_read(), time.perf_counter()
     Path("/proc/self/clear_refs").write_text("5")  # VmHWM begins anew
-    loading: list[float] = []
-    read_into = StoredWeights.read_into
-
-    def noted(self: StoredWeights, *range_: Any) -> None:
-        read_into(self, *range_)
-        loading[:] = [status("VmHWM") - before]
-
     alone = case.startswith(("state", "save"))
     own = OwnPeak()
-    with mock.patch.object(StoredWeights, "read_into", noted), own if alone else nullcontext():
+    with own if alone else nullcontext():
         kept = last()
     seconds = time.perf_counter() - began
     peak = own.megabytes if alone else status("VmHWM") - before
-    row = {"peak": peak, "read": chars_read() - read, "seconds": seconds, "loading": loading}
+    row = {"peak": peak, "read": chars_read() - read, "seconds": seconds}
     gc.collect()
     row["after"] = status("VmRSS") - before
     del kept
@@ -240,16 +227,14 @@ def run_case(case: str, ranks: int, width: int, folder: Path, size: int) -> dict
     group = full / BLOCKS if stage == "3" else full / 4  # a bucket is a quarter of the model
     starts = how not in ("state", "save")
     shards = full / cut + (numel * 4 / ranks / 1e6 if precision else 0.0) if starts else 0.0
-    grads = numel * 4 / ranks / 1e6 if starts else 0.0
+    if starts and int(stage) < 2:
+        shards += numel * 4 / 1e6
     peaks = [each["peak"] for each in rows]
-    row: dict[str, Any] = {"case": case, "shards": shards, "grads": grads, "group": group, "peak": max(peaks[1:])}
-    row |= {"ratio": max(peaks[1:]) / (shards + grads + group)}
-    row |= {"ratio_0": peaks[0] / (shards + grads + group + (full if how == "state" else 0.0))}
+    row: dict[str, Any] = {"case": case, "shards": shards, "group": group, "peak": max(peaks[1:])}
+    row |= {"ratio": max(peaks[1:]) / (shards + group)}
+    row |= {"ratio_0": peaks[0] / (shards + group + (full if how == "state" else 0.0))}
     row |= {"after": max(each["after"] for each in rows), "read": sum(each["read"] for each in rows) / size}
     row |= {"seconds": max(each["seconds"] for each in rows)}
-    if starts and all(each["loading"] for each in rows):
-        loading = max(each["loading"][0] for each in rows)
-        row |= {"loading": loading, "loading_ratio": loading / (shards + group)}
     return row
 
 

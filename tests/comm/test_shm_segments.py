@@ -81,6 +81,22 @@ def test_memory_grows_to_what_is_in_flight_and_is_then_reused() -> None:
     assert len(memory.segments) == 2
 
 
+def test_pages_of_payloads_that_all_have_read_go_where_asked() -> None:
+    memory, peer = SharedMemory(), SharedMemory()
+    segments = [memory.acquire(4 * SMALLEST, [READER]) for _ in range(2)]
+    for segment in segments:
+        segment.payload(torch.uint8, 4 * SMALLEST).fill_(7)
+    peer.acknowledge(handle_of(segments[0], segments[0].generation), READER)
+    memory.free_idle()
+    pages = [os.fstat(segment.descriptor).st_blocks * 512 for segment in segments]
+    assert pages[0] <= HEADER < 4 * SMALLEST <= pages[1]
+    assert peer.read(handle_of(segments[1], segments[1].generation), torch.uint8, 3).tolist() == [7, 7, 7]
+    memory.owner = -1  # a forked child, whose segments are its parent's
+    peer.acknowledge(handle_of(segments[1], segments[1].generation), READER)
+    memory.free_idle()
+    assert os.fstat(segments[1].descriptor).st_blocks * 512 == pages[1]
+
+
 def test_a_small_payload_does_not_take_a_large_segment() -> None:
     memory = SharedMemory()
     large = memory.acquire(64 * SMALLEST, [])

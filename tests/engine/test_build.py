@@ -18,7 +18,8 @@ import zero_trial
 from tests.support.dense import STAGES
 from tests.support.pool import Pools
 from zero_trial.comm import sum_in_order
-from zero_trial.engine.build import ConsoleHandler, log_dtypes, log_model_parts, open_console
+from zero_trial.engine.build import ConsoleHandler, open_console
+from zero_trial.engine.parameter_checks import log_dtypes, log_model_parts
 from zero_trial.errors import ConfigError
 from zero_trial.precision import DtypePolicy
 from zero_trial.zero import ShardedOptimizer

@@ -176,28 +176,43 @@ def test_each_stage_has_the_bits_of_the_cpu_and_waits_once_per_step(ranks: Pools
     check(ranks(2), COVERING, waits=1)
 
 
-def starts(cells: list[Cell]) -> list[tuple[int, int]]:
-    """By how much the device's memory was fuller while each engine was built than in the end, and
-    the bytes of its largest group."""
+def fullest(cells: list[Cell], folder: str) -> list[tuple[dict[str, int], int, set[str]]]:
+    """For each engine: by how much the device's memory was fuller while it was built, and while the
+    whole model left it, than in the end; the bytes of its largest group; and the names that this
+    rank got."""
     here, found = device.use(), []
     for cell in cells:
         gc.collect()  # the engine before
         here.library.standin_reset_peak()
         engine = cell.engine()
         torch.standin.synchronize()
-        over = here.peak - here.live
-        found.append((over, max(group.layout.numel * group.dtype.itemsize for group in engine.sharded.groups)))
-        engine.destroy()
+        largest = max(group.layout.numel * group.dtype.itemsize for group in engine.sharded.groups)
+        over, live = {"initialize": here.peak - here.live}, here.live
+        whole = engine.module_state_dict()
+        for act in ("state", "save", "destroy"):
+            here.library.standin_reset_peak()
+            if act == "state":
+                state = engine.module_state_dict(rank0_only=True)
+            elif act == "save":
+                engine.save_16bit_model(folder)
+            else:
+                engine.destroy()
+            torch.standin.synchronize()
+            over[act] = here.peak - live
+        assert all(value.is_cpu and torch.equal(value, whole[name].cpu()) for name, value in state.items())
+        found.append((over, largest, set(whole) ^ set(state)))
         del engine
     return found
 
 
-def test_the_device_holds_one_group_at_most_beside_what_stays(ranks: Pools) -> None:
+def test_the_device_holds_one_group_at_most_beside_what_stays(ranks: Pools, tmp_path: Path) -> None:
     """Also where 16-bit groups get their values from an fp32 model: those come in parts."""
-    cells = [Cell(stage, precision) for stage in STAGES for precision in ("fp32", "bf16")]
-    for answers in ranks(2).run(starts, cells):
-        for cell, (over, largest) in zip(cells, answers, strict=True):
-            assert over <= largest + 512, f"{cell}: the device rounds an allocation up"  # to 512 bytes
+    stages, precisions = ("zero0", "zero2", "zero3", "zero3-free"), ("fp32", "bf16")
+    cells = [Cell(stage, precision, blocks=1) for stage in stages for precision in precisions]
+    for rank, answers in enumerate(ranks(2).run(fullest, cells, str(tmp_path))):
+        for cell, (over, largest, missing) in zip(cells, answers, strict=True):
+            assert max(over.values()) <= largest + 512, (cell, over, largest)  # an allocation is rounded up
+            assert bool(missing) is bool(rank and cell.stage != "zero0")
 
 
 @pytest.mark.slow

@@ -146,9 +146,9 @@ class AxisComm:
         return self._host_transport.buffer(numel, dtype, keep=keep)
 
     def free_kept(self) -> None:
-        """Give the pages of all buffers that are gone back to the system."""
-        if self._host_transport.tensors is not None:
-            self._host_transport.tensors.free_kept()
+        """Give pages that wait for their next use back to the system: those of buffers that are
+        gone, and of messages that all have read."""
+        self._host_transport.free_kept()
 
     def reads_in_place(self, device: torch.device) -> bool:
         """Say whether peers read this rank's :meth:`buffer` s on ``device`` in place."""

@@ -13,6 +13,7 @@ from torch import nn
 
 from zero_trial.checkpoint import BackgroundSaver
 from zero_trial.comm import Mesh
+from zero_trial.device import is_accelerator, torch_module
 from zero_trial.ds_config.batch import BatchTriple
 from zero_trial.ds_config.table import DsConfig
 from zero_trial.engine.outcome import NonFiniteStep
@@ -367,6 +368,13 @@ class EngineAccessors(nn.Module):
         """Bring back what :meth:`offload_states` has moved; without a call before it, do
         nothing."""
         self._required_optimizer("engine.reload_states").reload_states(non_blocking)
+
+    def empty_partition_cache(self) -> None:
+        """Free the parameters that stage 3 keeps whole for a later use, and what torch caches of
+        the GPU's memory. Between steps or evaluations; every rank must call it alike."""
+        self.sharded.unsharder.reshard_all()
+        if is_accelerator(self.device):
+            torch_module(self.device).empty_cache()
 
     # --- measurements -----------------------------------------------------------------------------
 

@@ -50,21 +50,18 @@ from zero_trial.engine.offload_config import (
 )
 from zero_trial.engine.optimizer_plan import OptimizerPlan, made_by_client, plan_optimizer, unbuildable
 from zero_trial.engine.optimizers import groups_over, parameter_groups
-from zero_trial.engine.parameter_checks import require_no_engine
+from zero_trial.engine.parameter_checks import log_dtypes, log_model_parts, require_no_engine
 from zero_trial.engine.pipeline_build import ResolvedPipeline, build_layers, resolve_pipeline, with_stages
 from zero_trial.engine.pipeline_engine import PipelineEngine
-from zero_trial.engine.resolved_config import ResolvedConfig, mesh_shape, resolve_config
+from zero_trial.engine.resolved_config import mesh_shape, resolve_config
 from zero_trial.engine.step import StepOutcome
 from zero_trial.engine.weights import StoredWeights, give_values
 from zero_trial.errors import ConfigError, KernelUnavailable
 from zero_trial.ops import Backend, backend
 from zero_trial.ops.cpu import native_sum
 from zero_trial.pipeline.module import PipelineModule
-from zero_trial.precision import DtypePolicy
-from zero_trial.sharding.build_groups import fp32_buffers
 from zero_trial.sharding.ema import KIND, EmaSchedule, WeightAverage
-from zero_trial.sharding.grouping import ManualGroups, is_model_parallel
-from zero_trial.sharding.layout import describe_dtypes
+from zero_trial.sharding.grouping import ManualGroups
 from zero_trial.sharding.model import ShardedModel
 from zero_trial.sharding.optimizer import ShardedOptimizer
 from zero_trial.sharding.pieces import cut_pieces, rebind
@@ -516,44 +513,3 @@ def _own() -> tuple[Backend | None, KernelUnavailable | None]:
         return backend(), None
     except KernelUnavailable as trouble:
         return None, trouble
-
-
-# --- warnings of rank 0 about a model before it trains --------------------------------------------
-
-
-def log_dtypes(model: nn.Module, policy: DtypePolicy, mesh: Mesh) -> None:
-    """Log a line for each way in which parameters and buffers are not what ds_config asks for."""
-    if mesh.rank != 0:
-        return
-    trained = ((name, param.dtype) for name, param in model.named_parameters() if param.requires_grad)
-    for line in describe_dtypes(trained, policy.param):
-        log.warning(line)
-    if policy.mixes_constants and (names := fp32_buffers(model)):
-        log.info(
-            "%d fp32 buffers that are not saved keep fp32 (%s%s); data_types.buffer_dtype changes that",
-            len(names),
-            names[0],
-            " ..." if len(names) > 1 else "",
-        )
-
-
-def log_model_parts(model: nn.Module, mesh: Mesh, resolved: ResolvedConfig) -> None:
-    """Log a warning where parts of a model clip or skip steps by themselves, or do not mark which
-    parameters they share."""
-    parts = mesh.model_part[1]
-    if parts == 1 or mesh.rank != 0:
-        return
-    if mesh.model.size == 1 and (resolved.clip > 0 or resolved.policy.param == torch.float16):
-        what = "clips by its own gradient norm" if resolved.clip > 0 else "skips steps and scales its loss by itself"
-        log.warning(
-            "%d parallel parts of the model and no get_model_parallel_group() of the mpu: each %s, "
-            "so that weights which all parts hold can drift apart",
-            parts,
-            what,
-        )
-    elif mesh.model.size > 1 and not any(is_model_parallel(param) for param in model.parameters()):
-        log.warning(
-            "%d parallel parts of the model, and no parameter has tensor_model_parallel or model_parallel = True: "
-            "all are taken for copies of each other, and those of the first part alone make the gradient norm",
-            parts,
-        )

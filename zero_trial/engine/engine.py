@@ -18,7 +18,7 @@ from torch import nn
 
 from zero_trial.checkpoint import BackgroundSaver
 from zero_trial.comm import Mesh
-from zero_trial.device import is_accelerator, torch_module
+from zero_trial.device import is_accelerator
 from zero_trial.ds_config.batch import BatchTriple, solve_batch
 from zero_trial.ds_config.table import DsConfig
 from zero_trial.engine import loading, saving, uneven
@@ -30,7 +30,7 @@ from zero_trial.engine.observe import COLLECTOR_PAUSE, FORWARD, STEP, Observer
 from zero_trial.engine.parameter_checks import ParameterCheck, UsedParameters
 from zero_trial.engine.resolved_config import ResolvedConfig
 from zero_trial.engine.step import StepOutcome
-from zero_trial.engine.weights import first_rank_state, save_weights
+from zero_trial.engine.weights import first_rank_state, module_state, save_weights
 from zero_trial.errors import TrialError
 from zero_trial.precision import cast_floats, explain_dtypes, forward_of
 from zero_trial.sharding.build_groups import fp32_buffers
@@ -502,21 +502,14 @@ class Engine(EngineAccessors):
         self.sharded.list_names()
         return state
 
-    def empty_partition_cache(self) -> None:
-        """Free the parameters that stage 3 keeps whole for a later use, and what torch caches of
-        the GPU's memory. Between steps or evaluations; every rank must call it alike."""
-        self.sharded.unsharder.reshard_all()
-        if is_accelerator(self.device):
-            torch_module(self.device).empty_cache()
-
-    def module_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, torch.Tensor]:
-        """Return the module's whole state dict on every rank. Collective over shard."""
+    def module_state_dict(
+        self, exclude_frozen_parameters: bool = False, *, rank0_only: bool = False
+    ) -> dict[str, torch.Tensor]:
+        """Return the module's whole state dict, on every rank. ``rank0_only``: copies in the host's
+        memory of the first rank of the shard axis, made group by group; the others get none.
+        Collective over shard."""
         self.sharded.wait()
-        left_out = set()
-        if exclude_frozen_parameters:
-            params = self.module.named_parameters(remove_duplicate=False)
-            left_out = {name for name, param in params if not param.requires_grad}
-        return {name: value for name, value in self.module.state_dict().items() if name not in left_out}
+        return module_state(self, without_frozen=exclude_frozen_parameters, rank0_only=rank0_only)
 
     def load_module_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, custom_load_fn: Any = None

@@ -9,14 +9,20 @@ import operator
 from collections.abc import Sequence
 from typing import Protocol
 
+import torch
 from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from zero_trial.comm import Mesh
+from zero_trial.engine.resolved_config import ResolvedConfig
 from zero_trial.errors import ConfigError, TrialError
+from zero_trial.precision import DtypePolicy
+from zero_trial.sharding.build_groups import fp32_buffers
 from zero_trial.sharding.freed import FreedParameter, owner_of_param, unasked
 from zero_trial.sharding.full_params import FullParams
 from zero_trial.sharding.grad_buffer import GradBuffer
+from zero_trial.sharding.grouping import is_model_parallel
+from zero_trial.sharding.layout import describe_dtypes
 
 log = logging.getLogger("zero_trial")
 
@@ -220,3 +226,44 @@ def _unused(names: list[str], step: int) -> TrialError:
 def _listed(names: list[str]) -> str:
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return ", ".join(names[:_SHOWN]) + more
+
+
+# --- warnings of rank 0 about a model before it trains --------------------------------------------
+
+
+def log_dtypes(model: nn.Module, policy: DtypePolicy, mesh: Mesh) -> None:
+    """Log a line for each way in which parameters and buffers are not what ds_config asks for."""
+    if mesh.rank != 0:
+        return
+    trained = ((name, param.dtype) for name, param in model.named_parameters() if param.requires_grad)
+    for line in describe_dtypes(trained, policy.param):
+        log.warning(line)
+    if policy.mixes_constants and (names := fp32_buffers(model)):
+        log.info(
+            "%d fp32 buffers that are not saved keep fp32 (%s%s); data_types.buffer_dtype changes that",
+            len(names),
+            names[0],
+            " ..." if len(names) > 1 else "",
+        )
+
+
+def log_model_parts(model: nn.Module, mesh: Mesh, resolved: ResolvedConfig) -> None:
+    """Log a warning where parts of a model clip or skip steps by themselves, or do not mark which
+    parameters they share."""
+    parts = mesh.model_part[1]
+    if parts == 1 or mesh.rank != 0:
+        return
+    if mesh.model.size == 1 and (resolved.clip > 0 or resolved.policy.param == torch.float16):
+        what = "clips by its own gradient norm" if resolved.clip > 0 else "skips steps and scales its loss by itself"
+        log.warning(
+            "%d parallel parts of the model and no get_model_parallel_group() of the mpu: each %s, "
+            "so that weights which all parts hold can drift apart",
+            parts,
+            what,
+        )
+    elif mesh.model.size > 1 and not any(is_model_parallel(param) for param in model.parameters()):
+        log.warning(
+            "%d parallel parts of the model, and no parameter has tensor_model_parallel or model_parallel = True: "
+            "all are taken for copies of each other, and those of the first part alone make the gradient norm",
+            parts,
+        )

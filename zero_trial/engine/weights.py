@@ -215,6 +215,17 @@ def _stream_weights(
     return fault
 
 
+def module_state(engine: CheckpointedEngine, *, without_frozen: bool, rank0_only: bool) -> dict[str, torch.Tensor]:
+    """Return the state dict of the module; with ``rank0_only`` as
+    :meth:`FullParams.rank0_state_dict` does. Collective over shard."""
+    state = engine.sharded.rank0_state_dict() if rank0_only else engine.module.state_dict()
+    if not without_frozen:
+        return state
+    params = engine.module.named_parameters(remove_duplicate=False)
+    frozen = {name for name, param in params if not param.requires_grad}
+    return {name: value for name, value in state.items() if name not in frozen}
+
+
 def first_rank_state(engine: CheckpointedEngine, where: str, without_frozen: bool) -> dict[str, torch.Tensor] | None:
     """Return the state dict of the whole model on rank 0, None on the others: copies in the host's
     memory, in the parameters' dtype; tied names share one. Collective over the world."""
@@ -227,12 +238,7 @@ def first_rank_state(engine: CheckpointedEngine, where: str, without_frozen: boo
             fix="Use engine.save_checkpoint, or join the parts of engine.module_state_dict() as the model cuts them.",
         )
     # streamed: no device and no other rank holds the whole model
-    state = engine.sharded.rank0_state_dict()
-    if without_frozen:
-        params = engine.module.named_parameters(remove_duplicate=False)
-        frozen = {name for name, param in params if not param.requires_grad}
-        state = {name: value for name, value in state.items() if name not in frozen}
-    state = _whole_model(engine, state)
+    state = _whole_model(engine, module_state(engine, without_frozen=without_frozen, rank0_only=True))
     aliases = names.aliases()
     if engine.mesh.rank != 0:
         return None

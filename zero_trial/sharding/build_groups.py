@@ -210,7 +210,7 @@ def build_param_groups(
                 got=f"a plan with parameters in {own_plan.home.value}, and nothing that keeps them there",
                 expected="set_offloaded() in on_group_built",
             )
-        heap.add(groups[-1].full)  # the values have another place now
+        heap.add(groups[-1].full, mesh.data)  # the values have another place now
     heap.give_back()
     freed: dict[str, list[ParamGroup]] = {}
     for group in groups:

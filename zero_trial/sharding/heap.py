@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from zero_trial.comm import AxisComm
+
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # from glibc's malloc.h
 _LARGEST_HEAP_BLOCK = 32 << 20  # what glibc allows on 64-bit machines
 
@@ -65,11 +67,14 @@ class FreedBytes:
     def __init__(self, most: int = 16 << 20) -> None:
         self._most = most  # bytes that may wait: a call costs about a microsecond per hole
         self._bytes = 0
+        self._comm: AxisComm | None = None
 
-    def add(self, tensor: torch.Tensor) -> None:
-        """Count a tensor whose memory was freed, or is when the caller returns."""
+    def add(self, tensor: torch.Tensor, comm: AxisComm | None = None) -> None:
+        """Count a tensor whose memory was freed, or is when the caller returns. ``comm``: it was
+        sent there, so that its messages' memory goes as well."""
         if tensor.device.type != "cpu":
             return
+        self._comm = comm if comm is not None else self._comm
         self._bytes += tensor.numel() * tensor.element_size()
         if self._bytes >= self._most:
             self.give_back()
@@ -78,6 +83,8 @@ class FreedBytes:
         """Give back what has been freed, if it is worth a call."""
         if self._bytes >= min(self._most, 1 << 20):
             give_freed_memory_back()
+            if self._comm is not None:
+                self._comm.free_kept()
         self._bytes = 0
 
 

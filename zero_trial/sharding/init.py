@@ -36,6 +36,9 @@ from zero_trial.sharding.layout import ALIGN, round_up
 OPEN = 4
 
 
+_LARGE = 1 << 20  # bytes of values for which ranks wait for each other before the next are built
+
+
 class PreSharded:
     """One parameter's shard on this rank: ``ceil(numel / N)`` elements, padded to ALIGN; the
     parameter itself keeps only its shape.
@@ -64,12 +67,15 @@ class PreSharded:
         low = self._comm.index * self._shard.numel()
         own = values[low : low + self._shard.numel()]
         self._shard[: own.numel()].copy_(own)
+        if values.nbytes >= _LARGE:
+            self._comm.barrier("first values are read")  # so that their message can go
         self._leave()
 
     def gather(self) -> torch.Tensor:
         """Return the full value as a new tensor. Collective."""
         full = torch.empty(self._padded, dtype=self._shard.dtype, device=self._shard.device)
         self._comm.all_gather(full, self._shard, "built parameter").wait()
+        self._heap.add(full, self._comm)  # it lives for a moment
         return full[: self._numel].view(self._param.shape)
 
     def lift(self) -> None:
@@ -81,7 +87,7 @@ class PreSharded:
     def _leave(self) -> None:
         free(self._param, absent(self._param.shape, self._shard.dtype, self._shard.device))
         self.live = False
-        self._heap.add(self._param)
+        self._heap.add(self._param, self._comm)
 
     # ShardOwner, so that GatheredParameters works before there is an engine
 

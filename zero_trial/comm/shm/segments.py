@@ -176,6 +176,8 @@ class SharedMemory:
     segments: list[SharedSegment] = field(default_factory=list)
     # bytes of all payloads so far: what was copied out, since peers could not read it where it lay
     written: int = 0
+    # process id: a forked child has the same segments, and must not give away its parent's pages
+    owner: int = field(default_factory=os.getpid)
     _mapped: dict[tuple[int, int], MappedSegment] = field(default_factory=dict)
 
     def acquire(self, nbytes: int, readers: Sequence[int]) -> SharedSegment:
@@ -203,6 +205,13 @@ class SharedMemory:
     def acknowledge(self, handle: SegmentHandle, reader: int) -> None:
         """Tell the owner that ``reader`` has read the payload, so that it may write there again."""
         (self._mapped.get(handle[:2]) or self._map(handle)).marks[reader] = handle.generation
+
+    def free_idle(self) -> None:
+        """Give the pages of payloads that all have read back to the system, for all ranks that map
+        them."""
+        for segment in self.segments if self.owner == os.getpid() else ():
+            if not segment.has_readers:
+                _punch(segment)
 
     def _map(self, handle: SegmentHandle) -> MappedSegment:
         key = handle[:2]
@@ -450,12 +459,16 @@ def _vacate(found: SharedTensor) -> None:
     """Give the pages of a tensor that was freed back to the system; they read as zeros when they
     are used again. Not while peers read.
     """
-    if found.owner == os.getpid() and not found.has_readers:
-        punch = ctypes.CDLL(None, use_errno=True).fallocate
-        punch.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_long]
-        if punch(found.descriptor, _KEEP_SIZE_AND_PUNCH_HOLE, HEADER, found.capacity):
-            # This kernel cannot: the pages stay, and must read as zeros.
-            found.payload(torch.uint8, found.capacity).zero_()
+    if found.owner == os.getpid() and not found.has_readers and not _punch(found):
+        # This kernel cannot: the pages stay, and must read as zeros.
+        found.payload(torch.uint8, found.capacity).zero_()
+
+
+def _punch(segment: SharedSegment) -> bool:
+    """Give the pages of a payload back to the system; say whether the kernel can."""
+    punch = ctypes.CDLL(None, use_errno=True).fallocate
+    punch.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_long]
+    return not punch(segment.descriptor, _KEEP_SIZE_AND_PUNCH_HOLE, HEADER, segment.capacity)
 
 
 # --- waiting for processes of this host -----------------------------------------------------------

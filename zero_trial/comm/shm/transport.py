@@ -151,6 +151,11 @@ class SharedTransport(Transport):
 
         return [posted], copy_in
 
+    def free_kept(self) -> None:
+        self._memory.free_idle()
+        if self.tensors is not None:
+            self.tensors.free_kept()
+
     def _lend(self, values: torch.Tensor, again: bool = False) -> SegmentHandle | None:
         """Return a handle to ``values``, if peers can read them in place now."""
         if self.tensors is None or self._processes is None:

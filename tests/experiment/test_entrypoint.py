@@ -8,7 +8,13 @@ from pathlib import Path
 import pytest
 
 from zero_trial.errors import ConfigError
-from zero_trial.experiment.entrypoint import Entrypoint, check_entrypoint, parse_entrypoint, trial_classes
+from zero_trial.experiment.entrypoint import (
+    Entrypoint,
+    check_entrypoint,
+    check_metric,
+    parse_entrypoint,
+    trial_classes,
+)
 
 SOURCE = """
 from zero_trial import ZeroTrial
@@ -108,3 +114,52 @@ def test_a_class_of_another_module_is_named(model_dir: Path):
 def test_trials_in_order():
     tree = ast.parse("class A(ZeroTrial): ...\nclass B: ...\nclass C(A): ...\nclass D(zero_trial.ZeroTrial[int]): ...")
     assert trial_classes(tree) == ["A", "C", "D"]
+
+
+REPORTS = """
+from zero_trial import ZeroTrial
+from elsewhere import Base, measure
+
+class MyTrial(ZeroTrial):
+    def __init__(self, context):
+        self.context = context
+        self.engine = context.initialize(model=Net(context.get_hparam("width")))
+
+    def evaluate_batch(self, dataloader_iter, batch_idx):
+        loss = criterion(self.engine(next(dataloader_iter)))
+        return {"loss": loss}
+"""
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ('{"loss": loss}', "measure(loss)"),
+        ('{"loss": loss}', '{**measure(loss), "loss": loss}'),
+        ("(ZeroTrial)", "(Base)"),
+        ("(ZeroTrial)", "(Base, ZeroTrial)"),
+        ("(ZeroTrial)", "(ZeroTrial, metaclass=Base)"),
+        ("class MyTrial", "@measure\nclass MyTrial"),
+        ("self.context = context", "context.wrap_reducer(measure, 'f1')"),
+        ("self.context = context", "measure(context)"),
+        ("self.context = context", "measure(metrics=context)"),
+        ("self.context = context", "self.mine = context; measure(self.mine)"),
+        ("self.context = context", "measure(self)"),
+        ("def evaluate_batch", "def evaluate_full_dataset(self, loader): ...\n\n    def evaluate_batch"),
+        ("class MyTrial", "Base.evaluate_batch = measure\n\nclass MyTrial"),
+        ("def evaluate_batch", "def other"),
+        ("", ""),
+    ],
+)
+def test_a_metric_that_is_never_reported(tmp_path: Path, old: str, new: str):
+    """It is refused only where the source leaves no doubt: the last of these."""
+    (tmp_path / "model_def.py").write_text(REPORTS.replace(old, new) if old else REPORTS)
+    entrypoint = Entrypoint("model_def", "MyTrial")
+    for metric in ("loss", "batches", "epochs", None, ""):
+        check_metric(entrypoint, tmp_path, metric)
+    if old:
+        check_metric(entrypoint, tmp_path, "f1")
+        return
+    with pytest.raises(ConfigError) as refused:
+        check_metric(entrypoint, tmp_path, "f1", "const.yaml:4 searcher.metric")
+    assert refused.value.where == "const.yaml:4 searcher.metric" and "Write metric: loss." in str(refused.value)

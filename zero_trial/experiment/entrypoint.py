@@ -6,15 +6,19 @@ from __future__ import annotations
 import ast
 import difflib
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from zero_trial.errors import ConfigError
+from zero_trial.util.source import returned_names
 
 BASE = "ZeroTrial"
 AS_DETERMINED = "zero_trial.as_determined"
 _DEEPSPEED_LAUNCHERS = (AS_DETERMINED, "determined.launch.deepspeed")
+_COUNTERS = ("batches", "epochs")  # every validation reports them
+_OTHER_WAYS = ("wrap_reducer", "evaluate_batch", "evaluate_full_dataset")  # by which metrics come from elsewhere
 _FORM = re.compile(r"([A-Za-z_][\w.]*):([A-Za-z_]\w*)")
 
 
@@ -101,6 +105,57 @@ def check_entrypoint(
         fix=_advice(entrypoint.module, elsewhere, after=f":{entrypoint.name}")
         or _advice(entrypoint.name, trials, before=f"{entrypoint.module}:")
         or f"Write class {entrypoint.name}({BASE}) there.",
+    )
+
+
+def check_metric(entrypoint: Entrypoint, model_dir: Path, metric: Any, where: str | None = None) -> None:
+    """Raise ConfigError when the source shows that the trial never reports the searcher's metric.
+
+    What only running could show passes: metrics that ``evaluate_batch`` does not name in its
+    source, bases other than ZeroTrial itself, reducers, and code elsewhere that gets the trial or
+    its context and may wrap some.
+    """
+    path = entrypoint.file(model_dir)
+    if path is None or entrypoint.as_determined or not metric or metric in _COUNTERS:
+        return
+    source = _read_source(path, str(path))
+    trial = next(
+        (node for node in source.body if isinstance(node, ast.ClassDef) and node.name == entrypoint.name), None
+    )
+    if trial is None or trial.decorator_list or trial.keywords or [_name(base) for base in trial.bases] != [BASE]:
+        return
+    methods = {node.name: node for node in trial.body if isinstance(node, ast.FunctionDef)}
+    if "evaluate_batch" not in methods or "evaluate_full_dataset" in methods or _hands_on(trial, methods):
+        return
+    if any(isinstance(node, ast.Attribute) and node.attr in _OTHER_WAYS for node in ast.walk(source)):
+        return
+    names = returned_names(methods["evaluate_batch"])
+    if names is None or metric in names:
+        return
+    listed = ", ".join(f'"{name}"' for name in sorted(names))
+    fix = f"Write metric: {min(names)}." if len(names) == 1 else "Name one of these."
+    raise ConfigError(f'"{metric}" never reported; the trial reports [{listed}]', where=where, fix=fix)
+
+
+def _hands_on(trial: ast.ClassDef, methods: Mapping[str, ast.FunctionDef]) -> bool:
+    """Return whether the class gives itself or its context to a call."""
+    init = methods.get("__init__")
+    given = [arg.arg for arg in init.args.args[1:2]] if init is not None else []
+    own = {"self", *given}
+    kept = {
+        target.attr
+        for node in ast.walk(trial)
+        if isinstance(node, ast.Assign)
+        and any(isinstance(part, ast.Name) and part.id in own for part in ast.walk(node.value))
+        for item in node.targets
+        for target in ast.walk(item)
+        if isinstance(target, ast.Attribute)
+    }
+    calls = [node for node in ast.walk(trial) if isinstance(node, ast.Call)]
+    values = [value for call in calls for value in (*call.args, *(keyword.value for keyword in call.keywords))]
+    return any(
+        (isinstance(value, ast.Name) and value.id in own) or (isinstance(value, ast.Attribute) and value.attr in kept)
+        for value in values
     )
 
 

@@ -19,7 +19,14 @@ from zero_trial.ds_config.report import report_json, resolved_ds_config
 from zero_trial.ds_config.table import DsConfig
 from zero_trial.errors import ConfigError, ExitStatus
 from zero_trial.experiment.changes import KeyPath
-from zero_trial.experiment.entrypoint import AS_DETERMINED, Entrypoint, check_entrypoint, files_with, parse_entrypoint
+from zero_trial.experiment.entrypoint import (
+    AS_DETERMINED,
+    Entrypoint,
+    check_entrypoint,
+    check_metric,
+    files_with,
+    parse_entrypoint,
+)
 from zero_trial.experiment.experiment import LOCK_SECTION, ExperimentConfig, read_experiment
 from zero_trial.launch.agent import AgentCommand, RankProgram
 from zero_trial.launch.environment import HostDevices, count_devices, host_environment, host_names, threads_per_rank
@@ -85,6 +92,8 @@ def check_run(request: RunRequest, env: Mapping[str, str]) -> CheckedRun:
     where = experiment.document.at(("entrypoint",)).where("entrypoint")
     entrypoint = parse_entrypoint(experiment.entrypoint, where)
     check_entrypoint(entrypoint, model_dir, where)
+    metric_where = experiment.document.at(("searcher", "metric")).where("searcher.metric")
+    check_metric(entrypoint, model_dir, experiment.searcher.metric, metric_where)
     devices = count_devices(env)
     placement = place(
         request.placement, env, devices, host_names(), default_slots=request.slots or experiment.slots_per_trial

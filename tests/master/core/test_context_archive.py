@@ -177,7 +177,11 @@ def test_a_directory_that_hands_on_its_group_is_taken_without_that_bit() -> None
         assert archive.getmember("b").mode & 0o7000 == 0
 
 
-TRIAL = b"from zero_trial import ZeroTrial\nclass MyTrial(ZeroTrial): ...\n"
+TRIAL = b"""from zero_trial import ZeroTrial
+class MyTrial(ZeroTrial):
+    def evaluate_batch(self, dataloader_iter, batch_idx):
+        return {"loss": 1.0}
+"""
 COMMAND = "python3 -m determined.launch.torch_distributed python3 -m zero_trial.run model_def:MyTrial"
 
 
@@ -205,3 +209,11 @@ def test_what_ranks_would_fail_on_is_refused(entrypoint: Any, ds_config: str, me
     with pytest.raises(Invalid) as refused:
         check_model(config, packed)
     assert message in str(refused.value)
+
+
+def test_a_metric_that_the_trial_never_reports_is_refused() -> None:
+    packed = from_model_definition([file("model_def.py", TRIAL)])
+    check_model({"entrypoint": COMMAND, "searcher": {"metric": "loss"}}, packed)
+    with pytest.raises(Invalid, match="never reported") as refused:
+        check_model({"entrypoint": COMMAND, "searcher": {"metric": "accuracy"}}, packed)
+    assert refused.value.where == "searcher.metric"

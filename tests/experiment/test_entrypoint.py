@@ -123,7 +123,12 @@ from elsewhere import Base, measure
 class MyTrial(ZeroTrial):
     def __init__(self, context):
         self.context = context
-        self.engine = context.initialize(model=Net(context.get_hparam("width")))
+        self.mine, width, data = context, context.get_hparam("width"), context.get_data_config()
+        self.train_data = Data(data["source"], self.context.distributed.rank)
+        self.engine = context.initialize(model=Net(width))
+
+    def build_training_data_loader(self):
+        return DataLoader(self.train_data, self.context.get_train_micro_batch_size_per_gpu())
 
     def evaluate_batch(self, dataloader_iter, batch_idx):
         loss = criterion(self.engine(next(dataloader_iter)))
@@ -144,6 +149,8 @@ class MyTrial(ZeroTrial):
         ("self.context = context", "measure(context)"),
         ("self.context = context", "measure(metrics=context)"),
         ("self.context = context", "self.mine = context; measure(self.mine)"),
+        ("self.context = context", "mine, width = context, 3; measure([mine])"),
+        ("self.context = context", "measure(lambda: context)"),
         ("self.context = context", "measure(self)"),
         ("def evaluate_batch", "def evaluate_full_dataset(self, loader): ...\n\n    def evaluate_batch"),
         ("class MyTrial", "Base.evaluate_batch = measure\n\nclass MyTrial"),

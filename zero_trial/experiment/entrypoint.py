@@ -6,7 +6,7 @@ from __future__ import annotations
 import ast
 import difflib
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -138,24 +138,40 @@ def check_metric(entrypoint: Entrypoint, model_dir: Path, metric: Any, where: st
 
 
 def _hands_on(trial: ast.ClassDef, methods: Mapping[str, ast.FunctionDef]) -> bool:
-    """Return whether the class gives itself or its context to a call."""
+    """Return whether the class gives itself or its context, by any name, to a call."""
     init = methods.get("__init__")
-    given = [arg.arg for arg in init.args.args[1:2]] if init is not None else []
-    own = {"self", *given}
-    kept = {
-        target.attr
-        for node in ast.walk(trial)
-        if isinstance(node, ast.Assign)
-        and any(isinstance(part, ast.Name) and part.id in own for part in ast.walk(node.value))
-        for item in node.targets
-        for target in ast.walk(item)
-        if isinstance(target, ast.Attribute)
-    }
+    own = {"self", *([arg.arg for arg in init.args.args[1:2]] if init is not None else [])}
+    for target, value in _assignments(trial):
+        if _bare(value, own):
+            own |= {node.attr if isinstance(node, ast.Attribute) else node.id for node in _named(target)}
     calls = [node for node in ast.walk(trial) if isinstance(node, ast.Call)]
-    values = [value for call in calls for value in (*call.args, *(keyword.value for keyword in call.keywords))]
+    return any(_bare(value, own) for call in calls for value in (*call.args, *(each.value for each in call.keywords)))
+
+
+def _assignments(tree: ast.AST) -> Iterator[tuple[ast.expr, ast.expr]]:
+    """Yield target and value of every assignment, those of ``a, b = c, d`` one by one."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.AnnAssign | ast.NamedExpr) and node.value is not None:
+            yield node.target, node.value
+        for target in node.targets if isinstance(node, ast.Assign) else ():
+            if isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple):
+                yield from zip(target.elts, node.value.elts, strict=False)
+            else:
+                yield target, node.value
+
+
+def _named(tree: ast.AST) -> Iterator[ast.Name | ast.Attribute]:
+    return (node for node in ast.walk(tree) if isinstance(node, ast.Name | ast.Attribute))
+
+
+def _bare(tree: ast.AST, names: set[str]) -> bool:
+    """Return whether one of the names stands in the expression by itself or as ``self.name``, and
+    not only for an attribute of it."""
+    inner = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
     return any(
-        (isinstance(value, ast.Name) and value.id in own) or (isinstance(value, ast.Attribute) and value.attr in kept)
-        for value in values
+        (node.id if isinstance(node, ast.Name) else node.attr) in names
+        for node in _named(tree)
+        if id(node) not in inner
     )
 
 

@@ -153,7 +153,9 @@ def _assignments(tree: ast.AST) -> Iterator[tuple[ast.expr, ast.expr]]:
     for node in ast.walk(tree):
         if isinstance(node, ast.AnnAssign | ast.NamedExpr) and node.value is not None:
             yield node.target, node.value
-        for target in node.targets if isinstance(node, ast.Assign) else ():
+        if not isinstance(node, ast.Assign):
+            continue
+        for target in node.targets:
             if isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple):
                 yield from zip(target.elts, node.value.elts, strict=False)
             else:

@@ -14,7 +14,7 @@ from zero_trial.launch.experiment import RunRequest, check_run
 from zero_trial.launch.supervisor import Cause, LaunchResult
 from zero_trial.preflight.compare import PlannedMachine
 from zero_trial.tune.space import ACCUMULATION, MICRO, STAGE, TrainingWay
-from zero_trial.tune.trials import changes_of, ended_because, facts_of, weigh_way
+from zero_trial.tune.trials import changes_of, ended_because, facts_of, speed_of, weigh_way
 
 CPU = PlannedMachine("cpu", None, asked=True, one_host=True)
 
@@ -46,6 +46,15 @@ def test_a_plan_or_the_reason_why_there_is_none(tmp_path: Path) -> None:
     refused = weigh_way(replace(request, changes={("hyperparameters", "width"): 5}), way(0, 1, 4), CPU, os.environ)
     assert refused.refusal
     assert not weigh_way(request, way(0, 3, 1), CPU, os.environ).bytes  # 3 x 1 x 2 ranks is not the global batch
+
+
+@pytest.mark.parametrize(
+    ("warm_up", "expected"),
+    [(0, (4, 1 / 1.5)), (1, (4, 1 / 1.5)), (2, (3, 0.5)), (3, (2, 0.5)), (4, (1, 0.5)), (5, (0, 0.0)), (9, (0, 0.0))],
+)
+def test_the_speed_of_the_steps_after_the_warm_up(warm_up: int, expected: tuple[int, float]) -> None:
+    """Spans of 0.5, 1, 2 and 2 seconds between five steps."""
+    assert speed_of([9.0, 9.5, 10.5, 12.5, 14.5], warm_up) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(

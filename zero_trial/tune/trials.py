@@ -118,6 +118,18 @@ def _weighed(planner: Any, way: TrainingWay, ranks: int) -> Weighed:
     return Weighed(figures.total, seconds + 2 * figures.host / _TO_HOST + 2 * figures.disk / _TO_DISK)
 
 
+def speed_of(times: Sequence[float], warm_up: int) -> tuple[int, float]:
+    """Return how many steps have been measured, and their speed: one over the median of their
+    seconds.
+
+    Args:
+        times: when each step was complete; the first one's begin is not known.
+        warm_up: so many steps are left out, at least one.
+    """
+    spans = [after - before for before, after in pairwise(times[max(warm_up, 1) - 1 :])]
+    return len(spans), 1 / max(median(spans), 1e-9) if spans else 0.0
+
+
 class _Measured(Exception):
     """The trial has been measured: it is ended."""
 
@@ -145,11 +157,8 @@ class _StepWatch:
 
     def _take(self, when: float) -> None:
         self._times.append(when)
-        steps = len(self._times) - self._search.warm_up
-        if steps not in self._search.rungs:
-            return
-        spans = [after - before for before, after in pairwise(self._times[-steps - 1 :])]
-        if not self._search.measured(self._trial, steps, 1 / max(median(spans), 1e-9)):
+        steps, speed = speed_of(self._times, self._search.warm_up)
+        if steps in self._search.rungs and not self._search.measured(self._trial, steps, speed):
             raise _Measured
 
 

@@ -86,7 +86,7 @@ def _serve(options: ServeOptions, master: Master, ready: Callable[[], None], sto
             "zero_trial %s serves %s with %s",
             zero_trial.__version__,
             server.url,
-            "; ".join(f"{len(agent.slots)} slots of {agent.id}" for agent in master.machine.agents()) or "no machine",
+            ", ".join(f"{pool.slots} {pool.slot_type} slots" for pool in master.machine.resource_pools()),
         )
         ready()
         while not stopping.wait(_LOOK_SECONDS):

@@ -2,7 +2,8 @@
 ``--params``, the parameters.
 
     python benchmarks/offload.py --folder /mnt/nvme --parameters 50 --rounds 5
-    python benchmarks/offload.py --folder /mnt/nvme --parameters 50 --rounds 5 --params
+    python benchmarks/offload.py --folder /mnt/nvme --parameters 50 --params --stages 0 2 3
+    python benchmarks/offload.py --folder /mnt/nvme --parameters 50 --rounds 5 --engines
     python benchmarks/offload.py --parameters 1 --rounds 1 --buffers 2  # quick: moves about 150 MB
 
 One rank trains a stack of square linear layers in bf16 with AdamW. `memory` and `nvme` are the time
@@ -11,17 +12,28 @@ same buffers with no update in between, and so the least that a step can take; `
 are the disk alone in one direction, in the same requests. All are medians over rounds that take
 turns, in one process.
 
-With ``--params``: one forward and backward at ZeRO stage 3 that frees each block after use, on
-``--rows`` rows, with the shards in memory and in a file. `disk` is the same reads with nothing to
-compute.
+Where the genuine deepspeed is installed, it takes part in the same rounds: the step of its
+optimizer offload to ``cpu`` at stage 2 and to ``nvme`` at stage 3, or why it has none here.
+
+With ``--params``: one forward and backward at each of ``--stages`` that frees each block after use,
+on ``--rows`` rows, with the parameters in memory and in a file. `disk` is the same reads with
+nothing to compute; `nvme / larger` is over the larger of `memory` and `disk`, what a perfect
+overlap takes.
+
+With ``--engines``: io_uring, libaio and threads, in the requests that offload makes.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import functools
+import importlib.util
+import os
 import statistics
 import sys
 import time
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -33,6 +45,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import zero_trial
 from benchmarks import record
+from zero_trial.ops.disk_io import ENGINES, DiskTuning
 from zero_trial.sharding.offload.nvme_optimizer import SwappedStore
 from zero_trial.sharding.offload.nvme_params import SwappedShard
 from zero_trial.sharding.offload.swap_file import DiskTransfer, SwapFile
@@ -48,15 +61,26 @@ COLUMNS: list[record.Column] = [
     ("nvme MB/s", record.number("rate", 0)),
     ("read MB/s", record.number("read_rate", 0)),
     ("write MB/s", record.number("write_rate", 0)),
+    ("DeepSpeed cpu ms", record.number("DeepSpeed cpu")),
+    ("DeepSpeed nvme ms", record.number("DeepSpeed nvme")),
+]
+ENGINE_COLUMNS: list[record.Column] = [
+    ("engine", lambda row: row["engine"]),
+    ("threads", lambda row: str(row["workers"])),
+    ("read MB/s", record.number("read", 0)),
+    ("write MB/s", record.number("write", 0)),
+    ("ms of CPU per GB read", record.number("cpu", 0)),
 ]
 PARAMETER_COLUMNS: list[record.Column] = [
+    ("stage", lambda row: str(row["stage"])),
     ("buffers", lambda row: str(row["buffers"])),
     ("MB read", record.number("megabytes", 0)),
     ("memory ms", record.number("memory")),
     ("nvme ms", record.number("nvme")),
     ("disk ms", record.number("disk")),
     ("nvme / memory", record.number("nvme_by_memory", 2)),
-    ("MiB of shards", record.number("shards", 1)),
+    ("nvme / larger", record.number("nvme_by_larger", 2)),
+    ("MiB in the file", record.number("shards", 1)),
     ("MiB of buffers", record.number("ring", 1)),
 ]
 
@@ -72,17 +96,27 @@ def main() -> None:
     options.add_argument("--rounds", type=int, default=5)
     options.add_argument("--params", action="store_true", help="parameters in the place of optimizer state")
     options.add_argument("--rows", type=int, default=256, help="of a micro-batch, with --params")
+    options.add_argument("--stages", type=int, nargs="+", default=[3], help="with --params")
+    options.add_argument("--engines", action="store_true", help="the ways to the kernel, and nothing else")
     given = options.parse_args()
+    hidden = ("folder", "buffers", "params", "engines", "stages")
+    if given.engines:
+        compared = [rates(given, name, workers) for name in ENGINES for workers in (1, 2)]
+        note = "Reads and writes of one rank past the page cache; see `benchmarks/offload.py`."
+        kept = {key: value for key, value in vars(given).items() if key in ("parameters", "queue_depth", "rounds")}
+        record.save("offload_engines", kept, compared, ENGINE_COLUMNS, note)
+        return
     if given.params:
-        found = [measure_parameters(given, count) for count in given.buffers]
-        kept = {key: value for key, value in vars(given).items() if key not in ("folder", "buffers", "params")}
+        found = [measure_parameters(given, count, stage) for stage in given.stages for count in given.buffers]
+        kept = {key: value for key, value in vars(given).items() if key not in hidden}
         kept |= {"threads": torch.get_num_threads(), "direct": found[0]["direct"]}
-        note = "Time of a forward and a backward in bf16 at ZeRO stage 3; see `benchmarks/offload.py`."
+        note = "Time of a forward and a backward in bf16; see `benchmarks/offload.py`."
         record.save("offload_params", kept, found, PARAMETER_COLUMNS, note)
         return
     rows = [measure(given, count) for count in given.buffers]
-    settings = {key: value for key, value in vars(given).items() if key not in ("folder", "buffers", "params", "rows")}
-    settings |= {"threads": torch.get_num_threads(), "direct": rows[0]["direct"]}
+    settings = {key: value for key, value in vars(given).items() if key not in (*hidden, "rows")}
+    settings |= {"threads": torch.get_num_threads(), "direct": rows[0]["direct"], "engine": rows[0]["engine"]}
+    settings |= dict(rows[0]["refused"].items())
     note = "Time of `engine.step()` with bf16 parameters and AdamW; see `benchmarks/offload.py`."
     record.save("offload", settings, rows, COLUMNS, note)
 
@@ -98,7 +132,11 @@ def measure(given: argparse.Namespace, buffers: int) -> dict[str, Any]:
         "nvme": lambda: step(away, store),
         "disk": lambda: traffic(store),
     }
+    peers, refused = deepspeed_engines(given)
+    ways |= {name: functools.partial(step, peer) for name, peer in peers.items()}
     file = store.space
+    for peer in peers.values():
+        step(peer)
     step(away, store)  # the first step makes the moments
     before = file.bytes_read + file.bytes_written
     step(away, store)
@@ -120,7 +158,64 @@ def measure(given: argparse.Namespace, buffers: int) -> dict[str, Any]:
         "read_rate": statistics.median(rates["read"]) / 1e6,
         "write_rate": statistics.median(rates["write"]) / 1e6,
         "direct": file.direct,
+        "engine": file.engine,
+        "refused": refused,
     }
+
+
+def deepspeed_engines(given: argparse.Namespace) -> tuple[dict[str, Any], dict[str, str]]:
+    """DeepSpeed's engines that offload the optimizer's state, where it is installed; and why some
+    cannot be had."""
+    if importlib.util.find_spec("deepspeed") is None:
+        return {}, {}
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    rank = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    for name, value in rank.items():
+        os.environ.setdefault(name, value)
+    import deepspeed
+
+    found: dict[str, Any] = {}
+    refused: dict[str, str] = {}
+    for device, stage in (("cpu", 2), ("nvme", 3)):
+        offload = {"device": device, "nvme_path": str(Path(given.folder).absolute()), "buffer_count": 4}
+        config = {
+            "train_batch_size": 4,
+            "bf16": {"enabled": True},
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
+            "zero_optimization": {"stage": stage, "sub_group_size": given.sub_group, "offload_optimizer": offload},
+            "aio": {"queue_depth": given.queue_depth},
+        }
+        try:
+            found[f"DeepSpeed {device}"] = deepspeed.initialize(
+                model=linear_layers(given.parameters, 1), config=config
+            )[0]
+        except Exception as error:  # of the peer: it is a fact to report
+            refused[f"DeepSpeed {device}"] = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+    return found, refused
+
+
+def rates(given: argparse.Namespace, name: str, workers: int) -> dict[str, Any]:
+    """One row: MB/s of an engine, medians over rounds; and what the processor does for it."""
+    tuning = DiskTuning(depth=given.queue_depth, workers=workers)
+    nbytes = round(12e6 * given.parameters)
+    found: dict[str, list[float]] = {"write": [], "read": [], "cpu": []}
+    with contextlib.closing(SwapFile(Path(given.folder), nbytes, tuning=tuning, engines=(name,))) as file:
+        buffers = [file.buffer(12 << 20) for _ in range(4)]
+        for _ in range(given.rounds + 1):  # a block's first write costs more
+            for way in ("write", "read"):
+                start, busy = time.perf_counter(), time.process_time()
+                transfers = deque[DiskTransfer]()
+                for number, offset in enumerate(range(0, nbytes - (12 << 20) + 1, 12 << 20)):
+                    if len(transfers) == len(buffers):
+                        transfers.popleft().wait()
+                    transfers.append(getattr(file, way)(offset, buffers[number % len(buffers)]))
+                while transfers:
+                    transfers.popleft().wait()
+                moved = nbytes // (12 << 20) * (12 << 20)
+                found[way].append(moved / (time.perf_counter() - start) / 1e6)
+            found["cpu"].append(1e3 * (time.process_time() - busy) / (moved / 1e9))
+    medians = {key: statistics.median(values[1:]) for key, values in found.items()}
+    return {"engine": name, "workers": workers, **medians}
 
 
 def linear_layers(millions: float, least: int) -> nn.Sequential:
@@ -130,7 +225,7 @@ def linear_layers(millions: float, least: int) -> nn.Sequential:
     return nn.Sequential(*(nn.Linear(width, width, bias=False, dtype=torch.bfloat16) for _ in range(count)))
 
 
-def width_of(trained: zero_trial.Engine) -> int:
+def width_of(trained: Any) -> int:
     """The features of a sample."""
     return int(trained.module[0].in_features)
 
@@ -151,9 +246,10 @@ def engine(given: argparse.Namespace, buffers: int) -> zero_trial.Engine:
     return zero_trial.initialize(model=model, config=config)[0]
 
 
-def step(trained: zero_trial.Engine, store: SwappedStore | None = None) -> float:
+def step(trained: Any, store: SwappedStore | None = None) -> float:
     """Seconds of the update, until the last byte is on its way and, with a ``store``, there."""
-    trained.backward(trained(torch.ones(4, width_of(trained))).float().square().mean())
+    rows = torch.ones(4, width_of(trained), dtype=torch.bfloat16)
+    trained.backward(trained(rows).float().square().mean())
     start = time.perf_counter()
     trained.step()
     if store is not None:
@@ -161,9 +257,9 @@ def step(trained: zero_trial.Engine, store: SwappedStore | None = None) -> float
     return time.perf_counter() - start
 
 
-def measure_parameters(given: argparse.Namespace, buffers: int) -> dict[str, Any]:
+def measure_parameters(given: argparse.Namespace, buffers: int, stage: int = 3) -> dict[str, Any]:
     """One row: medians over rounds."""
-    here, away = parameter_engine(given, 0), parameter_engine(given, buffers)
+    here, away = parameter_engine(given, 0, stage), parameter_engine(given, buffers, stage)
     shards = [group.offloaded for group in away.sharded.groups if isinstance(group.offloaded, SwappedShard)]
     if not shards or not isinstance(file := shards[0].swapper.space, SwapFile):
         raise SystemExit("no parameters are in a file")
@@ -183,21 +279,25 @@ def measure_parameters(given: argparse.Namespace, buffers: int) -> dict[str, Any
             times[name].append(way())
     found = {name: 1e3 * statistics.median(values) for name, values in times.items()}
     return {
+        "stage": stage,
         "buffers": buffers,
         "megabytes": moved / 1e6,
         **found,
         "nvme_by_memory": found["nvme"] / found["memory"],
+        "nvme_by_larger": found["nvme"] / max(found["memory"], found["disk"]),
         "shards": sum(shard.numel * shard.itemsize for shard in shards) / 2**20,
         "ring": sum(buffer.numel() for buffer in shards[0].swapper.buffers) / 2**20,
         "direct": file.direct,
     }
 
 
-def parameter_engine(given: argparse.Namespace, buffers: int) -> zero_trial.Engine:
+def parameter_engine(given: argparse.Namespace, buffers: int, stage: int) -> zero_trial.Engine:
     """Parameters in memory where there are no buffers. There is no update: plain SGD has no
     state."""
     model = linear_layers(given.parameters, 2)
-    zero: dict[str, Any] = {"stage": 3, "reshard_after": "forward", "param_persistence_threshold": 0}
+    zero: dict[str, Any] = {"stage": stage, "param_persistence_threshold": 0}
+    if buffers or stage == 3:
+        zero["reshard_after"] = "forward"
     if buffers:
         zero["offload_param"] = {
             "device": "nvme",
@@ -210,7 +310,7 @@ def parameter_engine(given: argparse.Namespace, buffers: int) -> zero_trial.Engi
         "bf16": {"enabled": True},
         "optimizer": {"type": "SGD", "params": {"lr": 1e-4}},
         # One block ahead: else a small model is gathered as a whole.
-        "zero_optimization": zero | {"prefetch_bucket_size": 1},
+        "zero_optimization": zero | {"prefetch_bucket_size": 1, "module_granularity_threshold": 1},
         "aio": {"queue_depth": given.queue_depth},
     }
     return zero_trial.initialize(model=model, config=config)[0]

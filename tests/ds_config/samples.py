@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 from zero_trial.ds_config.key import Key
+from zero_trial.ds_config.keys_zero import Folders
 from zero_trial.schema.types import AnyOf, Bool, DType, Float, Int, Names, Numbers, Section, Text, Type
 
 
@@ -30,6 +31,8 @@ def _candidates(kind: Type, row: Key) -> list[Any]:
         return ["bf16", "fp16"]
     if isinstance(kind, Names):
         return [["Block"]]
+    if isinstance(kind, Folders):
+        return [("/disk", "/other")]
     if isinstance(kind, Numbers):
         return [[0.5] * (kind.count or 2)]
     if isinstance(kind, AnyOf):

@@ -237,7 +237,7 @@ def test_offload_by_its_old_and_its_new_name():
     nvme = {"offload_optimizer": {"device": "nvme", "nvme_path": "/disk", "buffer_count": 3}, "sub_group_size": 1e6}
     read = read_ds_config({"zero_optimization": nvme, "aio": {"block_size": 8192, "queue_depth": 2}})
     section = read.zero_optimization.offload_optimizer
-    assert section is not None and (section.nvme_path, section.buffer_count) == ("/disk", 3)
+    assert section is not None and (section.nvme_path, section.buffer_count) == (("/disk",), 3)
     assert (read.zero_optimization.sub_group_size, read.aio.block_size, read.aio.queue_depth) == (10**6, 8192, 2)
 
 
@@ -380,3 +380,27 @@ def test_a_mutated_config_is_read_or_refused_cleanly(mutations: list[tuple[tuple
             assert fault.where, str(fault)
     else:
         assert read == read_ds_config(source, hints={"hidden_size": 64})
+
+
+@pytest.mark.parametrize(
+    ("given", "read"),
+    [
+        ("/a", ("/a",)),
+        ("/a, /b", ("/a", "/b")),
+        (["/a", "/b,c"], ("/a", "/b,c")),
+        (["/a", "/a"], None),
+        ("/a,", None),
+        ([], None),
+        ([1], None),
+        (3, None),
+    ],
+)
+def test_one_folder_or_several(given: Any, read: tuple[str, ...] | None) -> None:
+    for name in ("offload_optimizer", "offload_param"):
+        source = {"zero_optimization": {"stage": 3, name: {"device": "nvme", "nvme_path": given}}}
+        if read is None:
+            with pytest.raises(ConfigError, match="nvme_path"):
+                read_ds_config(source)
+        else:
+            section = getattr(read_ds_config(source).zero_optimization, name)
+            assert section.nvme_path == read

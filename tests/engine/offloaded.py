@@ -101,3 +101,27 @@ def differing(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> list[st
     return sorted(
         name for name in a.keys() | b.keys() if name not in a or name not in b or not torch.equal(a[name], b[name])
     )
+
+
+def offloaded_zero(stage: str, params: str, state: str, folder: Any, **more: Any) -> dict[str, Any]:
+    """A zero_optimization section in which groups are small and all that may leave does."""
+    zero: dict[str, Any] = {"stage": STAGES[stage]["stage"], "sub_group_size": 4096}
+    zero |= {"reduce_bucket_size": 3000, "param_persistence_threshold": 20, "module_granularity_threshold": 1}
+    if params != "none":
+        zero["offload_param"] = {"device": params, "nvme_path": folder, "max_in_cpu": 0, "buffer_count": 2} | more
+        zero["reshard_after"] = "forward"
+    if state != "none":
+        zero["offload_optimizer"] = {"device": state, "nvme_path": folder, "buffer_count": 2}
+    return zero
+
+
+def trained(engine: Any) -> tuple[Any, dict[str, torch.Tensor], int]:
+    """The trace of three steps, all values on the host, and how many groups were away."""
+    torch.manual_seed(70 + engine.global_rank)
+    trace, values = train(engine, range(3)), values_of(engine)
+    away = sum(group.offloaded is not None for group in engine.sharded.groups)
+    values = {name: value.cpu() for name, value in values.items()}
+    # torch cannot put values of the host into a parameter of the stand-in device
+    if engine.device.type == "cpu" or not engine.sharded.frees_parameters:
+        engine.destroy()
+    return trace, values, away

@@ -36,6 +36,7 @@ from zero_trial.engine.offload_config import (
     plan_offload,
 )
 from zero_trial.errors import ConfigError, DoesNotFit, StorageError
+from zero_trial.ops.disk_io import DiskTuning
 from zero_trial.sharding.offload.host import StagedStore
 from zero_trial.sharding.offload.nvme_optimizer import SwappedStore
 from zero_trial.sharding.offload.swap_file import SwapFile
@@ -123,10 +124,12 @@ def test_bytes_per_step_and_in_memory(tmp_path: Path, precision: str, each: int)
     assert moved == (each * count, each * count), "the step after one that was skipped does not read that again"
 
 
+AIO = {"block_size": 8192, "queue_depth": 3, "thread_count": 2, "single_submit": True, "overlap_events": False}
+
+
 def test_what_the_sections_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """device and nvme_path say where, buffer_count how much memory, block_size and queue_depth how
-    it is read."""
-    made: list[tuple[Path, dict[str, int]]] = []
+    """device and nvme_path say where, buffer_count how much memory, aio how it is read."""
+    made: list[tuple[Path, dict[str, Any]]] = []
 
     class Seen(SwapFile):
         def __init__(self, folder: Path, nbytes: int, **named: Any) -> None:
@@ -134,11 +137,10 @@ def test_what_the_sections_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
             super().__init__(folder, nbytes, **named)
 
     monkeypatch.setattr("zero_trial.engine.offload_config.SwapFile", Seen)
-    config = {"bf16": {"enabled": True}, "aio": {"block_size": 8192, "queue_depth": 3}}
+    config = {"bf16": {"enabled": True}, "aio": AIO}
     engine = engine_of("zero1", config, str(tmp_path), count=2)
-    assert made == [
-        (tmp_path, {"block_size": 8192, "depth": 3, "where": "zero_optimization.offload_optimizer.nvme_path"})
-    ]
+    tuning = DiskTuning(8192, 3, 2, single_submit=True, overlap=False)
+    assert made == [(tmp_path, {"tuning": tuning, "where": "zero_optimization.offload_optimizer.nvme_path"})]
     store = engine.optimizer.store
     assert isinstance(store, SwappedStore)
     assert [buffer.numel() for buffer in store.buffers] == [3 * (4 * 4096 + 4096)] * 2
@@ -325,7 +327,9 @@ def staged(
     if section is None or section.device == "none":
         return OffloadPlan()
     space = (
-        open_swap_file(Path(section.nvme_path), 1 << 16, config.aio, "nvme_path") if section.device == "nvme" else None
+        open_swap_file([Path(section.nvme_path[0])], 1 << 16, config.aio, "nvme_path")
+        if section.device == "nvme"
+        else None
     )
     return OffloadedState(section, mesh, 4096, space, StrictCopier())
 

@@ -10,9 +10,22 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
-from tests.engine.offloaded import PRECISIONS, Net, alike, differing, loss, train, two_groups, values_of
-from tests.support.dense import STAGES, Case, build_engine
+from tests.engine.offloaded import (
+    PRECISIONS,
+    Net,
+    alike,
+    differing,
+    loss,
+    offloaded_zero,
+    train,
+    trained,
+    two_groups,
+    values_of,
+)
+from tests.support.dense import Case, Turn, build_engine
+from tests.support.device import device
 from tests.support.pipelines import batches, layers, make_engine
 from tests.support.pool import RankPool
 from zero_trial.sharding.plan import Home
@@ -38,39 +51,20 @@ def devices() -> Iterator[RankPool]:
     pool.close()
 
 
-def engine_of(cell: Cell, folder: str, **more: Any) -> Any:
+def engine_of(cell: Cell, folder: str, **section: Any) -> Any:
     stage, params, state, precision = cell
-    zero_config: dict[str, Any] = {"stage": STAGES[stage]["stage"], "sub_group_size": 4096}
-    zero_config |= {"reduce_bucket_size": 3000, "param_persistence_threshold": 20, "module_granularity_threshold": 1}
-    if params != "none":
-        zero_config["offload_param"] = {"device": params, "nvme_path": folder, "max_in_cpu": 0, "buffer_count": 2}
-        zero_config["reshard_after"] = "forward"
-    if state != "none":
-        zero_config["offload_optimizer"] = {"device": state, "nvme_path": folder, "buffer_count": 2}
-    config = {"gradient_accumulation_steps": 2, "gradient_clipping": 0.5} | PRECISIONS[precision] | more
+    zero_config = offloaded_zero(stage, params, state, folder, **section)
+    config = {"gradient_accumulation_steps": 2, "gradient_clipping": 0.5} | PRECISIONS[precision]
     return build_engine(Case(lambda: Net().to("standin"), loss, groups=two_groups, config=config), zero_config)
-
-
-def trained(cell: Cell, folder: str) -> tuple[Any, dict[str, torch.Tensor], int]:
-    engine = engine_of(cell, folder)
-    torch.manual_seed(70 + engine.global_rank)
-    trace, values = train(engine, range(3)), values_of(engine)
-    away = sum(group.offloaded is not None for group in engine.sharded.groups)
-    values = {name: value.cpu() for name, value in values.items()}
-    if (
-        not engine.sharded.frees_parameters
-    ):  # torch cannot put values of the host into a parameter of the stand-in device
-        engine.destroy()
-    return trace, values, away
 
 
 def run_cells(cells: list[Cell], folder: str) -> list[str]:
     logging.getLogger("zero_trial").setLevel(logging.ERROR)
     wrong = []
-    reference = functools.cache(lambda *cell: trained(cell, folder))
+    reference = functools.cache(lambda *cell: trained(engine_of(cell, folder)))
     for cell in cells:
         stage, _, _, precision = cell
-        trace, values, away = trained(cell, folder)
+        trace, values, away = trained(engine_of(cell, folder))
         known = reference(stage, "none", "none", precision)
         names = differing(known[1], values)
         if not alike(trace, known[0]) or names or away < 5:
@@ -78,18 +72,20 @@ def run_cells(cells: list[Cell], folder: str) -> list[str]:
     return wrong
 
 
-def run_pipelines(folder: str, stage: int) -> list[str]:
-    """Two pipeline stages whose parameters would go to files, and all fit into ``max_in_cpu``: they
+def run_pipelines(folder: str, stage: int, most: int | None = None) -> list[str]:
+    """Two pipeline stages whose parameters go to files, or all fit into ``max_in_cpu``: then they
     are in the host's memory."""
     logging.getLogger("zero_trial").setLevel(logging.ERROR)
     found, engines = [], []
-    for section in ({}, {"offload_param": {"device": "nvme", "nvme_path": folder}}):
+    kept = {} if most is None else {"max_in_cpu": most}
+    for section in ({}, {"offload_param": {"device": "nvme", "nvme_path": folder} | kept}):
         zero_config = {"stage": stage, "param_persistence_threshold": 0} | section
         engines.append(make_engine(layers(blocks=2), 2, zero_config, 2, bf16={"enabled": True}))
         losses = [engines[-1].train_batch(batches(0, 2, 1, start=step)).item() for step in range(3)]
         found.append((losses, {name: value.cpu() for name, value in engines[-1].module_state_dict().items()}))
     homes = {group.plan.home for group in engines[1].sharded.groups}
-    places = [*(f"parameters in {home.value}" for home in homes - {Home.HOST})]
+    want = Home.HOST if most is None else Home.NVME
+    places = [*(f"parameters in {home.value}" for home in homes - {want})]
     losses_differ = [] if found[0][0] == found[1][0] else [f"{found[1][0]} instead of {found[0][0]}"]
     return [*places, *losses_differ, *differing(found[0][1], found[1][1])]
 
@@ -97,6 +93,108 @@ def run_pipelines(folder: str, stage: int) -> list[str]:
 @pytest.mark.parametrize("stage", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_a_pipeline_whose_parameters_fit_into_the_hosts_memory(devices: RankPool, tmp_path: Any, stage: int) -> None:
     for wrong in devices.run(run_pipelines, str(tmp_path), stage):
+        assert wrong == []
+
+
+def run_partly_kept(folder: str) -> list[str]:
+    """``max_in_cpu`` holds the first groups in the host's memory, the rest is in the file."""
+    logging.getLogger("zero_trial").setLevel(logging.ERROR)
+    wrong = []
+    for stage, most in (("zero0", 9000), ("zero3", 5000)):
+        known = trained(engine_of((stage, "none", "none", "bf16"), folder))
+        engine = engine_of((stage, "nvme", "none", "bf16"), folder, max_in_cpu=most)
+        space = next(group.offloaded for group in engine.sharded.groups if group.offloaded).swapper.space
+        kept, count = space.kept_bytes, engine.sharded.groups
+        file_before = space.host.bytes_written
+        found = trained(engine)
+        if not 0 < kept <= 2 * most + 4096 or space.host.bytes_written == file_before:
+            wrong.append(f"{stage}: {kept} bytes of {len(count)} groups are in memory")
+        if not alike(found[0], known[0]) or differing(known[1], found[1]):
+            wrong.append(f"{stage}: {found[0]} instead of {known[0]}, {differing(known[1], found[1])}")
+    return wrong
+
+
+@pytest.mark.slow
+def test_a_part_stays_in_the_hosts_memory(devices: RankPool, tmp_path: Any) -> None:
+    for wrong in devices.run(run_partly_kept, str(tmp_path)):
+        assert wrong == []
+
+
+def run_overlap(folder: str) -> list[tuple[str, int, list[Any]]]:
+    """(cell, copies between host and device in a step, those beside which nothing may go on)."""
+    logging.getLogger("zero_trial").setLevel(logging.ERROR)
+    found = []
+    for place in ("cpu", "nvme"):
+        for stage in ("zero0", "zero3"):
+            engine = engine_of((stage, place, "none", "bf16"), folder, buffer_count=6)
+            train(engine, range(2))
+            here = device.use()
+            here.scheduler.reset()
+            for number in range(engine.gradient_accumulation_steps()):
+                engine.backward(loss(engine, Turn(3, number, engine.global_rank)))
+                engine.step()
+            torch.standin.synchronize()
+            copies = here.copies()
+            found.append((f"{stage} {place}", len(copies), [copied for copied in copies if not copied[2]]))
+    return found
+
+
+def test_parameters_come_beside_what_computes(devices: RankPool, tmp_path: Any) -> None:
+    """In the order of the step before, with buffers for two groups: of the parameters' copies to
+    the device only the first of a pass run alone."""
+    for rank in devices.run(run_overlap, str(tmp_path)):
+        for cell, count, alone in rank:
+            down = [nbytes for kind, nbytes, _ in alone if kind == "to the device" and nbytes > 200]
+            assert count > 20 and len(down) <= 6, (cell, count, down, alone)
+
+
+class Adapted(Net):
+    """All frozen but small matrices beside two layers, as LoRA trains them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.requires_grad_(False)
+        self.down, self.up = nn.Parameter(torch.randn(3, 91) / 9), nn.Parameter(torch.zeros(91, 3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.tanh(self.first(x))
+        return self.last(self.frozen(x + self.blocks[1](x)) + x @ self.down.T @ self.up.T)
+
+
+def run_resumed(folder: str) -> list[str]:
+    """A checkpoint of parameters that are away, read by a run without offload and by one with it;
+    and an adapter beside frozen layers in the file."""
+    logging.getLogger("zero_trial").setLevel(logging.ERROR)
+    wrong = []
+    for stage, build in (("zero0", Net), ("zero3", Adapted)):
+        found = []
+        for places in (("none", "none"), ("nvme", "none"), ("cpu", "cpu")):
+            case = Case(lambda build=build: build().to("standin"), loss, config=PRECISIONS["bf16"])  # type: ignore[misc]
+            engine = build_engine(case, offloaded_zero(stage, *places, folder))
+            if places == ("none", "none"):
+                torch.manual_seed(3)
+                train(engine, range(2))
+                engine.save_checkpoint(f"{folder}/{stage}")
+            engine.load_checkpoint(f"{folder}/{stage}")
+            trace = train(engine, range(2, 4))
+            engine.save_checkpoint(f"{folder}/{stage}-{places[0]}")
+            found.append((trace, {name: value.cpu() for name, value in values_of(engine).items()}))
+            away = sum(group.offloaded is not None for group in engine.sharded.groups)
+            if (away > 2) != (places[0] != "none") or not alike(trace, found[0][0]):
+                wrong.append(f"{stage} {places}: {away} groups away, {trace} instead of {found[0][0]}")
+            wrong += [f"{stage} {places}: {name}" for name in differing(found[0][1], found[-1][1])]
+    return wrong
+
+
+@pytest.mark.slow
+def test_checkpoints_and_adapters(devices: RankPool, tmp_path: Any) -> None:
+    for wrong in devices.run(run_resumed, str(tmp_path), timeout=120):
+        assert wrong == []
+
+
+@pytest.mark.slow
+def test_a_pipeline_whose_parameters_are_in_files(devices: RankPool, tmp_path: Any) -> None:
+    for wrong in devices.run(run_pipelines, str(tmp_path), 0, 0):
         assert wrong == []
 
 

@@ -6,14 +6,31 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
-from tests.engine.offloaded import PRECISIONS, Net, alike, differing, loss, train, two_groups, values_of
-from tests.support.dense import STAGES, Case, build_engine
+import zero_trial
+from tests.engine.offloaded import (
+    PRECISIONS,
+    Net,
+    alike,
+    differing,
+    loss,
+    offloaded_zero,
+    train,
+    trained,
+    two_groups,
+    values_of,
+)
+from tests.support.dense import Case, build_engine
 from tests.support.pool import Pools
+from zero_trial.engine import build as building
+from zero_trial.sharding.offload import drives
+from zero_trial.sharding.offload.swap_file import BLOCK, move_into
 
 # ZeRO stage, place of parameters, place of optimizer state, precision, micro-batches
 Cell = tuple[str, str, str, str, int]
@@ -37,37 +54,23 @@ COVERING: list[Cell] = [
 ]
 
 
-def engine_of(cell: Cell, folder: str) -> Any:
+def engine_of(cell: Cell, folder: Any) -> Any:
     stage, params, state, precision, micro_batches = cell
-    zero_config: dict[str, Any] = {"stage": STAGES[stage]["stage"], "sub_group_size": 4096}
-    zero_config |= {"reduce_bucket_size": 3000, "param_persistence_threshold": 20, "module_granularity_threshold": 1}
-    if params != "none":
-        zero_config["offload_param"] = {"device": params, "nvme_path": folder, "max_in_cpu": 0, "buffer_count": 2}
-        zero_config["reshard_after"] = "forward" if micro_batches == 1 else "auto"
-    if state != "none":
-        zero_config["offload_optimizer"] = {"device": state, "nvme_path": folder, "buffer_count": 2}
+    zero_config = offloaded_zero(stage, params, state, folder)
+    if micro_batches > 1:
+        zero_config.pop("reshard_after", None)
     config = {"gradient_accumulation_steps": micro_batches, "gradient_clipping": 0.5} | PRECISIONS[precision]
     return build_engine(Case(Net, loss, groups=two_groups, config=config), zero_config)
-
-
-def trained(cell: Cell, folder: str) -> tuple[Any, dict[str, torch.Tensor], int]:
-    """The trace of three steps, all values, and how many groups are in a file."""
-    engine = engine_of(cell, folder)
-    torch.manual_seed(70 + engine.global_rank)
-    trace, values = train(engine, range(3)), values_of(engine)
-    away = sum(group.offloaded is not None for group in engine.sharded.groups)
-    engine.destroy()
-    return trace, values, away
 
 
 def run_cells(cells: list[Cell], folder: str) -> list[str]:
     """What differs from the run without offload, of all cells."""
     logging.getLogger("zero_trial").setLevel(logging.ERROR)
     wrong = []
-    reference = functools.cache(lambda *cell: trained(cell, folder))
+    reference = functools.cache(lambda *cell: trained(engine_of(cell, folder)))
     for cell in cells:
         stage, params, _, precision, micro_batches = cell
-        trace, values, away = trained(cell, folder)
+        trace, values, away = trained(engine_of(cell, folder))
         known = reference(stage, "none", "none", precision, micro_batches)
         names = differing(known[1], values)
         if not alike(trace, known[0]) or names:
@@ -90,3 +93,62 @@ def test_every_place_at_every_stage(ranks: Pools, tmp_path: Any, count: int) -> 
     cells = EVERYTHING if count == 2 else EVERYTHING[count % 3 :: 4]
     for wrong in ranks(count).run(run_cells, cells, str(tmp_path), timeout=300):
         assert wrong == []
+
+
+def test_the_drives_may_change_from_run_to_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is offloaded is cut over one folder, two and three; each run resumes the one before."""
+    monkeypatch.setattr(drives, "STRIPE", BLOCK)
+    names = [str(tmp_path / name) for name in "abc"]
+    for name in names:
+        Path(name).mkdir()
+    runs: list[Any] = [None, names[0], names[:2], ",".join(names[::-1])]
+    trace, known = [], None
+    for number, folders in enumerate(runs):
+        places = ("none", "none") if folders is None else ("nvme", "nvme")
+        engine = engine_of(("zero2", *places, "bf16", 1), folders)
+        if folders is None:  # the whole way, to compare with
+            torch.manual_seed(7)
+            known = (train(engine, range(6)), values_of(engine))
+            engine.destroy()
+            continue
+        if number == 1:
+            torch.manual_seed(7)
+        else:
+            engine.load_checkpoint(str(tmp_path / "saved"))
+        files = engine.optimizer.store.space.files
+        assert [str(file.folder) for file in files] == (
+            [folders] if number == 1 else (names[:2], names[::-1])[number - 2]
+        )
+        trace += train(engine, range(2 * number - 2, 2 * number))
+        assert all(file.bytes_read + file.bytes_written > 0 for file in files)
+        engine.save_checkpoint(str(tmp_path / "saved"))
+        found = values_of(engine)
+        engine.destroy()
+    assert known is not None and alike(trace, known[0]) and differing(known[1], found) == []
+
+
+def test_first_values_go_to_a_file_module_by_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model on the meta device whose parameters will be offloaded has the values of a dense
+    one."""
+    moved: list[int] = []
+
+    def counted(file: Any) -> Any:
+        move = move_into(file)
+        return lambda values: (moved.append(values.numel()), move(values))[1]
+
+    monkeypatch.setattr(building, "move_into", counted)
+
+    def build() -> nn.Module:
+        return nn.Sequential(nn.Linear(512, 1024), nn.Tanh(), nn.Linear(1024, 512))
+
+    states = []
+    for device in ("cpu", "meta"):
+        torch.manual_seed(4)
+        with torch.device(device):
+            model = build()
+        zero_config = {"stage": 0, "offload_param": {"device": "nvme", "nvme_path": str(tmp_path), "max_in_cpu": 0}}
+        engine = zero_trial.initialize(model=model, config={"train_batch_size": 1, "zero_optimization": zero_config})[0]
+        states.append({name: value.clone() for name, value in engine.module_state_dict().items()})
+        engine.destroy()
+    assert differing(*states) == []
+    assert moved == [512 * 1024, 1024, 512 * 1024, 512], "each layer as soon as it has values"

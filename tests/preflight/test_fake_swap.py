@@ -12,7 +12,7 @@ from zero_trial.sharding.offload.swap_file import BLOCK, SwapSpace
 
 
 def test_it_counts_and_keeps_nothing(tmp_path: Path) -> None:
-    space: SwapSpace = FAKE_SWAP.swap_file(tmp_path / "none", 1 << 50, AioSection(), "nvme_path")
+    space: SwapSpace = FAKE_SWAP.swap_file([tmp_path / "none"], 1 << 50, AioSection(), "nvme_path")
     assert [space.reserve(nbytes) for nbytes in (1, BLOCK + 1, 3)] == [0, BLOCK, 3 * BLOCK]
     buffer = space.buffer(100)
     assert buffer.dtype == torch.uint8 and buffer.tolist() == [0] * 100

@@ -91,6 +91,13 @@ def test_the_room_that_it_takes(given: dict[str, Any], mib: int) -> None:
     assert said(DiskSpace(True, True, 0, "ext4"), **given | {"parameters": None}) == [], "not known"
 
 
+def test_drives_have_equal_parts() -> None:
+    drives = {"nvme_path": ["/disk", "/other"]}
+    assert said(DiskSpace(True, True, 4 * MIB, "ext4"), state=drives) == []
+    first, second = said(DiskSpace(True, True, 4 * MIB - 1, "ext4"), state=drives)
+    assert "nvme_path[0]: the disk has not enough room" in first and "nvme_path[1]: the disk has" in second
+
+
 def test_this_machine(tmp_path: Path) -> None:
     here = disk_of(tmp_path)
     assert here.exists and here.writable and here.free > 0 and here.kind

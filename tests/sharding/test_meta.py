@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import weakref
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +13,9 @@ from torch import nn
 
 from tests.sharding.parts import mesh_for
 from zero_trial.errors import ConfigError
+from zero_trial.sharding.heap import give_freed_memory_back
 from zero_trial.sharding.meta import initialize_meta, place_absent
+from zero_trial.sharding.offload.swap_file import SwapFile, move_into
 
 CPU = torch.device("cpu")
 
@@ -141,3 +145,29 @@ def test_classes_that_only_reset_are_named_once(caplog: pytest.LogCaptureFixture
         initialize_meta(model, mesh_for(3).data, place_absent(model, CPU))
     (message,) = [record.getMessage() for record in caplog.records if "reset_parameters" in record.getMessage()]
     assert message.count("Linear") == 1 and "LayerNorm" not in message  # Inner has initialized its own
+
+
+def test_values_that_go_to_a_file_are_never_in_memory_together(tmp_path: Path) -> None:
+    """One layer at a time, and the values are the same."""
+
+    def values(keep: Any) -> tuple[int, list[torch.Tensor]]:
+        with torch.device("meta"):
+            model = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(8)))
+        torch.manual_seed(3)
+        before = anonymous()
+        initialize_meta(model, mesh_for(1).data, place_absent(model, CPU), keep)
+        return anonymous() - before, [param.detach() for param in model.parameters()]
+
+    file = SwapFile(tmp_path, 40 << 20)
+    grown, found = values(move_into(file))
+    file.close()
+    known = values(None)[1]
+    assert all(map(torch.equal, found, known))
+    assert grown < 8 << 20, "of 32 MiB"
+
+
+def anonymous() -> int:
+    """Bytes of this process that are its own."""
+    give_freed_memory_back()
+    status = Path("/proc/self/status").read_text()
+    return int(status.partition("RssAnon:")[2].split()[0]) << 10

@@ -54,7 +54,8 @@ class LateCopier(BlockingCopier):
 def space_over(kind: str, count: int = 2) -> tuple[DeviceSpace, Any]:
     copier = LateCopier()
     host: Any = HostMemory(BLOCK, copier) if kind == "memory" else LateSwapFile()
-    return DeviceSpace(host, copier, CPU, count=count if kind == "file" else 0, nbytes=BLOCK), host
+    kept = HostMemory(6 * BLOCK, copier) if kind == "both" else None
+    return DeviceSpace(host, copier, CPU, count=count if kind != "memory" else 0, nbytes=BLOCK, kept=kept), host
 
 
 def noise(numel: int) -> torch.Tensor:
@@ -62,7 +63,7 @@ def noise(numel: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("count", [1, 2, 5])
-@pytest.mark.parametrize("kind", ["memory", "file"])
+@pytest.mark.parametrize("kind", ["memory", "file", "both"])
 def test_what_was_written_is_read_in_any_order(kind: str, count: int) -> None:
     """More than the pinned buffers hold, with several transfers under way; memory grows."""
     space, _ = space_over(kind, count)
@@ -78,10 +79,33 @@ def test_what_was_written_is_read_in_any_order(kind: str, count: int) -> None:
         assert read.done()
     assert all(map(torch.equal, found, values))
     assert space.bytes_read == space.bytes_written == 4 * sum(value.numel() for value in values)
-    assert [buffer.numel() for buffer in space.pinned] == [BLOCK] * (count if kind == "file" else 0)
+    assert [buffer.numel() for buffer in space.pinned] == [BLOCK] * (count if kind != "memory" else 0)
 
 
-@pytest.mark.parametrize("kind", ["memory", "file"])
+def test_what_fits_is_in_memory_and_the_rest_in_the_file() -> None:
+    """By whole reservations; the file has it only inside a mapping, and takes edits back."""
+    space, file = space_over("both")
+    sizes = (3 * BLOCK, 4 * BLOCK, 2 * BLOCK, BLOCK, BLOCK)
+    offsets = [space.reserve(size) for size in sizes]
+    values = [noise(size // 4) for size in sizes]
+    for offset, value in zip(offsets, values, strict=True):
+        space.write(offset, value.clone()).wait()
+    in_file = [bool(file._area[offset : offset + size].any()) for offset, size in zip(offsets, sizes, strict=True)]
+    assert in_file == [False, True, False, False, True] and space.kept_bytes == 6 * BLOCK
+    part = torch.zeros(BLOCK // 4)
+    space.read(offsets[2] + BLOCK, part).wait()
+    assert torch.equal(part, values[2][BLOCK // 4 :])
+    with space.mapped() as area:
+        for offset, value in zip(offsets, values, strict=True):
+            assert torch.equal(area[offset : offset + 4 * value.numel()].view(torch.float32), value)
+        area[offsets[2] : offsets[2] + 4 * BLOCK] = 7
+    found = torch.zeros(4 * BLOCK, dtype=torch.uint8)
+    for low, place in zip((0, 2, 3), offsets[2:], strict=True):
+        space.read(place, found[low * BLOCK : (low + (2, 1, 1)[(0, 2, 3).index(low)]) * BLOCK]).wait()
+    assert (found == 7).all()
+
+
+@pytest.mark.parametrize("kind", ["memory", "file", "both"])
 def test_the_host_sees_what_a_device_wrote_and_the_reverse(kind: str) -> None:
     space, _ = space_over(kind)
     value, offset = noise(2000), space.reserve(8000)

@@ -5,16 +5,21 @@ from __future__ import annotations
 import errno
 import os
 import resource
+import subprocess
+import sys
 import threading
+import weakref
 from collections.abc import Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from zero_trial.errors import ConfigError, DoesNotFit, StorageError
+from zero_trial.errors import ConfigError, DoesNotFit, KernelUnavailable, StorageError
+from zero_trial.ops.disk_io import ENGINES, DiskTuning
 from zero_trial.sharding.offload.swap_file import (
     BLOCK,
     CUT,
@@ -38,10 +43,29 @@ def placed(file: SwapFile, values: torch.Tensor, offset: int) -> torch.Tensor:
     return area
 
 
+def opened(folder: Path, engine: str, nbytes: int, *, direct: bool = True, **tuning: Any) -> SwapFile:
+    """A file with one engine and no other."""
+    try:
+        file = SwapFile(folder, nbytes, tuning=DiskTuning(**tuning), direct=direct, engines=(engine,))
+    except (OSError, KernelUnavailable) as fault:
+        pytest.skip(f"{engine}: {fault}")
+    assert file.engine == engine
+    return file
+
+
+TUNINGS: list[dict[str, Any]] = [
+    {"block": 1, "depth": 3, "workers": 2},
+    {"block": 3 * BLOCK, "depth": 5, "single_submit": True},
+    {"block": 3 * BLOCK, "depth": 5, "overlap": False, "workers": 2},
+    {},
+]
+
+
 @pytest.mark.parametrize("direct", [True, False])
-@pytest.mark.parametrize("block_size", [1, 3 * BLOCK, 1 << 20])
-def test_what_is_written_is_read(tmp_path: Path, direct: bool, block_size: int) -> None:
-    file = SwapFile(tmp_path, 1 << 20, block_size=block_size, depth=3, direct=direct)
+@pytest.mark.parametrize("tuning", TUNINGS)
+@pytest.mark.parametrize("engine", ENGINES)
+def test_what_is_written_is_read(tmp_path: Path, direct: bool, tuning: dict[str, Any], engine: str) -> None:
+    file = opened(tmp_path, engine, 1 << 20, direct=direct, **tuning)
     whole = numbers(1 << 20)
     file.write(0, placed(file, whole, 0)).wait()
     for low, high in ((0, BLOCK), (128, 5000), (BLOCK, 9 * BLOCK + 1), (3 * BLOCK - 64, 70 * BLOCK + 7), (77, 80)):
@@ -127,7 +151,7 @@ def test_a_full_disk_is_found_before_anything_is_written(tmp_path: Path) -> None
 
 
 def test_a_fault_in_the_middle_is_raised_by_the_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = SwapFile(tmp_path, 1 << 20, block_size=BLOCK, depth=2)
+    file = opened(tmp_path, "threads", 1 << 20, block=BLOCK, depth=2)
     into, once = file.buffer(1 << 16), os.preadv
 
     def broken(fd: int, buffers: list[memoryview], offset: int) -> int:
@@ -150,7 +174,7 @@ def test_a_fault_in_the_middle_is_raised_by_the_wait(tmp_path: Path, monkeypatch
 def test_calls_that_do_a_part_are_repeated_and_the_end_is_a_fault(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    file, once = SwapFile(tmp_path, 1 << 16, direct=False), os.pwritev
+    file, once = opened(tmp_path, "threads", 1 << 16, direct=False), os.pwritev
     values = numbers(1 << 16)
     monkeypatch.setattr(os, "pwritev", lambda fd, buffers, offset: once(fd, [buffers[0][:1000]], offset))
     file.write(0, values).wait()
@@ -160,6 +184,96 @@ def test_calls_that_do_a_part_are_repeated_and_the_end_is_a_fault(
     monkeypatch.setattr(os, "pwritev", lambda fd, buffers, offset: 0)
     with pytest.raises(StorageError, match="0 of 65536 bytes at offset 0"):
         file.write(0, values).wait()
+
+
+@pytest.mark.parametrize("engine", ["io_uring", "libaio"])
+def test_a_fault_of_the_kernels_engines(tmp_path: Path, engine: str) -> None:
+    """What the kernel answers arrives with the wait; the file works again afterwards."""
+    file = opened(tmp_path, engine, 1 << 16, block=BLOCK, depth=4)
+    assert file._direct is not None
+    values, into = placed(file, numbers(1 << 16), 0), file.buffer(1 << 16)
+    file.write(0, values).wait()
+    kept, only_read = os.dup(file._direct), os.open("/proc/self/cmdline", os.O_RDONLY)
+    os.dup2(only_read, file._direct)
+    for _ in range(2):
+        transfer = file.write(0, values)
+        with pytest.raises(StorageError, match=r"got \[Errno 9\] Bad file descriptor"):
+            transfer.wait()
+        assert transfer.done()
+    short = tmp_path / "short"
+    short.write_bytes(b"1" * (3 * BLOCK))
+    os.dup2(os.open(short, os.O_RDONLY), file._direct)
+    with pytest.raises(StorageError, match=rf"got \[Errno 5\] 0 of {BLOCK} bytes at offset "):
+        file.read(0, into).wait()
+    os.dup2(kept, file._direct)
+    file.read(0, into).wait()
+    assert torch.equal(into, values)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_memory_of_a_dropped_transfer_is_kept(tmp_path: Path, engine: str) -> None:
+    """Also where the file is dropped with it: what was asked for is written."""
+    file, values = opened(tmp_path, engine, 1 << 20, block=BLOCK, depth=2), numbers(1 << 20)
+    descriptor = os.dup(file._cached)
+    kept = weakref.ref(buffer := placed(file, values, 0))
+    transfer = file.write(0, buffer)
+    del buffer
+    assert transfer.done() or kept() is not None
+    del transfer, file
+    for _ in range(200):
+        if kept() is None:
+            break
+        threading.Event().wait(0.01)
+    assert kept() is None and os.pread(descriptor, 1 << 20, 0) == bytes(values.numpy())
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_several_threads_wait_for_one(tmp_path: Path, engine: str) -> None:
+    file, into = opened(tmp_path, engine, 1 << 22, block=BLOCK, depth=2), []
+    for _ in range(8):
+        into.append(file.read(0, file.buffer(1 << 22)))
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda number: into[number % 8].wait(), range(64)))
+    assert all(transfer.done() for transfer in into)
+
+
+REFUSED = """
+import ctypes, struct, sys
+from pathlib import Path
+from zero_trial.sharding.offload.swap_file import SwapFile
+import zero_trial.ops.cpu_library
+zero_trial.ops.cpu_library.backend()
+def code(*fields): return struct.pack("HBBI", *fields)
+calls = [int(each) for each in sys.argv[2:]]
+# load the call's number; an error (EPERM) for these calls, all others are allowed
+filter = code(0x20, 0, 0, 0) + b"".join(code(0x15, len(calls) - at, 0, call) for at, call in enumerate(calls))
+filter += code(0x06, 0, 0, 0x7FFF0000) + code(0x06, 0, 0, 0x00050001)
+body = ctypes.create_string_buffer(filter, len(filter))
+program = struct.pack("HxxxxxxP", len(filter) // 8, ctypes.addressof(body))
+libc = ctypes.CDLL(None, use_errno=True)
+assert libc.prctl(38, 1, 0, 0, 0) == 0 and libc.prctl(22, 2, program, 0, 0) == 0, "no seccomp here"
+file = SwapFile(Path(sys.argv[1]), 1 << 16)
+buffer = file.buffer(1 << 16).fill_(7)
+file.write(0, buffer).wait()
+buffer.zero_()
+file.read(0, buffer).wait()
+print(file.engine, file.refused, int(buffer.min()))
+"""
+
+
+@pytest.mark.skipif(os.uname().machine != "x86_64", reason="numbers of system calls")
+def test_what_the_kernel_refuses_is_passed_over(tmp_path: Path) -> None:
+    """As a container does: io_uring_setup, then io_setup too."""
+    said = []
+    for calls in (["425"], ["425", "206"]):
+        command = [sys.executable, "-c", REFUSED, str(tmp_path), *calls]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        if "no seccomp here" in done.stderr:
+            pytest.skip("this kernel has no filters")
+        assert done.returncode == 0, done.stderr
+        said.append(done.stdout.strip())
+    no, nor = "'io_uring': 'Operation not permitted'", "'libaio': 'Operation not permitted'"
+    assert said == [f"libaio {{{no}}} 7", f"threads {{{no}, {nor}}} 7"]
 
 
 def test_where_direct_transfers_fail_the_page_cache_serves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -316,13 +430,14 @@ def test_all_are_waited_for() -> None:
     last = transfer()
     with pytest.raises(StorageError):
         DiskFailure().wait([transfer(OSError("one")), last])
-    assert last._futures == []
+    assert last._requests == []
 
 
-def test_a_forgotten_file_is_collected_while_a_thread_starts(tmp_path: Path) -> None:
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_forgotten_file_is_collected_while_a_thread_starts(tmp_path: Path, engine: str) -> None:
     """The collector may run under threading's own locks; a wait for the file's threads would be a
     deadlock."""
-    file = SwapFile(tmp_path, 1 << 16)
+    file = opened(tmp_path, engine, 1 << 16)
     file.write(0, torch.ones(1 << 16, dtype=torch.uint8)).wait()
     descriptor = file._cached
 

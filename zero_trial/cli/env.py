@@ -112,8 +112,8 @@ def _backends() -> list[Fact]:
 
 
 def kernels() -> list[Fact]:
-    """Return what the optimizer's kernels run as, asked of a process of their own: the command line
-    knows nothing of the engine's rooms.
+    """Return what the optimizer's kernels run as, and how offload reads and writes files, asked of
+    a process of their own: the command line knows nothing of the engine's rooms.
     """
     try:
         done = _ask("-m", "zero_trial.ops", "--json")
@@ -124,7 +124,12 @@ def kernels() -> list[Fact]:
     except ValueError:
         last = (done.stderr.strip().splitlines() or ["it ended without an error message"])[-1]
         return [Fact("kernels", "ops", "", last.removeprefix("error: "))]
-    return kernel_facts(said["ops"], said["refused"])
+    disk = said["disk"]
+    passed_over = "".join(f"; not {name}: {why}" for name, why in disk["passed_over"].items())
+    return [
+        *kernel_facts(said["ops"], said["refused"]),
+        Fact("disk", "offload", f"{disk['engine']}{passed_over}"),
+    ]
 
 
 def kernel_facts(ops: Sequence[Mapping[str, str]], refused: Mapping[str, str]) -> list[Fact]:
@@ -201,9 +206,10 @@ def _package(name: str, why: str) -> Fact:
 
 
 def _memory() -> str:
-    if sys.platform == "win32":
-        return "unknown"
-    return f"{os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 2**30:.1f} GiB"
+    from zero_trial.util.memory import machine_memory
+    from zero_trial.util.text import format_bytes
+
+    return format_bytes(machine_memory())
 
 
 def _why_no_cuda(built_with: str | None) -> str:

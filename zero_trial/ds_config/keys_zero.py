@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from zero_trial.ds_config.key import Origin, mapped, no_effect, not_yet, refused, section, supported
-from zero_trial.schema.types import Bool, Float, Int, Names, Opaque, Text
+from zero_trial.schema.types import Bool, Float, Int, Names, Opaque, Reading, Text, Type, ValidationError
 
 _QUANTIZED = "quantised communication does not exist here yet, and it changes results"
 
@@ -28,6 +28,25 @@ class LeafModuleSection:
 
 
 @dataclass(frozen=True)
+class Folders(Type):
+    """A folder, several with commas between them, or a list of folders."""
+
+    def describe(self) -> str:
+        return "a folder or a list of folders"
+
+    def read(self, value: object) -> Reading:
+        named = [part.strip() for part in value.split(",")] if isinstance(value, str) else value
+        folders = tuple(named) if isinstance(named, list | tuple) else ()
+        texts = all(isinstance(each, str) and each for each in folders)
+        if folders and texts and len(set(folders)) == len(folders):
+            return Reading(folders)
+        raise ValidationError(f"{self.describe()}, each once")
+
+
+_NVME_PATH = "the folder of the files, one for each rank; several folders, on a drive each, share what is in them"
+
+
+@dataclass(frozen=True)
 class OffloadOptimizerSection:
     """``zero_optimization.offload_optimizer``: where optimizer state lives between steps."""
 
@@ -37,7 +56,7 @@ class OffloadOptimizerSection:
         "nvme: fp32 masters and moments live in a file; cpu: in host memory, where CPU "
         "ranks have them anyway. Updates run on the CPU",
     )
-    nvme_path: str | None = supported(None, Text(), "the folder of the files, one for each rank")
+    nvme_path: tuple[str, ...] | None = supported(None, Folders(), _NVME_PATH)
     buffer_count: int = supported(
         4, Int(1), "buffers through which offloaded state passes; 3 let reading, updating and writing overlap"
     )
@@ -72,7 +91,7 @@ class OffloadParamSection:
         "nvme: a rank's shards at ZeRO stage 3, its full copy at stages 0 to 2, live in a file; cpu: in host "
         "memory, where CPU ranks have them anyway",
     )
-    nvme_path: str | None = supported(None, Text(), "the folder of the files, one for each rank")
+    nvme_path: tuple[str, ...] | None = supported(None, Folders(), _NVME_PATH)
     buffer_count: int = supported(5, Int(1), "buffers into which parameters are read ahead of their use")
     buffer_size: int = supported(
         100_000_000,
@@ -83,8 +102,8 @@ class OffloadParamSection:
     max_in_cpu: int = supported(
         1_000_000_000,
         Int(0, unit="elements"),
-        "nvme: so many elements of a rank's parameters stay in memory; with 0 all leave that are freed between uses. "
-        "From a GPU all go to the file, or to host memory where they are fewer",
+        "nvme: so many elements of a rank's parameters stay in memory, from a GPU in the host's; with 0 all "
+        "leave that are freed between uses",
     )
     pin_memory: bool = supported(
         True, Bool(), "from a GPU: the host memory that it copies from and to is pinned", was="false"
@@ -315,12 +334,22 @@ class AioSection:
     """``aio``: reads and writes of state that lives on an NVMe disk."""
 
     block_size: int = supported(1_048_576, Int(1, unit="bytes"), "bytes of one request; rounded up to blocks of 4096")
-    queue_depth: int = supported(8, Int(1, 1024), "requests of a rank under way at once, each in a thread of its own")
-    intra_op_parallelism: ClassVar = no_effect(
-        1, Int(1), "queue_depth says how many threads there are", aliases=("thread_count",)
+    queue_depth: int = supported(8, Int(1, 1024), "requests of a thread under way at once")
+    intra_op_parallelism: int = supported(
+        1, Int(1, 64), "threads of a rank that give requests to the kernel", aliases=("thread_count",)
     )
-    single_submit: ClassVar = no_effect(False, Bool(), "every request is a call of its own")
-    overlap_events: ClassVar = no_effect(True, Bool(), "requests are always under way while others are made")
+    single_submit: bool = supported(
+        False,
+        Bool(),
+        "every request is a system call of its own; else those that are ready share one. "
+        "Without io_uring and libaio each is",
+    )
+    overlap_events: bool = supported(
+        True,
+        Bool(),
+        "a request starts as soon as an earlier one has ended; false: when all under way have. "
+        "Without io_uring and libaio always as soon as one has",
+    )
     use_gds: ClassVar = no_effect(False, Bool(), "the update runs on the CPU, so nothing goes from the disk to a GPU")
 
 

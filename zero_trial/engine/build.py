@@ -42,11 +42,12 @@ from zero_trial.engine.offload_config import (
     REAL_BACKENDS,
     OffloadBackends,
     OffloadPlan,
-    leaves_parameters,
+    first_values_file,
     offload_line,
     offloads,
     plan_offload,
     refuse_whole_tensors,
+    resolve_home,
 )
 from zero_trial.engine.optimizer_plan import OptimizerPlan, made_by_client, plan_optimizer, unbuildable
 from zero_trial.engine.optimizers import groups_over, parameter_groups
@@ -63,9 +64,9 @@ from zero_trial.pipeline.module import PipelineModule
 from zero_trial.sharding.ema import KIND, EmaSchedule, WeightAverage
 from zero_trial.sharding.grouping import ManualGroups
 from zero_trial.sharding.model import ShardedModel
+from zero_trial.sharding.offload.swap_file import move_into
 from zero_trial.sharding.optimizer import ShardedOptimizer
 from zero_trial.sharding.pieces import cut_pieces, rebind
-from zero_trial.sharding.plan import Home
 from zero_trial.sharding.whole_tensors import own_tensors
 
 log = logging.getLogger("zero_trial")
@@ -164,7 +165,7 @@ def read_settings(args: Any, model: nn.Module | None, config: Any, config_params
     if source is None:
         ways = "config=, config_params= or args.deepspeed_config"
         raise ConfigError("there is no ds_config", where="initialize(config)", expected=ways)
-    settings = source if isinstance(source, DsConfig) else read_ds_config(source, hints=_hints(model) | hints_of(args))
+    settings = source if isinstance(source, DsConfig) else read_ds_config(source, hints=hints_of(args, model))
     if given is not None and by_args is not None and by_args != given:
         # scripts read the file of their arguments, change it, and pass both
         line = "initialize(): config= is used as it is; args.deepspeed_config, given as well, is not read"
@@ -222,7 +223,11 @@ def build_engine(
         given = model_parameters is not None or isinstance(optimizer, torch.optim.Optimizer)
         build_layers(model, settings, mesh, has_parameters=given)
     if device.type != "meta":  # a dry run may be asked for sizes only
-        give_values(model, mesh.data, device, by_files=weights is not None)
+        file = first_values_file(settings, resolved.plan, mesh, list(model.parameters()), places)
+        keep = move_into(file) if file is not None else None
+        give_values(model, mesh.data, device, by_files=weights is not None, keep=keep)
+        if file is not None:
+            file.close()  # its values last as long as tensors have them
     require_no_engine(model)
     optimizes = optimizer is not None or settings.optimizer is not None
     groups = parameter_groups(model, optimizer, model_parameters)
@@ -236,12 +241,7 @@ def build_engine(
     log_dtypes(model, resolved.policy, mesh)
     log_model_parts(model, mesh, resolved)
     everything = list(model.parameters())
-    if not leaves_parameters(settings, resolved.plan, mesh, everything):
-        if pipeline is None or device.type != "cpu":
-            resolved = replace(resolved, plan=resolved.plan.at(Home.of(device.type, "cpu")))
-        else:  # a schedule gathers and frees alike on all stages, of which others may have a file
-            limits = replace(resolved.sharding.limits, kept_on_host=sys.maxsize)
-            resolved = replace(resolved, sharding=replace(resolved.sharding, limits=limits))
+    resolved = resolve_home(settings, resolved, mesh, everything, device, in_pipeline=pipeline is not None)
     precision = resolved.policy.param
     offload = plan_offload(settings, resolved.plan, mesh, device, trained, precision, places, everything)
     manual_groups = pipeline.manual_groups if pipeline is not None else ()
@@ -282,15 +282,6 @@ def build_engine(
     place: dict[str, Any] = {"client_mpu": mpu, "training_dataloader": loader, "collate_fn": collate_fn}
     place |= {"client_optimizer": optimizer is not None, "local_rank": read_rank_env().local_rank}
     return Engine(*parts, **place) if pipeline is None else PipelineEngine(*parts, **place, resolved_pipeline=pipeline)
-
-
-def _hints(model: nn.Module) -> dict[str, Any]:
-    """Return what "auto" values can be derived from: the width that Hugging Face style models
-    declare."""
-    described = getattr(model, "config", None)
-    sizes = [getattr(described, name, None) for name in ("hidden_size", "d_model", "n_embd")]
-    width = next((size for size in sizes if isinstance(size, int)), None)
-    return {"hidden_size": width} if width is not None else {}
 
 
 def _join(settings: DsConfig, mpu: Any, port: int, required: bool | None) -> Mesh:

@@ -197,15 +197,21 @@ def require_mesh(mesh_param: Any, mesh: Mesh) -> None:
         )
 
 
-def hints_of(args: Any) -> dict[str, Any]:
+def hints_of(args: Any, model: Any = None) -> dict[str, Any]:
     """Return values for "auto", by the names that Hugging Face's TrainingArguments and plain
-    scripts use; of an object with attributes, or None.
+    scripts use; of an object with attributes, or None. Hugging Face style models declare their
+    width.
 
     Values that mean "not set" are left out: None, ``max_steps=-1``, and ``warmup_steps=0`` beside a
     ``warmup_ratio``. TrainingArguments' ``train_batch_size`` is that of one device, under another
     name here.
     """
-    found = {name: value for name in hint_names() if (value := getattr(args, name, None)) is not None}
+    described = getattr(model, "config", None)
+    widths = [getattr(described, name, None) for name in ("hidden_size", "d_model", "n_embd")]
+    found: dict[str, Any] = {}
+    if (width := next((size for size in widths if isinstance(size, int)), None)) is not None:
+        found["hidden_size"] = width
+    found |= {name: value for name in hint_names() if (value := getattr(args, name, None)) is not None}
     if "per_device_train_batch_size" in found:
         found.pop("train_batch_size", None)
     for name in ("max_steps", "num_training_steps", "total_num_steps"):

@@ -4,8 +4,9 @@ files."""
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -14,9 +15,12 @@ import torch
 from zero_trial.comm import Mesh, fail_together
 from zero_trial.ds_config.keys_zero import AioSection, OffloadOptimizerSection, OffloadParamSection
 from zero_trial.ds_config.table import DsConfig
+from zero_trial.engine.resolved_config import ResolvedConfig
 from zero_trial.errors import ConfigError, StorageError
+from zero_trial.ops.disk_io import DiskTuning
 from zero_trial.sharding.layout import ALIGN, has_own_master, living_dtype, round_up
 from zero_trial.sharding.offload.device_space import DeviceSpace, HostMemory
+from zero_trial.sharding.offload.drives import StripedFile
 from zero_trial.sharding.offload.host import (
     HostCopier,
     StagedPiece,
@@ -32,7 +36,7 @@ from zero_trial.sharding.offload.nvme_optimizer import (
     state_columns,
 )
 from zero_trial.sharding.offload.nvme_params import ParamSwapper, RoundedBuffers, SwappedPiece, SwappedShard
-from zero_trial.sharding.offload.swap_file import BLOCK, SwapFile, SwapSpace, buffer_elements
+from zero_trial.sharding.offload.swap_file import BLOCK, MappedSpace, SwapFile, SwapSpace, buffer_elements
 from zero_trial.sharding.param_group import ParamGroup
 from zero_trial.sharding.pieces import ShardPiece, StateStore
 from zero_trial.sharding.plan import Home, ZeroPlan
@@ -41,24 +45,30 @@ if TYPE_CHECKING:
     from zero_trial.engine.engine import Engine
 
 _Z = "zero_optimization"
+_CACHED = "through the page cache: the file system has no O_DIRECT"
 _ROOM = "room for optimizer state"
 
 
 T = TypeVar("T")
 
 
-def open_swap_file(folder: Path, nbytes: int, aio: AioSection, where: str) -> SwapSpace:
-    """Open a swap file of this rank's own. ``where``: the key that names the folder. Raises
-    ConfigError, DoesNotFit."""
-    return SwapFile(folder, nbytes, block_size=aio.block_size, depth=aio.queue_depth, where=where)
+def open_swap_file(folders: Sequence[Path], nbytes: int, aio: AioSection, where: str) -> MappedSpace:
+    """Open a swap file of this rank's own, cut over all ``folders``. ``where``: the key that names
+    them. Raises ConfigError, DoesNotFit."""
+    tuning = DiskTuning(
+        aio.block_size, aio.queue_depth, aio.intra_op_parallelism, aio.single_submit, aio.overlap_events
+    )
+    if len(folders) > 1:
+        return StripedFile(folders, nbytes, tuning=tuning, where=where)
+    return SwapFile(folders[0], nbytes, tuning=tuning, where=where)
 
 
 @dataclass(frozen=True)
 class OffloadBackends:
-    """``swap_file`` opens a file for that many bytes of state in a folder; ``copier`` gives the
+    """``swap_file`` opens a file for that many bytes of state in folders; ``copier`` gives the
     copies between a device and the host."""
 
-    swap_file: Callable[[Path, int, AioSection, str], SwapSpace]
+    swap_file: Callable[[Sequence[Path], int, AioSection, str], SwapSpace]
     copier: Callable[[torch.device, bool], HostCopier]
 
 
@@ -237,9 +247,8 @@ def plan_offload(
             param for param in params if device.type != "cpu" or not has_own_master(living_dtype(param.dtype, dtype))
         ]
         wanted = 4 * _elements(wide, mesh.shard.size) + (1 << 16)
-        folder = Path(section.nvme_path or "").absolute()  # as the log and errors name it
         where = f"{_Z}.offload_optimizer.nvme_path"
-        opened = functools.partial(places.swap_file, folder, wanted, config.aio, where)
+        opened = functools.partial(places.swap_file, _folders(section), wanted, config.aio, where)
         space = _all_or_none(mesh, lambda: opened() if away else None, "file for optimizer state")
     if section is None or not away:
         if shards is None or zero.offload_param is None:
@@ -263,6 +272,42 @@ def leaves_parameters(config: DsConfig, plan: ZeroPlan, mesh: Mesh, params: Sequ
     return _elements(_freed(config, params), _cut(plan, mesh)) > section.max_in_cpu
 
 
+def first_values_file(
+    config: DsConfig, plan: ZeroPlan, mesh: Mesh, params: Sequence[torch.Tensor], places: OffloadBackends
+) -> MappedSpace | None:
+    """Open a file for the first values of parameters on the meta device that will live in files, so
+    that they are never in memory together; None where they will not. Collective over the world."""
+    section = config.zero_optimization.offload_param
+    meta = [param for param in params if param.is_meta]
+    if section is None or plan.home is not Home.NVME or not leaves_parameters(config, plan, mesh, params):
+        return None
+    wanted = sum(2 * BLOCK + param.numel() * param.element_size() // mesh.data.size for param in meta)
+    where = f"{_Z}.offload_param.nvme_path"
+    opened = functools.partial(places.swap_file, _folders(section), wanted, config.aio, where)
+    file = _all_or_none(mesh, lambda: opened() if meta else None, "first values")
+    return file if isinstance(file, SwapFile | StripedFile) else None
+
+
+def resolve_home(
+    config: DsConfig,
+    resolved: ResolvedConfig,
+    mesh: Mesh,
+    params: Sequence[torch.Tensor],
+    device: torch.device,
+    *,
+    in_pipeline: bool,
+) -> ResolvedConfig:
+    """Return ``resolved`` with another home for parameters, all of a model's, where the plan's gets
+    none of them."""
+    if leaves_parameters(config, resolved.plan, mesh, params):
+        return resolved
+    if not in_pipeline or device.type != "cpu":
+        return replace(resolved, plan=resolved.plan.at(Home.of(device.type, "cpu")))
+    # A schedule gathers and frees alike on all stages, of which others may have a file.
+    limits = replace(resolved.sharding.limits, kept_on_host=sys.maxsize)
+    return replace(resolved, sharding=replace(resolved.sharding, limits=limits))
+
+
 def _plan_shards(
     config: DsConfig,
     plan: ZeroPlan,
@@ -282,7 +327,6 @@ def _plan_shards(
     widths = [(param, living_dtype(param.dtype, dtype).itemsize) for param in _freed(config, params)]
     cut = _cut(plan, mesh)
     wanted = sum(round_up(_elements([param], cut) * width, BLOCK) for param, width in widths) + (1 << 16)
-    folder = Path(section.nvme_path or "").absolute()
     where = f"{_Z}.offload_param.nvme_path"
     leaves = leaves_parameters(config, plan, mesh, params)
     copier = places.copier(device, section.pin_memory) if device.type != "cpu" else None
@@ -292,7 +336,7 @@ def _plan_shards(
             return None
         if plan.home is Home.HOST and copier is not None:
             return HostMemory(wanted, copier)
-        return places.swap_file(folder, wanted, config.aio, where)
+        return places.swap_file(_folders(section), wanted, config.aio, where)
 
     space = _all_or_none(mesh, opened, "place for parameters")
     if space is None:
@@ -302,13 +346,23 @@ def _plan_shards(
         return swapper(space)
     count = section.buffer_count if plan.home is Home.NVME else 0
     nbytes = max(min(4 * section.buffer_size, wanted // (4 * max(count, 1))), BLOCK)
-    outside = DeviceSpace(space, copier, device, count=count, nbytes=nbytes)
+    kept = 0  # bytes of host memory in place of the file
+    if plan.home is Home.NVME:
+        kept = min(section.max_in_cpu * max((width for _, width in widths), default=0), wanted) // BLOCK * BLOCK
+    outside = DeviceSpace(
+        space, copier, device, count=count, nbytes=nbytes, kept=HostMemory(kept, copier) if kept else None
+    )
     return swapper(outside, update_space=outside.on_host if updates_on_host else None)
 
 
 def _freed(config: DsConfig, params: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Return the parameters that are large enough to be freed between uses."""
     return [param for param in params if param.numel() >= config.zero_optimization.param_persistence_threshold]
+
+
+def _folders(section: OffloadOptimizerSection | OffloadParamSection) -> list[Path]:
+    """Return the folders of a section as the log and errors name them."""
+    return [Path(folder).absolute() for folder in section.nvme_path or ("",)]
 
 
 def _cut(plan: ZeroPlan, mesh: Mesh) -> int:
@@ -371,8 +425,15 @@ def _of_parameters(engine: Engine) -> str:
     return f"{_place_of(away[0].swapper.space, 'parameters')}; {stay}"
 
 
-def _place_of(file: SwapSpace | None, what: str) -> str | None:
-    if not isinstance(file, SwapFile):
+def _place_of(space: SwapSpace | None, what: str) -> str | None:
+    if not isinstance(space, SwapFile | StripedFile):
         return None
-    how = "past the page cache" if file.direct else "through the page cache: the file system has no O_DIRECT"
-    return f"offload: {file.size / 2**20:.1f} MiB of {what} per rank in {file.folder} ({how})"
+    files = space.files
+    how = ["past the page cache" if all(file.direct for file in files) else _CACHED]
+    how += sorted({file.engine for file in files})
+    refused = {name: why for file in files for name, why in file.refused.items()}
+    how += [f"not {name}: {why}" for name, why in refused.items()]
+    if any(file.engine == "threads" and (file.tuning.single_submit or not file.tuning.overlap) for file in files):
+        how.append("where aio.single_submit and aio.overlap_events have no effect")
+    where = ", ".join(map(str, space.folders))
+    return f"offload: {space.size / 2**20:.1f} MiB of {what} per rank in {where} ({', '.join(how)})"

@@ -22,7 +22,7 @@ from zero_trial.comm import AxisComm, Mesh, fail_together, raise_together
 from zero_trial.engine.saving import CheckpointedEngine, CheckpointNames
 from zero_trial.errors import ConfigError, TrialError
 from zero_trial.sharding.grouping import ManualGroups, parameter_names, saved_buffers
-from zero_trial.sharding.meta import initialize_buffers, initialize_meta, place_absent
+from zero_trial.sharding.meta import Keep, initialize_buffers, initialize_meta, place_absent
 from zero_trial.sharding.unshard import ModuleHook
 from zero_trial.util.files import replacing
 
@@ -103,10 +103,13 @@ class StoredWeights:
         self._reader.close()
 
 
-def give_values(model: nn.Module, data: AxisComm, device: torch.device, *, by_files: bool) -> None:
+def give_values(
+    model: nn.Module, data: AxisComm, device: torch.device, *, by_files: bool, keep: Keep | None = None
+) -> None:
     """Prepare a model that is, in part, on the meta device for an engine: with the values that
     building it would have given, or ``by_files`` with absent ones for what files hold. Tensors that
-    are not on the meta device keep their values. Collective over ``data``. Raises ConfigError."""
+    are not on the meta device keep their values. ``keep``: as for :func:`initialize_meta`.
+    Collective over ``data``. Raises ConfigError."""
     if not any(tensor.is_meta for tensor in itertools.chain(model.parameters(), model.buffers())):
         return
     unsaved = {name for name, buffer in model.named_buffers() if buffer.is_meta} - set(saved_buffers(model))
@@ -116,7 +119,7 @@ def give_values(model: nn.Module, data: AxisComm, device: torch.device, *, by_fi
             initialize_buffers(model, sorted(unsaved), data, given)
     else:
         given = place_absent(model, torch.device("cpu"))  # random numbers are the host's, as when building it
-        initialize_meta(model, data, given)
+        initialize_meta(model, data, given, keep)
 
 
 # --- writing --------------------------------------------------------------------------------------

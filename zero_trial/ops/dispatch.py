@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from zero_trial.errors import ConfigError
-from zero_trial.ops import cpu, cuda, plain
+from zero_trial.ops import cpu, cuda, disk_io, plain
 from zero_trial.ops.cpu_library import backend
 from zero_trial.ops.cuda_runtime import cuda_backend
 from zero_trial.ops.spec import OPTIMIZERS, SCHEMAS
@@ -123,7 +123,9 @@ def refused() -> dict[str, str]:
 
 def as_json(lines: Sequence[OpReport]) -> str:
     """Format a report as JSON."""
-    return json.dumps({"ops": [asdict(line) for line in lines], "refused": refused()})
+    disk, passed_over = disk_io.report()
+    kernels = {"ops": [asdict(line) for line in lines], "refused": refused()}
+    return json.dumps({**kernels, "disk": {"engine": disk, "passed_over": passed_over}})
 
 
 def as_text(lines: Sequence[OpReport]) -> str:
@@ -131,4 +133,6 @@ def as_text(lines: Sequence[OpReport]) -> str:
     loaded."""
     width = max(len(line.name) for line in lines)
     rows = [f"{line.name:<{width}}  CPU: {line.cpu}; CUDA: {line.cuda}" for line in lines]
+    disk, passed_over = disk_io.report()
+    rows.append(f"{'disk':<{width}}  {disk}" + "".join(f"; {name}: {why}" for name, why in passed_over.items()))
     return "\n".join([*rows, *(f"{name}: {why}" for name, why in refused().items())])

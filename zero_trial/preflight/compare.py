@@ -27,7 +27,7 @@ from zero_trial.trial.trial import fitted
 from zero_trial.util.text import format_bytes
 
 STAGES = (0, 1, 2, 3)
-_NVME = OffloadOptimizerSection(device="nvme", nvme_path=".")
+_NVME = OffloadOptimizerSection(device="nvme", nvme_path=(".",))
 _HOST = OffloadOptimizerSection(device="cpu")
 
 

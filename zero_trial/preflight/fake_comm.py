@@ -15,7 +15,7 @@ exchange:
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from enum import Enum
@@ -80,8 +80,8 @@ class Segments:
         """Return what offloads to files that count here."""
         return replace(FAKE_SWAP, swap_file=self._open)
 
-    def _open(self, folder: Path, nbytes: int, aio: AioSection, where: str) -> _FakeSwapFile:
-        self.files.append(_fake_swap_file(folder, nbytes, aio, where))
+    def _open(self, folders: Sequence[Path], nbytes: int, aio: AioSection, where: str) -> _FakeSwapFile:
+        self.files.append(_fake_swap_file(folders, nbytes, aio, where))
         return self.files[-1]
 
     def add_shared(self, tensor: torch.Tensor) -> None:
@@ -235,7 +235,7 @@ class _FakeSwapFile:
         """Do nothing: there is nothing to give back."""
 
 
-def _fake_swap_file(folder: Path, nbytes: int, aio: AioSection, where: str) -> _FakeSwapFile:
+def _fake_swap_file(folders: Sequence[Path], nbytes: int, aio: AioSection, where: str) -> _FakeSwapFile:
     """Stand in for :func:`zero_trial.engine.offload_config.open_swap_file`."""
     return _FakeSwapFile()
 

@@ -80,9 +80,12 @@ def check_nvme(
         base: where relative folders start.
     """
     wanted: dict[Path, list[tuple[str, int | None]]] = {}
-    for key, path, size in _places(config, slots, parameters):
+    for key, folders, size in _places(config, slots, parameters):
         where = _where(config, f"zero_optimization.{key}.nvme_path")
-        wanted.setdefault((base / path).absolute(), []).append((where, size))
+        for number, folder in enumerate(folders):
+            own = where if len(folders) == 1 else f"{where}[{number}]"
+            part = None if size is None else size // len(folders)
+            wanted.setdefault((base / folder).absolute(), []).append((own, part))
     return [issue for folder, uses in wanted.items() for issue in _of_folder(folder, uses, look(folder))]
 
 
@@ -107,9 +110,10 @@ def _of_folder(folder: Path, uses: list[tuple[str, int | None]], disk: DiskSpace
     return found
 
 
-def _places(config: DsConfig, slots: int, parameters: int | None) -> list[tuple[str, str, int | None]]:
-    """Return (key, folder, bytes) of what goes to a disk."""
-    zero, found = config.zero_optimization, []
+def _places(config: DsConfig, slots: int, parameters: int | None) -> list[tuple[str, tuple[str, ...], int | None]]:
+    """Return (key, folders, bytes) of what goes to disks."""
+    zero = config.zero_optimization
+    found: list[tuple[str, tuple[str, ...], int | None]] = []
     state, params = zero.offload_optimizer, zero.offload_param
     narrow = config.bf16.enabled or config.fp16.enabled
     elements = None if parameters is None else parameters * _copies(config, slots)

@@ -18,15 +18,14 @@ it.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from zero_trial.device import is_accelerator, torch_module
+from zero_trial.util.memory import machine_memory
 from zero_trial.util.text import format_bytes, format_count
 
 ON_CPU = "fake tensors on the CPU"
@@ -160,9 +159,6 @@ class MemoryPlan:
         return {**asdict(self), "figures": {**asdict(figures), **derived}}
 
 
-_CGROUPS = Path("/sys/fs/cgroup")
-
-
 def rank_limit(device: torch.device, ranks_here: int) -> int | None:
     """Return bytes for one of ``ranks_here`` ranks: the whole GPU, or an equal part of this
     machine's memory; None where it cannot be known.
@@ -171,37 +167,3 @@ def rank_limit(device: torch.device, ranks_here: int) -> int | None:
         return int(torch_module(device).mem_get_info(device)[1])
     machine = machine_memory()
     return None if machine is None else machine // max(ranks_here, 1)
-
-
-def cgroup_limits(own: str, root: Path = _CGROUPS) -> tuple[Path, ...]:
-    """Return the files that may limit the memory of a process, of its group and of those above.
-
-    Args:
-        own: the content of ``/proc/self/cgroup``.
-    """
-    found = [root / "memory.max", root / "memory" / "memory.limit_in_bytes"]
-    for line in own.splitlines():
-        _, names, path = line.split(":", 2)
-        if names in ("", "memory"):
-            group = root / "memory" if names else root
-            for part in Path(path.lstrip("/")).parts:
-                group /= part
-                found.append(group / ("memory.limit_in_bytes" if names else "memory.max"))
-    return tuple(found)
-
-
-def machine_memory(limits: tuple[Path, ...] | None = None) -> int | None:
-    """Return bytes of memory of this machine, or of the container or control group that we are in
-    where that has less.
-    """
-    if limits is None:
-        own = Path("/proc/self/cgroup")
-        limits = cgroup_limits(own.read_text(encoding="utf-8") if own.is_file() else "")
-    found = []
-    if hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
-        found.append(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
-    for path in limits:
-        text = path.read_text().strip() if path.is_file() else ""
-        if text.isdigit():
-            found.append(int(text))
-    return min(found, default=None)

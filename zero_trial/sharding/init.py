@@ -43,10 +43,17 @@ class PreSharded:
     """One parameter's shard on this rank: ``ceil(numel / N)`` elements, padded to ALIGN; the
     parameter itself keeps only its shape.
 
-    Cutting is collective over ``comm``: rank 0's values are everyone's.
+    Cutting is collective over ``comm``: rank 0's values are everyone's. ``keep`` moves the shard to
+    another place than memory.
     """
 
-    def __init__(self, param: nn.Parameter, comm: AxisComm, heap: FreedBytes) -> None:
+    def __init__(
+        self,
+        param: nn.Parameter,
+        comm: AxisComm,
+        heap: FreedBytes,
+        keep: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    ) -> None:
         self._param = param
         self._heap = heap
         self._comm = comm
@@ -56,6 +63,9 @@ class PreSharded:
         self._shard = torch.zeros(padded // comm.size, dtype=param.dtype, device=param.device)
         self.live = True
         self.cut()
+        if keep is not None:
+            heap.add(self._shard)
+            self._shard = keep(self._shard)
 
     def cut(self) -> None:
         """Keep this rank's part of the parameter's current value and free the rest. Collective, if

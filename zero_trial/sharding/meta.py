@@ -30,6 +30,8 @@ log = logging.getLogger("zero_trial")
 
 Given = Mapping[int, torch.Tensor]
 """The tensors of a model that had values before it got any here, by id: they keep them."""
+Keep = Callable[[torch.Tensor], torch.Tensor]
+"""Puts the values of a tensor somewhere else, and returns them as they are found there."""
 
 
 def place_absent(model: nn.Module, device: torch.device) -> Given:
@@ -57,7 +59,7 @@ def _change_places(tensor: torch.Tensor, other: torch.Tensor) -> None:
         ) from fault
 
 
-def initialize_meta(model: nn.Module, data: AxisComm, given: Given) -> None:
+def initialize_meta(model: nn.Module, data: AxisComm, given: Given, keep: Keep | None = None) -> None:
     """Give the tensors of a model that are absent, all but ``given``, the values that building it
     would have given them: module by module, cut over ``data`` where it has several ranks.
     Collective over ``data``.
@@ -65,8 +67,9 @@ def initialize_meta(model: nn.Module, data: AxisComm, given: Given) -> None:
     Random numbers are drawn in the order of construction, a module after its children:
     ``reset_parameters`` (or ``_reset_parameters``) of each module, and where a class defines
     ``_init_weights``, as those of transformers do, that for all modules inside. Of a tied parameter
-    the values of its first module stay. Raises ConfigError that names the parameters and buffers
-    which nothing has filled.
+    the values of its first module stay. ``keep``: moves the values of a module that is filled to
+    where they are until groups are built, so that they are never in memory together. Raises
+    ConfigError that names the parameters and buffers which nothing has filled.
     """
     first: dict[int, nn.Module] = {}
     for module in _children_first(model):
@@ -101,7 +104,11 @@ def initialize_meta(model: nn.Module, data: AxisComm, given: Given) -> None:
             if data.size > 1:
                 with torch._C.DisableTorchFunction():
                     for param in own:
-                        own_params([param], PreSharded(param, data, heap))
+                        own_params([param], PreSharded(param, data, heap, keep))
+            elif keep is not None:
+                for param in own:
+                    heap.add(param)
+                    param.data = keep(param.data)
             if (initialize := _initializer(module)) is None:
                 continue
             flags = hasattr(module, "_initialize_weights")  # of transformers, which ties at the end

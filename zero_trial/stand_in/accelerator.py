@@ -13,6 +13,7 @@ import torch
 
 from zero_trial.comm import rank_and_size, read_rank_env
 from zero_trial.errors import ConfigError
+from zero_trial.util.memory import machine_memory
 
 
 class Accelerator:
@@ -206,7 +207,7 @@ class CpuAccelerator(Accelerator):
         return {"allocated_bytes.all.current": now, "allocated_bytes.all.peak": self._peak}
 
     def total_memory(self, device_index: int | None = None) -> int:
-        return int(psutil.virtual_memory().total)
+        return machine_memory() or int(psutil.virtual_memory().total)
 
     def available_memory(self, device_index: int | None = None) -> int:
         return int(psutil.virtual_memory().available)

@@ -14,6 +14,7 @@ allocator of pinned memory rounds up to a power of two), or the pinned buffers i
 
 from __future__ import annotations
 
+import bisect
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -101,10 +102,19 @@ class DeviceSpace:
     Args:
         count, nbytes: pinned buffers in front of a file; what lies in :class:`HostMemory` needs
             none.
+        kept: memory in place of a file for what is reserved first and fits into it. The file has
+            room for it, too, where it is mapped.
     """
 
     def __init__(
-        self, host: SwapSpace, copier: HostCopier, device: torch.device, *, count: int = 0, nbytes: int = 0
+        self,
+        host: SwapSpace,
+        copier: HostCopier,
+        device: torch.device,
+        *,
+        count: int = 0,
+        nbytes: int = 0,
+        kept: HostMemory | None = None,
     ) -> None:
         self.bytes_read = self.bytes_written = 0
         self._host = host
@@ -112,15 +122,41 @@ class DeviceSpace:
         self._device = device
         self._size = round_up(nbytes, BLOCK)
         self._ring = deque(_Chunk(copier.buffer(self._size), _nothing) for _ in range(count))
-        self.on_host = _HostSide(host, copier)
+        self._memory = kept
+        self._kept: list[tuple[int, torch.Tensor]] = []  # (offset, the memory in its place)
+        self._nowhere = torch.empty(0, dtype=torch.uint8)
+        self.on_host = _HostSide(self)
 
     @property
     def pinned(self) -> list[torch.Tensor]:
         """The pinned buffers in front of a file."""
         return [chunk.buffer for chunk in self._ring]
 
+    @property
+    def host(self) -> SwapSpace:
+        """Where it is on the host."""
+        return self._host
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes that are in memory in place of a file."""
+        return sum(memory.numel() for _, memory in self._kept)
+
     def reserve(self, nbytes: int) -> int:
-        return self._host.reserve(nbytes)
+        offset, size = self._host.reserve(nbytes), round_up(nbytes, BLOCK)
+        if self._memory is not None and self.kept_bytes + size <= self._memory.area.numel():
+            place = self._memory.reserve(size)
+            self._kept.append((offset, self._memory.area[place : place + size]))
+        return offset
+
+    def in_memory(self, offset: int, like: torch.Tensor) -> torch.Tensor | None:
+        """Return the bytes that ``like`` takes from ``offset`` on, where they are in memory."""
+        if isinstance(self._host, HostMemory):
+            return self._host.part(offset, like)
+        found = bisect.bisect_right(self._kept, offset, key=lambda kept: kept[0]) - 1
+        start, memory = self._kept[found] if found >= 0 else (0, self._nowhere)
+        low = offset - start
+        return memory[low : low + like.numel() * like.element_size()] if low < memory.numel() else None
 
     def buffer(self, nbytes: int) -> torch.Tensor:
         return torch.zeros(nbytes, dtype=torch.uint8, device=self._device)
@@ -129,8 +165,8 @@ class DeviceSpace:
         """Start to fill ``into`` (of the device) with the bytes from ``offset`` on."""
         target = into.view(torch.uint8)
         self.bytes_read += target.numel()
-        if isinstance(self._host, HostMemory):
-            return _DeviceTransfer(self._copier.beside(self._host.part(offset, target), target).order)
+        if (memory := self.in_memory(offset, target)) is not None:
+            return _DeviceTransfer(self._copier.beside(memory, target).order)
         steps = [self._read_chunk(offset + low, target[low:high]) for low, high in self._spans(target.numel())]
         return _DeviceTransfer(*steps)
 
@@ -163,8 +199,8 @@ class DeviceSpace:
         waits for the copy."""
         values = source.view(torch.uint8)
         self.bytes_written += values.numel()
-        if isinstance(self._host, HostMemory):
-            return _DeviceTransfer(self._copier.beside(values, self._host.part(offset, values)).wait)
+        if (memory := self.in_memory(offset, values)) is not None:
+            return _DeviceTransfer(self._copier.beside(values, memory).wait)
         writes = [self._write_chunk(offset + low, values[low:high]) for low, high in self._spans(values.numel())]
         return _DeviceTransfer(*(write.wait for write in writes))
 
@@ -193,47 +229,61 @@ class DeviceSpace:
         """Map all of it as (size,) uint8 on the host; no transfer may be under way."""
         self._copier.settle()
         with self._host.mapped() as area:
-            yield area
+            for offset, memory in self._kept:
+                area[offset : offset + memory.numel()].copy_(memory)
+            try:
+                yield area
+            finally:
+                for offset, memory in self._kept:
+                    memory.copy_(area[offset : offset + memory.numel()])
+
+    def settle(self) -> None:
+        """Return when all copies are done."""
+        self._copier.settle()
 
     def close(self) -> None:
         """Give the space back. Transfers must be waited for before."""
         self._copier.settle()
         self._host.close()
+        self._kept.clear()
+        if self._memory is not None:
+            self._memory.close()
 
 
 class _HostSide:
     """The same space for updates on the host: they come after what a device still copies."""
 
-    def __init__(self, host: SwapSpace, copier: HostCopier) -> None:
+    def __init__(self, space: DeviceSpace) -> None:
         self.bytes_read = self.bytes_written = 0
-        self._host = host
-        self._copier = copier
+        self._space = space
 
     def reserve(self, nbytes: int) -> int:
-        return self._host.reserve(nbytes)
+        return self._space.reserve(nbytes)
 
     def buffer(self, nbytes: int) -> torch.Tensor:
-        return self._host.buffer(nbytes)
+        return self._space.host.buffer(nbytes)
 
     def read(self, offset: int, into: torch.Tensor) -> DiskTransfer:
         self.bytes_read += into.numel() * into.element_size()
-        self._settle()
-        return self._host.read(offset, into)
+        if (memory := self._space.in_memory(offset, into)) is None:  # a device has only copies of a file
+            return self._space.host.read(offset, into)
+        self._space.settle()
+        into.view(torch.uint8).copy_(memory)
+        return DiskTransfer("", [])
 
     def write(self, offset: int, source: torch.Tensor) -> DiskTransfer:
         self.bytes_written += source.numel() * source.element_size()
-        self._settle()
-        return self._host.write(offset, source)
-
-    def _settle(self) -> None:
-        if isinstance(self._host, HostMemory):  # else a device has only copies of it
-            self._copier.settle()
+        if (memory := self._space.in_memory(offset, source)) is None:
+            return self._space.host.write(offset, source)
+        self._space.settle()
+        memory.copy_(source.view(torch.uint8))
+        return DiskTransfer("", [])
 
     def mapped(self) -> AbstractContextManager[torch.Tensor]:
-        return self._host.mapped()
+        return self._space.mapped()
 
     def close(self) -> None:
-        self._host.close()
+        self._space.close()
 
 
 def _nothing() -> None:

@@ -1,8 +1,8 @@
 """One rank's swap file for state that does not fit into memory: unnamed, allocated in advance, past
 the page cache where that works.
 
-requests   a transfer is cut into blocks; ``depth`` threads pread and pwrite them (the calls release
-           the interpreter lock)
+requests   a transfer is cut into blocks, which go to the disk through io_uring, libaio or threads:
+           the first of them that works (:mod:`zero_trial.ops.disk_io`)
 direct     whole 4096-byte blocks go with O_DIRECT where the file system has it; what begins or ends
            inside a block goes through the page cache
 unnamed    the name is removed as soon as the file is open: whatever ends the process, also SIGKILL,
@@ -13,19 +13,20 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import functools
 import mmap
 import os
 import uuid
-import weakref
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
 from zero_trial.errors import ConfigError, DoesNotFit, StorageError
+from zero_trial.ops.disk_io import ENGINES, DiskEngine, DiskPart, DiskRequest, DiskTuning, first_that_works
 from zero_trial.sharding.layout import round_up
 from zero_trial.util.text import format_bytes
 
@@ -35,40 +36,35 @@ BLOCK = 4096
 # the disk
 CUT = BLOCK
 MOST = 1 << 22  # elements of a buffer: 16 MiB of fp32; disks reach their best rate with less
-
-Transfer = Callable[[int, memoryview, int], int]
+_TUNING = DiskTuning()
+_MAP_FIXED, _MS_SYNC = 0x10, 4
 
 
 class DiskTransfer:
     """A transfer under way. The tensor must be neither written nor read until :meth:`wait` has
     returned."""
 
-    def __init__(self, where: str, futures: list[Future[None]], memory: list[Any] | None = None) -> None:
+    def __init__(self, where: str, requests: Sequence[DiskRequest], memory: list[Any] | None = None) -> None:
         self._where = where
-        self._futures = futures
-        # The threads hold it, too, so that the memory outlives a transfer that is dropped. They let
+        self._requests = requests
+        # The engine holds it, too, so that the memory outlives a transfer that is dropped. It lets
         # go of it a little later than the transfer ends, which would leave freed memory beside what
         # is allocated next: after a wait it is free.
         self._memory = memory if memory is not None else []
         self._fault: BaseException | None = None
 
     def done(self) -> bool:
-        return all(future.done() for future in self._futures)
+        return all(request.done() for request in self._requests)
 
     def wait(self) -> None:
         """Wait until all of it is transferred. Raises StorageError if the disk failed, at every
         call: several may wait for one transfer."""
-        faults = [fault for future in self._futures if (fault := future.exception()) is not None]
+        faults = [fault for request in self._requests if (fault := request.exception()) is not None]
         self._fault = self._fault or next(iter(faults), None)
-        self._futures = []
+        self._requests = []
         self._memory.clear()
         if self._fault is not None:
-            raise StorageError(
-                "offloaded state could not be read or written",
-                where=self._where,
-                got=str(self._fault),
-                fix="Mend the disk or name another one in nvme_path, and go on from the last checkpoint.",
-            ) from self._fault
+            raise _lost(self._where, self._fault) from self._fault
 
 
 class SwapSpace(Protocol):
@@ -90,9 +86,29 @@ class SwapSpace(Protocol):
     def close(self) -> None: ...
 
 
+class MappedSpace(SwapSpace, Protocol):
+    """A space on disks."""
+
+    @property
+    def folders(self) -> list[Path]: ...
+
+    @property
+    def files(self) -> list[SwapFile]: ...
+
+    @property
+    def size(self) -> int: ...
+
+    def map_range(self, offset: int, nbytes: int) -> torch.Tensor: ...
+
+
 class SwapFile:
     """An unnamed file in ``folder`` of at least ``nbytes``. ``bytes_read`` and ``bytes_written``
     count what was asked for.
+
+    Args:
+        direct: whether to go past the page cache where the file system allows it.
+        engines: the ways to transfer that may be tried, in this order.
+        where: the key that names the folder.
 
     Raises ConfigError for a folder that cannot be used, and DoesNotFit where the disk has not so
     much room.
@@ -103,25 +119,38 @@ class SwapFile:
         folder: Path,
         nbytes: int = 0,
         *,
-        block_size: int = 1 << 20,
-        depth: int = 8,
+        tuning: DiskTuning = _TUNING,
         direct: bool = True,
+        engines: Sequence[str] = ENGINES,
         where: str = "zero_optimization.offload_optimizer.nvme_path",
     ) -> None:
         self.folder = folder
         self.bytes_read = 0
         self.bytes_written = 0
-        self._block = max(round_up(block_size, BLOCK), BLOCK)
+        self.tuning = replace(tuning, block=max(round_up(tuning.block, BLOCK), BLOCK))
         self._end = self._size = 0
+        self._closed = False
         self._cached, self._direct = _open(folder, direct, where)
-        self._pool = ThreadPoolExecutor(depth, thread_name_prefix="zero_trial-disk")
         self._descriptors = _Descriptors(self._cached, self._direct)
-        # Not a wait: the garbage collector may run while a thread is starting, which then holds the
-        # lock that joining another thread needs.
-        self._finalizer = weakref.finalize(self, self._pool.shutdown, wait=False)
-        self._allocate(nbytes)
+        self._allocate(max(nbytes, BLOCK))
         if self._direct is not None and not self._direct_works():
             self._direct = None
+        if self._direct is None:  # libaio waits there
+            engines = [name for name in engines if name != "libaio" or len(engines) == 1]
+        self._engine, self.refused = first_that_works(engines, self.tuning, self._fault_of)
+
+    @property
+    def folders(self) -> list[Path]:
+        return [self.folder]
+
+    @property
+    def files(self) -> list[SwapFile]:
+        return [self]
+
+    @property
+    def engine(self) -> str:
+        """How requests go to the disk: io_uring, libaio or threads."""
+        return self._engine.name
 
     @property
     def direct(self) -> bool:
@@ -132,6 +161,11 @@ class SwapFile:
     def size(self) -> int:
         """Bytes that are allocated on the disk."""
         return self._size
+
+    @property
+    def reserved(self) -> int:
+        """Bytes that :meth:`reserve` has given."""
+        return self._end
 
     def reserve(self, nbytes: int) -> int:
         """Reserve ``nbytes`` (rounded up to whole blocks) and return their offset; the file grows
@@ -149,12 +183,12 @@ class SwapFile:
     def read(self, offset: int, into: torch.Tensor) -> DiskTransfer:
         """Start to fill ``into`` (contiguous, on the host) with the bytes from ``offset`` on."""
         self.bytes_read += into.numel() * into.element_size()
-        return self._start(offset, into, _pread)
+        return self._start(offset, into, write=False)
 
     def write(self, offset: int, source: torch.Tensor) -> DiskTransfer:
         """Start to write ``source`` (contiguous, on the host) at ``offset``."""
         self.bytes_written += source.numel() * source.element_size()
-        return self._start(offset, source, _pwrite)
+        return self._start(offset, source, write=True)
 
     @contextmanager
     def mapped(self) -> Iterator[torch.Tensor]:
@@ -164,39 +198,56 @@ class SwapFile:
         The kernel loads pages as they are touched and may drop them again, so they do not count as
         the process's own memory.
         """
-        self._require_open()
-        try:
-            area = mmap.mmap(self._cached, self._size)
-        except (OSError, ValueError) as fault:
-            raise StorageError(
-                "offloaded state cannot be mapped into memory",
-                where=str(self.folder),
-                got=str(fault),
-                fix="Name a local disk in nvme_path.",
-            ) from fault
+        area = self._mapping()
         try:
             yield torch.frombuffer(area, dtype=torch.uint8)
         finally:
             try:
                 area.flush()
             except OSError as fault:
-                raise StorageError(
-                    "offloaded state could not be read or written",
-                    where=str(self.folder),
-                    got=str(fault),
-                    fix="Mend the disk or name another one in nvme_path, and go on from the last checkpoint.",
-                ) from fault
+                raise _lost(self.folder, fault) from fault
             os.posix_fadvise(self._cached, 0, 0, os.POSIX_FADV_DONTNEED)
+
+    def map_range(self, offset: int, nbytes: int) -> torch.Tensor:
+        """Map a range that was reserved in whole pages as (nbytes,) uint8 until the tensor is gone,
+        also after :meth:`close`. What transfers write is seen there."""
+        area = self.buffer(nbytes)
+        self.map_at(area.data_ptr(), offset, nbytes)
+        return area
+
+    def _mapping(self) -> mmap.mmap:
+        self._require_open()
+        try:
+            return mmap.mmap(self._cached, self._size)
+        except (OSError, ValueError) as fault:
+            raise _unmappable(self.folder, fault) from fault
+
+    def map_at(self, address: int, offset: int, nbytes: int) -> None:
+        """Map bytes of the file over what is mapped at ``address``, to read and to write."""
+        self._require_open()
+        flags = mmap.MAP_SHARED | _MAP_FIXED
+        found = _libc().mmap(address, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, self._cached, offset)
+        if found != address:
+            raise _unmappable(self.folder, os.strerror(ctypes.get_errno()))
+
+    def flush(self, address: int, nbytes: int) -> StorageError | None:
+        """Write what was changed in a mapping of :meth:`map_at`, and drop its pages; return what
+        went wrong."""
+        if _libc().msync(address, nbytes, _MS_SYNC):
+            return _lost(self.folder, os.strerror(ctypes.get_errno()))
+        _libc().madvise(address, nbytes, mmap.MADV_DONTNEED)
+        os.posix_fadvise(self._cached, 0, 0, os.POSIX_FADV_DONTNEED)
+        return None
 
     def close(self) -> None:
         """Give the disk space back. Transfers must be waited for before."""
-        self._finalizer()
-        self._pool.shutdown(wait=True)
+        self._closed = True
+        self._engine.close()
         self._descriptors.close()
 
     def _require_open(self) -> None:
         """Refuse a closed file: the numbers of its descriptors may be another file's by now."""
-        if not self._finalizer.alive:
+        if self._closed:
             raise StorageError(
                 "offloaded state is gone",
                 where=str(self.folder),
@@ -230,34 +281,72 @@ class SwapFile:
     def _direct_works(self) -> bool:
         """Write and read one block: some file systems open a file with O_DIRECT and then refuse to
         transfer."""
-        if self._direct is None or self._size < BLOCK:
-            return self._direct is not None
+        if self._direct is None:
+            return False
         try:
             page = memoryview(mmap.mmap(-1, BLOCK))
             return os.pwritev(self._direct, [page], 0) == BLOCK and os.preadv(self._direct, [page], 0) == BLOCK
         except OSError:
             return False
 
-    def _start(self, offset: int, tensor: torch.Tensor, transfer: Transfer) -> DiskTransfer:
-        self._require_open()
-        memory, held = _bytes_of(tensor), [tensor, self._descriptors]
-        futures = [
-            self._pool.submit(_all_of, transfer, fd, memory[low:high], offset + low, held)
-            for fd, low, high in self._requests(offset, tensor.data_ptr(), len(memory))
-        ]
-        return DiskTransfer(str(self.folder), futures, held)
+    def _fault_of(self, engine: DiskEngine) -> BaseException | None:
+        """Write and read one block through ``engine``."""
+        page = self.buffer(BLOCK)
+        for write in (True, False):
+            parts = list(self._parts(0, page.data_ptr(), BLOCK))
+            for request in engine.start(parts, page.data_ptr(), write, page):
+                if (fault := request.exception()) is not None:
+                    return fault
+        return None
 
-    def _requests(self, offset: int, address: int, nbytes: int) -> Iterator[tuple[int, int, int]]:
-        """Yield (descriptor, low, high) of the blocks of one transfer: the middle direct where that
-        is possible, the edges not."""
+    def _start(self, offset: int, tensor: torch.Tensor, *, write: bool) -> DiskTransfer:
+        self._require_open()
+        address, held = tensor.data_ptr(), [tensor, self._descriptors]
+        parts = list(self._parts(offset, address, tensor.numel() * tensor.element_size()))
+        return DiskTransfer(str(self.folder), self._engine.start(parts, address, write, held), held)
+
+    def _parts(self, offset: int, address: int, nbytes: int) -> Iterator[DiskPart]:
+        """Cut one transfer: the middle goes direct where that is possible, the edges do not."""
         low, high = min(round_up(offset, BLOCK) - offset, nbytes), nbytes
         if self._direct is None or (address + low) % BLOCK:
-            yield from ((self._cached, *span) for span in _spans(0, nbytes, self._block))
-            return
-        high = max(low, (offset + nbytes) // BLOCK * BLOCK - offset)
-        yield from ((self._cached, *span) for span in _spans(0, low, BLOCK))
-        yield from ((self._direct, *span) for span in _spans(low, high, self._block))
-        yield from ((self._cached, *span) for span in _spans(high, nbytes, BLOCK))
+            low = high
+        else:
+            high = max(low, (offset + nbytes) // BLOCK * BLOCK - offset)
+        for descriptor, start, end in (
+            (self._cached, 0, low),
+            (self._direct or self._cached, low, high),
+            (self._cached, high, nbytes),
+        ):
+            if start < end:
+                yield DiskPart(descriptor, start, end, offset + start)
+
+
+@functools.cache
+def _libc() -> ctypes.CDLL:
+    library = ctypes.CDLL(None, use_errno=True)
+    word, size = ctypes.c_void_p, ctypes.c_size_t
+    library.mmap.argtypes = [word, size, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+    library.mmap.restype = word
+    library.msync.argtypes = library.madvise.argtypes = [word, size, ctypes.c_int]
+    return library
+
+
+def _lost(where: object, fault: object) -> StorageError:
+    return StorageError(
+        "offloaded state could not be read or written",
+        where=str(where),
+        got=str(fault),
+        fix="Mend the disk or name another one in nvme_path, and go on from the last checkpoint.",
+    )
+
+
+def _unmappable(folder: Path, fault: object) -> StorageError:
+    return StorageError(
+        "offloaded state cannot be mapped into memory",
+        where=str(folder),
+        got=str(fault),
+        fix="Name a local disk in nvme_path.",
+    )
 
 
 def _open(folder: Path, direct: bool, where: str) -> tuple[int, int | None]:
@@ -296,33 +385,32 @@ class _Descriptors:
         self.close()
 
 
-def _spans(low: int, high: int, step: int) -> Iterator[tuple[int, int]]:
-    return ((start, min(start + step, high)) for start in range(low, high, step))
+_SMALL = 1 << 20  # bytes: less is not worth a place in a file
 
 
-def _pread(fd: int, memory: memoryview, offset: int) -> int:
-    return os.preadv(fd, [memory], offset)
+def move_into(file: MappedSpace) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return a function that writes a tensor of the host into ``file`` and returns a mapping of it:
+    memory that the kernel may drop, and reads again. The mapping lasts as long as the tensor; the
+    file may be closed before. Small tensors stay."""
+    buffer = file.buffer(4 * MOST)
+
+    def move(values: torch.Tensor) -> torch.Tensor:
+        nbytes = values.numel() * values.element_size()
+        if nbytes < _SMALL:
+            return values
+        source, offset = values.detach().contiguous().view(-1).view(torch.uint8), file.reserve(whole_pages(nbytes))
+        for low in range(0, nbytes, buffer.numel()):  # past the page cache
+            part = buffer[: min(buffer.numel(), nbytes - low)]
+            part.copy_(source[low : low + part.numel()])
+            file.write(offset + low, part).wait()
+        return file.map_range(offset, nbytes).view(values.dtype).view(values.shape)
+
+    return move
 
 
-def _pwrite(fd: int, memory: memoryview, offset: int) -> int:
-    return os.pwritev(fd, [memory], offset)
-
-
-def _all_of(transfer: Transfer, fd: int, memory: memoryview, offset: int, held: list[Any]) -> None:
-    """Repeat a call that did only part of its work; no progress is an error. ``held`` keeps the
-    memory alive."""
-    done = 0
-    while done < len(memory):
-        now = transfer(fd, memory[done:], offset + done)
-        if now <= 0:
-            raise OSError(errno.EIO, f"{done} of {len(memory)} bytes at offset {offset}")
-        done += now
-
-
-def _bytes_of(tensor: torch.Tensor) -> memoryview:
-    """Return the tensor's own memory."""
-    size = tensor.numel() * tensor.element_size()
-    return memoryview((ctypes.c_char * size).from_address(tensor.data_ptr())).cast("B")
+def whole_pages(nbytes: int) -> int:
+    """Round up to what can be mapped and transferred."""
+    return round_up(nbytes, max(BLOCK, mmap.PAGESIZE))
 
 
 def _free(folder: Path) -> int:

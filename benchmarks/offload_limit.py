@@ -1,0 +1,293 @@
+"""A model of four times a control group's memory limit: planned, refused, trained and killed.
+
+    python benchmarks/offload_limit.py --folder /mnt/nvme
+    python benchmarks/offload_limit.py --kinds full --stages 0  # quick: two minutes, 6 GB of disk
+
+Makes a control group with a memory limit (version 1 or 2, if that is permitted), and starts
+``zero-trial plan`` and ``zero-trial run`` inside it. The limit counts everything that these
+processes take: the interpreters, the launcher, libraries and the page cache.
+
+full     all parameters are trained in bf16 with AdamW: weights, gradients, fp32 masters and moments
+         are 16 bytes per parameter, four times the limit
+frozen   the weights alone, 2 bytes per parameter, are four times the limit; small matrices beside
+         them are trained, as LoRA does
+
+Each is planned and run with everything on NVMe at each stage, and once without offload: the plan
+must say before what comes of it. ``peak`` is the most memory that the group had, page cache
+included.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from benchmarks import record
+
+WIDTH = 2048  # of a layer
+STEPS = 2
+BYTES = {"full": 16, "frozen": 2}  # per parameter, of what is four times the limit
+COLUMNS: list[record.Column] = [
+    ("trained", lambda row: row["kind"]),
+    ("stage", lambda row: str(row["stage"])),
+    ("offload", lambda row: row["offload"]),
+    ("million parameters", record.number("millions", 0)),
+    ("limit MiB", record.number("limit", 0)),
+    ("planned MiB", record.number("planned", 0)),
+    ("plan", lambda row: row["plan"]),
+    ("run", lambda row: row["run"]),
+    ("peak MiB", record.number("peak", 0)),
+    ("s per step", record.number("seconds", 1)),
+]
+MODEL = '''
+"""Square linear layers that are built without values."""
+
+import math
+
+import torch
+from torch import nn
+
+from zero_trial import DataLoader, ZeroTrial
+
+RANK = 8
+
+
+class Layer(nn.Module):
+    def __init__(self, width, frozen):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(width, width), requires_grad=not frozen)
+        self.down = nn.Parameter(torch.empty(RANK, width)) if frozen else None
+        self.up = nn.Parameter(torch.empty(width, RANK)) if frozen else None
+
+    def reset_parameters(self):
+        nn.init.normal_(self.weight, std=self.weight.shape[0] ** -0.5)
+        if self.down is not None:
+            nn.init.normal_(self.down, std=self.weight.shape[0] ** -0.5)
+            nn.init.zeros_(self.up)
+
+    def forward(self, x):
+        after = x @ self.weight
+        return after if self.down is None else after + x @ self.down.T @ self.up.T
+
+
+class StackTrial(ZeroTrial):
+    def __init__(self, context):
+        self.context, hp = context, context.get_hparams()
+        with torch.device("meta"):
+            model = nn.Sequential(*(Layer(hp.width, hp.frozen) for _ in range(hp.layers)))
+        self.engine = context.initialize(model=model)
+        self.data = torch.randn(64, hp.width, generator=torch.Generator().manual_seed(1))
+
+    def build_training_data_loader(self):
+        return DataLoader(self.data, self.context.get_train_micro_batch_size_per_gpu())
+
+    def build_validation_data_loader(self):
+        return DataLoader(self.data[:2], self.context.get_train_micro_batch_size_per_gpu())
+
+    def train_batch(self, dataloader_iter, epoch_idx, batch_idx):
+        rows = self.context.to_device(next(dataloader_iter))
+        loss = (self.engine(rows) - 1).float().square().mean()
+        self.engine.backward(loss)
+        self.engine.step()
+        if not math.isfinite(loss.item()):
+            raise ValueError("the loss is not finite")
+        return loss
+
+    def evaluate_batch(self, dataloader_iter, batch_idx):
+        return {"validation_loss": (self.engine(next(dataloader_iter)) - 1).float().square().mean()}
+'''
+
+
+def main() -> None:
+    """Prints and saves a row for each run."""
+    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options.add_argument("--folder", type=Path, default=Path(), help="a folder on the disk")
+    options.add_argument("--parameters", type=float, default=400, help="millions; frozen: five times as many")
+    options.add_argument("--stages", type=int, nargs="+", default=[0, 3])
+    options.add_argument("--kinds", nargs="+", default=list(BYTES), choices=list(BYTES))
+    options.add_argument("--ranks", type=int, default=1)
+    given = options.parse_args()
+    rows = []
+    for kind in given.kinds:
+        layers = round(given.parameters * 1e6 * (5 if kind == "frozen" else 1) / WIDTH**2)
+        cells = [*((stage, True) for stage in given.stages), (given.stages[-1], False)]
+        for stage, away in cells:
+            rows.append(measure(given, kind, layers, stage, away))
+            print(json.dumps(rows[-1]), flush=True)
+    settings = {"steps": STEPS, "width": WIDTH, "ranks": given.ranks, "control groups": found_controller().version}
+    note = "What is trained against a quarter of its size as memory limit; see `benchmarks/offload_limit.py`."
+    record.save("offload_limit", settings, rows, COLUMNS, note)
+    wrong = [row for row in rows if (row["plan"], row["run"]) != expected(row)]
+    if wrong:
+        raise SystemExit(f"not as expected: {wrong}")
+
+
+def expected(row: dict[str, Any]) -> tuple[str, str]:
+    """What plan and run should have said."""
+    return ("fits", "trained") if row["offload"] == "nvme" else ("does not fit", "killed")
+
+
+def measure(given: argparse.Namespace, kind: str, layers: int, stage: int, away: bool) -> dict[str, Any]:
+    """One row: plan, then run, each in a group of its own."""
+    parameters = layers * WIDTH**2
+    limit = parameters * BYTES[kind] // 4
+    with tempfile.TemporaryDirectory(prefix="zero_trial-limit-") as name:
+        work = Path(name)
+        write_experiment(work, kind, layers, ds_config(given, stage, away), given.ranks)
+        command = [sys.executable, "-m", "zero_trial.cli.main"]
+        files = [str(work / "const.yaml"), str(work / "model")]
+        with memory_group(limit) as group:
+            plan = group.run([*command, "plan", *files, "--json"])
+            if not plan.stdout.startswith("{"):
+                raise SystemExit(f"zero-trial plan ended with {plan.returncode}: {plan.stderr[-3000:]}")
+            planned = json.loads(plan.stdout)
+        with memory_group(limit) as group:
+            start = time.perf_counter()
+            run = group.run([*command, "run", *files, "--run-dir", str(work / "run")])
+            seconds = time.perf_counter() - start
+            peak, killed = group.peak(), group.killed()
+        if run.returncode and not killed:
+            raise SystemExit(run.stdout[-3000:] + run.stderr[-3000:])
+        return {
+            "kind": kind,
+            "stage": stage,
+            "offload": "nvme" if away else "none",
+            "millions": parameters / 1e6,
+            "limit": limit / 2**20,
+            "planned": planned["plan"]["figures"]["total"] / 2**20,
+            "limit_of_plan": planned["limit"] / 2**20,
+            "plan": "fits" if planned["fits"] and plan.returncode == 0 else "does not fit",
+            "run": "trained" if run.returncode == 0 else "killed",
+            "peak": peak / 2**20,
+            "seconds": seconds_per_step(work / "run"),
+            "wall": seconds,
+        }
+
+
+def ds_config(given: argparse.Namespace, stage: int, away: bool) -> dict[str, Any]:
+    """The ds_config of a row."""
+    zero: dict[str, Any] = {"stage": stage, "module_granularity_threshold": 1}
+    zero |= {"sub_group_size": 1 << 20, "stage3_prefetch_bucket_size": WIDTH**2, "param_persistence_threshold": 0}
+    if away or stage == 3:
+        zero["reshard_after"] = "forward"
+    if away:
+        place = {"device": "nvme", "nvme_path": str(given.folder.absolute()), "buffer_count": 3}
+        zero |= {"offload_optimizer": place, "offload_param": place | {"max_in_cpu": 0, "buffer_size": WIDTH**2}}
+    return {
+        "train_batch_size": 2 * given.ranks,
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
+        "zero_optimization": zero,
+    }
+
+
+def write_experiment(work: Path, kind: str, layers: int, config: dict[str, Any], ranks: int) -> None:
+    """Write the experiment and its model into ``work``."""
+    model = work / "model"
+    model.mkdir()
+    model.joinpath("model_def.py").write_text(MODEL)
+    model.joinpath("ds_config.json").write_text(json.dumps(config))
+    launch = "python3 -m determined.launch.torch_distributed python3 -m zero_trial.run model_def:StackTrial"
+    experiment = {
+        "name": "limit",
+        "entrypoint": launch,
+        "resources": {"slots_per_trial": ranks},
+        "searcher": {"name": "single", "metric": "validation_loss", "max_length": {"batches": STEPS}},
+        "max_restarts": 0,
+        "checkpoint_policy": "none",
+        "data": {"ds_config": "ds_config.json"},
+        "hyperparameters": {"width": WIDTH, "layers": layers, "frozen": kind == "frozen"},
+    }
+    work.joinpath("const.yaml").write_text(json.dumps(experiment))  # JSON is YAML
+
+
+def seconds_per_step(run: Path) -> float | None:
+    """The last step's time, by the run's own record; None where it did not come so far."""
+    found = None
+    for line in (run / "events.jsonl").read_text().splitlines() if (run / "events.jsonl").is_file() else ():
+        event = json.loads(line)
+        if event.get("kind") == "train" and "step_seconds" in event:
+            found = float(event["step_seconds"])
+    return found
+
+
+@dataclass(frozen=True)
+class Controller:
+    """Where groups with a memory limit are made, and how a version names their files."""
+
+    version: int
+    folder: Path
+    limit: str
+    peak: str
+
+
+V1 = Controller(1, Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes", "memory.max_usage_in_bytes")
+V2 = Controller(2, Path("/sys/fs/cgroup"), "memory.max", "memory.peak")
+
+
+def found_controller() -> Controller:
+    """The controller of this machine. Exits where there is none that may be written."""
+    for controller in (V1, V2):
+        name = "memory.usage_in_bytes" if controller is V1 else "cgroup.controllers"
+        if (controller.folder / name).is_file():
+            return controller
+    raise SystemExit("no control group for memory is mounted here")
+
+
+@dataclass(frozen=True)
+class MemoryGroup:
+    """A group in which commands are run."""
+
+    folder: Path
+    controller: Controller
+
+    def run(self, command: Sequence[str]) -> subprocess.CompletedProcess[str]:
+        """Run a command inside the group."""
+        enter = ["sh", "-c", 'echo $$ > "$0"; exec "$@"', str(self.folder / "cgroup.procs")]
+        return subprocess.run([*enter, *command], capture_output=True, text=True, check=False, timeout=1800)
+
+    def peak(self) -> int:
+        """The most bytes that the group had."""
+        return int((self.folder / self.controller.peak).read_text())
+
+    def killed(self) -> bool:
+        """Whether the kernel killed a process of it for want of memory."""
+        name = "memory.oom_control" if self.controller is V1 else "memory.events"
+        lines = [line.split() for line in (self.folder / name).read_text().splitlines()]
+        return any(key == "oom_kill" and int(count) > 0 for key, count in lines)
+
+
+@contextlib.contextmanager
+def memory_group(limit: int) -> Iterator[MemoryGroup]:
+    """Make a group with a limit of so many bytes; it is removed when its processes are gone."""
+    controller = found_controller()
+    folder = controller.folder / f"zero_trial-limit-{time.monotonic_ns()}"
+    try:
+        folder.mkdir()
+        (folder / controller.limit).write_text(str(limit))
+    except OSError as fault:
+        raise SystemExit(f"no control group can be made here: {fault}") from fault
+    try:
+        yield MemoryGroup(folder, controller)
+    finally:
+        for _ in range(100):
+            try:
+                folder.rmdir()
+                break
+            except OSError:  # a process is ending
+                time.sleep(0.1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,52 @@
+"""How much memory processes may use here: the machine's, or what a control group allows."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path, PurePosixPath
+
+# What limits this process's memory, and where control groups are mounted.
+_MEMBERSHIP, _MOUNTS = Path("/proc/self/cgroup"), Path("/proc/self/mountinfo")
+
+
+def machine_memory(membership: Path = _MEMBERSHIP, mounts: Path = _MOUNTS) -> int | None:
+    """Return bytes of memory of this machine, or of the control group (container, job, service)
+    that we are in where that has less.
+    """
+    found = []
+    if hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
+        found.append(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    if membership.is_file() and mounts.is_file():
+        for path in limit_files(membership.read_text("utf-8", "replace"), mounts.read_text("utf-8", "replace")):
+            text = path.read_text().strip() if path.is_file() else ""
+            if text.isdigit():
+                found.append(int(text))
+    return min(found, default=None)
+
+
+def limit_files(membership: str, mounts: str) -> list[Path]:
+    """Return the files that may limit a process's memory: of its control group and of all groups
+    above it, version 1 and 2. Pure; they need not exist.
+
+    Args:
+        membership: what /proc/PID/cgroup has: ``4:memory:/jobs/7`` (version 1), ``0::/jobs/7``.
+        mounts: what /proc/PID/mountinfo has.
+    """
+    groups = {}
+    for line in membership.splitlines():
+        number, names, path = line.split(":", 2)
+        if number == "0" or "memory" in names.split(","):
+            groups["cgroup2" if number == "0" else "cgroup"] = path
+    found = []
+    for line in mounts.splitlines():
+        fields, _, rest = line.partition(" - ")
+        root, point = fields.split(" ")[3:5]
+        kind, _, options, *_ = [*rest.split(" "), "", ""]
+        if kind not in groups or (kind == "cgroup" and "memory" not in options.split(",")):
+            continue
+        # A container sees its own group as the mount's root, and may be told the host's path.
+        group = PurePosixPath(groups[kind])
+        below = group.relative_to(root) if group.is_relative_to(root) else PurePosixPath()
+        name = "memory.max" if kind == "cgroup2" else "memory.limit_in_bytes"
+        found += [Path(point, folder, name) for folder in (below, *below.parents)]
+    return list(dict.fromkeys(found))

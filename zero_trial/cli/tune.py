@@ -151,8 +151,9 @@ def _machine(options: argparse.Namespace, checked: CheckedRun) -> tuple[PlannedM
     import torch
 
     from zero_trial.preflight.compare import PlannedMachine
-    from zero_trial.preflight.plan import machine_memory, rank_limit
+    from zero_trial.preflight.plan import rank_limit
     from zero_trial.tune.space import Margin
+    from zero_trial.util.memory import machine_memory
     from zero_trial.util.text import parse_size
 
     accelerator = torch.cuda.is_available()

@@ -25,11 +25,11 @@ from zero_trial.launch.experiment import CheckedRun, RunRequest, begin_run, chec
 from zero_trial.launch.supervisor import LaunchResult
 from zero_trial.preflight.compare import PlannedMachine, Planner, trial_planner
 from zero_trial.preflight.link_model import LinkModel, of_step
-from zero_trial.preflight.plan import machine_memory
 from zero_trial.runs.events import Tail, json_lines
 from zero_trial.runs.layout import RunFolder, given_run_folder, lock_run
 from zero_trial.tune.search import TuneSearch, TuneTrial
 from zero_trial.tune.space import ACCUMULATION, MICRO, STAGE, TrainingWay, TuneFacts, Weighed
+from zero_trial.util.memory import machine_memory
 from zero_trial.util.text import format_bytes
 
 _ENDLESS = 1_000_000  # batches; a trial is ended when it is measured

@@ -25,6 +25,7 @@ from zero_trial import zero
 from zero_trial.engine import build as building
 from zero_trial.engine.offload_config import OffloadPlan, offload_line
 from zero_trial.errors import CheckpointError, ConfigError, StorageError, TrialError
+from zero_trial.ops import disk_io
 from zero_trial.pipeline import PipelineModule
 from zero_trial.sharding.layout import ALIGN, round_up
 from zero_trial.sharding.offload.nvme_params import ParamSwapper, SwappedShard
@@ -276,6 +277,7 @@ def test_a_step_that_fails_between_is_followed_by_a_whole_one(tmp_path: Path) ->
 def test_a_disk_that_fails_gives_nothing_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state: str) -> None:
     """A write of new parameters fails behind the step's back: neither a forward, nor a checkpoint,
     nor a step goes on from half of them."""
+    monkeypatch.setattr(disk_io, "open_engine", lambda name, tuning: disk_io.ThreadEngine(tuning))  # for os.p*v below
     engine = engine_of("zero3-free", {"bf16": {"enabled": True}}, str(tmp_path), state)
     train(engine, range(1))
 

@@ -36,6 +36,7 @@ from zero_trial.engine.offload_config import (
     plan_offload,
 )
 from zero_trial.errors import ConfigError, DoesNotFit, StorageError
+from zero_trial.ops import disk_io
 from zero_trial.ops.disk_io import DiskTuning
 from zero_trial.sharding.offload.host import StagedStore
 from zero_trial.sharding.offload.nvme_optimizer import SwappedStore
@@ -435,6 +436,7 @@ def test_room_is_found_before_training(tmp_path: Path, monkeypatch: pytest.Monke
 def test_a_disk_that_fails_in_training_ends_the_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import os
 
+    monkeypatch.setattr(disk_io, "open_engine", lambda name, tuning: disk_io.ThreadEngine(tuning))  # for os.p*v below
     engine = engine_of("zero1", {}, str(tmp_path))
     train(engine, range(1))
 

@@ -16,6 +16,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from tests.sharding.late_swap_file import LateSwapFile, LateTransfer
 from tests.sharding.parts import make_grad_buffer, make_group, parameters, run_update
 from zero_trial.errors import StorageError
+from zero_trial.ops import disk_io
+from zero_trial.ops.disk_io import DiskTuning
 from zero_trial.ops.optimizers import FusedAdam, Lion
 from zero_trial.sharding.freed import is_absent
 from zero_trial.sharding.offload.nvme_optimizer import (
@@ -69,7 +71,7 @@ class Training:
         self.file: Any = None
         if folder is not None:
             late = isinstance(folder, LateSwapFile)
-            self.file = folder if late else SwapFile(folder, 1 << 16, block_size=1 << 14)
+            self.file = folder if late else SwapFile(folder, 1 << 16, tuning=DiskTuning(1 << 14))
             masters = MasterSwap(self.file)
             for group in self.groups:
                 masters.swap_out(group)
@@ -342,6 +344,7 @@ def test_state_that_is_cleared_begins_anew(tmp_path: Path) -> None:
 def test_a_disk_that_has_failed_gives_nothing_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A write fails behind the step's back. Whoever asks twice must not get half a step the second
     time."""
+    monkeypatch.setattr(disk_io, "open_engine", lambda name, tuning: disk_io.ThreadEngine(tuning))  # for os.p*v below
     away = Training(BUILDS["torch"], torch.bfloat16, tmp_path)
     away.step(0)
 

@@ -74,5 +74,7 @@ def test_why_a_trial_died(message: str, code: int, memory: bool) -> None:
 
 def test_the_end_of_the_data_and_the_user() -> None:
     assert ended_because(LaunchResult(0))
-    with pytest.raises(KeyboardInterrupt):
-        ended_because(LaunchResult(130, Cause(None, "stopped by SIGINT", 130)))
+    # Ctrl-C: before the ranks were there, and after they have saved
+    for message, code in ("stopped by SIGINT", 130), ("stopped at step 1 of 60 and saved", ExitStatus.PREEMPTED):
+        with pytest.raises(KeyboardInterrupt):
+            ended_because(LaunchResult(code, Cause(None, message, code)))

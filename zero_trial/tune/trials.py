@@ -19,7 +19,7 @@ import psutil
 
 from zero_trial.ds_config.keys_running import SCHEDULE_CHUNKS
 from zero_trial.ds_config.table import DsConfig
-from zero_trial.errors import ConfigError, DoesNotFit, TrialError, ZeroTrialError
+from zero_trial.errors import ConfigError, DoesNotFit, ExitStatus, TrialError, ZeroTrialError
 from zero_trial.experiment.changes import KeyPath, read_words
 from zero_trial.launch.experiment import CheckedRun, RunRequest, begin_run, check_run, supervisor_of
 from zero_trial.launch.supervisor import LaunchResult
@@ -201,7 +201,7 @@ def ended_because(outcome: LaunchResult) -> str:
     """Return why a trial ended before it was measured. Raises KeyboardInterrupt if the user ended
     it."""
     said = outcome.cause.headline.splitlines()[0] if outcome.cause is not None else f"exit code {outcome.exit_code}"
-    if said.startswith("stopped by SIG"):
+    if outcome.exit_code == ExitStatus.PREEMPTED or said.startswith("stopped by SIG"):
         raise KeyboardInterrupt
     if any(word in said.lower() for word in _OUT_OF_MEMORY):
         return f"out of memory: {said}"

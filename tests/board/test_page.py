@@ -61,6 +61,7 @@ def go(browser: Browser, address: str, anchor: str, waits_for: str) -> None:
     browser.wait(f"document.querySelector({json.dumps(waits_for)})")
 
 
+@pytest.mark.slow
 def test_every_view_at_both_widths_in_the_dark_and_the_light(
     browser: Browser, runs_board: str, master_board: str
 ) -> None:
@@ -122,6 +123,7 @@ def test_it_lives(browser: Browser, tmp_path: Path) -> None:
         browser.faults.clear()  # the 404 of what was removed
 
 
+@pytest.mark.slow
 def test_it_is_used_by_keys_alone(browser: Browser, runs_board: str) -> None:
     go(browser, runs_board, "#/", "#list")
     chosen = 0
@@ -138,6 +140,7 @@ def test_it_is_used_by_keys_alone(browser: Browser, runs_board: str) -> None:
     assert browser.ask("document.querySelectorAll('#curves figure').length") >= 6
 
 
+@pytest.mark.slow
 def test_logging_in(browser: Browser, runs_board: str, master_board: str) -> None:
     for address in (runs_board, master_board):
         page, _, token = address.partition("#token=")

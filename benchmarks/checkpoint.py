@@ -6,8 +6,11 @@ against torch.save, safetensors, torch's distributed checkpoint and DeepSpeed.
 
 One rank, fp32, 12 bytes per parameter. Everyone saves the same number of tensors of the same sizes,
 turn by turn in one process, into a new folder, and every file is flushed to the disk: `save` is the
-time until then, `standstill` the time that training waits. Ours has a SHA-256 of every byte in it,
-and the others none. DeepSpeed takes part where it is installed. Medians over the rounds.
+time until then. `standstill` is the time of the call, and what the update of the step after it
+waits for copies. That step (of our engine for everyone, a batch of --rows) begins when the call
+returns; `next step` is how much longer it takes than a step without a save, less that wait. Ours
+has a SHA-256 of every byte in it, and the others none. DeepSpeed takes part where it is installed.
+Medians over the rounds.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ import warnings
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -42,7 +45,8 @@ COLUMNS: list[record.Column] = [
     ("MB/s", record.number("rate", 0)),
     ("of safetensors", record.number("of_safetensors", 2)),
     ("standstill s", record.number("standstill", 3)),
-    ("of the save", record.number("share", 2)),
+    ("of ours", record.number("share", 2)),
+    ("next step + s", record.number("slower", 3)),
 ]
 Save = Callable[[Path], Callable[[], Any] | None]
 """Saves into a folder; what it returns waits for a save that has only begun."""
@@ -54,43 +58,60 @@ def main() -> None:
     parser.add_argument("--folder", help="a folder on the disk (default: the system's for temporary files)")
     parser.add_argument("--parameters", type=float, default=100, help="millions")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rows", type=int, default=64, help="of the batch of a step")
     parser.add_argument("--only", nargs="+", help="names of contenders")
     given = parser.parse_args()
     warnings.filterwarnings("ignore", category=UserWarning)
-    contenders = build(int(given.parameters * 1e6))
+    training = Training(int(given.parameters * 1e6), given.rows)
+    contenders = build(training)
     if given.only:
         contenders = {name: save for name, save in contenders.items() if name in given.only}
-    found: dict[str, list[tuple[float, float, int]]] = {name: [] for name in contenders}
+    found: dict[str, list[Times]] = {name: [] for name in contenders}
     with tempfile.TemporaryDirectory(dir=given.folder) as folder:
         for turn in range(given.rounds + 1):  # the first is not counted: memory that is used again is made
             for name, save in contenders.items():
-                times = measure(save, Path(folder) / "save")
-                print(f"round {turn}  {name:22} {times[0]:7.2f} s, standstill {times[1]:.3f} s", flush=True)
+                times = measure(save, Path(folder) / "save", training)
+                text = f"{times.save:7.2f} s, standstill {times.standstill:.3f} s, next step {times.slower:+.3f} s"
+                print(f"round {turn}  {name:22} {text}", flush=True)
                 if turn:
                     found[name].append(times)
     rows = [row_of(name, times) for name, times in found.items()]
-    plain = next((row["save"] for row in rows if row["name"] == "safetensors"), None)
+    saves = {row["name"]: row["save"] for row in rows}
     for row in rows:
-        row["of_safetensors"] = plain / row["save"] if plain else None
-    settings = {"parameters": given.parameters, "rounds": given.rounds, "threads": torch.get_num_threads()}
+        row["of_safetensors"] = saves["safetensors"] / row["save"] if "safetensors" in saves else None
+        row["share"] = row["standstill"] / saves["ours"] if "ours" in saves else None
+    settings = {"parameters": given.parameters, "rounds": given.rounds, "rows": given.rows}
+    settings |= {"threads": torch.get_num_threads(), "step": statistics.median(training.plain)}
     record.save("checkpoint", settings, rows, COLUMNS, "Time to save and flush; see `benchmarks/checkpoint.py`.")
 
 
-def measure(save: Save, folder: Path) -> tuple[float, float, int]:
-    """Return seconds until all is on the disk, seconds of the call, and bytes."""
+class Times(NamedTuple):
+    """Of one save, in seconds; ``nbytes`` that it wrote."""
+
+    save: float
+    standstill: float
+    slower: float
+    nbytes: int
+
+
+def measure(save: Save, folder: Path, training: Training) -> Times:
+    """Save and make a step; both times are from the call on."""
+    plain = training.timed_step()
+    training.plain.append(plain)
     os.sync()
     begin = time.perf_counter()
     wait = save(folder)
-    standstill = time.perf_counter() - begin
+    if wait is None:
+        flush(folder)
+    standstill = seconds = time.perf_counter() - begin
+    step = training.timed_step()
     if wait is not None:
         wait()
-    else:
-        flush(folder)
-        standstill = time.perf_counter() - begin
-    seconds = time.perf_counter() - begin
+        seconds = time.perf_counter() - begin
+    waited = training.waited()
     size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
     shutil.rmtree(folder)
-    return seconds, standstill, size
+    return Times(seconds, standstill + waited, step - waited - plain, size)
 
 
 def flush(folder: Path) -> None:
@@ -101,17 +122,11 @@ def flush(folder: Path) -> None:
                 os.fsync(file.fileno())
 
 
-def row_of(name: str, times: list[tuple[float, float, int]]) -> dict[str, Any]:
+def row_of(name: str, times: list[Times]) -> dict[str, Any]:
     """Return the medians of the rounds."""
-    save, standstill = (statistics.median(column) for column in list(zip(*times, strict=True))[:2])
-    return {
-        "name": name,
-        "save": save,
-        "rate": times[-1][2] / save / 1e6,
-        "standstill": standstill,
-        "share": standstill / save,
-        "rounds": times,
-    }
+    save, standstill, slower = (statistics.median(column) for column in list(zip(*times, strict=True))[:3])
+    rate = times[-1].nbytes / save / 1e6
+    return {"name": name, "save": save, "rate": rate, "standstill": standstill, "slower": slower, "rounds": times}
 
 
 def layers(parameters: int) -> nn.Module:
@@ -129,18 +144,44 @@ def config(stage: int) -> dict[str, Any]:
     }
 
 
-def step(engine: Any) -> None:
+def step(engine: Any, rows: int = 1) -> None:
     """Make one step, which makes Adam's state."""
-    engine.backward(engine(torch.ones(1, next(iter(engine.module.parameters())).shape[1])).square().mean())
+    engine.backward(engine(torch.ones(rows, next(iter(engine.module.parameters())).shape[1])).square().mean())
     engine.step()
 
 
-def build(parameters: int) -> dict[str, Save]:
+class Training:
+    """Our engine, which trains beside every save.
+
+    Attributes:
+        plain: seconds of steps without a save.
+    """
+
+    def __init__(self, parameters: int, rows: int) -> None:
+        ours = {**config(1), "checkpoint": {"writer": {"decoupled": True}}, "log_level": "error"}
+        one = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+        os.environ |= one
+        self.parameters, self._rows = parameters, rows
+        self.engine = zero_trial.initialize(model=layers(parameters), config=ours)[0]
+        self.plain: list[float] = []
+        self._before = 0.0
+        for _ in range(3):
+            step(self.engine, rows)
+
+    def timed_step(self) -> float:
+        self._before = self.engine._background.waited
+        begin = time.perf_counter()
+        step(self.engine, self._rows)
+        return time.perf_counter() - begin
+
+    def waited(self) -> float:
+        """Return the seconds for which the last step waited for copies."""
+        return float(self.engine._background.waited - self._before)
+
+
+def build(training: Training) -> dict[str, Save]:
     """Return the contenders by name; all hold the same state."""
-    ours = {**config(1), "checkpoint": {"writer": {"decoupled": True}}, "log_level": "error"}
-    os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-    engine = zero_trial.initialize(model=layers(parameters), config=ours)[0]
-    step(engine)
+    engine, parameters = training.engine, training.parameters
     tensors = {name: param.detach() for name, param in engine.module.named_parameters()}
     for name in list(tensors):
         for kind in ("exp_avg", "exp_avg_sq"):

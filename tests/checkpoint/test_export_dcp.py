@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
-from tests.importing.test_dcp import load_fsdp, save_here
+import zero_trial
+from tests.importing.test_dcp import Net, batch, engine_steps, load_fsdp, save_here
 from tests.support.pool import Pools
 from zero_trial.checkpoint import CheckpointReader
 from zero_trial.checkpoint.export_dcp import dcp_state, write_dcp
 from zero_trial.cli.main import main
-from zero_trial.errors import ConfigError
+from zero_trial.errors import CheckpointError, ConfigError
 
 
 def test_what_was_saved_here_goes_on_in_fsdp2(ranks: Pools, tmp_path: Path) -> None:
@@ -25,3 +30,66 @@ def test_what_was_saved_here_goes_on_in_fsdp2(ranks: Pools, tmp_path: Path) -> N
         write_dcp(reader, tmp_path / "dcp")
     assert main(["ckpt", "export", str(tmp_path / "a"), str(tmp_path / "b"), "--format", "dcp", "--part", "0"]) == 2
     assert not (tmp_path / "b").exists()
+
+
+CONFIG = {
+    "train_micro_batch_size_per_gpu": 4,
+    "gradient_clipping": 0,
+    "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
+}
+
+
+def two_groups(model: Any) -> list[dict[str, Any]]:
+    trained = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
+    decayed = [param for _, param in trained if param.dim() > 1]
+    others = [param for _, param in trained if param.dim() < 2]
+    return [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0, "lr": 0.02}]
+
+
+def test_optimizer_groups_go_on_in_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Net(1)
+    engine, *_ = zero_trial.initialize(model=model, model_parameters=two_groups(model), config=CONFIG)
+    engine_steps(engine, range(3))
+    engine.save_checkpoint(tmp_path, "a")
+    expected = engine_steps(engine, range(3, 6))
+    engine.destroy()
+    alive: list[torch.Tensor] = []
+    read = CheckpointReader.read
+
+    def counted(self: CheckpointReader, name: str, device: Any = "cpu") -> torch.Tensor:
+        assert sum(each.untyped_storage().nbytes() > 0 for each in alive) <= 1, "the one before is still there"
+        alive.append(read(self, name, device))
+        return alive[-1]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(CheckpointReader, "read", counted)
+        write_dcp(CheckpointReader(tmp_path / "a"), tmp_path / "dcp")
+    assert len(alive) > 12
+    other = Net(2)
+    optimizer = torch.optim.AdamW(two_groups(other), lr=0.01)
+    weights, state = get_state_dict(other, optimizer)
+    both = {"model": weights, "optimizer": state}
+    dcp.load(both, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    set_state_dict(other, optimizer, model_state_dict=both["model"], optim_state_dict=both["optimizer"])
+    assert [group["lr"] for group in optimizer.param_groups] == [0.01, 0.02]
+    found = []
+    for step in range(3, 6):
+        loss = other(batch(step, 0))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(loss.item())
+    assert found == pytest.approx(expected, rel=1e-5)
+
+
+def test_groups_of_a_checkpoint_that_does_not_name_them_are_refused(tmp_path: Path) -> None:
+    model = Net(1)
+    engine, *_ = zero_trial.initialize(model=model, model_parameters=two_groups(model), config=CONFIG)
+    engine_steps(engine, range(1))
+    engine.save_checkpoint(tmp_path, "a")
+    engine.destroy()
+    reader = CheckpointReader(tmp_path / "a")
+    del reader.manifest.state["names_of_groups"]
+    with pytest.raises(CheckpointError):
+        dcp_state(reader)
+    assert sorted(dcp_state(reader, with_optimizer=False)) == ["model"]

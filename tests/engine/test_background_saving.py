@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import shutil
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -261,3 +262,29 @@ def test_an_engine_without_the_key_copies_nothing() -> None:
     train(engine, range(1))
     assert isinstance(engine, zero_trial.Engine) and not engine._background.prepared
     engine.destroy()
+
+
+def saves_of_a_trainer(folder: str, limit: int) -> list[bool]:
+    """Save and delete as Hugging Face's Trainer does; whether each save was in the background."""
+    engine, found = engine_of("zero2", {**ALL, **DECOUPLED}), []
+    names = [f"checkpoint-{number}" for number in range(5)]
+    for number, name in enumerate(names):
+        train(engine, range(number, number + 1))
+        engine.wait_for_checkpoint()
+        engine.save_checkpoint(f"{folder}/{name}")
+        found.append(engine.checkpoint_under_way)
+        if engine.global_rank == 0:
+            for old in names[: max(number + 1 - limit, 0)]:
+                shutil.rmtree(f"{folder}/{old}", ignore_errors=True)
+        if number:
+            [newest, *_] = [each for each in Path(folder).iterdir() if list(each.glob("global_step*/manifest.json"))]
+            assert newest.is_dir()
+    engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize(("limit", "expected"), [(1, [True] + [False] * 4), (2, [True, False, True, True, True])])
+def test_a_trainer_that_deletes_the_last_checkpoint_but_one_leaves_a_complete_one(
+    tmp_path: Path, ranks: Pools, limit: int, expected: list[bool]
+) -> None:
+    assert ranks(2).run(saves_of_a_trainer, str(tmp_path), limit) == [expected] * 2

@@ -73,6 +73,12 @@ def test_thirty_losses_are_those_of_ddp_at_every_stage(ask: Callable[..., Any], 
     assert all(losses == stages[0][0] for losses, _, _ in stages)
 
 
+def test_trainer_that_keeps_one_checkpoint_never_deletes_the_last_complete_one(ask: Callable[..., Any]) -> None:
+    """The first save of all has none before it."""
+    _, *later, last = ask("complete_after_saves", limit=1)
+    assert later == [1, 1, 1] and last == 1
+
+
 def test_experts_without_tokens(ask: Callable[..., Any]) -> None:
     plain, *stages = ask("beside_ddp", "Mixtral", stages=[2, 3], alike=True, max_steps=8)
     assert all(gap(losses, plain[0]) <= WITHIN for losses, _, _ in stages)

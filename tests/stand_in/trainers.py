@@ -13,6 +13,7 @@ from typing import Any
 import zero_trial.as_deepspeed  # noqa: F401  isort: skip
 
 import deepspeed
+import pytest
 import torch
 import torch.distributed as dist
 import transformers
@@ -184,6 +185,25 @@ def saved_and_resumed(folder: Path) -> dict[str, Any]:
     first = folder / "kept" / "checkpoint-10"
     again = [trained("Llama", folder, ds_config(stage), resume=first) for stage in (3, 1)]
     return {"whole": curves(whole)[0], "again": [curves(run)[0] for run in again]}
+
+
+def complete_after_saves(folder: Path, limit: int) -> list[int]:
+    """Count the complete checkpoints after each save in the background, when Trainer has deleted
+    those above its ``save_total_limit``."""
+    pretrained("Llama", folder)
+    out, found = folder / f"at most {limit}", []
+    delete = transformers.trainer.rotate_checkpoints
+
+    def deleted(*args: Any, **kwargs: Any) -> None:
+        delete(*args, **kwargs)
+        found.append(len(list(out.glob("checkpoint-*/global_step?/manifest.json"))))
+
+    config = ds_config(2, checkpoint={"writer": {"decoupled": True}})
+    options = {"save_strategy": "steps", "save_steps": 2, "max_steps": 8, "save_total_limit": limit}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(transformers.trainer, "rotate_checkpoints", deleted)
+        trained("Llama", folder, config, output_dir=str(out), **options).model_wrapped.wait_for_checkpoint()
+    return [*found, len(list(out.glob("checkpoint-*/global_step?/manifest.json")))]
 
 
 def resumed(folder: Path, stage: int) -> list[float]:

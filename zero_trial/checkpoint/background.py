@@ -218,6 +218,7 @@ class BackgroundSaver:
         self._disk = disk or DurableFiles()
         self._buffer = SnapshotBuffer()
         self._save: _BackgroundSave | None = None
+        self._waited = 0.0
         self._preparing: threading.Thread | None = None
 
     @property
@@ -228,8 +229,8 @@ class BackgroundSaver:
 
     @property
     def waited(self) -> float:
-        """Return the seconds for which updates have waited for copies of the save under way."""
-        return self._save.waited if self._save is not None else 0.0
+        """Return the seconds for which updates have waited for copies of the last save."""
+        return self._save.waited if self._save is not None else self._waited
 
     @property
     def buffer_bytes(self) -> int:
@@ -308,7 +309,7 @@ class BackgroundSaver:
             self._fail(save)
         if states[0] != _State.COMMITTED:
             return None
-        self._save = None
+        self._save, self._waited = None, save.waited
         if self._ranks.index == 0:
             log.info("checkpoint %s is complete; updates waited %.3f s for copies", save.final, save.waited)
         return save.final

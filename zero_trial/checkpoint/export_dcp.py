@@ -2,24 +2,26 @@
 
     model.<name>                              parameters (masters where there are any) and buffers
     optimizer.state.<name>.<kind>             moments and step
-    optimizer.param_groups.0.<setting>        as torch.distributed.checkpoint.state_dict gives them
+    optimizer.param_groups.<i>.<setting>      as torch.distributed.checkpoint.state_dict gives them
 
 What ``get_state_dict`` asks for is there: settings that this project's optimizers do not have get
-torch's defaults. Memory: all that is written, at once.
+torch's defaults. Memory: the largest tensor.
 """
 
 from __future__ import annotations
 
 import shutil
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from zero_trial.checkpoint.format import TensorKind, parse_stored_name
+from zero_trial.checkpoint.format import TensorKind, dtype_of, parse_stored_name
 from zero_trial.checkpoint.reader import CheckpointReader
 from zero_trial.checkpoint.state_tree import decode_state
 from zero_trial.errors import CheckpointError, ConfigError
@@ -27,9 +29,15 @@ from zero_trial.errors import CheckpointError, ConfigError
 _TORCH = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW, "sgd": torch.optim.SGD, "adagrad": torch.optim.Adagrad}
 
 
-def dcp_state(reader: CheckpointReader, *, with_optimizer: bool = True) -> dict[str, Any]:
+def dcp_state(
+    reader: CheckpointReader, *, with_optimizer: bool = True, load: Callable[[str], torch.Tensor] | None = None
+) -> dict[str, Any]:
     """Return ``{"model": ..., "optimizer": ...}`` as ``get_state_dict`` of torch does. Raises
-    CheckpointError for what that form cannot hold."""
+    CheckpointError for what that form cannot hold.
+
+    ``load``: gives a stored tensor of weights or state by its name, in place of ``reader.read``.
+    """
+    load = load if load is not None else reader.read
     where, state = str(reader.folder), decode_state(reader.manifest.state, reader.read)
     model: dict[str, Any] = {}
     moments: dict[str, dict[str, Any]] = {}
@@ -38,9 +46,9 @@ def dcp_state(reader: CheckpointReader, *, with_optimizer: bool = True) -> dict[
         if found.parts > 1:
             raise CheckpointError("the model is parallel itself", where=where, got=f"{found.parts} parts")
         if found.kind in (TensorKind.PARAM, TensorKind.BUFFER):
-            model[found.name] = reader.read(stored)
+            model[found.name] = load(stored)
         elif found.kind is TensorKind.STATE and with_optimizer:
-            moments.setdefault(found.name, {})[found.state] = reader.read(stored)
+            moments.setdefault(found.name, {})[found.state] = load(stored)
     model |= {alias: model[name] for alias, name in state["aliases"].items() if name in model}
     if not with_optimizer or not state["groups"]:
         return {"model": model}
@@ -48,26 +56,57 @@ def dcp_state(reader: CheckpointReader, *, with_optimizer: bool = True) -> dict[
 
 
 def _optimizer(state: Mapping[str, Any], moments: dict[str, dict[str, Any]], where: str) -> dict[str, Any]:
-    if len(state["groups"]) > 1:
+    groups: Sequence[Mapping[str, Any]] = state["groups"]
+    named = [sorted(moments)] if len(groups) == 1 else state.get("names_of_groups")
+    if named is None:
         raise CheckpointError(
-            "a checkpoint does not say which parameter is in which optimizer group",
+            "this checkpoint does not say which parameter is in which optimizer group: an older version wrote it",
             where=where,
-            got=f"{len(state['groups'])} groups",
-            fix="Export with --no-optimizer.",
+            got=f"{len(groups)} groups",
+            fix="Load it and save it again, or export with --no-optimizer.",
         )
     if state.get("whole_states"):
         raise CheckpointError(
             "this optimizer's state is not one value per element", where=where, fix="Export with --no-optimizer."
         )
-    (group,) = state["groups"]
-    step = state["scalars"].get("0", {}).get("step")
-    if step is not None:
-        for own in moments.values():
-            own["step"] = torch.tensor(float(step))
     kind = str((state["optimizer"] or {}).get("class", "")).lower().removeprefix("fused")
     defaults = _TORCH[kind]([torch.zeros(1)]).defaults if kind in _TORCH else {}
-    settings = {**defaults, **{key: value for key, value in group.items() if key in defaults or not defaults}}
-    return {"state": moments, "param_groups": [{**settings, "params": sorted(moments)}]}
+    param_groups = []
+    for index, (group, names) in enumerate(zip(groups, named, strict=True)):
+        step = state["scalars"].get(str(index), {}).get("step")
+        for name in names if step is not None else ():
+            if name in moments:
+                moments[name]["step"] = torch.tensor(float(step))
+        settings = {**defaults, **{key: value for key, value in group.items() if key in defaults or not defaults}}
+        param_groups.append({**settings, "params": list(names)})
+    return {"state": moments, "param_groups": param_groups}
+
+
+class _OneByOne(DefaultSavePlanner):
+    """Plans with tensors on the meta device, and reads each when it is written. The one before is
+    emptied then: torch holds on to all tensors of a file until its end."""
+
+    def __init__(self, reader: CheckpointReader) -> None:
+        super().__init__()
+        self._reader = reader
+        self._stored: dict[int, str] = {}  # by id of the tensor on the meta device
+        self._last: torch.Tensor | None = None
+
+    def promise(self, stored: str) -> torch.Tensor:
+        """Return a tensor of the stored one's shape and dtype, without values."""
+        entry = self._reader.manifest.tensors[stored]
+        tensor = torch.empty(entry.shape, dtype=dtype_of(entry.dtype), device="meta")
+        self._stored[id(tensor)] = stored
+        return tensor
+
+    def lookup_object(self, index: Any) -> Any:
+        found = super().lookup_object(index)
+        if self._last is not None:
+            self._last.untyped_storage().resize_(0)
+            self._last = None
+        if (stored := self._stored.get(id(found))) is not None:
+            found = self._last = self._reader.read(stored)
+        return found
 
 
 def write_dcp(reader: CheckpointReader, out: Path, *, with_optimizer: bool = True) -> dict[str, int]:
@@ -75,13 +114,16 @@ def write_dcp(reader: CheckpointReader, out: Path, *, with_optimizer: bool = Tru
     there is something."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError("it exists already", where=str(out), expected="a new or an empty folder")
-    state = dcp_state(reader, with_optimizer=with_optimizer)
+    planner = _OneByOne(reader)
+    state = dcp_state(reader, with_optimizer=with_optimizer, load=planner.promise)
     partial = out.with_name(f"{out.name}.part")
     shutil.rmtree(partial, ignore_errors=True)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # that this is one process
-            save(state, checkpoint_id=partial, no_dist=True)
+            # nothing is copied ahead, so that tensors are asked for one by one
+            writer = FileSystemWriter(partial, per_thread_copy_ahead=0)
+            save(state, storage_writer=writer, planner=planner, no_dist=True)
         partial.replace(out)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)

@@ -14,13 +14,11 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 import socket
 import threading
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
 from queue import SimpleQueue
@@ -44,7 +42,7 @@ from zero_trial.checkpoint.format import (
     tensor_bytes,
 )
 from zero_trial.errors import CheckpointError
-from zero_trial.util.files import sync_folder
+from zero_trial.util.files import remove_folder, sync_folder
 
 
 class Ranks(Protocol):
@@ -408,11 +406,7 @@ class DurableFiles:
     def remove_folder(self, folder: Path) -> None:
         """Remove the folder with all that is in it, if it exists. It loses its name first, so that
         a thread or rank that still writes into it makes no new file, and finds that it is gone."""
-        gone = folder.with_name(f"{folder.name}.{uuid.uuid4().hex[:12]}")
-        with suppress(OSError):  # not there, or not to be renamed: as far as it goes
-            os.rename(folder, gone)
-        for path in (gone, folder):
-            shutil.rmtree(path, ignore_errors=True)
+        remove_folder(folder)
 
 
 _APART_BYTES = 1 << 20  # a smaller chunk is summed at once: handing it over would cost more

@@ -359,15 +359,11 @@ class Engine(EngineAccessors):
             last_first.callback(COLLECTOR_PAUSE.release, self)
             if self.optimizer is not None:
                 last_first.callback(self.optimizer.close)
-            sharded, background = self.sharded, self._background
-            for close in (
-                self.observer.close,
-                sharded.remove_hooks,
-                self.outcome.close,
-                self._used.close,
-                background.wait,
-            ):
-                last_first.callback(close)
+            last_first.callback(self.observer.close)
+            last_first.callback(self.sharded.remove_hooks)
+            last_first.callback(self.outcome.close)
+            last_first.callback(self._used.close)
+            last_first.callback(self._background.wait)
 
     # --- optimizer and schedule -------------------------------------------------------------------
 
@@ -420,20 +416,19 @@ class Engine(EngineAccessors):
         this rank's parameters are copied to the host; masters and optimizer state are copied before
         they are updated, and files written in the background. A later :meth:`step` makes them a
         checkpoint, or raises CheckpointError on every rank; so do :meth:`wait_for_checkpoint`, the
-        next save, a load, :meth:`destroy` and the end of the program. See
-        :mod:`zero_trial.checkpoint.background`.
+        next save, a load, :meth:`destroy` and the end of the program.
         """
         directory = saving.folder_of(save_dir, "engine.save_checkpoint(save_dir)")
         self.outcome.finalize()
         self.outcome.compare_calls("engine.save_checkpoint")
         self._check.check("engine.save_checkpoint")
         self.sharded.take_live_edits()
-        background = self._background if (self._decoupled if asynchronous is None else asynchronous) else None
-        if background is None:
+        if asynchronous is None:
+            asynchronous = self._decoupled and not saving.trainer_may_delete(self.mesh, directory)
+        if not asynchronous:
             self._background.wait()
-        return saving.save_state(
-            self, directory, tag, client_state, without_frozen=exclude_frozen_parameters, background=background
-        )
+        background, frozen = self._background if asynchronous else None, exclude_frozen_parameters
+        return saving.save_state(self, directory, tag, client_state, without_frozen=frozen, background=background)
 
     def wait_for_checkpoint(self) -> Path | None:
         """Wait for a save in the background and return its path; None without one. Collective over

@@ -15,6 +15,7 @@ first three are below ``part<i>of<n>/``, and are read only by as many parts.
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -24,8 +25,9 @@ import torch
 from torch import nn
 
 from zero_trial.checkpoint import BackgroundSaver, Slice, save_checkpoint
-from zero_trial.checkpoint.format import dtype_name
+from zero_trial.checkpoint.format import MANIFEST_NAME, dtype_name
 from zero_trial.checkpoint.state_tree import capture_rng, encode_state
+from zero_trial.checkpoint.writer import TEMPORARY
 from zero_trial.comm import AxisComm, Mesh, fail_together
 from zero_trial.ds_config.table import DsConfig
 from zero_trial.engine.step import StepOutcome
@@ -36,8 +38,11 @@ from zero_trial.sharding.model import ShardedModel
 from zero_trial.sharding.optimizer import ShardedOptimizer
 from zero_trial.sharding.param_group import ParamGroup
 from zero_trial.sharding.plan import Home
+from zero_trial.sharding.whole_tensors import opt_group_of
 
 log = logging.getLogger("zero_trial")
+
+_OF_TRAINER = re.compile(r"checkpoint-\d+")
 
 COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
 
@@ -134,6 +139,15 @@ class CheckpointNames:
         stages = self._engine.mesh.pipe.gather_json(own, "tied names")
         return {alias: name for stage in stages for alias, name in stage.items()}
 
+    def of_groups(self, count: int) -> list[list[str]]:
+        """Collect the parameters of each of ``count`` optimizer groups. Collective over pipe."""
+        own: list[list[str]] = [[] for _ in range(count)]
+        for group in self._engine.sharded.groups:
+            for slot in group.layout.slots if group.trainable else ():
+                own[opt_group_of(group, slot)].append(slot.name)
+        stages = self._engine.mesh.pipe.gather_json(own, "names of optimizer groups")
+        return [sorted({name for stage in stages for name in stage[index]}) for index in range(count)]
+
     def dtypes(self) -> dict[str, str]:
         """Collect the dtype in which the model computes with a parameter, where it is not float32:
         masters do not tell. Collective over pipe."""
@@ -161,6 +175,22 @@ def folder_of(directory: Any, where: str) -> Path:
             fix='Give one, "." for the working directory.',
         )
     return Path(directory)
+
+
+def trainer_may_delete(mesh: Mesh, directory: Path) -> bool:
+    """Return whether ``directory`` is named as Hugging Face's Trainer names a checkpoint's, and
+    one other like it holds a complete checkpoint: after the call the Trainer may delete that one
+    (``save_total_limit=1``), while the new one is still being written. Collective over the world.
+    """
+    if not _OF_TRAINER.fullmatch(directory.name):
+        return False
+    found = 0
+    if mesh.rank == 0:
+        others = (path for path in directory.parent.glob("checkpoint-*") if path != directory)
+        found = sum(
+            any(TEMPORARY not in path.parent.name for path in other.glob(f"*/{MANIFEST_NAME}")) for other in others
+        )
+    return bool(mesh.world.gather_json(found, "checkpoints of a Trainer")[0] == 1)
 
 
 def save_state(
@@ -422,7 +452,9 @@ def _engine_state(engine: CheckpointedEngine, client_state: dict[str, Any]) -> d
     groups = engine.optimizer.param_groups if engine.optimizer is not None else []
     scalars, kinds = _optimizer_facts(engine)
     ema = engine.optimizer.ema if engine.optimizer is not None else None
-    return {
+    # only other programs need it: a checkpoint of one group stays as it was
+    of_groups = {"names_of_groups": names.of_groups(len(groups))} if len(groups) > 1 else {}
+    return of_groups | {
         "counters": {name: getattr(engine, name) for name in COUNTERS},
         "loss_scaler": engine.outcome.result().loss_scale.to_json(),
         "scheduler": engine.lr_scheduler.state_dict() if hasattr(engine.lr_scheduler, "state_dict") else None,

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import math
-import shutil
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -30,7 +29,7 @@ from zero_trial.runs.checkpoints import (
 from zero_trial.runs.events import append_line, keep_lines, read_lines, write_json
 from zero_trial.runs.layout import RunFolder
 from zero_trial.runtime.protocols import Distributed, JsonDistributed
-from zero_trial.util.files import METADATA
+from zero_trial.util.files import METADATA, remove_folder
 
 Note = Callable[[str], None]
 
@@ -99,7 +98,7 @@ class LocalCheckpoints:
 
     def _remove(self, temporary: Path) -> None:
         if self.distributed.rank == 0:
-            shutil.rmtree(temporary, ignore_errors=True)
+            remove_folder(temporary)  # other ranks may still write into it
 
     def _lead(self, act: Callable[[], Any], name: str) -> Any:
         """Collective. Return, or raise, on every rank what ``act`` does on rank 0."""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import secrets
+import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 METADATA = "metadata.json"
@@ -47,6 +48,17 @@ def write_atomic(path: Path, content: str | bytes, *, durable: bool = True, priv
     killed."""
     with replacing(path, durable=durable, private=private) as draft:
         draft.write_bytes(content.encode() if isinstance(content, str) else content)
+
+
+def remove_folder(folder: Path) -> None:
+    """Remove ``folder`` with all that is in it, if it exists, as far as it can be removed. It loses
+    its name first, so that a process or thread that still writes into it finds that it is gone, and
+    leaves nothing there."""
+    gone = folder.with_name(f"{folder.name}.{secrets.token_hex(6)}")
+    with suppress(OSError):  # it is not there, or cannot be renamed
+        os.rename(folder, gone)
+    for path in (gone, folder):
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def sync_folder(folder: Path) -> None:

@@ -125,9 +125,11 @@ def prepare(name: str, model: nn.Module, dtype: str, micro_batch: int, accumulat
         return ddp(model, dtype, accumulation)
     if kind == "fsdp2":
         return fsdp2(model, dtype, accumulation)
-    stage, _, default = variant.partition("-")
+    stage, _, option = variant.partition("-")
     numel = sum(parameter.numel() for parameter in model.parameters())
-    config = ds_config(int(stage), dtype, micro_batch, accumulation, None if default else numel)
+    config = ds_config(int(stage), dtype, micro_batch, accumulation, None if option == "default" else numel)
+    if option == "none":
+        config["zero_optimization"]["set_grads_to_none"] = True
     return zero_engine(kind, model, config)
 
 

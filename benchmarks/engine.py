@@ -4,6 +4,7 @@ by side.
 python benchmarks/engine.py --rounds 5
 python benchmarks/engine.py --contenders bare ddp ours-2 --dtypes fp32 --rounds 1 --steps 4  # quick
 python benchmarks/engine.py --contenders bare before-2 ours-2 --before ../other_checkout
+python benchmarks/engine.py --contenders ours-2 ours-2-none ours-3 ours-3-none  # set_grads_to_none
 """
 
 from __future__ import annotations

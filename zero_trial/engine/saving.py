@@ -25,9 +25,8 @@ import torch
 from torch import nn
 
 from zero_trial.checkpoint import BackgroundSaver, Slice, save_checkpoint
-from zero_trial.checkpoint.format import MANIFEST_NAME, dtype_name
+from zero_trial.checkpoint.format import MANIFEST_NAME, TEMPORARY, dtype_name
 from zero_trial.checkpoint.state_tree import capture_rng, encode_state
-from zero_trial.checkpoint.writer import TEMPORARY
 from zero_trial.comm import AxisComm, Mesh, fail_together
 from zero_trial.ds_config.table import DsConfig
 from zero_trial.engine.step import StepOutcome

@@ -45,7 +45,7 @@ class TuneFacts:
         samples: of one optimizer step on one data-parallel rank.
         current: the values that the ds_config has for the keys above, by dotted key.
         accelerator: whether ranks compute on GPUs, so that the host's memory is another one.
-        nvme_path: the folder for state that leaves for a disk; empty where none is named.
+        nvme_path: the folders for state that leaves for a disk; none where none is named.
         pipe: pipeline stages.
         keep: dotted keys that stay as they are.
         vary: further dotted keys with the values to try.
@@ -55,7 +55,7 @@ class TuneFacts:
     samples: int
     current: Mapping[str, Any]
     accelerator: bool = False
-    nvme_path: str = ""
+    nvme_path: tuple[str, ...] = ()
     pipe: int = 1
     keep: Collection[str] = ()
     vary: Mapping[str, Sequence[Any]] = field(default_factory=dict)

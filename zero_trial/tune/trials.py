@@ -68,7 +68,7 @@ def facts_of(checked: CheckedRun, *, keep: Sequence[str], vary: Mapping[str, Seq
         samples=batch.batch.micro_batch_size * batch.batch.accumulation,
         current=current,
         accelerator=checked.devices.gpus > 0,
-        nvme_path=next((place.nvme_path for place in places if place is not None and place.nvme_path), ""),
+        nvme_path=next((place.nvme_path for place in places if place is not None and place.nvme_path), ()),
         pipe=batch.axes.pipe,
         keep=tuple(keep),
         vary=vary,

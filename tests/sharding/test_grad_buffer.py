@@ -407,3 +407,18 @@ def test_a_revived_buffer_has_no_memory_in_between() -> None:
 def test_the_kind_follows_from_the_lifetime_and_the_rooms(stage: int, shared: bool, kind: type) -> None:
     pool = make_pool()[0] if shared else None
     assert type(gradient_memory(LAYOUT, torch.float32, CPU, plan_for_stage(stage), alone(), pool)) is kind
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_the_shard_is_of_zeros_before_anything_is_reduced(stage: int) -> None:
+    grad_buffer = GradBuffer(
+        make_group(parameters([(5,), LARGE]), stage), dtype=torch.float32, shard_dtype=torch.float32, frees_shard=True
+    )
+    for _ in range(2):
+        shard = grad_buffer.reduced()
+        assert not shard.any()
+        shard.fill_(3.0)
+        assert grad_buffer.reduced() is shard and bool((shard == 3.0).all())
+        grad_buffer.reset()
+        if stage < 2:
+            shard.zero_()

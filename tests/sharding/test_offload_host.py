@@ -63,7 +63,7 @@ class Training:
         self.optimizer = ShardedOptimizer(base, pieces, store=store)
         for number in range(3):
             for grad_buffer in grad_buffers:
-                grad_buffer.shard.copy_(
+                grad_buffer.reduced().copy_(
                     torch.randn(grad_buffer.shard.shape, generator=torch.Generator().manual_seed(number))
                 )
             publication = ParamPublisher(torch.nn.Module(), self.groups)

@@ -95,7 +95,7 @@ class Training:
     def step(self, number: int) -> None:
         generator = torch.Generator().manual_seed(number)
         for grad_buffer in self.grad_buffers:
-            grad_buffer.shard.copy_(torch.randn(grad_buffer.shard.shape, generator=generator))
+            grad_buffer.reduced().copy_(torch.randn(grad_buffer.shard.shape, generator=generator))
         publication = ParamPublisher(torch.nn.Module(), self.groups)
         publication.begin(self.optimizer.pieces)
         run_update(self.optimizer, 0.5, publication.updated)

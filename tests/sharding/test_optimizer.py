@@ -38,7 +38,7 @@ def test_the_base_optimizer_steps_on_flat_pieces_of_the_masters() -> None:
     assert address(piece.weight) == address(piece.group.master)
     before = piece.weight.detach().clone()
     for grad_buffer in model.grad_buffers:
-        grad_buffer.shard.fill_(2.0)
+        grad_buffer.reduced().fill_(2.0)
     run_update(optimizer, 0.25)
     assert torch.allclose(piece.weight, before - 0.5)
     assert piece.weight.grad is None
@@ -149,10 +149,10 @@ def test_a_step_borrows_every_piece_once() -> None:
 
 def test_gradients_need_no_copy_where_dtypes_agree() -> None:
     own = piece()
-    own.grad_buffer.shard.fill_(2.0)
+    own.grad_buffer.reduced().fill_(2.0)
     assert address(own.gradient()) == address(own.grad_buffer.shard)
     other = piece(dtype=torch.bfloat16)
-    other.grad_buffer.shard.fill_(2.0)
+    other.grad_buffer.reduced().fill_(2.0)
     gradient = other.gradient()
     assert gradient.dtype == torch.float32
     assert gradient.eq(2).all()
@@ -161,7 +161,7 @@ def test_gradients_need_no_copy_where_dtypes_agree() -> None:
 def test_a_gradient_has_the_weights_shape() -> None:
     group = make_group(parameters([(4, 16)]))
     grad_buffer, _ = make_grad_buffer(group)
-    grad_buffer.shard.copy_(torch.arange(64.0))
+    grad_buffer.reduced().copy_(torch.arange(64.0))
     whole = ShardPiece(group, grad_buffer, 0, 0, 64, nn.Parameter(group.master.view(4, 16)))
     assert torch.equal(whole.gradient(), torch.arange(64.0).view(4, 16))
     part = ShardPiece(group, grad_buffer, 0, 32, 64, nn.Parameter(group.master[32:64]))

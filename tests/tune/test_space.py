@@ -62,7 +62,10 @@ def test_savers_come_from_the_fastest_to_the_smallest() -> None:
     least = {"reshard_after": "forward", "reduce_every": "micro"}
     assert ladder(FACTS, 3)[:3] == [{"reshard_after": "step", "reduce_every": "boundary"}, {}, least]
     assert len(ladder(replace(FACTS, accelerator=True), 0)) == 3  # optimizer state away, then parameters, too
-    assert ladder(replace(FACTS, nvme_path=("/disk", "/other")), 0)[1] == {"device": "nvme", "nvme_path": ("/disk", "/other")}
+    assert ladder(replace(FACTS, nvme_path=("/disk", "/other")), 0)[1] == {
+        "device": "nvme",
+        "nvme_path": ("/disk", "/other"),
+    }
     kept = replace(FACTS, keep=("zero_optimization.reduce_every",))
     assert ladder(kept, 2) == [{}]
 

@@ -298,7 +298,7 @@ def safe_get_local_grad(param: nn.Parameter) -> torch.Tensor | None:
     if shown is None or not shown.grad_buffer.shard_filled:
         return None
     model.take_gradient_edits()
-    return widened(local_part(group, index, shown.grad_buffer.shard)) * model.gradient_multiplier()
+    return widened(local_part(group, index, shown.grad_buffer.reduced())) * model.gradient_multiplier()
 
 
 def safe_set_full_grad(param: nn.Parameter, value: torch.Tensor) -> None:
@@ -355,7 +355,7 @@ def _gathered(model: TrainedGradients, shown: ShownGradients) -> torch.Tensor:
     """Return the group's averaged gradient (n,). Collective over shard."""
     model.take_gradient_edits()
     group = shown.grad_buffer.group
-    shard = shown.grad_buffer.shard.to(group.shard.device).contiguous()
+    shard = shown.grad_buffer.reduced().to(group.shard.device).contiguous()
     full = shard.new_empty(group.layout.numel)
     group.comm.all_gather(full, shard, f"gradient of {group.name}").wait()
     return widened(full) * model.gradient_multiplier()

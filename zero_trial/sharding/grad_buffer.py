@@ -314,13 +314,26 @@ class GradBuffer:
         if self.in_place:
             self._memory.borrow()
 
+    def reduced(self) -> torch.Tensor:
+        """Return the shard (shard_numel,), of zeros where nothing was reduced since it was freed:
+        torch would read and write past the end of ``shard`` while that has no memory."""
+        if self._allocate_shard():
+            self.shard.zero_()
+        return self.shard
+
+    def _allocate_shard(self) -> bool:
+        """Give the shard its memory; return whether it had none."""
+        if self._shard_lives:
+            return False
+        self.shard.untyped_storage().resize_(self._shard_bytes)
+        self._shard_lives = True
+        return True
+
     def seal(self) -> torch.Tensor:
         """Return the full buffer (n,) for its reduction: what got no gradient is zero, and autograd
         no longer writes into it."""
         self.sealed = False
-        if not self._shard_lives:
-            self.shard.untyped_storage().resize_(self._shard_bytes)
-            self._shard_lives = True
+        self._allocate_shard()
         if self._shares and not self._kept and any(self.filled):
             self._take_edits()
         if self._waiting:

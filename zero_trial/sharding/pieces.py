@@ -53,7 +53,7 @@ class ShardPiece:
     @property
     def reduced(self) -> torch.Tensor:
         """The reduced gradient (high-low,), where the update reads it, in the dtype of its sum."""
-        return self.grad_buffer.shard[self.low : self.high]
+        return self.grad_buffer.reduced()[self.low : self.high]
 
     @property
     def rounded(self) -> torch.Tensor | None:

@@ -229,7 +229,7 @@ class WholeTensors:
 
 
 def _gradients(tensor: WholeTensor) -> torch.Tensor:
-    return tensor.grad_buffer.shard
+    return tensor.grad_buffer.reduced()
 
 
 def _masters(tensor: WholeTensor) -> torch.Tensor:

@@ -277,7 +277,7 @@ class StagedPiece(SwappedPiece):
 
     @property
     def gradient_on_device(self) -> torch.Tensor:
-        return self.grad_buffer.shard[self.low : self.high]
+        return self.grad_buffer.reduced()[self.low : self.high]
 
     @property
     def values_on_device(self) -> torch.Tensor:

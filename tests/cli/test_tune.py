@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.preflight.project import DS_CONFIG, project
+from zero_trial.cli import tune
 from zero_trial.cli.main import main
 from zero_trial.errors import ExitStatus
+from zero_trial.tune import trials
+from zero_trial.tune.search import TuneSearch, TuneTrial
 
 
 def tuned(folder: Path, *options: str, **ds_config: Any) -> tuple[Path, list[str]]:
@@ -54,17 +58,75 @@ def test_what_cannot_fit_is_pruned_with_the_planned_bytes(tmp_path: Path, capsys
     ("options", "ds_config"),
     [
         (("--write", "hyperparameters.ds_config.gradient_clipping=1.0"), {}),
+        (("--write", "trainer=deepspeed"), {}),
         (("--vary", "nothing"), {}),
+        (("--vary", "task=a,b"), {}),
+        (("--keep", "zero_optimisation.stage"), {}),
+        (("--trials", "0"), {}),
+        (("--steps", "-1"), {}),
+        (("--dir", "."), {}),
         ((), {"autotuning": {"tuner_type": "random"}}),
         ((), {"autotuning": {"max_train_batch_size": 4}}),
     ],
 )
 def test_what_is_refused_before_anything_is_planned(
-    options: tuple[str, ...], ds_config: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    options: tuple[str, ...],
+    ds_config: dict[str, Any],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     _, words = tuned(tmp_path, "--dry-run", *options, **ds_config)
+    monkeypatch.chdir(tmp_path)
+    tmp_path.joinpath("tune.html").touch()
     assert main(words) == ExitStatus.USER_ERROR
     assert "plan" not in capsys.readouterr().out
+
+
+def test_a_file_with_comments_is_not_written_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder, words = tuned(tmp_path, "--dry-run", "--write")
+    written = folder / "ds_config.json"
+    written.write_text("// the batch of the paper\n" + written.read_text())
+    assert main(words) == ExitStatus.USER_ERROR
+    assert "--write" in capsys.readouterr().err
+
+
+def test_a_dry_run_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _, words = tuned(tmp_path, "--dry-run", "--json", "--keep", "zero_optimization.stage", "--memory", "64GiB")
+    assert main(words) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [each["way"]["train_micro_batch_size_per_gpu"] for each in found["fits"]] == [8, 4, 2]
+    assert all(each["bytes"] > 0 for each in found["fits"])
+    assert found["limit"] == 64 << 30
+    assert found["pruned"]
+
+
+def test_ctrl_c_concludes_with_what_was_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(request: object, trial: TuneTrial, search: TuneSearch, *_: object) -> None:
+        if trial.number == 2:
+            raise KeyboardInterrupt
+        for steps in search.rungs:
+            search.measured(trial, steps, 1.0)
+        search.ended(trial)
+
+    monkeypatch.setattr(trials, "run_trial", run)
+    out = tmp_path / "out"
+    folder, words = tuned(tmp_path, "--write", "--dir", str(out), "--keep", "zero_optimization.stage")
+    before = (folder / "ds_config.json").read_text()
+    assert main(words) == ExitStatus.INTERRUPTED
+    shown = capsys.readouterr().out
+    assert (out / "tune.html").is_file()
+    assert (folder / "ds_config.json").read_text() == before
+    trains = next(line for line in shown.splitlines() if line.startswith("train "))
+    assert trains.endswith(" --slots 1")
+
+
+@pytest.mark.parametrize("accelerator", [False, True])
+def test_plans_for_gpus_are_made_in_another_process(accelerator: bool) -> None:
+    with tune._planning(accelerator) as call:
+        assert (call(os.getpid) != os.getpid()) is accelerator
 
 
 @pytest.mark.smoke

@@ -1,14 +1,17 @@
-"""What fits where: its figures are those of plans."""
+"""The page that says what fits where: its figures are those of plans, and it is up to date."""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 import pytest
 import torch
 
 from zero_trial.preflight.compare import Planner
 from zero_trial.preflight.dry_run import ModelSubject
-from zero_trial.preflight.what_fits import Fit, Llama, Shape, settings_of, state_bytes
+from zero_trial.preflight.what_fits import RANKS, SHAPES, WAYS, Fit, Llama, Shape, page, settings_of, state_bytes
 
+PAGE = Path(__file__).parents[2] / "docs" / "guide" / "what_fits_where.md"
 SMALL = Shape(2, 256, 704, 4, 2, 1000)
 
 no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has the GPU")
@@ -28,3 +31,19 @@ def test_states_are_those_of_a_plan_to_the_byte(way: str, ranks: int) -> None:
 def test_the_first_way_that_fits() -> None:
     fit = Fit("a", 8, {"0": 90 << 30, "2": 30 << 30, "3": 10 << 30}, {"0": 0, "2": 2 << 30, "3": 4 << 30})
     assert [fit.cheapest(gpu) for gpu in (8, 24, 40, 80)] == ["–", "3", "2", "2"]
+
+
+def test_the_page_has_the_states_of_now() -> None:
+    """The largest model is missing here: its modules take a second to make."""
+    text = PAGE.read_text(encoding="utf-8")
+    for name in ("1.3 B", "7 B"):
+        model = Llama(SHAPES[name])
+        for ranks in RANKS:
+            states = " | ".join(f"{state_bytes(model, way, ranks):,}" for way in WAYS)
+            assert f"| {name} | {ranks} | {states} |" in text
+
+
+@no_gpu
+@pytest.mark.extended
+def test_the_page_is_what_the_script_writes() -> None:
+    assert PAGE.read_text(encoding="utf-8") == page()

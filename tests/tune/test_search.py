@@ -20,6 +20,7 @@ from zero_trial.tune.search import (
     TuneSearch,
     changed_ds_config,
     difference,
+    is_plain_json,
     refuse_autotuning,
     search_settings,
     trial_line,
@@ -79,6 +80,37 @@ def test_slow_trials_are_ended_at_the_first_rung() -> None:
     assert search.rungs == (4, 16)
     assert max(search.trials[0].speeds) == 16  # the first always goes on
     assert any(max(trial.speeds) == 4 for trial in search.trials)
+
+
+@pytest.mark.parametrize(
+    ("trials", "steps", "rungs"),
+    [(3, 16, (16,)), (6, 16, (4, 16)), (24, 16, (4, 16)), (24, 64, (4, 16, 64)), (24, 8, (8,)), (24, 1, (1,))],
+)
+def test_no_trial_is_judged_by_fewer_than_four_steps(trials: int, steps: int, rungs: tuple[int, ...]) -> None:
+    found = selection()
+    assert len(found.ways) >= 16
+    assert TuneSearch(found, SearchSettings(trials, steps)).rungs == rungs
+
+
+@pytest.mark.parametrize("asked", [{"trials": 0}, {"trials": -1}, {"steps": 0}, {"steps": -3}])
+def test_no_trials_and_no_steps_are_refused(asked: dict[str, int]) -> None:
+    with pytest.raises(ConfigError, match=f"--{next(iter(asked))}"):
+        search_settings(AutotuningSection(), 24, **asked)
+
+
+@pytest.mark.parametrize(
+    ("text", "plain"),
+    [
+        ('{"a": 1}', True),
+        ('{"a": 1} // why', False),
+        ('{"a": 1,}', False),
+        ("{a: 1}", False),
+        ("{'a': 1}", False),
+        ("# why\n{}", False),
+    ],
+)
+def test_what_writing_again_would_lose(text: str, plain: bool) -> None:
+    assert is_plain_json(text) is plain
 
 
 def test_a_trial_that_dies_is_recorded_and_the_search_goes_on() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from zero_trial.errors import ConfigError
 from zero_trial.tune.space import (
     ACCUMULATION,
     MICRO,
@@ -15,7 +16,10 @@ from zero_trial.tune.space import (
     TrainingWay,
     TuneFacts,
     Weighed,
+    canonical_key,
+    kept_keys,
     next_way,
+    of_other_samples,
     own_way,
     select,
     ways_to_train,
@@ -68,6 +72,83 @@ def test_savers_come_from_the_fastest_to_the_smallest() -> None:
     }
     kept = replace(FACTS, keep=("zero_optimization.reduce_every",))
     assert ladder(kept, 2) == [{}]
+
+
+REDUCE = "zero_optimization.reduce_every"
+AWAY = {f"zero_optimization.offload_{name}.device": "cpu" for name in ("optimizer", "param")}
+INTERVAL = "pipeline.activation_checkpoint_interval"
+
+
+@pytest.mark.parametrize(
+    ("now", "changed", "off"),
+    [
+        (AWAY, {"accelerator": True}, dict.fromkeys(AWAY, "none")),
+        ({REDUCE: "micro"}, {}, {REDUCE: "auto"}),
+        ({INTERVAL: 2}, {"pipe": 2}, {INTERVAL: 0}),
+        (AWAY, {"accelerator": True, "keep": ("zero_optimization.offload_optimizer",)}, {[*AWAY][1]: "none"}),
+        ({}, {"accelerator": True}, {}),
+    ],
+)
+def test_savers_of_the_ds_config_are_off_where_they_are_not_needed(
+    now: dict[str, Any], changed: dict[str, Any], off: dict[str, Any]
+) -> None:
+    facts = replace(FACTS, current={**NOW, **now}, **changed)
+    ways = ways_to_train(facts)
+    first = next(way for way in ways if way.mapping[STAGE] == 0 and not way.rung)
+    assert {key: first.mapping.get(key) for key in off} == off
+    assert set(first.mapping) & set(now) == set(off)
+    own = own_way(facts)
+    assert {key: own.mapping[key] for key in off} == {key: now[key] for key in off}
+    assert all(way == own for way in ways if way.mapping == own.mapping)  # never a second time
+
+
+def test_state_that_is_on_a_disk_now_can_be_there_or_come_back() -> None:
+    now = {
+        "zero_optimization.offload_optimizer.device": "nvme",
+        "zero_optimization.offload_optimizer.nvme_path": ("/d",),
+    }
+    for accelerator, places in (False, ["none", "nvme", "nvme"]), (True, ["none", "cpu", "cpu", "nvme", "nvme"]):
+        facts = replace(FACTS, current={**NOW, **now, STAGE: 0}, nvme_path=("/d",), accelerator=accelerator)
+        ladder = [way.mapping for way in ways_to_train(facts) if (way.mapping[STAGE], way.micro_batch) == (0, 4)]
+        assert [way["zero_optimization.offload_optimizer.device"] for way in ladder] == places
+    assert own_way(replace(facts, accelerator=False)) in ways_to_train(replace(facts, accelerator=False))
+
+
+@pytest.mark.parametrize(
+    ("word", "key"),
+    [
+        (STAGE, STAGE),
+        ("zero_optimization.stage3_prefetch_bucket_size", "zero_optimization.prefetch_bucket_size"),
+        ("hyperparameters.ds_config.zero_optimization.stage", STAGE),
+        ("zero_optimization.offload_param", "zero_optimization.offload_param"),
+        ("pipeline", "pipeline"),
+        ("zero_optimisation.stage", None),
+        ("gradient_clipping", None),
+        ("zero_optimization.offload_param.pin_memory", None),
+    ],
+)
+def test_what_can_be_kept(word: str, key: str | None) -> None:
+    if key is not None:
+        assert kept_keys([word]) == (key,) == (canonical_key(word),)
+        return
+    with pytest.raises(ConfigError, match="--keep"):
+        kept_keys([word])
+
+
+@pytest.mark.parametrize(
+    ("keep", "gone"),
+    [
+        ("zero_optimization.offload_optimizer", ("optimizer",)),
+        ("zero_optimization.offload_optimizer.device", ("optimizer",)),
+        ("zero_optimization", ("optimizer", "param")),
+    ],
+)
+def test_a_kept_section_keeps_its_keys(keep: str, gone: tuple[str, ...]) -> None:
+    keys = {key for way in ways_to_train(replace(FACTS, nvme_path=("/d",), keep=(keep,))) for key in way.mapping}
+    for name in ("optimizer", "param"):
+        assert any(key.startswith(f"zero_optimization.offload_{name}.") for key in keys) is (name not in gone)
+    stages = {way.mapping[STAGE] for way in ways_to_train(replace(FACTS, keep=(keep,)))}
+    assert stages == ({2} if keep == "zero_optimization" else {0, 1, 2, 3})
 
 
 def test_a_pipeline_has_schedules_and_recomputation() -> None:
@@ -126,6 +207,34 @@ def test_a_refusal_is_a_reason_and_the_own_way_stays() -> None:
     )
     assert {why for way, why in found.pruned if way.micro_batch == 8} == {"no"}
     assert [way.micro_batch for way in found.ways] == [4, 1]
+
+
+@pytest.mark.parametrize(
+    ("micro", "given", "own", "refused"),
+    [
+        (8, 8, 4, False),
+        (8, 4, 4, True),  # half of the samples: faster, and another training
+        (2, 4, 4, True),
+        (4, 3, 3, False),  # the ds_config's own size, whatever the loader gives there
+        (8, None, 4, False),
+        (8, 8, None, False),
+        (8, 4, None, True),
+        (8, 6, 3, False),  # it follows the micro-batch
+    ],
+)
+def test_a_way_trains_on_as_many_samples_as_the_own_one(
+    micro: int, given: int | None, own: int | None, refused: bool
+) -> None:
+    way = next(way for way in ways_to_train(FACTS) if way.micro_batch == micro)
+    found = of_other_samples(way, Weighed(1, samples=given), own_way(FACTS), Weighed(1, samples=own))
+    assert bool(found.refusal) is refused
+
+
+def test_a_loader_that_ignores_the_micro_batch_leaves_the_own_size() -> None:
+    ways = ways_to_train(FACTS)
+    found = select(ways, lambda way: Weighed(1, samples=4), NO_MARGIN, None, sizes=3, own=own_way(FACTS))
+    assert {way.micro_batch for way in found.ways} == {4}
+    assert any("context.get_train_micro_batch_size_per_gpu()" in why for _, why in found.pruned)
 
 
 def _ways() -> tuple[TrainingWay, ...]:

@@ -4,21 +4,22 @@ trials."""
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import shlex
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from zero_trial.cli.output import shown
 from zero_trial.cli.run import add_words, given_words
-from zero_trial.errors import ConfigError, DoesNotFit, TrialError
+from zero_trial.errors import ConfigError, DoesNotFit, ExitStatus, TrialError
 
 if TYPE_CHECKING:
-    from zero_trial.launch.experiment import CheckedRun, RunRequest
+    from zero_trial.launch.experiment import CheckedRun
     from zero_trial.preflight.compare import PlannedMachine
     from zero_trial.tune.search import TuneSearch
     from zero_trial.tune.space import Margin, Selection, TrainingWay
@@ -53,7 +54,11 @@ def add_parser(subparsers: Any) -> None:
         "--steps", type=int, metavar="N", help="measured steps of a trial that is not ended early (default: 16)"
     )
     parser.add_argument(
-        "--keep", action="append", default=[], metavar="KEY", help="leave this ds_config key as it is (may be repeated)"
+        "--keep",
+        action="append",
+        default=[],
+        metavar="KEY",
+        help="leave this key or section of the ds_config as it is (may be repeated)",
     )
     parser.add_argument(
         "--vary",
@@ -63,7 +68,10 @@ def add_parser(subparsers: Any) -> None:
         help="try these values of a further key of the ds_config or the experiment, such as hyperparameters.model.checkpointing",
     )
     parser.add_argument(
-        "--dir", type=Path, metavar="DIR", help="folder of the page and the trials (default: the next tunes/NNNN)"
+        "--dir",
+        type=Path,
+        metavar="DIR",
+        help="folder of the page and the trials, without an earlier tune's (default: the next tunes/NNNN)",
     )
     parser.add_argument("--write", action="store_true", help="write the winner's values into the ds_config's file")
     parser.add_argument("--dry-run", action="store_true", help="plan, show what would be tried, and start nothing")
@@ -88,28 +96,33 @@ def _handle(options: argparse.Namespace) -> int:
         slots=options.slots,
         placement=PlacementRequest(slots=options.slots),
     )
+    _refuse_used(options.dir)
     checked = check_run(request, os.environ)
     facts = facts_of(checked, keep=options.keep, vary=_varied(options.vary))
     tuning = checked.ds_config.autotuning  # type: ignore[union-attr]  # facts_of has refused None
     refuse_autotuning(tuning, facts.samples * checked.batch.axes.data_parallel)  # type: ignore[union-attr]
+    search_settings(tuning, 1, trials=options.trials, steps=options.steps)  # refuses what is no number of them
     target = _file_to_write(checked) if options.write else None
     own = own_way(facts)
     ways = ways_to_train(facts)
     ways += [own] if own not in ways else []
     say = _silent if options.json else _say
-    machine, margin = _machine(options, checked)
-    limit = machine.limit
-    say(f"plan    {len(ways)} ways to train {own.name}; limit {_size(limit)} per rank, margin {margin.describe()}")
-    found = select(
-        ways,
-        lambda way: weigh_way(request, way, machine, os.environ),
-        margin,
-        limit,
-        sizes=tuning.num_tuning_micro_batch_sizes,
-        own=own,
-    )
+    with _planning(checked.devices.gpus > 0) as call:
+        machine, margin = _machine(options, checked, call)
+        limit = machine.limit
+        say(f"plan    {len(ways)} ways to train {own.name}; limit {_size(limit)} per rank, margin {margin.describe()}")
+        found = select(
+            ways,
+            lambda way: call(weigh_way, request, way, machine, dict(os.environ)),
+            margin,
+            limit,
+            sizes=tuning.num_tuning_micro_batch_sizes,
+            own=own,
+        )
     for line in _selection_lines(found):
         say(line)
+    if options.dry_run and options.json:
+        print(json.dumps(_selection_json(found, limit)))
     if not found.ways:
         raise _nothing_fits(found, margin, limit)
     settings = search_settings(tuning, len(found.ways), trials=options.trials, steps=options.steps)
@@ -120,10 +133,17 @@ def _handle(options: argparse.Namespace) -> int:
     say(
         f"search  {search.planned} trials of {len(found.ways)} ways that fit, measured after {_numbers(search.rungs)} steps"
     )
-    while (trial := search.next_trial()) is not None:
-        run_trial(request, trial, search, folder / f"{trial.number:04d}", os.environ)
-        say(trial_line(trial, search.planned, own))
-    return _conclude(options, request, checked, search, own, _Ground(margin, limit, folder, target))
+    try:
+        while (trial := search.next_trial()) is not None:
+            run_trial(request, trial, search, folder / f"{trial.number:04d}", os.environ)
+            say(trial_line(trial, search.planned, own))
+    except KeyboardInterrupt:
+        if search.best() is None:
+            raise
+        say("stopped the search; what follows is of the trials so far, and no file is written")
+        _conclude(options, checked, search, own, _Ground(margin, limit, folder, None))
+        return ExitStatus.INTERRUPTED
+    return _conclude(options, checked, search, own, _Ground(margin, limit, folder, target))
 
 
 def _varied(words: list[str]) -> dict[str, list[Any]]:
@@ -141,11 +161,28 @@ def _varied(words: list[str]) -> dict[str, list[Any]]:
     return found
 
 
-def _machine(options: argparse.Namespace, checked: CheckedRun) -> tuple[PlannedMachine, Margin]:
+@contextlib.contextmanager
+def _planning(accelerator: bool) -> Iterator[Callable[..., Any]]:
+    """Yield what calls a function with arguments; with GPUs in a process of its own, which ends
+    with the block: a plan makes a CUDA context on the first GPU, whose memory the trials need."""
+    from concurrent.futures import ProcessPoolExecutor
+    from multiprocessing import get_context
+
+    if not accelerator:
+        yield lambda function, *arguments: function(*arguments)
+        return
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        yield lambda function, *arguments: pool.submit(function, *arguments).result()
+
+
+def _machine(
+    options: argparse.Namespace, checked: CheckedRun, call: Callable[..., Any]
+) -> tuple[PlannedMachine, Margin]:
     """Return what is planned for, and what a rank needs beside its tensors.
 
     On the CPU a rank's process is taken to be as large as this one, which has loaded the same
-    libraries; this one and the launcher's are taken off the memory that ranks share.
+    libraries; this one and the launcher's are taken off the memory that ranks share. ``call`` calls
+    what asks a GPU.
     """
     import psutil
     import torch
@@ -156,13 +193,13 @@ def _machine(options: argparse.Namespace, checked: CheckedRun) -> tuple[PlannedM
     from zero_trial.util.memory import machine_memory
     from zero_trial.util.text import parse_size
 
-    accelerator = torch.cuda.is_available()
+    accelerator = checked.devices.gpus > 0 and torch.cuda.is_available()
     process = _GPU_PROCESS if accelerator else psutil.Process().memory_info().rss
     limit: int | None
     if options.memory is not None:
         limit = parse_size(options.memory, "--memory")
     elif accelerator:
-        limit = rank_limit(torch.device("cuda"), checked.own.ranks)
+        limit = call(rank_limit, torch.device("cuda"), checked.own.ranks)
     else:
         whole = machine_memory()
         limit = None if whole is None else max(whole - 2 * process, 0) // checked.own.ranks
@@ -177,6 +214,14 @@ def _selection_lines(found: Selection) -> list[str]:
     spared = len(found.pruned) - len(lines)
     lines += [f"pruned  {spared} more, which save memory that is there or have smaller micro-batches"] if spared else []
     return lines + [f"fits    {way.name}: planned {format_bytes(found.weighed[way].bytes)}" for way in found.ways]
+
+
+def _selection_json(found: Selection, limit: int | None) -> dict[str, Any]:
+    return {
+        "limit": limit,
+        "fits": [{"way": way.mapping, "bytes": found.weighed[way].bytes} for way in found.ways],
+        "pruned": [{"way": way.mapping, "why": why} for way, why in found.pruned],
+    }
 
 
 def _nothing_fits(found: Selection, margin: Margin, limit: int | None) -> Exception:
@@ -209,6 +254,18 @@ def _folder(given: Path | None) -> Path:
     return given
 
 
+def _refuse_used(given: Path | None) -> None:
+    """Raise ConfigError for a folder that has the page or a trial of another tune: trials need
+    folders of their own, and the page would be replaced."""
+    if given is None or not given.exists():
+        return
+    used = [given / "tune.html", *given.glob("[0-9][0-9][0-9][0-9]")] if given.is_dir() else [given]
+    found = next((path for path in used if path.exists()), None)
+    if found is not None:
+        what = "another tune has written into this folder" if given.is_dir() else "this is a file"
+        raise ConfigError(what, where="--dir", got=str(found), expected="a folder for this tune alone")
+
+
 class _Ground:
     """Where the search took place: margin and limit, its folder, and the ds_config's file to write
     (None: none)."""
@@ -219,7 +276,6 @@ class _Ground:
 
 def _conclude(
     options: argparse.Namespace,
-    request: RunRequest,
     checked: CheckedRun,
     search: TuneSearch,
     own: TrainingWay,
@@ -228,13 +284,15 @@ def _conclude(
     """Print the winner, write the page and, if asked for, the ds_config; return the exit code."""
     from zero_trial.report.sweep_page import render_sweep
     from zero_trial.tune.search import TuneResult, changed_ds_config, difference
+    from zero_trial.tune.trials import key_in_ds_config
 
     best = search.best()
     before = _written_ds_config(checked)
     changes = {} if best is None else _changes(best.way, own)
-    of_ds_config = {key: value for key, value in changes.items() if not key.startswith("hyperparameters.")}
+    of_ds_config = {inside: value for key, value in changes.items() if (inside := key_in_ds_config(key)) is not None}
     settings = [f"{key}={json.dumps(value)}" for key, value in changes.items()]
-    command = shlex.join(["zero-trial", "run", *given_words(options), *settings])
+    slots = [] if options.slots is None else ["--slots", str(options.slots)]
+    command = shlex.join(["zero-trial", "run", *given_words(options), *settings, *slots])
     result = TuneResult(
         title=f"{checked.experiment_path.parent.name or checked.experiment_path.stem}, tuned",
         diff=difference(before, of_ds_config, "ds_config") or "the ds_config stays as it is",
@@ -266,7 +324,9 @@ def _conclude(
 
         write_atomic(ground.target, changed_ds_config(before, of_ds_config))
         if not options.json:
-            _say(f"wrote   {shown(ground.target)}")
+            rest = [key for key in changes if key_in_ds_config(key) is None]
+            kept = f"; not in it, but in the command: {', '.join(rest)}" if rest else ""
+            _say(f"wrote   {shown(ground.target)}{kept}")
     return 0
 
 
@@ -300,9 +360,11 @@ def _written_ds_config(checked: CheckedRun) -> Mapping[str, Any]:
 
 
 def _file_to_write(checked: CheckedRun) -> Path:
-    """Return the JSON file of the ds_config. Raises ConfigError where there is none, or where the
-    experiment lays values over it."""
+    """Return the JSON file of the ds_config. Raises ConfigError where there is none, where it has
+    what JSON does not (comments would be lost), and where the experiment lays values over it."""
     from zero_trial.ds_config.overlay import base_ds_config
+    from zero_trial.ds_config.presets import HYPERPARAMETER
+    from zero_trial.tune.search import is_plain_json
 
     experiment = checked.experiment
     named = base_ds_config(experiment.plain().get("data"), experiment.hyperparameters)[1]
@@ -314,10 +376,21 @@ def _file_to_write(checked: CheckedRun) -> Path:
             got="a ds_config inside the experiment" if not isinstance(named, str) else named,
             fix="Leave --write out: the values are shown at the end.",
         )
-    if isinstance(experiment.hyperparameters.get("ds_config"), Mapping):
+    if not is_plain_json(path.read_text(encoding="utf-8")):
+        raise ConfigError(
+            "the file has comments, bare words or commas that are not JSON, and they would be lost",
+            where="--write",
+            got=str(path),
+            fix="Leave --write out: the values are shown at the end.",
+        )
+    over = {
+        "hyperparameters.ds_config": isinstance(experiment.hyperparameters.get("ds_config"), Mapping),
+        f"hyperparameters.{HYPERPARAMETER}": experiment.hyperparameters.get(HYPERPARAMETER) is not None,
+    }
+    if any(over.values()):
         raise ConfigError(
             "the experiment lays values over the file, which would win over what is written there",
-            where="hyperparameters.ds_config",
+            where=next(key for key, there in over.items() if there),
             fix="Move them into the file, or leave --write out: the values are shown at the end.",
         )
     return path

@@ -8,7 +8,7 @@ import json
 import os
 import shlex
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -205,8 +205,13 @@ def begin_run(folder: Path, checked: CheckedRun) -> Path:
     return lock
 
 
-def supervisor_of(folder: Path, lock: Path, checked: CheckedRun, watcher: Watcher) -> Supervisor:
-    """Return the supervisor that starts this host's ranks of a run in ``folder``."""
+def supervisor_of(
+    folder: Path, lock: Path, checked: CheckedRun, watcher: Watcher, stop: Callable[[], None] | None = None
+) -> Supervisor:
+    """Return the supervisor that starts this host's ranks of a run in ``folder``.
+
+    ``stop``: what the first Ctrl-C does; by default it asks the ranks to save and end.
+    """
     arguments = ["--run-dir", str(folder), "--experiment", str(lock), "--model-dir", str(checked.model_dir.resolve())]
     arguments += ["--seed", str(checked.seed)]
     arguments += ["--repeat", repeat_command(folder)]
@@ -215,7 +220,7 @@ def supervisor_of(folder: Path, lock: Path, checked: CheckedRun, watcher: Watche
     rendezvous = checked.own.rendezvous
     command = AgentCommand(target, checked.own.ranks, str(folder), rendezvous, cwd=str(checked.model_dir.resolve()))
     env = host_environment(checked.own, threads_per_rank(checked.own.ranks, checked.devices))
-    return Supervisor(command, env, watcher, stop=RunFolder(folder).preempt.touch)
+    return Supervisor(command, env, watcher, stop=stop or RunFolder(folder).preempt.touch)
 
 
 def write_report(folder: Path, checked: CheckedRun) -> None:

@@ -77,6 +77,11 @@ class Planner:
             self._known[key] = self._make(*key)
         return self._known[key]
 
+    @property
+    def samples(self) -> int | None:
+        """Return the samples of a micro-batch as the loader gave it; None without one."""
+        return self._subject.samples
+
     def halvings(self) -> list[int]:
         """Return smaller micro-batches with the same global batch: n/2, n/4, ... as long as they
         divide.

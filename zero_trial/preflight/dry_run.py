@@ -410,6 +410,10 @@ class Subject(Protocol):
     def device(self) -> torch.device:
         """Return where the training will be."""
 
+    @property
+    def samples(self) -> int | None:
+        """Return the samples of the batch as it was given; None without one."""
+
     def dry_run(self, settings: DsConfig, ranks: int, micro_batch: int, one_host: bool = True) -> tuple[Figures, str]:
         """Return the figures with ``settings`` (all batch sizes solved) on ``ranks`` ranks, all on
         one host or not, and the way of the dry run.
@@ -457,6 +461,10 @@ class ModelSubject:
     @property
     def device(self) -> torch.device:
         return self._blueprint.device
+
+    @property
+    def samples(self) -> int | None:
+        return self._rows
 
     def dry_run(self, settings: DsConfig, ranks: int, micro_batch: int, one_host: bool = True) -> tuple[Figures, str]:
         batch = self._batch if self._rows is None else first_rows(self._batch, self._rows, micro_batch)

@@ -257,6 +257,10 @@ class TrialSubject:
     def parameters(self) -> int:
         return sum(part.blueprint.parameters for part in self._parts)
 
+    @property
+    def samples(self) -> int | None:
+        return rows_of(self._batches)
+
     def dry_run(self, settings: DsConfig, ranks: int, micro_batch: int, one_host: bool = True) -> tuple[Figures, str]:
         stage, accumulation = settings.zero_optimization.stage, settings.gradient_accumulation_steps or 1
         place = settings.zero_optimization.offload_optimizer

@@ -153,6 +153,11 @@ class PipelinePlanner:
         self.accumulation = sizes.accumulation
         self._known: dict[tuple[int, int], PipelinePlan] = {}
 
+    @property
+    def samples(self) -> int | None:
+        """Return the samples of a micro-batch as the loader gave it; None without one."""
+        return rows_of(self._batch)
+
     def plan(self, zero_stage: int | None = None, micro_batch: int | None = None) -> PipelinePlan:
         """Return the plan at another ZeRO stage or micro-batch; the global batch stays."""
         stage = self.zero_stage if zero_stage is None else zero_stage

@@ -24,8 +24,9 @@ from zero_trial.tune.space import Selection, TrainingWay, next_way
 from zero_trial.util.text import format_duration
 
 METRIC, UNIT = "steps_per_second", "steps"
-_DIVISOR = 4.0
+_DIVISOR = 4
 _FEWEST = 3
+_LOWEST_RUNG = 4  # steps: the median of fewer says little
 
 
 class _Picks:
@@ -79,7 +80,10 @@ def search_settings(
     tuning: AutotuningSection, fitting: int, *, trials: int | None = None, steps: int | None = None
 ) -> SearchSettings:
     """Return the settings of a search among so many ways that fit, by ds_config's autotuning
-    section and what the command line asks for."""
+    section and what the command line asks for. Raises ConfigError."""
+    for option, value in ("--trials", trials), ("--steps", steps):
+        if value is not None and value < 1:
+            raise ConfigError("there is nothing to measure", where=option, got=value, expected="at least 1")
     whole = tuning.tuner_type == "gridsearch" or not tuning.fast
     wanted = trials or tuning.tuner_num_trials or (fitting if whole else max(_FEWEST, fitting // 4))
     measured = steps or tuning.end_profile_step - tuning.start_profile_step + 1
@@ -113,6 +117,14 @@ def refuse_autotuning(tuning: AutotuningSection, batch: int) -> None:
         )
 
 
+def _most_rungs(steps: int) -> int:
+    """Return how many rungs there are between the lowest one and so many steps."""
+    rungs = 1
+    while steps // _DIVISOR**rungs >= _LOWEST_RUNG:
+        rungs += 1
+    return rungs
+
+
 class TuneSearch:
     """Successive halving of the ways of a selection, one trial at a time.
 
@@ -132,7 +144,7 @@ class TuneSearch:
             max_time=settings.steps,
             mode="aggressive",
             divisor=_DIVISOR,
-            max_rungs=5 if settings.halving else 1,
+            max_rungs=_most_rungs(settings.steps) if settings.halving else 1,
             max_concurrent_trials=1,
         )
         self._searcher = AdaptiveAsha({}, self._picks, budget, metric=METRIC, time_metric=UNIT, smaller_is_better=False)
@@ -190,7 +202,7 @@ class TuneSearch:
             "max_time": self._budget.max_time,
             "time_metric": UNIT,
             "mode": "aggressive",
-            "divisor": _DIVISOR,
+            "divisor": float(_DIVISOR),
             "max_rungs": self._budget.max_rungs,
             "max_concurrent_trials": 1,
         }
@@ -268,6 +280,15 @@ def difference(before: Mapping[str, Any], changes: Mapping[str, Any], name: str)
         lineterm="",
     )
     return "\n".join(lines)
+
+
+def is_plain_json(text: str) -> bool:
+    """Return whether a ds_config has nothing that writing it again would lose, such as comments."""
+    try:
+        json.loads(text)
+    except ValueError:
+        return False
+    return True
 
 
 def _as_text(value: Mapping[str, Any]) -> str:

@@ -9,11 +9,13 @@ next_way        which of those to try next, by what has been measured
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import log2
 from typing import Any
 
-from zero_trial.util.text import format_bytes
+from zero_trial.ds_config.table import lookup
+from zero_trial.errors import ConfigError
+from zero_trial.util.text import did_you_mean, format_bytes
 
 STAGE = "zero_optimization.stage"
 MICRO = "train_micro_batch_size_per_gpu"
@@ -29,6 +31,19 @@ _OPTIMIZER_AWAY = "zero_optimization.offload_optimizer"
 _PARAMETERS_AWAY = "zero_optimization.offload_param"
 
 _STAGES = (0, 1, 2, 3)
+_OFF: Mapping[str, Any] = {
+    f"{_OPTIMIZER_AWAY}.device": "none",
+    f"{_PARAMETERS_AWAY}.device": "none",
+    _REDUCE: "auto",
+    _INTERVAL: 0,
+}
+"""The savers that a ds_config may have switched on, and what switches them off."""
+_PATHS = (f"{_OPTIMIZER_AWAY}.nvme_path", f"{_PARAMETERS_AWAY}.nvme_path")
+_TUNED = (
+    *(STAGE, MICRO, ACCUMULATION, _RESHARD, _PREFETCH, _PERSISTENCE, _SCHEDULE, _CHUNKS),
+    *_OFF,
+    *_PATHS,
+)
 # the fewest idle ranks for little memory, for more memory, and with more messages
 _SCHEDULES: tuple[Mapping[str, Any], ...] = (
     {_SCHEDULE: "1f1b", _CHUNKS: 1},
@@ -43,11 +58,12 @@ class TuneFacts:
 
     Args:
         samples: of one optimizer step on one data-parallel rank.
-        current: the values that the ds_config has for the keys above, by dotted key.
+        current: the values that the ds_config has for the keys above, by dotted key; of those in
+            ``_OFF`` and of ``nvme_path`` only what saves memory now.
         accelerator: whether ranks compute on GPUs, so that the host's memory is another one.
         nvme_path: the folders for state that leaves for a disk; none where none is named.
         pipe: pipeline stages.
-        keep: dotted keys that stay as they are.
+        keep: dotted keys and sections that stay as they are.
         vary: further dotted keys with the values to try.
         smallest, largest: limits of the micro-batch.
     """
@@ -108,14 +124,47 @@ class TrainingWay:
         return found
 
 
+def canonical_key(key: str) -> str:
+    """Return a dotted key of the ds_config by its own name; any other key as it is."""
+    path = ""
+    for part in key.removeprefix("hyperparameters.ds_config.").split("."):
+        row = lookup(path, part)
+        if row is None:
+            return key
+        path = row.path
+    return path
+
+
+def kept_keys(words: Iterable[str]) -> tuple[str, ...]:
+    """Return the keys and sections of ``--keep`` by their own names. Raises ConfigError for one
+    that is the same in all ways, so that a slip is not taken for a wish."""
+    found = tuple(canonical_key(word) for word in words)
+    for key in found:
+        if not any(_is_kept(tuned, (key,)) for tuned in _TUNED):
+            raise ConfigError(
+                "no way to train changes this key",
+                where="--keep",
+                got=key,
+                expected=", ".join(_TUNED),
+                fix=did_you_mean(key, _TUNED) or "Leave it out: it stays as it is.",
+            )
+    return found
+
+
+def _is_kept(key: str, keep: Collection[str]) -> bool:
+    """Return whether a key, a section around it, or the device that its path is of is kept."""
+    same = {key, key.replace(".nvme_path", ".device")}
+    return any(each == kept or each.startswith(f"{kept}.") for each in same for kept in keep)
+
+
 def ways_to_train(facts: TuneFacts) -> list[TrainingWay]:
     """Return every way, ladder by ladder, the largest micro-batch of each first."""
     current = facts.current
-    stages = (current[STAGE],) if STAGE in facts.keep else _STAGES
+    stages = (current[STAGE],) if _is_kept(STAGE, facts.keep) else _STAGES
     sizes = [size for size in range(facts.samples, 0, -1) if facts.samples % size == 0]
     sizes = [size for size in sizes if facts.smallest <= size <= facts.largest]
     sizes = [size for size in sizes if facts.samples // size >= facts.pipe]  # fewer leave ranks idle
-    if {MICRO, ACCUMULATION} & set(facts.keep):
+    if _is_kept(MICRO, facts.keep) or _is_kept(ACCUMULATION, facts.keep):
         sizes = [current[MICRO]]
     found: dict[tuple[tuple[str, Any], ...], TrainingWay] = {}
     for stage in stages:
@@ -124,7 +173,7 @@ def ways_to_train(facts: TuneFacts) -> list[TrainingWay]:
                 base = {STAGE: stage, MICRO: size, ACCUMULATION: facts.samples // size, **more}
                 ladder = tuple((key, value) for key, value in base.items() if key not in (MICRO, ACCUMULATION))
                 for savers in _savers(facts, stage, facts.samples // size):
-                    changes = {key: value for key, value in savers.items() if key not in facts.keep}
+                    changes = {key: value for key, value in savers.items() if not _is_kept(key, facts.keep)}
                     values = tuple({**base, **changes}.items())
                     rung = sum(1 for way in found.values() if way.ladder == ladder and way.micro_batch == size)
                     found.setdefault(values, TrainingWay(values, ladder, rung))
@@ -132,11 +181,15 @@ def ways_to_train(facts: TuneFacts) -> list[TrainingWay]:
 
 
 def own_way(facts: TuneFacts) -> TrainingWay:
-    """Return the way that the ds_config names now."""
+    """Return the way that the ds_config names now: the one of ``ways_to_train`` where it is among
+    them."""
     values = {STAGE: facts.current[STAGE], MICRO: facts.current[MICRO], ACCUMULATION: facts.current[ACCUMULATION]}
-    if facts.pipe > 1:
-        values |= {key: facts.current[key] for key in (_SCHEDULE, _CHUNKS) if key not in facts.keep}
+    keys = (*((_SCHEDULE, _CHUNKS) if facts.pipe > 1 else ()), *_OFF, *_PATHS)
+    values |= {key: facts.current[key] for key in keys if key in facts.current and not _is_kept(key, facts.keep)}
     values |= {key: facts.current[key] for key in facts.vary if key in facts.current}
+    known = next((way for way in ways_to_train(facts) if way.mapping == values), None)
+    if known is not None:
+        return known
     ladder = tuple((key, value) for key, value in values.items() if key not in (MICRO, ACCUMULATION))
     return TrainingWay(tuple(values.items()), ladder)
 
@@ -145,7 +198,7 @@ def _products(facts: TuneFacts) -> list[dict[str, Any]]:
     """Return the schedules, times the values of ``facts.vary``."""
     found: list[dict[str, Any]] = [{}]
     if facts.pipe > 1:
-        found = [{key: value for key, value in each.items() if key not in facts.keep} for each in _SCHEDULES]
+        found = [{key: value for key, value in each.items() if not _is_kept(key, facts.keep)} for each in _SCHEDULES]
         found = [each for place, each in enumerate(found) if each not in found[:place]]
     for key, values in facts.vary.items():
         found = [{**each, key: value} for each in found for value in values]
@@ -153,7 +206,8 @@ def _products(facts: TuneFacts) -> list[dict[str, Any]]:
 
 
 def _savers(facts: TuneFacts, stage: int, accumulation: int) -> list[dict[str, Any]]:
-    """Return the ladder of a stage: values to set, from what moves least to what holds least."""
+    """Return the ladder of a stage: values to set, from what moves least to what holds least.
+    Savers that the ds_config has switched on are off where a rung does not need them."""
     several = accumulation > 1
     found: list[dict[str, Any]] = [{}]
     if facts.pipe > 1:
@@ -165,21 +219,52 @@ def _savers(facts: TuneFacts, stage: int, accumulation: int) -> list[dict[str, A
         least = {_RESHARD: "forward", **({_REDUCE: "micro"} if several else {})}
         # by default all of a small model always lives
         found = [fast, {}, least, {**least, _PERSISTENCE: 0, _PREFETCH: 0}]
-    place = {"device": "cpu"} if facts.accelerator else {"device": "nvme", "nvme_path": facts.nvme_path}
-    if facts.accelerator or facts.nvme_path:
+    places: list[dict[str, Any]] = [{"device": "cpu"}] if facts.accelerator else []
+    places += [{"device": "nvme", "nvme_path": facts.nvme_path}] if facts.nvme_path else []
+    for place in places:
         for section in (_OPTIMIZER_AWAY, _PARAMETERS_AWAY)[: 2 if facts.pipe == 1 else 1]:
             found.append({**found[-1], **{f"{section}.{key}": value for key, value in place.items()}})
-    return found
+    off = {key: value for key, value in _OFF.items() if key in facts.current}
+    return [{**off, **savers} for savers in found]
 
 
 @dataclass(frozen=True)
 class Weighed:
     """What the plan says of a way: bytes of one rank, seconds of a step as an estimate that is good
-    for comparing only; or why there is no plan."""
+    for comparing only; or why there is no plan.
+
+    ``samples``: of a micro-batch as the trial's loader gave it; None if unknown.
+    """
 
     bytes: int = 0
     seconds: float = 0.0
     refusal: str = ""
+    samples: int | None = None
+
+
+def of_other_samples(way: TrainingWay, found: Weighed, own: TrainingWay | None, configured: Weighed) -> Weighed:
+    """Return what is known of a way, refused where its step would train on more or fewer samples
+    than that of the ds_config as it is: its loader does not follow the micro-batch.
+
+    Args:
+        own: the way that the ds_config names; None if unknown, so that batches must be as large as
+            the micro-batch.
+        configured: what is known of it.
+    """
+    if found.refusal or found.samples is None:
+        return found
+    step = found.samples * int(way.mapping[ACCUMULATION])
+    expected = way.micro_batch * int(way.mapping[ACCUMULATION])
+    if own is not None and configured.samples is not None:
+        expected = configured.samples * int(own.mapping[ACCUMULATION])
+    if step == expected:
+        return found
+    why = (
+        f"the loader gives batches of {found.samples} samples (the first tensor's first dimension), so a step would "
+        f"train on {step} and not on {expected}. "
+        f"Size its batches by context.get_train_micro_batch_size_per_gpu(), or give --keep {MICRO}."
+    )
+    return replace(found, refusal=why)
 
 
 @dataclass(frozen=True)
@@ -227,6 +312,7 @@ def select(
     pruned: list[tuple[TrainingWay, str]] = []
     weighed: dict[TrainingWay, Weighed] = {}
     fitting: dict[tuple[tuple[str, Any], ...], list[int]] = {}
+    configured = Weighed() if own is None else weigh(own)
     for way in ways:
         have = fitting.setdefault(way.ladder, [])
         if way.micro_batch in have and way != own:
@@ -235,7 +321,8 @@ def select(
         if len(have) >= sizes and way != own:
             pruned.append((way, f"not needed: {sizes} larger micro-batches fit"))
             continue
-        weighed[way] = found = weigh(way)
+        found = configured if way == own else of_other_samples(way, weigh(way), own, configured)
+        weighed[way] = found
         needed = margin.needed(found.bytes)
         if found.refusal:
             pruned.append((way, found.refusal))

@@ -8,18 +8,16 @@ import gc
 import json
 import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-import psutil
-
 from zero_trial.ds_config.keys_running import SCHEDULE_CHUNKS
 from zero_trial.ds_config.table import DsConfig
-from zero_trial.errors import ConfigError, DoesNotFit, ExitStatus, TrialError, ZeroTrialError
+from zero_trial.errors import ConfigError, ExitStatus, ZeroTrialError
 from zero_trial.experiment.changes import KeyPath, read_words
 from zero_trial.launch.experiment import CheckedRun, RunRequest, begin_run, check_run, supervisor_of
 from zero_trial.launch.supervisor import LaunchResult
@@ -27,8 +25,18 @@ from zero_trial.preflight.compare import PlannedMachine, Planner, trial_planner
 from zero_trial.preflight.link_model import LinkModel, of_step
 from zero_trial.runs.events import Tail, json_lines
 from zero_trial.runs.layout import RunFolder, given_run_folder, lock_run
+from zero_trial.runs.records import read_ranks
 from zero_trial.tune.search import TuneSearch, TuneTrial
-from zero_trial.tune.space import ACCUMULATION, MICRO, STAGE, TrainingWay, TuneFacts, Weighed
+from zero_trial.tune.space import (
+    ACCUMULATION,
+    MICRO,
+    STAGE,
+    TrainingWay,
+    TuneFacts,
+    Weighed,
+    canonical_key,
+    kept_keys,
+)
 from zero_trial.util.memory import machine_memory
 from zero_trial.util.text import format_bytes
 
@@ -38,6 +46,7 @@ _ENDLESS = 1_000_000  # batches; a trial is ended when it is measured
 _FLOPS, _MICRO_BATCH, _TO_HOST, _TO_DISK = 4e14, 1e-3, 2e10, 1e9
 _CPU_LINKS = LinkModel(intra_gbps=80, ranks_per_node=4096, intra_latency=5e-5)
 _AGAIN = 4 / 3  # the time of a step that computes its forwards twice
+_MONITORS = ("wandb", "comet", "tensorboard", "csv_monitor")
 _OUT_OF_MEMORY = ("out of memory", "allocate memory", "outofmemory", "bad_alloc", "sigkill")
 
 
@@ -62,26 +71,64 @@ def facts_of(checked: CheckedRun, *, keep: Sequence[str], vary: Mapping[str, Seq
         "pipeline.schedule": section.schedule,
         "pipeline.chunks_per_rank": chunks,
     }
-    current |= {key: value for key in vary if (value := _reach(config, key)) is not None}
+    accelerator = checked.devices.gpus > 0
+    current |= _savers_now(config, accelerator)
+    current |= {key: value for key in vary if (value := _value_now(checked, config, key)) is not None}
     places = (zero.offload_optimizer, zero.offload_param)
     return TuneFacts(
         samples=batch.batch.micro_batch_size * batch.batch.accumulation,
         current=current,
-        accelerator=checked.devices.gpus > 0,
+        accelerator=accelerator,
         nvme_path=next((place.nvme_path for place in places if place is not None and place.nvme_path), ()),
         pipe=batch.axes.pipe,
-        keep=tuple(keep),
+        keep=kept_keys(keep),
         vary=vary,
         smallest=tuning.min_train_micro_batch_size_per_gpu,
         largest=tuning.max_train_micro_batch_size_per_gpu,
     )
 
 
-def _reach(config: DsConfig, key: str) -> Any:
-    found: Any = config
-    for part in key.split("."):
-        found = getattr(found, part, None)
+def _savers_now(config: DsConfig, accelerator: bool) -> dict[str, Any]:
+    """Return the savers that the ds_config has switched on, by dotted key."""
+    zero, interval = config.zero_optimization, config.pipeline.activation_checkpoint_interval
+    found: dict[str, Any] = {}
+    for name, place in ("offload_optimizer", zero.offload_optimizer), ("offload_param", zero.offload_param):
+        # CPU ranks have everything in the host's memory anyway
+        if place is not None and place.device in (("cpu", "nvme") if accelerator else ("nvme",)):
+            found[f"zero_optimization.{name}.device"] = place.device
+            if place.device == "nvme":
+                found[f"zero_optimization.{name}.nvme_path"] = place.nvme_path
+    found |= {"zero_optimization.reduce_every": "micro"} if zero.reduce_every == "micro" else {}
+    return found | ({"pipeline.activation_checkpoint_interval": interval} if interval else {})
+
+
+def _value_now(checked: CheckedRun, config: DsConfig, key: str) -> Any:
+    """Return the value that a key of the ds_config or of the experiment has, or None."""
+    if key_in_ds_config(key) is not None:
+        return _reach(config, canonical_key(key).split("."))
+    known = {**checked.experiment.raw, "hyperparameters": checked.experiment.hyperparameters}
+    return _reach(known, _place(key))
+
+
+def _reach(found: Any, path: Iterable[str]) -> Any:
+    for part in path:
+        found = found.get(part) if isinstance(found, Mapping) else getattr(found, part, None)
     return found
+
+
+def key_in_ds_config(key: str) -> str | None:
+    """Return the dotted key in the ds_config's file; None for one of the experiment."""
+    path = _place(key)
+    return ".".join(path[2:]) if path[:2] == ("hyperparameters", "ds_config") else None
+
+
+def _place(key: str) -> KeyPath:
+    """Return the place of a key in the experiment. Raises ConfigError for an unknown one, and for a
+    word that is not a key."""
+    path = next(iter(read_words([f"{key}=null"]).changes), None)
+    if path is None:
+        raise ConfigError("this is not a key of an experiment or a ds_config", where="--vary", got=key)
+    return path
 
 
 def changes_of(way: TrainingWay) -> dict[KeyPath, Any]:
@@ -89,16 +136,32 @@ def changes_of(way: TrainingWay) -> dict[KeyPath, Any]:
     return dict(read_words(f"{key}={json.dumps(value)}" for key, value in way.values).changes)
 
 
+def changes_of_trial(way: TrainingWay) -> dict[KeyPath, Any]:
+    """Return what a trial changes in the experiment: the values of its way, and what makes it a
+    measurement, which goes on until it is ended, reports each step, and neither saves nor writes
+    to monitors."""
+    return {
+        **changes_of(way),
+        ("searcher", "max_length"): {"batches": _ENDLESS},
+        ("scheduling_unit",): 1,
+        ("perform_initial_validation",): False,
+        ("min_validation_period",): {"batches": 0},
+        ("min_checkpoint_period",): {"batches": 0},
+        ("max_restarts",): 0,
+        **{("hyperparameters", "ds_config", monitor, "enabled"): False for monitor in _MONITORS},
+    }
+
+
 def weigh_way(request: RunRequest, way: TrainingWay, machine: PlannedMachine, env: Mapping[str, str]) -> Weighed:
-    """Plan a way; what the engine refuses becomes the refusal."""
+    """Plan a way; what the trial or the engine refuses becomes the refusal."""
     try:
         checked = check_run(replace(request, changes={**request.changes, **changes_of(way)}), env)
         with trial_planner(checked, machine) as planner:
-            found = _weighed(planner, way, checked.own.ranks)
-    except (ConfigError, TrialError, DoesNotFit) as error:
+            return replace(_weighed(planner, way, checked.own.ranks), samples=planner.samples)
+    except ZeroTrialError as error:
         return Weighed(refusal=" ".join(str(error).split()))
-    gc.collect()  # a trial and its data, which refer to each other
-    return found
+    finally:
+        gc.collect()  # a trial and its data, which refer to each other
 
 
 def _weighed(planner: Any, way: TrainingWay, ranks: int) -> Weighed:
@@ -140,14 +203,18 @@ class _StepWatch:
     A rung of n steps is measured over the n steps after the warm-up: one over their median.
     """
 
-    def __init__(self, events: Path, search: TuneSearch, trial: TuneTrial) -> None:
-        self._tail = Tail(events)
+    def __init__(self, run: RunFolder, ranks: int, search: TuneSearch, trial: TuneTrial) -> None:
+        self._run = run
+        self._ranks = ranks
+        self._offered = False
+        self._tail = Tail(run.events)
         self._search = search
         self._trial = trial
         self._times: list[float] = []
 
     def tick(self) -> None:
-        _offer_to_the_oom_killer()
+        if not self._offered:
+            self._offered = _offer_to_the_oom_killer(self._run.path, self._ranks)
         for event in json_lines(self._tail.lines()):
             if event.get("kind") == "train":
                 self._take(float(event["time"]))
@@ -162,35 +229,46 @@ class _StepWatch:
             raise _Measured
 
 
-def _offer_to_the_oom_killer() -> None:
-    """Let the kernel kill the trial's processes before this one where memory runs out (Linux)."""
-    for process in psutil.Process().children(recursive=True):
-        with contextlib.suppress(OSError):
-            Path(f"/proc/{process.pid}/oom_score_adj").write_text("500", encoding="ascii")
+def _offer_to_the_oom_killer(folder: Path, ranks: int) -> bool:
+    """Let the kernel kill the ranks of a run, and what they start later, before this process where
+    memory runs out (Linux). Return whether all of them were there."""
+    found = read_ranks(folder)
+    if len(found) < ranks:
+        return False
+    for record in found:
+        with contextlib.suppress(OSError):  # it has ended, or there is no such file
+            Path(f"/proc/{record.pid}/oom_score_adj").write_text("500", encoding="ascii")
+    return True
+
+
+def _interrupt() -> None:
+    """End a trial at once at the first Ctrl-C: it has nothing to save."""
+    raise KeyboardInterrupt
 
 
 def run_trial(request: RunRequest, trial: TuneTrial, search: TuneSearch, folder: Path, env: Mapping[str, str]) -> None:
     """Train a way in ``folder`` until the search has measured enough of it, or it died; the folder
-    stays only if it died."""
+    stays only if it died.
+
+    Raises KeyboardInterrupt if the user ends it: without a process or a folder that stays, and what
+    was measured of it counts.
+    """
     start = time.monotonic()
-    changes: dict[KeyPath, Any] = {
-        ("searcher", "max_length"): {"batches": _ENDLESS},
-        ("scheduling_unit",): 1,  # each step is reported
-        ("perform_initial_validation",): False,
-        ("min_validation_period",): {"batches": 0},
-        ("min_checkpoint_period",): {"batches": 0},
-        ("max_restarts",): 0,
-    }
     why = ""
     try:
-        checked = check_run(replace(request, changes={**request.changes, **changes_of(trial.way), **changes}), env)
+        checked = check_run(replace(request, changes={**request.changes, **changes_of_trial(trial.way)}), env)
         made = given_run_folder(folder).resolve()
         with lock_run(made):
             lock = begin_run(made, checked)
-            watch = _StepWatch(RunFolder(made).events, search, trial)
-            why = ended_because(supervisor_of(made, lock, checked, watch).run())
+            watch = _StepWatch(RunFolder(made), checked.own.ranks, search, trial)
+            why = ended_because(supervisor_of(made, lock, checked, watch, _interrupt).run())
     except _Measured:
         shutil.rmtree(folder, ignore_errors=True)
+    except KeyboardInterrupt:
+        shutil.rmtree(folder, ignore_errors=True)
+        trial.seconds = time.monotonic() - start
+        search.ended(trial, "" if trial.speeds else "interrupted before it was measured")
+        raise
     except ZeroTrialError as error:
         why = " ".join(str(error).split())
     trial.seconds = time.monotonic() - start

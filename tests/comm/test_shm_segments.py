@@ -294,18 +294,31 @@ def test_pages_go_when_the_last_view_goes_and_the_segment_is_used_again() -> Non
 
 def test_pages_that_are_kept_stay_for_the_next_tensor_of_that_kind_and_size() -> None:
     pool, peer = SharedTensorPool(), SharedMemory()
-    tensor = pool.empty(SMALLEST, torch.uint8, keep=True).fill_(3)
+    size = 4 * SMALLEST
+    tensor = pool.empty(size, torch.uint8, keep=True).fill_(3)
     handle = lend(pool, tensor, [READER], peers()) or pytest.fail("it was free")
     del tensor
-    assert (held(pool), pool.taken_bytes) == (SMALLEST, 0)
-    other = pool.empty(SMALLEST, torch.uint8, keep=True)
+    assert (held(pool), pool.taken_bytes) == (size, 0)
+    other = pool.empty(size, torch.uint8, keep=True)
     assert len(pool._tensors) == 2, "a peer reads the first"
-    peer.acknowledge(handle, READER)
-    assert pool.empty(SMALLEST // 2, torch.uint8, keep=True).eq(3).all() and len(pool._tensors) == 2
-    assert pool.empty(SMALLEST // 2 - 1, torch.uint8, keep=True).sum() == 0 and len(pool._tensors) == 3, "too large"
-    assert pool.empty(SMALLEST, torch.uint8).sum() == 0 and len(pool._tensors) == 4, "zeros"
     pool.free_kept()
-    assert held(pool) == pool.taken_bytes == SMALLEST and other.sum() == 0, "it is in use"
+    assert held(pool) == 2 * size, "it still does"
+    peer.acknowledge(handle, READER)
+    assert pool.empty(size // 2, torch.uint8, keep=True).eq(3).all() and len(pool._tensors) == 2
+    assert pool.empty(size // 4, torch.uint8, keep=True).sum() == 0 and len(pool._tensors) == 3, "too large"
+    assert pool.empty(size, torch.uint8).sum() == 0 and len(pool._tensors) == 4, "zeros"
+    pool.free_kept()
+    assert held(pool) == pool.taken_bytes == size and other.sum() == 0, "it is in use"
+
+
+def test_what_keeps_its_pages_takes_no_segment_of_a_much_larger_one() -> None:
+    """It would not be found again: each step made two segments more, with all of their pages."""
+    pool = SharedTensorPool()
+    for _ in range(5):
+        pool.empty(9 * SMALLEST, torch.uint8)
+        pool.empty(2 * SMALLEST, torch.uint8, keep=True)
+    assert len(pool._tensors) == 2
+    assert held(pool) == 2 * SMALLEST
 
 
 def test_what_peers_still_read_is_kept_after_its_tensor() -> None:

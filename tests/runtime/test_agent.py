@@ -59,7 +59,7 @@ def test_a_rank_gets_its_place_and_its_code_is_known():
     with forked(lambda place: int(json.loads(place)["RANK"])) as rank:
         assert rank.proc.poll() is None
         rank.begin({"RANK": "3"})
-        assert rank.proc.wait(10.0) == 3 == rank.proc.poll()
+        assert rank.proc.wait() == 3 == rank.proc.poll()
 
 
 def test_a_rank_that_is_ended_while_it_waits():
@@ -81,13 +81,16 @@ for name in ("is_available", "device_count", "init", "current_device", "_lazy_in
 from zero_trial.runtime.agent import NEEDED_BY_RANKS
 for name in NEEDED_BY_RANKS:
     __import__(name)
-import threading
-print(threading.active_count())
+import os
+print(len(os.listdir("/proc/self/task")))
 """
 
 
 def test_what_is_imported_before_the_fork_asks_no_device_and_starts_no_thread() -> None:
-    done = subprocess.run([sys.executable, "-c", NO_DEVICE], capture_output=True, text=True, timeout=120, check=False)
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}  # of OpenMP and OpenBLAS; the latter's pool outlives a fork
+    done = subprocess.run(
+        [sys.executable, "-c", NO_DEVICE], env=env, capture_output=True, text=True, timeout=120, check=False
+    )
     assert (done.returncode, done.stdout, done.stderr) == (0, "1\n", "")
 
 

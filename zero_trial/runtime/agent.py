@@ -137,11 +137,11 @@ class ForkedRank:
             self._code = os.waitstatus_to_exitcode(status) if pid else None
         return self._code
 
-    def wait(self, timeout: float) -> int:
-        """Return the exit code. Raises TimeoutExpired after ``timeout`` seconds."""
-        end = time.monotonic() + timeout
+    def wait(self, timeout: float | None = None) -> int:
+        """Return the exit code. Raises TimeoutExpired after ``timeout`` seconds; None: never."""
+        begin = time.monotonic()
         while (code := self.poll()) is None:
-            if time.monotonic() > end:
+            if timeout is not None and time.monotonic() - begin > timeout:
                 raise subprocess.TimeoutExpired(f"rank {self.pid}", timeout)
             time.sleep(_WAIT_SECONDS)
         return code

@@ -15,7 +15,6 @@ for the next step, unless gradients are to be None between steps.
 
 from __future__ import annotations
 
-import weakref
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -134,14 +133,14 @@ class PooledBuffer:
 class BufferPool:
     """Buffers of ``comm`` for the gradients in flight, and for their casts. At most ``most`` that
     fit a group, unless more are in use at once. ``keeps``: their pages stay with the process
-    between steps.
+    between steps, until :meth:`close`; those of a pool that was dropped, until another engine is
+    built or closed.
     """
 
     def __init__(self, comm: AxisComm, most: int, *, keeps: bool = True) -> None:
         self._comm = comm
         self._most = most
         self._keeps = keeps
-        weakref.finalize(self, comm.free_kept).atexit = False
         self._taken: list[PooledBuffer] = []
         self._left: list[PooledBuffer] = []  # given back, the longest ago first
         self._largest = 0  # bytes

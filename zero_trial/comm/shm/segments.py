@@ -308,6 +308,7 @@ class SharedTensor(SharedSegment):
     lease: weakref.ref[memoryview] | None = None
     lent: tuple[int, int] = (0, 0)  # bytes [start, stop) of the payload
     keeps: bool = False  # its pages stay when the tensor is gone
+    allocated: int = 0  # bytes of the payload that have pages for sure
 
     @property
     def taken(self) -> bool:
@@ -366,12 +367,13 @@ class SharedTensorPool:
             return torch.zeros(numel, dtype=dtype)
         try:
             found = self._kept(nbytes) if keep else None
-            if found is None:
-                found = self._vacant(nbytes)
+            found = found or self._vacant(nbytes, _twice(nbytes) if keep else None)
+            if found.allocated < nbytes:
                 # Allocates the pages now: a machine that has none left raises here, and does not
                 # kill the first process that writes.
-                os.posix_fallocate(found.descriptor, 0, HEADER + (found.capacity if keep else nbytes))
-                found.keeps = keep
+                os.posix_fallocate(found.descriptor, 0, HEADER + nbytes)
+                found.allocated = nbytes
+            found.keeps = keep
         except OSError as trouble:
             if not self._refused:
                 self._refused = True
@@ -388,7 +390,7 @@ class SharedTensorPool:
     def free_kept(self) -> None:
         """Give the pages of tensors that are gone back to the system."""
         for found in self._tensors.values():
-            if found.keeps and not found.taken:
+            if found.keeps and not (found.taken or found.has_readers):
                 found.keeps = False
                 _vacate(found)
 
@@ -412,18 +414,20 @@ class SharedTensorPool:
         fitting = [
             found
             for found in self._tensors.values()
-            if found.keeps and nbytes <= found.capacity <= 2 * nbytes and not (found.taken or found.has_readers)
+            if found.keeps and nbytes <= found.capacity <= _twice(nbytes) and not (found.taken or found.has_readers)
         ]
         return min(fitting, key=lambda found: found.capacity, default=None)
 
-    def _vacant(self, nbytes: int) -> SharedTensor:
-        """Return the smallest empty segment that is large enough (its size is only a range of
-        addresses), or a new one.
+    def _vacant(self, nbytes: int, most: int | None) -> SharedTensor:
+        """Return the smallest empty segment that is large enough and of ``most`` bytes (None: its
+        size is only a range of addresses), or a new one. What keeps its pages must be found again
+        by tensors of that size, and not by much smaller ones.
         """
         fitting = [
             found
             for found in self._tensors.values()
-            if not (found.taken or found.keeps or found.has_readers) and found.capacity >= nbytes
+            if not (found.taken or found.keeps or found.has_readers)
+            and nbytes <= found.capacity <= (most or found.capacity)
         ]
         if fitting:
             smallest = min(fitting, key=lambda found: found.capacity)
@@ -455,12 +459,21 @@ def _new_segment(nbytes: int) -> SharedSegment:
     return segment
 
 
+def _twice(nbytes: int) -> int:
+    """Return the payload bytes of the largest segment for a tensor of ``nbytes`` whose pages
+    stay."""
+    return 2 * capacity_for(nbytes)
+
+
 def _vacate(found: SharedTensor) -> None:
     """Give the pages of a tensor that was freed back to the system; they read as zeros when they
     are used again. Not while peers read.
     """
-    if found.owner == os.getpid() and not found.has_readers and not _punch(found):
-        # This kernel cannot: the pages stay, and must read as zeros.
+    if found.owner != os.getpid() or found.has_readers:
+        return
+    if _punch(found):
+        found.allocated = 0
+    else:  # This kernel cannot: the pages stay, and must read as zeros.
         found.payload(torch.uint8, found.capacity).zero_()
 
 

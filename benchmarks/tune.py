@@ -2,7 +2,7 @@
 
     python benchmarks/tune.py                        # three models; minutes on two quiet cores
     python benchmarks/tune.py gpt                    # one of them, at most 6 minutes
-    python benchmarks/tune.py gpt --steps 2 --quick  # three ways only
+    python benchmarks/tune.py gpt --steps 2 --quick  # quick: three ways only
 
 The exhaustive search runs every way that the plan does not refuse, ways that save memory which is
 there included, to its last step. The tuner has a quarter of these runs. Both start each trial as

@@ -87,7 +87,7 @@ def test_auto_stays_where_it_is_a_value_of_the_key():
     for value in (
         {"zero_optimization": {"reduce_every": "auto"}},
         {"data_types": {"keep_in_fp32_modules": "auto"}},
-        {"autotuning": {"x": "auto"}},
+        {"autotuning": {"arg_mappings": {"x": "auto"}}},
     ):
         document, faults = resolve_auto(Document.of(value), {})
         assert document.value == value and not faults

@@ -116,5 +116,7 @@ def test_every_changed_leaf_keeps_its_place():
 
 
 def test_open_values_are_laid_whole():
-    merged = overwrite_ds_config({"autotuning": {"a": 1}}, {"autotuning": {"b": 2}})
-    assert merged == {"autotuning": {"b": 2}}
+    merged = overwrite_ds_config(
+        {"autotuning": {"enabled": True, "arg_mappings": {"a": 1}}}, {"autotuning": {"arg_mappings": {"b": 2}}}
+    )
+    assert merged == {"autotuning": {"enabled": True, "arg_mappings": {"b": 2}}}

@@ -85,7 +85,7 @@ def shortage(poor_rank: int) -> tuple[list[float], int]:
     """One rank gets no memory to share while its engine is built: its tensors are ordinary, the
     others' are not."""
 
-    def none_left(homes: SharedTensorPool, nbytes: int) -> None:
+    def none_left(homes: SharedTensorPool, nbytes: int, most: int | None) -> None:
         raise OSError(28, "No space left on device")
 
     gc.collect()  # earlier engines

@@ -279,12 +279,14 @@ def first_values_file(
     that they are never in memory together; None where they will not. Collective over the world."""
     section = config.zero_optimization.offload_param
     meta = [param for param in params if param.is_meta]
-    if section is None or plan.home is not Home.NVME or not leaves_parameters(config, plan, mesh, params):
+    if section is None or plan.home is not Home.NVME:
         return None
+    # the parameters of another pipeline stage may leave where this one's do not
+    leave = bool(meta) and leaves_parameters(config, plan, mesh, params)
     wanted = sum(2 * BLOCK + param.numel() * param.element_size() // mesh.data.size for param in meta)
     where = f"{_Z}.offload_param.nvme_path"
     opened = functools.partial(places.swap_file, _folders(section), wanted, config.aio, where)
-    file = _all_or_none(mesh, lambda: opened() if meta else None, "first values")
+    file = _all_or_none(mesh, lambda: opened() if leave else None, "first values")
     return file if isinstance(file, SwapFile | StripedFile) else None
 
 

@@ -388,11 +388,13 @@ class SharedTensorPool:
         return torch.frombuffer(lease, dtype=dtype)
 
     def free_kept(self) -> None:
-        """Give the pages of tensors that are gone back to the system."""
+        """Give the pages of tensors that are gone back to the system, and those of others when
+        they are gone."""
         for found in self._tensors.values():
-            if found.keeps and not (found.taken or found.has_readers):
+            if found.keeps and (found.taken or not found.has_readers):
                 found.keeps = False
-                _vacate(found)
+                if not found.taken:
+                    _vacate(found)
 
     def find(self, tensor: torch.Tensor) -> SharedTensor | None:
         """Return the shared tensor that holds a contiguous ``tensor``."""

@@ -173,3 +173,10 @@ def test_a_mistake_in_the_trial_is_one_line(tmp_path: Path, capsys: pytest.Captu
     assert main(["plan", str(made.experiment), str(made.folder)]) == 1
     shown = capsys.readouterr().err
     assert "model_def.py:" in shown and "AttributeError" in shown and "Traceback" not in shown
+
+
+def test_a_trial_may_ask_where_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    asks = "assert self.context.is_epoch_start() and self.context.current_train_batch() == 0\n        loss = "
+    made = project(tmp_path, model=MODEL.replace("loss = ", asks, 1))
+    assert main(["plan", str(made.experiment), str(tmp_path)]) == 0
+    assert "activations" in capsys.readouterr().out

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import signal
 import sys
+from collections import UserDict
+from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy
 import pytest
+import torch
 
 import zero_trial
 from tests.preflight.project import DS_CONFIG, EXPERIMENT, MODEL, messages, project
 from zero_trial.experiment.entrypoint import Entrypoint
 from zero_trial.experiment.experiment import read_experiment
-from zero_trial.preflight import trial_dry_run
+from zero_trial.preflight import fake_engine, trial_dry_run
+from zero_trial.preflight.fake_task import DryRunRequest, trial_code_error
 from zero_trial.preflight.issues import Area, Severity
-from zero_trial.preflight.trial_dry_run import DryRunRequest, DryRunResult, dry_run_trial, trial_code_error
+from zero_trial.preflight.trial_dry_run import DryRunResult, dry_run_trial
 
 
 def run(folder: Path, model: str = MODEL, experiment: str = EXPERIMENT, **options: Any) -> DryRunResult:
@@ -50,6 +57,27 @@ def test_nothing_stays(tmp_path: Path):
     assert "ZeroDivisionError" in said(again)[0], "another module of the same name"
 
 
+def test_a_module_that_stays_keeps_the_real_initialize(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """One outside of the model's folder, imported while initialize was replaced, or before."""
+    made = tmp_path / "installed"
+    made.mkdir()
+    (made / "zt_helper_of_a_trial.py").write_text("from zero_trial import initialize\n")
+    monkeypatch.syspath_prepend(str(made))
+    own = "from zt_helper_of_a_trial import initialize"
+    makes = f"{own}\n        engine, *_ = initialize(model=torch.nn.Linear(4, 1), config=context.get_data_config()['ds_config'])"
+    wraps = f"{makes}\n        self.engine = context.wrap_model_engine(engine)"
+    model = changed('self.engine = context.initialize(model=torch.nn.Linear(context.get_hparam("width"), 1))', wraps)
+    try:
+        for folder in ("a", "b"):
+            assert said(run(tmp_path / folder, model)) == []
+            assert sys.modules["zt_helper_of_a_trial"].initialize is zero_trial.initialize
+    finally:
+        del sys.modules["zt_helper_of_a_trial"]
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path / "c", changed("import torch\n", "import torch\nraise KeyboardInterrupt\n"))
+    assert zero_trial.initialize.__module__ == "zero_trial.engine.build" and "model_def" not in sys.modules
+
+
 TRAINS = "loss = self.engine(next(dataloader_iter)).mean()"
 EVALUATES = 'return {"validation_loss": self.engine(next(dataloader_iter)).mean()}'
 
@@ -67,7 +95,9 @@ MISTAKES = [
 @pytest.mark.parametrize(("old", "new", "message"), MISTAKES, ids=[new[:50] for _, new, _ in MISTAKES])
 def test_a_step_is_trained_and_a_batch_evaluated(tmp_path: Path, old: str, new: str, message: str):
     found = said(run(tmp_path, changed(old, new)))
-    assert len(found) == 1 and found[0].startswith(message), found
+    assert found[0].startswith(message), found
+    rest = ["note: evaluate_batch was not run: the"] if "rror: reading" not in message and old != EVALUATES else []
+    assert [text[:37] for text in found[1:]] == rest, "one cause, one fault"
 
 
 def test_all_micro_batches_of_a_step_are_trained(tmp_path: Path):
@@ -79,7 +109,7 @@ def test_all_micro_batches_of_a_step_are_trained(tmp_path: Path):
     model = changed("self.context = context", own)
     assert said(run(tmp_path, MODEL, accumulates)) == []
     assert said(run(tmp_path, model.replace(once, twice), accumulates)) == []
-    (text,) = said(run(tmp_path, model, accumulates))
+    text, _ = said(run(tmp_path, model, accumulates))
     assert "train_batch did not train for gradient accumulation steps" in text
 
 
@@ -88,12 +118,122 @@ def test_all_micro_batches_of_a_step_are_trained(tmp_path: Path):
     [
         ("import torch.distributed as dist; dist.all_reduce(loss)", "note: model_def.py:20: train_batch, which calls torch.distributed"),
         ("loss = loss * float('nan')", ""),
+        ("loss.cuda()", "note: model_def.py:20: train_batch, which needs another device"),
+        ("raise RuntimeError('Expected all tensors to be on the same device, but found cuda:0 and cpu')", "note: "),
         ("print('hello')", ""),
     ],
 )  # fmt: skip
 def test_what_only_real_ranks_can_tell_is_no_fault(tmp_path: Path, more: str, message: str):
     found = said(run(tmp_path, changed(TRAINS, f"{TRAINS}\n        {more}")))
-    assert len(found) == bool(message) and all(text.startswith(message) for text in found), found
+    assert len(found) == 2 * bool(message), found
+    assert not message or (found[0].startswith(message) and "evaluate_batch was not run" in found[1])
+
+
+def test_a_trial_may_ask_where_it_is(tmp_path: Path):
+    """Before and after the step, as on a rank."""
+    asks = "assert (batch_idx, self.context.is_epoch_start(), self.context.current_train_batch()) == "
+    model = changed(TRAINS, f"{asks}(0, True, 0)\n        {TRAINS}")
+    assert said(run(tmp_path, model.replace(EVALUATES, f"{asks}(0, False, 1)\n        {EVALUATES}"))) == []
+
+
+CALLBACKS = "def build_callbacks(self):\n        return {}\n\n    def train_batch"
+
+
+@pytest.mark.parametrize("place", [TRAINS, EVALUATES])
+def test_what_callbacks_make_is_missed_with_a_warning(tmp_path: Path, place: str):
+    model = changed("def train_batch", CALLBACKS).replace(place, f"self.made_by_a_hook\n        {place}")
+    text = said(run(tmp_path, model))[0]
+    assert text.startswith("warn: ") and "without the trial's callbacks raised AttributeError" in text
+
+
+SHARDED = {**DS_CONFIG, "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}}
+AWAY = {"device": "nvme", "nvme_path": "."}
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("away", [{}, {"offload_optimizer": AWAY}, {"offload_optimizer": AWAY, "offload_param": AWAY}])
+def test_the_values_of_other_ranks_are_there(tmp_path: Path, stage: int, away: dict[str, Any]):
+    """A trial that computes with its weights gets numbers as on a rank: what the engine returns for
+    ones is the sum of the weights and the bias, after a step without a learning rate, too."""
+    zero = {"stage": stage, "stage3_param_persistence_threshold": 0, **away}
+    config = {**DS_CONFIG, "optimizer": {"type": "AdamW", "params": {"lr": 0.0}}, "zero_optimization": zero}
+    keeps = "model = torch.nn.Linear(4, 1)\n        self.sum = sum(each.sum().item() for each in model.parameters())"
+    model = changed("self.engine = context", f"{keeps}\n        self.engine = context")
+    model = model.replace('model=torch.nn.Linear(context.get_hparam("width"), 1)', "model=model")
+    right = "assert abs(self.engine(torch.ones(1, 4)).item() - self.sum) < 1e-5"
+    for place in (TRAINS, EVALUATES):
+        model = model.replace(place, f"{right}\n        {place}")
+    made = project(tmp_path, ds_config=config, model=model)
+    assert [text for text in messages(made.check()) if "memory" not in text] == []
+
+
+def test_zeros_of_other_ranks_make_no_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Where the model has no room here, its step is played only if asked for."""
+    monkeypatch.setattr(fake_engine, "MOST_VALUES", 4)
+    made = project(tmp_path, ds_config=SHARDED, model=changed(TRAINS, f"{TRAINS}\n        assert loss != loss"))
+    first, second = messages(made.check())
+    assert "train_batch was not run" in first and "evaluate_batch was not run" in second
+    first, second = messages(made.check(dry_run=True))
+    assert first.startswith(
+        "warn: model_def.py:20: train_batch with zeros in place of the weights of other ranks raised"
+    )
+    assert "evaluate_batch was not run" in second
+
+
+def test_one_batch_is_not_all(tmp_path: Path):
+    """A reducer may need them."""
+    reducer = "self.context = context\n        context.wrap_reducer(lambda values: 1 / 0, 'hits', for_training=False)"
+    model = changed("self.context = context", reducer)
+    (text,) = said(run(tmp_path, model))
+    assert text.startswith("warn: model_def.py:10: evaluation after one batch raised ZeroDivisionError"), text
+
+
+def test_frozen_parameters_are_work_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    frozen = "model = torch.nn.Linear(4, 1)\n        model.weight.requires_grad_(False)\n        self.engine = context"
+    model = changed("self.engine = context", frozen).replace(
+        'model=torch.nn.Linear(context.get_hparam("width"), 1)', "model=model"
+    )
+    monkeypatch.setattr(trial_dry_run, "_MOST_WORK", 39)
+    assert [text[:30] for text in said(run(tmp_path, model))] == [
+        "note: train_batch was not run:",
+        "note: evaluate_batch was not r",
+    ]
+
+
+def test_work_ends_after_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(trial_dry_run, "_MOST_SECONDS", 0.05)
+    endless = "while True:\n            try:\n                sum(range(1000))\n            except Exception:\n                pass"
+    before = signal.getsignal(signal.SIGALRM)
+    first, second = said(run(tmp_path / "a", changed(TRAINS, f"{endless}\n        {TRAINS}")))
+    assert first.startswith("note: train_batch was not run to its end") and "evaluate_batch was not run" in second
+    (text,) = said(run(tmp_path / "b", changed(EVALUATES, f"{endless}\n        {EVALUATES}")))
+    assert text.startswith("note: evaluate_batch was not run to its end")
+    assert signal.getsignal(signal.SIGALRM) is before
+
+
+@dataclass
+class Pair:
+    left: Any
+    right: Any
+
+
+@pytest.mark.parametrize(
+    ("batch", "elements"),
+    [
+        (torch.ones(2, 3), 6),
+        ((torch.ones(2), {"a": torch.ones(3)}), 5),
+        (UserDict(ids=torch.ones(4, 8)), 32),  # as transformers' BatchEncoding
+        (UserDict(ids=UserDict(left=torch.ones(4))), 4),
+        (Pair(torch.ones(5), 1), 6),
+        (SimpleNamespace(x=torch.ones(7)), 7),
+        (numpy.ones((3, 3)), 9),
+        (["four", b"two", 1, 2.0, None], 10),
+        ([object()], 100_000),
+        ([SimpleNamespace(size=(4, 4))], 100_000),
+    ],
+)  # fmt: skip
+def test_the_elements_of_a_batch(batch: Any, elements: int):
+    assert trial_dry_run.elements_of(batch) == elements
 
 
 def test_much_work_is_done_with_fewer_samples_or_if_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -101,7 +241,7 @@ def test_much_work_is_done_with_fewer_samples_or_if_asked_for(tmp_path: Path, mo
     left out."""
     model = changed(TRAINS, f"{TRAINS}\n        assert batch_idx or len(next(dataloader_iter)) == 4")
     monkeypatch.setattr(trial_dry_run, "_MOST_WORK", 79)
-    (text,) = said(run(tmp_path, model))
+    text, _ = said(run(tmp_path, model))
     assert text.startswith("warn: model_def.py:20: train_batch with 3 of 4 samples raised AssertionError"), text
     monkeypatch.setattr(trial_dry_run, "_MOST_WORK", 39)
     assert [text[:38] for text in said(run(tmp_path, model))] == [

@@ -19,8 +19,8 @@ def add_parser(subparsers: Any) -> None:
         "check",
         help="find mistakes in an experiment without starting it",
         description="Check the experiment's YAML, every point of its search, its ds_config, entrypoint, loaders and folder. All faults are "
-        "shown together. Starts no ranks and writes nothing; the trial is built once, trains one step and evaluates one batch, on the CPU, with the "
-        "engine that a rank has. What its code prints goes to the standard error; what its code itself writes is written.",
+        "shown together. Starts no ranks. The trial is built once, trains one step and evaluates one batch, on the CPU, with the engine that a rank "
+        "has and without its callbacks. Nothing is written but what the trial's own code writes; what it prints goes to the standard error.",
         allow_abbrev=False,
     )
     add_words(parser)
@@ -31,7 +31,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--dry-run",
         action="store_true",
-        help="train the step and evaluate the batch also where they are much work, which else takes fewer samples or is left out",
+        help="train and evaluate also where that is much work, which otherwise takes fewer samples, ends after 30 s, or is left out",
     )
     parser.add_argument("--no-build", action="store_true", help="read files only: do not import the model definition")
     parser.add_argument("--json", action="store_true", help="print one JSON object")

@@ -72,7 +72,7 @@ class CheckReport:
 def check_experiment(request: CheckRequest, env: Mapping[str, str]) -> CheckReport:
     """Read and resolve the experiment, and build its trial in a dry run.
 
-    Starts no ranks, writes nothing.
+    Starts no ranks, and writes nothing of its own.
 
     Faults of the experiment are not raised: the report holds all issues.
     """
@@ -190,7 +190,8 @@ class _ExperimentCheck:
         """Build the trial and return the number of its engines' parameters; None if it was not
         built."""
         # torch, and the user's code
-        from zero_trial.preflight.trial_dry_run import DryRunRequest, dry_run_trial
+        from zero_trial.preflight.fake_task import DryRunRequest
+        from zero_trial.preflight.trial_dry_run import dry_run_trial
 
         seed = experiment.experiment_seed or 0
         scene = DryRunRequest(

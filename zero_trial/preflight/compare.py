@@ -19,10 +19,11 @@ from zero_trial.errors import ConfigError, DataError, DoesNotFit, TrialError
 from zero_trial.launch.experiment import CheckedRun
 from zero_trial.preflight.dry_run import MOST_ACCUMULATION, ModelSubject, Subject, variant, with_state_at
 from zero_trial.preflight.fake_engine import TrialSubject
+from zero_trial.preflight.fake_task import DryRunRequest, fake_task, raised_by_trial
 from zero_trial.preflight.pipeline_plan import PipelinePlanner
 from zero_trial.preflight.plan import MemoryPlan
-from zero_trial.preflight.trial_dry_run import DryRunRequest, fake_task, raised_by_trial
 from zero_trial.trial.data import Resume, open_train_data
+from zero_trial.trial.settings import TrainPosition
 from zero_trial.trial.trial import fitted
 from zero_trial.util.text import format_bytes
 
@@ -282,7 +283,9 @@ def trial_planner(
             context = task.seeded_context()
             with torch.device("meta") if machine.elsewhere else contextlib.nullcontext():
                 trial = kind(context)
-            feed = open_train_data(trial, context, Resume()).feed
+            data = open_train_data(trial, context, Resume())
+        feed = data.feed
+        context.set_position(TrainPosition(0, data.epoch_length))
         if subject.pipeline is not None:
             model, settings = subject.pipeline
             batch = _pair(next(feed)) if feed is not None else (None, None)

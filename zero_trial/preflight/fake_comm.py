@@ -104,7 +104,8 @@ class Segments:
 class _FakeTransport(Transport):
     """One axis as its first rank sees it.
 
-    Nothing is sent; what would arrive from the others is zeros.
+    Nothing is sent. What would arrive from the others is zeros; a sum over all stays what this rank
+    put in.
     """
 
     def __init__(self, size: int, exchange: Exchange, segments: Segments) -> None:
@@ -134,7 +135,8 @@ class _FakeTransport(Transport):
     ) -> tuple[Works, Finish]:
         parts = full.view(self._size, -1)
         parts[0].copy_(shard)
-        parts[1:].zero_()
+        if not again:
+            parts[1:].zero_()
         copied_out = self._shares(full) and not self._segments.has(shard)
         segment = self._segments.acquire(shard.numel() * shard.element_size()) if copied_out else None
         return [], lambda: _free(segment)
@@ -242,3 +244,42 @@ def _fake_swap_file(folders: Sequence[Path], nbytes: int, aio: AioSection, where
 
 # The device's copies move nothing that has values, and at once.
 FAKE_SWAP = OffloadBackends(_fake_swap_file, lambda device, pinned: BlockingCopier())
+
+
+class _MemoryFile(_FakeSwapFile):
+    """A file in memory: what is read is what was written."""
+
+    def __init__(self, nbytes: int) -> None:
+        super().__init__()
+        self._content = torch.zeros(nbytes, dtype=torch.uint8)
+
+    def reserve(self, nbytes: int) -> int:
+        offset = super().reserve(nbytes)
+        if self.end > len(self._content):
+            more = torch.zeros(max(self.end, 2 * len(self._content)) - len(self._content), dtype=torch.uint8)
+            self._content = torch.cat([self._content, more])
+        return offset
+
+    def read(self, offset: int, into: torch.Tensor) -> DiskTransfer:
+        raw = into.detach().view(-1).view(torch.uint8)
+        raw.copy_(self._content[offset : offset + len(raw)])
+        return super().read(offset, into)
+
+    def write(self, offset: int, source: torch.Tensor) -> DiskTransfer:
+        raw = source.detach().view(-1).view(torch.uint8)
+        self._content[offset : offset + len(raw)].copy_(raw)
+        return super().write(offset, source)
+
+    @contextmanager
+    def mapped(self) -> Iterator[torch.Tensor]:
+        """Yield the content."""
+        yield self._content[: self.end]
+
+
+def _memory_file(folders: Sequence[Path], nbytes: int, aio: AioSection, where: str) -> _MemoryFile:
+    """Stand in for :func:`zero_trial.engine.offload_config.open_swap_file`."""
+    return _MemoryFile(nbytes)
+
+
+# For models that fit into memory: their offloaded values are those that training gave them.
+SWAP_IN_MEMORY = replace(FAKE_SWAP, swap_file=_memory_file)

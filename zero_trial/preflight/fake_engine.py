@@ -13,7 +13,7 @@ its sizes are asked for.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from zero_trial.comm import MeshShape
 from zero_trial.ds_config.keys_running import PipelineSection
 from zero_trial.ds_config.table import DsConfig
 from zero_trial.engine import Engine
@@ -40,11 +41,13 @@ from zero_trial.preflight.dry_run import (
     variant,
     with_state_at,
 )
-from zero_trial.preflight.fake_comm import FAKE_SWAP, Exchange, fake_mesh
+from zero_trial.preflight.fake_comm import FAKE_SWAP, SWAP_IN_MEMORY, Exchange, fake_mesh
 from zero_trial.preflight.plan import Figures
+from zero_trial.util.memory import machine_memory
 
 CPU = torch.device("cpu")
-MOST_VALUES = 100_000_000  # parameters of a pipeline that are given values unasked
+MOST_VALUES = 100_000_000  # parameters that are trained unasked
+_BYTES = 24  # per parameter, of the states and the activations of a little work
 
 
 class _ProxyEngine:
@@ -73,20 +76,32 @@ def fake_initialize(ranks: int, most_values: float = MOST_VALUES) -> Callable[..
     """Return a function with the signature of ``zero_trial.initialize`` for a run of ``ranks``
     ranks.
 
-    Its engines compute on the CPU, in the precision of ds_config. Collectives move nothing: at ZeRO
-    stage 3 the parameters of other ranks are zeros, so outputs have the right form and not the
-    right values. A pipeline of more than ``most_values`` parameters gets no values at all.
+    Its engines compute on the CPU, in the precision of ds_config. Collectives move nothing, so the
+    engine of a model that has room here (:func:`has_room`) has the shards of all ranks: they are
+    replicas to it. In another model the parameters of other ranks become zeros, and what returns
+    from NVMe has any values. A pipeline of more than ``most_values`` parameters gets no values at
+    all.
     """
 
     def engine(model: nn.Module, settings: DsConfig, options: dict[str, Any], data: dict[str, Any]) -> Any:
         given = options | data
         if not isinstance(model, PipelineModule):
-            return _rank_0(model, settings, ranks, CPU, given)
+            return _rank_0(model, settings, ranks, CPU, given, whole=has_room(model.parameters()))
         if model.total_parameters <= most_values:
-            return _whole_pipeline(model, settings, ranks, CPU, given)
+            return _whole_pipeline(model, settings, ranks, CPU, given, whole=_fits(model.total_parameters))
         return _ProxyEngine(_whole_pipeline(model, settings, ranks, META, given), CPU)
 
     return _initializer(engine)
+
+
+def has_room(params: Iterable[nn.Parameter]) -> bool:
+    """Return whether the parameters are few enough to be trained here unasked."""
+    return _fits(sum(param.numel() for param in params))
+
+
+def _fits(parameters: int) -> bool:
+    memory = machine_memory()
+    return parameters <= MOST_VALUES and (memory is None or _BYTES * parameters <= memory)
 
 
 def _initializer(
@@ -139,23 +154,42 @@ def _without_writers(settings: DsConfig) -> DsConfig:
     return replace(settings, **{name: replace(getattr(settings, name), enabled=False) for name in names})
 
 
-def _rank_0(model: nn.Module, settings: DsConfig, ranks: int, device: torch.device, options: dict[str, Any]) -> Engine:
-    mesh = fake_mesh(mesh_shape(settings, ranks), Exchange.DIRECT)
-    return build_engine(model, settings, mesh, device, places=FAKE_SWAP, **options)
+def _rank_0(
+    model: nn.Module,
+    settings: DsConfig,
+    ranks: int,
+    device: torch.device,
+    options: dict[str, Any],
+    *,
+    whole: bool = False,
+) -> Engine:
+    """Build the engine of rank 0; ``whole``: its shards are those of all ranks, and what it
+    offloads stays in memory."""
+    shape = mesh_shape(settings, ranks)
+    if whole:
+        shape = MeshShape(shape.pipe, shape.data_parallel_size, 1, shape.model)
+    mesh = fake_mesh(shape, Exchange.DIRECT)
+    return build_engine(model, settings, mesh, device, places=SWAP_IN_MEMORY if whole else FAKE_SWAP, **options)
 
 
 def _whole_pipeline(
-    model: PipelineModule, settings: DsConfig, ranks: int, device: torch.device, options: dict[str, Any]
+    model: PipelineModule,
+    settings: DsConfig,
+    ranks: int,
+    device: torch.device,
+    options: dict[str, Any],
+    *,
+    whole: bool = False,
 ) -> Engine:
     """Build the engine of all layers on the ranks that share one stage of ``settings``."""
-    whole = replace(settings, mesh=replace(settings.mesh, pipe=1), pipeline=PipelineSection())
+    one_stage = replace(settings, mesh=replace(settings.mesh, pipe=1), pipeline=PipelineSection())
     one = ChunkPlacement.loop(1)
     if model.built and model.placement == one:
         model.build(one, 0)
     else:
         with device if device == META else nullcontext():
             model.build_whole()
-    return _rank_0(model, whole, ranks // settings.mesh.pipe, device, options)
+    return _rank_0(model, one_stage, ranks // settings.mesh.pipe, device, options, whole=whole)
 
 
 @contextmanager

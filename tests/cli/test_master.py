@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ import yaml
 from tests.master.fakes import experiment, tgz
 from zero_trial.cli import main as cli
 from zero_trial.cli.master import default_root
+from zero_trial.master.agent.cluster import JobEnd, JobStatus
 from zero_trial.master.agent.processes import Identity, marked
 from zero_trial.master.directory import MasterDirectory
 
@@ -177,6 +178,60 @@ def test_logs(shell: Shell) -> None:
 def test_where_there_never_was_a_master(tmp_path: Path, word: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["master", word, "--root", str(tmp_path / "nowhere")]) == 2
     assert "zero-trial master up" in capsys.readouterr().err and not (tmp_path / "nowhere").exists()
+
+
+@pytest.mark.parametrize("word", ["down", "status"])
+def test_a_master_of_another_machine_is_left_alone(
+    tmp_path: Path, word: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    holder = MasterDirectory(tmp_path)
+    holder.prepare()
+    holder.database.touch()
+    holder.write_state({"pid": 1, "start": "another boot:1", "host": "login-2.example"})
+    assert holder.lock()
+    try:
+        assert cli.main(["master", word, "--root", str(tmp_path)]) == 2
+    finally:
+        holder.unlock()
+    assert "login-2.example" in capsys.readouterr().err
+
+
+class _Engine:
+    """Slurm with one job, which ends when it is canceled, or not at all."""
+
+    seconds = 0.01
+
+    def __init__(self, ends: bool) -> None:
+        self.ends = ends
+        self.status = JobStatus(("n1",))
+
+    def statuses(self, names: Collection[str]) -> Mapping[str, JobStatus]:
+        return dict.fromkeys(names, self.status)
+
+    def cancel(self, name: str, *, force: bool = False) -> None:
+        if self.ends:
+            self.status = JobStatus(("n1",), JobEnd.CANCELED)
+
+    def close(self) -> None: ...
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_down_says_which_jobs_have_ended_and_which_have_not(
+    tmp_path: Path, ends: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("zero_trial.cli.master._engine", lambda *_, **__: _Engine(ends))
+    monkeypatch.setattr("zero_trial.master.agent.handover._FORCED_SECONDS", 0.02)
+    monkeypatch.setattr("zero_trial.master.agent.handover._ASKED_SECONDS", 0.02)
+    home = MasterDirectory(tmp_path)
+    home.prepare()
+    home.write_state({"pid": 0, "on": "slurm"})
+    folder = home.allocation("1.t.1")
+    folder.mkdir()
+    (folder / "order.json").write_text("{}")
+    assert cli.main(["master", "down", "--root", str(tmp_path), "--json"]) == (0 if ends else 5)
+    said = capsys.readouterr()
+    assert json.loads(said.out)["ended_allocations"] == (["1.t.1"] if ends else [])
+    assert ("1.t.1" in said.err) is not ends
 
 
 def test_the_default_root_follows_xdg(tmp_path: Path) -> None:

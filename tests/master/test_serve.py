@@ -73,6 +73,30 @@ def test_one_master_for_one_folder(tmp_path: Path) -> None:
     holder.unlock()
 
 
+def test_the_engine_of_jobs_that_go_on_is_kept_until_another_one_works(tmp_path: Path) -> None:
+    home = MasterDirectory(tmp_path)
+    home.prepare()
+    home.write_state({"pid": 0, "port": 5, "on": "slurm"})
+    folder = home.allocation("1.t.1")
+    folder.mkdir()
+    (folder / "order.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"--on slurm.*master down"):
+        serve(wish(tmp_path), lambda: None)
+    assert home.state()["on"] == "slurm" and not home.locked()
+
+    def fails() -> Agent:
+        raise ConfigError("Slurm does not answer")
+
+    asked = ServeOptions(MasterDirectory(tmp_path), fails, None, on="slurm")
+    with pytest.raises(ConfigError, match="does not answer"):
+        serve(asked, lambda: None)
+    asked.directory.unlock()
+    assert (home.state()["on"], home.state()["port"]) == ("slurm", 5)
+    (folder / "order.json").unlink()
+    once(tmp_path)
+    assert home.state()["on"] == ""
+
+
 def test_a_master_whose_folder_is_removed_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from zero_trial.master import serve as subject
 

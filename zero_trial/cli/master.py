@@ -9,6 +9,7 @@ import json
 import os
 import shlex
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -99,7 +100,8 @@ def _serve(options: argparse.Namespace, home: Any, devices: Any) -> int:
     from zero_trial.board.app import board_routes
     from zero_trial.board.source import StoreSource
     from zero_trial.master.agent.agent import Agent
-    from zero_trial.master.agent.cluster import ClusterManager, require_reachable
+    from zero_trial.master.agent.cluster import ClusterManager
+    from zero_trial.master.agent.handover import require_reachable
     from zero_trial.master.http.server import LOOPBACK
     from zero_trial.master.serve import ServeOptions, serve
 
@@ -269,6 +271,7 @@ def _down(options: argparse.Namespace) -> int:
     from zero_trial.master.agent.processes import Identity
 
     home = _home(options)
+    _require_here(home)
     running = home.locked()
     if running:
         state = home.state()
@@ -278,19 +281,38 @@ def _down(options: argparse.Namespace) -> int:
         while identity.alive and time.monotonic() < until:
             time.sleep(0.05)
         identity.send(signal.SIGKILL)
-    left = end_all(home) if home.allocations.is_dir() else []
+    left, still = end_all(home) if home.allocations.is_dir() else [], list[str]()
     if home.state().get("on"):
-        from zero_trial.master.agent.cluster import cancel_all, left_behind
+        from zero_trial.master.agent.handover import cancel_all, left_behind
 
         if left_behind(home):  # by a master that was killed
             left += cancel_all(home, _engine(home.state()["on"], 1, gpus=True))
+        still = left_behind(home)
     if options.json:
         print(json.dumps({"root": str(home.root), "was_running": running, "ended_allocations": left}))
-        return 0
-    print("master ended" if running else f"no master was running in {home.root}")
-    for name in left:
-        print(f"ended allocation {name}")
+    else:
+        print("master ended" if running else f"no master was running in {home.root}")
+        for name in left:
+            print(f"ended allocation {name}")
+    if still:
+        raise MasterError(
+            "jobs do not end",
+            where=home.state()["on"],
+            got=", ".join(still),
+            fix="Look at them there, and run zero-trial master down again.",
+        )
     return 0
+
+
+def _require_here(home: Any) -> None:
+    """Refuse to work on the folder of a master that runs on another machine: its processes cannot
+    be seen, and its database must not be opened, from here.
+    """
+    host = home.state().get("host") or socket.gethostname()
+    if host != socket.gethostname() and home.locked():
+        raise ConfigError(
+            "its master runs on another machine", where=str(home.root), got=socket.gethostname(), expected=host
+        )
 
 
 # -- status
@@ -301,6 +323,7 @@ def _status(options: argparse.Namespace) -> int:
     home = _home(options)
     if not home.database.exists():
         raise ConfigError("no master has been started in this folder", where=str(home.root), fix="zero-trial master up")
+    _require_here(home)
     facts = _facts(home)
     print(json.dumps(facts) if options.json else "\n".join(_text(facts)))
     return 0

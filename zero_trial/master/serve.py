@@ -6,6 +6,7 @@ import contextlib
 import logging
 import os
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -13,6 +14,8 @@ from dataclasses import dataclass
 
 import zero_trial
 from zero_trial.errors import ConfigError, ZeroTrialError
+from zero_trial.master.agent.agent import running
+from zero_trial.master.agent.handover import left_behind, refuse_another_engine
 from zero_trial.master.agent.processes import identify
 from zero_trial.master.agent.resources import ResourceManager
 from zero_trial.master.core import Master
@@ -57,9 +60,18 @@ def serve(options: ServeOptions, ready: Callable[[], None]) -> None:
             got=f"{state.get('url') or 'no address yet'}, pid {state.get('pid', '?')}",
             fix="Use it, end it with `zero-trial master down`, or choose another --root.",
         )
-    me = identify(os.getpid())
-    # there, not ready
-    directory.write_state({"pid": me.pid, "start": me.start, "port": directory.state().get("port"), "url": ""})
+    before = directory.state()
+    last = str(before.get("on") or "")
+    try:
+        refuse_another_engine(last, options.on, running(directory) if options.on else [], left_behind(directory))
+    except ConfigError:
+        directory.unlock()
+        raise
+    me, host = identify(os.getpid()), socket.gethostname()
+    # there, not ready; jobs of the last engine may run until this one works
+    directory.write_state(
+        {"pid": me.pid, "start": me.start, "host": host, "port": before.get("port"), "url": "", "on": last}
+    )
     _log_to(directory)
     stopping = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -77,10 +89,12 @@ def serve(options: ServeOptions, ready: Callable[[], None]) -> None:
 
 def _serve(options: ServeOptions, master: Master, ready: Callable[[], None], stopping: threading.Event) -> None:
     directory = options.directory
+    # before the first job: `down` must find it even if this process is killed at once
+    directory.write_state({**directory.state(), "on": options.on})
     master.accounts.ensure_local_user(directory.account)
     with _listen(master, options, directory.state().get("port")) as server:
         master.begin(server.url)
-        more = {"port": server.port, "url": server.url, "version": zero_trial.__version__, "on": options.on}
+        more = {"port": server.port, "url": server.url, "version": zero_trial.__version__}
         directory.write_state({**directory.state(), **more})
         log.info(
             "zero_trial %s serves %s with %s",

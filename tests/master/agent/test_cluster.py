@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import queue
@@ -19,14 +20,17 @@ from zero_trial.master.agent import cluster as subject
 from zero_trial.master.agent.cluster import (
     ClusterJob,
     ClusterManager,
+    EngineBusy,
     JobEnd,
     JobStatus,
-    left_behind,
+    is_complete,
+    is_passing,
     outcome,
-    require_reachable,
+    to_cancel,
 )
 from zero_trial.master.agent.environment import StartOrder
-from zero_trial.master.agent.processes import Exit, acquire_lease, identify, record_exit
+from zero_trial.master.agent.handover import cancel_all, left_behind, refuse_another_engine, require_reachable
+from zero_trial.master.agent.processes import Exit, acquire_lease, exit_of, identify, record_exit
 from zero_trial.master.agent.resources import Node
 from zero_trial.master.directory import MasterDirectory
 from zero_trial.master.log_policies import LogMatch
@@ -52,12 +56,101 @@ NODES = [Node("n1", 2), Node("n2", 2)]
         ([None], JobEnd.FAILED, 137, False, "its supervisor is gone"),
         ([None], JobEnd.UNKNOWN, 137, False, "no longer knows"),
         ([GOOD], JobEnd.UNKNOWN, 0, False, ""),
+        ([GOOD, GOOD], JobEnd.NODE_LOST, 0, False, ""),  # lost after its end
+        ([GOOD], JobEnd.PREEMPTED, 0, False, ""),
+        ([GOOD], JobEnd.TIME_LIMIT, 0, False, ""),
+        ([GOOD, None], JobEnd.NODE_LOST, 137, True, "a machine was lost"),
+        ([GOOD, KILLED], JobEnd.PREEMPTED, 137, True, "preempted"),
         ([], JobEnd.UNKNOWN, 137, True, "before it began"),
     ],
 )
 def test_why_an_allocation_has_ended(exits: list[Exit | None], end: JobEnd, code: int, killed: bool, why: str) -> None:
     found = outcome(exits, JobStatus(("n1", "n2"), end), 9.0)
     assert (found.code, found.killed) == (code, killed) and why in found.why
+
+
+@pytest.mark.parametrize(
+    ("exits", "end", "code", "killed"),
+    [
+        ([None], JobEnd.UNKNOWN, 137, True),  # it may have been canceled, preempted or lost
+        ([GOOD, None], JobEnd.UNKNOWN, 137, True),
+        ([BAD, None], JobEnd.UNKNOWN, 7, False),
+        ([GOOD], JobEnd.UNKNOWN, 0, False),
+        ([None], JobEnd.FAILED, 137, False),
+    ],
+)
+def test_why_an_allocation_of_an_earlier_master_has_ended(
+    exits: list[Exit | None], end: JobEnd, code: int, killed: bool
+) -> None:
+    found = outcome(exits, JobStatus((), end), 9.0, adopted=True)
+    assert (found.code, found.killed) == (code, killed)
+
+
+@pytest.mark.parametrize(
+    ("exits", "status", "started", "complete"),
+    [
+        ([GOOD], JobStatus(("n1",), JobEnd.DONE), True, True),
+        ([GOOD, None], JobStatus(("n1", "n2"), JobEnd.DONE), True, False),
+        ([GOOD, None], JobStatus(("n1", "n2"), JobEnd.NODE_LOST), True, True),
+        ([None], JobStatus(("n1",), JobEnd.CANCELED), False, False),  # its node may have begun it
+        ([None], JobStatus((), JobEnd.CANCELED), False, True),  # canceled in the queue
+        ([None], JobStatus((), JobEnd.UNKNOWN), False, False),
+    ],
+)
+def test_whether_records_of_nodes_may_still_come(
+    exits: list[Exit | None], status: JobStatus, started: bool, complete: bool
+) -> None:
+    assert is_complete(exits, status, started) is complete
+
+
+@pytest.mark.parametrize(
+    ("failed_at", "kill_after", "now", "word"),
+    [
+        (None, None, 100.0, ""),
+        (10.0, None, 14.0, ""),
+        (10.0, None, 16.0, "ask"),
+        (10.0, 41.0, 22.0, ""),  # asked once, however long the peer hangs
+        (10.0, 41.0, 42.0, "force"),
+        (None, 41.0, 42.0, "force"),
+    ],
+)
+def test_when_a_job_is_canceled(failed_at: float | None, kill_after: float | None, now: float, word: str) -> None:
+    assert to_cancel(failed_at, kill_after, now) == word
+
+
+@pytest.mark.parametrize(
+    ("error", "passing"),
+    [
+        (EngineBusy("squeue did not answer"), True),
+        (MasterError("invalid account"), False),
+        (OSError(errno.ENOSPC, "full"), True),
+        (OSError(errno.ESTALE, "stale"), True),
+        (PermissionError(errno.EACCES, "denied"), False),
+        (ValueError("a NUL"), False),
+    ],
+)
+def test_what_keeps_a_run_waiting_and_what_ends_it(error: Exception, passing: bool) -> None:
+    assert is_passing(error) is passing
+
+
+@pytest.mark.parametrize(
+    ("last", "now", "here", "jobs", "refused"),
+    [
+        ("", "", ["a"], [], False),
+        ("slurm", "slurm", [], ["a"], False),
+        ("ray=h:1", "ray=h:2", [], ["a"], False),  # a new head has a new address
+        ("slurm", "", [], [], False),
+        ("", "slurm", [], [], False),
+        ("slurm", "", [], ["a"], True),  # as the guide's own `up --env` after a dead master
+        ("slurm", "ray", [], ["a"], True),
+        ("", "slurm", ["a"], [], True),
+    ],
+)
+def test_another_engine_is_refused_while_runs_go_on(
+    last: str, now: str, here: list[str], jobs: list[str], refused: bool
+) -> None:
+    with pytest.raises(ConfigError, match="--on") if refused else contextlib.nullcontext():
+        refuse_another_engine(last, now, here, jobs)
 
 
 class FakeEngine:
@@ -70,7 +163,9 @@ class FakeEngine:
         self.jobs: dict[str, ClusterJob] = {}
         self.status: dict[str, JobStatus] = {}
         self.canceled: list[tuple[str, bool]] = []
-        self.refuses = ""
+        self.ends = False  # whether a job ends when it is canceled, or is moved by hand
+        self.deaf: list[str] = []  # jobs that end only by force
+        self.refuses: Exception | None = None
 
     def nodes(self) -> list[Node]:
         return self.machines
@@ -83,13 +178,15 @@ class FakeEngine:
 
     def submit(self, job: ClusterJob) -> None:
         if self.refuses:
-            raise MasterError(self.refuses)
+            raise self.refuses
         assert job.name not in self.jobs
         self.jobs[job.name] = job
         self.status[job.name] = JobStatus(why="Resources")
 
     def cancel(self, name: str, *, force: bool = False) -> None:
         self.canceled.append((name, force))
+        if self.ends and name in self.status and (force or name not in self.deaf):
+            self.status[name] = JobStatus(self.status[name].nodes, JobEnd.CANCELED)
 
     def statuses(self, names: Collection[str]) -> Mapping[str, JobStatus]:
         return {name: self.status[name] for name in names if name in self.status}
@@ -147,6 +244,8 @@ class Field:
 @pytest.fixture
 def field(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Field]:
     monkeypatch.setattr(subject, "_LAG_SECONDS", 0.3)
+    monkeypatch.setattr(subject, "_UNLISTED_SECONDS", 0.3)
+    monkeypatch.setattr(subject, "_RETRY_SECONDS", (0.02,))
     monkeypatch.setattr(subject, "_PEERS_SECONDS", 0.0)
     monkeypatch.setattr(subject, "_NODES_SECONDS", 0.05)
     made = Field(tmp_path / "root")
@@ -224,7 +323,7 @@ def test_a_run_that_is_killed_before_it_began_is_never_submitted(field: Field) -
 
 
 def test_what_the_engine_refuses_is_the_end_of_the_run_and_in_its_log(field: Field) -> None:
-    field.engine.refuses = "sbatch: error: invalid account"
+    field.engine.refuses = MasterError("sbatch: error: invalid account")
     field.manager.start(field.order(0))
     assert "invalid account" in field.expect("exited", 127, False)[3]
     assert "invalid account" in "".join(path.read_text() for path in field.home.trial_logs(1).glob("*"))
@@ -274,10 +373,119 @@ def test_machines_that_come_and_go(field: Field) -> None:
     assert again == found
 
 
+@pytest.mark.parametrize(
+    "fault", [EngineBusy("QOSMaxSubmitJobPerUserLimit"), OSError(errno.ENOSPC, "No space left on device")]
+)
+def test_a_run_that_cannot_be_submitted_now_waits(field: Field, fault: Exception) -> None:
+    field.engine.refuses = fault
+    field.manager.start(field.order(0))
+    assert str(fault) in field.expect("waiting")[1]
+    field.engine.refuses = None
+    field.expect("waiting", "Resources")
+    assert list(field.engine.jobs) == ["1.t.1"]
+
+
+def test_a_run_that_is_killed_while_it_cannot_be_submitted(field: Field) -> None:
+    field.engine.refuses = EngineBusy("Unable to contact slurm controller")
+    field.manager.start(field.order(0))
+    field.expect("waiting")
+    field.manager.kill("1.t.1")
+    field.expect("exited", 137, True)
+    field.engine.refuses = None
+    wait(lambda: ("1.t.1", True) in field.engine.canceled)  # sbatch may have been heard
+    assert field.engine.jobs == {}
+
+
+def test_a_full_disk_that_cannot_hold_the_reason_either(field: Field, monkeypatch: pytest.MonkeyPatch) -> None:
+    full = iter([True, True])
+
+    def append(*_: object) -> None:
+        if next(full, False):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("zero_trial.master.logs.append", append)
+    field.engine.refuses = MasterError("invalid account")
+    field.manager.start(field.order(0))
+    field.expect("waiting")
+    field.expect("exited", 127, False)
+
+
+def test_a_match_whose_report_failed_is_reported_again(field: Field, monkeypatch: pytest.MonkeyPatch) -> None:
+    field.manager.start(field.order(0))
+    field.expect("waiting")
+    field.engine.status["1.t.1"] = JobStatus(("n1",))
+    failures = iter([True])
+    report = Field.on_matched
+
+    def failing(self: Field, name: str, match: LogMatch) -> None:
+        if next(failures, False):
+            raise OSError(errno.ENOSPC, "the store is full")
+        report(self, name, match)
+
+    monkeypatch.setattr(Field, "on_matched", failing)
+    folder = field.begin(0)
+    (folder / "log_matches.jsonl").write_text(
+        '{"pattern": "x", "action": "cancel_retries", "name": "", "line": "x!"}\n'
+    )
+    field.expect("started")
+    field.expect("matched", "x!")
+
+
+def test_a_note_that_was_lost_in_a_power_cut(field: Field) -> None:
+    field.manager.start(field.order(0, 1, 2, 3, nodes=2))
+    field.expect("waiting")
+    field.manager.close()
+    (field.home.allocation("1.t.1") / "submitted.json").write_text("")
+    field.open()
+    assert field.manager.adopt("1.t.1")
+    field.engine.status["1.t.1"] = JobStatus(("n1", "n2"), JobEnd.DONE)
+    for rank in (0, 1):
+        record_exit(field.begin(rank), GOOD)
+    assert field.expect("started") and field.expect("exited", 0, False)
+
+
+def test_a_job_that_is_gone_for_a_moment_is_given_the_whole_time_again(field: Field) -> None:
+    entry, gone, there = subject._Watched(1, 0.0), JobStatus(("n1",), JobEnd.UNKNOWN), JobStatus(("n1",))
+    assert field.manager._ended(Path("none"), entry, gone, [None]) is None and entry.ended_at is not None
+    assert field.manager._ended(Path("none"), entry, there, [None]) is None and entry.ended_at is None
+
+
 def test_jobs_that_a_killed_master_left_behind(field: Field) -> None:
     field.manager.start(field.order(0))
     field.expect("waiting")
     assert left_behind(field.home) == ["1.t.1"]
+    field.manager.close()
+    field.engine.ends = True
+    assert cancel_all(field.home, field.engine) == ["1.t.1"] and left_behind(field.home) == []
+    ended = exit_of(field.home.allocation("1.t.1"))
+    assert ended is not None and ended.killed  # for a next master on any engine
+
+
+def test_down_forces_what_does_not_end_and_says_what_remains(field: Field, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("_ASKED_SECONDS", "_FORCED_SECONDS"):
+        monkeypatch.setattr(f"zero_trial.master.agent.handover.{name}", 0.02)
+    field.manager.start(field.order(0))
+    field.expect("waiting")
+    field.manager.close()
+    assert cancel_all(field.home, field.engine) == []  # it is moved by hand
+    assert left_behind(field.home) == ["1.t.1"] and ("1.t.1", True) in field.engine.canceled
+    field.engine.ends, field.engine.deaf = True, ["1.t.1"]
+    assert cancel_all(field.home, field.engine) == ["1.t.1"]
+
+
+def test_down_keeps_the_end_of_a_run_that_had_ended_before(field: Field) -> None:
+    field.manager.start(field.order(0))
+    field.expect("waiting")
+    field.manager.close()
+    record_exit(field.begin(0), GOOD)
+    field.engine.status.clear()  # purged
+    assert cancel_all(field.home, field.engine) == []
+    ended = exit_of(field.home.allocation("1.t.1"))
+    assert ended is not None and (ended.code, ended.killed) == (0, False)
+    field.open()
+    assert field.manager.adopt("1.t.1")
+    field.expect("started")
+    field.expect("exited", 0, False)
 
 
 def test_a_master_on_loopback_serves_machines_of_its_own_only() -> None:

@@ -16,6 +16,7 @@ from zero_trial.master.agent.slurm import (
     fields_of,
     gpus_in,
     hosts,
+    is_busy,
     is_usable,
     jobs_in,
     nodes_in,
@@ -177,3 +178,31 @@ def test_a_machine_without_slurm_and_a_command_that_is_refused(tmp_path: Path) -
     command.chmod(0o700)
     with pytest.raises(MasterError, match="no controller"):
         Slurm(env={"PATH": f"{tmp_path}:/bin"}).nodes()
+
+
+@pytest.mark.parametrize(
+    ("complaint", "busy"),
+    [
+        ("sbatch: error: Batch job submission failed: Unable to contact slurm controller (connect failure)", True),
+        ("slurm_load_jobs error: Unable to contact slurm controller (connect failure)", True),
+        ("sbatch: error: Batch job submission failed: Socket timed out on send/recv operation", True),
+        ("sbatch: error: Batch job submission failed: Slurm backup controller in standby mode", True),
+        ("sbatch: error: Batch job submission failed: Rate limit exceeded, please retry later", True),
+        (
+            "sbatch: error: QOSMaxSubmitJobPerUserLimit; sbatch: error: Batch job submission failed: "
+            "Job violates accounting/QOS policy (job submit limit, user's size and/or time limits)",
+            True,
+        ),
+        ("sbatch: error: AssocGrpSubmitJobsLimit", True),
+        (
+            "sbatch: error: QOSMaxCpuPerUserLimit; sbatch: error: Batch job submission failed: "
+            "Job violates accounting/QOS policy (job submit limit, user's size and/or time limits)",
+            False,
+        ),
+        ("sbatch: error: Batch job submission failed: Invalid account or account/partition combination", False),
+        ("sbatch: error: Batch job submission failed: Requested node configuration is not available", False),
+        ("sbatch: error: Batch job submission failed: Requested time limit is invalid", False),
+    ],
+)
+def test_whether_a_refusal_is_about_the_job(complaint: str, busy: bool) -> None:
+    assert is_busy(complaint) is busy

@@ -118,6 +118,27 @@ def test_story(events: tuple[TrialEvent, ...], state: str, run: RunStage, effect
     assert (life.state.value, life.run, " ".join(done)) == (state, run, effects)
 
 
+@pytest.mark.parametrize(
+    ("events", "state", "run", "effects"),
+    [
+        ((T.PAUSE,), "PAUSED", RunStage.RUNNING, "kill"),
+        ((T.PAUSE, Exited(137, killed=True)), "PAUSED", RunStage.NONE, "kill"),
+        ((T.PAUSE, T.START, Exited(137, killed=True)), "ACTIVE", RunStage.QUEUED, "kill request"),
+        ((T.CANCEL, Exited(137, killed=True)), "CANCELED", RunStage.NONE, "kill end"),
+        ((T.STOP, Exited(137, killed=True)), "COMPLETED", RunStage.NONE, "kill end"),
+        ((T.KILL, Exited(137, killed=True)), "CANCELED", RunStage.NONE, "kill end"),
+    ],
+)
+def test_a_run_in_the_queue_of_its_engine_has_nothing_to_save(
+    events: tuple[TrialEvent, ...], state: str, run: RunStage, effects: str
+) -> None:
+    life, done = TrialLife(run=RunStage.RUNNING, waiting=True), []
+    for event in events:
+        life, more = step_trial(life, event)
+        done += [effect.value for effect in more]
+    assert (life.state.value, life.run, " ".join(done)) == (state, run, effects)
+
+
 def test_only_crashes_count_as_restarts() -> None:
     life, _ = live(
         *UP,

@@ -124,6 +124,35 @@ def test_a_deadline_outlives_the_master(master: Sandbox) -> None:
     assert len(master.agent.killed) == 1
 
 
+@pytest.mark.parametrize("asked_first", [False, True])
+def test_a_run_in_the_queue_of_its_engine_ends_when_it_is_asked_to_stop(master: Sandbox, asked_first: bool) -> None:
+    made = master.create()
+    name = master.run_of(1).allocation.id
+    for ask in (asked_first, not asked_first):
+        if ask:
+            master.experiments.pause(made.id)
+        else:
+            master.on_waiting(name, "Resources")
+    assert master.agent.killed == [name]
+    master.on_exited(name, Exit(137, 0.0, killed=True))
+    assert master.state_of(1) == "PAUSED" and master.state.submitted == set()
+
+
+def test_a_run_that_has_begun_is_asked_and_its_time_counts_from_there(master: Sandbox) -> None:
+    made = master.create()
+    name = master.run_of(1).allocation.id
+    master.on_waiting(name, "Resources")
+    master.clock.now += 3600
+    master.on_started(name)
+    master.clock.now += 5
+    master.experiments.pause(made.id)
+    assert master.agent.killed == []
+    master.ack(1)
+    master.exit(1)
+    assert master.state_of(1) == "PAUSED"
+    assert [trial.wall_clock for trial in master.experiments.trials(made.id)] == [5]
+
+
 def test_an_exit_that_is_reported_twice_counts_once(master: Sandbox) -> None:
     master.create(max_restarts=1)
     name = master.run_of(1).allocation.id

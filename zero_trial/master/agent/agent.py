@@ -128,10 +128,7 @@ class Agent:
             self._spawn(order, folder)
         except (OSError, ValueError, ZeroTrialError) as error:
             # ValueError: a path with a NUL in it
-            path = logs.path_of(self._directory.trial_logs(order.allocation.trial_id), order.allocation.run_id)
-            logs.append(path, [logs.entry(f"cannot start the trial: {error}", time.time(), "stderr", l="ERROR")])
-            if processes.acquire_lease(folder, None):
-                processes.record_exit(folder, processes.Exit(127, time.time(), why=f"it could not be started: {error}"))
+            refuse(self._directory, order, error)
 
     def _spawn(self, order: StartOrder, folder: Path) -> None:
         run_root, work = folder / "root", folder / "work"
@@ -281,15 +278,25 @@ def with_package(env: Mapping[str, str]) -> dict[str, str]:
     return {**env, "PYTHONPATH": os.pathsep.join([root, *filter(None, [env.get("PYTHONPATH")])])}
 
 
+def refuse(directory: MasterDirectory, order: StartOrder, error: Exception) -> None:
+    """Record that an allocation cannot be started, in the log of its trial and as its end."""
+    run = order.allocation
+    path = logs.path_of(directory.trial_logs(run.trial_id), run.run_id)
+    logs.append(path, [logs.entry(f"cannot start the trial: {error}", time.time(), "stderr", l="ERROR")])
+    ended = processes.Exit(127, time.time(), why=f"it could not be started: {error}")
+    processes.forbid(directory.allocation(run.id), ended)
+
+
+def running(directory: MasterDirectory) -> list[str]:
+    """List the allocations whose supervisors run on this machine, with or without a master."""
+    return sorted(name for name, owner in _owners(directory).items() if owner is not None and owner.alive)
+
+
 def end_all(directory: MasterDirectory, *, seconds: float = 60.0) -> list[str]:
     """End every allocation below a root without a master: supervisors first, then what is left of
     them. Returns those that ran.
     """
-    owners = {
-        path.name: processes.lease_owner(path)
-        for path in directory.allocations.glob("*")
-        if processes.exit_of(path) is None and not (path / SUBMITTED).exists()  # a cluster's
-    }
+    owners = _owners(directory)
     alive = {name: identity for name, identity in owners.items() if identity is not None and identity.alive}
     for identity in alive.values():
         identity.send(signal.SIGTERM)
@@ -301,6 +308,15 @@ def end_all(directory: MasterDirectory, *, seconds: float = 60.0) -> list[str]:
     for name in owners:
         processes.sweep(MARK, name)
     return list(alive)
+
+
+def _owners(directory: MasterDirectory) -> dict[str, processes.Identity | None]:
+    """Return the supervisors of allocations that have recorded no end, but those of a cluster."""
+    return {
+        path.name: processes.lease_owner(path)
+        for path in directory.allocations.glob("*")
+        if processes.exit_of(path) is None and not (path / SUBMITTED).exists()
+    }
 
 
 def _send(child: subprocess.Popen[bytes], order: Mapping[str, Any]) -> None:

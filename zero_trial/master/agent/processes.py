@@ -172,6 +172,13 @@ def acquire_lease(folder: Path, identity: Identity | None) -> bool:
     return True
 
 
+def forbid(folder: Path, ended: Exit) -> None:
+    """Let an allocation that has not begun never begin, and record this end; one that has stays."""
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    if acquire_lease(folder, None):
+        record_exit(folder, ended)
+
+
 def lease_exists(folder: Path) -> bool:
     """Tell whether the lease was taken or made void."""
     return (folder / _LEASE_FILE).exists()

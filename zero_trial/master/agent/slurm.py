@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from zero_trial.errors import ConfigError, MasterError
-from zero_trial.master.agent.cluster import ClusterJob, JobEnd, JobStatus
+from zero_trial.master.agent.cluster import ClusterJob, EngineBusy, JobEnd, JobStatus
 from zero_trial.master.agent.resources import Node
 
 _PREFIX = "zt-"  # of the names of jobs
@@ -154,6 +154,21 @@ def status_of(state: str, nodes: str, reason: str) -> JobStatus:
     return JobStatus(tuple(hosts(nodes)))
 
 
+_BUSY = re.compile(
+    r"contact slurm controller|communication|standby mode|Rate limit|MaxJobCount|SubmitJob|temporarily"
+    r"|timed out|Zero Bytes were transmitted|Connection refused|authentication|munge|error writing script",
+    re.IGNORECASE,
+)
+"""What Slurm says where it cannot take a job now (slurm_errno.c), or not more of them at a time
+(QOSMaxSubmitJobPerUserLimit and its like, job_state_reason.c).
+"""
+
+
+def is_busy(complaint: str) -> bool:
+    """Tell whether Slurm has refused a command for a reason that is not the job's."""
+    return _BUSY.search(complaint) is not None
+
+
 def script(job: ClusterJob, *, cpus: int) -> str:
     """Return the batch script of a job. ``slurm.sbatch_args`` of the experiment come last.
 
@@ -242,10 +257,11 @@ class Slurm:
                 fix="Run the master where sbatch works, with Slurm's commands on PATH.",
             ) from None
         except subprocess.TimeoutExpired:
-            raise MasterError(f"{words[0]} did not answer in {_SECONDS:.0f} s", where=shlex.join(words)) from None
+            raise EngineBusy(f"{words[0]} did not answer in {_SECONDS:.0f} s", where=shlex.join(words)) from None
         if done.returncode:
             complaint = _complaint(done.stderr.splitlines()) or f"exit code {done.returncode}"
-            raise MasterError("Slurm has refused a command", where=shlex.join(words[:3]), got=complaint)
+            kind = EngineBusy if is_busy(complaint) else MasterError
+            raise kind("Slurm has refused a command", where=shlex.join(words[:3]), got=complaint)
         return done.stdout
 
 

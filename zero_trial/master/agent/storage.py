@@ -2,7 +2,8 @@
 allocation.
 
 The temporary directory is removed by the allocation's supervisor as a rule, and by the agent if the
-supervisor was killed. A link in the allocation's folder, ``FOLDER/tmp``, records where it is.
+supervisor was killed. On a cluster it is on the node, and stays there in that case. A link in the
+allocation's folder, ``FOLDER/tmp``, records where it is.
 """
 
 from __future__ import annotations

@@ -51,6 +51,7 @@ class TrialLife:
     preempting: bool = False  # this run was asked to stop
     acked: bool = False  # and has acknowledged it
     killing: bool = False  # this run is being ended by force
+    waiting: bool = False  # its engine has not begun it: there is nothing to save
     early_exit: str = ""  # the reason that the trial has announced
     reason: str = ""  # why it ended, for people
 
@@ -189,6 +190,8 @@ def _pause(life: TrialLife) -> _TrialOutcome:
 def _preempt(life: TrialLife) -> _TrialOutcome:
     if life.run is not RunStage.RUNNING or life.preempting or life.killing:
         return life, ()
+    if life.waiting:
+        return _kill(life)
     return replace(life, preempting=True), (TrialEffect.PREEMPT,)
 
 
@@ -212,7 +215,7 @@ def _stop_trial(life: TrialLife, target: TrialState, reason: str) -> _TrialOutco
 
 
 def _exited(life: TrialLife, event: Exited) -> _TrialOutcome:
-    over = replace(life, run=RunStage.NONE, preempting=False, acked=False, killing=False)
+    over = replace(life, run=RunStage.NONE, preempting=False, acked=False, killing=False, waiting=False)
     if life.state.stopping:
         return _end(over, _TRIAL_ENDS[life.state], life.reason)
     if life.early_exit and (event.code == 0 or life.killing or event.killed):

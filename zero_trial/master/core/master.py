@@ -289,11 +289,14 @@ class Master:
             tx.reschedule()
 
     def on_waiting(self, allocation_id: str, why: str) -> None:
-        """Say in a trial's log why its run does not begin yet."""
+        """Say in a trial's log why its run does not begin yet; end it if it was asked to stop."""
         with transaction(self.state) as tx:
             run = trials.allocation(tx.connection, allocation_id)
             if run is not None and run.state is AllocationState.STARTING:
+                self.state.submitted.add(allocation_id)
                 tx.note(run.trial_id, "INFO", f"run {run.run_id} waits: {why}")
+                if run.preempt:
+                    tx.apply_to_trial(run.trial_id, lifecycle.TrialSignal.OVERDUE)
 
     def on_started(self, allocation_id: str, nodes: Sequence[str] = ()) -> None:
         """Record that the processes of an allocation run, and on which machines."""
@@ -301,7 +304,11 @@ class Master:
             run = trials.allocation(tx.connection, allocation_id)
             if run is None or run.state is not AllocationState.STARTING:
                 return
-            trials.change_allocation(tx.connection, allocation_id, state=AllocationState.RUNNING)
+            self.state.submitted.discard(allocation_id)
+            # not before: hours in the queue of an engine are no time that the run has had
+            trials.change_allocation(
+                tx.connection, allocation_id, state=AllocationState.RUNNING, started=self.state.clock()
+            )
             there = [node for name in nodes for node in self.state.agent.nodes() if node.name == name]
             holders = {slot: other.id for other in trials.allocations(tx.connection) for slot in other.slots}
             for name, slots in moved(allocation_id, run.slots, there, holders).items() if there else ():
@@ -334,6 +341,7 @@ class Master:
                 excluded=log_policies.why_excluded(matches, self.state.nodes_of(run.slots)[0].name),
             )
             tx.apply_to_trial(run.trial_id, end)
+            self.state.submitted.discard(allocation_id)
         with self.state.signaled:
             self.state.gathered.pop(allocation_id, None)
 

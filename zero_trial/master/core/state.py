@@ -64,6 +64,7 @@ class MasterState:
         self.searches: dict[int, LiveSearch] = {}
         self._listing = threading.Lock()
         self.waiting: dict[str, str] = {}  # why queued runs wait, as their logs say
+        self.submitted: set[str] = set()  # runs that the engine of a cluster lets wait, under `lock`
         self.master_url = ""
         # of each allocation: (peers, data by request) of its all-gathers, under `signaled`
         self.gathered: dict[str, list[tuple[int, dict[str, Any]]]] = {}

@@ -202,19 +202,18 @@ class Transaction:
     # -- trials
 
     def _life(self, trial: Trial, run: Allocation | None) -> TrialLife:
-        config = self.experiment_of(trial.experiment_id).config
-        if run is None or run.state is AllocationState.TERMINATED:
-            stage = RunStage.NONE
-        else:
+        stage = RunStage.NONE
+        if run is not None and run.state is not AllocationState.TERMINATED:
             stage = RunStage.QUEUED if run.state is AllocationState.QUEUED else RunStage.RUNNING
         return TrialLife(
             state=trial.state,
             run=stage,
             restarts=trial.restarts,
-            max_restarts=int(config.get("max_restarts", 5)),
+            max_restarts=int(self.experiment_of(trial.experiment_id).config.get("max_restarts", 5)),
             preempting=stage is RunStage.RUNNING and run is not None and run.preempt,
             acked=stage is RunStage.RUNNING and run is not None and run.acked,
             killing=stage is RunStage.RUNNING and run is not None and trials.killing(self.connection, run.id),
+            waiting=run is not None and run.state is AllocationState.STARTING and run.id in self._state.submitted,
             early_exit=trials.early_exit(self.connection, trial.id),
             reason=trial.reason,
         )
@@ -225,7 +224,7 @@ class Transaction:
         trials.change(self.connection, trial_id, **changed)
         if run is not None and after.run is RunStage.RUNNING:
             if before.run is RunStage.QUEUED:
-                trials.change_allocation(self.connection, run.id, state=AllocationState.STARTING, started=self.now)
+                trials.change_allocation(self.connection, run.id, state=AllocationState.STARTING)
             pairs = {"preempt": "preempting", "acked": "acked", "killing": "killing"}
             flags = {
                 column: int(getattr(after, name))

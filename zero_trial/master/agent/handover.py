@@ -1,0 +1,126 @@
+"""What one master of a folder leaves to the next: jobs of a cluster that go on without a master,
+what becomes of them, and where the next one may start.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+
+from zero_trial.errors import ConfigError
+from zero_trial.master.agent import processes
+from zero_trial.master.agent.cluster import (
+    ORDER,
+    ClusterEngine,
+    JobEnd,
+    JobStatus,
+    look_anew,
+    outcome,
+    parts_of,
+)
+from zero_trial.master.agent.resources import Node
+from zero_trial.master.directory import MasterDirectory
+
+_ASKED_SECONDS = 60.0  # until a job that was asked to end is ended by force
+_FORCED_SECONDS = 20.0  # until a job has ended that was ended by force
+
+
+def refuse_another_engine(last: str, now: str, here: Sequence[str], jobs: Sequence[str]) -> None:
+    """Raise ConfigError if a master would start on other machines than its allocations run on: it
+    would not find them, and start their trials a second time.
+
+    Args:
+        last: ``--on`` of the last master here; "" if it ran trials on its own machine.
+        now: that of this one. The address of Ray may differ, since a new head has a new one.
+        here: allocations whose processes run on this machine.
+        jobs: allocations that are jobs of an engine, and that no master has seen end.
+    """
+    kind, before = now.partition("=")[0], last.partition("=")[0]
+    lost = here if kind else jobs
+    if kind and before and kind != before:
+        lost = [*here, *jobs]
+    if not lost:
+        return
+    on = f"zero-trial master up --on {last}" if last else "zero-trial master up without --on"
+    raise ConfigError(
+        "runs of the last master may still go on elsewhere",
+        where="--on",
+        got=f"{now or 'this machine'}, while {len(lost)} ({lost[0]}, ...) started on {last or 'this machine'}",
+        fix=f"Go on with them: {on}. Or end them: zero-trial master down.",
+    )
+
+
+def left_behind(directory: MasterDirectory) -> list[str]:
+    """List the allocations whose jobs a master has submitted and not seen end."""
+    return sorted(path.parent.name for path in directory.allocations.glob(f"*/{ORDER}"))
+
+
+def cancel_all(directory: MasterDirectory, engine: ClusterEngine) -> list[str]:
+    """End the jobs of these allocations without a master: ask them, and after a minute force them.
+    Returns those that ran and have ended; the ends of all are recorded for the next master.
+    """
+    left = left_behind(directory)
+    try:
+        seen = dict(engine.statuses(left))
+        ran = [name for name, status in seen.items() if status.end is None]
+        for name in ran:
+            engine.cancel(name)
+        until = time.monotonic() + _ASKED_SECONDS
+        while time.monotonic() < until and any(seen[name].end is None for name in ran):
+            time.sleep(engine.seconds)
+            now = engine.statuses(ran)
+            seen.update({name: now.get(name, JobStatus(end=JobEnd.CANCELED)) for name in ran})
+        for name in left:
+            engine.cancel(name, force=True)  # also releases what is left of those that have ended
+        until = time.monotonic() + _FORCED_SECONDS
+        while (alive := _alive(engine, left)) and time.monotonic() < until:
+            time.sleep(engine.seconds)
+    finally:
+        engine.close()
+    for name in left:
+        if name not in alive:
+            status = seen.get(name, JobStatus(end=JobEnd.UNKNOWN))
+            _settle(directory, name, replace(status, end=status.end or JobEnd.CANCELED))
+    return [name for name in ran if name not in alive]
+
+
+def _alive(engine: ClusterEngine, names: Collection[str]) -> set[str]:
+    return {name for name, status in engine.statuses(names).items() if status.end is None}
+
+
+def _settle(directory: MasterDirectory, name: str, status: JobStatus) -> None:
+    """Record how an allocation has ended, for the next master, which may use another engine."""
+    folder, parts = directory.allocation(name), parts_of(directory, name)
+    for part in parts:
+        look_anew(part)
+    ended = outcome([processes.exit_of(part) for part in parts], status, time.time(), adopted=True)
+    if processes.acquire_lease(folder, None) or processes.exit_of(folder) is None:
+        processes.record_exit(folder, ended)
+    (folder / ORDER).unlink(missing_ok=True)
+
+
+def require_reachable(host: str, nodes: Sequence[Node]) -> None:
+    """Raise ConfigError if the master listens where other machines do not reach it."""
+    if not host.startswith("127."):
+        return
+    mine = {"localhost", socket.gethostname(), socket.getfqdn()}
+    for node in nodes:
+        if node.up and node.address not in mine and not _is_here(node.address):
+            raise ConfigError(
+                "the machines of the cluster cannot reach the master",
+                where="--host",
+                got=f"{host}, and {node.name} has the address {node.address}",
+                fix="Give the address of this machine in the network of the cluster: --host ADDRESS.",
+            )
+
+
+def _is_here(address: str) -> bool:
+    """Tell whether an address is one of this machine: a socket can be bound to it."""
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+            probe.bind((address, 0))
+    except OSError:
+        return False
+    return True

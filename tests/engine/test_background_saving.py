@@ -4,6 +4,7 @@ background."""
 from __future__ import annotations
 
 import errno
+import json
 import logging
 import shutil
 import threading
@@ -19,7 +20,7 @@ import zero_trial
 from tests.engine.test_saving import ALL, FP16, engine_of, same, train, values_of
 from tests.support.pool import Pools
 from zero_trial import zero
-from zero_trial.checkpoint import CheckpointReader, snapshot, writer
+from zero_trial.checkpoint import BackgroundSaver, CheckpointReader, background, snapshot, writer
 from zero_trial.engine import saving
 from zero_trial.errors import CheckpointError, TrialError
 
@@ -264,27 +265,90 @@ def test_an_engine_without_the_key_copies_nothing() -> None:
     engine.destroy()
 
 
+def complete(folder: Path) -> list[str]:
+    return sorted(path.parts[-3] for path in folder.glob("checkpoint-*/global_step?/manifest.json"))
+
+
+def trainer_state(folder: Path, best: str | None) -> None:
+    folder.mkdir(exist_ok=True)
+    (folder / "trainer_state.json").write_text(json.dumps({"best_model_checkpoint": best}))
+
+
 def saves_of_a_trainer(folder: str, limit: int) -> list[bool]:
-    """Save and delete as Hugging Face's Trainer does; whether each save was in the background."""
+    """Save and delete as Hugging Face's Trainer does; whether each save was in the background. The
+    disk gives each save its name only when the next one, or the end, waits for it."""
     engine, found = engine_of("zero2", {**ALL, **DECOUPLED}), []
     names = [f"checkpoint-{number}" for number in range(5)]
-    for number, name in enumerate(names):
-        train(engine, range(number, number + 1))
-        engine.wait_for_checkpoint()
-        engine.save_checkpoint(f"{folder}/{name}")
-        found.append(engine.checkpoint_under_way)
-        if engine.global_rank == 0:
-            for old in names[: max(number + 1 - limit, 0)]:
-                shutil.rmtree(f"{folder}/{old}", ignore_errors=True)
-        if number:
-            [newest, *_] = [each for each in Path(folder).iterdir() if list(each.glob("global_step*/manifest.json"))]
-            assert newest.is_dir()
-    engine.destroy()
+    wait, go = BackgroundSaver.wait, threading.Event()
+    commit = background.commit
+
+    def late(*args: Any) -> str:
+        assert go.wait(60.0)
+        return commit(*args)
+
+    def waited(self: BackgroundSaver) -> Path | None:
+        go.set()
+        return wait(self)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(background, "commit", late)
+        patch.setattr(BackgroundSaver, "wait", waited)
+        for number, name in enumerate(names):
+            train(engine, range(number, number + 1))
+            engine.save_checkpoint(f"{folder}/{name}")
+            found.append(engine.checkpoint_under_way)
+            if engine.global_rank == 0:
+                trainer_state(Path(folder, name), None)
+                for old in names[: max(number + 1 - limit, 0)]:
+                    shutil.rmtree(f"{folder}/{old}", ignore_errors=True)
+            if number:
+                engine.mesh.world.gather_json(None, "the Trainer has deleted")
+                assert complete(Path(folder)), (number, found)
+            go.clear()
+        engine.destroy()
     return found
 
 
 @pytest.mark.parametrize(("limit", "expected"), [(1, [True] + [False] * 4), (2, [True, False, True, True, True])])
-def test_a_trainer_that_deletes_the_last_checkpoint_but_one_leaves_a_complete_one(
+def test_a_trainer_that_deletes_while_a_save_is_under_way_leaves_a_complete_checkpoint(
     tmp_path: Path, ranks: Pools, limit: int, expected: list[bool]
 ) -> None:
     assert ranks(2).run(saves_of_a_trainer, str(tmp_path), limit) == [expected] * 2
+
+
+@pytest.mark.parametrize(
+    ("present", "saved", "best", "expected"),
+    [
+        ([], None, None, False),
+        (["checkpoint-1"], None, None, True),
+        (["checkpoint-1", "checkpoint-2"], None, None, True),  # left by a run whose limit was higher
+        (["checkpoint-1", "checkpoint-2", "checkpoint-3"], None, None, True),
+        (["checkpoint-2"], "checkpoint-2", None, True),
+        (["checkpoint-1", "checkpoint-2"], "checkpoint-2", None, False),
+        (["checkpoint-1", "checkpoint-2"], "checkpoint-3", None, True),  # that save has failed
+        (["checkpoint-1", "checkpoint-2"], "checkpoint-2", "checkpoint-1", True),  # the limit may be 1
+        (["checkpoint-1", "checkpoint-2", "checkpoint-3"], "checkpoint-3", "checkpoint-1", False),
+        (["checkpoint-2", "checkpoint-best"], "checkpoint-2", None, True),  # no checkpoint of a Trainer
+        (["checkpoint-best"], None, None, False),
+    ],
+)
+def test_when_a_trainer_may_delete_all_other_checkpoints(
+    tmp_path: Path, present: list[str], saved: str | None, best: str | None, expected: bool
+) -> None:
+    for name in present:
+        (tmp_path / name / "global_step1").mkdir(parents=True)
+        (tmp_path / name / "global_step1" / "manifest.json").touch()
+        trainer_state(tmp_path / name, best)
+    (tmp_path / "checkpoint-8" / "global_step8.tmp-1").mkdir(parents=True)
+    (tmp_path / "checkpoint-8" / "global_step8.tmp-1" / "manifest.json").touch()
+    last = tmp_path / saved if saved is not None else None
+    assert saving.may_delete_all(tmp_path / "checkpoint-9", last) == expected
+
+
+def test_a_program_without_a_trainers_state_shows_its_limit_by_three_checkpoints(tmp_path: Path) -> None:
+    found = []
+    for number in range(1, 4):
+        (tmp_path / f"checkpoint-{number}" / "global_step1").mkdir(parents=True)
+        (tmp_path / f"checkpoint-{number}" / "global_step1" / "manifest.json").touch()
+        found.append(saving.may_delete_all(tmp_path / "checkpoint-9", tmp_path / f"checkpoint-{number}"))
+    assert found == [True, True, False]

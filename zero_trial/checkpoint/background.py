@@ -277,10 +277,7 @@ class BackgroundSaver:
         Raises CheckpointError on every rank if rank 0 cannot make the folder, or if the save before
         failed.
         """
-        if self.under_way:
-            if self._ranks.index == 0:
-                log.warning("save_checkpoint waits for the one before, which is still being written")
-            self.wait()
+        self.wait_before_next()
         if self._preparing is not None:
             self._preparing.join()  # it would take away the memory that copies are made into
         final = Path(directory) / check_tag(tag)
@@ -322,6 +319,14 @@ class BackgroundSaver:
             if (path := self.poll()) is not None:
                 return path
         return None
+
+    def wait_before_next(self) -> None:
+        """Wait for the save that is under way, with a warning: another one is to begin. Raises like
+        :meth:`poll`."""
+        if self.under_way:
+            if self._ranks.index == 0:
+                log.warning("save_checkpoint waits for the one before, which is still being written")
+            self.wait()
 
     def abandon(self) -> None:
         """Give up a save under way, without the other ranks; local. A temporary folder may stay,

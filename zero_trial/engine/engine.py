@@ -107,6 +107,7 @@ class Engine(EngineAccessors):
         self._passes = BackwardPasses(self, outcome, resolved)
         self._background = BackgroundSaver(mesh.world)
         self._decoupled = config.checkpoint.writer.decoupled
+        self._saved: Path | None = None  # the directory of the last save
         self._warned = False  # that optimizer.zero_grad() does nothing
         if optimizer is not None:
             optimizer.guard.on_zero_grad(weakref.WeakMethod(self._zero_grad_of_optimizer))
@@ -424,11 +425,14 @@ class Engine(EngineAccessors):
         self._check.check("engine.save_checkpoint")
         self.sharded.take_live_edits()
         if asynchronous is None:
-            asynchronous = self._decoupled and not saving.trainer_may_delete(self.mesh, directory)
+            deletes = self._decoupled and saving.trainer_may_delete(self.mesh, self._background, directory, self._saved)
+            asynchronous = self._decoupled and not deletes
         if not asynchronous:
             self._background.wait()
         background, frozen = self._background if asynchronous else None, exclude_frozen_parameters
-        return saving.save_state(self, directory, tag, client_state, without_frozen=frozen, background=background)
+        saving.save_state(self, directory, tag, client_state, without_frozen=frozen, background=background)
+        self._saved = directory
+        return True
 
     def wait_for_checkpoint(self) -> Path | None:
         """Wait for a save in the background and return its path; None without one. Collective over

@@ -14,6 +14,7 @@ first three are below ``part<i>of<n>/``, and are read only by as many parts.
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 from collections.abc import Iterator, Mapping
@@ -176,20 +177,43 @@ def folder_of(directory: Any, where: str) -> Path:
     return Path(directory)
 
 
-def trainer_may_delete(mesh: Mesh, directory: Path) -> bool:
-    """Return whether ``directory`` is named as Hugging Face's Trainer names a checkpoint's, and
-    one other like it holds a complete checkpoint: after the call the Trainer may delete that one
-    (``save_total_limit=1``), while the new one is still being written. Collective over the world.
-    """
+def trainer_may_delete(mesh: Mesh, background: BackgroundSaver, directory: Path, saved: Path | None) -> bool:
+    """Return whether ``directory`` is named as Hugging Face's Trainer names a checkpoint's, and the
+    Trainer may delete all others after this save, while the new one is still being written. A save
+    that is under way is waited for: the Trainer may delete what is complete by then. Collective
+    over the world. ``saved``: see :func:`may_delete_all`."""
     if not _OF_TRAINER.fullmatch(directory.name):
         return False
-    found = 0
-    if mesh.rank == 0:
-        others = (path for path in directory.parent.glob("checkpoint-*") if path != directory)
-        found = sum(
-            any(TEMPORARY not in path.parent.name for path in other.glob(f"*/{MANIFEST_NAME}")) for other in others
-        )
-    return bool(mesh.world.gather_json(found, "checkpoints of a Trainer")[0] == 1)
+    background.wait_before_next()
+    may = mesh.rank == 0 and may_delete_all(directory, saved)
+    return bool(mesh.world.gather_json(may, "checkpoints of a Trainer")[0])
+
+
+def may_delete_all(directory: Path, saved: Path | None) -> bool:
+    """Return whether Hugging Face's Trainer may delete all complete checkpoints beside
+    ``directory`` after it has saved there. Its ``save_total_limit`` is unknown here, so that only
+    what it has kept beside ``saved`` shows that it is more than 1.
+
+    Args:
+        saved: where this program saved last, after which the Trainer has deleted what it wanted.
+    """
+    others = [
+        path
+        for path in directory.parent.glob("checkpoint-*")
+        if _OF_TRAINER.fullmatch(path.name)
+        and path != directory
+        and any(TEMPORARY not in each.parent.name for each in path.glob(f"*/{MANIFEST_NAME}"))
+    ]
+    if saved not in others:
+        return bool(others)
+    if len(others) != 2:
+        return len(others) == 1
+    # with a limit of 1 it keeps two while the best is not the newest, and one when that changes
+    try:
+        best = json.loads((saved / "trainer_state.json").read_text())["best_model_checkpoint"]
+    except (OSError, ValueError, LookupError, TypeError):
+        return True  # of another program
+    return best is not None
 
 
 def save_state(
@@ -200,7 +224,7 @@ def save_state(
     *,
     without_frozen: bool = False,
     background: BackgroundSaver | None = None,
-) -> bool:
+) -> None:
     """Write ``directory/tag`` (default ``global_stepN``), or let ``background`` write it.
     Collective over the world: every rank must call.
 
@@ -217,7 +241,6 @@ def save_state(
     on_disk, later = (_on_disk(engine), _copied_later(engine)) if background is not None else (frozenset(), {})
     with state_at_hand(engine, "save_checkpoint called by every rank"):
         _save(engine, directory, tag, dict(client_state or {}), without_frozen, background, on_disk, later)
-    return True
 
 
 def _on_disk(engine: CheckpointedEngine) -> frozenset[tuple[str, int]]:

@@ -37,7 +37,7 @@ from zero_trial.master.log_policies import LogMatch
 from zero_trial.master.records import Allocation, AllocationState
 
 GOOD, BAD, LATER, KILLED = Exit(0, 1), Exit(7, 2, why="it broke"), Exit(1, 3), Exit(143, 2, killed=True)
-NODES = [Node("n1", 2), Node("n2", 2)]
+NODES = [Node(name, 2, pools=("main", "default"), cpus=cpus) for name, cpus in (("n1", 4), ("n2", 3))]
 
 
 @pytest.mark.parametrize(
@@ -173,8 +173,9 @@ class FakeEngine:
     def pools(self) -> tuple[str, ...]:
         return ("main", "default")
 
-    def threads(self, kind: str) -> int:
-        return 3
+    def check(self, config: Mapping[str, Any]) -> None:
+        if "slots_per_node" in config.get("slurm", {}):
+            raise ConfigError("not here", where="slurm.slots_per_node")
 
     def submit(self, job: ClusterJob) -> None:
         if self.refuses:

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import email.message
 import json
 import threading
+import time
 from pathlib import Path
 from typing import Any
+from urllib.error import HTTPError, URLError
 
 import pytest
 
 from tests.master.fakes import Sandbox
 from zero_trial.errors import MasterError
 from zero_trial.master.agent.environment import Ports
-from zero_trial.master.agent.node import completed, meet, own_address
+from zero_trial.master.agent.node import code_of, completed, is_refused, meet, own_address, threads_of
+from zero_trial.master.agent.processes import Exit
 from zero_trial.master.agent.resources import Node
 from zero_trial.master.http import listen
 from zero_trial.master.records import Conflict, Invalid
@@ -22,21 +26,65 @@ from zero_trial.master.records import Conflict, Invalid
     ("order", "expected"),
     [
         ({}, {"DET_SLOT_IDS": "[0, 1]", "OMP_NUM_THREADS": "4", "CUDA_VISIBLE_DEVICES": "", "DET_AGENT_ID": "n1"}),
-        ({"threads": 3}, {"OMP_NUM_THREADS": "3"}),
+        (
+            {"own": ["OMP_NUM_THREADS=9", "TMPDIR=/mine", "DET_AGENT_ID=x"]},
+            {"OMP_NUM_THREADS": "9", "TMPDIR": "/mine", "DET_AGENT_ID": "n1"},
+        ),
         ({"kind": "cuda"}, {"CUDA_VISIBLE_DEVICES": "2,3"}),
-        ({"slots": 0}, {"DET_SLOT_IDS": "[]", "OMP_NUM_THREADS": "8"}),
+        ({"slots": 0}, {"DET_SLOT_IDS": "[]"}),
         ({"nodes": 2}, {"DET_SOCKET_ROOT": "/tmp/zt-1", "C10D_PORT": "10", "INTER_TRAIN_PROCESS_COMM_PORT_2": "36"}),
     ],
 )
 def test_the_environment_of_a_node(order: dict[str, Any], expected: dict[str, str]) -> None:
-    whole = {"env": {"A": "b"}, "slots": 2, "threads": 0, "kind": "cpu", "nodes": 1, **order}
-    env = completed(whole, Path("/f/node-1"), "n1", Ports(10, 20, 30), "2,3", 8, "/tmp/zt-1")
-    assert {name: env.get(name) for name in expected} == expected
-    assert (env["A"], env["DET_RUN_ROOT"], env["TMPDIR"]) == ("b", "/f/node-1/root", "/tmp/zt-1")
+    config = json.dumps({"environment": {"environment_variables": {"cpu": order.pop("own", [])}}})
+    whole = {"env": {"A": "b", "DET_EXPERIMENT_CONFIG": config}, "slots": 2, "kind": "cpu", "nodes": 1, **order}
+    env = completed(whole, Path("/f/node-1"), "n1", Ports(10, 20, 30), "2,3", 4, "/tmp/zt-1")
+    plain = {"TMPDIR": "/tmp/zt-1", "OMP_NUM_THREADS": "4", **expected}
+    assert {name: env.get(name) for name in plain} == plain
+    assert (env["A"], env["DET_RUN_ROOT"]) == ("b", "/f/node-1/root")
     assert ("DET_SOCKET_ROOT" in env) == (whole["nodes"] > 1)
 
 
-def test_nodes_meet_through_the_master(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("slots", "known", "cores", "asked", "threads"),
+    [
+        (2, 3, 64, "", 3),  # one of several trials on a node: not all of its cores
+        (2, 0, 8, "", 4),  # the engine does not know
+        (2, 8, 8, "", 4),  # it may use fewer
+        (2, 3, 64, "24", 12),  # --cpus-per-task of slurm.sbatch_args
+        (0, 0, 8, "", 8),
+        (4, 1, 2, "4", 1),
+    ],
+)
+def test_threads_of_a_slot(slots: int, known: int, cores: int, asked: str, threads: int) -> None:
+    assert threads_of({"slots": slots, "threads": known}, cores, asked) == threads
+
+
+@pytest.mark.parametrize(
+    ("ended", "nodes", "code"),
+    [
+        (Exit(3, 0.0), 1, 3),
+        (Exit(3, 0.0), 2, 0),  # the master reads the record, and gives the others time to end
+        (Exit(0, 0.0), 2, 0),
+        (None, 1, 1),
+        (None, 2, 1),
+    ],
+)
+def test_the_engine_learns_of_a_node_that_has_recorded_nothing(ended: Exit | None, nodes: int, code: int) -> None:
+    assert code_of(ended, nodes) == code
+
+
+@pytest.mark.parametrize(
+    ("error", "refused"),
+    [(400, True), (401, True), (404, True), (409, False), (429, False), (503, False), (None, False)],
+)
+def test_a_refusal_is_not_repeated(error: int | None, refused: bool) -> None:
+    made = URLError("refused") if error is None else HTTPError("", error, "", email.message.Message(), None)
+    assert is_refused(made) is refused
+
+
+def test_nodes_meet_through_the_master(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")  # would see the token
     master = Sandbox(tmp_path / "root", nodes=[Node("n1", 1), Node("n2", 1, 1)])
     master.create(resources={"slots_per_trial": 2})
     order = master.run_of(1)
@@ -57,10 +105,13 @@ def test_nodes_meet_through_the_master(tmp_path: Path) -> None:
             thread.start()
         for thread in threads:
             thread.join()
-        peers = [{"address": "a0", "rank": 0}, {"address": "a1", "rank": 1}]
-        assert found == {0: peers, 1: peers}
-        with pytest.raises(MasterError):
-            meet({**env, "DET_SESSION_TOKEN": "wrong"}, 0, 2, {})
+        both = [{"address": "a0", "rank": 0}, {"address": "a1", "rank": 1}]
+        assert found == {0: both, 1: both}
+        begin = time.monotonic()
+        for peers, token in ((2, "wrong"), (3, order.token)):
+            with pytest.raises(MasterError):
+                meet({**env, "DET_SESSION_TOKEN": token}, 0, peers, {})
+        assert time.monotonic() - begin < 5
     tasks = master.tasks
     assert tasks.all_gather(order.allocation.id, "next", 1, "x", 0.0) == ["x"]  # another one begins
     with pytest.raises(Conflict):
@@ -83,8 +134,6 @@ def test_runs_on_machines_that_come_and_go(tmp_path: Path) -> None:
     held = {agent.id: sum(slot.allocation_id is not None for slot in agent.slots) for agent in master.machine.agents()}
     assert held == {other: 2, **{name: 0 for name in ("n1", "n2") if name != other}}
     master.agent.machines = tuple(node for node in master.agent.machines if node.name != other)
-    from zero_trial.master.agent.processes import Exit
-
     del master.agent.running[first.allocation.id]
     master.on_exited(first.allocation.id, Exit(137, 0.0, killed=True, why="a machine was lost"))
     again = master.run_of(1)

@@ -68,5 +68,6 @@ def test_numbers_of_slots_stay() -> None:
     assert [(node.name, node.first, node.up) for node in second] == [("a", 0, False), ("b", 2, True), ("c", 3, True)]
     third = numbered(second, [Node("a", 3), Node("b", 1, up=False), Node("c", 2)])  # a is back and larger
     assert [(node.name, node.first, node.slots) for node in third] == [("a", 7, 3), ("b", 2, 1), ("c", 3, 2)]
+    assert [node.pools for node in second] == [(), ("default",), ("default",)]  # what is gone counts for no pool
     taken = [number for node in third for number in node.numbers]
     assert len(taken) == len(set(taken)) and not third[1].up

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,6 +14,7 @@ from zero_trial.master.agent.cluster import ClusterJob, JobEnd, JobStatus
 from zero_trial.master.agent.resources import Node
 from zero_trial.master.agent.slurm import (
     Slurm,
+    arguments_of,
     fields_of,
     gpus_in,
     hosts,
@@ -30,19 +32,21 @@ NodeName=n1 Arch=x86_64 CoresPerSocket=1 CPUAlloc=0 CPUEfctv=4 CPUTot=4 CPULoad=
 Gres=(null) NodeAddr=10.0.0.1 NodeHostName=vm Version=22.05.8 OS=Linux 4.4.0 #1 SMP Sun Jan 10 RealMemory=1 \
 State=IDLE ThreadsPerCore=1 Partitions=main,long BootTime=2026-11-22T06:47:57
 NodeName=n2 CPUAlloc=4 CPUEfctv=4 CPUTot=4 Gres=(null) NodeAddr=n2 State=DOWN* Partitions=main Reason=Not responding [root@now]
-NodeName=g1 CPUTot=64 Gres=gpu:a100:4(S:0-1) NodeAddr=g1 State=MIXED+PLANNED Partitions=gpu
+NodeName=g1 CPUTot=62 Gres=gpu:a100:4(S:0-1) NodeAddr=g1 State=MIXED+PLANNED ThreadsPerCore=2 Partitions=gpu,all
 NodeName=g0 CPUTot=64 Gres=(null) NodeAddr=g0 State=IDLE Partitions=gpu
+NodeName=c1 CPUTot=4 Gres=(null) NodeAddr=c1 State=IDLE Partitions=all,cpu
 NodeName=login CPUTot=2 Gres=(null) NodeAddr=login State=IDLE Partitions=
 """
 
 
 def test_nodes_with_their_pools_and_slots() -> None:
     assert nodes_in(NODES, cpus=2, gpus=True) == [
-        Node("n1", 2, 0, "cpu", ("main", "long"), True, "10.0.0.1"),
-        Node("n2", 2, 0, "cpu", ("main",), False, "n2"),
-        Node("g1", 4, 0, "cuda", ("gpu",), True, "g1"),
+        Node("n1", 2, 0, "cpu", ("main", "long"), True, "10.0.0.1", cpus=2),
+        Node("n2", 2, 0, "cpu", ("main",), False, "n2", cpus=2),
+        Node("g1", 4, 0, "cuda", ("gpu", "all"), True, "g1", cpus=14),  # 15, in whole cores
+        Node("c1", 2, 0, "cpu", ("cpu",), True, "c1", cpus=2),  # its other partition has GPUs
     ]
-    assert [(node.name, node.slots) for node in nodes_in(NODES, cpus=8, gpus=False)] == [("g1", 8), ("g0", 8)]
+    assert [(node.name, node.slots) for node in nodes_in(NODES, cpus=8, gpus=False)] == [("g1", 7), ("g0", 8)]
 
 
 def test_a_value_may_have_blanks() -> None:
@@ -135,13 +139,15 @@ def test_jobs_are_found_by_the_name_of_their_allocation() -> None:
     assert found["1.a.1"].status.nodes == ("n1",)
 
 
-def lines(job: ClusterJob, cpus: int = 2) -> list[str]:
-    return script(job, cpus=cpus).splitlines()
+def lines(job: ClusterJob) -> list[str]:
+    return script(job).splitlines()
 
 
 def test_the_script_of_a_job_on_cpus(tmp_path: Path) -> None:
     folder = tmp_path / "a b"
-    made = lines(ClusterJob("1.a.1", folder, 2, 3, "cpu", "main", ("n7", "n8"), {"sbatch_args": ["--time=10"]}, "/py"))
+    made = lines(
+        ClusterJob("1.a.1", folder, 2, 3, "cpu", "main", ("n7", "n8"), {"sbatch_args": ["--time=10", "-A a"]}, "/py", 2)
+    )
     options = [line.removeprefix("#SBATCH ") for line in made if line.startswith("#SBATCH")]
     assert made[0] == "#!/bin/bash" and options == [
         "--job-name=zt-1.a.1",
@@ -151,23 +157,82 @@ def test_the_script_of_a_job_on_cpus(tmp_path: Path) -> None:
         f"'--output={folder}/job.out'",
         "--open-mode=append",
         "--no-requeue",
-        "--export=NIL",
+        "--export=ALL",
         "--cpus-per-task=6",
         "--exclude=n7,n8",
-        "--time=10",
+        "--time=10 -A a",
     ]
-    assert "--cpus-per-task=6" in made[-1] and made[-1].endswith(f"/py -m zero_trial.master.agent.node '{folder}'")
+    assert made[-1].endswith(f"/py -m zero_trial.master.agent.node '{folder}'")
+    assert {"--kill-on-bad-exit=1", "--wait=0"} < set(made[-1].split())
+    for asked, given in (("", []), ("6", ["--cpus-per-task=6"])):  # also if sbatch_args have asked
+        step = made[-1].replace("exec srun", "printf '%s\\n'")
+        env = {"SLURM_CPUS_PER_TASK": asked, "PATH": "/bin:/usr/bin"}
+        said = subprocess.run(["bash", "-c", step], env=env, text=True, capture_output=True, check=True).stdout
+        assert [word for word in said.split() if word.startswith("--cpus-per-task")] == given
 
 
 @pytest.mark.parametrize(
-    ("slots", "kind", "asked"),
-    [(4, "cuda", "--gpus-per-node=4"), (0, "cpu", "--cpus-per-task=2"), (1, "cpu", "--cpus-per-task=2")],
+    ("slots", "kind", "arguments", "asked"),
+    [
+        (4, "cuda", [], ["--cpus-per-task=8", "--gpus-per-node=4"]),
+        (4, "cuda", ["--cpus-per-gpu=3"], ["--gpus-per-node=4", "--cpus-per-gpu=3"]),
+        (0, "cpu", [], ["--cpus-per-task=2"]),
+        (1, "cpu", ["--cpus-per-task=7"], ["--cpus-per-task=2", "--cpus-per-task=7"]),  # the last one counts
+    ],
 )
-def test_what_a_job_asks_for(tmp_path: Path, slots: int, kind: str, asked: str) -> None:
-    made = lines(ClusterJob("1", tmp_path, 1, slots, kind, "main"))
-    assert [line.split()[1] for line in made if "-per-" in line and line.startswith("#SBATCH")][1:] == [asked]
+def test_what_a_job_asks_for(tmp_path: Path, slots: int, kind: str, arguments: list[str], asked: list[str]) -> None:
+    made = lines(ClusterJob("1", tmp_path, 1, slots, kind, "main", options={"sbatch_args": arguments}, cpus=2))
+    assert [line.split()[1] for line in made if "-per-" in line and line.startswith("#SBATCH")][1:] == asked
     done = subprocess.run(["bash", "-n"], input="\n".join(made), text=True, capture_output=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("items", "words"),
+    [
+        ([], []),
+        (["--account=physics", "-A physics"], ["--account=physics", "-A", "physics"]),
+        (["--comment='a b'", "--mem=0\n--nice"], ["--comment=a b", "--mem=0", "--nice"]),
+        (["-c 4", "--cpus-per-task=4", "--time", "10", "--exclusive", "--nodelist=n1", "-e x"], None),
+        (["--comment='a"], "split"),
+        (["--job-name=x"], "--job-name"),
+        (["--job=x"], "--job"),  # sbatch takes the beginning of a name
+        (["-Jx"], "-Jx"),
+        (["-QJ x"], "-QJ"),
+        (["-p gpu"], "resource_pool"),
+        (["--array=1-3"], "--array"),
+        (["--output", "x"], "--output"),
+        (["--exclude=n1"], "det agent disable"),
+        (["--wait"], "--wait"),
+        (["-N2"], "slots_per_trial"),
+    ],
+)
+def test_arguments_of_sbatch(items: list[str], words: list[str] | str | None) -> None:
+    config: dict[str, Any] = {"slurm": {"sbatch_args": items}}
+    if isinstance(words, str):
+        with pytest.raises(ConfigError, match=words):
+            Slurm(env={}).check(config)
+    else:
+        Slurm(env={}).check(config)
+        assert words in (None, arguments_of(config["slurm"]))
+
+
+def test_other_keys_of_the_section_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"slurm\.slots_per_node"):
+        Slurm(env={}).check({"slurm": {"slots_per_node": 2}})
+    Slurm(env={}).check({"pbs": {"pbsbatch_args": []}})
+
+
+def test_a_shell_cannot_change_what_commands_do(tmp_path: Path) -> None:
+    command = tmp_path / "squeue"
+    command.write_text("#!/bin/sh\nexport -p > $(dirname $0)/seen\n")
+    command.chmod(0o700)
+    host = {"PATH": f"{tmp_path}:/bin:/usr/bin", "HOME": "/h", "SLURM_CONF": "/c", "SECRET": "s"}
+    others = ("SBATCH_JOB_NAME", "SBATCH_PARTITION", "SQUEUE_PARTITION", "SCANCEL_INTERACTIVE", "SLURM_JOB_ID")
+    assert Slurm(env={**host, **dict.fromkeys(others, "x")}).statuses(["1"]) == {}
+    seen = (tmp_path / "seen").read_text()
+    assert "SLURM_CONF" in seen and "HOME" in seen
+    assert not [name for name in (*others, "SECRET") if name in seen]
 
 
 def test_a_machine_without_slurm_and_a_command_that_is_refused(tmp_path: Path) -> None:

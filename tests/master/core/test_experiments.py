@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ import yaml
 from tests.master.core.test_checkpoints import base, save
 from tests.master.fakes import Sandbox, experiment, tgz
 from zero_trial.master import logs
+from zero_trial.master.agent.resources import Node
 from zero_trial.master.log_policies import LogMatch, LogPolicy
 from zero_trial.master.logs import LogQuery
 from zero_trial.master.records import (
@@ -53,6 +56,24 @@ class TestCreate:
             master.create(resources={"slots_per_trial": 3})
         with pytest.raises(Invalid, match="max_slots"):
             master.create(resources={"slots_per_trial": 2, "max_slots": 1})
+
+    @pytest.mark.parametrize(
+        ("wanted", "second", "refused"),
+        [
+            ({"slots_per_trial": 4}, {}, False),
+            ({"slots_per_trial": 4}, {"up": False}, False),  # it may come back
+            ({"slots_per_trial": 4}, {"up": False, "pools": ()}, True),  # it never will
+            ({"slots_per_trial": 4, "is_single_node": True}, {}, True),
+            ({"slots_per_trial": 2, "is_single_node": True}, {}, False),
+        ],
+    )
+    def test_what_the_machines_can_never_run(
+        self, tmp_path: Path, wanted: dict[str, Any], second: dict[str, Any], refused: bool
+    ) -> None:
+        master = Sandbox(tmp_path / "root", nodes=[Node("a", 2), Node("b", 2, 2, **second)])
+        with pytest.raises(Invalid, match="slots_per_trial") if refused else nullcontext():
+            master.create(resources=wanted)
+        master.close()
 
     def test_places_that_do_not_exist(self, master: Sandbox) -> None:
         for config, where in (

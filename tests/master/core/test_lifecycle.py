@@ -295,6 +295,33 @@ def test_a_big_one_that_is_more_urgent_is_not_starved_by_small_ones() -> None:
     assert placed(wait("t1", slots=2, priority=1), wait("t2", priority=1), wait("t3"), free=[0]) == {"t2": (0,)}
 
 
+def in_pool(name: str, pool: str, slots: int, priority: int) -> QueuedRun:
+    return replace(wait(name, slots=slots, priority=priority), pool=pool)
+
+
+@pytest.mark.parametrize(
+    ("queue", "placed_now"),
+    [
+        # a large run waits for all of m1 and m2; what shares a machine with it waits behind it
+        ([("t1", "all", 4, 1), ("t2", "small", 1, 42)], []),
+        ([("t1", "all", 4, 1), ("t2", "small", 1, 1)], ["t2"]),
+        ([("t1", "all", 4, 1), ("t2", "other", 1, 42)], ["t2"]),
+        ([("t1", "small", 2, 1), ("t2", "all", 1, 42)], ["t2"]),  # on the machine that is not held back
+        ([("t1", "small", 2, 1), ("t2", "all", 2, 42)], []),
+    ],
+)
+def test_pools_may_share_machines(queue: list[tuple[str, str, int, int]], placed_now: list[str]) -> None:
+    machines = [
+        Machine("m1", 2, (0,), ("all",)),
+        Machine("m2", 2, (2,), ("all", "small")),
+        Machine("m3", 2, (4,), ("other",)),
+    ]
+    made, waiting = assign_slots([in_pool(*item) for item in queue], machines, {})
+    assert list(made) == placed_now and made.get("t2", (0,)) in ((0,), (2,), (4,))
+    if "t2" in waiting:
+        assert "priority 1" in waiting["t2"]
+
+
 def test_one_that_fits_no_empty_machine_holds_back_none() -> None:
     queue = [wait("t1", slots=2, priority=1), wait("t2")]
     made, waiting = assign_slots(queue, one([0], 1), {})

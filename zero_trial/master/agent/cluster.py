@@ -90,6 +90,7 @@ class ClusterJob:
     avoid: tuple[str, ...] = ()  # names of machines
     options: Mapping[str, Any] = field(default_factory=dict)  # the experiment's section of this engine
     python: str = sys.executable
+    cpus: int = 1  # of a slot; 0: unknown
 
     @property
     def command(self) -> list[str]:
@@ -113,8 +114,8 @@ class ClusterEngine(Protocol):
     def pools(self) -> tuple[str, ...]:
         """List the pools, the default first."""
 
-    def threads(self, kind: str) -> int:
-        """Return OMP_NUM_THREADS of a slot; 0: the cores that the job has, over its slots."""
+    def check(self, config: Mapping[str, Any]) -> None:
+        """Raise ConfigError for an experiment that asks this engine for what it cannot do."""
 
     def submit(self, job: ClusterJob) -> None:
         """Start a job, once there is room for it."""
@@ -251,13 +252,7 @@ class ClusterManager:
                 got=log_policies.EXCLUDE_NODE,
                 fix="Leave it out, or disable the node: det agent disable NAME.",
             )
-        section = config.get(self._engine.name) or {}
-        for key in sorted(section.keys() - {"sbatch_args"}):
-            raise ConfigError(
-                "cannot be followed here",
-                where=f"{self._engine.name}.{key}",
-                fix="Write it as one of slurm.sbatch_args.",
-            )
+        self._engine.check(config)
 
     def begin(self, reports: Reports) -> None:
         self._threads = [
@@ -328,21 +323,24 @@ class ClusterManager:
         taken = [node for node in self._nodes if any(slot in node.numbers for slot in order.allocation.slots)]
         kind = taken[0].kind if taken else "cpu"
         each = len(order.allocation.slots) // order.nodes
-        resources = order.config.get("resources") or {}
+        pool = str((order.config.get("resources") or {}).get("resource_pool") or self._pools[0])
+        there = [node.cpus for node in self._nodes if node.kind == kind and pool in node.pools]
+        cpus = min(there, default=1)  # the engine chooses the nodes
         for rank in range(order.nodes):
             root = folder / f"node-{rank}" / "root"
             for path in (root / "run/determined/info", root / "run/determined/train/logs"):
                 path.mkdir(parents=True, exist_ok=True, mode=0o700)
             storage.link(order.config, root)
         visible = "set by the engine" if kind == "cuda" else ""
-        there = replace(order, visible_devices=visible)
-        env = environment(there, Ports(0, 0, 0), folder, self._host_env, sys.executable)
+        env = environment(
+            replace(order, visible_devices=visible), Ports(0, 0, 0), folder, self._host_env, sys.executable
+        )
         content = {
             "env": env,
             "nodes": order.nodes,
             "slots": each,
             "kind": kind,
-            "threads": self._engine.threads(kind),
+            "threads": cpus,
             "command": steps(order.has_hook, rendezvous=order.nodes == 1),
             "grace": GRACE_SECONDS,
             "logs": str(self._directory.trial_logs(order.allocation.trial_id)),
@@ -355,10 +353,9 @@ class ClusterManager:
         except ZeroTrialError as error:
             raise EngineBusy(f"the jobs cannot be listed: {error}") from error
         if not known:
-            pool = str(resources.get("resource_pool") or self._pools[0])
             options = order.config.get(self._engine.name) or {}
             disabled = tuple(node.name for node in self._nodes if node.name in order.avoid)
-            job = ClusterJob(order.allocation.id, folder, order.nodes, each, kind, pool, disabled, options)
+            job = ClusterJob(order.allocation.id, folder, order.nodes, each, kind, pool, disabled, options, cpus=cpus)
             self._engine.submit(job)
         write_atomic(folder / SUBMITTED, json.dumps({"nodes": order.nodes}), durable=False)
 

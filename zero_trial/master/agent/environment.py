@@ -190,7 +190,7 @@ def environment(
     env["PYTHONUNBUFFERED"] = "1"
     env["OMP_NUM_THREADS"] = str(order.threads)
     env["CUDA_VISIBLE_DEVICES"] = order.visible_devices
-    env.update(_of_user(order.config, "cuda" if order.visible_devices else "cpu"))
+    env.update(of_user(order.config, "cuda" if order.visible_devices else "cpu"))
     # What a user sets for PYTHONPATH comes after the relocation, and nothing that the harness needs
     # can be overridden.
     env["PYTHONPATH"] = os.pathsep.join([str(RELOCATION), *filter(None, [env.get("PYTHONPATH")])])
@@ -212,8 +212,8 @@ def size_of_config(config: Mapping[str, Any]) -> int:
     return len(f"DET_EXPERIMENT_CONFIG={config_variable(config)}") + 1
 
 
-def _of_user(config: Mapping[str, Any], kind: str) -> dict[str, str]:
-    """Read ``environment_variables``: NAME=VALUE for each kind of slot, or for all."""
+def of_user(config: Mapping[str, Any], kind: str) -> dict[str, str]:
+    """Read ``environment_variables``: NAME=VALUE for each ``kind`` of slot, or for all."""
     listed = (config.get("environment") or {}).get("environment_variables") or []
     if isinstance(listed, Mapping):
         listed = listed.get(kind) or []

@@ -19,12 +19,13 @@ from pathlib import Path
 from typing import Any
 from urllib.error import HTTPError, URLError
 from urllib.parse import urlsplit
-from urllib.request import Request, urlopen
+from urllib.request import ProxyHandler, Request, build_opener
 
 from zero_trial.errors import MasterError
 from zero_trial.master import logs, shepherd
 from zero_trial.master.agent import processes, storage
-from zero_trial.master.agent.environment import Ports, free_ports
+from zero_trial.master.agent.environment import Ports, free_ports, of_user
+from zero_trial.master.agent.processes import Exit
 
 _MEET_SECONDS = 600.0
 _PEER_FILE = "run/determined/info/rendezvous.json"  # where the harness looks for its peers
@@ -39,26 +40,27 @@ def own_address(master_url: str) -> str:
 
 
 def completed(
-    order: Mapping[str, Any], mine: Path, name: str, ports: Ports, visible: str, cores: int, scratch: str
+    order: Mapping[str, Any], mine: Path, name: str, ports: Ports, visible: str, threads: int, scratch: str
 ) -> dict[str, str]:
-    """Return the environment of the trial's processes on this node.
+    """Return the environment of the trial's processes on this node. OMP_NUM_THREADS and TMPDIR of
+    the experiment's environment_variables stay.
 
     Args:
         mine: the folder of this node.
         ports: those of the first node.
         visible: CUDA_VISIBLE_DEVICES as the engine has set it.
-        cores: that this node's part of the job may use.
+        threads: of each of its slots.
         scratch: its temporary directory.
     """
     env = dict(order["env"])
-    slots = max(1, order["slots"])
+    chosen = of_user(json.loads(env["DET_EXPERIMENT_CONFIG"]), order["kind"])
+    for variable, value in (("TMPDIR", scratch), ("OMP_NUM_THREADS", str(threads))):
+        env[variable] = chosen.get(variable, value)
     env.update(
         DET_AGENT_ID=name,
         DET_SLOT_IDS=json.dumps(list(range(order["slots"]))),
         DET_RUN_ROOT=str(mine / "root"),
-        TMPDIR=scratch,
         CUDA_VISIBLE_DEVICES=visible if order["kind"] == "cuda" else "",
-        OMP_NUM_THREADS=str(order["threads"] or max(1, cores // slots)),
         C10D_PORT=str(ports.c10d),
         INTER_TRAIN_PROCESS_COMM_PORT_1=str(ports.comm_1),
         INTER_TRAIN_PROCESS_COMM_PORT_2=str(ports.comm_2),
@@ -70,10 +72,41 @@ def completed(
     return env
 
 
+def threads_of(order: Mapping[str, Any], cores: int, asked: str) -> int:
+    """Return how many threads each slot of this node gets, from what its engine has given.
+
+    Args:
+        order: ``threads``: the CPUs of a slot as the master knows them, or 0.
+        cores: those of this machine that this process may use.
+        asked: the CPUs of the job on this node as the engine says it (SLURM_CPUS_PER_TASK), or "".
+    """
+    slots = max(1, order["slots"])
+    own = cores // slots
+    known = int(asked) // slots if asked else int(order["threads"])
+    return max(1, min(known or own, own))
+
+
+def is_refused(error: Exception) -> bool:
+    """Tell whether a request that has failed so fails again when it is repeated: the master has
+    understood it, and it is not early (409) or one of too many (408, 429).
+    """
+    return isinstance(error, HTTPError) and 400 <= error.code < 500 and error.code not in (408, 409, 429)
+
+
+def code_of(ended: Exit | None, nodes: int) -> int:
+    """Return this process's exit code. Among several nodes 0 says that the end is recorded, and any
+    other that the engine must not let the others wait for this one.
+    """
+    if ended is None:
+        return 1
+    return 0 if nodes > 1 else ended.code
+
+
 def meet(env: Mapping[str, str], rank: int, peers: int, mine: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return what the nodes of the allocation say of themselves, by rank, once all are there.
 
-    The master gathers it. Raises MasterError after ten minutes.
+    The master gathers it, and is asked without a proxy, which would see the token. Raises
+    MasterError after ten minutes, or at once if the master refuses.
     """
     url = f"{env['DET_MASTER']}/api/v1/allocations/{env['DET_ALLOCATION_ID']}/all_gather"
     body = {"requestUuid": str(uuid.uuid4()), "numPeers": peers, "data": {**mine, "rank": rank}}
@@ -81,16 +114,21 @@ def meet(env: Mapping[str, str], rank: int, peers: int, mine: Mapping[str, Any])
         "grpc-metadata-x-allocation-token": f"Bearer {env['DET_SESSION_TOKEN']}",
         "Content-Type": "application/json",
     }
+    opener = build_opener(ProxyHandler({}))
     until = time.monotonic() + _MEET_SECONDS
     while True:
         try:
-            with urlopen(Request(url, json.dumps(body).encode(), headers), timeout=120) as answer:
+            with opener.open(Request(url, json.dumps(body).encode(), headers), timeout=120) as answer:
                 return sorted(json.load(answer)["data"], key=lambda peer: int(peer["rank"]))
         except (URLError, OSError) as error:
-            if time.monotonic() > until or (isinstance(error, HTTPError) and error.code in (401, 403)):
-                raise MasterError(
-                    "the other nodes of the allocation did not come", where=url, got=str(error)
-                ) from error
+            refused = is_refused(error)
+            if refused or time.monotonic() > until:
+                what = (
+                    "the master does not let this node meet the others"
+                    if refused
+                    else "the other nodes of the allocation did not come"
+                )
+                raise MasterError(what, where=url, got=str(error)) from error
             time.sleep(1.0)
 
 
@@ -104,6 +142,7 @@ def main(folder: Path, rank: int, name: str) -> int:
     Path(scratch, "tmp").mkdir(exist_ok=True)
     ports = free_ports()
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    threads = threads_of(order, cores, os.environ.get("SLURM_CPUS_PER_TASK", ""))
     if order["nodes"] > 1:
         address = own_address(order["env"]["DET_MASTER"])
         me = {"address": address, "slots": order["slots"], "ports": [ports.c10d, ports.comm_1, ports.ssh]}
@@ -118,15 +157,14 @@ def main(folder: Path, rank: int, name: str) -> int:
     run = {
         "command": order["command"],
         "cwd": str(work),
-        "env": completed(order, mine, name, ports, os.environ.get("CUDA_VISIBLE_DEVICES", ""), cores, scratch),
+        "env": completed(order, mine, name, ports, os.environ.get("CUDA_VISIBLE_DEVICES", ""), threads, scratch),
         "log": str(logs.path_of(Path(order["logs"]), order["run_id"], rank)),
         "grace": order["grace"],
         "policies": order["policies"],
     }
     shepherd.main(mine, json.dumps(run))
     storage.remove_scratch(mine, order["env"]["DET_ALLOCATION_ID"])
-    ended = processes.exit_of(mine)
-    return 1 if ended is None else ended.code
+    return code_of(processes.exit_of(mine), order["nodes"])
 
 
 if __name__ == "__main__":

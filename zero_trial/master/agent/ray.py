@@ -8,19 +8,23 @@ process of its own, `ray_driver`.
 from __future__ import annotations
 
 import json
+import selectors
 import subprocess
 import sys
 import threading
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from zero_trial.errors import ConfigError, MasterError
 from zero_trial.master.agent.agent import with_package
-from zero_trial.master.agent.cluster import ClusterJob, JobEnd, JobStatus
+from zero_trial.master.agent.cluster import ClusterJob, EngineBusy, JobEnd, JobStatus
 from zero_trial.master.agent.resources import POOL, Node
 
 _PREFIX = "zt-"  # of the names of placement groups and actors
 _ID = 6  # characters of a node's id in its name: machines may have several nodes
+_BEGIN_SECONDS = 60.0  # that a driver may take to import Ray and to join the cluster
+_ANSWER_SECONDS = 20.0  # that it may take for an answer
 
 
 def name_of(node: Mapping[str, Any]) -> str:
@@ -41,19 +45,19 @@ def nodes_in(found: Sequence[Mapping[str, Any]], *, cpus: int, gpus: bool) -> li
         graphics = int(resources.get("GPU", 0)) if gpus else 0
         slots = graphics or int(resources.get("CPU", 0)) // cpus
         if slots and node["Alive"]:
-            kind = "cuda" if graphics else "cpu"
-            nodes.append(Node(name_of(node), slots, kind=kind, address=node["NodeManagerAddress"]))
+            kind, each = ("cuda", int(resources.get("CPU", 0)) // graphics) if graphics else ("cpu", cpus)
+            nodes.append(Node(name_of(node), slots, kind=kind, address=node["NodeManagerAddress"], cpus=each))
     graphic = [node for node in nodes if node.kind == "cuda"]
     return sorted(graphic or nodes, key=lambda node: node.name)
 
 
-def request_of(job: ClusterJob, nodes: Sequence[Mapping[str, Any]], *, cpus: int) -> dict[str, Any]:
+def request_of(job: ClusterJob, nodes: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the request that starts a job.
 
     Args:
         nodes: ``ray.nodes()``, for the ids of those that the job avoids.
     """
-    amount = {"GPU": float(job.slots)} if job.kind == "cuda" else {"CPU": float(max(1, job.slots) * cpus)}
+    amount = {"GPU": float(job.slots)} if job.kind == "cuda" else {"CPU": float(max(1, job.slots) * job.cpus)}
     avoided = [node["NodeID"] for node in nodes if name_of(node) in job.avoid and node["Alive"]]
     return {
         "op": "submit",
@@ -71,7 +75,8 @@ def status_of(seen: Mapping[str, Any], nodes: Sequence[Mapping[str, Any]]) -> Jo
 
     Args:
         seen: the state of its placement group, the ids of its nodes, and for each node the exit
-            code, the reason why its actor is gone, or None while it runs.
+            code, the reason why its actor is gone, or None while it runs. ``lost``: an actor of an
+            earlier driver is gone, which only ends before its command does if its node is lost.
         nodes: ``ray.nodes()``.
     """
     known = {node["NodeID"]: node for node in nodes}
@@ -84,6 +89,8 @@ def status_of(seen: Mapping[str, Any], nodes: Sequence[Mapping[str, Any]]) -> Jo
     if not seen["nodes"]:
         if seen["canceled"]:
             return JobStatus(end=JobEnd.CANCELED)
+        if seen["lost"]:
+            return JobStatus(end=JobEnd.NODE_LOST, why="Ray: its actor is gone")
         return JobStatus(why="Ray has no room for its placement group yet")
     gone = [name for name, node in zip(names, places, strict=True) if node is None or not node["Alive"]]
     if gone:
@@ -118,11 +125,11 @@ class RayEngine:
     def pools(self) -> tuple[str, ...]:
         return (POOL,)
 
-    def threads(self, kind: str) -> int:
-        return self._cpus if kind == "cpu" else 0
+    def check(self, config: Mapping[str, Any]) -> None:
+        """Refuse nothing: no section of an experiment is Ray's."""
 
     def submit(self, job: ClusterJob) -> None:
-        self._ask(request_of(job, self._ask({"op": "nodes"}), cpus=self._cpus))
+        self._ask(request_of(job, self._ask({"op": "nodes"})))
 
     def cancel(self, name: str, *, force: bool = False) -> None:
         self._ask({"op": "cancel", "name": _PREFIX + name, "force": force})
@@ -142,7 +149,7 @@ class RayEngine:
         with self._lock:
             if self._driver is None or self._driver.poll() is not None:
                 self._begin()
-            return self._exchange(json.dumps(request) + "\n")
+            return self._exchange(json.dumps(request) + "\n", _ANSWER_SECONDS)
 
     def _begin(self) -> None:
         self._driver = subprocess.Popen(
@@ -153,28 +160,41 @@ class RayEngine:
             text=True,
             env=self._env,
         )
-        self._exchange("")
+        self._exchange("", _BEGIN_SECONDS)
 
-    def _exchange(self, line: str) -> Any:
+    def _exchange(self, line: str, seconds: float) -> Any:
+        """Send a line, unless it is empty, and return the answer. Raises MasterError; a driver that
+        does not answer in time is ended.
+        """
         driver = self._driver
         if driver is None or driver.stdin is None or driver.stdout is None:
             raise MasterError("the driver of Ray does not run", where="--on ray")
+        late = False
         try:
             driver.stdin.write(line)
             driver.stdin.flush()
+            with selectors.DefaultSelector() as selector:
+                selector.register(driver.stdout, selectors.EVENT_READ)
+                late = not selector.select(seconds)
+            if late:
+                driver.kill()  # jobs go on without it
             said = driver.stdout.readline()
         except OSError as error:
-            raise MasterError("the driver of Ray has ended", where="--on ray", got=str(error)) from error
-        found = json.loads(said) if said else {"error": "its driver has ended"}
+            raise EngineBusy("the driver of Ray has ended", where="--on ray", got=str(error)) from error
+        why = f"its driver did not answer in {seconds:.0f} s" if late else "its driver has ended"
+        found = json.loads(said) if said else {"error": why}
         if "error" not in found:
             return found["answer"]
+        where = f"--on ray={self._address or 'auto'}"
         if not line or not said:
             self._end()
-        raise MasterError("Ray has refused a request", where=f"--on ray={self._address or 'auto'}", got=found["error"])
+            raise EngineBusy("Ray does not answer", where=where, got=found["error"])
+        raise MasterError("Ray has refused a request", where=where, got=found["error"])
 
     def _end(self) -> None:
         if self._driver is not None and self._driver.stdin is not None:
-            self._driver.stdin.close()  # it ends with its input
+            with suppress(OSError):  # of what it did not read
+                self._driver.stdin.close()  # it ends with its input
             try:
                 self._driver.wait(timeout=10)
             except subprocess.TimeoutExpired:

@@ -27,6 +27,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 _NAMESPACE = "zero_trial"
 _STOP_SECONDS = 5.0
+_RESULT_SECONDS = 0.2  # that actors get to answer; others are read at the next look
 
 
 class _NodeProcess:
@@ -53,14 +54,18 @@ class _NodeProcess:
         def run() -> None:  # the signal comes when this thread ends
             try:
                 with open(output, "ab") as file:
-                    self._child = subprocess.Popen(
-                        [*command, name],
-                        stdin=subprocess.DEVNULL,
-                        stdout=file,
-                        stderr=file,
-                        env={**os.environ, "PYTHONPATH": pythonpath},
-                        preexec_fn=die_with_parent,
-                    )
+                    try:
+                        self._child = subprocess.Popen(
+                            [*command, name],
+                            stdin=subprocess.DEVNULL,
+                            stdout=file,
+                            stderr=file,
+                            env={**os.environ, "PYTHONPATH": pythonpath},
+                            preexec_fn=die_with_parent,
+                        )
+                    except OSError as error:
+                        file.write(f"{error}\n".encode())
+                        return
                 self._started.set()
                 self._code = self._child.wait()
             finally:
@@ -70,9 +75,13 @@ class _NodeProcess:
         self._thread = threading.Thread(target=run, daemon=True)
         self._thread.start()
 
-    def result(self) -> int:
-        """Wait for the end of the command; return its exit code, 127 if it could not begin."""
-        self._ended.wait()
+    def result(self) -> int | None:
+        """Return the exit code of the command, 127 if it could not begin; None while it runs.
+
+        It does not wait: each driver that asked would hold a thread of this actor, dead ones too.
+        """
+        if not self._ended.is_set():
+            return None
         return 127 if self._code is None else self._code
 
     def stop(self) -> None:
@@ -83,29 +92,71 @@ class _NodeProcess:
 
 
 class _Job:
-    """A job of this or an earlier driver: its placement group, its actors and their results."""
+    """A job of this or an earlier driver: its placement group, its actors and what they answer."""
 
     def __init__(self, group: PlacementGroup, actors: Sequence[Any]) -> None:
-        self.group = group
-        self.actors = actors
-        self.results = [actor.result.remote() for actor in actors]
-        self.codes: list[int | str | None] = [None] * len(actors)  # text: why an actor is gone
-        self.nodes: list[str] = []  # where it was placed first
-        self.canceled = False
+        self._group = group
+        self._actors = actors  # None: of an earlier driver, and gone
+        self._lost = None in actors
+        self._asked: dict[int, Any] = {}  # rank -> its answer to come
+        self._codes: list[int | str | None] = ["its actor is gone" if actor is None else None for actor in actors]
+        self._nodes: list[str] = []  # where it was placed first
+        self._canceled = False
+        self._stopped = False
+        self._state = ""
+
+    def ask(self) -> list[Any]:
+        """Ask what runs for its results, unless it was asked; return all answers to come."""
+        table = placement_group_table(self._group)
+        self._state = table["state"]
+        # the group of a lost actor is placed anew, where nothing of the job runs
+        if self._state == "CREATED" and not self._nodes and not self._lost:
+            self._nodes = [table["bundles_to_node_id"][rank] for rank in range(len(self._actors))]
+        for rank, actor in enumerate(self._actors):
+            if self._nodes and self._codes[rank] is None and rank not in self._asked:
+                self._asked[rank] = actor.result.remote()
+        return list(self._asked.values())
 
     def look(self) -> dict[str, Any]:
-        """Return where it is, and what has ended of it."""
-        table = placement_group_table(self.group)
-        if table["state"] == "CREATED" and not self.nodes:
-            self.nodes = [table["bundles_to_node_id"][rank] for rank in range(len(self.actors))]
-        done, _ = ray.wait(self.results, num_returns=len(self.results), timeout=0)
-        for rank, result in enumerate(self.results):
-            if result in done and self.codes[rank] is None:
+        """Return where it is, and what has ended of it as far as it has answered.
+
+        Once a node has ended and not recorded it (`agent.node` ends with 0 otherwise), the others
+        are asked to end: they would wait for it.
+        """
+        answers = list(self._asked.values())
+        done, _ = ray.wait(answers, num_returns=len(answers), timeout=0) if answers else ([], [])
+        for rank, answer in list(self._asked.items()):
+            if answer in done:
+                del self._asked[rank]
                 try:
-                    self.codes[rank] = int(ray.get(result))
+                    self._codes[rank] = ray.get(answer)
                 except ray.exceptions.RayError as error:
-                    self.codes[rank] = str(error).strip().splitlines()[0]
-        return {"state": table["state"], "nodes": self.nodes, "codes": self.codes, "canceled": self.canceled}
+                    self._codes[rank] = str(error).strip().splitlines()[0]
+        waiting = [actor for actor, code in zip(self._actors, self._codes, strict=True) if code is None]
+        if waiting and any(self._codes) and not self._stopped:
+            self._stopped = True
+            for actor in waiting:
+                actor.stop.remote()
+        return {
+            "state": self._state,
+            "nodes": self._nodes,
+            "codes": self._codes,
+            "canceled": self._canceled,
+            "lost": self._lost,
+        }
+
+    def cancel(self, *, force: bool) -> None:
+        """Ask the processes to end; remove all of it with ``force``, or if it has no place."""
+        self._canceled = True
+        self.ask()
+        actors = [actor for actor in self._actors if actor is not None]
+        if not force and self._nodes:
+            with suppress(ray.exceptions.RayError):
+                ray.get([actor.stop.remote() for actor in actors], timeout=_STOP_SECONDS)
+            return
+        for actor in actors:
+            ray.kill(actor)
+        remove_placement_group(self._group)
 
 
 class _RayDriver:
@@ -157,33 +208,36 @@ class _RayDriver:
     def cancel(self, name: str, force: bool) -> None:
         """Ask the processes of a job to end; with ``force`` remove all of it."""
         job = self._find(name)
-        if job is None:
-            return
-        job.canceled = True
-        if force or not job.look()["nodes"]:
-            for actor in job.actors:
-                ray.kill(actor)
-            remove_placement_group(job.group)
+        if job is not None:
+            job.cancel(force=force)
             if force:
                 self._known.pop(name)
-            return
-        with suppress(ray.exceptions.RayError):
-            ray.get([actor.stop.remote() for actor in job.actors], timeout=_STOP_SECONDS)
 
     def look(self, names: list[str]) -> dict[str, Any]:
         """Return how these jobs go, without those that Ray does not know."""
-        jobs = {name: self._find(name) for name in names}
-        return {name: job.look() for name, job in jobs.items() if job is not None}
+        found = {name: self._find(name) for name in names}
+        jobs = {name: job for name, job in found.items() if job is not None}
+        answers = [answer for job in jobs.values() for answer in job.ask()]
+        if answers:
+            ray.wait(answers, num_returns=len(answers), timeout=_RESULT_SECONDS)
+        return {name: job.look() for name, job in jobs.items()}
 
     def _find(self, name: str) -> _Job | None:
         if name not in self._known:
             try:
                 group = get_placement_group(name)
-                actors = [ray.get_actor(f"{name}-{rank}") for rank in range(group.bundle_count)]
             except ValueError:
                 return None
-            self._known[name] = _Job(group, actors)
+            self._known[name] = _Job(group, [_actor(f"{name}-{rank}") for rank in range(group.bundle_count)])
         return self._known[name]
+
+
+def _actor(name: str) -> Any:
+    """Return the actor of an earlier driver; None if it has died."""
+    try:
+        return ray.get_actor(name)
+    except ValueError:
+        return None
 
 
 def main(address: str) -> int:

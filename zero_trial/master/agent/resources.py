@@ -24,7 +24,8 @@ class Node:
     """A machine. Its slots are numbered from ``first`` on, through all machines of a master.
 
     ``up`` is False for a machine that is known and cannot be used now. ``gpus`` are the names that
-    CUDA_VISIBLE_DEVICES takes, where the master assigns them itself.
+    CUDA_VISIBLE_DEVICES takes, where the master assigns them itself. ``cpus`` are the CPUs of a
+    slot, its own or the GPU's share of the machine; 0: unknown.
     """
 
     name: str
@@ -35,6 +36,7 @@ class Node:
     up: bool = True
     address: str = "127.0.0.1"
     gpus: tuple[str, ...] = ()
+    cpus: int = 1
 
     @property
     def numbers(self) -> range:
@@ -148,11 +150,12 @@ def moved(
 
 def numbered(known: Sequence[Node], found: Sequence[Node]) -> tuple[Node, ...]:
     """Return the nodes that were found, with the numbers that they had; new and enlarged ones get
-    numbers of their own. Nodes that are gone stay, not up, so that their numbers do not come back.
+    numbers of their own. Nodes that are gone stay, not up and in no pool, so that their numbers do
+    not come back.
     """
     before = {node.name: node for node in known}
     last = max((node.first + node.slots for node in known), default=0)
-    after = {name: replace(node, up=False) for name, node in before.items()}
+    after = {name: replace(node, up=False, pools=()) for name, node in before.items()}
     for node in found:
         old = before.get(node.name)
         if old is not None and old.slots >= node.slots:

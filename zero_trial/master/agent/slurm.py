@@ -12,7 +12,8 @@ import re
 import shlex
 import subprocess
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from zero_trial.errors import ConfigError, MasterError
 from zero_trial.master.agent.cluster import ClusterJob, EngineBusy, JobEnd, JobStatus
@@ -21,6 +22,28 @@ from zero_trial.master.agent.resources import Node
 _PREFIX = "zt-"  # of the names of jobs
 _FORMAT = "%i|%T|%N|%r|%j"  # of squeue: id, state, nodes, reason, name
 _SECONDS = 60.0  # that a command of Slurm may take
+
+_PASSED = (
+    *("PATH", "HOME", "USER", "LOGNAME", "SHELL", "LD_LIBRARY_PATH"),
+    *("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT"),
+)
+"""The variables that Slurm's commands and jobs get. All others may change what a command does:
+SBATCH_JOB_NAME or SQUEUE_PARTITION of a shell, SLURM_* of the job in which a master was started.
+"""
+
+_GIVEN: dict[str, str] = {
+    **dict.fromkeys(("partition", "p"), "Write resources.resource_pool."),
+    **dict.fromkeys(("nodes", "N", "ntasks", "n"), "Write resources.slots_per_trial."),
+    **dict.fromkeys(("gpus", "G", "gpus-per-node", "ntasks-per-node"), "Write resources.slots_per_trial."),
+    **dict.fromkeys(("exclude", "x"), "Disable the node: det agent disable NAME."),
+    **dict.fromkeys(("job-name", "J", "array", "a", "clusters", "M"), "Leave it out: the master finds jobs by name."),
+    **dict.fromkeys(("output", "o", "open-mode", "wait", "W", "wrap"), "Leave it out."),
+    **dict.fromkeys(("requeue", "no-requeue", "parsable", "test-only"), "Leave it out."),
+    **dict.fromkeys(("export", "export-file", "get-user-env"), "Write environment.environment_variables."),
+}
+"""Options of sbatch that are the master's -> what a user writes instead."""
+
+_FLAGS = "HIkOQsvhVu"  # sbatch's options of one letter that take no value
 
 _USABLE = frozenset(("IDLE", "MIXED", "ALLOCATED", "COMPLETING", "PLANNED"))
 _HARMLESS = frozenset(
@@ -91,7 +114,8 @@ def is_usable(state: str) -> bool:
 def nodes_in(text: str, *, cpus: int, gpus: bool) -> list[Node]:
     """Read ``scontrol show node --oneliner``.
 
-    A machine without GPUs is left out if one in the same partition has some.
+    A machine without GPUs is left out of the partitions that have some, and altogether if it is in
+    no other one.
 
     Args:
         cpus: the CPUs of a slot on the CPU.
@@ -102,15 +126,28 @@ def nodes_in(text: str, *, cpus: int, gpus: bool) -> list[Node]:
         fields = fields_of(line)
         if "NodeName" not in fields:
             continue
-        graphics = gpus_in(fields.get("Gres", "")) if gpus else 0
-        slots = graphics or int(fields.get("CPUEfctv") or fields["CPUTot"]) // cpus
+        graphics, cores = (
+            gpus_in(fields.get("Gres", "")) if gpus else 0,
+            int(fields.get("CPUEfctv") or fields["CPUTot"]),
+        )
+        slots = graphics or cores // cpus
         partitions = tuple(name for name in fields.get("Partitions", "").split(",") if name)
         if slots and partitions:
             kind, up = "cuda" if graphics else "cpu", is_usable(fields["State"])
             address = fields.get("NodeAddr", fields["NodeName"])
-            found.append(Node(fields["NodeName"], slots, 0, kind, partitions, up, address))
+            each = _whole_cores(cores // graphics, int(fields.get("ThreadsPerCore") or 1)) if graphics else cpus
+            found.append(Node(fields["NodeName"], slots, 0, kind, partitions, up, address, cpus=each))
     graphic = {pool for node in found if node.kind == "cuda" for pool in node.pools}
-    return [node for node in found if node.kind == "cuda" or not graphic.intersection(node.pools)]
+    left = [
+        node if node.kind == "cuda" else replace(node, pools=tuple(pool for pool in node.pools if pool not in graphic))
+        for node in found
+    ]
+    return [node for node in left if node.pools]
+
+
+def _whole_cores(cpus: int, threads: int) -> int:
+    """Round CPUs down to whole cores: Slurm gives no less, and the last GPU would find none."""
+    return max(1, cpus - cpus % threads)
 
 
 def partitions_in(text: str) -> tuple[str, ...]:
@@ -169,11 +206,45 @@ def is_busy(complaint: str) -> bool:
     return _BUSY.search(complaint) is not None
 
 
-def script(job: ClusterJob, *, cpus: int) -> str:
+def arguments_of(section: Mapping[str, Any]) -> list[str]:
+    """Return the words of ``slurm.sbatch_args``; an item may have several: ``-A physics``.
+
+    Raises ConfigError for an option that is the master's.
+    """
+    where = "slurm.sbatch_args"
+    words: list[str] = []
+    for item in section.get("sbatch_args") or ():
+        try:
+            words += shlex.split(str(item))
+        except ValueError as error:
+            raise ConfigError("cannot be split into words", where=where, got=f"{item} ({error})") from error
+    for word in words:
+        for name in _options_in(word):
+            if name in _GIVEN:
+                raise ConfigError("is an option that the master sets", where=where, got=word, fix=_GIVEN[name])
+    return words
+
+
+def _options_in(word: str) -> list[str]:
+    """List the options that a word of a command line may mean: sbatch takes the beginning of a long
+    name, and several letters in one word.
+    """
+    if word.startswith("--"):
+        begin = word[2:].partition("=")[0]
+        return [name for name in _GIVEN if len(name) > 1 and begin and name.startswith(begin)]
+    if not word.startswith("-"):
+        return []
+    flags = len(word) - len(word[1:].lstrip(_FLAGS))
+    return list(word[1 : flags + 1])
+
+
+def script(job: ClusterJob) -> str:
     """Return the batch script of a job. ``slurm.sbatch_args`` of the experiment come last.
 
-    The batch step runs on the first node, and starts the trial on every node as a step.
+    The batch step runs on the first node, and starts the trial on every node as a step. A node's
+    part that ends without a record of its own ends the step, so that others do not wait for it.
     """
+    own = arguments_of(job.options)
     options = [
         f"--job-name={_PREFIX}{job.name}",
         f"--partition={job.pool}",
@@ -182,17 +253,20 @@ def script(job: ClusterJob, *, cpus: int) -> str:
         f"--output={job.folder / 'job.out'}",
         "--open-mode=append",
         "--no-requeue",  # the master starts the trial again
-        "--export=NIL",
+        "--export=ALL",  # of what sbatch itself is given
     ]
-    processors = [f"--cpus-per-task={max(1, job.slots) * cpus}"] if job.kind == "cpu" else []
-    options += processors or ([f"--gpus-per-node={job.slots}"] if job.slots else [])
+    if not any(word.startswith("--cpus-per-gpu") for word in own):  # they exclude each other
+        options.append(f"--cpus-per-task={max(1, job.slots) * max(1, job.cpus)}")
+    options += [f"--gpus-per-node={job.slots}"] if job.kind == "cuda" else []
     options += [f"--exclude={','.join(job.avoid)}"] if job.avoid else []
-    options += [str(argument) for argument in job.options.get("sbatch_args") or ()]
-    step = shlex.join(["srun", "--ntasks-per-node=1", "--kill-on-bad-exit=0", *processors])
+    step = "srun --ntasks-per-node=1 --kill-on-bad-exit=1 --wait=0"
+    # a step does not inherit it: see srun(1)
+    step += " ${SLURM_CPUS_PER_TASK:+--cpus-per-task=$SLURM_CPUS_PER_TASK}"
     return "\n".join(
         [
             "#!/bin/bash",
             *(f"#SBATCH {shlex.quote(option)}" for option in options),
+            *([f"#SBATCH {shlex.join(own)}"] if own else []),
             f"export PYTHONPATH={shlex.quote(job.pythonpath)}",
             f'exec {step} /bin/bash -c \'exec "$@" "$SLURM_NODEID" "$SLURMD_NODENAME"\' node {shlex.join(job.command)}',
             "",
@@ -209,7 +283,7 @@ class Slurm:
     def __init__(self, *, cpus: int = 1, gpus: bool = True, env: Mapping[str, str]) -> None:
         self._cpus = cpus
         self._gpus = gpus
-        self._env = {**env, "LC_ALL": "C"}
+        self._env = {name: env[name] for name in _PASSED if name in env}
 
     def nodes(self) -> list[Node]:
         return nodes_in(self._run(["scontrol", "show", "node", "--oneliner"]), cpus=self._cpus, gpus=self._gpus)
@@ -220,11 +294,16 @@ class Slurm:
             raise ConfigError("Slurm has no partition", where="--on slurm", fix="Ask for one: see slurm.conf.")
         return found
 
-    def threads(self, kind: str) -> int:
-        return self._cpus if kind == "cpu" else 0
+    def check(self, config: Mapping[str, Any]) -> None:
+        section = config.get("slurm") or {}
+        for key in sorted(section.keys() - {"sbatch_args"}):
+            raise ConfigError(
+                "cannot be followed here", where=f"slurm.{key}", fix="Write it as one of slurm.sbatch_args."
+            )
+        arguments_of(section)
 
     def submit(self, job: ClusterJob) -> None:
-        self._run(["sbatch", "--parsable"], script(job, cpus=self._cpus))
+        self._run(["sbatch", "--parsable"], script(job))
 
     def cancel(self, name: str, *, force: bool = False) -> None:
         job = self._jobs().get(name)

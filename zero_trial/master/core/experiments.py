@@ -180,7 +180,16 @@ class ExperimentService:
         resources = config.get("resources") or {}
         wanted, pool = resources.get("slots_per_trial"), self._pool_of(config)
         sizes = [node.slots for node in self._state.agent.nodes() if pool in node.pools]
-        if wanted is not None and shape(wanted, sizes) is None:
+        parts = None if wanted is None else shape(wanted, sizes)
+        if parts is not None and parts[0] > 1 and resources.get("is_single_node"):
+            raise Invalid(
+                "no machine of the pool has so many slots",
+                where="resources.slots_per_trial",
+                got=wanted,
+                expected=f"at most {max(sizes)}, because of resources.is_single_node",
+                fix="Ask for fewer, or leave resources.is_single_node out.",
+            )
+        if wanted is not None and parts is None:
             several = len(sizes) > 1
             raise Invalid(
                 f"no machines of the pool {pool} have so many slots, in equal parts"

@@ -377,9 +377,10 @@ def assign_slots(
     other run waits; both by allocation.
 
     No running allocation is preempted. Runs of one priority go past one that does not fit. Those of
-    a less urgent priority do not, so that a large run which is urgent gets the slots of its pool as
-    they become free; but a run that does not fit empty machines, because slots are disabled, and
-    one whose experiment has used up its ``max_slots`` hold back none.
+    a less urgent priority do not where the two share machines, also of different pools, so that a
+    large run which is urgent gets the slots of its pool as they become free; but a run that does
+    not fit empty machines, because slots are disabled, and one whose experiment has used up its
+    ``max_slots`` hold back none.
 
     Args:
         used: number of slots that each experiment holds, by experiment id.
@@ -388,14 +389,15 @@ def assign_slots(
     held = Counter(used)
     placed: dict[str, tuple[int, ...]] = {}
     waiting: dict[str, str] = {}
-    reserved: dict[str, int] = {}  # by pool: the priority of a run that gets the next free slots
+    reserved: dict[str, int] = {}  # by machine: the priority of a run that gets its next free slots
     for item in queue_order(queue):
         pool = [machine for machine in machines if item.pool in machine.pools and machine.enabled]
         usable = sum(machine.enabled for machine in pool)
         parts = shape(item.slots, [machine.enabled for machine in pool])
         if item.single and parts is not None and parts[0] > 1:
             parts = None
-        before = reserved.get(item.pool, item.priority)
+        more_urgent = [reserved[m.name] for m in pool if reserved.get(m.name, item.priority) < item.priority]
+        open_to_it = [left[m.name] for m in pool if reserved.get(m.name, item.priority) >= item.priority]
         if parts is None:
             apart = ", which machines here cannot give in equal parts" if item.slots <= usable else ""
             waiting[item.allocation_id] = f"it needs {_slots(item.slots)}; enabled here: {usable}{apart}"
@@ -403,11 +405,14 @@ def assign_slots(
             placed[item.allocation_id] = ()
         elif item.max_slots is not None and held[item.experiment_id] + item.slots > item.max_slots:
             waiting[item.allocation_id] = f"its experiment has used up its max_slots, {item.max_slots}"
-        elif item.priority > before:
-            waiting[item.allocation_id] = f"a run of priority {before} goes before its own, {item.priority}"
-        elif (found := fit(*parts, [left[machine.name] for machine in pool])) is None:
-            reserved.setdefault(item.pool, item.priority)
-            waiting[item.allocation_id] = f"it needs {_slots(item.slots)}, more than are free"
+        elif (found := fit(*parts, open_to_it)) is None:
+            for machine in pool:
+                reserved.setdefault(machine.name, item.priority)
+            waiting[item.allocation_id] = (
+                f"a run of priority {min(more_urgent)} goes before its own, {item.priority}"
+                if more_urgent
+                else f"it needs {_slots(item.slots)}, more than are free"
+            )
         else:
             placed[item.allocation_id] = found
             left = {name: tuple(slot for slot in free if slot not in found) for name, free in left.items()}

@@ -165,7 +165,9 @@ class _FakeControl(ControlChannel):
     """Control values of ranks that are not there: every other rank's are this one's."""
 
     def all_reduce(self, values: torch.Tensor, label: str, op: str) -> None:
-        """Leave ``values`` as they are."""
+        """Leave ``values`` as they are, but for their sum over all ranks."""
+        if op == "sum":
+            values *= self._size
 
     def broadcast(self, raw: torch.Tensor, label: str, source: int) -> None:
         """Leave ``raw`` as it is."""

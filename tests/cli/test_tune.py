@@ -12,7 +12,7 @@ import pytest
 from tests.preflight.project import DS_CONFIG, project
 from zero_trial.cli import tune
 from zero_trial.cli.main import main
-from zero_trial.errors import ExitStatus
+from zero_trial.errors import ExitStatus, TrialError
 from zero_trial.tune import trials
 from zero_trial.tune.search import TuneSearch, TuneTrial
 
@@ -127,6 +127,11 @@ def test_ctrl_c_concludes_with_what_was_measured(
 def test_plans_for_gpus_are_made_in_another_process(accelerator: bool) -> None:
     with tune._planning(accelerator) as call:
         assert (call(os.getpid) != os.getpid()) is accelerator
+
+
+def test_a_killed_plan_is_an_error_and_no_traceback() -> None:
+    with pytest.raises(TrialError, match="was killed"), tune._planning(True) as call:
+        call(os._exit, 1)
 
 
 @pytest.mark.smoke

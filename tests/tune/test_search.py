@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from math import log2
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 
 from zero_trial.ds_config.keys_running import AutotuningSection
 from zero_trial.errors import ConfigError
-from zero_trial.report.data import RungOutcome
+from zero_trial.report.data import RungOutcome, Status, Tone
 from zero_trial.report.sweep_page import render_sweep
 from zero_trial.tune.search import (
     SearchSettings,
@@ -154,6 +155,8 @@ def test_the_page_says_what_was_decided() -> None:
     assert {decision.verdict for decision in decisions} >= {RungOutcome.FINISHED, RungOutcome.WENT_ON}
     assert report.best is not None and report.best.text == result.diff
     assert any("planned 1.6 KiB" in why for why, _ in report.pruned)
+    assert report.status == Status("complete", Tone.GOOD)
+    assert search.report(replace(result, interrupted=True)).status == Status("interrupted", Tone.QUIET)
     page = render_sweep(report)
     assert "steps/s" in page and "&quot;stage&quot;: 1" in page
 

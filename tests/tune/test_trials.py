@@ -84,8 +84,9 @@ TORCH = "torch.utils.data.DataLoader([torch.ones(4)] * 6, "
         (MODEL, 4, False),
         (MODEL.replace(FIXED, "2)"), 2, False),  # select compares it with the own way's
         (MODEL.replace("DataLoader([torch.ones(4)] * 40, ", TORCH).replace(FIXED, "8, drop_last=True)"), None, True),
+        (MODEL.replace(FIXED, FIXED[:-1] + ", collate_fn=lambda samples: samples[9])"), None, True),
     ],
-    ids=["follows", "of its own size", "has too few samples"],
+    ids=["follows", "of its own size", "has too few samples", "cannot make this batch"],
 )
 def test_what_the_loader_gives_is_known(model: str, samples: int | None, refused: bool, tmp_path: Path) -> None:
     """What yields nothing is a refusal of this way and does not end the tune."""

@@ -133,6 +133,7 @@ def _handle(options: argparse.Namespace) -> int:
     say(
         f"search  {search.planned} trials of {len(found.ways)} ways that fit, measured after {_numbers(search.rungs)} steps"
     )
+    interrupted = False
     try:
         while (trial := search.next_trial()) is not None:
             run_trial(request, trial, search, folder / f"{trial.number:04d}", os.environ)
@@ -141,9 +142,8 @@ def _handle(options: argparse.Namespace) -> int:
         if search.best() is None:
             raise
         say("stopped the search; what follows is of the trials so far, and no file is written")
-        _conclude(options, checked, search, own, _Ground(margin, limit, folder, None))
-        return ExitStatus.INTERRUPTED
-    return _conclude(options, checked, search, own, _Ground(margin, limit, folder, target))
+        interrupted = True
+    return _conclude(options, checked, search, own, _Ground(margin, limit, folder, target, interrupted))
 
 
 def _varied(words: list[str]) -> dict[str, list[Any]]:
@@ -166,13 +166,19 @@ def _planning(accelerator: bool) -> Iterator[Callable[..., Any]]:
     """Yield what calls a function with arguments; with GPUs in a process of its own, which ends
     with the block: a plan makes a CUDA context on the first GPU, whose memory the trials need."""
     from concurrent.futures import ProcessPoolExecutor
+    from concurrent.futures.process import BrokenProcessPool
     from multiprocessing import get_context
 
     if not accelerator:
         yield lambda function, *arguments: function(*arguments)
         return
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-        yield lambda function, *arguments: pool.submit(function, *arguments).result()
+        try:
+            yield lambda function, *arguments: pool.submit(function, *arguments).result()
+        except BrokenProcessPool:
+            raise TrialError(
+                "the process that plans was killed, perhaps by the kernel's out-of-memory killer", where="tune"
+            ) from None
 
 
 def _machine(
@@ -267,11 +273,13 @@ def _refuse_used(given: Path | None) -> None:
 
 
 class _Ground:
-    """Where the search took place: margin and limit, its folder, and the ds_config's file to write
-    (None: none)."""
+    """Where the search took place: margin and limit, its folder, the ds_config's file to write
+    (None: none), and whether the user ended it, so that none is written."""
 
-    def __init__(self, margin: Margin, limit: int | None, folder: Path, target: Path | None) -> None:
-        self.margin, self.limit, self.folder, self.target = margin, limit, folder, target
+    def __init__(self, margin: Margin, limit: int | None, folder: Path, target: Path | None, interrupted: bool) -> None:
+        self.margin, self.limit, self.folder = margin, limit, folder
+        self.target = None if interrupted else target
+        self.interrupted = interrupted
 
 
 def _conclude(
@@ -300,6 +308,7 @@ def _conclude(
         facts=_facts(checked, ground),
         notes=_gain(search, own),
         created=datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
+        interrupted=ground.interrupted,
     )
     page = ground.folder / "tune.html"
     page.write_text(render_sweep(search.report(result)), encoding="utf-8")
@@ -327,7 +336,7 @@ def _conclude(
             rest = [key for key in changes if key_in_ds_config(key) is None]
             kept = f"; not in it, but in the command: {', '.join(rest)}" if rest else ""
             _say(f"wrote   {shown(ground.target)}{kept}")
-    return 0
+    return ExitStatus.INTERRUPTED if ground.interrupted else 0
 
 
 def _changes(way: TrainingWay, own: TrainingWay) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from zero_trial.preflight.fake_engine import TrialSubject
 from zero_trial.preflight.fake_task import DryRunRequest, fake_task, raised_by_trial
 from zero_trial.preflight.pipeline_plan import PipelinePlanner
 from zero_trial.preflight.plan import MemoryPlan
-from zero_trial.trial.data import Resume, open_train_data
+from zero_trial.trial.data import TRAIN_LOADER, Resume, open_train_data
 from zero_trial.trial.settings import TrainPosition
 from zero_trial.trial.trial import fitted
 from zero_trial.util.text import format_bytes
@@ -285,10 +285,12 @@ def trial_planner(
                 trial = kind(context)
             data = open_train_data(trial, context, Resume())
         feed = data.feed
+        with raised_by_trial(checked.model_dir, f"reading a batch of {TRAIN_LOADER}"):
+            first = None if feed is None else next(feed)
         context.set_position(TrainPosition(0, data.epoch_length))
         if subject.pipeline is not None:
             model, settings = subject.pipeline
-            batch = _pair(next(feed)) if feed is not None else (None, None)
+            batch = _pair(first) if feed is not None else (None, None)
             yield PipelinePlanner(
                 model,
                 _at_stage(settings, stage),
@@ -302,7 +304,7 @@ def trial_planner(
         if feed is not None:
             whole = None if context.auto_accumulation else 1
             train = fitted(trial.train_batch)
-            subject.perform(lambda batches: train(batches, 0, 0), [next(feed)], calls_per_step=whole)
+            subject.perform(lambda batches: train(batches, 0, 0), [first], calls_per_step=whole)
         yield Planner(subject, _at_stage(subject.settings, stage), ranks, one_host=machine.one_host)
 
 

@@ -212,7 +212,7 @@ class TuneSearch:
         best = self.best()
         return SweepReport(
             title=result.title,
-            status=Status("complete", Tone.GOOD) if best is not None else Status("nothing ran", Tone.BAD),
+            status=result.status if best is not None else Status("nothing ran", Tone.BAD),
             searcher="adaptive_asha",
             metric="steps/s",
             smaller_is_better=False,
@@ -263,6 +263,12 @@ class TuneResult:
     facts: tuple[tuple[str, str], ...] = ()
     notes: tuple[str, ...] = ()
     created: str = ""
+    interrupted: bool = False
+
+    @property
+    def status(self) -> Status:
+        """Return how a search with a winner ended."""
+        return Status("interrupted", Tone.QUIET) if self.interrupted else Status("complete", Tone.GOOD)
 
 
 def changed_ds_config(before: Mapping[str, Any], changes: Mapping[str, Any]) -> str:

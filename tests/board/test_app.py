@@ -194,6 +194,141 @@ def test_pages_of_one_view_share_its_making(tmp_path: Path) -> None:
     assert Counting.made == 1
 
 
+class Clock:
+    """Time that passes only where it is slept or worked."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+class Busy(RunsSource):
+    """Runs that always change, and take a second to read."""
+
+    def __init__(self, folder: Path, clock: Clock) -> None:
+        super().__init__(folder)
+        self.clock, self.made = clock, 0
+
+    def version(self) -> object:
+        return self.made, self.clock.now
+
+    def overview(self) -> Any:
+        self.made += 1
+        self.clock.sleep(1.0)
+        return super().overview()
+
+
+def test_pages_of_one_view_share_its_makings_while_it_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    monkeypatch.setattr("zero_trial.board.app.time", clock)
+    source = Busy(samples.runs(tmp_path / "runs"), clock)
+    board, waits = Board(source, login=False), Waits(9)
+    began = clock.now
+    opened = [board.live({}, waits) for _ in range(5)]
+    for _ in range(20):
+        for answer in opened:
+            assert isinstance(answer, StreamingResponse)
+            while next(answer.pieces):
+                pass
+    passed = clock.now - began
+    assert passed > 40
+    assert passed / 10 < source.made <= 1 + passed / 9  # a second of every nine, for all of them
+    for answer in opened:
+        assert isinstance(answer, StreamingResponse)
+        answer.close()
+
+
+def test_a_full_house_reads_nothing(tmp_path: Path) -> None:
+    source = Busy(samples.runs(tmp_path / "runs"), Clock())
+    answer = Board(source, login=False).live({}, Waits(0))
+    assert (answer.status, source.made) == (503, 0)
+
+
+def test_a_page_goes_on_while_another_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("zero_trial.board.app._LOOK_SECONDS", 0.0)
+    monkeypatch.setattr("zero_trial.board.app._PACE", 0)
+    inside, ends = threading.Event(), threading.Event()
+
+    class Slow(RunsSource):
+        def overview(self) -> Any:
+            inside.set()
+            assert ends.wait(30)
+            return super().overview()
+
+    folder = samples.runs(tmp_path / "runs")
+    board, waits = Board(Slow(folder), login=False), Waits(9)
+    page = board.live({"view": ["run"], "name": ["0001"]}, waits)
+    assert isinstance(page, StreamingResponse)
+    while next(page.pieces):  # up to the pause
+        pass
+    slow = threading.Thread(target=board.live, args=({}, waits))
+    slow.start()
+    assert inside.wait(30)
+    (folder / "0001" / "events.jsonl").touch()
+    going = threading.Thread(target=next, args=(page.pieces,))
+    going.start()
+    going.join(10)
+    stuck = going.is_alive()
+    ends.set()
+    for thread in (slow, going):
+        thread.join(30)
+    assert not stuck
+
+
+def test_what_cannot_be_read_is_an_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = samples.runs(tmp_path / "runs")
+    with served_runs(folder) as address:
+        token = place(address)[1]
+        (folder / "0001" / "events.jsonl").unlink()
+        (folder / "0001" / "events.jsonl").mkdir()
+        status, body, _ = get(address, "/board/live?once=1&view=run&name=0001", token=token)
+        assert status == 500 and b"events.jsonl" in body
+        assert get(address, "/board/live?once=1", token=token)[0] == 200
+        monkeypatch.setattr(RunsSource, "overview", lambda source: 1 // 0)
+        (folder / "0002" / "events.jsonl").touch()
+        time.sleep(0.6)  # what was made is shared for half a second
+        status, body, _ = get(address, "/board/live?once=1", token=token)
+        assert status == 500 and b"ZeroDivisionError" in body
+
+
+def test_a_stream_ends_at_what_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("zero_trial.board.app._LOOK_SECONDS", 0.0)
+    folder = samples.runs(tmp_path / "runs")
+    answer = Board(RunsSource(folder), login=False).live({"view": ["run"], "name": ["0001"]}, Waits(9))
+    assert isinstance(answer, StreamingResponse)
+    while next(answer.pieces):
+        pass
+    (folder / "0001" / "logs" / "rank-0.log").unlink()
+    (folder / "0001" / "logs" / "rank-0.log").mkdir()
+    assert not any(b"gone" in piece for piece in answer.pieces)  # and raises nothing
+
+
+def test_what_is_too_large_is_not_sent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    long = "name " * 200_000
+    run = samples.run(tmp_path, "0001", 0.001, steps=200)
+    more = [{**event, long: 1.0, "each": {long: [1.0, 2.0]}} for event in samples.events(0.001, 200)]
+    (run / "events.jsonl").write_text(samples.as_lines(more))
+
+    def page() -> str:
+        board = Board(RunsSource(tmp_path), login=False)
+        answer = board.live({"view": ["run"], "name": ["0001"], "once": ["1"]}, Waits(9))
+        assert isinstance(answer, StreamingResponse)
+        return b"".join(answer.pieces).decode()
+
+    found = page()
+    assert "name name name" in found and "…" in found and len(found) < 300_000
+    monkeypatch.setattr("zero_trial.board.app._LARGEST_SECTION", 5000)
+    cut = dict(events(page().encode()))["sections"]
+    assert {"head", "curves", "summary"} <= cut["fresh"].keys() == set(cut["order"])
+    assert all(len(html) <= 5000 for html in cut["fresh"].values())
+    assert "zero-trial report" in cut["fresh"]["curves"] and "zero-trial report" not in cut["fresh"]["summary"]
+
+
 def test_the_masters_routes_are_two() -> None:
     routes = board_routes(RunsSource(Path()))
     assert [(route.method, route.path, route.level.value) for route in routes] == [

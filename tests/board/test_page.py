@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,11 @@ from tests.board.chromium import Browser
 from tests.board.conftest import TOKEN, served_runs
 from tests.report.browser import needs_browser
 from tests.report.test_run_page import HOSTILE
+from zero_trial.board import board_address
+from zero_trial.board.app import Board, _handler
+from zero_trial.board.source import RunsSource
+from zero_trial.master.http.messages import RequestHead, Response, StreamingResponse, failure
+from zero_trial.master.http.server import HttpServer, ReadBody
 
 pytestmark = needs_browser
 
@@ -121,6 +127,45 @@ def test_it_lives(browser: Browser, tmp_path: Path) -> None:
         browser.ask("location.hash = '#/run/0002'")
         browser.wait("document.querySelector('.missing')")
         browser.faults.clear()  # the 404 of what was removed
+
+
+@pytest.mark.slow
+def test_a_full_server_and_streams_that_end(browser: Browser, tmp_path: Path) -> None:
+    samples.run(tmp_path, "0001", 0.001, steps=200, done=False)
+    mode, asked = ["full"], [0]
+    with HttpServer(port=0) as server:
+        genuine = _handler(Board(RunsSource(tmp_path), login=False), TOKEN, server.port)
+
+        def answer(head: RequestHead, read_body: ReadBody) -> Response | StreamingResponse:
+            if "view=run" in head.query_text:
+                asked[0] += 1
+                if mode[0] == "full":
+                    return failure(503, "too many pages")
+                if mode[0] == "ends":
+                    head = replace(head, query_text=f"{head.query_text}&once=1")
+            return genuine(head, read_body)
+
+        server.start(answer)
+        hurry = "const slowly = setTimeout; window.setTimeout = (what, after) => slowly(what, Math.min(after, 50));"
+        quick = browser.tell("Page.addScriptToEvaluateOnNewDocument", source=hurry)
+        go(browser, board_address(server.url, TOKEN), "#/run/0001", ".missing")
+        assert "too many pages" in browser.ask("document.querySelector('.missing').textContent")
+        mode[0] = "ends"
+        browser.wait("document.querySelector('#log .lines > div')")
+        lines = browser.ask("document.querySelectorAll('.lines > div').length")
+        assert lines == 22
+        until = asked[0] + 3
+        while asked[0] < until:
+            assert browser.ask("document.querySelector('.missing')") is None
+        mode[0] = "full"  # what is shown stays
+        browser.wait("document.querySelector('.link').textContent.includes('503')")
+        assert browser.ask("document.querySelectorAll('.lines > div').length") == lines
+        mode[0] = "stays"
+        browser.wait("document.querySelector('.link.good')")
+        assert browser.ask("document.querySelectorAll('.lines > div').length") == lines
+        browser.tell("Page.removeScriptToEvaluateOnNewDocument", identifier=quick["identifier"])
+        browser.open("about:blank")
+    browser.faults.clear()  # the 503s
 
 
 @pytest.mark.slow

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import shutil
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,7 +15,8 @@ from zero_trial.board.source import RunsSource, StoreSource
 from zero_trial.errors import ConfigError
 from zero_trial.master import logs
 from zero_trial.master.records import MetricReport
-from zero_trial.master.store import Database, metrics
+from zero_trial.master.store import Database, experiments, metrics, trials
+from zero_trial.report.run_reader import is_run
 
 TRAVERSALS = ("..", "../0001", "/etc", "0001/..", "0001/logs", "", ".", "%2e%2e", "\0", "0001\n")
 
@@ -106,3 +111,110 @@ def test_a_store_grows_while_it_is_read(tmp_path: Path) -> None:
     assert len(after.training) == len(trained.training) + 1
     assert "new" in {one.name for one in after.progress}
     assert [line.text for line in log.new()] == ["done"]
+
+
+def test_a_run_that_goes_or_cannot_be_read_leaves_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("0001", "0002", "0003", "0004"):
+        samples.run(tmp_path, name, 0.001, steps=100)
+    (tmp_path / "0002" / "events.jsonl").unlink()
+    (tmp_path / "0002" / "events.jsonl").mkdir()
+    (tmp_path / "0004" / "resolved_config.json").write_text('{"values": 3}')
+
+    def listed_and_gone(folder: Path) -> bool:
+        found = is_run(folder)
+        if folder.name == "0003" and found:
+            shutil.rmtree(folder)
+        return found
+
+    monkeypatch.setattr("zero_trial.board.source.is_run", listed_and_gone)
+    source = RunsSource(tmp_path)
+    rows = {row.name: row for row in source.overview().rows}
+    assert list(rows) == ["0004", "0002", "0001"]
+    assert rows["0001"].status.word == "completed"
+    assert {rows[name].status.word for name in ("0002", "0004")} == {"cannot be read"}
+    assert str(tmp_path / "0002" / "events.jsonl") in rows["0002"].title
+
+    def closed(folder: Path) -> bool:  # root is refused nothing
+        if folder.name == "0001":
+            raise PermissionError(13, "Permission denied", str(folder))
+        return is_run(folder)
+
+    monkeypatch.setattr("zero_trial.board.source.is_run", closed)
+    assert "0004" in {row.name for row in source.overview().rows}
+
+
+def test_runs_that_are_not_looked_at_are_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    samples.run(tmp_path, "0001", 0.001, steps=100)
+    source = RunsSource(tmp_path)
+    held = source.run("0001")
+    assert source.run("0001") is held
+    monkeypatch.setattr("zero_trial.board.source.FORGET_SECONDS", -1.0)
+    source.version()  # any page looks
+    again = source.run("0001")
+    assert again is not held and again.training == held.training
+
+
+def reports(connection: Any, trial: int, steps: Sequence[int], *, group: str = "training", run: int = 1) -> None:
+    for step in steps:
+        values = {"loss": float(step), "validation_loss": step / 2, "batches": step}
+        report = MetricReport(trial, run, group, step, values, reported=samples.STARTED + 1000 * trial + step)
+        metrics.add(connection, report, step / 2 if group == "validation" else None)
+
+
+def newest_experiment(connection: Any) -> int:
+    """One more experiment with a trial that has reported last of all."""
+    number = experiments.add(connection, replace(experiments.all_(connection)[0], id=0), b"")
+    found = trials.add(
+        connection, replace(trials.of_experiment(connection, 2)[0], id=0, experiment_id=number, task_id="x")
+    )
+    reports(connection, found, range(1, 41))
+    return number
+
+
+@pytest.mark.parametrize("added", [10, 80], ids=["below the old newest", "above it"])
+def test_numbers_of_deleted_reports_are_given_again(tmp_path: Path, added: int) -> None:
+    directory = samples.store(tmp_path / "master")
+    source, database = StoreSource(directory), Database(directory.database)
+    with database.transaction() as connection:
+        number = newest_experiment(connection)
+    before, drawn = source.run("5"), source.sweep("1", ("training", "accuracy"))[0]
+    with database.transaction() as connection:
+        experiments.erase(connection, number)
+        reports(connection, 5, range(1000, 1000 + added))
+        reports(connection, 5, [2000], group="validation")
+    after, fresh = source.run("5"), StoreSource(directory)
+    database.close()
+    assert before.training is not None and after.training is not None
+    assert len(after.training) == len(before.training) + added
+    assert after == replace(fresh.run("5"), created=after.created)
+    for each in (None, ("training", "loss")):
+        found, expected = source.sweep("1", each)[0], fresh.sweep("1", each)[0]
+        assert (found.trials, found.ladders) == (expected.trials, expected.ladders)
+    assert drawn.trials != source.sweep("1", ("training", "loss"))[0].trials
+
+
+def test_a_later_run_of_an_unmanaged_trial_takes_back_what_it_repeats(tmp_path: Path) -> None:
+    directory = samples.store(tmp_path / "master")
+    source, database = StoreSource(directory), Database(directory.database)
+    with database.transaction() as connection:
+        trial = trials.of_experiment(connection, 2)[0].id
+        reports(connection, trial, [1010, 1020, 1030])
+        reports(connection, trial, [1015, 1025], group="validation")
+        trials.change(connection, trial, run_id=2)
+    before = source.run(str(trial))
+    with database.transaction() as connection:
+        again = MetricReport(trial, 2, "training", 1010, {"loss": 7.0}, reported=samples.STARTED)
+        metrics.archive_repeated(connection, again)
+        metrics.add(connection, again)
+    after = source.run(str(trial))
+    database.close()
+    assert before.training is not None and after.training is not None
+    assert before.training.steps[-1] == 1030.0 and before.validation[0].steps[-1] == 1025.0
+    assert (after.training.steps[-1], after.training.values[-1]) == (1010.0, 7.0)
+    assert after.validation[0].steps[-1] < 1000.0
+
+
+def test_a_trial_without_values_of_a_metric_has_no_curve_of_it(tmp_path: Path) -> None:
+    source = StoreSource(samples.store(tmp_path / "master"))
+    assert any(len(trial.curve) for trial in source.sweep("1", None)[0].trials)
+    assert not any(len(trial.curve) for trial in source.sweep("1", ("training", "never seen"))[0].trials)

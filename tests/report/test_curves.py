@@ -8,7 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from zero_trial.master.store.database import dumps
 from zero_trial.report.curves import Curve, curve, thinned
+from zero_trial.report.store_curves import _numbers
+from zero_trial.runs.records import is_finite
 
 
 def test_values_come_in_any_order_and_the_later_counts() -> None:
@@ -57,3 +60,22 @@ def test_a_pixel_is_a_span_of_steps_and_not_a_number_of_points() -> None:
     assert drawn.steps == pytest.approx((49.5, 950.0))
     assert drawn.low == (0.0, 900.0) and drawn.high == (99.0, 1000.0)
     assert thinned(drawn, 10) == drawn
+
+
+@pytest.mark.parametrize("name", ["loss", 'x"loss', "ü", "a\\", "(.*)"])
+def test_a_metric_is_found_without_reading_the_rest_as_it_is_with_it(name: str) -> None:
+    plain = [{"other": 1, name: 0.5}, {name: -2}, {"text": f'"{name}":7,', name: 1e-7, "last": True}]
+    for more in (
+        {name: 10**60},
+        {name: 10**400},
+        {name: math.nan},
+        {name: "1.5"},
+        {name: None},
+        {"without": 1},
+        {"inner": {name: 3}},
+        {f'"{name}': 4},
+        {f'{{"{name}': 4, name: 5},
+    ):
+        for reports in (plain, [*plain, more]):
+            wanted = [value if is_finite(value := each.get(name)) else None for each in reports]
+            assert _numbers([dumps(each) for each in reports], name) == wanted

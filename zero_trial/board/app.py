@@ -11,11 +11,13 @@ from __future__ import annotations
 import base64
 import hashlib
 import hmac
+import logging
 import secrets
 import threading
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -39,15 +41,33 @@ from zero_trial.master.http.messages import (
     refuse_foreign,
 )
 from zero_trial.master.http.server import HttpServer, ReadBody
-from zero_trial.report.page import Html, asset, el
+from zero_trial.report.page import Html, PageSection, asset, el
 from zero_trial.util.text import strip_control
 
-_LOOK_SECONDS = 0.5  # between two looks at the log; every other one is a look at the values
+_log = logging.getLogger(__name__)
+
+_LOOK_SECONDS = 0.5  # between two looks at the log, and at least between two of all pages at the same values
 _PACE = 8  # a view that takes a second to make is made again after so many seconds
+_LARGEST_SECTION = 16 * 1024 * 1024  # characters of markup
 _MOST_LINES = 2000  # of a log in one event
 _LONGEST_LINE = 4000  # characters
 _WAITING = 64  # streams at a time of the verb's server
-_KEPT_VIEWS = 16  # whose markup is kept
+_KEPT_VIEWS = 128  # whose markup is kept: more than there are streams at a time
+
+
+@dataclass(frozen=True)
+class _Made:
+    """One view as all pages that show it get it.
+
+    Args:
+        version: of the source from which it was made.
+        shown: markup by anchor, in the order of the page.
+        due: when the source is looked at again for it, by ``time.monotonic``.
+    """
+
+    version: object
+    shown: Mapping[str, str]
+    due: float
 
 
 class Board:
@@ -60,8 +80,8 @@ class Board:
     def __init__(self, source: BoardSource, *, login: bool) -> None:
         self._source = source
         self._login = login
-        self._lock = threading.Lock()
-        self._made: dict[View, tuple[object, dict[str, str]]] = {}
+        self._making = threading.Lock()  # one thread at a time makes a view: curves are kept between
+        self._made: dict[View, _Made] = {}  # the last that was looked at is the last
 
     def shell(self) -> Response:
         """Return the page, which has no values in it."""
@@ -69,56 +89,77 @@ class Board:
 
     def live(self, query: Mapping[str, Sequence[str]], waits: Waits) -> Response | StreamingResponse:
         """Return the stream of one view; with ``once`` only its present state."""
-        try:
-            view = parse_view(query)
-            first = self._sections(view)
-            log = self._source.log(view.names[0]) if view.kind in ("trial", "run") else None
-        except ConfigError as error:
-            return failure(404, str(error))
-        once = bool(query.get("once"))
-        place = ExitStack()
-        if not place.enter_context(waits.one()):
-            return failure(503, "too many pages are open already, close some")
-        return StreamingResponse(self._events(view, first, log, once), "text/event-stream", place.close)
+        with ExitStack() as place:
+            if not place.enter_context(waits.one()):
+                return failure(503, "too many pages are open already, close some")
+            try:
+                view = parse_view(query)
+                shown = self._look(view)
+                log = self._source.log(view.names[0]) if view.kind in ("trial", "run") else None
+            except ConfigError as error:
+                return failure(404, str(error))
+            except OSError as error:
+                return failure(500, f"this cannot be read: {error}")
+            events = self._events(view, shown, log, bool(query.get("once")))
+            return StreamingResponse(events, "text/event-stream", place.pop_all().close)
 
-    def _sections(self, view: View) -> tuple[object, dict[str, str]]:
-        """Return the version and markup by anchor; pages of the same view share them."""
-        with self._lock:
-            version = self._source.version()
+    def _look(self, view: View) -> Mapping[str, str]:
+        """Return the markup by anchor, which all pages of the view share: it is made by the first
+        that asks after it is due. While another view is made, a page keeps what it has."""
+        held = self._made.get(view)
+        if held is not None and (time.monotonic() < held.due or not self._making.acquire(blocking=False)):
+            return held.shown
+        if held is None:
+            self._making.acquire()
+        try:
             held = self._made.get(view)
-            if held is None or held[0] != version:
-                made = {section.anchor: str(section.markup()) for section in render_view(self._source, view)}
-                held = self._made[view] = version, made
-                while len(self._made) > _KEPT_VIEWS:
-                    del self._made[next(iter(self._made))]
-            return held
+            began = time.monotonic()
+            if held is None or began >= held.due:  # not made while this thread waited
+                version = self._source.version()  # before reading: what is written meanwhile is read next time
+                shown = held.shown if held is not None and held.version == version else self._render(view)
+                ended = time.monotonic()
+                held = _Made(version, shown, ended + max(_LOOK_SECONDS, _PACE * (ended - began)))
+            self._made.pop(view, None)
+            self._made[view] = held
+            while len(self._made) > _KEPT_VIEWS:
+                del self._made[next(iter(self._made))]
+            return held.shown
+        finally:
+            self._making.release()
+
+    def _render(self, view: View) -> dict[str, str]:
+        found = {}
+        for section in render_view(self._source, view):
+            html = str(section.markup())
+            if len(html) > _LARGEST_SECTION:
+                words = f"This part has {len(html):,} characters, of which a page shows at most {_LARGEST_SECTION:,}."
+                note = el("p", words, " zero-trial report writes all of it to a file.", class_="note")
+                html = str(PageSection(section.anchor, section.title, note).markup())
+            found[section.anchor] = html
+        return found
 
     def _events(
-        self, view: View, first: tuple[object, dict[str, str]], log: Log | None, once: bool
+        self, view: View, shown: Mapping[str, str], log: Log | None, once: bool
     ) -> Generator[bytes, None, None]:
         """Yield what is new, as events; empty pieces let the server notice that the reader has
         gone."""
-        (version, shown), sent = first, dict[str, str]()
-        due = 0.0
-        while True:
-            fresh = {anchor: html for anchor, html in shown.items() if sent.get(anchor) != html}
-            if fresh or shown.keys() != sent.keys():
-                yield _event("sections", {"order": list(shown), "fresh": fresh})
-            sent = shown
-            yield from _log_events(log)
-            if once:
-                return
-            yield b""
-            time.sleep(_LOOK_SECONDS)
-            if time.monotonic() < due or self._source.version() == version:
-                continue
-            began = time.monotonic()
-            try:
-                version, shown = self._sections(view)
-            except ConfigError as error:  # deleted meanwhile
-                yield _event("gone", {"message": str(error)})
-                return
-            due = time.monotonic() + max(2 * _LOOK_SECONDS, _PACE * (time.monotonic() - began))
+        sent: Mapping[str, str] = {}
+        try:
+            while True:
+                fresh = {anchor: html for anchor, html in shown.items() if sent.get(anchor) != html}
+                if fresh or shown.keys() != sent.keys():
+                    yield _event("sections", {"order": list(shown), "fresh": fresh})
+                sent = shown
+                yield from _log_events(log)
+                if once:
+                    return
+                yield b""
+                time.sleep(_LOOK_SECONDS)
+                shown = self._look(view)
+        except ConfigError as error:  # deleted meanwhile
+            yield _event("gone", {"message": str(error)})
+        except OSError as error:  # the page asks again, and gets the reason as an answer
+            _log.warning("a page of %s %s ends: %s", view.kind, " ".join(view.names), error)
 
 
 def _log_events(log: Log | None) -> Generator[bytes, None, None]:
@@ -241,5 +282,8 @@ def _handler(board: Board, token: str, port: int) -> Callable[[RequestHead, Read
             return board.live(parse_query(head.query_text), waits)
         except BadRequest as error:
             return failure(error.status, str(error))
+        except Exception as error:
+            _log.exception("%s %s failed", head.method, head.path)
+            return failure(500, f"{type(error).__name__} in the board; it has printed the traceback")
 
     return answer

@@ -1,10 +1,10 @@
 // The board: takes the token from the address, asks for one view as server-sent events, and puts sections where they belong.
 {
-const STORE = "zero-trial-token", CHOSEN = "zero-trial-chosen", KEPT_LINES = 4000, HIDDEN_SECONDS = 20;
+const STORE = "zero-trial-token", CHOSEN = "zero-trial-chosen", KEPT_LINES = 4000, HIDDEN_SECONDS = 20, STEADY_SECONDS = 5;
 const main = document.querySelector("main"), form = document.querySelector("form.login"), link = document.querySelector(".link");
 const crumbs = document.querySelector(".crumbs"), bar = document.querySelector(".chosen"), waiting = main.firstElementChild;
 const picked = new Set(JSON.parse(sessionStorage.getItem(CHOSEN) ?? "[]"));
-let stream = null, retry = 0, timer = 0;
+let stream = null, retry = 0, timer = 0, renewed = false;
 
 // Takes the token from the address, and out of it: it stays neither in the bar nor in the history.
 function takeToken() {
@@ -37,10 +37,13 @@ async function open() {
       headers: { Authorization: `Bearer ${token()}` }, signal: mine.signal, cache: "no-store",
     });
     if (answer.status === 401 || answer.status === 403) return login(token() ? "This token is not accepted." : "");
-    if (!answer.ok) return missing((await answer.json()).message);
-    retry = 0;
-    await read(answer.body.getReader());
-    if (stream === mine) say("ended, asking again", "quiet");
+    if (answer.status === 404) return missing((await answer.json()).message);
+    if (answer.ok) {
+      const began = Date.now();
+      renewed = true; // the newest lines of the log come again
+      try { await read(answer.body.getReader()); } finally { if (Date.now() - began > 1000 * STEADY_SECONDS) retry = 0; }
+      if (stream === mine) say("ended, asking again", "quiet");
+    } else refused(answer.status, (await answer.json()).message);
   } catch (error) {
     if (mine.signal.aborted) return;
     say("connection lost, trying again", "bad");
@@ -143,6 +146,8 @@ function write(lines) {
   main.querySelector(".silent")?.setAttribute("hidden", "");
   const wanted = main.querySelector(".filter").value.toLowerCase();
   const made = document.createDocumentFragment();
+  if (renewed) pane.replaceChildren();
+  renewed = false;
   for (const { t, r, l, m } of lines) {
     const row = make("div", ["ERROR", "CRITICAL"].includes(l) ? "error" : l === "WARNING" ? "warning" : "");
     const when = t === null ? "" : new Date(t * 1000).toISOString().slice(11, 19);
@@ -204,11 +209,19 @@ function go() {
 }
 function missing(message) {
   close();
+  notice("This is not here", message);
+  say("not found", "bad");
+}
+// An answer that may be another one soon: what is shown stays.
+function refused(status, message) {
+  if (!main.querySelector("section[id]")) notice("This cannot be shown now", message);
+  say(`answer ${status}, trying again`, "bad");
+}
+function notice(title, message) {
   const section = make("section", "missing"), head = make("h2", ""), text = make("p", ""), back = make("a", "button");
-  head.textContent = "This is not here"; text.textContent = message; back.textContent = "Back to all"; back.href = "#/";
+  head.textContent = title; text.textContent = message; back.textContent = "Back to all"; back.href = "#/";
   section.append(head, text, back);
   main.replaceChildren(section);
-  say("not found", "bad");
 }
 function login(message) {
   close();
@@ -238,7 +251,7 @@ let asleep = 0;
 document.addEventListener("visibilitychange", () => {
   clearTimeout(asleep);
   if (document.hidden) asleep = setTimeout(() => { close(); say("asleep", "quiet"); }, 1000 * HIDDEN_SECONDS);
-  else if (!stream && form.hidden) { main.querySelector(".lines")?.replaceChildren(); open(); }
+  else if (!stream && form.hidden) open();
 });
 addEventListener("hashchange", () => { form.hidden = true; go(); });
 go();

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,12 +18,14 @@ from zero_trial.master.directory import MasterDirectory
 from zero_trial.master.records import Experiment, Trial
 from zero_trial.master.store import experiments, metrics, trials
 from zero_trial.master.store.database import reading
-from zero_trial.report.data import Axis, RunReport, Status, SweepReport, differing_axes, leaves
+from zero_trial.report.curves import FORGET_SECONDS
+from zero_trial.report.data import Axis, RunReport, Status, SweepReport, Tone, differing_axes, leaves
 from zero_trial.report.master_reader import experiment_status, read_experiment, read_trial
 from zero_trial.report.run_reader import RunReader, is_run, point
 from zero_trial.report.store_curves import StoreCurves
 from zero_trial.runs.events import Tail
 from zero_trial.runs.layout import RunFolder
+from zero_trial.util.files import signature
 
 _FIRST_LINES = 500  # of a log, when it is opened
 _FIRST_BYTES = 128 * 1024
@@ -131,7 +134,7 @@ class StoreSource:
 
     def version(self) -> object:
         base = self._directory.database
-        return tuple(_changed(path) for path in (base, base.with_name(f"{base.name}-wal")))
+        return signature(base), signature(base.with_name(f"{base.name}-wal"))
 
     @contextmanager
     def _reading(self) -> Iterator[Connection]:
@@ -199,7 +202,8 @@ class _StoreLog:
 class RunsSource:
     """The runs in a folder, or the only one that the folder itself is.
 
-    A name is one of those that the folder lists, so none leads out of it.
+    A name is one of those that the folder lists, so none leads out of it. What was read of a run
+    is forgotten when it has not been asked for lately.
     """
 
     unit = "run"
@@ -214,10 +218,12 @@ class RunsSource:
 
     def _runs(self) -> dict[str, RunReader]:
         """Return a reader of each run that is there now, in the order of their names."""
-        there = {path.name: path for path in sorted(self._folder.iterdir()) if path.is_dir() and is_run(path)}
+        there = {path.name: path for path in sorted(self._folder.iterdir()) if path.is_dir() and _may_be_run(path)}
         if not there and is_run(self._folder):
             there = {self._folder.resolve().name: self._folder}
-        self._readers = {name: self._readers.get(name) or RunReader(path) for name, path in there.items()}
+        since = time.monotonic() - FORGET_SECONDS
+        kept = {name: reader for name, reader in self._readers.items() if reader.asked >= since}
+        self._readers = {name: kept.get(name) or RunReader(path) for name, path in there.items()}
         return self._readers
 
     def _reader(self, name: str) -> RunReader:
@@ -230,8 +236,9 @@ class RunsSource:
         return tuple((name, reader.signature()) for name, reader in self._runs().items())
 
     def overview(self) -> Overview:
-        rows = tuple(_row_of_run(name, reader) for name, reader in reversed(self._runs().items()))
-        return Overview("Runs", str(self._folder.resolve()), "run", rows, ("zero-trial run const.yaml MODEL_DIR",))
+        rows = (_row_of_run(name, reader) for name, reader in reversed(self._runs().items()))
+        shown = tuple(row for row in rows if row is not None)
+        return Overview("Runs", str(self._folder.resolve()), "run", shown, ("zero-trial run const.yaml MODEL_DIR",))
 
     def sweep(self, name: str, drawn: tuple[str, str] | None) -> tuple[SweepReport, Sequence[tuple[str, str]]]:
         raise _missing("experiment", name)
@@ -274,14 +281,6 @@ class _RankLogs:
         return found
 
 
-def _changed(path: Path) -> tuple[int, int] | None:
-    try:
-        stat = path.stat()
-    except FileNotFoundError:
-        return None
-    return stat.st_mtime_ns, stat.st_size
-
-
 def _missing(noun: str, name: str) -> ConfigError:
     return ConfigError(f"there is no such {noun}", where="name", got=name[:80])
 
@@ -307,8 +306,24 @@ def _row(experiment: Experiment) -> OverviewRow:
     )
 
 
-def _row_of_run(name: str, reader: RunReader) -> OverviewRow:
-    report = reader.report()
+def _may_be_run(folder: Path) -> bool:
+    """Return whether a run has written into a folder, or may have: its row says why it cannot be
+    read."""
+    try:
+        return is_run(folder)
+    except OSError:
+        return True
+
+
+def _row_of_run(name: str, reader: RunReader) -> OverviewRow | None:
+    """Return the row of a run; None if it was removed after it was listed. A run that cannot be
+    read has a row with the reason, so that the others are shown."""
+    try:
+        report = reader.report()
+    except (ConfigError, FileNotFoundError):
+        return None
+    except Exception as error:
+        return OverviewRow(name, f"{type(error).__name__}: {error}", Status("cannot be read", Tone.BAD))
     change = report.changes[0] if report.changes else None
     loss = report.training.values[-1] if report.training is not None and len(report.training) else None
     facts = dict(report.facts)

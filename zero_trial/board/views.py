@@ -17,7 +17,9 @@ from zero_trial.report.page import Child, Html, PageSection, el, join
 from zero_trial.report.plot import Line, line_chart
 from zero_trial.report.run_page import run_sections
 from zero_trial.report.sweep_page import sweep_sections
-from zero_trial.util.text import format_bytes, format_number, format_value
+from zero_trial.util.text import format_bytes, format_number, format_value, shorten
+
+_LONGEST_NAME = 2000  # characters of a metric that can be asked for: an address has its limit
 
 
 @dataclass(frozen=True)
@@ -97,8 +99,9 @@ def _with_metric_choice(
     if len(names) < 2:
         return list(sections)
     options = [
-        el("option", f"{name} ({group})", value=f"{group} {name}", selected=(group, name) == drawn)
+        el("option", f"{shorten(name)} ({group})", value=f"{group} {name}", selected=(group, name) == drawn)
         for group, name in names
+        if len(name) <= _LONGEST_NAME
     ]
     choice = el("p", el("label", "Metric ", el("select", options, class_="metric")), class_="choice")
     return [
@@ -226,7 +229,14 @@ def _curves(report: RunReport) -> dict[str, Series]:
 def _differences(found: Comparison, unit: str) -> Child:
     """Return a row for each run: state, metrics, memory and the values in which they differ."""
     metrics = dict.fromkeys(change.name for report in found.reports.values() for change in report.changes)
-    names = ["", "state", *metrics, "planned", "measured", *(axis.name.rpartition(".")[2] for axis in found.axes)]
+    names = [
+        "",
+        "state",
+        *map(shorten, metrics),
+        "planned",
+        "measured",
+        *(axis.name.rpartition(".")[2] for axis in found.axes),
+    ]
     head = el("tr", [el("th", name, scope="col", class_="num" if at > 1 else None) for at, name in enumerate(names)])
     rows = []
     for at, (name, report) in enumerate(found.reports.items()):

@@ -19,6 +19,10 @@ MOST_POINTS = 600
 """Points of a line in a drawing: a pixel each where the drawing is as wide."""
 
 
+FORGET_SECONDS = 120.0
+"""After which what was read for a page is read again, if no page has asked for it."""
+
+
 def most_of_each(lines: int) -> int:
     """Return the points of each line where ``lines`` are drawn over each other."""
     return min(MOST_POINTS, max(120, 24_000 // max(lines, 1)))
@@ -64,16 +68,16 @@ class Curve:
             self._low.insert(at, min((*single, value)))
             self._high.insert(at, max((*single, value)))
 
-    def extend(self, pairs: Sequence[tuple[float, float]]) -> None:
-        """Add finite values; many that come in order cost little."""
-        steps = array("d", [step for step, _ in pairs])
-        in_order = not self._steps or not steps or self._steps[-1] < steps[0]
-        if self._low is not None or not in_order or any(map(ge, steps, steps[1:])):
-            for step, value in pairs:
+    def extend(self, steps: Sequence[float], values: Sequence[float]) -> None:
+        """Add finite values, as many as steps; many that come in order cost little."""
+        new = array("d", steps)
+        in_order = not self._steps or not new or self._steps[-1] < new[0]
+        if self._low is not None or not in_order or any(map(ge, new, new[1:])):
+            for step, value in zip(steps, values, strict=True):
                 self.add(step, value)
             return
-        self._steps += steps
-        self._values += array("d", [value for _, value in pairs])
+        self._steps += new
+        self._values += array("d", values)
         self._drawn = {}
 
     def _columns(self) -> list[array[float]]:

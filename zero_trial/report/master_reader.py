@@ -24,7 +24,7 @@ from zero_trial.master.search.adaptive_asha import WORST, AdaptiveAsha, Bracket,
 from zero_trial.master.search.pruning import ds_config_file, replaced_rates
 from zero_trial.master.store import checkpoints, experiments, trials
 from zero_trial.master.store.database import reading
-from zero_trial.report.curves import most_of_each
+from zero_trial.report.curves import Curve, most_of_each
 from zero_trial.report.data import (
     BestConfig,
     BracketHistory,
@@ -166,6 +166,9 @@ class _Reader:
     def read(self) -> SweepReport:
         experiment = self.experiment
         found = self._ladders()
+        self.curves.ahead(self.connection, self.trials, "validation", self.metric, goal=True)
+        if self.drawn != ("validation", self.metric):
+            self.curves.ahead(self.connection, self.trials, *self.drawn, goal=False)
         reports = tuple(self._trial(trial, found) for trial in self.trials)
         reasons = Counter(trial.reason or "unknown" for trial in self.trials if trial.pruned)
         seconds = (experiment.ended or datetime.now(timezone.utc).timestamp()) - experiment.created
@@ -219,7 +222,7 @@ class _Reader:
         goal = self.curves.goal(self.connection, trial, self.metric)
         curve = goal
         if self.drawn != ("validation", self.metric):
-            curve = self.curves.group(self.connection, trial, *self.drawn).get(self.drawn[1], goal)
+            curve = self.curves.group(self.connection, trial, *self.drawn).get(self.drawn[1]) or Curve()
         facts = (trials.metadata(self.connection, trial.id) or {}).get("zero_trial")
         stop = next(
             (

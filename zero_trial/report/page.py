@@ -12,7 +12,7 @@ from importlib import resources
 from typing import Any
 
 from zero_trial.report.data import Memory, Status
-from zero_trial.util.text import format_bytes
+from zero_trial.util.text import format_bytes, shorten
 
 VOID = frozenset({"meta", "input", "br", "link"})
 
@@ -133,7 +133,7 @@ def figures(items: Iterable[tuple[str, str, str]], lead: int = 1) -> Html:
     parts = [
         el(
             "div",
-            el("dt", name),
+            el("dt", shorten(name)),
             el("dd", value, el("small", remark) if remark else None),
             class_="lead" if at < lead else None,
         )

@@ -16,7 +16,7 @@ from typing import Any
 from zero_trial.report.curves import thinned
 from zero_trial.report.data import Axis, Series
 from zero_trial.report.page import Child, Html, el, json_data
-from zero_trial.util.text import format_count, format_number, format_value
+from zero_trial.util.text import format_count, format_number, format_value, shorten
 
 # values that are further apart than this get a logarithmic scale
 _LOG_RATIO = 50.0
@@ -205,7 +205,8 @@ def line_chart(
 
     ``size``: "tall" or nothing. ``zero``: the y axis begins at 0.
     """
-    shown = [replace(line, series=thinned(line.series)) for line in lines]
+    title = shorten(title)
+    shown = [replace(line, series=thinned(line.series), label=shorten(line.label)) for line in lines]
     x = fit([step for line in shown for step in line.series.steps], log=False, margin=0.0)
     y = fit([value for line in shown for value in _values(line.series)] + ([0.0] if zero else []))
     knob = el("input", type="range", min=0, max=0.98, step=0.02, value=_SMOOTHING, class_="smoothing")

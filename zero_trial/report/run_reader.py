@@ -5,6 +5,7 @@ sweep.
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime, timezone
@@ -34,6 +35,7 @@ from zero_trial.runs.layout import RunFolder
 from zero_trial.runs.provenance import read_lock
 from zero_trial.runs.records import COUNTERS, baselines, is_finite, join_memory
 from zero_trial.schema.document import ValueSource
+from zero_trial.util.files import signature
 from zero_trial.util.text import format_count, format_duration, format_number
 
 Record = Mapping[str, Any]
@@ -70,6 +72,7 @@ class RunReader:
         self._record = _Record()
         self._made: tuple[object, RunReport] | None = None
         self._locked: tuple[object, dict[str, Any]] | None = None
+        self.asked = 0.0  # when the report was asked for last, by time.monotonic
 
     @property
     def began(self) -> float | None:
@@ -80,13 +83,14 @@ class RunReader:
         """Return a value that changes when a file changes from which the report is made."""
         files = self._files
         paths = (files.events, files.metrics, files.summary, files.errors, files.checkpoints, files.config_lock)
-        return tuple(_changed(path) for path in paths)
+        return tuple(map(signature, paths))
 
     def report(self) -> RunReport:
         """Return everything that the folder has. Raises ConfigError if no run has been there."""
-        signature = self.signature()  # before reading: what is written meanwhile is read next time
-        if self._made is None or self._made[0] != signature:
-            self._made = signature, self._report()
+        self.asked = time.monotonic()
+        now = self.signature()  # before reading: what is written meanwhile is read next time
+        if self._made is None or self._made[0] != now:
+            self._made = now, self._report()
         return self._made[1]
 
     def _report(self) -> RunReport:
@@ -125,12 +129,12 @@ class RunReader:
         """Return the experiment in the run's lock; empty where there is none, or it cannot be
         read."""
         path = self._files.config_lock
-        signature = _changed(path)
-        if self._locked is None or self._locked[0] != signature:
+        now = signature(path)
+        if self._locked is None or self._locked[0] != now:
             try:
-                self._locked = signature, read_lock(read_text(path), path)
+                self._locked = now, read_lock(read_text(path), path)
             except ConfigError:
-                self._locked = signature, {}
+                self._locked = now, {}
         return self._locked[1]
 
     def _read(self) -> None:
@@ -149,14 +153,6 @@ class RunReader:
             kept = "/" not in name and (self._files.checkpoints / name).is_dir()
             found.append(CheckpointRow(int(event["step"]), name, _whole(event.get("bytes")), kept))
         return tuple(sorted(found, key=lambda saved: saved.step))
-
-
-def _changed(path: Path) -> tuple[int, int] | None:
-    try:
-        stat = path.stat()
-    except OSError:
-        return None
-    return stat.st_mtime_ns, stat.st_size
 
 
 class _Record:

@@ -5,13 +5,14 @@ decisions, and every trial. Pure.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from zero_trial.report import page
 from zero_trial.report.data import RungDecision, SweepReport, TrialReport
 from zero_trial.report.page import Child, Html, PageSection, bar, el, join
 from zero_trial.report.run_page import download
 from zero_trial.report.sweep_charts import brackets_view, parallel_view, trial_curves
-from zero_trial.util.text import format_bytes, format_count, format_duration, format_number, format_value
+from zero_trial.util.text import format_bytes, format_count, format_duration, format_number, format_value, shorten
 
 Cell = Callable[[TrialReport], Html]
 Name = Callable[[str], Child]
@@ -26,6 +27,7 @@ def render_sweep(report: SweepReport) -> str:
 
 def sweep_sections(report: SweepReport, name: Name = str) -> list[PageSection]:
     """Return the parts of the page; those of which nothing is known are empty."""
+    report = replace(report, metric=shorten(report.metric), drawn=shorten(report.drawn))
     return [
         PageSection("summary", "", _summary(report)),
         PageSection("best", "Best configuration", _best(report)),

@@ -107,8 +107,9 @@ class Tail:
 
     def __init__(self, path: Path, *, skip_existing: bool = False, newest: int | None = None) -> None:
         self.path = path
-        size = path.stat().st_size if path.exists() else 0
-        self._offset = size if skip_existing else 0 if newest is None else max(0, size - newest)
+        self._offset = 0
+        if (skip_existing or newest is not None) and path.exists():
+            self._offset = max(0, path.stat().st_size - (newest or 0))
         self._inode: int | None = None
 
     def replaced(self) -> bool:

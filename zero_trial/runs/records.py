@@ -9,7 +9,7 @@ sees half a record.
 from __future__ import annotations
 
 import json
-import math
+import sys
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
@@ -161,9 +161,13 @@ def join_memory(figures: Mapping[str, Any], earlier: Iterable[Mapping[str, Any]]
     return {**joined, "peak_memory_bytes": peaks} if peaks else joined
 
 
+_LARGEST = sys.float_info.max
+
+
 def is_finite(value: Any) -> bool:
-    """Return whether ``value`` is a number that can be drawn."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    """Return whether ``value`` is a number that can be drawn; an integer may be larger than any
+    float."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= _LARGEST
 
 
 def _error(data: Mapping[str, Any]) -> ErrorRecord:

@@ -50,6 +50,16 @@ def write_atomic(path: Path, content: str | bytes, *, durable: bool = True, priv
         draft.write_bytes(content.encode() if isinstance(content, str) else content)
 
 
+def signature(path: Path) -> tuple[int, int] | None:
+    """Return a value that changes when the file or its mode changes; None if it cannot be looked
+    at."""
+    try:
+        stat = path.stat()
+    except OSError:
+        return None
+    return stat.st_ctime_ns, stat.st_size
+
+
 def remove_folder(folder: Path) -> None:
     """Remove ``folder`` with all that is in it, if it exists, as far as it can be removed. It loses
     its name first, so that a process or thread that still writes into it finds that it is gone, and

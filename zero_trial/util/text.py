@@ -32,6 +32,12 @@ def strip_control(text: str) -> str:
     return plain.encode("utf-8", "replace").decode("utf-8")
 
 
+def shorten(text: str, most: int = 120) -> str:
+    """Return a text, or the begin and the end of one that is longer, so long that no page is made
+    for it."""
+    return text if len(text) <= most else f"{text[: most - most // 3 - 1]}…{text[-(most // 3) :]}"
+
+
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 
 

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.ops.kernel_engines import skip_where_refused
 from zero_trial.errors import ConfigError, DoesNotFit, KernelUnavailable, StorageError
 from zero_trial.ops.disk_io import ENGINES, DiskTuning
 from zero_trial.sharding.offload.swap_file import (
@@ -48,7 +49,7 @@ def opened(folder: Path, engine: str, nbytes: int, *, direct: bool = True, **tun
     try:
         file = SwapFile(folder, nbytes, tuning=DiskTuning(**tuning), direct=direct, engines=(engine,))
     except (OSError, KernelUnavailable) as fault:
-        pytest.skip(f"{engine}: {fault}")
+        skip_where_refused(engine, fault)
     assert file.engine == engine
     return file
 
@@ -78,6 +79,17 @@ def test_what_is_written_is_read(tmp_path: Path, direct: bool, tuning: dict[str,
     file.read(0, back).wait()
     assert torch.equal(back, whole), "neighbours are as they were"
     file.close()
+
+
+def test_a_forked_process_does_not_use_its_parents_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has none of the threads that would transfer: it would wait for ever."""
+    file = SwapFile(tmp_path, BLOCK)
+    buffer = file.buffer(BLOCK)
+    with monkeypatch.context() as forked:
+        forked.setattr(os, "getpid", lambda: -1)
+        with pytest.raises(StorageError, match="another process's"):
+            file.read(0, buffer)
+    file.read(0, buffer).wait()
 
 
 def test_memory_that_starts_anywhere_goes_through_the_page_cache(tmp_path: Path) -> None:

@@ -56,7 +56,7 @@ class DiskEngine(Protocol):
 
     def start(self, parts: Sequence[DiskPart], address: int, write: bool, held: Any) -> Sequence[DiskRequest]:
         """Start to move all ``parts`` of the memory at ``address``; ``held`` is kept until they
-        are over."""
+        are over. Threads may call it at the same time, processes forked from its own not."""
         ...
 
     def close(self) -> None:
@@ -170,6 +170,7 @@ class _KernelRequest:
         self._library = library
         self._pointer: int | None = pointer
         self._held = held
+        self._owner = os.getpid()
         self._fault: OSError | None = None
         self._turn = threading.Lock()  # several threads may wait for one
 
@@ -185,6 +186,11 @@ class _KernelRequest:
         return self._fault
 
     def _ended(self, milliseconds: int) -> bool:
+        if self._owner != os.getpid():  # the end comes in the parent, and so does that of who holds a lock
+            if self._pointer is not None:
+                self._fault = _foreign()
+                self._pointer = self._held = None
+            return True
         with self._turn:
             if self._pointer is None:
                 return True
@@ -222,17 +228,22 @@ class KernelEngine:
         if not disk:
             raise OSError(error.value, os.strerror(error.value))
         self._disk = disk
+        self._owner = os.getpid()
+        self._starting = threading.Lock()
         self._live: list[_KernelRequest] = []  # keeps memory of transfers that were dropped
         self._finalizer = weakref.finalize(self, _close, self._library, disk, self._live)
 
     def start(self, parts: Sequence[DiskPart], address: int, write: bool, held: Any) -> Sequence[DiskRequest]:
+        if self._owner != os.getpid():
+            raise _foreign()
         array = (_Part * len(parts))(
             *(_Part(each.descriptor, address + each.low, each.high - each.low, each.offset) for each in parts)
         )
-        self._live[:] = [request for request in self._live if not request.done()]
-        pointer = self._library.zt_disk_start(self._disk, array, len(parts), write)
-        request = _KernelRequest(self._library, pointer, held)
-        self._live.append(request)
+        with self._starting:
+            self._live[:] = [request for request in self._live if not request.done()]
+            pointer = self._library.zt_disk_start(self._disk, array, len(parts), write)
+            request = _KernelRequest(self._library, pointer, held)
+            self._live.append(request)
         return [request]
 
     def close(self) -> None:
@@ -269,6 +280,10 @@ def _all_of(
         if now <= 0:
             raise _short(done, len(memory), offset)
         done += now
+
+
+def _foreign() -> OSError:
+    return OSError(errno.ECHILD, "a forked process has no part in its parent's transfers")
 
 
 def _short(done: int, wanted: int, offset: int) -> OSError:

@@ -21,7 +21,7 @@ struct ZtDiskOutcome {
 enum { kEnd = -1 };  // the file ended before the request did
 
 #if defined(__linux__) && defined(__has_include)
-#if __has_include(<linux/io_uring.h>)
+#if __has_include(<linux/aio_abi.h>)
 #define ZT_DISK 1
 #endif
 #endif
@@ -29,8 +29,9 @@ enum { kEnd = -1 };  // the file ended before the request did
 #ifdef ZT_DISK
 #include <errno.h>
 #include <linux/aio_abi.h>
-#include <linux/io_uring.h>
+#include <pthread.h>
 #include <signal.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
@@ -43,7 +44,6 @@ enum { kEnd = -1 };  // the file ended before the request did
 #include <deque>
 #include <memory>
 #include <mutex>
-#include <thread>
 #include <vector>
 
 #ifndef __NR_io_uring_setup
@@ -52,6 +52,39 @@ enum { kEnd = -1 };  // the file ended before the request did
 #endif
 
 namespace {
+
+// The kernel's interface to io_uring. Its header is not used: it may be absent, or older than the kernel that the library
+// runs on, without the operations of Linux 5.6.
+enum : uint8_t { kRead = 22, kWrite = 23 };
+enum : uint32_t { kSingleMap = 1, kGetEvents = 1 };
+enum : uint64_t { kSqRing = 0, kCqRing = 0x8000000, kSqes = 0x10000000 };
+
+struct UringEntry {
+  uint8_t opcode, flags;
+  uint16_t priority;
+  int32_t descriptor;
+  uint64_t offset, address;
+  uint32_t bytes, rw_flags;
+  uint64_t user_data, rest[3];
+};
+
+struct UringCompletion {
+  uint64_t user_data;
+  int32_t result;
+  uint32_t flags;
+};
+
+struct UringParams {
+  uint32_t sq_entries, cq_entries, flags, thread_cpu, thread_idle, features, rest[4];
+  struct {
+    uint32_t head, tail, mask, entries, flags, dropped, array, rest[3];
+  } sq;
+  struct {
+    uint32_t head, tail, mask, entries, overflow, completions, rest[4];
+  } cq;
+};
+
+static_assert(sizeof(UringEntry) == 64 && sizeof(UringCompletion) == 16 && sizeof(UringParams) == 120, "as the kernel has them");
 
 // Outlives the disk as long as somebody has a transfer of it.
 struct Signals {
@@ -78,9 +111,14 @@ struct Completion {
   int64_t result;  // bytes, or -errno
 };
 
-// One worker's way to the kernel. Both calls return a number, or -errno.
+struct Disk;
+
+// One worker and its way to the kernel. Both calls return a number, or -errno.
 struct Ring {
+  Disk* disk = nullptr;
+  pthread_t worker;
   virtual ~Ring() {}
+  virtual const char* name() = 0;
   virtual int open(unsigned depth) = 0;
   virtual long submit(Request** requests, long count) = 0;
   virtual long reap(Completion* into, long most, long least) = 0;
@@ -89,8 +127,8 @@ struct Ring {
 struct UringRing final : Ring {
   int ring = -1;
   unsigned *sq_tail = nullptr, *sq_mask = nullptr, *sq_array = nullptr, *cq_head = nullptr, *cq_tail = nullptr, *cq_mask = nullptr;
-  io_uring_sqe* entries = nullptr;
-  io_uring_cqe* completions = nullptr;
+  UringEntry* entries = nullptr;
+  UringCompletion* completions = nullptr;
   void *sq = MAP_FAILED, *cq = MAP_FAILED, *sqes = MAP_FAILED;
   size_t sq_bytes = 0, cq_bytes = 0, sqe_bytes = 0;
 
@@ -101,33 +139,35 @@ struct UringRing final : Ring {
     if (ring >= 0) close(ring);
   }
 
+  const char* name() override { return "io_uring"; }
+
   void* map(size_t bytes, uint64_t offset) { return mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_POPULATE, ring, (off_t)offset); }
 
   int open(unsigned depth) override {
-    io_uring_params params;
+    UringParams params;
     memset(&params, 0, sizeof params);
     ring = (int)syscall(__NR_io_uring_setup, depth, &params);
     if (ring < 0) return -errno;
-    sq_bytes = params.sq_off.array + params.sq_entries * sizeof(unsigned);
-    cq_bytes = params.cq_off.cqes + params.cq_entries * sizeof(io_uring_cqe);
-    sqe_bytes = params.sq_entries * sizeof(io_uring_sqe);
-    const bool single = params.features & IORING_FEAT_SINGLE_MMAP;
+    sq_bytes = params.sq.array + params.sq_entries * sizeof(unsigned);
+    cq_bytes = params.cq.completions + params.cq_entries * sizeof(UringCompletion);
+    sqe_bytes = params.sq_entries * sizeof(UringEntry);
+    const bool single = params.features & kSingleMap;
     if (single && cq_bytes > sq_bytes) sq_bytes = cq_bytes;
-    sq = map(sq_bytes, IORING_OFF_SQ_RING);
+    sq = map(sq_bytes, kSqRing);
     if (sq == MAP_FAILED) return -errno;
-    cq = single ? sq : map(cq_bytes, IORING_OFF_CQ_RING);
+    cq = single ? sq : map(cq_bytes, kCqRing);
     if (cq == MAP_FAILED) return -errno;
-    sqes = map(sqe_bytes, IORING_OFF_SQES);
+    sqes = map(sqe_bytes, kSqes);
     if (sqes == MAP_FAILED) return -errno;
     char *s = (char*)sq, *c = (char*)cq;
-    sq_tail = (unsigned*)(s + params.sq_off.tail);
-    sq_mask = (unsigned*)(s + params.sq_off.ring_mask);
-    sq_array = (unsigned*)(s + params.sq_off.array);
-    cq_head = (unsigned*)(c + params.cq_off.head);
-    cq_tail = (unsigned*)(c + params.cq_off.tail);
-    cq_mask = (unsigned*)(c + params.cq_off.ring_mask);
-    entries = (io_uring_sqe*)sqes;
-    completions = (io_uring_cqe*)(c + params.cq_off.cqes);
+    sq_tail = (unsigned*)(s + params.sq.tail);
+    sq_mask = (unsigned*)(s + params.sq.mask);
+    sq_array = (unsigned*)(s + params.sq.array);
+    cq_head = (unsigned*)(c + params.cq.head);
+    cq_tail = (unsigned*)(c + params.cq.tail);
+    cq_mask = (unsigned*)(c + params.cq.mask);
+    entries = (UringEntry*)sqes;
+    completions = (UringCompletion*)(c + params.cq.completions);
     return 0;
   }
 
@@ -136,13 +176,13 @@ struct UringRing final : Ring {
     for (long i = 0; i < count; ++i) {
       const unsigned slot = (tail + (unsigned)i) & *sq_mask;
       const Request& r = *requests[i];
-      io_uring_sqe& e = entries[slot];
+      UringEntry& e = entries[slot];
       memset(&e, 0, sizeof e);
-      e.opcode = r.write ? IORING_OP_WRITE : IORING_OP_READ;
-      e.fd = r.descriptor;
-      e.addr = (uint64_t)(uintptr_t)(r.memory + r.done);
-      e.len = (uint32_t)(r.wanted - r.done);
-      e.off = (uint64_t)(r.offset + r.done);
+      e.opcode = r.write ? kWrite : kRead;
+      e.descriptor = r.descriptor;
+      e.address = (uint64_t)(uintptr_t)(r.memory + r.done);
+      e.bytes = (uint32_t)(r.wanted - r.done);
+      e.offset = (uint64_t)(r.offset + r.done);
       e.user_data = (uint64_t)(uintptr_t)requests[i];
       sq_array[slot] = slot;
     }
@@ -161,13 +201,13 @@ struct UringRing final : Ring {
       if ((long)(tail - head) >= least || least == 0) {
         long found = 0;
         for (; head != tail && found < most; ++head, ++found) {
-          const io_uring_cqe& c = completions[head & *cq_mask];
-          into[found] = {(Request*)(uintptr_t)c.user_data, c.res};
+          const UringCompletion& c = completions[head & *cq_mask];
+          into[found] = {(Request*)(uintptr_t)c.user_data, c.result};
         }
         __atomic_store_n(cq_head, head, __ATOMIC_RELEASE);
         return found;
       }
-      if (syscall(__NR_io_uring_enter, ring, 0u, (unsigned)least, IORING_ENTER_GETEVENTS, nullptr, 0) < 0 && errno != EINTR) return -errno;
+      if (syscall(__NR_io_uring_enter, ring, 0u, (unsigned)least, kGetEvents, nullptr, 0) < 0 && errno != EINTR) return -errno;
     }
   }
 };
@@ -177,6 +217,8 @@ struct AioRing final : Ring {
   std::vector<iocb> blocks;
   std::vector<iocb*> free;
   std::vector<io_event> events;
+
+  const char* name() override { return "libaio"; }
 
   ~AioRing() override {
     if (context) syscall(__NR_io_destroy, context);
@@ -235,7 +277,16 @@ struct Disk {
   bool single = false, overlap = true;
   pid_t owner = 0;
   std::vector<std::unique_ptr<Ring>> rings;
-  std::vector<std::thread> workers;
+
+  // Ends the first `count` workers when all that was started is over.
+  void end(size_t count) {
+    {
+      std::lock_guard<std::mutex> held(signals->mutex);
+      closing = true;
+      signals->work.notify_all();
+    }
+    for (size_t i = 0; i < count; ++i) pthread_join(rings[i]->worker, nullptr);
+  }
 
   void finish(Request* r, int64_t error) {
     std::lock_guard<std::mutex> held(signals->mutex);
@@ -243,6 +294,11 @@ struct Disk {
     if (error && !t.outcome.error) t.outcome = {error, r->offset, r->done, r->wanted};
     if (--t.pending == 0) signals->done.notify_all();
     delete r;
+  }
+
+  static void pause() {
+    const timespec millisecond = {0, 1000000};
+    nanosleep(&millisecond, nullptr);
   }
 
   void work(Ring* ring) {
@@ -254,7 +310,7 @@ struct Disk {
         std::unique_lock<std::mutex> held(signals->mutex);
         while (queue.empty() && now.empty() && !flying && !closing) signals->work.wait(held);
         if (queue.empty() && now.empty() && !flying) return;
-        const long share = ((long)queue.size() + (long)workers.size() - 1) / (long)workers.size();
+        const long share = ((long)queue.size() + (long)rings.size() - 1) / (long)rings.size();
         long take = overlap || !flying ? depth - flying - (long)now.size() : 0;
         for (take = take < share ? take : share; take > 0; --take) {
           now.push_back(queue.front());
@@ -268,8 +324,7 @@ struct Disk {
           now.erase(now.begin(), now.begin() + taken);
         } else if (taken == 0 || taken == -EAGAIN || taken == -EBUSY || taken == -EINTR) {
           if (flying) break;  // room comes with what is under way
-          const timespec pause = {0, 1000000};
-          nanosleep(&pause, nullptr);
+          pause();
         } else {
           finish(now.front(), -taken);
           now.erase(now.begin());
@@ -277,7 +332,14 @@ struct Disk {
       }
       if (!flying) continue;
       const long count = ring->reap(found.data(), depth, overlap ? 1 : flying);
-      if (count < 0) abort();  // requests are under way, and nobody would ever learn of their end
+      if (count == -EAGAIN || count == -EBUSY) {
+        pause();
+        continue;
+      }
+      if (count < 0) {  // requests are under way whose end would never be known
+        fprintf(stderr, "zero_trial: %s: the kernel does not say how %ld transfers ended: %s\n", ring->name(), flying, strerror((int)-count));
+        abort();
+      }
       flying -= count;
       for (long i = 0; i < count; ++i) {
         Request* r = found[(size_t)i].request;
@@ -293,6 +355,13 @@ struct Disk {
     }
   }
 };
+
+// Not std::thread, which throws where the system has no more threads: the library is built without exceptions.
+extern "C" void* zt_disk_work(void* of) {
+  Ring* ring = (Ring*)of;
+  ring->disk->work(ring);
+  return nullptr;
+}
 
 }  // namespace
 
@@ -312,11 +381,17 @@ ZT_EXPORT void* zt_disk_open(int kind, int threads, int depth, long block, int s
   sigset_t all, before;
   sigfillset(&all);
   pthread_sigmask(SIG_SETMASK, &all, &before);
-  {
-    std::lock_guard<std::mutex> held(disk->signals->mutex);  // a worker reads how many there are
-    for (auto& ring : disk->rings) disk->workers.emplace_back(&Disk::work, disk.get(), ring.get());
+  size_t started = 0;
+  for (; started < disk->rings.size() && !*error; started += !*error) {
+    Ring* ring = disk->rings[started].get();
+    ring->disk = disk.get();
+    *error = pthread_create(&ring->worker, nullptr, zt_disk_work, ring);
   }
   pthread_sigmask(SIG_SETMASK, &before, nullptr);
+  if (*error) {
+    disk->end(started);
+    return nullptr;
+  }
   return disk.release();
 }
 
@@ -357,12 +432,7 @@ ZT_EXPORT void zt_disk_finish(void* of, ZtDiskOutcome* outcome) {
 ZT_EXPORT void zt_disk_close(void* of) {
   Disk* disk = (Disk*)of;
   if (disk->owner != getpid()) return;
-  {
-    std::lock_guard<std::mutex> held(disk->signals->mutex);
-    disk->closing = true;
-    disk->signals->work.notify_all();
-  }
-  for (std::thread& worker : disk->workers) worker.join();
+  disk->end(disk->rings.size());
   delete disk;
 }
 

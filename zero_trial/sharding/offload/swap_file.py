@@ -130,6 +130,7 @@ class SwapFile:
         self.tuning = replace(tuning, block=max(round_up(tuning.block, BLOCK), BLOCK))
         self._end = self._size = 0
         self._closed = False
+        self._owner = os.getpid()
         self._cached, self._direct = _open(folder, direct, where)
         self._descriptors = _Descriptors(self._cached, self._direct)
         self._allocate(max(nbytes, BLOCK))
@@ -246,13 +247,21 @@ class SwapFile:
         self._descriptors.close()
 
     def _require_open(self) -> None:
-        """Refuse a closed file: the numbers of its descriptors may be another file's by now."""
+        """Refuse a closed file, the numbers of whose descriptors may be another file's by now, and
+        that of a parent."""
         if self._closed:
             raise StorageError(
                 "offloaded state is gone",
                 where=str(self.folder),
                 got="an engine that was destroyed",
                 fix="Build a new one.",
+            )
+        if self._owner != os.getpid():
+            raise StorageError(
+                "offloaded state is another process's",
+                where=str(self.folder),
+                got="a process that was forked from it, which has no threads to transfer with",
+                fix="Read and write it in the rank itself.",
             )
 
     def _allocate(self, nbytes: int) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 
 import zero_trial
@@ -30,7 +31,7 @@ from tests.support.dense import Case, build_engine
 from tests.support.pool import Pools
 from zero_trial.engine import build as building
 from zero_trial.sharding.offload import drives
-from zero_trial.sharding.offload.swap_file import BLOCK, move_into
+from zero_trial.sharding.offload.swap_file import BLOCK, SwapFile, move_into
 
 # ZeRO stage, place of parameters, place of optimizer state, precision, micro-batches
 Cell = tuple[str, str, str, str, int]
@@ -128,8 +129,8 @@ def test_the_drives_may_change_from_run_to_run(tmp_path: Path, monkeypatch: pyte
 
 
 def test_first_values_go_to_a_file_module_by_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A model on the meta device whose parameters will be offloaded has the values of a dense
-    one."""
+    """A model on the meta device whose parameters will be offloaded has the values of a dense one.
+    Where other files have its values, there is no file for first ones."""
     moved: list[int] = []
 
     def counted(file: Any) -> Any:
@@ -141,14 +142,28 @@ def test_first_values_go_to_a_file_module_by_module(tmp_path: Path, monkeypatch:
     def build() -> nn.Module:
         return nn.Sequential(nn.Linear(512, 1024), nn.Tanh(), nn.Linear(1024, 512))
 
-    states = []
-    for device in ("cpu", "meta"):
+    opened: list[int] = []
+
+    class Seen(SwapFile):
+        def __init__(self, folder: Path, nbytes: int, **named: Any) -> None:
+            opened.append(nbytes)
+            super().__init__(folder, nbytes, **named)
+
+    monkeypatch.setattr("zero_trial.engine.offload_config.SwapFile", Seen)
+    states: list[dict[str, torch.Tensor]] = []
+    for device in ("cpu", "meta", "stored"):
         torch.manual_seed(4)
-        with torch.device(device):
+        with torch.device("cpu" if device == "cpu" else "meta"):
             model = build()
         zero_config = {"stage": 0, "offload_param": {"device": "nvme", "nvme_path": str(tmp_path), "max_in_cpu": 0}}
-        engine = zero_trial.initialize(model=model, config={"train_batch_size": 1, "zero_optimization": zero_config})[0]
+        given: dict[str, Any] = {}
+        if device == "stored":
+            given["weights"] = tmp_path / "model.safetensors"
+            save_file(states[0], given["weights"])
+        config = {"train_batch_size": 1, "zero_optimization": zero_config}
+        engine = zero_trial.initialize(model=model, config=config, **given)[0]
         states.append({name: value.clone() for name, value in engine.module_state_dict().items()})
         engine.destroy()
-    assert differing(*states) == []
+    assert differing(*states[:2]) == [] and differing(states[0], states[2]) == []
+    assert len(opened) == 4, "two for the second"
     assert moved == [512 * 1024, 1024, 512 * 1024, 512], "each layer as soon as it has values"

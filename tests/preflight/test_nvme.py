@@ -9,6 +9,7 @@ import pytest
 
 from tests.preflight.project import DS_CONFIG, messages, project
 from zero_trial.ds_config.reader import read_ds_config
+from zero_trial.errors import ConfigError
 from zero_trial.preflight.machine import DiskSpace, check_nvme, disk_of
 
 MIB = 1 << 20
@@ -74,7 +75,8 @@ def test_a_folder_that_is_memory() -> None:
         ({"state": {}, "optimizer": {"type": "SGD", "params": {}}, "fp16": {"enabled": True}}, 4),
         ({"stage": 3, "params": {"max_in_cpu": 0}}, 4),
         ({"stage": 3, "params": {"max_in_cpu": 0}, "bf16": {"enabled": True}}, 2),
-        ({"stage": 3, "params": {"max_in_cpu": MIB // 4}, "slots": 2}, 2),
+        ({"stage": 3, "params": {"max_in_cpu": MIB // 4}, "slots": 2}, 4),
+        ({"stage": 3, "params": {"max_in_cpu": MIB // 2}, "slots": 2}, 0),
         ({"stage": 3, "params": {}}, 0),
         ({"stage": 1, "params": {"max_in_cpu": 0}, "slots": 4}, 16),
         ({"stage": 0, "params": {"max_in_cpu": 0}, "slots": 4, "mesh": {"pipe": 2}, "bf16": {"enabled": True}}, 4),
@@ -83,12 +85,35 @@ def test_a_folder_that_is_memory() -> None:
 )
 def test_the_room_that_it_takes(given: dict[str, Any], mib: int) -> None:
     """Of a model of 1 Mi parameters; both files are in one folder."""
-    assert said(DiskSpace(True, True, mib * MIB, "ext4"), **given) == []
+    assert all(text.startswith("warn: ") for text in said(DiskSpace(True, True, mib * MIB, "ext4"), **given))
     if mib:
         (text,) = said(DiskSpace(True, True, mib * MIB - 1, "ext4"), **given)
         assert "the disk has not enough room for what is offloaded: got" in text
         assert f"{mib}.0 MiB for the ranks of this machine" in text
     assert said(DiskSpace(True, True, 0, "ext4"), **given | {"parameters": None}) == [], "not known"
+
+
+@pytest.mark.parametrize(("slots", "stage", "mib"), [(1, 3, 6), (2, 3, 6), (2, 1, 8)])
+def test_first_values_take_room_for_a_while(slots: int, stage: int, mib: int) -> None:
+    """4 bytes each, once for all ranks, if the model is on the meta device."""
+    given: dict[str, Any] = {"params": {"max_in_cpu": 0}, "bf16": {"enabled": True}, "slots": slots, "stage": stage}
+    assert said(DiskSpace(True, True, mib * MIB, "ext4"), **given) == []
+    (text,) = said(DiskSpace(True, True, mib * MIB - 1, "ext4"), **given)
+    assert text.startswith("warn: ") and f"{mib}.0 MiB for the ranks of this machine" in text
+
+
+def test_a_comma_is_between_folders_or_in_a_list() -> None:
+    def folders(value: object) -> object:
+        section = {"device": "nvme", "nvme_path": value}
+        state = read_ds_config(
+            {"zero_optimization": {"offload_optimizer": section}}
+        ).zero_optimization.offload_optimizer
+        return state.nvme_path if state is not None else None
+
+    assert folders("/disk, /other") == ("/disk", "/other") and folders("disk,other") == ("disk", "other")
+    assert folders(["/runs/lr=1,wd=2"]) == ("/runs/lr=1,wd=2",)
+    with pytest.raises(ConfigError, match=r'\["/runs/lr=1,wd=2"\]'):
+        folders("/runs/lr=1,wd=2")
 
 
 def test_drives_have_equal_parts() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import os
 from collections.abc import Sequence
@@ -12,6 +13,7 @@ import torch
 
 from zero_trial.errors import ConfigError, DoesNotFit, StorageError
 from zero_trial.ops.disk_io import DiskTuning
+from zero_trial.sharding.offload import swap_file
 from zero_trial.sharding.offload.drives import STRIPE, StripedFile
 from zero_trial.sharding.offload.swap_file import BLOCK, SwapFile, move_into
 
@@ -68,6 +70,28 @@ def test_a_large_reservation_has_few_stripes(tmp_path: Path, monkeypatch: pytest
     file = StripedFile([tmp_path, tmp_path], 0, tuning=DiskTuning(), where=WHERE)
     file.reserve(1 << 40)
     assert 60 <= len(file._stripes) <= 70
+
+
+def test_many_reservations_have_few_stripes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many groups as a model has; three such files stay below what the kernel allows."""
+    monkeypatch.setattr(SwapFile, "_allocate", lambda self, nbytes: None)
+    file = StripedFile([tmp_path, tmp_path], 1 << 40, tuning=DiskTuning(), where=WHERE)
+    for _ in range(1 << 12):
+        file.reserve(1 << 28)
+    assert 3 * len(file._stripes) < 65530 and len(file._stripes) > 1 << 12
+    sizes = [each.reserved for each in file.files]
+    assert max(sizes) - min(sizes) <= file._step
+
+
+def test_a_mapping_too_many_names_the_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Full:
+        def mmap(self, *args: object) -> int:
+            ctypes.set_errno(errno.ENOMEM)
+            return -1
+
+    monkeypatch.setattr(swap_file, "_libc", Full)
+    with pytest.raises(StorageError, match=r"vm\.max_map_count"):
+        SwapFile(tmp_path, BLOCK).map_range(0, BLOCK)
 
 
 def test_faults_name_the_drive(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -48,3 +49,22 @@ def test_a_control_group_may_have_less(tmp_path: Path, own: str, above: str, exp
     folder.joinpath("memory.max").write_text(f"{own}\n")
     folder.parent.joinpath("memory.max").write_text(f"{above}\n")
     assert machine_memory(membership, mounts) == expected
+
+
+@pytest.mark.parametrize("hidden", ["cgroup", "mountinfo", "memory.max"])
+def test_what_a_sandbox_hides_limits_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hidden: str) -> None:
+    membership, mounts = tmp_path / "cgroup", tmp_path / "mountinfo"
+    membership.write_text("0::/\n")
+    mounts.write_text(MOUNTS.format(root=tmp_path, above="/"))
+    (tmp_path / "unified").mkdir()
+    (tmp_path / "unified" / "memory.max").write_text("4096\n")
+    assert machine_memory(membership, mounts) == 4096
+    once = Path.read_text
+
+    def read(path: Path, *args: Any) -> str:
+        if path.name == hidden:
+            raise PermissionError(13, "Permission denied", str(path))
+        return once(path, *args)
+
+    monkeypatch.setattr(Path, "read_text", read)
+    assert machine_memory(membership, mounts) == machine_memory(tmp_path / "none", mounts)

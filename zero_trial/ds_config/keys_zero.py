@@ -29,7 +29,8 @@ class LeafModuleSection:
 
 @dataclass(frozen=True)
 class Folders(Type):
-    """A folder, several with commas between them, or a list of folders."""
+    """A folder, several with commas between them, or a list of folders, whose names may have
+    commas."""
 
     def describe(self) -> str:
         return "a folder or a list of folders"
@@ -38,6 +39,8 @@ class Folders(Type):
         named = [part.strip() for part in value.split(",")] if isinstance(value, str) else value
         folders = tuple(named) if isinstance(named, list | tuple) else ()
         texts = all(isinstance(each, str) and each for each in folders)
+        if texts and isinstance(value, str) and len({each.startswith("/") for each in folders}) > 1:
+            raise ValidationError(f'{self.describe()}; one with a comma in its name is a list: ["{value}"]')
         if folders and texts and len(set(folders)) == len(folders):
             return Reading(folders)
         raise ValidationError(f"{self.describe()}, each once")

@@ -223,9 +223,9 @@ def build_engine(
         given = model_parameters is not None or isinstance(optimizer, torch.optim.Optimizer)
         build_layers(model, settings, mesh, has_parameters=given)
     if device.type != "meta":  # a dry run may be asked for sizes only
-        file = first_values_file(settings, resolved.plan, mesh, list(model.parameters()), places)
-        keep = move_into(file) if file is not None else None
-        give_values(model, mesh.data, device, by_files=weights is not None, keep=keep)
+        by_files = weights is not None
+        file = first_values_file(settings, resolved.plan, mesh, list(model.parameters()), places, by_files=by_files)
+        give_values(model, mesh.data, device, by_files=by_files, keep=move_into(file) if file is not None else None)
         if file is not None:
             file.close()  # its values last as long as tensors have them
     require_no_engine(model)

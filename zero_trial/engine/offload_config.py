@@ -273,13 +273,20 @@ def leaves_parameters(config: DsConfig, plan: ZeroPlan, mesh: Mesh, params: Sequ
 
 
 def first_values_file(
-    config: DsConfig, plan: ZeroPlan, mesh: Mesh, params: Sequence[torch.Tensor], places: OffloadBackends
+    config: DsConfig,
+    plan: ZeroPlan,
+    mesh: Mesh,
+    params: Sequence[torch.Tensor],
+    places: OffloadBackends,
+    *,
+    by_files: bool,
 ) -> MappedSpace | None:
     """Open a file for the first values of parameters on the meta device that will live in files, so
-    that they are never in memory together; None where they will not. Collective over the world."""
+    that they are never in memory together; None where they will not, or where other files have the
+    values (``by_files``). Collective over the world."""
     section = config.zero_optimization.offload_param
     meta = [param for param in params if param.is_meta]
-    if section is None or plan.home is not Home.NVME:
+    if by_files or section is None or plan.home is not Home.NVME:
         return None
     # the parameters of another pipeline stage may leave where this one's do not
     leave = bool(meta) and leaves_parameters(config, plan, mesh, params)

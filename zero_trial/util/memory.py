@@ -11,17 +11,22 @@ _MEMBERSHIP, _MOUNTS = Path("/proc/self/cgroup"), Path("/proc/self/mountinfo")
 
 def machine_memory(membership: Path = _MEMBERSHIP, mounts: Path = _MOUNTS) -> int | None:
     """Return bytes of memory of this machine, or of the control group (container, job, service)
-    that we are in where that has less.
+    that we are in where that has less. A limit that may not be read is not known.
     """
     found = []
     if hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
         found.append(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
-    if membership.is_file() and mounts.is_file():
-        for path in limit_files(membership.read_text("utf-8", "replace"), mounts.read_text("utf-8", "replace")):
-            text = path.read_text().strip() if path.is_file() else ""
-            if text.isdigit():
-                found.append(int(text))
+    texts = map(_readable_text, limit_files(_readable_text(membership), _readable_text(mounts)))
+    found += [int(text) for text in texts if text.isdigit()]
     return min(found, default=None)
+
+
+def _readable_text(path: Path) -> str:
+    """Return what a file has; empty where it is absent, or a sandbox hides it."""
+    try:
+        return path.read_text("utf-8", "replace").strip()
+    except OSError:
+        return ""
 
 
 def limit_files(membership: str, mounts: str) -> list[Path]:

@@ -21,7 +21,10 @@ from zero_trial.ops.disk_io import DiskTuning
 from zero_trial.sharding.offload.swap_file import DiskTransfer, SwapFile, whole_pages
 
 STRIPE = 4 << 20  # bytes at least
-_STRIPES = 64  # of what is reserved at once at most: the kernel limits the mappings of a process
+# at most: the kernel limits the mappings of a process (vm.max_map_count, mostly 65530), which may
+# have three such files
+_STRIPES_AT_ONCE = 64  # of one reservation
+_STRIPES_OF_ALL = 1 << 14
 
 
 class _Joined(DiskTransfer):
@@ -67,6 +70,7 @@ class StripedFile:
         self.bytes_read = self.bytes_written = 0
         self._stripes: list[_Stripe] = []
         self._end = 0
+        self._step = max(STRIPE, whole_pages(nbytes // _STRIPES_OF_ALL))
         self.files = [
             SwapFile(folder, nbytes // len(folders), tuning=tuning, where=f"{where}[{number}]")
             for number, folder in enumerate(folders)
@@ -85,7 +89,7 @@ class StripedFile:
         """Reserve ``nbytes`` (rounded up to whole pages) and return their offset; the files grow
         where they must."""
         offset, left = self._end, whole_pages(nbytes)
-        step = max(STRIPE, whole_pages(left // _STRIPES))
+        step = max(self._step, whole_pages(left // _STRIPES_AT_ONCE))
         while left:
             file = min(self.files, key=lambda each: each.reserved)  # in turn, but for short stripes
             length = min(step, left)

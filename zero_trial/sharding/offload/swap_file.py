@@ -229,7 +229,8 @@ class SwapFile:
         flags = mmap.MAP_SHARED | _MAP_FIXED
         found = _libc().mmap(address, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, self._cached, offset)
         if found != address:
-            raise _unmappable(self.folder, os.strerror(ctypes.get_errno()))
+            fault = OSError(number := ctypes.get_errno(), os.strerror(number))
+            raise _unmappable(self.folder, fault) from fault
 
     def flush(self, address: int, nbytes: int) -> StorageError | None:
         """Write what was changed in a mapping of :meth:`map_at`, and drop its pages; return what
@@ -349,12 +350,16 @@ def _lost(where: object, fault: object) -> StorageError:
     )
 
 
-def _unmappable(folder: Path, fault: object) -> StorageError:
+def _unmappable(folder: Path, fault: Exception) -> StorageError:
+    """Return what a refused mapping means: ENOMEM stands for too many of them, too."""
+    scarce = isinstance(fault, OSError) and fault.errno == errno.ENOMEM
     return StorageError(
         "offloaded state cannot be mapped into memory",
         where=str(folder),
         got=str(fault),
-        fix="Name a local disk in nvme_path.",
+        fix="Raise vm.max_map_count (sysctl) or the limit of virtual memory (ulimit -v)."
+        if scarce
+        else "Name a local disk in nvme_path.",
     )
 
 

@@ -88,7 +88,7 @@ def lose_one(det: Det, cluster: Cluster, name: str, whole: int) -> None:
     numbers of ``whole``, which is not interrupted. Then the node comes back."""
     gate = det.folder / name
     lost = submit(det, 2, wait_at=6, wait_for=str(gate))
-    det.wait_for_line(lost, "] waits")  # a rank, not the master for the engine
+    det.wait_for_line(lost, "waits at its gate")
     [[node]] = places(det, lost)
     assert det.wait(whole) == "COMPLETED", det.logs(whole)
     cluster.lose(node)

@@ -38,7 +38,7 @@ class MyTrial(ZeroTrial):
 
     def train_batch(self, dataloader_iter, epoch_idx, batch_idx):
         if batch_idx == self.hparams.get("wait_at", -1) and self.rank == 0:
-            print("waits", flush=True)
+            print("waits at its gate", flush=True)
             gate = pathlib.Path(self.hparams.get("wait_for", "/no such file"))
             while not self.context.platform.core.preempt._watcher._should_preempt and not gate.exists():
                 threading.Event().wait(0.02)

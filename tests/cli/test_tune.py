@@ -15,6 +15,7 @@ from zero_trial.cli.main import main
 from zero_trial.errors import ExitStatus, TrialError
 from zero_trial.tune import trials
 from zero_trial.tune.search import TuneSearch, TuneTrial
+from zero_trial.tune.space import ACCUMULATION, MICRO, STAGE, Margin, TuneFacts, Weighed, select, ways_to_train
 
 
 def tuned(folder: Path, *options: str, **ds_config: Any) -> tuple[Path, list[str]]:
@@ -121,6 +122,15 @@ def test_ctrl_c_concludes_with_what_was_measured(
     assert (folder / "ds_config.json").read_text() == before
     trains = next(line for line in shown.splitlines() if line.startswith("train "))
     assert trains.endswith(" --slots 1")
+
+
+def test_a_reason_is_said_once() -> None:
+    ways = ways_to_train(TuneFacts(samples=8, current={STAGE: 0, MICRO: 8, ACCUMULATION: 1}, keep=(STAGE,)))
+    why = {8: "", 4: "other samples", 2: "other samples", 1: "too large"}
+    found = select(ways, lambda way: Weighed(1, refusal=why[way.micro_batch]), Margin(0, 0), None, sizes=3)
+    pruned = [line for line in tune._selection_lines(found) if line.startswith("pruned")]
+    assert [line.rpartition(": ")[2] for line in pruned] == ["other samples", "too large"]
+    assert " and 1 more" in pruned[0] and "more" not in pruned[1]
 
 
 @pytest.mark.parametrize("accelerator", [False, True])

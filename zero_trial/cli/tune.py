@@ -216,8 +216,15 @@ def _machine(
 def _selection_lines(found: Selection) -> list[str]:
     from zero_trial.util.text import format_bytes
 
-    lines = [f"pruned  {way.name}: {why}" for way, why in found.pruned if not why.startswith("not needed")]
-    spared = len(found.pruned) - len(lines)
+    refused: dict[str, list[str]] = {}
+    for way, why in found.pruned:
+        if not why.startswith("not needed"):
+            refused.setdefault(why, []).append(way.name)
+    lines = []
+    for why, names in refused.items():
+        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        lines.append(f"pruned  {names[0]}{more}: {why}")
+    spared = len(found.pruned) - sum(map(len, refused.values()))
     lines += [f"pruned  {spared} more, which save memory that is there or have smaller micro-batches"] if spared else []
     return lines + [f"fits    {way.name}: planned {format_bytes(found.weighed[way].bytes)}" for way in found.ways]
 

@@ -54,5 +54,8 @@ class LateSwapFile:
     def mapped(self) -> Iterator[torch.Tensor]:
         yield self._area
 
+    def in_memory(self, offset: int, nbytes: int) -> torch.Tensor | None:
+        return None
+
     def close(self) -> None:
         pass

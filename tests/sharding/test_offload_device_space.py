@@ -83,7 +83,7 @@ def test_what_was_written_is_read_in_any_order(kind: str, count: int) -> None:
 
 
 def test_what_fits_is_in_memory_and_the_rest_in_the_file() -> None:
-    """By whole reservations; the file has it only inside a mapping, and takes edits back."""
+    """By whole reservations; the file never has it, and a mapping leaves it where it is."""
     space, file = space_over("both")
     sizes = (3 * BLOCK, 4 * BLOCK, 2 * BLOCK, BLOCK, BLOCK)
     offsets = [space.reserve(size) for size in sizes]
@@ -95,10 +95,19 @@ def test_what_fits_is_in_memory_and_the_rest_in_the_file() -> None:
     part = torch.zeros(BLOCK // 4)
     space.read(offsets[2] + BLOCK, part).wait()
     assert torch.equal(part, values[2][BLOCK // 4 :])
+    before = file._area.clone()
     with space.mapped() as area:
-        for offset, value in zip(offsets, values, strict=True):
-            assert torch.equal(area[offset : offset + 4 * value.numel()].view(torch.float32), value)
-        area[offsets[2] : offsets[2] + 4 * BLOCK] = 7
+        for offset, value, on_disk in zip(offsets, values, in_file, strict=True):
+            memory = space.in_memory(offset, 4 * value.numel())
+            assert (memory is None) == on_disk
+            there = area[offset : offset + 4 * value.numel()] if memory is None else memory
+            assert torch.equal(there.view(torch.float32), value)
+        for place in (offsets[2], offsets[3]):
+            part = space.in_memory(place, BLOCK * (2 if place == offsets[2] else 1))
+            assert part is not None
+            part.fill_(7)
+        assert torch.equal(file._area, before), "nothing was copied into it"
+        area[offsets[4] : offsets[4] + BLOCK] = 7
     found = torch.zeros(4 * BLOCK, dtype=torch.uint8)
     for low, place in zip((0, 2, 3), offsets[2:], strict=True):
         space.read(place, found[low * BLOCK : (low + (2, 1, 1)[(0, 2, 3).index(low)]) * BLOCK]).wait()
@@ -120,7 +129,10 @@ def test_the_host_sees_what_a_device_wrote_and_the_reverse(kind: str) -> None:
     space.read(offset, there).wait()
     assert torch.equal(there, -value)
     with space.mapped() as area:
-        assert torch.equal(area[offset : offset + 8000].view(torch.float32), -value)
+        memory = space.on_host.in_memory(offset, 8000)
+        assert (memory is None) == (kind == "file")
+        there = area[offset : offset + 8000] if memory is None else memory
+        assert torch.equal(there.view(torch.float32), -value)
 
 
 class Disk(LateSwapFile):

@@ -235,6 +235,9 @@ class _FakeSwapFile:
         """Yield a tensor of the file's size with undefined content; unused pages are free."""
         yield torch.empty(self.end, dtype=torch.uint8)
 
+    def in_memory(self, offset: int, nbytes: int) -> torch.Tensor | None:
+        return None
+
     def close(self) -> None:
         """Do nothing: there is nothing to give back."""
 

@@ -47,6 +47,9 @@ class HostMemory:
             self.area = grown
         return offset
 
+    def in_memory(self, offset: int, nbytes: int) -> torch.Tensor | None:
+        return self.area[offset : offset + nbytes]
+
     def buffer(self, nbytes: int) -> torch.Tensor:
         return torch.zeros(nbytes, dtype=torch.uint8)
 
@@ -103,7 +106,7 @@ class DeviceSpace:
         count, nbytes: pinned buffers in front of a file; what lies in :class:`HostMemory` needs
             none.
         kept: memory in place of a file for what is reserved first and fits into it. The file has
-            room for it, too, where it is mapped.
+            room for it, too, which stays empty.
     """
 
     def __init__(
@@ -149,14 +152,15 @@ class DeviceSpace:
             self._kept.append((offset, self._memory.area[place : place + size]))
         return offset
 
-    def in_memory(self, offset: int, like: torch.Tensor) -> torch.Tensor | None:
-        """Return the bytes that ``like`` takes from ``offset`` on, where they are in memory."""
-        if isinstance(self._host, HostMemory):
-            return self._host.part(offset, like)
+    def in_memory(self, offset: int, nbytes: int) -> torch.Tensor | None:
+        """Return the bytes from ``offset`` on where they are in memory, a whole reservation or a
+        part of one."""
+        if (memory := self._host.in_memory(offset, nbytes)) is not None:
+            return memory
         found = bisect.bisect_right(self._kept, offset, key=lambda kept: kept[0]) - 1
         start, memory = self._kept[found] if found >= 0 else (0, self._nowhere)
         low = offset - start
-        return memory[low : low + like.numel() * like.element_size()] if low < memory.numel() else None
+        return memory[low : low + nbytes] if low < memory.numel() else None
 
     def buffer(self, nbytes: int) -> torch.Tensor:
         return torch.zeros(nbytes, dtype=torch.uint8, device=self._device)
@@ -165,7 +169,7 @@ class DeviceSpace:
         """Start to fill ``into`` (of the device) with the bytes from ``offset`` on."""
         target = into.view(torch.uint8)
         self.bytes_read += target.numel()
-        if (memory := self.in_memory(offset, target)) is not None:
+        if (memory := self.in_memory(offset, target.numel())) is not None:
             return _DeviceTransfer(self._copier.beside(memory, target).order)
         steps = [self._read_chunk(offset + low, target[low:high]) for low, high in self._spans(target.numel())]
         return _DeviceTransfer(*steps)
@@ -199,7 +203,7 @@ class DeviceSpace:
         waits for the copy."""
         values = source.view(torch.uint8)
         self.bytes_written += values.numel()
-        if (memory := self.in_memory(offset, values)) is not None:
+        if (memory := self.in_memory(offset, values.numel())) is not None:
             return _DeviceTransfer(self._copier.beside(values, memory).wait)
         writes = [self._write_chunk(offset + low, values[low:high]) for low, high in self._spans(values.numel())]
         return _DeviceTransfer(*(write.wait for write in writes))
@@ -226,16 +230,11 @@ class DeviceSpace:
 
     @contextmanager
     def mapped(self) -> Iterator[torch.Tensor]:
-        """Map all of it as (size,) uint8 on the host; no transfer may be under way."""
+        """Map all of it as (size,) uint8 on the host, but for what is :meth:`in_memory`; no
+        transfer may be under way."""
         self._copier.settle()
         with self._host.mapped() as area:
-            for offset, memory in self._kept:
-                area[offset : offset + memory.numel()].copy_(memory)
-            try:
-                yield area
-            finally:
-                for offset, memory in self._kept:
-                    memory.copy_(area[offset : offset + memory.numel()])
+            yield area
 
     def settle(self) -> None:
         """Return when all copies are done."""
@@ -265,7 +264,9 @@ class _HostSide:
 
     def read(self, offset: int, into: torch.Tensor) -> DiskTransfer:
         self.bytes_read += into.numel() * into.element_size()
-        if (memory := self._space.in_memory(offset, into)) is None:  # a device has only copies of a file
+        if (
+            memory := self.in_memory(offset, into.numel() * into.element_size())
+        ) is None:  # a device has only copies of a file
             return self._space.host.read(offset, into)
         self._space.settle()
         into.view(torch.uint8).copy_(memory)
@@ -273,7 +274,7 @@ class _HostSide:
 
     def write(self, offset: int, source: torch.Tensor) -> DiskTransfer:
         self.bytes_written += source.numel() * source.element_size()
-        if (memory := self._space.in_memory(offset, source)) is None:
+        if (memory := self.in_memory(offset, source.numel() * source.element_size())) is None:
             return self._space.host.write(offset, source)
         self._space.settle()
         memory.copy_(source.view(torch.uint8))
@@ -281,6 +282,9 @@ class _HostSide:
 
     def mapped(self) -> AbstractContextManager[torch.Tensor]:
         return self._space.mapped()
+
+    def in_memory(self, offset: int, nbytes: int) -> torch.Tensor | None:
+        return self._space.in_memory(offset, nbytes)
 
     def close(self) -> None:
         self._space.close()

@@ -139,6 +139,9 @@ class StripedFile:
             if faults:
                 raise faults[0]
 
+    def in_memory(self, offset: int, nbytes: int) -> torch.Tensor | None:
+        return None
+
     def map_range(self, offset: int, nbytes: int) -> torch.Tensor:
         """Map a range that was reserved as (nbytes,) uint8 until the tensor is gone: one range of
         addresses, in which each stripe is a mapping of its file."""

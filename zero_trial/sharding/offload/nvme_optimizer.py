@@ -154,13 +154,11 @@ class SwapSlot:
     numel: int
 
     def of_buffer(self, buffer: torch.Tensor) -> torch.Tensor:
-        return self._of(buffer, self.start)
+        return buffer[self.start : self.start + self.nbytes].view(self.dtype)
 
-    def of_file(self, area: torch.Tensor) -> torch.Tensor:
-        return self._of(area, self.offset)
-
-    def _of(self, area: torch.Tensor, start: int) -> torch.Tensor:
-        return area[start : start + self.numel * self.dtype.itemsize].view(self.dtype)
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.dtype.itemsize
 
 
 # Where a column of a group's shard begins: which file, at which byte, and its dtype.
@@ -447,13 +445,16 @@ class SwappedStore:
         self._rounded_buffers.clear()
 
     def _in_file(self, slot: SwapSlot) -> torch.Tensor:
-        shards = self._shards
-        area = shards.area if shards is not None and slot.space is shards.update_space else self._area
-        if area is None:
+        shards, found = self._shards, None
+        if shards is not None and slot.space is shards.update_space:
+            found = shards.mapped_part(slot.offset, slot.nbytes)
+        elif self._area is not None:
+            found = self._area[slot.offset : slot.offset + slot.nbytes]
+        if found is None:
             raise StorageError(
                 "offloaded state is not mapped into memory", where="SwappedStore", expected="inside lent()"
             )
-        return slot.of_file(area)
+        return found.view(slot.dtype)
 
     def _map(self, area: torch.Tensor | None) -> None:
         self._area = area

@@ -173,10 +173,13 @@ class ParamSwapper:
         drop; only between steps. May be nested."""
         return self._access()
 
-    @property
-    def area(self) -> torch.Tensor | None:
-        """The file's bytes, inside :meth:`lent`."""
-        return self._area
+    def mapped_part(self, offset: int, nbytes: int) -> torch.Tensor | None:
+        """Return bytes of a reservation inside :meth:`lent`, and None elsewhere: of the file, or of
+        the memory that is in its place."""
+        if self._area is None:
+            return None
+        memory = self.space.in_memory(offset, nbytes)
+        return memory if memory is not None else self._area[offset : offset + nbytes]
 
     def close(self) -> None:
         """Give the disk's space back, when transfers under way are done."""
@@ -332,8 +335,9 @@ class ParamSwapper:
         if area is None:
             return
         for shard in self._shards.values():
-            values = area[shard.offset : shard.offset + shard.numel * shard.itemsize]
-            shard.group.replace_home(values.view(shard.group.dtype))
+            values = self.mapped_part(shard.offset, shard.numel * shard.itemsize)
+            if values is not None:
+                shard.group.replace_home(values.view(shard.group.dtype))
 
     def _unmap(self, area: torch.Tensor | None) -> None:
         for shard in self._shards.values():

@@ -83,6 +83,8 @@ class SwapSpace(Protocol):
 
     def mapped(self) -> AbstractContextManager[torch.Tensor]: ...
 
+    def in_memory(self, offset: int, nbytes: int) -> torch.Tensor | None: ...
+
     def close(self) -> None: ...
 
 
@@ -208,6 +210,9 @@ class SwapFile:
             except OSError as fault:
                 raise _lost(self.folder, fault) from fault
             os.posix_fadvise(self._cached, 0, 0, os.POSIX_FADV_DONTNEED)
+
+    def in_memory(self, offset: int, nbytes: int) -> torch.Tensor | None:
+        return None
 
     def map_range(self, offset: int, nbytes: int) -> torch.Tensor:
         """Map a range that was reserved in whole pages as (nbytes,) uint8 until the tensor is gone,

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from zero_trial.ds_config.keys_zero import AioSection
-from zero_trial.preflight.fake_comm import FAKE_SWAP
+from zero_trial.preflight.fake_comm import FAKE_SWAP, SWAP_IN_MEMORY
 from zero_trial.sharding.offload.swap_file import BLOCK, SwapSpace
 
 
@@ -24,3 +24,17 @@ def test_it_counts_and_keeps_nothing(tmp_path: Path) -> None:
         assert area.shape == (4 * BLOCK,)
     space.close()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_one_in_memory_keeps_what_is_written(tmp_path: Path) -> None:
+    space: SwapSpace = SWAP_IN_MEMORY.swap_file([tmp_path / "none"], 10, AioSection(), "nvme_path")
+    first, second = space.reserve(16), space.reserve(3 * BLOCK)
+    space.write(second, torch.arange(4.0)).wait()
+    space.reserve(20 * BLOCK)
+    into = torch.full((2,), 9.0)
+    space.read(second + 8, into).wait()
+    assert into.tolist() == [2.0, 3.0]
+    with space.mapped() as area:
+        area[first : first + 4] = torch.tensor([5.0]).view(torch.uint8)
+    space.read(first, into[:1]).wait()
+    assert into.tolist() == [5.0, 3.0] and list(tmp_path.iterdir()) == []

@@ -151,7 +151,9 @@ AWAY = {"device": "nvme", "nvme_path": "."}
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("away", [{}, {"offload_optimizer": AWAY}, {"offload_optimizer": AWAY, "offload_param": AWAY}])
+@pytest.mark.parametrize(
+    "away", [{}, {"offload_optimizer": AWAY}, {"offload_optimizer": AWAY, "offload_param": {**AWAY, "max_in_cpu": 0}}]
+)
 def test_the_values_of_other_ranks_are_there(tmp_path: Path, stage: int, away: dict[str, Any]):
     """A trial that computes with its weights gets numbers as on a rank: what the engine returns for
     ones is the sum of the weights and the bias, after a step without a learning rate, too."""
@@ -180,6 +182,14 @@ def test_zeros_of_other_ranks_make_no_fault(tmp_path: Path, monkeypatch: pytest.
     assert "evaluate_batch was not run" in second
 
 
+@pytest.mark.parametrize("zero", [0, 2, 3])
+def test_losses_with_weights(tmp_path: Path, zero: int):
+    """All ranks give them."""
+    config = {**DS_CONFIG, "zero_optimization": {"stage": zero}}
+    model = changed("self.engine.backward(loss)", "self.engine.backward(loss * 3, weight=3)")
+    assert messages(project(tmp_path, ds_config=config, model=model).check()) == []
+
+
 def test_one_batch_is_not_all(tmp_path: Path):
     """A reducer may need them."""
     reducer = "self.context = context\n        context.wrap_reducer(lambda values: 1 / 0, 'hits', for_training=False)"
@@ -206,7 +216,12 @@ def test_work_ends_after_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     before = signal.getsignal(signal.SIGALRM)
     first, second = said(run(tmp_path / "a", changed(TRAINS, f"{endless}\n        {TRAINS}")))
     assert first.startswith("note: train_batch was not run to its end") and "evaluate_batch was not run" in second
-    (text,) = said(run(tmp_path / "b", changed(EVALUATES, f"{endless}\n        {EVALUATES}")))
+    monkeypatch.setattr(trial_dry_run, "_MOST_SECONDS", 30)  # of the step, which may be slow here
+    short = "__import__('zero_trial.preflight.trial_dry_run').preflight.trial_dry_run._MOST_SECONDS = 0.05"
+    model = changed(EVALUATES, f"{endless}\n        {EVALUATES}").replace(
+        "return loss", f"{short}\n        return loss"
+    )
+    (text,) = said(run(tmp_path / "b", model))
     assert text.startswith("note: evaluate_batch was not run to its end")
     assert signal.getsignal(signal.SIGALRM) is before
 

@@ -55,7 +55,7 @@ class DryRunResult:
 
 # Parameters times elements of a step's batches: about 3 seconds on one core.
 _MOST_WORK = 10_000_000_000
-_MOST_SECONDS = 30  # of the step, and of the evaluation: their work is only estimated
+_MOST_SECONDS = 10  # of the step, and of the evaluation: their work is only estimated
 _UNKNOWN = 100_000  # elements that are taken for something in a batch that is not known, as a picture
 # What says that code needs another device than the CPU, on which check trains.
 _OF_A_DEVICE = re.compile(

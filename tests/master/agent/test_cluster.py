@@ -394,7 +394,7 @@ def test_a_run_that_is_killed_while_it_cannot_be_submitted(field: Field) -> None
     field.expect("exited", 137, True)
     field.engine.refuses = None
     wait(lambda: ("1.t.1", True) in field.engine.canceled)  # sbatch may have been heard
-    assert field.engine.jobs == {}
+    assert field.engine.jobs == {} and field.manager._delayed == {}  # it is not tried again
 
 
 def test_a_full_disk_that_cannot_hold_the_reason_either(field: Field, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,9 @@
 Both are a :class:`~zero_trial.sharding.offload.swap_file.SwapSpace`, so that parameters leave a
 device by the same code as they leave the memory of a CPU rank. Copies run on streams of their own,
 beside the device's work: what is read ahead orders nothing until it is waited for, and the host
-waits for no copy to the device, only for those of new values to the host.
+waits for no copy to the device, only for those of new values to the host. What comes from a file is
+read ahead as far as the pinned buffers; its copy to the device starts when it is waited for, or
+when the buffer is needed.
 
 Memory: of the device, the buffers of who uses a space. Of the host, the area (which torch's
 allocator of pinned memory rounds up to a power of two), or the pinned buffers in front of a file.

@@ -4,12 +4,15 @@ background."""
 from __future__ import annotations
 
 import errno
+import gc
 import json
 import logging
+import mmap
 import shutil
 import threading
+import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -272,6 +275,33 @@ def complete(folder: Path) -> list[str]:
 def trainer_state(folder: Path, best: str | None) -> None:
     folder.mkdir(exist_ok=True)
     (folder / "trainer_state.json").write_text(json.dumps({"best_model_checkpoint": best}))
+
+
+def test_destroy_gives_the_memory_of_copies_back(tmp_path: Path) -> None:
+    """Also where nothing was updated after the last save, and where that has failed."""
+
+    whole, made = mmap.mmap, []
+
+    def recorded(*args: Any) -> mmap.mmap:
+        pages = whole(*args)
+        made.append(weakref.ref(pages))
+        return pages
+
+    def full(*args: Any) -> str:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    for commit in (background.commit, full):
+        engine = engine_of("zero2", {**ALL, **DECOUPLED})
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(mmap, "mmap", recorded)
+            patch.setattr(background, "commit", commit)
+            train(engine, range(1))
+            engine.save_checkpoint(tmp_path, "a")
+            with pytest.raises(CheckpointError) if commit is full else nullcontext():
+                engine.destroy()
+        assert engine._background.buffer_bytes == 0
+    gc.collect()
+    assert [pages() is not None for pages in made] == [False, False]
 
 
 def saves_of_a_trainer(folder: str, limit: int) -> list[bool]:

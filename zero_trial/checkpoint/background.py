@@ -335,6 +335,16 @@ class BackgroundSaver:
             self._save.give_up()
             self._save = None
 
+    def close(self) -> None:
+        """Wait for the save that is under way and give the memory for copies back, also where
+        :meth:`wait` raises."""
+        try:
+            self.wait()
+        finally:
+            if self._preparing is not None:
+                self._preparing.join()
+            self._buffer, self._preparing = SnapshotBuffer(), None
+
     def _fail(self, save: _BackgroundSave) -> None:
         save.give_up()
         self._save = None

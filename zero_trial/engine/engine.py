@@ -364,7 +364,7 @@ class Engine(EngineAccessors):
             last_first.callback(self.sharded.remove_hooks)
             last_first.callback(self.outcome.close)
             last_first.callback(self._used.close)
-            last_first.callback(self._background.wait)
+            last_first.callback(self._background.close)
 
     # --- optimizer and schedule -------------------------------------------------------------------
 

@@ -447,6 +447,7 @@ class ShardedModel:
         self.unsharder.remove_hooks()
         self._full_params.remove_hooks()
         for group in self.groups:
+            group.wait_for_copies()  # and let go of them
             if group.offloaded is not None:
                 group.offloaded.close()
         forget_owner(self._params())

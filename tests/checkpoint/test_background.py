@@ -15,7 +15,15 @@ import torch
 
 from tests.checkpoint.rank_threads import ThreadRank, on_ranks
 from tests.checkpoint.test_writer import WTE, FullDisk, KilledDisk, load, part_of, save_alone
-from zero_trial.checkpoint import BackgroundSaver, CheckpointReader, SingleRank, Slice, latest_checkpoint, writer
+from zero_trial.checkpoint import (
+    BackgroundSaver,
+    CheckpointReader,
+    SingleRank,
+    Slice,
+    latest_checkpoint,
+    snapshot,
+    writer,
+)
 from zero_trial.checkpoint.format import FileRecord
 from zero_trial.checkpoint.snapshot import Snapshot
 from zero_trial.checkpoint.writer import DurableFiles, save_checkpoint
@@ -127,6 +135,40 @@ def test_copies_wait_for_the_memory_that_is_being_made(tmp_path: Path) -> None:
     saver.save(tmp_path, "a", part_of(0, 1), step=1)
     saver.wait()
     assert found == [False]
+
+
+def test_memory_that_is_not_there_is_not_taken_and_one_rank_refuses_for_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(snapshot, "available_memory", lambda: 1 << 11)
+
+    def work(rank: ThreadRank) -> list[Any]:
+        saver = BackgroundSaver(rank)
+        saver.prepare(1 << 20)
+        assert saver._preparing is not None
+        saver._preparing.join()
+        found = [saver.prepared, saver.buffer_bytes]
+        saver.save(tmp_path, "small", part_of(rank.index, 2), step=1)
+        saver.wait()
+        large = Slice.whole(f"rank{rank.index}/t", torch.ones(1 << 10 * rank.index))
+        saver.save(tmp_path, "large", [*part_of(rank.index, 2), large], step=2)
+        with pytest.raises(CheckpointError, match=r"checkpoint\.writer\.decoupled"):
+            saver.wait()
+        return found
+
+    assert on_ranks(2, work) == [[True, 0]] * 2
+    assert len([each for each in caplog.records if each.levelname == "WARNING"]) == 2
+    assert [path.name for path in tmp_path.iterdir()] == ["small"]
+
+
+def test_memory_that_another_rank_takes_meanwhile_is_found_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(snapshot, "_ASKED", snapshot._BLOCK)
+    left = iter([3 * snapshot._BLOCK, 3 * snapshot._BLOCK, snapshot._BLOCK])
+    monkeypatch.setattr(snapshot, "available_memory", lambda: next(left))
+    buffer = snapshot.SnapshotBuffer()
+    with pytest.raises(CheckpointError):
+        buffer.reserve(3 * snapshot._BLOCK)
+    assert buffer.nbytes == 0 and next(left, None) is None
 
 
 class CountingDisk(DurableFiles):

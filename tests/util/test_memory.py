@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from zero_trial.util.memory import limit_files, machine_memory
+from zero_trial.util.memory import available_memory, limit_files, machine_memory
 
 MOUNTS = """\
 30 20 0:26 / {root} ro - tmpfs tmpfs rw
@@ -68,3 +68,33 @@ def test_what_a_sandbox_hides_limits_nothing(tmp_path: Path, monkeypatch: pytest
 
     monkeypatch.setattr(Path, "read_text", read)
     assert machine_memory(membership, mounts) == machine_memory(tmp_path / "none", mounts)
+
+
+@pytest.mark.parametrize(
+    ("group", "files", "expected"),
+    [
+        ("", {}, 3 << 20),
+        ("0::/a", {"unified/a": ("max", "2000", "active_file 100\n")}, 3 << 20),
+        ("0::/a", {"unified/a": ("9000", "8000", "anon 7\nactive_file 100\ninactive_file 20\n")}, 1120),
+        ("0::/a", {"unified/a": ("9000", "9500", "anon 9500\n")}, -500),
+        ("0::/a", {"unified/a": ("9000", "50", "anon 50\n"), "unified": ("9100", "9000", "anon 1\n")}, 100),
+        ("4:memory:/a", {"memory/a": ("9000", "8000", "active_file 9\ntotal_active_file 100\n")}, 1100),
+        ("0::/a", {"unified/a": (str(1 << 40), "1", "anon 1\n")}, 3 << 20),
+    ],
+)
+def test_what_is_left(tmp_path: Path, group: str, files: dict[str, tuple[str, str, str]], expected: int) -> None:
+    """Cached files are left, too; a version 1 group counts those of the groups below it."""
+    membership, mounts, machine = tmp_path / "cgroup", tmp_path / "mountinfo", tmp_path / "meminfo"
+    membership.write_text(f"{group}\n" if group else "")
+    mounts.write_text(MOUNTS.format(root=tmp_path, above="/"))
+    machine.write_text("MemTotal:       9999 kB\nMemAvailable:   3072 kB\n")
+    for folder, texts in files.items():
+        (tmp_path / folder).mkdir(parents=True, exist_ok=True)
+        kind = folder.partition("/")[0]
+        limit = {
+            "unified": ("memory.max", "memory.current"),
+            "memory": ("memory.limit_in_bytes", "memory.usage_in_bytes"),
+        }
+        for name, text in zip((*limit[kind], "memory.stat"), texts, strict=True):
+            (tmp_path / folder / name).write_text(text)
+    assert available_memory(membership, mounts, machine) == expected

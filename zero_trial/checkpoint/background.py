@@ -25,7 +25,6 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -244,8 +243,18 @@ class BackgroundSaver:
 
     def prepare(self, nbytes: int, *, pinned: bool = False) -> None:
         """Make the memory for copies in the background, so that the first save does not wait for
-        it. ``nbytes``: of parameters and state; copies of small things and gaps come on top."""
-        reserve = partial(self._buffer.reserve, nbytes + (nbytes >> 8) + _MARGIN, pinned=pinned)
+        it. Where there is not enough memory none is taken, with a warning; a save asks again.
+
+        Args:
+            nbytes: of parameters and state; copies of small things and gaps come on top.
+        """
+
+        def reserve() -> None:
+            try:
+                self._buffer.reserve(nbytes + (nbytes >> 8) + _MARGIN, pinned=pinned)
+            except CheckpointError as fault:
+                log.warning("%s A checkpoint in the background will fail unless memory becomes free.", fault)
+
         self._preparing = threading.Thread(target=reserve, name="zero_trial-snapshot", daemon=True)
         self._preparing.start()
 

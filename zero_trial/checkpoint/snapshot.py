@@ -27,10 +27,14 @@ import torch
 
 from zero_trial.checkpoint.format import Slice
 from zero_trial.device import is_accelerator, torch_module
+from zero_trial.errors import CheckpointError
+from zero_trial.util.memory import available_memory
+from zero_trial.util.text import format_bytes
 
 _ALIGNED = 64  # bytes: where a copy of a tensor may begin
 _BLOCK = 1 << 23  # bytes that one thread copies at a time
 _SMALL = 1 << 14  # bytes: a smaller tensor is copied at once
+_ASKED = 1 << 28  # bytes that are taken before the machine is asked again what is left
 
 
 class PartOwner(Protocol):
@@ -202,11 +206,16 @@ class SnapshotBuffer:
     def reserve(self, nbytes: int, *, pinned: bool = False) -> torch.Tensor:
         """Make room for ``nbytes``, touch it all and return it: the kernel takes longer to give
         fresh pages than to copy into them. ``pinned``: so that an accelerator copies without the
-        host."""
+        host.
+
+        Raises CheckpointError where the machine, or our control group, has not so much left: the
+        kernel would kill a process. Asks on the way too, since other ranks take memory beside us.
+        """
         with self._lock:
             if nbytes <= self._area.numel():
                 return self._area
             self._area = torch.empty(0, dtype=torch.uint8)  # first give back what is too small
+            _require_room(nbytes)
             if pinned:
                 self._area = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
                 return self._area
@@ -215,6 +224,8 @@ class SnapshotBuffer:
                 pages.madvise(mmap.MADV_HUGEPAGE)
             area = torch.frombuffer(pages, dtype=torch.uint8)
             for start in range(0, nbytes, _BLOCK):
+                if start % _ASKED == 0:
+                    _require_room(nbytes - start)
                 area[start : start + _BLOCK].zero_()
             self._area = area
             return area
@@ -274,6 +285,19 @@ class SnapshotBuffer:
                     target.copy_(source, non_blocking=True)
                 devices.setdefault(device, module.Event()).record(stream)
         return _Part(sources, blocks, devices)
+
+
+def _require_room(nbytes: int) -> None:
+    """Raise CheckpointError where fewer bytes of memory are left."""
+    left = available_memory()
+    if left is not None and nbytes > left:
+        raise CheckpointError(
+            "there is no memory for the copies of a checkpoint in the background",
+            where="checkpoint.writer.decoupled",
+            got=f"{format_bytes(max(left, 0))} left on this machine or in this process's control group",
+            expected=f"{format_bytes(nbytes)} for this rank",
+            fix="Give the ranks more memory, or save with asynchronous=False.",
+        )
 
 
 def _size(tensor: torch.Tensor) -> int:

@@ -1,24 +1,52 @@
-"""How much memory processes may use here: the machine's, or what a control group allows."""
+"""How much memory processes may use here, and how much of it is left: the machine's, or what a
+control group allows."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
 # What limits this process's memory, and where control groups are mounted.
 _MEMBERSHIP, _MOUNTS = Path("/proc/self/cgroup"), Path("/proc/self/mountinfo")
+_MACHINE = Path("/proc/meminfo")
 
 
 def machine_memory(membership: Path = _MEMBERSHIP, mounts: Path = _MOUNTS) -> int | None:
     """Return bytes of memory of this machine, or of the control group (container, job, service)
     that we are in where that has less. A limit that may not be read is not known.
     """
-    found = []
+    found = [limit for _, limit in _limits(membership, mounts)]
     if hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
         found.append(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
-    texts = map(_readable_text, limit_files(_readable_text(membership), _readable_text(mounts)))
-    found += [int(text) for text in texts if text.isdigit()]
     return min(found, default=None)
+
+
+def available_memory(membership: Path = _MEMBERSHIP, mounts: Path = _MOUNTS, machine: Path = _MACHINE) -> int | None:
+    """Return bytes of memory that processes may still take here: what is available on this machine,
+    or what is left in the control group that we are in where that is less. Cached files count as
+    free, since the kernel drops them first.
+
+    Args:
+        machine: what has the machine's MemAvailable.
+    """
+    lines = [line.split() for line in _readable_text(machine).splitlines()]
+    found = [int(line[1]) << 10 for line in lines if line[:1] == ["MemAvailable:"]]
+    for path, limit in _limits(membership, mounts):
+        usage, prefix = ("memory.current", "") if path.name == "memory.max" else ("memory.usage_in_bytes", "total_")
+        used, kinds = _readable_text(path.with_name(usage)), _readable_text(path.with_name("memory.stat"))
+        if used.isdigit() and kinds:
+            counted = dict(line.split(" ", 1) for line in kinds.splitlines())
+            cached = sum(int(counted.get(f"{prefix}{kind}_file", 0)) for kind in ("active", "inactive"))
+            found.append(limit - int(used) + cached)
+    return min(found, default=None)
+
+
+def _limits(membership: Path, mounts: Path) -> Iterator[tuple[Path, int]]:
+    """Yield the limits that control groups set, in bytes, with the files that name them."""
+    for path in limit_files(_readable_text(membership), _readable_text(mounts)):
+        if (text := _readable_text(path)).isdigit():
+            yield path, int(text)
 
 
 def _readable_text(path: Path) -> str:

@@ -124,6 +124,10 @@ def edits(engine: zero_trial.Engine) -> dict[str, Callable[[], None]]:
         for state in engine.optimizer.state.values():
             state["exp_avg"].mul_(0.5)
 
+    def inside(optimizer: torch.optim.Optimizer) -> None:
+        for state in optimizer.state.values():
+            state["exp_avg"].data.mul_(0.5)
+
     def gathered() -> None:
         with zero.GatheredParameters([last], modifier_rank=0):
             last.data.fill_(0.5)
@@ -143,6 +147,8 @@ def edits(engine: zero_trial.Engine) -> dict[str, Callable[[], None]]:
         ),
         "a master": lambda: zero.safe_set_full_fp32_param(last, whole),
         "all moments": everywhere,
+        "of the inner optimizer": lambda: inside(engine.optimizer.optimizer),
+        "of the basic optimizer": lambda: inside(engine.basic_optimizer),
         "gathered parameters": gathered,
         "optimizer.load_state_dict": lambda: engine.optimizer.load_state_dict(engine.optimizer.state_dict()),
         "averages": lambda: engine.ema_weights().__enter__() if engine.optimizer.ema is not None else None,

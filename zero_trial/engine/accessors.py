@@ -107,7 +107,7 @@ class EngineAccessors(nn.Module):
     @property
     def basic_optimizer(self) -> torch.optim.Optimizer | None:
         """Return the optimizer that steps on this rank's pieces."""
-        return self.optimizer.base if self.optimizer is not None else None
+        return self.optimizer.optimizer if self.optimizer is not None else None
 
     def get_lr(self) -> list[Any]:
         """Return each group's learning rate."""

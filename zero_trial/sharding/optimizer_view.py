@@ -123,6 +123,8 @@ class TorchView(torch.optim.Optimizer):
     @property
     def optimizer(self) -> torch.optim.Optimizer:
         """The optimizer that steps on this rank's pieces, under DeepSpeed's name."""
+        self._status.settle()
+        self._wait_for_copies()  # the caller may write into its state
         return self.base
 
     @property

@@ -80,7 +80,7 @@ def threads_of(order: Mapping[str, Any], cores: int, asked: str) -> int:
         cores: those of this machine that this process may use.
         asked: the CPUs of the job on this node as the engine says it (SLURM_CPUS_PER_TASK), or "".
     """
-    slots = max(1, order["slots"])
+    slots = max(1, int(order["slots"]))
     own = cores // slots
     known = int(asked) // slots if asked else int(order["threads"])
     return max(1, min(known or own, own))

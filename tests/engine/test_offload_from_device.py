@@ -124,7 +124,7 @@ def run_overlap(folder: str) -> list[tuple[str, int, list[Any]]]:
     """(cell, copies between host and device in a step, those beside which nothing may go on)."""
     logging.getLogger("zero_trial").setLevel(logging.ERROR)
     found = []
-    for place in ("cpu",):
+    for place in ("cpu", "nvme"):
         for stage in ("zero0", "zero3"):
             engine = engine_of((stage, place, "none", "bf16"), folder, buffer_count=6)
             train(engine, range(2))

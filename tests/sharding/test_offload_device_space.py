@@ -42,7 +42,7 @@ class LateCopier(BlockingCopier):
     def __init__(self) -> None:
         self.copies: list[LateCopy] = []
 
-    def beside(self, source: torch.Tensor, into: torch.Tensor) -> LateCopy:
+    def beside(self, source: torch.Tensor, into: torch.Tensor, after: torch.Event | None = None) -> LateCopy:
         self.copies.append(LateCopy(source, into))
         return self.copies[-1]
 

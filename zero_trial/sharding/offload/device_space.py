@@ -7,8 +7,9 @@ Both are a :class:`~zero_trial.sharding.offload.swap_file.SwapSpace`, so that pa
 device by the same code as they leave the memory of a CPU rank. Copies run on streams of their own,
 beside the device's work: what is read ahead orders nothing until it is waited for, and the host
 waits for no copy to the device, only for those of new values to the host. What comes from a file is
-read ahead as far as the pinned buffers; its copy to the device starts when it is waited for, or
-when the buffer is needed.
+read ahead as far as the pinned buffers; its copy to the device is started when it is waited for, or
+when the buffer is needed, and comes after the work that the device had been given when its read
+began: it goes on beside all that the device has got since.
 
 Memory: of the device, the buffers of who uses a space. Of the host, the area (which torch's
 allocator of pinned memory rounds up to a power of two), or the pinned buffers in front of a file.
@@ -182,12 +183,13 @@ class DeviceSpace:
         chunk = self._take()
         source = chunk.buffer[: target.numel()]
         reading = self._host.read(offset, source)
+        begun = self._copier.now()  # nothing later uses ``target`` before the copy is ordered
         copies: list[Copy] = []
 
         def copy() -> None:
             if not copies:
                 reading.wait()
-                copies.append(self._copier.beside(source, target))
+                copies.append(self._copier.beside(source, target, begun))
 
         def wait() -> None:
             copy()

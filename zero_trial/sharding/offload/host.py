@@ -63,10 +63,14 @@ class HostCopier(Protocol):
         result."""
         ...
 
-    def beside(self, source: torch.Tensor, into: torch.Tensor) -> Copy:
-        """Copy in either direction, after the work that the device has been given until now and
-        after all copies that begun so before, and beside what it is given later, up to
-        :meth:`Copy.order`."""
+    def now(self) -> torch.Event | None:
+        """Return the end of the work that the device has been given until now."""
+        ...
+
+    def beside(self, source: torch.Tensor, into: torch.Tensor, after: torch.Event | None = None) -> Copy:
+        """Copy in either direction, after the work that the device has been given until ``after``
+        (None: until now) and after all copies that begun so before, and beside what it is given
+        later, up to :meth:`Copy.order`."""
         ...
 
     def settle(self) -> None:
@@ -91,7 +95,10 @@ class BlockingCopier:
         into.copy_(source)
         return _nothing
 
-    def beside(self, source: torch.Tensor, into: torch.Tensor) -> Copy:
+    def now(self) -> torch.Event | None:
+        return None
+
+    def beside(self, source: torch.Tensor, into: torch.Tensor, after: torch.Event | None = None) -> Copy:
         into.copy_(source)
         return _Done()
 
@@ -151,9 +158,12 @@ class StreamCopier:
         self._torch.current_stream(self._device).wait_event(done)
         return done.synchronize
 
-    def beside(self, source: torch.Tensor, into: torch.Tensor) -> Copy:
+    def now(self) -> torch.Event | None:
+        return self._marked(self._torch.current_stream(self._device))
+
+    def beside(self, source: torch.Tensor, into: torch.Tensor, after: torch.Event | None = None) -> Copy:
         ours, other = (self._up, self._down) if is_accelerator(into.device) else (self._down, self._up)
-        ours.wait_stream(self._torch.current_stream(self._device))
+        ours.wait_event(after if after is not None else self.now())
         ours.wait_stream(other)
         return _StreamCopy(self._device, self._copy(source, into, ours))
 
@@ -164,9 +174,12 @@ class StreamCopier:
     def _copy(self, source: torch.Tensor, into: torch.Tensor, stream: torch.Stream) -> torch.Event:
         with self._torch.stream(stream):
             into.copy_(source, non_blocking=True)
-            done: torch.Event = self._torch.Event()
-            done.record(stream)
-        return done
+        return self._marked(stream)
+
+    def _marked(self, stream: torch.Stream) -> torch.Event:
+        event: torch.Event = self._torch.Event()
+        event.record(stream)
+        return event
 
 
 def copier_for(device: torch.device, pinned: bool) -> HostCopier:

@@ -50,6 +50,15 @@ def test_a_misspelled_section_is_named_where_it_stands(tmp_path: Path):
     )
 
 
+@pytest.mark.parametrize(("name", "meant"), [("n", "false"), ("No", "false"), ("y", "true"), ("on", "true")])
+def test_a_hyperparameter_that_would_arrive_as_a_boolean_is_refused(tmp_path: Path, name: str, meant: str):
+    """Here, and so by `zero-trial check` and `run`, as by a master of ours."""
+    with pytest.raises(ConfigError, match=rf"const.yaml:4 hyperparameters\.{meant}: {name} is {meant} in YAML 1.1"):
+        read_experiment(write(tmp_path, f"hyperparameters:\n  {name}: 3\n"))
+    experiment = read_experiment(write(tmp_path, f"hyperparameters:\n  '{name}': {name}\n"))
+    assert experiment.hyperparameters == {name: meant == "true"}
+
+
 @pytest.mark.parametrize(
     "text",
     [

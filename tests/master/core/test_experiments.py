@@ -45,6 +45,33 @@ class TestCreate:
         assert made.config["checkpoint_storage"]["host_path"] == str(master.directory.storage)
         assert master.experiments.context(1) == master.tasks.context(master.runs()[0].allocation.task_id)
 
+    def test_it_reads_no_other_experiment(self, master: Sandbox) -> None:
+        """A hundred that have ended are no more work than one: SQLite's own steps are counted."""
+        database, steps = master.state.database, 0
+
+        def count() -> None:
+            nonlocal steps
+            steps += 1
+
+        def work() -> int:
+            nonlocal steps
+            steps = 0
+            made = master.create(max_restarts=0)
+            found = steps
+            master.experiments.kill(made.id)
+            return found
+
+        with database.transaction() as writer, database.reading() as reader:
+            for connection in (writer, reader):
+                connection.set_progress_handler(count, 20)
+        first = [work() for _ in range(3)][-1]
+        with database.transaction() as connection:
+            columns = [row["name"] for row in connection.execute("PRAGMA table_info(experiments)")]
+            others = ", ".join(name for name in columns if name != "id")
+            for _ in range(100):
+                connection.execute(f"INSERT INTO experiments ({others}) SELECT {others} FROM experiments WHERE id = 1")
+        assert work() <= first + 3
+
     def test_every_fault_is_named(self, master: Sandbox) -> None:
         with pytest.raises(Invalid) as caught:
             master.create(searcher={"name": "nothing"}, max_restarts=-1)

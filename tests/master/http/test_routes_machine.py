@@ -93,10 +93,11 @@ def test_the_one_pool(user: Any) -> None:
     for asked in (
         lambda: bindings.get_ListWorkspacesBoundToRP(user, resourcePoolName="other"),
         lambda: bindings.get_ListRPsBoundToWorkspace(user, workspaceId=2),
+        lambda: client.ResourcePool(user, "other").add_bindings(["Uncategorized"]),
     ):
         with pytest.raises(errors.NotFoundException):
             asked()
-    with pytest.raises(errors.APIException, match="cannot be bound to any workspace"):
+    with pytest.raises(errors.APIException, match="default resource pool default cannot be bound to any workspace"):
         client.ResourcePool(user, "default").add_bindings(["Uncategorized"])
 
 

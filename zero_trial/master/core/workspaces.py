@@ -44,23 +44,23 @@ class WorkspaceService:
     def all(self) -> list[Workspace]:
         """List all workspaces, oldest first."""
         with self._state.database.reading() as connection:
-            return workspaces.all_(connection)
+            return workspaces.all_(connection, counted=True)
 
     def get(self, number: int) -> Workspace:
         """Return a workspace. Raises NotFound."""
         with self._state.database.reading() as connection:
-            return existing(workspaces.get(connection, number), f"workspace {number}")
+            return existing(workspaces.get(connection, number, counted=True), f"workspace {number}")
 
     def projects(self, workspace_id: int) -> list[Project]:
         """List the projects of a workspace, oldest first. Raises NotFound."""
         self.get(workspace_id)
         with self._state.database.reading() as connection:
-            return workspaces.projects(connection, workspace_id)
+            return workspaces.projects(connection, workspace_id, counted=True)
 
     def project(self, number: int) -> Project:
         """Return a project. Raises NotFound."""
         with self._state.database.reading() as connection:
-            return existing(workspaces.project(connection, number), f"project {number}")
+            return existing(workspaces.project(connection, number, counted=True), f"project {number}")
 
     # -- workspaces
 
@@ -111,7 +111,7 @@ class WorkspaceService:
         projects. Raises Conflict while it has models or an experiment that has not ended.
         """
         with transaction(self._state) as tx:
-            found = _changeable(workspaces.get(tx.connection, number), f"workspace {number}", user)
+            found = _changeable(workspaces.get(tx.connection, number, counted=True), f"workspace {number}", user)
             leave_workspace(tx.connection, number)
             for project in workspaces.projects(tx.connection, number):
                 _delete_experiments(tx, project.id)
@@ -175,7 +175,7 @@ class WorkspaceService:
         one has not ended.
         """
         with transaction(self._state) as tx:
-            found = _changeable(workspaces.project(tx.connection, number), f"project {number}", user)
+            found = _changeable(workspaces.project(tx.connection, number, counted=True), f"project {number}", user)
             _delete_experiments(tx, number)
             workspaces.erase_project(tx.connection, number)
         return found.experiments == 0

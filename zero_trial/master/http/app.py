@@ -278,7 +278,6 @@ _UNSUPPORTED_ENDINGS: Mapping[str, str] = {
     "/metrics": "the embedded master does not track which trial used which checkpoint",
     "/retain_logs": "logs are kept until their experiment is deleted",
     "/tensorboard-files": "TensorBoard files are deleted with their experiment, not before",
-    "/metadata": "metadata of checkpoints is not changed after they were saved",
     "/proxy_address": "ports of tasks are not forwarded: they are on this machine",
 }
 

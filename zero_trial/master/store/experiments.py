@@ -45,7 +45,7 @@ def get(
         project: finds a project by its id, where several experiments are read.
     """
     row = connection.execute("SELECT * FROM experiments WHERE id = ?", (number,)).fetchone()
-    find = project or partial(workspaces.project, connection, counted=False)
+    find = project or partial(workspaces.project, connection)
     return None if row is None else _record(connection, row, find if derived else None)
 
 
@@ -70,7 +70,7 @@ def of_external_id(connection: sqlite3.Connection, external_id: str) -> int | No
 def all_(connection: sqlite3.Connection, *, counted: bool = True) -> list[Experiment]:
     """List all experiments, oldest first; ``counted``: with their trials and checkpoints."""
     rows = connection.execute("SELECT * FROM experiments ORDER BY id").fetchall()
-    project = cache(partial(workspaces.project, connection, counted=False))
+    project = cache(partial(workspaces.project, connection))
     return [_record(connection, row, project, counted=counted) for row in rows]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sqlite3
+from dataclasses import replace
 from typing import Any
 
 from zero_trial.master.records import Project, Workspace
@@ -33,28 +34,30 @@ def add_project(connection: sqlite3.Connection, project: Project) -> int:
     return insert(connection, "projects", {name: getattr(project, name) for name in names})
 
 
-def get(connection: sqlite3.Connection, number: int) -> Workspace | None:
-    """Return one workspace."""
+def get(connection: sqlite3.Connection, number: int, *, counted: bool = False) -> Workspace | None:
+    """Return one workspace; ``counted``: with the number of its projects and experiments."""
     row = connection.execute("SELECT * FROM workspaces WHERE id = ?", (number,)).fetchone()
-    return None if row is None else _record(connection, row)
+    return None if row is None else _record(connection, row, counted=counted)
 
 
-def all_(connection: sqlite3.Connection) -> list[Workspace]:
+def all_(connection: sqlite3.Connection, *, counted: bool = False) -> list[Workspace]:
     """List all workspaces, oldest first."""
     rows = connection.execute("SELECT * FROM workspaces ORDER BY id").fetchall()
-    return [_record(connection, row) for row in rows]
+    return [_record(connection, row, counted=counted) for row in rows]
 
 
-def project(connection: sqlite3.Connection, number: int, *, counted: bool = True) -> Project | None:
-    """Return one project; ``counted``: with its experiments."""
+def project(connection: sqlite3.Connection, number: int, *, counted: bool = False) -> Project | None:
+    """Return one project; ``counted``: with the number of its experiments."""
     row = connection.execute(f"{_PROJECTS if counted else _PLACES} WHERE p.id = ?", (number,)).fetchone()
     return None if row is None else _project(row)
 
 
-def projects(connection: sqlite3.Connection, workspace_id: int | None = None) -> list[Project]:
+def projects(
+    connection: sqlite3.Connection, workspace_id: int | None = None, *, counted: bool = False
+) -> list[Project]:
     """List the projects of a workspace, or all, oldest first."""
-    rows = connection.execute(f"{_PROJECTS} WHERE ?1 IS NULL OR p.workspace_id = ?1 ORDER BY p.id", (workspace_id,))
-    return [_project(row) for row in rows.fetchall()]
+    found = f"{_PROJECTS if counted else _PLACES} WHERE ?1 IS NULL OR p.workspace_id = ?1 ORDER BY p.id"
+    return [_project(row) for row in connection.execute(found, (workspace_id,)).fetchall()]
 
 
 def of_projects(connection: sqlite3.Connection) -> dict[int, int]:
@@ -89,21 +92,22 @@ def erase_project(connection: sqlite3.Connection, number: int) -> None:
     connection.execute("DELETE FROM projects WHERE id = ?", (number,))
 
 
-def _record(connection: sqlite3.Connection, row: sqlite3.Row) -> Workspace:
-    counts = connection.execute(
-        "SELECT count(DISTINCT p.id), count(e.id) FROM projects p LEFT JOIN experiments e ON e.project_id = p.id "
-        "WHERE p.workspace_id = ?",
-        (row["id"],),
-    ).fetchone()
-    return record(
+def _record(connection: sqlite3.Connection, row: sqlite3.Row, *, counted: bool) -> Workspace:
+    found = record(
         Workspace,
         row,
         archived=bool(row["archived"]),
         storage=loads(row["storage"]),
         pinned_by=tuple(loads(row["pinned_by"])),
-        projects=counts[0],
-        experiments=counts[1],
     )
+    if not counted:
+        return found
+    projects, experiments = connection.execute(
+        "SELECT count(DISTINCT p.id), count(e.id) FROM projects p LEFT JOIN experiments e ON e.project_id = p.id "
+        "WHERE p.workspace_id = ?",
+        (found.id,),
+    ).fetchone()
+    return replace(found, projects=projects, experiments=experiments)
 
 
 def _project(row: sqlite3.Row) -> Project:

@@ -120,10 +120,18 @@ def _resource_pools(request: Request) -> Response:
 
 def _pool_bindings(request: Request) -> Response:
     """Return that a pool is bound to no workspace: it is there for all."""
-    _require_pool(request, request.args["pool"])
+    _find_pool(request, request.args["pool"])
     bound: list[int] = []
     page, pagination = request.page(bound)
     return ok({"workspaceIds": list(page), "pagination": pagination})
+
+
+def _bind_pool(request: Request) -> Response:
+    """Refuse to bind a pool: the default one in the words of a cluster."""
+    pool = _find_pool(request, request.args["pool"])
+    if pool.default:
+        raise Invalid(f"default resource pool {pool.name} cannot be bound to any workspace")
+    raise Unsupported("resource pools cannot be bound to any workspace: each serves all")
 
 
 def _pools_of_workspace(request: Request) -> Response:
@@ -135,16 +143,18 @@ def _pools_of_workspace(request: Request) -> Response:
 def _render_jobs(request: Request) -> list[Dict]:
     pool = request.first("resourcePool")
     if pool:
-        _require_pool(request, pool)
+        _find_pool(request, pool)
     ids = {user.name: user.id for user in request.master.accounts.users()}
     found = [job for job in request.master.machine.jobs() if not pool or job.pool == pool]
     jobs = [_job_json(job, user_id=ids.get(job.owner, 0)) for job in found]
     return jobs[::-1] if request.first("orderBy") == "ORDER_BY_DESC" else jobs
 
 
-def _require_pool(request: Request, name: str) -> None:
-    if name not in {pool.name for pool in request.master.machine.resource_pools()}:
-        raise NotFound(f"resource pool {name[:60]!r} not found")
+def _find_pool(request: Request, name: str) -> ResourcePool:
+    for pool in request.master.machine.resource_pools():
+        if pool.name == name:
+            return pool
+    raise NotFound(f"resource pool {name[:60]!r} not found")
 
 
 def _jobs(request: Request) -> Response:
@@ -324,6 +334,7 @@ def _resource_pool_json(record: ResourcePool) -> Dict:
 
 _AGENT = "/api/v1/agents/{agentId}"
 _SLOT = f"{_AGENT}/slots/{{slotId:int}}"
+_BINDINGS = "/api/v1/resource-pools/{pool}/workspace-bindings"
 
 ROUTES = (
     Route("GET", "/info", _info, AuthLevel.PUBLIC),
@@ -340,7 +351,9 @@ ROUTES = (
     Route("POST", f"{_SLOT}/enable", _switch_slot(True)),
     Route("POST", f"{_SLOT}/disable", _switch_slot(False)),
     Route("GET", "/api/v1/resource-pools", _resource_pools),
-    Route("GET", "/api/v1/resource-pools/{pool}/workspace-bindings", _pool_bindings),
+    Route("GET", _BINDINGS, _pool_bindings),
+    Route("POST", _BINDINGS, _bind_pool),
+    Route("PUT", _BINDINGS, _bind_pool),
     Route("GET", "/api/v1/workspaces/{workspaceId:int}/available-resource-pools", _pools_of_workspace),
     Route("GET", "/api/v1/job-queues", _jobs),
     Route("GET", "/api/v1/job-queues-v2", _jobs_v2),

@@ -281,13 +281,13 @@ def _down(options: argparse.Namespace) -> int:
         while identity.alive and time.monotonic() < until:
             time.sleep(0.05)
         identity.send(signal.SIGKILL)
-    left, still = end_all(home) if home.allocations.is_dir() else [], list[str]()
+    left, still = end_all(home) if home.allocations.is_dir() else [], dict[str, str]()
     if home.state().get("on"):
         from zero_trial.master.agent.handover import cancel_all, left_behind
 
         if left_behind(home):  # by a master that was killed
-            left += cancel_all(home, _engine(home.state()["on"], 1, gpus=True))
-        still = left_behind(home)
+            ended, still = cancel_all(home, _engine(home.state()["on"], 1, gpus=True))
+            left += ended
     if options.json:
         print(json.dumps({"root": str(home.root), "was_running": running, "ended_allocations": left}))
     else:
@@ -298,7 +298,7 @@ def _down(options: argparse.Namespace) -> int:
         raise MasterError(
             "jobs do not end",
             where=home.state()["on"],
-            got=", ".join(still),
+            got=", ".join(f"{name} ({said})" if said else name for name, said in still.items()),
             fix="Look at them there, and run zero-trial master down again.",
         )
     return 0

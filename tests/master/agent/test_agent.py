@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import queue
 import signal
+import socket
 import subprocess
 import time
 from collections.abc import Iterator, Sequence
@@ -16,7 +18,7 @@ import pytest
 
 from zero_trial.master import logs
 from zero_trial.master.agent import agent as subject
-from zero_trial.master.agent import processes
+from zero_trial.master.agent import orders, processes, storage
 from zero_trial.master.agent.agent import Agent, end_all, steps
 from zero_trial.master.agent.environment import MARK, SlotDevices, StartOrder
 from zero_trial.master.agent.processes import identify, marked
@@ -47,7 +49,7 @@ class Field:
         self.patch = monkeypatch
         self.number = 0
         monkeypatch.setattr(subject, "WATCH_SECONDS", 0.01)
-        monkeypatch.setattr(subject.log, "handlers", [Errors(self.said)])
+        monkeypatch.setattr(orders.log, "handlers", [Errors(self.said)])
         self.refuse_next = False  # the next report of an end fails
         self.agent = self.open()
 
@@ -63,7 +65,8 @@ class Field:
 
     def on_nodes_changed(self) -> None: ...
 
-    def on_waiting(self, name: str, why: str) -> None: ...
+    def on_waiting(self, name: str, why: str) -> None:
+        self.said.put(("waiting", name, why))
 
     def on_started(self, name: str, nodes: Sequence[str] = ()) -> None:
         self.said.put(("started", name))
@@ -219,12 +222,55 @@ def test_without_a_master_everything_can_be_ended(field: Field) -> None:
     assert marked(MARK, name) == [] and end_all(field.home) == []
 
 
-def test_ports_of_allocations_that_run_are_not_given_out_again(field: Field) -> None:
-    names = [field.start("echo $C10D_PORT; sleep 60") for _ in range(2)]
-    for _ in names:
-        field.expect("started")
-    ports = {field.agent._watched[name].ports for name in names}
-    assert len(ports) == 2 and None not in ports
+def test_ports_are_held_as_long_as_an_allocation_runs(field: Field) -> None:
+    name = field.start("echo $C10D_PORT; sleep 60")
+    field.expect("started", name)
+    held = field.agent._watched[name].ports
+    assert held is not None and field.wait_for(str(held.ports.c10d))
+    with socket.socket() as other, pytest.raises(OSError, match="in use"):
+        other.bind(("", held.ports.c10d))
+    field.agent.kill(name)
+    field.expect("exited", name)
+    with socket.socket() as other:
+        other.bind(("", held.ports.c10d))
+
+
+def test_on_a_full_disk_a_run_waits_and_is_started_later(field: Field) -> None:
+    field.patch.setattr(orders, "_RETRY_SECONDS", (0.02,))
+    plain, full = storage.make_scratch, iter([True, True])
+
+    def make_scratch(*arguments: Any) -> Path:
+        if next(full, False):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return plain(*arguments)
+
+    field.patch.setattr(storage, "make_scratch", make_scratch)
+    name = field.start("true")
+    assert "No space left" in field.expect("waiting", name)[2]
+    field.expect("started", name)
+    field.expect("exited", name, 0)
+
+
+def test_a_run_that_is_killed_while_the_disk_is_full_never_begins(field: Field) -> None:
+    field.patch.setattr(orders, "_RETRY_SECONDS", (0.02,))
+
+    def make_scratch(*_: object) -> Path:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    plain, full = processes.acquire_lease, iter([True, True])
+
+    def acquire_lease(*arguments: Any) -> bool:
+        if next(full, False):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return plain(*arguments)
+
+    field.patch.setattr(storage, "make_scratch", make_scratch)
+    name = field.start("true")
+    field.expect("waiting", name)
+    field.patch.setattr(processes, "acquire_lease", acquire_lease)
+    field.agent.kill(name)
+    said = field.expect("exited", name, 137)
+    assert "before it began" in said[3]
 
 
 @pytest.mark.parametrize(("has_hook", "calls"), [(False, 1), (True, 2)])

@@ -20,16 +20,16 @@ from zero_trial.master.agent import cluster as subject
 from zero_trial.master.agent.cluster import (
     ClusterJob,
     ClusterManager,
-    EngineBusy,
     JobEnd,
     JobStatus,
     is_complete,
-    is_passing,
     outcome,
     to_cancel,
+    why_not_begun,
 )
 from zero_trial.master.agent.environment import StartOrder
 from zero_trial.master.agent.handover import cancel_all, left_behind, refuse_another_engine, require_reachable
+from zero_trial.master.agent.orders import EngineBusy, is_passing
 from zero_trial.master.agent.processes import Exit, acquire_lease, exit_of, identify, record_exit
 from zero_trial.master.agent.resources import Node
 from zero_trial.master.directory import MasterDirectory
@@ -166,6 +166,7 @@ class FakeEngine:
         self.ends = False  # whether a job ends when it is canceled, or is moved by hand
         self.deaf: list[str] = []  # jobs that end only by force
         self.refuses: Exception | None = None
+        self.keeps: dict[str, Exception] = {}  # jobs that it does not cancel
 
     def nodes(self) -> list[Node]:
         return self.machines
@@ -186,6 +187,8 @@ class FakeEngine:
 
     def cancel(self, name: str, *, force: bool = False) -> None:
         self.canceled.append((name, force))
+        if name in self.keeps:
+            raise self.keeps[name]
         if self.ends and name in self.status and (force or name not in self.deaf):
             self.status[name] = JobStatus(self.status[name].nodes, JobEnd.CANCELED)
 
@@ -246,7 +249,7 @@ class Field:
 def field(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Field]:
     monkeypatch.setattr(subject, "_LAG_SECONDS", 0.3)
     monkeypatch.setattr(subject, "_UNLISTED_SECONDS", 0.3)
-    monkeypatch.setattr(subject, "_RETRY_SECONDS", (0.02,))
+    monkeypatch.setattr("zero_trial.master.agent.orders._RETRY_SECONDS", (0.02,))
     monkeypatch.setattr(subject, "_PEERS_SECONDS", 0.0)
     monkeypatch.setattr(subject, "_NODES_SECONDS", 0.05)
     made = Field(tmp_path / "root")
@@ -339,6 +342,31 @@ def test_a_job_that_could_not_begin_says_what_it_printed(field: Field) -> None:
 
 
 @pytest.mark.parametrize(
+    ("printed", "status", "said"),
+    [
+        ("srun: error: n1\n\n", JobStatus(("n1",), JobEnd.FAILED, "Slurm: FAILED"), "srun: error: n1"),
+        ("", JobStatus((), JobEnd.FAILED, "Slurm: FAILED"), "Slurm: FAILED"),
+        (None, JobStatus(("n1",), JobEnd.FAILED, "Slurm: FAILED"), "Slurm: FAILED; nothing was written to "),
+        (None, JobStatus(("n1", "n2"), JobEnd.FAILED), "folder shared with n1, n2, at the same path?"),
+    ],
+)
+def test_why_a_job_could_not_begin(tmp_path: Path, printed: str | None, status: JobStatus, said: str) -> None:
+    if printed is not None:
+        (tmp_path / "job.out").write_text(printed)
+    assert said in why_not_begun(tmp_path, status)
+
+
+def test_a_job_that_cannot_be_canceled_now_is_canceled_later(field: Field) -> None:
+    field.manager.start(field.order(0))
+    field.expect("waiting")
+    field.engine.keeps = {"1.t.1": EngineBusy("Unable to contact slurm controller")}
+    field.manager.kill("1.t.1")
+    wait(lambda: len(field.engine.canceled) > 1)
+    field.engine.ends, field.engine.keeps = True, {}
+    field.expect("exited", 137, True)
+
+
+@pytest.mark.parametrize(
     ("config", "refused"),
     [
         ({}, ""),
@@ -394,7 +422,7 @@ def test_a_run_that_is_killed_while_it_cannot_be_submitted(field: Field) -> None
     field.expect("exited", 137, True)
     field.engine.refuses = None
     wait(lambda: ("1.t.1", True) in field.engine.canceled)  # sbatch may have been heard
-    assert field.engine.jobs == {} and field.manager._delayed == {}  # it is not tried again
+    assert field.engine.jobs == {} and field.manager._orders._late == {}  # it is not tried again
 
 
 def test_a_full_disk_that_cannot_hold_the_reason_either(field: Field, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -457,7 +485,7 @@ def test_jobs_that_a_killed_master_left_behind(field: Field) -> None:
     assert left_behind(field.home) == ["1.t.1"]
     field.manager.close()
     field.engine.ends = True
-    assert cancel_all(field.home, field.engine) == ["1.t.1"] and left_behind(field.home) == []
+    assert cancel_all(field.home, field.engine) == (["1.t.1"], {}) and left_behind(field.home) == []
     ended = exit_of(field.home.allocation("1.t.1"))
     assert ended is not None and ended.killed  # for a next master on any engine
 
@@ -468,10 +496,40 @@ def test_down_forces_what_does_not_end_and_says_what_remains(field: Field, monke
     field.manager.start(field.order(0))
     field.expect("waiting")
     field.manager.close()
-    assert cancel_all(field.home, field.engine) == []  # it is moved by hand
+    assert cancel_all(field.home, field.engine) == ([], {"1.t.1": ""})  # it is moved by hand
     assert left_behind(field.home) == ["1.t.1"] and ("1.t.1", True) in field.engine.canceled
     field.engine.ends, field.engine.deaf = True, ["1.t.1"]
-    assert cancel_all(field.home, field.engine) == ["1.t.1"]
+    assert cancel_all(field.home, field.engine) == (["1.t.1"], {})
+
+
+def test_down_ends_the_other_jobs_where_the_engine_refuses_one(field: Field, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("_ASKED_SECONDS", "_FORCED_SECONDS"):
+        monkeypatch.setattr(f"zero_trial.master.agent.handover.{name}", 0.02)
+    for name in ("1.a.1", "1.b.1"):
+        order = field.order(0)
+        field.manager.start(replace(order, allocation=replace(order.allocation, id=name)))
+        field.expect("waiting")
+    field.manager.close()
+    field.engine.ends, field.engine.keeps = True, {"1.a.1": MasterError("scancel: Access denied")}
+    ended, still = cancel_all(field.home, field.engine)
+    assert ended == ["1.b.1"] and list(still) == ["1.a.1"] and "Access denied" in still["1.a.1"]
+    assert left_behind(field.home) == ["1.a.1"]
+
+
+def test_down_looks_again_where_the_engine_does_not_answer(field: Field, monkeypatch: pytest.MonkeyPatch) -> None:
+    field.manager.start(field.order(0))
+    field.expect("waiting")
+    field.manager.close()
+    field.engine.ends = True
+    plain, silent = FakeEngine.statuses, iter([False, True, False, True])
+
+    def statuses(engine: FakeEngine, names: Collection[str]) -> Mapping[str, JobStatus]:
+        if next(silent, False):
+            raise EngineBusy("squeue did not answer")
+        return plain(engine, names)
+
+    monkeypatch.setattr(FakeEngine, "statuses", statuses)
+    assert cancel_all(field.home, field.engine) == (["1.t.1"], {})
 
 
 def test_down_keeps_the_end_of_a_run_that_had_ended_before(field: Field) -> None:
@@ -480,7 +538,7 @@ def test_down_keeps_the_end_of_a_run_that_had_ended_before(field: Field) -> None
     field.manager.close()
     record_exit(field.begin(0), GOOD)
     field.engine.status.clear()  # purged
-    assert cancel_all(field.home, field.engine) == []
+    assert cancel_all(field.home, field.engine) == ([], {})
     ended = exit_of(field.home.allocation("1.t.1"))
     assert ended is not None and (ended.code, ended.killed) == (0, False)
     field.open()

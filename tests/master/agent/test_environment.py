@@ -7,25 +7,28 @@ import os
 import socket
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import astuple, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import determined as det
 import pytest
+import zmq
+from torch.distributed import TCPStore
 
 from zero_trial.errors import ConfigError
+from zero_trial.master.agent import environment as subject
 from zero_trial.master.agent.environment import (
-    GAP,
     LARGEST,
     RELOCATION,
+    HeldPorts,
     Ports,
     SlotDevices,
     StartOrder,
     config_variable,
     environment,
     find_devices,
-    free_ports,
     size_of_config,
 )
 from zero_trial.master.records import Allocation, AllocationState
@@ -64,29 +67,39 @@ def test_threads_share_the_cores() -> None:
     assert [SlotDevices(count, cores=8).threads for count in (1, 2, 8, 16)] == [8, 4, 1, 1]
 
 
-def test_they_are_free_distinct_and_sixteen_apart() -> None:
-    ports = free_ports()
-    assert ports.comm_2 == ports.comm_1 + GAP == ports.comm_1 + 16
-    for port in (ports.c10d, ports.comm_1, ports.comm_2, ports.ssh):
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", port))
+def test_ports_that_are_held_are_given_to_nobody_else() -> None:
+    """Two allocations that begin at the same moment on one node, and any other program."""
+    held = [HeldPorts() for _ in range(50)]
+    numbers = [port for each in held for port in astuple(each.ports)]
+    assert len(set(numbers)) == 4 * len(held)
+    with socket.socket() as other, pytest.raises(OSError, match="in use"):
+        other.bind(("", numbers[0]))
+    for each in held:
+        each.close()
+    with socket.socket() as other:
+        other.bind(("", numbers[0]))
 
 
-def test_what_others_were_given_is_avoided() -> None:
-    taken: set[int] = set()
-    for _ in range(20):
-        ports = free_ports(taken)
-        assert not ports.taken() & taken
-        taken |= ports.taken()
+def test_the_servers_of_an_allocation_listen_on_the_ports_that_are_held_for_them() -> None:
+    """torch's store and ZeroMQ, as the harness opens them."""
+    held = HeldPorts()
+    store = TCPStore("127.0.0.1", held.ports.c10d, is_master=True, wait_for_workers=False)
+    store.set("key", "value")
+    assert TCPStore("127.0.0.1", held.ports.c10d).get("key") == b"value"
+    context = zmq.Context()
+    for port in (held.ports.comm_1, held.ports.comm_2):
+        context.socket(zmq.PUB).bind(f"tcp://*:{port}")
+    context.destroy()
+    held.close()
 
 
-def test_no_ports_is_an_error() -> None:
+def test_no_ports_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def bind(*_: object) -> None:
+        raise OSError("no free ports")
+
+    monkeypatch.setattr(subject.socket, "socket", lambda: SimpleNamespace(bind=bind, close=lambda: None))
     with pytest.raises(OSError, match="no free"):
-        free_ports(set(range(65536)))
-
-
-def test_the_range_covers_every_slot() -> None:
-    assert Ports(1, 100, 2).taken() == {1, 2, *range(100, 132)}
+        HeldPorts()
 
 
 HOST = {
@@ -110,7 +123,7 @@ def order(config: dict[str, Any] | None = None, **changes: Any) -> StartOrder:
 
 
 def env_of(made: StartOrder) -> dict[str, str]:
-    return environment(made, Ports(1000, 2000, 3000), Path("/run/root"), HOST, "/py/bin/python3")
+    return environment(made, Ports(1000, 2000, 2016, 3000), Path("/run/root"), HOST, "/py/bin/python3")
 
 
 def test_the_harness_finds_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,8 +14,9 @@ import pytest
 
 from tests.master.fakes import Sandbox
 from zero_trial.errors import MasterError
+from zero_trial.master.agent import storage
 from zero_trial.master.agent.environment import Ports
-from zero_trial.master.agent.node import code_of, completed, is_refused, meet, own_address, threads_of
+from zero_trial.master.agent.node import code_of, completed, is_refused, meet, order_in, own_address, threads_of
 from zero_trial.master.agent.processes import Exit
 from zero_trial.master.agent.resources import Node
 from zero_trial.master.http import listen
@@ -38,7 +39,7 @@ from zero_trial.master.records import Conflict, Invalid
 def test_the_environment_of_a_node(order: dict[str, Any], expected: dict[str, str]) -> None:
     config = json.dumps({"environment": {"environment_variables": {"cpu": order.pop("own", [])}}})
     whole = {"env": {"A": "b", "DET_EXPERIMENT_CONFIG": config}, "slots": 2, "kind": "cpu", "nodes": 1, **order}
-    env = completed(whole, Path("/f/node-1"), "n1", Ports(10, 20, 30), "2,3", 4, "/tmp/zt-1")
+    env = completed(whole, Path("/f/node-1"), "n1", Ports(10, 20, 36, 30), "2,3", 4, "/tmp/zt-1")
     plain = {"TMPDIR": "/tmp/zt-1", "OMP_NUM_THREADS": "4", **expected}
     assert {name: env.get(name) for name in plain} == plain
     assert (env["A"], env["DET_RUN_ROOT"]) == ("b", "/f/node-1/root")
@@ -81,6 +82,28 @@ def test_the_engine_learns_of_a_node_that_has_recorded_nothing(ended: Exit | Non
 def test_a_refusal_is_not_repeated(error: int | None, refused: bool) -> None:
     made = URLError("refused") if error is None else HTTPError("", error, "", email.message.Message(), None)
     assert is_refused(made) is refused
+
+
+def test_a_node_that_does_not_see_what_the_master_sees_says_so(tmp_path: Path) -> None:
+    mine, other = tmp_path / "mine", tmp_path / "other"
+    for folder in (mine, other):
+        folder.mkdir()
+        kept = storage.kept_in({"checkpoint_storage": {"type": "shared_fs", "host_path": str(folder)}})
+    assert kept is not None and kept == storage.kept_in(
+        {"checkpoint_storage": {"type": "directory", "container_path": str(other)}}
+    )
+    with pytest.raises(MasterError, match=r"^n7: the master's folder is not shared.*--root"):
+        order_in(tmp_path, "n7")
+    (tmp_path / "order.json").write_text(json.dumps({"storage": kept}))
+    assert order_in(tmp_path, "n7") == {"storage": kept}
+    (tmp_path / "order.json").write_text(json.dumps({"storage": {**kept, "path": str(mine)}}))
+    with pytest.raises(MasterError, match=r"on n7: the folder for checkpoints is not shared.*another folder"):
+        order_in(tmp_path, "n7")
+    (tmp_path / "order.json").write_text(json.dumps({"storage": {**kept, "path": "/no/such"}}))
+    with pytest.raises(MasterError, match="not there"):
+        order_in(tmp_path, "n7")
+    assert storage.kept_in({"checkpoint_storage": {"type": "s3"}}) is None
+    assert storage.kept_in({"checkpoint_storage": {"type": "shared_fs", "host_path": "/no/such"}}) is None
 
 
 def test_nodes_meet_through_the_master(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@ of Slurm 22.05 and 23.11."""
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -243,6 +244,26 @@ def test_a_machine_without_slurm_and_a_command_that_is_refused(tmp_path: Path) -
     command.chmod(0o700)
     with pytest.raises(MasterError, match="no controller"):
         Slurm(env={"PATH": f"{tmp_path}:/bin"}).nodes()
+
+
+@pytest.mark.parametrize(
+    ("state", "refused"),
+    [("RUNNING", True), ("COMPLETED", False), ("", False)],  # it has ended in between: a refusal is no fault then
+)
+def test_a_job_that_cannot_be_canceled(tmp_path: Path, state: str, refused: bool) -> None:
+    """All that can be done is done, and what Slurm says counts only if the job goes on."""
+    after = f"echo '7|{state}|n1|None|zt-1.a.1'" if state else "true"
+    commands = {
+        "squeue": f'if test -e $0.asked; then {after}; else echo "7|RUNNING|n1|None|zt-1.a.1"; touch $0.asked; fi',
+        "scancel": 'echo "$@" >> $0.words; echo "scancel: error: Kill job error on job id 7" >&2; exit 1',
+    }
+    for name, text in commands.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o700)
+    engine = Slurm(env={"PATH": f"{tmp_path}:/bin:/usr/bin"})
+    with pytest.raises(MasterError, match="Kill job error") if refused else contextlib.nullcontext():
+        engine.cancel("1.a.1", force=True)
+    assert (tmp_path / "scancel.words").read_text().split("\n") == ["--full --signal=KILL 7", "7", ""]
 
 
 @pytest.mark.parametrize(

@@ -1,23 +1,20 @@
 """The agent starts, watches and ends the supervisors of allocations; every step can be repeated
 after a restart of the master.
 
-It does not depend on trials. ``start`` and ``kill`` return at once: one thread does the work in the
-order of the calls, another looks for allocations that have ended.
+It does not depend on trials. ``start`` and ``kill`` return at once.
 """
 
 from __future__ import annotations
 
 import json
-import logging
 import os
-import queue
 import shutil
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -26,11 +23,10 @@ import zero_trial
 from zero_trial.errors import ZeroTrialError
 from zero_trial.master import log_policies, logs
 from zero_trial.master.agent import processes, storage
-from zero_trial.master.agent.environment import MARK, Ports, SlotDevices, StartOrder, environment, free_ports
+from zero_trial.master.agent.environment import MARK, HeldPorts, SlotDevices, StartOrder, environment
+from zero_trial.master.agent.orders import OrderQueue, is_passing
 from zero_trial.master.agent.resources import POOL, Node, Reports
 from zero_trial.master.directory import MasterDirectory
-
-log = logging.getLogger(__name__)
 
 THIS_MACHINE = "this-machine"  # the name of the only node
 SUBMITTED = "submitted.json"  # in the folder of an allocation whose processes are a cluster's
@@ -45,13 +41,14 @@ class _Watched:
     """An allocation whose end the agent waits for."""
 
     child: subprocess.Popen[bytes] | None = None  # if this process is its parent
+    started: bool = False  # as was reported
     kill_after: float | None = None  # when its supervisor itself is killed, monotonic
     matches_read: int = 0  # bytes
-    ports: Ports | None = None
+    ports: HeldPorts | None = None
 
 
 class Agent:
-    """Starts and ends allocations in one thread, watches them and calls back in another."""
+    """Starts and ends allocations as processes of this machine, watches them and calls back."""
 
     def __init__(
         self,
@@ -67,11 +64,9 @@ class Agent:
         self._python = python
         self._grace = grace
         self._host_env = host_env
-        self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._orders = OrderQueue("agent")
         self._watched: dict[str, _Watched] = {}
         self._lock = threading.Lock()
-        self._closed = threading.Event()
-        self._threads: list[threading.Thread] = []
 
     def nodes(self) -> tuple[Node, ...]:
         return (Node(THIS_MACHINE, self._devices.count, kind=self._devices.kind, gpus=self._devices.gpus),)
@@ -83,20 +78,15 @@ class Agent:
         """Refuse nothing."""
 
     def begin(self, reports: Reports) -> None:
-        self._threads = [
-            threading.Thread(target=self._do_work, name="agent-work", daemon=True),
-            threading.Thread(target=self._watch, args=(reports,), name="agent-watch", daemon=True),
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._orders.begin(lambda: self._look_at_all(reports), WATCH_SECONDS, reports.on_waiting)
 
     def start(self, order: StartOrder) -> None:
         with self._lock:
             self._watched.setdefault(order.allocation.id, _Watched())
-        self._work.put(lambda: self._start(order))
+        self._orders.put(order.allocation.id, lambda: self._start(order), begins=True)
 
     def kill(self, allocation_id: str) -> None:
-        self._work.put(lambda: self._kill(allocation_id))
+        self._orders.put(allocation_id, lambda: self._kill(allocation_id))
 
     def adopt(self, allocation_id: str) -> bool:
         if not processes.lease_exists(self._directory.allocation(allocation_id)):
@@ -106,18 +96,11 @@ class Agent:
         return True
 
     def close(self) -> None:
-        self._closed.set()
-        self._work.put(None)
-        for thread in self._threads:
-            thread.join()
-
-    def _do_work(self) -> None:
-        while (work := self._work.get()) is not None:
-            try:
-                work()
-            except Exception as error:
-                # a fault of one allocation (a full disk) must not end the work for all others
-                log.error("an order could not be carried out: %s: %s", type(error).__name__, error)
+        self._orders.close()
+        with self._lock:
+            held = [entry.ports for entry in self._watched.values() if entry.ports is not None]
+        for ports in held:
+            ports.close()
 
     def _start(self, order: StartOrder) -> None:
         name = order.allocation.id
@@ -127,6 +110,8 @@ class Agent:
         try:
             self._spawn(order, folder)
         except (OSError, ValueError, ZeroTrialError) as error:
+            if is_passing(error):
+                raise
             # ValueError: a path with a NUL in it
             refuse(self._directory, order, error)
 
@@ -136,8 +121,8 @@ class Agent:
             path.mkdir(parents=True, exist_ok=True, mode=0o700)
         storage.link(order.config, run_root)
         with self._lock:
-            avoid = {port for other in self._watched.values() if other.ports for port in other.ports.taken()}
-        ports = free_ports(avoid)
+            watched = self._watched.setdefault(order.allocation.id, _Watched())
+            held = watched.ports = watched.ports or HeldPorts()
         host = {**self._host_env, "TMPDIR": str(storage.make_scratch(folder, self._host_env))}
         here = replace(
             order,
@@ -145,7 +130,7 @@ class Agent:
             visible_devices=self._devices.visible(order.allocation.slots),
             threads=self._devices.threads,
         )
-        env = environment(here, ports, run_root, host, self._python)
+        env = environment(here, held.ports, run_root, host, self._python)
         output = logs.path_of(self._directory.trial_logs(order.allocation.trial_id), order.allocation.run_id)
         policies = [asdict(policy) for policy in log_policies.policies_of(order.config)]
         run = {
@@ -166,9 +151,7 @@ class Agent:
                 env=with_package(self._host_env),
                 start_new_session=True,
             )
-        with self._lock:
-            watched = self._watched.setdefault(order.allocation.id, _Watched())
-            watched.child, watched.ports = child, ports
+        watched.child = child
         _send(child, run)
 
     def _kill(self, allocation_id: str) -> None:
@@ -188,29 +171,22 @@ class Agent:
             if watched is not None and watched.kill_after is None:
                 watched.kill_after = time.monotonic() + self._grace + _STUCK_SECONDS
 
-    def _watch(self, reports: Reports) -> None:
-        started: set[str] = set()
-        reported: set[str] = set()  # faults, each once: they come again with every look
-        while not self._closed.wait(WATCH_SECONDS):
-            with self._lock:
-                watched = dict(self._watched)
-            for name, entry in watched.items():
-                try:
-                    self._look(name, entry, started, reports)
-                except Exception as error:
-                    # a fault of one allocation must not end the watch over the others
-                    fault = f"allocation {name}: {type(error).__name__}: {error}"
-                    if fault not in reported:
-                        reported.add(fault)
-                        log.error("%s", fault)
+    def _look_at_all(self, reports: Reports) -> None:
+        with self._lock:
+            watched = dict(self._watched)
+        for name, entry in watched.items():
+            self._orders.guarded(
+                f"allocation {name}",
+                lambda name=name, entry=entry: self._look(name, entry, reports),  # type: ignore[misc]
+            )
 
-    def _look(self, name: str, entry: _Watched, started: set[str], reports: Reports) -> None:
+    def _look(self, name: str, entry: _Watched, reports: Reports) -> None:
         folder = self._directory.allocation(name)
         if entry.child is not None:
             entry.child.poll()  # collects it
         identity = processes.lease_owner(folder)
-        if identity is not None and name not in started:
-            started.add(name)
+        if identity is not None and not entry.started:
+            entry.started = True
             reports.on_started(name)
         if identity is not None and entry.kill_after is not None and time.monotonic() > entry.kill_after:
             identity.send(signal.SIGKILL)
@@ -223,10 +199,11 @@ class Agent:
         if ended is None or begun_since:  # the next look reports the start before the end
             return
         processes.sweep(MARK, name)
+        if entry.ports is not None:
+            entry.ports.close()
         reports.on_exited(name, ended)  # if this fails the next look repeats it
         with self._lock:
             self._watched.pop(name, None)
-        started.discard(name)
         for path in (folder / "work", folder / "root"):  # copies of the context
             shutil.rmtree(path, ignore_errors=True)
         storage.remove_scratch(folder)  # a killed supervisor could not

@@ -10,49 +10,38 @@ Jobs carry the id of their allocation as a name, so that a master that is starte
 
 from __future__ import annotations
 
-import errno
 import json
-import logging
 import os
-import queue
 import shutil
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from enum import Enum
 from pathlib import Path
 from typing import Any, Protocol
 
-from zero_trial.errors import ConfigError, MasterError, ZeroTrialError
+from zero_trial.errors import ConfigError, ZeroTrialError
 from zero_trial.master import log_policies
 from zero_trial.master.agent import processes, storage
 from zero_trial.master.agent.agent import GRACE_SECONDS, SUBMITTED, refuse, steps, with_package
 from zero_trial.master.agent.environment import Ports, StartOrder, environment
+from zero_trial.master.agent.orders import EngineBusy, OrderQueue, is_passing
 from zero_trial.master.agent.processes import Exit
 from zero_trial.master.agent.resources import Node, Reports, numbered
 from zero_trial.master.directory import MasterDirectory
 from zero_trial.util.files import write_atomic
-
-log = logging.getLogger(__name__)
 
 _NODES_SECONDS = 3.0  # between two looks at the machines
 _UNLISTED_SECONDS = 10.0  # until the engine lists a new job
 _LAG_SECONDS = 70.0  # until a file that a node has written is seen here: acdirmax of nfs(5) is 60
 _PEERS_SECONDS = 5.0  # that the other nodes get to end after one has failed
 _STUCK_SECONDS = 15.0  # after the grace, until a job that does not end is ended by force
-_RETRY_SECONDS = (5.0, 10.0, 20.0, 40.0, 60.0)  # until the next attempt to submit, by those before
 _KILLED = 137
 _LONGEST = 400  # characters of what a job has printed before its trial began
 ORDER = "order.json"
-_PASSING = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EROFS, errno.EAGAIN))
-"""Faults of the shared storage that are not about one job."""
-
-
-class EngineBusy(MasterError):
-    """The engine does not answer, or takes no job now, for a reason that is not the job's."""
 
 
 class JobEnd(Enum):
@@ -185,11 +174,6 @@ def to_cancel(failed_at: float | None, kill_after: float | None, now: float) -> 
     return "ask" if failed_at is not None and now - failed_at > _PEERS_SECONDS else ""
 
 
-def is_passing(error: Exception) -> bool:
-    """Tell whether what has kept a run from being submitted may be over soon: it is not its own."""
-    return isinstance(error, EngineBusy) or (isinstance(error, OSError) and error.errno in _PASSING)
-
-
 def _because(status: JobStatus) -> str:
     return f": {status.why}" if status.why else ""
 
@@ -209,17 +193,6 @@ class _Watched:
     matches_read: dict[Path, int] = field(default_factory=dict)  # bytes
 
 
-@dataclass
-class _Delayed:
-    """An allocation that could not be submitted, and is tried again."""
-
-    order: StartOrder
-    attempts: int = 0
-    due: float = 0.0  # monotonic; 0: it is being tried
-    why: str = ""
-    said: str = ""  # why, as was reported
-
-
 class ClusterManager:
     """Starts and ends allocations as jobs of an engine, watches them and calls back."""
 
@@ -227,13 +200,10 @@ class ClusterManager:
         self._directory = directory
         self._engine = engine
         self._host_env = host_env
-        self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._orders = OrderQueue("cluster")
         self._watched: dict[str, _Watched] = {}
-        self._delayed: dict[str, _Delayed] = {}
         self._lock = threading.Lock()
-        self._closed = threading.Event()
-        self._threads: list[threading.Thread] = []
-        self._faults: set[str] = set()  # each is logged once
+        self._look_at_nodes_at = 0.0  # monotonic
         self._nodes: tuple[Node, ...] = numbered(self._known(), engine.nodes())
         self._pools = engine.pools()
 
@@ -255,18 +225,13 @@ class ClusterManager:
         self._engine.check(config)
 
     def begin(self, reports: Reports) -> None:
-        self._threads = [
-            threading.Thread(target=self._do_work, name="cluster-work", daemon=True),
-            threading.Thread(target=self._watch, args=(reports,), name="cluster-watch", daemon=True),
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._orders.begin(lambda: self._look_at_all(reports), self._engine.seconds, reports.on_waiting)
 
     def start(self, order: StartOrder) -> None:
-        self._work.put(lambda: self._start(order))
+        self._orders.put(order.allocation.id, lambda: self._start(order), begins=True)
 
     def kill(self, allocation_id: str) -> None:
-        self._work.put(lambda: self._kill(allocation_id))
+        self._orders.put(allocation_id, lambda: self._kill(allocation_id))
 
     def adopt(self, allocation_id: str) -> bool:
         folder = self._directory.allocation(allocation_id)
@@ -276,21 +241,10 @@ class ClusterManager:
         return True
 
     def close(self) -> None:
-        self._closed.set()
-        self._work.put(None)
-        for thread in self._threads:
-            thread.join()
+        self._orders.close()
         self._engine.close()
 
     # -- orders
-
-    def _do_work(self) -> None:
-        while (work := self._work.get()) is not None:
-            try:
-                work()
-            except Exception as error:
-                # a fault of one allocation (a full disk) must not end the work for all others
-                log.error("an order could not be carried out: %s: %s", type(error).__name__, error)
 
     def _start(self, order: StartOrder) -> None:
         name = order.allocation.id
@@ -301,22 +255,9 @@ class ClusterManager:
                 self._submit(order, folder)
             except Exception as error:
                 if is_passing(error):
-                    self._delay(order, error)
-                    return
-                try:
-                    refuse(self._directory, order, error)
-                except OSError as second:  # nothing has been answered yet
-                    self._delay(order, second)
-                    return
-        with self._lock:
-            self._delayed.pop(name, None)
+                    raise
+                refuse(self._directory, order, error)
         self._watch_from_now(name)
-
-    def _delay(self, order: StartOrder, error: Exception) -> None:
-        with self._lock:
-            entry = self._delayed.setdefault(order.allocation.id, _Delayed(order))
-            seconds = _RETRY_SECONDS[min(entry.attempts, len(_RETRY_SECONDS) - 1)]
-            entry.attempts, entry.due, entry.why = entry.attempts + 1, time.monotonic() + seconds, str(error)
 
     def _submit(self, order: StartOrder, folder: Path) -> None:
         """Write what the nodes read, and give the job to the engine unless it has it already."""
@@ -333,7 +274,7 @@ class ClusterManager:
             storage.link(order.config, root)
         visible = "set by the engine" if kind == "cuda" else ""
         env = environment(
-            replace(order, visible_devices=visible), Ports(0, 0, 0), folder, self._host_env, sys.executable
+            replace(order, visible_devices=visible), Ports(0, 0, 0, 0), folder, self._host_env, sys.executable
         )
         content = {
             "env": env,
@@ -345,6 +286,7 @@ class ClusterManager:
             "grace": GRACE_SECONDS,
             "logs": str(self._directory.trial_logs(order.allocation.trial_id)),
             "run_id": order.allocation.run_id,
+            "storage": storage.kept_in(order.config),
             "policies": [asdict(policy) for policy in log_policies.policies_of(order.config)],
         }
         write_atomic(folder / ORDER, json.dumps(content), durable=False, private=True)
@@ -361,8 +303,6 @@ class ClusterManager:
 
     def _kill(self, name: str) -> None:
         folder = self._directory.allocation(name)
-        with self._lock:
-            self._delayed.pop(name, None)
         if not (folder / SUBMITTED).exists():  # it has not begun, and now never will
             processes.forbid(folder, Exit(_KILLED, time.time(), killed=True, why="it was ended before it began"))
             self._watch_from_now(name)
@@ -379,29 +319,14 @@ class ClusterManager:
 
     # -- the watch
 
-    def _watch(self, reports: Reports) -> None:
-        look_at_nodes = 0.0
-        while not self._closed.wait(self._engine.seconds):
-            if time.monotonic() >= look_at_nodes:
-                look_at_nodes = time.monotonic() + _NODES_SECONDS
-                self._guarded("the machines", lambda: self._look_at_nodes(reports))
-            with self._lock:
-                watched = dict(self._watched)
-                delayed = list(self._delayed.items())
-            for name, late in delayed:
-                self._guarded(f"allocation {name}", lambda late=late: self._look_at_delayed(late, reports))  # type: ignore[misc]
-            if watched:
-                self._guarded("the jobs", lambda found=watched: self._look_at_jobs(found, reports))  # type: ignore[misc]
-
-    def _guarded(self, what: str, look: Callable[[], None]) -> None:
-        """Look, and log a fault once: it comes again with every look."""
-        try:
-            look()
-        except Exception as error:
-            fault = f"{what}: {type(error).__name__}: {error}"
-            if fault not in self._faults:
-                self._faults.add(fault)
-                log.error("%s", fault)
+    def _look_at_all(self, reports: Reports) -> None:
+        if time.monotonic() >= self._look_at_nodes_at:
+            self._look_at_nodes_at = time.monotonic() + _NODES_SECONDS
+            self._orders.guarded("the machines", lambda: self._look_at_nodes(reports))
+        with self._lock:
+            watched = dict(self._watched)
+        if watched:
+            self._orders.guarded("the jobs", lambda: self._look_at_jobs(watched, reports))
 
     def _known(self) -> list[Node]:
         path = self._directory.root / "nodes.json"
@@ -418,14 +343,6 @@ class ClusterManager:
         self._nodes = found
         reports.on_nodes_changed()
 
-    def _look_at_delayed(self, entry: _Delayed, reports: Reports) -> None:
-        if entry.due and time.monotonic() >= entry.due:
-            entry.due = 0.0
-            self.start(entry.order)
-        if entry.why != entry.said:
-            reports.on_waiting(entry.order.allocation.id, entry.why)
-            entry.said = entry.why
-
     def _look_at_jobs(self, watched: Mapping[str, _Watched], reports: Reports) -> None:
         statuses = self._engine.statuses(list(watched))
         for name, entry in watched.items():
@@ -433,7 +350,7 @@ class ClusterManager:
             status = statuses.get(name, lost)
             if status is lost and entry.nodes and time.monotonic() - entry.since < _UNLISTED_SECONDS:
                 continue  # the engine may not list it yet
-            self._guarded(
+            self._orders.guarded(
                 f"allocation {name}",
                 lambda name=name, entry=entry, status=status: self._look(name, entry, status, reports),  # type: ignore[misc]
             )
@@ -486,14 +403,30 @@ class ClusterManager:
         if not is_complete(exits, status, entry.started) and now - entry.ended_at < _LAG_SECONDS:
             return None
         if not entry.started and not any(exits) and status.end is JobEnd.FAILED:
-            output = folder / "job.out"
-            lines = output.read_text("utf-8", errors="replace").split("\n") if output.exists() else []
-            said = "; ".join(line.strip() for line in lines if line.strip())[-_LONGEST:]
-            return Exit(127, time.time(), why=f"its job could not begin: {said or status.why}")
+            return Exit(127, time.time(), why=f"its job could not begin: {why_not_begun(folder, status)}")
         gone = [name for name in status.nodes if not any(node.name == name and node.up for node in self._nodes)]
         if None in exits and gone:
             status = replace(status, end=JobEnd.NODE_LOST)
         return outcome(exits, status, time.time(), adopted=entry.adopted)
+
+
+def why_not_begun(folder: Path, status: JobStatus) -> str:
+    """Return why a job has failed before the trial began, from what it has printed.
+
+    Where it was placed and has printed nothing, its machines could not even write into the folder.
+    """
+    try:
+        lines = (folder / "job.out").read_text("utf-8", errors="replace").split("\n")
+    except OSError:
+        lines = []
+    said = "; ".join(line.strip() for line in lines if line.strip())[-_LONGEST:]
+    if said or not status.nodes:
+        return said or status.why
+    where = ", ".join(status.nodes)
+    doubt = (
+        f"nothing was written to {folder / 'job.out'}: is the master's folder shared with {where}, at the same path?"
+    )
+    return f"{status.why}; {doubt}" if status.why else doubt
 
 
 def parts_of(directory: MasterDirectory, name: str) -> list[Path]:

@@ -7,9 +7,9 @@ from __future__ import annotations
 import json
 import os
 import socket
-from collections.abc import Iterator, Mapping, Set
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -105,53 +105,45 @@ class StartOrder:
     has_hook: bool = False  # the context directory has a startup-hook.sh
 
 
-GAP = 16  # distance of the two port bases; the harness adds the lowest slot number to each
-_TRIES = 200
-
-
 @dataclass(frozen=True)
 class Ports:
     """The four ports that the harness reads from its environment."""
 
     c10d: int
     comm_1: int
+    comm_2: int
     ssh: int
 
-    @property
-    def comm_2(self) -> int:
-        return self.comm_1 + GAP
 
-    def taken(self) -> set[int]:
-        """Return all ports that the allocation may use."""
-        return {self.c10d, self.ssh, *range(self.comm_1, self.comm_2 + GAP)}
+class HeldPorts:
+    """Four free ports of this machine, which nobody else is given until they are closed or this
+    process ends. Raises OSError if there are none.
 
+    They are bound and not listened on. On Linux the servers of the allocation can bind them too,
+    since both sides set SO_REUSEADDR (torch's store, ZeroMQ and sshd do); who asks for any port
+    gets another one. Elsewhere they are only found, and free when they are used if nobody was
+    faster.
+    """
 
-def free_ports(avoid: Set[int] = frozenset()) -> Ports:
-    """Find ports that are free now and not in ``avoid``. Raises OSError if there are none."""
-    with ExitStack() as held:
-        for _ in range(_TRIES):
-            ports = Ports(*(held.enter_context(_any_port()) for _ in range(3)))
-            fits = ports.comm_2 + GAP < 65536 and len(ports.taken()) == 2 * GAP + 2
-            if fits and not ports.taken() & avoid and _is_free(ports.comm_2):
-                return ports
-    raise OSError("no free TCP ports")
-
-
-@contextmanager
-def _any_port() -> Iterator[int]:
-    """Hold any free port as long as the context is open."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        yield listener.getsockname()[1]
-
-
-def _is_free(port: int) -> bool:
-    with socket.socket() as probe:
+    def __init__(self) -> None:
+        self._sockets: list[socket.socket] = []
         try:
-            probe.bind(("127.0.0.1", port))
+            for _ in fields(Ports):
+                held = socket.socket()
+                self._sockets.append(held)
+                held.bind(("", 0))  # without SO_REUSEADDR, which would share a port of others
+                held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            self.ports = Ports(*(held.getsockname()[1] for held in self._sockets))
         except OSError:
-            return False
-    return True
+            self.close()
+            raise
+        if sys.platform != "linux":
+            self.close()
+
+    def close(self) -> None:
+        """Release them."""
+        for held in self._sockets:
+            held.close()
 
 
 MARK = "DET_ALLOCATION_ID"

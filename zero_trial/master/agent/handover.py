@@ -6,10 +6,11 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 
-from zero_trial.errors import ConfigError
+from zero_trial.errors import ConfigError, ZeroTrialError
 from zero_trial.master.agent import processes
 from zero_trial.master.agent.cluster import (
     ORDER,
@@ -20,6 +21,7 @@ from zero_trial.master.agent.cluster import (
     outcome,
     parts_of,
 )
+from zero_trial.master.agent.orders import EngineBusy
 from zero_trial.master.agent.resources import Node
 from zero_trial.master.directory import MasterDirectory
 
@@ -57,37 +59,58 @@ def left_behind(directory: MasterDirectory) -> list[str]:
     return sorted(path.parent.name for path in directory.allocations.glob(f"*/{ORDER}"))
 
 
-def cancel_all(directory: MasterDirectory, engine: ClusterEngine) -> list[str]:
+def cancel_all(directory: MasterDirectory, engine: ClusterEngine) -> tuple[list[str], dict[str, str]]:
     """End the jobs of these allocations without a master: ask them, and after a minute force them.
-    Returns those that ran and have ended; the ends of all are recorded for the next master.
+    The ends are recorded for the next master.
+
+    Returns those that ran and have ended, and those that have not: allocation -> what the engine
+    said when it was told to end it. A refusal of one job does not keep the others.
     """
     left = left_behind(directory)
+    refused: dict[str, str] = {}
     try:
         seen = dict(engine.statuses(left))
         ran = [name for name, status in seen.items() if status.end is None]
-        for name in ran:
-            engine.cancel(name)
-        until = time.monotonic() + _ASKED_SECONDS
-        while time.monotonic() < until and any(seen[name].end is None for name in ran):
-            time.sleep(engine.seconds)
-            now = engine.statuses(ran)
+        _cancel(engine, ran, refused)
+        for now in _looks(engine, ran, _ASKED_SECONDS):
             seen.update({name: now.get(name, JobStatus(end=JobEnd.CANCELED)) for name in ran})
-        for name in left:
-            engine.cancel(name, force=True)  # also releases what is left of those that have ended
-        until = time.monotonic() + _FORCED_SECONDS
-        while (alive := _alive(engine, left)) and time.monotonic() < until:
-            time.sleep(engine.seconds)
+            if all(seen[name].end is not None for name in ran):
+                break
+        _cancel(engine, left, refused, force=True)  # also releases what is left of those that have ended
+        alive = set(left)
+        for now in _looks(engine, left, _FORCED_SECONDS):
+            alive = {name for name, status in now.items() if status.end is None}
+            if not alive:
+                break
     finally:
         engine.close()
     for name in left:
         if name not in alive:
             status = seen.get(name, JobStatus(end=JobEnd.UNKNOWN))
             _settle(directory, name, replace(status, end=status.end or JobEnd.CANCELED))
-    return [name for name in ran if name not in alive]
+    return [name for name in ran if name not in alive], {name: refused.get(name, "") for name in sorted(alive)}
 
 
-def _alive(engine: ClusterEngine, names: Collection[str]) -> set[str]:
-    return {name for name, status in engine.statuses(names).items() if status.end is None}
+def _cancel(engine: ClusterEngine, names: Sequence[str], refused: dict[str, str], *, force: bool = False) -> None:
+    """Cancel each of these jobs, and note what the engine says against it."""
+    for name in names:
+        try:
+            engine.cancel(name, force=force)
+        except ZeroTrialError as error:
+            refused[name] = str(error)
+
+
+def _looks(engine: ClusterEngine, names: Sequence[str], seconds: float) -> Iterator[Mapping[str, JobStatus]]:
+    """Look at jobs, at least once, until the time is over; looks that the engine does not answer
+    are left out.
+    """
+    until = time.monotonic() + seconds
+    while names:
+        with suppress(EngineBusy):
+            yield engine.statuses(names)
+        if time.monotonic() > until:
+            return
+        time.sleep(engine.seconds)
 
 
 def _settle(directory: MasterDirectory, name: str, status: JobStatus) -> None:

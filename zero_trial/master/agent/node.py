@@ -15,16 +15,17 @@ import sys
 import time
 import uuid
 from collections.abc import Mapping
+from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 from urllib.error import HTTPError, URLError
 from urllib.parse import urlsplit
 from urllib.request import ProxyHandler, Request, build_opener
 
-from zero_trial.errors import MasterError
+from zero_trial.errors import MasterError, ZeroTrialError
 from zero_trial.master import logs, shepherd
 from zero_trial.master.agent import processes, storage
-from zero_trial.master.agent.environment import Ports, free_ports, of_user
+from zero_trial.master.agent.environment import HeldPorts, Ports, of_user
 from zero_trial.master.agent.processes import Exit
 
 _MEET_SECONDS = 600.0
@@ -132,20 +133,43 @@ def meet(env: Mapping[str, str], rank: int, peers: int, mine: Mapping[str, Any])
             time.sleep(1.0)
 
 
+def order_in(folder: Path, name: str) -> dict[str, Any]:
+    """Read the order of the master. Raises MasterError on a node that does not see what the master
+    has written, or another storage of checkpoints.
+    """
+    fix = "Mount the storage of --root and of checkpoint_storage on all nodes, at the same path."
+    try:
+        order: dict[str, Any] = json.loads((folder / "order.json").read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise MasterError(
+            "the master's folder is not shared with this node", where=name, got=str(error), fix=fix
+        ) from error
+    kept = order.get("storage")
+    if kept is not None and (found := storage.name_of(Path(kept["path"]))) != kept["name"]:
+        raise MasterError(
+            "the folder for checkpoints is not shared with this node",
+            where=f"checkpoint_storage on {name}",
+            got=f"{kept['path']} is {'another folder here' if found else 'not there, or without the name of the storage'}",
+            fix=fix,
+        )
+    return order
+
+
 def main(folder: Path, rank: int, name: str) -> int:
     """Run this node's part of the allocation to its end and return its exit code."""
-    order = json.loads((folder / "order.json").read_text(encoding="utf-8"))
+    order = order_in(folder, name)
     mine = folder / f"node-{rank}"
     work = mine / "work"
     work.mkdir(parents=True, exist_ok=True, mode=0o700)
     scratch = str(storage.make_scratch(mine, os.environ))
     Path(scratch, "tmp").mkdir(exist_ok=True)
-    ports = free_ports()
+    held = HeldPorts()  # until this process ends
+    ports = held.ports
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     threads = threads_of(order, cores, os.environ.get("SLURM_CPUS_PER_TASK", ""))
     if order["nodes"] > 1:
         address = own_address(order["env"]["DET_MASTER"])
-        me = {"address": address, "slots": order["slots"], "ports": [ports.c10d, ports.comm_1, ports.ssh]}
+        me = {"address": address, "slots": order["slots"], "ports": astuple(ports)}
         peers = meet(order["env"], rank, order["nodes"], me)
         ports = Ports(*peers[0]["ports"])
         info = {
@@ -163,9 +187,13 @@ def main(folder: Path, rank: int, name: str) -> int:
         "policies": order["policies"],
     }
     shepherd.main(mine, json.dumps(run))
+    held.close()
     storage.remove_scratch(mine, order["env"]["DET_ALLOCATION_ID"])
     return code_of(processes.exit_of(mine), order["nodes"])
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]))
+    try:
+        sys.exit(main(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]))
+    except (OSError, ZeroTrialError) as error:
+        sys.exit(f"error   {error}")  # the master says it in the log of the trial

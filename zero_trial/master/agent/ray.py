@@ -18,7 +18,8 @@ from typing import Any
 
 from zero_trial.errors import ConfigError, MasterError
 from zero_trial.master.agent.agent import with_package
-from zero_trial.master.agent.cluster import ClusterJob, EngineBusy, JobEnd, JobStatus
+from zero_trial.master.agent.cluster import ClusterJob, JobEnd, JobStatus
+from zero_trial.master.agent.orders import EngineBusy
 from zero_trial.master.agent.resources import POOL, Node
 
 _PREFIX = "zt-"  # of the names of placement groups and actors

@@ -44,7 +44,7 @@ class _NodeProcess:
 
         # as ray.name_of makes it from what the driver sees
         name = f"{socket.gethostname()}-{ray.get_runtime_context().get_node_id()[:6]}"
-        self._code: int | None = None
+        self._code: int | str | None = None
         self._started = threading.Event()
         self._ended = threading.Event()
 
@@ -68,6 +68,8 @@ class _NodeProcess:
                         return
                 self._started.set()
                 self._code = self._child.wait()
+            except OSError as error:  # it does not see the master's folder
+                self._code = f"{name}: {error}"
             finally:
                 self._started.set()
                 self._ended.set()
@@ -75,8 +77,9 @@ class _NodeProcess:
         self._thread = threading.Thread(target=run, daemon=True)
         self._thread.start()
 
-    def result(self) -> int | None:
-        """Return the exit code of the command, 127 if it could not begin; None while it runs.
+    def result(self) -> int | str | None:
+        """Return the exit code of the command, 127 or why if it could not begin; None while it
+        runs.
 
         It does not wait: each driver that asked would hold a thread of this actor, dead ones too.
         """

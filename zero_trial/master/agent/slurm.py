@@ -16,7 +16,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from zero_trial.errors import ConfigError, MasterError
-from zero_trial.master.agent.cluster import ClusterJob, EngineBusy, JobEnd, JobStatus
+from zero_trial.master.agent.cluster import ClusterJob, JobEnd, JobStatus
+from zero_trial.master.agent.orders import EngineBusy
 from zero_trial.master.agent.resources import Node
 
 _PREFIX = "zt-"  # of the names of jobs
@@ -309,9 +310,16 @@ class Slurm:
         job = self._jobs().get(name)
         if job is None or job.status.end is not None:
             return
-        if force:
-            self._run(["scancel", "--full", "--signal=KILL", str(job.id)])
-        self._run(["scancel", str(job.id)])
+        refusal: MasterError | None = None
+        for options in ([["--full", "--signal=KILL"]] if force else []) + [[]]:
+            try:
+                self._run(["scancel", *options, str(job.id)])
+            except MasterError as error:  # also for a job that has ended in between
+                refusal = refusal or error
+        if refusal is not None:
+            job = self._jobs().get(name)
+            if job is not None and job.status.end is None:
+                raise refusal
 
     def statuses(self, names: Collection[str]) -> Mapping[str, JobStatus]:
         return {name: job.status for name, job in self._jobs().items() if name in names}

@@ -18,10 +18,12 @@ from pathlib import Path
 from typing import Any
 
 from zero_trial.errors import ConfigError
+from zero_trial.util.files import write_atomic
 
 SHARED_FS = "determined_shared_fs"
 """The harness's name for the place at which a container sees ``host_path``."""
 
+_NAME_FILE = ".zero_trial_storage"
 _SCRATCH_PREFIX = "zt-"
 LONGEST_SCRATCH = 40
 """Characters of the path of the directory around it. Sockets are made below it, and the path of a
@@ -62,6 +64,32 @@ def link(config: Mapping[str, Any], run_root: Path) -> None:
     place = run_root / SHARED_FS
     place.unlink(missing_ok=True)
     place.symlink_to(host, target_is_directory=True)
+
+
+def kept_in(config: Mapping[str, Any]) -> dict[str, str] | None:
+    """Return the folder of ``checkpoint_storage`` and the name that is written in it, by which
+    another machine sees that it has the same one; None if it is not on a disk, or cannot be written
+    here.
+    """
+    section = config.get("checkpoint_storage") or {}
+    key = {"shared_fs": "host_path", "directory": "container_path"}.get(str(section.get("type")))
+    if key is None:
+        return None
+    folder = Path(section[key])
+    try:
+        if not name_of(folder):
+            write_atomic(folder / _NAME_FILE, uuid.uuid4().hex, durable=False)
+    except OSError:
+        return None
+    return {"path": str(folder), "name": name_of(folder)}
+
+
+def name_of(folder: Path) -> str:
+    """Return the name that `kept_in` has written into a folder; "" if there is none."""
+    try:
+        return (folder / _NAME_FILE).read_text(encoding="ascii")
+    except OSError:
+        return ""
 
 
 def folder_of(base: Path, name: str) -> Path | None:

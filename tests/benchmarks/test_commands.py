@@ -16,7 +16,9 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 QUICK = re.compile(r"^ *python (benchmarks/.*?) +# quick\b", re.MULTILINE)
-SKIPPED = re.compile(r"no cuobjdump|no NVRTC|no native kernels|determined is not installed|no control group")
+SKIPPED = re.compile(
+    r"no cuobjdump|no NVRTC|no native kernels|(determined|slurmctld|ray) is not installed|no control group"
+)
 
 
 def benchmarks() -> list[Path]:

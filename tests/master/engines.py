@@ -1,23 +1,28 @@
 """Real clusters of two nodes with two slots each on this machine, for the tests of masters on them:
-Slurm's daemons, started by hand, and Ray's."""
+Slurm's daemons, started by hand, and Ray's. A small trial on them, and the loss of its node."""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import pwd
+import re
 import shutil
 import signal
 import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
 import pytest
 
+from tests.master.det import Det, until
+from tests.runtime.line_model import FILES, experiment
+from zero_trial.checkpoint.reader import CheckpointReader
 from zero_trial.master.agent import processes
 
 SECONDS = 60.0
@@ -200,6 +205,76 @@ def ray(folder: Path) -> Iterator[RayCluster]:
             cluster.stop()
 
 
+ENGINES: dict[str, Callable[[Path], AbstractContextManager[Cluster]]] = {"slurm": slurm, "ray": ray}
+
+SPEAKS = 'import os\nprint("one of", os.environ.get("WORLD_SIZE"), "ranks", flush=True)\n'
+
+
+def submit(det: Det, slots: int, **hyperparameters: Any) -> int:
+    """``det experiment create``; the experiment's number, which is its trial's too."""
+    context = det.folder / "line"
+    context.mkdir(exist_ok=True)
+    for name, text in FILES.items():
+        (context / name).write_text(text + SPEAKS if name == "model_def.py" else text)
+    resources, seed = {"slots_per_trial": slots}, {"experiment_seed": 7}
+    config = {**experiment("module", **hyperparameters), "resources": resources, "reproducibility": seed}
+    file = det.folder / "line.yaml"
+    file.write_text(json.dumps({**config, "max_restarts": 0}))
+    out = det.ok("experiment", "create", str(file), str(context))
+    return int(out.rpartition("Created experiment ")[2].split()[0])
+
+
+def places(det: Det, trial: int) -> list[list[str]]:
+    """The nodes of each run, as the master has said in the trial's log."""
+    return [sorted(names.split(", ")) for names in re.findall(r"run \d+ runs on (.+)", det.logs(trial))]
+
+
+def results(det: Det, trial: int) -> dict[str, Any]:
+    """What must be equal to the bit: every report in its order, and the files of the last
+    checkpoint's model."""
+    found = det.json("trial", "describe", str(trial), "--metrics")["workloads"]
+    reports = {
+        kind: [(w[kind]["totalBatches"], w[kind]["metrics"]["avgMetrics"]) for w in found if w.get(kind)]
+        for kind in ("training", "validation")
+    }
+    last = max((w["checkpoint"] for w in found if w.get("checkpoint")), key=lambda one: int(one["totalBatches"]))
+    manifest = CheckpointReader(det.root / "storage" / last["uuid"] / "model0").manifest
+    return {**reports, "files": {name: record.sha256 for name, record in manifest.files.items()}}
+
+
+def lose_one(det: Det, cluster: Cluster, name: str, whole: dict[str, Any]) -> dict[str, float]:
+    """Lose the node of a trial in the middle of a step; it goes on on the other node to the bits of
+    ``whole``, the results of one that is not disturbed. Then the node comes back.
+
+    If ``whole`` is empty such a trial runs meanwhile on the other node, and its results are put
+    into it. Returns seconds from the loss until the master has noticed it, the next run has begun, and the trial has
+    ended.
+    """
+    gate = det.folder / name
+    lost = submit(det, 2, wait_at=6, wait_for=str(gate))
+    calm = None if whole else submit(det, 2)
+    det.wait_for_line(lost, "waits at its gate")
+    [[node]] = places(det, lost)
+    begin = time.monotonic()
+    cluster.lose(node)
+    gate.touch()
+    det.wait_for_line(lost, "a machine was lost")
+    noticed = time.monotonic() - begin
+    if calm is not None:
+        assert det.wait(calm) == "COMPLETED", det.logs(calm)
+        whole |= results(det, calm)
+    until(lambda: len(places(det, lost)) == 2, "it is not started again")
+    again = time.monotonic() - begin
+    assert det.wait(lost) == "COMPLETED", det.logs(lost)
+    ended = time.monotonic() - begin
+    assert places(det, lost)[1] != [node] and det.trials(lost)[0]["restarts"] == 0
+    assert "resumed at step 4" in det.logs(lost)
+    assert results(det, lost) == whole
+    cluster.restore(node)
+    until(lambda: len(cluster.nodes()) == len(det.json("agent", "list")) == 2, "it does not come back")
+    return {"noticed": noticed, "again": again, "ended": ended}
+
+
 def kill(pids: list[int]) -> None:
     """SIGKILL at one moment, as the loss of a machine: none sees another one end."""
     for number in (signal.SIGSTOP, signal.SIGKILL):
@@ -213,10 +288,3 @@ def free_ports(count: int) -> list[int]:
     finally:
         for each in sockets:
             each.close()
-
-
-def until(true: Callable[[], bool], otherwise: str) -> None:
-    deadline = time.monotonic() + SECONDS
-    while not true():
-        assert time.monotonic() < deadline, otherwise
-        time.sleep(0.2)

@@ -247,8 +247,8 @@ def lose_one(det: Det, cluster: Cluster, name: str, whole: dict[str, Any]) -> di
     ``whole``, the results of one that is not disturbed. Then the node comes back.
 
     If ``whole`` is empty such a trial runs meanwhile on the other node, and its results are put
-    into it. Returns seconds from the loss until the master has noticed it, the next run has begun, and the trial has
-    ended.
+    into it. Returns seconds from the loss until the master has noticed it, the next run has begun,
+    and the trial has ended.
     """
     gate = det.folder / name
     lost = submit(det, 2, wait_at=6, wait_for=str(gate))

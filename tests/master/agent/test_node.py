@@ -33,14 +33,14 @@ from zero_trial.master.records import Conflict, Invalid
         ),
         ({"kind": "cuda"}, {"CUDA_VISIBLE_DEVICES": "2,3"}),
         ({"slots": 0}, {"DET_SLOT_IDS": "[]"}),
-        ({"nodes": 2}, {"DET_SOCKET_ROOT": "/tmp/zt-1", "C10D_PORT": "10", "INTER_TRAIN_PROCESS_COMM_PORT_2": "36"}),
+        ({"nodes": 2}, {"DET_SOCKET_ROOT": "/scratch/1", "C10D_PORT": "10", "INTER_TRAIN_PROCESS_COMM_PORT_2": "36"}),
     ],
 )
 def test_the_environment_of_a_node(order: dict[str, Any], expected: dict[str, str]) -> None:
     config = json.dumps({"environment": {"environment_variables": {"cpu": order.pop("own", [])}}})
     whole = {"env": {"A": "b", "DET_EXPERIMENT_CONFIG": config}, "slots": 2, "kind": "cpu", "nodes": 1, **order}
-    env = completed(whole, Path("/f/node-1"), "n1", Ports(10, 20, 36, 30), "2,3", 4, "/tmp/zt-1")
-    plain = {"TMPDIR": "/tmp/zt-1", "OMP_NUM_THREADS": "4", **expected}
+    env = completed(whole, Path("/f/node-1"), "n1", Ports(10, 20, 36, 30), "2,3", 4, "/scratch/1")
+    plain = {"TMPDIR": "/scratch/1", "OMP_NUM_THREADS": "4", **expected}
     assert {name: env.get(name) for name in plain} == plain
     assert (env["A"], env["DET_RUN_ROOT"]) == ("b", "/f/node-1/root")
     assert ("DET_SOCKET_ROOT" in env) == (whole["nodes"] > 1)

@@ -31,7 +31,7 @@ def test_faults_are_2_and_go_to_the_output(tmp_path: Path, capsys: pytest.Captur
 
 
 def test_a_fault_of_the_code_is_1(tmp_path: Path):
-    made = project(tmp_path, model=MODEL.replace("import torch\n", "import torch\nimport no_such_module_at_all\n"))
+    made = project(tmp_path, model=MODEL.replace("import torch\n", "import torch\nno_such_name\n"))
     assert main(["check", str(made.experiment), str(tmp_path)]) == 1
     assert main(["check", str(made.experiment), str(tmp_path), "--no-build"]) == 0
 

@@ -11,6 +11,7 @@ from zero_trial.errors import ConfigError
 from zero_trial.experiment.entrypoint import (
     Entrypoint,
     check_entrypoint,
+    check_imports,
     check_metric,
     parse_entrypoint,
     trial_classes,
@@ -90,11 +91,54 @@ def test_a_package_and_a_dotted_module(tmp_path: Path):
         "import zero_trial as z\nclass MyTrial(z.ZeroTrial): ...",
         "from zero_trial import ZeroTrial as T\nclass MyTrial(T): ...",
         "from zero_trial import ZeroTrial\nclass Base(ZeroTrial): ...\nclass MyTrial(Base): ...",
+        "from elsewhere import Far\nclass Base(Far): ...\nclass MyTrial(Base): ...",
+        "from torch import nn\nfrom elsewhere import Far\nclass MyTrial(nn.Module, Far): ...",
+        "class MyTrial(make_base(object)): ...",
     ],
 )
 def test_what_only_running_could_show_is_let_through(source: str, tmp_path: Path):
     (tmp_path / "model_def.py").write_text(source)
     check_entrypoint(Entrypoint("model_def", "MyTrial"), tmp_path)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "from torch import nn\nclass MyTrial(nn.Module): ...",
+        "import torch.nn as layers\nclass Base(layers.Module): ...\nclass MyTrial(Base, object): ...",
+        "from typing import Generic, TypeVar\nT = TypeVar('T')\nclass MyTrial(Generic[T]): ...",
+    ],
+)
+def test_a_class_of_torch_or_of_python_is_no_trial(source: str, tmp_path: Path):
+    (tmp_path / "model_def.py").write_text(source)
+    with pytest.raises(ConfigError, match=r"model_def:MyTrial is not a ZeroTrial in \./model_def\.py"):
+        check_entrypoint(Entrypoint("model_def", "MyTrial"), tmp_path)
+
+
+def test_a_package_that_is_not_there_is_named_with_its_line(tmp_path: Path):
+    (tmp_path / "model_def.py").write_text("import math\nfrom nonesuch.inner import thing\n")
+    with pytest.raises(ConfigError, match=r"model_def\.py:2: No module named 'nonesuch'.*from nonesuch\.inner"):
+        check_imports(Entrypoint("model_def", "MyTrial"), tmp_path)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "import math, torch.nn as nn",
+        "from beside import x",
+        "import folder.inner",
+        "from .beside import x",
+        "import deepspeed",
+        "try:\n    import nonesuch\nexcept ImportError:\n    nonesuch = None",
+        "if False:\n    import nonesuch",
+        "def f():\n    import nonesuch",
+    ],
+)
+def test_imports_that_may_well_be_found(line: str, tmp_path: Path):
+    (tmp_path / "model_def.py").write_text(line)
+    (tmp_path / "beside.py").touch()
+    (tmp_path / "folder").mkdir()
+    check_imports(Entrypoint("model_def", "MyTrial"), tmp_path)
 
 
 def test_a_syntax_error_is_named_with_its_line(tmp_path: Path):

@@ -6,8 +6,11 @@ from __future__ import annotations
 import ast
 import difflib
 import re
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.machinery import PathFinder
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +22,9 @@ AS_DETERMINED = "zero_trial.as_determined"
 _DEEPSPEED_LAUNCHERS = (AS_DETERMINED, "determined.launch.deepspeed")
 _COUNTERS = ("batches", "epochs")  # every validation reports them
 _OTHER_WAYS = ("wrap_reducer", "evaluate_batch", "evaluate_full_dataset")  # by which metrics come from elsewhere
+_NO_TRIALS = frozenset({"torch", *sys.stdlib_module_names})  # packages whose classes are no trials
+# their modules are zero_trial's own where as_determined imports the trial
+_ANSWERED_FOR = frozenset({"deepspeed", "determined"})
 _FORM = re.compile(r"([A-Za-z_][\w.]*):([A-Za-z_]\w*)")
 
 
@@ -95,8 +101,8 @@ def check_entrypoint(
     defined = [node for node in source.body if isinstance(node, ast.ClassDef) and node.name == entrypoint.name]
     file = f"./{path.relative_to(model_dir)}"
     it_defines = f"it defines {', '.join(f'{name}({BASE})' for name in trials)}" if trials else f"it defines no {BASE}"
-    if defined and not _base_is_known(defined[0], source):
-        return  # its base comes from elsewhere and may well be a trial
+    if defined and not _surely_no_trial(defined[0], source):
+        return  # a base comes from elsewhere and may well be a trial
     what = f"{entrypoint} is not a {BASE}" if defined else f"{entrypoint} not found"
     elsewhere = [] if defined else [found.stem for found in files_with(entrypoint.name, [model_dir])]
     raise ConfigError(
@@ -135,6 +141,28 @@ def check_metric(entrypoint: Entrypoint, model_dir: Path, metric: Any, where: st
     listed = ", ".join(f'"{name}"' for name in sorted(names))
     fix = f"Write metric: {min(names)}." if len(names) == 1 else "Name one of these."
     raise ConfigError(f'"{metric}" never reported; the trial reports [{listed}]', where=where, fix=fix)
+
+
+def check_imports(entrypoint: Entrypoint, model_dir: Path) -> None:
+    """Raise ConfigError when the trial's module imports a package, outside of any ``try`` or
+    ``if``, that is neither here nor in the model folder. Runs nothing of it."""
+    path = entrypoint.file(model_dir)
+    if path is None:
+        return
+    for node in _read_source(path, str(path)).body:
+        for _, name in _imports([node]):
+            package = name.partition(".")[0]
+            if package in _ANSWERED_FOR or package in sys.modules:
+                continue
+            # ranks search the model folder and the one that they were started in
+            if PathFinder.find_spec(package, [str(model_dir), str(Path.cwd())]) or find_spec(package):
+                continue
+            raise ConfigError(
+                f"No module named '{package}'",
+                where=f"{path.relative_to(model_dir)}:{node.lineno}",
+                got=ast.unparse(node),
+                fix=f"Install it where {sys.executable} finds it, or put {package}.py into {model_dir}.",
+            )
 
 
 def _hands_on(trial: ast.ClassDef, methods: Mapping[str, ast.FunctionDef]) -> bool:
@@ -229,11 +257,31 @@ def _imported_or_assigned(source: ast.Module) -> set[str]:
     return names
 
 
-def _base_is_known(node: ast.ClassDef, source: ast.Module) -> bool:
-    """Return whether all bases of the class (or none) are defined in this very file, so that it is
-    surely not a trial."""
-    local = {item.name for item in source.body if isinstance(item, ast.ClassDef)} | {"object"}
-    return all(_name(base) in local for base in node.bases)
+def _surely_no_trial(node: ast.ClassDef, source: ast.Module) -> bool:
+    """Return whether all that the class descends from is defined in this very file, or comes from
+    packages that have no trials."""
+    local = {item.name: item for item in source.body if isinstance(item, ast.ClassDef) and item is not node}
+    packages = {alias: name.partition(".")[0] for alias, name in _imports(source.body)}
+    for base in node.bases:
+        first = next((each.id for each in ast.walk(base) if isinstance(each, ast.Name)), "")
+        if isinstance(base, ast.Name) and first in local:
+            if not _surely_no_trial(local[first], ast.Module([item for item in source.body if item is not node], [])):
+                return False
+        elif packages.get(first) not in _NO_TRIALS and first not in ("object", "Exception"):
+            return False
+    return True
+
+
+def _imports(statements: Iterable[ast.stmt]) -> Iterator[tuple[str, str]]:
+    """Yield by its name here each module, or module and name in it, that one of the statements
+    imports from elsewhere."""
+    for node in statements:
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield alias.asname or alias.name.partition(".")[0], alias.name
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            for alias in node.names:
+                yield alias.asname or alias.name, f"{node.module}.{alias.name}"
 
 
 def _advice(wanted: str, names: Sequence[str], after: str = "", before: str = "") -> str | None:

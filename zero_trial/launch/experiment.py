@@ -23,6 +23,7 @@ from zero_trial.experiment.entrypoint import (
     AS_DETERMINED,
     Entrypoint,
     check_entrypoint,
+    check_imports,
     check_metric,
     files_with,
     parse_entrypoint,
@@ -92,6 +93,7 @@ def check_run(request: RunRequest, env: Mapping[str, str]) -> CheckedRun:
     where = experiment.document.at(("entrypoint",)).where("entrypoint")
     entrypoint = parse_entrypoint(experiment.entrypoint, where)
     check_entrypoint(entrypoint, model_dir, where)
+    check_imports(entrypoint, model_dir)
     metric_where = experiment.document.at(("searcher", "metric")).where("searcher.metric")
     check_metric(entrypoint, model_dir, experiment.searcher.metric, metric_where)
     devices = count_devices(env)

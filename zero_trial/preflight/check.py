@@ -10,7 +10,7 @@ from typing import Any
 
 from zero_trial.errors import ConfigError
 from zero_trial.experiment.changes import KeyPath
-from zero_trial.experiment.entrypoint import Entrypoint, check_entrypoint, parse_entrypoint
+from zero_trial.experiment.entrypoint import Entrypoint, check_entrypoint, check_imports, parse_entrypoint
 from zero_trial.experiment.experiment import ExperimentConfig, examine_experiment
 from zero_trial.experiment.space import Point, Space, explore, find_ranges
 from zero_trial.launch.environment import count_devices
@@ -154,6 +154,7 @@ class _ExperimentCheck:
         try:
             entrypoint = parse_entrypoint(experiment.entrypoint, where)
             check_entrypoint(entrypoint, model_dir, where)
+            check_imports(entrypoint, model_dir)
         except ConfigError as error:
             self.issues += issues_of(Area.ENTRYPOINT, error)
             return None

@@ -149,7 +149,8 @@ def import_trial_class(module: str, name: str, model_dir: Path) -> type[ZeroTria
     ]
     listed = ", ".join(f"{key}(ZeroTrial)" for key in trials)
     raise ConfigError(
-        f"{module}:{name} not found in {model_dir / module}.py; it defines {listed or 'no ZeroTrial'}",
+        f"{module}:{name} {'is not a ZeroTrial' if name in content else 'not found'} in {model_dir / module}.py; "
+        f"it defines {listed or 'no ZeroTrial'}",
         where="entrypoint",
         fix=f"Use entrypoint: {module}:{trials[0]}." if trials else "Write a subclass of zero_trial.ZeroTrial.",
     )

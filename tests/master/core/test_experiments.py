@@ -444,6 +444,10 @@ class TestContinue:
             master.experiments.resume_ended(9, "")
         with pytest.raises(Invalid):
             master.experiments.resume_ended(running.id, "[1, 2")
+        master.exit(1)
+        for place in ("workspace", "project"):
+            with pytest.raises(Invalid, match="det experiment move"):
+                master.experiments.resume_ended(running.id, f"{place}: Uncategorized")
 
 
 def test_labels_that_many_clients_put_at_once_are_all_kept(master: Sandbox) -> None:

@@ -403,6 +403,13 @@ class ExperimentService:
                 got=", ".join(map(str, override)),
                 fix="Continue it as it is, or create a new experiment.",
             )
+        for place in ("workspace", "project"):
+            if override.get(place) is not None:
+                raise Invalid(
+                    "cannot be changed by continuing",
+                    where=place,
+                    fix="Move the experiment first: det experiment move.",
+                )
         done = self._complete(merge(override, found.config))
         if done.config["searcher"]["name"] != kind:
             raise Invalid("must stay the searcher that it is", where="searcher.name", expected=kind)

@@ -274,7 +274,12 @@ _UNSUPPORTED: Mapping[str, str] = {
     "/scim": "the embedded master has no single sign-on",
     "/proxy": "ports of tasks are not forwarded: they are on this machine",
 }
+_NO_STREAMS = "the embedded master has no streams of metrics: ask trials/time-series or trials/metrics/trial_metrics"
 _UNSUPPORTED_ENDINGS: Mapping[str, str] = {
+    **{
+        f"/metrics-stream/{name}": _NO_STREAMS
+        for name in ("metric-names", "batches", "trials-snapshot", "trials-sample")
+    },
     "/metrics": "the embedded master does not track which trial used which checkpoint",
     "/retain_logs": "logs are kept until their experiment is deleted",
     "/tensorboard-files": "TensorBoard files are deleted with their experiment, not before",

@@ -108,11 +108,17 @@ def test_a_trial_that_said_that_it_ends_and_does_not_is_ended(master: Sandbox) -
 
 
 def test_logs_hold_what_the_master_did(master: Sandbox) -> None:
-    master.create()
+    """A failure that says nothing of itself is told in a cluster's words."""
+    master.create(max_restarts=2)
     master.exit(1, code=3, why="so it goes")
+    master.exit(1, code=3)
     master.exit(1)
     lines = [line.message for line in master.trials.logs(1, LogQuery(follow=True)) if line is not None]
-    assert lines == ["run 1 ended with exit code 3: so it goes", "run 2 ended with exit code 0"]
+    assert lines == [
+        "run 1 ended with exit code 3: so it goes",
+        "run 2 ended with exit code 3: resources failed with non-zero exit code",
+        "run 3 ended with exit code 0",
+    ]
 
 
 @pytest.mark.parametrize("operation", ["get", "kill", "workloads", "metrics", "checkpoints", "metadata", "start_run"])

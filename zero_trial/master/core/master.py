@@ -47,6 +47,7 @@ from zero_trial.master.records import (
 from zero_trial.master.store import accounts, experiments, trials, workspaces
 
 log = logging.getLogger(__name__)
+_FAILED = "resources failed with non-zero exit code"  # as a cluster says it; its users' scripts look for these words
 
 _TICK_SECONDS = 0.5
 _LIVE = (
@@ -329,9 +330,9 @@ class Master:
             run = trials.allocation(tx.connection, allocation_id)
             if run is None or run.state is AllocationState.TERMINATED:
                 return
-            why = f": {ended.why}" if ended.why else ""
+            why = ended.why or ("" if ended.code == 0 or ended.killed else _FAILED)
             level = "INFO" if ended.code == 0 else "ERROR"
-            tx.note(run.trial_id, level, f"run {run.run_id} ended with exit code {ended.code}{why}")
+            tx.note(run.trial_id, level, f"run {run.run_id} ended with exit code {ended.code}{why and f': {why}'}")
             matches = trials.log_matches(tx.connection, run.task_id)
             end = lifecycle.Exited(
                 ended.code,

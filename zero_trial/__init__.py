@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import sys
 from importlib import import_module
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
@@ -116,7 +117,10 @@ def __getattr__(name: str) -> Any:
     if name in _MODULES:
         return import_module(_MODULES[name])
     if name not in _PLACES:
-        raise AttributeError(f"module 'zero_trial' has no attribute {name!r}{_nearest(name)}")
+        near = _nearest(name)
+        if near and _imports(sys._getframe(1)):  # Python itself would drop what an AttributeError says
+            raise ImportError(f"cannot import name {name!r} from 'zero_trial'{near}", name=__name__, path=__file__)
+        raise AttributeError(f"module 'zero_trial' has no attribute {name!r}{near}")
     return getattr(import_module(_PLACES[name]), name)
 
 
@@ -134,6 +138,13 @@ def _nearest(name: str) -> str:
     lower = {known.lower(): known for known in __all__}
     near = difflib.get_close_matches(name.lower(), lower, 1, 0.7)
     return f". Did you mean {lower[near[0]]!r}?" if near else ""
+
+
+def _imports(frame: FrameType) -> bool:
+    """Return whether ``from zero_trial import ...`` is what a frame executes."""
+    from opcode import opname
+
+    return opname[frame.f_code.co_code[frame.f_lasti]] == "IMPORT_FROM"
 
 
 def _is_determined_harness() -> bool:

@@ -44,4 +44,8 @@ def subclasses(kind: type) -> set[type]:
 def test_a_wrong_name_suggests_the_right_one() -> None:
     with pytest.raises(AttributeError, match="Did you mean 'DataLoader'"):
         _ = zero_trial.Dataloader
+    with pytest.raises(ImportError, match="Did you mean 'DataLoader'"):
+        exec("from zero_trial import Dataloader")
+    with pytest.raises(ImportError, match="cannot import name 'unheard_of'"):
+        exec("from zero_trial import unheard_of")
     assert not hasattr(zero_trial, "__wrapped__") and dir(zero_trial) == sorted(zero_trial.__all__)

@@ -126,7 +126,7 @@ def test_a_run_that_goes_or_cannot_be_read_leaves_the_others(tmp_path: Path, mon
             shutil.rmtree(folder)
         return found
 
-    monkeypatch.setattr("zero_trial.board.source.is_run", listed_and_gone)
+    monkeypatch.setattr("zero_trial.report.run_reader.is_run", listed_and_gone)
     source = RunsSource(tmp_path)
     rows = {row.name: row for row in source.overview().rows}
     assert list(rows) == ["0004", "0002", "0001"]
@@ -139,7 +139,7 @@ def test_a_run_that_goes_or_cannot_be_read_leaves_the_others(tmp_path: Path, mon
             raise PermissionError(13, "Permission denied", str(folder))
         return is_run(folder)
 
-    monkeypatch.setattr("zero_trial.board.source.is_run", closed)
+    monkeypatch.setattr("zero_trial.report.run_reader.is_run", closed)
     assert "0004" in {row.name for row in source.overview().rows}
 
 

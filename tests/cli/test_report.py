@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.report.searched import play
-from tests.report.test_run_reader import SUMMARY, make, run, start, train
+from tests.report.test_run_reader import SUMMARY, make, run, start, train, unreadable
 from zero_trial.cli.main import main
 
 
@@ -50,6 +50,14 @@ def test_a_folder_of_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert (tmp_path / "sweep.html").is_file()
     assert main(["sweep", "report", str(tmp_path), "-o", str(tmp_path / "x.html")]) == 0
     assert (tmp_path / "x.html").is_file()
+
+
+def test_a_run_that_cannot_be_read_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run(tmp_path / "0001", 0.1, 1.0)
+    unreadable(tmp_path / "0002")
+    assert main(["report", str(tmp_path)]) == 0
+    captured = capsys.readouterr()
+    assert captured.err.startswith("warn    0002 cannot be read: ") and "sweep.html" in captured.out
 
 
 def test_mistakes_sweep(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,7 +13,7 @@ import yaml
 from zero_trial.errors import ConfigError
 from zero_trial.report.data import Tone
 from zero_trial.report.run_page import render_run
-from zero_trial.report.run_reader import from_run_folder, from_runs, in_force
+from zero_trial.report.run_reader import UNREADABLE, from_run_folder, from_runs, in_force
 from zero_trial.report.sweep_page import render_sweep
 
 LOCK = "name: small\nsearcher: {name: single, metric: validation_loss}\ndata: {ds_config: {zero_optimization: {stage: 2}}}\n"
@@ -256,6 +256,30 @@ def test_runs_of_different_metrics_cannot_be_compared(tmp_path: Path) -> None:
     run(tmp_path / "a", 0.1, 1.0)
     run(tmp_path / "b", 0.1, 1.0, metric="accuracy")
     with pytest.raises(ConfigError, match="different metrics: got accuracy, validation_loss"):
+        from_runs(tmp_path)
+
+
+def unreadable(folder: Path) -> None:
+    """A run whose summary another program has changed."""
+    run(folder, 0.1, 1.0)
+    summary = json.loads((folder / "summary.json").read_text())
+    (folder / "summary.json").write_text(json.dumps({**summary, "parameters": "many"}))
+
+
+def test_a_run_that_cannot_be_read_is_named_and_the_others_are_compared(tmp_path: Path) -> None:
+    for name, loss in (("0001", 2.0), ("0003", 1.0)):
+        run(tmp_path / name, 0.1, loss)
+    unreadable(tmp_path / "0002")
+    report = from_runs(tmp_path)
+    assert [trial.id for trial in report.ranked()] == ["0003", "0001"]
+    (lost,) = [trial for trial in report.trials if trial.status == UNREADABLE]
+    assert lost.id == "0002" and "TypeError" in lost.why
+    assert "cannot be read" in render_sweep(report) and "TypeError" in render_sweep(report)
+
+
+def test_runs_of_which_none_can_be_read(tmp_path: Path) -> None:
+    unreadable(tmp_path / "0002")
+    with pytest.raises(ConfigError, match=r"no run here can be read.*0002: TypeError"):
         from_runs(tmp_path)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -58,9 +59,9 @@ def _handle(options: argparse.Namespace) -> int:
 
 
 def _holds_runs(folder: Path) -> bool:
-    from zero_trial.report.run_reader import is_run
+    from zero_trial.report.run_reader import may_be_run
 
-    return folder.is_dir() and any(is_run(inner) for inner in folder.iterdir())
+    return folder.is_dir() and any(inner.is_dir() and may_be_run(inner) for inner in folder.iterdir())
 
 
 def _write_page(path: Path, text: str) -> None:
@@ -102,10 +103,14 @@ def add_sweep_parser(subparsers: Any) -> None:
 
 def _report_sweep(options: argparse.Namespace) -> int:
     """Run the verb."""
+    from zero_trial.report.run_reader import UNREADABLE
     from zero_trial.report.sweep_page import render_sweep
 
     report, output = _read_sweep(options.sweep, options.root)
     _write_page(options.output or output, render_sweep(report))
+    for trial in report.trials:
+        if trial.status == UNREADABLE:
+            sys.stderr.write(f"warn    {trial.id} cannot be read: {trial.why}\n")
     return 0
 
 

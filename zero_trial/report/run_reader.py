@@ -47,6 +47,20 @@ def is_run(folder: Path) -> bool:
     return any(path.is_file() for path in (files.events, files.metrics, files.config_lock))
 
 
+def may_be_run(folder: Path) -> bool:
+    """Return whether a run has written into a folder, or may have: the folder cannot be read."""
+    try:
+        return is_run(folder)
+    except OSError:
+        return True
+
+
+def why_unreadable(error: Exception) -> str:
+    """Return the reason for which a run cannot be read, in one line."""
+    said = " ".join(str(error).split())
+    return said if isinstance(error, ConfigError) else f"{type(error).__name__}: {said}"
+
+
 def check_is_run(folder: Path) -> None:
     """Raise ConfigError unless a run has written into this folder."""
     if not is_run(folder):
@@ -379,23 +393,39 @@ _IGNORED = ("data.zero_trial.",)  # the lock's own facts
 _SECTIONS = ("hyperparameters", "data", "resources", "reproducibility", "searcher")
 
 
+UNREADABLE = Status("cannot be read", Tone.BAD)
+
+
 def from_runs(folder: Path) -> SweepReport:
-    """Return the runs below ``folder``. Raises ConfigError if there are none."""
-    paths = (
-        sorted((path for path in folder.iterdir() if path.is_dir() and is_run(path)), key=lambda p: p.name)
-        if folder.is_dir()
-        else []
-    )
-    if not paths:
+    """Return the runs below ``folder``. One that cannot be read is a trial with the reason.
+
+    Raises ConfigError if there are none, or none can be read.
+    """
+    paths = sorted(path for path in folder.iterdir() if path.is_dir()) if folder.is_dir() else []
+    readers = {path.name: RunReader(path) for path in paths if may_be_run(path)}
+    reports: dict[str, RunReport] = {}
+    unreadable: dict[str, str] = {}
+    for name, reader in readers.items():
+        try:
+            reports[name] = reader.report()
+        except Exception as error:  # any: other releases write other records
+            unreadable[name] = why_unreadable(error)
+    if not reports:
         raise ConfigError(
-            "there are no runs here", where=str(folder), expected="a folder of run folders, or an experiment's id"
+            "no run here can be read" if unreadable else "there are no runs here",
+            where=str(folder),
+            got=f"{next(iter(unreadable))}: {next(iter(unreadable.values()))}" if unreadable else None,
+            expected="a folder of run folders, or an experiment's id",
         )
-    readers = {path.name: RunReader(path) for path in paths}
-    reports = {name: reader.report() for name, reader in readers.items()}
-    return as_sweep(folder.resolve().name, reports, {name: reader.config() for name, reader in readers.items()})
+    return _as_sweep(folder.resolve().name, reports, {name: readers[name].config() for name in reports}, unreadable)
 
 
-def as_sweep(title: str, reports: Mapping[str, RunReport], configs: Mapping[str, Mapping[str, Any]]) -> SweepReport:
+def _as_sweep(
+    title: str,
+    reports: Mapping[str, RunReport],
+    configs: Mapping[str, Mapping[str, Any]],
+    unreadable: Mapping[str, str],
+) -> SweepReport:
     """Return runs, at least one, as a sweep. Raises ConfigError if their metrics differ."""
     metric, smaller = _goal(configs)
     points = {name: point(config) for name, config in configs.items()}
@@ -405,16 +435,19 @@ def as_sweep(title: str, reports: Mapping[str, RunReport], configs: Mapping[str,
         _trial(name, report, {key: points[name][key] for key in swept if key in points[name]}, metric, smaller)
         for name, report in reports.items()
     )
+    without = tuple(
+        TrialReport(name, UNREADABLE, {}, Series(metric, (), ()), why=why) for name, why in unreadable.items()
+    )
     found = SweepReport(
         title=title,
         status=_status_folder_of_runs(trials),
         searcher="runs of a folder",
         metric=metric,
         smaller_is_better=smaller,
-        trials=trials,
+        trials=trials + without,
         throughput_unit="samples/s",
         axes=axes,
-        subtitle=f"{len(trials)} runs",
+        subtitle=f"{len(trials)} runs" + (f", {len(without)} more cannot be read" if without else ""),
         created=datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
     )
     ranked = found.ranked()

@@ -24,18 +24,17 @@ from tests.support.pool import Pools
 from zero_trial.checkpoint import CheckpointReader, Slice, save_checkpoint
 from zero_trial.checkpoint.export import (
     Exported,
-    Inventory,
     TensorStream,
     WeightSource,
     describe_dtypes,
     exported_dtype,
     file_names,
     plan_export,
-    take_inventory,
     write_export,
     write_weights,
 )
 from zero_trial.checkpoint.format import FileRecord, Manifest, StoredPiece, TensorEntry
+from zero_trial.checkpoint.inventory import Inventory, take_inventory
 from zero_trial.checkpoint.writer import DurableFiles
 from zero_trial.errors import CheckpointError, ConfigError
 from zero_trial.pipeline import PipelineModule

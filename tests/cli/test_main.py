@@ -99,6 +99,7 @@ WITHOUT_TORCH = {
     "schedule 1f1b --stages 2 --micro-batches 2": 0,
     "ckpt ls saved": 0,
     "ckpt verify saved --all": 0,
+    "ckpt show saved": 0,
     "report run": 0,
     "diff run run": 1,
     "resume run": 0,

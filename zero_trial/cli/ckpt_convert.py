@@ -77,10 +77,10 @@ def _export(options: argparse.Namespace) -> int:
         exported_dtype,
         file_names,
         plan_export,
-        take_inventory,
         write_export,
     )
     from zero_trial.checkpoint.folder import choose_checkpoint, only_engine
+    from zero_trial.checkpoint.inventory import take_inventory
     from zero_trial.checkpoint.reader import CheckpointReader
 
     engine = only_engine(choose_checkpoint(options.checkpoint))

@@ -85,6 +85,7 @@ ARROWS: Mapping[str, set[str]] = {
         *("report", "board", "experiment", "ds_config", "schema", "errors", "__init__"),
         "sharding.plan",  # the plan of a stage, which is pure: a schedule is drawn without torch
         "stand_in",  # its tables, for `launch` and the reference page
+        "ops.dispatch",  # what each op runs as, for `env`
     },
 }
 
@@ -93,7 +94,7 @@ ARROWS: Mapping[str, set[str]] = {
 WITHOUT_TORCH = ("util", "schema", "ds_config", "experiment", "runs", "launch", "master", "report", "board")
 
 ONLY_IMPORTERS = {
-    "determined": ("zero_trial.runtime.determined",),
+    "determined": ("zero_trial.runtime.determined", "zero_trial.tune.cluster"),  # its harness, and its client
     "lightning": ("zero_trial.lightning",),
     "deepspeed": (),
     "hjson": (),

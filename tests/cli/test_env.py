@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from importlib import metadata
 
 import pytest
@@ -11,6 +10,8 @@ import pytest
 from zero_trial.cli import env
 from zero_trial.cli.env import Fact, as_text, collect, kernel_facts, versions
 from zero_trial.cli.main import main
+from zero_trial.errors import ConfigError
+from zero_trial.ops import dispatch
 
 
 def test_everything_is_there_or_says_why():
@@ -63,11 +64,14 @@ def test_what_cannot_be_asked_is_said(monkeypatch: pytest.MonkeyPatch):
         raise OSError("no process")
 
     monkeypatch.setattr(env, "_ask", broken)
+    monkeypatch.setattr(dispatch, "report", broken)
     assert [(fact.value, fact.why) for fact in env.kernels()] == [("", "the report could not be made: no process")]
     assert [fact.why for fact in env.transport()] == ["CPU ranks exchange tensors through gloo: no process"]
 
 
 def test_a_choice_of_kernels_that_cannot_be_had_is_quoted(monkeypatch: pytest.MonkeyPatch):
-    said = subprocess.CompletedProcess([], 2, "", "a warning\nerror: ZERO_TRIAL_OPS: no such choice\n")
-    monkeypatch.setattr(env, "_ask", lambda *_: said)
-    assert env.kernels() == [Fact("kernels", "ops", "", "ZERO_TRIAL_OPS: no such choice")]
+    def refused() -> object:
+        raise ConfigError("no such choice", where="ZERO_TRIAL_OPS")
+
+    monkeypatch.setattr(dispatch, "report", refused)
+    assert env.kernels() == [Fact("kernels", "ops", "", "ZERO_TRIAL_OPS: no such choice.")]

@@ -10,10 +10,11 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from typing import Any
+
+from zero_trial.errors import ZeroTrialError
 
 _OPTIONAL = {
     "determined": "needed to run on a Determined cluster: pip install 'zero_trial[determined]'",
@@ -56,10 +57,7 @@ def _handle(options: argparse.Namespace) -> int:
 
 def collect(env: Mapping[str, str]) -> list[Fact]:
     """Return all facts about this machine; imports torch."""
-    with ThreadPoolExecutor(1) as pool:
-        asked = pool.submit(kernels)  # in a process of its own, while this one imports torch
-        facts = [*versions(), *_machine(env), *_backends()]
-        return [*facts, *asked.result(), *transport(), *_tools()]
+    return [*versions(), *_machine(env), *_backends(), *kernels(), *transport(), *_tools()]
 
 
 def versions() -> list[Fact]:
@@ -112,18 +110,15 @@ def _backends() -> list[Fact]:
 
 
 def kernels() -> list[Fact]:
-    """Return what the optimizer's kernels run as, and how offload reads and writes files, asked of
-    a process of their own: the command line knows nothing of the engine's rooms.
-    """
+    """Return what the optimizer's kernels run as, and how offload reads and writes files."""
     try:
-        done = _ask("-m", "zero_trial.ops", "--json")
-    except (OSError, subprocess.SubprocessError) as trouble:
+        from zero_trial.ops.dispatch import as_dict, report
+
+        said = as_dict(report())
+    except ZeroTrialError as error:  # ZERO_TRIAL_OPS
+        return [Fact("kernels", "ops", "", str(error))]
+    except (ImportError, OSError) as trouble:
         return [Fact("kernels", "ops", "", f"the report could not be made: {trouble}")]
-    try:
-        said = json.loads(done.stdout)
-    except ValueError:
-        last = (done.stderr.strip().splitlines() or ["it ended without an error message"])[-1]
-        return [Fact("kernels", "ops", "", last.removeprefix("error: "))]
     disk = said["disk"]
     passed_over = "".join(f"; not {name}: {why}" for name, why in disk["passed_over"].items())
     return [

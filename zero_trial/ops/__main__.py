@@ -4,11 +4,12 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Sequence
 
 from zero_trial.errors import ZeroTrialError
-from zero_trial.ops.dispatch import as_json, as_text, report
+from zero_trial.ops.dispatch import as_dict, as_text, report
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -21,7 +22,7 @@ def main(arguments: Sequence[str]) -> int:
     except ZeroTrialError as error:  # ZERO_TRIAL_OPS
         sys.stderr.write(f"error: {error}\n")
         return error.exit_code
-    sys.stdout.write((as_json if given.json else as_text)(lines) + "\n")
+    sys.stdout.write((json.dumps(as_dict(lines)) if given.json else as_text(lines)) + "\n")
     return 0
 
 

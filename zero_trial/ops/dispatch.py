@@ -7,7 +7,6 @@ know what is written.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -121,11 +120,11 @@ def refused() -> dict[str, str]:
     return {} if cuda is None else {kernel.name: why for kernel, why in cuda.refused.items()}
 
 
-def as_json(lines: Sequence[OpReport]) -> str:
-    """Format a report as JSON."""
+def as_dict(lines: Sequence[OpReport]) -> dict[str, Any]:
+    """Return a report as plain values, with what was refused and how files are read and written."""
     disk, passed_over = disk_io.report()
     kernels = {"ops": [asdict(line) for line in lines], "refused": refused()}
-    return json.dumps({**kernels, "disk": {"engine": disk, "passed_over": passed_over}})
+    return {**kernels, "disk": {"engine": disk, "passed_over": passed_over}}
 
 
 def as_text(lines: Sequence[OpReport]) -> str:

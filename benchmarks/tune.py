@@ -7,8 +7,9 @@
 The exhaustive search runs every way that the plan does not refuse, ways that save memory which is
 there included, to its last step. The tuner has a quarter of these runs. Both start each trial as
 `zero-trial run` does. Then the way that the tuner found and the best of the exhaustive search run
-again by turns, and `of the best` is the ratio of their medians: two figures of one machine at one
-time, where single runs differ by some percent.
+again in pairs, each first by turns, and `of the best` is the median of the pairs' ratios, beside it
+the lowest and the highest: a machine's speed may change by a fifth within minutes, and less within
+a pair.
 """
 
 from __future__ import annotations
@@ -19,7 +20,6 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -60,6 +60,7 @@ COLUMNS: list[record.Column] = [
     ("tuned", lambda row: row["tuned"]),
     ("steps/s", record.number("tuned_speed", 2)),
     ("of the best", record.number("ratio", 3)),
+    ("pairs", lambda row: row.get("pairs", "")),
     ("slowest way", record.number("slowest_speed", 2)),
     ("as configured", record.number("own_speed", 2)),
     ("exhaustive s", record.number("exhaustive_seconds", 0)),
@@ -67,7 +68,8 @@ COLUMNS: list[record.Column] = [
 ]
 NOTE = """What `zero-trial tune` finds in a quarter of the runs of an exhaustive search over stage, micro-batch,
 schedule and ways to save memory, on two CPU ranks. `of the best`: steps/s of what it found over
-those of the exhaustive best, medians of runs by turns. Seconds of the tuner include its plans."""
+those of the exhaustive best, the median of pairs of runs, and the lowest and highest pair. Seconds of
+the tuner include its plans."""
 
 
 def main() -> int:
@@ -75,7 +77,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", nargs="*", metavar="MODEL", help=f"of {', '.join(MODELS)}")
     parser.add_argument("--steps", type=int, default=8, help="measured steps of a run")
-    parser.add_argument("--again", type=int, default=3, help="further runs of the two winners, by turns")
+    parser.add_argument("--again", type=int, default=8, help="pairs of further runs of the two winners")
     parser.add_argument("--quick", action="store_true", help="the first three ways only; nothing is saved")
     given = parser.parse_args()
     unknown = [name for name in given.models if name not in MODELS]
@@ -118,19 +120,20 @@ def _compare(name: str, steps: int, again: int, *, quick: bool) -> dict[str, Any
     trials = _measured(request, chosen, settings, own)
     tuner = planned + time.monotonic() - began
     tuned = max(trials, key=lambda way: trials[way])
-    best_speed, tuned_speed = speeds[best], speeds[tuned]
+    pairs = [(speeds[best], speeds[tuned])]
     if tuned != best:
-        turns = [_by_turns(request, (best, tuned), weighed, steps) for _ in range(again)]
-        best_speed, tuned_speed = (median(turn[way] for turn in turns) for way in (best, tuned))
+        pairs = [_pair(request, (best, tuned), weighed, steps, turn) for turn in range(again)]
+    ratios = [tuned_speed / best_speed for best_speed, tuned_speed in pairs]
     return {
         "model": name,
         "ways": len(legal),
         "runs": len(trials),
         "best": best.name,
-        "best_speed": best_speed,
+        "best_speed": median(pair[0] for pair in pairs),
         "tuned": tuned.name,
-        "tuned_speed": tuned_speed,
-        "ratio": tuned_speed / best_speed,
+        "tuned_speed": median(pair[1] for pair in pairs),
+        "ratio": median(ratios),
+        "pairs": f"{min(ratios):.2f} to {max(ratios):.2f}" if len(ratios) > 1 else "the same way",
         "slowest_speed": min(speeds.values()),
         "own_speed": speeds.get(own),
         "exhaustive_seconds": exhaustive,
@@ -158,10 +161,18 @@ def _measured(
     return {trial.way: trial.speed for trial in search.trials if trial.speed is not None}
 
 
-def _by_turns(
-    request: RunRequest, ways: Sequence[TrainingWay], weighed: dict[TrainingWay, Weighed], steps: int
-) -> dict[TrainingWay, float]:
-    return _measured(request, Selection(tuple(ways), (), weighed), SearchSettings(len(ways), steps, halving=False))
+def _pair(
+    request: RunRequest,
+    ways: tuple[TrainingWay, TrainingWay],
+    weighed: dict[TrainingWay, Weighed],
+    steps: int,
+    turn: int,
+) -> tuple[float, float]:
+    """Return the speeds of two ways, measured one after the other; the second first in odd
+    turns."""
+    first = ways[turn % 2]
+    speeds = _measured(request, Selection(ways, (), weighed), SearchSettings(2, steps, halving=False), first)
+    return speeds[ways[0]], speeds[ways[1]]
 
 
 if __name__ == "__main__":

@@ -157,7 +157,7 @@ class StorageError(ZeroTrialError):
 
 
 class MasterError(ZeroTrialError):
-    """The embedded master does not start, or does not answer."""
+    """A master does not start, does not answer, or refuses what it is asked."""
 
     exit_code: int = ExitStatus.INFRASTRUCTURE
 

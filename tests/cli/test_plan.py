@@ -109,7 +109,7 @@ def test_further_micro_batches_that_move_nothing_are_estimated(
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--limit", "much"], "--limit: not a size"),
+        (["--limit", "much"], "--memory: not a size"),
         (["--slots", "3"], "train_batch_size"),
         (["--tflops", "nan"], "--tflops"),
         (["--ranks-per-node", "0", "--slots", "3"], "--ranks-per-node"),  # before anything is measured

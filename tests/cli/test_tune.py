@@ -9,12 +9,15 @@ from typing import Any
 
 import pytest
 
+import zero_trial
+from tests.master.det import running
 from tests.preflight.project import DS_CONFIG, project
 from zero_trial.cli import tune
 from zero_trial.cli.main import main
 from zero_trial.errors import ExitStatus, TrialError
 from zero_trial.tune import trials
-from zero_trial.tune.search import TuneSearch, TuneTrial
+from zero_trial.tune.result import TuneTrial
+from zero_trial.tune.search import TuneSearch
 from zero_trial.tune.space import ACCUMULATION, MICRO, STAGE, Margin, TuneFacts, Weighed, select, ways_to_train
 
 
@@ -66,6 +69,7 @@ def test_what_cannot_fit_is_pruned_with_the_planned_bytes(tmp_path: Path, capsys
         (("--trials", "0"), {}),
         (("--steps", "-1"), {}),
         (("--dir", "."), {}),
+        (("--master", "http://cluster:8080"), {}),
         ((), {"autotuning": {"tuner_type": "random"}}),
         ((), {"autotuning": {"max_train_batch_size": 4}}),
     ],
@@ -157,3 +161,38 @@ def test_two_trials_and_what_they_write(tmp_path: Path, capsys: pytest.CaptureFi
     page = (tmp_path / "out" / "tune.html").read_text()
     assert "steps/s" in page
     assert not [path for path in (tmp_path / "out").iterdir() if path.is_dir()]  # measured trials leave no folder
+
+
+def test_gpus_that_are_elsewhere_are_planned_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _, words = tuned(tmp_path, "--gpu-memory", "8GiB", "--keep", "zero_optimization.stage")
+    assert main(words) == ExitStatus.USER_ERROR
+    assert "--gpu-memory" in capsys.readouterr().err
+    assert main([*words, "--dry-run"]) == 0
+    assert "limit 8.0 GiB per rank, margin 10% and 1.0 GiB" in capsys.readouterr().out
+
+
+@pytest.mark.slow  # a master and two trials with torch
+def test_a_master_measures_a_grid(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = ("--keep", "zero_optimization.stage", "--trials", "2", "--steps", "2", "--json", "--write")
+    folder, words = tuned(tmp_path / "model", *options, "--dir", str(tmp_path / "out"))
+    here = Path(zero_trial.__file__).parents[1]  # trials import what is installed, unless they are told
+    with (folder / "const.yaml").open("a") as file:
+        file.write(f"environment: {{environment_variables: ['PYTHONPATH={here}']}}\n")
+    with running(tmp_path, "--slots", "1", "--cpu") as det:
+        for name, value in det.env().items():
+            monkeypatch.setenv(name, value)
+        assert main([*words, "--master", det.url]) == 0
+        found = json.loads(capsys.readouterr().out)
+        shown = det.experiment(1)
+        (one, two) = det.trials(1)
+    assert len(found["trials"]) == 2
+    assert all(trial["speeds"]["2"] > 0 and not trial["why"] for trial in found["trials"])
+    assert shown["config"]["searcher"]["name"] == "grid" and shown["state"] == "STATE_COMPLETED"
+    speeds = {round(trial["speeds"]["2"], 6) for trial in found["trials"]}
+    assert speeds == {round(trial["searcherMetricValue"], 6) for trial in (one, two)}
+    assert one["checkpointCount"] == two["checkpointCount"] == 0
+    written = json.loads((folder / "ds_config.json").read_text())
+    assert written == {**DS_CONFIG, **found["best"]["changes"]}
+    assert "steps/s" in (tmp_path / "out" / "tune.html").read_text()

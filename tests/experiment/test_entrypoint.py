@@ -16,6 +16,7 @@ from zero_trial.experiment.entrypoint import (
     parse_entrypoint,
     trial_classes,
 )
+from zero_trial.util.speed import SPEED_METRIC
 
 SOURCE = """
 from zero_trial import ZeroTrial
@@ -206,7 +207,7 @@ def test_a_metric_that_is_never_reported(tmp_path: Path, old: str, new: str):
     """It is refused only where the source leaves no doubt: the last of these."""
     (tmp_path / "model_def.py").write_text(REPORTS.replace(old, new) if old else REPORTS)
     entrypoint = Entrypoint("model_def", "MyTrial")
-    for metric in ("loss", "batches", "epochs", None, ""):
+    for metric in ("loss", "batches", "epochs", SPEED_METRIC, None, ""):
         check_metric(entrypoint, tmp_path, metric)
     if old:
         check_metric(entrypoint, tmp_path, "f1")

@@ -22,6 +22,7 @@ from zero_trial.preflight import fake_engine, trial_dry_run
 from zero_trial.preflight.fake_task import DryRunRequest, trial_code_error
 from zero_trial.preflight.issues import Area, Severity
 from zero_trial.preflight.trial_dry_run import DryRunResult, dry_run_trial
+from zero_trial.util.speed import SPEED_METRIC
 
 
 def run(folder: Path, model: str = MODEL, experiment: str = EXPERIMENT, **options: Any) -> DryRunResult:
@@ -366,11 +367,10 @@ def test_a_metric_that_is_no_number(tmp_path: Path):
     assert "validation_loss" in issue.text and issue.severity is Severity.FAULT
 
 
-def test_the_time_metrics_are_always_there(tmp_path: Path):
-    assert (
-        said(run(tmp_path, experiment=EXPERIMENT.replace("metric: validation_loss", "metric: batches"), dry_run=True))
-        == []
-    )
+@pytest.mark.parametrize("metric", ["batches", SPEED_METRIC])
+def test_the_time_metrics_are_always_there(metric: str, tmp_path: Path):
+    experiment = EXPERIMENT.replace("metric: validation_loss", f"metric: {metric}")
+    assert said(run(tmp_path, experiment=experiment, dry_run=True)) == []
 
 
 def test_periods_are_looked_at(tmp_path: Path):

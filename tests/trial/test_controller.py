@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from zero_trial.runtime.in_memory import ReportedRecord
 from zero_trial.trial import Batch, Epoch, TrainSettings, TrialCallback, ZeroTrial
 from zero_trial.trial.reporting import End
 from zero_trial.trial.settings import Keep
+from zero_trial.util.speed import SPEED_METRIC
 
 
 def test_a_trial_learns_reports_validates_and_saves() -> None:
@@ -212,6 +214,27 @@ class NeverTrained(LineTrial):
 def test_a_wrong_metric_is_an_error_before_the_first_step() -> None:
     with pytest.raises(ConfigError, match="'val_loss' was never reported"):
         run_rank(NeverTrained, steps(2, metric="val_loss"))
+
+
+class NeverEvaluated(LineTrial):
+    def evaluate_batch(self, *arguments: Any) -> Any:
+        raise AssertionError("a validation where only speed is measured")
+
+
+def test_a_trial_that_measures_its_speed_neither_evaluates_nor_saves(tmp_path: Path) -> None:
+    seconds = itertools.accumulate(itertools.repeat(0.25))
+    settings = steps(6, metric=SPEED_METRIC, smaller_is_better=False, step_zero_validation=False)
+    run = run_rank(NeverEvaluated, settings, storage=tmp_path, clock=lambda: next(seconds))
+    assert [(step, sorted(metrics)) for step, metrics in run.record.validation] == [
+        (6, ["batches", "epochs", SPEED_METRIC])
+    ]
+    assert 0 < run.record.validation[0][1][SPEED_METRIC] < 4.0  # the clock is read several times in a step
+    assert not list(tmp_path.iterdir()) and run.outcome.checkpoint is None
+
+
+def test_too_few_steps_to_measure_are_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no steps to measure after 2"):
+        run_rank(LineTrial, steps(2, metric=SPEED_METRIC), storage=tmp_path)
 
 
 class Calls(TrialCallback):

@@ -15,17 +15,8 @@ from zero_trial.ds_config.keys_running import AutotuningSection
 from zero_trial.errors import ConfigError
 from zero_trial.report.data import RungOutcome, Status, Tone
 from zero_trial.report.sweep_page import render_sweep
-from zero_trial.tune.search import (
-    SearchSettings,
-    TuneResult,
-    TuneSearch,
-    changed_ds_config,
-    difference,
-    is_plain_json,
-    refuse_autotuning,
-    search_settings,
-    trial_line,
-)
+from zero_trial.tune.result import TuneResult, changed_ds_config, difference, is_plain_json, trial_line
+from zero_trial.tune.search import SearchSettings, TuneSearch, refuse_autotuning, search_settings
 from zero_trial.tune.space import (
     ACCUMULATION,
     MICRO,
@@ -70,7 +61,7 @@ def rate(way: TrainingWay) -> float:
 def test_the_fastest_is_found_in_a_quarter_of_the_runs() -> None:
     found = selection()
     search = played(TuneSearch(found, SearchSettings(len(found.ways) // 4, 16), own_way(FACTS)), rate)
-    best = search.best()
+    best = search.outcome().best()
     assert best is not None
     assert rate(best.way) >= 0.95 * max(map(rate, found.ways))
     assert len(search.trials) == search.planned == len(found.ways) // 4
@@ -120,7 +111,7 @@ def test_a_trial_that_dies_is_recorded_and_the_search_goes_on() -> None:
         lambda way: None if way.micro_batch >= 8 else rate(way),
     )
     dead = [trial for trial in search.trials if trial.why]
-    best = search.best()
+    best = search.outcome().best()
     assert len(search.trials) == 5
     assert dead
     assert best is not None and not best.why
@@ -129,7 +120,7 @@ def test_a_trial_that_dies_is_recorded_and_the_search_goes_on() -> None:
 
 def test_where_all_die_there_is_no_best() -> None:
     search = played(TuneSearch(selection(), SearchSettings(3, 16)), lambda way: None)
-    assert search.best() is None
+    assert search.outcome().best() is None
     assert len({trial.way for trial in search.trials}) == 3
 
 
@@ -150,13 +141,13 @@ def test_the_page_says_what_was_decided() -> None:
     )
     search = played(TuneSearch(found, SearchSettings(4, 16), own_way(FACTS)), rate)
     result = TuneResult("gpt, tuned", '-    "stage": 0\n+    "stage": 1', "zero-trial run ...", (("ranks", "2"),))
-    report = search.report(result)
+    report = search.outcome().report(result)
     decisions = list(itertools.chain(*(ladder.decisions for ladder in report.ladders)))
     assert {decision.verdict for decision in decisions} >= {RungOutcome.FINISHED, RungOutcome.WENT_ON}
     assert report.best is not None and report.best.text == result.diff
     assert any("planned 1.6 KiB" in why for why, _ in report.pruned)
     assert report.status == Status("complete", Tone.GOOD)
-    assert search.report(replace(result, interrupted=True)).status == Status("interrupted", Tone.QUIET)
+    assert search.outcome().report(replace(result, interrupted=True)).status == Status("interrupted", Tone.QUIET)
     page = render_sweep(report)
     assert "steps/s" in page and "&quot;stage&quot;: 1" in page
 

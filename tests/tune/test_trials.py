@@ -38,7 +38,6 @@ from zero_trial.tune.trials import (
     facts_of,
     key_in_ds_config,
     run_trial,
-    speed_of,
     weigh_way,
 )
 
@@ -168,7 +167,7 @@ def test_an_interrupted_trial_leaves_nothing_and_what_was_measured_counts(
         run_trial(RunRequest(made.experiment, made.folder), trial, search, tmp_path / "0001", os.environ)
     assert not (tmp_path / "0001").exists()
     assert bool(trial.why) is not bool(speeds)
-    assert (search.best() is trial) is bool(speeds)
+    assert (search.outcome().best() is trial) is bool(speeds)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the score is Linux's")
@@ -185,15 +184,6 @@ def test_ranks_are_offered_to_the_kernel_once_when_all_are_there(tmp_path: Path)
         assert trials._offer_to_the_oom_killer(RunFolder(tmp_path).path, 2)
         assert score.read_text().strip() == "500"
         process.kill()
-
-
-@pytest.mark.parametrize(
-    ("warm_up", "expected"),
-    [(0, (4, 1 / 1.5)), (1, (4, 1 / 1.5)), (2, (3, 0.5)), (3, (2, 0.5)), (4, (1, 0.5)), (5, (0, 0.0)), (9, (0, 0.0))],
-)
-def test_the_speed_of_the_steps_after_the_warm_up(warm_up: int, expected: tuple[int, float]) -> None:
-    """Spans of 0.5, 1, 2 and 2 seconds between five steps."""
-    assert speed_of([9.0, 9.5, 10.5, 12.5, 14.5], warm_up) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from zero_trial.errors import ConfigError
 
 if TYPE_CHECKING:
     from zero_trial.errors import DoesNotFit
-    from zero_trial.launch.experiment import CheckedRun
+    from zero_trial.launch.experiment import CheckedRun, RunRequest
     from zero_trial.preflight.compare import PlannedMachine, Planner
     from zero_trial.preflight.link_model import LinkModel
     from zero_trial.preflight.pipeline_plan import PipelinePlanner
@@ -32,19 +32,7 @@ def add_parser(subparsers: Any) -> None:
         "trial is built once, and its train_batch is called. Exit code 3 if it does not fit.",
         allow_abbrev=False,
     )
-    add_words(parser)
-    parser.add_argument("--slots", "--ranks", type=int, metavar="N", help="ranks (default: resources.slots_per_trial)")
-    limits = parser.add_mutually_exclusive_group()
-    limits.add_argument(
-        "--limit",
-        metavar="SIZE",
-        help="memory of one rank, such as 16GiB (default: of the GPU, or of this machine by ranks)",
-    )
-    limits.add_argument(
-        "--gpu-memory",
-        metavar="SIZE",
-        help="plan for GPUs of this size, such as 80GiB, which need not be in this machine; the model is built without values",
-    )
+    add_planned(parser)
     parser.add_argument(
         "--stage", type=int, choices=(0, 1, 2, 3), help="plan for this ZeRO stage instead of ds_config's"
     )
@@ -68,24 +56,59 @@ def add_parser(subparsers: Any) -> None:
     parser.set_defaults(handler=_handle)
 
 
-def _handle(options: argparse.Namespace) -> int:
-    """Run the verb."""
-    from zero_trial.experiment.changes import read_words
-    from zero_trial.launch.experiment import RunRequest, check_run
-    from zero_trial.launch.placement import PlacementRequest
-    from zero_trial.preflight.compare import trial_planner
-    from zero_trial.preflight.plan import MemoryPlan
+def add_planned(parser: argparse.ArgumentParser) -> None:
+    """Add what is planned, and for which ranks; ``planned_request`` and ``planned_gpus`` return
+    it."""
+    add_words(parser)
+    parser.add_argument("--slots", "--ranks", type=int, metavar="N", help="ranks (default: resources.slots_per_trial)")
+    limits = parser.add_mutually_exclusive_group()
+    limits.add_argument(
+        "--memory",
+        "--limit",
+        metavar="SIZE",
+        help="memory of one rank, such as 16GiB (default: of the GPU, or of this machine by ranks)",
+    )
+    limits.add_argument(
+        "--gpu-memory",
+        metavar="SIZE",
+        help="plan for GPUs of this size, such as 80GiB, which need not be in this machine; the model is built without values",
+    )
 
-    links = _links(options)
+
+def planned_request(options: argparse.Namespace) -> RunRequest:
+    """Return the trial that ``add_planned`` names."""
+    from zero_trial.experiment.changes import read_words
+    from zero_trial.launch.experiment import RunRequest
+    from zero_trial.launch.placement import PlacementRequest
+
     words = read_words(given_words(options))
-    request = RunRequest(
+    return RunRequest(
         experiment_path=words.experiment_path,
         model_dir=words.model_dir,
         changes=words.changes,
         slots=options.slots,
         placement=PlacementRequest(slots=options.slots),
     )
-    checked = check_run(request, os.environ)
+
+
+def planned_gpus(options: argparse.Namespace) -> PlannedMachine | None:
+    """Return the GPUs of ``--gpu-memory``; None where it is not given."""
+    from zero_trial.preflight.compare import PlannedMachine
+    from zero_trial.util.text import parse_size
+
+    if options.gpu_memory is None:
+        return None
+    return PlannedMachine("cuda", parse_size(options.gpu_memory, "--gpu-memory"), True, one_host=False, elsewhere=True)
+
+
+def _handle(options: argparse.Namespace) -> int:
+    """Run the verb."""
+    from zero_trial.launch.experiment import check_run
+    from zero_trial.preflight.compare import trial_planner
+    from zero_trial.preflight.plan import MemoryPlan
+
+    links = _links(options)
+    checked = check_run(planned_request(options), os.environ)
     machine = _machine(options, checked)
     limit = machine.limit
     with trial_planner(checked, machine, options.stage) as planner:
@@ -187,11 +210,9 @@ def _machine(options: argparse.Namespace, checked: CheckedRun) -> PlannedMachine
     from zero_trial.preflight.plan import rank_limit
     from zero_trial.util.text import parse_size
 
-    if options.gpu_memory is not None:
-        return PlannedMachine(
-            "cuda", parse_size(options.gpu_memory, "--gpu-memory"), True, one_host=False, elsewhere=True
-        )
+    if (elsewhere := planned_gpus(options)) is not None:
+        return elsewhere
     device, one_host = "cuda" if torch.cuda.is_available() else "cpu", checked.ranks == checked.own.ranks
-    if options.limit is not None:
-        return PlannedMachine(device, parse_size(options.limit, "--limit"), True, one_host)
+    if options.memory is not None:
+        return PlannedMachine(device, parse_size(options.memory, "--memory"), True, one_host)
     return PlannedMachine(device, rank_limit(torch.device(device), checked.own.ranks), device == "cuda", one_host)

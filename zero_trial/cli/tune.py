@@ -10,18 +10,21 @@ import os
 import shlex
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from zero_trial.cli.output import shown
-from zero_trial.cli.run import add_words, given_words
+from zero_trial.cli.plan import add_planned, planned_gpus, planned_request
+from zero_trial.cli.run import given_words
 from zero_trial.errors import ConfigError, DoesNotFit, ExitStatus, TrialError
 
 if TYPE_CHECKING:
-    from zero_trial.launch.experiment import CheckedRun
+    from zero_trial.launch.experiment import CheckedRun, RunRequest
     from zero_trial.preflight.compare import PlannedMachine
-    from zero_trial.tune.search import TuneSearch
+    from zero_trial.tune.result import TuneOutcome
+    from zero_trial.tune.search import SearchSettings
     from zero_trial.tune.space import Margin, Selection, TrainingWay
 
 _MARGIN = 0.1  # of the planned tensors, for allocators and what no plan knows
@@ -38,17 +41,18 @@ def add_parser(subparsers: Any) -> None:
         "one HTML page that says why. ds_config's autotuning section sets the defaults. Exit code 3 if nothing fits.",
         allow_abbrev=False,
     )
-    add_words(parser)
+    add_planned(parser)
     parser.add_argument(
-        "--slots", type=int, metavar="N", help="ranks on this host (default: resources.slots_per_trial)"
+        "--master",
+        metavar="URL",
+        help="measure on a Determined master, in a grid of one experiment, as the user of det; "
+        "of one on another machine, --memory or --gpu-memory says what its ranks have",
     )
     parser.add_argument(
-        "--memory",
-        metavar="SIZE",
-        help="memory of one rank, such as 24GiB (default: of the GPU, or of this machine by ranks)",
-    )
-    parser.add_argument(
-        "--trials", type=int, metavar="N", help="the most trials (default: a quarter of what fits, at least 3)"
+        "--trials",
+        type=int,
+        metavar="N",
+        help="the most trials (default: a quarter of what fits, at least 3; with --master all that fit)",
     )
     parser.add_argument(
         "--steps", type=int, metavar="N", help="measured steps of a trial that is not ended early (default: 16)"
@@ -81,24 +85,17 @@ def add_parser(subparsers: Any) -> None:
 
 def _handle(options: argparse.Namespace) -> int:
     """Run the verb."""
-    from zero_trial.experiment.changes import read_words
-    from zero_trial.launch.experiment import RunRequest, check_run
-    from zero_trial.launch.placement import PlacementRequest
-    from zero_trial.tune.search import TuneSearch, refuse_autotuning, search_settings, trial_line
+    from zero_trial.launch.experiment import check_run
+    from zero_trial.tune.search import refuse_autotuning, search_settings
     from zero_trial.tune.space import own_way, select, ways_to_train
-    from zero_trial.tune.trials import facts_of, run_trial, weigh_way
+    from zero_trial.tune.trials import facts_of, weigh_way
 
-    words = read_words(given_words(options))
-    request = RunRequest(
-        experiment_path=words.experiment_path,
-        model_dir=words.model_dir,
-        changes=words.changes,
-        slots=options.slots,
-        placement=PlacementRequest(slots=options.slots),
-    )
+    request = planned_request(options)
     _refuse_used(options.dir)
+    _refuse_unknown_memory(options)
     checked = check_run(request, os.environ)
-    facts = facts_of(checked, keep=options.keep, vary=_varied(options.vary))
+    accelerator = True if options.gpu_memory is not None else None
+    facts = facts_of(checked, keep=options.keep, vary=_varied(options.vary), accelerator=accelerator)
     tuning = checked.ds_config.autotuning  # type: ignore[union-attr]  # facts_of has refused None
     refuse_autotuning(tuning, facts.samples * checked.batch.axes.data_parallel)  # type: ignore[union-attr]
     search_settings(tuning, 1, trials=options.trials, steps=options.steps)  # refuses what is no number of them
@@ -125,25 +122,100 @@ def _handle(options: argparse.Namespace) -> int:
         print(json.dumps(_selection_json(found, limit)))
     if not found.ways:
         raise _nothing_fits(found, margin, limit)
-    settings = search_settings(tuning, len(found.ways), trials=options.trials, steps=options.steps)
-    search = TuneSearch(found, settings, own)
     if options.dry_run:
         return 0
-    folder = _folder(options.dir)
-    say(
-        f"search  {search.planned} trials of {len(found.ways)} ways that fit, measured after {_numbers(search.rungs)} steps"
-    )
-    interrupted = False
+    most = options.trials
+    if options.master is not None:  # a grid has no trial that learns from those before it
+        most = most or tuning.tuner_num_trials or len(found.ways)
+    settings = search_settings(tuning, len(found.ways), trials=most, steps=options.steps)
+    ground = _Ground(margin, limit, _folder(options.dir), target)
+    if options.master is not None:
+        outcome = _search_on_master(options, checked, found, settings, own, ground, say)
+    else:
+        outcome = _search_here(request, found, settings, own, ground, say)
+    return _conclude(options, checked, outcome, own, ground)
+
+
+def _search_here(
+    request: RunRequest,
+    found: Selection,
+    settings: SearchSettings,
+    own: TrainingWay,
+    ground: _Ground,
+    say: Callable[[str], None],
+) -> TuneOutcome:
+    """Measure ways on this host, one after another. Raises KeyboardInterrupt if the user ends it
+    before one is measured."""
+    from zero_trial.tune.result import trial_line
+    from zero_trial.tune.search import TuneSearch
+    from zero_trial.tune.trials import run_trial
+
+    search = TuneSearch(found, settings, own)
+    rungs = _numbers(search.rungs)
+    say(f"search  {search.planned} trials of {len(found.ways)} ways that fit, measured after {rungs} steps")
     try:
         while (trial := search.next_trial()) is not None:
-            run_trial(request, trial, search, folder / f"{trial.number:04d}", os.environ)
+            run_trial(request, trial, search, ground.folder / f"{trial.number:04d}", os.environ)
             say(trial_line(trial, search.planned, own))
     except KeyboardInterrupt:
-        if search.best() is None:
-            raise
-        say("stopped the search; what follows is of the trials so far, and no file is written")
-        interrupted = True
-    return _conclude(options, checked, search, own, _Ground(margin, limit, folder, target, interrupted))
+        ground.interrupt(search.outcome(), say)
+    return search.outcome()
+
+
+def _search_on_master(
+    options: argparse.Namespace,
+    checked: CheckedRun,
+    found: Selection,
+    settings: SearchSettings,
+    own: TrainingWay,
+    ground: _Ground,
+    say: Callable[[str], None],
+) -> TuneOutcome:
+    """Measure ways in an experiment of a master; Ctrl-C ends the experiment, too."""
+    from zero_trial.report.data import as_yaml
+    from zero_trial.tune.cluster import MasterSearch, create_experiment, experiment_of, overlay_of, ways_to_send
+    from zero_trial.tune.result import trial_line
+
+    ways = ways_to_send(found, settings.trials, own)
+    file = ground.folder / "experiment.yaml"
+    file.write_text(as_yaml(experiment_of(checked, ways, settings), "zero-trial tune: a point for each way"), "utf-8")
+    experiment = create_experiment(options.master, file, checked.model_dir)
+    ground.experiment = f"{experiment.id} of {options.master}"
+    search = MasterSearch(experiment, found, {way: overlay_of(way, checked) for way in ways}, settings.warm_up)
+    say(
+        f"search  experiment {ground.experiment}: {len(ways)} trials of {len(found.ways)} ways that fit, "
+        f"measured after {settings.steps} steps"
+    )
+    try:
+        while (trial := search.next_ended()) is not None:
+            say(trial_line(trial, len(ways), own))
+    except KeyboardInterrupt:
+        search.stop()
+        ground.interrupt(search.outcome(), say)
+    return search.outcome()
+
+
+def _refuse_unknown_memory(options: argparse.Namespace) -> None:
+    """Raise ConfigError where ranks are elsewhere and it is not said what they have, and for GPUs
+    that are not where the trials are."""
+    from urllib.parse import urlsplit
+
+    if options.master is None:
+        if options.gpu_memory is not None and not options.dry_run:
+            raise ConfigError(
+                "trials run on this host, with the GPUs that are here",
+                where="--gpu-memory",
+                fix="Give --memory, or --master.",
+            )
+        return
+    host = urlsplit(options.master if "://" in options.master else f"http://{options.master}").hostname
+    if host not in ("127.0.0.1", "localhost", "::1") and options.memory is None and options.gpu_memory is None:
+        raise ConfigError(
+            "what a rank of this master has is not known here",
+            where="--master",
+            got=options.master,
+            fix="Give --gpu-memory 80GiB, or --memory for CPU ranks.",
+        )
 
 
 def _varied(words: list[str]) -> dict[str, list[Any]]:
@@ -199,6 +271,8 @@ def _machine(
     from zero_trial.util.memory import machine_memory
     from zero_trial.util.text import parse_size
 
+    if (elsewhere := planned_gpus(options)) is not None:
+        return replace(elsewhere, one_of_many=True), Margin(_MARGIN, _GPU_PROCESS)
     accelerator = checked.devices.gpus > 0 and torch.cuda.is_available()
     process = _GPU_PROCESS if accelerator else psutil.Process().memory_info().rss
     limit: int | None
@@ -279,29 +353,41 @@ def _refuse_used(given: Path | None) -> None:
         raise ConfigError(what, where="--dir", got=str(found), expected="a folder for this tune alone")
 
 
+@dataclass
 class _Ground:
-    """Where the search took place: margin and limit, its folder, the ds_config's file to write
-    (None: none), and whether the user ended it, so that none is written."""
+    """Where the search takes place: margin and limit, its folder, the ds_config's file to write
+    (None: none), the experiment of a master, and whether the user ended it, so that none is
+    written."""
 
-    def __init__(self, margin: Margin, limit: int | None, folder: Path, target: Path | None, interrupted: bool) -> None:
-        self.margin, self.limit, self.folder = margin, limit, folder
-        self.target = None if interrupted else target
-        self.interrupted = interrupted
+    margin: Margin
+    limit: int | None
+    folder: Path
+    target: Path | None
+    experiment: str = ""
+    interrupted: bool = False
+
+    def interrupt(self, outcome: TuneOutcome, say: Callable[[str], None]) -> None:
+        """Note that the user has ended the search. Raises KeyboardInterrupt again if nothing was
+        measured."""
+        if outcome.best() is None:
+            raise KeyboardInterrupt
+        say("stopped the search; what follows is of the trials so far, and no file is written")
+        self.interrupted, self.target = True, None
 
 
 def _conclude(
     options: argparse.Namespace,
     checked: CheckedRun,
-    search: TuneSearch,
+    outcome: TuneOutcome,
     own: TrainingWay,
     ground: _Ground,
 ) -> int:
     """Print the winner, write the page and, if asked for, the ds_config; return the exit code."""
     from zero_trial.report.sweep_page import render_sweep
-    from zero_trial.tune.search import TuneResult, changed_ds_config, difference
+    from zero_trial.tune.result import TuneResult, changed_ds_config, difference
     from zero_trial.tune.trials import key_in_ds_config
 
-    best = search.best()
+    best = outcome.best()
     before = _written_ds_config(checked)
     changes = {} if best is None else _changes(best.way, own)
     of_ds_config = {inside: value for key, value in changes.items() if (inside := key_in_ds_config(key)) is not None}
@@ -313,22 +399,25 @@ def _conclude(
         diff=difference(before, of_ds_config, "ds_config") or "the ds_config stays as it is",
         command=command,
         facts=_facts(checked, ground),
-        notes=_gain(search, own),
+        notes=_gain(outcome, own),
         created=datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
         interrupted=ground.interrupted,
     )
     page = ground.folder / "tune.html"
-    page.write_text(render_sweep(search.report(result)), encoding="utf-8")
+    page.write_text(render_sweep(outcome.report(result)), encoding="utf-8")
     if options.json:
         trials = [
             {"way": trial.way.mapping, "speeds": trial.speeds, "why": trial.why, "seconds": trial.seconds}
-            for trial in search.trials
+            for trial in outcome.trials
         ]
         winner = None if best is None else {"way": best.way.mapping, "steps_per_second": best.speed, "changes": changes}
         print(json.dumps({"best": winner, "trials": trials, "page": str(page)}))
     if best is None:
         raise TrialError(
-            "no trial could be measured", where="tune", got=search.trials[0].why, fix=f"See {shown(ground.folder)}."
+            "no trial could be measured",
+            where="tune",
+            got=outcome.trials[0].why if outcome.trials else None,
+            fix=f"See {shown(ground.folder)}.",
         )
     if not options.json:
         _say(f"best    {best.way.name}: {best.speed:.3g} steps/s{' · '.join(['', *result.notes])}")
@@ -352,9 +441,9 @@ def _changes(way: TrainingWay, own: TrainingWay) -> dict[str, Any]:
     return {key: value for key, value in way.values if key not in mine or mine[key] != value}
 
 
-def _gain(search: TuneSearch, own: TrainingWay) -> tuple[str, ...]:
-    best = search.best()
-    mine = next((trial.speed for trial in search.trials if trial.way == own and trial.speed is not None), None)
+def _gain(outcome: TuneOutcome, own: TrainingWay) -> tuple[str, ...]:
+    best = outcome.best()
+    mine = next((trial.speed for trial in outcome.trials if trial.way == own and trial.speed is not None), None)
     if best is None or best.speed is None or mine is None:
         return ()
     return (f"{best.speed / mine:.2f} times as fast as the ds_config was",)
@@ -367,6 +456,7 @@ def _facts(checked: CheckedRun, ground: _Ground) -> tuple[tuple[str, str], ...]:
         ("ranks", str(checked.own.ranks)),
         ("memory of a rank", _size(ground.limit)),
         ("margin", ground.margin.describe()),
+        *((("experiment", ground.experiment),) if ground.experiment else ()),
     )
 
 
@@ -380,7 +470,7 @@ def _file_to_write(checked: CheckedRun) -> Path:
     what JSON does not (comments would be lost), and where the experiment lays values over it."""
     from zero_trial.ds_config.overlay import base_ds_config
     from zero_trial.ds_config.presets import HYPERPARAMETER
-    from zero_trial.tune.search import is_plain_json
+    from zero_trial.tune.result import is_plain_json
 
     experiment = checked.experiment
     named = base_ds_config(experiment.plain().get("data"), experiment.hyperparameters)[1]

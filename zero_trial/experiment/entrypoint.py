@@ -16,6 +16,7 @@ from typing import Any
 
 from zero_trial.errors import ConfigError
 from zero_trial.util.source import returned_names
+from zero_trial.util.speed import SPEED_METRIC
 
 BASE = "ZeroTrial"
 AS_DETERMINED = "zero_trial.as_determined"
@@ -122,7 +123,7 @@ def check_metric(entrypoint: Entrypoint, model_dir: Path, metric: Any, where: st
     its context and may wrap some.
     """
     path = entrypoint.file(model_dir)
-    if path is None or entrypoint.as_determined or not metric or metric in _COUNTERS:
+    if path is None or entrypoint.as_determined or not metric or metric in (*_COUNTERS, SPEED_METRIC):
         return
     source = _read_source(path, str(path))
     trial = next(

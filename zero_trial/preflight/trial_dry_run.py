@@ -40,6 +40,7 @@ from zero_trial.trial.settings import UNENDING, TrainPosition, settings_from_exp
 from zero_trial.trial.source import training_issues
 from zero_trial.trial.trial import ZeroTrial, overrides
 from zero_trial.trial.validation import Validator
+from zero_trial.util.speed import SPEED_METRIC
 
 
 @dataclass
@@ -188,6 +189,8 @@ class _Stage:
     def _metric(self, validator: Validator, trial: ZeroTrial, cut: _Cut, *, ready: bool) -> None:
         """Evaluate one batch if the engines are ``ready``, and look for the searcher's metric."""
         searcher = self._request.experiment.searcher
+        if searcher.metric == SPEED_METRIC:
+            return
         where = self._request.experiment.document.at(("searcher", "metric")).where("searcher.metric")
         if not validator.enabled:
             severity = Severity.FAULT if searcher.searches else Severity.WARNING

@@ -21,7 +21,7 @@ from zero_trial.trial.metrics import COUNTERS, mean_over_calls, training_metrics
 from zero_trial.trial.reporting import Clock, End, MetricReporter, Outcome, Overflowed
 from zero_trial.trial.settings import UNENDING, TrainPosition, TrainSettings, is_boundary, total_steps
 from zero_trial.trial.trial import ZeroTrial, fitted
-from zero_trial.trial.validation import Validator
+from zero_trial.trial.validation import SpeedMeter, Validator
 
 
 @dataclass(frozen=True)
@@ -268,7 +268,8 @@ class TrainLoop:
         self._data = data
         self._state = replace(state, epoch_length=data.epoch_length, ranks=[])
         self._score = Score(settings.metric, settings.smaller_is_better)
-        self._validator = Validator(trial, context, self._callbacks, settings.validation_batches)
+        self._meter = SpeedMeter(context, clock) if settings.measures_speed else None
+        self._validator = self._meter or Validator(trial, context, self._callbacks, settings.validation_batches)
         if settings.metric is not None and not self._validator.enabled:
             context.note(f"searcher.metric {settings.metric!r} is never reported: the trial has no evaluate_batch")
         elif settings.metric is not None and (stated := self._validator.stated_metrics()) is not None:
@@ -328,7 +329,7 @@ class TrainLoop:
             self._step(runner)
             self._note_checkpoint(self._checkpointer.poll())
             due = self._due()
-            if due or self._reporter.wants_exchange(state.step):
+            if due or self._meter is not None or self._reporter.wants_exchange(state.step):
                 end = self._boundary(due)
         self._reporter.stop()
         self._finish(end)
@@ -377,6 +378,8 @@ class TrainLoop:
         validate, save."""
         stop = self._reporter.exchange(self._state.step, self._last_checkpoint)
         self._reporter.stop()
+        if self._meter is not None:
+            self._meter.step_done()
         if Due.REPORT in due:
             self._reporter.report(self._state.step)
         wanted = Due.VALIDATE in due and self._validator.enabled and self._validate()
@@ -398,7 +401,7 @@ class TrainLoop:
             self._validate()
         self._save()
         self._note_checkpoint(self._checkpointer.wait())
-        if end is End.COMPLETED:
+        if end is End.COMPLETED and not self._settings.measures_speed:
             self._checkpointer.keep_at_end(self._state, self._settings.keep, self._settings.smaller_is_better)
         if self._context.distributed.rank == 0:
             self._context.platform.progress.report_progress(self._state.step / self._total)
@@ -431,9 +434,9 @@ class TrainLoop:
 
     def _save(self) -> None:
         """Collective. Save a checkpoint of the step that is complete now, unless there is one, or
-        begin to: see :class:`Checkpointer`."""
+        begin to: see :class:`Checkpointer`. What only measures its speed has nothing to save."""
         state, settings = self._state, self._settings
-        if self._saved_step == state.step:
+        if self._saved_step == state.step or settings.measures_speed:
             return
         self._note_checkpoint(self._checkpointer.wait())
         position = data_position(self._data.feed, self._context)

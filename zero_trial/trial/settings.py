@@ -14,6 +14,7 @@ from typing import Any
 
 from zero_trial.errors import ConfigError
 from zero_trial.trial.metrics import COUNTERS
+from zero_trial.util.speed import SPEED_METRIC
 
 
 @dataclass(frozen=True)
@@ -193,6 +194,12 @@ class TrainSettings:
     keep: Keep = Keep()
     validation_batches: int | None = None  # at most so many per validation, for a trial run
 
+    @property
+    def measures_speed(self) -> bool:
+        """Return whether the run reports its steps per second alone: it neither evaluates nor
+        saves."""
+        return self.metric == SPEED_METRIC
+
     def __post_init__(self) -> None:
         if self.checkpoint_policy not in POLICIES:
             raise ConfigError(
@@ -238,7 +245,8 @@ def settings_from_experiment(
         checkpoint_period=period("min_checkpoint_period", 0),
         reporting_period=period("scheduling_unit", 100),
         checkpoint_policy=str(experiment.get("checkpoint_policy") or "best"),
-        step_zero_validation=bool(experiment.get("perform_initial_validation", False)),
+        step_zero_validation=bool(experiment.get("perform_initial_validation"))
+        and searcher.get("metric") != SPEED_METRIC,
         metric=searcher.get("metric"),
         smaller_is_better=bool(searcher.get("smaller_is_better", True)),
         keep=_keep(experiment.get("checkpoint_storage") or {}),

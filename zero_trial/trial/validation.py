@@ -21,6 +21,7 @@ from zero_trial.trial.data import DataLoader, accept_loader, agreed_minimum, bat
 from zero_trial.trial.metrics import Reducer, evaluation_reducers, over_ranks, validation_metrics
 from zero_trial.trial.source import reported_metrics
 from zero_trial.trial.trial import ZeroTrial, fitted, overrides
+from zero_trial.util.speed import SPEED_METRIC, WARM_UP, speed_of
 
 VALIDATION_LOADER = "build_validation_data_loader"
 
@@ -212,6 +213,40 @@ class Validator:
                     got=f"batch {index} of {self._batches}",
                     fix="Take one batch per call.",
                 ) from None
+
+
+class SpeedMeter:
+    """Measures the steps per second of a trial, in the place of a validation: ``searcher.metric``
+    is `SPEED_METRIC`."""
+
+    enabled = True
+
+    def __init__(self, context: ZeroTrialContext, clock: Callable[[], float]) -> None:
+        self._context = context
+        self._clock = clock
+        self._times: list[float] = []
+
+    def stated_metrics(self) -> frozenset[str]:
+        """Return the names of the metrics."""
+        return frozenset((SPEED_METRIC,))
+
+    def step_done(self) -> None:
+        """Note that a step is complete on all ranks."""
+        self._times.append(self._clock())
+
+    def run(self) -> dict[str, Any]:
+        """Collective. Return rank 0's steps per second, without those before ds_config's
+        ``autotuning.start_profile_step``. Raises ConfigError if there are none."""
+        configs = self._context.ds_configs
+        warm_up = configs[0].autotuning.start_profile_step - 1 if configs else WARM_UP
+        measured, speed = speed_of(self._times, warm_up)
+        if not measured:
+            raise ConfigError(
+                f"there are no steps to measure after {max(warm_up, 1)} to warm up",
+                where="searcher.max_length, min_validation_period",
+                got=f"a report after {len(self._times)} steps",
+            )
+        return {SPEED_METRIC: self._context.distributed.broadcast(speed)}
 
 
 def _evaluates_averages(engine: Any) -> bool:

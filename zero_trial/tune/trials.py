@@ -10,9 +10,7 @@ import shutil
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 from zero_trial.ds_config.keys_running import SCHEDULE_CHUNKS
@@ -26,7 +24,8 @@ from zero_trial.preflight.link_model import LinkModel, of_step
 from zero_trial.runs.events import Tail, json_lines
 from zero_trial.runs.layout import RunFolder, given_run_folder, lock_run
 from zero_trial.runs.records import read_ranks
-from zero_trial.tune.search import TuneSearch, TuneTrial
+from zero_trial.tune.result import TuneTrial
+from zero_trial.tune.search import TuneSearch
 from zero_trial.tune.space import (
     ACCUMULATION,
     MICRO,
@@ -38,6 +37,7 @@ from zero_trial.tune.space import (
     kept_keys,
 )
 from zero_trial.util.memory import machine_memory
+from zero_trial.util.speed import speed_of
 from zero_trial.util.text import format_bytes
 
 _ENDLESS = 1_000_000  # batches; a trial is ended when it is measured
@@ -46,13 +46,19 @@ _ENDLESS = 1_000_000  # batches; a trial is ended when it is measured
 _FLOPS, _MICRO_BATCH, _TO_HOST, _TO_DISK = 4e14, 1e-3, 2e10, 1e9
 _CPU_LINKS = LinkModel(intra_gbps=80, ranks_per_node=4096, intra_latency=5e-5)
 _AGAIN = 4 / 3  # the time of a step that computes its forwards twice
-_MONITORS = ("wandb", "comet", "tensorboard", "csv_monitor")
+MONITORS = ("wandb", "comet", "tensorboard", "csv_monitor")
 _OUT_OF_MEMORY = ("out of memory", "allocate memory", "outofmemory", "bad_alloc", "sigkill")
 
 
-def facts_of(checked: CheckedRun, *, keep: Sequence[str], vary: Mapping[str, Sequence[Any]]) -> TuneFacts:
+def facts_of(
+    checked: CheckedRun, *, keep: Sequence[str], vary: Mapping[str, Sequence[Any]], accelerator: bool | None = None
+) -> TuneFacts:
     """Return what the tuner needs to know of an experiment. Raises ConfigError where the trial
-    gives its ds_config itself."""
+    gives its ds_config itself.
+
+    Args:
+        accelerator: whether ranks compute on GPUs; None: as they do here.
+    """
     config, batch = checked.ds_config, checked.batch
     if config is None or batch is None:
         raise ConfigError(
@@ -71,7 +77,7 @@ def facts_of(checked: CheckedRun, *, keep: Sequence[str], vary: Mapping[str, Seq
         "pipeline.schedule": section.schedule,
         "pipeline.chunks_per_rank": chunks,
     }
-    accelerator = checked.devices.gpus > 0
+    accelerator = checked.devices.gpus > 0 if accelerator is None else accelerator
     current |= _savers_now(config, accelerator)
     current |= {key: value for key in vary if (value := _value_now(checked, config, key)) is not None}
     places = (zero.offload_optimizer, zero.offload_param)
@@ -148,7 +154,7 @@ def changes_of_trial(way: TrainingWay) -> dict[KeyPath, Any]:
         ("min_validation_period",): {"batches": 0},
         ("min_checkpoint_period",): {"batches": 0},
         ("max_restarts",): 0,
-        **{("hyperparameters", "ds_config", monitor, "enabled"): False for monitor in _MONITORS},
+        **{("hyperparameters", "ds_config", monitor, "enabled"): False for monitor in MONITORS},
     }
 
 
@@ -157,40 +163,29 @@ def weigh_way(request: RunRequest, way: TrainingWay, machine: PlannedMachine, en
     try:
         checked = check_run(replace(request, changes={**request.changes, **changes_of(way)}), env)
         with trial_planner(checked, machine) as planner:
-            return replace(_weighed(planner, way, checked.own.ranks), samples=planner.samples)
+            memory = None if machine.elsewhere else machine_memory()
+            return replace(_weighed(planner, way, checked.own.ranks, memory), samples=planner.samples)
     except ZeroTrialError as error:
         return Weighed(refusal=" ".join(str(error).split()))
     finally:
         gc.collect()  # a trial and its data, which refer to each other
 
 
-def _weighed(planner: Any, way: TrainingWay, ranks: int) -> Weighed:
+def _weighed(planner: Any, way: TrainingWay, ranks: int, memory: int | None) -> Weighed:
+    """Return what is known of a way; ``memory`` is that of the host, None if unknown."""
     if not isinstance(planner, Planner):
         plan = planner.plan()
         again = _AGAIN if way.mapping.get("pipeline.activation_checkpoint_interval") else 1.0
         return Weighed(plan.largest.figures.total, again / (1 - plan.bubble))
     own = planner.plan()
     figures = own.figures
-    machine = machine_memory()
-    if machine is not None and figures.host * ranks > machine:
+    if memory is not None and figures.host * ranks > memory:
         kept = format_bytes(figures.host * ranks)
-        return Weighed(refusal=f"keeps {kept} in the host's memory, has {format_bytes(machine)}")
+        return Weighed(refusal=f"keeps {kept} in the host's memory, has {format_bytes(memory)}")
     links = LinkModel() if figures.flops is not None else _CPU_LINKS
     seconds = sum(links.seconds(moved, planner.mesh) for moved in of_step(figures, own.accumulation))
     seconds += own.accumulation * ((figures.flops or 0) / _FLOPS + _MICRO_BATCH)
     return Weighed(figures.total, seconds + 2 * figures.host / _TO_HOST + 2 * figures.disk / _TO_DISK)
-
-
-def speed_of(times: Sequence[float], warm_up: int) -> tuple[int, float]:
-    """Return how many steps have been measured, and their speed: one over the median of their
-    seconds.
-
-    Args:
-        times: when each step was complete; the first one's begin is not known.
-        warm_up: so many steps are left out, at least one.
-    """
-    spans = [after - before for before, after in pairwise(times[max(warm_up, 1) - 1 :])]
-    return len(spans), 1 / max(median(spans), 1e-9) if spans else 0.0
 
 
 class _Measured(Exception):
@@ -281,6 +276,9 @@ def ended_because(outcome: LaunchResult) -> str:
     said = outcome.cause.headline.splitlines()[0] if outcome.cause is not None else f"exit code {outcome.exit_code}"
     if outcome.exit_code == ExitStatus.PREEMPTED or said.startswith("stopped by SIG"):
         raise KeyboardInterrupt
-    if any(word in said.lower() for word in _OUT_OF_MEMORY):
-        return f"out of memory: {said}"
-    return said if outcome.exit_code else "its data ended before it was measured"
+    return with_memory_named(said) if outcome.exit_code else "its data ended before it was measured"
+
+
+def with_memory_named(said: str) -> str:
+    """Return why a trial died, marked if it was for lack of memory."""
+    return f"out of memory: {said}" if any(word in said.lower() for word in _OUT_OF_MEMORY) else said

@@ -17,6 +17,7 @@ from zero_trial.master import logs
 from zero_trial.master.records import MetricReport
 from zero_trial.master.store import Database, experiments, metrics, trials
 from zero_trial.report.run_reader import is_run
+from zero_trial.report.store_curves import StoreCurves
 
 TRAVERSALS = ("..", "../0001", "/etc", "0001/..", "0001/logs", "", ".", "%2e%2e", "\0", "0001\n")
 
@@ -218,3 +219,22 @@ def test_a_trial_without_values_of_a_metric_has_no_curve_of_it(tmp_path: Path) -
     source = StoreSource(samples.store(tmp_path / "master"))
     assert any(len(trial.curve) for trial in source.sweep("1", None)[0].trials)
     assert not any(len(trial.curve) for trial in source.sweep("1", ("training", "never seen"))[0].trials)
+
+
+def test_many_trials_are_read_at_once_as_each_by_itself(tmp_path: Path) -> None:
+    """Reports that alternate, that come out of order or twice, and those without the metric."""
+    directory = samples.store(tmp_path / "master")
+    database, many, single = Database(directory.database), StoreCurves(), StoreCurves()
+    with database.transaction() as connection:
+        known = trials.of_experiment(connection, 1)
+        for step in (900, 910, 905, 910, 920):
+            for place, trial in enumerate(known):
+                values = {"other": 1} if step == 920 and place else {"loss": step + place / 7}
+                metrics.add(connection, MetricReport(trial.id, 1, "training", step, values, reported=step))
+    with database.reading() as connection:
+        many.ahead(connection, known, "training", "loss", goal=False)
+        for trial in known:
+            found = many.group(connection, trial, "training", "loss")["loss"].series("loss")
+            assert found == single.group(connection, trial, "training", "loss")["loss"].series("loss")
+            assert 905.0 in found.steps and found.steps == tuple(sorted(set(found.steps)))
+    database.close()

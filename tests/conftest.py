@@ -48,6 +48,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--record-durations", action="store_true", help="write what each test takes to tests/durations.json"
     )
+    parser.addoption(
+        "--on",
+        choices=("slurm", "ray"),
+        help="run tests/master/test_det_cli*.py on a master of a real cluster of two nodes with two slots each",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:

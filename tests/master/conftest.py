@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.master.det import Det
+from tests.master.engines import ENGINES
 from tests.master.fakes import Sandbox
 
 
@@ -16,3 +18,17 @@ def master(tmp_path: Path) -> Iterator[Sandbox]:
     made = Sandbox(tmp_path / "root")
     yield made
     made.close()
+
+
+@pytest.fixture(scope="session")
+def master_options(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[str, ...]]:
+    """Options of a master with four slots: those of this machine or, with ``--on``, of a real
+    cluster."""
+    name = request.config.getoption("--on")
+    if name is None:
+        yield Det.options
+        return
+    with ENGINES[name](tmp_path_factory.mktemp(name)) as cluster:
+        yield ("--on", cluster.on, "--cpu")

@@ -21,8 +21,8 @@ from tests.master.det import BIN, SECONDS, TRAIN, Det, running, until
 
 
 @pytest.fixture(scope="module")
-def det(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Det]:
-    with running(tmp_path_factory.mktemp("master")) as made:
+def det(tmp_path_factory: pytest.TempPathFactory, master_options: tuple[str, ...]) -> Iterator[Det]:
+    with running(tmp_path_factory.mktemp("master"), *master_options) as made:
         yield made
 
 
@@ -183,8 +183,9 @@ def test_the_model_definition_comes_back(det: Det, ended: int) -> None:
 
 
 def test_the_machine(det: Det, ended: int) -> None:
-    (agent,) = det.json("agent", "list")
-    assert (agent["num_slots"], agent["enabled"], agent["version"]) == (4, True, "0.38.1")
+    agents = det.json("agent", "list")
+    assert sum(agent["num_slots"] for agent in agents) == 4
+    assert {(agent["enabled"], agent["version"]) for agent in agents} == {(True, "0.38.1")}
     slots = det.json("slot", "list")
     assert [(slot["slot_id"], slot["type"], slot["allocation_id"]) for slot in slots] == [
         (str(n), "cpu", "FREE") for n in range(4)
@@ -197,9 +198,10 @@ def test_the_machine(det: Det, ended: int) -> None:
     assert "determined" in det.ok("user", "list")
     assert "Uncategorized" in det.ok("workspace", "list")
     assert "Uncategorized" in det.ok("project", "list", "Uncategorized")
-    det.ok("slot", "disable", agent["id"], "3")
+    last = slots[-1]["agent_id"]
+    det.ok("slot", "disable", last, "3")
     assert [slot["enabled"] for slot in det.json("slot", "list")] == [True, True, True, False]
-    det.ok("slot", "enable", agent["id"], "3")
+    det.ok("slot", "enable", last, "3")
 
 
 def test_names_labels_and_the_archive(det: Det, ended: int) -> None:
@@ -286,12 +288,14 @@ def test_a_log_policy_and_a_disabled_agent_end_runs_as_on_a_cluster(det: Det) ->
     assert (trial["restarts"], trial["logPolicyMatched"]) == (0, "seven")
     log = det.logs(trial["id"])
     assert "crashes on (purpose)" in log and "matched logs to a don't retry policy" in log
-    (agent,) = det.json("agent", "list")
+    agents = [agent["id"] for agent in det.json("agent", "list")]
     (trial,) = det.trials(slow)
     det.wait_for_line(trial["id"], "step 1")
-    det.ok("agent", "disable", agent["id"])
+    for agent in agents:
+        det.ok("agent", "disable", agent)
     det.wait(slow, "QUEUED")
-    det.ok("agent", "enable", agent["id"])
+    for agent in agents:
+        det.ok("agent", "enable", agent)
     det.wait(slow, "RUNNING")
     assert "agent disabled" in det.logs(trial["id"])
     det.ok("experiment", "kill", str(slow))

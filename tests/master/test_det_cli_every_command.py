@@ -4,7 +4,7 @@ not, and fails."""
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +51,6 @@ VALUES = {
     "experiment_id": "1",
     "experiment_ids": "1",
     "trial_id": "1",
-    "agent_id": "this-machine",
     "slot_id": "3",
     "max_slots": "2",
     "workspace_name": "Uncategorized",
@@ -88,7 +87,7 @@ def commands(nodes: Sequence[Any], before: tuple[str, ...] = ()) -> Iterator[tup
             yield words, node
 
 
-def arguments(nodes: Sequence[Any], config: Path) -> list[str]:
+def arguments(nodes: Sequence[Any], config: Path, values: Mapping[str, str]) -> list[str]:
     """A value for every argument that must be there."""
     found: list[str] = []
     for node in nodes:
@@ -101,15 +100,13 @@ def arguments(nodes: Sequence[Any], config: Path) -> list[str]:
             )
             if needed:
                 found += [max(node.args, key=len)] if name.startswith("-") else []
-                found.append(value(name, node.kwargs, config))
+                found.append(values.get(name) or value(node.kwargs, config))
             elif "--yes" in node.args:
                 found.append("--yes")
     return found
 
 
-def value(name: str, kwargs: dict[str, Any], config: Path) -> str:
-    if name in VALUES:
-        return VALUES[name]
+def value(kwargs: dict[str, Any], config: Path) -> str:
     if kwargs.get("choices"):
         return str(next(iter(kwargs["choices"])))
     if isinstance(kwargs.get("type"), argparse.FileType):
@@ -118,8 +115,8 @@ def value(name: str, kwargs: dict[str, Any], config: Path) -> str:
 
 
 @pytest.fixture(scope="module")
-def det(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Det]:
-    with running(tmp_path_factory.mktemp("every")) as made:
+def det(tmp_path_factory: pytest.TempPathFactory, master_options: tuple[str, ...]) -> Iterator[Det]:
+    with running(tmp_path_factory.mktemp("every"), *master_options) as made:
         yield made
 
 
@@ -131,9 +128,10 @@ def test_every_command_works_or_says_why_not(det: Det) -> None:
     found = [(" ".join(words), words, node) for words, node in commands(cli.all_args_description)]
     found = [each for each in found if not each[0].startswith(SKIPPED)]
     found.sort(key=lambda each: each[0].startswith(LAST))
+    values = {**VALUES, "agent_id": det.json("slot", "list")[-1]["agent_id"]}
     worked, faults = set(), []
     for name, words, node in found:
-        result = det.run(*words, *arguments(node.subs or (), config))
+        result = det.run(*words, *arguments(node.subs or (), config, values))
         last = result.err.strip().splitlines()[-1:] or [""]
         if result.code == 0:
             worked |= (

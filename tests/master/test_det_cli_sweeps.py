@@ -18,8 +18,8 @@ RECORDED: dict[str, Any] = json.loads((Path(__file__).parent / "search" / "deter
 
 
 @pytest.fixture(scope="module")
-def det(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Det]:
-    with running(tmp_path_factory.mktemp("sweeps")) as made:
+def det(tmp_path_factory: pytest.TempPathFactory, master_options: tuple[str, ...]) -> Iterator[Det]:
+    with running(tmp_path_factory.mktemp("sweeps"), *master_options) as made:
         yield made
 
 

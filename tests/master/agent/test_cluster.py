@@ -345,6 +345,11 @@ def test_a_job_that_could_not_begin_says_what_it_printed(field: Field) -> None:
     ("printed", "status", "said"),
     [
         ("srun: error: n1\n\n", JobStatus(("n1",), JobEnd.FAILED, "Slurm: FAILED"), "srun: error: n1"),
+        (
+            "warning\nerror   n2: it is not shared\nsrun: Terminated\n",
+            JobStatus(("n1", "n2"), JobEnd.FAILED),
+            "n2: it is not shared",
+        ),
         ("", JobStatus((), JobEnd.FAILED, "Slurm: FAILED"), "Slurm: FAILED"),
         (None, JobStatus(("n1",), JobEnd.FAILED, "Slurm: FAILED"), "Slurm: FAILED; nothing was written to "),
         (None, JobStatus(("n1", "n2"), JobEnd.FAILED), "folder shared with n1, n2, at the same path?"),
@@ -353,7 +358,8 @@ def test_a_job_that_could_not_begin_says_what_it_printed(field: Field) -> None:
 def test_why_a_job_could_not_begin(tmp_path: Path, printed: str | None, status: JobStatus, said: str) -> None:
     if printed is not None:
         (tmp_path / "job.out").write_text(printed)
-    assert said in why_not_begun(tmp_path, status)
+    found = why_not_begun(tmp_path, status)
+    assert said in found and "Terminated" not in found
 
 
 def test_a_job_that_cannot_be_canceled_now_is_canceled_later(field: Field) -> None:

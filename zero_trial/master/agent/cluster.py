@@ -42,6 +42,7 @@ _STUCK_SECONDS = 15.0  # after the grace, until a job that does not end is ended
 _KILLED = 137
 _LONGEST = 400  # characters of what a job has printed before its trial began
 ORDER = "order.json"
+ERROR = "error   "  # begins a line in which a node says why it cannot begin
 
 
 class JobEnd(Enum):
@@ -411,7 +412,8 @@ class ClusterManager:
 
 
 def why_not_begun(folder: Path, status: JobStatus) -> str:
-    """Return why a job has failed before the trial began, from what it has printed.
+    """Return why a job has failed before the trial began, from what it has printed: the line of a
+    node that knows, or the last lines.
 
     Where it was placed and has printed nothing, its machines could not even write into the folder.
     """
@@ -419,7 +421,8 @@ def why_not_begun(folder: Path, status: JobStatus) -> str:
         lines = (folder / "job.out").read_text("utf-8", errors="replace").split("\n")
     except OSError:
         lines = []
-    said = "; ".join(line.strip() for line in lines if line.strip())[-_LONGEST:]
+    known = next((line for line in lines if line.startswith(ERROR)), "")
+    said = known.removeprefix(ERROR) or "; ".join(line.strip() for line in lines if line.strip())[-_LONGEST:]
     if said or not status.nodes:
         return said or status.why
     where = ", ".join(status.nodes)

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import importlib
 import json
 import os
 import socket
@@ -43,6 +44,7 @@ from zero_trial.comm import init_distributed
 
 BLOCKS = 16
 CASES = ("plain-3", "init-3", "meta-3", "weights-3", "weights-3-bf16", "weights-2", "state-3", "save-3")
+PRETRAINED = ("built-3", "pretrained-3")  # by from_pretrained; they need transformers
 COLUMNS: list[record.Column] = [
     ("case", lambda row: row["case"]),
     ("shards MB", record.number("shards")),
@@ -56,7 +58,8 @@ COLUMNS: list[record.Column] = [
 ]
 NOTE = """The worst of all ranks but for "ratio on rank 0". Cases: how the engine got its model (`plain`: built whole and loaded with
 load_state_dict; `init`: built under zero.Init; `meta`: on the meta device, without weights; `weights`: on the meta device with
-weights=), or what an engine with its model did (`state`: the state dict on rank 0, which holds it then; `save`:
+weights=; `built`: a Llama of transformers by from_pretrained, whole on each rank; `pretrained`: the same under zero.Init, where
+rank 0 maps the file), or what an engine with its model did (`state`: the state dict on rank 0, which holds it then; `save`:
 save_16bit_model; of their own memory, without the shards that ranks of a host read in place); then the ZeRO stage."""
 
 
@@ -78,9 +81,29 @@ def width_of(megabytes: float) -> int:
 def write_file(path: Path, width: int) -> None:
     """Writes a file with the values of a Stack, one tensor at a time."""
     with torch.device("meta"):
-        params = dict(Stack(width).named_parameters())
+        model = Stack(width)
+    write_values(path, model)
+
+
+def write_pretrained(folder: Path, width: int) -> None:
+    """Writes a Llama that is as large as a Stack, for from_pretrained."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    hidden = max(64, int(width / 2**0.5) // 64 * 64)
+    sizes = {"hidden_size": hidden, "intermediate_size": 4 * hidden, "num_attention_heads": hidden // 64}
+    config = LlamaConfig(vocab_size=64, num_hidden_layers=BLOCKS, tie_word_embeddings=True, dtype="float32", **sizes)
+    config.save_pretrained(folder)
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config)
+    write_values(folder / "model.safetensors", model)
+
+
+def write_values(path: Path, model: nn.Module) -> None:
+    """Writes random values for a model on the meta device, one tensor at a time."""
+    params = dict(model.named_parameters())
+    facts = ((name, param.dtype, param.shape) for name, param in params.items())
     with path.open("wb") as file:
-        file.write(safetensors_header((name, param.dtype, param.shape) for name, param in params.items()))
+        file.write(safetensors_header(facts, {"format": "pt"}))
         for number, param in enumerate(params.values()):
             values = torch.randn(param.shape, generator=torch.Generator().manual_seed(number))
             file.write(tensor_bytes(values))
@@ -143,16 +166,23 @@ def acts(case: str, width: int, folder: Path) -> Iterator[Callable[[], Any]]:
         elif how == "init":
             with zero_trial.zero.Init():
                 model, given = Stack(width), {}
+        elif how in ("built", "pretrained"):
+            import transformers
+            from transformers.integrations import HfDeepSpeedConfig
+
+            # from_pretrained uses zero.Init while this object lives
+            held.append(HfDeepSpeedConfig(config) if how == "pretrained" else None)
+            model, given = transformers.LlamaForCausalLM.from_pretrained(folder), {}
         else:
             model, given = on_meta(), {"weights": folder} if how != "meta" else {}
         held.append(zero_trial.initialize(model=model, config=config, **given)[0])
-        return held[0]
+        return held[-1]
 
     yield start
     if how == "state":
-        yield lambda: held[0]._zero3_consolidated_16bit_state_dict()
+        yield lambda: held[-1]._zero3_consolidated_16bit_state_dict()
     if how == "save":
-        yield lambda: held[0].save_16bit_model(folder / "saved")
+        yield lambda: held[-1].save_16bit_model(folder / "saved")
 
 
 def work(case: str, width: int, folder: Path) -> None:
@@ -197,6 +227,12 @@ def start(case: str) -> None:
         engine = zero_trial.initialize(model=small, config=config, weights=folder)[0]
         engine.module_state_dict()
         engine.destroy()
+        if case in PRETRAINED:
+            importlib.import_module("zero_trial.as_deepspeed")
+
+            write_pretrained(Path(folder), 8)
+            for act in acts(case, 8, Path(folder)):
+                act().destroy()
 
 
 def run_case(case: str, ranks: int, width: int, folder: Path, size: int) -> dict[str, Any]:
@@ -221,7 +257,7 @@ def run_case(case: str, ranks: int, width: int, folder: Path, size: int) -> dict
     rows = [json.loads(next(line for line in answer.splitlines() if line.startswith("{"))) for answer in answers]
     how, stage, *precision = case.split("-")
     with torch.device("meta"):
-        numel = sum(param.numel() for param in Stack(width).parameters())
+        numel = sum(param.numel() for param in Stack(width).parameters()) if case in CASES else size // 4
     width_bytes = 2 if precision else 4
     full, cut = numel * width_bytes / 1e6, ranks if stage == "3" else 1
     group = full / BLOCKS if stage == "3" else full / 4  # a bucket is a quarter of the model
@@ -243,7 +279,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--megabytes", type=float, default=1200, help="of the safetensors file")
     parser.add_argument("--ranks", type=int, default=4)
-    parser.add_argument("--cases", nargs="+", default=list(CASES), choices=CASES)
+    parser.add_argument("--cases", nargs="+", default=list(CASES), choices=CASES + PRETRAINED)
     parser.add_argument("--folder", type=Path, help="for the files; default: a temporary one")
     parser.add_argument("--name", default="loading", help="of the files in benchmarks/results")
     parser.add_argument("--work", help=argparse.SUPPRESS)
@@ -254,11 +290,16 @@ def main() -> None:
         return
     width = width_of(args.megabytes)
     with tempfile.TemporaryDirectory(dir=args.folder) as place:
-        folder = Path(place)
-        file = folder / "model.safetensors"
-        write_file(file, width)
         rows = []
         for case in args.cases:
+            folder = Path(place) / ("pretrained" if case in PRETRAINED else "stack")
+            file = folder / "model.safetensors"
+            if not folder.exists():
+                folder.mkdir()
+                if case in PRETRAINED:
+                    write_pretrained(folder, width)
+                else:
+                    write_file(file, width)
             rows.append(run_case(case, args.ranks, width, folder, file.stat().st_size))
             print(json.dumps(rows[-1]), flush=True)
     settings = {"megabytes": args.megabytes, "ranks": args.ranks, "blocks": BLOCKS, "width": width}

@@ -170,7 +170,7 @@ class ZeroTrialStrategy(DDPStrategy):  # type: ignore[misc]
         self.accelerator.setup(trainer)
         found = _ENGINES.pop(module, None)
         if found is not None and (earlier := found()) is not None:  # of a fit or validate, also of another Trainer
-            earlier.destroy()
+            earlier.destroy(rank0_only=False)  # hooks and plugins may read weights before the next one is built
         self.optimizers: list[Any] = []
         if fitting and self._layer_sync:
             module = self._layer_sync.apply(module)

@@ -16,7 +16,7 @@ import zero_trial
 from tests.support.dense import STAGES, TOLERANCE, Case, Turn, adamw, build_engine, difference, train_dense
 from tests.support.pool import Pools
 from zero_trial import PipelineModule, zero
-from zero_trial.errors import ConfigError
+from zero_trial.errors import ConfigError, TrialError
 
 WIDTH = 10
 
@@ -410,14 +410,14 @@ def test_a_call_of_a_part_waits_for_its_parameters(ranks: Pools, stage: str, how
 
 
 def destroyed(stage: str) -> float:
-    """After destroy() the module is plain: it trains with a plain optimizer, and a new engine can
-    take it."""
+    """After destroy(rank0_only=False) the module is plain: it trains with a plain optimizer, and a
+    new engine can take it."""
     engine = build_engine(Case(Net, loss), STAGES[stage])
     engine.backward(loss(engine, Turn(0, 0, engine.global_rank)))
     engine.step()
     module = engine.module
     before = {name: value.clone() for name, value in module.state_dict().items()}
-    engine.destroy()
+    engine.destroy(rank0_only=False)
     del engine
     assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
     loss(module, Turn(1, 0, 0)).backward()
@@ -450,6 +450,36 @@ def test_a_second_engine_of_a_freed_model_asks_for_destroy() -> None:
 def test_a_destroyed_engine_leaves_a_plain_module(ranks: Pools, stage: str) -> None:
     for gap in ranks(2).run(destroyed, stage):
         assert gap <= TOLERANCE
+
+
+def left(stage: str) -> tuple[str, bool]:
+    """What a use of the module says on this rank after destroy(), and whether a new engine has the
+    values."""
+    engine = build_engine(Case(Net, loss), STAGES[stage])
+    engine.backward(loss(engine, Turn(0, 0, engine.global_rank)))
+    engine.step()
+    module, words = engine.module, ""
+    before = {name: value.clone() for name, value in engine.module_state_dict().items()}
+    engine.destroy()
+    engine.destroy()
+    del engine
+    try:
+        loss(module, Turn(1, 0, 0)).backward()
+        module.zero_grad()
+        assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
+    except TrialError as error:
+        words = str(error)
+    again = build_engine(Case(lambda: module, loss), STAGES["zero3"])
+    after = again.module_state_dict()
+    return words, all(torch.equal(value, before[name]) for name, value in after.items())
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_destroyed_engine_leaves_freed_parameters_on_rank_0(ranks: Pools, stage: str) -> None:
+    frees = "stage" in STAGES[stage] and STAGES[stage]["stage"] == 3
+    for rank, (words, same) in enumerate(ranks(2).run(left, stage)):
+        assert same
+        assert ("destroy(rank0_only=False)" in words) == (frees and rank > 0), words
 
 
 # --- no_sync --------------------------------------------------------------------------------------

@@ -94,7 +94,7 @@ def run_both(stage: str, precision: str, state: str, folder: str) -> tuple[int, 
         again.destroy()
     assert there.skipped_steps == (precision == "fp16")
     kinds = {unit.trainable for unit in away(there)}
-    there.destroy()
+    there.destroy(rank0_only=False)
     assert differing(dict(here.module_state_dict()), dict(there.module.state_dict())) == [], "whole again"
     here.destroy()
     return len(kinds), len(there.optimizer.pieces)

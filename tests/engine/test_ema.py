@@ -336,7 +336,7 @@ def destroyed(stage: str) -> list[str]:
     engine = trained(stage, steps=3)
     with engine.ema_weights():
         averages = {name: value.clone() for name, value in engine.module_state_dict().items()}
-        engine.destroy()
+        engine.destroy(rank0_only=False)
     return differing(averages, dict(engine.module.state_dict()))
 
 

@@ -12,12 +12,15 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import nn
 
 import zero_trial
+from tests.support.pipelines import batches, cross_entropy, layers, make_engine
 from tests.support.pool import Pools
 from zero_trial.errors import CheckpointError, ConfigError
+from zero_trial.pipeline import LayerSpec, PipelineModule
 
 SECTIONS: dict[str, dict[str, Any]] = {
     "zero0": {"stage": 0},
@@ -25,6 +28,9 @@ SECTIONS: dict[str, dict[str, Any]] = {
     "zero2": {"stage": 2},
     "zero3": {"stage": 3, "stage3_param_persistence_threshold": 50},
 }
+
+
+FREED = {"stage3_param_persistence_threshold": 0}
 
 
 class Net(nn.Module):
@@ -206,6 +212,46 @@ def test_files_that_are_not_weights_are_refused_on_every_rank(ranks: Pools, tmp_
         assert "absent" in absent
 
 
+def pipelined(folder: Path, cases: Sequence[tuple[int, bool]]) -> list[dict[str, Any]]:
+    """What a rank of a pipeline has of the file's values."""
+    found = []
+    for stage, meta in cases:
+        build = layers(2)
+        if meta:  # what is no layer of its own is built on the meta device before the pipeline is
+            with torch.device("meta"):
+                build = [part.build() if type(part) is LayerSpec else part for part in build]
+        engine = make_engine(build, 2, {"stage": stage, **FREED}, 1, weights=folder)
+        state = {name: value.clone() for name, value in engine.module_state_dict().items()}
+        with engine.sharded.materialized():
+            masters = [group.master.clone() for group in engine.sharded.groups]
+        engine.train_batch(batches(engine.mpu.get_data_parallel_rank(), 1, 1))
+        engine.destroy()
+        plain = make_engine(layers(2), 2, {"stage": stage, **FREED}, 1)
+        plain.load_module_state_dict(state)
+        with plain.sharded.materialized():
+            same = list(map(torch.equal, masters, (group.master for group in plain.sharded.groups)))
+        plain.destroy()
+        found.append({"state": state, "same": same})
+    return found
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_stages_of_a_pipeline_read_their_own_layers(size: int, ranks: Pools, tmp_path: Path) -> None:
+    """Beside ZeRO stages, with a tied layer on the first and the last stage."""
+    torch.manual_seed(5)
+    whole = PipelineModule(layers(2), num_stages=1, loss_fn=cross_entropy).state_dict()
+    values = {name: torch.rand_like(value) for name, value in whole.items()}
+    save_file(values, tmp_path / "model.safetensors")
+    cases = [(1, False), (1, True), (3, True)] if size == 4 else [(1, False)]
+    for number in range(len(cases)):
+        seen = set()
+        for answer in (each[number] for each in ranks(size).run(pipelined, tmp_path, cases)):
+            assert all(torch.equal(value, values[name]) for name, value in answer["state"].items())
+            assert all(answer["same"]) and answer["same"]
+            seen |= answer["state"].keys()
+        assert seen == values.keys()
+
+
 # --- without weights ------------------------------------------------------------------------------
 
 
@@ -219,6 +265,23 @@ class Initialized(Net):
     def _init_weights(self, module: nn.Module) -> None:
         if isinstance(module, (nn.Linear, nn.Embedding)):
             module.weight.data.normal_(std=0.02)
+
+
+class Translator(Net):
+    """Torch's Transformer copies its layers, and sets the weights of all of them at the end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.translator = nn.Transformer(8, 2, 3, 2, 24)
+        self.after = nn.Linear(8, 3)
+
+
+class Uncalled(Net):
+    """A method that the constructor does not call."""
+
+    def reset_parameters(self) -> None:
+        for param in self.parameters():
+            nn.init.ones_(param)
 
 
 def built_and_meta(cases: Sequence[tuple[type[nn.Module], str]]) -> list[list[bool]]:
@@ -235,6 +298,7 @@ def built_and_meta(cases: Sequence[tuple[type[nn.Module], str]]) -> list[list[bo
 @pytest.mark.parametrize("size", [1, 2])
 def test_a_meta_model_gets_the_bits_of_the_dense_one(size: int, ranks: Pools) -> None:
     cases = [(Net, "zero0"), (Net, "zero2"), (Net, "zero3"), (Initialized, "zero1"), (Initialized, "zero3")]
+    cases += [(Translator, "zero1"), (Translator, "zero3"), (Uncalled, "zero2")]
     for answer in ranks(size).run(built_and_meta, cases) if size > 1 else [built_and_meta(cases)]:
         assert all(map(all, answer)), answer
 
@@ -260,6 +324,60 @@ def test_values_that_are_loaded_stay(size: int, ranks: Pools) -> None:
     cases = [(Net, "zero1"), (Net, "zero3"), (Initialized, "zero3")]
     for answer in ranks(size).run(partly_on_meta, cases) if size > 1 else [partly_on_meta(cases)]:
         assert all(map(all, answer)), answer
+
+
+def on_first_rank(cases: Sequence[tuple[type[nn.Module], str, dict[str, int] | None]]) -> list[list[bool]]:
+    """Compare models that every rank has built with those that rank 0 alone has."""
+    found = []
+    for build, section, mesh in cases:
+        results = []
+        for alone in (False, True):
+            torch.manual_seed(5)
+            model = on_meta(build) if alone and dist.get_rank() else build()
+            if alone and dist.get_rank() == 1:  # as transformers leaves them: buffers have values
+                model.blocks[1][1].register_buffer("running_mean", torch.ones(40))
+            results.append(masters_and_state(start(model, section, mesh)))
+        found.append(list(map(torch.equal, *results)))
+    return found
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_values_of_rank_0_alone_are_those_of_all(size: int, ranks: Pools) -> None:
+    cases: list[Any] = [(Net, section, None) for section in SECTIONS]
+    if size == 4:
+        cases = [(Net, "zero3", {"shard": 2}), (Initialized, "zero1", None)]
+    for answer in ranks(size).run(on_first_rank, cases):
+        assert all(map(all, answer)), answer
+
+
+def unequal(how: str) -> str:
+    rank = dist.get_rank()
+    model = Net() if rank == 0 else on_meta()
+    if how == "dtype" and rank == 0:
+        model = model.bfloat16()
+    elif how == "ties" and rank == 1:
+        model.head.weight = nn.Parameter(torch.empty(61, 16, device="meta"))
+    elif how == "lacks" and rank == 0:
+        model.frozen = on_meta(lambda: nn.Linear(16, 16)).requires_grad_(False)
+    elif how == "other rank":
+        model = on_meta() if rank == 0 else Net()
+    with pytest.raises(ConfigError) as error:
+        start(model)
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ("dtype", ["embed.weight", "torch.float32", "torch.bfloat16"]),
+        ("ties", ["head.weight", "on data-parallel rank 1"]),
+        ("lacks", ["rank 0: 2 (frozen.bias", "rank 1:"]),
+        ("other rank", ["rank 0:", "rank 1: 0"]),
+    ],
+)
+def test_ranks_whose_models_lack_other_values_are_refused_alike(ranks: Pools, how: str, words: list[str]) -> None:
+    for text in ranks(2).run(unequal, how):
+        assert all(word in text for word in words), text
 
 
 class Mixed(nn.Module):

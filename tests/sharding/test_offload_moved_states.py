@@ -201,7 +201,7 @@ def test_a_use_without_reload_is_an_error_that_changes_nothing(stage: str, tmp_p
     engine.step()
     assert differing(before, values_of(engine))
     engine.offload_states(pin_memory=False)
-    engine.destroy()
+    engine.destroy(rank0_only=False)
     assert all(
         torch.isfinite(param).all() and param.numel() for param in engine.module.parameters() if param.dim() == 1
     )

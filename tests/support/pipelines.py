@@ -84,7 +84,9 @@ def train_dense(
     return {name: param.detach().clone() for name, param in model.named_parameters()}, losses
 
 
-def make_engine(build: Any, stages: int, zero: dict[str, Any], count: int, **config: Any) -> Any:
+def make_engine(
+    build: Any, stages: int, zero: dict[str, Any], count: int, *, weights: Any = None, **config: Any
+) -> Any:
     settings = {
         "train_micro_batch_size_per_gpu": SAMPLES,
         "gradient_accumulation_steps": count,
@@ -94,7 +96,7 @@ def make_engine(build: Any, stages: int, zero: dict[str, Any], count: int, **con
         "zero_optimization": zero,
     }
     module = PipelineModule(build, num_stages=stages, loss_fn=cross_entropy, seed_layers=True)
-    return zero_trial.initialize(model=module, config=settings | config)[0]
+    return zero_trial.initialize(model=module, config=settings | config, weights=weights)[0]
 
 
 def difference(engine: Any, reference: dict[str, torch.Tensor]) -> float:

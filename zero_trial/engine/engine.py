@@ -346,12 +346,19 @@ class Engine(EngineAccessors):
         super().train(mode)
         return self
 
-    def destroy(self) -> None:
+    def destroy(self, *, rank0_only: bool = True) -> None:
         """Remove all hooks, so that the module is an ordinary one again; close monitors; drop
         offloaded state; finish a save in the background. Collective over shard, and over the world
         while a save in the background is under way.
 
-        Afterwards the module is where it was trained; at stage 3 all of it is in the host's memory.
+        Afterwards the module is where it was trained. Where parameters are freed (stage 3,
+        ``offload_param``) it is whole in the host's memory of rank 0 (in a pipeline, of each
+        stage's first data-parallel rank), where it came group by group; on the others what was
+        freed has no values, and a use of it raises TrialError. ``initialize`` takes such a module:
+        its values are rank 0's.
+
+        Args:
+            rank0_only: False makes the module whole on every rank, in its host's memory.
 
         Where a disk has failed and the module cannot be made whole, everything else is closed
         before StorageError is raised.
@@ -361,7 +368,7 @@ class Engine(EngineAccessors):
             if self.optimizer is not None:
                 last_first.callback(self.optimizer.close)
             last_first.callback(self.observer.close)
-            last_first.callback(self.sharded.remove_hooks)
+            last_first.callback(self.sharded.remove_hooks, rank0_only=rank0_only)
             last_first.callback(self.outcome.close)
             last_first.callback(self._used.close)
             last_first.callback(self._background.close)

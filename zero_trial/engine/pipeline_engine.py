@@ -188,10 +188,10 @@ class PipelineEngine(Engine):
             self._failed = str(error)
             raise
 
-    def destroy(self) -> None:
+    def destroy(self, *, rank0_only: bool = True) -> None:
         """Do what every engine does, and free the shared memory for messages."""
         try:
-            super().destroy()
+            super().destroy(rank0_only=rank0_only)
         finally:
             self.mesh.pipe.use_ring_channels(None)
 

@@ -5,10 +5,12 @@ weights="folder")``, see ``read_shard`` in ``sharding/build_groups.py``), and wr
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+import json
+import zlib
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from safetensors import SafetensorError
@@ -21,8 +23,9 @@ from zero_trial.checkpoint.weights import WeightsReader
 from zero_trial.comm import AxisComm, Mesh, fail_together, raise_together
 from zero_trial.engine.saving import CheckpointedEngine, CheckpointNames
 from zero_trial.errors import ConfigError, TrialError
+from zero_trial.sharding.freed import is_left_freed
 from zero_trial.sharding.grouping import ManualGroups, parameter_names, saved_buffers
-from zero_trial.sharding.meta import Keep, initialize_buffers, initialize_meta, place_absent
+from zero_trial.sharding.meta import Keep, initialize_buffers, initialize_meta, lacks_values, place_absent
 from zero_trial.sharding.unshard import ModuleHook
 from zero_trial.util.files import replacing
 
@@ -106,20 +109,69 @@ class StoredWeights:
 def give_values(
     model: nn.Module, data: AxisComm, device: torch.device, *, by_files: bool, keep: Keep | None = None
 ) -> None:
-    """Prepare a model that is, in part, on the meta device for an engine: with the values that
-    building it would have given, or ``by_files`` with absent ones for what files hold. Tensors that
-    are not on the meta device keep their values. ``keep``: as for :func:`initialize_meta`.
-    Collective over ``data``. Raises ConfigError."""
-    if not any(tensor.is_meta for tensor in itertools.chain(model.parameters(), model.buffers())):
+    """Prepare a model of which tensors lack values (on the meta device, or freed by an engine that
+    is gone) for an engine: with the values that building it would have given, or absent ones where
+    files hold them (``by_files``), or ``data``'s first rank. Other tensors keep their values.
+    ``keep``: as for :func:`initialize_meta`. Collective over ``data``. Raises ConfigError on every
+    rank."""
+    named = list(itertools.chain(model.named_parameters(), model.named_buffers()))
+    lacking = {name: tensor for name, tensor in named if lacks_values(tensor)}
+    in_files = {name for name, _ in model.named_parameters()} | set(saved_buffers(model)) if by_files else set()
+    needed = sorted(lacking.keys() - in_files)
+    gone = sum(map(is_left_freed, (lacking[name] for name in needed)))
+    # not the names: models are large, and ranks many
+    rows = data.gather_json([len(lacking), len(needed), gone, _checksum(needed)], "tensors without values")
+    if not any(count for count, *_ in rows):
         return
-    unsaved = {name for name, buffer in model.named_buffers() if buffer.is_meta} - set(saved_buffers(model))
+    if not by_files:
+        _require_one_model(named, data)
+    if rows[0][1] and (any(row[2] for row in rows) or any(row[1:] != rows[0][1:] for row in rows)):
+        _refuse_lacking(needed, data)
+    from_first = not rows[0][1]
+    place = device if by_files or from_first else torch.device("cpu")  # random numbers are the host's
+    given = place_absent(model, place)
+    if from_first:  # the files, or the broadcast of first values, have all
+        return
     if by_files:
-        given = place_absent(model, device)
-        if unsaved:
-            initialize_buffers(model, sorted(unsaved), data, given)
+        initialize_buffers(model, sorted(needed), data, given)
     else:
-        given = place_absent(model, torch.device("cpu"))  # random numbers are the host's, as when building it
         initialize_meta(model, data, given, keep)
+
+
+def _checksum(value: Any) -> int:
+    return zlib.crc32(json.dumps(value).encode())
+
+
+def _require_one_model(named: Sequence[tuple[str, torch.Tensor]], data: AxisComm) -> None:
+    """Raise ConfigError on every rank where ranks have other tensors than the first one."""
+    facts = [[name, str(tensor.dtype), list(tensor.shape), tensor.requires_grad] for name, tensor in named]
+    if len(set(data.gather_json(_checksum(facts), "names and shapes"))) == 1:
+        return
+    first, *others = data.gather_json(facts, "names and shapes")
+    for rank, theirs in enumerate(others, start=1):
+        for own, expected in itertools.zip_longest(theirs, first):
+            if own != expected:
+                raise ConfigError(
+                    "the ranks have different models, of which some are on the meta device",
+                    where=f"initialize(model): {(expected or own)[0]}",
+                    got=f"{own} on data-parallel rank {rank}",
+                    expected=f"{expected}, as on rank 0 (name, dtype, shape, requires_grad)",
+                    fix="Build the same model on every rank, with the same dtype and ties.",
+                )
+
+
+def _refuse_lacking(needed: Sequence[str], data: AxisComm) -> NoReturn:
+    """Raise ConfigError for tensors that have no values on the first rank, and either have some on
+    another or cannot be initialized."""
+    lists = data.gather_json([len(needed), *needed[:2]], "tensors without values")
+    found = (f"rank {rank}: {names[0]} ({', '.join(names[1:])} ...)" for rank, names in enumerate(lists[:4]))
+    raise ConfigError(
+        "tensors of the model have no values on some ranks",
+        where="initialize(model)",
+        got="; ".join(found),
+        expected="all values on rank 0, or on every rank the same tensors on the meta device",
+        fix="Load the model as a whole on rank 0, pass weights=, or call destroy() of the engine that had it on every rank.",
+    )
 
 
 # --- writing --------------------------------------------------------------------------------------

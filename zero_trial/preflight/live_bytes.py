@@ -21,6 +21,17 @@ if TYPE_CHECKING:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
 
+_CPU = torch.device("cpu")
+_ATEN = torch.ops.aten
+# Their results are in the memory of their argument.
+_VIEWS = frozenset(
+    {
+        *(_ATEN.slice.Tensor, _ATEN.view.default, _ATEN.view.dtype, _ATEN.detach.default, _ATEN.t.default),
+        *(_ATEN.select.int, _ATEN.expand.default, _ATEN.permute.default, _ATEN.transpose.int),
+    }
+)
+
+
 @dataclass
 class _Storage:
     """One live storage: its bytes when last looked at, and whether autograd saved a tensor in
@@ -130,6 +141,8 @@ class LiveBytes(TorchDispatchMode):
     ) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default and (args[0].is_meta or _is_fake(args[0])):
             return _fake_number(args[0])
+        if func in _VIEWS:  # most of all operations, and no memory
+            return func(*args, **(kwargs or {}))
         out = self._call(func, args, kwargs or {})
         for leaf in (out,) if isinstance(out, torch.Tensor) else tree_flatten(out)[0]:
             if isinstance(leaf, torch.Tensor) and (self._knows(leaf) or not _is_of(leaf, args)):
@@ -229,14 +242,11 @@ class AbsentDevice(LiveBytes):
         self._mode: FakeTensorMode | None = None
         self._attention = _FlashAttention()
 
-    def __enter__(self) -> AbsentDevice:
-        super().__enter__()
-        self._attention.__enter__()  # type: ignore[no-untyped-call]
-        return self
-
-    def __exit__(self, *raised: Any) -> None:
-        self._attention.__exit__(*raised)  # type: ignore[no-untyped-call]
-        super().__exit__(*raised)
+    @contextmanager
+    def saving(self) -> Iterator[None]:
+        """Do what every LiveBytes does, with attention as GPUs have it."""
+        with self._attention, super().saving():
+            yield
 
     def _call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         of_device = [leaf.is_meta for leaf in _tensors(args, kwargs)]
@@ -268,8 +278,6 @@ class AbsentDevice(LiveBytes):
         return func(*args, **kwargs)
 
 
-_CPU = torch.device("cpu")
-_ATEN = torch.ops.aten
 _FACTORIES = frozenset(
     {
         _ATEN.empty.memory_format,

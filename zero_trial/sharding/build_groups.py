@@ -14,7 +14,7 @@ from torch import nn
 from zero_trial.comm import AxisComm, Mesh
 from zero_trial.errors import TrialError
 from zero_trial.precision import DtypePolicy
-from zero_trial.sharding.freed import forget_owner, owner_of_param, revive
+from zero_trial.sharding.freed import forget_owner, is_absent, owner_of_param, revive
 from zero_trial.sharding.grouping import (
     GroupSpec,
     ManualGroups,
@@ -304,6 +304,8 @@ def sync_unmanaged(module: nn.Module, managed: Collection[int], policy: DtypePol
     for name, param in module.named_parameters():
         if id(param) not in managed:
             values = stored(name, param) if source.values is not None else read_first_values(param)
+            if is_absent(values):  # rank 0 has them
+                values = torch.empty(values.shape, dtype=values.dtype, device=values.device)
             revive(param, values.to(device=source.device, dtype=living_dtype(values.dtype, policy.param)))
             forget_owner([param])
             source.manual_groups.agree(param, param.data, name)

@@ -318,6 +318,14 @@ def _refused(param: nn.Parameter, use: str) -> TrialError:
     frames = [frame for frame in traceback.extract_stack() if not frame.filename.startswith(inside)]
     place = f"{frames[-1].filename}:{frames[-1].lineno}: " if frames else ""
     with unasked():
+        if is_left_freed(param):
+            return TrialError(
+                "this parameter has no values: an engine freed it, and that engine is gone",
+                where=f"{place}{use}",
+                got=_named(param),
+                expected="a use on rank 0, which has all values after engine.destroy()",
+                fix="Give the model to initialize() on every rank, or call engine.destroy(rank0_only=False).",
+            )
         return TrialError(
             "this parameter is freed: its values are in the shards of all ranks (ZeRO stage 3)",
             where=f"{place}{use}",
@@ -442,6 +450,12 @@ def owner_of_param(param: torch.Tensor) -> ShardOwner | None:
     """Return the owner of ``param``; None for an ordinary parameter that no engine has sharded."""
     found: Callable[[], ShardOwner | None] | None = _OWNERS.get(param)
     return found() if found is not None else None
+
+
+def is_left_freed(tensor: torch.Tensor) -> bool:
+    """Return whether an engine that is gone has freed the parameter, and left it without values."""
+    had_owner = isinstance(tensor, FreedParameter) and tensor in _NUMBERS  # a detached one never had
+    return had_owner and owner_of_param(tensor) is None
 
 
 def by_owner(params: Iterable[nn.Parameter]) -> list[tuple[ShardOwner, list[nn.Parameter]]]:

@@ -22,7 +22,15 @@ from torch.utils._pytree import tree_leaves
 
 from zero_trial.comm import AxisComm
 from zero_trial.errors import ConfigError
-from zero_trial.sharding.freed import METADATA, absent, own_params, owner_of_param
+from zero_trial.sharding.freed import (
+    METADATA,
+    absent,
+    forget_owner,
+    is_left_freed,
+    own_params,
+    owner_of_param,
+    revive,
+)
 from zero_trial.sharding.heap import FreedBytes
 from zero_trial.sharding.init import PreSharded, lifting
 
@@ -34,11 +42,19 @@ Keep = Callable[[torch.Tensor], torch.Tensor]
 """Puts the values of a tensor somewhere else, and returns them as they are found there."""
 
 
+def lacks_values(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor is on the meta device, or left without values by an engine."""
+    return tensor.is_meta or is_left_freed(tensor)
+
+
 def place_absent(model: nn.Module, device: torch.device) -> Given:
-    """Give the parameters and buffers of ``model`` that are on the meta device another one: NaN
+    """Give the parameters and buffers of ``model`` that lack values other ones on ``device``: NaN
     for parameters, which take no memory, and for buffers, which do. Return the other tensors."""
     tensors = {id(tensor): tensor for tensor in itertools.chain(model.parameters(), model.buffers())}
-    given = {address: tensor for address, tensor in tensors.items() if not tensor.is_meta}
+    given = {address: tensor for address, tensor in tensors.items() if not lacks_values(tensor)}
+    for param in filter(is_left_freed, model.parameters()):
+        revive(param, absent(param.shape, param.dtype, device))
+        forget_owner([param])
     for param in {id(param): param for param in model.parameters() if param.is_meta}.values():
         _change_places(param, nn.Parameter(absent(param.shape, param.dtype, device), param.requires_grad))
     for buffer in {id(buffer): buffer for buffer in model.buffers() if buffer.is_meta}.values():
@@ -65,9 +81,11 @@ def initialize_meta(model: nn.Module, data: AxisComm, given: Given, keep: Keep |
     Collective over ``data``.
 
     Random numbers are drawn in the order of construction, a module after its children:
-    ``reset_parameters`` (or ``_reset_parameters``) of each module, and where a class defines
-    ``_init_weights``, as those of transformers do, that for all modules inside. Of a tied parameter
-    the values of its first module stay. ``keep``: moves the values of a module that is filled to
+    ``reset_parameters`` (or ``_reset_parameters``) of each module that has tensors of its own, or
+    whose constructor names it, and where a class defines ``_init_weights``, as those of
+    transformers do, that for all modules inside. Of a tied parameter the values of its first module
+    stay; layers of torch's ``TransformerEncoder`` and ``Decoder`` are copies of the first.
+    ``keep``: moves the values of a module that is filled to
     where they are until groups are built, so that they are never in memory together. Raises
     ConfigError that names the parameters and buffers which nothing has filled.
     """
@@ -84,6 +102,7 @@ def initialize_meta(model: nn.Module, data: AxisComm, given: Given, keep: Keep |
         found = [id(tensor) in given for part in modules for tensor in _own_tensors(part)]
         return bool(found) and all(found)
 
+    copies = _copied_layers(model, given)
     initialized: set[nn.Module] = set()
     alone: set[nn.Module] = set()  # no _init_weights was there after their reset_parameters
     heap = FreedBytes()
@@ -97,7 +116,11 @@ def initialize_meta(model: nn.Module, data: AxisComm, given: Given, keep: Keep |
             with torch._C.DisableTorchFunction():
                 for param in own:
                     param.data = _unfilled(param.shape, param.dtype, param.device)
-            if not complete(iter([module])):
+            if (source := copies.get(module)) is not None:
+                for tensor, other in zip(_own_tensors(module), _own_tensors(source), strict=True):
+                    if id(tensor) not in given:
+                        tensor.copy_(other)
+            elif not complete(iter([module]) if next(_own_tensors(module), None) is not None else module.modules()):
                 with _spare(module, tied(module), given):
                     if _reset(module):
                         alone.add(module)
@@ -156,6 +179,19 @@ def _own_tensors(module: nn.Module) -> Iterator[torch.Tensor]:
     return itertools.chain(module.parameters(recurse=False), module.buffers(recurse=False))
 
 
+def _copied_layers(model: nn.Module, given: Given) -> dict[nn.Module, nn.Module]:
+    """Map the modules inside layers that torch copies (``copy.deepcopy``) to those of the first
+    layer, unless that has values."""
+    found: dict[nn.Module, nn.Module] = {}
+    for module in model.modules():
+        if isinstance(module, nn.TransformerEncoder | nn.TransformerDecoder):
+            first, *others = module.layers
+            if not any(id(tensor) in given for part in first.modules() for tensor in _own_tensors(part)):
+                for layer in others:
+                    found |= zip(layer.modules(), first.modules(), strict=True)
+    return found
+
+
 def _children_first(module: nn.Module, known: set[nn.Module] | None = None) -> Iterator[nn.Module]:
     """Yield the modules in the order of ``Module.apply``, each once."""
     known = known if known is not None else set()
@@ -168,12 +204,22 @@ def _children_first(module: nn.Module, known: set[nn.Module] | None = None) -> I
 
 
 def _reset(module: nn.Module) -> bool:
-    """Return whether the module has a method to reset what it owns, which has run then."""
-    reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
-    if not callable(reset) or not (module._parameters or module._buffers):
+    """Return whether the module has a method to reset what it owns, or one for what is inside it
+    that its constructor calls; it has run then."""
+    name = next((each for each in _RESETS if callable(getattr(module, each, None))), None)
+    if name is None or not (module._parameters or module._buffers or _constructor_names(type(module), name)):
         return False
-    reset()
+    getattr(module, name)()
     return True
+
+
+_RESETS = ("reset_parameters", "_reset_parameters")
+
+
+def _constructor_names(kind: type, name: str) -> bool:
+    """Return whether a constructor of the class uses an attribute ``name``."""
+    constructors = (inspect.unwrap(vars(each)["__init__"]) for each in kind.__mro__ if "__init__" in vars(each))
+    return any(name in getattr(getattr(each, "__code__", None), "co_names", ()) for each in constructors)
 
 
 def _initializer(module: nn.Module) -> Callable[[nn.Module], Any] | None:

@@ -75,6 +75,7 @@ class ShardedModel:
     ) -> None:
         self.module = module
         self.plan = plan
+        self._released = False  # by remove_hooks
         # some parameters do not always live: their values are in the shards
         self.frees_parameters = plan.frees_parameters
         self.mesh = mesh
@@ -371,7 +372,13 @@ class ShardedModel:
 
     def whole_groups(self) -> Iterator[ParamGroup]:
         """Yield each group with its parameters whole; those that are freed are whole one group at a
-        time. Collective over shard."""
+        time. Collective over shard. Raises TrialError after :meth:`remove_hooks` where they are
+        freed: only some ranks have them then."""
+        if self._released and self.frees_parameters:
+            raise TrialError(
+                "the engine was destroyed, and rank 0 alone may have the model",
+                fix="Save before engine.destroy(), or use the module on rank 0.",
+            )
         self._full_params.end_names()
         self.wait()
         heap = FreedBytes()
@@ -422,20 +429,29 @@ class ShardedModel:
         of_grads = [buffer for grads in self.grad_buffers for buffer in (grads.full, grads.shard)]
         return [*of_groups, *of_grads, *pooled]
 
-    def remove_hooks(self) -> None:
+    def remove_hooks(self, *, rank0_only: bool = False) -> None:
         """Remove every hook from the module; its parameters become whole, ordinary parameters
         again. Collective over shard.
 
         Where the plan frees parameters, the whole module (also what always lived, and its buffers)
         is in the host's memory afterwards: it goes there group by group, since the device may not
-        hold it at once. Else it stays on its device.
+        hold it at once. Else it stays on its device. ``rank0_only``: what was freed stays so on all
+        data-parallel ranks but the first.
         """
+        if self._released:
+            return
+        self._released = True
         self.moved.restore()
         to_host = self.frees_parameters and not all(on_host(group.full) for group in self.groups)
+        keeps = self.mesh.data.index == 0 or not rank0_only
+        heap = FreedBytes()
         self.wait()
         for group in self.groups:
             group.unshard()
-            if to_host:
+            if not keeps and group.plan.params is not Lifetime.ALWAYS:
+                group.reshard(stale=True)
+                heap.add(group.full)
+            elif to_host:
                 values = [param.detach().to("cpu", copy=True) for param in group.params]
                 group.reshard(stale=True)
                 for param, value in zip(group.params, values, strict=True):
@@ -451,6 +467,7 @@ class ShardedModel:
             if group.offloaded is not None:
                 group.offloaded.close()
         forget_owner(self._params())
+        heap.give_back()
         if to_host:
             in_groups = {id(param) for param in self._params()}
             for tensor in (*self.module.parameters(), *self.module.buffers()):

@@ -84,6 +84,20 @@ def test_no_trial_is_judged_by_fewer_than_four_steps(trials: int, steps: int, ru
     assert TuneSearch(found, SearchSettings(trials, steps)).rungs == rungs
 
 
+def test_steps_that_take_little_time_are_measured_longer() -> None:
+    found = TuneSearch(selection(), SearchSettings(6, 16, seconds=4.0))
+    trial = found.next_trial()
+    assert trial is not None
+    assert found.rung_reached(trial, 3, 9.0) is None  # too few, however long they took
+    assert found.rung_reached(trial, 9, 0.9) is None  # a quarter of the steps takes a quarter of the time
+    assert found.rung_reached(trial, 10, 1.0) == 4
+    found.measured(trial, 4, 10.0)
+    assert found.rung_reached(trial, 39, 3.9) is None
+    assert found.rung_reached(trial, 40, 4.0) == 16
+    assert search_settings(AutotuningSection(), 24).seconds == 4.0
+    assert search_settings(AutotuningSection(), 24, steps=2).seconds == 0.0
+
+
 @pytest.mark.parametrize("asked", [{"trials": 0}, {"trials": -1}, {"steps": 0}, {"steps": -3}])
 def test_no_trials_and_no_steps_are_refused(asked: dict[str, int]) -> None:
     with pytest.raises(ConfigError, match=f"--{next(iter(asked))}"):
@@ -156,7 +170,7 @@ def test_the_page_says_what_was_decided() -> None:
     ("section", "asked", "expected"),
     [
         ({}, {}, SearchSettings(6, 16, 2)),
-        ({}, {"trials": 9, "steps": 8}, SearchSettings(9, 8, 2)),
+        ({}, {"trials": 9, "steps": 8}, SearchSettings(9, 8, 2, seconds=0.0)),
         ({"tuner_num_trials": 5}, {}, SearchSettings(5, 16, 2)),
         ({"start_profile_step": 2, "end_profile_step": 5}, {}, SearchSettings(6, 4, 1)),
         ({"fast": False}, {}, SearchSettings(24, 16, 2, halving=False)),

@@ -151,6 +151,14 @@ def test_a_kept_section_keeps_its_keys(keep: str, gone: tuple[str, ...]) -> None
     assert stages == ({2} if keep == "zero_optimization" else {0, 1, 2, 3})
 
 
+def test_a_schedule_with_its_chunks_is_one_change() -> None:
+    ways = [way for way in ways_to_train(replace(FACTS, pipe=2, keep=(STAGE, MICRO))) if not way.rung]
+    assert len(ways) == 3
+    for way in ways:
+        for other in ways:
+            assert way.differs_in(other) == ({} if way == other else {"pipeline.schedule": 1.0})
+
+
 def test_a_pipeline_has_schedules_and_recomputation() -> None:
     ways = [way.mapping for way in ways_to_train(replace(FACTS, pipe=2))]
     assert {way["pipeline.schedule"] for way in ways} == {"1f1b", "interleaved", "zb_h1"}

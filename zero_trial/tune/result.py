@@ -31,14 +31,15 @@ UNIT = "steps"
 
 @dataclass
 class TuneTrial:
-    """One way and what was measured of it: steps per second by measured steps; ``why`` it died, or
-    empty."""
+    """One way and what was measured of it: steps per second by the rung, in measured steps; ``why``
+    it died, or empty; ``steps`` that were measured, if they are more than the rung's."""
 
     number: int
     way: TrainingWay
     speeds: dict[int, float] = field(default_factory=dict)
     why: str = ""
     seconds: float = 0.0
+    steps: int = 0
     measured_bytes: int | None = None
 
     @property
@@ -157,6 +158,8 @@ def _as_text(value: Mapping[str, Any]) -> str:
 def trial_line(trial: TuneTrial, total: int, own: TrainingWay | None) -> str:
     """Return what is printed of a trial when it is over."""
     speed = trial.speed
-    said = trial.why or (f"{speed:.3g} steps/s over {max(trial.speeds)} steps" if speed is not None else "not measured")
+    said = trial.why or (
+        f"{speed:.3g} steps/s over {trial.steps or max(trial.speeds)} steps" if speed is not None else "not measured"
+    )
     mark = " (as configured)" if trial.way == own else ""
     return f"trial   {trial.number}/{total} {trial.way.name}{mark}: {said}  {format_duration(trial.seconds)}"

@@ -17,6 +17,7 @@ from zero_trial.master.search.searcher import Action
 from zero_trial.report.master_reader import RungMeasurement, bracket_histories
 from zero_trial.tune.result import UNIT, TuneOutcome, TuneTrial
 from zero_trial.tune.space import Selection, TrainingWay, next_way
+from zero_trial.util.speed import WARM_UP
 
 METRIC = "steps_per_second"
 _DIVISOR = 4
@@ -45,26 +46,32 @@ class _Picks:
 @dataclass(frozen=True)
 class SearchSettings:
     """How long the search is: the most trials, the steps that each is measured for at most, and the
-    ``warm_up`` steps before them. Without ``halving`` each trial goes on to its last step."""
+    ``warm_up`` steps before them. Without ``halving`` each trial goes on to its last step.
+
+    ``seconds``: a trial that is not ended early is measured for so long at least, where its steps
+    take less: a second of a machine that is not quiet says little.
+    """
 
     trials: int
     steps: int
-    warm_up: int = 2
+    warm_up: int = WARM_UP
     halving: bool = True
+    seconds: float = 4.0
 
 
 def search_settings(
     tuning: AutotuningSection, fitting: int, *, trials: int | None = None, steps: int | None = None
 ) -> SearchSettings:
     """Return the settings of a search among so many ways that fit, by ds_config's autotuning
-    section and what the command line asks for. Raises ConfigError."""
+    section and what the command line asks for; ``steps`` of it are exact. Raises ConfigError."""
     for option, value in ("--trials", trials), ("--steps", steps):
         if value is not None and value < 1:
             raise ConfigError("there is nothing to measure", where=option, got=value, expected="at least 1")
     whole = tuning.tuner_type == "gridsearch" or not tuning.fast
     wanted = trials or tuning.tuner_num_trials or (fitting if whole else max(_FEWEST, fitting // 4))
     measured = steps or tuning.end_profile_step - tuning.start_profile_step + 1
-    return SearchSettings(min(wanted, fitting), measured, tuning.start_profile_step - 1, not whole)
+    shortest = SearchSettings.seconds if steps is None else 0.0
+    return SearchSettings(min(wanted, fitting), measured, tuning.start_profile_step - 1, not whole, shortest)
 
 
 def refuse_autotuning(tuning: AutotuningSection, batch: int) -> None:
@@ -111,6 +118,7 @@ class TuneSearch:
 
     def __init__(self, selection: Selection, settings: SearchSettings, own: TrainingWay | None = None) -> None:
         self.warm_up = settings.warm_up
+        self._seconds = settings.seconds
         self._selection = selection
         self._own = own if own in selection.ways else None
         self.trials: list[TuneTrial] = []
@@ -146,6 +154,14 @@ class TuneSearch:
         number = int(created.request_id)
         self.trials.append(TuneTrial(number, self._picks.picked[number - 1]))
         return self.trials[-1]
+
+    def rung_reached(self, trial: TuneTrial, steps: int, seconds: float) -> int | None:
+        """Return the rung that a trial has reached with so many measured steps, which took
+        ``seconds`` together; None between two rungs."""
+        rung = next((rung for rung in self.rungs if rung not in trial.speeds), None)
+        if rung is None or steps < rung or seconds < self._seconds * rung / self.rungs[-1]:
+            return None
+        return rung
 
     def measured(self, trial: TuneTrial, steps: int, speed: float) -> bool:
         """Take the speed of a trial at a rung; return whether it goes on."""

@@ -112,13 +112,11 @@ class TrainingWay:
 
     def differs_in(self, other: TrainingWay) -> dict[str, float]:
         """Return the keys in which two ways differ, with how far: 1, or the octaves between two
-        micro-batches. Accumulation follows from the micro-batch."""
+        micro-batches. Accumulation follows from the micro-batch, and chunks from the schedule."""
         ours, theirs = self.mapping, other.mapping
-        found = {
-            key: 1.0
-            for key in {**ours, **theirs}
-            if key not in (MICRO, ACCUMULATION) and ours.get(key) != theirs.get(key)
-        }
+        found = {key: 1.0 for key in {**ours, **theirs} if key != ACCUMULATION and ours.get(key) != theirs.get(key)}
+        if _SCHEDULE in found:
+            found.pop(_CHUNKS, None)
         if ours[MICRO] != theirs[MICRO]:
             found[MICRO] = abs(log2(ours[MICRO] / theirs[MICRO]))
         return found

@@ -195,7 +195,8 @@ class _Measured(Exception):
 class _StepWatch:
     """Reads a trial's steps as they come, and ends it when the search has seen enough.
 
-    A rung of n steps is measured over the n steps after the warm-up: one over their median.
+    A rung of n steps is measured over the n steps after the warm-up, or more where they take little
+    time: one over their median.
     """
 
     def __init__(self, run: RunFolder, ranks: int, search: TuneSearch, trial: TuneTrial) -> None:
@@ -219,8 +220,14 @@ class _StepWatch:
 
     def _take(self, when: float) -> None:
         self._times.append(when)
-        steps, speed = speed_of(self._times, self._search.warm_up)
-        if steps in self._search.rungs and not self._search.measured(self._trial, steps, speed):
+        warm_up = self._search.warm_up
+        steps, speed = speed_of(self._times, warm_up)
+        seconds = when - self._times[max(warm_up, 1) - 1] if steps else 0.0
+        rung = self._search.rung_reached(self._trial, steps, seconds)
+        if rung is None:
+            return
+        self._trial.steps = steps
+        if not self._search.measured(self._trial, rung, speed):
             raise _Measured
 
 

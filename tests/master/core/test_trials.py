@@ -8,6 +8,7 @@ import pytest
 
 from tests.master.core.test_checkpoints import save
 from tests.master.fakes import Sandbox
+from zero_trial.master.agent.processes import Exit
 from zero_trial.master.logs import LogQuery
 from zero_trial.master.records import Conflict, Invalid, MetricReport, NotFound
 
@@ -119,6 +120,15 @@ def test_logs_hold_what_the_master_did(master: Sandbox) -> None:
         "run 2 ended with exit code 3: resources failed with non-zero exit code",
         "run 3 ended with exit code 0",
     ]
+
+
+def test_a_run_that_was_killed_is_no_error(master: Sandbox) -> None:
+    master.create()
+    master.trials.kill(1)
+    master.on_exited(master.run_of(1).allocation.id, Exit(137, 1.0, killed=True))
+    lines = [line for line in master.trials.logs(1, LogQuery(follow=True)) if line is not None]
+    assert ("INFO", "run 1 ended with exit code 137") in [(line.level, line.message) for line in lines]
+    assert not any(line.level == "ERROR" for line in lines)
 
 
 @pytest.mark.parametrize("operation", ["get", "kill", "workloads", "metrics", "checkpoints", "metadata", "start_run"])

@@ -331,7 +331,7 @@ class Master:
             if run is None or run.state is AllocationState.TERMINATED:
                 return
             why = ended.why or ("" if ended.code == 0 or ended.killed else _FAILED)
-            level = "INFO" if ended.code == 0 else "ERROR"
+            level = "ERROR" if why else "INFO"  # also where it was asked to end, as on a cluster
             tx.note(run.trial_id, level, f"run {run.run_id} ended with exit code {ended.code}{why and f': {why}'}")
             matches = trials.log_matches(tx.connection, run.task_id)
             end = lifecycle.Exited(

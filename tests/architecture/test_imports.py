@@ -94,7 +94,8 @@ ARROWS: Mapping[str, set[str]] = {
 WITHOUT_TORCH = ("util", "schema", "ds_config", "experiment", "runs", "launch", "master", "report", "board")
 
 ONLY_IMPORTERS = {
-    "determined": ("zero_trial.runtime.determined", "zero_trial.tune.cluster"),  # its harness, and its client
+    # its harness, its storage managers, its client
+    "determined": ("zero_trial.runtime.determined", "zero_trial.runtime.upload", "zero_trial.tune.cluster"),
     "lightning": ("zero_trial.lightning",),
     "deepspeed": (),
     "hjson": (),

@@ -6,7 +6,8 @@ from __future__ import annotations
 from typing import Any
 
 # The hyperparameter `fault` chooses what goes wrong, on rank 1, in step `at`. `wait_at`: rank 0
-# goes on only once it was asked to stop, or the file `wait_for` is there.
+# goes on only once it was asked to stop, or the file `wait_for` is there. `settle_at`: the engine
+# has written its checkpoint before this step.
 MODEL_DEF = """
 import pathlib
 import threading
@@ -47,6 +48,8 @@ class MyTrial(ZeroTrial):
                 raise InvalidHP("too small")
             if self.hparams.get("fault") == "crash":
                 raise KeyError("no such thing")
+        if batch_idx == self.hparams.get("settle_at", -1):
+            self.engine.wait_for_checkpoint()
         x, y = next(dataloader_iter)
         x = x + 0.01 * torch.randn(x.shape)
         loss = torch.nn.functional.mse_loss(self.engine(x), y)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.storing import storing
 from zero_trial.errors import ConfigError
 from zero_trial.runtime import determined as door
 from zero_trial.runtime.protocols import JsonDistributed
@@ -77,9 +78,9 @@ def test_a_genuine_context_behind_the_platform(monkeypatch: pytest.MonkeyPatch, 
             assert platform.preemption.should_preempt() is False
             assert platform.best_validation() is None
             assert platform.profile_system()
-            with platform.checkpoints.store_path({"steps_completed": 1}) as (path, storage_id):
-                (path / "state").write_text("here")
-            with platform.checkpoints.restore_path(storage_id) as path:
+            with storing(platform.checkpoints, {"steps_completed": 1}) as opened:
+                (opened.path / "state").write_text("here")
+            with platform.checkpoints.restore_path(opened.storage_id) as path:
                 assert (path / "state").read_text() == "here"
                 assert (path / "metadata.json").is_file()
     assert events == [{"kind": "note"}]

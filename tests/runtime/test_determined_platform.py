@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.support.fake_core import Claims, FakeCore
+from tests.support.storing import storing
 from zero_trial.errors import CheckpointError
 from zero_trial.runtime.determined import DeterminedPlatform, TensorboardSync, TrialFacts, reportable
 from zero_trial.runtime.in_memory import run_ranks
@@ -92,16 +93,15 @@ def test_the_best_validation_is_the_experiments(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("direct", [True, False])
 def test_all_ranks_write_into_one_folder(tmp_path: Path, direct: bool) -> None:
-    """Also where the storage is no file system and core gives every rank a temporary folder of its
-    own."""
+    """Also where the storage is no file system and core gives a temporary folder."""
 
     def work(ranks: Distributed) -> tuple[str, list[dict[str, Any]]]:
         core = FakeCore(tmp_path, ranks, direct=direct)
         platform = platform_on(core)
-        with platform.checkpoints.store_path({"steps_completed": 3}) as (path, storage_id):
-            (path / f"rank-{ranks.rank}").touch()
+        with storing(platform.checkpoints, {"steps_completed": 3}) as opened:
+            (opened.path / f"rank-{ranks.rank}").touch()
         platform.checkpoints.retain([])
-        return storage_id, core.reported
+        return opened.storage_id, core.reported
 
     (first, reported), (second, others) = run_ranks(2, work)  # type: ignore[misc]
     assert first == second and others == []
@@ -109,11 +109,30 @@ def test_all_ranks_write_into_one_folder(tmp_path: Path, direct: bool) -> None:
     assert sorted(path.name for path in (tmp_path / first).iterdir()) == ["rank-0", "rank-1"]
 
 
+def test_what_is_given_up_is_not_reported_and_leaves_nothing(tmp_path: Path) -> None:
+    core = FakeCore(tmp_path, JsonDistributed())
+    with pytest.raises(ValueError), storing(platform_on(core).checkpoints, {"steps_completed": 3}) as opened:
+        (opened.path / "half a file").touch()
+        raise ValueError
+    assert core.reported == [] and list(tmp_path.iterdir()) == []
+
+
+def test_a_store_that_gives_no_folder_is_told_on_all_ranks(tmp_path: Path) -> None:
+    (tmp_path / "storage").write_text("no folder")
+
+    def work(ranks: Distributed) -> None:
+        platform_on(FakeCore(tmp_path / "storage", ranks)).checkpoints.begin({"steps_completed": 3})
+
+    outcomes = run_ranks(2, work)
+    assert [type(outcome) for outcome in outcomes] == [CheckpointError] * 2
+    assert all("Not a directory" in str(outcome) for outcome in outcomes)
+
+
 def test_a_checkpoint_is_restored_and_a_missing_one_is_named(tmp_path: Path) -> None:
     platform = platform_on(FakeCore(tmp_path, JsonDistributed()))
-    with platform.checkpoints.store_path({"steps_completed": 1}) as (path, storage_id):
-        (path / "state").write_text("1")
-    with platform.checkpoints.restore_path(storage_id) as path:
+    with storing(platform.checkpoints, {"steps_completed": 1}) as opened:
+        (opened.path / "state").write_text("1")
+    with platform.checkpoints.restore_path(opened.storage_id) as path:
         assert (path / "state").read_text() == "1"
     with pytest.raises(CheckpointError, match="nowhere"), platform.checkpoints.restore_path("nowhere"):
         pass

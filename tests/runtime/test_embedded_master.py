@@ -6,16 +6,18 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.master.det import Det, running
-from tests.runtime.line_model import FILES, experiment
+from tests.master.det import SECONDS, Det, running, until
+from tests.runtime.line_model import DS_CONFIG, FILES, experiment
+from tests.support.storing import ObjectStorage
 
 pytest.importorskip("determined")
+from determined.common.api import bindings
 
 
 @pytest.fixture(scope="module")
@@ -28,9 +30,9 @@ def det(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Det]:
             yield master
 
 
-def submit(det: Det, front: str, **hyperparameters: Any) -> int:
+def submit(det: Det, front: str, changes: Mapping[str, Any] | None = None, **hyperparameters: Any) -> int:
     """``det experiment create``; the experiment's number, which is its trial's too while each has
-    one."""
+    one. ``changes``: whole sections of the configuration."""
     context = det.folder / "line"
     context.mkdir(exist_ok=True)
     for name, text in FILES.items():
@@ -40,6 +42,7 @@ def submit(det: Det, front: str, **hyperparameters: Any) -> int:
         "resources": {"slots_per_trial": 2},
         "reproducibility": {"experiment_seed": 7},
         "max_restarts": 1,
+        **(changes or {}),
     }
     file = det.folder / f"{front}.yaml"
     file.write_text(json.dumps(config))
@@ -80,3 +83,37 @@ def test_pause_and_activate_to_the_bit_and_a_crash_with_one_restart(det: Det, tm
     assert "resumed at step 4" in log
     assert list(workloads(det, crashing, "validation")) == [4]
     assert det.trials(crashing)[0]["restarts"] == 1
+
+
+@pytest.mark.slow  # a whole trial on two ranks
+def test_steps_go_on_while_a_checkpoint_is_uploaded(det: Det) -> None:
+    """The genuine harness and boto3. The master hears of the checkpoint when its last file is
+    stored."""
+
+    def saved() -> list[int]:
+        found = bindings.get_GetExperimentCheckpoints(det.session(), id=number).checkpoints
+        return sorted(int(each.metadata["steps_completed"]) for each in found)
+
+    bucket, gate = ObjectStorage(), det.folder / "gate"
+    in_background = {**DS_CONFIG, "checkpoint": {"writer": {"decoupled": True}}}
+    changes = {
+        "data": {"ds_config": in_background},
+        "checkpoint_storage": bucket.section,
+        "checkpoint_policy": "none",
+        "min_checkpoint_period": {"batches": 3},
+        "min_validation_period": {"batches": 8},
+    }
+    try:
+        number = submit(det, "class", changes, settle_at=3, wait_at=5, wait_for=str(gate))
+        det.wait_for_line(number, "waits at its gate")  # in the sixth step; the upload has begun after the fourth
+        assert bucket.asked.wait(SECONDS), det.logs(number)
+        assert bucket.objects == {} and saved() == []
+        bucket.open.set()
+        until(lambda: saved() == [3], "the checkpoint is never reported")  # while rank 0 waits in the step
+        gate.touch()
+        assert det.wait(number) == "COMPLETED", det.logs(number)
+    finally:
+        bucket.close()
+    assert saved() == [3, 6, 8]
+    names = [name.partition("/")[2] for name in bucket.objects]
+    assert names.count("metadata.json") == names.count("model0/manifest.json") == 3

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.storing import storing
 from zero_trial.errors import CheckpointError, MeshError
 from zero_trial.runtime.in_memory import InMemoryPlatform, ReportedRecord, run_ranks
 from zero_trial.runtime.protocols import Distributed, Platform
@@ -26,8 +27,8 @@ def test_the_record_is_shared_and_checkpoints_are_noted_once(tmp_path: Path) -> 
 
     def work(ranks: Distributed) -> None:
         platform: Platform = InMemoryPlatform(distributed=ranks, record=record, storage=tmp_path)
-        with platform.checkpoints.store_path({"steps_completed": 3}) as (path, _):
-            (path / str(ranks.rank)).touch()
+        with storing(platform.checkpoints, {"steps_completed": 3}) as opened:
+            (opened.path / str(ranks.rank)).touch()
         platform.report_early_exit("INVALID_HP")
 
     run_ranks(2, work)

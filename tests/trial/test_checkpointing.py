@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import pytest
 from tests.trial.harness import LineTrial, run_rank, run_world, steps
 from zero_trial.errors import CheckpointError, TrialError
 from zero_trial.runtime.in_memory import ReportedRecord
+from zero_trial.runtime.protocols import OpenCheckpoint
 from zero_trial.trial import Batch, Keep, TrialCallback
 from zero_trial.trial.checkpointing import TrialSnapshot, read_state, retained, write_state
 from zero_trial.trial.reporting import End
@@ -247,3 +250,105 @@ def test_another_error_removes_what_is_under_way(tmp_path: Path, when: str) -> N
         run_rank(Fails, steps(12, checkpoint_period=Batch(4)), storage=tmp_path)
     assert given_up == [True]
     assert [path.name for path in tmp_path.iterdir()] == ["step-000004"]
+
+
+class SlowStore:
+    """Commits a checkpoint when ``trial.let_go`` is set."""
+
+    def __init__(self, store: Any, trial: Any) -> None:
+        self.store, self.trial, self.retain = store, trial, store.retain
+
+    def begin(self, metadata: Any) -> OpenCheckpoint:
+        opened, trial = self.store.begin(metadata), self.trial
+
+        def upload() -> None:
+            trial.tried.append(opened.storage_id)
+            assert trial.let_go.wait(30), "training waits for the storage"
+            if trial.refuses:
+                raise ConnectionError("the storage is gone")
+            opened.commit()
+
+        return replace(opened, commit=upload, interrupt=trial.give_up, uploads=True)
+
+
+class Uploading(HeardInBackground):
+    """Its storage takes nothing before the step ``goes_on_at``, or never where ``refuses``."""
+
+    goes_on_at = 7
+    needs = 1
+    refuses = False
+
+    def __init__(self, context: Any) -> None:
+        super().__init__(context)
+        self.let_go = threading.Event()
+        self.tried: list[str] = []
+        context.platform.checkpoints = SlowStore(context.platform.checkpoints, self)
+
+    def give_up(self) -> None:
+        self.refuses = True
+        self.let_go.set()
+
+    def train_batch(self, dataloader_iter: Any, epoch_idx: int, batch_idx: int) -> Any:
+        if batch_idx == self.goes_on_at:
+            self.let_go.set()
+        return super().train_batch(dataloader_iter, epoch_idx, batch_idx)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_training_goes_on_while_a_checkpoint_is_uploaded(tmp_path: Path, size: int) -> None:
+    """The step that lets the storage go on is four after the one that is saved; the next save waits
+    for what is left of it."""
+    runs = run_world(size, Uploading, steps(9, checkpoint_period=Batch(4)), tmp_path)
+    for run in runs:
+        heard = [(what, got) for _, what, got in run.trial.heard.heard if what == "stored"]
+        assert heard == [("stored", f"step-{step:06d}") for step in (4, 8, 9)]
+        at = [step for step, _, _ in run.trial.heard.heard]
+        assert at[0] == 5 and at[1] == 8  # written by its engine; stored, which the save at step 8 waits for
+        assert run.record.checkpoints == ["step-000004", "step-000008", "step-000009"]
+    assert runs[0].trial.tried == ["step-000004", "step-000008", "step-000009"]
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_an_upload_that_fails_is_told_on_all_ranks(tmp_path: Path, size: int) -> None:
+    class Refused(Uploading):
+        refuses = True
+
+    found = run_world(size, Refused, steps(9, checkpoint_period=Batch(4)), tmp_path)
+    assert [type(error) for error in found] == [CheckpointError] * size
+    assert all("ConnectionError: the storage is gone" in str(error) for error in found)
+
+
+def test_a_preempted_trial_waits_for_its_upload(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing lets the storage go on before it is waited for."""
+    trials: list[Uploading] = []
+
+    class Preempted(Uploading):
+        def __init__(self, context: Any) -> None:
+            super().__init__(context)
+            trials.append(self)
+
+    def committed(opened: OpenCheckpoint, *, wait: bool) -> bool:
+        if wait:
+            trials[0].let_go.set()
+        return known(opened, wait=wait)
+
+    known = OpenCheckpoint.committed
+    monkeypatch.setattr(OpenCheckpoint, "committed", committed)
+    record = ReportedRecord(preempt_from_poll=2)
+    run = run_rank(Preempted, steps(9, checkpoint_period=Batch(2)), storage=tmp_path, record=record)
+    assert run.outcome.end is End.PREEMPTED and run.outcome.checkpoint == record.checkpoints[-1]
+    assert run.trial.tried == record.checkpoints
+
+
+def test_an_error_gives_an_upload_up(tmp_path: Path) -> None:
+    class Fails(Uploading):
+        def train_batch(self, dataloader_iter: Any, epoch_idx: int, batch_idx: int) -> Any:
+            if batch_idx == 6:
+                assert self.tried == ["step-000004"]
+                raise ValueError("of the user's")
+            return super().train_batch(dataloader_iter, epoch_idx, batch_idx)
+
+    record = ReportedRecord()
+    with pytest.raises(ValueError, match="of the user's"):
+        run_rank(Fails, steps(9, checkpoint_period=Batch(4)), storage=tmp_path, record=record)
+    assert record.checkpoints == []

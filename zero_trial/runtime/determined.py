@@ -2,7 +2,7 @@
 over a core.Context.
 
 The classes import nothing of Determined: they are given a context, and a test gives another one.
-The functions at the end are the only place that imports it.
+The functions at the end, and the process that uploads, are the only places that import it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,7 +19,9 @@ from typing import Any
 
 from zero_trial.errors import CheckpointError, ConfigError
 from zero_trial.runs.records import join_memory
-from zero_trial.runtime.protocols import Distributed
+from zero_trial.runtime.protocols import Distributed, OpenCheckpoint, on_rank_0
+from zero_trial.runtime.upload import UploadProcess
+from zero_trial.util.files import remove_folder
 
 _EARLY_EXITS = {"INVALID_HP": "EXITED_REASON_INVALID_HP"}  # our reason -> the master's
 # core copies TensorBoard files once a second at most, and skips what comes sooner
@@ -72,21 +74,35 @@ class DeterminedCheckpoints:
 
     All ranks write into rank 0's folder: on a file system that the hosts share that is the
     checkpoint itself, else it is a temporary folder that is uploaded afterwards, and then all ranks
-    must be on one host.
+    must be on one host. ``storage``: the experiment's ``checkpoint_storage``.
     """
 
     core: Any
     distributed: Distributed
+    storage: Mapping[str, Any] = field(default_factory=dict)
 
-    @contextmanager
-    def store_path(self, metadata: Mapping[str, Any]) -> Iterator[tuple[Path, str]]:
-        """Collective. Write into rank 0's folder. A rank that fails inside the block leaves at
-        once; the launcher then ends the others.
-        """
-        with self.core.checkpoint.store_path(dict(metadata), shard=True) as (own, storage_id):
-            yield Path(self.distributed.broadcast(str(own))), storage_id
-            # no rank removes its own (empty) folder while rank 0's is written to
-            self.distributed.barrier()
+    def begin(self, metadata: Mapping[str, Any]) -> OpenCheckpoint:
+        """Collective. Open core's block on rank 0 alone; the commit is its end, which uploads and
+        reports. It exchanges nothing with other ranks, so that a thread may do it."""
+        block, process = ExitStack(), UploadProcess(self.storage)
+
+        def enter() -> list[str]:
+            own, storage_id = block.enter_context(self.core.checkpoint.store_path(dict(metadata), shard=False))
+            return [str(own), storage_id]
+
+        path, storage_id = on_rank_0(self.distributed, enter)
+        manager = getattr(self.core.checkpoint, "_storage_manager", None)
+        if self.distributed.rank == 0 and manager is not None and not manager.store_path_is_direct_access():
+            manager.upload = process.upload
+
+        def remove() -> None:
+            error = CheckpointError("the checkpoint was given up")
+            block.__exit__(type(error), error, None)
+            remove_folder(Path(path))
+
+        return OpenCheckpoint(
+            self.distributed, Path(path), storage_id, block.close, remove, process.give_up, uploads=True
+        )
 
     @contextmanager
     def restore_path(self, storage_id: str) -> Iterator[Path]:
@@ -201,7 +217,7 @@ class DeterminedPlatform(TrialFacts):
 
     @cached_property
     def checkpoints(self) -> DeterminedCheckpoints:
-        return DeterminedCheckpoints(self.core, self.distributed)
+        return DeterminedCheckpoints(self.core, self.distributed, self.experiment.get("checkpoint_storage") or {})
 
     @cached_property
     def preemption(self) -> DeterminedPreemption:

@@ -8,13 +8,13 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 from zero_trial.errors import CheckpointError, MeshError
 from zero_trial.runtime.local import LocalCheckpoints
-from zero_trial.runtime.protocols import Distributed, JsonDistributed
+from zero_trial.runtime.protocols import Distributed, JsonDistributed, OpenCheckpoint
 
 Result = TypeVar("Result")
 
@@ -110,12 +110,14 @@ class _InMemoryCheckpoints:
     record: ReportedRecord
     distributed: Distributed
 
-    @contextmanager
-    def store_path(self, metadata: Mapping[str, Any]) -> Iterator[tuple[Path, str]]:
-        with self.files.store_path(metadata) as (path, storage_id):
-            yield path, storage_id
-        if self.distributed.rank == 0:
-            self.record.checkpoints.append(storage_id)
+    def begin(self, metadata: Mapping[str, Any]) -> OpenCheckpoint:
+        opened = self.files.begin(metadata)
+
+        def commit() -> None:
+            opened.commit()
+            self.record.checkpoints.append(opened.storage_id)
+
+        return replace(opened, commit=commit)
 
     @contextmanager
     def restore_path(self, storage_id: str) -> Iterator[Path]:

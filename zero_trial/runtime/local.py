@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from zero_trial.checkpoint import CheckpointReader
-from zero_trial.errors import CheckpointError, ZeroTrialError
+from zero_trial.errors import CheckpointError
 from zero_trial.runs.checkpoints import (
     add_checksums,
     checkpoint_step,
@@ -28,7 +28,7 @@ from zero_trial.runs.checkpoints import (
 )
 from zero_trial.runs.events import append_line, keep_lines, read_lines, write_json
 from zero_trial.runs.layout import RunFolder
-from zero_trial.runtime.protocols import Distributed, JsonDistributed
+from zero_trial.runtime.protocols import Distributed, JsonDistributed, OpenCheckpoint, on_rank_0
 from zero_trial.util.files import METADATA, remove_folder
 
 Note = Callable[[str], None]
@@ -62,65 +62,31 @@ class LocalCheckpoints:
     folder: Path
     distributed: Distributed
 
-    @contextmanager
-    def store_path(self, metadata: Mapping[str, Any]) -> Iterator[tuple[Path, str]]:
-        """Collective. Write into a new folder. Where rank 0 cannot make, finish or name it, every
-        rank raises CheckpointError.
-
-        A rank that fails inside the block leaves at once, without a collective: the others may be
-        in one of the engine's, which ends when that rank does. What was written is removed: it may
-        be what has filled the disk.
-        """
+    def begin(self, metadata: Mapping[str, Any]) -> OpenCheckpoint:
+        """Collective. Make a new folder to write into."""
         name = f"step-{int(metadata['steps_completed']):06d}"
-        temporary = Path(self._lead(lambda: self._make(f"{name}.tmp-{uuid.uuid4().hex[:8]}"), name))
-        try:
-            yield temporary, name
-        except BaseException as error:
-            self._remove(temporary)
-            if isinstance(error, OSError):
-                raise self._not_written(error, str(temporary)) from error
-            raise
-        self.distributed.barrier()  # all files are there
-        # no rank looks for it before it has its name
-        self._lead(lambda: self._finish(temporary, name, metadata), name)
+        temporary = self.folder / on_rank_0(self.distributed, lambda: self._make(f"{name}.tmp-{uuid.uuid4().hex[:8]}"))
+        return OpenCheckpoint(
+            self.distributed,
+            temporary,
+            name,
+            commit=lambda: self._finish(temporary, name, metadata),
+            remove=lambda: remove_folder(temporary),
+        )
 
     def _make(self, name: str) -> str:
         (self.folder / name).mkdir(parents=True)
-        return str(self.folder / name)
+        return name
 
     def _finish(self, temporary: Path, name: str, metadata: Mapping[str, Any]) -> None:
+        """Describe and name it; where that fails remove it, since it may be what has filled the
+        disk."""
         try:
             write_json(temporary / METADATA, add_checksums(metadata, temporary))
             publish(temporary, self.folder / name)
         except BaseException:
-            self._remove(temporary)
+            remove_folder(temporary)
             raise
-
-    def _remove(self, temporary: Path) -> None:
-        if self.distributed.rank == 0:
-            remove_folder(temporary)  # other ranks may still write into it
-
-    def _lead(self, act: Callable[[], Any], name: str) -> Any:
-        """Collective. Return, or raise, on every rank what ``act`` does on rank 0."""
-        outcome: dict[str, Any] = {}
-        if self.distributed.rank == 0:
-            try:
-                outcome = {"value": act()}
-            except ZeroTrialError as error:
-                outcome = {"fault": str(error)}
-            except OSError as error:
-                outcome = {"fault": str(self._not_written(error, str(self.folder / name)))}
-        outcome = self.distributed.broadcast(outcome)
-        if "fault" in outcome:
-            raise CheckpointError(outcome["fault"])
-        return outcome["value"]
-
-    def _not_written(self, error: OSError, place: str) -> CheckpointError:
-        return CheckpointError(
-            f"the checkpoint cannot be written ({error.strerror or error})",
-            where=f"rank {self.distributed.rank}, {place}",
-            fix="Free some space or choose another run folder; the checkpoints before this one are untouched.",
-        )
 
     @contextmanager
     def restore_path(self, storage_id: str) -> Iterator[Path]:

@@ -9,11 +9,14 @@ forms of the same thing. "Collective" means: every rank must call it, in the sam
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
+
+from zero_trial.errors import CheckpointError, ZeroTrialError
 
 
 class Distributed(Protocol):
@@ -49,12 +52,102 @@ class Metrics(Protocol):
     def report_validation_metrics(self, steps_completed: int, metrics: Mapping[str, Any]) -> None: ...
 
 
+TURN_SECONDS = 1.0
+"""How long rank 0 waits for a commit between two exchanges: none takes as long as an upload."""
+
+
+@dataclass
+class OpenCheckpoint:
+    """A checkpoint under way: a folder that all ranks write into.
+
+    Attributes:
+        commit: makes it a checkpoint, or raises; called once, on rank 0, in a thread.
+        remove: removes it; called on rank 0 instead of ``commit``.
+        interrupt: lets a ``commit`` under way end soon; called on rank 0.
+        uploads: ``commit`` may take long.
+    """
+
+    distributed: Distributed
+    path: Path
+    storage_id: str
+    commit: Callable[[], None]
+    remove: Callable[[], None]
+    interrupt: Callable[[], None] = lambda: None
+    uploads: bool = False
+    committing: bool = False
+    _thread: threading.Thread | None = None  # on rank 0
+    _ended: threading.Event = field(default_factory=threading.Event)
+    _error: BaseException | None = None
+
+    def begin_commit(self) -> None:
+        """Collective. Begin to make it a checkpoint, now that every rank has written its part."""
+        self.distributed.barrier()
+        self.committing = True
+        if self.distributed.rank == 0:
+            self._thread = threading.Thread(target=self._run, name="zero_trial-commit", daemon=True)
+            self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self.commit()
+        except BaseException as error:  # raised by all ranks when they ask
+            self._error = error
+        finally:
+            self._ended.set()
+
+    def committed(self, *, wait: bool) -> bool:
+        """Collective. Return whether it is a checkpoint now; ``wait``: for that. Raises
+        CheckpointError on every rank where it cannot become one."""
+        while True:
+            state = None
+            if self.distributed.rank == 0 and self._ended.wait(TURN_SECONDS if wait else 0):
+                state = {} if self._error is None else {"fault": fault_text(self._error, str(self.path))}
+            state = self.distributed.broadcast(state)
+            if state is not None and "fault" in state:
+                raise CheckpointError(state["fault"]) from self._error
+            if state is not None or not wait:
+                return state is not None
+
+    def abandon(self) -> None:
+        """Give it up; local. A commit that nothing can interrupt any more is waited for."""
+        if self._thread is not None:
+            self.interrupt()
+            self._thread.join()
+        elif self.distributed.rank == 0:
+            self.remove()  # other ranks may still write into it
+
+
+def on_rank_0(distributed: Distributed, act: Callable[[], Any]) -> Any:
+    """Collective. Return, or raise, on every rank what ``act`` does on rank 0."""
+    outcome, cause = None, None
+    if distributed.rank == 0:
+        try:
+            outcome = {"value": act()}
+        except Exception as error:  # the other ranks wait for it
+            outcome, cause = {"fault": fault_text(error)}, error
+    outcome = distributed.broadcast(outcome)
+    if "fault" in outcome:
+        raise CheckpointError(outcome["fault"]) from cause
+    return outcome["value"]
+
+
+def fault_text(error: BaseException, where: str | None = None) -> str:
+    """Return the words in which every rank raises what has failed on rank 0, or at ``where``."""
+    if isinstance(error, ZeroTrialError):
+        return str(error)
+    fix, words = "The checkpoints before this one are untouched.", f"{type(error).__name__}: {error}"
+    if isinstance(error, OSError) and error.strerror:
+        fix, words = f"Free some space or choose another folder. {fix}", error.strerror
+        where = where or error.filename
+    return str(CheckpointError(f"the checkpoint cannot be written ({words})", where=where or "rank 0", fix=fix))
+
+
 class CheckpointStore(Protocol):
     """Stores checkpoints: folders with a storage id, each there completely or not at all."""
 
-    def store_path(self, metadata: Mapping[str, Any]) -> AbstractContextManager[tuple[Path, str]]:
-        """Collective. Yield a folder to write into and its storage id; it becomes a checkpoint when
-        the block ends well on every rank.
+    def begin(self, metadata: Mapping[str, Any]) -> OpenCheckpoint:
+        """Collective. Open a folder to write into, which becomes a checkpoint when it is committed.
+        Where rank 0 cannot make it, every rank raises CheckpointError.
 
         ``metadata`` holds ``steps_completed`` and whatever else describes the checkpoint
         (JSON-able).

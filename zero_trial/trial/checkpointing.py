@@ -6,13 +6,14 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 from zero_trial.errors import CheckpointError, TrialError
+from zero_trial.runtime.protocols import OpenCheckpoint, fault_text
 from zero_trial.trial.callbacks import TrialCallback
 from zero_trial.trial.context import ZeroTrialContext
 from zero_trial.trial.data import Resume
@@ -97,21 +98,21 @@ def retained(history: Sequence[Sequence[Any]], keep: Keep, smaller_is_better: bo
 
 @dataclass
 class _Save:
-    """A checkpoint whose engines may still be writing: ``block`` is the store's, open until they
-    are done."""
+    """A checkpoint whose engines may still be writing, or which may still be uploaded.
+    ``in_background``: training goes on beside the upload."""
 
-    block: ExitStack
-    path: Path
-    storage_id: str
+    opened: OpenCheckpoint
     step: int
-    keep: list[str]
+    keep: list[str] = field(default_factory=list)
+    in_background: bool = False
 
 
 class Checkpointer:
     """Saves and restores one trial on one rank.
 
     Where an engine writes in the background (ds_config's ``checkpoint.writer.decoupled``) the
-    store's block stays open, so that nobody hears of the checkpoint before it is complete.
+    upload follows when it has done so, also in the background. Nobody hears of the checkpoint
+    before it is complete.
     """
 
     def __init__(self, trial: ZeroTrial, context: ZeroTrialContext, callbacks: Mapping[str, TrialCallback]) -> None:
@@ -124,7 +125,7 @@ class Checkpointer:
         self, state: TrialSnapshot, loader_state: Any, value: float | None, keep: Keep, smaller_is_better: bool
     ) -> None:
         """Collective. Begin a checkpoint of ``state``; :meth:`poll` and :meth:`wait` tell when it
-        is complete. One under way is waited for, and must have been adopted.
+        is complete. There must be none under way. After an error :meth:`abandon` must follow.
 
         ``value``: the searcher's metric at this very step, if it was validated.
         """
@@ -138,42 +139,50 @@ class Checkpointer:
             "framework": "zero_trial",
             "format": FORMAT,
         }
-        with ExitStack() as block:
-            path, storage_id = block.enter_context(context.platform.checkpoints.store_path(metadata))
-            block.push(self._abandon_engines)  # before the folder that they write into is removed
-            self._trial.save(context, path)
-            history = [entry for entry in state.history if entry[0] != storage_id]
-            state.history = retained([*history, [storage_id, state.step, value]], keep, smaller_is_better)
-            self._write_state(path, state)
-            kept = [entry[0] for entry in state.history]
-            self._under_way = _Save(block.pop_all(), path, storage_id, state.step, kept)
+        opened = context.platform.checkpoints.begin(metadata)
+        self._under_way = save = _Save(opened, state.step)
+        try:
+            self._trial.save(context, opened.path)
+        except OSError as error:
+            where = f"rank {context.distributed.rank}, {opened.path}"
+            raise CheckpointError(fault_text(error, where)) from error
+        history = [entry for entry in state.history if entry[0] != opened.storage_id]
+        state.history = retained([*history, [opened.storage_id, state.step, value]], keep, smaller_is_better)
+        self._write_state(opened.path, state)
+        save.keep = [entry[0] for entry in state.history]
+        save.in_background = opened.uploads and self._engines_write()
         state.ranks = []
 
     def poll(self) -> str | None:
         """Collective. Return the storage id of a checkpoint that is complete since the last call,
         else None. Those that need not be kept are deleted only now."""
         save = self._under_way
-        if save is None or any(getattr(engine, "checkpoint_under_way", False) for engine in self._context.engines):
+        if save is None or self._engines_write():
             return None
-        context, self._under_way = self._context, None
-        with save.block:
+        context, opened = self._context, save.opened
+        if not opened.committing:
             for callback in self._callbacks.values():
-                callback.on_checkpoint_write_end(save.path)
+                callback.on_checkpoint_write_end(opened.path)
                 # the older name, which Determined calls as well
                 if hasattr(callback, "on_checkpoint_end"):
-                    callback.on_checkpoint_end(str(save.path))
+                    callback.on_checkpoint_end(str(opened.path))
+            opened.begin_commit()
+        if not opened.committed(wait=not save.in_background):
+            return None
+        self._under_way = None
         if context.distributed.rank == 0:
             context.platform.checkpoints.retain(save.keep)
-            event = {"kind": "checkpoint", "step": save.step, "storage_id": save.storage_id}
-            context.platform.progress.emit({**event, **_size(save.path.parent / save.storage_id)})
+            event = {"kind": "checkpoint", "step": save.step, "storage_id": opened.storage_id}
+            context.platform.progress.emit({**event, **_size(opened.path.parent / opened.storage_id)})
         for callback in self._callbacks.values():
-            callback.on_checkpoint_upload_end(save.storage_id)
-        return save.storage_id
+            callback.on_checkpoint_upload_end(opened.storage_id)
+        return opened.storage_id
 
     def wait(self) -> str | None:
         """Collective. Wait for the checkpoint under way and return its storage id, once; None
         without one. Raises CheckpointError where it could not be written."""
         if self._under_way is not None:
+            self._under_way.in_background = False
             for engine in self._context.engines:
                 if getattr(engine, "checkpoint_under_way", False):
                     engine.wait_for_checkpoint()
@@ -186,18 +195,17 @@ class Checkpointer:
             kept = retained(state.history, replace(keep, latest=keep.at_end), smaller_is_better) or state.history[-1:]
             self._context.platform.checkpoints.retain([entry[0] for entry in kept])
 
-    def abandon(self, error: BaseException) -> None:
-        """Remove what a checkpoint under way has written: ``error`` ends the run. Local."""
+    def abandon(self) -> None:
+        """Give up a checkpoint under way: an error ends the run. Local."""
         save, self._under_way = self._under_way, None
         if save is not None:
-            with suppress(type(error)):  # the store's block lets it pass
-                save.block.__exit__(type(error), error, error.__traceback__)
+            for engine in self._context.engines:  # before the folder that they write into is removed
+                if getattr(engine, "checkpoint_under_way", False):
+                    engine.abandon_checkpoint()
+            save.opened.abandon()
 
-    def _abandon_engines(self, kind: type[BaseException] | None, *error: object) -> None:
-        """Let no engine write on after an error. Local."""
-        for engine in self._context.engines if kind is not None else ():
-            if getattr(engine, "checkpoint_under_way", False):
-                engine.abandon_checkpoint()
+    def _engines_write(self) -> bool:
+        return any(getattr(engine, "checkpoint_under_way", False) for engine in self._context.engines)
 
     def _write_state(self, path: Path, state: TrialSnapshot) -> None:
         """Collective. Rank 0 writes; every rank raises CheckpointError where it cannot."""

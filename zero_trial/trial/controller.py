@@ -311,8 +311,8 @@ class TrainLoop:
         """Collective. Train to the end, or to a boundary at which the run is asked to stop."""
         try:
             return self._run()
-        except BaseException as error:
-            self._checkpointer.abandon(error)
+        except BaseException:
+            self._checkpointer.abandon()
             raise
 
     def _run(self) -> Outcome:

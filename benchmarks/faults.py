@@ -22,7 +22,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from benchmarks import faults_checkpoints, faults_mesh, faults_runs, record
+from benchmarks import faults_checkpoints, faults_mesh, faults_runs, faults_sweeps, record
 from benchmarks.faults_runs import Result, Workbench
 from benchmarks.record import Column, markdown, number
 
@@ -57,6 +57,7 @@ FAULTS = (
     Fault("F13", "loaders of different lengths", "no hang; the shortest counts, and that is said", faults_runs.uneven, 20, 3),
     Fault("F14", "out of memory in a forward", "exit 3 with a suggestion; same bits when resumed", faults_runs.out_of_memory, 10, 1),
     Fault("F15", "two writers of one run", "the second is refused; a dead one's lock is free", faults_mesh.two_writers, 10, 2),
+    Fault("F16", "failing trials of a sweep, a killed master", "ends; decides as an unbroken one; no trial runs twice", faults_sweeps.sweeps, 20, 2),
 )  # fmt: skip
 
 COLUMNS: list[Column] = [

@@ -1,0 +1,175 @@
+"""Faults of sweeps: trials that crash or cannot be trained, under a master that is killed; and
+whether the search decided what an unbroken one decides.
+
+One trial runs at a time, on one slot, so that an unbroken search has one order of events, which is
+known without running it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sqlite3
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from benchmarks.faults_runs import Result, Workbench
+from benchmarks.master import Bench
+from benchmarks.search_kills import Unbroken, kill, rungs, stored
+from zero_trial.master.search import ExitReason, build
+
+TRIALS, STEPS = 8, 4
+ENDED_SECONDS = 300.0
+
+# A trial's fault comes of its hyperparameter: three in ten have one.
+FAULTS = {0: "crash at once", 1: "crash", 2: "invalid"}
+TRAIN = f"""
+import sys
+import time
+import determined
+from determined import core
+x = determined.get_cluster_info().trial.hparams["x"]
+fault = {FAULTS}.get(int(x * 1000) % 10)
+with core.init(tensorboard_mode=core.TensorboardMode.MANUAL) as context:
+    for step in range(1, {STEPS} + 1):
+        if fault == "crash at once" or fault == "crash" and step == 2:
+            sys.exit(7)
+        if fault == "invalid" and step == 2:
+            context.train.report_early_exit(core.EarlyExitReason.INVALID_HP)
+            break
+        context.train.report_validation_metrics(
+            steps_completed=step, metrics={{"validation_loss": (x * 7.3 + step) % 5, "batches": step}}
+        )
+        time.sleep(0.2)  # the master's wish to stop comes by another connection
+        if context.preempt.should_preempt():
+            break
+"""
+
+
+def config(seed: int) -> dict[str, Any]:
+    """The experiment."""
+    return {
+        "name": "sweep with faults",
+        "entrypoint": "python3 train.py",
+        "resources": {"slots_per_trial": 1},
+        "searcher": {
+            "name": "adaptive_asha",
+            "metric": "validation_loss",
+            "smaller_is_better": True,
+            "time_metric": "batches",
+            "max_time": STEPS,
+            "max_trials": TRIALS,
+            "max_concurrent_trials": 4,
+            "mode": "aggressive",
+            "divisor": 2,
+        },
+        "hyperparameters": {"x": {"type": "double", "minval": 0.0, "maxval": 1.0}},
+        "reproducibility": {"experiment_seed": seed},
+        "max_restarts": 0,
+    }
+
+
+def unbroken(section: Mapping[str, Any], space: Mapping[str, Any], seed: int) -> tuple[Unbroken, list[Any]]:
+    """The search over trials with these faults, one after the other, without a master; and what it
+    may have noted at its end. The master does not store what the last trial's end has added, since
+    nothing is left to decide."""
+    search = Unbroken(build(section, space, seed))
+    search.take(search.search.start())
+    ended, notes = 0, []
+    while ended < len(search.created):
+        trial = search.created[ended]
+        reason = played(search, trial.request_id, trial.hparams["x"])
+        before = json.loads(json.dumps(search.search.snapshot()))
+        search.take(search.search.on_exited(trial.request_id, reason))
+        notes = [rungs(before), rungs(json.loads(json.dumps(search.search.snapshot())))]
+        ended += 1
+    return search, notes
+
+
+def played(search: Unbroken, name: str, x: float) -> ExitReason:
+    """Report what the trial reports; how it ends."""
+    fault = FAULTS.get(int(x * 1000) % 10)
+    for step in range(1, STEPS + 1):
+        if fault == "crash at once" or (fault == "crash" and step == 2):
+            return ExitReason.ERRORED
+        if fault == "invalid" and step == 2:
+            return ExitReason.COMPLETED
+        search.take(search.search.on_validation(name, {"validation_loss": (x * 7.3 + step) % 5, "batches": step}))
+        if name in search.stopped:
+            return ExitReason.COMPLETED
+    return ExitReason.COMPLETED
+
+
+def sweeps(workbench: Workbench, count: int) -> Iterator[Result]:
+    """F16: sweeps of which three trials in ten fail; the master of all but every fourth is
+    killed."""
+    for number in range(count):
+        seed, kills = workbench.chance.randrange(10_000), number % 4
+        bench = Bench(workbench.folder / f"sweep-{number}", 1)
+        bench.folder.mkdir()
+        bench.up()
+        try:
+            begin = time.monotonic()
+            why = run(workbench, bench, seed, kills)
+            seconds = time.monotonic() - begin
+        finally:
+            bench.down()
+        with contextlib.closing(stored(bench.folder)) as rows:
+            why = why or differences(rows, seed)
+        yield Result(f"the master killed {kills} times", not why, seconds, f"seed {seed}: {why}" if why else "")
+
+
+def run(workbench: Workbench, bench: Bench, seed: int, kills: int) -> str:
+    """One sweep to its end; what is wrong."""
+    context, file = bench.folder / "context", bench.folder / "config.yaml"
+    context.mkdir()
+    (context / "train.py").write_text(TRAIN)
+    file.write_text(json.dumps(config(seed)))
+    bench.submit(file, context)
+    at = sorted(workbench.chance.sample(range(1, 4), kills))  # four trials there are at least
+    deadline = time.monotonic() + ENDED_SECONDS
+    while time.monotonic() < deadline:
+        state, ended = progress(bench.folder)
+        if state not in ("ACTIVE", "STOPPING_COMPLETED"):
+            return "" if state == "COMPLETED" and not at else f"the sweep is {state}, {len(at)} kills are left"
+        if at and ended >= at[0]:
+            at.pop(0)
+            time.sleep(workbench.chance.uniform(0, 1.5))
+            kill(bench)
+        time.sleep(0.05)
+    return f"the sweep has not ended after {ENDED_SECONDS:.0f} s"
+
+
+def progress(folder: Path) -> tuple[str, int]:
+    """The sweep's state, and how many of its trials have ended."""
+    with contextlib.closing(stored(folder)) as rows:
+        (state,) = rows.execute("SELECT state FROM experiments").fetchone()
+        (ended,) = rows.execute("SELECT count(*) FROM trials WHERE ended IS NOT NULL").fetchone()
+    return str(state), int(ended)
+
+
+def differences(rows: sqlite3.Connection, seed: int) -> str:
+    """What differs from the unbroken search, or was done twice."""
+    (text,) = rows.execute("SELECT config FROM experiments").fetchone()
+    section = json.loads(text)
+    wanted, notes = unbroken(section["searcher"], section["hyperparameters"], seed)
+    drawn = [(create.request_id, dict(create.hparams), create.seed) for create in wanted.created]
+    query = "SELECT request_id, hparams, seed FROM trials ORDER BY id"
+    found = [(name, json.loads(hparams), number) for name, hparams, number in rows.execute(query)]
+    if found != drawn:
+        return f"other trials than those of the unbroken search: {found}, not {drawn}"
+    query = "SELECT DISTINCT request_id FROM allocations JOIN trials ON trials.id = trial_id WHERE preempt = 1"
+    if {name for (name,) in rows.execute(query)} != wanted.stopped:
+        return "other trials were stopped"
+    (snapshot,) = rows.execute("SELECT snapshot FROM experiments").fetchone()
+    if rungs(json.loads(snapshot)) not in notes:
+        return f"other rungs: {rungs(json.loads(snapshot))}, not {notes[-1]}"
+    query = "SELECT trial_id, count(*) FROM allocations GROUP BY trial_id HAVING count(*) != 1"
+    if twice := rows.execute(query).fetchall():
+        return f"trials that ran twice: {twice}"
+    query = "SELECT trial_id, steps FROM metrics WHERE grp = 'validation' GROUP BY trial_id, steps HAVING count(*) != 1"
+    if twice := rows.execute(query).fetchall():
+        return f"validations that are there twice: {twice}"
+    return ""

@@ -16,7 +16,7 @@ import sys
 import threading
 from collections.abc import Collection, Mapping
 from contextlib import suppress
-from typing import Any
+from typing import IO, Any, cast
 
 from zero_trial.errors import CheckpointError
 
@@ -37,10 +37,10 @@ class UploadProcess:
         """Upload the folder ``src`` as ``dst``. Raises CheckpointError where that fails."""
         request = {"storage": self._storage, "src": os.fspath(src), "dst": dst, "paths": paths and sorted(paths)}
         with self._start() as process:
-            assert process.stdin is not None and process.stdout is not None
+            stdin, stdout = cast("IO[str]", process.stdin), cast("IO[str]", process.stdout)
             with suppress(BrokenPipeError):  # it has ended: the exit code tells
-                os.write(process.stdin.fileno(), json.dumps(request).encode() + b"\n")
-            fault = process.stdout.read()  # stdin stays open: where it ends, rank 0 has ended
+                os.write(stdin.fileno(), json.dumps(request).encode() + b"\n")
+            fault = stdout.read()  # stdin stays open: where it ends, rank 0 has ended
         if process.returncode:
             raise CheckpointError(
                 "a checkpoint could not be uploaded",

@@ -70,6 +70,7 @@ def test_what_cannot_fit_is_pruned_with_the_planned_bytes(tmp_path: Path, capsys
         (("--steps", "-1"), {}),
         (("--dir", "."), {}),
         (("--master", "http://cluster:8080"), {}),
+        (("--master", "http://127.0.0.1:8080", "--vary", "hyperparameters.width=4,8"), {}),
         ((), {"autotuning": {"tuner_type": "random"}}),
         ((), {"autotuning": {"max_train_batch_size": 4}}),
     ],

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from tests.preflight.project import DS_CONFIG, EXPERIMENT, project
-from zero_trial.errors import ConfigError, MasterError
+from zero_trial.errors import MasterError
 from zero_trial.experiment.changes import read_words
 from zero_trial.experiment.experiment import examine_experiment
 from zero_trial.launch.experiment import CheckedRun, RunRequest, check_run
@@ -74,12 +74,6 @@ def test_a_ds_config_that_does_not_go_with_the_model_is_written_out(tmp_path: Pa
     (made.folder / "ds_config.json").rename(tmp_path / "ds_config.json")
     given = check_run(RunRequest(tmp_path / "const.yaml", made.folder), os.environ)
     assert experiment_of(given, (OWN,), SETTINGS)["data"]["ds_config"] == DS_CONFIG
-
-
-def test_another_key_than_of_the_ds_config_is_refused(tmp_path: Path) -> None:
-    other = TrainingWay((*OWN.values, ("hyperparameters.width", 8)), OWN.ladder)
-    with pytest.raises(ConfigError, match=r"hyperparameters\.width"):
-        overlay_of(other, checked(tmp_path))
 
 
 class State(enum.Enum):

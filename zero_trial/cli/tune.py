@@ -86,6 +86,7 @@ def add_parser(subparsers: Any) -> None:
 def _handle(options: argparse.Namespace) -> int:
     """Run the verb."""
     from zero_trial.launch.experiment import check_run
+    from zero_trial.tune.cluster import refuse_other_keys
     from zero_trial.tune.search import refuse_autotuning, search_settings
     from zero_trial.tune.space import own_way, select, ways_to_train
     from zero_trial.tune.trials import facts_of, weigh_way
@@ -94,8 +95,11 @@ def _handle(options: argparse.Namespace) -> int:
     _refuse_used(options.dir)
     _refuse_unknown_memory(options)
     checked = check_run(request, os.environ)
+    vary = _varied(options.vary)
+    if options.master is not None:
+        refuse_other_keys(vary)
     accelerator = True if options.gpu_memory is not None else None
-    facts = facts_of(checked, keep=options.keep, vary=_varied(options.vary), accelerator=accelerator)
+    facts = facts_of(checked, keep=options.keep, vary=vary, accelerator=accelerator)
     tuning = checked.ds_config.autotuning  # type: ignore[union-attr]  # facts_of has refused None
     refuse_autotuning(tuning, facts.samples * checked.batch.axes.data_parallel)  # type: ignore[union-attr]
     search_settings(tuning, 1, trials=options.trials, steps=options.steps)  # refuses what is no number of them

@@ -12,7 +12,7 @@ import copy
 import json
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from zero_trial.launch.experiment import CheckedRun
 from zero_trial.tune.result import TuneOutcome, TuneTrial
 from zero_trial.tune.search import SearchSettings
 from zero_trial.tune.space import Selection, TrainingWay
-from zero_trial.tune.trials import MONITORS, changes_of, with_memory_named
+from zero_trial.tune.trials import MONITORS, changes_of, key_in_ds_config, with_memory_named
 from zero_trial.util.speed import SPEED_METRIC
 
 _ENDED = ("COMPLETED", "CANCELED", "ERROR", "DELETED")
@@ -38,9 +38,19 @@ def ways_to_send(selection: Selection, trials: int, own: TrainingWay | None) -> 
     return tuple(ranked[:trials])
 
 
+def refuse_other_keys(vary: Iterable[str]) -> None:
+    """Raise ConfigError for a key that is not of the ds_config: a grid over ways changes it
+    alone."""
+    for key in vary:
+        if key_in_ds_config(key) is None:
+            raise ConfigError(
+                "a master tries values of the ds_config alone", where="--vary", got=key, fix="Tune it without --master."
+            )
+
+
 def overlay_of(way: TrainingWay, checked: CheckedRun) -> dict[str, Any]:
     """Return ``hyperparameters.ds_config`` of a trial: the experiment's own, with the values of a
-    way, and without monitors. Raises ConfigError where the way changes another key."""
+    way, and without monitors."""
     before = checked.experiment.hyperparameters.get("ds_config")
     found: dict[str, Any] = copy.deepcopy(dict(before)) if isinstance(before, Mapping) else {}
     config = checked.ds_config
@@ -49,13 +59,6 @@ def overlay_of(way: TrainingWay, checked: CheckedRun) -> dict[str, Any]:
         if getattr(config, name).enabled:
             changes["hyperparameters", "ds_config", name, "enabled"] = False
     for path, value in changes.items():
-        if path[:2] != ("hyperparameters", "ds_config"):
-            raise ConfigError(
-                "a grid over ways changes the ds_config alone",
-                where="--vary",
-                got=".".join(path),
-                fix="Tune it without --master.",
-            )
         section = found
         for part in path[2:-1]:
             section = section.setdefault(part, {})

@@ -87,20 +87,22 @@ def test_why_an_allocation_of_an_earlier_master_has_ended(
 
 
 @pytest.mark.parametrize(
-    ("exits", "status", "started", "complete"),
+    ("exits", "end", "unbegun", "complete"),
     [
-        ([GOOD], JobStatus(("n1",), JobEnd.DONE), True, True),
-        ([GOOD, None], JobStatus(("n1", "n2"), JobEnd.DONE), True, False),
-        ([GOOD, None], JobStatus(("n1", "n2"), JobEnd.NODE_LOST), True, True),
-        ([None], JobStatus(("n1",), JobEnd.CANCELED), False, False),  # its node may have begun it
-        ([None], JobStatus((), JobEnd.CANCELED), False, True),  # canceled in the queue
-        ([None], JobStatus((), JobEnd.UNKNOWN), False, False),
+        ([GOOD], JobEnd.DONE, [False], True),
+        ([GOOD, None], JobEnd.DONE, [False, False], False),
+        ([GOOD, None], JobEnd.NODE_LOST, [False, False], True),
+        ([None], JobEnd.CANCELED, [False], False),
+        ([None], JobEnd.CANCELED, [True], True),
+        ([GOOD, None], JobEnd.FAILED, [False, True], True),
+        ([None, None], JobEnd.FAILED, [False, True], False),
+        ([None], JobEnd.UNKNOWN, [False], False),
     ],
 )
 def test_whether_records_of_nodes_may_still_come(
-    exits: list[Exit | None], status: JobStatus, started: bool, complete: bool
+    exits: list[Exit | None], end: JobEnd, unbegun: list[bool], complete: bool
 ) -> None:
-    assert is_complete(exits, status, started) is complete
+    assert is_complete(exits, JobStatus(end=end), unbegun) is complete
 
 
 @pytest.mark.parametrize(
@@ -362,6 +364,17 @@ def test_why_a_job_could_not_begin(tmp_path: Path, printed: str | None, status: 
     assert said in found and "Terminated" not in found
 
 
+@pytest.mark.parametrize("end", [JobEnd.CANCELED, JobEnd.FAILED])
+def test_a_job_that_ends_before_its_node_has_begun(field: Field, monkeypatch: pytest.MonkeyPatch, end: JobEnd) -> None:
+    """Its end is known at once: no record can come from a node that can no longer begin."""
+    monkeypatch.setattr(subject, "_LAG_SECONDS", 1000.0)
+    field.manager.start(field.order(0))
+    field.expect("waiting")
+    field.engine.status["1.t.1"] = JobStatus(("n1",), end)
+    field.expect("exited")
+    assert not acquire_lease(field.home.allocation("1.t.1") / "node-0", identify(os.getpid()))
+
+
 def test_a_job_that_cannot_be_canceled_now_is_canceled_later(field: Field) -> None:
     field.manager.start(field.order(0))
     field.expect("waiting")
@@ -481,8 +494,9 @@ def test_a_note_that_was_lost_in_a_power_cut(field: Field) -> None:
 
 def test_a_job_that_is_gone_for_a_moment_is_given_the_whole_time_again(field: Field) -> None:
     entry, gone, there = subject._Watched(1, 0.0), JobStatus(("n1",), JobEnd.UNKNOWN), JobStatus(("n1",))
-    assert field.manager._ended(Path("none"), entry, gone, [None]) is None and entry.ended_at is not None
-    assert field.manager._ended(Path("none"), entry, there, [None]) is None and entry.ended_at is None
+    node = Path("none")
+    assert field.manager._ended(node, entry, gone, [node]) is None and entry.ended_at is not None
+    assert field.manager._ended(node, entry, there, [node]) is None and entry.ended_at is None
 
 
 def test_jobs_that_a_killed_master_left_behind(field: Field) -> None:

@@ -157,10 +157,14 @@ def outcome(exits: Sequence[Exit | None], status: JobStatus, now: float, *, adop
     return Exit(_KILLED, now, killed=unseen, why=f"{gone}{where}{_because(status)}")
 
 
-def is_complete(exits: Sequence[Exit | None], status: JobStatus, started: bool) -> bool:
-    """Tell whether a job that has ended leaves no other record than these exits."""
-    unplaced = status.end is JobEnd.CANCELED and not status.nodes and not started
-    return None not in exits or unplaced or status.end in (JobEnd.NODE_LOST, JobEnd.PREEMPTED)
+def is_complete(exits: Sequence[Exit | None], status: JobStatus, unbegun: Sequence[bool]) -> bool:
+    """Tell whether a job that has ended leaves no other record than these exits.
+
+    Args:
+        unbegun: the nodes on which nothing has begun, and never will.
+    """
+    said = all(one is not None or never for one, never in zip(exits, unbegun, strict=True))
+    return said or status.end in (JobEnd.NODE_LOST, JobEnd.PREEMPTED)
 
 
 def to_cancel(failed_at: float | None, kill_after: float | None, now: float) -> str:
@@ -360,18 +364,16 @@ class ClusterManager:
         folder = self._directory.allocation(name)
         nodes = [folder / f"node-{rank}" for rank in range(entry.nodes)]
         if status.end is not None:
-            for node in nodes:
-                look_anew(node)
-        if not entry.started and any(map(processes.lease_exists, nodes)):
+            for each in (folder, *nodes):
+                look_anew(each)
+        if not entry.started and any(processes.lease_owner(node) is not None for node in nodes):
             entry.started = True
             reports.on_started(name, status.nodes)
         elif status.end is None and not status.nodes and status.why and status.why != entry.waits:
             entry.waits = status.why
             reports.on_waiting(name, status.why)
         now = time.monotonic()
-        ended = processes.exit_of(folder) or self._ended(
-            folder, entry, status, [processes.exit_of(node) for node in nodes]
-        )
+        ended = processes.exit_of(folder) or self._ended(folder, entry, status, nodes)
         word = to_cancel(entry.failed_at, entry.kill_after, now) if ended is None else ""
         if word:
             self._engine.cancel(name, force=word == "force")
@@ -392,16 +394,22 @@ class ClusterManager:
             for path in (node / "work", node / "root"):  # copies of the context
                 shutil.rmtree(path, ignore_errors=True)
 
-    def _ended(self, folder: Path, entry: _Watched, status: JobStatus, exits: Sequence[Exit | None]) -> Exit | None:
+    def _ended(self, folder: Path, entry: _Watched, status: JobStatus, nodes: Sequence[Path]) -> Exit | None:
         """Return how a job has ended; None while it runs, or a record of its end may still come."""
         now = time.monotonic()
+        exits = [processes.exit_of(node) for node in nodes]
         if status.end is None:
             if entry.failed_at is None and any(one is not None and one.code and not one.killed for one in exits):
                 entry.failed_at = now
             entry.ended_at = None  # the engine knows it again
             return None
         entry.ended_at = entry.ended_at or now
-        if not is_complete(exits, status, entry.started) and now - entry.ended_at < _LAG_SECONDS:
+        # a job that the engine does not know may yet begin
+        known = status.end is not JobEnd.UNKNOWN
+        unbegun = [
+            known and one is None and processes.never_begins(node) for one, node in zip(exits, nodes, strict=True)
+        ]
+        if not is_complete(exits, status, unbegun) and now - entry.ended_at < _LAG_SECONDS:
             return None
         if not entry.started and not any(exits) and status.end is JobEnd.FAILED:
             return Exit(127, time.time(), why=f"its job could not begin: {why_not_begun(folder, status)}")

@@ -27,6 +27,7 @@ _PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 _STATE, _PARENT, _START = 0, 1, 19  # fields of /proc/PID/stat after the name, see proc(5)
 _LEASE_FILE = "claim.json"  # the names of both files are part of the state on disk
 _EXIT_FILE = "exit.json"
+_VOID = {"void": True}  # of a lease
 
 
 @dataclass(frozen=True)
@@ -160,7 +161,7 @@ class Exit:
 
 def acquire_lease(folder: Path, identity: Identity | None) -> bool:
     """Take the lease, or with None make it void for good; return False if it was taken before."""
-    content = {"void": True} if identity is None else {"pid": identity.pid, "start": identity.start}
+    content = _VOID if identity is None else {"pid": identity.pid, "start": identity.start}
     draft = folder / f"{_LEASE_FILE}.{os.getpid()}-{threading.get_ident()}"
     draft.write_text(json.dumps(content), encoding="utf-8")
     try:
@@ -177,6 +178,12 @@ def forbid(folder: Path, ended: Exit) -> None:
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     if acquire_lease(folder, None):
         record_exit(folder, ended)
+
+
+def never_begins(folder: Path) -> bool:
+    """Make the lease void unless it was taken; tell whether it is void, so that what belongs to it
+    has not begun and never will."""
+    return acquire_lease(folder, None) or _read(folder / _LEASE_FILE) == _VOID
 
 
 def lease_exists(folder: Path) -> bool:

@@ -279,6 +279,18 @@ def test_a_further_save_waits_for_the_first_and_says_so(tmp_path: Path, caplog: 
     assert torch.equal(load(tmp_path / "b"), WTE * 2)
 
 
+def test_a_program_that_changes_its_folder_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    disk = SlowDisk()
+    saver = BackgroundSaver(SingleRank(), disk)
+    saver.save("here", "a", part_of(0, 1), step=1)
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    disk.go.set()
+    assert saver.wait() == tmp_path / "here" / "a"
+    assert torch.equal(load(tmp_path / "here" / "a"), WTE)
+
+
 def test_state_that_is_not_json_is_refused(tmp_path: Path) -> None:
     saver = BackgroundSaver(SingleRank())
     for broken in ({"state": {1, 2}}, {"rank_state": {1, 2}}):

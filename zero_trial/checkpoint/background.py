@@ -289,7 +289,7 @@ class BackgroundSaver:
         self.wait_before_next()
         if self._preparing is not None:
             self._preparing.join()  # it would take away the memory that copies are made into
-        final = Path(directory) / check_tag(tag)
+        final = Path(directory).absolute() / check_tag(tag)  # the program may change its folder
         folder = Path(agree(self._ranks, "checkpoint folder", lambda: str(begin(final, self._disk))))
         content = _Content(step, state, rank_state, world or {})
         try:

@@ -7,10 +7,10 @@ import json
 import re
 import sqlite3
 import time
+from array import array
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from operator import ge
 from typing import Any
 
 from zero_trial.master.records import MetricReport, Trial
@@ -41,10 +41,10 @@ class _Read:
     curves: dict[str, Curve] = field(default_factory=dict)
     measured: list[tuple[int, float, float]] = field(default_factory=list)
 
-    def add(self, name: str, steps: Sequence[int], values: Sequence[float]) -> None:
+    def add(self, name: str, steps: Sequence[float], values: Sequence[float]) -> None:
         """Add finite values of a metric, at least one."""
         self.curves.setdefault(name, Curve()).extend(steps, values)
-        self.highest = max(self.highest, *steps)
+        self.highest = max(self.highest, max(steps))
 
 
 class StoreCurves:
@@ -212,7 +212,7 @@ _WITHIN = (
     "AND grp = ? AND archived = 0 AND steps IS NOT NULL"
 )
 
-Piece = tuple[int, Sequence[int], Sequence[float]]  # of a trial's curve: its number, steps and values
+Piece = tuple[int, Sequence[float], Sequence[float]]  # of a trial's curve: its number, steps and values
 
 
 def _goals(
@@ -231,22 +231,27 @@ def _goals(
 def _values(
     connection: sqlite3.Connection, within: tuple[int, int], of: Mapping[int, _Read], group: str, name: str
 ) -> Iterator[Piece]:
-    """Yield a metric as `_goals` does. SQLite joins the reports of each trial, which takes half of
-    the time of a row for each; if their steps do not ascend, they are read again in their order."""
-    query = f"SELECT trial_id, group_concat(steps), group_concat(metrics) {_WITHIN} GROUP BY trial_id"
-    for number, joined_steps, joined in connection.execute(query, (*within, min(of), max(of), group)):
-        if number not in of:
-            continue
-        steps: list[int] = json.loads(f"[{joined_steps}]")
-        if any(map(ge, steps, steps[1:])):
-            rows = connection.execute(f"SELECT steps, metrics {_WITHIN} ORDER BY id", (*within, number, number, group))
-            ordered = rows.fetchall()
-            steps, joined = [row[0] for row in ordered], ",".join(row[1] for row in ordered)
-        values = _numbers(joined, len(steps), name)
-        if None in values:
-            steps = [step for step, value in zip(steps, values, strict=True) if value is not None]
-        if steps:
-            yield number, steps, [value for value in values if value is not None]
+    """Yield a metric as `_goals` does. Reports are joined by SQLite and cut by numpy, which
+    takes half of the time of a row for each."""
+    import numpy as np
+
+    columns = "count(*), group_concat(trial_id), group_concat(steps), group_concat(metrics)"
+    # a range of the table's own key is read in its order
+    count, *joined = connection.execute(f"SELECT {columns} {_WITHIN}", (*within, min(of), max(of), group)).fetchone()
+    if not count:
+        return
+    numbers, steps = (np.fromstring(text, dtype=np.int64, sep=",") for text in joined[:2])
+    values = np.array(_numbers(joined[2], count, name), dtype=np.float64)
+    order = np.argsort(numbers, kind="stable")
+    order = order[np.isfinite(values[order])]
+    if not len(order):
+        return
+    numbers, steps, values = numbers[order], steps[order].astype(np.float64), values[order]
+    firsts = np.flatnonzero(np.diff(numbers, prepend=-1))
+    for first, end in zip(firsts, [*firsts[1:], len(numbers)], strict=True):
+        number = int(numbers[first])
+        if number in of:
+            yield number, array("d", steps[first:end].tobytes()), array("d", values[first:end].tobytes())
 
 
 def _numbers(joined: str, count: int, name: str) -> list[float | None]:
@@ -261,8 +266,7 @@ def _numbers(joined: str, count: int, name: str) -> list[float | None]:
     if joined.count("{") == count and f"\\{key}" not in joined:
         found = re.findall(rf"{re.escape(key)}(-?[0-9][0-9.eE+-]{{0,40}})[,}}]", joined)
         if len(found) == count:
-            values: list[float | None] = json.loads(f"[{','.join(found)}]")
-            return values
+            return list(map(float, found))
     return [value if is_finite(value := each.get(name)) else None for each in _parsed(joined)]
 
 

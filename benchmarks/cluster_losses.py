@@ -45,7 +45,7 @@ def losses(name: str, count: int) -> dict[str, Any]:
             whole: dict[str, Any] = {}
             for time in range(count):
                 try:
-                    held.append(lose_one(det, cluster, f"gate {time}", whole))
+                    held.append(lose_one(det, cluster, f"gate {time}", 2, whole))
                 except AssertionError as error:
                     why = str(error)
                     print(f"{name}: loss {time + 1} did not hold: {why}", flush=True)

@@ -82,8 +82,9 @@ class Cluster(Protocol):
     def nodes(self) -> list[str]:
         """The names of the nodes that are up, as the engine gives them."""
 
-    def lose(self, node: str) -> None:
-        """SIGKILL all processes of a node, those of its jobs included."""
+    def lose(self, node: str, *, told: bool = False) -> None:
+        """SIGKILL all processes of a node, those of its jobs included. ``told``: an engine that
+        takes long to notice is told of it."""
 
     def restore(self, node: str) -> None:
         """Let a lost node, or another in its place, come back."""
@@ -113,8 +114,10 @@ class SlurmCluster:
         lines = self._run("sinfo", "--noheader", "--Node", "--partition=main", "--format=%N %t").splitlines()
         return sorted(line.split()[0] for line in lines if line.split()[1] in ("idle", "mix", "alloc"))
 
-    def lose(self, node: str) -> None:
+    def lose(self, node: str, *, told: bool = False) -> None:
         kill(self._processes(node))
+        if told:
+            self._run("scontrol", "update", f"nodename={node}", "state=down", "reason=lost")
 
     def restore(self, node: str) -> None:
         self._run("slurmd", "-N", node)
@@ -174,7 +177,7 @@ class RayCluster:
     def nodes(self) -> list[str]:
         return sorted(self._name(node) for node in self._nodes)
 
-    def lose(self, node: str) -> None:
+    def lose(self, node: str, *, told: bool = False) -> None:
         [lost] = [each for each in self._nodes if self._name(each) == node]
         [raylet] = lost.all_processes["raylet"]
         kill([raylet.process.pid, *processes.descendants(raylet.process.pid)])
@@ -211,13 +214,18 @@ SPEAKS = 'import os\nprint("one of", os.environ.get("WORLD_SIZE"), "ranks", flus
 
 
 def submit(det: Det, slots: int, **hyperparameters: Any) -> int:
-    """``det experiment create``; the experiment's number, which is its trial's too."""
+    """``det experiment create``; the experiment's number, which is its trial's too. A trial of one
+    slot is a process without a launcher."""
     context = det.folder / "line"
     context.mkdir(exist_ok=True)
     for name, text in FILES.items():
         (context / name).write_text(text + SPEAKS if name == "model_def.py" else text)
     resources, seed = {"slots_per_trial": slots}, {"experiment_seed": 7}
-    config = {**experiment("module", **hyperparameters), "resources": resources, "reproducibility": seed}
+    config = {
+        **experiment("module" if slots > 1 else "class", **hyperparameters),
+        "resources": resources,
+        "reproducibility": seed,
+    }
     file = det.folder / "line.yaml"
     file.write_text(json.dumps({**config, "max_restarts": 0}))
     out = det.ok("experiment", "create", str(file), str(context))
@@ -242,27 +250,28 @@ def results(det: Det, trial: int) -> dict[str, Any]:
     return {**reports, "files": {name: record.sha256 for name, record in manifest.files.items()}}
 
 
-def lose_one(det: Det, cluster: Cluster, name: str, whole: dict[str, Any]) -> dict[str, float]:
+def lose_one(
+    det: Det, cluster: Cluster, name: str, slots: int, whole: dict[str, Any], *, told: bool = False
+) -> dict[str, float]:
     """Lose the node of a trial in the middle of a step; it goes on on the other node to the bits of
     ``whole``, the results of one that is not disturbed. Then the node comes back.
 
-    If ``whole`` is empty such a trial runs meanwhile on the other node, and its results are put
-    into it. Returns seconds from the loss until the master has noticed it, the next run has begun,
-    and the trial has ended.
+    If ``whole`` is empty such a trial runs before, and its results are put into it. Returns seconds
+    from the loss until the master has noticed it, the next run has begun, and the trial has ended.
     """
     gate = det.folder / name
-    lost = submit(det, 2, wait_at=6, wait_for=str(gate))
-    calm = None if whole else submit(det, 2)
+    lost = submit(det, slots, wait_at=6, wait_for=str(gate))
+    calm = None if whole else submit(det, slots)
     det.wait_for_line(lost, "waits at its gate")
     [[node]] = places(det, lost)
-    begin = time.monotonic()
-    cluster.lose(node)
-    gate.touch()
-    det.wait_for_line(lost, "a machine was lost")
-    noticed = time.monotonic() - begin
     if calm is not None:
         assert det.wait(calm) == "COMPLETED", det.logs(calm)
         whole |= results(det, calm)
+    begin = time.monotonic()
+    cluster.lose(node, told=told)
+    gate.touch()
+    det.wait_for_line(lost, "a machine was lost")
+    noticed = time.monotonic() - begin
     until(lambda: len(places(det, lost)) == 2, "it is not started again")
     again = time.monotonic() - begin
     assert det.wait(lost) == "COMPLETED", det.logs(lost)

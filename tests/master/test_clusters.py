@@ -13,6 +13,9 @@ import pytest
 from tests.master.det import Det, running
 from tests.master.engines import ENGINES, Cluster, lose_one, places, results, submit
 
+# With the `det` of this file; the others of its kind run here with --on.
+from tests.master.test_det_cli import test_kill_cancel_and_their_exit_codes  # noqa: F401
+
 pytest.importorskip("determined")
 
 
@@ -57,4 +60,4 @@ def test_a_trial_on_both_nodes_goes_on_while_its_master_is_dead(det: Det, cluste
 
 
 def test_after_the_loss_of_a_node_a_trial_goes_on_to_the_bit(det: Det, cluster: Cluster, whole: dict[str, Any]) -> None:
-    lose_one(det, cluster, "lost", whole)
+    lose_one(det, cluster, "lost", 1, whole, told=True)

@@ -158,7 +158,7 @@ class Bench:
     def said(self, trial: int, word: str) -> float:
         """The number that a trial printed behind a word, once it has ended."""
         for line in self.det("trial", "logs", "-f", str(trial)).splitlines():
-            if f"] {word} " in line:
+            if f"|| {word} " in line:
                 return float(line.split()[-1])
         raise SystemExit(f"trial {trial} never said {word}: {self.det('trial', 'logs', str(trial))}")
 
@@ -182,7 +182,7 @@ class Bench:
         found = []
         with subprocess.Popen(words, env=dict(self.env), stdout=subprocess.PIPE, text=True) as follow:
             for line in follow.stdout or ():
-                if "] WRITTEN " in line:
+                if "|| WRITTEN " in line:
                     found.append(time.time() - float(line.split()[-1]))
         return found
 

@@ -133,6 +133,84 @@ def test_gathered_parameters_nest_and_survive_errors(ranks: Pools, stage: str) -
     ranks(2).run(gathered_details, stage)
 
 
+ALWAYS = ["zero0", "zero1", "zero2"]
+
+
+def exchanged(stage: str, precision: dict[str, Any]) -> float:
+    """Two layers change places by ``param.data``, and one gets values from elsewhere; also after
+    the last step, where nothing but a reader sees it."""
+
+    def exchange(model: Any) -> None:
+        first, last = model.blocks[0][0].weight, model.blocks[2][2].weight
+        first.data, last.data = last.data, first.data
+        model.head.weight.data = model.head.weight.data * 0.5
+
+    case = Case(Net, lambda m, t: m(t.normal(4, 5)).float().square().mean(), config=precision)
+    engine = build_engine(case, STAGES[stage])
+    params = dict(engine.module.named_parameters())
+    with torch.no_grad():
+        expected = {name: zero.safe_get_full_fp32_param(param) for name, param in params.items()}
+        swapped = ["blocks.0.0.weight", "blocks.2.2.weight"]
+        for _ in range(2):
+            exchange(engine.module)
+            expected |= dict(zip(swapped, [expected[name].clone() for name in reversed(swapped)], strict=True))
+            expected["head.weight"] = expected["head.weight"].to(params["head.weight"].dtype).float() * 0.5
+    found = {name: zero.safe_get_full_fp32_param(param) for name, param in params.items()}
+    rounded = 0.01 if precision else 0.0  # what moves is the 16-bit value
+    return max(((found[name] - value).abs() - rounded * value.abs()).max().item() for name, value in expected.items())
+
+
+@pytest.mark.parametrize("precision", [{}, {"bf16": {"enabled": True}}], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("stage", ALWAYS)
+def test_values_that_change_places_are_taken_and_read(ranks: Pools, stage: str, precision: dict[str, Any]) -> None:
+    for gap in ranks(2).run(exchanged, stage, precision):
+        assert gap <= 0.0
+
+
+@pytest.mark.parametrize("stage", ALWAYS)
+def test_two_parameters_in_one_memory_are_an_error(stage: str) -> None:
+    engine = build_engine(Case(Net, loss), STAGES[stage])
+    engine.backward(loss(engine, Turn(0, 0, 0)))
+    engine.module.blocks[0][0].weight.data = engine.module.blocks[1][0].weight.data
+    with pytest.raises(TrialError, match=r"blocks\.1\.0\.weight.*memory of blocks\.0\.0\.weight"):
+        engine.step()
+
+
+@pytest.mark.parametrize("stage", ["zero3", "zero3-free"])
+def test_an_edit_through_data_in_a_stage_3_forward_is_an_error(stage: str) -> None:
+    """torch counts no version for it, and the values are freed."""
+    engine = build_engine(Case(Net, loss), STAGES[stage])
+
+    def clamp(module: nn.Module, _: Any) -> None:
+        module.weight.data.clamp_(-0.1, 0.1)  # type: ignore[operator, union-attr]
+
+    engine.module.blocks[1][0].register_forward_pre_hook(clamp)
+    with pytest.raises(TrialError, match=r"blocks\.1\.0\.weight.*GatheredParameters"):
+        engine.backward(loss(engine, Turn(0, 0, 0)))
+        engine.step()
+
+
+def stale(stage: str, client: bool) -> str:
+    """A graph of before a step goes backward after it."""
+    options = {"optimizer": lambda params: torch.optim.SGD(params, lr=0.1)} if client else {}
+    engine = build_engine(Case(Net, loss), STAGES[stage], **options)
+    first, second = (loss(engine, Turn(step, 0, 0)) for step in range(2))
+    engine.backward(first)
+    engine.step()
+    try:
+        engine.backward(second)
+    except RuntimeError as error:
+        return str(error)
+    return "nothing was said"
+
+
+@pytest.mark.parametrize("client", [False, True])
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_graph_that_needs_weights_of_before_a_step_is_torchs_error(ranks: Pools, stage: str, client: bool) -> None:
+    for text in ranks(2).run(stale, stage, client):
+        assert "modified by an inplace operation" in text
+
+
 def masters_kept() -> None:
     """bf16: an edit of some elements, or loading a part, leaves the fp32 bits of all others as they
     are."""

@@ -331,6 +331,37 @@ def test_an_error_leaves_the_weights_and_training_is_refused(ranks: Pools, tmp_p
     assert not list(tmp_path.iterdir())
 
 
+def edited_inside(stage: str, config: dict[str, Any]) -> list[str]:
+    """What is said of edits inside the block; the weights are back after each."""
+    engine = trained(stage, config=EMA | config)
+    param = engine.module.blocks[1].weight
+    said = []
+
+    def in_place() -> None:
+        with zero.GatheredParameters(param, modifier_rank=0):
+            param.data.mul_(0.5)
+
+    for edit in (
+        in_place,
+        lambda: zero.safe_set_full_fp32_param(param, torch.zeros(param.shape)),
+        lambda: engine.load_module_state_dict({k: v * 0.5 for k, v in engine.module_state_dict().items()}),
+    ):
+        weights = {name: value.clone() for name, value in engine.module_state_dict().items()}
+        with pytest.raises(TrialError, match="the averages have the change") as caught, engine.ema_weights():
+            edit()
+        said.append(str(caught.value))
+        assert differing(weights, dict(engine.module_state_dict())) == []
+    return said
+
+
+@pytest.mark.parametrize("config", [{}, {"bf16": {"enabled": True}}], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("stage", ["zero0", "zero1", "zero3"])
+def test_weights_are_not_edited_in_the_averages(ranks: Pools, stage: str, config: dict[str, Any]) -> None:
+    """The tensor is one rank's part alone; all ranks say so."""
+    said, other = ranks(2).run(edited_inside, stage, config)
+    assert said == other and len(said) == 3
+
+
 def destroyed(stage: str) -> list[str]:
     """What is left after an engine is destroyed inside the block: the averages."""
     engine = trained(stage, steps=3)

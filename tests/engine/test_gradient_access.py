@@ -16,6 +16,7 @@ import zero_trial
 from tests.support.dense import STAGES, TOLERANCE, Case, Turn, adamw, build_engine, difference
 from tests.support.models import Tower
 from tests.support.pool import Pools
+from tests.support.whole_optimizers import ShampooLike
 from zero_trial import zero
 from zero_trial.errors import TrialError
 from zero_trial.zero import GatheredParameters
@@ -409,6 +410,83 @@ def test_copies_of_the_module_have_no_gradients(stage: str) -> None:
     engine.module.zero_grad()  # as torch: the gradients are dropped
     engine.step()
     assert engine.get_global_grad_norm() == 0.0
+
+
+def unscale(params: list[nn.Parameter], optimizer: Any) -> None:
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(torch.ones(1))
+    scaler.unscale_(optimizer)
+
+
+OPTIMIZERS: dict[str, Any] = {
+    "of ds_config": None,
+    "a client's object": lambda params: torch.optim.SGD(params, lr=0.1),
+    "whole tensors": lambda params: ShampooLike(params),
+}
+THROUGH_GROUPS: dict[str, Callable[[list[nn.Parameter], Any], Any]] = {
+    "clip_grad_norm_": lambda params, _: nn.utils.clip_grad_norm_(params, 0.05),
+    "GradScaler.unscale_": unscale,
+    "if grad is not None": lambda params, _: [p.grad.mul_(2.0) for p in params if p.grad is not None],
+}
+
+
+@pytest.mark.parametrize("use", THROUGH_GROUPS)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("stage", ["zero0", "zero3"])
+def test_gradients_of_an_optimizers_groups_are_no_silent_none(stage: str, name: str, use: str) -> None:
+    """Many loops clip or unscale what ``optimizer.param_groups`` has."""
+    options = {} if OPTIMIZERS[name] is None else {"optimizer": OPTIMIZERS[name]}
+    engine = build_engine(Case(Tower, loss), STAGES[stage], **options)
+    for step in range(2):
+        engine.backward(loss(engine, Turn(step, 0, 0)))
+        params = [param for group in engine.optimizer.param_groups for param in group["params"]]
+        with pytest.raises(TrialError, match="gradient_clipping"):
+            THROUGH_GROUPS[use](params, engine.optimizer)
+        engine.step()
+        assert engine.was_step_applied()
+    engine.backward(loss(engine, Turn(2, 0, 0)))
+    params[0].grad = torch.zeros_like(params[0])
+    with pytest.raises(TrialError, match="set between steps"):
+        engine.step()
+
+
+def with_autograd_grad(stage: str, accumulation: int) -> float:
+    """Another loss's gradients are taken by torch.autograd.grad after a backward, and added."""
+    engine = build_engine(Case(Tower, loss, accumulation=accumulation), STAGES[stage])
+    torch.manual_seed(1)
+    plain = Tower()
+    optimizer = adamw(plain.parameters())
+    for step in range(STEPS):
+        for number in range(accumulation):
+            for rank in range(2):
+                (loss(plain, Turn(step, number, rank)) / 2 / accumulation).backward()
+            engine.backward(loss(engine, Turn(step, number, engine.global_rank)))
+            for model in (plain, engine):
+                last = number == accumulation - 1
+                params = list(getattr(model, "module", model).parameters())
+                more = torch.autograd.grad(model(Turn(step, 7, 0).normal(4, 5)).abs().mean(), params)
+                for param, grad in zip(params, more, strict=True) if last else ():
+                    param.grad = grad.clone() if param.grad is None else param.grad + grad
+            engine.step()
+        optimizer.step()
+        optimizer.zero_grad()
+    return difference(engine, plain)
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("stage", FULL)
+def test_autograd_grad_leaves_the_gradients_that_are_shown(ranks: Pools, stage: str, accumulation: int) -> None:
+    for gap in ranks(2).run(with_autograd_grad, stage, accumulation):
+        assert gap < TOLERANCE
+
+
+@pytest.mark.parametrize("stage", CUT)
+def test_autograd_grad_leaves_the_error_where_gradients_are_cut(stage: str) -> None:
+    engine = build_engine(Case(Tower, loss), STAGES[stage])
+    engine.backward(loss(engine, Turn(0, 0, 0)))
+    torch.autograd.grad(loss(engine, Turn(1, 0, 0)), list(engine.module.parameters()))
+    with pytest.raises(TrialError, match="safe_get_full_grad"):
+        engine.module.last.weight.grad.norm()
 
 
 @pytest.mark.parametrize("stage", STAGES)

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -37,7 +37,7 @@ from zero_trial.errors import TrialError
 from zero_trial.pipeline.executor import loss_error
 from zero_trial.precision import StaticScale
 from zero_trial.sharding.layout import wide_dtype
-from zero_trial.sharding.model import ShardedModel
+from zero_trial.sharding.model import ShardedModel, ShownBefore
 from zero_trial.sharding.optimizer import ShardedOptimizer
 from zero_trial.sharding.unshard import tensors_in
 
@@ -81,7 +81,8 @@ _SCALED: dict[int, _ScaledPass] = {}
 @dataclass(eq=False)
 class _NotedPass:
     """A pass that torch has started. ``foreign``: inside another engine's backward(); ``late``:
-    after the last one of the step."""
+    after the last one of the step; ``reached``: a gradient has come to a parameter; ``shown``: what
+    ``param.grad`` showed before."""
 
     number: int
     foreign: bool
@@ -89,6 +90,8 @@ class _NotedPass:
     factor: float  # of the gradients that arrive
     late: bool
     begun: bool = False
+    reached: bool = False
+    shown: Sequence[ShownBefore] = ()
 
 
 class BackwardPasses:
@@ -198,7 +201,7 @@ class BackwardPasses:
         is_scaled = scaled is not None or self._loss_scale() == 1.0
         late = not by_output and engine.sharded.shows_gradients
         self._noted = noted = _NotedPass(number, foreign, is_scaled, factor, late)
-        engine.sharded.rescale_gradients(factor)
+        noted.shown = engine.sharded.rescale_gradients(factor)
         if not foreign:
             engine.sharded.expect_backward(last=engine.is_gradient_accumulation_boundary())
         _at_end(functools.partial(_end, weakref.ref(self), noted))
@@ -212,6 +215,7 @@ class BackwardPasses:
             noted = self.note(by_output=False)
         if noted is None or noted.begun:
             return
+        noted.reached = True
         if torch.is_grad_enabled():
             raise _with_graph()
         if first and added and noted.factor != 1.0:
@@ -237,7 +241,10 @@ class BackwardPasses:
         engine = self._trained()
         if not noted.begun:
             engine.sharded.rescale_gradients(1.0)
-            engine.sharded.show_foreign()
+            if noted.reached:
+                engine.sharded.show_foreign()
+            else:  # torch.autograd.grad
+                engine.sharded.show_again(noted.shown)
             return
         engine.observer.end(BACKWARD, engine)
         with engine.observer.phase(REDUCE_WAIT, engine):

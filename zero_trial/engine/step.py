@@ -520,6 +520,7 @@ def update_and_publish(
     with trace_range("update"):
         for pieces, rounded in optimizer.update(multiplier, scalars):
             publisher.updated(pieces, rounded)
+    model.count_step()
     with trace_range("publish"):
         publisher.finish()
         if model.frees_parameters:

@@ -20,7 +20,7 @@ a first step, and some walk over all that is there.
 Price: 4 bytes per parameter / N between steps. An update is local, with no collective, and reads or
 writes 12 bytes per element (8 in the steps with k = 0). To compute with the averages, each element
 and its master change places, and the masters are published as after a step: no second copy of the
-model is made.
+model is made; one more read at each end of the block shows whether user code has changed them.
 """
 
 from __future__ import annotations
@@ -82,6 +82,7 @@ class WeightAverage:
         self.schedule = schedule
         self.steps = 0  # that were applied
         self.swapped = False
+        self._lent: list[int] = []  # sums of the averages that are in the place of the weights
 
     def begin_step(self) -> None:
         """Count a step; :meth:`following` comes next, for some of the weights at a time."""
@@ -128,8 +129,10 @@ class WeightAverage:
                 state.setdefault(weight, {})[KIND] = average
 
     @torch.no_grad()
-    def swap(self, weights: Sequence[torch.Tensor], state: Mapping[torch.Tensor, Mapping[str, Any]]) -> None:
-        """Let weights and averages change places. Local."""
+    def swap(self, weights: Sequence[torch.Tensor], state: Mapping[torch.Tensor, Mapping[str, Any]]) -> bool:
+        """Let weights and averages change places. Return whether averages that were in the place of
+        the weights have other values now. Local."""
+        edited = self.swapped and _sums_of_bits(weights) != self._lent
         for weight in weights:
             if (average := state.get(weight, {}).get(KIND)) is None:
                 continue  # it begins with the weight's own value
@@ -139,6 +142,8 @@ class WeightAverage:
                 here.copy_(there)
                 there.copy_(kept)
         self.swapped = not self.swapped
+        self._lent = _sums_of_bits(weights) if self.swapped else []
+        return edited
 
     def restart(self, state: Mapping[torch.Tensor, dict[str, Any]], steps: int) -> None:
         """Drop the column, as if ``steps`` steps had been applied: the average begins with the
@@ -156,6 +161,23 @@ class WeightAverage:
                 got="a call inside engine.ema_weights()",
                 fix="Leave the block first.",
             )
+
+
+def _sums_of_bits(weights: Sequence[torch.Tensor]) -> list[int]:
+    sums = [weight.detach().view(-1).view(torch.int32).sum() for weight in weights]
+    found: list[int] = torch.stack(sums).tolist() if sums else []
+    return found
+
+
+def edited_averages() -> TrialError:
+    """Return the error for averages that user code has changed in the place of the weights."""
+    return TrialError(
+        "weights were changed where the averages are in their place: the averages have the change, and the weights do not",
+        where="engine.ema_weights",
+        got="other values at the end of the block than at its beginning",
+        fix="Change weights outside of the block; to set an average, use safe_set_full_optimizer_state(param, value, "
+        '"ema") there.',
+    )
 
 
 @torch.no_grad()

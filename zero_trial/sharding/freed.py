@@ -79,6 +79,16 @@ class ShardedParameter(nn.Parameter):
     _plain: type = nn.Parameter  # its class where nothing is sharded
 
     @property
+    def data(self) -> torch.Tensor:
+        """The values; an edit of them has a version, unlike in torch: it would be lost when the
+        parameter is freed, and is noticed by its version."""
+        return cast("torch.Tensor", _GET_DATA(self)) if isinstance(self, FreedParameter) else self.detach()
+
+    @data.setter
+    def data(self, values: torch.Tensor) -> None:
+        set_data(self, values)
+
+    @property
     def ds_id(self) -> int:
         """Return a number that no other parameter of the process has; alike on all ranks that
         build the same models in the same order."""
@@ -176,7 +186,7 @@ _CONVERSIONS = frozenset(
 _SHAPED_LIKE = frozenset(
     getattr(torch.Tensor, name) for name in ("to", "type_as", "expand_as", "view_as", "reshape_as", "is_same_size")
 )
-_GET_DATA, _SET_DATA = torch.Tensor.data.__get__, torch.Tensor.data.__set__  # type: ignore[attr-defined]
+_GET_DATA, set_data = torch.Tensor.data.__get__, torch.Tensor.data.__set__  # type: ignore[attr-defined]
 _CUDA_INTERFACE = torch.Tensor.__cuda_array_interface__.__get__
 _COMPARISONS = frozenset([torch.Tensor.__eq__, torch.Tensor.__ne__, torch.Tensor.eq, torch.Tensor.ne])
 
@@ -205,7 +215,7 @@ class FreedParameter(ShardedParameter):
                 return _detached(cast("nn.Parameter", first))
             if func == _GET_DATA:
                 return first  # for ``p.data.dtype`` and the like: every other use of it comes here again
-            if func == _SET_DATA and args[1] is first:
+            if func == set_data and args[1] is first:
                 return None
             if func == _CUDA_INTERFACE:
                 raise AttributeError("__cuda_array_interface__")  # as for a tensor without values on a device
@@ -263,7 +273,7 @@ def free(param: nn.Parameter, placeholder: torch.Tensor) -> None:
     """Take the values away from ``param``; ``placeholder`` has its shape, dtype and device."""
     kind = type(param)
     param.__class__ = sharded_class(kind)
-    param.data = placeholder
+    set_data(param, placeholder)
     param.__class__ = freed_class(kind)
 
 
@@ -278,7 +288,7 @@ def revive(param: nn.Parameter, values: torch.Tensor) -> None:
     """Give ``param`` values (again)."""
     if isinstance(param, FreedParameter):
         param.__class__ = sharded_class(type(param))
-    param.data = values
+    set_data(param, values)
 
 
 def mark_sharded(params: Iterable[nn.Parameter]) -> None:
@@ -344,6 +354,17 @@ def lost_edits(names: Sequence[str], when: str) -> TrialError:
         where=names[0],
         got=", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else ""),
         fix="Edit them inside zero_trial.zero.GatheredParameters(params, modifier_rank=0).",
+    )
+
+
+def one_memory(name: str, other: str) -> TrialError:
+    """Return the error for parameters that user code has tied by ``param.data = other.data``."""
+    return TrialError(
+        "the values of two parameters were put into one memory, and would part in the next step",
+        where=name,
+        got=f"the memory of {other}",
+        fix="Tie parameters before initialize(), by making them one (b.weight = a.weight); to copy values, use "
+        "param.copy_(other) under torch.no_grad().",
     )
 
 

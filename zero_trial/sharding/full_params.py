@@ -13,7 +13,7 @@ from torch import nn
 
 from zero_trial.comm import AxisComm
 from zero_trial.errors import TrialError
-from zero_trial.sharding.freed import FreedParameter, lost_edits
+from zero_trial.sharding.freed import FreedParameter, lost_edits, one_memory
 from zero_trial.sharding.heap import FreedBytes
 from zero_trial.sharding.leaf_modules import get_z3_leaf_modules
 from zero_trial.sharding.offload.moved_states import MovedStates
@@ -25,6 +25,8 @@ from zero_trial.sharding.unshard import ModuleHook
 
 class TrainedParams(Protocol):
     """The part of a sharded model that the safe_get_* functions use."""
+
+    def take_live_edits(self, only: ParamGroup | None = None) -> None: ...
 
     def group_of(self, param: torch.Tensor) -> tuple[ParamGroup, int]: ...
 
@@ -116,6 +118,8 @@ class FullParams:
         for group in held:
             group.unpin()
         lost: list[str] = []
+        if source is not None:
+            take_replaced(held)
         for group in held:
             if source is not None:
                 if not group.live:
@@ -124,7 +128,6 @@ class FullParams:
                         where=f"GatheredParameters(modifier_rank={source})",
                         fix="Leave the block before engine.step().",
                     )
-                group.take_replaced()
                 self._data.broadcast(group.full, f"edited {group.name}", source)
                 group.apply_edits()
             if group in opened:
@@ -270,6 +273,24 @@ class FullParams:
             group.reshard()
             self._heap.add(group.full)
             self._gathered.remove(group)
+
+
+def take_replaced(groups: Sequence[ParamGroup]) -> None:
+    """Let values count that user code has put elsewhere (``param.data = new``). Two parameters may
+    have changed places. Local; price: a look at the address of each parameter.
+
+    Raises TrialError for another shape, dtype or device, and where two have one memory.
+    """
+    if not (replaced := [group for group in groups if group.replaced]):
+        return
+    known: dict[int, str] = {}
+    for slot, param in (pair for group in groups for pair in zip(group.layout.slots, group.params, strict=True)):
+        if slot.numel and (other := known.setdefault(param.data_ptr(), slot.name)) != slot.name:
+            raise one_memory(slot.name, other)
+    for group in replaced:
+        group.part_replaced()
+    for group in replaced:
+        group.take_replaced()
 
 
 def _ids(module: nn.Module) -> set[int]:

@@ -23,7 +23,8 @@ from __future__ import annotations
 
 import operator
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol, cast
 
 import torch
@@ -187,6 +188,14 @@ class ShownGradients:
         return changed
 
 
+class GradientSource(Protocol):
+    """What is behind a :class:`LazyGradient`."""
+
+    def value(self, index: int) -> torch.Tensor: ...
+
+    def add(self, index: int, grad: torch.Tensor) -> None: ...
+
+
 class LazyGradient(torch.Tensor):
     """Stands for a full gradient that is made when it is first used, or that cannot be had.
 
@@ -194,18 +203,18 @@ class LazyGradient(torch.Tensor):
     a strong one would keep the parameters for ever once their engine is dropped after a backward.
     """
 
-    _source: weakref.ref[ShownGradients]
+    _source: weakref.ref[GradientSource]
     _index: int
 
     @staticmethod
-    def __new__(cls, param: nn.Parameter, source: ShownGradients, index: int) -> LazyGradient:
+    def __new__(cls, param: nn.Parameter, source: GradientSource, index: int) -> LazyGradient:
         lazy: LazyGradient = torch.Tensor._make_wrapper_subclass(
             cls, param.shape, dtype=param.dtype, device=param.device, storage_size=0
         )
         lazy._source, lazy._index = weakref.ref(source), index
         return lazy
 
-    def __init__(self, param: nn.Parameter, source: ShownGradients, index: int) -> None:
+    def __init__(self, param: nn.Parameter, source: GradientSource, index: int) -> None:
         super().__init__()
 
     @classmethod
@@ -237,7 +246,7 @@ def _value_of(lazy: LazyGradient) -> torch.Tensor:
     return _source_of(lazy).value(lazy._index)
 
 
-def _source_of(lazy: LazyGradient) -> ShownGradients:
+def _source_of(lazy: LazyGradient) -> GradientSource:
     source = lazy._source()
     if source is None:
         raise TrialError(
@@ -256,6 +265,54 @@ def _not_here(slot: ParamSlot) -> TrialError:
         expected="ZeRO stage 0 or 1",
         fix='To clip, set "gradient_clipping" in ds_config. To read or change it, use zero_trial.zero.safe_get_full_grad '
         "and safe_set_full_grad.",
+    )
+
+
+class HiddenGradients:
+    """What the weights that an optimizer steps on have as ``.grad`` between steps: an error in
+    words for every use. Loops that clip or unscale ``optimizer.param_groups`` would find no
+    gradient there, and do nothing without a word.
+
+    Args:
+        weights: pieces of masters, and whole tensors.
+    """
+
+    def __init__(self, weights: Iterable[nn.Parameter]) -> None:
+        self._weights = [(weight, LazyGradient(weight, self, index)) for index, weight in enumerate(weights)]
+        for weight, lazy in self._weights:
+            weight.grad = lazy
+
+    @contextmanager
+    def away(self) -> Iterator[None]:
+        """Let the weights have the gradients of a step inside the block. Raises TrialError where
+        user code has set one before."""
+        for weight, lazy in self._weights:
+            if weight.grad is not None and weight.grad is not lazy:
+                raise _of_optimizer("a .grad that was set between steps")
+            weight.grad = None
+        try:
+            yield
+        finally:
+            for weight, lazy in self._weights:
+                weight.grad = lazy
+
+    def value(self, index: int) -> torch.Tensor:
+        """Raise TrialError."""
+        raise _of_optimizer("a use of .grad between steps")
+
+    def add(self, index: int, grad: torch.Tensor) -> None:
+        """Raise TrialError."""
+        raise _of_optimizer("a backward pass through an optimizer's tensors")
+
+
+def _of_optimizer(got: str) -> TrialError:
+    return TrialError(
+        "the tensors in optimizer.param_groups are this rank's parts of the masters, and have gradients inside engine.step() alone",
+        where="optimizer.param_groups[...]['params']",
+        got=got,
+        fix='To clip, set "gradient_clipping" in ds_config, or use model.parameters() at ZeRO stage 0 or 1; leave '
+        "torch.amp.GradScaler out: with fp16 in ds_config the engine scales. To read or change gradients, use "
+        "zero_trial.zero.safe_get_full_grad and safe_set_full_grad.",
     )
 
 

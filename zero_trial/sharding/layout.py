@@ -217,3 +217,26 @@ def divisor(total: torch.Tensor, unscale: float, limit: float) -> torch.Tensor:
         clipped = (torch.full_like(norm, limit) / (norm + 1e-6)).clamp(max=1.0)
         factor = factor * torch.where(torch.isfinite(norm), clipped, torch.ones_like(norm))
     return (torch.ones_like(norm) / factor).float()
+
+
+# A table of 64-bit words whose columns are summed up. Their number is a prime, so that rows
+# of a matrix that change places come into other columns; so many rows stay in a core's cache.
+_COLUMNS, _ROWS = 1021, 16
+
+
+def column_sums(flat: torch.Tensor) -> torch.Tensor:
+    """Return the sums of the columns of a table that the bits of ``flat`` fill row by row,
+    (columns,)."""
+    words = flat.view(torch.int64)
+    if words.numel() <= _COLUMNS:
+        return words.clone()
+    rows = words.numel() // _COLUMNS
+    table, rest = words[: rows * _COLUMNS].view(rows, _COLUMNS), words[rows * _COLUMNS :]
+    if words.is_cpu and rows >= _ROWS:  # block by block, which is three times as fast there
+        whole = rows // _ROWS * _ROWS
+        sums = table[:whole].view(-1, _ROWS, _COLUMNS).sum(1).sum(0)
+        sums += table[whole:].sum(0)
+    else:
+        sums = table.sum(0)
+    sums[: rest.numel()] += rest
+    return sums

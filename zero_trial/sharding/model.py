@@ -23,7 +23,7 @@ from zero_trial.errors import TrialError
 from zero_trial.precision import DtypePolicy
 from zero_trial.sharding.build_groups import FirstSource, FirstValues, build_param_groups, sync_unmanaged
 from zero_trial.sharding.freed import forget_owner, mark_sharded, register_owner, revive
-from zero_trial.sharding.full_params import FullParams
+from zero_trial.sharding.full_params import FullParams, take_replaced
 from zero_trial.sharding.grad_access import ShownGradients
 from zero_trial.sharding.grad_buffer import GradBuffer
 from zero_trial.sharding.grad_memory import BufferPool
@@ -41,6 +41,9 @@ from zero_trial.sharding.plan import Home, Lifetime, ReduceAt, ZeroPlan
 from zero_trial.sharding.publication import ParamPublisher
 from zero_trial.sharding.reduce import GradReducer
 from zero_trial.sharding.unshard import Unsharder
+
+# gradients that param.grad showed, and whether more micro-batches follow
+ShownBefore = tuple[ShownGradients, bool]
 
 
 class ShardedModel:
@@ -92,6 +95,7 @@ class ShardedModel:
         source = FirstSource(mesh, self.manual_groups, device, values)
         built = build_param_groups(module, opt_groups, plan, policy, settings, source, on_group_built)
         self.groups = built.all
+        self._living = [group for group in self.groups if group.plan.params is Lifetime.ALWAYS]
         self._freed = [group for groups in built.freed.values() for group in groups]
         sync_unmanaged(module, {id(param) for param in self._params()}, policy, source)
         self.unsharder = Unsharder(built.modules, built.freed, plan.reshard, settings.live)
@@ -179,14 +183,21 @@ class ShardedModel:
         for grad_buffer in () if self.manual_groups.all else self.grad_buffers:
             grad_buffer.on_foreign_gradient(call)
 
-    def rescale_gradients(self, factor: float) -> None:
+    def rescale_gradients(self, factor: float) -> Sequence[ShownBefore]:
         """Multiply the gradients of the backward pass that runs by ``factor``; call it before the
         first of them comes, and with 1.0 at the end of a pass that :meth:`end_backward` does not
-        end."""
+        end. Return what ``param.grad`` has shown until now, for :meth:`show_again`."""
         self.moved.require_here("backward", ("lp_params", *GRADIENTS))
+        before = [(shown, shown.partial) for shown in self._shown if shown.shown]
         self._hide_gradients()
         for grad_buffer in self.grad_buffers:
             grad_buffer.rescale(factor)
+        return before
+
+    def show_again(self, before: Sequence[ShownBefore]) -> None:
+        """Let ``param.grad`` show what it did before a pass that has brought no gradient."""
+        for shown, partial in before:
+            shown.show(partial=partial)
 
     def reset_gradients(self) -> None:
         """Drop all gradients and sums since the last step; waits for reductions under way."""
@@ -235,6 +246,7 @@ class ShardedModel:
         self._full_params.end_names()
         # The host waits for a device's sums: once for all groups, not once for each.
         away = not all(on_host(group.full) or group.full.is_meta for group in self.groups)
+        take_replaced(self._living)
         for group in self.groups:
             group.take_edits(deferred=deferred or away)
         if not (deferred or away):
@@ -250,19 +262,18 @@ class ShardedModel:
                 group.apply_edits()
         return None
 
-    def take_live_edits(self) -> None:
+    def take_live_edits(self, only: ParamGroup | None = None) -> None:
         """Let edits of the parameters that always live count in the masters, before these are read
-        or replaced between steps. Local."""
+        or replaced between steps: of all groups, or of one. Local."""
         self.moved.require_here("between steps", ("hp_params", "lp_params"))
-        for group in self.groups:
-            group.take_live_edits()
+        take_replaced(self._living)
+        for group in self._living if only is None else [only] if only in self._living else ():
+            group.take_edits()
 
     @property
     def rounded_groups(self) -> list[ParamGroup]:
         """The groups of 16-bit parameters that always live, with masters of their own."""
-        return [
-            group for group in self.groups if group.master is not group.shard and group.plan.params is Lifetime.ALWAYS
-        ]
+        return [group for group in self._living if group.master is not group.shard]
 
     def gradient_changed(self, grad_buffer: GradBuffer) -> None:
         """Note that the reduced gradient of a group has been written by user code."""
@@ -294,10 +305,17 @@ class ShardedModel:
         """End what uses the memory of ``kinds``, which is about to be moved."""
         self.wait_before_writing()
         self.wait()
+        take_replaced(self._living)  # what moves are the buffers
         if "lp_params" in kinds:
             self.unsharder.reshard_all()
         if not set(GRADIENTS).isdisjoint(kinds):
             self._hide_gradients()
+
+    def count_step(self) -> None:
+        """See :meth:`ParamGroup.count_step`."""
+        for group in self.groups:
+            if group.trainable:
+                group.count_step()
 
     def publish(self) -> None:
         """Round masters that something else than a step has changed (a checkpoint, averages of the

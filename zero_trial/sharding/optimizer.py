@@ -31,8 +31,9 @@ from zero_trial.ops.optimizers import (
     undo_step,
 )
 from zero_trial.ops.states import StatePart, seed_of
-from zero_trial.sharding.ema import WeightAverage
+from zero_trial.sharding.ema import WeightAverage, edited_averages
 from zero_trial.sharding.freed import register_optimizer
+from zero_trial.sharding.grad_access import HiddenGradients
 from zero_trial.sharding.offload.moved_states import kinds_of
 from zero_trial.sharding.optimizer_view import Publisher, StepStatus, TorchView
 from zero_trial.sharding.param_group import ParamGroup
@@ -88,9 +89,11 @@ class ShardedOptimizer(TorchView):
         status = status if status is not None else StepStatus()
         super().__init__(base, pieces, store, whole, whole_groups, status, publisher, groups)
         self.ema = ema
+        self._shard = shard
         self._closed = False
         self._sizes = sizes_of(base)
         self._stateful = 0  # weights that had state before the last step
+        self._hidden = HiddenGradients(part.weight for part in self._parts())
         register_optimizer((param for group in groups for param in group.params), self)
         if shard is not None:
             trained = [group for group in groups if group.trainable]
@@ -133,7 +136,7 @@ class ShardedOptimizer(TorchView):
         self._opt_called = True
         if self.ema is not None:
             self.ema.begin_step()
-        with self.guard.open(self.base):
+        with self._hidden.away(), self.guard.open(self.base):
             if self.whole is not None:  # first: its exchanges come before any group's publication, on every rank
                 for group in dict.fromkeys(tensor.group for tensor in self.whole.tensors):
                     group.wait_for_copies()
@@ -239,19 +242,23 @@ class ShardedOptimizer(TorchView):
         self._swap(self.ema)
         try:
             yield
-        finally:
-            if not self._closed:  # else the module keeps the averages
+        except BaseException:
+            if not self._closed:
                 self._swap(self.ema)
+            raise
+        if not self._closed and self._swap(self.ema):  # where closed, the module keeps the averages
+            raise edited_averages()
 
     def require_trained_weights(self, where: str) -> None:
         """Raise TrialError inside :meth:`ema_weights`."""
         if self.ema is not None:
             self.ema.require_trained_weights(where)
 
-    def _swap(self, ema: WeightAverage) -> None:
+    def _swap(self, ema: WeightAverage) -> bool:
+        """See :meth:`WeightAverage.swap`; True on all ranks of the axis if on any."""
         with self._changing_masters():
-            own = self.whole.own if self.whole is not None else ()
-            ema.swap([part.weight for part in (*self.pieces, *own)], self.base.state)
+            edited = ema.swap([part.weight for part in self._parts()], self.base.state)
+        return edited if self._shard is None or ema.swapped else any(self._shard.gather_json(edited, "averages"))
 
     def offload_states(
         self,

@@ -76,7 +76,8 @@ def unwrap_model_for_generation(model: nn.Module) -> Iterator[nn.Module]:
 
 def safe_get_full_fp32_param(param: nn.Parameter) -> torch.Tensor:
     """Return the full fp32 master weight. Collective over shard: every rank must call."""
-    _, group, index = find_param(param)
+    model, group, index = find_param(param)
+    model.take_live_edits(group)
     with group.materialized():
         return widened(full_of_shard(group, index, group.master))
 
@@ -84,8 +85,8 @@ def safe_get_full_fp32_param(param: nn.Parameter) -> torch.Tensor:
 def safe_set_full_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
     """Set the fp32 master weight and the parameter to ``value`` (full shape, alike on all ranks).
     Collective over shard."""
-    _, group, index = find_param(param)
-    with _republished(group):
+    model, group, index = find_param(param)
+    with _republished(model, group):
         write_to_shard(group, index, group.master, value)
 
 
@@ -115,7 +116,8 @@ def safe_set_full_optimizer_state(param: nn.Parameter, value: torch.Tensor, opti
 def safe_get_local_fp32_param(param: nn.Parameter) -> torch.Tensor:
     """Return this rank's part of the fp32 master weight, flat; empty if its shard holds none of it.
     Local."""
-    _, group, index = find_param(param)
+    model, group, index = find_param(param)
+    model.take_live_edits(group)
     with group.materialized():
         return widened(local_part(group, index, group.master))
 
@@ -123,8 +125,8 @@ def safe_get_local_fp32_param(param: nn.Parameter) -> torch.Tensor:
 def safe_set_local_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
     """Set this rank's part of the fp32 master weight, as :func:`safe_get_local_fp32_param` returns
     it, and publish the parameter. Collective over shard: every rank sets its own part."""
-    _, group, index = find_param(param)
-    with _republished(group):
+    model, group, index = find_param(param)
+    with _republished(model, group):
         _write_local(group, index, group.master, value)
 
 
@@ -209,9 +211,9 @@ def _write_local(group: ParamGroup, index: int, shard: torch.Tensor, value: torc
 
 
 @contextmanager
-def _republished(group: ParamGroup) -> Iterator[None]:
+def _republished(model: TrainedParams, group: ParamGroup) -> Iterator[None]:
     """Open ``group.master`` to be written, and publish it at the end. Collective over shard."""
-    group.take_live_edits()  # of its other parameters: they are published, too
+    model.take_live_edits(group)  # of other parameters of the group: they are published, too
     group.wait_before_writing()  # a gather under way reads the shard, and so may peers
     with group.materialized():
         yield

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.autograd import profiler as torch_profiler
+from torch.autograd.graph import increment_version
 from torch.profiler import record_function
 
 from zero_trial.comm import AxisComm, Pending
@@ -34,16 +35,14 @@ from zero_trial.sharding.freed import (
     lost_edits,
     plain_class,
     refuse_transforms,
+    set_data,
     sharded_class,
     unasked,
 )
-from zero_trial.sharding.layout import Layout, has_own_master
+from zero_trial.sharding.layout import Layout, column_sums, has_own_master
 from zero_trial.sharding.plan import Home, Lifetime, OffloadedShard, ZeroPlan
 
 _VERSION = operator.attrgetter("_version")
-# A table of 64-bit words whose columns are summed up. Their number is a prime, so that rows
-# of a matrix that change places come into other columns; so many rows stay in a core's cache.
-_COLUMNS, _ROWS = 1021, 16
 
 
 class ParamGroup:
@@ -303,7 +302,7 @@ class ParamGroup:
         if self._real and not stale:
             self._note_replaced()
         for param, placeholder, freed in zip(self.params, self._placeholders, self._freed_classes, strict=True):
-            param.data = placeholder
+            set_data(param, placeholder)
             param.__class__ = freed
         try:
             self.full.untyped_storage().resize_(0)
@@ -400,15 +399,19 @@ class ParamGroup:
 
     # --- edits by user code -----------------------------------------------------------------------
 
-    def take_edits(self, *, deferred: bool = False) -> None:
-        """Let what user code did to the parameters since the last step count: values that it has
-        put elsewhere (``param.data = new``), and edits in place, which masters of their own do not
-        see.
+    def count_step(self) -> None:
+        """Let a graph of before the step, which would need the old values, fail in its backward
+        pass as it does in plain torch: publication writes behind autograd's back."""
+        increment_version(self.params)
+        self._noted = [noted + 1 for noted in self._noted]
 
-        Raises TrialError where the parameters do not always live and edits are lost, and for values
-        of another shape, dtype or device. Price: a look at the address, and where there are masters
-        at the version, of each parameter. Edits of ``param.data`` in place have no version: where
-        there are masters, sums show them (:meth:`sums`).
+    def take_edits(self, *, deferred: bool = False) -> None:
+        """Let edits in place of the parameters since the last step count, which masters of their
+        own do not see; :func:`take_replaced` comes before.
+
+        Raises TrialError where the parameters do not always live and edits are lost. Price: a look
+        at the version of each parameter where there are masters. Edits of ``param.data`` in place
+        have no version: where there are masters, sums show them (:meth:`sums`).
 
         Args:
             deferred: the host may not wait for the device, so it does not read the sums.
@@ -425,18 +428,11 @@ class ParamGroup:
                 self._noted = versions
                 raise lost_edits(edited, "between steps")
             return
-        self.take_replaced()
         if self.master is self.shard:
             return
         sums = None if deferred else self.sums()
         if self._versions() != self._noted or (sums is not None and self._real and not torch.equal(*sums)):
             self.apply_edits()
-
-    def take_live_edits(self) -> None:
-        """Do :meth:`take_edits` where the parameters always live: before masters are read or
-        replaced between steps."""
-        if self.plan.params is Lifetime.ALWAYS:
-            self.take_edits()
 
     def _note_replaced(self) -> None:
         """Note parameters that are whole for a while, and whose values user code has put elsewhere:
@@ -445,11 +441,24 @@ class ParamGroup:
         if now != own:
             self._noted = [-1 if now[index] != own[index] else noted for index, noted in enumerate(self._noted)]
 
+    @property
+    def replaced(self) -> bool:
+        """Whether user code has put values of whole parameters elsewhere."""
+        if not (self._real and self.live) or self._elsewhere:
+            return False
+        return list(map(torch.Tensor.data_ptr, self.params)) != (
+            self._addresses or list(map(torch.Tensor.data_ptr, self.views))
+        )
+
+    def part_replaced(self) -> None:
+        """Give such values memory that no other parameter uses. Local."""
+        for param, view in zip(self.params, self.views, strict=True):
+            if param.data_ptr() != view.data_ptr():
+                param.data = param.detach().clone()
+
     def take_replaced(self) -> None:
-        """Copy values that user code has put elsewhere into the full buffer, where the parameters
-        have them again. Raises TrialError for another shape, dtype or device."""
-        if not self._real or (self._addresses and list(map(torch.Tensor.data_ptr, self.params)) == self._addresses):
-            return
+        """Copy such values into the full buffer, where the parameters have them again. See
+        :func:`take_replaced`."""
         for param, view, slot in zip(self.params, self.views, self.layout.slots, strict=True):
             if param.data_ptr() == view.data_ptr():
                 continue
@@ -498,23 +507,11 @@ class ParamGroup:
         return None if now is None or self._published is None else (now, self._published)
 
     def _column_sums(self) -> torch.Tensor | None:
-        """Return the sums of the columns of a table that this rank's part fills row by row,
-        (columns,), where it is rounded and always lives; None elsewhere."""
+        """Return sums over the bits of this rank's part, where it is rounded and always lives; None
+        elsewhere."""
         if self.master is self.shard or self.plan.params is not Lifetime.ALWAYS:
             return None
-        words = self.own.view(torch.int64)
-        if words.numel() <= _COLUMNS:
-            return words.clone()
-        rows = words.numel() // _COLUMNS
-        table, rest = words[: rows * _COLUMNS].view(rows, _COLUMNS), words[rows * _COLUMNS :]
-        if words.is_cpu and rows >= _ROWS:  # block by block, which is three times as fast there
-            whole = rows // _ROWS * _ROWS
-            sums = table[:whole].view(-1, _ROWS, _COLUMNS).sum(1).sum(0)
-            sums += table[whole:].sum(0)
-        else:
-            sums = table.sum(0)
-        sums[: rest.numel()] += rest
-        return sums
+        return column_sums(self.own)
 
     def _versions(self) -> list[int]:
         with unasked():
@@ -523,7 +520,7 @@ class ParamGroup:
     def _attach(self) -> None:
         for param, view, live in zip(self.params, self.views, self._live_classes, strict=True):
             param.__class__ = live
-            param.data = view
+            set_data(param, view)
 
     def persistent_bytes(self) -> int:
         """Count the bytes of parameters and masters that outlive a step on this rank's device."""

@@ -215,7 +215,8 @@ class WholeTensors:
                 finish()
         finally:
             for tensor in self.own:
-                tensor.weight.grad = None
+                if gradients:
+                    tensor.weight.grad = None
                 tensor.weight.data = absent(tensor.weight.shape, tensor.weight.dtype, tensor.weight.device)
 
     def elements_sent(self) -> int:

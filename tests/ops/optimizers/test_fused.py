@@ -280,3 +280,15 @@ def test_torchs_whole_state_dict_and_back(decoupled: bool) -> None:
     other.load_state_dict(copy.deepcopy(mine.state_dict()))
     mine.step(), other.step()
     assert largest(ours, theirs) <= 1e-6
+
+
+@pytest.mark.parametrize("key", ["maximize", "amsgrad", "nesterov"])
+def test_a_variant_that_a_group_is_given_later_is_refused(key: str) -> None:
+    mine = params()
+    optimizer = FusedAdam(mine)
+    give_gradients(1, mine)
+    optimizer.param_groups[0][key] = False
+    optimizer.step()
+    optimizer.param_groups[0][key] = True
+    with pytest.raises(ConfigError, match=rf"FusedAdam does not have {key}"):
+        optimizer.step()

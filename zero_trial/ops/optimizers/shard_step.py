@@ -33,6 +33,10 @@ _STATE_HOOKS = tuple(
 )
 
 
+# settings of torch's optimizers that change the algorithm
+_VARIANTS = ("amsgrad", "maximize", "nesterov", "dampening", "decoupled_weight_decay")
+
+
 class ShardUpdate(NamedTuple):
     """What one pass over a piece reads and writes; ``gradient`` and ``out`` have as many elements
     as ``weight``, and any floating dtype."""
@@ -88,6 +92,7 @@ class ShardOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._refuse_variants()
         if scalars is not None and not self.fuses:
             raise ConfigError(f"{type(self).__name__} cannot read factor and skip from the device")
         given = self._with_gradients() if updates is None else updates
@@ -97,6 +102,19 @@ class ShardOptimizer(torch.optim.Optimizer):
         written = [x for update in given for x in (update.weight, update.out) if x is not None and not x.is_inference()]
         increment_version(written)
         return loss
+
+    def _refuse_variants(self) -> None:
+        """Raise ConfigError where user code has asked a group for another algorithm, which torch's
+        class of the same name has and this one has not."""
+        for index, group in enumerate(self.param_groups):
+            for key in _VARIANTS:
+                if group.get(key) and key not in self.defaults:
+                    raise ConfigError(
+                        f"{type(self).__name__} does not have {key}",
+                        where=f"optimizer.param_groups[{index}]",
+                        got=f"{key}={group[key]}",
+                        fix=f'Name it in ds_config ("params": {{"{key}": ...}}), which then takes torch\'s own class, or remove it.',
+                    )
 
     def update(self, updates: Sequence[ShardUpdate], multiplier: float, scalars: DeviceScalars | None) -> None:
         """Do the arithmetic of :meth:`step`."""

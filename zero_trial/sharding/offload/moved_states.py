@@ -28,7 +28,6 @@ import torch
 from zero_trial.errors import TrialError
 from zero_trial.sharding.grad_buffer import GradBuffer
 from zero_trial.sharding.param_group import ParamGroup
-from zero_trial.sharding.plan import Lifetime
 from zero_trial.util.text import did_you_mean
 
 log = logging.getLogger("zero_trial")
@@ -126,9 +125,6 @@ class MovedStates:
             self._said = True
             return
         self._settle(kinds)
-        for group in self._groups:
-            if group.plan.params is Lifetime.ALWAYS and group.full.untyped_storage()._cdata not in self._moved:
-                group.take_replaced()  # what moves is the buffer
         wanted = self.kinds | set(kinds)
         found = {kind: _storages(self._tensors(kind, state)) for kind in KINDS}
         stay = {one._cdata for kind in KINDS if kind not in wanted for one in found[kind]}

@@ -248,3 +248,25 @@ def test_a_gradient_of_weighted_losses_cannot_be_asked_for_before_the_step() -> 
         zero_trial.zero.safe_get_full_grad(engine.module.weight)
     engine.step()
     assert engine.was_step_applied()
+
+
+@pytest.mark.parametrize("number", [0, 1])
+@pytest.mark.parametrize("stage", STAGES)
+def test_gradients_of_weighted_losses_are_dropped_with_their_weights_or_not_at_all(stage: str, number: int) -> None:
+    """After the micro-batch ``number`` of two: module.zero_grad() would leave the weights."""
+    case = Case(lambda: nn.Linear(5, 4), loss=lambda m, t: m(t.normal(4, 5)).sum(), accumulation=2)
+    engine = build_engine(case, STAGES[stage])
+
+    def train(numbers: range) -> None:
+        for each in numbers:
+            engine.backward(case.loss(engine, Turn(0, each, 0)), weight=3)
+            if each < number:
+                engine.step()
+
+    train(range(number + 1))
+    engine.module.zero_grad()
+    with pytest.raises(TrialError, match=r"engine\.zero_grad\(\)"):
+        engine.step()
+        engine.backward(case.loss(engine, Turn(0, 1, 0)), weight=3)
+        engine.step()
+    engine.zero_grad()

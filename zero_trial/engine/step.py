@@ -160,8 +160,8 @@ class StepOutcome(StepStatus):
             raise TrialError(
                 "the mean of weighted losses is not known before engine.step()",
                 where="engine.backward(loss, weight=...)",
-                got="a gradient that is asked for, or changed, before the step",
-                fix='To clip, set "gradient_clipping" in ds_config.',
+                got="a gradient that is asked for, changed or dropped before the step",
+                fix='To clip, set "gradient_clipping" in ds_config. To drop all gradients with their weights, call engine.zero_grad().',
             )
         return self._unscale()
 

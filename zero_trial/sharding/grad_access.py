@@ -160,18 +160,28 @@ class ShownGradients:
                 changed |= self._write(index, grad)
         return changed
 
+    def require_kept(self) -> None:
+        """Raise TrialError where user code has set a ``.grad`` to None in which a sum of weighted
+        losses was, whose weights would stay."""
+        buffer = self.grad_buffer
+        if not self.shown and not buffer.hidden:
+            with unasked():
+                if any(f and p.grad is None for f, p in zip(buffer.filled, self._params, strict=True)):
+                    self._multiplier()
+
     def _drop(self, index: int, value: torch.Tensor | None) -> bool:
         """Drop the sum so far of parameter ``index``, whose ``.grad`` was set to None; return
         whether a part of it was in the shard."""
         if value is not None:
             self.value(index)  # raises
+        self._multiplier()  # raises where the weight of its loss would stay
         self.grad_buffer.filled[index] = False
         return self.grad_buffer.shard_filled and self._write(index, None)
 
     def _write(self, index: int, value: torch.Tensor | None) -> bool:
         """Write the elements of ``value`` that differ from the gradient in the shard; None is 0."""
         group, buffer = self.grad_buffer.group, self.grad_buffer
-        factor, changed = 1.0 if value is None else self._multiplier(), False
+        factor, changed = self._multiplier(), False
         flat = None if value is None else (value.to_dense() if value.is_sparse else value).detach().reshape(-1)
         for piece in group.layout.pieces(group.comm.index):
             if piece.slot is not group.layout.slots[index]:

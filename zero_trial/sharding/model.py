@@ -194,6 +194,11 @@ class ShardedModel:
             grad_buffer.rescale(factor)
         return before
 
+    def require_kept_gradients(self) -> None:
+        """See :meth:`ShownGradients.require_kept`."""
+        for shown in self._shown:
+            shown.require_kept()
+
     def show_again(self, before: Sequence[ShownBefore]) -> None:
         """Let ``param.grad`` show what it did before a pass that has brought no gradient."""
         for shown, partial in before:

@@ -282,7 +282,7 @@ def test_torchs_whole_state_dict_and_back(decoupled: bool) -> None:
     assert largest(ours, theirs) <= 1e-6
 
 
-@pytest.mark.parametrize("key", ["maximize", "amsgrad", "nesterov"])
+@pytest.mark.parametrize("key", ["maximize", "amsgrad"])
 def test_a_variant_that_a_group_is_given_later_is_refused(key: str) -> None:
     mine = params()
     optimizer = FusedAdam(mine)

@@ -34,7 +34,7 @@ _STATE_HOOKS = tuple(
 
 
 # settings of torch's optimizers that change the algorithm
-_VARIANTS = ("amsgrad", "maximize", "nesterov", "dampening", "decoupled_weight_decay")
+_VARIANTS = ("amsgrad", "maximize")
 
 
 class ShardUpdate(NamedTuple):

@@ -609,6 +609,20 @@ def test_unused_parameters_are_named_once(stage: int, accumulation: int, caplog:
     assert found.global_steps == 3
 
 
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_gradient_that_user_code_takes_away_is_named(stage: int, caplog: pytest.LogCaptureFixture) -> None:
+    """torch would leave the parameter alone."""
+    caplog.set_level(logging.INFO, logger="zero_trial")
+    found, x = branches(stage, ignore=True), torch.ones(4, 3)
+    for taken in (False, True):
+        found.backward(found(x, "left", "right"))
+        if taken:
+            found.module.left.weight.grad = None
+        found.step()
+        lines = [line for line in caplog.messages if "no gradient has reached" in line]
+        assert ["left.weight in a step" in line for line in lines] == [True] * taken
+
+
 def test_a_parameter_that_was_frozen_in_training_is_named(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, logger="zero_trial")
     found, x = branches(1, ignore=True), torch.ones(4, 3)

@@ -182,6 +182,8 @@ class ShownGradients:
         """Write the elements of ``value`` that differ from the gradient in the shard; None is 0."""
         group, buffer = self.grad_buffer.group, self.grad_buffer
         factor, changed = self._multiplier(), False
+        if value is None:  # decay and momentum go on, which a line says
+            buffer.unused |= {index}
         flat = None if value is None else (value.to_dense() if value.is_sparse else value).detach().reshape(-1)
         for piece in group.layout.pieces(group.comm.index):
             if piece.slot is not group.layout.slots[index]:

@@ -366,6 +366,27 @@ def test_state_that_belongs_to_no_parameter_is_not_lost_in_silence(tmp_path: Pat
         engine.save_checkpoint(str(tmp_path))
 
 
+class Blocks(torch.optim.SGD):
+    """Keeps a number for each four elements, as an 8-bit optimizer does, and says that it works
+    element by element."""
+
+    elementwise = True
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step()
+        for group in self.param_groups:
+            for param in group["params"]:
+                self.state[param]["absmax"] = torch.ones(param.numel() // 4 + 1)
+
+
+def test_state_of_blocks_of_a_flat_piece_is_not_lost_in_silence(tmp_path: Path) -> None:
+    engine = zero_trial.initialize(model=model(), config=CONFIG, optimizer=lambda groups: Blocks(groups, lr=0.1))[0]
+    engine.backward(engine(torch.ones(2, 3)).sum())
+    engine.step()
+    with pytest.raises(CheckpointError, match=r"Blocks\.state: .*got absmax.*elementwise"):
+        engine.save_checkpoint(str(tmp_path))
+
+
 @pytest.mark.parametrize("into", ["a new group", "an old group"])
 def test_parameters_that_are_added_later_are_refused(into: str) -> None:
     """They would not train."""

@@ -420,16 +420,8 @@ def _whole_states(engine: CheckpointedEngine) -> tuple[dict[str, Any], list[Slic
                 where=f"{type(optimizer.base).__name__}.{inner}",
                 fix="Save the weights alone with engine.save_16bit_model, or train with one optimizer.",
             )
-        strays = [key for key in optimizer.base.state if not torch.is_tensor(key)] if optimizer is not None else []
-        if optimizer is not None and strays:
-            raise CheckpointError(
-                "this optimizer keeps state that belongs to no parameter, which a checkpoint would lose",
-                where=f"{type(optimizer.base).__name__}.state",
-                got=", ".join(map(repr, strays[:4])),
-                expected="keys that are parameters",
-                fix="Keep numbers in the optimizer's param_groups, which are saved, "
-                "or save the weights alone with engine.save_16bit_model.",
-            )
+        if optimizer is not None:
+            optimizer.refuse_lost_states()
         trees: dict[str, Any] = {}
         slices: list[Slice] = []
         for name, state in optimizer.whole_states() if optimizer is not None else ():

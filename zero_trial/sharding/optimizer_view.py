@@ -28,6 +28,7 @@ from zero_trial.sharding.pieces import (
     is_by_element,
     is_elementwise_state,
     parts_of,
+    refuse_lost_states,
     scales_by_tensor,
 )
 from zero_trial.sharding.plan import Lifetime
@@ -399,6 +400,11 @@ class TorchView(torch.optim.Optimizer):
             state = self.base.state.get(held.weight, {})
             if state:
                 yield held.slot.name, dict(state)
+
+    def refuse_lost_states(self) -> None:
+        """See :func:`zero_trial.sharding.pieces.refuse_lost_states`."""
+        known = {id(held.weight) for held in self._held}
+        refuse_lost_states(self.base, [piece for piece in self.pieces if id(piece.weight) not in known])
 
     @property
     def whole_names(self) -> list[str]:

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from zero_trial.errors import ConfigError
+from zero_trial.errors import CheckpointError, ConfigError
 from zero_trial.ops.optimizers import ShardOptimizer, ShardUpdate, TensorSegment
 from zero_trial.ops.states import BLOCK, blocks_of, is_scale
 from zero_trial.sharding.grad_buffer import GradBuffer
@@ -352,6 +352,33 @@ def is_by_element(kind: str, value: Any, weight: torch.Tensor) -> bool:
     """Return whether state ``kind`` has a value per element, or is the scales of such a one. All
     state of a scalar parameter has one, but the count of its steps."""
     return (_has_shape_of(value, weight) and (weight.dim() > 0 or kind != "step")) or is_scale(kind)
+
+
+def refuse_lost_states(base: torch.optim.Optimizer, flat: Iterable[ShardPiece]) -> None:
+    """Raise CheckpointError for state that a checkpoint by tensor would lose: of no parameter, or
+    of a ``flat`` piece and neither a value per element nor a single number."""
+    strays = [key for key in base.state if not torch.is_tensor(key)]
+    if strays:
+        raise CheckpointError(
+            "this optimizer keeps state that belongs to no parameter, which a checkpoint would lose",
+            where=f"{type(base).__name__}.state",
+            got=", ".join(map(repr, strays[:4])),
+            expected="keys that are parameters",
+            fix="Keep numbers in the optimizer's param_groups, which are saved, "
+            "or save the weights alone with engine.save_16bit_model.",
+        )
+    for piece in flat:
+        for key, value in base.state.get(piece.weight, {}).items():
+            single = value is None or isinstance(value, (int, float)) or (torch.is_tensor(value) and value.numel() == 1)
+            if not single and not is_by_element(key, value, piece.weight):
+                raise CheckpointError(
+                    "this optimizer keeps state of flat pieces that is not one value per element, which a checkpoint would lose",
+                    where=f"{type(base).__name__}.state",
+                    got=f"{key} of {tuple(value.shape) if torch.is_tensor(value) else type(value).__name__}",
+                    expected=f"a value for each of {piece.numel} elements, or one number",
+                    fix="Remove elementwise = True from the class (zero_optimization.elementwise_optimizer from ds_config): whole "
+                    "tensors are saved with all of their state.",
+                )
 
 
 def _has_shape_of(value: Any, weight: torch.Tensor) -> bool:

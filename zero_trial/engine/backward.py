@@ -159,7 +159,7 @@ class BackwardPasses:
         if engine.optimizer is not None and engine.optimizer.ema is not None:
             engine.optimizer.ema.require_trained_weights("backward")
         before = self._outcome.weighted
-        if before:
+        if before and weighted:
             engine.sharded.require_kept_gradients()
         if before is not weighted and (before or _has_gradients(engine)):
             raise TrialError(

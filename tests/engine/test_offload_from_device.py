@@ -4,6 +4,8 @@ and files, with and without optimizer state that leaves it too."""
 from __future__ import annotations
 
 import functools
+import gc
+import itertools
 import logging
 from collections.abc import Iterator
 from typing import Any
@@ -44,6 +46,11 @@ CELLS: list[Cell] = [
 ]
 
 
+EVERYTHING: list[Cell] = [
+    *itertools.product(("zero0", "zero1", "zero2", "zero3"), ("cpu", "nvme"), ("none", "cpu", "nvme"), PRECISIONS)
+]
+
+
 @pytest.fixture(scope="module")
 def devices() -> Iterator[RankPool]:
     pool = RankPool(2, world="standin")
@@ -51,20 +58,21 @@ def devices() -> Iterator[RankPool]:
     pool.close()
 
 
-def engine_of(cell: Cell, folder: str, **section: Any) -> Any:
+def engine_of(cell: Cell, folder: str, micro_batches: int = 2, **section: Any) -> Any:
     stage, params, state, precision = cell
     zero_config = offloaded_zero(stage, params, state, folder, **section)
-    config = {"gradient_accumulation_steps": 2, "gradient_clipping": 0.5} | PRECISIONS[precision]
+    config = {"gradient_accumulation_steps": micro_batches, "gradient_clipping": 0.5} | PRECISIONS[precision]
     return build_engine(Case(lambda: Net().to("standin"), loss, groups=two_groups, config=config), zero_config)
 
 
-def run_cells(cells: list[Cell], folder: str) -> list[str]:
+def run_cells(cells: list[Cell], folder: str, micro_batches: int = 2) -> list[str]:
     logging.getLogger("zero_trial").setLevel(logging.ERROR)
     wrong = []
-    reference = functools.cache(lambda *cell: trained(engine_of(cell, folder)))
+    reference = functools.cache(lambda *cell: trained(engine_of(cell, folder, micro_batches)))
     for cell in cells:
         stage, _, _, precision = cell
-        trace, values, away = trained(engine_of(cell, folder))
+        trace, values, away = trained(engine_of(cell, folder, micro_batches))
+        gc.collect()  # an engine that is not destroyed keeps its files until then
         known = reference(stage, "none", "none", precision)
         names = differing(known[1], values)
         if not alike(trace, known[0]) or names or away < 5:
@@ -208,3 +216,17 @@ def test_the_bits_of_a_run_without_offload(devices: RankPool, tmp_path: Any) -> 
 def test_every_place_at_every_stage(devices: RankPool, tmp_path: Any) -> None:
     for wrong in devices.run(run_cells, CELLS, str(tmp_path), timeout=200):
         assert wrong == []
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("micro_batches", [1, 4])
+@pytest.mark.parametrize("stage", ["zero0", "zero1", "zero2", "zero3"])
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_the_whole_matrix(size: int, stage: str, micro_batches: int, tmp_path: Any) -> None:
+    cells = [cell for cell in EVERYTHING if cell[0] == stage]
+    pool = RankPool(size, world="standin")
+    try:
+        for wrong in pool.run(run_cells, cells, str(tmp_path), micro_batches, timeout=600):
+            assert wrong == []
+    finally:
+        pool.close()

@@ -96,6 +96,13 @@ def test_every_place_at_every_stage(ranks: Pools, tmp_path: Any, count: int) -> 
         assert wrong == []
 
 
+@pytest.mark.extended
+@pytest.mark.parametrize("count", [1, 4])
+def test_the_whole_matrix(ranks: Pools, tmp_path: Any, count: int) -> None:
+    for wrong in ranks(count).run(run_cells, EVERYTHING, str(tmp_path), timeout=900):
+        assert wrong == []
+
+
 def test_the_drives_may_change_from_run_to_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is offloaded is cut over one folder, two and three; each run resumes the one before."""
     monkeypatch.setattr(drives, "STRIPE", BLOCK)

@@ -137,8 +137,10 @@ def test_the_drives_may_change_from_run_to_run(tmp_path: Path, monkeypatch: pyte
 
 def test_first_values_go_to_a_file_module_by_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A model on the meta device whose parameters will be offloaded has the values of a dense one.
-    Where other files have its values, there is no file for first ones."""
+    Where other files have its values, there is no file for first ones. The heap must give large
+    blocks back before the first of them is made: holes that they leave would fill up in a step."""
     moved: list[int] = []
+    monkeypatch.setattr(building, "map_large_blocks", lambda: moved.append(0))
 
     def counted(file: Any) -> Any:
         move = move_into(file)
@@ -173,4 +175,4 @@ def test_first_values_go_to_a_file_module_by_module(tmp_path: Path, monkeypatch:
         engine.destroy()
     assert differing(*states[:2]) == [] and differing(states[0], states[2]) == []
     assert len(opened) == 4, "two for the second"
-    assert moved == [512 * 1024, 1024, 512 * 1024, 512], "each layer as soon as it has values"
+    assert moved == [0, 512 * 1024, 1024, 512 * 1024, 512], "each layer as soon as it has values"

@@ -63,6 +63,7 @@ from zero_trial.ops.cpu import native_sum
 from zero_trial.pipeline.module import PipelineModule
 from zero_trial.sharding.ema import KIND, EmaSchedule, WeightAverage
 from zero_trial.sharding.grouping import ManualGroups
+from zero_trial.sharding.heap import map_large_blocks
 from zero_trial.sharding.model import ShardedModel
 from zero_trial.sharding.offload.swap_file import move_into
 from zero_trial.sharding.optimizer import ShardedOptimizer
@@ -225,6 +226,8 @@ def build_engine(
     if device.type != "meta":  # a dry run may be asked for sizes only
         by_files = weights is not None
         file = first_values_file(settings, resolved.plan, mesh, list(model.parameters()), places, by_files=by_files)
+        if file is not None:
+            map_large_blocks()  # before them: what they leave in the heap would stay there as holes
         give_values(model, mesh.data, device, by_files=by_files, keep=move_into(file) if file is not None else None)
         if file is not None:
             file.close()  # its values last as long as tensors have them

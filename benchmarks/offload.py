@@ -13,7 +13,8 @@ are the disk alone in one direction, in the same requests. All are medians over 
 turns, in one process.
 
 Where the genuine deepspeed is installed, it takes part in the same rounds: the step of its
-optimizer offload to ``cpu`` at stage 2 and to ``nvme`` at stage 3, or why it has none here.
+optimizer offload to ``cpu`` at stages 2 and 3 and to ``nvme`` at stage 3, or why it has none here;
+the settings then say how many bytes of tensors each keeps between steps, per parameter.
 
 With ``--params``: one forward and backward at each of ``--stages`` that frees each block after use,
 on ``--rows`` rows, with the parameters in memory and in a file. `disk` is the same reads with
@@ -33,6 +34,7 @@ import os
 import statistics
 import sys
 import time
+import warnings
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
@@ -45,24 +47,25 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import zero_trial
 from benchmarks import record
+from benchmarks.worker import persistent_bytes
 from zero_trial.ops.disk_io import ENGINES, DiskTuning
 from zero_trial.sharding.offload.nvme_optimizer import SwappedStore
 from zero_trial.sharding.offload.nvme_params import SwappedShard
 from zero_trial.sharding.offload.swap_file import DiskTransfer, SwapFile
 
 WIDTH = 2048  # of a layer, where that is not more than all parameters
+PEERS = (("cpu", 2), ("cpu", 3), ("nvme", 3))  # DeepSpeed's optimizer offload: where to, ZeRO stage
 COLUMNS: list[record.Column] = [
     ("buffers", lambda row: str(row["buffers"])),
     ("elements each", lambda row: f"{row['elements']:,}"),
     ("memory ms", record.number("memory")),
     ("nvme ms", record.number("nvme")),
     ("disk ms", record.number("disk")),
-    ("nvme / disk", record.number("nvme_by_disk", 2)),
+    ("nvme / larger", record.number("nvme_by_larger", 2)),
     ("nvme MB/s", record.number("rate", 0)),
     ("read MB/s", record.number("read_rate", 0)),
     ("write MB/s", record.number("write_rate", 0)),
-    ("DeepSpeed cpu ms", record.number("DeepSpeed cpu")),
-    ("DeepSpeed nvme ms", record.number("DeepSpeed nvme")),
+    *((f"DeepSpeed {device} {stage} ms", record.number(f"DeepSpeed {device} {stage}")) for device, stage in PEERS),
 ]
 ENGINE_COLUMNS: list[record.Column] = [
     ("engine", lambda row: row["engine"]),
@@ -99,6 +102,7 @@ def main() -> None:
     options.add_argument("--stages", type=int, nargs="+", default=[3], help="with --params")
     options.add_argument("--engines", action="store_true", help="the ways to the kernel, and nothing else")
     given = options.parse_args()
+    warnings.simplefilter("ignore", FutureWarning)  # of what is looked at to weigh an engine
     hidden = ("folder", "buffers", "params", "engines", "stages")
     if given.engines:
         compared = [rates(given, name, workers) for name in ENGINES for workers in (1, 2)]
@@ -113,15 +117,15 @@ def main() -> None:
         note = "Time of a forward and a backward in bf16; see `benchmarks/offload.py`."
         record.save("offload_params", kept, found, PARAMETER_COLUMNS, note)
         return
-    rows = [measure(given, count) for count in given.buffers]
+    peers, facts = deepspeed_engines(given)
+    rows = [measure(given, count, peers) for count in given.buffers]
     settings = {key: value for key, value in vars(given).items() if key not in (*hidden, "rows")}
     settings |= {"threads": torch.get_num_threads(), "direct": rows[0]["direct"], "engine": rows[0]["engine"]}
-    settings |= dict(rows[0]["refused"].items())
     note = "Time of `engine.step()` with bf16 parameters and AdamW; see `benchmarks/offload.py`."
-    record.save("offload", settings, rows, COLUMNS, note)
+    record.save("offload", settings | facts, rows, COLUMNS, note)
 
 
-def measure(given: argparse.Namespace, buffers: int) -> dict[str, Any]:
+def measure(given: argparse.Namespace, buffers: int, peers: dict[str, Any]) -> dict[str, Any]:
     """One row: medians over rounds."""
     here, away = engine(given, 0), engine(given, buffers)
     store = away.optimizer.store if away.optimizer is not None else None
@@ -132,11 +136,8 @@ def measure(given: argparse.Namespace, buffers: int) -> dict[str, Any]:
         "nvme": lambda: step(away, store),
         "disk": lambda: traffic(store),
     }
-    peers, refused = deepspeed_engines(given)
     ways |= {name: functools.partial(step, peer) for name, peer in peers.items()}
     file = store.space
-    for peer in peers.values():
-        step(peer)
     step(away, store)  # the first step makes the moments
     before = file.bytes_read + file.bytes_written
     step(away, store)
@@ -149,25 +150,33 @@ def measure(given: argparse.Namespace, buffers: int) -> dict[str, Any]:
         for name, found_rates in rates.items():
             found_rates.append(one_way(store, name, moved // 2))
     found = {name: 1e3 * statistics.median(values) for name, values in times.items()}
-    return {
+    row = {
         "buffers": buffers,
         "elements": max(piece.numel for piece in away.optimizer.pieces),
         **found,
-        "nvme_by_disk": found["nvme"] / found["disk"],
+        "nvme_by_larger": found["nvme"] / max(found["memory"], found["disk"]),
         "rate": moved / found["nvme"] / 1e3,
         "read_rate": statistics.median(rates["read"]) / 1e6,
         "write_rate": statistics.median(rates["write"]) / 1e6,
         "direct": file.direct,
         "engine": file.engine,
-        "refused": refused,
     }
+    for engine_of_row in (here, away):
+        engine_of_row.destroy()
+    return row
 
 
-def deepspeed_engines(given: argparse.Namespace) -> tuple[dict[str, Any], dict[str, str]]:
-    """DeepSpeed's engines that offload the optimizer's state, where it is installed; and why some
-    cannot be had."""
+def deepspeed_engines(given: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any]]:
+    """DeepSpeed's engines that offload the optimizer's state, where it is installed; and facts for
+    the record: bytes of tensors per parameter of each and of ours in memory, or why one cannot be
+    had."""
     if importlib.util.find_spec("deepspeed") is None:
         return {}, {}
+    build = functools.partial(zero_trial.initialize, config=adam_config(given, 0))
+    ours, kept = weighed(given, build)
+    facts: dict[str, Any] = {"bytes per parameter in memory": kept}
+    ours.destroy()
+    del ours
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     rank = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     for name, value in rank.items():
@@ -175,23 +184,37 @@ def deepspeed_engines(given: argparse.Namespace) -> tuple[dict[str, Any], dict[s
     import deepspeed
 
     found: dict[str, Any] = {}
-    refused: dict[str, str] = {}
-    for device, stage in (("cpu", 2), ("nvme", 3)):
+    for device, stage in PEERS:
+        name = f"DeepSpeed {device} {stage}"
         offload = {"device": device, "nvme_path": str(Path(given.folder).absolute()), "buffer_count": 4}
         config = {
             "train_batch_size": 4,
             "bf16": {"enabled": True},
             "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
-            "zero_optimization": {"stage": stage, "sub_group_size": given.sub_group, "offload_optimizer": offload},
+            "gradient_clipping": 1.0,
+            "zero_optimization": {"stage": stage, "offload_optimizer": offload},
             "aio": {"queue_depth": given.queue_depth},
         }
+        build = functools.partial(deepspeed.initialize, config=config)
         try:
-            found[f"DeepSpeed {device}"] = deepspeed.initialize(
-                model=linear_layers(given.parameters, 1), config=config
-            )[0]
+            peer, kept = weighed(given, build)
         except Exception as error:  # of the peer: it is a fact to report
-            refused[f"DeepSpeed {device}"] = f"{type(error).__name__}: {str(error).splitlines()[0]}"
-    return found, refused
+            facts[name] = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+        else:
+            found[name] = peer
+            facts[f"bytes per parameter, {name}"] = kept
+    return found, facts
+
+
+def weighed(given: argparse.Namespace, build: Callable[..., tuple[Any, ...]]) -> tuple[Any, float]:
+    """The engine that ``build`` makes of a model, after a step, and the bytes of tensors that it
+    keeps, per parameter."""
+    before = persistent_bytes([given])
+    model = linear_layers(given.parameters, 1)
+    numel = sum(param.numel() for param in model.parameters())
+    built = build(model=model)[0]
+    step(built)
+    return built, round((persistent_bytes([built]) - before) / numel, 2)
 
 
 def rates(given: argparse.Namespace, name: str, workers: int) -> dict[str, Any]:
@@ -232,18 +255,22 @@ def width_of(trained: Any) -> int:
 
 def engine(given: argparse.Namespace, buffers: int) -> zero_trial.Engine:
     """State in memory where there are no buffers."""
-    model = linear_layers(given.parameters, 1)
+    return zero_trial.initialize(model=linear_layers(given.parameters, 1), config=adam_config(given, buffers))[0]
+
+
+def adam_config(given: argparse.Namespace, buffers: int) -> dict[str, Any]:
+    """A ds_config for optimizer state in memory, or in a file with so many buffers."""
     zero: dict[str, Any] = {"stage": 1, "sub_group_size": given.sub_group}
     if buffers:
         zero["offload_optimizer"] = {"device": "nvme", "nvme_path": given.folder, "buffer_count": buffers}
-    config = {
+    return {
         "train_batch_size": 4,
         "bf16": {"enabled": True},
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
+        "gradient_clipping": 1.0,
         "zero_optimization": zero,
         "aio": {"queue_depth": given.queue_depth},
     }
-    return zero_trial.initialize(model=model, config=config)[0]
 
 
 def step(trained: Any, store: SwappedStore | None = None) -> float:

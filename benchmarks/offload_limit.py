@@ -13,8 +13,10 @@ frozen   the weights alone, 2 bytes per parameter, are four times the limit; sma
          them are trained, as LoRA does
 
 Each is planned and run with everything on NVMe at each stage, and once without offload: the plan
-must say before what comes of it. ``peak`` is the most memory that the group had, page cache
-included.
+must say before what comes of it. ``own`` is the most memory of the processes themselves, by
+samples; ``peak`` the most that the group had, page cache included, which the kernel lets grow up to
+the limit. The plan counts tensors; the settings say what a process takes that has imported torch
+and zero_trial and nothing else.
 """
 
 from __future__ import annotations
@@ -25,9 +27,10 @@ import json
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +40,7 @@ from benchmarks import record
 
 WIDTH = 2048  # of a layer
 STEPS = 2
+SAMPLES = 2  # of a step, on each rank
 BYTES = {"full": 16, "frozen": 2}  # per parameter, of what is four times the limit
 COLUMNS: list[record.Column] = [
     ("trained", lambda row: row["kind"]),
@@ -47,6 +51,7 @@ COLUMNS: list[record.Column] = [
     ("planned MiB", record.number("planned", 0)),
     ("plan", lambda row: row["plan"]),
     ("run", lambda row: row["run"]),
+    ("own MiB", record.number("own", 0)),
     ("peak MiB", record.number("peak", 0)),
     ("s per step", record.number("seconds", 1)),
 ]
@@ -126,11 +131,19 @@ def main() -> None:
             rows.append(measure(given, kind, layers, stage, away))
             print(json.dumps(rows[-1]), flush=True)
     settings = {"steps": STEPS, "width": WIDTH, "ranks": given.ranks, "control groups": found_controller().version}
+    settings["MiB of a process with torch alone"] = torch_alone()
     note = "What is trained against a quarter of its size as memory limit; see `benchmarks/offload_limit.py`."
     record.save("offload_limit", settings, rows, COLUMNS, note)
     wrong = [row for row in rows if (row["plan"], row["run"]) != expected(row)]
     if wrong:
         raise SystemExit(f"not as expected: {wrong}")
+
+
+def torch_alone() -> int:
+    """MiB of its own of a process that has imported torch and zero_trial."""
+    with memory_group(8 << 30) as group:
+        group.run([sys.executable, "-c", "import time, torch, zero_trial; time.sleep(1)"])
+    return max(group.own) >> 20
 
 
 def expected(row: dict[str, Any]) -> tuple[str, str]:
@@ -156,7 +169,7 @@ def measure(given: argparse.Namespace, kind: str, layers: int, stage: int, away:
             start = time.perf_counter()
             run = group.run([*command, "run", *files, "--run-dir", str(work / "run")])
             seconds = time.perf_counter() - start
-            peak, killed = group.peak(), group.killed()
+            own, peak, killed = max(group.own, default=0), group.peak(), group.killed()
         if run.returncode and not killed:
             raise SystemExit(run.stdout[-3000:] + run.stderr[-3000:])
         return {
@@ -169,8 +182,9 @@ def measure(given: argparse.Namespace, kind: str, layers: int, stage: int, away:
             "limit_of_plan": planned["limit"] / 2**20,
             "plan": "fits" if planned["fits"] and plan.returncode == 0 else "does not fit",
             "run": "trained" if run.returncode == 0 else "killed",
+            "own": own / 2**20,
             "peak": peak / 2**20,
-            "seconds": seconds_per_step(work / "run"),
+            "seconds": seconds_per_step(work / "run", SAMPLES * given.ranks),
             "wall": seconds,
         }
 
@@ -185,7 +199,7 @@ def ds_config(given: argparse.Namespace, stage: int, away: bool) -> dict[str, An
         place = {"device": "nvme", "nvme_path": str(given.folder.absolute()), "buffer_count": 3}
         zero |= {"offload_optimizer": place, "offload_param": place | {"max_in_cpu": 0, "buffer_size": WIDTH**2}}
     return {
-        "train_batch_size": 2 * given.ranks,
+        "train_batch_size": SAMPLES * given.ranks,
         "bf16": {"enabled": True},
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
         "zero_optimization": zero,
@@ -212,28 +226,31 @@ def write_experiment(work: Path, kind: str, layers: int, config: dict[str, Any],
     work.joinpath("const.yaml").write_text(json.dumps(experiment))  # JSON is YAML
 
 
-def seconds_per_step(run: Path) -> float | None:
-    """The last step's time, by the run's own record; None where it did not come so far."""
+def seconds_per_step(run: Path, samples: int) -> float | None:
+    """The time of the last steps, of so many samples each, by the run's own record; None where it
+    did not come so far."""
     found = None
     for line in (run / "events.jsonl").read_text().splitlines() if (run / "events.jsonl").is_file() else ():
         event = json.loads(line)
-        if event.get("kind") == "train" and "step_seconds" in event:
-            found = float(event["step_seconds"])
+        if event.get("kind") == "train" and "samples_per_second" in event:
+            found = samples / float(event["samples_per_second"])
     return found
 
 
 @dataclass(frozen=True)
 class Controller:
-    """Where groups with a memory limit are made, and how a version names their files."""
+    """Where groups with a memory limit are made, and how a version names their files; ``own``: the
+    line of memory.stat with what is no page cache."""
 
     version: int
     folder: Path
     limit: str
     peak: str
+    own: str
 
 
-V1 = Controller(1, Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes", "memory.max_usage_in_bytes")
-V2 = Controller(2, Path("/sys/fs/cgroup"), "memory.max", "memory.peak")
+V1 = Controller(1, Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes", "memory.max_usage_in_bytes", "total_rss")
+V2 = Controller(2, Path("/sys/fs/cgroup"), "memory.max", "memory.peak", "anon")
 
 
 def found_controller() -> Controller:
@@ -247,15 +264,28 @@ def found_controller() -> Controller:
 
 @dataclass(frozen=True)
 class MemoryGroup:
-    """A group in which commands are run."""
+    """A group in which commands are run. ``own``: samples of its memory without the page cache."""
 
     folder: Path
     controller: Controller
+    own: list[int] = field(default_factory=list)
 
     def run(self, command: Sequence[str]) -> subprocess.CompletedProcess[str]:
         """Run a command inside the group."""
         enter = ["sh", "-c", 'echo $$ > "$0"; exec "$@"', str(self.folder / "cgroup.procs")]
-        return subprocess.run([*enter, *command], capture_output=True, text=True, check=False, timeout=1800)
+        over = threading.Event()
+        watch = threading.Thread(target=self._sample, args=(over,))
+        watch.start()
+        try:
+            return subprocess.run([*enter, *command], capture_output=True, text=True, check=False, timeout=1800)
+        finally:
+            over.set()
+            watch.join()
+
+    def _sample(self, over: threading.Event) -> None:
+        while not over.wait(0.1):
+            lines = (line.split() for line in (self.folder / "memory.stat").read_text().splitlines())
+            self.own.extend(int(value) for key, value in lines if key == self.controller.own)
 
     def peak(self) -> int:
         """The most bytes that the group had."""

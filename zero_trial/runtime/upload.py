@@ -13,6 +13,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Collection, Mapping
 from contextlib import suppress
@@ -36,11 +37,14 @@ class UploadProcess:
     def upload(self, src: str | os.PathLike[str], dst: str, paths: Collection[str] | None = None) -> None:
         """Upload the folder ``src`` as ``dst``. Raises CheckpointError where that fails."""
         request = {"storage": self._storage, "src": os.fspath(src), "dst": dst, "paths": paths and sorted(paths)}
-        with self._start() as process:
-            stdin, stdout = cast("IO[str]", process.stdin), cast("IO[str]", process.stdout)
-            with suppress(BrokenPipeError):  # it has ended: the exit code tells
-                os.write(stdin.fileno(), json.dumps(request).encode() + b"\n")
-            fault = stdout.read()  # stdin stays open: where it ends, rank 0 has ended
+        # a file and no pipe, whose end would be that of every process that was forked meanwhile
+        with tempfile.TemporaryFile("w+") as answer:
+            with self._start(answer) as process:
+                with suppress(BrokenPipeError):  # it has ended: the exit code tells
+                    os.write(cast("IO[str]", process.stdin).fileno(), json.dumps(request).encode() + b"\n")
+                process.wait()  # stdin stays open: where it ends, rank 0 has ended
+            answer.seek(0)
+            fault = answer.read()
         if process.returncode:
             raise CheckpointError(
                 "a checkpoint could not be uploaded",
@@ -49,12 +53,12 @@ class UploadProcess:
                 fix="Look at the storage and its credentials; the checkpoints before this one are untouched.",
             )
 
-    def _start(self) -> subprocess.Popen[str]:
+    def _start(self, answer: IO[str]) -> subprocess.Popen[str]:
         with self._lock:
             if self._given_up:
                 raise CheckpointError("the upload was given up")
             command = [sys.executable, "-m", "zero_trial.runtime.upload"]
-            self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+            self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=answer, text=True)
             return self._process
 
     def give_up(self) -> None:

@@ -33,7 +33,7 @@ def test_what_was_refused_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     lines, kernel = report(), cuda_runtime.sums()
     opened = SimpleNamespace(refused={kernel: "error: bad"})
     monkeypatch.setattr(module, "cuda_backend", lambda: SimpleNamespace(cuda=opened))
-    assert json.loads(module.as_json(lines))["refused"] == {kernel.name: "error: bad"}
+    assert module.as_dict(lines)["refused"] == {kernel.name: "error: bad"}
     assert module.as_text(lines).endswith(f"{kernel.name}: error: bad")
 
 

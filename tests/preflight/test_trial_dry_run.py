@@ -289,7 +289,7 @@ WRONG = [
     (BEFORE, FLIES + AFTER, "error: model_def.py:10: LineTrial.__init__ raised AttributeError: 'Engine' object has no attribute 'fly'"),
     (BEFORE, INVALID + AFTER, "error: too wide."),
     ("def evaluate_batch", "def evaluate", 'warn: const.yaml:7 searcher.metric: "validation_loss" never reported; the trial has no'),
-    ("LineTrial(ZeroTrial)", "LineTrial(object)", "error: entrypoint: model_def:LineTrial not found in"),
+    ("LineTrial(ZeroTrial)", "LineTrial(object)", "error: entrypoint: model_def:LineTrial is not a ZeroTrial in"),
 ]  # fmt: skip
 
 

@@ -183,7 +183,7 @@ def _ask_all(mistake: Mistake, folder: Path, environ: dict[str, str]) -> dict[st
             done = subprocess.run(
                 words, cwd=project, env=environ, capture_output=True, text=True, timeout=LONGEST, check=False
             )
-            text = done.stdout + done.stderr
+            text = (done.stdout + done.stderr).replace(f"{folder}/", "")
         except subprocess.TimeoutExpired as late:
             text = f"did not end in {LONGEST:.0f} s: {late.stdout!r}"
         started = any(project.glob("runs/*")) or ("Created experiment" in text and "before launch" not in text)
@@ -205,13 +205,15 @@ def _faults(mistake: Mistake, front: str, answer: Answer) -> list[str]:
 
 def _message(text: str, says: str) -> str:
     """Return the first line that names the mistake."""
+    text = text.replace(sys.executable, Path(sys.executable).name)
     return next((line.strip() for line in text.splitlines() if says in line), "")
 
 
 def _up(folder: Path) -> dict[str, str]:
     """Start a master with two slots; return the environment with which `det` finds it."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("DET_")}
-    environ = {**kept, "HOME": str(folder), "PYTHONUNBUFFERED": "1"}
+    cache = os.environ.get("XDG_CACHE_HOME", str(Path.home() / ".cache"))  # of native kernels, built once
+    environ = {**kept, "HOME": str(folder), "XDG_CACHE_HOME": cache, "PYTHONUNBUFFERED": "1"}
     words = ("master", "up", "--root", str(folder / "root"), "--slots", "2", "--cpu", "--json")
     return environ | json.loads(_zero_trial(*words, environ=environ))["env"]
 

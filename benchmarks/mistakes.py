@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -205,7 +206,7 @@ def _faults(mistake: Mistake, front: str, answer: Answer) -> list[str]:
 
 def _message(text: str, says: str) -> str:
     """Return the first line that names the mistake."""
-    text = text.replace(sys.executable, Path(sys.executable).name)
+    text = re.sub(r"\S+/bin/(python\S*)", r"\1", text)
     return next((line.strip() for line in text.splitlines() if says in line), "")
 
 

@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from determined.common.api.errors import NotFoundException
 
 import zero_trial
 from tests.master.det import running
 from tests.preflight.project import DS_CONFIG, project
 from zero_trial.cli import tune
 from zero_trial.cli.main import main
-from zero_trial.errors import ExitStatus, TrialError
-from zero_trial.tune import trials
+from zero_trial.errors import ExitStatus, MasterError, TrialError
+from zero_trial.schema.yaml_source import read_yaml
+from zero_trial.tune import cluster, trials
 from zero_trial.tune.result import TuneTrial
 from zero_trial.tune.search import TuneSearch
 from zero_trial.tune.space import ACCUMULATION, MICRO, STAGE, Margin, TuneFacts, Weighed, select, ways_to_train
+from zero_trial.util.speed import SPEED_METRIC
 
 
 def tuned(folder: Path, *options: str, **ds_config: Any) -> tuple[Path, list[str]]:
@@ -127,6 +132,74 @@ def test_ctrl_c_concludes_with_what_was_measured(
     assert (folder / "ds_config.json").read_text() == before
     trains = next(line for line in shown.splitlines() if line.startswith("train "))
     assert trains.endswith(" --slots 1")
+
+
+class FakeExperiment:
+    """An experiment of a master, with one trial for its last point, and then ``cause``."""
+
+    id = 5
+    state = SimpleNamespace(name="RUNNING")
+
+    def __init__(self, config: Path, cause: BaseException) -> None:
+        self.cause = cause
+        self.looks = 0
+        self.killed = False
+        self.hparams = {
+            "ds_config": read_yaml(config.read_text(), "config").value["hyperparameters"]["ds_config"]["vals"][-1]
+        }
+
+    def reload(self) -> None:
+        self.looks += 1
+        if self.looks > 1:
+            raise self.cause
+
+    def list_trials(self) -> list[Any]:
+        reports = [SimpleNamespace(steps_completed=18, metrics={SPEED_METRIC: 200.0})]
+        state = SimpleNamespace(name="COMPLETED")
+        return [SimpleNamespace(id=1, hparams=self.hparams, state=state, iter_metrics=lambda group: reports)]
+
+    def kill(self) -> None:
+        self.killed = True
+
+
+@pytest.mark.parametrize(
+    ("cause", "code", "said"),
+    [
+        (KeyboardInterrupt(), ExitStatus.INTERRUPTED, ""),
+        (NotFoundException("it was deleted"), ExitStatus.INFRASTRUCTURE, "experiment 5: .*it was deleted"),
+        (MasterError("a trial of no way"), ExitStatus.INFRASTRUCTURE, "of no way"),
+        (ZeroDivisionError(), None, ""),
+    ],
+)
+def test_what_ends_a_search_on_a_master_ends_its_experiment_and_loses_nothing(
+    cause: BaseException,
+    code: int | None,
+    said: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made: list[FakeExperiment] = []
+
+    def create(url: str, config: Path, model_dir: Path) -> FakeExperiment:
+        made.append(FakeExperiment(config, cause))
+        return made[-1]
+
+    monkeypatch.setattr(cluster, "create_experiment", create)
+    options = ("--master", "http://127.0.0.1:8080", "--trials", "2", "--json", "--write")
+    folder, words = tuned(tmp_path, *options, "--dir", str(tmp_path / "out"), "--keep", "zero_optimization.stage")
+    before = (folder / "ds_config.json").read_text()
+    if code is None:
+        with pytest.raises(ZeroDivisionError):
+            main(words)
+    else:
+        assert main(words) == code
+        captured = capsys.readouterr()
+        assert json.loads(captured.out)["best"]["steps_per_second"] == 200.0
+        assert re.search(said, captured.err)
+        assert "interrupted" in (tmp_path / "out" / "tune.html").read_text()
+    assert made[0].killed
+    assert (folder / "ds_config.json").read_text() == before
 
 
 def test_a_reason_is_said_once() -> None:

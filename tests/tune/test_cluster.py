@@ -12,12 +12,22 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import requests
+from determined.common.api.errors import (
+    APIException,
+    BadResponseException,
+    ForbiddenException,
+    MasterNotFoundException,
+    NotFoundException,
+    UnauthenticatedException,
+)
 
 from tests.preflight.project import DS_CONFIG, EXPERIMENT, project
 from zero_trial.errors import MasterError
 from zero_trial.experiment.changes import read_words
 from zero_trial.experiment.experiment import examine_experiment
 from zero_trial.launch.experiment import CheckedRun, RunRequest, check_run
+from zero_trial.tune import cluster as subject
 from zero_trial.tune.cluster import MasterSearch, experiment_of, overlay_of, ways_to_send, why_ended
 from zero_trial.tune.search import SearchSettings
 from zero_trial.tune.space import ACCUMULATION, MICRO, STAGE, Selection, TrainingWay, Weighed
@@ -82,6 +92,7 @@ class State(enum.Enum):
     RUNNING = 1
     COMPLETED = 2
     ERROR = 3
+    DELETE_FAILED = 4
 
 
 @dataclass
@@ -105,31 +116,42 @@ class FakeTrial:
 
 @dataclass
 class FakeExperiment:
-    """One that moves on with each look at it."""
+    """One that moves on with each look at it, after the master's ``faults``."""
 
     trials: list[FakeTrial]
     ends: list[tuple[int, State]]
+    faults: list[Exception] = field(default_factory=list)
     state: State = State.RUNNING
+    last: State = State.COMPLETED
     killed: bool = False
+    id: int = 5
 
     def reload(self) -> None:
+        if self.faults:
+            raise self.faults.pop(0)
         if self.ends:
             number, state = self.ends.pop(0)
             next(trial for trial in self.trials if trial.id == number).state = state
         else:
-            self.state = State.COMPLETED
+            self.state = self.last
 
     def list_trials(self) -> list[FakeTrial]:
         return list(self.trials)
 
     def kill(self) -> None:
+        if self.faults:
+            raise self.faults.pop(0)
         self.killed = True
 
 
-def followed(folder: Path, *trials: FakeTrial, ends: list[tuple[int, State]]) -> MasterSearch:
+def search_in(experiment: FakeExperiment, folder: Path) -> MasterSearch:
     given = checked(folder)
     overlays = {each: overlay_of(each, given) for each in (OWN, FAST, SLOW)}
-    return MasterSearch(FakeExperiment(list(trials), ends), FOUND, overlays, 2, sleep=lambda _: None)
+    return MasterSearch(experiment, FOUND, overlays, 2, sleep=lambda _: None)
+
+
+def followed(folder: Path, *trials: FakeTrial, ends: list[tuple[int, State]]) -> MasterSearch:
+    return search_in(FakeExperiment(list(trials), ends), folder)
 
 
 def point(stage: Any, micro: Any, accumulation: Any) -> dict[str, Any]:
@@ -159,6 +181,46 @@ def test_a_trial_of_no_way_is_an_error(tmp_path: Path) -> None:
     search = followed(tmp_path, FakeTrial(7, point(1, 4, 1)), ends=[(7, State.COMPLETED)])
     with pytest.raises(MasterError, match="trial 7"):
         search.next_ended()
+
+
+def answer(status: int) -> APIException:
+    found = requests.Response()
+    found.status_code = status
+    return APIException(found)
+
+
+def test_a_master_that_is_started_anew_is_waited_for(tmp_path: Path) -> None:
+    faults = [MasterNotFoundException("refused"), answer(502), answer(429), OSError("reset"), BadResponseException("?")]
+    trial = FakeTrial(7, point(0, 4, 1), reports={6: 2.0})
+    search = search_in(FakeExperiment([trial], [(7, State.COMPLETED)], faults), tmp_path)
+    assert [found.number for found in iter(search.next_ended, None)] == [7]
+
+
+@pytest.mark.parametrize(
+    "fault", [UnauthenticatedException(), ForbiddenException("no"), NotFoundException("gone"), answer(400)]
+)
+def test_what_a_master_refuses_is_not_asked_again(tmp_path: Path, fault: Exception) -> None:
+    search = search_in(FakeExperiment([], [], [fault]), tmp_path)
+    with pytest.raises(MasterError, match=r"experiment 5: .*det experiment kill 5"):
+        search.next_ended()
+
+
+def test_a_master_that_stays_away_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(subject, "_PATIENCE_SECONDS", 0.0)
+    search = search_in(FakeExperiment([], [], [MasterNotFoundException("connection refused")]), tmp_path)
+    with pytest.raises(MasterError, match="connection refused"):
+        search.next_ended()
+
+
+def test_an_experiment_that_cannot_be_deleted_is_over(tmp_path: Path) -> None:
+    assert search_in(FakeExperiment([], [], last=State.DELETE_FAILED), tmp_path).next_ended() is None
+
+
+def test_stopping_ends_the_experiment_or_says_that_it_goes_on(tmp_path: Path) -> None:
+    experiment = FakeExperiment([], [], [MasterNotFoundException("refused")])
+    search = search_in(experiment, tmp_path)
+    assert "det experiment kill 5" in str(search.stop()) and not experiment.killed
+    assert search.stop() is None and experiment.killed
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from zero_trial.cli.output import shown
 from zero_trial.cli.plan import add_planned, planned_gpus, planned_request
 from zero_trial.cli.run import given_words
-from zero_trial.errors import ConfigError, DoesNotFit, ExitStatus, TrialError
+from zero_trial.errors import ConfigError, DoesNotFit, ExitStatus, MasterError, TrialError
 
 if TYPE_CHECKING:
     from zero_trial.launch.experiment import CheckedRun, RunRequest
@@ -175,7 +175,8 @@ def _search_on_master(
     ground: _Ground,
     say: Callable[[str], None],
 ) -> TuneOutcome:
-    """Measure ways in an experiment of a master; Ctrl-C ends the experiment, too."""
+    """Measure ways in an experiment of a master. What ends the search, such as Ctrl-C, ends the
+    experiment, too: its trials would hold slots for nobody."""
     from zero_trial.report.data import as_yaml
     from zero_trial.tune.cluster import MasterSearch, create_experiment, experiment_of, overlay_of, ways_to_send
     from zero_trial.tune.result import trial_line
@@ -186,16 +187,18 @@ def _search_on_master(
     experiment = create_experiment(options.master, file, checked.model_dir)
     ground.experiment = f"{experiment.id} of {options.master}"
     search = MasterSearch(experiment, found, {way: overlay_of(way, checked) for way in ways}, settings.warm_up)
-    say(
-        f"search  experiment {ground.experiment}: {len(ways)} trials of {len(found.ways)} ways that fit, "
-        f"measured after {settings.steps} steps"
-    )
     try:
+        say(
+            f"search  experiment {ground.experiment}: {len(ways)} trials of {len(found.ways)} ways that fit, "
+            f"measured after {settings.steps} steps"
+        )
         while (trial := search.next_ended()) is not None:
             say(trial_line(trial, len(ways), own))
-    except KeyboardInterrupt:
-        search.stop()
-        ground.interrupt(search.outcome(), say)
+    except BaseException as cause:
+        left = search.stop()
+        if not isinstance(cause, (KeyboardInterrupt, MasterError)):
+            raise
+        ground.interrupt(search.outcome(), say, cause if isinstance(cause, MasterError) else left)
     return search.outcome()
 
 
@@ -360,8 +363,8 @@ def _refuse_used(given: Path | None) -> None:
 @dataclass
 class _Ground:
     """Where the search takes place: margin and limit, its folder, the ds_config's file to write
-    (None: none), the experiment of a master, and whether the user ended it, so that none is
-    written."""
+    (None: none), the experiment of a master, and whether it was ended early, so that none is
+    written: by the user, or by the ``trouble``."""
 
     margin: Margin
     limit: int | None
@@ -369,14 +372,15 @@ class _Ground:
     target: Path | None
     experiment: str = ""
     interrupted: bool = False
+    trouble: MasterError | None = None
 
-    def interrupt(self, outcome: TuneOutcome, say: Callable[[str], None]) -> None:
-        """Note that the user has ended the search. Raises KeyboardInterrupt again if nothing was
-        measured."""
+    def interrupt(self, outcome: TuneOutcome, say: Callable[[str], None], trouble: MasterError | None = None) -> None:
+        """Note that the user, or trouble with the master, has ended the search. Raises the trouble
+        or KeyboardInterrupt if nothing was measured."""
         if outcome.best() is None:
-            raise KeyboardInterrupt
+            raise trouble or KeyboardInterrupt
         say("stopped the search; what follows is of the trials so far, and no file is written")
-        self.interrupted, self.target = True, None
+        self.interrupted, self.target, self.trouble = True, None, trouble
 
 
 def _conclude(
@@ -386,7 +390,8 @@ def _conclude(
     own: TrainingWay,
     ground: _Ground,
 ) -> int:
-    """Print the winner, write the page and, if asked for, the ds_config; return the exit code."""
+    """Print the winner, write the page and, if asked for, the ds_config; return the exit code.
+    Raises the trouble that has ended the search early."""
     from zero_trial.report.sweep_page import render_sweep
     from zero_trial.tune.result import TuneResult, changed_ds_config, difference
     from zero_trial.tune.trials import key_in_ds_config
@@ -436,6 +441,8 @@ def _conclude(
             rest = [key for key in changes if key_in_ds_config(key) is None]
             kept = f"; not in it, but in the command: {', '.join(rest)}" if rest else ""
             _say(f"wrote   {shown(ground.target)}{kept}")
+    if ground.trouble is not None:
+        raise ground.trouble
     return ExitStatus.INTERRUPTED if ground.interrupted else 0
 
 

@@ -25,8 +25,10 @@ from zero_trial.tune.space import Selection, TrainingWay
 from zero_trial.tune.trials import MONITORS, changes_of, key_in_ds_config, with_memory_named
 from zero_trial.util.speed import SPEED_METRIC
 
-_ENDED = ("COMPLETED", "CANCELED", "ERROR", "DELETED")
+_ENDED = ("COMPLETED", "CANCELED", "ERROR", "DELETING", "DELETED", "DELETE_FAILED")
 _POLL_SECONDS = 2.0
+_PATIENCE_SECONDS = 300.0  # with a master that does not answer: it may be started anew
+_TRY_AGAIN = (408, 429)  # answers of the client's fault that say so
 _LOG_LINES = 400  # of a trial that died, among which its reason is looked for
 _REASONS = ("error   ", "hyperparameters that cannot be trained: ")  # what a rank prints when it ends
 
@@ -121,7 +123,7 @@ def create_experiment(url: str, config: Path, model_dir: Path) -> Any:
         raise MasterError(
             "the experiment was not created",
             where=f"--master {url}",
-            got=" ".join(str(error).split()) or type(error).__name__,
+            got=_said(error),
             fix='Log in first: det -m URL user login, or eval "$(zero-trial master up --env)".',
         ) from error
 
@@ -153,23 +155,52 @@ class MasterSearch:
 
     def next_ended(self) -> TuneTrial | None:
         """Wait until another trial has ended, and return what it has measured; None when the
-        experiment is over."""
+        experiment is over. Raises MasterError if the master refuses to say, or for minutes does not
+        answer."""
+        from determined.common.api.bindings import APIHttpError
+        from determined.common.api.errors import BadRequestException, BadResponseException
+
+        answered = time.monotonic()
         while True:
-            self._experiment.reload()
-            over = self._experiment.state.name in _ENDED  # before its trials are listed
-            known = {trial.number for trial in self.trials}
-            for trial in self._experiment.list_trials():
-                self._since.setdefault(trial.id, time.monotonic())
-                if trial.id not in known and trial.state.name in _ENDED:
-                    self.trials.append(self._measured(trial))
-                    return self.trials[-1]
-            if over:
-                return None
+            try:
+                found, over = self._look()
+            except (BadRequestException, BadResponseException, APIHttpError, OSError) as error:
+                if _is_refusal(error) or time.monotonic() - answered >= _PATIENCE_SECONDS:
+                    raise MasterError(
+                        "the master no longer says how the experiment goes on",
+                        where=f"experiment {self._experiment.id}",
+                        got=_said(error),
+                        fix=self._left(),
+                    ) from error
+            else:
+                if found is not None or over:
+                    return found
+                answered = time.monotonic()
             self._sleep(_POLL_SECONDS)
 
-    def stop(self) -> None:
-        """End the experiment: its trials have nothing to save."""
-        self._experiment.kill()
+    def stop(self) -> MasterError | None:
+        """End the experiment: its trials have nothing to save. Return why it may go on."""
+        try:
+            self._experiment.kill()
+        except Exception as error:  # any: what was measured is not lost for it
+            where = f"experiment {self._experiment.id}"
+            return MasterError("the experiment could not be ended", where=where, got=_said(error), fix=self._left())
+        return None
+
+    def _left(self) -> str:
+        return f"If it is still there: det experiment kill {self._experiment.id}"
+
+    def _look(self) -> tuple[TuneTrial | None, bool]:
+        """Return a trial that has ended since, and whether the experiment is over."""
+        self._experiment.reload()
+        over = self._experiment.state.name in _ENDED  # before its trials are listed
+        known = {trial.number for trial in self.trials}
+        for trial in self._experiment.list_trials():
+            self._since.setdefault(trial.id, time.monotonic())
+            if trial.id not in known and trial.state.name in _ENDED:
+                self.trials.append(self._measured(trial))
+                return self.trials[-1], over
+        return None, over
 
     def outcome(self) -> TuneOutcome:
         """Return what was measured so far."""
@@ -203,6 +234,19 @@ def why_ended(trial: Any) -> str:
             if found and said.strip():
                 return with_memory_named(said.strip())
     return f"{trial.state.name}: see det trial logs {trial.id}"
+
+
+def _is_refusal(error: Exception) -> bool:
+    """Tell whether the master has answered, and answers the same when it is asked again."""
+    from determined.common.api.errors import APIException, ForbiddenException, UnauthenticatedException
+
+    if isinstance(error, APIException):
+        return 400 <= error.status_code < 500 and error.status_code not in _TRY_AGAIN
+    return isinstance(error, (ForbiddenException, UnauthenticatedException))
+
+
+def _said(error: Exception) -> str:
+    return " ".join(str(error).split()) or type(error).__name__
 
 
 def _spelled(value: Any) -> str:

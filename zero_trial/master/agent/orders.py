@@ -54,11 +54,11 @@ class OrderQueue:
     def __init__(self, name: str) -> None:
         self._name = name
         self._orders: queue.SimpleQueue[_Order | None] = queue.SimpleQueue()
-        self._late: dict[str, _Order] = {}  # by allocation
+        self._newest: dict[str, _Order] = {}  # by allocation, until it is carried out
         self._lock = threading.Lock()
         self._closed = threading.Event()
         self._threads: list[threading.Thread] = []
-        self._faults: set[str] = set()  # each is logged once: it comes again with every look
+        self._faults: dict[str, str] = {}  # what was said of a look that fails, once: it comes again
 
     def begin(self, look: Callable[[], None], seconds: float, on_waiting: Callable[[str, str], None]) -> None:
         """Start the threads.
@@ -77,20 +77,26 @@ class OrderQueue:
             thread.start()
 
     def put(self, allocation_id: str, work: Callable[[], None], *, begins: bool = False) -> None:
-        """Carry out an order, later. An earlier one of this allocation is not tried again."""
+        """Carry out an order, later. An earlier one of this allocation is not tried again, except
+        for one that ends it: a start does not undo that."""
+        order = _Order(allocation_id, work, begins)
         with self._lock:
-            self._late.pop(allocation_id, None)
-        self._orders.put(_Order(allocation_id, work, begins))
+            before = self._newest.get(allocation_id)
+            if before is None or before.begins or not begins:
+                self._newest[allocation_id] = order
+            self._orders.put(order)
 
     def guarded(self, what: str, look: Callable[[], None]) -> None:
         """Look, and log a fault instead of raising it."""
         try:
             look()
         except Exception as error:
-            fault = f"{what}: {type(error).__name__}: {error}"
-            if fault not in self._faults:
-                self._faults.add(fault)
-                log.error("%s", fault)
+            fault = f"{type(error).__name__}: {error}"
+            if self._faults.get(what) != fault:
+                self._faults[what] = fault
+                log.error("%s: %s", what, fault)
+        else:
+            self._faults.pop(what, None)
 
     def close(self) -> None:
         """End the threads; orders that wait are dropped."""
@@ -101,6 +107,10 @@ class OrderQueue:
 
     def _carry_out(self) -> None:
         while (order := self._orders.get()) is not None:
+            with self._lock:
+                outdated = self._newest.get(order.allocation_id, order) is not order
+            if outdated:
+                continue
             try:
                 order.work()
             except Exception as error:
@@ -114,29 +124,36 @@ class OrderQueue:
                 self._forget(order)
 
     def _delay(self, order: _Order, error: Exception) -> None:
+        """Let an order be tried again, unless a newer one came while it was tried."""
         with self._lock:
+            if self._newest.get(order.allocation_id) is not order:
+                return
             seconds = _RETRY_SECONDS[min(order.attempts, len(_RETRY_SECONDS) - 1)]
             order.attempts, order.due, order.why = order.attempts + 1, time.monotonic() + seconds, str(error)
-            self._late[order.allocation_id] = order
-        if not order.begins:
+        if not order.begins and order.why != order.said:
+            order.said = order.why
             log.warning("an order will be carried out later: %s", error)
 
     def _forget(self, order: _Order) -> None:
         with self._lock:
-            self._late.pop(order.allocation_id, None)
+            if self._newest.get(order.allocation_id) is order:
+                del self._newest[order.allocation_id]
 
     def _watch(self, look: Callable[[], None], seconds: float, on_waiting: Callable[[str, str], None]) -> None:
         while not self._closed.wait(seconds):
             self.guarded(self._name, look)
             with self._lock:
-                late = list(self._late.values())
-            for order in late:
+                orders = list(self._newest.values())
+            for order in orders:
                 self.guarded(f"allocation {order.allocation_id}", lambda order=order: self._look_at(order, on_waiting))  # type: ignore[misc]
 
     def _look_at(self, order: _Order, on_waiting: Callable[[str, str], None]) -> None:
-        if order.due is not None and time.monotonic() >= order.due:
-            order.due = None
-            self._orders.put(order)
+        with self._lock:
+            if self._newest.get(order.allocation_id) is not order:
+                return
+            if order.due is not None and time.monotonic() >= order.due:
+                order.due = None
+                self._orders.put(order)
         if order.begins and order.why != order.said:
             on_waiting(order.allocation_id, order.why)
             order.said = order.why

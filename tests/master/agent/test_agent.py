@@ -273,6 +273,20 @@ def test_a_run_that_is_killed_while_the_disk_is_full_never_begins(field: Field) 
     assert "before it began" in said[3]
 
 
+def test_a_run_that_has_begun_is_killed_on_a_full_disk(field: Field) -> None:
+    def write_text(path: Path, *_: object, **__: object) -> int:
+        path.touch()
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    name = field.start("echo up; exec sleep 60")
+    field.expect("started", name)
+    field.wait_for("up")
+    with field.patch.context() as patch:
+        patch.setattr(Path, "write_text", write_text)
+        field.agent.kill(name)
+        field.expect("exited", name, 143)
+
+
 @pytest.mark.parametrize(("has_hook", "calls"), [(False, 1), (True, 2)])
 def test_the_steps_of_a_container(has_hook: bool, calls: int) -> None:
     shell, flag, script = steps(has_hook)
@@ -330,7 +344,9 @@ def test_an_end_that_could_not_be_reported_is_reported_again(field: Field) -> No
 def test_what_cannot_be_started_does_not_end_the_work(field: Field) -> None:
     field.start("true", checkpoint_storage={"type": "directory", "container_path": "/no\0such"})
     assert "null" in field.expect("exited")[3]
-    field.patch.setattr(processes, "acquire_lease", lambda *_: 1 / 0)  # nobody foresaw this
+    field.start("true", checkpoint_storage={"type": "shared_fs"})  # nobody foresaw these
+    assert "KeyError: 'host_path'" in field.expect("exited")[3]
+    field.patch.setattr(processes, "acquire_lease", lambda *_: 1 / 0)
     field.agent.kill("x.1")
     assert "ZeroDivisionError" in field.expect("error")[1]
     field.patch.undo()

@@ -106,6 +106,17 @@ def test_a_node_that_does_not_see_what_the_master_sees_says_so(tmp_path: Path) -
     assert storage.kept_in({"checkpoint_storage": {"type": "shared_fs", "host_path": "/no/such"}}) is None
 
 
+def test_what_a_node_has_kept_of_the_storage_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = storage.kept_in({"checkpoint_storage": {"type": "shared_fs", "host_path": str(tmp_path)}})
+    assert kept is not None
+    (tmp_path / "order.json").write_text(json.dumps({"storage": kept}))
+    plain, stale = storage.name_of, iter([""])  # as a client of NFS that looked before the name was there
+    monkeypatch.setattr(
+        storage, "name_of", lambda folder: found if (found := next(stale, None)) is not None else plain(folder)
+    )
+    assert order_in(tmp_path, "n7") == {"storage": kept}
+
+
 def test_nodes_meet_through_the_master(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")  # would see the token
     master = Sandbox(tmp_path / "root", nodes=[Node("n1", 1), Node("n2", 1, 1)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -112,6 +113,21 @@ def test_the_first_claim_holds(tmp_path: Path) -> None:
 def test_a_void_one_has_no_owner_ever(tmp_path: Path) -> None:
     assert acquire_lease(tmp_path, None)
     assert lease_exists(tmp_path) and lease_owner(tmp_path) is None and not acquire_lease(tmp_path, Identity(1, "2"))
+
+
+def test_on_a_full_disk_a_lease_that_was_taken_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "taken").mkdir()
+    assert acquire_lease(tmp_path / "taken", Identity(1, "2"))
+
+    def write_text(path: Path, *_: object, **__: object) -> int:
+        path.touch()
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", write_text)
+    assert not acquire_lease(tmp_path / "taken", None)
+    with pytest.raises(OSError, match="No space"):
+        acquire_lease(tmp_path, None)
+    assert [path.name for path in tmp_path.iterdir()] == ["taken"]
 
 
 def test_of_many_at_once_one_wins(tmp_path: Path) -> None:

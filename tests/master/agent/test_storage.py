@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import shutil
 import stat
 import uuid
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -55,6 +58,31 @@ def test_a_host_path_that_cannot_be_made_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="host_path"):
         storage.link(shared(tmp_path / "file" / "sub"), tmp_path)
+
+
+def test_the_name_of_a_storage_is_never_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = storage.kept_in(shared(tmp_path))
+    (file,) = tmp_path.iterdir()
+    assert first is not None and file.read_text() == first["name"] and stat.S_IMODE(file.stat().st_mode) == 0o644
+    plain = Path.read_text
+    for number in (errno.ESTALE, errno.EIO, errno.EACCES):  # another user's file, or a fault of the disk
+
+        def read_text(path: Path, *_: object, number: int = number, **__: object) -> str:
+            raise OSError(number, os.strerror(number))
+
+        monkeypatch.setattr(Path, "read_text", read_text)
+        assert storage.kept_in(shared(tmp_path)) is None
+        monkeypatch.setattr(Path, "read_text", plain)
+        assert storage.kept_in(shared(tmp_path)) == first and list(tmp_path.iterdir()) == [file]
+
+
+def test_masters_that_name_a_storage_at_once_agree(tmp_path: Path) -> None:
+    for number in range(20):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        with ThreadPoolExecutor(4) as pool:
+            names = list(pool.map(lambda _: storage.kept_in(shared(folder)), range(4)))  # noqa: B023
+        assert names[0] is not None and names.count(names[0]) == 4
 
 
 def test_only_folders_named_by_a_uuid_are_deleted(tmp_path: Path) -> None:

@@ -109,10 +109,9 @@ class Agent:
             return
         try:
             self._spawn(order, folder)
-        except (OSError, ValueError, ZeroTrialError) as error:
+        except Exception as error:  # any: it would hold its slots until it is killed
             if is_passing(error):
                 raise
-            # ValueError: a path with a NUL in it
             refuse(self._directory, order, error)
 
     def _spawn(self, order: StartOrder, folder: Path) -> None:
@@ -259,8 +258,10 @@ def refuse(directory: MasterDirectory, order: StartOrder, error: Exception) -> N
     """Record that an allocation cannot be started, in the log of its trial and as its end."""
     run = order.allocation
     path = logs.path_of(directory.trial_logs(run.trial_id), run.run_id)
-    logs.append(path, [logs.entry(f"cannot start the trial: {error}", time.time(), "stderr", l="ERROR")])
-    ended = processes.Exit(127, time.time(), why=f"it could not be started: {error}")
+    foreseen = isinstance(error, (ZeroTrialError, OSError, ValueError))
+    said = str(error) if foreseen else f"{type(error).__name__}: {error}"
+    logs.append(path, [logs.entry(f"cannot start the trial: {said}", time.time(), "stderr", l="ERROR")])
+    ended = processes.Exit(127, time.time(), why=f"it could not be started: {said}")
     processes.forbid(directory.allocation(run.id), ended)
 
 

@@ -11,13 +11,11 @@ Jobs carry the id of their allocation as a name, so that a master that is starte
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import sys
 import threading
 import time
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from enum import Enum
 from pathlib import Path
@@ -365,7 +363,7 @@ class ClusterManager:
         nodes = [folder / f"node-{rank}" for rank in range(entry.nodes)]
         if status.end is not None:
             for each in (folder, *nodes):
-                look_anew(each)
+                storage.look_anew(each)
         if not entry.started and any(processes.lease_owner(node) is not None for node in nodes):
             entry.started = True
             reports.on_started(name, status.nodes)
@@ -446,15 +444,3 @@ def parts_of(directory: MasterDirectory, name: str) -> list[Path]:
     if not (folder / SUBMITTED).exists():
         return []
     return [folder / f"node-{rank}" for rank in range(sum(1 for _ in folder.glob("node-*")))]
-
-
-def look_anew(folder: Path) -> None:
-    """Let this machine see the files that others have written into a folder.
-
-    A client of NFS keeps that a name does not exist until the attributes of the folder that it
-    keeps expire; it asks the server again once it has itself changed the folder.
-    """
-    probe = folder / f".look-{os.getpid()}"
-    with suppress(OSError):  # the storage is full: the files are seen later
-        probe.touch()
-        probe.unlink()

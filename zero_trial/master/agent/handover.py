@@ -11,13 +11,12 @@ from contextlib import suppress
 from dataclasses import replace
 
 from zero_trial.errors import ConfigError, ZeroTrialError
-from zero_trial.master.agent import processes
+from zero_trial.master.agent import processes, storage
 from zero_trial.master.agent.cluster import (
     ORDER,
     ClusterEngine,
     JobEnd,
     JobStatus,
-    look_anew,
     outcome,
     parts_of,
 )
@@ -117,7 +116,7 @@ def _settle(directory: MasterDirectory, name: str, status: JobStatus) -> None:
     """Record how an allocation has ended, for the next master, which may use another engine."""
     folder, parts = directory.allocation(name), parts_of(directory, name)
     for part in parts:
-        look_anew(part)
+        storage.look_anew(part)
     ended = outcome([processes.exit_of(part) for part in parts], status, time.time(), adopted=True)
     if processes.acquire_lease(folder, None) or processes.exit_of(folder) is None:
         processes.record_exit(folder, ended)

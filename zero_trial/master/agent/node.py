@@ -145,7 +145,13 @@ def order_in(folder: Path, name: str) -> dict[str, Any]:
             "the master's folder is not shared with this node", where=name, got=str(error), fix=fix
         ) from error
     kept = order.get("storage")
-    if kept is not None and (found := storage.name_of(Path(kept["path"]))) != kept["name"]:
+    if kept is None:
+        return order
+    found = storage.name_of(place := Path(kept["path"]))
+    if found != kept["name"]:
+        storage.look_anew(place)
+        found = storage.name_of(place)
+    if found != kept["name"]:
         raise MasterError(
             "the folder for checkpoints is not shared with this node",
             where=f"checkpoint_storage on {name}",

@@ -160,16 +160,19 @@ class Exit:
 
 
 def acquire_lease(folder: Path, identity: Identity | None) -> bool:
-    """Take the lease, or with None make it void for good; return False if it was taken before."""
+    """Take the lease, or with None make it void for good; return False if it was taken before,
+    which can be seen on a full disk, too."""
+    if lease_exists(folder):
+        return False
     content = _VOID if identity is None else {"pid": identity.pid, "start": identity.start}
     draft = folder / f"{_LEASE_FILE}.{os.getpid()}-{threading.get_ident()}"
-    draft.write_text(json.dumps(content), encoding="utf-8")
     try:
+        draft.write_text(json.dumps(content), encoding="utf-8")
         os.link(draft, folder / _LEASE_FILE)  # fails if it exists: file and content appear at once
     except FileExistsError:
         return False
     finally:
-        draft.unlink()
+        draft.unlink(missing_ok=True)
     return True
 
 

@@ -8,6 +8,7 @@ allocation's folder, ``FOLDER/tmp``, records where it is.
 
 from __future__ import annotations
 
+import contextlib
 import fnmatch
 import os
 import shutil
@@ -18,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 from zero_trial.errors import ConfigError
-from zero_trial.util.files import write_atomic
 
 SHARED_FS = "determined_shared_fs"
 """The harness's name for the place at which a container sees ``host_path``."""
@@ -68,8 +68,8 @@ def link(config: Mapping[str, Any], run_root: Path) -> None:
 
 def kept_in(config: Mapping[str, Any]) -> dict[str, str] | None:
     """Return the folder of ``checkpoint_storage`` and the name that is written in it, by which
-    another machine sees that it has the same one; None if it is not on a disk, or cannot be written
-    here.
+    another machine sees that it has the same one; None if it is not on a disk, or cannot be read or
+    written here.
     """
     section = config.get("checkpoint_storage") or {}
     key = {"shared_fs": "host_path", "directory": "container_path"}.get(str(section.get("type")))
@@ -77,19 +77,51 @@ def kept_in(config: Mapping[str, Any]) -> dict[str, str] | None:
         return None
     folder = Path(section[key])
     try:
-        if not name_of(folder):
-            write_atomic(folder / _NAME_FILE, uuid.uuid4().hex, durable=False)
+        try:
+            name = _read_name(folder)
+        except FileNotFoundError:
+            name = _give_name(folder)
     except OSError:
         return None
-    return {"path": str(folder), "name": name_of(folder)}
+    return {"path": str(folder), "name": name} if name else None
 
 
 def name_of(folder: Path) -> str:
     """Return the name that `kept_in` has written into a folder; "" if there is none."""
     try:
-        return (folder / _NAME_FILE).read_text(encoding="ascii")
+        return _read_name(folder)
     except OSError:
         return ""
+
+
+def _read_name(folder: Path) -> str:
+    return (folder / _NAME_FILE).read_text(encoding="ascii", errors="replace")
+
+
+def _give_name(folder: Path) -> str:
+    """Write a name into a folder, for all users to read; another master may have been first. A name
+    is never replaced: orders that wait in an engine's queue have it."""
+    draft = folder / f"{_NAME_FILE}.{uuid.uuid4().hex}"
+    try:
+        draft.write_text(uuid.uuid4().hex, encoding="ascii")
+        draft.chmod(0o644)
+        with contextlib.suppress(FileExistsError):
+            os.link(draft, folder / _NAME_FILE)
+    finally:
+        draft.unlink(missing_ok=True)
+    return _read_name(folder)
+
+
+def look_anew(folder: Path) -> None:
+    """Let this machine see the files that others have written into a folder.
+
+    A client of NFS keeps that a name does not exist until the attributes of the folder that it
+    keeps expire; it asks the server again once it has itself changed the folder.
+    """
+    probe = folder / f".look-{os.getpid()}"
+    with contextlib.suppress(OSError):  # the storage is full: the files are seen later
+        probe.touch()
+        probe.unlink()
 
 
 def folder_of(base: Path, name: str) -> Path | None:

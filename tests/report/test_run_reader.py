@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from zero_trial.errors import ConfigError
-from zero_trial.report.data import Tone
+from zero_trial.report.data import Status, Tone
 from zero_trial.report.run_page import render_run
 from zero_trial.report.run_reader import UNREADABLE, from_run_folder, from_runs, in_force
 from zero_trial.report.sweep_page import render_sweep
@@ -275,6 +275,18 @@ def test_a_run_that_cannot_be_read_is_named_and_the_others_are_compared(tmp_path
     (lost,) = [trial for trial in report.trials if trial.status == UNREADABLE]
     assert lost.id == "0002" and "TypeError" in lost.why
     assert "cannot be read" in render_sweep(report) and "TypeError" in render_sweep(report)
+    assert report.status == Status("1 of 3 failed or cannot be read", Tone.BAD)
+
+
+def test_a_folder_of_runs_has_completed_only_if_none_of_them_failed(tmp_path: Path) -> None:
+    error = {"rank": 0, "step": 3, "message": "loss became nan", "time": 8.0, "exit_code": 4}
+    for name in ("0001", "0002"):
+        run(tmp_path / name, 0.1, 1.0)
+    assert from_runs(tmp_path).status == Status("completed", Tone.GOOD)
+    for name in ("0001", "0002"):
+        make(tmp_path / name, [start(0)], **{"errors__rank-0": error})
+        failed = "1 of 2" if name == "0001" else "2 of 2"
+        assert from_runs(tmp_path).status == Status(f"{failed} failed or cannot be read", Tone.BAD)
 
 
 def test_runs_of_which_none_can_be_read(tmp_path: Path) -> None:

@@ -440,7 +440,7 @@ def _as_sweep(
     )
     found = SweepReport(
         title=title,
-        status=_status_folder_of_runs(trials),
+        status=_status_folder_of_runs(trials + without),
         searcher="runs of a folder",
         metric=metric,
         smaller_is_better=smaller,
@@ -509,6 +509,9 @@ def _first_number(text: str) -> int:
 def _status_folder_of_runs(trials: tuple[TrialReport, ...]) -> Status:
     if any(trial.status.tone is Tone.BUSY for trial in trials):
         return Status("running", Tone.BUSY)
+    bad = sum(trial.status.tone is Tone.BAD for trial in trials)
+    if bad:
+        return Status(f"{bad} of {len(trials)} failed or cannot be read", Tone.BAD)
     return Status("completed", Tone.GOOD)
 
 

@@ -63,9 +63,13 @@ def test_what_cannot_be_asked_is_said(monkeypatch: pytest.MonkeyPatch):
     def broken(*_: str) -> object:
         raise OSError("no process")
 
+    def torn() -> object:
+        raise RuntimeError("CUDA driver initialization failed")
+
     monkeypatch.setattr(env, "_ask", broken)
-    monkeypatch.setattr(dispatch, "report", broken)
-    assert [(fact.value, fact.why) for fact in env.kernels()] == [("", "the report could not be made: no process")]
+    monkeypatch.setattr(dispatch, "report", torn)
+    said = "the report could not be made: RuntimeError: CUDA driver initialization failed"
+    assert [(fact.value, fact.why) for fact in env.kernels()] == [("", said)]
     assert [fact.why for fact in env.transport()] == ["CPU ranks exchange tensors through gloo: no process"]
 
 

@@ -197,7 +197,8 @@ def test_what_ends_a_search_on_a_master_ends_its_experiment_and_loses_nothing(
         captured = capsys.readouterr()
         assert json.loads(captured.out)["best"]["steps_per_second"] == 200.0
         assert re.search(said, captured.err)
-        assert "interrupted" in (tmp_path / "out" / "tune.html").read_text()
+        page = (tmp_path / "out" / "tune.html").read_text()
+        assert "interrupted" in page and "which says little: --steps 800" in page
     assert made[0].killed
     assert (folder / "ds_config.json").read_text() == before
 

@@ -29,6 +29,7 @@ from zero_trial.experiment.experiment import examine_experiment
 from zero_trial.launch.experiment import CheckedRun, RunRequest, check_run
 from zero_trial.tune import cluster as subject
 from zero_trial.tune.cluster import MasterSearch, experiment_of, overlay_of, ways_to_send, why_ended
+from zero_trial.tune.result import TuneOutcome, TuneTrial, briefly_measured
 from zero_trial.tune.search import SearchSettings
 from zero_trial.tune.space import ACCUMULATION, MICRO, STAGE, Selection, TrainingWay, Weighed
 from zero_trial.util.speed import SPEED_METRIC
@@ -175,6 +176,20 @@ def test_trials_become_speeds_of_their_ways(tmp_path: Path) -> None:
     assert outcome.trials[2].why == "out of memory: CUDA out of memory. Tried"
     best = outcome.best()
     assert best is not None and best.way == FAST and best.speed == 3.0
+
+
+def test_trials_that_were_measured_briefly_are_remarked_on() -> None:
+    def outcome(searcher: str, **speeds: float) -> TuneOutcome:
+        ways = {"own": OWN, "fast": FAST}
+        trials = [TuneTrial(1, ways[name], {16: speed}) for name, speed in speeds.items()]
+        return TuneOutcome(searcher, FOUND, (*trials, TuneTrial(3, SLOW, why="died")))
+
+    (said,) = briefly_measured(outcome("grid", own=2.0, fast=200.0), 4.0)
+    assert "for 0.08 s" in said and "--steps 800 would take 4 s" in said
+    assert briefly_measured(outcome("grid", own=2.0, fast=4.0), 4.0) == ()
+    assert briefly_measured(outcome("grid", own=200.0), 0.0) == ()  # --steps were asked for
+    assert briefly_measured(outcome("adaptive_asha", own=200.0), 4.0) == ()  # which measures more steps
+    assert briefly_measured(outcome("grid"), 4.0) == ()
 
 
 def test_a_trial_of_no_way_is_an_error(tmp_path: Path) -> None:

@@ -132,7 +132,7 @@ def _handle(options: argparse.Namespace) -> int:
     if options.master is not None:  # a grid has no trial that learns from those before it
         most = most or tuning.tuner_num_trials or len(found.ways)
     settings = search_settings(tuning, len(found.ways), trials=most, steps=options.steps)
-    ground = _Ground(margin, limit, _folder(options.dir), target)
+    ground = _Ground(margin, limit, _folder(options.dir), target, settings.seconds)
     if options.master is not None:
         outcome = _search_on_master(options, checked, found, settings, own, ground, say)
     else:
@@ -363,13 +363,14 @@ def _refuse_used(given: Path | None) -> None:
 @dataclass
 class _Ground:
     """Where the search takes place: margin and limit, its folder, the ds_config's file to write
-    (None: none), the experiment of a master, and whether it was ended early, so that none is
-    written: by the user, or by the ``trouble``."""
+    (None: none), how long a trial should be measured, the experiment of a master, and whether it
+    was ended early, so that none is written: by the user, or by the ``trouble``."""
 
     margin: Margin
     limit: int | None
     folder: Path
     target: Path | None
+    seconds: float
     experiment: str = ""
     interrupted: bool = False
     trouble: MasterError | None = None
@@ -393,7 +394,7 @@ def _conclude(
     """Print the winner, write the page and, if asked for, the ds_config; return the exit code.
     Raises the trouble that has ended the search early."""
     from zero_trial.report.sweep_page import render_sweep
-    from zero_trial.tune.result import TuneResult, changed_ds_config, difference
+    from zero_trial.tune.result import TuneResult, briefly_measured, changed_ds_config, difference
     from zero_trial.tune.trials import key_in_ds_config
 
     best = outcome.best()
@@ -408,7 +409,7 @@ def _conclude(
         diff=difference(before, of_ds_config, "ds_config") or "the ds_config stays as it is",
         command=command,
         facts=_facts(checked, ground),
-        notes=_gain(outcome, own),
+        notes=_gain(outcome, own) + briefly_measured(outcome, ground.seconds),
         created=datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
         interrupted=ground.interrupted,
     )

@@ -441,7 +441,8 @@ def test_a_run_that_is_killed_while_it_cannot_be_submitted(field: Field) -> None
     field.expect("exited", 137, True)
     field.engine.refuses = None
     wait(lambda: ("1.t.1", True) in field.engine.canceled)  # sbatch may have been heard
-    assert field.engine.jobs == {} and field.manager._orders._late == {}  # it is not tried again
+    wait(lambda: not field.manager._orders._newest)  # it is not tried again
+    assert field.engine.jobs == {}
 
 
 def test_a_full_disk_that_cannot_hold_the_reason_either(field: Field, monkeypatch: pytest.MonkeyPatch) -> None:

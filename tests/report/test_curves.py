@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sqlite3
 
 import pytest
 from hypothesis import given
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 
 from zero_trial.master.store.database import dumps
 from zero_trial.report.curves import Curve, curve, thinned
-from zero_trial.report.store_curves import _numbers
+from zero_trial.report.store_curves import _numbers, _Read, _values
 from zero_trial.runs.records import is_finite
 
 
@@ -79,3 +80,24 @@ def test_a_metric_is_found_without_reading_the_rest_as_it_is_with_it(name: str) 
         for reports in (plain, [*plain, more]):
             wanted = [value if is_finite(value := each.get(name)) else None for each in reports]
             assert _numbers(",".join(map(dumps, reports)), len(reports), name) == wanted
+
+
+@pytest.mark.skipif(not hasattr(sqlite3.Connection, "setlimit"), reason="limits can be set from Python 3.11 on")
+def test_more_than_sqlite_joins_is_read_in_parts() -> None:
+    connection = sqlite3.connect(":memory:")
+    connection.execute("CREATE TABLE metrics (id INTEGER PRIMARY KEY, trial_id, grp, steps, archived, metrics)")
+    rows = [(number % 2 + 1, "training", number, dumps({"a": float(number), "b": "x" * 100})) for number in range(40)]
+    connection.executemany("INSERT INTO metrics (trial_id, grp, steps, archived, metrics) VALUES (?, ?, ?, 0, ?)", rows)
+    found: dict[int, list[float]] = {1: [], 2: []}
+
+    def read() -> None:
+        for number, steps, values in _values(connection, (1, 40), {1: _Read(1), 2: _Read(1)}, "training", "a"):
+            assert list(steps) == list(values)
+            found[number].extend(values)
+
+    connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, 1000)
+    read()
+    assert found == {1: [float(number) for number in range(0, 40, 2)], 2: [float(number) for number in range(1, 40, 2)]}
+    connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, 50)  # less than one report
+    with pytest.raises(sqlite3.DataError):
+        read()

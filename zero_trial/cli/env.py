@@ -91,7 +91,7 @@ def _backends() -> list[Fact]:
     try:
         import torch
         import torch.distributed as dist
-    except ImportError as error:
+    except (ImportError, OSError) as error:  # OSError: one of its libraries cannot be loaded
         return [Fact("backends", "torch", "", f"does not import: {error}")]
     facts = [Fact("backends", "cpu", f"{torch.get_num_threads()} threads, {torch.backends.cpu.get_cpu_capability()}")]
     if torch.cuda.is_available():

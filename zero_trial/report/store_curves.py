@@ -237,7 +237,16 @@ def _values(
 
     columns = "count(*), group_concat(trial_id), group_concat(steps), group_concat(metrics)"
     # a range of the table's own key is read in its order
-    count, *joined = connection.execute(f"SELECT {columns} {_WITHIN}", (*within, min(of), max(of), group)).fetchone()
+    query = f"SELECT {columns} {_WITHIN}"
+    try:
+        count, *joined = connection.execute(query, (*within, min(of), max(of), group)).fetchone()
+    except sqlite3.DataError:  # more than SQLite joins
+        first, last = within
+        if first == last:
+            raise
+        for half in (first, (first + last) // 2), ((first + last) // 2 + 1, last):
+            yield from _values(connection, half, of, group, name)
+        return
     if not count:
         return
     numbers, steps = (np.fromstring(text, dtype=np.int64, sep=",") for text in joined[:2])

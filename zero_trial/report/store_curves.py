@@ -241,10 +241,10 @@ def _values(
     try:
         count, *joined = connection.execute(query, (*within, min(of), max(of), group)).fetchone()
     except sqlite3.DataError:  # more than SQLite joins
-        first, last = within
-        if first == last:
+        start, end = within
+        if start == end:
             raise
-        for half in (first, (first + last) // 2), ((first + last) // 2 + 1, last):
+        for half in (start, (start + end) // 2), ((start + end) // 2 + 1, end):
             yield from _values(connection, half, of, group, name)
         return
     if not count:

@@ -293,6 +293,13 @@ def test_what_is_not_managed_takes_the_policys_dtype() -> None:
     assert module.num_batches_tracked is not None and module.num_batches_tracked.dtype == torch.int64
 
 
+def test_a_parameter_of_one_number_for_all_elements_keeps_it() -> None:
+    module = nn.Module()
+    module.wide = nn.Parameter(torch.full((1,), 3.0).expand(8), requires_grad=False)
+    sync_unmanaged(module, (), dtype_policy("fp32"), FirstSource(mesh_for(0), ManualGroups()))
+    assert module.wide.tolist() == [3.0] * 8 and module.wide.is_contiguous()
+
+
 class Odd(nn.Module):
     """Everything that is no ordinary float parameter."""
 

@@ -304,7 +304,9 @@ def sync_unmanaged(module: nn.Module, managed: Collection[int], policy: DtypePol
     for name, param in module.named_parameters():
         if id(param) not in managed:
             values = stored(name, param) if source.values is not None else read_first_values(param)
-            if is_absent(values):  # rank 0 has them
+            if data.index == 0:
+                values = values.contiguous() if is_absent(values) else values  # of one number: expand()
+            elif is_absent(values):  # rank 0 has them
                 values = torch.empty(values.shape, dtype=values.dtype, device=values.device)
             revive(param, values.to(device=source.device, dtype=living_dtype(values.dtype, policy.param)))
             forget_owner([param])

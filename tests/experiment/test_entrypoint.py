@@ -95,9 +95,12 @@ def test_a_package_and_a_dotted_module(tmp_path: Path):
         "from elsewhere import Far\nclass Base(Far): ...\nclass MyTrial(Base): ...",
         "from torch import nn\nfrom elsewhere import Far\nclass MyTrial(nn.Module, Far): ...",
         "class MyTrial(make_base(object)): ...",
+        "from typing import Any, cast\nfrom zero_trial import ZeroTrial\nclass MyTrial(cast(Any, ZeroTrial)): ...",
+        "import trace\nclass MyTrial(trace.Base): ...",
     ],
 )
 def test_what_only_running_could_show_is_let_through(source: str, tmp_path: Path):
+    (tmp_path / "trace.py").touch()  # the user's own, and not Python's
     (tmp_path / "model_def.py").write_text(source)
     check_entrypoint(Entrypoint("model_def", "MyTrial"), tmp_path)
 
@@ -117,8 +120,9 @@ def test_a_class_of_torch_or_of_python_is_no_trial(source: str, tmp_path: Path):
 
 
 def test_a_package_that_is_not_there_is_named_with_its_line(tmp_path: Path):
-    (tmp_path / "model_def.py").write_text("import math\nfrom nonesuch.inner import thing\n")
-    with pytest.raises(ConfigError, match=r"model_def\.py:2: No module named 'nonesuch'.*from nonesuch\.inner"):
+    head = '"""A trial."""\nimport math\nSIZE: int = 2 * 4\nNAMES = [SIZE]\ndef f(): ...\nclass A: ...\n'
+    (tmp_path / "model_def.py").write_text(f"{head}from nonesuch.inner import thing\n")
+    with pytest.raises(ConfigError, match=r"model_def\.py:7: No module named 'nonesuch'.*from nonesuch\.inner"):
         check_imports(Entrypoint("model_def", "MyTrial"), tmp_path)
 
 
@@ -133,6 +137,13 @@ def test_a_package_that_is_not_there_is_named_with_its_line(tmp_path: Path):
         "try:\n    import nonesuch\nexcept ImportError:\n    nonesuch = None",
         "if False:\n    import nonesuch",
         "def f():\n    import nonesuch",
+        "import sys\nsys.path.insert(0, 'src')\nimport nonesuch",
+        "from sys import modules\nmodules['nonesuch'] = modules['sys']\nimport nonesuch",
+        "class Finder:\n    import sys\n    sys.meta_path.append(None)\nimport nonesuch",
+        "import os as o\no.sys.path += ['src']\nimport nonesuch",
+        "import beside\nimport nonesuch",
+        "from . import beside\nimport nonesuch",
+        "x = __import__('beside').x\nimport nonesuch",
     ],
 )
 def test_imports_that_may_well_be_found(line: str, tmp_path: Path):

@@ -26,6 +26,7 @@ _OTHER_WAYS = ("wrap_reducer", "evaluate_batch", "evaluate_full_dataset")  # by 
 _NO_TRIALS = frozenset({"torch", *sys.stdlib_module_names})  # packages whose classes are no trials
 # their modules are zero_trial's own where as_determined imports the trial
 _ANSWERED_FOR = frozenset({"deepspeed", "determined"})
+_SEARCH = re.compile(r"\b(sys\s*\.\s*(path|modules)|from\s+sys\b|meta_path|path_hooks|site|importlib)\b")
 _FORM = re.compile(r"([A-Za-z_][\w.]*):([A-Za-z_]\w*)")
 
 
@@ -102,7 +103,7 @@ def check_entrypoint(
     defined = [node for node in source.body if isinstance(node, ast.ClassDef) and node.name == entrypoint.name]
     file = f"./{path.relative_to(model_dir)}"
     it_defines = f"it defines {', '.join(f'{name}({BASE})' for name in trials)}" if trials else f"it defines no {BASE}"
-    if defined and not _surely_no_trial(defined[0], source):
+    if defined and not _surely_no_trial(defined[0], source, model_dir):
         return  # a base comes from elsewhere and may well be a trial
     what = f"{entrypoint} is not a {BASE}" if defined else f"{entrypoint} not found"
     elsewhere = [] if defined else [found.stem for found in files_with(entrypoint.name, [model_dir])]
@@ -145,25 +146,53 @@ def check_metric(entrypoint: Entrypoint, model_dir: Path, metric: Any, where: st
 
 
 def check_imports(entrypoint: Entrypoint, model_dir: Path) -> None:
-    """Raise ConfigError when the trial's module imports a package, outside of any ``try`` or
-    ``if``, that is neither here nor in the model folder. Runs nothing of it."""
+    """Raise ConfigError when the trial's module imports a package that is neither here nor in the
+    model folder. Runs nothing of it.
+
+    Only imports before anything that may change where Python searches are judged: calls,
+    conditions, modules of the user's own. A source that names what would change it is not judged.
+    """
     path = entrypoint.file(model_dir)
     if path is None:
         return
-    for node in _read_source(path, str(path)).body:
+    source = _read_source(path, str(path))
+    if _SEARCH.search(path.read_text(encoding="utf-8")):
+        return
+    for node in source.body:
+        if not _leaves_search(node):
+            return
         for _, name in _imports([node]):
             package = name.partition(".")[0]
             if package in _ANSWERED_FOR or package in sys.modules:
                 continue
-            # ranks search the model folder and the one that they were started in
-            if PathFinder.find_spec(package, [str(model_dir), str(Path.cwd())]) or find_spec(package):
-                continue
-            raise ConfigError(
-                f"No module named '{package}'",
-                where=f"{path.relative_to(model_dir)}:{node.lineno}",
-                got=ast.unparse(node),
-                fix=f"Install it where {sys.executable} finds it, or put {package}.py into {model_dir}.",
-            )
+            if _is_beside(package, model_dir):
+                return
+            if find_spec(package) is None:
+                raise ConfigError(
+                    f"No module named '{package}'",
+                    where=f"{path.relative_to(model_dir)}:{node.lineno}",
+                    got=ast.unparse(node),
+                    fix=f"Install it where {sys.executable} finds it, or put {package}.py into {model_dir}.",
+                )
+
+
+def _is_beside(package: str, model_dir: Path) -> bool:
+    """Return whether ranks find the package where they search first: in the model folder, or in the
+    one that they were started in."""
+    return PathFinder.find_spec(package, [str(model_dir), str(Path.cwd())]) is not None
+
+
+def _leaves_search(node: ast.stmt) -> bool:
+    """Return whether a statement of a module cannot change where imports after it are searched."""
+    if isinstance(node, ast.ImportFrom):
+        return not node.level
+    if isinstance(node, ast.Import | ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        return True
+    if isinstance(node, ast.Assign | ast.AnnAssign):
+        targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+        plain = all(isinstance(target, ast.Name) for target in targets)
+        return plain and not (node.value and any(isinstance(each, ast.Call) for each in ast.walk(node.value)))
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
 
 
 def _hands_on(trial: ast.ClassDef, methods: Mapping[str, ast.FunctionDef]) -> bool:
@@ -258,19 +287,30 @@ def _imported_or_assigned(source: ast.Module) -> set[str]:
     return names
 
 
-def _surely_no_trial(node: ast.ClassDef, source: ast.Module) -> bool:
+def _surely_no_trial(node: ast.ClassDef, source: ast.Module, model_dir: Path) -> bool:
     """Return whether all that the class descends from is defined in this very file, or comes from
-    packages that have no trials."""
+    packages that have no trials, unless a module of the user's own has such a name."""
     local = {item.name: item for item in source.body if isinstance(item, ast.ClassDef) and item is not node}
     packages = {alias: name.partition(".")[0] for alias, name in _imports(source.body)}
     for base in node.bases:
-        first = next((each.id for each in ast.walk(base) if isinstance(each, ast.Name)), "")
+        first = _first_name(base)
         if isinstance(base, ast.Name) and first in local:
-            if not _surely_no_trial(local[first], ast.Module([item for item in source.body if item is not node], [])):
+            others = ast.Module([item for item in source.body if item is not node], [])
+            if not _surely_no_trial(local[first], others, model_dir):
                 return False
-        elif packages.get(first) not in _NO_TRIALS and first not in ("object", "Exception"):
-            return False
+        elif first not in ("object", "Exception"):
+            package = packages.get(first)
+            if package not in _NO_TRIALS or _is_beside(package, model_dir):
+                return False
     return True
+
+
+def _first_name(base: ast.expr) -> str:
+    """Return the first part of a base class's name: ``torch.nn.Module[int]`` is torch; nothing for
+    what is no name, such as a call."""
+    while isinstance(base, ast.Attribute | ast.Subscript):
+        base = base.value
+    return base.id if isinstance(base, ast.Name) else ""
 
 
 def _imports(statements: Iterable[ast.stmt]) -> Iterator[tuple[str, str]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -145,6 +146,46 @@ def test_classes_that_only_reset_are_named_once(caplog: pytest.LogCaptureFixture
         initialize_meta(model, mesh_for(3).data, place_absent(model, CPU))
     (message,) = [record.getMessage() for record in caplog.records if "reset_parameters" in record.getMessage()]
     assert message.count("Linear") == 1 and "LayerNorm" not in message  # Inner has initialized its own
+
+
+class Own(nn.TransformerEncoder):
+    """Layers of its own making, in the place of the copies."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.TransformerEncoderLayer(4, 2, 8), 1, enable_nested_tensor=False)
+        self.layers = nn.ModuleList([nn.TransformerEncoderLayer(4, 2, 8) for _ in range(2)])
+
+
+def encoder(*layers: nn.Module) -> nn.TransformerEncoder:
+    """An encoder whose layers the caller has replaced."""
+    model = nn.TransformerEncoder(nn.TransformerEncoderLayer(4, 2, 8), 2, enable_nested_tensor=False)
+    if layers:
+        model.layers = nn.ModuleList(layers)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("build", "copies"),
+    [
+        (encoder, True),
+        (Own, False),
+        (lambda: encoder(nn.Linear(4, 4), nn.TransformerEncoderLayer(4, 2, 8)), False),
+        (lambda: encoder(nn.Linear(4, 4), nn.Linear(4, 2)), False),
+        (lambda: encoder(*[nn.Linear(4, 4)] * 2), False),
+        (lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(4, 2, 8), 0, enable_nested_tensor=False), False),
+    ],
+)
+def test_layers_that_torch_copies_are_copies_and_no_others(
+    build: Callable[[], nn.TransformerEncoder], copies: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(build())
+    with caplog.at_level(logging.INFO, "zero_trial"):
+        initialize_meta(model, mesh_for(3).data, place_absent(model, CPU))
+    assert not any(bool(param.isnan().any()) for param in model.parameters())
+    assert any("every layer in 0.layers gets" in record.getMessage() for record in caplog.records) == copies
+    layers = [layer.self_attn.in_proj_weight for layer in model[0].layers if hasattr(layer, "self_attn")]
+    assert not layers[1:] or torch.equal(*layers) == copies
 
 
 def test_values_that_go_to_a_file_are_never_in_memory_together(tmp_path: Path) -> None:

@@ -143,6 +143,12 @@ def initialize_meta(model: nn.Module, data: AxisComm, given: Given, keep: Keep |
                         initialize(part)
     heap.give_back()
     _require_filled(model, data, given)
+    if copies and data.index == 0:
+        tops = (name.rpartition(".")[0] for name, module in model.named_modules() if module in copies)
+        log.info(
+            "initialize: on the meta device every layer in %s gets the first one's values, as torch's constructors copy them",
+            ", ".join(dict.fromkeys(top for top in tops if model.get_submodule(top) not in copies)),
+        )
     if alone and data.index == 0:
         log.info(
             "initialize: reset_parameters() alone gave first values to %s on the meta device; what constructors "
@@ -181,15 +187,20 @@ def _own_tensors(module: nn.Module) -> Iterator[torch.Tensor]:
 
 def _copied_layers(model: nn.Module, given: Given) -> dict[nn.Module, nn.Module]:
     """Map the modules inside layers that torch copies (``copy.deepcopy``) to those of the first
-    layer, unless that has values."""
+    layer, unless that has values or another shape. A subclass may make its layers otherwise."""
     found: dict[nn.Module, nn.Module] = {}
     for module in model.modules():
-        if isinstance(module, nn.TransformerEncoder | nn.TransformerDecoder):
-            first, *others = module.layers
+        if type(module) in (nn.TransformerEncoder, nn.TransformerDecoder):
+            first, *others = module.layers or [nn.Identity()]
             if not any(id(tensor) in given for part in first.modules() for tensor in _own_tensors(part)):
-                for layer in others:
-                    found |= zip(layer.modules(), first.modules(), strict=True)
+                for layer in (other for other in others if _outline(other) == _outline(first)):
+                    parts = zip(layer.modules(), first.modules(), strict=True)
+                    found |= {part: source for part, source in parts if part is not source}
     return found
+
+
+def _outline(layer: nn.Module) -> list[tuple[type[nn.Module], list[torch.Size]]]:
+    return [(type(part), [tensor.shape for tensor in _own_tensors(part)]) for part in layer.modules()]
 
 
 def _children_first(module: nn.Module, known: set[nn.Module] | None = None) -> Iterator[nn.Module]:

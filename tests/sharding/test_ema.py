@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from zero_trial.errors import TrialError
 from zero_trial.sharding.ema import KIND, EmaSchedule, WeightAverage
@@ -111,6 +112,32 @@ def test_places_are_changed_to_the_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     steps.average.swap(steps.weights, steps.state)
     for weight, (value, average) in zip(steps.weights, before, strict=True):
         assert torch.equal(weight, value) and torch.equal(steps.state[weight][KIND], average)
+
+
+class Sums(TorchDispatchMode):
+    """Notes of how many elements torch makes one sum, for which it copies integers to wider ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket is torch.ops.aten.sum:
+            self.elements.append(args[0].numel())
+        return func(*args, **(kwargs or {}))
+
+
+def test_no_weight_is_copied_to_look_for_edits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("zero_trial.sharding.ema._CHUNK", 4)
+    weights = [torch.arange(11.0), torch.ones(())]
+    average = WeightAverage(EmaSchedule(0.9))
+    with Sums() as sums:
+        average.swap(weights, {})
+        assert not average.swap(weights, {})
+    assert sums.elements == [4, 4, 3, 1] * 2
+    average.swap(weights, {})
+    weights[0][10] += 1
+    assert average.swap(weights, {})
 
 
 def test_an_optimizer_s_own_state_of_this_name_is_refused() -> None:

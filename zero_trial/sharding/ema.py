@@ -164,7 +164,9 @@ class WeightAverage:
 
 
 def _sums_of_bits(weights: Sequence[torch.Tensor]) -> list[int]:
-    sums = [weight.detach().view(-1).view(torch.int32).sum() for weight in weights]
+    # by chunk: torch sums int32 through a copy in int64
+    parts = [part for weight in weights for part in weight.detach().view(-1).view(torch.int32).split(_CHUNK)]
+    sums = [part.sum() for part in parts]
     found: list[int] = torch.stack(sums).tolist() if sums else []
     return found
 

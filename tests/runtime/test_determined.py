@@ -3,6 +3,7 @@ platform."""
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.support.storing import storing
-from zero_trial.errors import ConfigError
+from zero_trial.errors import CheckpointError, ConfigError
 from zero_trial.runtime import determined as door
 from zero_trial.runtime.protocols import JsonDistributed
 
@@ -84,6 +85,30 @@ def test_a_genuine_context_behind_the_platform(monkeypatch: pytest.MonkeyPatch, 
                 assert (path / "state").read_text() == "here"
                 assert (path / "metadata.json").is_file()
     assert events == [{"kind": "note"}]
+
+
+@pytest.mark.parametrize("reports", [False, True])
+def test_a_commit_that_fails_leaves_what_the_master_may_know(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, reports: bool
+) -> None:
+    """A disk is full before core has written its last file, or the master does not answer after
+    it."""
+    on(monkeypatch, None)
+    with determined.core.init(checkpoint_storage=str(tmp_path)) as core:
+
+        def fail(*given: Any) -> None:
+            if not reports:
+                (opened.path / "metadata.json").write_text('{"steps_comp')
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        monkeypatch.setattr(core.checkpoint, "_report_checkpoint" if reports else "_write_metadata_file", fail)
+        opened = door.DeterminedCheckpoints(core, JsonDistributed()).begin({"steps_completed": 1})
+        (opened.path / "state").touch()
+        opened.begin_commit()
+        with pytest.raises(CheckpointError, match="No space left"):
+            opened.committed(wait=True)
+    left = {path.name for path in tmp_path.rglob("*") if path.is_file()}
+    assert left == ({"metadata.json", "state"} if reports else set())
 
 
 def test_what_the_harness_asks_for() -> None:

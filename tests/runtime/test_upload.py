@@ -77,6 +77,25 @@ def test_an_upload_that_is_given_up_ends_at_once(bucket: ObjectStorage) -> None:
         assert bucket.objects == {} and not opened.path.exists()
 
 
+@pytest.mark.parametrize("begins", [True, False])
+def test_no_temporary_copy_and_no_other_way_to_upload_stay(
+    bucket: ObjectStorage, monkeypatch: pytest.MonkeyPatch, begins: bool
+) -> None:
+    """Where the commit fails before the upload, and where it never begins."""
+    with determined.core.init(checkpoint_storage=bucket.section) as core:
+        manager = core.checkpoint._storage_manager
+        opened = DeterminedCheckpoints(core, JsonDistributed(), bucket.section).begin({"steps_completed": 1})
+        assert manager.upload.__self__ is not manager
+        if begins:
+            monkeypatch.setattr(core.checkpoint, "_write_metadata_file", lambda *given: 1 / 0)
+            opened.begin_commit()
+            with pytest.raises(CheckpointError, match="ZeroDivisionError"):
+                opened.committed(wait=True)
+        else:
+            opened.abandon()
+        assert not opened.path.exists() and manager.upload.__self__ is manager
+
+
 def test_an_upload_ends_with_rank_0(bucket: ObjectStorage, tmp_path: Any) -> None:
     """Whose end closes the pipe."""
     (tmp_path / "weights").touch()

@@ -7,6 +7,7 @@ The functions at the end, and the process that uploads, are the only places that
 
 from __future__ import annotations
 
+import json
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -68,6 +69,15 @@ class DeterminedMetrics:
         self.core.train.report_validation_metrics(steps_completed, reportable(metrics))
 
 
+def _is_complete(folder: Path) -> bool:
+    """Return whether core has written its last file into a checkpoint's folder."""
+    try:
+        json.loads((folder / "metadata.json").read_text())
+    except (OSError, ValueError):
+        return False
+    return True
+
+
 @dataclass(frozen=True)
 class DeterminedCheckpoints:
     """Stores checkpoints in checkpoint_storage and registers them with the master by a uuid.
@@ -85,24 +95,34 @@ class DeterminedCheckpoints:
         """Collective. Open core's block on rank 0 alone; the commit is its end, which uploads and
         reports. It exchanges nothing with other ranks, so that a thread may do it."""
         block, process = ExitStack(), UploadProcess(self.storage)
+        manager = getattr(self.core.checkpoint, "_storage_manager", None)
+        temporary = manager is not None and not manager.store_path_is_direct_access()
 
         def enter() -> list[str]:
+            if temporary:
+                block.callback(setattr, manager, "upload", manager.upload)
             own, storage_id = block.enter_context(self.core.checkpoint.store_path(dict(metadata), shard=False))
+            if temporary:
+                manager.upload = process.upload
             return [str(own), storage_id]
 
         path, storage_id = on_rank_0(self.distributed, enter)
-        manager = getattr(self.core.checkpoint, "_storage_manager", None)
-        if self.distributed.rank == 0 and manager is not None and not manager.store_path_is_direct_access():
-            manager.upload = process.upload
+
+        def commit() -> None:
+            try:
+                block.close()
+            except BaseException:
+                # core removes nothing, and the master may know of what is complete
+                if temporary or not _is_complete(Path(path)):
+                    remove_folder(Path(path))
+                raise
 
         def remove() -> None:
             error = CheckpointError("the checkpoint was given up")
             block.__exit__(type(error), error, None)
             remove_folder(Path(path))
 
-        return OpenCheckpoint(
-            self.distributed, Path(path), storage_id, block.close, remove, process.give_up, uploads=True
-        )
+        return OpenCheckpoint(self.distributed, Path(path), storage_id, commit, remove, process.give_up, uploads=True)
 
     @contextmanager
     def restore_path(self, storage_id: str) -> Iterator[Path]:

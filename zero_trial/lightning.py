@@ -261,7 +261,8 @@ class ZeroTrialStrategy(DDPStrategy):  # type: ignore[misc]
 
     def teardown(self) -> None:
         """Leave the engine as it is, so that ``trainer.save_checkpoint`` works after fit;
-        ``strategy.engine.destroy()`` makes the module an ordinary one again."""
+        ``strategy.engine.destroy()`` makes the module an ordinary one again (where parameters
+        are freed, on rank 0 alone without ``rank0_only=False``)."""
         module = self.lightning_module
         attached = module is not None and module._trainer is not None  # not after an early exception
         if self._layer_sync and attached and module.trainer.state.fn == TrainerFn.FITTING:

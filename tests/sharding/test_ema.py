@@ -115,7 +115,7 @@ def test_places_are_changed_to_the_bit(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Sums(TorchDispatchMode):
-    """Notes of how many elements torch makes one sum, for which it copies integers to wider ones."""
+    """Notes of how many elements torch makes one sum: it copies them to a wider type."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -13,11 +13,11 @@ from torch import nn
 from tests.sharding.parts import add_optimizer, make_model, mesh_for, train_step
 from tests.support.models import TinyLM, tokens
 from tests.support.pool import Pools
-from zero_trial.errors import TrialError
+from zero_trial.errors import StorageError, TrialError
 from zero_trial.precision import dtype_policy
 from zero_trial.sharding import model as sharded_model
 from zero_trial.sharding.build_groups import BuiltGroups, FirstSource, build_param_groups, sync_unmanaged
-from zero_trial.sharding.freed import unasked
+from zero_trial.sharding.freed import owner_of_param, unasked
 from zero_trial.sharding.grouping import GroupingLimits, ManualGroup, ManualGroups, ShardingSettings
 from zero_trial.sharding.model import ShardedModel
 from zero_trial.sharding.param_group import ParamGroup
@@ -72,6 +72,24 @@ def test_a_module_without_hooks_is_in_one_place(stage: int, monkeypatch: pytest.
     model.remove_hooks()
     assert [tensor.untyped_storage()._cdata in on_device for tensor in tensors] == [stage < 3] * len(tensors)
     assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
+
+
+def test_a_model_that_could_not_be_taken_apart_is_the_second_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make_model(TinyLM(), 3, settings=FREE_ALL)
+
+    def fail() -> None:
+        raise StorageError("a disk is gone")
+
+    with monkeypatch.context() as patched, pytest.raises(StorageError):
+        patched.setattr(model.moved, "restore", fail)
+        model.remove_hooks(rank0_only=True)
+    with pytest.raises(TrialError, match="engine was destroyed"):
+        next(model.whole_groups())
+    model.remove_hooks(rank0_only=True)
+    parts = list(model.module.modules())
+    assert not any(part._forward_pre_hooks or part._state_dict_hooks or part._forward_hooks for part in parts)
+    params = [param for group in model.whole_groups() for param in group.params]  # of the only rank
+    assert params and all(owner_of_param(param) is None and bool(param.isfinite().all()) for param in params)
 
 
 # --- persistent bytes -----------------------------------------------------------------------------

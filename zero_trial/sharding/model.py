@@ -78,7 +78,8 @@ class ShardedModel:
     ) -> None:
         self.module = module
         self.plan = plan
-        self._released = False  # by remove_hooks
+        self._released = False  # remove_hooks has begun
+        self._everywhere: bool | None = None  # it is done, and whether every rank has the whole module
         # some parameters do not always live: their values are in the shards
         self.frees_parameters = plan.frees_parameters
         self.mesh = mesh
@@ -395,13 +396,16 @@ class ShardedModel:
 
     def whole_groups(self) -> Iterator[ParamGroup]:
         """Yield each group with its parameters whole; those that are freed are whole one group at a
-        time. Collective over shard. Raises TrialError after :meth:`remove_hooks` where they are
-        freed: only some ranks have them then."""
+        time. Collective over shard. Raises TrialError after :meth:`remove_hooks` where only some
+        ranks have them."""
         if self._released and self.frees_parameters:
-            raise TrialError(
-                "the engine was destroyed, and rank 0 alone may have the model",
-                fix="Save before engine.destroy(), or use the module on rank 0.",
-            )
+            if not self._everywhere:
+                raise TrialError(
+                    "the engine was destroyed, and rank 0 alone may have the model",
+                    fix="Save before engine.destroy(), destroy with rank0_only=False, or use the module on rank 0.",
+                )
+            yield from self.groups
+            return
         self._full_params.end_names()
         self.wait()
         heap = FreedBytes()
@@ -459,9 +463,9 @@ class ShardedModel:
         Where the plan frees parameters, the whole module (also what always lived, and its buffers)
         is in the host's memory afterwards: it goes there group by group, since the device may not
         hold it at once. Else it stays on its device. ``rank0_only``: what was freed stays so on all
-        data-parallel ranks but the first.
+        data-parallel ranks but the first. Does nothing a second time, unless the first has failed.
         """
-        if self._released:
+        if self._everywhere is not None:
             return
         self._released = True
         self.moved.restore()
@@ -496,6 +500,7 @@ class ShardedModel:
             for tensor in (*self.module.parameters(), *self.module.buffers()):
                 if id(tensor) not in in_groups and not on_host(tensor):
                     tensor.data = tensor.detach().to("cpu", copy=True)
+        self._everywhere = not rank0_only or self.mesh.data.size == 1
 
 
 def on_host(tensor: torch.Tensor) -> bool:

@@ -198,6 +198,19 @@ def test_every_trained_parameter_is_in_one_group() -> None:
         model.group_of(torch.zeros(3))
 
 
+def test_a_look_at_one_group_is_at_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make_model(TinyLM(), 1, settings=ShardingSettings(limits=GroupingLimits(bucket=1)))
+    own, *others = model.groups
+    assert others
+    looked, replaced = [], ParamGroup.replaced.fget  # type: ignore[attr-defined]
+    monkeypatch.setattr(ParamGroup, "replaced", property(lambda group: looked.append(group) or replaced(group)))
+    model.take_live_edits(own)
+    assert looked == [own]
+    own.params[0].data = torch.full_like(own.params[0], 3.0)
+    model.take_live_edits(own)
+    assert own.params[0].data_ptr() == own.views[0].data_ptr() and bool((own.views[0] == 3.0).all())
+
+
 def taken_apart() -> list[bool]:
     torch.manual_seed(0)
     model = make_model(TinyLM(), 3, settings=FREE_ALL)

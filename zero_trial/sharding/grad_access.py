@@ -7,7 +7,8 @@ gradients live (ZeRO 0 and 1), and raises an error that names the way out where 
 ``clip_grad_norm_``, which only gets the parameters, works or raises; it never does nothing.
 
     p.grad.norm(), print(p.grad)     local at ZeRO 0; at ZeRO 1 a group is gathered over shard on
-                                     its first use: n (N-1)/N elements
+                                     its first use: n (N-1)/N elements; again after a
+                                     torch.autograd.grad, which all ranks must call then, or none
     p.grad.mul_(c), clip_grad_norm_  values that differ from what was shown go into this rank's
                                      shard before the step, and the norm is taken anew
     p.grad = None, p.grad = tensor   the gradient is 0, or the tensor

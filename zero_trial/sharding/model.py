@@ -270,9 +270,14 @@ class ShardedModel:
 
     def take_live_edits(self, only: ParamGroup | None = None) -> None:
         """Let edits of the parameters that always live count in the masters, before these are read
-        or replaced between steps: of all groups, or of one. Local."""
+        or replaced between steps: of all groups, or of one. Local.
+
+        Price, of one: a look at the address of each of its parameters, and where they have masters
+        of their own a read of their shard for sums, for which the host waits.
+        """
         self.moved.require_here("between steps", ("hp_params", "lp_params"))
-        take_replaced(self._living)
+        if only is None or only.replaced:
+            take_replaced(self._living)
         for group in self._living if only is None else [only] if only in self._living else ():
             group.take_edits()
 

@@ -118,7 +118,7 @@ class Sums(TorchDispatchMode):
     """Notes of how many elements torch makes one sum: it copies them to a wider type."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.elements: list[int] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

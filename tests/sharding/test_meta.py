@@ -6,7 +6,7 @@ import logging
 import weakref
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -179,12 +179,14 @@ def test_layers_that_torch_copies_are_copies_and_no_others(
     build: Callable[[], nn.TransformerEncoder], copies: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     with torch.device("meta"):
-        model = nn.Sequential(build())
+        model = nn.Sequential(made := build())
     with caplog.at_level(logging.INFO, "zero_trial"):
         initialize_meta(model, mesh_for(3).data, place_absent(model, CPU))
     assert not any(bool(param.isnan().any()) for param in model.parameters())
     assert any("every layer in 0.layers gets" in record.getMessage() for record in caplog.records) == copies
-    layers = [layer.self_attn.in_proj_weight for layer in model[0].layers if hasattr(layer, "self_attn")]
+    layers = [
+        layer.self_attn.in_proj_weight for layer in cast(nn.ModuleList, made.layers) if hasattr(layer, "self_attn")
+    ]
     assert not layers[1:] or torch.equal(*layers) == copies
 
 

@@ -202,8 +202,14 @@ def test_a_look_at_one_group_is_at_no_other(monkeypatch: pytest.MonkeyPatch) -> 
     model = make_model(TinyLM(), 1, settings=ShardingSettings(limits=GroupingLimits(bucket=1)))
     own, *others = model.groups
     assert others
-    looked, replaced = [], ParamGroup.replaced.fget  # type: ignore[attr-defined]
-    monkeypatch.setattr(ParamGroup, "replaced", property(lambda group: looked.append(group) or replaced(group)))
+    looked: list[ParamGroup] = []
+    replaced = ParamGroup.replaced.fget  # type: ignore[attr-defined]
+
+    def look(group: ParamGroup) -> bool:
+        looked.append(group)
+        return bool(replaced(group))
+
+    monkeypatch.setattr(ParamGroup, "replaced", property(look))
     model.take_live_edits(own)
     assert looked == [own]
     own.params[0].data = torch.full_like(own.params[0], 3.0)

@@ -95,7 +95,7 @@ class DeterminedCheckpoints:
         """Collective. Open core's block on rank 0 alone; the commit is its end, which uploads and
         reports. It exchanges nothing with other ranks, so that a thread may do it."""
         block, process = ExitStack(), UploadProcess(self.storage)
-        manager = getattr(self.core.checkpoint, "_storage_manager", None)
+        manager: Any = getattr(self.core.checkpoint, "_storage_manager", None)
         temporary = manager is not None and not manager.store_path_is_direct_access()
 
         def enter() -> list[str]:

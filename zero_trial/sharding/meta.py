@@ -13,7 +13,7 @@ import itertools
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -191,7 +191,7 @@ def _copied_layers(model: nn.Module, given: Given) -> dict[nn.Module, nn.Module]
     found: dict[nn.Module, nn.Module] = {}
     for module in model.modules():
         if type(module) in (nn.TransformerEncoder, nn.TransformerDecoder):
-            first, *others = module.layers or [nn.Identity()]
+            first, *others = [*cast(nn.ModuleList, module.layers)] or [nn.Identity()]
             if not any(id(tensor) in given for part in first.modules() for tensor in _own_tensors(part)):
                 for layer in (other for other in others if _outline(other) == _outline(first)):
                     parts = zip(layer.modules(), first.modules(), strict=True)

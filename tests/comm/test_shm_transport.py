@@ -249,6 +249,19 @@ def test_an_exchange_without_a_wait_holds_no_rank_up() -> None:
         right.post(handle(k), k, [0])
 
 
+def test_one_that_nobody_waits_for_yet_holds_no_rank_up() -> None:
+    """Its handles are read before their places are needed, and are there when it is waited for."""
+    left, right = pair()
+    kept = [left.post(handle(0), 0, [1]), right.post(handle(-1), 0, [0])]
+    for k in range(1, 3 * HANDLE_SLOTS):
+        both = [left.post(handle(k), k, [1]), right.post(handle(k), k, [0])]
+        for posted in both:
+            posted.wait(LONG)
+    for posted in kept:
+        posted.wait(LONG)
+    assert [posted.handles for posted in kept] == [{1: handle(-1)}, {0: handle(0)}]
+
+
 def test_thousands_cross_in_order() -> None:
     left, right = pair(timeout=30.0)
     received: list[int] = []

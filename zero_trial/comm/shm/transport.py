@@ -23,6 +23,7 @@ from __future__ import annotations
 import mmap
 import os
 import struct
+import weakref
 import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -210,7 +211,8 @@ class SharedHandleExchange:
         self.peers = peers
         self._timeout = timeout
         self._number = 0
-        self.unread: set[int] = set()  # collectives whose handles this rank has not read yet
+        # collectives whose handles this rank has not read yet, the longest ago first
+        self.unread: dict[int, weakref.ref[PostedHandles]] = {}
 
     def post(self, handle: SegmentHandle | None, tag: int, sources: Iterable[int]) -> PostedHandles:
         """Start the next collective: post ``handle``, if this rank sends something, and expect one
@@ -218,6 +220,13 @@ class SharedHandleExchange:
         """
         self._number += 1
         number = self._number
+        while self.unread and (oldest := next(iter(self.unread))) <= number - HANDLE_SLOTS // 2:
+            # what was started and is not waited for must not stop all that follows
+            posted = self.unread[oldest]()
+            if posted is None:
+                self.forget(oldest)
+            else:
+                posted.wait(timedelta(seconds=self._timeout))
         for index, (_, numbers) in self.others.items():
             if numbers[0] < number - HANDLE_SLOTS:
                 self.peers.wait_for(index, numbers, 0, number - HANDLE_SLOTS, self._timeout)
@@ -226,13 +235,14 @@ class SharedHandleExchange:
             _SLOT.pack_into(self._own, start, -1, tag, *handle, 0)
             # last: a reader that sees the number sees the rest
             self._own_numbers[start // 8] = number
-        self.unread.add(number)
-        return PostedHandles(self, number, tag, sources)
+        posted = PostedHandles(self, number, tag, sources)
+        self.unread[number] = weakref.ref(posted)
+        return posted
 
     def forget(self, number: int) -> None:
         """Note that this rank will read nothing more of collective ``number``."""
-        self.unread.remove(number)
-        self._own_numbers[0] = min(self.unread, default=self._number + 1) - 1
+        del self.unread[number]
+        self._own_numbers[0] = next(iter(self.unread), self._number + 1) - 1
 
 
 @dataclass(eq=False)
@@ -253,6 +263,8 @@ class PostedHandles:
         Raises RuntimeError where one does not come, or is of another operation.
         """
         exchange, number = self.exchange, self.number
+        if number not in exchange.unread:
+            return
         start = _FIRST + number % HANDLE_SLOTS * _SLOT.size
         at = start // 8
         for index in self.sources:
@@ -263,8 +275,7 @@ class PostedHandles:
             if tag != self.tag:
                 raise RuntimeError(f"another rank of this axis (index {index}) {ELSEWHERE}")
             self.handles[index] = SegmentHandle(*fields)
-        if number in exchange.unread:
-            exchange.forget(number)
+        exchange.forget(number)
 
     def __del__(self) -> None:
         # Also where an error kept the caller from waiting: its peers must not be held up by that.

@@ -211,7 +211,7 @@ class SharedHandleExchange:
         self.peers = peers
         self._timeout = timeout
         self._number = 0
-        # collectives whose handles this rank has not read yet, the longest ago first
+        # collectives whose handles this rank has not read yet
         self.unread: dict[int, weakref.ref[PostedHandles]] = {}
 
     def post(self, handle: SegmentHandle | None, tag: int, sources: Iterable[int]) -> PostedHandles:
@@ -220,13 +220,15 @@ class SharedHandleExchange:
         """
         self._number += 1
         number = self._number
-        while self.unread and (oldest := next(iter(self.unread))) <= number - HANDLE_SLOTS // 2:
-            # what was started and is not waited for must not stop all that follows
-            posted = self.unread[oldest]()
-            if posted is None:
+        # What was started and is not waited for must not stop all that follows. The garbage
+        # collector may forget one between any two lines.
+        while (oldest := min(self.unread, default=number)) <= number - HANDLE_SLOTS // 2:
+            found = self.unread.get(oldest)
+            waiting = found() if found is not None else None
+            if waiting is None:
                 self.forget(oldest)
             else:
-                posted.wait(timedelta(seconds=self._timeout))
+                waiting.wait(timedelta(seconds=self._timeout))
         for index, (_, numbers) in self.others.items():
             if numbers[0] < number - HANDLE_SLOTS:
                 self.peers.wait_for(index, numbers, 0, number - HANDLE_SLOTS, self._timeout)
@@ -241,8 +243,8 @@ class SharedHandleExchange:
 
     def forget(self, number: int) -> None:
         """Note that this rank will read nothing more of collective ``number``."""
-        del self.unread[number]
-        self._own_numbers[0] = next(iter(self.unread), self._number + 1) - 1
+        self.unread.pop(number, None)
+        self._own_numbers[0] = min(self.unread, default=self._number + 1) - 1
 
 
 @dataclass(eq=False)

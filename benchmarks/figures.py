@@ -1,7 +1,7 @@
-"""The figures of README.md, made from what the benchmarks left in results/.
+"""The figures of README.md and of pages in docs/, made from what the benchmarks left in results/.
 
-python benchmarks/figures.py             # writes them between README's two markers
-python benchmarks/figures.py --check     # quick: exits with 1 where README says something else
+python benchmarks/figures.py             # writes them between the two markers of each page
+python benchmarks/figures.py --check     # quick: exits with 1 and names the pages that differ
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import argparse
 import json
 import sys
 import textwrap
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,33 +18,189 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.record import FOLDER
 
-README = FOLDER.parents[1] / "README.md"
+ROOT = FOLDER.parents[1]
 BEGIN = "<!-- figures: made by benchmarks/figures.py -->"
 END = "<!-- end of figures -->"
 
 
 def main() -> int:
-    """Write README's figures, or compare them."""
+    """Write the figures of all pages, or compare them."""
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    options.add_argument("--check", action="store_true", help="change nothing; exit with 1 where README differs")
+    options.add_argument("--check", action="store_true", help="change nothing; exit with 1 where a page differs")
     given = options.parse_args()
-    text = README.read_text()
-    before, _, rest = text.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not end:
-        raise SystemExit(f"README.md has no block between {BEGIN} and {END}")
-    wanted = f"{before}{BEGIN}\n{figures()}\n{END}{after}"
-    if given.check:
-        return int(wanted != text)
-    README.write_text(wanted)
-    return 0
+    other = []
+    for name, block in PAGES.items():
+        path = ROOT / name
+        text = path.read_text()
+        before, _, rest = text.partition(BEGIN)
+        _, end, after = rest.partition(END)
+        if not end:
+            raise SystemExit(f"{name} has no block between {BEGIN} and {END}")
+        # The site's Markdown takes a table right under a comment for text.
+        gap = "\n\n" if name.startswith("docs/") else "\n"
+        wanted = f"{before}{BEGIN}{gap}{block()}{gap}{END}{after}"
+        if wanted == text:
+            continue
+        other.append(name)
+        if not given.check:
+            path.write_text(wanted)
+    if given.check and other:
+        print("other figures than in benchmarks/results:", ", ".join(other))
+    return int(given.check and bool(other))
 
 
-def figures() -> str:
-    """The block: a table of the engine, and a line per other benchmark."""
+def readme() -> str:
+    """A table of the engine, and a line per other benchmark."""
     lines = [_optimizer_line(), _pipeline_line(), _overhead_line(), _master_line(), _comm_line()]
-    wrapped = [textwrap.fill(line, 100, subsequent_indent="  ", break_on_hyphens=False) for line in lines]
+    wrapped = [_wrapped(line, "  ") for line in lines]
     return "\n".join([_engine_table(), "", *wrapped])
+
+
+def comparison() -> str:
+    """The engine's table as one sentence, in fp32."""
+    cpu = {row["name"]: row["cpu_ms"] for row in _results("engine")["rows"] if row["dtype"] == "fp32"}
+
+    def above(*names: str) -> str:
+        low, high = (f"{of(cpu[name] for name in names if name in cpu) - cpu['bare']:.0f}" for of in (min, max))
+        return low if low == high else f"{low} to {high}"
+
+    stages = range(4)
+    return _wrapped(
+        f"CPU milliseconds per step above a bare forward and backward, {_millions('engine')} M parameters, two ranks, "
+        f"fp32: zero_trial {above(*(f'ours-{stage}' for stage in stages))}, DDP with fused AdamW {above('ddp')}, FSDP2 "
+        f"{above('fsdp2')}, DeepSpeed {above(*(f'deepspeed-{stage}' for stage in stages))} (`{_page('engine')}`)."
+    )
+
+
+def pipelines() -> str:
+    """Step times of all schedules over their own ideal and over that of 1F1B."""
+    found = _results("pipeline")
+    rows = {(row["name"], row["ranks"]): row for row in found["rows"]}
+    ours = [name for name, ranks in rows if ranks == 2 and name.startswith("ours-") and name != "ours-gpipe"]
+    torch, deepspeed = (found["versions"][name].partition("+")[0] for name in ("torch", "deepspeed"))
+    titles = {name: f"`{name.removeprefix('ours-')}`" for name in ours}
+    titles |= {"deepspeed": f"DeepSpeed {deepspeed}", "torch-1f1b": f"torch {torch}, 1F1B"}
+    cells = [
+        [title, *(f"{rows[name, ranks][key]:.3f}" for ranks in (2, 4) for key in ("over_ideal", "over_1f1b"))]
+        for name, title in titles.items()
+    ]
+    return _table(["schedule", "2 stages", "over 1F1B's ideal", "4 stages", "over 1F1B's ideal"], cells)
+
+
+def offload() -> str:
+    """A step with its state on a disk, and a forward and backward with parameters there."""
+    steps, params = _results("offload"), _results("offload_params")
+    peers = [key for key in steps["rows"][0] if key.startswith("DeepSpeed")]
+    step = _table(
+        ["buffers", "state in memory", "on the disk", "the disk alone", "on the disk / alone", *peers],
+        [
+            [
+                f"{row['buffers']}",
+                *(f"{row[key]:.0f}" for key in ("memory", "nvme", "disk")),
+                f"{row['nvme'] / row['disk']:.2f}",
+                *(f"{row[peer]:.0f}" for peer in peers),
+            ]
+            for row in steps["rows"]
+        ],
+    )
+    use = _table(
+        ["stage", "buffers", "parameters in memory", "on the disk", "the disk alone"],
+        [
+            [f"{row['stage']}", f"{row['buffers']}", *(f"{row[key]:.0f}" for key in ("memory", "nvme", "disk"))]
+            for row in params["rows"]
+        ],
+    )
+    return "\n\n".join(
+        [
+            _wrapped(
+                f"Milliseconds of `engine.step()`, {_millions('offload')} M bf16 parameters, AdamW, through {steps['settings']['engine']}; "
+                "DeepSpeed's columns name its device and stage "
+                f"(`{_page('offload')}`):"
+            ),
+            step,
+            _wrapped(
+                f"Milliseconds of a forward and a backward, {_millions('offload_params')} M bf16 parameters, each group "
+                f"read for each use (`{_page('offload_params')}`):"
+            ),
+            use,
+        ]
+    )
+
+
+def checkpoints() -> str:
+    """How long training stands still for a save, beside peers."""
+    found = _results("checkpoint")
+    return "\n\n".join(
+        [
+            _wrapped(
+                f"Saving {_millions('checkpoint')} M parameters at 12 bytes each on one rank, flushed to the disk. "
+                f"`Standstill` is the call and what the updates wait for copies (`{_page('checkpoint')}`):"
+            ),
+            _table(
+                ["", "save, s", "standstill, s", "next step slower by, s"],
+                [
+                    [row["name"], *(f"{row[key]:.2f}" for key in ("save", "standstill", "slower"))]
+                    for row in found["rows"]
+                ],
+            ),
+        ]
+    )
+
+
+def board() -> str:
+    """What the largest pages of the live page cost."""
+    found = _results("board")
+    rows = {row["page"]: row for row in found["rows"]}
+    validation, training = (rows[f"experiment, {name}"] for name in ("validation_loss", "training loss"))
+    return _wrapped(
+        f"The page of {found['settings']['trials']} trials with {found['settings']['points']:,} reports each takes "
+        f"{validation['first_cpu']:.2f} s of CPU; a training metric of all of them takes {training['first_cpu']:.1f} s at "
+        f"the first look and {training['further_cpu']:.1f} s after new reports (`{_page('board')}`)."
+    )
+
+
+def tuning() -> str:
+    """Speed of what was found, over that of the exhaustive best."""
+    names = {"bert": "BERT", "gpt": "a GPT", "pipeline": "a pipeline"}
+    found = [
+        f"{names[row['model']]} {row['ratio']:.2f} (pairs of runs: {row['pairs']}; {row['runs']} of {row['ways']} ways)"
+        for row in _results("tune")["rows"]
+    ]
+    return _wrapped(
+        "Steps per second of what was found in a quarter of the runs, over those of the best way of an exhaustive "
+        f"search on two CPU ranks: {', '.join(found)} (`{_page('tune')}`)."
+    )
+
+
+PAGES: dict[str, Callable[[], str]] = {
+    "README.md": readme,
+    "docs/comparison.md": comparison,
+    "docs/guide/pipeline.md": pipelines,
+    "docs/guide/offload.md": offload,
+    "docs/guide/checkpoints.md": checkpoints,
+    "docs/guide/reports.md": board,
+    "docs/guide/searching.md": tuning,
+}
+
+
+def _wrapped(text: str, indent: str = "") -> str:
+    return textwrap.fill(text, 100, subsequent_indent=indent, break_on_hyphens=False)
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    return "\n".join(
+        [_row(head[0], list(head[1:])), "|---" * len(head) + "|", *(_row(row[0], list(row[1:])) for row in rows)]
+    )
+
+
+def _page(name: str) -> str:
+    return f"benchmarks/results/{name}.md"
+
+
+def _millions(name: str) -> str:
+    """Millions of parameters that a benchmark has trained."""
+    count = _results(name)["settings"]["parameters"]
+    return f"{count / 1e6 if count > 1e5 else count:.0f}"
 
 
 def _results(name: str) -> dict[str, Any]:

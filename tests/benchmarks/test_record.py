@@ -1,5 +1,5 @@
 """What a benchmark writes: a table, facts about machine and versions, and a command without paths;
-README's figures are made from it."""
+the figures of README and of the guides are made from it."""
 
 from __future__ import annotations
 
@@ -30,18 +30,25 @@ def test_save_writes_table_and_facts(
     assert facts["rows"] == [{"name": "ddp", "wall_ms": 1.26}]
 
 
-def test_readme_says_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pages_say_what_was_measured(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(sys, "argv", ["figures.py", "--check"])
-    assert figures.main() == 0
+    assert figures.main() == 0, capsys.readouterr().out
 
 
-def test_another_figure_is_found_and_mended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    text = figures.README.read_text()
-    other = tmp_path / "README.md"
-    other.write_text(text.replace("`ops_cpu.md`", "`nothing.md`", 1))
-    monkeypatch.setattr(figures, "README", other)
+@pytest.mark.parametrize("name", figures.PAGES)
+def test_another_figure_is_found_and_mended(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(figures, "ROOT", tmp_path)
+    texts = {page: (record.FOLDER.parents[1] / page).read_text() for page in figures.PAGES}
+    for page, text in texts.items():
+        (tmp_path / page).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / page).write_text(text)
+    before, _, rest = texts[name].partition(figures.BEGIN)
+    (tmp_path / name).write_text(f"{before}{figures.BEGIN}\n9{rest}")
     monkeypatch.setattr(sys, "argv", ["figures.py", "--check"])
     assert figures.main() == 1
+    assert capsys.readouterr().out.split(": ")[1].strip() == name
     monkeypatch.setattr(sys, "argv", ["figures.py"])
     assert figures.main() == 0
-    assert other.read_text() == text
+    assert {page: (tmp_path / page).read_text() for page in figures.PAGES} == texts

@@ -26,7 +26,7 @@ class OptimizerSection:
     type: str = supported(
         None,
         Text(),
-        "Adam, AdamW, Lamb, Adagrad, Lion, SGD in any case; otherwise a class of "
+        "Adam, AdamW, Lamb, Adagrad, Lion, Muon, SGD in any case; otherwise a class of "
         "torch.optim in exact case. Adam means decoupled weight decay, as in DeepSpeed, "
         "unless params.adam_w_mode is false",
         required=True,

@@ -221,7 +221,7 @@ class ZeroSection:
     pipeline_loading_checkpoint: ClassVar = no_effect(False, Bool(), "ranks read only what they need")
     override_module_apply: ClassVar = no_effect(True, Bool(), "Module.apply is left as it is")
     log_trace_cache_warnings: ClassVar = no_effect(False, Bool(), "there is no trace cache")
-    enable_sanity_checks: bool = not_yet(False, Bool(), "the order of collectives is not compared between ranks")
+    enable_sanity_checks: ClassVar = no_effect(False, Bool(), "ranks always compare which collectives they call")
     save_muon_momentum_buffer_in_memory: bool = not_yet(False, Bool(), "it belongs to Muon")
     leaf_module: LeafModuleSection = section(
         LeafModuleSection,

@@ -70,6 +70,53 @@ def test_silent_and_slow_clients_lock_no_other_out() -> None:
             assert get(sock).startswith(b"HTTP/1.1 200 OK")
 
 
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"POST /read HTTP/1.1\r\nContent-Length: 10\r\n\r\n",
+        b"POST /read HTTP/1.1\r\nContent-Length: 10\r\n\r\nx",
+        b"POST /read HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\na\r\nx",
+        b"GET /large HTTP/1.1\r\n\r\n",
+    ],
+    ids=["no body", "half a body", "half a chunk", "an answer that is not read"],
+)
+def test_neither_do_clients_that_send_no_body_or_read_no_answer(sent: bytes) -> None:
+    entered = threading.Semaphore(0)
+
+    def handler(head: RequestHead, read_body: ReadBody) -> Response:
+        if head.path != "/":
+            entered.release()
+        if head.path == "/read":
+            read_body(100)
+        return Response(200, bytes(32 << 20) if head.path == "/large" else b"{}")
+
+    with serving(handler, limit=3) as server, contextlib.ExitStack() as stack:
+        for _ in range(3):
+            stack.enter_context(connect(server)).sendall(sent)
+            assert entered.acquire(timeout=10)
+        for _ in range(500):  # the first tries may come before a handler waits
+            with connect(server) as sock:
+                answer = get(sock)
+            if answer.startswith(b"HTTP/1.1 200 OK"):
+                break
+        assert answer.startswith(b"HTTP/1.1 200 OK"), answer
+
+
+def test_the_client_that_keeps_the_server_waiting_longest_has_to_go() -> None:
+    """Not the one that opened its connection first, and sends its body now."""
+    with serving(echo, limit=2) as server, connect(server) as first, connect(server) as second:
+        for sock in (first, second):
+            sock.sendall(b"POST / HTTP/1.1\r\nContent-Length: 3\r\n\r\nabc")
+            assert sock.recv(65536).endswith(b"abc")
+        first.sendall(b"POST / HTTP/1.1\r\nContent-Length: 3\r\nExpect: 100-continue\r\n\r\n")
+        assert first.recv(65536).startswith(b"HTTP/1.1 100 ")
+        with connect(server) as third:
+            assert get(third).startswith(b"HTTP/1.1 200 OK")
+        assert second.recv(1) == b""
+        first.sendall(b"abc")
+        assert first.recv(65536).endswith(b"abc")
+
+
 def test_when_every_connection_is_being_answered_a_new_one_is_refused() -> None:
     release, entered = threading.Event(), threading.Semaphore(0)
 

@@ -7,15 +7,17 @@ readers could understand in two ways. docs/decisions/0022 gives the reason why t
 library's.
 
 A connection that waits (a long poll, followed logs, an idle keep-alive) costs a thread that sleeps.
-When all connections are taken, the one that has waited longest for a request is closed for the new
-one, so a client that opens connections and sends nothing locks no other client out. Only if every
-connection is being answered, a new one gets 503, which Determined's clients try again.
+When all connections are taken, the one whose client has kept the server waiting longest (for a
+request, for a body, or until it takes an answer) is closed for the new one, so a client that opens
+connections and sends or reads nothing locks no other client out. Only if the server works for every
+connection, a new one gets 503, which Determined's clients try again.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import re
 import socket
 import threading
 import time
@@ -23,6 +25,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from http import HTTPStatus
 from types import TracebackType
+from typing import TypeVar
 
 from zero_trial.errors import ZeroTrialError
 from zero_trial.master.http.messages import (
@@ -35,6 +38,7 @@ from zero_trial.master.http.messages import (
 )
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 ReadBody = Callable[[int], "bytes | bytearray"]
 Handler = Callable[[RequestHead, ReadBody], "Response | StreamingResponse"]
 _MAX_HEAD = 32 * 1024  # bytes of request line and headers
@@ -48,6 +52,7 @@ _FULL = (
     b"Content-Length: %d\r\n\r\n%b" % (len(_FULL_BODY), _FULL_BODY)
 )
 _HEX = frozenset(b"0123456789abcdefABCDEF")
+_CONTROL = re.compile(r"[\x00-\x08\x0a-\x1f\x7f]")
 _TOKEN = frozenset("!#$%&'*+-.^_`|~0123456789abcdefghijklmnopqrstuvwxyz")
 
 
@@ -89,7 +94,9 @@ def _headers(lines: list[bytes]) -> dict[str, str]:
             raise BadRequest(400, "a header line is not NAME: VALUE")
         if name in headers and name in ("host", "content-length", "transfer-encoding", "authorization", "origin"):
             raise BadRequest(400, f"the header {name} came twice")
-        headers[name] = value.strip()
+        if _CONTROL.search(value):
+            raise BadRequest(400, f"a control character in the header {name}")
+        headers[name] = value.strip(" \t")
     return headers
 
 
@@ -112,6 +119,7 @@ class Reader:
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
         self._buffer = bytearray()
+        self.heard = time.monotonic()  # when something came, at first when it was made
 
     @property
     def waiting(self) -> bool:
@@ -196,6 +204,7 @@ class Reader:
             raise Gone(str(error)) from None
         if not data:
             raise Gone("closed")
+        self.heard = time.monotonic()
         self._buffer += data
 
 
@@ -207,7 +216,13 @@ class Connection:
         self._handler = handler
         self._timeouts = timeouts
         self._reader = Reader(sock)
-        self.busy = False  # a request has come whole and is being answered
+        self._taken = 0.0  # when the client has taken a piece of an answer, monotonic
+        self.waits = True  # for its client: for a request, for a body, or until it takes an answer
+
+    @property
+    def moved(self) -> float:
+        """Return when the client last sent or took something, monotonic."""
+        return max(self._reader.heard, self._taken)
 
     def serve(self) -> None:
         """Answer requests until the connection ends; never raises."""
@@ -236,10 +251,10 @@ class Connection:
             self._send(failure(error.status, str(error), close=True))
             self._linger()
             return False
-        self.busy = True
+        self.waits = False
         body = _Body(self._reader, self._sock, head)
         try:
-            answer = self._handler(head, body.read)
+            answer = self._handler(head, lambda limit: self._awaited(lambda: body.read(limit)))
         except BadRequest as error:
             answer = failure(error.status, str(error), close=True)
         keep = head.keep_alive and body.taken and not (isinstance(answer, Response) and answer.close)
@@ -249,9 +264,9 @@ class Connection:
                 keep = self._stream(answer, head.method) and keep
         else:
             self._send(answer, keep=keep, method=head.method)
-        self.busy = False
         if not body.taken:
             self._linger()
+        self.waits = True
         return keep
 
     def _send(self, answer: Response, *, keep: bool = False, method: str = "") -> None:
@@ -300,9 +315,18 @@ class Connection:
     def _write(self, data: bytes | memoryview) -> None:
         self._sock.settimeout(self._timeouts.send)
         try:
-            self._sock.sendall(data)
+            self._awaited(lambda: self._sock.sendall(data))
         except OSError as error:
             raise Gone(str(error)) from None
+        self._taken = time.monotonic()
+
+    def _awaited(self, act: Callable[[], T]) -> T:
+        """Do what takes as long as the client likes."""
+        self.waits = True
+        try:
+            return act()
+        finally:
+            self.waits = False
 
     def _hung_up(self) -> bool:
         try:
@@ -315,6 +339,7 @@ class Connection:
 
     def _linger(self) -> None:
         """Read what still comes, for a moment, or a reset would discard the answer."""
+        self.waits = True
         deadline = time.monotonic() + self._timeouts.linger
         with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_WR)
@@ -356,7 +381,7 @@ class HttpServer:
         self._limit = limit
         self._timeouts = timeouts or Timeouts()
         self._lock = threading.Lock()
-        self._open: dict[Connection, None] = {}  # oldest first
+        self._open: set[Connection] = set()
         self._thread: threading.Thread | None = None
         self._closing = threading.Event()
         self.host = host
@@ -414,11 +439,12 @@ class HttpServer:
         connection = Connection(sock, handler, self._timeouts)
         with self._lock:
             full = len(self._open) >= self._limit
-            victim = next((other for other in self._open if not other.busy), None) if full else None
+            waiting = [other for other in self._open if other.waits] if full else []
+            victim = min(waiting, key=lambda other: other.moved, default=None)
             if victim is not None:
-                del self._open[victim]
+                self._open.remove(victim)
             if not full or victim is not None:
-                self._open[connection] = None
+                self._open.add(connection)
         if victim is not None:
             victim.end()
         elif full:
@@ -432,7 +458,7 @@ class HttpServer:
             threading.Thread(target=self._serve, args=(connection,), name="http", daemon=True).start()
         except BaseException:
             with self._lock:
-                self._open.pop(connection, None)
+                self._open.discard(connection)
             raise
 
     def _serve(self, connection: Connection) -> None:
@@ -442,7 +468,7 @@ class HttpServer:
             log.exception("a connection ended in a fault")
         finally:
             with self._lock:
-                self._open.pop(connection, None)
+                self._open.discard(connection)
 
 
 def _listen(host: str, port: int) -> socket.socket:

@@ -6,8 +6,10 @@ from __future__ import annotations
 
 import json
 import os
+import site
 import socket
 import sys
+import sysconfig
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -184,11 +186,20 @@ def environment(
     env["CUDA_VISIBLE_DEVICES"] = order.visible_devices
     env.update(of_user(order.config, "cuda" if order.visible_devices else "cpu"))
     # What a user sets for PYTHONPATH comes after the relocation, and nothing that the harness needs
-    # can be overridden.
-    env["PYTHONPATH"] = os.pathsep.join([str(RELOCATION), *filter(None, [env.get("PYTHONPATH")])])
+    # can be overridden. Last is the tree that the master itself runs from, if it is none of the
+    # folders of installed packages, which are on the path anyway.
+    paths = [str(RELOCATION), env.get("PYTHONPATH", ""), tree_of(str(Path(__file__).parents[3]))]
+    env["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     env.update(_of_harness(order, ports))
     env["DET_RUN_ROOT"] = str(run_root)
     return env
+
+
+def tree_of(folder: str) -> str:
+    """Return the folder from which zero_trial is imported, "" if packages are installed in it: they
+    must not come before those of Python itself."""
+    installed = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), site.getusersitepackages()}
+    return "" if folder in installed else folder
 
 
 def config_variable(config: Mapping[str, Any]) -> str:

@@ -251,6 +251,22 @@ def test_on_a_full_disk_a_run_waits_and_is_started_later(field: Field) -> None:
     field.expect("exited", name, 0)
 
 
+def test_so_it_does_where_the_folder_of_checkpoints_cannot_be_made(field: Field, tmp_path: Path) -> None:
+    field.patch.setattr(orders, "_RETRY_SECONDS", (0.02,))
+    plain, full, host = Path.mkdir, iter([True, True]), tmp_path / "checkpoints"
+
+    def mkdir(path: Path, *arguments: Any, **options: Any) -> None:
+        if path == host and next(full, False):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        plain(path, *arguments, **options)
+
+    field.patch.setattr(Path, "mkdir", mkdir)
+    name = field.start("true", checkpoint_storage={"type": "shared_fs", "host_path": str(host)})
+    assert "No space left" in field.expect("waiting", name)[2]
+    field.expect("started", name)
+    field.expect("exited", name, 0)
+
+
 def test_a_run_that_is_killed_while_the_disk_is_full_never_begins(field: Field) -> None:
     field.patch.setattr(orders, "_RETRY_SECONDS", (0.02,))
 

@@ -20,10 +20,12 @@ from zero_trial.master.agent.processes import (
     acquire_lease,
     descendants,
     exit_of,
+    forbid,
     identify,
     lease_exists,
     lease_owner,
     marked,
+    never_begins,
     record_exit,
     send,
     sweep,
@@ -113,6 +115,21 @@ def test_the_first_claim_holds(tmp_path: Path) -> None:
 def test_a_void_one_has_no_owner_ever(tmp_path: Path) -> None:
     assert acquire_lease(tmp_path, None)
     assert lease_exists(tmp_path) and lease_owner(tmp_path) is None and not acquire_lease(tmp_path, Identity(1, "2"))
+
+
+def test_the_end_of_what_never_begins_appears_with_its_void_lease(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the two a watch would take it for one that was killed, and not for a failure."""
+    ended, seen, plain = Exit(127, 1.0, why="no folder"), [], os.link
+
+    def link(draft: Path, place: Path) -> None:
+        plain(draft, place)
+        seen.append(exit_of(tmp_path / "new"))
+
+    monkeypatch.setattr(os, "link", link)
+    assert forbid(tmp_path / "new", ended) and seen == [ended] and never_begins(tmp_path / "new")
+    assert not forbid(tmp_path / "new", Exit(0, 2.0)) and exit_of(tmp_path / "new") == ended
 
 
 def test_on_a_full_disk_a_lease_that_was_taken_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

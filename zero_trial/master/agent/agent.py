@@ -155,12 +155,10 @@ class Agent:
 
     def _kill(self, allocation_id: str) -> None:
         folder = self._directory.allocation(allocation_id)
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         # its supervisor has not begun, and now never will
-        if processes.acquire_lease(folder, None):
-            processes.record_exit(
-                folder, processes.Exit(_KILLED, time.time(), killed=True, why="it was ended before it began")
-            )
+        if processes.forbid(
+            folder, processes.Exit(_KILLED, time.time(), killed=True, why="it was ended before it began")
+        ):
             return
         identity = processes.lease_owner(folder)
         if identity is not None:
@@ -219,14 +217,14 @@ class Agent:
             return processes.Exit(_KILLED, time.time(), killed=True, why="the machine was started anew")
         if identity is not None:
             return processes.Exit(_KILLED, time.time(), why="its supervisor is gone")
-        # made void by a master that was killed before it could record the exit
+        # it has been made void since; a master of an earlier release may have left no end with that
         if processes.lease_exists(folder):
-            return processes.Exit(_KILLED, time.time(), killed=True, why="it was ended before it began")
-        if entry.child is not None and entry.child.returncode is not None and processes.acquire_lease(folder, None):
-            return processes.Exit(
-                127, time.time(), why=f"its supervisor could not begin, see {folder / 'supervisor.log'}"
-            )
-        return None
+            before = processes.Exit(_KILLED, time.time(), killed=True, why="it was ended before it began")
+            return processes.exit_of(folder) or before
+        if entry.child is not None and entry.child.returncode is not None:
+            why = f"its supervisor could not begin, see {folder / 'supervisor.log'}"
+            processes.forbid(folder, processes.Exit(127, time.time(), why=why))
+        return processes.exit_of(folder)
 
 
 def steps(has_hook: bool, *, rendezvous: bool = True) -> list[str]:

@@ -118,7 +118,7 @@ def _settle(directory: MasterDirectory, name: str, status: JobStatus) -> None:
     for part in parts:
         storage.look_anew(part)
     ended = outcome([processes.exit_of(part) for part in parts], status, time.time(), adopted=True)
-    if processes.acquire_lease(folder, None) or processes.exit_of(folder) is None:
+    if not processes.forbid(folder, ended) and processes.exit_of(folder) is None:
         processes.record_exit(folder, ended)
     (folder / ORDER).unlink(missing_ok=True)
 

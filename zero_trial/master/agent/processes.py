@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,6 @@ _PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 _STATE, _PARENT, _START = 0, 1, 19  # fields of /proc/PID/stat after the name, see proc(5)
 _LEASE_FILE = "claim.json"  # the names of both files are part of the state on disk
 _EXIT_FILE = "exit.json"
-_VOID = {"void": True}  # of a lease
 
 
 @dataclass(frozen=True)
@@ -159,12 +158,15 @@ class Exit:
     why: str = ""
 
 
-def acquire_lease(folder: Path, identity: Identity | None) -> bool:
-    """Take the lease, or with None make it void for good; return False if it was taken before,
-    which can be seen on a full disk, too."""
+def acquire_lease(folder: Path, identity: Identity | Exit | None) -> bool:
+    """Take the lease, or make it void for good: with an end, which is recorded with it, or with
+    None. Return False if it was taken before, which can be seen on a full disk, too."""
     if lease_exists(folder):
         return False
-    content = _VOID if identity is None else {"pid": identity.pid, "start": identity.start}
+    if isinstance(identity, Identity):
+        content: dict[str, Any] = {"pid": identity.pid, "start": identity.start}
+    else:
+        content = {"void": True, "exit": None if identity is None else asdict(identity)}
     draft = folder / f"{_LEASE_FILE}.{os.getpid()}-{threading.get_ident()}"
     try:
         draft.write_text(json.dumps(content), encoding="utf-8")
@@ -176,17 +178,17 @@ def acquire_lease(folder: Path, identity: Identity | None) -> bool:
     return True
 
 
-def forbid(folder: Path, ended: Exit) -> None:
-    """Let an allocation that has not begun never begin, and record this end; one that has stays."""
+def forbid(folder: Path, ended: Exit) -> bool:
+    """Let an allocation that has not begun never begin, and record this end; one that has stays.
+    Return whether it had not begun."""
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    if acquire_lease(folder, None):
-        record_exit(folder, ended)
+    return acquire_lease(folder, ended)
 
 
 def never_begins(folder: Path) -> bool:
     """Make the lease void unless it was taken; tell whether it is void, so that what belongs to it
     has not begun and never will."""
-    return acquire_lease(folder, None) or _read(folder / _LEASE_FILE) == _VOID
+    return acquire_lease(folder, None) or "void" in (_read(folder / _LEASE_FILE) or {})
 
 
 def lease_exists(folder: Path) -> bool:
@@ -202,13 +204,12 @@ def lease_owner(folder: Path) -> Identity | None:
 
 def record_exit(folder: Path, ended: Exit) -> None:
     """Record how the allocation ended; the file appears whole or not at all."""
-    content = {"code": ended.code, "time": ended.time, "killed": ended.killed, "why": ended.why}
-    write_atomic(folder / _EXIT_FILE, json.dumps(content), durable=False)
+    write_atomic(folder / _EXIT_FILE, json.dumps(asdict(ended)), durable=False)
 
 
 def exit_of(folder: Path) -> Exit | None:
     """Return how the allocation ended; None if it has not, or could not record it."""
-    content = _read(folder / _EXIT_FILE)
+    content = _read(folder / _EXIT_FILE) or (_read(folder / _LEASE_FILE) or {}).get("exit")
     return Exit(content["code"], content["time"], content["killed"], content["why"]) if content else None
 
 

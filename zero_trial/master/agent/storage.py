@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from zero_trial.errors import ConfigError
+from zero_trial.master.agent.orders import is_passing
 
 SHARED_FS = "determined_shared_fs"
 """The harness's name for the place at which a container sees ``host_path``."""
@@ -48,7 +49,11 @@ def base_of(config: Mapping[str, Any]) -> Path | None:
 
 
 def link(config: Mapping[str, Any], run_root: Path) -> None:
-    """Let a trial see ``host_path`` at its (moved) container path; create a missing folder."""
+    """Let a trial see ``host_path`` at its (moved) container path; create a missing folder.
+
+    Raises ConfigError for a folder that cannot be made, and OSError where the reason may be over
+    soon (a full disk).
+    """
     section = config.get("checkpoint_storage") or {}
     if section.get("type") == "directory":
         Path(section["container_path"]).mkdir(parents=True, exist_ok=True)
@@ -58,6 +63,8 @@ def link(config: Mapping[str, Any], run_root: Path) -> None:
     try:
         host.mkdir(parents=True, exist_ok=True)
     except OSError as error:
+        if is_passing(error):
+            raise
         raise ConfigError(
             "the folder for checkpoints cannot be made", where="checkpoint_storage.host_path", got=f"{host} ({error})"
         ) from error

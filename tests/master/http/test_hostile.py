@@ -133,7 +133,7 @@ OTHER_PAGE = [
         "Origin: http://127.0.0.1:{port}.example.com",
         "Origin: http://example.com/127.0.0.1:{port}",
         "Origin: http://user@127.0.0.1:{port}",
-        "Origin: file://",
+        "Origin: moz-extension://abc",
         "Origin: chrome-extension://abc",
         "Sec-Fetch-Site: cross-site",
         "Sec-Fetch-Site: same-site",
@@ -264,7 +264,7 @@ BODIES = [
         b'{"a":' * 500 + b"1" + b"}" * 500,
         b'{"name": "\\ud800"}',
         b'{"name": 1e999999}{}',
-        b"<!DOCTYPE a [<!ENTITY x SYSTEM 'file:///etc/passwd'>]><a>&x;</a>",
+        b"<!DOCTYPE a [<!ENTITY x SYSTEM '/etc/passwd'>]><a>&x;</a>",
     )
 ] + [
     Hostile(raw("POST", "/api/v1/experiments", body=b"", length="1073741824"), (401,)),

@@ -173,7 +173,7 @@ def _readable(fence: Fence, path: Path) -> None:
 _ELIDED = (
     (r"\b[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}\b", "#"),  # an identifier
     (r"\b\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d[\d.]*Z?", "#"),  # a date
-    (r"\b(?=[a-f]*\d)[0-9a-f]{8,}\b", "#"),  # a hash
+    (r"(?<![\w.])(?=[a-f]*\d)[0-9a-f]{8,}\b", "#"),  # a hash
     (r"(?<![\w.])[+-]?\d[\d.,]*[kM]?(?= ?(?:s|ms|B|KiB|MiB|GiB|%|cores?|threads?|samples/s|tok/s)(?![\w]))", "#"),
     (r"# (?:B|KiB|MiB|GiB)\b", "# B"),
     (r"(?<![\w.])[+-]?\d+(?:\.\d+(?:e[+-]?\d+)?|e[+-]?\d+)k?\b", "#"),  # a fraction

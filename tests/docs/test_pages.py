@@ -83,6 +83,7 @@ def test_what_would_not_be_checked_is_refused(tmp_path: Path, text: str):
         ("checkpoint 6fbd5f42-57d1-43ac-a8fa-427c9be89cde", "checkpoint 00000000-57d1-43ac-a8fa-427c9be89cdf", True),
         ("27.5k tok/s  error +0.0 %", "998 tok/s  error -3.5 %", True),
         ("deadbeef", "feedbeef", False),
+        ("best 0.0155601", "best 0.00895948", True),
     ],
 )
 def test_times_sizes_and_fractions_are_not_compared(one: str, other: str, same: bool):

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import faulthandler
 import json
+import os
+import signal
 from importlib import metadata
 
 import pytest
@@ -60,17 +63,40 @@ def test_kernels_are_shown_by_device_and_backend():
 
 
 def test_what_cannot_be_asked_is_said(monkeypatch: pytest.MonkeyPatch):
-    def broken(*_: str) -> object:
-        raise OSError("no process")
+    def broken(*_: str) -> int:
+        raise OSError("no memory")
 
     def torn() -> object:
         raise RuntimeError("CUDA driver initialization failed")
 
-    monkeypatch.setattr(env, "_ask", broken)
+    monkeypatch.setattr(os, "memfd_create", broken)
     monkeypatch.setattr(dispatch, "report", torn)
     said = "the report could not be made: RuntimeError: CUDA driver initialization failed"
     assert [(fact.value, fact.why) for fact in env.kernels()] == [("", said)]
-    assert [fact.why for fact in env.transport()] == ["CPU ranks exchange tensors through gloo: no process"]
+    assert [fact.why for fact in env.transport()] == ["CPU ranks exchange tensors through gloo: no memory"]
+
+
+def test_a_probe_that_a_signal_ends_is_named_and_the_others_answer(monkeypatch: pytest.MonkeyPatch):
+    def broken() -> None:
+        faulthandler.disable()  # that of the tests
+        os.kill(os.getpid(), signal.SIGILL)
+
+    monkeypatch.setattr(env, "kernels", broken)
+    facts = {(fact.section, fact.name): fact for fact in collect({})}
+    assert facts["kernels", "ops"].value == ""
+    assert facts["kernels", "ops"].why == "the process that looked for it died of SIGILL (Illegal instruction)"
+    assert facts["backends", "gloo"].value == "available" and facts["disk", "offload"].value
+    assert facts["transport", "shared memory"].value and ("tools", "g++") in facts
+
+
+def test_a_probe_that_fails_is_named_with_its_traceback(capfd: pytest.CaptureFixture[str]):
+    def torn() -> list[Fact]:
+        raise RuntimeError("not foreseen")
+
+    there = Fact("b", "two", "2")
+    found = env.ask([env.Probe("a", "one", torn), env.Probe("b", "two", lambda: [there])])
+    assert found == [Fact("a", "one", "", "the process that looked for it ended with exit code 1"), there]
+    assert "RuntimeError: not foreseen" in capfd.readouterr().err
 
 
 def test_a_choice_of_kernels_that_cannot_be_had_is_quoted(monkeypatch: pytest.MonkeyPatch):

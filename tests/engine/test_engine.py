@@ -3,6 +3,7 @@ the behaviour tests."""
 
 from __future__ import annotations
 
+import functools
 import gc
 import logging
 import os
@@ -18,7 +19,7 @@ import zero_trial
 from tests.support.pool import RankFailed, RankPool
 from zero_trial.engine.engine import Engine
 from zero_trial.engine.parameter_checks import ParameterCheck
-from zero_trial.errors import TrialError
+from zero_trial.errors import ConfigError, TrialError
 
 CONFIG: dict[str, Any] = {
     "train_batch_size": 4,
@@ -129,6 +130,23 @@ def test_arguments_for_the_schedule():
     found.backward(found(torch.ones(1, 3)).sum())
     found.step()
     assert seen == [{"metrics": 1.0}, {}]
+
+
+def test_a_schedule_that_needs_a_metric_is_refused_without_one_before_anything_changes():
+    made = functools.partial(torch.optim.lr_scheduler.ReduceLROnPlateau, patience=0)
+    found = zero_trial.initialize(model=Net(), config=CONFIG, lr_scheduler=made)[0]
+    found.backward(found(torch.ones(1, 3)).sum())
+    before = {name: value.clone() for name, value in found.module_state_dict().items()}
+    with pytest.raises(ConfigError, match=r"without metrics: got ReduceLROnPlateau.*lr_kwargs=\{'metrics': \.\.\.\}"):
+        found.step()
+    assert all(torch.equal(value, before[name]) for name, value in found.module_state_dict().items())
+    assert (found.global_steps, found.micro_steps) == (0, 0)
+    rates = []
+    for loss in (1.0, 2.0):
+        found.step(lr_kwargs={"metrics": loss})
+        rates.append(found.get_lr()[0])
+        found.backward(found(torch.ones(1, 3)).sum())
+    assert rates == [0.5, 0.05]
 
 
 @pytest.mark.parametrize(("stage", "bytes_per_parameter"), [(0, 4 + 4 + 4), (2, 4 + 4 + 4), (3, 4 + 4 + 4)])

@@ -7,7 +7,7 @@
 
 Memory: a few chunks of 16 MiB, whatever the sizes of tensors and shards. Tied weights are written
 once, with the other names in the metadata; ``safetensors.torch.load_model`` and ``from_pretrained``
-tie them again.
+tie them again. Dtypes are names, as in the manifest; only weights that change theirs need torch.
 """
 
 from __future__ import annotations
@@ -17,28 +17,30 @@ import json
 import os
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from enum import Enum
 from math import prod
 from pathlib import Path
 from types import TracebackType
-from typing import Any
-
-import torch
-from safetensors.torch import save_file
+from typing import TYPE_CHECKING
 
 from zero_trial.checkpoint.format import (
-    dtype_name,
+    check_dtype,
     dtype_of,
+    is_floating,
+    item_bytes,
     safetensors_header,
     tensor_bytes,
 )
 from zero_trial.checkpoint.inventory import Inventory, StoredTensor
 from zero_trial.checkpoint.reader import CheckpointReader, Progress
+from zero_trial.checkpoint.weights import WeightsReader
 from zero_trial.checkpoint.writer import DurableFiles
 from zero_trial.errors import CheckpointError, ConfigError
 from zero_trial.util.files import replacing
+
+if TYPE_CHECKING:
+    import torch  # weights that keep their dtype do not take the second that its import takes
 
 # The plan: which tensors are written, in which dtype, into which file. Decided before anything is
 # read.
@@ -55,18 +57,22 @@ class WeightSource(Enum):
 
 @dataclass(frozen=True)
 class ExportItem:
-    """One tensor of the export. Its elements go from ``stored``'s dtype through ``through`` to
-    ``dtype``."""
+    """One tensor of the export. Its elements go from ``held`` through ``through`` to ``dtype``."""
 
     name: str
     stored: str
     shape: tuple[int, ...]
-    through: torch.dtype
-    dtype: torch.dtype
+    held: str
+    through: str
+    dtype: str
+
+    @property
+    def elements(self) -> int:
+        return prod(self.shape)
 
     @property
     def bytes(self) -> int:
-        return prod(self.shape) * self.dtype.itemsize
+        return self.elements * item_bytes(self.dtype)
 
 
 @dataclass(frozen=True)
@@ -96,7 +102,7 @@ def plan_export(
     inventory: Inventory,
     *,
     weights: WeightSource = WeightSource.MASTERS,
-    dtype: torch.dtype | None = None,
+    dtype: str | None = None,
     part: int | None = None,
     shard_bytes: int | None = None,
     where: str = "export",
@@ -146,15 +152,15 @@ def _part(inventory: Inventory, part: int | None, where: str) -> int:
     return part or 0
 
 
-def _item(held: StoredTensor, weights: WeightSource, dtype: torch.dtype | None) -> ExportItem:
-    stored = dtype_of(held.entry.dtype)
-    through = dtype_of(held.lives) if weights is WeightSource.MODEL and held.lives is not None else stored
+def _item(held: StoredTensor, weights: WeightSource, dtype: str | None) -> ExportItem:
+    stored = check_dtype(held.entry.dtype)
+    through = check_dtype(held.lives) if weights is WeightSource.MODEL and held.lives is not None else stored
     source = held.stored
     if weights is WeightSource.EMA and "ema" in held.states:  # what is not trained has none, and is its own
         source = source.removesuffix(f"param/{held.name}") + f"state/ema/{held.name}"
-        stored = through = dtype_of(held.states["ema"])
-    final = dtype if dtype is not None and stored.is_floating_point else through
-    return ExportItem(held.name, source, held.entry.shape, through, final)
+        stored = through = check_dtype(held.states["ema"])
+    final = dtype if dtype is not None and is_floating(stored) else through
+    return ExportItem(held.name, source, held.entry.shape, stored, through, final)
 
 
 def _cut(items: Iterable[ExportItem], limit: int | None) -> tuple[tuple[ExportItem, ...], ...]:
@@ -170,7 +176,7 @@ def _cut(items: Iterable[ExportItem], limit: int | None) -> tuple[tuple[ExportIt
                 room = limit
             room -= item.bytes
         shards[-1].append(item)
-    return tuple(tuple(sorted(shard, key=lambda item: -item.dtype.itemsize)) for shard in shards)
+    return tuple(tuple(sorted(shard, key=lambda item: -item_bytes(item.dtype))) for shard in shards)
 
 
 def _took(params: Iterable[StoredTensor], weights: WeightSource) -> str:
@@ -195,9 +201,9 @@ def _kinds(names: Iterable[str | None]) -> str:
     return ", ".join(name for name, _ in Counter(name for name in names if name).most_common()) or "none"
 
 
-def exported_dtype(word: str) -> torch.dtype | None:
-    """Parse ``keep``, ``fp32``, ``bf16``, ``fp16`` or torch's name."""
-    short = {"keep": None, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+def exported_dtype(word: str) -> str | None:
+    """Return the dtype of ``keep`` (None), ``fp32``, ``bf16`` or ``fp16``."""
+    short = {"keep": None, "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
     if word in short:
         return short[word]
     raise ConfigError("not a dtype of an export", where="--dtype", got=word, expected=", ".join(short))
@@ -205,7 +211,7 @@ def exported_dtype(word: str) -> torch.dtype | None:
 
 def describe_dtypes(items: Iterable[ExportItem]) -> str:
     """Format as ``float32, int64``, most frequent first."""
-    return _kinds(dtype_name(item.dtype) for item in items)
+    return _kinds(item.dtype for item in items)
 
 
 # The export itself: streamed, and whole or not there at all.
@@ -315,20 +321,34 @@ def _shard_chunks(
     yield _header(shard, plan)
     for item in shard:
         for data in stream.chunks(item.stored):
-            out = data.to(item.through).to(item.dtype)
-            if lost := _overflows(data, out):
-                overflowed[item.name] = overflowed.get(item.name, 0) + lost
-            size = out.numel() * out.element_size()
             if progress is not None:
-                progress(size)
-            # the view does not keep ``out`` alive; this frame does, until the consumer has taken
-            # the chunk
-            yield tensor_bytes(out)
-            del data, out
+                progress(len(data) // item_bytes(item.held) * item_bytes(item.dtype))
+            if item.held == item.through == item.dtype:
+                yield memoryview(data)
+            else:
+                out = _cast(data, item, overflowed)
+                # the view does not keep ``out`` alive; this frame does, until the consumer has
+                # taken the chunk
+                yield tensor_bytes(out)
+                del out
+            del data
+
+
+def _cast(data: bytearray, item: ExportItem, overflowed: dict[str, int]) -> torch.Tensor:
+    """Return a chunk in its new dtype; what overflows is counted."""
+    import torch
+
+    before = torch.frombuffer(data, dtype=dtype_of(item.held))
+    after = before.to(dtype_of(item.through)).to(dtype_of(item.dtype))
+    if lost := _overflows(before, after):
+        overflowed[item.name] = overflowed.get(item.name, 0) + lost
+    return after
 
 
 def _overflows(before: torch.Tensor, after: torch.Tensor) -> int:
     """Count the values that were finite and are not any more."""
+    import torch
+
     if before.dtype == after.dtype or not before.is_floating_point():
         return 0
     if torch.finfo(after.dtype).max >= torch.finfo(before.dtype).max or torch.isfinite(after.sum(dtype=torch.float64)):
@@ -354,7 +374,7 @@ class TensorStream:
     def __init__(self, reader: CheckpointReader, chunk_bytes: int = 1 << 24) -> None:
         self._reader = reader
         self._chunk_bytes = chunk_bytes
-        self._open: OrderedDict[str, tuple[ExitStack, Any]] = OrderedDict()
+        self._open: OrderedDict[str, WeightsReader] = OrderedDict()
 
     def __enter__(self) -> TensorStream:
         return self
@@ -363,26 +383,25 @@ class TensorStream:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         while self._open:
-            self._open.popitem()[1][0].close()
+            self._open.popitem()[1].close()
 
-    def chunks(self, name: str) -> Iterator[torch.Tensor]:
-        """Yield the elements of ``name`` from first to last, in new 1-D tensors of its dtype and at
-        most ``chunk_bytes``. Raises CheckpointError."""
+    def chunks(self, name: str) -> Iterator[bytearray]:
+        """Yield the elements of ``name`` from first to last, in new bytes of its dtype and at most
+        ``chunk_bytes`` of them. Raises CheckpointError."""
         entry = self._reader.manifest.tensors[name]
-        step = max(1, self._chunk_bytes // dtype_of(entry.dtype).itemsize)
+        step = max(1, self._chunk_bytes // item_bytes(entry.dtype))
         for piece in sorted(entry.pieces, key=lambda piece: piece.start):
             count = piece.stop - piece.start
             for start in range(0, count, step):
-                yield self._read(piece.file, piece.key, start, min(start + step, count))
+                yield self._file(piece.file).read_stored(piece.key, start, min(start + step, count))
 
-    def _read(self, file: str, key: str, start: int, stop: int) -> torch.Tensor:
-        if file not in self._open:
+    def _file(self, name: str) -> WeightsReader:
+        if name not in self._open:
             if len(self._open) >= OPEN_FILES:
-                self._open.popitem(last=False)[1][0].close()
-            stack = ExitStack()
-            self._open[file] = stack, stack.enter_context(self._reader.open_file(file))
-        self._open.move_to_end(file)
-        return self._reader.read_range(self._open[file][1], key, start, stop, file)
+                self._open.popitem(last=False)[1].close()
+            self._open[name] = WeightsReader(self._reader.folder / name)
+        self._open.move_to_end(name)
+        return self._open[name]
 
 
 # The weights of a living model as one safetensors file.
@@ -394,5 +413,7 @@ def write_weights(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Map
 
     Raises OSError or SafetensorError, and leaves nothing behind then.
     """
+    from safetensors.torch import save_file
+
     with replacing(path) as part:
         save_file(dict(tensors), str(part), metadata=dict(metadata))

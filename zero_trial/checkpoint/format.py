@@ -36,10 +36,23 @@ _SAFETENSORS = {
     "complex64": "C64",
 }
 
+_ITEM_BYTES = {"bool": 1, **{name: int(re.findall(r"[0-9]+", name)[0]) // 8 for name in _SAFETENSORS if name != "bool"}}
 
-def dtype_name(dtype: torch.dtype) -> str:
+
+def dtype_name(dtype: torch.dtype | str) -> str:
     """Return the manifest's name of a dtype: ``float32``, ``bfloat16`` ..."""
     return str(dtype).removeprefix("torch.")
+
+
+def item_bytes(name: str) -> int:
+    """Return the bytes of an element of the dtype of a manifest's name. Raises CheckpointError for
+    a name that no checkpoint holds."""
+    return _ITEM_BYTES[check_dtype(name)]
+
+
+def is_floating(name: str) -> bool:
+    """Return whether elements of the dtype of a manifest's name are real numbers."""
+    return name.startswith(("float", "bfloat"))
 
 
 def dtype_of(name: str) -> torch.dtype:
@@ -58,7 +71,7 @@ def check_dtype(name: str) -> str:
     return name
 
 
-def safetensors_name(dtype: torch.dtype) -> str:
+def safetensors_name(dtype: torch.dtype | str) -> str:
     """Return the name in the header of a safetensors file: ``F32``, ``BF16`` ..."""
     name = dtype_name(dtype)
     if name not in _SAFETENSORS:
@@ -66,29 +79,29 @@ def safetensors_name(dtype: torch.dtype) -> str:
     return _SAFETENSORS[name]
 
 
-def dtype_of_safetensors(name: str) -> torch.dtype:
-    """Return the dtype of a name in the header of a safetensors file. Raises ValueError for one
-    that is not known."""
+def name_in_safetensors(name: str) -> str:
+    """Return the manifest's name of a dtype in the header of a safetensors file. Raises ValueError
+    for one that is not known."""
     found = next((own for own, stored in _SAFETENSORS.items() if stored == name), None)
     if found is None:
         raise ValueError(f"dtype {name!r} is not one of {', '.join(_SAFETENSORS.values())}")
-    return dtype_of(found)
+    return found
 
 
 def safetensors_header(
-    tensors: Iterable[tuple[str, torch.dtype, Sequence[int]]], metadata: Mapping[str, str] | None = None
+    tensors: Iterable[tuple[str, torch.dtype | str, Sequence[int]]], metadata: Mapping[str, str] | None = None
 ) -> bytes:
     """Return what a safetensors file begins with: the header's length, and name, dtype, shape and
     place of each tensor.
 
     Args:
-        tensors: (name, dtype, shape), in the order in which their bytes follow.
+        tensors: (name, dtype or its name, shape), in the order in which their bytes follow.
         metadata: free text entries.
     """
     entries: dict[str, object] = {} if metadata is None else {"__metadata__": dict(metadata)}
     end = 0
     for name, dtype, shape in tensors:
-        start, end = end, end + prod(shape) * dtype.itemsize
+        start, end = end, end + prod(shape) * item_bytes(dtype_name(dtype))
         entries[name] = {"dtype": safetensors_name(dtype), "shape": list(shape), "data_offsets": [start, end]}
     text = json.dumps(entries).encode()
     text += b" " * (-len(text) % 8)

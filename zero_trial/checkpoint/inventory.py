@@ -9,7 +9,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from zero_trial.checkpoint.format import Manifest, TensorEntry, TensorKind, natural_order, parse_stored_name
+from zero_trial.checkpoint.format import (
+    Manifest,
+    TensorEntry,
+    TensorKind,
+    is_floating,
+    natural_order,
+    parse_stored_name,
+)
 
 
 @dataclass(frozen=True)
@@ -100,7 +107,7 @@ def take_inventory(manifest: Manifest) -> Inventory:
 def _lives(state: Mapping[str, Any], name: str, entry: TensorEntry) -> str | None:
     """Return the noted dtype; older checkpoints have only the ds_config, which names it where it
     asks for 16 bits."""
-    if not entry.dtype.startswith(("float", "bfloat")):
+    if not is_floating(entry.dtype):
         return entry.dtype
     noted = state.get("dtypes")
     if isinstance(noted, dict):

@@ -1,5 +1,5 @@
 """Read element ranges of plain weights, one safetensors file or several with an index, straight
-into tensors.
+into tensors, or as they are stored, without torch.
 
 A file is read with positioned reads, not mapped: mapped pages would count as this process's memory.
 """
@@ -12,12 +12,13 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from math import prod
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
-
-from zero_trial.checkpoint.format import dtype_of_safetensors, tensor_bytes
+from zero_trial.checkpoint.format import dtype_of, item_bytes, name_in_safetensors, tensor_bytes
 from zero_trial.errors import CheckpointError
+
+if TYPE_CHECKING:
+    import torch
 
 FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -29,7 +30,7 @@ _ALIAS = "alias:"  # metadata of our own files: another name of a tied tensor
 
 class _StoredTensor(NamedTuple):
     path: Path
-    dtype: torch.dtype
+    dtype: str
     shape: tuple[int, ...]
     place: int  # of its first byte in the file
 
@@ -76,20 +77,37 @@ class WeightsReader:
             out: (stop - start,) on any device; values are cast on the host.
             through: a dtype to which values are rounded first.
         """
+        import torch
+
         stored = self._tensors[name]
-        width = stored.dtype.itemsize
+        width, dtype = item_bytes(stored.dtype), dtype_of(stored.dtype)
         place = stored.place + start * width
-        direct = out.is_cpu and out.is_contiguous() and out.dtype == stored.dtype and through in (None, out.dtype)
+        direct = out.is_cpu and out.is_contiguous() and out.dtype == dtype and through in (None, out.dtype)
         if direct:
             self._read(stored.path, place, tensor_bytes(out))
             return
         step = _CHUNK_BYTES // width
-        chunk = torch.empty(min(step, stop - start), dtype=stored.dtype)
+        chunk = torch.empty(min(step, stop - start), dtype=dtype)
         for low in range(0, stop - start, step):
             part = chunk[: min(step, stop - start - low)]
             self._read(stored.path, place + low * width, tensor_bytes(part))
             values = part.to(through) if through is not None else part
             out[low : low + len(part)].copy_(values.to(out.dtype))
+
+    def read_stored(self, name: str, start: int, stop: int) -> bytearray:
+        """Read elements [start, stop) of the flattened tensor ``name``, new, as bytes of its own
+        dtype. Raises CheckpointError for a tensor that is not there or shorter."""
+        stored = self._tensors.get(name)
+        if stored is None:
+            raise CheckpointError(f"no entry {name}", where=str(self.source))
+        if stop > prod(stored.shape):
+            raise CheckpointError(
+                f"entry {name} is too short", where=str(self.source), got=stored.shape, expected=(stop,)
+            )
+        width = item_bytes(stored.dtype)
+        data = bytearray((stop - start) * width)
+        self._read(stored.path, stored.place + start * width, memoryview(data))
+        return data
 
     def _read_header(self, path: Path, wanted: set[str] | None) -> None:
         try:
@@ -139,9 +157,9 @@ def _damaged(path: Path, got: str) -> CheckpointError:
 def _stored(path: Path, entry: Mapping[str, Any], data: int, size: int) -> _StoredTensor:
     """Return the place of an entry of a header whose tensors begin at byte ``data``. Raises
     ValueError, TypeError or KeyError for one that cannot be."""
-    dtype, shape = dtype_of_safetensors(entry["dtype"]), tuple(map(int, entry["shape"]))
+    dtype, shape = name_in_safetensors(entry["dtype"]), tuple(map(int, entry["shape"]))
     start, stop = map(int, entry["data_offsets"])
-    if start < 0 or min(shape, default=0) < 0 or stop - start != prod(shape) * dtype.itemsize or data + stop > size:
+    if start < 0 or min(shape, default=0) < 0 or stop - start != prod(shape) * item_bytes(dtype) or data + stop > size:
         raise ValueError(f"bytes {start} to {stop} for {shape} of {dtype} in a file of {size}")
     return _StoredTensor(path, dtype, shape, data + start)
 

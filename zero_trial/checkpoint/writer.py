@@ -22,9 +22,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from hashlib import sha256
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any, Protocol
-
-import torch
+from typing import TYPE_CHECKING, Any, Protocol
 
 from zero_trial.checkpoint.format import (
     MANIFEST_NAME,
@@ -43,6 +41,9 @@ from zero_trial.checkpoint.format import (
 )
 from zero_trial.errors import CheckpointError
 from zero_trial.util.files import remove_folder, sync_folder
+
+if TYPE_CHECKING:
+    import torch  # who exports a checkpoint does not take the second that its import takes
 
 
 class Ranks(Protocol):
@@ -304,6 +305,8 @@ def _tensor_chunks(flat: torch.Tensor) -> Iterator[memoryview]:
     if flat.is_cpu:
         yield tensor_bytes(flat)
         return
+    import torch
+
     per_chunk = max(1, CHUNK_BYTES // flat.element_size())
     for start in range(0, flat.numel(), per_chunk):
         part = flat[start : start + per_chunk]

@@ -146,7 +146,7 @@ def _print_export(options: argparse.Namespace, folder: Path, plan: ExportPlan, e
         facts = {"checkpoint": str(folder), "took": plan.took, "tensors": len(plan.items), "bytes": plan.bytes}
         print(json.dumps({**facts, "files": files, "tied": dict(plan.aliases), "overflowed": exported.overflowed}))
         return
-    elements = sum(item.bytes // item.dtype.itemsize for item in plan.items)
+    elements = sum(item.elements for item in plan.items)
     print(f"from    {shown(folder)}")
     print(f"took    {plan.took}")
     kinds = describe_dtypes(plan.items)

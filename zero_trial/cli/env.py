@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import platform
 import shutil
-import subprocess
+import signal
 import sys
-from collections.abc import Mapping, Sequence
+import traceback
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib import metadata
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from zero_trial.errors import ZeroTrialError
 
@@ -21,6 +24,7 @@ _OPTIONAL = {
     "tensorboard": "needed for TensorBoard files: pip install 'zero_trial[tensorboard]'",
     "deepspeed": "only measured against, never needed: pip install 'zero_trial[bench]'",
 }
+_SHARED, _GLOO = "shared memory", "CPU ranks exchange tensors through gloo"
 _REQUIRED = ("torch", "safetensors", "PyYAML", "tqdm", "psutil", "google-re2", "attrdict3")
 
 
@@ -56,8 +60,66 @@ def _handle(options: argparse.Namespace) -> int:
 
 
 def collect(env: Mapping[str, str]) -> list[Fact]:
-    """Return all facts about this machine; imports torch."""
-    return [*versions(), *_machine(env), *_backends(), *kernels(), *transport(), *_tools()]
+    """Return all facts about this machine. What loads torch or the kernels is asked in another
+    process: on a machine on which something is wrong, it may end by a signal."""
+    probes = [
+        Probe("backends", "torch", _backends),
+        Probe("kernels", "ops", kernels),
+        Probe("disk", "offload", disk),
+    ]
+    return [*versions(), *_machine(env), *ask(probes), *transport(), *_tools()]
+
+
+class Probe(NamedTuple):
+    """A question that native code answers; section and name are those of the fact that it could not
+    be asked."""
+
+    section: str
+    name: str
+    facts: Callable[[], list[Fact]]
+
+
+def ask(probes: Sequence[Probe]) -> list[Fact]:
+    """Return the facts of all probes, which a forked process asks in turn. Where a probe ends it,
+    that is a fact, and another process asks the next ones."""
+    found: list[Fact] = []
+    while probes:
+        answered, end = _asked_by_a_child(probes)
+        found += [fact for facts in answered for fact in facts]
+        probes = probes[len(answered) :]
+        if probes:
+            found.append(Fact(probes[0].section, probes[0].name, "", f"the process that looked for it {end}"))
+            probes = probes[1:]
+    return found
+
+
+def _asked_by_a_child(probes: Sequence[Probe]) -> tuple[list[list[Fact]], str]:
+    """Return the facts of each probe that was answered, and how the process ended."""
+    reading, writing = os.pipe()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            os.close(reading)
+            gc.disable()  # this process ends soon; a tenth of the time that torch's import takes
+            with open(writing, "w", encoding="utf-8") as answers:
+                for probe in probes:
+                    print(json.dumps([asdict(fact) for fact in probe.facts()]), file=answers, flush=True)
+            code = 0
+        except Exception:
+            traceback.print_exc()
+        finally:
+            sys.stderr.flush()
+            os._exit(code)
+    os.close(writing)
+    with open(reading, encoding="utf-8") as lines:
+        answered = [[Fact(**fact) for fact in json.loads(line)] for line in lines if line.endswith("\n")]
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    if code >= 0:
+        return answered, f"ended with exit code {code}"
+    return answered, f"died of {signal.Signals(-code).name} ({signal.strsignal(-code)})"
 
 
 def versions() -> list[Fact]:
@@ -110,21 +172,30 @@ def _backends() -> list[Fact]:
 
 
 def kernels() -> list[Fact]:
-    """Return what the optimizer's kernels run as, and how offload reads and writes files."""
+    """Return what the optimizer's kernels run as."""
     try:
-        from zero_trial.ops.dispatch import as_dict, report
+        from zero_trial.ops.dispatch import refused, report
 
-        said = as_dict(report())
-    except ZeroTrialError as error:  # ZERO_TRIAL_OPS
-        return [Fact("kernels", "ops", "", str(error))]
+        return kernel_facts([asdict(line) for line in report()], refused())
     except Exception as trouble:  # any: this command is for machines on which something is wrong
-        return [Fact("kernels", "ops", "", f"the report could not be made: {type(trouble).__name__}: {trouble}")]
-    disk = said["disk"]
-    passed_over = "".join(f"; not {name}: {why}" for name, why in disk["passed_over"].items())
-    return [
-        *kernel_facts(said["ops"], said["refused"]),
-        Fact("disk", "offload", f"{disk['engine']}{passed_over}"),
-    ]
+        return [Fact("kernels", "ops", "", _could_not(trouble))]
+
+
+def disk() -> list[Fact]:
+    """Return how offload reads and writes files."""
+    try:
+        from zero_trial.ops.disk_io import report
+
+        engine, passed_over = report()
+    except Exception as trouble:
+        return [Fact("disk", "offload", "", _could_not(trouble))]
+    return [Fact("disk", "offload", engine + "".join(f"; not {name}: {why}" for name, why in passed_over.items()))]
+
+
+def _could_not(trouble: Exception) -> str:
+    if isinstance(trouble, ZeroTrialError):  # ZERO_TRIAL_OPS
+        return str(trouble)
+    return f"the report could not be made: {type(trouble).__name__}: {trouble}"
 
 
 def kernel_facts(ops: Sequence[Mapping[str, str]], refused: Mapping[str, str]) -> list[Fact]:
@@ -145,25 +216,26 @@ def kernel_facts(ops: Sequence[Mapping[str, str]], refused: Mapping[str, str]) -
 
 def transport() -> list[Fact]:
     """Return whether processes of this host can map each other's memory, as CPU ranks do to
-    exchange tensors: tried with one.
-    """
-    name, without = "shared memory", "CPU ranks exchange tensors through gloo"
+    exchange tensors: tried with one."""
     try:
         descriptor = os.memfd_create("zero_trial")
         try:
             os.write(descriptor, b"shared")
-            done = _ask("-c", f"print(open('/proc/{os.getpid()}/fd/{descriptor}', 'rb').read().decode())")
+            path = Path(f"/proc/{os.getpid()}/fd/{descriptor}")
+            return ask([Probe("transport", _SHARED, lambda: [_shared_memory(path)])])
         finally:
             os.close(descriptor)
-    except (AttributeError, OSError, subprocess.SubprocessError) as trouble:
-        return [Fact("transport", name, "", f"{without}: {trouble}")]
-    if done.stdout.strip() != "shared":
-        return [Fact("transport", name, "", f"{without}: a process may not read another's memory files")]
-    return [Fact("transport", name, "between CPU ranks of one host")]
+    except (AttributeError, OSError) as trouble:
+        return [Fact("transport", _SHARED, "", f"{_GLOO}: {trouble}")]
 
 
-def _ask(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=180, check=False)
+def _shared_memory(path: Path) -> Fact:
+    """Return whether this process may read the memory of another, a file there."""
+    try:
+        path.read_bytes()
+    except OSError as trouble:
+        return Fact("transport", _SHARED, "", f"{_GLOO}: a process may not read another's memory files: {trouble}")
+    return Fact("transport", _SHARED, "between CPU ranks of one host")
 
 
 def _tools() -> list[Fact]:

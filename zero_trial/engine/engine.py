@@ -25,6 +25,7 @@ from zero_trial.engine import loading, saving, uneven
 from zero_trial.engine.accessors import EngineAccessors
 from zero_trial.engine.backward import BackwardPasses
 from zero_trial.engine.compat import EngineMpu, rank_loader
+from zero_trial.engine.lr_schedules import require_arguments
 from zero_trial.engine.monitors import Monitor
 from zero_trial.engine.observe import COLLECTOR_PAUSE, FORWARD, STEP, Observer
 from zero_trial.engine.parameter_checks import ParameterCheck, UsedParameters
@@ -188,6 +189,7 @@ class Engine(EngineAccessors):
         self.sharded.moved.require_here("engine.step")
         self._check.before_step()
         self._used.check(self)
+        require_arguments(self._lr_scheduler, lr_kwargs)
         self.micro_steps += calls
         with self.observer.phase(STEP, self):
             self.outcome.finalize()

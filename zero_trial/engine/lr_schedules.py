@@ -12,6 +12,7 @@ import inspect
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from typing import Any, Protocol
 
 import torch
@@ -382,6 +383,32 @@ def build_scheduler(name: str, params: Mapping[str, Any] | None, optimizer: Any)
         return rule(optimizer, **given)
     except TypeError as refusal:
         raise ConfigError(f"{name} cannot use its parameters", where=WHERE, got=str(refusal)) from refusal
+
+
+def require_arguments(lr_scheduler: Any, given: Mapping[str, Any]) -> None:
+    """Raise ConfigError where the scheduler's ``step`` needs an argument that is not ``given``, as
+    that of ReduceLROnPlateau does: after the update it would be too late."""
+    missing = [name for name in _required(getattr(type(lr_scheduler), "step", None)) if name not in given]
+    if missing:
+        kind = type(lr_scheduler).__name__
+        entries = ", ".join(f"{name!r}: ..." for name in missing)
+        raise ConfigError(
+            f"the LR scheduler cannot be stepped without {', '.join(missing)}",
+            where="engine.step",
+            got=f"{kind} and lr_kwargs with {', '.join(given) or 'nothing'}",
+            fix=f"Call engine.step(lr_kwargs={{{entries}}}), or leave it out of initialize() and step it yourself, after a validation.",
+        )
+
+
+@cache
+def _required(step: Any) -> tuple[str, ...]:
+    """Return the arguments of a method that have no default."""
+    try:
+        _, *parameters = inspect.signature(step).parameters.values()
+    except (TypeError, ValueError):  # none, or not written in Python
+        return ()
+    varying = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return tuple(each.name for each in parameters if each.default is each.empty and each.kind not in varying)
 
 
 def torch_scheduler_names() -> list[str]:

@@ -155,9 +155,10 @@ def check_imports(entrypoint: Entrypoint, model_dir: Path) -> None:
     path = entrypoint.file(model_dir)
     if path is None:
         return
-    source = _read_source(path, str(path))
-    if _SEARCH.search(path.read_text(encoding="utf-8")):
+    text = _read_text(path, str(path))
+    if _SEARCH.search(text):
         return
+    source = _parsed(text, path, str(path))
     for node in source.body:
         if not _leaves_search(node):
             return
@@ -238,14 +239,23 @@ def _bare(tree: ast.AST, names: set[str]) -> bool:
 def _read_source(path: Path, shown: str) -> ast.Module:
     """Return the syntax tree of a file. Raises ConfigError with ``shown``, the file's name in
     messages, and the line for a syntax error."""
+    return _parsed(_read_text(path, shown), path, shown)
+
+
+def _read_text(path: Path, shown: str) -> str:
     try:
-        return ast.parse(path.read_text(encoding="utf-8"), str(path))
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"not UTF-8: {error.reason} at byte {error.start}", where=shown) from None
+
+
+def _parsed(text: str, path: Path, shown: str) -> ast.Module:
+    try:
+        return ast.parse(text, str(path))
     except SyntaxError as error:
         raise ConfigError(
             f"not Python: {error.msg}", where=f"{shown}:{error.lineno}", got=repr((error.text or "").strip()[:80])
         ) from None
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"not UTF-8: {error.reason} at byte {error.start}", where=shown) from None
     except (MemoryError, RecursionError, ValueError) as error:
         raise ConfigError(f"Python's own parser does not take it: {type(error).__name__}", where=shown) from None
 

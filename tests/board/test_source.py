@@ -222,19 +222,33 @@ def test_a_trial_without_values_of_a_metric_has_no_curve_of_it(tmp_path: Path) -
 
 
 def test_many_trials_are_read_at_once_as_each_by_itself(tmp_path: Path) -> None:
-    """Reports that alternate, that come out of order or twice, and those without the metric."""
+    """Reports that alternate, that come out of order or twice, and those without the metric; and
+    what is new since the last look."""
     directory = samples.store(tmp_path / "master")
-    database, many, single = Database(directory.database), StoreCurves(), StoreCurves()
+    database, many = Database(directory.database), StoreCurves()
     with database.transaction() as connection:
         known = trials.of_experiment(connection, 1)
         for step in (900, 910, 905, 910, 920):
             for place, trial in enumerate(known):
                 values = {"other": 1} if step == 920 and place else {"loss": step + place / 7}
                 metrics.add(connection, MetricReport(trial.id, 1, "training", step, values, reported=step))
-    with database.reading() as connection:
-        many.ahead(connection, known, "training", "loss", goal=False)
-        for trial in known:
-            found = many.group(connection, trial, "training", "loss")["loss"].series("loss")
-            assert found == single.group(connection, trial, "training", "loss")["loss"].series("loss")
-            assert 905.0 in found.steps and found.steps == tuple(sorted(set(found.steps)))
+    for step in (930, 925):
+        with database.reading() as connection:
+            many.refresh(connection)
+            many.ahead(connection, known, "training", "loss", goal=False)
+            asked: list[str] = []
+            connection.set_trace_callback(asked.append)
+            curves = [many.group(connection, trial, "training", "loss")["loss"] for trial in known]
+            connection.set_trace_callback(None)
+            assert step == 930 or not asked
+            for trial, curve in zip(known, curves, strict=True):
+                found, single = curve.series("loss"), StoreCurves()
+                single.refresh(connection)
+                assert found == single.group(connection, trial, "training", "loss")["loss"].series("loss")
+                assert 905.0 in found.steps and found.steps == tuple(sorted(set(found.steps)))
+                assert (930.0 in found.steps) is (step == 925)
+        with database.transaction() as connection:
+            for place, trial in enumerate(known):
+                values = {"loss": step + place / 7}
+                metrics.add(connection, MetricReport(trial.id, 1, "training", step, values, reported=step))
     database.close()

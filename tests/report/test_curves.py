@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import math
-import sqlite3
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zero_trial.master.store.database import dumps
 from zero_trial.report.curves import Curve, curve, thinned
-from zero_trial.report.store_curves import _numbers, _Read, _values
-from zero_trial.runs.records import is_finite
 
 
 def test_values_come_in_any_order_and_the_later_counts() -> None:
@@ -61,43 +57,3 @@ def test_a_pixel_is_a_span_of_steps_and_not_a_number_of_points() -> None:
     assert drawn.steps == pytest.approx((49.5, 950.0))
     assert drawn.low == (0.0, 900.0) and drawn.high == (99.0, 1000.0)
     assert thinned(drawn, 10) == drawn
-
-
-@pytest.mark.parametrize("name", ["loss", 'x"loss', "ü", "a\\", "(.*)"])
-def test_a_metric_is_found_without_reading_the_rest_as_it_is_with_it(name: str) -> None:
-    plain = [{"other": 1, name: 0.5}, {name: -2}, {"text": f'"{name}":7,', name: 1e-7, "last": True}]
-    for more in (
-        {name: 10**60},
-        {name: 10**400},
-        {name: math.nan},
-        {name: "1.5"},
-        {name: None},
-        {"without": 1},
-        {"inner": {name: 3}},
-        {f'"{name}': 4},
-        {f'{{"{name}': 4, name: 5},
-    ):
-        for reports in (plain, [*plain, more]):
-            wanted = [value if is_finite(value := each.get(name)) else None for each in reports]
-            assert _numbers(",".join(map(dumps, reports)), len(reports), name) == wanted
-
-
-@pytest.mark.skipif(not hasattr(sqlite3.Connection, "setlimit"), reason="limits can be set from Python 3.11 on")
-def test_more_than_sqlite_joins_is_read_in_parts() -> None:
-    connection = sqlite3.connect(":memory:")
-    connection.execute("CREATE TABLE metrics (id INTEGER PRIMARY KEY, trial_id, grp, steps, archived, metrics)")
-    rows = [(number % 2 + 1, "training", number, dumps({"a": float(number), "b": "x" * 100})) for number in range(40)]
-    connection.executemany("INSERT INTO metrics (trial_id, grp, steps, archived, metrics) VALUES (?, ?, ?, 0, ?)", rows)
-    found: dict[int, list[float]] = {1: [], 2: []}
-
-    def read() -> None:
-        for number, steps, values in _values(connection, (1, 40), {1: _Read(1), 2: _Read(1)}, "training", "a"):
-            assert list(steps) == list(values)
-            found[number].extend(values)
-
-    connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, 1000)
-    read()
-    assert found == {1: [float(number) for number in range(0, 40, 2)], 2: [float(number) for number in range(1, 40, 2)]}
-    connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, 50)  # less than one report
-    with pytest.raises(sqlite3.DataError):
-        read()

@@ -1,25 +1,21 @@
-"""Curves of trials out of a master's store, each read once and then only what is new."""
+"""Curves of trials out of a master's store: at first the points that it keeps, then only what is
+new."""
 
 from __future__ import annotations
 
 import itertools
-import json
-import re
 import sqlite3
 import time
-from array import array
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from zero_trial.master.records import MetricReport, Trial
 from zero_trial.master.store import metrics
+from zero_trial.master.store.database import loads
 from zero_trial.report.curves import FORGET_SECONDS, Curve
 from zero_trial.runs.records import is_finite
-
-_CHUNK = 20_000  # reports that are read at once
-_SPREAD = 4  # of so many reports in a row one at least must be wanted, or each trial is read by itself
 
 
 @dataclass
@@ -100,20 +96,28 @@ class StoreCurves:
     ) -> Mapping[str, Curve]:
         """Return the metrics of a group by name, or ``only`` one of them."""
         held = self._held(trial, group, "all" if only is None else f"only {only}")
-        rows = self._rows(connection, trial, group, held, "metrics")
-        joined = ",".join(row[2] for row in rows)
-        found = {only: _numbers(joined, len(rows), only)} if only is not None else _all_numbers(joined)
-        for name, values in found.items():
-            _add(held, name, rows, values)
+        since = metrics.BEFORE_ALL if held.last else self._read_kept(connection, trial, group, held, only)
+        rows = self._rows(connection, trial, group, held, "metrics", since)
+        reports = _parsed(rows)
+        for name in dict.fromkeys(name for each in reports for name in each) if only is None else (only,):
+            _add(held, name, rows, [value if is_finite(value := each.get(name)) else None for each in reports])
         return held.curves
+
+    def _read_kept(
+        self, connection: sqlite3.Connection, trial: Trial, group: str, held: _Read, only: str | None
+    ) -> tuple[int, int]:
+        """Read the points that the store keeps; return the report up to which they are."""
+        points, until = metrics.kept_points(connection, trial.id, group, only)
+        for name, (steps, values) in points.items():
+            held.add(name, steps, values)
+        held.highest = max(held.highest, until[0])
+        return until
 
     def ahead(
         self, connection: sqlite3.Connection, trials: Sequence[Trial], group: str, name: str, *, goal: bool
     ) -> None:
-        """Read one metric of many trials at once, so that ``goal`` or ``group`` finds it read.
-
-        Reports of trials that train at the same time alternate in the store: to read them in the
-        order in which they came takes a fraction of the time of reading each trial's by itself.
+        """Read what is new of one metric of many trials at once, so that ``goal`` or ``group``
+        finds it read: one query, where each of the trials would need its own.
 
         Args:
             goal: whether it is the searcher's metric.
@@ -121,37 +125,20 @@ class StoreCurves:
         behind: dict[int, dict[int, _Read]] = defaultdict(dict)
         for trial in trials:
             held = self._held(trial, group, "goal" if goal else f"only {name}")
-            if not held.last or self._newest_of.get(trial.id, 0) > held.last:
+            if held.last and self._newest_of.get(trial.id, 0) > held.last:
                 behind[held.last][trial.id] = held
-            else:
-                held.last = self._end
         for last, of in behind.items():
-            span = self._span(connection, group, of, last)
-            if span is None:
-                continue
-            for first in range(span[0], span[1] + 1, _CHUNK):
-                within = first, min(first + _CHUNK - 1, span[1])
-                for number, steps, values in (_goals if goal else _values)(connection, within, of, group, name):
-                    of[number].add(name, steps, values)
+            found: dict[int, tuple[list[int], list[float]]] = defaultdict(lambda: ([], []))
+            rows = connection.execute(_NEW, (last, self._end, min(of), max(of), group))
+            for number, step, text, searched in rows:
+                value = searched if goal else loads(text).get(name)
+                if number in of and is_finite(value):
+                    found[number][0].append(step)
+                    found[number][1].append(value)
+            for number, (steps, values) in found.items():
+                of[number].add(name, steps, values)
             for held in of.values():
                 held.last = self._end
-
-    def _span(
-        self, connection: sqlite3.Connection, group: str, of: Mapping[int, _Read], last: int
-    ) -> tuple[int, int] | None:
-        """Return the first and the last report among which those of some trials are; None where
-        they are few among others."""
-        if last:
-            return last + 1, self._end
-        counted = [
-            connection.execute(
-                "SELECT count(*), min(id) FROM metrics INDEXED BY metrics_trial WHERE trial_id = ? AND grp = ?",
-                (number, group),
-            ).fetchone()
-            for number in of
-        ]
-        count, first = sum(row[0] for row in counted), min((row[1] for row in counted if row[0]), default=0)
-        return (first, self._end) if self._end - first < _SPREAD * count else None
 
     def measured(
         self, connection: sqlite3.Connection, trial: Trial, unit: str, metric: str
@@ -160,7 +147,7 @@ class StoreCurves:
         had trained in ``unit``, and the metric, or NaN."""
         held = self._held(trial, "validation", f"measured {unit}")
         rows = self._rows(connection, trial, "validation", held, "metrics")
-        for (number, _, _), values in zip(rows, _parsed(",".join(row[2] for row in rows)), strict=True):
+        for (number, _, _), values in zip(rows, _parsed(rows), strict=True):
             if is_finite(values.get(unit)) and metric in values:
                 value = values[metric]
                 held.measured.append((number, float(values[unit]), float(value) if is_finite(value) else float("nan")))
@@ -175,18 +162,25 @@ class StoreCurves:
         return held
 
     def _rows(
-        self, connection: sqlite3.Connection, trial: Trial, group: str, held: _Read, column: str
+        self,
+        connection: sqlite3.Connection,
+        trial: Trial,
+        group: str,
+        held: _Read,
+        column: str,
+        since: tuple[int, int] = metrics.BEFORE_ALL,
     ) -> Sequence[tuple[int, int, Any]]:
-        """Return number, steps and a column of the reports that are new, by steps."""
+        """Return number, steps and a column of the reports that are new and come after ``since``, a
+        report's steps and number; by steps."""
         after, held.last = held.last, self._end
         if after and self._newest_of.get(trial.id, 0) <= after:
             return ()
         cursor = connection.cursor()
         cursor.row_factory = None
         rows = cursor.execute(
-            f"SELECT id, steps, {column} FROM metrics WHERE trial_id = ? AND grp = ? AND archived = 0 AND steps IS NOT NULL AND id > ? "
-            "ORDER BY steps, id",
-            (trial.id, group, after),
+            f"SELECT id, steps, {column} FROM metrics WHERE trial_id = ? AND grp = ? AND (steps, id) > (?, ?) "
+            "AND archived = 0 AND id > ? ORDER BY steps, id",
+            (trial.id, group, *since, after),
         ).fetchall()
         if rows:
             held.highest = max(held.highest, rows[-1][1])
@@ -200,6 +194,12 @@ def _report(connection: sqlite3.Connection, where: str, *values: int) -> tuple[A
     return None if found is None else tuple(found)
 
 
+def _parsed(rows: Sequence[tuple[int, int, str]]) -> list[Mapping[str, Any]]:
+    """Return the metrics of reports: one text of all of them is read in half of the time."""
+    found: list[Mapping[str, Any]] = loads(f"[{','.join(row[2] for row in rows)}]")
+    return found
+
+
 def _add(held: _Read, name: str, rows: Sequence[tuple[int, int, Any]], values: Sequence[float | None]) -> None:
     """Add the values that there are, one of each row."""
     known = [(row[1], value) for row, value in zip(rows, values, strict=True) if value is not None]
@@ -207,91 +207,10 @@ def _add(held: _Read, name: str, rows: Sequence[tuple[int, int, Any]], values: S
         held.add(name, [step for step, _ in known], [value for _, value in known])
 
 
-_WITHIN = (
-    "FROM metrics NOT INDEXED WHERE id BETWEEN ? AND ? AND trial_id BETWEEN ? AND ? "
-    "AND grp = ? AND archived = 0 AND steps IS NOT NULL"
+_NEW = (
+    "SELECT trial_id, steps, metrics, searcher_metric FROM metrics NOT INDEXED WHERE id > ? AND id <= ? "
+    "AND trial_id BETWEEN ? AND ? AND grp = ? AND archived = 0 AND steps IS NOT NULL"
 )
-
-Piece = tuple[int, Sequence[float], Sequence[float]]  # of a trial's curve: its number, steps and values
-
-
-def _goals(
-    connection: sqlite3.Connection, within: tuple[int, int], of: Mapping[int, _Read], group: str, name: str
-) -> Iterator[Piece]:
-    """Yield the searcher's metric in the reports of two numbers and between, trial by trial."""
-    query = f"SELECT trial_id, steps, searcher_metric {_WITHIN} AND searcher_metric IS NOT NULL"
-    found: dict[int, tuple[list[int], list[float]]] = defaultdict(lambda: ([], []))
-    for number, step, value in connection.execute(query, (*within, min(of), max(of), group)):
-        found[number][0].append(step)
-        found[number][1].append(value)
-    for number in found.keys() & of.keys():
-        yield number, *found[number]
-
-
-def _values(
-    connection: sqlite3.Connection, within: tuple[int, int], of: Mapping[int, _Read], group: str, name: str
-) -> Iterator[Piece]:
-    """Yield a metric as `_goals` does. Reports are joined by SQLite and cut by numpy, which
-    takes half of the time of a row for each."""
-    import numpy as np
-
-    columns = "count(*), group_concat(trial_id), group_concat(steps), group_concat(metrics)"
-    # a range of the table's own key is read in its order
-    query = f"SELECT {columns} {_WITHIN}"
-    try:
-        count, *joined = connection.execute(query, (*within, min(of), max(of), group)).fetchone()
-    except sqlite3.DataError:  # more than SQLite joins
-        start, end = within
-        if start == end:
-            raise
-        for half in (start, (start + end) // 2), ((start + end) // 2 + 1, end):
-            yield from _values(connection, half, of, group, name)
-        return
-    if not count:
-        return
-    numbers, steps = (np.fromstring(text, dtype=np.int64, sep=",") for text in joined[:2])
-    values = np.array(_numbers(joined[2], count, name), dtype=np.float64)
-    order = np.argsort(numbers, kind="stable")
-    order = order[np.isfinite(values[order])]
-    if not len(order):
-        return
-    numbers, steps, values = numbers[order], steps[order].astype(np.float64), values[order]
-    firsts = np.flatnonzero(np.diff(numbers, prepend=-1))
-    for first, end in zip(firsts, [*firsts[1:], len(numbers)], strict=True):
-        number = int(numbers[first])
-        if number in of:
-            yield number, array("d", steps[first:end].tobytes()), array("d", values[first:end].tobytes())
-
-
-def _numbers(joined: str, count: int, name: str) -> list[float | None]:
-    """Return a metric of each of ``count`` reports, whose texts are joined by commas; None where it
-    is not a finite number.
-
-    If each report has the metric once, as a number and not within another value, the numbers are
-    found without reading the rest, which takes a quarter of the time.
-    """
-    key = f"{json.dumps(name)}:"
-    # within a text, a quote is preceded by a backslash
-    if joined.count("{") == count and f"\\{key}" not in joined:
-        found = re.findall(rf"{re.escape(key)}(-?[0-9][0-9.eE+-]{{0,40}})[,}}]", joined)
-        if len(found) == count:
-            return list(map(float, found))
-    return [value if is_finite(value := each.get(name)) else None for each in _parsed(joined)]
-
-
-def _all_numbers(joined: str) -> dict[str, list[float | None]]:
-    """Return every metric of the reports by name, as `_numbers` returns one."""
-    values = _parsed(joined)
-    return {
-        str(name): [value if is_finite(value := each.get(name)) else None for each in values]
-        for name in dict.fromkeys(name for each in values for name in each)
-    }
-
-
-def _parsed(joined: str) -> list[Mapping[str, Any]]:
-    """Return the metrics of reports: one text of all of them is read in half of the time."""
-    found: list[Mapping[str, Any]] = json.loads(f"[{joined}]")
-    return found
 
 
 _END = "SELECT run_id, steps, reported FROM metrics WHERE trial_id = ? AND grp = 'training' AND archived = 0 AND steps IS NOT NULL"

@@ -7,6 +7,7 @@ import math
 import sqlite3
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,9 @@ import pytest
 
 from zero_trial.master.records import Checkpoint, CheckpointState, MetricReport, Trial, TrialState
 from zero_trial.master.store import Database, checkpoints, metrics, trials
+from zero_trial.master.store.database import MIGRATIONS, insert
 from zero_trial.master.store.metrics import extend, kind_of
+from zero_trial.runs.records import is_finite
 
 
 @pytest.fixture
@@ -136,6 +139,51 @@ def fresh(connection: sqlite3.Connection) -> dict[str, Any]:
     return found
 
 
+def drawn(connection: sqlite3.Connection, group: str = "training") -> dict[str, list[tuple[float, float]]]:
+    """Return the points of trial 1 as a reader gets them: those that are kept, and those of the
+    reports after them."""
+    kept, until = metrics.kept_points(connection, 1, group)
+    found = {name: list(zip(*points, strict=True)) for name, points in kept.items()}
+    for item in metrics.of_trial(connection, 1, group):
+        if (item.steps_completed, item.id) > until:
+            add_points(found, item)
+    return {name: points for name, points in found.items() if points}
+
+
+def add_points(found: dict[str, list[tuple[float, float]]], item: MetricReport) -> None:
+    for name, value in item.metrics.items():
+        if is_finite(value):
+            found.setdefault(name, []).append((float(item.steps_completed or 0), float(value)))
+
+
+def reported(connection: sqlite3.Connection, group: str = "training") -> dict[str, list[tuple[float, float]]]:
+    """Return the points of trial 1 as the reports alone give them."""
+    found: dict[str, list[tuple[float, float]]] = {}
+    for item in metrics.of_trial(connection, 1, group):
+        add_points(found, item)
+    return found
+
+
+def test_points_are_kept_of_what_can_be_drawn(connection: sqlite3.Connection) -> None:
+    odd: list[Any] = [True, None, "x", "NaN", math.nan, math.inf, 10**400, {"a": 1}, [2], 10**40]
+    for count in range(1, 150):
+        values = {"loss": count / 7, "odd": odd[count % len(odd)], "\ud800": 1, **({"late": 1} if count > 90 else {})}
+        metrics.add(connection, report(count // 2 - 3 * (count % 50 == 49), **values))
+        metrics.add(connection, report(count, "validation", val=count / 3))
+        assert count % 20 or drawn(connection) == reported(connection)
+    kept, (steps, _) = metrics.kept_points(connection, 1, "training")
+    assert len(kept["loss"][0]) > 100 and steps > 50
+    assert drawn(connection, "validation") == reported(connection, "validation")
+    only, _ = metrics.kept_points(connection, 1, "training", "\ud800")
+    assert only == {"\ud800": kept["\ud800"]}
+    metrics.archive_after(connection, 1, 40)
+    assert drawn(connection) == reported(connection) and drawn(connection)["loss"][-1][0] == 40
+    metrics.add(connection, report(70, loss=1.0))
+    metrics.keep_summary(connection, 1)
+    assert metrics.kept_points(connection, 1, "training")[1][0] == 70
+    assert drawn(connection) == reported(connection)
+
+
 def test_a_summary_is_written_once_for_many_reports(connection: sqlite3.Connection) -> None:
     written: list[str] = []
     connection.set_trace_callback(lambda sql: written.append(sql) if sql.startswith("REPLACE INTO summaries") else None)
@@ -238,3 +286,29 @@ def test_the_last_value_is_that_of_the_newest_report():
 )
 def test_types(value: Any, kind: str):
     assert kind_of(value) == kind and summary(value)["type"] == kind
+
+
+def test_reports_of_an_older_store_get_their_points(tmp_path: Path) -> None:
+    with closing(sqlite3.connect(tmp_path / "db", isolation_level=None)) as old:
+        for step in MIGRATIONS[:8]:
+            old.executescript(step)
+        old.execute("PRAGMA user_version = 8")
+        insert(old, "trials", vars_of(Trial(1, 1, "a", "a", TrialState.ACTIVE, {}, 1, 0.0)))
+        for steps in range(5):
+            values = {"trial_id": 1, "run_id": 1, "grp": "training", "steps": steps, "metrics": '{"loss":2.5}'}
+            insert(old, "metrics", {**values, "reported": 0.0})
+        old.execute("""INSERT INTO summaries VALUES (1, 'training', 4, '{"loss":{}}', 5)""")
+    database = Database(tmp_path / "db")
+    with database.transaction() as connection:
+        assert drawn(connection) == reported(connection)  # also before they are made
+        metrics.fill_summaries(connection)
+        kept, until = metrics.kept_points(connection, 1, "training")
+        assert len(kept["loss"][0]) == 5 and until == (4, 5)
+        assert drawn(connection) == reported(connection)
+    database.close()
+
+
+def vars_of(trial: Trial) -> dict[str, Any]:
+    """Return the columns of a trial that the store needs."""
+    names = ("id", "experiment_id", "request_id", "task_id", "state", "hparams", "seed", "created")
+    return {name: getattr(trial, name) for name in names}

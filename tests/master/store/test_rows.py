@@ -94,7 +94,7 @@ def test_nothing_is_left_of_one_that_is_erased(connection: sqlite3.Connection) -
     experiments.erase(connection, first)
     assert experiments.get(connection, first) is None and experiments.context(connection, first) is None
     assert trials.of_experiment(connection, first) == []
-    for table in ("metrics", "summaries"):
+    for table in ("metrics", "summaries", "points"):
         assert [row[0] for row in connection.execute(f"SELECT DISTINCT trial_id FROM {table}")] == [kept]
     assert put(connection) > second  # numbers are not used again
 

@@ -242,6 +242,17 @@ MIGRATIONS: tuple[str, ...] = (
     ALTER TABLE summaries ADD COLUMN newest INTEGER NOT NULL DEFAULT 0;
     UPDATE summaries SET newest = (SELECT coalesce(max(id), 0) FROM metrics);
     """,
+    """
+    CREATE TABLE points (
+        trial_id INTEGER NOT NULL,
+        grp TEXT NOT NULL,
+        name TEXT NOT NULL,
+        newest INTEGER NOT NULL,
+        points BLOB NOT NULL,
+        PRIMARY KEY (trial_id, grp, name, newest)
+    ) WITHOUT ROWID;
+    DELETE FROM summaries;
+    """,
 )
 
 

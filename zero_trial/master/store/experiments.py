@@ -125,7 +125,7 @@ def to_collect(connection: sqlite3.Connection) -> list[int]:
 def erase(connection: sqlite3.Connection, number: int) -> None:
     """Delete an experiment and all that belongs to it."""
     trials = "SELECT id FROM trials WHERE experiment_id = ?"
-    for table in ("metrics", "summaries"):
+    for table in ("metrics", "summaries", "points"):
         connection.execute(f"DELETE FROM {table} WHERE trial_id IN ({trials})", (number,))
     connection.execute(
         "DELETE FROM tokens WHERE allocation_id IN (SELECT id FROM allocations WHERE experiment_id = ?)", (number,)

@@ -3,7 +3,9 @@ min, max, sum, mean, last value).
 
 The summary of a group is kept beside its reports, without the newest few: who asks for it adds
 them. So a report costs little more than its own row, and a table of a thousand trials reads a
-thousand summaries, of ended trials no report.
+thousand summaries, of ended trials no report. With each summary the points of its metrics are
+kept, 8 bytes for each and as many for its step, which is that of all metrics of a report, so that a
+curve is drawn without reading the reports.
 
 A value that is not a number (NaN) stays visible: min, max, sum and mean are NaN from then on.
 Values of two types make a metric a "string", without numbers; and the last value of a metric that
@@ -12,11 +14,15 @@ the newest report does not have is null.
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 import sqlite3
-from collections.abc import Mapping
-from typing import Any
+import struct
+import sys
+from array import array
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TypeAlias
 
 from zero_trial.master.records import MetricReport, as_number
 from zero_trial.master.store.database import dumps, loads, record
@@ -128,7 +134,8 @@ _SINCE = """
     SELECT id, steps, metrics FROM metrics WHERE trial_id = ? AND grp = ? AND (steps, id) > (?, ?) AND archived = 0
     ORDER BY steps, id
 """
-_FIRST = -(1 << 62)  # less than any number of steps
+BEFORE_ALL = (-(1 << 62), 0)
+"""Steps and number of a report before all others."""
 
 
 def _follow(connection: sqlite3.Connection, trial_id: int, group: str, steps: int) -> None:
@@ -141,18 +148,88 @@ def _follow(connection: sqlite3.Connection, trial_id: int, group: str, steps: in
 
 
 def _keep(connection: sqlite3.Connection, trial_id: int, group: str) -> None:
-    """Keep the summary of a group with all its reports."""
+    """Keep the summary of a group with all its reports, and the points of its curves."""
     row = connection.execute(
         "SELECT steps, newest, summary FROM summaries WHERE trial_id = ? AND grp = ?", (trial_id, group)
     ).fetchone()
-    found, steps, newest = ({}, _FIRST, 0) if row is None else (loads(row["summary"]), row["steps"], row["newest"])
-    reports = connection.execute(_SINCE, (trial_id, group, steps, newest)).fetchall()
+    found, *kept = ({}, *BEFORE_ALL) if row is None else (loads(row["summary"]), row["steps"], row["newest"])
+    reports = connection.execute(_SINCE, (trial_id, group, *kept)).fetchall()
     if reports:
-        extend(found, *(loads(each["metrics"]) for each in reports))
+        values = [loads(each["metrics"]) for each in reports]
+        extend(found, *values)
+        steps, newest = reports[-1]["steps"], reports[-1]["id"]
         connection.execute(
-            "REPLACE INTO summaries VALUES (?, ?, ?, ?, ?)",
-            (trial_id, group, reports[-1]["steps"], dumps(found), reports[-1]["id"]),
+            "REPLACE INTO summaries VALUES (?, ?, ?, ?, ?)", (trial_id, group, steps, dumps(found), newest)
         )
+        columns = _columns([each["steps"] for each in reports], values)
+        connection.executemany(
+            "INSERT INTO points VALUES (?, ?, ?, ?, ?)",
+            [(trial_id, group, name, newest, _packed(column)) for name, column in columns.items()],
+        )
+
+
+_STEPS = "null"  # the name of the column of steps: names of metrics are JSON texts
+
+
+def _columns(steps: Sequence[int], reports: Sequence[Mapping[str, Any]]) -> dict[str, list[float]]:
+    """Return the reports' steps and the values of each metric, NaN where there is none that can be
+    drawn."""
+    found: dict[str, list[float]] = {}
+    for place, values in enumerate(reports):
+        for name, value in values.items():
+            number = as_number(value)
+            if number is not None and math.isfinite(number):
+                found.setdefault(name, [math.nan] * len(steps))[place] = number
+    return {_STEPS: [float(step) for step in steps], **{dumps(name): column for name, column in found.items()}}
+
+
+def _packed(column: Sequence[float]) -> bytes:
+    """Return the numbers as little-endian doubles."""
+    return struct.pack(f"<{len(column)}d", *column)
+
+
+def _unpacked(pieces: Iterable[bytes]) -> array[float]:
+    found = array("d", b"".join(pieces))
+    if sys.byteorder == "big":
+        found.byteswap()
+    return found
+
+
+Points: TypeAlias = "tuple[array[float], array[float]]"
+"""Steps and values of a curve."""
+
+
+def kept_points(
+    connection: sqlite3.Connection, trial_id: int, group: str, name: str | None = None
+) -> tuple[dict[str, Points], tuple[int, int]]:
+    """Return the points of the group's metrics, or of one, by steps, and the report up to which
+    they are: its steps and its number. Reports after it are read by themselves."""
+    until = connection.execute(
+        "SELECT steps, newest FROM summaries WHERE trial_id = ? AND grp = ?", (trial_id, group)
+    ).fetchone()
+    if until is None:
+        return {}, BEFORE_ALL
+    only, asked = ("", ()) if name is None else ("AND name IN (?, ?)", (_STEPS, dumps(name)))
+    rows = connection.execute(
+        f"SELECT name, newest, points FROM points WHERE trial_id = ? AND grp = ? {only} ORDER BY name, newest",
+        (trial_id, group, *asked),
+    )
+    pieces: dict[str, dict[int, bytes]] = {_STEPS: {}}
+    for column, newest, points in rows:
+        pieces.setdefault(column, {})[newest] = points
+    steps = pieces.pop(_STEPS)
+    found: dict[str, Points] = {}
+    for column, values in pieces.items():
+        found[loads(column)] = _present(_unpacked(steps[newest] for newest in values), _unpacked(values.values()))
+    return found, (until["steps"], until["newest"])
+
+
+def _present(steps: array[float], values: array[float]) -> Points:
+    """Return the points without those whose value is NaN."""
+    if not math.isnan(sum(values)):
+        return steps, values
+    there = [not math.isnan(value) for value in values]
+    return array("d", itertools.compress(steps, there)), array("d", itertools.compress(values, there))
 
 
 def keep_summary(connection: sqlite3.Connection, trial_id: int) -> None:
@@ -162,8 +239,9 @@ def keep_summary(connection: sqlite3.Connection, trial_id: int) -> None:
 
 
 def _summarize_again(connection: sqlite3.Connection, trial_id: int) -> None:
-    """Make the summary of a trial from its reports."""
-    connection.execute("DELETE FROM summaries WHERE trial_id = ?", (trial_id,))
+    """Make the summary of a trial and its points from its reports."""
+    for table in ("summaries", "points"):
+        connection.execute(f"DELETE FROM {table} WHERE trial_id = ?", (trial_id,))
     groups = connection.execute(
         "SELECT DISTINCT grp FROM metrics WHERE trial_id = ? AND archived = 0 AND steps IS NOT NULL", (trial_id,)
     )
@@ -172,7 +250,8 @@ def _summarize_again(connection: sqlite3.Connection, trial_id: int) -> None:
 
 
 def fill_summaries(connection: sqlite3.Connection) -> None:
-    """Make the summaries that are missing: those of reports that an older release has stored."""
+    """Make the summaries and points that are missing: those of reports that an older release has
+    stored."""
     rows = connection.execute(
         "SELECT id FROM trials WHERE NOT EXISTS (SELECT 1 FROM summaries WHERE trial_id = trials.id) AND EXISTS "
         "(SELECT 1 FROM metrics WHERE trial_id = trials.id AND steps IS NOT NULL AND archived = 0)"

@@ -126,6 +126,7 @@ def erase(connection: sqlite3.Connection, number: int) -> None:
     for table, column in (
         ("metrics", "trial_id"),
         ("summaries", "trial_id"),
+        ("points", "trial_id"),
         ("allocations", "trial_id"),
         ("trials", "id"),
     ):

@@ -85,7 +85,7 @@ ARROWS: Mapping[str, set[str]] = {
         *("report", "board", "experiment", "ds_config", "schema", "errors", "__init__"),
         "sharding.plan",  # the plan of a stage, which is pure: a schedule is drawn without torch
         "stand_in",  # its tables, for `launch` and the reference page
-        "ops.dispatch",  # what each op runs as, for `env`
+        *("ops.dispatch", "ops.disk_io"),  # what each op runs as, and how files are read, for `env`
     },
 }
 

@@ -480,6 +480,38 @@ def test_autograd_grad_leaves_the_gradients_that_are_shown(ranks: Pools, stage: 
         assert gap < TOLERANCE
 
 
+def with_autograd_grad_on_one_rank(stage: str) -> list[str]:
+    """What differs from a run in which no rank calls it. Where full gradients live, every rank uses
+    them before it and after it: those that are shown, edited and set."""
+    states = []
+    for alone in (False, True):
+        engine = build_engine(Case(Tower, loss), STAGES[stage])
+        module, params = engine.module, list(engine.module.parameters())
+        for step in range(STEPS):
+            engine.backward(loss(engine, Turn(step, 0, engine.global_rank)))
+            if stage in FULL:
+                before = nn.utils.get_total_norm([param.grad for param in params])
+                module.blocks[0].weight.grad.mul_(2.0)
+                module.last.weight.grad = torch.ones_like(module.last.weight)
+            if alone and engine.global_rank == 0:
+                shown = [param.grad for param in params]
+                torch.autograd.grad(engine(Turn(step, 7, 0).normal(4, 5)).sum(), params)
+                assert all(param.grad is grad for param, grad in zip(params, shown, strict=True))
+            if stage in FULL:
+                assert nn.utils.get_total_norm([param.grad for param in params]) > before + 1
+                module.blocks[1].weight.grad.add_(module.blocks[0].weight.grad)
+            engine.step()
+        states.append(engine.module_state_dict())
+        engine.destroy()
+    return [name for name, value in states[0].items() if not torch.equal(value, states[1][name])]
+
+
+@pytest.mark.parametrize("stage", [*FULL, "zero2"])
+def test_one_rank_alone_may_call_autograd_grad(ranks: Pools, stage: str) -> None:
+    """What was gathered for ``param.grad`` is not gathered again."""
+    assert ranks(2).run(with_autograd_grad_on_one_rank, stage) == [[]] * 2
+
+
 @pytest.mark.parametrize("stage", CUT)
 def test_autograd_grad_leaves_the_error_where_gradients_are_cut(stage: str) -> None:
     engine = build_engine(Case(Tower, loss), STAGES[stage])

@@ -36,8 +36,9 @@ from zero_trial.engine.step import StepOutcome
 from zero_trial.errors import TrialError
 from zero_trial.pipeline.executor import loss_error
 from zero_trial.precision import StaticScale
+from zero_trial.sharding.grad_access import ShownBefore
 from zero_trial.sharding.layout import wide_dtype
-from zero_trial.sharding.model import ShardedModel, ShownBefore
+from zero_trial.sharding.model import ShardedModel
 from zero_trial.sharding.optimizer import ShardedOptimizer
 from zero_trial.sharding.unshard import tensors_in
 

@@ -7,8 +7,7 @@ gradients live (ZeRO 0 and 1), and raises an error that names the way out where 
 ``clip_grad_norm_``, which only gets the parameters, works or raises; it never does nothing.
 
     p.grad.norm(), print(p.grad)     local at ZeRO 0; at ZeRO 1 a group is gathered over shard on
-                                     its first use: n (N-1)/N elements; again after a
-                                     torch.autograd.grad, which all ranks must call then, or none
+                                     its first use: n (N-1)/N elements
     p.grad.mul_(c), clip_grad_norm_  values that differ from what was shown go into this rank's
                                      shard before the step, and the norm is taken anew
     p.grad = None, p.grad = tensor   the gradient is 0, or the tensor
@@ -26,7 +25,7 @@ import operator
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 from torch import nn
@@ -45,6 +44,17 @@ _GRAD = operator.attrgetter("grad")
 
 Multiplier = Callable[[], float]
 """Returns the factor from a reduced gradient shard to the averaged, unscaled gradient."""
+
+
+class ShownBefore(NamedTuple):
+    """What the parameters of a group had as ``.grad``, and the group's gradient, where it was used:
+    see :meth:`ShownGradients.show_again`."""
+
+    shown: ShownGradients
+    partial: bool
+    grads: list[torch.Tensor | None]
+    flat: torch.Tensor | None
+    used: dict[int, torch.Tensor]
 
 
 class ShownGradients:
@@ -85,6 +95,21 @@ class ShownGradients:
             for param, lazy in zip(self._params, self._lazy, strict=True):
                 param.grad = lazy
         self.shown = True
+
+    def before(self) -> ShownBefore:
+        """Return what is shown now."""
+        with unasked():
+            grads = list(map(_GRAD, self._params))
+        return ShownBefore(self, self.partial, grads, self._flat, dict(self._used))
+
+    def show_again(self, before: ShownBefore) -> None:
+        """Show what :meth:`before` has returned, after :meth:`hide` and a pass that has brought no
+        gradient. Local: what was gathered need not be again."""
+        with unasked():
+            for param, grad in zip(self._params, before.grads, strict=True):
+                param.grad = grad
+        self.shown, self.partial = True, before.partial
+        self._flat, self._used = before.flat, before.used
 
     def hide(self) -> None:
         """Take the ``.grad`` of all parameters away, so that autograd can hand over new ones; one

@@ -24,7 +24,7 @@ from zero_trial.precision import DtypePolicy
 from zero_trial.sharding.build_groups import FirstSource, FirstValues, build_param_groups, sync_unmanaged
 from zero_trial.sharding.freed import forget_owner, mark_sharded, register_owner, revive
 from zero_trial.sharding.full_params import FullParams, take_replaced
-from zero_trial.sharding.grad_access import ShownGradients
+from zero_trial.sharding.grad_access import ShownBefore, ShownGradients
 from zero_trial.sharding.grad_buffer import GradBuffer
 from zero_trial.sharding.grad_memory import BufferPool
 from zero_trial.sharding.grouping import (
@@ -41,9 +41,6 @@ from zero_trial.sharding.plan import Home, Lifetime, ReduceAt, ZeroPlan
 from zero_trial.sharding.publication import ParamPublisher
 from zero_trial.sharding.reduce import GradReducer
 from zero_trial.sharding.unshard import Unsharder
-
-# gradients that param.grad showed, and whether more micro-batches follow
-ShownBefore = tuple[ShownGradients, bool]
 
 
 class ShardedModel:
@@ -189,7 +186,7 @@ class ShardedModel:
         first of them comes, and with 1.0 at the end of a pass that :meth:`end_backward` does not
         end. Return what ``param.grad`` has shown until now, for :meth:`show_again`."""
         self.moved.require_here("backward", ("lp_params", *GRADIENTS))
-        before = [(shown, shown.partial) for shown in self._shown if shown.shown]
+        before = [shown.before() for shown in self._shown if shown.shown]
         self._hide_gradients()
         for grad_buffer in self.grad_buffers:
             grad_buffer.rescale(factor)
@@ -202,8 +199,8 @@ class ShardedModel:
 
     def show_again(self, before: Sequence[ShownBefore]) -> None:
         """Let ``param.grad`` show what it did before a pass that has brought no gradient."""
-        for shown, partial in before:
-            shown.show(partial=partial)
+        for one in before:
+            one.shown.show_again(one)
 
     def reset_gradients(self) -> None:
         """Drop all gradients and sums since the last step; waits for reductions under way."""

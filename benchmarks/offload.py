@@ -13,8 +13,10 @@ are the disk alone in one direction, in the same requests. All are medians over 
 turns, in one process.
 
 Where the genuine deepspeed is installed, it takes part in the same rounds: the step of its
-optimizer offload to ``cpu`` at stages 2 and 3 and to ``nvme`` at stage 3, or why it has none here;
-the settings then say how many bytes of tensors each keeps between steps, per parameter.
+optimizer offload to ``cpu`` at stages 2 and 3 and to ``nvme`` at stage 3. The settings then say how
+many bytes of tensors each keeps between steps, per parameter; or why it takes no part: each is
+tried in a process of its own before, which has ``--peer-seconds`` to compile operators and make a
+step.
 
 With ``--params``: one forward and backward at each of ``--stages`` that frees each block after use,
 on ``--rows`` rows, with the parameters in memory and in a file. `disk` is the same reads with
@@ -42,16 +44,18 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.cpp_extension import get_default_build_root
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import zero_trial
-from benchmarks import record
+from benchmarks import processes, record
 from benchmarks.worker import persistent_bytes
 from zero_trial.ops.disk_io import ENGINES, DiskTuning
 from zero_trial.sharding.offload.nvme_optimizer import SwappedStore
 from zero_trial.sharding.offload.nvme_params import SwappedShard
-from zero_trial.sharding.offload.swap_file import DiskTransfer, SwapFile
+from zero_trial.sharding.offload.swap_file import SwapFile
+from zero_trial.sharding.offload.swap_space import Transfer
 
 WIDTH = 2048  # of a layer, where that is not more than all parameters
 PEERS = (("cpu", 2), ("cpu", 3), ("nvme", 3))  # DeepSpeed's optimizer offload: where to, ZeRO stage
@@ -101,9 +105,14 @@ def main() -> None:
     options.add_argument("--rows", type=int, default=256, help="of a micro-batch, with --params")
     options.add_argument("--stages", type=int, nargs="+", default=[3], help="with --params")
     options.add_argument("--engines", action="store_true", help="the ways to the kernel, and nothing else")
+    options.add_argument("--peer-seconds", type=float, default=900, help="for DeepSpeed to compile and do a step")
+    options.add_argument("--peer", nargs=2, help=argparse.SUPPRESS)  # device and stage of the one to try
     given = options.parse_args()
     warnings.simplefilter("ignore", FutureWarning)  # of what is looked at to weigh an engine
-    hidden = ("folder", "buffers", "params", "engines", "stages")
+    hidden = ("folder", "buffers", "params", "engines", "stages", "peer_seconds", "peer")
+    if given.peer:
+        deepspeed_engine(given, given.peer[0], int(given.peer[1]))
+        return
     if given.engines:
         compared = [rates(given, name, workers) for name in ENGINES for workers in (1, 2)]
         note = "Reads and writes of one rank past the page cache; see `benchmarks/offload.py`."
@@ -172,38 +181,54 @@ def deepspeed_engines(given: argparse.Namespace) -> tuple[dict[str, Any], dict[s
     had."""
     if importlib.util.find_spec("deepspeed") is None:
         return {}, {}
-    build = functools.partial(zero_trial.initialize, config=adam_config(given, 0))
-    ours, kept = weighed(given, build)
+    ours, kept = weighed(given, functools.partial(zero_trial.initialize, config=adam_config(given, 0)))
     facts: dict[str, Any] = {"bytes per parameter in memory": kept}
     ours.destroy()
     del ours
+    found: dict[str, Any] = {}
+    for device, stage in PEERS:
+        name = f"DeepSpeed {device} {stage}"
+        why = why_not(given, device, stage)
+        if why is not None:
+            facts[name] = why
+            continue
+        found[name], facts[f"bytes per parameter, {name}"] = deepspeed_engine(given, device, stage)
+    return found, facts
+
+
+def why_not(given: argparse.Namespace, device: str, stage: int) -> str | None:
+    """Let DeepSpeed do a small step in a process of its own, and say what went wrong.
+
+    It compiles its operators for minutes at their first use, and waits without an end for the lock
+    of a build that was killed. Where this one is, the locks that it has left are removed.
+    """
+    begun = time.time()
+    words = ["--folder", str(Path(given.folder).absolute()), "--parameters", "1", "--peer", device, str(stage)]
+    ended = processes.run([sys.executable, str(Path(__file__).absolute()), *words], given.peer_seconds)
+    if ended.code == 0:
+        return None
+    root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
+    locks = [lock for lock in root.rglob("lock") if lock.is_file()]
+    for lock in locks:
+        if lock.stat().st_mtime >= begun:
+            lock.unlink()
+        else:
+            print(f"{lock} is of a build that runs, or was killed: then remove it", file=sys.stderr)
+    print("\n".join(ended.tail()), file=sys.stderr)
+    return ended.why()
+
+
+def deepspeed_engine(given: argparse.Namespace, device: str, stage: int) -> tuple[Any, float]:
+    """DeepSpeed's engine whose optimizer state is on ``device``, and its bytes per parameter."""
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     rank = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     for name, value in rank.items():
         os.environ.setdefault(name, value)
     import deepspeed
 
-    found: dict[str, Any] = {}
-    for device, stage in PEERS:
-        name = f"DeepSpeed {device} {stage}"
-        offload = {"device": device, "nvme_path": str(Path(given.folder).absolute()), "buffer_count": 4}
-        config = {
-            "train_batch_size": 4,
-            "bf16": {"enabled": True},
-            "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
-            "gradient_clipping": 1.0,
-            "zero_optimization": {"stage": stage, "offload_optimizer": offload},
-            "aio": {"queue_depth": given.queue_depth},
-        }
-        build = functools.partial(deepspeed.initialize, config=config)
-        try:
-            peer, kept = weighed(given, build)
-        except Exception as error:  # of the peer: it is a fact to report
-            facts[name] = f"{type(error).__name__}: {str(error).splitlines()[0]}"
-        else:
-            found[name] = peer
-            facts[f"bytes per parameter, {name}"] = kept
-    return found, facts
+    offload = {"device": device, "nvme_path": str(Path(given.folder).absolute()), "buffer_count": 4}
+    config = adam_config(given, 0) | {"zero_optimization": {"stage": stage, "offload_optimizer": offload}}
+    return weighed(given, functools.partial(deepspeed.initialize, config=config))
 
 
 def weighed(given: argparse.Namespace, build: Callable[..., tuple[Any, ...]]) -> tuple[Any, float]:
@@ -227,7 +252,7 @@ def rates(given: argparse.Namespace, name: str, workers: int) -> dict[str, Any]:
         for _ in range(given.rounds + 1):  # a block's first write costs more
             for way in ("write", "read"):
                 start, busy = time.perf_counter(), time.process_time()
-                transfers = deque[DiskTransfer]()
+                transfers = deque[Transfer]()
                 for number, offset in enumerate(range(0, nbytes - (12 << 20) + 1, 12 << 20)):
                     if len(transfers) == len(buffers):
                         transfers.popleft().wait()
@@ -382,7 +407,7 @@ def one_way(store: SwappedStore, name: str, nbytes: int) -> float:
     scratch = SwapFile(store.space.folder if isinstance(store.space, SwapFile) else Path(), len(offsets) * size)
     for offset in offsets:  # a block's first write costs more
         scratch.write(offset, buffers[0][:size]).wait()
-    transfers: list[DiskTransfer] = []
+    transfers: list[Transfer] = []
     start = time.perf_counter()
     for number, offset in enumerate(offsets):
         if len(transfers) == len(buffers):

@@ -29,7 +29,7 @@ from zero_trial.ops import disk_io
 from zero_trial.pipeline import PipelineModule
 from zero_trial.sharding.layout import ALIGN, round_up
 from zero_trial.sharding.offload.nvme_params import ParamSwapper, SwappedShard
-from zero_trial.sharding.offload.swap_file import BLOCK
+from zero_trial.sharding.offload.swap_space import BLOCK
 
 PLACES = ("none", "nvme")
 

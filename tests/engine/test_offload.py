@@ -38,7 +38,7 @@ from zero_trial.engine.offload_config import (
 from zero_trial.errors import ConfigError, DoesNotFit, StorageError
 from zero_trial.ops import disk_io
 from zero_trial.ops.disk_io import DiskTuning
-from zero_trial.sharding.offload.host import StagedStore
+from zero_trial.sharding.offload.host_updates import StagedStore
 from zero_trial.sharding.offload.nvme_optimizer import SwappedStore
 from zero_trial.sharding.offload.swap_file import SwapFile
 from zero_trial.sharding.plan import Home, plan_for_stage

@@ -8,7 +8,7 @@ import torch
 
 from zero_trial.ds_config.keys_zero import AioSection
 from zero_trial.preflight.fake_comm import FAKE_SWAP, SWAP_IN_MEMORY
-from zero_trial.sharding.offload.swap_file import BLOCK, SwapSpace
+from zero_trial.sharding.offload.swap_space import BLOCK, SwapSpace
 
 
 def test_it_counts_and_keeps_nothing(tmp_path: Path) -> None:

@@ -12,10 +12,11 @@ import torch
 from tests.sharding.late_swap_file import LateSwapFile
 from tests.sharding.parts import make_group, parameters
 from zero_trial.errors import StorageError
+from zero_trial.sharding.offload.copies import BlockingCopier
 from zero_trial.sharding.offload.device_space import DeviceSpace, HostMemory
-from zero_trial.sharding.offload.host import BlockingCopier
 from zero_trial.sharding.offload.nvme_params import ParamSwapper, SwappedShard
-from zero_trial.sharding.offload.swap_file import BLOCK, DiskTransfer
+from zero_trial.sharding.offload.swap_file import DiskTransfer
+from zero_trial.sharding.offload.swap_space import BLOCK
 from zero_trial.sharding.param_group import ParamGroup
 from zero_trial.sharding.plan import Home
 

@@ -15,7 +15,8 @@ from zero_trial.errors import ConfigError, DoesNotFit, StorageError
 from zero_trial.ops.disk_io import DiskTuning
 from zero_trial.sharding.offload import swap_file
 from zero_trial.sharding.offload.drives import STRIPE, StripedFile
-from zero_trial.sharding.offload.swap_file import BLOCK, SwapFile, move_into
+from zero_trial.sharding.offload.swap_file import SwapFile, move_into
+from zero_trial.sharding.offload.swap_space import BLOCK
 
 WHERE = "zero_optimization.offload_param.nvme_path"
 

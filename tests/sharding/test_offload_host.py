@@ -1,4 +1,4 @@
-"""Tests for zero_trial/sharding/offload/host.py."""
+"""Tests for zero_trial/sharding/offload/host_updates.py and copies.py."""
 
 from __future__ import annotations
 
@@ -12,19 +12,12 @@ import torch
 from tests.sharding.parts import make_grad_buffer, make_group, parameters, run_update
 from tests.support.strict_copier import StrictCopier
 from zero_trial.ops.optimizers import FusedAdam
-from zero_trial.sharding.offload.host import (
-    BlockingCopier,
-    HostCopier,
-    StagedPiece,
-    StagedStore,
-    StagingBuffers,
-    StreamCopier,
-    copier_for,
-    master_to_host,
-)
-from zero_trial.sharding.offload.nvme_optimizer import MasterSwap, SwappedStore, state_columns
+from zero_trial.sharding.offload.copies import BlockingCopier, HostCopier, StreamCopier, copier_for
+from zero_trial.sharding.offload.host_updates import StagedPiece, StagedStore, StagingBuffers, master_to_host
+from zero_trial.sharding.offload.nvme_optimizer import MasterSwapper, SwappedStore, state_columns
 from zero_trial.sharding.offload.nvme_params import RoundedBuffers
-from zero_trial.sharding.offload.swap_file import CUT, SwapFile
+from zero_trial.sharding.offload.swap_file import SwapFile
+from zero_trial.sharding.offload.swap_space import CUT
 from zero_trial.sharding.optimizer import ShardedOptimizer
 from zero_trial.sharding.pieces import cut_pieces
 from zero_trial.sharding.publication import ParamPublisher
@@ -48,7 +41,7 @@ class Training:
             for group in self.groups:
                 master_to_host(group)
         if folder is not None:
-            masters = MasterSwap(SwapFile(folder, 1 << 16))
+            masters = MasterSwapper(SwapFile(folder, 1 << 16))
             for group in self.groups:
                 masters.swap_out(group)
         make = functools.partial(StagedPiece, staging=staging, rounded_buffers=RoundedBuffers()) if buffers else None
@@ -126,9 +119,9 @@ def test_where_the_device_is_the_host() -> None:
     )
     copier.begin()
     source, into = torch.arange(4.0), torch.zeros(4)
-    copier.down(source, into)()
+    copier.copy(source, into).wait()
     assert torch.equal(source, into)
-    copier.up(source + 1, into)()
+    copier.copy(source + 1, into).wait()
     assert torch.equal(source + 1, into)
 
 
@@ -143,11 +136,12 @@ def test_copies_beside_the_devices_work(pinned: bool) -> None:
     for number in range(5):
         made = torch.arange(1 << 20, device=device, dtype=torch.float32) + number
         copier.begin()
-        copier.down(made, on_host)()
+        copier.copy(made, on_host).wait()
         assert torch.equal(on_host, made.cpu())
         on_host.mul_(2)
         back = torch.empty_like(made)
-        wait = copier.up(on_host, back)
+        copy = copier.copy(on_host, back)
+        copy.order()
         doubled = back + 0  # given to the device after the copy, so it sees it
-        wait()
+        copy.wait()
         assert torch.equal(doubled, made * 2)

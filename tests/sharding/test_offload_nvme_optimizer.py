@@ -23,7 +23,7 @@ from zero_trial.sharding.freed import is_absent
 from zero_trial.sharding.offload.nvme_optimizer import (
     MASTER,
     ROUNDED,
-    MasterSwap,
+    MasterSwapper,
     StateColumn,
     SwappedStore,
     regions_of,
@@ -31,7 +31,8 @@ from zero_trial.sharding.offload.nvme_optimizer import (
     state_columns,
 )
 from zero_trial.sharding.offload.nvme_params import ParamSwapper, RoundedBuffers, SwappedPiece
-from zero_trial.sharding.offload.swap_file import BLOCK, CUT, SwapFile
+from zero_trial.sharding.offload.swap_file import SwapFile
+from zero_trial.sharding.offload.swap_space import BLOCK, CUT
 from zero_trial.sharding.optimizer import ShardedOptimizer
 from zero_trial.sharding.param_group import ParamGroup
 from zero_trial.sharding.pieces import ShardPiece, cut_pieces
@@ -72,7 +73,7 @@ class Training:
         if folder is not None:
             late = isinstance(folder, LateSwapFile)
             self.file = folder if late else SwapFile(folder, 1 << 16, tuning=DiskTuning(1 << 14))
-            masters = MasterSwap(self.file)
+            masters = MasterSwapper(self.file)
             for group in self.groups:
                 masters.swap_out(group)
         pieces = cut_pieces(self.grad_buffers, most=CUT if folder is not None else None)
@@ -382,7 +383,7 @@ def test_edits_that_do_not_reach_the_disk_are_not_forgotten(tmp_path: Path, monk
 def test_columns_of_one_byte(tmp_path: Path) -> None:
     away = Training(BUILDS["momentum"], torch.bfloat16)
     file = SwapFile(tmp_path, 1 << 16)
-    masters = MasterSwap(file)
+    masters = MasterSwapper(file)
     for group in away.groups:
         masters.swap_out(group)
     pieces = cut_pieces(away.grad_buffers, most=CUT)
@@ -408,7 +409,7 @@ def group(numel: int, dtype: torch.dtype = torch.bfloat16, trainable: bool = Tru
 
 
 def test_a_master_goes_and_an_fp32_parameter_stays(tmp_path: Path) -> None:
-    masters = MasterSwap(SwapFile(tmp_path))
+    masters = MasterSwapper(SwapFile(tmp_path))
     narrow, wide, frozen = group(64), group(64, torch.float32), group(64, trainable=False)
     values = narrow.master.clone()
     for each in (narrow, wide, frozen):
@@ -425,7 +426,7 @@ def test_a_master_goes_and_an_fp32_parameter_stays(tmp_path: Path) -> None:
     ("budget", "chosen"), [(None, [0, 1, 2]), (0, []), (96, [0, 2]), (127, [0, 2]), (160, [0, 1]), (1000, [0, 1, 2])]
 )
 def test_groups_go_while_they_fit(tmp_path: Path, budget: int | None, chosen: list[int]) -> None:
-    masters = MasterSwap(SwapFile(tmp_path), budget)
+    masters = MasterSwapper(SwapFile(tmp_path), budget)
     groups = [group(64), group(96), group(32)]
     for each in groups:
         masters.swap_out(each)
@@ -434,7 +435,7 @@ def test_groups_go_while_they_fit(tmp_path: Path, budget: int | None, chosen: li
 
 
 def test_what_is_not_trained_takes_nothing_of_the_budget(tmp_path: Path) -> None:
-    masters = MasterSwap(SwapFile(tmp_path), 64)
+    masters = MasterSwapper(SwapFile(tmp_path), 64)
     masters.swap_out(group(64, trainable=False))
     trained = group(64)
     masters.swap_out(trained)
@@ -484,7 +485,7 @@ def regions(
     """Of a group of 5000 elements; with the spaces of state and of parameters."""
     home = Home.NVME if params else Home.DEVICE
     group = make_group(parameters([(5000,)]), stage=3, dtype=dtype, home=home)
-    masters = MasterSwap(LateSwapFile(), budget) if state else None
+    masters = MasterSwapper(LateSwapFile(), budget) if state else None
     shards = ParamSwapper(LateSwapFile(), most=CUT, count=1) if params else None
     for keeper in (masters, shards):
         if keeper is not None:

@@ -13,7 +13,7 @@ from tests.sharding.parts import make_group, parameters
 from zero_trial.errors import StorageError
 from zero_trial.sharding.freed import is_absent
 from zero_trial.sharding.offload.nvme_params import ParamSwapper, SwappedShard
-from zero_trial.sharding.offload.swap_file import CUT
+from zero_trial.sharding.offload.swap_space import CUT
 from zero_trial.sharding.param_group import ParamGroup
 from zero_trial.sharding.plan import Home
 

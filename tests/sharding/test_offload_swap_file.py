@@ -21,16 +21,8 @@ import torch
 from tests.ops.kernel_engines import skip_where_refused
 from zero_trial.errors import ConfigError, DoesNotFit, KernelUnavailable, StorageError
 from zero_trial.ops.disk_io import ENGINES, DiskTuning
-from zero_trial.sharding.offload.swap_file import (
-    BLOCK,
-    CUT,
-    MOST,
-    DiskFailure,
-    DiskTransfer,
-    MappedAccess,
-    SwapFile,
-    buffer_elements,
-)
+from zero_trial.sharding.offload.swap_file import DiskTransfer, SwapFile
+from zero_trial.sharding.offload.swap_space import BLOCK, CUT, MOST, DiskFailure, MappedAccess, buffer_elements
 
 
 def numbers(count: int, seed: int = 0) -> torch.Tensor:

@@ -3,28 +3,45 @@ needs."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
 import torch
 
-from zero_trial.sharding.offload.host import Wait
+from zero_trial.sharding.offload.copies import Copy
+
+
+@dataclass(frozen=True)
+class _LateCopy:
+    wait: Callable[[], None]
+
+    def order(self) -> None: ...
 
 
 class StrictCopier:
     """Down: the host reads garbage until it has waited, and the device's values are spoiled then,
-    so that an update which reads them there shows. Up: the host must have waited before it writes
-    to what went up."""
+    so that an update which reads them there shows. Up (what comes from its own buffers): the host
+    must have waited before it writes to what went up."""
 
     def __init__(self) -> None:
         self.begun = 0
         self.downs = 0
         self.ups = 0
+        self._buffers: set[int] = set()
 
     def buffer(self, nbytes: int) -> torch.Tensor:
-        return torch.full((nbytes,), 255, dtype=torch.uint8)
+        made = torch.full((nbytes,), 255, dtype=torch.uint8)
+        self._buffers.add(made.untyped_storage()._cdata)
+        return made
 
     def begin(self) -> None:
         self.begun += 1
 
-    def down(self, source: torch.Tensor, into: torch.Tensor) -> Wait:
+    def copy(self, source: torch.Tensor, into: torch.Tensor) -> Copy:
+        goes_up = source.untyped_storage()._cdata in self._buffers
+        return _LateCopy(self._up(source, into) if goes_up else self._down(source, into))
+
+    def _down(self, source: torch.Tensor, into: torch.Tensor) -> Callable[[], None]:
         self.downs += 1
         into.fill_(float("nan"))
 
@@ -35,7 +52,7 @@ class StrictCopier:
 
         return wait
 
-    def up(self, source: torch.Tensor, into: torch.Tensor) -> Wait:
+    def _up(self, source: torch.Tensor, into: torch.Tensor) -> Callable[[], None]:
         self.ups += 1
         into.copy_(source)
         went = source.clone()

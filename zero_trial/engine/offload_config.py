@@ -19,24 +19,19 @@ from zero_trial.engine.resolved_config import ResolvedConfig
 from zero_trial.errors import ConfigError, StorageError
 from zero_trial.ops.disk_io import DiskTuning
 from zero_trial.sharding.layout import ALIGN, has_own_master, living_dtype, round_up
+from zero_trial.sharding.offload.copies import HostCopier, copier_for
 from zero_trial.sharding.offload.device_space import DeviceSpace, HostMemory
 from zero_trial.sharding.offload.drives import StripedFile
-from zero_trial.sharding.offload.host import (
-    HostCopier,
-    StagedPiece,
-    StagedStore,
-    StagingBuffers,
-    copier_for,
-    master_to_host,
-)
+from zero_trial.sharding.offload.host_updates import StagedPiece, StagedStore, StagingBuffers, master_to_host
 from zero_trial.sharding.offload.nvme_optimizer import (
-    MasterSwap,
+    MasterSwapper,
     StateColumn,
     SwappedStore,
     state_columns,
 )
 from zero_trial.sharding.offload.nvme_params import ParamSwapper, RoundedBuffers, SwappedPiece, SwappedShard
-from zero_trial.sharding.offload.swap_file import BLOCK, MappedSpace, SwapFile, SwapSpace, buffer_elements
+from zero_trial.sharding.offload.swap_file import MappedSpace, SwapFile
+from zero_trial.sharding.offload.swap_space import BLOCK, SwapSpace, buffer_elements
 from zero_trial.sharding.param_group import ParamGroup
 from zero_trial.sharding.pieces import ShardPiece, StateStore
 from zero_trial.sharding.plan import Home, ZeroPlan
@@ -132,7 +127,7 @@ class OffloadedState(OffloadPlan):
         self._world = mesh
         self._shards = shards
         self._rounded_buffers = RoundedBuffers()
-        self._masters = MasterSwap(space, budget) if space is not None else None
+        self._masters = MasterSwapper(space, budget) if space is not None else None
         self._staging = StagingBuffers(copier) if copier is not None else None
         if self._staging is not None:
             rounded_buffers = self._rounded_buffers

@@ -35,8 +35,8 @@ from zero_trial.comm.waits import Finish, Heartbeat, Received, Watchdog, Works
 from zero_trial.ds_config.keys_zero import AioSection
 from zero_trial.engine.offload_config import OffloadBackends
 from zero_trial.sharding.layout import round_up
-from zero_trial.sharding.offload.host import BlockingCopier
-from zero_trial.sharding.offload.swap_file import BLOCK, DiskTransfer
+from zero_trial.sharding.offload.copies import BlockingCopier
+from zero_trial.sharding.offload.swap_space import BLOCK, OVER, Transfer
 
 
 class Exchange(Enum):
@@ -120,7 +120,7 @@ class _FakeTransport(Transport):
         segment = None
         if self._shares(full):
             if not self._segments.has(full):
-                segment = self._segments.acquire(own.numel() * own.element_size() * (self._size - 1))
+                segment = self._segments.acquire(own.nbytes * (self._size - 1))
         elif self._exchange is not Exchange.NATIVE:
             parts = {peer: torch.zeros_like(own) for peer in range(1, self._size)}
 
@@ -138,13 +138,13 @@ class _FakeTransport(Transport):
         if not again:
             parts[1:].zero_()
         copied_out = self._shares(full) and not self._segments.has(shard)
-        segment = self._segments.acquire(shard.numel() * shard.element_size()) if copied_out else None
+        segment = self._segments.acquire(shard.nbytes) if copied_out else None
         return [], lambda: _free(segment)
 
     def all_to_all(self, sent: torch.Tensor, received: torch.Tensor, counts: Counts, tag: int) -> tuple[Works, Finish]:
         received.zero_()
         copied_out = self._shares(sent) and not self._segments.has(sent)
-        segment = self._segments.acquire(sent.numel() * sent.element_size()) if copied_out else None
+        segment = self._segments.acquire(sent.nbytes) if copied_out else None
         return [], lambda: _free(segment)
 
     def buffer(self, numel: int, dtype: torch.dtype, *, keep: bool = False) -> torch.Tensor:
@@ -158,7 +158,7 @@ class _FakeTransport(Transport):
         return self._size > 1 and self._exchange is Exchange.SHARED
 
     def _shares(self, full: torch.Tensor) -> bool:
-        return self._exchange is Exchange.SHARED and full.numel() * full.element_size() >= WORTH_BYTES
+        return self._exchange is Exchange.SHARED and full.nbytes >= WORTH_BYTES
 
 
 class _FakeControl(ControlChannel):
@@ -222,13 +222,13 @@ class _FakeSwapFile:
     def buffer(self, nbytes: int) -> torch.Tensor:
         return torch.zeros(nbytes, dtype=torch.uint8)
 
-    def read(self, offset: int, into: torch.Tensor) -> DiskTransfer:
-        self.bytes_read += into.numel() * into.element_size()
-        return DiskTransfer("", [])
+    def read(self, offset: int, into: torch.Tensor) -> Transfer:
+        self.bytes_read += into.nbytes
+        return OVER
 
-    def write(self, offset: int, source: torch.Tensor) -> DiskTransfer:
-        self.bytes_written += source.numel() * source.element_size()
-        return DiskTransfer("", [])
+    def write(self, offset: int, source: torch.Tensor) -> Transfer:
+        self.bytes_written += source.nbytes
+        return OVER
 
     @contextmanager
     def mapped(self) -> Iterator[torch.Tensor]:
@@ -265,12 +265,12 @@ class _MemoryFile(_FakeSwapFile):
             self._content = torch.cat([self._content, more])
         return offset
 
-    def read(self, offset: int, into: torch.Tensor) -> DiskTransfer:
+    def read(self, offset: int, into: torch.Tensor) -> Transfer:
         raw = into.detach().view(-1).view(torch.uint8)
         raw.copy_(self._content[offset : offset + len(raw)])
         return super().read(offset, into)
 
-    def write(self, offset: int, source: torch.Tensor) -> DiskTransfer:
+    def write(self, offset: int, source: torch.Tensor) -> Transfer:
         raw = source.detach().view(-1).view(torch.uint8)
         self._content[offset : offset + len(raw)].copy_(raw)
         return super().write(offset, source)

@@ -3,7 +3,7 @@
     host memory    area ───────────────────copy───► buffer of the device ──► full parameters
     file           file ──read──► pinned buffer ──copy──► buffer of the device ──► ...
 
-Both are a :class:`~zero_trial.sharding.offload.swap_file.SwapSpace`, so that parameters leave a
+Both are a :class:`~zero_trial.sharding.offload.swap_space.SwapSpace`, so that parameters leave a
 device by the same code as they leave the memory of a CPU rank. Copies run on streams of their own,
 beside the device's work: what is read ahead orders nothing until it is waited for, and the host
 waits for no copy to the device, only for those of new values to the host. What comes from a file is
@@ -26,8 +26,8 @@ from dataclasses import dataclass
 import torch
 
 from zero_trial.sharding.layout import round_up
-from zero_trial.sharding.offload.host import Copy, HostCopier
-from zero_trial.sharding.offload.swap_file import BLOCK, DiskTransfer, SwapSpace
+from zero_trial.sharding.offload.copies import Copy, HostCopier
+from zero_trial.sharding.offload.swap_space import BLOCK, OVER, SwapSpace, Transfer
 
 
 class HostMemory:
@@ -56,17 +56,17 @@ class HostMemory:
     def buffer(self, nbytes: int) -> torch.Tensor:
         return torch.zeros(nbytes, dtype=torch.uint8)
 
-    def read(self, offset: int, into: torch.Tensor) -> DiskTransfer:
+    def read(self, offset: int, into: torch.Tensor) -> Transfer:
         into.view(torch.uint8).copy_(self.part(offset, into))
-        return DiskTransfer("", [])
+        return OVER
 
-    def write(self, offset: int, source: torch.Tensor) -> DiskTransfer:
+    def write(self, offset: int, source: torch.Tensor) -> Transfer:
         self.part(offset, source).copy_(source.view(torch.uint8))
-        return DiskTransfer("", [])
+        return OVER
 
     def part(self, offset: int, like: torch.Tensor) -> torch.Tensor:
         """Return the bytes of the area that ``like`` takes from ``offset`` on."""
-        return self.area[offset : offset + like.numel() * like.element_size()]
+        return self.area[offset : offset + like.nbytes]
 
     @contextmanager
     def mapped(self) -> Iterator[torch.Tensor]:
@@ -77,12 +77,11 @@ class HostMemory:
         self.area = self.area[:0].clone()
 
 
-class _DeviceTransfer(DiskTransfer):
+class _DeviceTransfer:
     """A transfer of which each of ``steps`` starts what is left of a part, and orders the device's
     later work after what was read, or waits for what was written."""
 
     def __init__(self, *steps: Callable[[], None]) -> None:
-        super().__init__("", [])
         self._steps = deque(steps)
 
     def done(self) -> bool:
@@ -168,7 +167,7 @@ class DeviceSpace:
     def buffer(self, nbytes: int) -> torch.Tensor:
         return torch.zeros(nbytes, dtype=torch.uint8, device=self._device)
 
-    def read(self, offset: int, into: torch.Tensor) -> DiskTransfer:
+    def read(self, offset: int, into: torch.Tensor) -> Transfer:
         """Start to fill ``into`` (of the device) with the bytes from ``offset`` on."""
         target = into.view(torch.uint8)
         self.bytes_read += target.numel()
@@ -202,7 +201,7 @@ class DeviceSpace:
         chunk.wait = wait
         return order
 
-    def write(self, offset: int, source: torch.Tensor) -> DiskTransfer:
+    def write(self, offset: int, source: torch.Tensor) -> Transfer:
         """Start to write ``source`` (of the device) at ``offset``; to write into a file, the host
         waits for the copy."""
         values = source.view(torch.uint8)
@@ -212,7 +211,7 @@ class DeviceSpace:
         writes = [self._write_chunk(offset + low, values[low:high]) for low, high in self._spans(values.numel())]
         return _DeviceTransfer(*(write.wait for write in writes))
 
-    def _write_chunk(self, offset: int, values: torch.Tensor) -> DiskTransfer:
+    def _write_chunk(self, offset: int, values: torch.Tensor) -> Transfer:
         chunk = self._take()
         target = chunk.buffer[: values.numel()]
         self._copier.beside(values, target).wait()
@@ -266,23 +265,21 @@ class _HostSide:
     def buffer(self, nbytes: int) -> torch.Tensor:
         return self._space.host.buffer(nbytes)
 
-    def read(self, offset: int, into: torch.Tensor) -> DiskTransfer:
-        self.bytes_read += into.numel() * into.element_size()
-        if (
-            memory := self.in_memory(offset, into.numel() * into.element_size())
-        ) is None:  # a device has only copies of a file
+    def read(self, offset: int, into: torch.Tensor) -> Transfer:
+        self.bytes_read += into.nbytes
+        if (memory := self.in_memory(offset, into.nbytes)) is None:  # a device has only copies of a file
             return self._space.host.read(offset, into)
         self._space.settle()
         into.view(torch.uint8).copy_(memory)
-        return DiskTransfer("", [])
+        return OVER
 
-    def write(self, offset: int, source: torch.Tensor) -> DiskTransfer:
-        self.bytes_written += source.numel() * source.element_size()
-        if (memory := self.in_memory(offset, source.numel() * source.element_size())) is None:
+    def write(self, offset: int, source: torch.Tensor) -> Transfer:
+        self.bytes_written += source.nbytes
+        if (memory := self.in_memory(offset, source.nbytes)) is None:
             return self._space.host.write(offset, source)
         self._space.settle()
         memory.copy_(source.view(torch.uint8))
-        return DiskTransfer("", [])
+        return OVER
 
     def mapped(self) -> AbstractContextManager[torch.Tensor]:
         return self._space.mapped()

@@ -18,7 +18,8 @@ import torch
 
 from zero_trial.errors import StorageError
 from zero_trial.ops.disk_io import DiskTuning
-from zero_trial.sharding.offload.swap_file import DiskTransfer, SwapFile, whole_pages
+from zero_trial.sharding.offload.swap_file import SwapFile, whole_pages
+from zero_trial.sharding.offload.swap_space import Transfer
 
 STRIPE = 4 << 20  # bytes at least
 # at most: the kernel limits the mappings of a process (vm.max_map_count, mostly 65530), which may
@@ -27,11 +28,10 @@ _STRIPES_AT_ONCE = 64  # of one reservation
 _STRIPES_OF_ALL = 1 << 14
 
 
-class _Joined(DiskTransfer):
+class _Joined:
     """Transfers on several drives."""
 
-    def __init__(self, transfers: Sequence[DiskTransfer]) -> None:
-        super().__init__("", [])
+    def __init__(self, transfers: Sequence[Transfer]) -> None:
         self._transfers = transfers
 
     def done(self) -> bool:
@@ -59,7 +59,7 @@ class _Stripe:
 
 
 class StripedFile:
-    """A :class:`~zero_trial.sharding.offload.swap_file.SwapSpace` on one drive per folder, of at
+    """A :class:`~zero_trial.sharding.offload.swap_space.SwapSpace` on one drive per folder, of at
     least ``nbytes`` together.
 
     Each drive has requests of its own under way, so that the bandwidths add up. Raises ConfigError
@@ -100,14 +100,14 @@ class StripedFile:
     def buffer(self, nbytes: int) -> torch.Tensor:
         return self.files[0].buffer(nbytes)
 
-    def read(self, offset: int, into: torch.Tensor) -> DiskTransfer:
+    def read(self, offset: int, into: torch.Tensor) -> Transfer:
         """Start to fill ``into`` (contiguous, on the host) with the bytes from ``offset`` on."""
-        self.bytes_read += into.numel() * into.element_size()
+        self.bytes_read += into.nbytes
         return _Joined([file.read(place, part) for file, place, part in self._parts(offset, into)])
 
-    def write(self, offset: int, source: torch.Tensor) -> DiskTransfer:
+    def write(self, offset: int, source: torch.Tensor) -> Transfer:
         """Start to write ``source`` (contiguous, on the host) at ``offset``."""
-        self.bytes_written += source.numel() * source.element_size()
+        self.bytes_written += source.nbytes
         return _Joined([file.write(place, part) for file, place, part in self._parts(offset, source)])
 
     def _parts(self, offset: int, tensor: torch.Tensor) -> Iterator[tuple[SwapFile, int, torch.Tensor]]:

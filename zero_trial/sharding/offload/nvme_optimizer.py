@@ -14,7 +14,7 @@ parameters are in a file, too (:mod:`zero_trial.sharding.offload.nvme_params`), 
 more bytes of 16-bit ones, or reads and writes 4 n of fp32 ones.
 
 Memory: the ring, at most a quarter of what is in the file
-(:func:`zero_trial.sharding.offload.swap_file.buffer_elements`).
+(:func:`zero_trial.sharding.offload.swap_space.buffer_elements`).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from zero_trial.sharding.freed import absent, is_absent
 from zero_trial.sharding.heap import give_freed_memory_back
 from zero_trial.sharding.layout import round_up
 from zero_trial.sharding.offload.nvme_params import ParamSwapper, RoundedBuffers
-from zero_trial.sharding.offload.swap_file import BLOCK, DiskFailure, DiskTransfer, MappedAccess, SwapSpace
+from zero_trial.sharding.offload.swap_space import BLOCK, DiskFailure, MappedAccess, SwapSpace, Transfer
 from zero_trial.sharding.param_group import ParamGroup
 from zero_trial.sharding.pieces import ShardPiece
 
@@ -89,7 +89,7 @@ def _columns_of_twin(base: torch.optim.Optimizer, dtype: torch.dtype) -> list[St
     return [StateColumn(kind, dtype) for kind, dtype in found.items()]
 
 
-class MasterSwap:
+class MasterSwapper:
     """Moves masters into ``space``, and decides whose optimizer state is kept there, too.
 
     Args:
@@ -117,7 +117,7 @@ class MasterSwap:
         master = group.master
         if master is group.shard:
             return
-        offset = self.offsets[id(group)] = self.space.reserve(master.numel() * master.element_size())
+        offset = self.offsets[id(group)] = self.space.reserve(master.nbytes)
         self.space.write(offset, master).wait()
         group.replace_master(absent(master.shape, master.dtype, master.device))
         del master
@@ -168,7 +168,7 @@ Region = tuple[SwapSpace, int, torch.dtype]
 def regions_of(
     group: ParamGroup,
     columns: Mapping[torch.dtype, Sequence[StateColumn]],
-    masters: MasterSwap | None,
+    masters: MasterSwapper | None,
     shards: ParamSwapper | None,
 ) -> dict[str, Region]:
     """Return all of the group that is in a file, by kind, and reserve room for its state.
@@ -208,7 +208,7 @@ class _Loaded:
 
     piece: ShardPiece
     buffer: torch.Tensor
-    transfers: list[DiskTransfer] = field(default_factory=list)
+    transfers: list[Transfer] = field(default_factory=list)
 
 
 class SwappedStore:
@@ -231,7 +231,7 @@ class SwappedStore:
 
     def __init__(
         self,
-        masters: MasterSwap | None,
+        masters: MasterSwapper | None,
         pieces: Sequence[ShardPiece],
         state: Mapping[torch.Tensor, dict[str, Any]],
         columns: Mapping[torch.dtype, Sequence[StateColumn]],
@@ -258,13 +258,13 @@ class SwappedStore:
         }
         self._slots = {key: slots for key, (slots, _) in found.items()}
         # by id of the piece: its writes that may be under way
-        self._written: dict[int, list[DiskTransfer]] = {}
+        self._written: dict[int, list[Transfer]] = {}
         # (id of the piece, kind) that the file holds
         self._stored = {(key, MASTER) for key, slots in self._slots.items() if MASTER in slots}
         size = max((size for _, size in found.values()), default=0)
         self._free = deque(space.buffer(size) for _ in range(buffer_count))
         self._loaded: deque[_Loaded] = deque()
-        self._writing: deque[tuple[torch.Tensor, list[DiskTransfer]]] = deque()
+        self._writing: deque[tuple[torch.Tensor, list[Transfer]]] = deque()
         self._coming: deque[ShardPiece] = deque()
         self._expected = False  # what is loaded is for the step that comes
         self._under_way = False  # a step has begun, and has not ended
@@ -415,7 +415,7 @@ class SwappedStore:
 
     def resident_bytes(self, value: torch.Tensor, kind: str) -> int:
         """Return the bytes of memory that a state tensor takes between steps."""
-        return 0 if is_absent(value) else value.numel() * value.element_size()
+        return 0 if is_absent(value) else value.nbytes
 
     def close(self) -> None:
         """Wait for what is under way and give the disk's space back; masters and state read as NaN
@@ -517,7 +517,7 @@ class SwappedStore:
         return functools.cache(absent)
 
 
-def _done(transfers: Sequence[DiskTransfer]) -> bool:
+def _done(transfers: Sequence[Transfer]) -> bool:
     return all(transfer.done() for transfer in transfers)
 
 

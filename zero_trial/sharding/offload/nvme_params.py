@@ -23,13 +23,13 @@ import torch
 from zero_trial.sharding.freed import absent
 from zero_trial.sharding.heap import give_freed_memory_back
 from zero_trial.sharding.layout import round_up
-from zero_trial.sharding.offload.swap_file import (
+from zero_trial.sharding.offload.swap_space import (
     BLOCK,
     CUT,
     DiskFailure,
-    DiskTransfer,
     MappedAccess,
     SwapSpace,
+    Transfer,
     buffer_elements,
 )
 from zero_trial.sharding.param_group import ParamGroup
@@ -44,7 +44,7 @@ class _Part:
     low: int
     high: int
     buffer: torch.Tensor
-    transfer: DiskTransfer | None = None  # None before it is read, and where it is to be read again
+    transfer: Transfer | None = None  # None before it is read, and where it is to be read again
 
 
 @dataclass(eq=False)
@@ -56,7 +56,7 @@ class SwappedShard:
     group: ParamGroup
     offset: int
     parts: deque[_Part] = field(default_factory=deque)  # that are read ahead
-    written: list[DiskTransfer] = field(default_factory=list)  # writes that may be under way
+    written: list[Transfer] = field(default_factory=list)  # writes that may be under way
 
     def start_read(self) -> bool:
         return self.swapper.start_read(self)
@@ -123,7 +123,7 @@ class ParamSwapper:
         # those with parts, in the order in which their reads started
         self._reading: list[SwappedShard] = []
         self._free: deque[torch.Tensor] | None = None  # None until all shards are known
-        self._writing: deque[tuple[torch.Tensor, DiskTransfer]] = deque()
+        self._writing: deque[tuple[torch.Tensor, Transfer]] = deque()
         self._buffer_numel = 0
         self._area: torch.Tensor | None = None
         self._access = MappedAccess(space.mapped, self.failure, self._wait_for_all, self._map, self._unmap)
@@ -136,7 +136,7 @@ class ParamSwapper:
         """
         if group.plan.home not in self._homes:
             return
-        offset = self.space.reserve(group.home.numel() * group.home.element_size())
+        offset = self.space.reserve(group.home.nbytes)
         self.space.write(offset, group.home).wait()
         shard = self._shards[id(group)] = SwappedShard(self, group, offset)
         self._remove_values(shard)
@@ -152,7 +152,7 @@ class ParamSwapper:
         low = group.layout.shard_range(group.comm.index)[0] if group.plan.whole_home else 0
         return shard.offset + low * shard.itemsize
 
-    def add_writes(self, group: ParamGroup, transfers: Sequence[DiskTransfer]) -> None:
+    def add_writes(self, group: ParamGroup, transfers: Sequence[Transfer]) -> None:
         """Note writes to the group's shard that are under way."""
         shard = self._shards[id(group)]
         shard.written = [transfer for transfer in shard.written if not transfer.done()] + list(transfers)

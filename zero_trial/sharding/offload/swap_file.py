@@ -18,7 +18,7 @@ import mmap
 import os
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -28,21 +28,15 @@ import torch
 from zero_trial.errors import ConfigError, DoesNotFit, StorageError
 from zero_trial.ops.disk_io import ENGINES, DiskEngine, DiskPart, DiskRequest, DiskTuning, first_that_works
 from zero_trial.sharding.layout import round_up
+from zero_trial.sharding.offload.swap_space import BLOCK, MOST, SwapSpace, Transfer
 from zero_trial.util.text import format_bytes
 
-# O_DIRECT takes offsets, lengths and addresses that are multiples of it, on every disk we know of
-BLOCK = 4096
-# elements: pieces are cut at multiples of it, so that for every dtype cuts are between blocks of
-# the disk
-CUT = BLOCK
-MOST = 1 << 22  # elements of a buffer: 16 MiB of fp32; disks reach their best rate with less
 _TUNING = DiskTuning()
 _MAP_FIXED, _MS_SYNC = 0x10, 4
 
 
 class DiskTransfer:
-    """A transfer under way. The tensor must be neither written nor read until :meth:`wait` has
-    returned."""
+    """The requests of one transfer."""
 
     def __init__(self, where: str, requests: Sequence[DiskRequest], memory: list[Any] | None = None) -> None:
         self._where = where
@@ -57,35 +51,12 @@ class DiskTransfer:
         return all(request.done() for request in self._requests)
 
     def wait(self) -> None:
-        """Wait until all of it is transferred. Raises StorageError if the disk failed, at every
-        call: several may wait for one transfer."""
         faults = [fault for request in self._requests if (fault := request.exception()) is not None]
         self._fault = self._fault or next(iter(faults), None)
         self._requests = []
         self._memory.clear()
         if self._fault is not None:
             raise _lost(self._where, self._fault) from self._fault
-
-
-class SwapSpace(Protocol):
-    """Where a store puts bytes: a file, or nothing in a dry run."""
-
-    bytes_read: int
-    bytes_written: int
-
-    def reserve(self, nbytes: int) -> int: ...
-
-    def buffer(self, nbytes: int) -> torch.Tensor: ...
-
-    def read(self, offset: int, into: torch.Tensor) -> DiskTransfer: ...
-
-    def write(self, offset: int, source: torch.Tensor) -> DiskTransfer: ...
-
-    def mapped(self) -> AbstractContextManager[torch.Tensor]: ...
-
-    def in_memory(self, offset: int, nbytes: int) -> torch.Tensor | None: ...
-
-    def close(self) -> None: ...
 
 
 class MappedSpace(SwapSpace, Protocol):
@@ -183,14 +154,14 @@ class SwapFile:
         the start of a page."""
         return torch.frombuffer(mmap.mmap(-1, max(nbytes, 1)), dtype=torch.uint8)
 
-    def read(self, offset: int, into: torch.Tensor) -> DiskTransfer:
+    def read(self, offset: int, into: torch.Tensor) -> Transfer:
         """Start to fill ``into`` (contiguous, on the host) with the bytes from ``offset`` on."""
-        self.bytes_read += into.numel() * into.element_size()
+        self.bytes_read += into.nbytes
         return self._start(offset, into, write=False)
 
-    def write(self, offset: int, source: torch.Tensor) -> DiskTransfer:
+    def write(self, offset: int, source: torch.Tensor) -> Transfer:
         """Start to write ``source`` (contiguous, on the host) at ``offset``."""
-        self.bytes_written += source.numel() * source.element_size()
+        self.bytes_written += source.nbytes
         return self._start(offset, source, write=True)
 
     @contextmanager
@@ -314,10 +285,10 @@ class SwapFile:
                     return fault
         return None
 
-    def _start(self, offset: int, tensor: torch.Tensor, *, write: bool) -> DiskTransfer:
+    def _start(self, offset: int, tensor: torch.Tensor, *, write: bool) -> Transfer:
         self._require_open()
         address, held = tensor.data_ptr(), [tensor, self._descriptors]
-        parts = list(self._parts(offset, address, tensor.numel() * tensor.element_size()))
+        parts = list(self._parts(offset, address, tensor.nbytes))
         return DiskTransfer(str(self.folder), self._engine.start(parts, address, write, held), held)
 
     def _parts(self, offset: int, address: int, nbytes: int) -> Iterator[DiskPart]:
@@ -414,7 +385,7 @@ def move_into(file: MappedSpace) -> Callable[[torch.Tensor], torch.Tensor]:
     buffer = file.buffer(4 * MOST)
 
     def move(values: torch.Tensor) -> torch.Tensor:
-        nbytes = values.numel() * values.element_size()
+        nbytes = values.nbytes
         if nbytes < _SMALL:
             return values
         source, offset = values.detach().contiguous().view(-1).view(torch.uint8), file.reserve(whole_pages(nbytes))
@@ -435,113 +406,3 @@ def whole_pages(nbytes: int) -> int:
 def _free(folder: Path) -> int:
     found = os.statvfs(folder)
     return found.f_bavail * found.f_frsize
-
-
-def buffer_elements(total: int, wanted: int, count: int, most: int = MOST) -> int:
-    """Return the elements of a buffer: at least CUT, else at most ``wanted`` and ``most``, and a
-    quarter of ``total`` in ``count`` buffers."""
-    return max(min(wanted, most, total // (4 * count)) // CUT, 1) * CUT
-
-
-class DiskFailure:
-    """The first failure of a disk, after which nothing that lives there is used again.
-
-    All stores of a rank share it: half a step in one of its files is half a step in all.
-    """
-
-    def __init__(self) -> None:
-        self.first: StorageError | None = None
-
-    def wait(self, transfers: Sequence[DiskTransfer]) -> None:
-        """Wait for all of them. Raises StorageError, and remembers it: values that did not reach
-        the disk are lost."""
-        fault: StorageError | None = None
-        for transfer in transfers:
-            try:
-                transfer.wait()
-            except StorageError as found:
-                fault = fault or found
-        if fault is not None:
-            self.remember(fault)
-            raise fault
-
-    @contextmanager
-    def noted(self) -> Iterator[None]:
-        """Remember a StorageError of the block: to start a transfer may wait for others."""
-        try:
-            yield
-        except StorageError as fault:
-            self.remember(fault)
-            raise
-
-    def remember(self, fault: StorageError) -> None:
-        self.first = self.first or fault
-
-    def require_none(self) -> None:
-        """Raise StorageError after a failure: a checkpoint of half a step, or a step from it, would
-        be silently wrong."""
-        if self.first is not None:
-            raise StorageError(
-                "the disk has failed, and offloaded state is lost",
-                where=self.first.where,
-                got=self.first.got,
-                fix="Mend the disk or name another one in nvme_path, and go on from the last checkpoint in a new engine.",
-            ) from self.first
-
-
-class MappedAccess:
-    """Lets everything in a file be read and edited inside a block, in pages of a mapping; nested
-    blocks share the outermost one.
-
-    Args:
-        mapped: gives the file's bytes inside a block; None where there is no file.
-        failure: of the disk.
-        drain: waits for all transfers.
-        map_: puts tensors over the bytes.
-        unmap: takes them away again.
-    """
-
-    def __init__(
-        self,
-        mapped: Callable[[], AbstractContextManager[torch.Tensor | None]],
-        failure: DiskFailure,
-        drain: Callable[[], None],
-        map_: Callable[[torch.Tensor | None], None],
-        unmap: Callable[[torch.Tensor | None], None],
-    ) -> None:
-        self._mapped = mapped
-        self._failure = failure
-        self._drain = drain
-        self._map = map_
-        self._unmap = unmap
-        self._depth = 0
-
-    @property
-    def is_open(self) -> bool:
-        return self._depth > 0
-
-    @contextmanager
-    def __call__(self) -> Iterator[None]:
-        """Enter the block. Raises StorageError, also if the disk has failed before."""
-        self._depth += 1
-        try:
-            if self._depth > 1:
-                yield
-                return
-            edited = False
-            try:
-                self._failure.require_none()
-                self._drain()
-                with self._mapped() as area:
-                    self._map(area)
-                    try:
-                        yield
-                    finally:
-                        self._unmap(area)
-                        edited = True
-            except StorageError as fault:
-                if edited:  # what was edited may not have reached the disk
-                    self._failure.remember(fault)
-                raise
-        finally:
-            self._depth -= 1

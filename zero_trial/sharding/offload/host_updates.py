@@ -13,182 +13,16 @@ are where the store behind keeps them.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
-from zero_trial.device import is_accelerator, torch_module
+from zero_trial.sharding.offload.copies import DONE, Copy, HostCopier
 from zero_trial.sharding.offload.nvme_params import SwappedPiece
 from zero_trial.sharding.param_group import ParamGroup
 from zero_trial.sharding.pieces import DeviceStore, ShardPiece, StateStore
-
-# Waits on the host until a copy is done.
-Wait = Callable[[], None]
-
-
-class Copy(Protocol):
-    """A copy between device and host under way; both tensors must stay until it is waited for."""
-
-    def order(self) -> None:
-        """Let work that the device is given afterwards come after the copy. The host does not
-        wait."""
-        ...
-
-    def wait(self) -> None:
-        """Return when the copy is done."""
-        ...
-
-
-class HostCopier(Protocol):
-    """Copies between device and host. ``down`` and ``up`` start a copy and return what waits for
-    it; both tensors must stay until then."""
-
-    def buffer(self, nbytes: int) -> torch.Tensor:
-        """Return host memory to copy to and from, (nbytes,) uint8."""
-        ...
-
-    def begin(self) -> None:
-        """Order the copies that follow after the work that the device has been given until now."""
-        ...
-
-    def down(self, source: torch.Tensor, into: torch.Tensor) -> Wait:
-        """Copy from the device to the host."""
-        ...
-
-    def up(self, source: torch.Tensor, into: torch.Tensor) -> Wait:
-        """Copy from the host to the device. Work that the device is given afterwards sees the
-        result."""
-        ...
-
-    def now(self) -> torch.Event | None:
-        """Return the end of the work that the device has been given until now."""
-        ...
-
-    def beside(self, source: torch.Tensor, into: torch.Tensor, after: torch.Event | None = None) -> Copy:
-        """Copy in either direction, after the work that the device has been given until ``after``
-        (None: until now) and after all copies that begun so before, and beside what it is given
-        later, up to :meth:`Copy.order`."""
-        ...
-
-    def settle(self) -> None:
-        """Return when all copies are done."""
-        ...
-
-
-class BlockingCopier:
-    """Copies at once: for a device that is the host, and for dry runs."""
-
-    def buffer(self, nbytes: int) -> torch.Tensor:
-        return torch.empty(nbytes, dtype=torch.uint8)
-
-    def begin(self) -> None:
-        """Do nothing: no copy is under way."""
-
-    def down(self, source: torch.Tensor, into: torch.Tensor) -> Wait:
-        into.copy_(source)
-        return _nothing
-
-    def up(self, source: torch.Tensor, into: torch.Tensor) -> Wait:
-        into.copy_(source)
-        return _nothing
-
-    def now(self) -> torch.Event | None:
-        return None
-
-    def beside(self, source: torch.Tensor, into: torch.Tensor, after: torch.Event | None = None) -> Copy:
-        into.copy_(source)
-        return _Done()
-
-    def settle(self) -> None:
-        """Do nothing: no copy is under way."""
-
-
-class _Done:
-    """A copy that is over."""
-
-    def order(self) -> None: ...
-
-    def wait(self) -> None: ...
-
-
-@dataclass(frozen=True)
-class _StreamCopy:
-    """A copy whose end ``done`` marks."""
-
-    device: torch.device
-    done: torch.Event
-
-    def order(self) -> None:
-        torch_module(self.device).current_stream(self.device).wait_event(self.done)
-
-    def wait(self) -> None:
-        self.done.synchronize()
-
-
-class StreamCopier:
-    """Copies on a stream for each direction. ``pinned``: the device copies its buffers by itself;
-    copies of other buffers block the host."""
-
-    def __init__(self, device: torch.device, *, pinned: bool) -> None:
-        self._device = device
-        self._pinned = pinned
-        self._torch = torch_module(device)
-        self._down = self._torch.Stream(device)
-        self._up = self._torch.Stream(device)
-
-    def buffer(self, nbytes: int) -> torch.Tensor:
-        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=self._pinned)
-
-    def begin(self) -> None:
-        now = self._torch.current_stream(self._device)
-        # Down reads gradients that the reductions before have written; up writes shards that
-        # gathers before may still read.
-        self._down.wait_stream(now)
-        self._up.wait_stream(now)
-
-    def down(self, source: torch.Tensor, into: torch.Tensor) -> Wait:
-        return self._copy(source, into, self._down).synchronize
-
-    def up(self, source: torch.Tensor, into: torch.Tensor) -> Wait:
-        done = self._copy(source, into, self._up)
-        # the gather of the new values is given to this stream
-        self._torch.current_stream(self._device).wait_event(done)
-        return done.synchronize
-
-    def now(self) -> torch.Event | None:
-        return self._marked(self._torch.current_stream(self._device))
-
-    def beside(self, source: torch.Tensor, into: torch.Tensor, after: torch.Event | None = None) -> Copy:
-        ours, other = (self._up, self._down) if is_accelerator(into.device) else (self._down, self._up)
-        ours.wait_event(after if after is not None else self.now())
-        ours.wait_stream(other)
-        return _StreamCopy(self._device, self._copy(source, into, ours))
-
-    def settle(self) -> None:
-        self._up.synchronize()
-        self._down.synchronize()
-
-    def _copy(self, source: torch.Tensor, into: torch.Tensor, stream: torch.Stream) -> torch.Event:
-        with self._torch.stream(stream):
-            into.copy_(source, non_blocking=True)
-        return self._marked(stream)
-
-    def _marked(self, stream: torch.Stream) -> torch.Event:
-        event: torch.Event = self._torch.Event()
-        event.record(stream)
-        return event
-
-
-def copier_for(device: torch.device, pinned: bool) -> HostCopier:
-    """Return the copier between ``device`` and the host."""
-    return StreamCopier(device, pinned=pinned) if is_accelerator(device) else BlockingCopier()
-
-
-def _nothing() -> None:
-    return None
 
 
 def master_to_host(group: ParamGroup) -> None:
@@ -203,7 +37,7 @@ class _Buffer:
 
     gradient: torch.Tensor
     out: torch.Tensor
-    wait: Wait
+    copy: Copy = DONE  # from or to it, the last one
 
 
 class StagingBuffers:
@@ -219,7 +53,7 @@ class StagingBuffers:
         down = max((piece.numel * piece.grad_buffer.shard.element_size() for piece in pieces), default=0)
         up = max((piece.numel * piece.group.shard.element_size() for piece in pieces), default=0)
         for _ in range(count if pieces else 0):
-            self.free.append(_Buffer(self.copier.buffer(down), self.copier.buffer(up), _nothing))
+            self.free.append(_Buffer(self.copier.buffer(down), self.copier.buffer(up)))
 
     @property
     def buffers(self) -> list[torch.Tensor]:
@@ -227,33 +61,35 @@ class StagingBuffers:
 
     def fetch(self, piece: StagedPiece) -> None:
         """Start to copy the piece's gradient down."""
-        self.free[0].wait()  # its last values have gone up
+        self.free[0].copy.wait()  # its last values have gone up
         buffer = self.free.popleft()
         self._of[id(piece)] = buffer
-        buffer.wait = self.copier.down(piece.gradient_on_device, self.gradient(piece))
+        buffer.copy = self.copier.copy(piece.gradient_on_device, self.gradient(piece))
 
     def wait_for(self, piece: StagedPiece) -> None:
         """Wait until the piece's gradient is on the host."""
-        self._of[id(piece)].wait()
+        self._of[id(piece)].copy.wait()
 
     def send(self, piece: StagedPiece) -> None:
-        """Start to copy the piece's new values up, and free its buffer for the next piece."""
+        """Start to copy the piece's new values up, and free its buffer for the next piece. What the
+        device is given afterwards, such as the gather of the new values, sees them."""
         out = self.out(piece)
         buffer = self._of.pop(id(piece))
-        buffer.wait = self.copier.up(out, piece.values_on_device)
+        buffer.copy = self.copier.copy(out, piece.values_on_device)
+        buffer.copy.order()
         self.free.append(buffer)
 
     def release(self, piece: StagedPiece) -> None:
         """Free the piece's buffer: its new values do not go up."""
         buffer = self._of.pop(id(piece))
-        buffer.wait = _nothing
+        buffer.copy = DONE
         self.free.append(buffer)
 
     def clear(self) -> None:
         """Free all buffers, also those of a step that was broken off."""
         for buffer in self._of.values():
-            buffer.wait()
-            buffer.wait = _nothing
+            buffer.copy.wait()
+            buffer.copy = DONE
             self.free.append(buffer)
         self._of.clear()
 

@@ -12,8 +12,8 @@ full     all parameters are trained in bf16 with AdamW: weights, gradients, fp32
 frozen   the weights alone, 2 bytes per parameter, are four times the limit; small matrices beside
          them are trained, as LoRA does
 
-Each is planned and run with everything on NVMe at each stage, and once without offload: the plan
-must say before what comes of it. ``own`` is the most memory of the processes themselves, by
+Each is planned and run at each stage, with everything on NVMe and without offload: the plan must
+say before what comes of it. ``own`` is the most memory of the processes themselves, by
 samples; ``peak`` the most that the group had, page cache included, which the kernel lets grow up to
 the limit. The plan counts tensors; the settings say what a process takes that has imported torch
 and zero_trial and nothing else.
@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import subprocess
 import sys
@@ -126,8 +127,7 @@ def main() -> None:
     rows = []
     for kind in given.kinds:
         layers = round(given.parameters * 1e6 * (5 if kind == "frozen" else 1) / WIDTH**2)
-        cells = [*((stage, True) for stage in given.stages), (given.stages[-1], False)]
-        for stage, away in cells:
+        for stage, away in itertools.product(given.stages, (True, False)):
             rows.append(measure(given, kind, layers, stage, away))
             print(json.dumps(rows[-1]), flush=True)
     settings = {"steps": STEPS, "width": WIDTH, "ranks": given.ranks, "control groups": found_controller().version}

@@ -28,9 +28,9 @@ class LateSwapFile:
     """Reads see the file as it was when they began and arrive when they are waited for; writes take
     what is there when they are waited for."""
 
-    def __init__(self) -> None:
+    def __init__(self, nbytes: int = 1 << 21) -> None:
         self.bytes_read = self.bytes_written = 0
-        self._area = torch.zeros(1 << 21, dtype=torch.uint8)
+        self._area = torch.zeros(nbytes, dtype=torch.uint8)
         self._end = 0
 
     def reserve(self, nbytes: int) -> int:

@@ -1,8 +1,10 @@
-"""The C library's heap: whether freed memory stays in the process."""
+"""The C library's heap: whether freed memory stays in the process, and in what pages it comes."""
 
 from __future__ import annotations
 
 import ctypes
+import functools
+import mmap
 import sys
 from typing import Any
 
@@ -12,6 +14,7 @@ from zero_trial.comm import AxisComm
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # from glibc's malloc.h
 _LARGEST_HEAP_BLOCK = 32 << 20  # what glibc allows on 64-bit machines
+_LARGE_PAGE = 2 << 20  # the smallest, of every processor that has them
 
 
 def keep_freed_memory() -> bool:
@@ -36,13 +39,27 @@ def map_large_blocks() -> bool:
     """Map blocks of 1 MiB and more one by one, so that a freed one leaves the process at once;
     return whether this could be set.
 
-    For parameters that come from a disk: memory is what they are offloaded for, and a page fault
-    costs little beside a read. Freed blocks that stay in the heap between those that live took 2.5
-    bytes per parameter at the peak. Process-wide and idempotent; replaces
-    :func:`keep_freed_memory`.
+    For parameters that come from a disk: memory is what they are offloaded for. Freed blocks that
+    stay in the heap between those that live took 2.5 bytes per parameter at the peak. Process-wide
+    and idempotent; replaces :func:`keep_freed_memory`.
     """
     mallopt = _glibc("mallopt")
     return mallopt is not None and bool(mallopt(_M_MMAP_THRESHOLD, 1 << 20))
+
+
+def use_large_pages(tensor: torch.Tensor) -> None:
+    """Ask the kernel for large pages for a tensor of the host that is written next, if it is worth
+    a call. Where the kernel has none they are small.
+
+    For memory that comes from the kernel at each use (:func:`map_large_blocks`): the first touch of
+    8 MiB takes 2 ms instead of 8 on a virtual machine.
+    """
+    if tensor.device.type != "cpu":
+        return
+    page = mmap.PAGESIZE
+    low, high = -(-tensor.data_ptr() // page) * page, (tensor.data_ptr() + tensor.nbytes) // page * page
+    if high - low >= _LARGE_PAGE and (madvise := _glibc("madvise")) is not None:
+        madvise(ctypes.c_void_p(low), ctypes.c_size_t(high - low), getattr(mmap, "MADV_HUGEPAGE", 14))
 
 
 def give_freed_memory_back() -> bool:
@@ -75,7 +92,7 @@ class FreedBytes:
         if tensor.device.type != "cpu":
             return
         self._comm = comm if comm is not None else self._comm
-        self._bytes += tensor.numel() * tensor.element_size()
+        self._bytes += tensor.nbytes
         if self._bytes >= self._most:
             self.give_back()
 
@@ -88,6 +105,7 @@ class FreedBytes:
         self._bytes = 0
 
 
+@functools.cache
 def _glibc(name: str) -> Any:
     """Return a function of glibc; None with another C library."""
     if not sys.platform.startswith("linux"):

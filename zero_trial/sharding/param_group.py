@@ -39,6 +39,7 @@ from zero_trial.sharding.freed import (
     sharded_class,
     unasked,
 )
+from zero_trial.sharding.heap import use_large_pages
 from zero_trial.sharding.layout import Layout, column_sums, has_own_master
 from zero_trial.sharding.plan import Home, Lifetime, OffloadedShard, ZeroPlan
 
@@ -225,7 +226,9 @@ class ParamGroup:
             self._gathering = DONE if whole else self.comm.all_gather(self.full, shard, f"parameters of {self.name}")
 
     def _allocate(self) -> None:
-        self.full.untyped_storage().resize_(self.layout.numel * self.full.element_size())
+        self.full.untyped_storage().resize_(self.full.nbytes)
+        if self.offloaded is not None and self._real:
+            use_large_pages(self.full)
 
     def start_read_or_ready(self) -> bool:
         """Return whether to call :meth:`unshard_async` now, for a use that comes soon.

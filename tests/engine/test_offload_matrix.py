@@ -31,18 +31,14 @@ from tests.support.dense import Case, build_engine
 from tests.support.pool import Pools
 from zero_trial.engine import build as building
 from zero_trial.sharding.offload import drives
-from zero_trial.sharding.offload.swap_file import BLOCK, SwapFile, move_into
+from zero_trial.sharding.offload.swap_file import SwapFile, move_into
+from zero_trial.sharding.offload.swap_space import BLOCK
 
 # ZeRO stage, place of parameters, place of optimizer state, precision, micro-batches
 Cell = tuple[str, str, str, str, int]
 ZEROS = ("zero0", "zero1", "zero2", "zero3")
 PLACES = ("none", "cpu", "nvme")
-# On a CPU rank "cpu" is where things are anyway: it is there with one precision each.
-EVERYTHING: list[Cell] = [
-    *itertools.product(ZEROS, ("nvme",), ("none", "nvme"), PRECISIONS, (1, 4)),
-    *itertools.product(ZEROS, ("nvme",), ("cpu",), ("bf16",), (4,)),
-    *itertools.product(ZEROS, ("cpu",), PLACES, ("fp32",), (1,)),
-]
+EVERYTHING: list[Cell] = [*itertools.product(ZEROS, ("cpu", "nvme"), PLACES, PRECISIONS, (1, 4))]
 # each pair of stage and place, of stage and precision, and all that a file of parameters can meet
 COVERING: list[Cell] = [
     ("zero0", "nvme", "none", "fp32", 4),
@@ -81,23 +77,22 @@ def run_cells(cells: list[Cell], folder: str) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize("count", [1, 2])
-def test_a_covering_part(ranks: Pools, tmp_path: Any, count: int) -> None:
-    for wrong in ranks(count).run(run_cells, COVERING, str(tmp_path)):
+@pytest.mark.smoke
+def test_a_covering_part(ranks: Pools, tmp_path: Any) -> None:
+    for wrong in ranks(2).run(run_cells, COVERING, str(tmp_path)):
         assert wrong == []
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("count", [1, 2, 4])
 def test_every_place_at_every_stage(ranks: Pools, tmp_path: Any, count: int) -> None:
-    # on 1 and 4 ranks every fourth one: stages and places are still all there
-    cells = EVERYTHING if count == 2 else EVERYTHING[count % 3 :: 4]
-    for wrong in ranks(count).run(run_cells, cells, str(tmp_path), timeout=300):
+    # every fifth cell, which meets all of a column with all of another; others for each count
+    for wrong in ranks(count).run(run_cells, EVERYTHING[count % 5 :: 5], str(tmp_path), timeout=200):
         assert wrong == []
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize("count", [1, 4])
+@pytest.mark.parametrize("count", [1, 2, 4])
 def test_the_whole_matrix(ranks: Pools, tmp_path: Any, count: int) -> None:
     for wrong in ranks(count).run(run_cells, EVERYTHING, str(tmp_path), timeout=900):
         assert wrong == []

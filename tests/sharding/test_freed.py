@@ -104,6 +104,16 @@ def test_a_use_that_needs_values_is_an_error_that_names_parameter_and_line(engin
             USES[use](model.get_parameter(NAME), model)
 
 
+def test_the_error_names_offload_where_that_has_the_values(tmp_path: Path) -> None:
+    """They are away at every ZeRO stage then, and not in shards at stages 0 to 2."""
+    away = {"offload_param": {"device": "nvme", "nvme_path": str(tmp_path), "max_in_cpu": 0}}
+    made = make_engine(TinyLM, {"zero_optimization": STAGES["zero1"] | {"param_persistence_threshold": 0} | away})
+    train_engine(made, range(1))
+    with pytest.raises(TrialError, match=r"or where offload_param keeps them"):
+        made.module.get_parameter(NAME).clone()
+    made.destroy()
+
+
 def test_metadata_can_be_asked(engine: zero_trial.Engine) -> None:
     model = engine.module
     param = model.get_parameter(NAME)

@@ -46,7 +46,7 @@ def require_no_engine(model: nn.Module) -> None:
     for name, param in model.named_parameters():
         if isinstance(param, FreedParameter) and isinstance(owner_of_param(param), FullParams):
             raise ConfigError(
-                "the model belongs to another engine, which has its values (ZeRO stage 3)",
+                "the model belongs to another engine, which has its values (ZeRO stage 3, offload_param)",
                 where=f"initialize(model): {name}",
                 got="an engine that was made of this model before, and not destroyed",
                 expected="a model without an engine",

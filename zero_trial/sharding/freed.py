@@ -337,7 +337,7 @@ def _refused(param: nn.Parameter, use: str) -> TrialError:
                 fix="Give the model to initialize() on every rank, or call engine.destroy(rank0_only=False).",
             )
         return TrialError(
-            "this parameter is freed: its values are in the shards of all ranks (ZeRO stage 3)",
+            "this parameter is freed: its values are in the shards of all ranks, or where offload_param keeps them",
             where=f"{place}{use}",
             got=_named(param),
             expected="a use in the forward of its own module (call that instead of reading its weights), or a gathered parameter",
@@ -376,11 +376,11 @@ def refuse_transforms(name: str) -> None:
     """Raise TrialError where torch.func differentiates: a gather cannot write into its tensors."""
     if (transform := peek_interpreter_stack()) is not None and transform.key() in _DIFFERENTIATE:
         raise TrialError(
-            "torch.func cannot differentiate through the gathering of parameters (ZeRO stage 3)",
+            "torch.func cannot differentiate through the gathering of parameters (ZeRO stage 3, offload_param)",
             where=name,
             got="a forward inside torch.func.grad, vjp, jvp or the like, with freed parameters",
             expected="parameters that are whole before the transform begins",
-            fix="Call it inside zero_trial.zero.GatheredParameters(model), which every rank enters, or train at stage 2.",
+            fix="Call it inside zero_trial.zero.GatheredParameters(model), which every rank enters, or train at stage 2 without offload_param.",
         )
 
 

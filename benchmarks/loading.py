@@ -107,6 +107,8 @@ def write_values(path: Path, model: nn.Module) -> None:
         for number, param in enumerate(params.values()):
             values = torch.randn(param.shape, generator=torch.Generator().manual_seed(number))
             file.write(tensor_bytes(values))
+        file.flush()
+        os.fsync(file.fileno())  # the kernel keeps pages in memory that are not on the disk yet
 
 
 def status(key: str) -> float:

@@ -3,10 +3,13 @@ zero_trial/sharding/offload/nvme_params.py): bits, traffic, memory, refusals."""
 
 from __future__ import annotations
 
+import functools
 import gc
 import logging
 import os
 import weakref
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -34,13 +37,20 @@ from zero_trial.sharding.offload.swap_space import BLOCK
 PLACES = ("none", "nvme")
 
 
-def engine_of(stage: str, config: dict[str, Any], folder: str | None, state: str = "none", **params: Any) -> Any:
+def engine_of(
+    stage: str,
+    config: dict[str, Any],
+    folder: str | None,
+    state: str = "none",
+    build: Callable[[], nn.Module] = Net,
+    **params: Any,
+) -> Any:
     zero_config = dict(STAGES[stage]) | {"sub_group_size": 4096}
     if folder is not None:
         zero_config = {"param_persistence_threshold": 0, "module_granularity_threshold": 1} | zero_config
         zero_config["offload_param"] = {"device": "nvme", "nvme_path": folder, "max_in_cpu": 0} | params
         zero_config["offload_optimizer"] = {"device": state, "nvme_path": folder, "buffer_count": 2}
-    return build_engine(Case(Net, loss, groups=two_groups, config=PLAIN | config), zero_config)
+    return build_engine(Case(build, loss, groups=two_groups, config=PLAIN | config), zero_config)
 
 
 def swapper_of(engine: Any) -> ParamSwapper:
@@ -364,6 +374,37 @@ def run_built_in_shards(folder: str) -> None:
 
 def test_a_model_built_in_shards(ranks: Pools, tmp_path: Path) -> None:
     ranks(2).run(run_built_in_shards, str(tmp_path))
+
+
+def known_on_first_rank(stage: str, precision: str, folder: str) -> list[list[str]]:
+    """What differs from an engine in memory whose ranks all have the values, where the others have
+    none, and where they have wrong ones."""
+    rank = torch.distributed.get_rank()
+
+    def build(others: str) -> nn.Module:
+        with torch.device("meta") if rank and others == "meta" else nullcontext():
+            model = Net()
+        for param in model.parameters() if rank and others == "garbage" else ():
+            param.data.fill_(float("nan"))
+        return model
+
+    found = []
+    for others in ("alike", "meta", "garbage"):
+        place = None if others == "alike" else folder
+        engine = engine_of(stage, PRECISIONS[precision], place, "none", functools.partial(build, others))
+        assert bool(away(engine)) == (place is not None)
+        torch.manual_seed(70 + rank)
+        trace = torch.tensor([row[0] for row in train(engine, range(2))])
+        found.append(values_of(engine) | {"trace": trace})
+        engine.destroy()
+    return [differing(found[0], each) for each in found[1:]]
+
+
+@pytest.mark.parametrize(
+    ("stage", "precision"), [("zero0", "bf16"), ("zero1", "fp32"), ("zero2", "bf16"), ("zero3", "fp32")]
+)
+def test_values_of_rank_0_alone(ranks: Pools, tmp_path: Path, stage: str, precision: str) -> None:
+    assert ranks(2).run(known_on_first_rank, stage, precision, str(tmp_path)) == [[[], []]] * 2
 
 
 def run_pipelines(folder: str, stage: int) -> int:

@@ -7,11 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 
-from benchmarks.loading import OwnPeak, acts, start, status, width_of, write_file
+import zero_trial
+from benchmarks.loading import OwnPeak, Stack, acts, start, status, width_of, write_file
 from tests.support.pool import Pools
-from zero_trial.sharding.heap import give_freed_memory_back
+from zero_trial.sharding.heap import give_freed_memory_back, mapped_data
+from zero_trial.sharding.init import read_first_values
 
 MEGABYTES = 48.0
 GROUP = MEGABYTES / 16
@@ -41,6 +44,45 @@ def test_a_rank_grows_by_its_shards_and_a_group(case: str, ranks: Pools, tmp_pat
     slack = SLACK if case != "weights-3" else 4
     for peak in ranks(2).run(grown, case, tmp_path):
         assert peak <= 2 * SHARD + GROUP + slack
+
+
+def file_pages_after(folder: Path) -> tuple[float, bool]:
+    """Megabytes of file pages by which a rank grows while a model that is cut gets the values of a
+    file that rank 0 maps, as from_pretrained does it; whether it has them."""
+    with zero_trial.zero.Init():
+        model = Stack(width_of(MEGABYTES))
+    give_freed_memory_back()
+    before = status("RssFile")
+    values = load_file(folder / "model.safetensors")
+    for part, module in model.named_modules():
+        with zero_trial.zero.GatheredParameters(module.parameters(recurse=False), modifier_rank=0), torch.no_grad():
+            for name, param in module.named_parameters(part, recurse=False) if dist.get_rank() == 0 else ():
+                param.copy_(values[name])
+    grown = status("RssFile") - before
+    named = model.named_parameters()
+    return grown, all(torch.equal(read_first_values(param), values[name]) for name, param in named)
+
+
+def test_a_file_that_rank_0_maps_does_not_stay_in_memory(ranks: Pools, tmp_path: Path) -> None:
+    write_file(tmp_path / "model.safetensors", width_of(MEGABYTES))
+    first, second = ranks(2).run(file_pages_after, tmp_path)
+    assert first[1] and second[1]
+    assert first[0] <= 16.8 + 4, "what waits for the next call, and libraries"
+    assert second[0] <= 4
+
+
+def test_only_large_mappings_of_data_are_paged_out() -> None:
+    lines = [
+        "10000000-10200000 rw-p 00000000 08:01 11                                 /models/a model.safetensors",
+        "20000000-20200000 r--s 00001000 08:01 12                                 /models/b",
+        "30000000-30200000 rw-s 00000000 08:01 13                                 /nvme/swap",
+        "40000000-40200000 r--p 00000000 08:01 14                                 /lib/libtorch.so",
+        "40200000-40400000 r-xp 00200000 08:01 14                                 /lib/libtorch.so",
+        "50000000-50001000 r--p 00000000 08:01 15                                 /models/small",
+        "60000000-60200000 rw-p 00000000 00:00 0",
+        "70000000-70200000 rw-p 00000000 00:00 0                                  [heap]",
+    ]
+    assert list(mapped_data(lines)) == [(0x10000000, 0x10200000), (0x20000000, 0x20200000)]
 
 
 def growth_of_saving(folder: Path, stage: int) -> tuple[float, float]:

@@ -267,12 +267,21 @@ class Initialized(Net):
             module.weight.data.normal_(std=0.02)
 
 
+class Encoder(nn.TransformerEncoder):
+    """A subclass with what torch's constructor makes."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.TransformerEncoderLayer(8, 2, 24), 3, enable_nested_tensor=False)
+        self.out = nn.Linear(8, 5)
+
+
 class Translator(Net):
     """Torch's Transformer copies its layers, and sets the weights of all of them at the end."""
 
     def __init__(self) -> None:
         super().__init__()
         self.translator = nn.Transformer(8, 2, 3, 2, 24)
+        self.encoder = Encoder()
         self.after = nn.Linear(8, 3)
 
 

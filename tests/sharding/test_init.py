@@ -7,20 +7,24 @@ import weakref
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
+import zero_trial
 from tests.sharding.parts import mesh_for, parameters
 from tests.support.models import TinyLM, make_engine, train_engine
 from tests.support.pool import Pools
 from zero_trial.errors import ConfigError, TrialError
 from zero_trial.sharding import freed
+from zero_trial.sharding.build_groups import part_moves
 from zero_trial.sharding.freed import FreedParameter, owner_of_param
 from zero_trial.sharding.heap import FreedBytes
 from zero_trial.sharding.init import PreSharded, read_first_values
+from zero_trial.sharding.layout import ALIGN, lay_out, round_up
 from zero_trial.zero import GatheredParameters, Init, OnDevice
 
 
@@ -105,7 +109,7 @@ def same_bits() -> dict[str, Any]:
         "wrong": wrong,
         "tied": model.head.weight is model.embed.weight,  # type: ignore[union-attr]
         "random": torch.rand(1).item(),
-        "kept": sum(h._shard.numel() for h in presharded(model.parameters()))
+        "kept": sum(h.part.numel() for h in presharded(model.parameters()))
         / sum(p.numel() for p in plain.parameters()),
     }
 
@@ -411,7 +415,7 @@ def cut_and_gathered(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[int, b
         param.add_(mesh.rank)
     holder.cut()
     good &= isinstance(param, FreedParameter) and torch.equal(holder.gather(), first)
-    return holder._shard.numel(), good
+    return holder.part.numel(), good
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -489,3 +493,57 @@ def first_values() -> list[bool]:
 
 def test_reading_first_values(ranks: Pools) -> None:
     assert ranks(2).run(first_values) == [[True] * 4] * 2
+
+
+@pytest.mark.parametrize("shards", [[0, 1, 2, 3], [0, 1, 0, 1]], ids=["all ranks", "replicas"])
+def test_parts_of_parameters_become_shards_of_a_group(shards: list[int]) -> None:
+    """Every rank gets each element of its shard once, from a rank that holds it."""
+    layout = lay_out([("a", (5, 100)), ("b", (3,)), ("c", (0,)), ("d", (600,))], max(shards) + 1)
+    cut = [(slot, round_up(max(slot.numel, 1), 4 * ALIGN) // 4) for slot in layout.slots]
+    moves = list(part_moves(cut, layout.shard_numel, shards))
+    for move in moves:
+        slot, numel = cut[move.slot]
+        low = slot.offset + move.sender * numel
+        assert low <= move.start < move.stop <= min(low + numel, slot.offset + slot.numel)
+    for rank, index in enumerate(shards):
+        got = sorted(at for move in moves if move.receiver == rank for at in range(move.start, move.stop))
+        inside = (
+            range(piece.slot.offset + piece.start, piece.slot.offset + piece.stop) for piece in layout.pieces(index)
+        )
+        assert got == [at for piece in inside for at in piece]
+
+
+def built_twice(mesh: dict[str, int] | None) -> list[float]:
+    """Parameters of two dtypes, and of two blocks, each with ranks of its own."""
+
+    def build() -> nn.Module:
+        torch.manual_seed(3)
+        with Init():
+            first = nn.Linear(13, 11)
+        with Init(dtype=torch.bfloat16):
+            second = nn.Sequential(nn.Linear(11, 9, bias=False), nn.Linear(9, 2))
+        return nn.Sequential(first, second)
+
+    def plain() -> nn.Module:
+        torch.manual_seed(3)
+        first, second = nn.Linear(13, 11), nn.Sequential(nn.Linear(11, 9, bias=False), nn.Linear(9, 2))
+        return nn.Sequential(first, second.bfloat16())
+
+    states = []
+    for made in (plain, build):
+        config = {
+            "train_micro_batch_size_per_gpu": 1,
+            "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+        } | ({"mesh": mesh} if mesh else {})
+        model = made()
+        with mock.patch.object(PreSharded, "gather", side_effect=AssertionError("a parameter is whole")):
+            engine = zero_trial.initialize(model=model, config=config)[0]
+        states.append(engine.module_state_dict())
+        engine.destroy()
+    return [(states[0][name] - states[1][name]).abs().max().item() for name in states[0]]
+
+
+@pytest.mark.parametrize("mesh", [None, {"shard": 2}], ids=["all ranks", "replicas"])
+def test_a_group_of_what_was_cut_in_other_ways(ranks: Pools, mesh: dict[str, int] | None) -> None:
+    for gaps in ranks(4).run(built_twice, mesh):
+        assert len(gaps) == 5 and not any(gaps)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import weakref
 from collections.abc import Callable
@@ -156,6 +157,35 @@ class Own(nn.TransformerEncoder):
         self.layers = nn.ModuleList([nn.TransformerEncoderLayer(4, 2, 8) for _ in range(2)])
 
 
+class Renamed(nn.TransformerEncoder):
+    """The layers that torch's constructor makes."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.TransformerEncoderLayer(4, 2, 8), 2, enable_nested_tensor=False)
+        self.head = nn.Linear(4, 3)
+
+
+class Inherited(Renamed):
+    pass
+
+
+class Cloned(nn.TransformerEncoder):
+    """Copies of its own making."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.TransformerEncoderLayer(4, 2, 8), 1, enable_nested_tensor=False)
+        self.layers = nn.ModuleList([copy.deepcopy(self.layers[0]) for _ in range(2)])
+
+
+class Rewritten(nn.TransformerEncoder):
+    """Writes values into layers that torch's constructor makes."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.TransformerEncoderLayer(4, 2, 8), 2, enable_nested_tensor=False)
+        for param in self.layers.parameters():
+            nn.init.normal_(param)
+
+
 def encoder(*layers: nn.Module) -> nn.TransformerEncoder:
     """An encoder whose layers the caller has replaced."""
     model = nn.TransformerEncoder(nn.TransformerEncoderLayer(4, 2, 8), 2, enable_nested_tensor=False)
@@ -169,6 +199,8 @@ def encoder(*layers: nn.Module) -> nn.TransformerEncoder:
     [
         (encoder, True),
         (Own, False),
+        (Renamed, True),
+        (Inherited, True),
         (lambda: encoder(nn.Linear(4, 4), nn.TransformerEncoderLayer(4, 2, 8)), False),
         (lambda: encoder(nn.Linear(4, 4), nn.Linear(4, 2)), False),
         (lambda: encoder(*[nn.Linear(4, 4)] * 2), False),
@@ -188,6 +220,17 @@ def test_layers_that_torch_copies_are_copies_and_no_others(
         layer.self_attn.in_proj_weight for layer in cast(nn.ModuleList, made.layers) if hasattr(layer, "self_attn")
     ]
     assert not layers[1:] or torch.equal(*layers) == copies
+
+
+@pytest.mark.parametrize("build", [Cloned, Rewritten])
+def test_layers_that_only_a_constructor_knows_are_refused(build: Callable[[], nn.TransformerEncoder]) -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(build())
+    with pytest.raises(ConfigError) as caught:
+        initialize_meta(model, mesh_for(3).data, place_absent(model, CPU))
+    assert build.__name__ in caught.value.where and "zero.Init" in caught.value.fix
+    given = nn.Sequential(build())
+    initialize_meta(given, mesh_for(3).data, place_absent(given, CPU))  # has all values
 
 
 def test_values_that_go_to_a_file_are_never_in_memory_together(tmp_path: Path) -> None:

@@ -4,9 +4,9 @@ range by range.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 from torch import nn
@@ -33,7 +33,7 @@ from zero_trial.sharding.grouping import (
 )
 from zero_trial.sharding.heap import FreedBytes
 from zero_trial.sharding.init import PreSharded, read_first_values
-from zero_trial.sharding.layout import Layout, lay_out, living_dtype
+from zero_trial.sharding.layout import Layout, ParamSlot, lay_out, living_dtype
 from zero_trial.sharding.leaf_modules import mark_leaves
 from zero_trial.sharding.param_group import ParamGroup
 from zero_trial.sharding.plan import Home, Lifetime, ZeroPlan
@@ -89,17 +89,92 @@ def are_cut(params: Sequence[nn.Parameter]) -> bool:
 
 
 def cut_shard(layout: Layout, params: Sequence[nn.Parameter], shard: AxisComm, out: torch.Tensor) -> None:
-    """Fill ``out`` with this rank's shard (n/N,) of a group whose parameters :func:`are_cut`, of
-    which one at a time is whole. Collective over the ranks that have cut them."""
-    base, stop = layout.shard_range(shard.index)
+    """Fill ``out`` with this rank's shard (n/N,) of a group whose parameters :func:`are_cut`.
+
+    Ranks send each other what belongs to the other's shard, and no parameter is whole: of the n/N
+    elements that a rank has, and that it gets, there is one copy each. Moves n/N elements to each
+    rank. Collective over the ranks that have cut the parameters.
+    """
     out.zero_()
+    base, _ = layout.shard_range(shard.index)
+    for held in _alike(layout, params):
+        comm = held[0][1].comm
+        needs = [index for (index,) in comm.gather_row([shard.index], "shards of a group")]
+        moves = list(part_moves([(slot, owner.part.numel()) for slot, owner in held], layout.shard_numel, needs))
+        counts = [[0] * comm.size for _ in range(comm.size)]
+        for move in moves:
+            if move.sender == comm.index == move.receiver:
+                out[move.start - base : move.stop - base].copy_(_part(*held[move.slot], move))
+            elif move.sender != move.receiver:
+                counts[move.sender][move.receiver] += move.stop - move.start
+        sent = _packed(held, [move for move in moves if move.sender == comm.index != move.receiver])
+        received = sent.new_empty(sum(row[comm.index] for row in counts))
+        comm.all_to_all(sent, received, counts, "parts of a group").wait()
+        del sent
+        at = 0
+        for move in moves:  # by sender
+            if move.receiver == comm.index != move.sender:
+                numel = move.stop - move.start
+                out[move.start - base : move.stop - base].copy_(received[at : at + numel])
+                at += numel
+
+
+def _alike(layout: Layout, params: Sequence[nn.Parameter]) -> list[list[tuple[ParamSlot, PreSharded]]]:
+    """List slots with the owners of their parts, by what one message can hold. The parameters
+    forget their owners."""
+    found: dict[tuple[Any, ...], list[tuple[ParamSlot, PreSharded]]] = {}
     for slot, param in zip(layout.slots, params, strict=True):
-        whole = read_first_values(param).reshape(-1)
-        low, high = max(slot.offset, base), min(slot.offset + slot.numel, stop)
-        if low < high:
-            out[low - base : high - base].copy_(whole[low - slot.offset : high - slot.offset])
-        del whole
-        forget_owner([param])  # and with it the shard that was cut
+        owner = cast("PreSharded", owner_of_param(param))
+        found.setdefault((id(owner.comm), owner.part.dtype, owner.part.device), []).append((slot, owner))
+        forget_owner([param])
+    return list(found.values())
+
+
+def _packed(held: list[tuple[ParamSlot, PreSharded]], moves: Sequence[PartMove]) -> torch.Tensor:
+    """Return what this rank sends, by receiver, in place of the parts that it holds, which are
+    freed."""
+    (_, first), *_ = held
+    numel = sum(move.stop - move.start for move in moves)
+    sent = first.comm.buffer(numel, first.part.dtype, first.part.device)
+    if moves:
+        torch.cat([_part(*held[move.slot], move) for move in sorted(moves, key=lambda move: move.receiver)], out=sent)
+    held.clear()
+    return sent
+
+
+def _part(slot: ParamSlot, owner: PreSharded, move: PartMove) -> torch.Tensor:
+    start = move.start - slot.offset - owner.comm.index * owner.part.numel()
+    return owner.part[start : start + move.stop - move.start]
+
+
+class PartMove(NamedTuple):
+    """Elements [start, stop) of a group's flat buffer, of one slot, that go from a rank to a
+    rank."""
+
+    sender: int
+    receiver: int
+    slot: int
+    start: int
+    stop: int
+
+
+def part_moves(slots: Sequence[tuple[ParamSlot, int]], shard_numel: int, needs: Sequence[int]) -> Iterator[PartMove]:
+    """Yield what ranks send each other, and keep, by sender, for a group that is cut otherwise: of
+    each slot every rank holds as many elements as are given with it, in rank order, and needs
+    those in the shard ``needs[rank]`` of ``shard_numel`` elements."""
+    ranks_of: dict[int, list[int]] = {}
+    for rank, index in enumerate(needs):
+        ranks_of.setdefault(index, []).append(rank)
+    for sender in range(len(needs)):
+        for number, (slot, numel) in enumerate(slots):
+            start = slot.offset + sender * numel
+            end = min(start + numel, slot.offset + slot.numel)
+            while start < end:
+                index = start // shard_numel
+                stop = min(end, (index + 1) * shard_numel)
+                for receiver in ranks_of.get(index, ()):
+                    yield PartMove(sender, receiver, number, start, stop)
+                start = stop
 
 
 def round_shard(

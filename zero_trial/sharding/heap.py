@@ -1,4 +1,5 @@
-"""The C library's heap: whether freed memory stays in the process, and in what pages it comes."""
+"""Memory of the host: whether what is freed stays in the process, in what pages it comes, and what
+goes back to the kernel."""
 
 from __future__ import annotations
 
@@ -6,6 +7,8 @@ import ctypes
 import functools
 import mmap
 import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,6 +18,8 @@ from zero_trial.comm import AxisComm
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # from glibc's malloc.h
 _LARGEST_HEAP_BLOCK = 32 << 20  # what glibc allows on 64-bit machines
 _LARGE_PAGE = 2 << 20  # the smallest, of every processor that has them
+_MADV_PAGEOUT = 21  # of Linux 5.4
+_SMALLEST_FILE = 1 << 20  # bytes of a mapping that is worth a call
 
 
 def keep_freed_memory() -> bool:
@@ -73,6 +78,36 @@ def give_freed_memory_back() -> bool:
     return trim is not None and bool(trim(0))
 
 
+def page_out_files() -> None:
+    """Take the pages of mapped data files out of memory. Whatever is used again is read again, and
+    nothing is lost: the kernel passes over pages that were written, those of files that belong to
+    other users, and, before Linux 5.4, over all.
+
+    For files from which values are copied tensor by tensor, as libraries map safetensors: every
+    page that was touched once is resident until then.
+    """
+    advise = _glibc("madvise")
+    try:
+        lines = Path("/proc/self/maps").read_text().splitlines() if advise is not None else []
+    except OSError:
+        return
+    for start, stop in mapped_data(lines):
+        advise(ctypes.c_void_p(start), ctypes.c_size_t(stop - start), _MADV_PAGEOUT)
+
+
+def mapped_data(lines: Iterable[str]) -> Iterator[tuple[int, int]]:
+    """Yield [start, stop) of each large mapping in the lines of ``/proc/self/maps`` that reads a
+    file without code and does not write to it."""
+    rows = [line.split(maxsplit=5) for line in lines]
+    files = [row for row in rows if len(row) == 6 and row[5].startswith("/")]
+    code = {row[5] for row in files if "x" in row[1]}
+    for span, kind, _, _, _, path in files:
+        start, stop = (int(address, 16) for address in span.split("-"))
+        writes = kind[1] == "w" and kind[3] == "s"
+        if path not in code and not writes and stop - start >= _SMALLEST_FILE:
+            yield start, stop
+
+
 class FreedBytes:
     """Counts host memory that is freed piece by piece while a model is built, and gives it back to
     the kernel now and then.
@@ -85,6 +120,11 @@ class FreedBytes:
         self._most = most  # bytes that may wait: a call costs about a microsecond per hole
         self._bytes = 0
         self._comm: AxisComm | None = None
+        self._from_files = False
+
+    def note_edit(self) -> None:
+        """Note that user code has given a tensor new values, which may come from mapped files."""
+        self._from_files = True
 
     def add(self, tensor: torch.Tensor, comm: AxisComm | None = None) -> None:
         """Count a tensor whose memory was freed, or is when the caller returns. ``comm``: it was
@@ -102,6 +142,9 @@ class FreedBytes:
             give_freed_memory_back()
             if self._comm is not None:
                 self._comm.free_kept()
+            if self._from_files:
+                page_out_files()
+                self._from_files = False
         self._bytes = 0
 
 

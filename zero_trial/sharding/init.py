@@ -56,36 +56,41 @@ class PreSharded:
     ) -> None:
         self._param = param
         self._heap = heap
-        self._comm = comm
+        self.comm = comm
         self._numel = param.numel()
         padded = round_up(max(self._numel, 1), ALIGN * comm.size)
         self._padded = padded
-        self._shard = torch.zeros(padded // comm.size, dtype=param.dtype, device=param.device)
+        self.part = torch.zeros(padded // comm.size, dtype=param.dtype, device=param.device)
         self.live = True
         self.cut()
         if keep is not None:
-            heap.add(self._shard)
-            self._shard = keep(self._shard)
+            heap.add(self.part)
+            self.part = keep(self.part)
 
     def cut(self) -> None:
         """Keep this rank's part of the parameter's current value and free the rest. Collective, if
         the value is there."""
         if not self.live:
             return
-        values = self._param.detach().contiguous().view(-1)
-        self._comm.broadcast(values, "first values")
-        low = self._comm.index * self._shard.numel()
-        own = values[low : low + self._shard.numel()]
-        self._shard[: own.numel()].copy_(own)
+        values = self._param.detach().contiguous()
+        self.comm.broadcast(values, "first values")
+        self._keep_part(values.view(-1))
+
+    def _keep_part(self, values: torch.Tensor) -> None:
+        """Keep this rank's part of ``values`` (numel,), which are everyone's, and free the
+        parameter. Collective."""
+        low = self.comm.index * self.part.numel()
+        own = values[low : low + self.part.numel()]
+        self.part[: own.numel()].copy_(own)
         if values.nbytes >= _LARGE:
-            self._comm.barrier("first values are read")  # so that their message can go
+            self.comm.barrier("first values are read")  # so that their message can go
         self._leave()
 
     def gather(self) -> torch.Tensor:
         """Return the full value as a new tensor. Collective."""
-        full = torch.empty(self._padded, dtype=self._shard.dtype, device=self._shard.device)
-        self._comm.all_gather(full, self._shard, "built parameter").wait()
-        self._heap.add(full, self._comm)  # it lives for a moment
+        full = torch.empty(self._padded, dtype=self.part.dtype, device=self.part.device)
+        self.comm.all_gather(full, self.part, "built parameter").wait()
+        self._heap.add(full, self.comm)  # it lives for a moment
         return full[: self._numel].view(self._param.shape)
 
     def lift(self) -> None:
@@ -95,9 +100,9 @@ class PreSharded:
             self.live = True
 
     def _leave(self) -> None:
-        free(self._param, absent(self._param.shape, self._shard.dtype, self._shard.device))
+        free(self._param, absent(self._param.shape, self.part.dtype, self.part.device))
         self.live = False
-        self._heap.add(self._param, self._comm)
+        self._heap.add(self._param, self.comm)
 
     # ShardOwner, so that GatheredParameters works before there is an engine
 
@@ -115,13 +120,13 @@ class PreSharded:
 
     def part_of(self, param: nn.Parameter) -> torch.Tensor:
         with torch._C.DisableTorchFunction():
-            low = min(self._comm.index * self._shard.numel(), self._numel)
-            return self._shard[: min(self._shard.numel(), self._numel - low)].clone()
+            low = min(self.comm.index * self.part.numel(), self._numel)
+            return self.part[: min(self.part.numel(), self._numel - low)].clone()
 
     def copied(self, param: nn.Parameter) -> nn.Parameter | None:
-        twin = twin_of(param, absent(param.shape, self._shard.dtype, self._shard.device))
+        twin = twin_of(param, absent(param.shape, self.part.dtype, self.part.device))
         own = copy.copy(self)
-        own._param, own._shard = twin, self._shard.clone()
+        own._param, own.part = twin, self.part.clone()
         own_params([twin], own)
         return twin
 
@@ -135,8 +140,8 @@ class PreSharded:
         with torch._C.DisableTorchFunction(), torch.no_grad():
             if source is None:
                 values = self._param.detach().reshape(-1)
-                own = values[self._comm.index * self._shard.numel() :][: self._shard.numel()]
-                edited = not torch.equal(own.view(torch.uint8), self._shard[: own.numel()].view(torch.uint8))
+                own = values[self.comm.index * self.part.numel() :][: self.part.numel()]
+                edited = not torch.equal(own.view(torch.uint8), self.part[: own.numel()].view(torch.uint8))
                 self._leave()
                 if reads and edited:
                     raise lost_edits(
@@ -144,10 +149,11 @@ class PreSharded:
                         "inside GatheredParameters(params), which only reads (modifier_rank=None)",
                     )
                 return
-            values = self._param.data.contiguous()
-            self._comm.broadcast(values, "edited parameter", source)
-            self._param.data = values
-            self.cut()
+            values = self._param.detach().contiguous()
+            self.comm.broadcast(values, "edited parameter", source)
+            if source == self.comm.index:
+                self._heap.note_edit()
+            self._keep_part(values.view(-1))
 
 
 def read_first_values(param: nn.Parameter) -> torch.Tensor:

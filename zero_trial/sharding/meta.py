@@ -13,6 +13,8 @@ import itertools
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from dis import get_instructions
+from types import CodeType
 from typing import Any, cast
 
 import torch
@@ -187,16 +189,57 @@ def _own_tensors(module: nn.Module) -> Iterator[torch.Tensor]:
 
 def _copied_layers(model: nn.Module, given: Given) -> dict[nn.Module, nn.Module]:
     """Map the modules inside layers that torch copies (``copy.deepcopy``) to those of the first
-    layer, unless that has values or another shape. A subclass may make its layers otherwise."""
+    layer, unless that has values or another shape."""
     found: dict[nn.Module, nn.Module] = {}
     for module in model.modules():
-        if type(module) in (nn.TransformerEncoder, nn.TransformerDecoder):
-            first, *others = [*cast(nn.ModuleList, module.layers)] or [nn.Identity()]
-            if not any(id(tensor) in given for part in first.modules() for tensor in _own_tensors(part)):
-                for layer in (other for other in others if _outline(other) == _outline(first)):
-                    parts = zip(layer.modules(), first.modules(), strict=True)
-                    found |= {part: source for part, source in parts if part is not source}
+        if not isinstance(module, _COPYING):
+            continue
+        first, *others = [*cast(nn.ModuleList, module.layers)] or [nn.Identity()]
+        alike = [layer for layer in others if _outline(layer) == _outline(first)]
+        filled = any(id(tensor) in given for part in first.modules() for tensor in _own_tensors(part))
+        if not alike or filled or not _has_copies(module):
+            continue
+        for layer in alike:
+            parts = zip(layer.modules(), first.modules(), strict=True)
+            found |= {part: source for part, source in parts if part is not source}
     return found
+
+
+_COPYING = (nn.TransformerEncoder, nn.TransformerDecoder)
+
+
+def _has_copies(module: nn.Module) -> bool:
+    """Return whether the layers of one of torch's encoders and decoders, or of a subclass, are as
+    torch's constructor makes them, and not those that a subclass's constructor puts in their place.
+    Raises ConfigError where that constructor makes copies itself, or does something else with
+    them."""
+    kind = type(module)
+    own = list(itertools.takewhile(lambda each: each not in _COPYING, kind.__mro__))
+    codes = [code for each in own if "__init__" in vars(each) for code in _codes(vars(each)["__init__"])]
+    names = {name for code in codes for name in code.co_names}
+    if "layers" not in names:
+        return True
+    stores = any(
+        step.opname == "STORE_ATTR" and step.argval == "layers" for code in codes for step in get_instructions(code)
+    )
+    if stores and not names & {"deepcopy", "_get_clones"}:
+        return False
+    raise ConfigError(
+        "only its constructor knows the first values of these layers, and on the meta device it cannot be called again",
+        where=f"initialize(model): {kind.__module__}.{kind.__qualname__}",
+        got="a constructor that copies layers" if stores else "a constructor that uses self.layers",
+        expected=f"layers as {' or '.join(each.__name__ for each in _COPYING if each in kind.__mro__)} makes them, or new ones",
+        fix="Build the model inside zero_trial.zero.Init(), or pass weights=.",
+    )
+
+
+def _codes(function: Callable[..., Any]) -> Iterator[CodeType]:
+    """Yield a function's code, and that of the functions and comprehensions inside it."""
+    left = [getattr(inspect.unwrap(function), "__code__", None)]
+    while left:
+        if (code := left.pop()) is not None:
+            yield code
+            left += [inner for inner in code.co_consts if isinstance(inner, CodeType)]
 
 
 def _outline(layer: nn.Module) -> list[tuple[type[nn.Module], list[torch.Size]]]:

@@ -69,7 +69,7 @@ $(STAMP): setup.py pyproject.toml constraints.txt
 	@$(PIP) -e '.[determined,tensorboard,test]'
 	touch $@
 
-# 380 MB that only docs/exactness.md and the tests of Hugging Face's Trainer need.
+# 460 MB that only docs/exactness.md and the tests of libraries and of Ray need.
 $(LIBRARIES): $(STAMP)
 	$(PIP) -e '.[libraries]'
 	touch $@

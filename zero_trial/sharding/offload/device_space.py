@@ -34,14 +34,12 @@ class HostMemory:
     """A :class:`SwapSpace` in the host's memory: transfers are copies that the host makes."""
 
     def __init__(self, nbytes: int, copier: HostCopier) -> None:
-        self.bytes_read = self.bytes_written = 0
         self._copier = copier
         self._end = 0
         self.area = copier.buffer(round_up(nbytes, BLOCK))
 
     def reserve(self, nbytes: int) -> int:
-        """Reserve ``nbytes`` (rounded up to whole blocks) and return their offset; the area grows
-        where it must."""
+        """Reserve whole blocks; the area grows where it must."""
         offset, self._end = self._end, self._end + round_up(nbytes, BLOCK)
         if self._end > self.area.numel():
             self._copier.settle()
@@ -50,23 +48,19 @@ class HostMemory:
             self.area = grown
         return offset
 
-    def in_memory(self, offset: int, nbytes: int) -> torch.Tensor | None:
+    def in_memory(self, offset: int, nbytes: int) -> torch.Tensor:
         return self.area[offset : offset + nbytes]
 
     def buffer(self, nbytes: int) -> torch.Tensor:
         return torch.zeros(nbytes, dtype=torch.uint8)
 
     def read(self, offset: int, into: torch.Tensor) -> Transfer:
-        into.view(torch.uint8).copy_(self.part(offset, into))
+        into.view(torch.uint8).copy_(self.in_memory(offset, into.nbytes))
         return OVER
 
     def write(self, offset: int, source: torch.Tensor) -> Transfer:
-        self.part(offset, source).copy_(source.view(torch.uint8))
+        self.in_memory(offset, source.nbytes).copy_(source.view(torch.uint8))
         return OVER
-
-    def part(self, offset: int, like: torch.Tensor) -> torch.Tensor:
-        """Return the bytes of the area that ``like`` takes from ``offset`` on."""
-        return self.area[offset : offset + like.nbytes]
 
     @contextmanager
     def mapped(self) -> Iterator[torch.Tensor]:
@@ -155,8 +149,7 @@ class DeviceSpace:
         return offset
 
     def in_memory(self, offset: int, nbytes: int) -> torch.Tensor | None:
-        """Return the bytes from ``offset`` on where they are in memory, a whole reservation or a
-        part of one."""
+        """Return a whole reservation or a part of one, where it is in memory."""
         if (memory := self._host.in_memory(offset, nbytes)) is not None:
             return memory
         found = bisect.bisect_right(self._kept, offset, key=lambda kept: kept[0]) - 1
@@ -168,7 +161,6 @@ class DeviceSpace:
         return torch.zeros(nbytes, dtype=torch.uint8, device=self._device)
 
     def read(self, offset: int, into: torch.Tensor) -> Transfer:
-        """Start to fill ``into`` (of the device) with the bytes from ``offset`` on."""
         target = into.view(torch.uint8)
         self.bytes_read += target.numel()
         if (memory := self.in_memory(offset, target.numel())) is not None:
@@ -202,8 +194,7 @@ class DeviceSpace:
         return order
 
     def write(self, offset: int, source: torch.Tensor) -> Transfer:
-        """Start to write ``source`` (of the device) at ``offset``; to write into a file, the host
-        waits for the copy."""
+        """Start to write; where that is into a file, the host waits for the copy."""
         values = source.view(torch.uint8)
         self.bytes_written += values.numel()
         if (memory := self.in_memory(offset, values.numel())) is not None:
@@ -233,8 +224,7 @@ class DeviceSpace:
 
     @contextmanager
     def mapped(self) -> Iterator[torch.Tensor]:
-        """Map all of it as (size,) uint8 on the host, but for what is :meth:`in_memory`; no
-        transfer may be under way."""
+        """Map all but what is :meth:`in_memory`."""
         self._copier.settle()
         with self._host.mapped() as area:
             yield area
@@ -244,7 +234,6 @@ class DeviceSpace:
         self._copier.settle()
 
     def close(self) -> None:
-        """Give the space back. Transfers must be waited for before."""
         self._copier.settle()
         self._host.close()
         self._kept.clear()
@@ -256,7 +245,6 @@ class _HostSide:
     """The same space for updates on the host: they come after what a device still copies."""
 
     def __init__(self, space: DeviceSpace) -> None:
-        self.bytes_read = self.bytes_written = 0
         self._space = space
 
     def reserve(self, nbytes: int) -> int:
@@ -266,7 +254,6 @@ class _HostSide:
         return self._space.host.buffer(nbytes)
 
     def read(self, offset: int, into: torch.Tensor) -> Transfer:
-        self.bytes_read += into.nbytes
         if (memory := self.in_memory(offset, into.nbytes)) is None:  # a device has only copies of a file
             return self._space.host.read(offset, into)
         self._space.settle()
@@ -274,7 +261,6 @@ class _HostSide:
         return OVER
 
     def write(self, offset: int, source: torch.Tensor) -> Transfer:
-        self.bytes_written += source.nbytes
         if (memory := self.in_memory(offset, source.nbytes)) is None:
             return self._space.host.write(offset, source)
         self._space.settle()

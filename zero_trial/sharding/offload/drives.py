@@ -86,8 +86,7 @@ class StripedFile:
         return sum(file.size for file in self.files)
 
     def reserve(self, nbytes: int) -> int:
-        """Reserve ``nbytes`` (rounded up to whole pages) and return their offset; the files grow
-        where they must."""
+        """Reserve whole pages; the files grow where they must."""
         offset, left = self._end, whole_pages(nbytes)
         step = max(self._step, whole_pages(left // _STRIPES_AT_ONCE))
         while left:
@@ -101,12 +100,10 @@ class StripedFile:
         return self.files[0].buffer(nbytes)
 
     def read(self, offset: int, into: torch.Tensor) -> Transfer:
-        """Start to fill ``into`` (contiguous, on the host) with the bytes from ``offset`` on."""
         self.bytes_read += into.nbytes
         return _Joined([file.read(place, part) for file, place, part in self._parts(offset, into)])
 
     def write(self, offset: int, source: torch.Tensor) -> Transfer:
-        """Start to write ``source`` (contiguous, on the host) at ``offset``."""
         self.bytes_written += source.nbytes
         return _Joined([file.write(place, part) for file, place, part in self._parts(offset, source)])
 
@@ -129,8 +126,6 @@ class StripedFile:
 
     @contextmanager
     def mapped(self) -> Iterator[torch.Tensor]:
-        """Map all of it as (size,) uint8, to read and to write inside the block; no transfer may
-        be under way."""
         area = self.map_range(0, self._end)
         try:
             yield area
@@ -151,7 +146,6 @@ class StripedFile:
         return area
 
     def close(self) -> None:
-        """Give the space back. Transfers must be waited for before."""
         for file in self.files:
             file.close()
 

@@ -433,10 +433,8 @@ class SwappedStore:
         """Wait until nothing is under way and all buffers are free."""
         self._coming.clear()
         self._expected = self._under_way = False
-        under_way = [
-            (left.buffer, left.transfers) for left in self._loaded
-        ]  # read ahead, or of a step that was broken off
-        under_way += self._writing
+        # read ahead, or of a step that was broken off
+        under_way = [*((left.buffer, left.transfers) for left in self._loaded), *self._writing]
         self._failure.wait([transfer for _, transfers in under_way for transfer in transfers])
         self._free.extend(buffer for buffer, _ in under_way)
         self._loaded.clear()

@@ -142,36 +142,28 @@ class SwapFile:
         return self._end
 
     def reserve(self, nbytes: int) -> int:
-        """Reserve ``nbytes`` (rounded up to whole blocks) and return their offset; the file grows
-        where it must."""
+        """Reserve whole blocks; the file grows where it must."""
         offset = self._end
         self._end += round_up(nbytes, BLOCK)
         self._allocate(self._end)
         return offset
 
     def buffer(self, nbytes: int) -> torch.Tensor:
-        """Return memory that transfers can reach past the page cache: (nbytes,) uint8 of zeros, at
-        the start of a page."""
+        """Return zeros at the start of a page, which transfers reach past the page cache."""
         return torch.frombuffer(mmap.mmap(-1, max(nbytes, 1)), dtype=torch.uint8)
 
     def read(self, offset: int, into: torch.Tensor) -> Transfer:
-        """Start to fill ``into`` (contiguous, on the host) with the bytes from ``offset`` on."""
         self.bytes_read += into.nbytes
         return self._start(offset, into, write=False)
 
     def write(self, offset: int, source: torch.Tensor) -> Transfer:
-        """Start to write ``source`` (contiguous, on the host) at ``offset``."""
         self.bytes_written += source.nbytes
         return self._start(offset, source, write=True)
 
     @contextmanager
     def mapped(self) -> Iterator[torch.Tensor]:
-        """Map the whole file as (size,) uint8, to read and to write inside the block; no transfer
-        may be under way.
-
-        The kernel loads pages as they are touched and may drop them again, so they do not count as
-        the process's own memory.
-        """
+        """Map the whole file. The kernel loads pages as they are touched and may drop them again,
+        so they do not count as the process's own memory."""
         area = self._mapping()
         try:
             yield torch.frombuffer(area, dtype=torch.uint8)
@@ -218,7 +210,6 @@ class SwapFile:
         return None
 
     def close(self) -> None:
-        """Give the disk space back. Transfers must be waited for before."""
         self._closed = True
         self._engine.close()
         self._descriptors.close()

@@ -66,10 +66,13 @@ def answers(engine: zero_trial.Engine) -> tuple[Any, ...]:
 def left(engine: zero_trial.Engine) -> dict[str, Any]:
     """Everything that training has left on this rank."""
     assert engine.optimizer is not None
-    state = {f"{view.kind} {view.name} {view.start}": view.tensor.detach().clone() for view in engine.optimizer.views()}
+    state = {
+        f"{view.kind} {view.name} {view.start}": view.tensor.detach().clone()
+        for view in engine.optimizer.state_by_tensor.views()
+    }
     weights = {name: value.clone() for name, value in engine.module_state_dict().items()}
     facts = {
-        "scalars": engine.optimizer.scalars(),
+        "scalars": engine.optimizer.state_by_tensor.scalars(),
         "scaler": engine.outcome.result().loss_scale,
         "schedule": engine.lr_scheduler.state_dict() if engine.lr_scheduler is not None else None,
         "groups": [{k: v for k, v in group.items() if k != "params"} for group in engine.optimizer.param_groups],
@@ -296,7 +299,7 @@ ASKERS: dict[str, Any] = {
     "momentum": lambda engine: engine.get_mom(),
     "groups": lambda engine: engine.optimizer.param_groups,
     "state": lambda engine: engine.optimizer.state,
-    "step counts": lambda engine: engine.optimizer.scalars(),
+    "step counts": lambda engine: engine.optimizer.state_by_tensor.scalars(),
     "schedule": lambda engine: engine.lr_scheduler,
     "backward": lambda engine: engine.backward(loss(engine, Turn(1, 0, 0))),
     "step after another's loss": lambda engine: (loss(engine, Turn(1, 0, 0)).backward(), engine.step()),

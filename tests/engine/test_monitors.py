@@ -30,7 +30,7 @@ from zero_trial.engine.monitors import (
     load,
     require,
 )
-from zero_trial.engine.observe import Observer, StepEvents
+from zero_trial.engine.observe import StepEvents
 from zero_trial.errors import ConfigError
 
 
@@ -302,7 +302,7 @@ def watched(scaled: bool = False, **config: Any) -> tuple[zero_trial.Engine, Eve
     engine = zero_trial.initialize(model=Mean(), config=defaults | config)[0]
     memory = EventMemory()
     monitor = Monitor([memory])
-    engine.observer = Observer(monitor, events=StepEvents(monitor, scaled=scaled))
+    engine.observer.monitor, engine.observer.events = monitor, StepEvents(monitor, scaled=scaled)
     return engine, memory
 
 

@@ -332,7 +332,7 @@ def test_an_optimizer_without_defaults_can_be_given_and_saved() -> None:
     engine.backward(engine(torch.ones(2, 3)).sum())
     engine.step()
     assert not torch.equal(net[0].weight, before)
-    assert engine.optimizer.identity()["settings"] == []
+    assert engine.optimizer.state_by_tensor.identity()["settings"] == []
 
 
 def test_state_that_is_made_when_an_object_is_built_is_refused() -> None:

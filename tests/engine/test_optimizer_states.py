@@ -71,7 +71,7 @@ def state_bytes(states: str, optimizer: dict[str, Any], stage: str) -> list[tupl
     sizes = [piece.numel for piece in engine.optimizer.pieces]
     each = {"fp32": 4, "8bit": 1}.get(states, 2)
     scales = 2 * sum(map(blocks_of, sizes)) if states == "8bit" else 0
-    return [(engine.optimizer.persistent_bytes(), count * (each * sum(sizes) + scales))]
+    return [(engine.optimizer.state_by_tensor.persistent_bytes(), count * (each * sum(sizes) + scales))]
 
 
 @pytest.mark.parametrize("stage", ["zero0", "zero3"])

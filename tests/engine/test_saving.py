@@ -516,7 +516,7 @@ def lend_nothing(folder: str, when: str) -> tuple[list[str], float]:
     engine = engine_of("zero2", {})
     train(engine, range(1))
     engine.save_checkpoint(folder, "before")
-    good = engine.optimizer.lent
+    good = engine.optimizer.state_by_tensor.lent
 
     @contextmanager
     def broken() -> Iterator[None]:
@@ -526,14 +526,14 @@ def lend_nothing(folder: str, when: str) -> tuple[list[str], float]:
         if engine.global_rank == 1:
             raise StorageError("the disk failed")
 
-    engine.optimizer.lent = broken
+    engine.optimizer.state_by_tensor.lent = broken
     begin = time.monotonic()
     texts = [
         message(lambda: engine.save_checkpoint(folder, "now"), CheckpointError),
         message(lambda: engine.load_checkpoint(folder, "before"), CheckpointError),
     ]
     seconds = time.monotonic() - begin
-    engine.optimizer.lent = good
+    engine.optimizer.state_by_tensor.lent = good
     train(engine, range(1, 2))
     engine.save_checkpoint(folder, "after")
     return texts, seconds

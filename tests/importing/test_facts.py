@@ -133,7 +133,7 @@ def test_groups_and_which_optimizer_it_was() -> None:
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad, torch.optim.RMSprop])
 def test_the_identity_is_the_engines(kind: type[torch.optim.Optimizer]) -> None:
     """The list of settings that do not matter is the sharded optimizer's: they must be the same."""
-    from zero_trial.sharding.optimizer_view import _HOW_NOT_WHAT  # the rule itself
+    from zero_trial.sharding.optimizer_state import _HOW_NOT_WHAT  # the rule itself
 
     optimizer = kind([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
     found = facts.identity(optimizer.state_dict()["param_groups"], {})

@@ -120,7 +120,7 @@ def persistent(
     step(model)
     if to_none:
         model.reset_gradients()  # as the engine does at the end of each step
-    said = sum(model.persistent_bytes().values()) + optimizer.persistent_bytes()
+    said = sum(model.persistent_bytes().values()) + optimizer.state_by_tensor.persistent_bytes()
     tensors = [t for group in model.groups for t in (group.full, group.shard, group.master)]
     tensors += [t for grad_buffer in model.grad_buffers for t in (grad_buffer.full, grad_buffer.shard)]
     tensors += [v for state in optimizer.state.values() for v in state.values() if torch.is_tensor(v) and v.dim()]

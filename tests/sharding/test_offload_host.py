@@ -65,8 +65,8 @@ class Training:
             publication.finish()
 
     def values(self) -> list[torch.Tensor]:
-        with self.optimizer.lent():
-            states = [self.optimizer.state_shard(group, "exp_avg_sq") for group in self.groups]
+        with self.optimizer.state_by_tensor.lent():
+            states = [self.optimizer.state_by_tensor.state_shard(group, "exp_avg_sq") for group in self.groups]
             masters = [group.master.clone() for group in self.groups]
         return [group.shard for group in self.groups] + masters + [state for state in states if state is not None]
 
@@ -85,7 +85,7 @@ def test_the_same_bits_through_staging_buffers(
     pieces = len(there.optimizer.pieces)
     assert pieces == 6 and (there.copier.begun, there.copier.downs, there.copier.ups) == (3, 3 * pieces, 3 * pieces)
     store = there.store
-    assert store is not None and store.buffers == () and there.optimizer.persistent_bytes() == 0
+    assert store is not None and store.buffers == () and there.optimizer.state_by_tensor.persistent_bytes() == 0
     staging = [buffer.numel() for buffer in store.host_buffers][: 2 * buffers]
     assert staging == [CUT * dtype.itemsize] * (2 * buffers), "a gradient and a piece of new values each"
 

@@ -103,12 +103,12 @@ class Training:
         publication.finish()
 
     def values(self) -> list[torch.Tensor]:
-        with self.optimizer.lent():
+        with self.optimizer.state_by_tensor.lent():
             states = [
                 state.clone()
                 for group in self.groups
                 for kind in ("exp_avg", "exp_avg_sq", "momentum_buffer", "sum")
-                if (state := self.optimizer.state_shard(group, kind)) is not None
+                if (state := self.optimizer.state_by_tensor.state_shard(group, kind)) is not None
             ]
             return (
                 [group.shard.clone() for group in self.groups]
@@ -192,7 +192,9 @@ def test_between_steps_nothing_but_the_buffers_is_in_memory(tmp_path: Path) -> N
     states = [value for state in away.base.state.values() for value in state.values() if value.dim()]
     assert len(states) == 2 * 16 and all(is_absent(value) and value.isnan().all() for value in states)
     store = away.store
-    assert store is not None and away.optimizer.persistent_bytes() == store.buffer_bytes == 2 * 3 * (4 * CUT + 4096)
+    assert store is not None and away.optimizer.state_by_tensor.persistent_bytes() == store.buffer_bytes == 2 * 3 * (
+        4 * CUT + 4096
+    )
     full = sum(group.full.numel() * 2 for group in away.groups)
     assert sum(group.persistent_bytes() for group in away.groups) == full
 
@@ -201,11 +203,11 @@ def test_lent_values_can_be_edited_and_nested(tmp_path: Path) -> None:
     here, away = Training(BUILDS["torch"], torch.bfloat16), Training(BUILDS["torch"], torch.bfloat16, tmp_path)
     for training in (here, away):
         training.step(0)
-        with training.optimizer.lent():
+        with training.optimizer.state_by_tensor.lent():
             training.groups[0].master[5:9] = 3.0
-            shard = training.optimizer.state_shard(training.groups[1], "exp_avg")
+            shard = training.optimizer.state_by_tensor.state_shard(training.groups[1], "exp_avg")
             assert shard is not None
-            training.optimizer.set_state_shard(training.groups[1], "exp_avg", shard * 2)
+            training.optimizer.state_by_tensor.set_state_shard(training.groups[1], "exp_avg", shard * 2)
             assert training.groups[0].master[5] == 3.0, "still at hand"
         training.step(1)
     assert equal(here.values(), away.values())
@@ -215,13 +217,15 @@ def test_state_is_replaced_where_it_lives(tmp_path: Path) -> None:
     here, away = Training(BUILDS["torch"], torch.float32), Training(BUILDS["torch"], torch.float32, tmp_path)
     for training in (here, away):
         training.step(0)
-        with training.optimizer.lent():
-            training.optimizer.make_state(["exp_avg", "exp_avg_sq"], {"0": {"step": 4.0}}, lambda kind, name: (1,))
+        with training.optimizer.state_by_tensor.lent():
+            training.optimizer.state_by_tensor.make_state(
+                ["exp_avg", "exp_avg_sq"], {"0": {"step": 4.0}}, lambda kind, name: (1,)
+            )
         training.step(1)
     assert equal(here.values(), away.values())
-    with away.optimizer.lent():
-        away.optimizer.make_state([], {}, lambda kind, name: None)
-    assert away.optimizer.state_shard(away.groups[0], "exp_avg") is None
+    with away.optimizer.state_by_tensor.lent():
+        away.optimizer.state_by_tensor.make_state([], {}, lambda kind, name: None)
+    assert away.optimizer.state_by_tensor.state_shard(away.groups[0], "exp_avg") is None
     away.step(2)
 
 
@@ -234,7 +238,7 @@ def test_state_that_no_column_foresees_stays_in_memory(tmp_path: Path) -> None:
         training.step(1)
     assert equal(here.values(), away.values())
     own = sum(piece.numel * 4 for piece in away.optimizer.pieces)
-    assert away.store is not None and away.optimizer.persistent_bytes() == away.store.buffer_bytes + own
+    assert away.store is not None and away.optimizer.state_by_tensor.persistent_bytes() == away.store.buffer_bytes + own
 
 
 def test_a_step_that_is_broken_off_can_be_looked_at_and_repeated(tmp_path: Path) -> None:
@@ -317,7 +321,7 @@ def test_what_is_read_ahead_of_a_step(tmp_path: Path, buffers: int, between: str
         if training.file is not None:
             assert training.file.bytes_read - before == sum(each[:buffers])
         if between in ("looked at", "edited"):
-            with training.optimizer.lent():
+            with training.optimizer.state_by_tensor.lent():
                 training.groups[0].master.add_(1.0 if between == "edited" else 0.0)
         if between == "broken off":
             batches = training.store.batches() if training.store is not None else iter(())

@@ -24,13 +24,13 @@ from zero_trial.precision import DynamicScale
 from zero_trial.sharding.model import ShardedModel
 from zero_trial.sharding.optimizer import ShardedOptimizer
 
-Getter = Callable[["EngineAccessors"], Any]
+Getter = Callable[["EngineSettings"], Any]
 
 
 def _setting(path: str) -> Getter:
     """Return a method that gives the value of a dotted key of ds_config."""
 
-    def get(self: EngineAccessors) -> Any:
+    def get(self: EngineSettings) -> Any:
         value: Any = self._config
         for name in path.split("."):
             value = getattr(value, name)
@@ -47,103 +47,24 @@ def _zero(name: str) -> Getter:
 def _answer(value: Any, why: str) -> Getter:
     """Return a method whose answer is the same for every engine."""
 
-    def get(self: EngineAccessors) -> Any:
+    def get(self: EngineSettings) -> Any:
         return value
 
     get.__doc__ = f"Return {value}: {why}."
     return get
 
 
-class EngineAccessors(nn.Module):
-    """The part of an engine that only answers. Counts of steps may wait for the device."""
+class EngineSettings(nn.Module):
+    """The part of an engine that says how it was set up: ds_config, batch and ranks by DeepSpeed's
+    names."""
 
     config: DsConfig
     resolved: ResolvedConfig
     mesh: Mesh
-    outcome: StepOutcome
-    optimizer: ShardedOptimizer | None
-    sharded: ShardedModel
-    module: nn.Module
-    device: torch.device
-    _background: BackgroundSaver
+    micro_steps: int
     _batch: BatchTriple
-    _stepped: bool
-    _client_optimizer: bool
-
-    # --- the last step ----------------------------------------------------------------------------
-
-    def get_global_grad_norm(self) -> float | None:
-        """Return the norm of the last step's gradient before clipping; None before the first."""
-        return self.outcome.result().norm
-
-    def was_step_applied(self) -> bool:
-        """Return whether the last ``step`` changed the parameters."""
-        return self._stepped and self.outcome.result().applied
-
-    @property
-    def skipped_steps(self) -> int:
-        return self.outcome.result().skipped
-
-    def skipped_between(self, first: int, end: int) -> int:
-        """Count the skipped steps among numbers ``first`` to ``end`` - 1 (as ``global_steps``
-        counts), of the last thousand skipped ones since the engine was built."""
-        return sum(first <= step < end for step in self.outcome.result().skipped_at)
-
-    @property
-    def last_nonfinite(self) -> NonFiniteStep | None:
-        """Return the gradient that caused the last skipped step. On CUDA with several ranks it is
-        named with the next backward pass."""
-        return self.outcome.result().nonfinite
-
-    @property
-    def loss_scale(self) -> float:
-        """Return the factor on the loss of the next backward pass."""
-        return self.outcome.loss_scale
-
-    cur_scale = loss_scale
-
-    # --- optimizer and schedule -------------------------------------------------------------------
-
-    @property
-    def basic_optimizer(self) -> torch.optim.Optimizer | None:
-        """Return the optimizer that steps on this rank's pieces."""
-        return self.optimizer.optimizer if self.optimizer is not None else None
-
-    def get_lr(self) -> list[Any]:
-        """Return each group's learning rate."""
-        return self._of_groups("lr")
-
-    def get_mom(self) -> list[Any]:
-        """Return each group's betas, or momentum; 0.0 where it has neither."""
-        betas, momenta = self._of_groups("betas"), self._of_groups("momentum")
-        return [beta if beta != 0.0 else momentum for beta, momentum in zip(betas, momenta, strict=True)]
-
-    def _of_groups(self, name: str) -> list[Any]:
-        groups = self.optimizer.param_groups if self.optimizer is not None else []
-        return [group.get(name, 0.0) for group in groups]
-
-    def get_type(self) -> list[str]:
-        return [type(self.optimizer.base).__name__] if self.optimizer is not None else []
-
-    def optimizer_name(self) -> str | None:
-        """Return the class name of a client's optimizer, else ds_config's ``optimizer.type`` (in
-        small letters where it is one of DeepSpeed's own names); None without an optimizer."""
-        if self._client_optimizer:
-            return type(self.optimizer.base).__name__ if self.optimizer is not None else None
-        named = self.config.optimizer.type if self.config.optimizer is not None else None
-        return named.lower() if named is not None and named.lower() in _DEEPSPEED_OPTIMIZERS else named
-
-    def optimizer_params(self) -> dict[str, Any] | None:
-        """Return ds_config's ``optimizer.params``."""
-        return dict(self.config.optimizer.params) if self.config.optimizer is not None else None
-
-    def scheduler_name(self) -> str | None:
-        """Return ds_config's ``scheduler.type``."""
-        return self.config.scheduler.type if self.config.scheduler is not None else None
-
-    def scheduler_params(self) -> dict[str, Any] | None:
-        """Return ds_config's ``scheduler.params``."""
-        return dict(self.config.scheduler.params) if self.config.scheduler is not None else None
+    _managed: bool
+    _boundary: bool | None
 
     # --- batch ------------------------------------------------------------------------------------
 
@@ -159,6 +80,13 @@ class EngineAccessors(nn.Module):
     def get_batch_info(self) -> tuple[int, int, int]:
         """Return batch size, micro-batch size and accumulation steps."""
         return self._batch.train_batch_size, self._batch.micro_batch_size, self._batch.accumulation
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """Return whether the current micro-batch is the last one before an update; where the caller
+        owns the boundary, what it has set."""
+        if self._boundary is not None or not self._managed:
+            return bool(self._boundary)
+        return (self.micro_steps + 1) % self._batch.accumulation == 0
 
     # --- ds_config --------------------------------------------------------------------------------
 
@@ -322,6 +250,96 @@ class EngineAccessors(nn.Module):
 
     get_tensor_parallel_rank = get_model_parallel_rank
 
+
+class EngineAccessors(EngineSettings):
+    """The part of an engine that only answers. Counts of steps may wait for the device."""
+
+    outcome: StepOutcome
+    optimizer: ShardedOptimizer | None
+    sharded: ShardedModel
+    module: nn.Module
+    device: torch.device
+    global_steps: int
+    global_samples: int
+    _background: BackgroundSaver
+    _stepped: bool
+    _client_optimizer: bool
+
+    # --- the last step ----------------------------------------------------------------------------
+
+    def get_global_grad_norm(self) -> float | None:
+        """Return the norm of the last step's gradient before clipping; None before the first."""
+        return self.outcome.result().norm
+
+    def was_step_applied(self) -> bool:
+        """Return whether the last ``step`` changed the parameters."""
+        return self._stepped and self.outcome.result().applied
+
+    @property
+    def skipped_steps(self) -> int:
+        return self.outcome.result().skipped
+
+    def skipped_between(self, first: int, end: int) -> int:
+        """Count the skipped steps among numbers ``first`` to ``end`` - 1 (as ``global_steps``
+        counts), of the last thousand skipped ones since the engine was built."""
+        return sum(first <= step < end for step in self.outcome.result().skipped_at)
+
+    @property
+    def last_nonfinite(self) -> NonFiniteStep | None:
+        """Return the gradient that caused the last skipped step. On CUDA with several ranks it is
+        named with the next backward pass."""
+        return self.outcome.result().nonfinite
+
+    @property
+    def loss_scale(self) -> float:
+        """Return the factor on the loss of the next backward pass."""
+        return self.outcome.loss_scale
+
+    cur_scale = loss_scale
+
+    # --- optimizer and schedule -------------------------------------------------------------------
+
+    @property
+    def basic_optimizer(self) -> torch.optim.Optimizer | None:
+        """Return the optimizer that steps on this rank's pieces."""
+        return self.optimizer.optimizer if self.optimizer is not None else None
+
+    def get_lr(self) -> list[Any]:
+        """Return each group's learning rate."""
+        return self._of_groups("lr")
+
+    def get_mom(self) -> list[Any]:
+        """Return each group's betas, or momentum; 0.0 where it has neither."""
+        betas, momenta = self._of_groups("betas"), self._of_groups("momentum")
+        return [beta if beta != 0.0 else momentum for beta, momentum in zip(betas, momenta, strict=True)]
+
+    def _of_groups(self, name: str) -> list[Any]:
+        groups = self.optimizer.param_groups if self.optimizer is not None else []
+        return [group.get(name, 0.0) for group in groups]
+
+    def get_type(self) -> list[str]:
+        return [type(self.optimizer.base).__name__] if self.optimizer is not None else []
+
+    def optimizer_name(self) -> str | None:
+        """Return the class name of a client's optimizer, else ds_config's ``optimizer.type`` (in
+        small letters where it is one of DeepSpeed's own names); None without an optimizer."""
+        if self._client_optimizer:
+            return type(self.optimizer.base).__name__ if self.optimizer is not None else None
+        named = self.config.optimizer.type if self.config.optimizer is not None else None
+        return named.lower() if named is not None and named.lower() in _DEEPSPEED_OPTIMIZERS else named
+
+    def optimizer_params(self) -> dict[str, Any] | None:
+        """Return ds_config's ``optimizer.params``."""
+        return dict(self.config.optimizer.params) if self.config.optimizer is not None else None
+
+    def scheduler_name(self) -> str | None:
+        """Return ds_config's ``scheduler.type``."""
+        return self.config.scheduler.type if self.config.scheduler is not None else None
+
+    def scheduler_params(self) -> dict[str, Any] | None:
+        """Return ds_config's ``scheduler.params``."""
+        return dict(self.config.scheduler.params) if self.config.scheduler is not None else None
+
     # --- states that are away, or averages, for a while -------------------------------------------
 
     def _required_optimizer(self, where: str) -> ShardedOptimizer:
@@ -381,7 +399,7 @@ class EngineAccessors(nn.Module):
     def persistent_bytes(self) -> dict[str, int]:
         """Return the bytes per kind that outlive a step on this rank: parameters (with masters),
         gradients, optimizer state."""
-        states = self.optimizer.persistent_bytes() if self.optimizer is not None else 0
+        states = self.optimizer.state_by_tensor.persistent_bytes() if self.optimizer is not None else 0
         return self.sharded.persistent_bytes() | {"optimizer": states}
 
     def seconds_waited(self) -> float | None:

@@ -24,12 +24,12 @@ import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
-from zero_trial.comm import Mesh
-from zero_trial.engine.observe import BACKWARD, REDUCE_WAIT, ObservedEngine, Observer
+from zero_trial.engine.accessors import EngineAccessors
+from zero_trial.engine.observe import BACKWARD, REDUCE_WAIT, Observer
 from zero_trial.engine.parameter_checks import reported
 from zero_trial.engine.resolved_config import ResolvedConfig
 from zero_trial.engine.step import StepOutcome
@@ -38,31 +38,9 @@ from zero_trial.pipeline.executor import loss_error
 from zero_trial.precision import StaticScale
 from zero_trial.sharding.grad_access import ShownBefore
 from zero_trial.sharding.layout import wide_dtype
-from zero_trial.sharding.model import ShardedModel
-from zero_trial.sharding.optimizer import ShardedOptimizer
 from zero_trial.sharding.unshard import tensors_in
 
 _WITH_GRADIENTS = "Compute it with gradients enabled, from a parameter that requires grad."
-
-
-class TrainedEngine(ObservedEngine, Protocol):
-    """The part of an engine that its backward passes use."""
-
-    @property
-    def sharded(self) -> ShardedModel: ...
-
-    @property
-    def optimizer(self) -> ShardedOptimizer | None: ...
-
-    @property
-    def observer(self) -> Observer: ...
-
-    @property
-    def mesh(self) -> Mesh: ...
-
-    def gradient_accumulation_steps(self) -> int: ...
-
-    def is_gradient_accumulation_boundary(self) -> bool: ...
 
 
 @dataclass(frozen=True)
@@ -99,9 +77,12 @@ class BackwardPasses:
     """Begins, scales and ends the backward passes of one engine. It holds the engine weakly: the
     engine owns it."""
 
-    def __init__(self, engine: TrainedEngine, outcome: StepOutcome, resolved: ResolvedConfig) -> None:
+    def __init__(
+        self, engine: EngineAccessors, outcome: StepOutcome, resolved: ResolvedConfig, observer: Observer
+    ) -> None:
         self._engine = weakref.ref(engine)
         self._outcome = outcome
+        self._observer = observer
         self._scales = resolved.policy.loss_scale != StaticScale(1.0)
         self.pending = 0  # passes since the last step
         self._sync = True
@@ -129,8 +110,8 @@ class BackwardPasses:
             weight = torch.as_tensor(weight, dtype=torch.float64)
             mean = loss.detach() / weight.to(loss.device, torch.float32).clamp_min(torch.finfo(torch.float32).tiny)
         factor = self._outcome.finalize().loss_scale.scale / steps
-        if engine.observer.events is not None:
-            engine.observer.events.saw_loss(engine, loss if weight is None else mean)
+        if self._observer.events is not None:
+            self._observer.events.saw_loss(engine, loss if weight is None else mean)
         if self._noted is not None:
             self.forget_pass()
         last = engine.is_gradient_accumulation_boundary()
@@ -139,10 +120,10 @@ class BackwardPasses:
         mark = root.register_hook(functools.partial(_mark, number, _ScaledPass(factor * steps, own=True)))
         self._inside = True
         try:
-            with engine.observer.phase(BACKWARD, engine):
+            with self._observer.phase(BACKWARD, engine):
                 self._begin(engine, last)
                 root.backward(retain_graph=retain_graph)
-            with engine.observer.phase(REDUCE_WAIT, engine):
+            with self._observer.phase(REDUCE_WAIT, engine):
                 engine.sharded.end_backward(show=last)
         finally:
             self._inside = False
@@ -154,7 +135,7 @@ class BackwardPasses:
             self._outcome.add_weight(weight)
         return mean
 
-    def _check_weights(self, engine: TrainedEngine, *, weighted: bool) -> None:
+    def _check_weights(self, engine: EngineAccessors, *, weighted: bool) -> None:
         """Raise TrialError where a pass of the one kind meets gradients of the other, or comes from
         averages of the weights."""
         if engine.optimizer is not None and engine.optimizer.ema is not None:
@@ -233,7 +214,7 @@ class BackwardPasses:
         noted.begun = True
         engine = self._trained()
         self._outcome.finalize()
-        engine.observer.begin(BACKWARD, engine)
+        self._observer.begin(BACKWARD, engine)
         self._begin(engine, engine.is_gradient_accumulation_boundary())
 
     def end(self, noted: _NotedPass) -> None:
@@ -249,14 +230,14 @@ class BackwardPasses:
             else:  # torch.autograd.grad
                 engine.sharded.show_again(noted.shown)
             return
-        engine.observer.end(BACKWARD, engine)
-        with engine.observer.phase(REDUCE_WAIT, engine):
+        self._observer.end(BACKWARD, engine)
+        with self._observer.phase(REDUCE_WAIT, engine):
             engine.sharded.end_backward(show=engine.is_gradient_accumulation_boundary())
         self.pending += 1
 
     # --- both -------------------------------------------------------------------------------------
 
-    def _begin(self, engine: TrainedEngine, last: bool) -> None:
+    def _begin(self, engine: EngineAccessors, last: bool) -> None:
         """Begin a pass whose loss is scaled. The outcome of the step before is final: its gradients
         may be overwritten."""
         if last and engine.optimizer is not None:
@@ -347,7 +328,7 @@ class BackwardPasses:
     def _loss_scale(self) -> float:
         return self._outcome.finalize().loss_scale.scale if self._scales else 1.0
 
-    def _trained(self) -> TrainedEngine:
+    def _trained(self) -> EngineAccessors:
         engine = self._engine()
         if engine is None:
             raise TrialError(
@@ -358,7 +339,7 @@ class BackwardPasses:
         return engine
 
 
-def _has_gradients(engine: TrainedEngine) -> bool:
+def _has_gradients(engine: EngineAccessors) -> bool:
     return any(buffer.has_gradients or buffer.shard_filled for buffer in engine.sharded.grad_buffers)
 
 

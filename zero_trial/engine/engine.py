@@ -105,7 +105,7 @@ class Engine(EngineAccessors):
         self._check = ParameterCheck(module)
         forbidden = not config.zero_optimization.ignore_unused_parameters
         self._used = UsedParameters(model.grad_buffers, forbidden=forbidden)
-        self._passes = BackwardPasses(self, outcome, resolved)
+        self._passes = BackwardPasses(self, outcome, resolved, observer)
         self._background = BackgroundSaver(mesh.world)
         self._decoupled = config.checkpoint.writer.decoupled
         self._saved: Path | None = None  # the directory of the last save
@@ -260,13 +260,6 @@ class Engine(EngineAccessors):
             log.warning("zero_grad() after %d of %d micro-batches: the accumulation starts again", done, wanted)
 
     # --- accumulation -----------------------------------------------------------------------------
-
-    def is_gradient_accumulation_boundary(self) -> bool:
-        """Return whether the current micro-batch is the last one before an update; where the caller
-        owns the boundary, what it has set."""
-        if self._boundary is not None or not self._managed:
-            return bool(self._boundary)
-        return (self.micro_steps + 1) % self._batch.accumulation == 0
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
         """Say whether this micro-batch is the last before a step; the engine no longer counts."""

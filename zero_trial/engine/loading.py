@@ -225,7 +225,9 @@ def _read_optimizer(engine: CheckpointedEngine, reader: CheckpointReader, state:
     _require_same_optimizer(engine, reader, state)
     # what a class of the same name counts in its groups (schedule-free's k) may come with its first
     # step
-    same_class = state["optimizer"] is not None and state["optimizer"]["class"] == optimizer.identity()["class"]
+    same_class = (
+        state["optimizer"] is not None and state["optimizer"]["class"] == optimizer.state_by_tensor.identity()["class"]
+    )
     for group, saved in zip(optimizer.param_groups, state["groups"], strict=True):
         group.update(
             {
@@ -237,10 +239,12 @@ def _read_optimizer(engine: CheckpointedEngine, reader: CheckpointReader, state:
     known = reader.shapes
     whole = _whole_states(engine, reader, state.get("whole_states", {}))
     kinds = _read_average(engine, reader, state, whole)
-    optimizer.make_state(kinds, state["scalars"], lambda kind, name: known.get(names.state(kind, name)), whole)
+    optimizer.state_by_tensor.make_state(
+        kinds, state["scalars"], lambda kind, name: known.get(names.state(kind, name)), whole
+    )
     slices = [
         Slice(names.state(view.kind, view.name), view.shape, view.start, view.stop, view.tensor)
-        for view in optimizer.views()
+        for view in optimizer.state_by_tensor.views()
         if view.kind != "master" and view.name not in whole
     ]
     absent = sorted({part.name for part in slices} - known.keys())
@@ -281,7 +285,7 @@ def _whole_states(
     """Read the state of the tensors that this rank updates whole, as far as it was saved whole: by
     name, on the device where it belongs."""
     names, found = CheckpointNames(engine), {}
-    for name in engine.optimizer.whole_names if engine.optimizer is not None else ():
+    for name in engine.optimizer.state_by_tensor.whole_names if engine.optimizer is not None else ():
         own = saved.get(names.param(name))
         if own is None:
             continue
@@ -301,7 +305,7 @@ def _require_same_optimizer(engine: CheckpointedEngine, reader: CheckpointReader
     fix = "Load with load_optimizer_states=False to start the optimizer afresh."
     if optimizer is None:
         return
-    mine, stored = optimizer.identity(), state["optimizer"]
+    mine, stored = optimizer.state_by_tensor.identity(), state["optimizer"]
     if stored is not None and mine["settings"] != stored["settings"]:
         raise CheckpointError(
             "the checkpoint holds the state of another optimizer",

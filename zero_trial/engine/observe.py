@@ -17,7 +17,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -26,10 +26,10 @@ from zero_trial.comm import Mesh
 from zero_trial.device import is_accelerator, torch_module
 from zero_trial.ds_config.report import render_report
 from zero_trial.ds_config.table import DsConfig
+from zero_trial.engine.accessors import EngineAccessors
 from zero_trial.engine.monitors import Monitor, build_monitor
 from zero_trial.engine.profile import BACKWARD, FORWARD, REDUCE_WAIT, STEP, StepProfiler, Timers, make_timers
 from zero_trial.engine.resolved_config import ResolvedConfig
-from zero_trial.engine.step import StepOutcome
 from zero_trial.sharding.param_group import ParamGroup, trace_range
 
 log = logging.getLogger("zero_trial")
@@ -38,31 +38,6 @@ __all__ = ["BACKWARD", "FORWARD", "REDUCE_WAIT", "STEP", "Observer", "build_obse
 
 # Steps between periodic lines where steps_per_print is not set: its default in older DeepSpeed.
 DETAILS_EVERY = 10
-
-
-class ObservedEngine(Protocol):
-    """The part of an engine that is observed."""
-
-    training: bool
-    global_steps: int
-    global_samples: int
-    outcome: StepOutcome
-
-    @property
-    def skipped_steps(self) -> int: ...
-
-    @property
-    def loss_scale(self) -> float: ...
-
-    def train_batch_size(self) -> int: ...
-
-    def get_lr(self) -> list[float]: ...
-
-    def get_global_grad_norm(self) -> float | None: ...
-
-    def persistent_bytes(self) -> dict[str, int]: ...
-
-    def comms_summary(self) -> dict[str, dict[str, int]]: ...
 
 
 class Observer:
@@ -84,14 +59,14 @@ class Observer:
         self.events = events
         self.lines = lines
 
-    def phase(self, name: str, engine: ObservedEngine) -> AbstractContextManager[Any]:
+    def phase(self, name: str, engine: EngineAccessors) -> AbstractContextManager[Any]:
         """Measure a phase of a micro-batch: FORWARD, BACKWARD, REDUCE_WAIT or STEP. A phase that
         raises is not counted."""
         if self.timers is None and self.profiler is None:
             return trace_range(name)
         return _Phase(self, name, engine)
 
-    def begin(self, name: str, engine: ObservedEngine) -> None:
+    def begin(self, name: str, engine: EngineAccessors) -> None:
         """Begin a phase. The profiler begins last and ends first, so that it sees the least of the
         timers."""
         if self.timers is not None:
@@ -99,14 +74,14 @@ class Observer:
         if self.profiler is not None:
             self.profiler.begin(name, engine)
 
-    def end(self, name: str, engine: ObservedEngine) -> None:
+    def end(self, name: str, engine: EngineAccessors) -> None:
         """End a phase that has been begun."""
         if self.profiler is not None:
             self.profiler.end(name, engine)
         if self.timers is not None:
             self.timers.end(name)
 
-    def after_step(self, engine: ObservedEngine) -> None:
+    def after_step(self, engine: EngineAccessors) -> None:
         """Record that an optimizer step is over, applied or skipped."""
         if self.events is not None:
             self.events.after_step(engine)
@@ -123,7 +98,7 @@ class Observer:
 class _Phase:
     """A phase as a context manager; one that an exception cuts short is not ended."""
 
-    def __init__(self, observer: Observer, name: str, engine: ObservedEngine) -> None:
+    def __init__(self, observer: Observer, name: str, engine: EngineAccessors) -> None:
         self._observer, self._name, self._engine = observer, name, engine
         self._range = trace_range(name)
 
@@ -184,7 +159,7 @@ class PeriodicLines:
         self._time = clock()
         self._samples_before: int | None = None
 
-    def after_step(self, engine: ObservedEngine) -> None:
+    def after_step(self, engine: EngineAccessors) -> None:
         """Count the step, and log the lines where it is time."""
         before, self._samples_before = self._samples_before, engine.global_samples
         self._samples += engine.global_samples - before if before is not None else engine.train_batch_size()
@@ -199,7 +174,7 @@ class PeriodicLines:
             log.info("%s", line)
         self._steps, self._samples, self._time = 0, 0, now
 
-    def _lines(self, engine: ObservedEngine, steps: int, seconds: float) -> list[str]:
+    def _lines(self, engine: EngineAccessors, steps: int, seconds: float) -> list[str]:
         config, lines = self._config, []
         if config.steps_per_print:
             rate = self._samples / seconds if seconds > 0 else None
@@ -213,7 +188,7 @@ class PeriodicLines:
         return lines
 
 
-def progress_line(engine: ObservedEngine, samples_per_second: float | None) -> str:
+def progress_line(engine: EngineAccessors, samples_per_second: float | None) -> str:
     """Return ``step=20 skipped=0 lr=[0.001] grad_norm=1.3 samples/s=512.0``; the rate counts the
     samples of all ranks since the last line."""
     norm = engine.get_global_grad_norm()
@@ -233,7 +208,7 @@ def timer_line(timers: Timers, steps: int, seconds: float) -> str:
     return "ms per step: " + " | ".join(f"{phase} {value:.2f}" for phase, value in sums.items())
 
 
-def memory_line(engine: ObservedEngine, device: torch.device) -> str:
+def memory_line(engine: EngineAccessors, device: torch.device) -> str:
     """Return ``memory: parameters 1.2 MiB, gradients ..., optimizer ...; process ... resident at
     most`` (on CUDA: allocated, at most, reserved)."""
     states = ", ".join(f"{kind} {mib(size)}" for kind, size in engine.persistent_bytes().items())
@@ -305,14 +280,14 @@ class StepEvents:
         self._evaluated: list[torch.Tensor] = []
         self._evaluated_at = 0
 
-    def saw_loss(self, engine: ObservedEngine, loss: torch.Tensor) -> None:
+    def saw_loss(self, engine: EngineAccessors, loss: torch.Tensor) -> None:
         self.write_step(engine)
         self._write_evaluation()  # training goes on
         value = loss.detach().float().reshape(())
         self._sum = value.clone() if self._sum is None else self._sum + value
         self._count += 1
 
-    def saw_output(self, engine: ObservedEngine, output: Any) -> None:
+    def saw_output(self, engine: EngineAccessors, output: Any) -> None:
         if engine.training:
             self._write_evaluation()
         elif isinstance(output, torch.Tensor) and output.numel() == 1 and output.is_floating_point():
@@ -320,18 +295,18 @@ class StepEvents:
         else:
             self.write_step(engine)
 
-    def saw_evaluation(self, engine: ObservedEngine, loss: torch.Tensor) -> None:
+    def saw_evaluation(self, engine: EngineAccessors, loss: torch.Tensor) -> None:
         self.write_step(engine)
         self._evaluated.append(loss.detach().float().reshape(()))
         self._evaluated_at = engine.global_samples
 
-    def after_step(self, engine: ObservedEngine) -> None:
+    def after_step(self, engine: EngineAccessors) -> None:
         self._due = _StepLosses(self._sum, self._count, engine.global_samples, weakref.ref(engine))
         self._sum, self._count = None, 0
         if not engine.outcome.open:
             self.write_step(engine)
 
-    def write_step(self, engine: ObservedEngine) -> None:
+    def write_step(self, engine: EngineAccessors) -> None:
         """Write the events of the step that is due, if there is one. Waits for its outcome."""
         due, self._due = self._due, None
         if due is None:

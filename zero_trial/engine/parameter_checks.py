@@ -7,13 +7,13 @@ import itertools
 import logging
 import operator
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from zero_trial.comm import Mesh
+from zero_trial.engine.accessors import EngineAccessors
 from zero_trial.engine.resolved_config import ResolvedConfig
 from zero_trial.errors import ConfigError, TrialError
 from zero_trial.precision import DtypePolicy
@@ -29,15 +29,6 @@ log = logging.getLogger("zero_trial")
 _SHOWN = 3  # names in a message
 _REQUIRES_GRAD, _DTYPE = operator.attrgetter("requires_grad"), operator.attrgetter("dtype")
 _UNUSED = operator.attrgetter("unused")
-
-
-class CheckedEngine(Protocol):
-    """The part of an engine that its checks use."""
-
-    global_steps: int
-
-    @property
-    def mesh(self) -> Mesh: ...
 
 
 def require_no_engine(model: nn.Module) -> None:
@@ -166,14 +157,14 @@ class UsedParameters:
             for name, param in self._params.items()
         ]
 
-    def check(self, engine: CheckedEngine) -> None:
+    def check(self, engine: EngineAccessors) -> None:
         """Raise TrialError for those without a gradient that are not frozen at the moment."""
         if self._params.keys() > self._used:
             names = [name for name, param in self._params.items() if name not in self._used and param.requires_grad]
             if names:
                 raise reported(engine, _unused(names, engine.global_steps))
 
-    def end_step(self, engine: CheckedEngine) -> None:
+    def end_step(self, engine: EngineAccessors) -> None:
         """Forget the gradients so far: a step has used them. Say which parameters had none, the
         first time that there are some."""
         self._used.clear()
@@ -206,7 +197,7 @@ class UsedParameters:
             handle.remove()
 
 
-def reported(engine: CheckedEngine, error: TrialError) -> TrialError:
+def reported(engine: EngineAccessors, error: TrialError) -> TrialError:
     """Send ``error`` to the other ranks: they may be in a collective that this rank will not
     enter."""
     engine.mesh.heartbeat.report_error(str(error))

@@ -341,7 +341,7 @@ class _Phases:
     engine owns the executor."""
 
     def __init__(self, engine: Engine) -> None:
-        self._engine = weakref.proxy(engine)
+        self._engine = cast("Engine", weakref.proxy(engine))
         self._observer = engine.observer
 
     def begin(self, phase: str) -> None:

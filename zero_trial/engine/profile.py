@@ -15,13 +15,14 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from enum import Enum, auto
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
 
 from zero_trial.device import is_accelerator, torch_module
 from zero_trial.ds_config.keys_running import FlopsProfilerSection
+from zero_trial.engine.accessors import EngineAccessors
 from zero_trial.engine.flop_count import FlopCount, Flops, Peak, peak_of
 from zero_trial.errors import ConfigError
 
@@ -373,13 +374,6 @@ class _Stage(Enum):
     DONE = auto()
 
 
-class ProfiledEngine(Protocol):
-    """The part of an engine that says which micro-batch is under way."""
-
-    training: bool
-    global_steps: int
-
-
 class StepProfiler:
     """Follows the phases of an engine of ``module``; ``profile`` is the result once there is one.
 
@@ -402,7 +396,7 @@ class StepProfiler:
         self._hooks = ExitStack()
         self.profile: ModelProfile | None = None
 
-    def begin(self, phase: str, engine: ProfiledEngine) -> None:
+    def begin(self, phase: str, engine: EngineAccessors) -> None:
         if self._ignores(phase, engine):
             return
         if phase == FORWARD:
@@ -412,7 +406,7 @@ class StepProfiler:
         elif self._stage is _Stage.TIMING:
             self._timers.begin(f"/{phase}")
 
-    def end(self, phase: str, engine: ProfiledEngine) -> None:
+    def end(self, phase: str, engine: EngineAccessors) -> None:
         if self._ignores(phase, engine):
             return
         if self._stage is _Stage.COUNTING:
@@ -427,7 +421,7 @@ class StepProfiler:
             if phase == BACKWARD:
                 self._finish(engine.global_steps)
 
-    def _ignores(self, phase: str, engine: ProfiledEngine) -> bool:
+    def _ignores(self, phase: str, engine: EngineAccessors) -> bool:
         """Return whether to ignore the phase: the profile is done, or this is an evaluation, or a
         phase that is not profiled."""
         if self._stage is _Stage.DONE or phase not in (FORWARD, BACKWARD):

@@ -91,7 +91,7 @@ def state_at_hand(engine: CheckpointedEngine, label: str) -> Iterator[None]:
 
         def lend() -> None:
             if engine.optimizer is not None:
-                stack.enter_context(engine.optimizer.lent())
+                stack.enter_context(engine.optimizer.state_by_tensor.lent())
             stack.enter_context(engine.sharded.materialized())
 
         fail_together(engine.mesh.world, lend, label)
@@ -251,7 +251,7 @@ def _on_disk(engine: CheckpointedEngine) -> frozenset[tuple[str, int]]:
         if _in_file(group):
             pieces = group.layout.pieces(group.comm.index)
             found |= {(names.param(piece.slot.name), piece.start) for piece in pieces}
-    for view in engine.optimizer.views() if engine.optimizer is not None else ():
+    for view in engine.optimizer.state_by_tensor.views() if engine.optimizer is not None else ():
         if is_absent(view.tensor):
             found.add((names.state(view.kind, view.name), view.start))
     return frozenset(found)
@@ -272,7 +272,7 @@ def _copied_later(engine: CheckpointedEngine) -> dict[tuple[str, int], ParamGrou
     if optimizer is None:
         return found
     group_of = {slot.name: group for group in engine.sharded.groups for slot in group.layout.slots}
-    for view in optimizer.views():
+    for view in optimizer.state_by_tensor.views():
         if view.kind != "master" and not is_absent(view.tensor):
             found[names.state(view.kind, view.name), view.start] = group_of[view.name]
     return found
@@ -295,7 +295,7 @@ def snapshot_bytes(engine: CheckpointedEngine) -> int:
         if not _in_file(group) and engine.sharded.manual_groups.owns(group):
             numel = sum(piece.numel for piece in group.layout.pieces(group.comm.index))
             total += numel * group.master.element_size()
-    for view in engine.optimizer.views() if engine.optimizer is not None else ():
+    for view in engine.optimizer.state_by_tensor.views() if engine.optimizer is not None else ():
         if view.kind != "master" and (names.state(view.kind, view.name), view.start) not in swapped:
             total += view.tensor.numel() * view.tensor.element_size()
     return total
@@ -398,8 +398,8 @@ def _moments(engine: CheckpointedEngine) -> Iterator[Slice]:
     names = CheckpointNames(engine)
     if engine.optimizer is None or engine.mesh.coordinates["replica"] != 0:
         return
-    whole = frozenset(engine.optimizer.whole_names)  # in _whole_states
-    for view in engine.optimizer.views():
+    whole = frozenset(engine.optimizer.state_by_tensor.whole_names)  # in _whole_states
+    for view in engine.optimizer.state_by_tensor.views():
         if view.kind != "master" and view.name not in whole and not engine.sharded.manual_groups.is_copy(view.name):
             yield Slice(names.state(view.kind, view.name), view.shape, view.start, view.stop, view.tensor)
 
@@ -421,10 +421,10 @@ def _whole_states(engine: CheckpointedEngine) -> tuple[dict[str, Any], list[Slic
                 fix="Save the weights alone with engine.save_16bit_model, or train with one optimizer.",
             )
         if optimizer is not None:
-            optimizer.refuse_lost_states()
+            optimizer.state_by_tensor.refuse_lost_states()
         trees: dict[str, Any] = {}
         slices: list[Slice] = []
-        for name, state in optimizer.whole_states() if optimizer is not None else ():
+        for name, state in optimizer.state_by_tensor.whole_states() if optimizer is not None else ():
             if engine.sharded.manual_groups.is_copy(name):
                 continue
             tree, tensors = encode_state(state, f"optimizer state of {name}:")
@@ -472,7 +472,7 @@ def _engine_state(engine: CheckpointedEngine, client_state: dict[str, Any]) -> d
         "counters": {name: getattr(engine, name) for name in COUNTERS},
         "loss_scaler": engine.outcome.result().loss_scale.to_json(),
         "scheduler": engine.lr_scheduler.state_dict() if hasattr(engine.lr_scheduler, "state_dict") else None,
-        "optimizer": engine.optimizer.identity() if engine.optimizer is not None else None,
+        "optimizer": engine.optimizer.state_by_tensor.identity() if engine.optimizer is not None else None,
         "ema": {"steps": ema.steps} if ema is not None else None,
         "groups": [{key: value for key, value in group.items() if key != "params"} for group in groups],
         "scalars": scalars,
@@ -490,8 +490,10 @@ def _optimizer_facts(engine: CheckpointedEngine) -> tuple[dict[str, dict[str, fl
     """Collect scalar state by group, and the kinds of other state: from all ranks, for a rank's
     shards may hold nothing of a group. Collective."""
     optimizer = engine.optimizer
-    scalars = optimizer.scalars() if optimizer is not None else {}
-    kinds = sorted({view.kind for view in optimizer.views()} - {"master"}) if optimizer is not None else []
+    scalars = optimizer.state_by_tensor.scalars() if optimizer is not None else {}
+    kinds = (
+        sorted({view.kind for view in optimizer.state_by_tensor.views()} - {"master"}) if optimizer is not None else []
+    )
     everyone = engine.mesh.world.gather_json([scalars, kinds], "optimizer state")
     return {key: value for row, _ in everyone for key, value in row.items()}, sorted(
         {kind for _, row in everyone for kind in row}

@@ -9,38 +9,20 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from torch import nn
 
 from zero_trial.comm import Mesh
-from zero_trial.engine.resolved_config import ResolvedConfig
+from zero_trial.engine.accessors import EngineAccessors
 from zero_trial.errors import DataError, TrialError
 from zero_trial.precision import cast_floats, forward_of
-from zero_trial.sharding.model import ShardedModel
 from zero_trial.sharding.param_access import GatheredParameters
 
 _END = object()
 
 
-class GeneratingEngine(Protocol):
-    """The part of an engine that generation uses."""
-
-    @property
-    def module(self) -> nn.Module: ...
-
-    @property
-    def sharded(self) -> ShardedModel: ...
-
-    @property
-    def resolved(self) -> ResolvedConfig: ...
-
-    @property
-    def device(self) -> torch.device: ...
-
-
-def generate(engine: GeneratingEngine, args: Sequence[Any], kwargs: Mapping[str, Any], gather: bool | None) -> Any:
+def generate(engine: EngineAccessors, args: Sequence[Any], kwargs: Mapping[str, Any], gather: bool | None) -> Any:
     """See :meth:`Engine.generate`."""
     method = getattr(engine.module, "generate", None)
     if method is None:

@@ -420,7 +420,7 @@ class ShardOwner(Protocol):
 
 # parameter -> how to reach its owner, and the optimizer that has its state
 _OWNERS = WeakTensorKeyDictionary()
-_OPTIMIZERS = WeakTensorKeyDictionary()
+_STATES = WeakTensorKeyDictionary()
 # parameter -> its number: see ShardedParameter.ds_id
 _NUMBERS = WeakTensorKeyDictionary()
 _NEXT_NUMBER = itertools.count()
@@ -452,18 +452,18 @@ def forget_owner(params: Iterable[nn.Parameter]) -> None:
         if not isinstance(param, FreedParameter):
             param.__class__ = plain_class(type(param))
         _OWNERS.pop(param, None)
-        _OPTIMIZERS.pop(param, None)
+        _STATES.pop(param, None)
 
 
-def register_optimizer(params: Iterable[nn.Parameter], optimizer: object) -> None:
-    """Record that ``optimizer`` has the state of ``params`` from now on."""
+def register_state(params: Iterable[nn.Parameter], state: object) -> None:
+    """Record that ``state`` has the optimizer state of ``params`` from now on."""
     for param in params:
-        _OPTIMIZERS[param] = ref(optimizer)
+        _STATES[param] = ref(state)
 
 
-def optimizer_of_param(param: torch.Tensor) -> Any:
-    """Return the optimizer that has the state of ``param``; None where there is none."""
-    found = _OPTIMIZERS.get(param)
+def state_of_param(param: torch.Tensor) -> Any:
+    """Return what has the optimizer state of ``param``; None where there is none."""
+    found = _STATES.get(param)
     return found() if found is not None else None
 
 

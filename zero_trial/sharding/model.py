@@ -86,10 +86,7 @@ class ShardedModel:
         devices = {param.device for param in module.parameters()} if device is None else {device}
         if plan.frees_memory and not settings.grads_to_none and any(each.type == "cpu" for each in devices):
             # changes the allocator of the whole process: not where only GPU memory is freed
-            if plan.home is Home.DEVICE:
-                keep_freed_memory()
-            else:
-                map_large_blocks()
+            (keep_freed_memory if plan.home is Home.DEVICE else map_large_blocks)()
         source = FirstSource(mesh, self.manual_groups, device, values)
         built = build_param_groups(module, opt_groups, plan, policy, settings, source, on_group_built)
         self.groups = built.all
@@ -97,26 +94,7 @@ class ShardedModel:
         self._freed = [group for groups in built.freed.values() for group in groups]
         sync_unmanaged(module, {id(param) for param in self._params()}, policy, source)
         self.unsharder = Unsharder(built.modules, built.freed, plan.reshard, settings.live)
-        # Where peers sum up the full gradients: along shard, or along replica where nothing is
-        # sharded.
-        along = mesh.shard if mesh.shard.size > 1 else mesh.replica
-        in_place = bool(self.groups) and along.reads_in_place(self.groups[0].full.device)
-        wide = policy.grad if plan.reduce_at is ReduceAt.BOUNDARY else policy.comm
-        self.grad_pool = (
-            BufferPool(along, settings.in_flight + 2, keeps=not settings.grads_to_none) if in_place else None
-        )
-        self.grad_buffers = [
-            GradBuffer(
-                group,
-                dtype=wide_dtype(group.dtype, wide),
-                shard_dtype=wide_dtype(group.dtype, policy.grad),
-                comm=along,
-                pool=self.grad_pool,
-                frees_shard=settings.grads_to_none,
-            )
-            for group in self.groups
-            if group.trainable
-        ]
+        self.grad_pool, self.grad_buffers = _gradient_buffers(self.groups, plan, mesh, policy, settings)
         self.reducer = GradReducer(
             self.grad_buffers,
             mesh.shard,
@@ -503,6 +481,30 @@ class ShardedModel:
                 if id(tensor) not in in_groups and not on_host(tensor):
                     tensor.data = tensor.detach().to("cpu", copy=True)
         self._everywhere = not rank0_only or self.mesh.data.size == 1
+
+
+def _gradient_buffers(
+    groups: Sequence[ParamGroup], plan: ZeroPlan, mesh: Mesh, policy: DtypePolicy, settings: ShardingSettings
+) -> tuple[BufferPool | None, list[GradBuffer]]:
+    """Build the gradient buffers of the trained groups, and the pool of their memory where peers
+    read it in place: along shard, or along replica where nothing is sharded."""
+    along = mesh.shard if mesh.shard.size > 1 else mesh.replica
+    in_place = bool(groups) and along.reads_in_place(groups[0].full.device)
+    pool = BufferPool(along, settings.in_flight + 2, keeps=not settings.grads_to_none) if in_place else None
+    wide = policy.grad if plan.reduce_at is ReduceAt.BOUNDARY else policy.comm
+    buffers = [
+        GradBuffer(
+            group,
+            dtype=wide_dtype(group.dtype, wide),
+            shard_dtype=wide_dtype(group.dtype, policy.grad),
+            comm=along,
+            pool=pool,
+            frees_shard=settings.grads_to_none,
+        )
+        for group in groups
+        if group.trainable
+    ]
+    return pool, buffers
 
 
 def on_host(tensor: torch.Tensor) -> bool:

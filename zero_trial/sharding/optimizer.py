@@ -32,9 +32,10 @@ from zero_trial.ops.optimizers import (
 )
 from zero_trial.ops.states import StatePart, seed_of
 from zero_trial.sharding.ema import WeightAverage, edited_averages
-from zero_trial.sharding.freed import register_optimizer
+from zero_trial.sharding.freed import register_state
 from zero_trial.sharding.grad_access import HiddenGradients
 from zero_trial.sharding.offload.moved_states import kinds_of
+from zero_trial.sharding.optimizer_state import StateByTensor
 from zero_trial.sharding.optimizer_view import Publisher, StepStatus, TorchView
 from zero_trial.sharding.param_group import ParamGroup
 from zero_trial.sharding.pieces import (
@@ -87,14 +88,19 @@ class ShardedOptimizer(TorchView):
     ) -> None:
         store = store if store is not None else DeviceStore(pieces, **batching(base, at_once))
         status = status if status is not None else StepStatus()
-        super().__init__(base, pieces, store, whole, whole_groups, status, publisher, groups)
+        moved = publisher.moved if publisher is not None else None
+        state = StateByTensor(base, pieces, store, whole, whole_groups, status.settle, moved)
+        super().__init__(base, state, status, publisher, groups)
+        self.pieces = list(pieces)
+        self.store = store
+        self.whole = whole
         self.ema = ema
         self._shard = shard
         self._closed = False
         self._sizes = sizes_of(base)
         self._stateful = 0  # weights that had state before the last step
-        self._hidden = HiddenGradients(part.weight for part in self._parts())
-        register_optimizer((param for group in groups for param in group.params), self)
+        self._hidden = HiddenGradients(part.weight for part in state.parts)
+        register_state((param for group in groups for param in group.params), state)
         if shard is not None:
             trained = [group for group in groups if group.trainable]
             self.bind_tensors(trained, lambda sums: shard.all_reduce_small(sums, "tensor norms"))
@@ -220,7 +226,7 @@ class ShardedOptimizer(TorchView):
             )
 
         def call() -> None:
-            with self._changing_masters(), kept_in_place(part.weight for part in (*self.pieces, *self._held)):
+            with self._changing_masters(), kept_in_place(part.weight for part in self.state_by_tensor.parts):
                 switch()
 
         return call
@@ -257,7 +263,7 @@ class ShardedOptimizer(TorchView):
     def _swap(self, ema: WeightAverage) -> bool:
         """See :meth:`WeightAverage.swap`; True on all ranks of the axis if on any."""
         with self._changing_masters():
-            edited = ema.swap([part.weight for part in self._parts()], self.base.state)
+            edited = ema.swap([part.weight for part in self.state_by_tensor.parts], self.base.state)
         return edited if self._shard is None or ema.swapped else any(self._shard.gather_json(edited, "averages"))
 
     def offload_states(

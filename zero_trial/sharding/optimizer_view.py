@@ -1,38 +1,24 @@
-"""What torch, DeepSpeed and checkpoints see of the optimizer over shards: groups and their
-settings, state by tensor, the loss scale."""
+"""What torch and DeepSpeed see of the optimizer over shards: groups and their settings, its state
+dict, the loss scale."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from types import MappingProxyType
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NoReturn, Protocol
 
 import torch
 
 from zero_trial.errors import CheckpointError
-from zero_trial.ops.optimizers import FusedOptimizer, StepGuard, past_engine, state_hooks
+from zero_trial.ops.optimizers import StepGuard, past_engine, state_hooks
 from zero_trial.precision import DynamicScale, LossScale, LossScaleView, StaticScale
 from zero_trial.sharding.full_params import ParameterOffload
 from zero_trial.sharding.offload.moved_states import MovedStates
+from zero_trial.sharding.optimizer_state import StateByTensor
 from zero_trial.sharding.param_group import ParamGroup
-from zero_trial.sharding.pieces import (
-    ShardPiece,
-    StateStore,
-    StateView,
-    all_at_initialize,
-    by_tensor,
-    bytes_of_state,
-    held_whole,
-    is_by_element,
-    is_elementwise_state,
-    parts_of,
-    refuse_lost_states,
-    scales_by_tensor,
-)
+from zero_trial.sharding.pieces import all_at_initialize
 from zero_trial.sharding.plan import Lifetime
-from zero_trial.sharding.whole_tensors import WholeTensor, WholeTensors
 
 
 class StepStatus:
@@ -85,35 +71,29 @@ class Publisher(Protocol):
 
 
 class TorchView(torch.optim.Optimizer):
-    """The part of a sharded optimizer that torch, DeepSpeed and checkpoints see: settings by group,
-    state by tensor, and where the loss scale is.
+    """The part of a sharded optimizer that torch and DeepSpeed see: settings by group, and where
+    the loss scale is.
 
     It is a torch.optim.Optimizer: torch's schedulers take it, and write into the groups of
     ``base``, which are its own.
 
     Args:
         base: the optimizer that steps on this rank's pieces.
-        whole_groups: optimizer groups whose tensors are updated whole, sharded or not.
+        state_by_tensor: its masters and state, for checkpoints.
     """
 
     def __init__(
         self,
         base: torch.optim.Optimizer,
-        pieces: Sequence[ShardPiece],
-        store: StateStore,
-        whole: WholeTensors | None,
-        whole_groups: Collection[int],
+        state_by_tensor: StateByTensor,
         status: StepStatus,
         publisher: Publisher | None,
         groups: Sequence[ParamGroup],
     ) -> None:
         # torch's own constructor would make other groups and state
         self.base = base
-        self.pieces = list(pieces)
-        self.store = store
-        self.whole = whole
+        self.state_by_tensor = state_by_tensor
         self.guard = StepGuard(base)
-        self._held = [*held_whole(self.pieces, whole_groups), *(whole.own if whole is not None else ())]
         self._groups = groups
         self._publisher = publisher
         self._status = status
@@ -225,7 +205,7 @@ class TorchView(torch.optim.Optimizer):
         past the engine (``param.data.copy_``). At stage 3 freed parameters are unchanged."""
         self._status.settle()
         self._wait_for_copies()
-        with self.lent(), torch.no_grad():
+        with self.state_by_tensor.lent(), torch.no_grad():
             for group in self._groups:
                 if group.plan.params is Lifetime.ALWAYS:
                     group.load_full()
@@ -263,10 +243,10 @@ class TorchView(torch.optim.Optimizer):
         self._status.settle()
         if self._publisher is not None:
             self._publisher.take_live_edits()
-        with self.lent(), self._at_hand():
+        with self.state_by_tensor.lent(), self.state_by_tensor.at_hand():
             packed = copy.deepcopy(self.base.state_dict())
-            masters = [part.weight.detach().clone() for part in self._parts()]
-        layout = self._layout()
+            masters = [part.weight.detach().clone() for part in self.state_by_tensor.parts]
+        layout = self.state_by_tensor.layout()
         return {**packed, "masters": masters, "layout": layout, "loss_scaler": self._status.scaler.to_json()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -275,7 +255,7 @@ class TorchView(torch.optim.Optimizer):
 
         Raises CheckpointError for a state of other pieces, before anything is changed.
         """
-        own = self._layout()
+        own = self.state_by_tensor.layout()
         if (layout := state_dict.get("layout")) != own:
             raise CheckpointError(
                 "this is not the state of this rank's part of the model",
@@ -284,63 +264,17 @@ class TorchView(torch.optim.Optimizer):
                 expected="state_dict() of the same rank, of as many" if layout is None else _difference(own, layout),
                 fix="To load on another number of ranks or at another stage, use engine.save_checkpoint and load_checkpoint.",
             )
-        parts, groups = self._parts(), self.base.param_groups
+        parts, groups = self.state_by_tensor.parts, self.base.param_groups
         masters = state_dict["masters"]
-        piece_of = {id(piece.weight): piece for piece in self.pieces}
         with self._changing_masters(), torch.no_grad():
             for part, master in zip(parts, masters, strict=True):
                 part.weight.copy_(master)
             weights = [weight for group in groups for weight in group["params"]]
             for index, weight in enumerate(weights):
-                self._load_state_of(weight, state_dict["state"].get(index, {}), piece_of.get(id(weight)))
+                self.state_by_tensor.load(weight, state_dict["state"].get(index, {}))
             for group, saved in zip(groups, state_dict["param_groups"], strict=True):
                 group.update({key: value for key, value in saved.items() if key != "params"})
         self._status.restore_scaler(state_dict["loss_scaler"])
-
-    def _load_state_of(self, weight: torch.Tensor, saved: Mapping[str, Any], piece: ShardPiece | None) -> None:
-        """Write the state of one weight where the store keeps it; only inside :meth:`lent`."""
-        own = self.base.state.pop(weight, {})
-        loaded = {}
-        for key, value in saved.items():
-            if torch.is_tensor(value):
-                home = own.get(key)
-                if not (torch.is_tensor(home) and home.shape == value.shape and home.dtype == value.dtype):
-                    elementwise = piece is not None and is_elementwise_state(value, piece)
-                    home = self.store.zeros(piece, key) if piece is not None and elementwise else None
-                    if home is None:
-                        device = weight.device if value.dim() or _fused(self.base) else "cpu"
-                        home = torch.empty_like(value, device=device)
-                loaded[key] = home.copy_(value)
-            else:
-                loaded[key] = copy.deepcopy(value)
-        if loaded:
-            self.base.state[weight] = loaded
-
-    def _layout(self) -> list[list[str]]:
-        """Return which elements of which tensors each part holds."""
-        whole = [each.slot.name for each in self.whole.own] if self.whole is not None else []
-        flat = [
-            [
-                f"{slot.name}{list(slot.shape)}[{start}:{start + high - low}]"
-                for slot, start, low, high in parts_of(piece)
-            ]
-            for piece in self.pieces
-        ]
-        return [*flat, *([name] for name in whole)]
-
-    def _parts(self) -> list[ShardPiece | WholeTensor]:
-        return [*self.pieces, *(self.whole.own if self.whole is not None else ())]
-
-    def _at_hand(self) -> AbstractContextManager[None]:
-        """Make the tensors that this rank updates whole readable and writable."""
-        return self.whole.at_hand(gradients=False) if self.whole is not None else nullcontext()
-
-    def lent(self) -> AbstractContextManager[None]:
-        """Make masters and state readable and writable inside the block, wherever they live; only
-        between steps. May be nested."""
-        if self._publisher is not None:
-            self._publisher.moved.require_here("masters and optimizer state", ("optim_states", "hp_params"))
-        return self.store.lent()
 
     @contextmanager
     def _changing_masters(self) -> Iterator[None]:
@@ -351,7 +285,7 @@ class TorchView(torch.optim.Optimizer):
             self._publisher.take_live_edits()
             self._publisher.wait_before_writing()
         self._wait_for_copies()
-        with self.lent(), self._at_hand():
+        with self.state_by_tensor.lent(), self.state_by_tensor.at_hand():
             yield
         if self._publisher is not None:
             self._publisher.publish()
@@ -361,189 +295,9 @@ class TorchView(torch.optim.Optimizer):
         for group in self._groups:
             group.wait_for_copies()
 
-    def identity(self) -> dict[str, Any]:
-        """Return class and hyperparameter names, for a checkpoint: state belongs to another
-        optimizer if the latter differ."""
-        found = {
-            "class": type(self.base).__name__,
-            "settings": sorted(set(getattr(self.base, "defaults", {})) - _HOW_NOT_WHAT),
-        }
-        states = self.base.states if isinstance(self.base, FusedOptimizer) else "fp32"
-        return found if states == "fp32" else found | {"states": states}
-
-    # --- state, for checkpoints and user code -----------------------------------------------------
-
-    def views(self) -> Iterator[StateView]:
-        """Yield every tensor of master weights and state on this rank, by logical tensor. Their
-        values are there only inside :meth:`lent`.
-
-        State that is not one value per element (rows and columns of Adafactor) exists for whole
-        tensors only and has its own shape.
-        """
-        self._status.settle()
-        for held in self._held:
-            for key, value in self.base.state.get(held.weight, {}).items():
-                if torch.is_tensor(value) and (value.dim() > 0 or is_by_element(key, value, held.weight)):
-                    yield StateView(key, held.slot.name, tuple(value.shape), 0, value.numel(), value.view(-1))
-        known = {id(held.weight) for held in self._held}
-        for piece in self.pieces:
-            state = {} if id(piece.weight) in known else self.base.state.get(piece.weight, {})
-            elementwise = {key: value for key, value in state.items() if is_elementwise_state(value, piece)}
-            yield from scales_by_tensor(piece, state)
-            yield from by_tensor(piece, {"master": piece.weight.detach()} | elementwise)
-
-    def whole_states(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Yield name and state of each tensor that is updated whole here, and has any state:
-        numbers and tensors of any shape, also in lists and dicts."""
-        self._status.settle()
-        for held in self._held:
-            state = self.base.state.get(held.weight, {})
-            if state:
-                yield held.slot.name, dict(state)
-
-    def refuse_lost_states(self) -> None:
-        """See :func:`zero_trial.sharding.pieces.refuse_lost_states`."""
-        known = {id(held.weight) for held in self._held}
-        refuse_lost_states(self.base, [piece for piece in self.pieces if id(piece.weight) not in known])
-
-    @property
-    def whole_names(self) -> list[str]:
-        """The tensors that are updated whole here."""
-        return [held.slot.name for held in self._held]
-
-    def scalars(self) -> dict[str, dict[str, float]]:
-        """Return the state that is one number per tensor (step counts), by optimizer group: ``{"0":
-        {"step": 12.0}}``.
-
-        All flat pieces of a group step together, so their numbers are the same. Tensors that are
-        updated whole have their own in :meth:`whole_states`.
-        """
-        self._status.settle()
-        found: dict[str, dict[str, float]] = {}
-        for piece in (*self.pieces, *self._held):
-            for key, value in self.base.state.get(piece.weight, {}).items():
-                if not is_by_element(key, value, piece.weight) and (
-                    isinstance(value, (int, float)) or (torch.is_tensor(value) and value.numel() == 1)
-                ):
-                    found.setdefault(str(piece.opt_group), {})[key] = float(value)
-        return found
-
-    def make_state(
-        self,
-        kinds: Sequence[str],
-        scalars: Mapping[str, Mapping[str, float]],
-        shape_of: Callable[[str, str], tuple[int, ...] | None],
-        states: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
-    ) -> None:
-        """Replace all state by zeros of the named kinds and the scalar state, so that a checkpoint
-        can be read into :meth:`views`.
-
-        ``shape_of(kind, tensor)`` is the stored shape, None if there is no such state: then a piece
-        of that tensor gets none either. ``states``: what :meth:`whole_states` has yielded, by name;
-        a tensor that it has gets this state. Only inside :meth:`lent`.
-        """
-        self._status.settle()
-        self.base.state.clear()
-        for held in self._held:
-            if held.slot.name in states:
-                state = dict(states[held.slot.name])
-            else:
-                state = {}
-                for kind in kinds:
-                    if (shape := shape_of(kind, held.slot.name)) is not None:
-                        state[kind] = held.weight.new_zeros(shape)
-                state |= self._scalars_of(held, scalars)
-            if state:
-                self.base.state[held.weight] = state
-        known = {id(held.weight) for held in self._held}
-        for piece in self.pieces:
-            if id(piece.weight) in known:
-                continue
-            start, stop = piece.group.runs[piece.opt_group]
-            names = [slot.name for slot in piece.group.layout.slots if start <= slot.offset < stop]
-            state = {}
-            for kind in kinds:
-                if any(shape_of(kind, name) is not None for name in names):
-                    kept = self.store.zeros(piece, kind)
-                    if kept is None and isinstance(self.base, FusedOptimizer):
-                        kept = self.base.new_moment(piece.weight.detach(), kind)
-                    state[kind] = torch.zeros_like(piece.weight.detach()) if kept is None else kept
-            state |= self._scalars_of(piece, scalars)
-            if state:
-                self.base.state[piece.weight] = state
-
-    def _scalars_of(
-        self, piece: ShardPiece | WholeTensor, scalars: Mapping[str, Mapping[str, float]]
-    ) -> dict[str, torch.Tensor]:
-        device = piece.weight.device if _fused(self.base) else "cpu"
-        own = scalars.get(str(piece.opt_group), {})
-        return {key: torch.tensor(value, dtype=torch.float32, device=device) for key, value in own.items()}
-
-    def whole_tensor(self, group: ParamGroup, index: int) -> WholeTensor | None:
-        """Return the tensor of slot ``index`` where one rank updates it whole and has its state;
-        None where every rank has a shard of that."""
-        tensors = self.whole.tensors if self.whole is not None else ()
-        slot = group.layout.slots[index]
-        return next((each for each in tensors if each.group is group and each.slot is slot), None)
-
-    def state_shard(self, group: ParamGroup, kind: str) -> torch.Tensor | None:
-        """Return the group's shard of state ``kind`` (shard_numel,), put together from its pieces;
-        None if there is no such state yet."""
-        self._status.settle()
-        out: torch.Tensor | None = None
-        with self.lent():
-            for piece in self.pieces:
-                value = self.base.state.get(piece.weight, {}).get(kind) if piece.group is group else None
-                if torch.is_tensor(value) and is_elementwise_state(value, piece):
-                    wide = value.reshape(-1)
-                    if isinstance(self.base, FusedOptimizer):
-                        wide = self.base.moment(piece.weight, kind)
-                    out = wide.new_zeros(group.layout.shard_numel) if out is None else out
-                    out[piece.low : piece.high].copy_(wide)
-        return out
-
-    def set_state_shard(self, group: ParamGroup, kind: str, shard: torch.Tensor) -> None:
-        """Write ``shard`` (shard_numel,) back into the pieces' state ``kind``."""
-        self._status.settle()
-        group.wait_for_copies()
-        with self.lent():
-            for piece in self.pieces:
-                if piece.group is group:
-                    values = shard[piece.low : piece.high]
-                    if isinstance(self.base, FusedOptimizer):
-                        self.base.set_moment(piece.weight, kind, values)
-                    else:
-                        self.base.state[piece.weight][kind].view(-1).copy_(values)
-
-    def persistent_bytes(self) -> int:
-        """Count the bytes of state on this rank (without masters) and of the store's own memory."""
-        self._status.settle()
-        known = {id(held.weight) for held in self._held}
-        states = sum(
-            self.store.resident_bytes(value, kind)
-            for piece in self.pieces
-            if id(piece.weight) not in known
-            for kind, value in self.base.state.get(piece.weight, {}).items()
-            if torch.is_tensor(value) and is_by_element(kind, value, piece.weight)
-        )
-        states += sum(bytes_of_state(self.base.state.get(held.weight, {})) for held in self._held)
-        return states + sum(buffer.numel() * buffer.element_size() for buffer in self.store.buffers)
-
 
 def _difference(layout: Sequence[Sequence[str]], other: Sequence[Sequence[str]]) -> str:
     """Return the first parts that only ``layout`` has."""
     known = {name for names in other for name in names}
     found = [name for names in layout for name in names if name not in known]
     return ", ".join(found[:3]) or "the same elements in other pieces"
-
-
-def _fused(base: torch.optim.Optimizer) -> bool:
-    return any(opt_group.get("fused") or opt_group.get("capturable") for opt_group in base.param_groups)
-
-
-# Hyperparameters that choose an implementation or a variant with the same state, and those that
-# every optimizer has.
-_HOW_NOT_WHAT = {
-    "lr", "weight_decay", "maximize", "foreach", "capturable", "differentiable", "fused", "amsgrad", "decoupled_weight_decay",
-    "bias_correction",
-}  # fmt: skip

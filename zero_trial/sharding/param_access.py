@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
 
 from zero_trial.errors import TrialError
-from zero_trial.sharding.freed import by_owner, optimizer_of_param, owner_of_param
+from zero_trial.sharding.freed import by_owner, owner_of_param, state_of_param
 from zero_trial.sharding.full_params import FullParams, TrainedParams, local_part
 from zero_trial.sharding.layout import ParamSlot, wide_dtype
+from zero_trial.sharding.optimizer_state import StateByTensor
 from zero_trial.sharding.param_group import ParamGroup
 from zero_trial.sharding.whole_tensors import WholeTensor
 
@@ -94,7 +95,7 @@ def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> 
     """Return the full state ``optim_state_key`` (``exp_avg``, ``exp_avg_sq`` ...); None before the
     first step. Collective over shard."""
     _, group, index = find_param(param)
-    if (tensor := _optimizer_of(param).whole_tensor(group, index)) is not None:
+    if (tensor := _state_of(param).whole_tensor(group, index)) is not None:
         return _from_owner(param, tensor, optim_state_key)
     shard = _state_on_all(param, group, optim_state_key)
     return None if shard is None else full_of_shard(group, index, shard)
@@ -104,13 +105,13 @@ def safe_set_full_optimizer_state(param: nn.Parameter, value: torch.Tensor, opti
     """Set state ``optim_state_key`` from ``value`` (full shape). Raises TrialError before the first
     step, when there is no state. Collective over shard."""
     _, group, index = find_param(param)
-    if (tensor := _optimizer_of(param).whole_tensor(group, index)) is not None:
+    if (tensor := _state_of(param).whole_tensor(group, index)) is not None:
         _to_owner(param, tensor, optim_state_key, value)
         return
     if (shard := _state_on_all(param, group, optim_state_key)) is None:
         raise _no_state(optim_state_key)
     write_to_shard(group, index, shard, value)
-    _optimizer_of(param).set_state_shard(group, optim_state_key, shard)
+    _state_of(param).set_state_shard(group, optim_state_key, shard)
 
 
 def safe_get_local_fp32_param(param: nn.Parameter) -> torch.Tensor:
@@ -136,10 +137,10 @@ def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) ->
     Of a tensor that one rank updates whole, that rank has all of it, and the others have nothing.
     """
     _, group, index = find_param(param)
-    if (tensor := _optimizer_of(param).whole_tensor(group, index)) is not None:
-        state = _own_state(param, tensor, optim_state_key)
+    if (tensor := _state_of(param).whole_tensor(group, index)) is not None:
+        state = _state_of(param).own_state(tensor, optim_state_key)
         return state.detach().reshape(-1).clone() if state is not None else None
-    shard = _optimizer_of(param).state_shard(group, optim_state_key)
+    shard = _state_of(param).state_shard(group, optim_state_key)
     return None if shard is None else local_part(group, index, shard)
 
 
@@ -147,17 +148,17 @@ def safe_set_local_optimizer_state(param: nn.Parameter, value: torch.Tensor, opt
     """Set this rank's part of state ``optim_state_key``. Local; raises TrialError before the first
     step, when there is no state."""
     _, group, index = find_param(param)
-    if (tensor := _optimizer_of(param).whole_tensor(group, index)) is not None:
-        state = _own_state(param, tensor, optim_state_key)
+    if (tensor := _state_of(param).whole_tensor(group, index)) is not None:
+        state = _state_of(param).own_state(tensor, optim_state_key)
         if state is None or state.numel() != value.numel():
             got = "no such state here" if state is None else f"{value.numel()} elements"
             raise TrialError("not this rank's part of the optimizer state", where=optim_state_key, got=got)
         state.copy_(value.view(state.shape))
         return
-    if (shard := _optimizer_of(param).state_shard(group, optim_state_key)) is None:
+    if (shard := _state_of(param).state_shard(group, optim_state_key)) is None:
         raise _no_state(optim_state_key)
     _write_local(group, index, shard, value)
-    _optimizer_of(param).set_state_shard(group, optim_state_key, shard)
+    _state_of(param).set_state_shard(group, optim_state_key, shard)
 
 
 def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
@@ -242,7 +243,7 @@ def _state_on_all(param: nn.Parameter, group: ParamGroup, kind: str) -> torch.Te
     """Return this rank's shard of state ``kind``, without values where it has none because its
     shard is padding or holds tensors that are updated whole; None where no rank has such state.
     Collective over shard."""
-    shard = _optimizer_of(param).state_shard(group, kind)
+    shard = _state_of(param).state_shard(group, kind)
     own = None if shard is None else str(shard.dtype).removeprefix("torch.")
     found = next(filter(None, group.comm.gather_json(own, "optimizer state")), None)
     if shard is None and found is not None:
@@ -254,18 +255,10 @@ def _no_state(kind: str) -> TrialError:
     return TrialError("the optimizer has no such state yet", where=kind, fix="Take a step first.")
 
 
-def _own_state(param: nn.Parameter, tensor: WholeTensor, kind: str) -> torch.Tensor | None:
-    """Return state ``kind`` of a tensor that is updated whole, on its owner; nothing elsewhere."""
-    if tensor.owner != tensor.group.comm.index:
-        return tensor.weight.new_empty(0)
-    value = _optimizer_of(param).state.get(tensor.weight, {}).get(kind)
-    return value if torch.is_tensor(value) else None
-
-
 def _from_owner(param: nn.Parameter, tensor: WholeTensor, kind: str) -> torch.Tensor | None:
     """Return state ``kind`` of a tensor that is updated whole, in its own shape and dtype, on every
     rank. Collective over shard."""
-    comm, value = tensor.group.comm, _own_state(param, tensor, kind)
+    comm, value = tensor.group.comm, _state_of(param).own_state(tensor, kind)
     described = [list(value.shape), str(value.dtype).removeprefix("torch.")] if value is not None else None
     found = comm.gather_json(described, "optimizer state of a whole tensor")[tensor.owner]
     if found is None:
@@ -282,7 +275,7 @@ def _from_owner(param: nn.Parameter, tensor: WholeTensor, kind: str) -> torch.Te
 
 def _to_owner(param: nn.Parameter, tensor: WholeTensor, kind: str, value: torch.Tensor) -> None:
     """Set state ``kind`` of a tensor that is updated whole. Collective over shard."""
-    comm, own = tensor.group.comm, _own_state(param, tensor, kind)
+    comm, own = tensor.group.comm, _state_of(param).own_state(tensor, kind)
     found = comm.gather_json(list(own.shape) if own is not None else None, "optimizer state of a whole tensor")
     shape = found[tensor.owner]
     if shape is None:
@@ -295,26 +288,13 @@ def _to_owner(param: nn.Parameter, tensor: WholeTensor, kind: str, value: torch.
         own.copy_(value)
 
 
-def _optimizer_of(param: torch.Tensor) -> StateShards:
-    optimizer: StateShards | None = optimizer_of_param(param)
-    if optimizer is None:
+def _state_of(param: torch.Tensor) -> StateByTensor:
+    state: StateByTensor | None = state_of_param(param)
+    if state is None:
         raise TrialError(
             "this engine has no optimizer", fix="Give initialize() an optimizer, or name one in ds_config."
         )
-    return optimizer
-
-
-class StateShards(Protocol):
-    """The part of an optimizer that the safe_get_* functions use."""
-
-    @property
-    def state(self) -> Mapping[torch.Tensor, Any]: ...
-
-    def whole_tensor(self, group: ParamGroup, index: int) -> WholeTensor | None: ...
-
-    def state_shard(self, group: ParamGroup, kind: str) -> torch.Tensor | None: ...
-
-    def set_state_shard(self, group: ParamGroup, kind: str, shard: torch.Tensor) -> None: ...
+    return state
 
 
 def full_of_shard(group: ParamGroup, index: int, shard: torch.Tensor) -> torch.Tensor:

@@ -120,21 +120,7 @@ class ParamGroup:
         # what the home holds, and where the shard is in it
         self._kept = self.full if plan.whole_home else self.own
         self._low, self._high = (low, high) if plan.whole_home else (0, layout.shard_numel)
-        # fp32 and fp64 parameters are their own masters; frozen ones need none.
-        own_master = has_own_master(dtype) or not trainable
-        if read_shard is None:
-            first = self._fill(read, agree, in_full)[low:high]
-            self.shard = self.own if in_full else comm.buffer(layout.shard_numel, dtype, device).copy_(first)
-            self.master = self.shard if own_master else _alone(first)
-            del first  # nothing else may be beside the wide values
-        else:
-            self.shard = self.own if in_full else comm.buffer(layout.shard_numel, dtype, device)
-            self.master = self.shard if own_master else torch.empty_like(self.shard, dtype=torch.float32)
-            read_shard(self.master)
-            if self.master is not self.shard:
-                self.shard.copy_(self.master)
-            if comm.size > 1 and (always or plan.whole_home):
-                comm.all_gather(self.full, self.own, f"first values of {name}", lend=False).wait_result()
+        self.shard, self.master = self._first_values(read, agree, read_shard, in_full)
         self.home = self._kept if in_full else self.shard
         self._attach()
         self._noted = self._versions()  # of the parameters' values, all of whose edits count already
@@ -187,6 +173,32 @@ class ParamGroup:
             param.data = view if param.data_ptr() == copy.data_ptr() else param.detach().to(view.device)
         self._addresses = list(map(torch.Tensor.data_ptr, self.views)) if self._real else []
         self._elsewhere.clear()
+
+    def _first_values(
+        self,
+        read: Callable[[nn.Parameter], torch.Tensor],
+        agree: Callable[[torch.Tensor], None] | None,
+        read_shard: Callable[[torch.Tensor], None] | None,
+        in_full: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return shard and master with their first values. ``in_full``: the shard is a part of
+        ``full``, which gets all of them where it always lives or is at home."""
+        layout, comm = self.layout, self.comm
+        # fp32 and fp64 parameters are their own masters; frozen ones need none.
+        own_master = has_own_master(self.dtype) or not self.trainable
+        if read_shard is None:
+            low, high = layout.shard_range(comm.index)
+            first = self._fill(read, agree, in_full)[low:high]
+            shard = self.own if in_full else comm.buffer(layout.shard_numel, self.dtype, self.full.device).copy_(first)
+            return shard, shard if own_master else _alone(first)
+        shard = self.own if in_full else comm.buffer(layout.shard_numel, self.dtype, self.full.device)
+        master = shard if own_master else torch.empty_like(shard, dtype=torch.float32)
+        read_shard(master)
+        if master is not shard:
+            shard.copy_(master)
+        if comm.size > 1 and (self.plan.params is Lifetime.ALWAYS or self.plan.whole_home):
+            comm.all_gather(self.full, self.own, f"first values of {self.name}", lend=False).wait_result()
+        return shard, master
 
     def _fill(
         self,

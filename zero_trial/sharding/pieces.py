@@ -18,9 +18,8 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from zero_trial.errors import CheckpointError, ConfigError
+from zero_trial.errors import ConfigError
 from zero_trial.ops.optimizers import ShardOptimizer, ShardUpdate, TensorSegment
-from zero_trial.ops.states import BLOCK, blocks_of, is_scale
 from zero_trial.sharding.grad_buffer import GradBuffer
 from zero_trial.sharding.layout import ParamSlot
 from zero_trial.sharding.param_group import ParamGroup
@@ -171,25 +170,6 @@ def batching(base: torch.optim.Optimizer, at_once: bool) -> dict[str, Any]:
     return {"by_group": True} if isinstance(base, ShardOptimizer) and base.fuses else {}
 
 
-@dataclass(frozen=True)
-class HeldWhole:
-    """A piece that is a whole tensor, since nothing is sharded."""
-
-    slot: ParamSlot
-    opt_group: int
-    weight: nn.Parameter
-
-
-def held_whole(pieces: Sequence[ShardPiece], whole_groups: Collection[int]) -> list[HeldWhole]:
-    """Return the pieces that are whole tensors: those of the optimizer groups ``whole_groups``."""
-    found = []
-    for piece in pieces:
-        if piece.opt_group in whole_groups:
-            slot = next(slot for slot in piece.group.layout.slots if slot.numel and slot.offset == piece.low)
-            found.append(HeldWhole(slot, piece.opt_group, piece.weight))
-    return found
-
-
 @contextmanager
 def kept_in_place(weights: Iterable[nn.Parameter]) -> Iterator[None]:
     """Copy values that the block puts elsewhere (``param.data = new``) back into the weights' own
@@ -311,87 +291,6 @@ def parts_of(piece: ShardPiece) -> Iterator[tuple[ParamSlot, int, int, int]]:
         low, high = max(part.offset, piece.low), min(part.offset + part.numel, piece.high)
         if low < high:
             yield part.slot, part.start + low - part.offset, low - piece.low, high - piece.low
-
-
-@dataclass(frozen=True)
-class StateView:
-    """A tensor of optimizer state, or the master weight, of one logical tensor's part: elements
-    [start, stop) of the flattened tensor."""
-
-    kind: str  # "master", "exp_avg" ...
-    name: str
-    shape: tuple[int, ...]
-    start: int
-    stop: int
-    tensor: torch.Tensor
-
-
-def by_tensor(piece: ShardPiece, tensors: Mapping[str, torch.Tensor]) -> Iterator[StateView]:
-    """Yield the part of each logical tensor that ``tensors``, which have the piece's shape,
-    hold."""
-    for slot, start, low, high in parts_of(piece):
-        for kind, tensor in tensors.items():
-            yield StateView(kind, slot.name, slot.shape, start, start + high - low, tensor.reshape(-1)[low:high])
-
-
-def scales_by_tensor(piece: ShardPiece, state: Mapping[str, Any]) -> Iterator[StateView]:
-    """Yield the scales of each logical tensor's blocks of 8-bit state; no shard or piece cuts a
-    block."""
-    for slot, start, low, high in parts_of(piece):
-        first, last, shape = start // BLOCK, blocks_of(start + high - low), (blocks_of(slot.numel),)
-        for kind in filter(is_scale, state):
-            yield StateView(kind, slot.name, shape, first, last, state[kind][low // BLOCK : blocks_of(high)])
-
-
-def is_elementwise_state(value: Any, piece: ShardPiece) -> bool:
-    """Return whether ``value`` is state with one value per element of the piece."""
-    return _has_shape_of(value, piece.weight)
-
-
-def is_by_element(kind: str, value: Any, weight: torch.Tensor) -> bool:
-    """Return whether state ``kind`` has a value per element, or is the scales of such a one. All
-    state of a scalar parameter has one, but the count of its steps."""
-    return (_has_shape_of(value, weight) and (weight.dim() > 0 or kind != "step")) or is_scale(kind)
-
-
-def refuse_lost_states(base: torch.optim.Optimizer, flat: Iterable[ShardPiece]) -> None:
-    """Raise CheckpointError for state that a checkpoint by tensor would lose: of no parameter, or
-    of a ``flat`` piece and neither a value per element nor a single number."""
-    strays = [key for key in base.state if not torch.is_tensor(key)]
-    if strays:
-        raise CheckpointError(
-            "this optimizer keeps state that belongs to no parameter, which a checkpoint would lose",
-            where=f"{type(base).__name__}.state",
-            got=", ".join(map(repr, strays[:4])),
-            expected="keys that are parameters",
-            fix="Keep numbers in the optimizer's param_groups, which are saved, "
-            "or save the weights alone with engine.save_16bit_model.",
-        )
-    for piece in flat:
-        for key, value in base.state.get(piece.weight, {}).items():
-            single = value is None or isinstance(value, (int, float)) or (torch.is_tensor(value) and value.numel() == 1)
-            if not single and not is_by_element(key, value, piece.weight):
-                raise CheckpointError(
-                    "this optimizer keeps state of flat pieces that is not one value per element, which a checkpoint would lose",
-                    where=f"{type(base).__name__}.state",
-                    got=f"{key} of {tuple(value.shape) if torch.is_tensor(value) else type(value).__name__}",
-                    expected=f"a value for each of {piece.numel} elements, or one number",
-                    fix="Remove elementwise = True from the class (zero_optimization.elementwise_optimizer from ds_config): whole "
-                    "tensors are saved with all of their state.",
-                )
-
-
-def _has_shape_of(value: Any, weight: torch.Tensor) -> bool:
-    """Return whether ``value`` is a tensor of the weight's shape."""
-    return torch.is_tensor(value) and value.shape == weight.shape
-
-
-def bytes_of_state(state: Any) -> int:
-    """Count the bytes of the tensors in ``state``; single numbers do not count."""
-    if torch.is_tensor(state):
-        return state.numel() * state.element_size() if state.dim() else 0
-    inside = state.values() if isinstance(state, Mapping) else state if isinstance(state, (list, tuple)) else ()
-    return sum(bytes_of_state(each) for each in inside)
 
 
 def rebind(base: torch.optim.Optimizer, weights: Sequence[Sequence[nn.Parameter]]) -> None:

@@ -59,19 +59,20 @@ def test_nothing_stays(tmp_path: Path):
 
 
 def test_a_module_that_stays_keeps_the_real_initialize(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """One outside of the model's folder, imported while initialize was replaced, or before."""
+    """One outside of the model's folder, imported while initialize was replaced, or before; it may
+    give initialize another name."""
     made = tmp_path / "installed"
     made.mkdir()
-    (made / "zt_helper_of_a_trial.py").write_text("from zero_trial import initialize\n")
+    (made / "zt_helper_of_a_trial.py").write_text("from zero_trial import initialize as make_engine\n")
     monkeypatch.syspath_prepend(str(made))
-    own = "from zt_helper_of_a_trial import initialize"
-    makes = f"{own}\n        engine, *_ = initialize(model=torch.nn.Linear(4, 1), config=context.get_data_config()['ds_config'])"
+    own = "from zt_helper_of_a_trial import make_engine"
+    makes = f"{own}\n        engine, *_ = make_engine(model=torch.nn.Linear(4, 1), config=context.get_data_config()['ds_config'])"
     wraps = f"{makes}\n        self.engine = context.wrap_model_engine(engine)"
     model = changed('self.engine = context.initialize(model=torch.nn.Linear(context.get_hparam("width"), 1))', wraps)
     try:
         for folder in ("a", "b"):
             assert said(run(tmp_path / folder, model)) == []
-            assert sys.modules["zt_helper_of_a_trial"].initialize is zero_trial.initialize
+            assert sys.modules["zt_helper_of_a_trial"].make_engine is zero_trial.initialize
     finally:
         del sys.modules["zt_helper_of_a_trial"]
     with pytest.raises(KeyboardInterrupt):

@@ -6,7 +6,8 @@ from __future__ import annotations
 import inspect
 import logging
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TextIO
@@ -68,9 +69,24 @@ from zero_trial.sharding.model import ShardedModel
 from zero_trial.sharding.offload.swap_file import move_into
 from zero_trial.sharding.optimizer import ShardedOptimizer
 from zero_trial.sharding.pieces import cut_pieces, rebind
+from zero_trial.sharding.plan import ZeroPlan
 from zero_trial.sharding.whole_tensors import own_tensors
 
 log = logging.getLogger("zero_trial")
+
+_Engines = tuple[Engine, ShardedOptimizer | None, Any, Any]
+_factories: list[Callable[..., _Engines]] = []  # the last one counts
+
+
+@contextmanager
+def engines_from(factory: Callable[..., _Engines]) -> Iterator[None]:
+    """Inside, :func:`initialize` calls ``factory``, by whatever name code has imported it: a dry
+    run's trial may call it itself, and wrap the engine that it returns."""
+    _factories.append(factory)
+    try:
+        yield
+    finally:
+        _factories.pop()
 
 
 def initialize(
@@ -112,6 +128,8 @@ def initialize(
     would have given, except that what a constructor writes outside of the two is not repeated.
     Tensors that are not on the meta device keep their values.
     """
+    if _factories:
+        return _factories[-1](**locals())
     training_data = given_once(training_data=training_data, dataset=dataset)
     try:
         model, settings = read_settings(args, given_once(model=model, net=net), config, config_params)
@@ -224,13 +242,7 @@ def build_engine(
         given = model_parameters is not None or isinstance(optimizer, torch.optim.Optimizer)
         build_layers(model, settings, mesh, has_parameters=given)
     if device.type != "meta":  # a dry run may be asked for sizes only
-        by_files = weights is not None
-        file = first_values_file(settings, resolved.plan, mesh, list(model.parameters()), places, by_files=by_files)
-        if file is not None:
-            map_large_blocks()  # before them: what they leave in the heap would stay there as holes
-        give_values(model, mesh.data, device, by_files=by_files, keep=move_into(file) if file is not None else None)
-        if file is not None:
-            file.close()  # its values last as long as tensors have them
+        _give_values(model, settings, resolved.plan, mesh, device, places, by_files=weights is not None)
     require_no_engine(model)
     optimizes = optimizer is not None or settings.optimizer is not None
     groups = parameter_groups(model, optimizer, model_parameters)
@@ -285,6 +297,27 @@ def build_engine(
     place: dict[str, Any] = {"client_mpu": mpu, "training_dataloader": loader, "collate_fn": collate_fn}
     place |= {"client_optimizer": optimizer is not None, "local_rank": read_rank_env().local_rank}
     return Engine(*parts, **place) if pipeline is None else PipelineEngine(*parts, **place, resolved_pipeline=pipeline)
+
+
+def _give_values(
+    model: nn.Module,
+    settings: DsConfig,
+    plan: ZeroPlan,
+    mesh: Mesh,
+    device: torch.device,
+    places: OffloadBackends,
+    *,
+    by_files: bool,
+) -> None:
+    """Give what is on the meta device its first values, one module after another; in a file where
+    the plan keeps them there. Collective over data."""
+    file = first_values_file(settings, plan, mesh, list(model.parameters()), places, by_files=by_files)
+    if file is None:
+        give_values(model, mesh.data, device, by_files=by_files)
+        return
+    map_large_blocks()  # before them: what they leave in the heap would stay there as holes
+    give_values(model, mesh.data, device, by_files=by_files, keep=move_into(file))
+    file.close()  # its values last as long as tensors have them
 
 
 def _join(settings: DsConfig, mpu: Any, port: int, required: bool | None) -> Mesh:

@@ -4,6 +4,7 @@ others. DeepSpeed's arguments."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
 
@@ -31,6 +32,8 @@ from zero_trial.pipeline.topology import ProcessTopology
 LossFunction = Callable[[Any, Any], torch.Tensor]
 
 LossWeight = Callable[[Any, Any], float | torch.Tensor]
+
+_builders: list[Callable[[PipelineModule, ChunkPlacement], None]] = []  # the last one counts
 
 
 class PipelineModule(nn.Module):
@@ -101,8 +104,9 @@ class PipelineModule(nn.Module):
         # names of the children that are layers; others are the user's own
         self._built: list[str] = []
         wanted = placement or (ChunkPlacement.loop(self.num_stages, chunks_per_rank) if self.num_stages else None)
-        stage = self._stage_here(wanted)
-        if wanted is not None and stage is not None:
+        if wanted is not None and wanted.stages > 1 and _builders:
+            _builders[-1](self, wanted)
+        elif wanted is not None and (stage := self._stage_here(wanted)) is not None:
             self.build(wanted, stage)
 
     @classmethod
@@ -233,11 +237,9 @@ class PipelineModule(nn.Module):
             return None
         return Recompute(interval, self.activation_checkpoint_func, self.checkpointable_layers)
 
-    def _stage_here(self, placement: ChunkPlacement | None) -> int | None:
+    def _stage_here(self, placement: ChunkPlacement) -> int | None:
         """Return this process's pipeline rank; None where it is not known yet: then ``initialize``
         builds."""
-        if placement is None:
-            return None
         if placement.stages == 1:
             return 0
         rank, size = rank_and_size()
@@ -298,6 +300,17 @@ class PipelineModule(nn.Module):
     def topology(self) -> ProcessTopology | None:
         """Return the topology that was given."""
         return self._topology
+
+
+@contextmanager
+def pipelines_built_by(build: Callable[[PipelineModule, ChunkPlacement], None]) -> Iterator[None]:
+    """Inside, ``build`` builds a PipelineModule that names several stages when it is made: a dry
+    run has no ranks that would build their own."""
+    _builders.append(build)
+    try:
+        yield
+    finally:
+        _builders.pop()
 
 
 def _stages(number: int | None, topology: ProcessTopology | None, placement: ChunkPlacement | None) -> int | None:

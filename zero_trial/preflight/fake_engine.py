@@ -13,8 +13,8 @@ its sizes are asked for.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -29,7 +29,7 @@ from zero_trial.engine.build import build_engine, given_once, read_settings
 from zero_trial.engine.monitors import build_writers
 from zero_trial.engine.resolved_config import mesh_shape
 from zero_trial.errors import TrialError
-from zero_trial.pipeline.module import PipelineModule
+from zero_trial.pipeline.module import PipelineModule, pipelines_built_by
 from zero_trial.pipeline.schedule import ChunkPlacement
 from zero_trial.preflight.blueprint import META, Blueprint
 from zero_trial.preflight.dry_run import (
@@ -192,26 +192,17 @@ def _whole_pipeline(
     return _rank_0(model, one_stage, ranks // settings.mesh.pipe, device, options, whole=whole)
 
 
-@contextmanager
-def whole_pipelines(most_values: float) -> Iterator[None]:
+def whole_pipelines(most_values: float) -> AbstractContextManager[None]:
     """Inside, a PipelineModule that names its stages builds all layers at once, as it builds its
     own on a rank: code for DeepSpeed gives their parameters to ``initialize``. One of more than
     ``most_values`` parameters builds them without values."""
-    before = PipelineModule._stage_here
 
-    def build(module: PipelineModule, placement: ChunkPlacement | None) -> int | None:
-        if placement is None or placement.stages == 1:
-            return before(module, placement)
+    def build(module: PipelineModule, placement: ChunkPlacement) -> None:
         with META if module.total_parameters > most_values else nullcontext():
             module.build_whole()
         module.num_stages = placement.stages
-        return None
 
-    setattr(PipelineModule, "_stage_here", build)  # noqa: B010
-    try:
-        yield
-    finally:
-        setattr(PipelineModule, "_stage_here", before)  # noqa: B010
+    return pipelines_built_by(build)
 
 
 @dataclass(frozen=True)

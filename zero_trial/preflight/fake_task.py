@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 import zero_trial
-import zero_trial.engine.build
+from zero_trial.engine.build import engines_from
 from zero_trial.errors import TrialError, ZeroTrialError
 from zero_trial.experiment.entrypoint import Entrypoint
 from zero_trial.experiment.experiment import ExperimentConfig
@@ -91,7 +91,7 @@ def fake_task(request: DryRunRequest, initialize: EngineFactory, most_values: fl
         tempfile.TemporaryDirectory(prefix="zero-trial-dry-run-") as folder,
         contextlib.redirect_stdout(sys.stderr),
         _model_folder(request.model_dir),
-        _replaced_initialize(initialize),
+        engines_from(initialize),
         whole_pipelines(most_values),
     ):
         yield FakeTask(request, Path(folder))
@@ -146,23 +146,3 @@ def _model_folder(folder: Path) -> Iterator[None]:
             file = getattr(sys.modules[name], "__file__", None)
             if file and Path(file).resolve().is_relative_to(root):
                 del sys.modules[name]
-
-
-@contextlib.contextmanager
-def _replaced_initialize(initialize: EngineFactory) -> Iterator[None]:
-    """Replace ``zero_trial.initialize`` inside, in all modules that have it: a trial may call it
-    itself and wrap the engine that it returns.
-    """
-    real = vars(zero_trial.engine.build)["initialize"]
-    try:
-        _rebind(real, initialize)
-        yield
-    finally:
-        _rebind(initialize, real)  # also in modules that were imported inside
-
-
-def _rebind(old: Any, new: Any) -> None:
-    for module in list(sys.modules.values()):
-        names = getattr(module, "__dict__", {})
-        if names.get("initialize") is old:
-            names["initialize"] = new

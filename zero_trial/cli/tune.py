@@ -132,73 +132,56 @@ def _handle(options: argparse.Namespace) -> int:
     if options.master is not None:  # a grid has no trial that learns from those before it
         most = most or tuning.tuner_num_trials or len(found.ways)
     settings = search_settings(tuning, len(found.ways), trials=most, steps=options.steps)
-    ground = _Ground(margin, limit, _folder(options.dir), target, settings.seconds)
-    if options.master is not None:
-        outcome = _search_on_master(options, checked, found, settings, own, ground, say)
-    else:
-        outcome = _search_here(request, found, settings, own, ground, say)
-    return _conclude(options, checked, outcome, own, ground)
+    tune = _Tuning(request, checked, found, settings, own, margin, limit, _folder(options.dir), target, say)
+    outcome = _search_here(tune) if options.master is None else _search_on_master(tune, options.master)
+    return _conclude(options, tune, outcome)
 
 
-def _search_here(
-    request: RunRequest,
-    found: Selection,
-    settings: SearchSettings,
-    own: TrainingWay,
-    ground: _Ground,
-    say: Callable[[str], None],
-) -> TuneOutcome:
+def _search_here(tune: _Tuning) -> TuneOutcome:
     """Measure ways on this host, one after another. Raises KeyboardInterrupt if the user ends it
     before one is measured."""
     from zero_trial.tune.result import trial_line
     from zero_trial.tune.search import TuneSearch
     from zero_trial.tune.trials import run_trial
 
-    search = TuneSearch(found, settings, own)
-    rungs = _numbers(search.rungs)
-    say(f"search  {search.planned} trials of {len(found.ways)} ways that fit, measured after {rungs} steps")
+    search = TuneSearch(tune.found, tune.settings, tune.own)
+    rungs = " and ".join(map(str, search.rungs))
+    tune.say(f"search  {search.planned} trials of {len(tune.found.ways)} ways that fit, measured after {rungs} steps")
     try:
         while (trial := search.next_trial()) is not None:
-            run_trial(request, trial, search, ground.folder / f"{trial.number:04d}", os.environ)
-            say(trial_line(trial, search.planned, own))
+            run_trial(tune.request, trial, search, tune.folder / f"{trial.number:04d}", os.environ)
+            tune.say(trial_line(trial, search.planned, tune.own))
     except KeyboardInterrupt:
-        ground.interrupt(search.outcome(), say)
+        tune.interrupt(search.outcome())
     return search.outcome()
 
 
-def _search_on_master(
-    options: argparse.Namespace,
-    checked: CheckedRun,
-    found: Selection,
-    settings: SearchSettings,
-    own: TrainingWay,
-    ground: _Ground,
-    say: Callable[[str], None],
-) -> TuneOutcome:
+def _search_on_master(tune: _Tuning, master: str) -> TuneOutcome:
     """Measure ways in an experiment of a master. What ends the search, such as Ctrl-C, ends the
     experiment, too: its trials would hold slots for nobody."""
     from zero_trial.report.data import as_yaml
     from zero_trial.tune.cluster import MasterSearch, create_experiment, experiment_of, overlay_of, ways_to_send
     from zero_trial.tune.result import trial_line
 
-    ways = ways_to_send(found, settings.trials, own)
-    file = ground.folder / "experiment.yaml"
+    settings, checked = tune.settings, tune.checked
+    ways = ways_to_send(tune.found, settings.trials, tune.own)
+    file = tune.folder / "experiment.yaml"
     file.write_text(as_yaml(experiment_of(checked, ways, settings), "zero-trial tune: a point for each way"), "utf-8")
-    experiment = create_experiment(options.master, file, checked.model_dir)
-    ground.experiment = f"{experiment.id} of {options.master}"
-    search = MasterSearch(experiment, found, {way: overlay_of(way, checked) for way in ways}, settings.warm_up)
+    experiment = create_experiment(master, file, checked.model_dir)
+    tune.experiment = f"{experiment.id} of {master}"
+    search = MasterSearch(experiment, tune.found, {way: overlay_of(way, checked) for way in ways}, settings.warm_up)
     try:
-        say(
-            f"search  experiment {ground.experiment}: {len(ways)} trials of {len(found.ways)} ways that fit, "
+        tune.say(
+            f"search  experiment {tune.experiment}: {len(ways)} trials of {len(tune.found.ways)} ways that fit, "
             f"measured after {settings.steps} steps"
         )
         while (trial := search.next_ended()) is not None:
-            say(trial_line(trial, len(ways), own))
+            tune.say(trial_line(trial, len(ways), tune.own))
     except BaseException as cause:
         left = search.stop()
         if not isinstance(cause, (KeyboardInterrupt, MasterError)):
             raise
-        ground.interrupt(search.outcome(), say, cause if isinstance(cause, MasterError) else left)
+        tune.interrupt(search.outcome(), cause if isinstance(cause, MasterError) else left)
     return search.outcome()
 
 
@@ -335,10 +318,6 @@ def _size(size: int | None) -> str:
     return "unknown" if size is None else format_bytes(size)
 
 
-def _numbers(values: tuple[int, ...]) -> str:
-    return " and ".join(str(value) for value in values)
-
-
 def _folder(given: Path | None) -> Path:
     from zero_trial.runs.layout import new_run_folder
 
@@ -361,45 +340,42 @@ def _refuse_used(given: Path | None) -> None:
 
 
 @dataclass
-class _Ground:
-    """Where the search takes place: margin and limit, its folder, the ds_config's file to write
-    (None: none), how long a trial should be measured, the experiment of a master, and whether it
-    was ended early, so that none is written: by the user, or by the ``trouble``."""
+class _Tuning:
+    """One run of the verb: what is searched, and what has come of it."""
 
+    request: RunRequest
+    checked: CheckedRun
+    found: Selection
+    settings: SearchSettings
+    own: TrainingWay
     margin: Margin
-    limit: int | None
+    limit: int | None  # of a rank's memory
     folder: Path
-    target: Path | None
-    seconds: float
-    experiment: str = ""
-    interrupted: bool = False
+    target: Path | None  # the ds_config's file to write
+    say: Callable[[str], None]
+    experiment: str = ""  # of a master
+    interrupted: bool = False  # before its end, so that no file is written: by the user, or the trouble
     trouble: MasterError | None = None
 
-    def interrupt(self, outcome: TuneOutcome, say: Callable[[str], None], trouble: MasterError | None = None) -> None:
+    def interrupt(self, outcome: TuneOutcome, trouble: MasterError | None = None) -> None:
         """Note that the user, or trouble with the master, has ended the search. Raises the trouble
         or KeyboardInterrupt if nothing was measured."""
         if outcome.best() is None:
             raise trouble or KeyboardInterrupt
-        say("stopped the search; what follows is of the trials so far, and no file is written")
+        self.say("stopped the search; what follows is of the trials so far, and no file is written")
         self.interrupted, self.target, self.trouble = True, None, trouble
 
 
-def _conclude(
-    options: argparse.Namespace,
-    checked: CheckedRun,
-    outcome: TuneOutcome,
-    own: TrainingWay,
-    ground: _Ground,
-) -> int:
+def _conclude(options: argparse.Namespace, tune: _Tuning, outcome: TuneOutcome) -> int:
     """Print the winner, write the page and, if asked for, the ds_config; return the exit code.
     Raises the trouble that has ended the search early."""
     from zero_trial.report.sweep_page import render_sweep
     from zero_trial.tune.result import TuneResult, briefly_measured, changed_ds_config, difference
     from zero_trial.tune.trials import key_in_ds_config
 
-    best = outcome.best()
+    best, checked = outcome.best(), tune.checked
     before = _written_ds_config(checked)
-    changes = {} if best is None else _changes(best.way, own)
+    changes = {} if best is None else _changes(best.way, tune.own)
     of_ds_config = {inside: value for key, value in changes.items() if (inside := key_in_ds_config(key)) is not None}
     settings = [f"{key}={json.dumps(value)}" for key, value in changes.items()]
     slots = [] if options.slots is None else ["--slots", str(options.slots)]
@@ -408,12 +384,12 @@ def _conclude(
         title=f"{checked.experiment_path.parent.name or checked.experiment_path.stem}, tuned",
         diff=difference(before, of_ds_config, "ds_config") or "the ds_config stays as it is",
         command=command,
-        facts=_facts(checked, ground),
-        notes=_gain(outcome, own) + briefly_measured(outcome, ground.seconds),
+        facts=_facts(tune),
+        notes=_gain(outcome, tune.own) + briefly_measured(outcome, tune.settings.seconds),
         created=datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
-        interrupted=ground.interrupted,
+        interrupted=tune.interrupted,
     )
-    page = ground.folder / "tune.html"
+    page = tune.folder / "tune.html"
     page.write_text(render_sweep(outcome.report(result)), encoding="utf-8")
     if options.json:
         trials = [
@@ -427,24 +403,24 @@ def _conclude(
             "no trial could be measured",
             where="tune",
             got=outcome.trials[0].why if outcome.trials else None,
-            fix=f"See {shown(ground.folder)}.",
+            fix=f"See {shown(tune.folder)}.",
         )
     if not options.json:
         _say(f"best    {best.way.name}: {best.speed:.3g} steps/s{' · '.join(['', *result.notes])}")
         print(result.diff)
         _say(f"page    {shown(page)}")
         _say(f"train   {command}")
-    if ground.target is not None and of_ds_config:
+    if tune.target is not None and of_ds_config:
         from zero_trial.util.files import write_atomic
 
-        write_atomic(ground.target, changed_ds_config(before, of_ds_config))
+        write_atomic(tune.target, changed_ds_config(before, of_ds_config))
         if not options.json:
             rest = [key for key in changes if key_in_ds_config(key) is None]
             kept = f"; not in it, but in the command: {', '.join(rest)}" if rest else ""
-            _say(f"wrote   {shown(ground.target)}{kept}")
-    if ground.trouble is not None:
-        raise ground.trouble
-    return ExitStatus.INTERRUPTED if ground.interrupted else 0
+            _say(f"wrote   {shown(tune.target)}{kept}")
+    if tune.trouble is not None:
+        raise tune.trouble
+    return ExitStatus.INTERRUPTED if tune.interrupted else 0
 
 
 def _changes(way: TrainingWay, own: TrainingWay) -> dict[str, Any]:
@@ -461,14 +437,15 @@ def _gain(outcome: TuneOutcome, own: TrainingWay) -> tuple[str, ...]:
     return (f"{best.speed / mine:.2f} times as fast as the ds_config was",)
 
 
-def _facts(checked: CheckedRun, ground: _Ground) -> tuple[tuple[str, str], ...]:
+def _facts(tune: _Tuning) -> tuple[tuple[str, str], ...]:
+    checked = tune.checked
     batch = checked.batch.batch.train_batch_size if checked.batch is not None else 0
     return (
         ("global batch", str(batch)),
         ("ranks", str(checked.own.ranks)),
-        ("memory of a rank", _size(ground.limit)),
-        ("margin", ground.margin.describe()),
-        *((("experiment", ground.experiment),) if ground.experiment else ()),
+        ("memory of a rank", _size(tune.limit)),
+        ("margin", tune.margin.describe()),
+        *((("experiment", tune.experiment),) if tune.experiment else ()),
     )
 
 

@@ -13,9 +13,9 @@ import pytest
 
 from tests.support.fake_core import Claims, FakeCore
 from tests.support.storing import storing
+from tests.support.thread_ranks import run_ranks
 from zero_trial.errors import CheckpointError
 from zero_trial.runtime.determined import DeterminedPlatform, TensorboardSync, TrialFacts, reportable
-from zero_trial.runtime.in_memory import run_ranks
 from zero_trial.runtime.protocols import Distributed, JsonDistributed, Platform
 
 FACTS = TrialFacts("12", "3", 7, {"lr": 0.1}, {"name": "x"}, latest_checkpoint="abc", steps_completed=40)

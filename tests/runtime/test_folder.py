@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.thread_ranks import run_ranks
 from zero_trial.comm.rendezvous import RankEnv
 from zero_trial.ds_config.reader import read_ds_config
 from zero_trial.ds_config.report import report_json
@@ -26,7 +27,6 @@ from zero_trial.runtime.folder import (
     rank_of_folder,
     record_error,
 )
-from zero_trial.runtime.in_memory import run_ranks
 from zero_trial.runtime.protocols import Distributed, JsonDistributed
 from zero_trial.runtime.rank import RankState, print_error
 from zero_trial.trial.reporting import End, Outcome

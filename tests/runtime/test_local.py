@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from tests.support.storing import storing
+from tests.support.thread_ranks import run_ranks
 from zero_trial.errors import CheckpointError
 from zero_trial.runs.checkpoints import checkpoint_step, find_fault, latest_checkpoint, sweep
 from zero_trial.runs.events import read_lines
 from zero_trial.runs.layout import RunFolder, RunStatus
-from zero_trial.runtime.in_memory import run_ranks
 from zero_trial.runtime.local import LocalPlatform
 from zero_trial.runtime.protocols import Distributed, Platform
 

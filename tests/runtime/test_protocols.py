@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.thread_ranks import run_ranks
 from zero_trial.errors import CheckpointError
-from zero_trial.runtime.in_memory import run_ranks
 from zero_trial.runtime.protocols import Distributed, JsonDistributed, OpenCheckpoint
 
 

@@ -13,13 +13,13 @@ import pytest
 import torch
 
 from tests.checkpoint.rank_threads import on_ranks
+from tests.support.thread_ranks import run_ranks
 from zero_trial.checkpoint import Slice, reader, save_checkpoint
 from zero_trial.checkpoint.format import FileRecord
 from zero_trial.checkpoint.reader import read_digest
 from zero_trial.engine.loading import find_checkpoint
 from zero_trial.errors import CheckpointError, ConfigError
 from zero_trial.runs.checkpoints import add_checksums, manifests
-from zero_trial.runtime.in_memory import run_ranks
 from zero_trial.runtime.local import agree_on_start, verify_checkpoint
 from zero_trial.runtime.protocols import JsonDistributed
 

@@ -13,7 +13,6 @@ from zero_trial.trial.settings import (
     TrainPosition,
     TrainSettings,
     is_boundary,
-    next_boundary,
     read_unit,
     settings_from_experiment,
     total_steps,
@@ -35,13 +34,6 @@ from zero_trial.trial.settings import (
 )
 def test_boundaries_of_twelve_steps_in_epochs_of_four(unit: Batch | Epoch, due: list[int]) -> None:
     assert [step for step in range(13) if is_boundary(step, unit, 4)] == due
-
-
-@pytest.mark.parametrize("unit", [Batch(3), Batch(1), Epoch(2), Batch((1, 7)), Epoch({2}), NEVER])
-def test_the_next_boundary_is_the_first_one_ahead(unit: Batch | Epoch) -> None:
-    for step in range(13):
-        ahead = [later for later in range(step + 1, 13) if is_boundary(later, unit, 4)]
-        assert next_boundary(step, unit, 4, 12) == (ahead[0] if ahead else None)
 
 
 def test_the_length_of_a_run_is_the_whole_trials() -> None:

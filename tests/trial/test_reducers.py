@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.thread_ranks import run_ranks
 from tests.trial.harness import LineTrial, run_world, steps
 from zero_trial.errors import TrialError
-from zero_trial.runtime.in_memory import run_ranks
 from zero_trial.runtime.protocols import Distributed, JsonDistributed
 from zero_trial.trial import Batch, MetricReducer
 from zero_trial.trial.metrics import FunctionReducer, ReducerTable

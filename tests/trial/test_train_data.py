@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from torch.utils.data import DataLoader as TorchDataLoader
 
+from tests.support.thread_ranks import run_ranks
 from tests.trial.harness import LineTrial, Points, run_rank, run_world, steps
 from zero_trial.errors import DataError
-from zero_trial.runtime.in_memory import run_ranks
 from zero_trial.runtime.protocols import Distributed, JsonDistributed
 from zero_trial.trial import DataLoader, ModelParallelUnit
 from zero_trial.trial.checkpointing import read_state

@@ -62,13 +62,6 @@ class MeshShape:
             rank, out[name] = divmod(rank, size)
         return {name: out[name] for name in AXES}
 
-    def rank_at(self, **coordinates: int) -> int:
-        """Return the rank with these coordinates: the inverse of :meth:`coordinates`."""
-        rank = 0
-        for name, size in zip(AXES, self.sizes, strict=True):
-            rank = rank * size + coordinates[name]
-        return rank
-
     def groups(self, *axes: str) -> list[tuple[int, ...]]:
         """Return all groups of ranks that differ only on ``axes``; every rank is in exactly one.
 

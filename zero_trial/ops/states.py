@@ -83,11 +83,6 @@ def blocks_of(numel: int) -> int:
     return -(-numel // BLOCK)
 
 
-def bytes_per_element(name: str) -> float:
-    """Return the bytes of one state per element in whole blocks."""
-    return {"fp32": 4.0, "bf16": 2.0, "8bit": 1 + 2 / BLOCK}[name]
-
-
 def dtype_of(name: str, signed: bool) -> torch.dtype:
     """Return the dtype in which a state is stored."""
     if name == "bf16":

@@ -58,17 +58,6 @@ def is_boundary(step: int, unit: TrainUnit, epoch_length: int) -> bool:
     return count in unit.value
 
 
-def next_boundary(step: int, unit: TrainUnit, epoch_length: int, total: int) -> int | None:
-    """Return the first boundary of ``unit`` after ``step`` and not beyond ``total``."""
-    if isinstance(unit.value, int):
-        if unit.value <= 0:
-            return None
-        every = unit.value * (1 if isinstance(unit, Batch) else epoch_length)
-        ahead = (step // every + 1) * every
-        return ahead if ahead <= total else None
-    return next((ahead for ahead in range(step + 1, total + 1) if is_boundary(ahead, unit, epoch_length)), None)
-
-
 def total_steps(max_length: TrainUnit, epoch_length: int) -> int:
     """Return the step counter's value at the end of the run: all steps of the trial, not those
     still to do."""

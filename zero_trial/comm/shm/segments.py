@@ -44,7 +44,6 @@ import torch
 log = logging.getLogger("zero_trial")
 
 HEADER = 4096
-READERS = HEADER // 8
 SMALLEST = 1 << 16
 
 # --- how many segments a process may map ----------------------------------------------------------

@@ -12,12 +12,21 @@ import json
 import sqlite3
 import time
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 from benchmarks.faults_runs import Result, Workbench
 from benchmarks.master import Bench
-from benchmarks.search_kills import Unbroken, kill, rungs, stored
+from benchmarks.search_kills import (
+    Unbroken,
+    kill,
+    progress,
+    rungs,
+    stored,
+    stored_rungs,
+    stored_stops,
+    stored_trials,
+    submit,
+)
 from zero_trial.master.search import ExitReason, build
 
 TRIALS, STEPS = 8, 4
@@ -46,29 +55,6 @@ with core.init(tensorboard_mode=core.TensorboardMode.MANUAL) as context:
         if context.preempt.should_preempt():
             break
 """
-
-
-def config(seed: int) -> dict[str, Any]:
-    """The experiment."""
-    return {
-        "name": "sweep with faults",
-        "entrypoint": "python3 train.py",
-        "resources": {"slots_per_trial": 1},
-        "searcher": {
-            "name": "adaptive_asha",
-            "metric": "validation_loss",
-            "smaller_is_better": True,
-            "time_metric": "batches",
-            "max_time": STEPS,
-            "max_trials": TRIALS,
-            "max_concurrent_trials": 4,
-            "mode": "aggressive",
-            "divisor": 2,
-        },
-        "hyperparameters": {"x": {"type": "double", "minval": 0.0, "maxval": 1.0}},
-        "reproducibility": {"experiment_seed": seed},
-        "max_restarts": 0,
-    }
 
 
 def unbroken(section: Mapping[str, Any], space: Mapping[str, Any], seed: int) -> tuple[Unbroken, list[Any]]:
@@ -123,11 +109,8 @@ def sweeps(workbench: Workbench, count: int) -> Iterator[Result]:
 
 def run(workbench: Workbench, bench: Bench, seed: int, kills: int) -> str:
     """One sweep to its end; what is wrong."""
-    context, file = bench.folder / "context", bench.folder / "config.yaml"
-    context.mkdir()
-    (context / "train.py").write_text(TRAIN)
-    file.write_text(json.dumps(config(seed)))
-    bench.submit(file, context)
+    searcher = {"max_time": STEPS, "max_trials": TRIALS, "max_concurrent_trials": 4, "mode": "aggressive"}
+    submit(bench, TRAIN, seed=seed, max_restarts=0, **searcher)
     at = sorted(workbench.chance.sample(range(1, 4), kills))  # four trials there are at least
     deadline = time.monotonic() + ENDED_SECONDS
     while time.monotonic() < deadline:
@@ -142,30 +125,17 @@ def run(workbench: Workbench, bench: Bench, seed: int, kills: int) -> str:
     return f"the sweep has not ended after {ENDED_SECONDS:.0f} s"
 
 
-def progress(folder: Path) -> tuple[str, int]:
-    """The sweep's state, and how many of its trials have ended."""
-    with contextlib.closing(stored(folder)) as rows:
-        (state,) = rows.execute("SELECT state FROM experiments").fetchone()
-        (ended,) = rows.execute("SELECT count(*) FROM trials WHERE ended IS NOT NULL").fetchone()
-    return str(state), int(ended)
-
-
 def differences(rows: sqlite3.Connection, seed: int) -> str:
     """What differs from the unbroken search, or was done twice."""
     (text,) = rows.execute("SELECT config FROM experiments").fetchone()
     section = json.loads(text)
     wanted, notes = unbroken(section["searcher"], section["hyperparameters"], seed)
-    drawn = [(create.request_id, dict(create.hparams), create.seed) for create in wanted.created]
-    query = "SELECT request_id, hparams, seed FROM trials ORDER BY id"
-    found = [(name, json.loads(hparams), number) for name, hparams, number in rows.execute(query)]
-    if found != drawn:
-        return f"other trials than those of the unbroken search: {found}, not {drawn}"
-    query = "SELECT DISTINCT request_id FROM allocations JOIN trials ON trials.id = trial_id WHERE preempt = 1"
-    if {name for (name,) in rows.execute(query)} != wanted.stopped:
+    if (found := stored_trials(rows)) != wanted.trials:
+        return f"other trials than those of the unbroken search: {found}, not {wanted.trials}"
+    if stored_stops(rows) != wanted.stopped:
         return "other trials were stopped"
-    (snapshot,) = rows.execute("SELECT snapshot FROM experiments").fetchone()
-    if rungs(json.loads(snapshot)) not in notes:
-        return f"other rungs: {rungs(json.loads(snapshot))}, not {notes[-1]}"
+    if (filled := stored_rungs(rows)) not in notes:
+        return f"other rungs: {filled}, not {notes[-1]}"
     query = "SELECT trial_id, count(*) FROM allocations GROUP BY trial_id HAVING count(*) != 1"
     if twice := rows.execute(query).fetchall():
         return f"trials that ran twice: {twice}"

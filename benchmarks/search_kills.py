@@ -49,22 +49,31 @@ with core.init(tensorboard_mode=core.TensorboardMode.MANUAL) as context:
             break
 """
 
-CONFIG: dict[str, Any] = {
-    "name": "search with kills",
-    "entrypoint": "python3 train.py",
-    "resources": {"slots_per_trial": 1},
-    "searcher": {
-        "name": "adaptive_asha",
-        "metric": "validation_loss",
-        "smaller_is_better": True,
-        "time_metric": "batches",
-        "max_time": 4,
-        "divisor": 2,
-    },
-    "hyperparameters": {"x": {"type": "double", "minval": 0.0, "maxval": 1.0}},
-    "reproducibility": {"experiment_seed": 7},
-    "max_restarts": 5,
-}
+
+def submit(bench: Bench, train: str, *, seed: int, max_restarts: int, **searcher: Any) -> None:
+    """Submit an adaptive_asha search of trials that run ``train``, with further keys of its
+    searcher."""
+    config = {
+        "name": "search with kills",
+        "entrypoint": "python3 train.py",
+        "resources": {"slots_per_trial": 1},
+        "searcher": {
+            "name": "adaptive_asha",
+            "metric": "validation_loss",
+            "smaller_is_better": True,
+            "time_metric": "batches",
+            "divisor": 2,
+            **searcher,
+        },
+        "hyperparameters": {"x": {"type": "double", "minval": 0.0, "maxval": 1.0}},
+        "reproducibility": {"experiment_seed": seed},
+        "max_restarts": max_restarts,
+    }
+    context, file = bench.folder / "context", bench.folder / "config.yaml"
+    context.mkdir()
+    (context / "train.py").write_text(train)
+    file.write_text(json.dumps(config))
+    bench.submit(file, context)
 
 
 @dataclass
@@ -74,6 +83,11 @@ class Unbroken:
     search: Searcher
     created: list[Create] = field(default_factory=list)
     stopped: set[str] = field(default_factory=set)
+
+    @property
+    def trials(self) -> list[Any]:
+        """Name, hyperparameters and seed of each trial, as :func:`stored_trials` returns them."""
+        return [(create.request_id, dict(create.hparams), create.seed) for create in self.created]
 
     def take(self, actions: Iterable[Action]) -> None:
         """Note what the searcher wants."""
@@ -121,23 +135,13 @@ def differences(rows: sqlite3.Connection, trials: int) -> list[str]:
     """Say what differs between the search that was interrupted and the unbroken one."""
     unbroken = replay(rows)
     found = []
-    drawn = [(create.request_id, dict(create.hparams), create.seed) for create in unbroken.created]
-    found_trials = [
-        (name, json.loads(hparams), seed)
-        for name, hparams, seed in rows.execute("SELECT request_id, hparams, seed FROM trials ORDER BY id")
-    ]
-    if len(found_trials) != trials or found_trials != drawn:
-        found.append(f"{len(found_trials)} trials were created, {len(drawn)} by the unbroken search; some differ")
-    stopped = {
-        name
-        for (name,) in rows.execute(
-            "SELECT DISTINCT request_id FROM allocations JOIN trials ON trials.id = trial_id WHERE preempt = 1"
-        )
-    }
+    created = stored_trials(rows)
+    if len(created) != trials or created != unbroken.trials:
+        found.append(f"{len(created)} trials were created, {len(unbroken.created)} by the unbroken search; some differ")
+    stopped = stored_stops(rows)
     if stopped != unbroken.stopped:
         found.append(f"{len(stopped ^ unbroken.stopped)} trials were stopped or not stopped unlike the unbroken search")
-    (snapshot,) = rows.execute("SELECT snapshot FROM experiments").fetchone()
-    if rungs(json.loads(snapshot)) != rungs(json.loads(json.dumps(unbroken.search.snapshot()))):
+    if stored_rungs(rows) != rungs(json.loads(json.dumps(unbroken.search.snapshot()))):
         found.append("the rungs that the searcher has filled are others")
     for name, steps in rows.execute(
         "SELECT request_id, group_concat(steps) FROM (SELECT * FROM metrics ORDER BY id) JOIN trials ON trials.id = trial_id "
@@ -163,21 +167,40 @@ def stored(folder: Path) -> sqlite3.Connection:
     return sqlite3.connect(f"file:{file}?mode=ro", uri=True)
 
 
+def stored_trials(rows: sqlite3.Connection) -> list[Any]:
+    """Return name, hyperparameters and seed of each trial."""
+    query = "SELECT request_id, hparams, seed FROM trials ORDER BY id"
+    return [(name, json.loads(hparams), seed) for name, hparams, seed in rows.execute(query)]
+
+
+def stored_stops(rows: sqlite3.Connection) -> set[str]:
+    """Return the names of the trials that the search has stopped."""
+    query = "SELECT DISTINCT request_id FROM allocations JOIN trials ON trials.id = trial_id WHERE preempt = 1"
+    return {name for (name,) in rows.execute(query)}
+
+
+def stored_rungs(rows: sqlite3.Connection) -> list[Any]:
+    """Return what the searcher has decided on."""
+    (snapshot,) = rows.execute("SELECT snapshot FROM experiments").fetchone()
+    return rungs(json.loads(snapshot))
+
+
+def progress(folder: Path) -> tuple[str, int]:
+    """Return the search's state, and how many of its trials have ended."""
+    with contextlib.closing(stored(folder)) as rows:
+        (state,) = rows.execute("SELECT state FROM experiments").fetchone()
+        (ended,) = rows.execute("SELECT count(*) FROM trials WHERE ended IS NOT NULL").fetchone()
+    return str(state), int(ended)
+
+
 def search(bench: Bench, trials: int, kills: int, draws: random.Random) -> int:
     """Run one search; kill the master so many times meanwhile, at random. Return how many times it
     was killed."""
-    context = bench.folder / "context"
-    context.mkdir()
-    (context / "train.py").write_text(TRAIN)
-    file = bench.folder / "config.yaml"
-    file.write_text(json.dumps({**CONFIG, "searcher": {**CONFIG["searcher"], "max_trials": trials}}))
-    bench.submit(file, context)
+    submit(bench, TRAIN, seed=7, max_restarts=5, max_time=4, max_trials=trials)
     at = sorted(draws.sample(range(1, trials), kills))
     killed = 0
     while True:
-        with contextlib.closing(stored(bench.folder)) as rows:
-            (state,) = rows.execute("SELECT state FROM experiments").fetchone()
-            (ended,) = rows.execute("SELECT count(*) FROM trials WHERE ended IS NOT NULL").fetchone()
+        state, ended = progress(bench.folder)
         if state not in ("ACTIVE", "STOPPING_COMPLETED"):
             return killed
         if killed < kills and ended >= at[killed]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
+from zero_trial.errors import ConfigError
 from zero_trial.schema.types import AnyOf, Bool, Float, Int, Numbers, Opaque, Text, Type
+from zero_trial.util.text import did_you_mean
 
 
 @dataclass(frozen=True)
@@ -190,3 +192,18 @@ TORCH_SCHEDULERS = (
     "ExponentialLR", "LambdaLR", "LinearLR", "MultiStepLR", "MultiplicativeLR", "OneCycleLR",
     "PolynomialLR", "ReduceLROnPlateau", "SequentialLR", "StepLR",
 )  # fmt: skip
+
+
+def unknown_parameters(name: str, where: str, given: Iterable[str], known: Collection[str]) -> list[ConfigError]:
+    """Return an error for each parameter that ``name``, an optimizer or a scheduler, does not
+    have."""
+    return [
+        ConfigError(
+            f"{name} has no parameter {key!r}",
+            where=f"{where}.{key}",
+            expected=", ".join(known),
+            fix=did_you_mean(key, known),
+        )
+        for key in given
+        if key not in known
+    ]

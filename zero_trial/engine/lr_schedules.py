@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 import torch
 
+from zero_trial.ds_config.params import unknown_parameters
 from zero_trial.errors import CheckpointError, ConfigError
 from zero_trial.util.text import did_you_mean
 
@@ -449,16 +450,7 @@ def _torch_by_name(name: str, given: dict[str, Any], optimizer: Any) -> Any:
 def _check_names(name: str, given: dict[str, Any], make: Callable[..., Any]) -> None:
     parameters = inspect.signature(make).parameters
     known = [key for key in parameters if key not in ("self", "optimizer", "verbose")]
-    faults = [
-        ConfigError(
-            f"{name} has no parameter {key!r}",
-            where=f"{WHERE}.{key}",
-            expected=", ".join(known),
-            fix=did_you_mean(key, known),
-        )
-        for key in given
-        if key not in known
-    ]
+    faults = unknown_parameters(name, WHERE, given, known)
     required = [key for key in known if parameters[key].default is inspect.Parameter.empty and key not in given]
     faults += [
         ConfigError(f"{name} needs it", where=f"{WHERE}.{key}", got="nothing", expected="a number") for key in required

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from zero_trial.ds_config.params import unknown_parameters
 from zero_trial.ds_config.table import DsConfig
 from zero_trial.errors import ConfigError
 from zero_trial.ops import native_on
@@ -474,16 +475,7 @@ def _spec(
     name: str, optimizer_class: type[torch.optim.Optimizer], given: dict[str, Any], note: str | None = None
 ) -> OptimizerSpec:
     known = [key for key in inspect.signature(optimizer_class.__init__).parameters if key not in ("self", "params")]
-    faults = [
-        ConfigError(
-            f"{name} has no parameter {key!r}",
-            where=f"{WHERE}.{key}",
-            expected=", ".join(known),
-            fix=did_you_mean(key, known),
-        )
-        for key in given
-        if key not in known
-    ]
+    faults = unknown_parameters(name, WHERE, given, known)
     faults += [
         _not_a_number(key, given[key])
         for key in ("lr", "eps", "weight_decay", "momentum")

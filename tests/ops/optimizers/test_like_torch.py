@@ -1,4 +1,4 @@
-"""FusedSGD against torch's, through state and checkpoints."""
+"""FusedAdagrad and FusedSGD against torch's, through state and checkpoints."""
 
 from __future__ import annotations
 
@@ -8,7 +8,19 @@ import pytest
 import torch
 
 from zero_trial.errors import ConfigError
-from zero_trial.ops.optimizers import FusedSGD, scaled_step
+from zero_trial.ops.optimizers import FusedAdagrad, FusedSGD, scaled_step
+
+ADAGRAD = (FusedAdagrad, torch.optim.Adagrad, "sum", {"lr": 0.1})
+SGD = (FusedSGD, torch.optim.SGD, "momentum_buffer", {"lr": 0.1, "momentum": 0.9})
+CASES: list[tuple[Any, dict[str, Any]]] = [
+    (ADAGRAD, {}),
+    (ADAGRAD, {"lr_decay": 0.1, "weight_decay": 0.1}),
+    (ADAGRAD, {"initial_accumulator_value": 0.5}),
+    (SGD, {}),
+    (SGD, {"nesterov": True}),
+    (SGD, {"dampening": 0.3}),
+    (SGD, {"weight_decay": 0.1, "momentum": 0.5}),
+]
 
 
 def params() -> list[torch.nn.Parameter]:
@@ -24,25 +36,26 @@ def give_gradients(seed: int, *lists: list[torch.nn.Parameter]) -> None:
             p.grad = gradient.clone()
 
 
-@pytest.mark.parametrize("how", [{}, {"nesterov": True}, {"dampening": 0.3}, {"weight_decay": 0.1, "momentum": 0.5}])
-def test_as_torch_and_through_its_state(how: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("kind", "how"), CASES, ids=lambda value: value[0].__name__ if isinstance(value, tuple) else None
+)
+def test_as_torch_and_through_its_state(kind: Any, how: dict[str, Any]) -> None:
     """Each goes on with the other's state. Tolerance: twelve steps of a few roundings, on numbers
     of about 1."""
+    fused, torchs, moment, settings = kind
     ours, theirs = params(), params()
-    settings = {"lr": 0.1, "momentum": 0.9, **how}
-    mine, other = FusedSGD(ours, **settings), torch.optim.SGD(theirs, **settings)
+    mine, other = fused(ours, **(settings | how)), torchs(theirs, **(settings | how))
     for step in range(12):
         give_gradients(step, ours, theirs)
         mine.step(), other.step()
         if step == 5:
             kept, taken = mine.state_dict(), other.state_dict()
-            mine, other = FusedSGD(ours), torch.optim.SGD(theirs)
+            mine, other = fused(ours), torchs(theirs)
             mine.load_state_dict(taken), other.load_state_dict(kept)
     for x, y in zip(ours, theirs, strict=True):
         torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-6)
-        torch.testing.assert_close(
-            mine.state[x]["momentum_buffer"], other.state[y]["momentum_buffer"], rtol=1e-5, atol=1e-6
-        )
+        torch.testing.assert_close(mine.state[x][moment], other.state[y][moment], rtol=1e-5, atol=1e-6)
+        assert fused is not FusedAdagrad or float(mine.state[x]["step"]) == 12
 
 
 def test_the_first_gradient_is_not_damped_and_the_multiplier_counts() -> None:
@@ -55,7 +68,15 @@ def test_the_first_gradient_is_not_damped_and_the_multiplier_counts() -> None:
     assert p.tolist() == pytest.approx([-0.25 - (0.9 * 0.25 + 0.5 * 0.25)] * 3)
 
 
-@pytest.mark.parametrize("bad", [{"momentum": 0.0}, {"lr": -1.0}, {"nesterov": True, "dampening": 0.1}])
-def test_numbers_that_cannot_be_used(bad: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("kind", "bad"),
+    [
+        (FusedAdagrad, {"lr_decay": -1.0}),
+        (FusedSGD, {"momentum": 0.0}),
+        (FusedSGD, {"lr": -1.0}),
+        (FusedSGD, {"nesterov": True, "dampening": 0.1}),
+    ],
+)
+def test_numbers_that_cannot_be_used(kind: Any, bad: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="cannot use these numbers"):
-        FusedSGD(params(), **bad)
+        kind(params(), **bad)

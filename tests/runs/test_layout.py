@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -94,7 +95,10 @@ def test_a_second_one_gets_the_holders_name(tmp_path: Path) -> None:
     command = [sys.executable, "-c", HOLD, str(tmp_path)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
         assert other.stdout is not None and other.stdout.readline() == "held\n"
-        with pytest.raises(ConfigError, match=f"Wait for process {other.pid}"), lock_run(tmp_path):
+        with (
+            pytest.raises(ConfigError, match=f"Wait for process {other.pid} on {socket.gethostname()}"),
+            lock_run(tmp_path),
+        ):
             pass
         other.kill()
     with lock_run(tmp_path):  # the holder is gone, whatever it left

@@ -6,6 +6,7 @@ from __future__ import annotations
 import fcntl
 import os
 import re
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -199,9 +200,10 @@ def lock_run(path: Path) -> Iterator[None]:
     """Keep every other process out of a run's folder until the block or this process ends.
 
     Two runs in one folder would destroy each other's checkpoints. The lock is the operating
-    system's (flock), so a process that is killed holds nothing; on a file system without locks, and
-    for a folder that does not exist, nothing is locked. Raises ConfigError if another process has
-    the lock.
+    system's (flock), so a process that is killed holds nothing; on NFS it holds between machines,
+    and that of a machine that is lost is free once its server gives it up. On a file system without
+    locks, and for a folder that does not exist, nothing is locked. Raises ConfigError if another
+    process has the lock, with its machine.
     """
     if not path.is_dir():
         yield
@@ -211,7 +213,7 @@ def lock_run(path: Path) -> Iterator[None]:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            holder = os.read(descriptor, 100).decode(errors="replace").strip()
+            holder = os.read(descriptor, 200).decode(errors="replace").strip()
             raise ConfigError(
                 "another process is running in this folder",
                 where="--run-dir",
@@ -221,7 +223,7 @@ def lock_run(path: Path) -> Iterator[None]:
         except OSError:
             pass  # a file system without locks
         os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
+        os.pwrite(descriptor, f"{os.getpid()} on {socket.gethostname()}\n".encode(), 0)
         yield
     finally:
         os.close(descriptor)

@@ -172,6 +172,18 @@ def test_the_script_of_a_job_on_cpus(tmp_path: Path) -> None:
         assert [word for word in said.split() if word.startswith("--cpus-per-task")] == given
 
 
+def test_a_nodes_part_reads_no_modules_where_the_job_was_submitted(tmp_path: Path) -> None:
+    """Where the master runs: in its folder, which may be on NFS."""
+    python = tmp_path / "python"
+    python.write_text('#!/bin/sh\npwd; echo "$@"\n')
+    python.chmod(0o755)
+    step = lines(ClusterJob("1", tmp_path, 1, 1, "cpu", "main", python=str(python)))[-1]
+    command = f"/bin/bash{step.partition('/bin/bash')[2]}"
+    env = {"SLURM_NODEID": "1", "SLURMD_NODENAME": "n2"}
+    done = subprocess.run(["bash", "-c", command], cwd=tmp_path, env=env, text=True, capture_output=True, check=True)
+    assert done.stdout.splitlines() == ["/", f"-m zero_trial.master.agent.node {tmp_path} 1 n2"]
+
+
 @pytest.mark.parametrize(
     ("slots", "kind", "arguments", "asked"),
     [

@@ -60,6 +60,7 @@ class _NodeProcess:
                             stdin=subprocess.DEVNULL,
                             stdout=file,
                             stderr=file,
+                            cwd="/",
                             env={**os.environ, "PYTHONPATH": pythonpath},
                             preexec_fn=die_with_parent,
                         )

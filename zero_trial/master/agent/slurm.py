@@ -243,7 +243,9 @@ def script(job: ClusterJob) -> str:
     """Return the batch script of a job. ``slurm.sbatch_args`` of the experiment come last.
 
     The batch step runs on the first node, and starts the trial on every node as a step. A node's
-    part that ends without a record of its own ends the step, so that others do not wait for it.
+    part that ends without a record of its own ends the step, so that others do not wait for it. It
+    does not stay in the folder in which the job was submitted: Python looks for modules there, and
+    on NFS a node that has just come back may not see it.
     """
     own = arguments_of(job.options)
     options = [
@@ -269,7 +271,7 @@ def script(job: ClusterJob) -> str:
             *(f"#SBATCH {shlex.quote(option)}" for option in options),
             *([f"#SBATCH {shlex.join(own)}"] if own else []),
             f"export PYTHONPATH={shlex.quote(job.pythonpath)}",
-            f'exec {step} /bin/bash -c \'exec "$@" "$SLURM_NODEID" "$SLURMD_NODENAME"\' node {shlex.join(job.command)}',
+            f'exec {step} /bin/bash -c \'cd / && exec "$@" "$SLURM_NODEID" "$SLURMD_NODENAME"\' node {shlex.join(job.command)}',
             "",
         ]
     )

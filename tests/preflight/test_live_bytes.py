@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from zero_trial.preflight import live_bytes
 from zero_trial.preflight.live_bytes import LiveBytes
 
 
@@ -86,3 +89,27 @@ def test_memory_of_one_device_only() -> None:
         there = torch.ones(1000, device="meta")
         live.hold([here, there])
     assert live.live == here.numel() * 4
+
+
+def test_an_operation_is_computed_once_for_operands_of_one_form(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A view stays in the memory of its operand, and a wrong shape is an error each time."""
+    known: dict[Any, Any] = {}
+    monkeypatch.setattr(live_bytes, "_OUTCOMES", known)
+    x, y = torch.empty(3, 4, device="meta"), torch.empty(4, 3, device="meta").t()
+    with live_bytes.RepeatedMeta():
+        sizes = []
+        for _ in range(2):
+            twice = [x + 1, x + 1.5, y + 1, x.long() + 1, x.long() + 1.5, torch.nn.functional.gelu(x)]
+            assert [each.dtype for each in twice[3:5]] == [torch.int64, torch.float32]
+            assert [each.stride() for each in twice[1:3]] == [(4, 1), (1, 3)]
+            assert x.normal_() is x and x.add_(y) is x
+            assert len({each.untyped_storage()._cdata for each in (x, *twice)}) == 7
+            assert x.view(12).untyped_storage()._cdata == x.untyped_storage()._cdata
+            assert [each.shape for each in torch.max(x, 0)] == [(4,), (4,)]
+            z = torch.empty(2, 1, device="meta")
+            assert z.t_() is z and z.shape == (1, 2)
+            with pytest.raises(RuntimeError):
+                x + torch.empty(5, device="meta")
+            sizes.append(len(known))
+        assert sizes[0] == sizes[1] > 6
+        assert torch.ones(2).add_(1).tolist() == [2, 2]  # what has values is computed

@@ -20,6 +20,7 @@ from zero_trial.launch.experiment import CheckedRun
 from zero_trial.preflight.dry_run import MOST_ACCUMULATION, ModelSubject, Subject, variant, with_state_at
 from zero_trial.preflight.fake_engine import TrialSubject
 from zero_trial.preflight.fake_task import DryRunRequest, fake_task, raised_by_trial
+from zero_trial.preflight.live_bytes import RepeatedMeta
 from zero_trial.preflight.pipeline_plan import PipelinePlanner
 from zero_trial.preflight.plan import MemoryPlan
 from zero_trial.trial.data import TRAIN_LOADER, Resume, open_train_data
@@ -281,7 +282,10 @@ def trial_planner(
         with raised_by_trial(checked.model_dir, "building the trial"):
             kind = task.import_class()
             context = task.seeded_context()
-            with torch.device("meta") if machine.elsewhere else contextlib.nullcontext():
+            with contextlib.ExitStack() as without_values:
+                if machine.elsewhere:
+                    without_values.enter_context(torch.device("meta"))
+                    without_values.enter_context(RepeatedMeta())  # type: ignore[no-untyped-call]
                 trial = kind(context)
             data = open_train_data(trial, context, Resume())
         feed = data.feed

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -259,10 +259,8 @@ class AbsentDevice(LiveBytes):
             return self._on_host(_ATEN.empty.memory_format, (args[0].shape,), made)
         if not all(of_device):
             args, kwargs = tree_map(_on_device, (args, kwargs))
-        out = func(*args, **kwargs)
-        count = flop_registry.get(func.overloadpacket)
-        if count is not None:
-            self.flops += count(*args, **kwargs, out_val=out)
+        out, count = _on_meta(func, args, kwargs)
+        self.flops += count
         return out
 
     def _on_host(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -275,7 +273,131 @@ class AbsentDevice(LiveBytes):
                 self._mode = FakeTensorMode(allow_non_fake_inputs=True)
             with self._mode:
                 return func(*args, **{**kwargs, "pin_memory": False})
+        if self._mode is not None and _only_writes(func) and any(_is_fake(each) for each in _tensors(args, kwargs)):
+            return _on_meta(func, args, kwargs)[0]
         return func(*args, **kwargs)
+
+
+class RepeatedMeta(TorchDispatchMode):
+    """Computes each operation on meta tensors once for all operands of the same form: a model of
+    many layers is built in a fraction of the time."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Return False, as LiveBytes does."""
+        return False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        tensors = _tensors(args, kwargs or {})
+        if tensors and all(each.is_meta for each in tensors):
+            return _on_meta(func, args, kwargs or {})[0]
+        return func(*args, **(kwargs or {}))
+
+
+@dataclass(frozen=True)
+class _Outcome:
+    """What an operation gave: new tensors by shape, strides and dtype, and plain values; or its
+    first argument."""
+
+    made: tuple[Any, ...]
+    kind: type | None  # list or tuple; None for a single result
+    first: bool
+    flops: int
+
+    def again(self, args: tuple[Any, ...]) -> Any:
+        if self.first:
+            return args[0]
+        found = [_made(each) if isinstance(each, _Form) else each for each in self.made]
+        return found[0] if self.kind is None else self.kind(found)
+
+
+class _Form(NamedTuple):
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def _made(form: _Form) -> torch.Tensor:
+    return torch.empty_strided(form.shape, form.strides, dtype=form.dtype, device="meta")
+
+
+_OUTCOMES: dict[Any, _Outcome] = {}  # of this process; the same in all plans
+
+
+def _on_meta(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, int]:
+    """Perform an operation on tensors without values; return its result and its count of
+    operations.
+
+    torch computes most shapes in Python, which takes a hundred times as long as making a tensor of
+    the same form again: what is computed once for some operands holds for all of their form.
+    Results in the memory of operands (views) are made by torch each time.
+    """
+    try:
+        key = (func, _form(args), tuple((name, _form(value)) for name, value in kwargs.items()))
+    except TypeError:  # an operand of another kind
+        key = None
+    known = _OUTCOMES.get(key)
+    if known is not None:
+        return known.again(args), known.flops
+    out = func(*args, **kwargs)
+    count = flop_registry.get(func.overloadpacket)
+    flops = count(*args, **kwargs, out_val=out) if count is not None else 0
+    outcome = _outcome(func, args, out, flops)
+    if key is not None and outcome is not None:
+        _OUTCOMES[key] = outcome
+    return out, flops
+
+
+def _form(value: Any) -> Any:
+    """Return what of an operand decides about the form of results. Raises TypeError where that is
+    not known."""
+    if isinstance(value, torch.Tensor):
+        if value.layout is not torch.strided:
+            raise TypeError
+        return value.shape, value.stride(), value.dtype, value.is_meta
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_form, value))
+    if isinstance(value, _PLAIN):
+        return type(value), value  # 1, 1.0 and True are equal
+    raise TypeError
+
+
+_PLAIN = (int, float, complex, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
+
+
+def _only_writes(func: Any) -> bool:
+    """Return whether an operation makes no tensor and changes no form: it writes values."""
+    returns = func._schema.returns
+    written = all(each.alias_info is not None and each.alias_info.is_write for each in returns)
+    return func._schema.is_mutable and written and torch.Tag.inplace_view not in func.tags
+
+
+def _outcome(func: Any, args: tuple[Any, ...], out: Any, flops: int) -> _Outcome | None:
+    """Return what can be given again without ``func``; None where the result is a view, or is
+    changed in its form."""
+    if torch.Tag.inplace_view in func.tags:
+        return None
+    results = list(out) if isinstance(out, (list, tuple)) else [out]
+    kind = type(out) if isinstance(out, (list, tuple)) else None
+    if kind is None and args and out is args[0]:
+        return _Outcome((), None, True, flops)
+    made: list[Any] = []
+    seen = {each.untyped_storage()._cdata for each in _tensors(args, {})}
+    for each in results:
+        if isinstance(each, torch.Tensor):
+            storage = each.untyped_storage()
+            form = _Form(tuple(each.shape), each.stride(), each.dtype)
+            if storage._cdata in seen or not each.is_meta or _made(form).untyped_storage().nbytes() != storage.nbytes():
+                return None
+            seen.add(storage._cdata)
+            made.append(form)
+        elif isinstance(each, _PLAIN):
+            made.append(each)
+        else:
+            return None
+    return _Outcome(tuple(made), kind, False, flops)
 
 
 _FACTORIES = frozenset(

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import gc
+import os
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
+from torch import nn
 
 import zero_trial
 from benchmarks.loading import OwnPeak, Stack, acts, start, status, width_of, write_file
 from tests.support.pool import Pools
-from zero_trial.sharding.heap import give_freed_memory_back, mapped_data
+from zero_trial.comm.shm.segments import SegmentHandle, SharedMemory
+from zero_trial.comm.shm.transport import SharedTransport
+from zero_trial.sharding.heap import FreedBytes, give_freed_memory_back, mapped_data
 from zero_trial.sharding.init import read_first_values
 
 MEGABYTES = 48.0
@@ -83,6 +88,37 @@ def test_only_large_mappings_of_data_are_paged_out() -> None:
         "70000000-70200000 rw-p 00000000 00:00 0                                  [heap]",
     ]
     assert list(mapped_data(lines)) == [(0x10000000, 0x10200000), (0x20000000, 0x20200000)]
+
+
+def pages_of_messages() -> int:
+    """Bytes of this rank's messages that are in memory after initialize(), where rank 1 reads none
+    of the first values before rank 0 has freed what it could."""
+    key, store = "first values were freed", dist.distributed_c10d._get_default_store()
+    free, acknowledge = FreedBytes.give_back, SharedMemory.acknowledge
+
+    def told(self: FreedBytes) -> None:
+        free(self)
+        store.set(key, "1")
+
+    def late(self: SharedMemory, handle: SegmentHandle, reader: int) -> None:
+        store.wait([key])
+        acknowledge(self, handle, reader)
+
+    held_up = (FreedBytes, "give_back", told) if dist.get_rank() == 0 else (SharedMemory, "acknowledge", late)
+    with mock.patch.object(*held_up):
+        config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}}
+        engine = zero_trial.initialize(model=nn.Linear(1000, 600, bias=False), config=config)[0]
+    transport = engine.mesh.data._host_transport
+    assert isinstance(transport, SharedTransport)
+    found = sum(os.fstat(segment.descriptor).st_blocks * 512 for segment in transport._memory.segments)
+    engine.destroy()
+    if dist.get_rank() == 0:
+        store.delete_key(key)
+    return found
+
+
+def test_messages_with_first_values_do_not_stay(ranks: Pools) -> None:
+    assert max(ranks(2).run(pages_of_messages)) < 1 << 20, "of 2.4 MB"
 
 
 def growth_of_saving(folder: Path, stage: int) -> tuple[float, float]:

@@ -265,7 +265,7 @@ def test_an_offloaded_step_asks_for_a_few_numbers_and_its_copies_overlap(ranks: 
     cells = [Cell("zero2", "bf16", blocks=blocks, zero=offloading(None)) for blocks in (1, 3)]
     for (few, _), (many, _) in ranks(2).run(on_both, cells):
         for found in (few, many):
-            asked = [wait for wait in found.waits if " at host.py" not in wait]
+            asked = [wait for wait in found.waits if " at copies.py" not in wait]
             assert len(asked) <= 2, found.waits
         assert len(many.copies) > len(few.copies) + 3  # there are more groups
         assert len([copied for copied in many.copies if not copied[2]]) <= 6, many.copies

@@ -6,6 +6,7 @@ import contextlib
 import random
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -35,6 +36,23 @@ def get(sock: socket.socket) -> bytes:
     while data := sock.recv(65536):
         parts.append(data)
     return b"".join(parts)
+
+
+def ended(sock: socket.socket) -> bool:
+    """Tell that the server has closed the connection, after what it had sent; if it has not,
+    reading times out."""
+    with contextlib.suppress(ConnectionResetError):
+        while sock.recv(1 << 20):
+            pass
+    return True
+
+
+def until(condition: Callable[[], bool]) -> None:
+    """Wait for what the server's threads come to."""
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def test_it_answers_on_loopback_at_a_free_port() -> None:
@@ -91,15 +109,62 @@ def test_neither_do_clients_that_send_no_body_or_read_no_answer(sent: bytes) -> 
         return Response(200, bytes(32 << 20) if head.path == "/large" else b"{}")
 
     with serving(handler, limit=3) as server, contextlib.ExitStack() as stack:
-        for _ in range(3):
-            stack.enter_context(connect(server)).sendall(sent)
+        slow = [stack.enter_context(connect(server)) for _ in range(3)]
+        for sock in slow:
+            sock.sendall(sent)
             assert entered.acquire(timeout=10)
-        for _ in range(500):  # the first tries may come before a handler waits
-            with connect(server) as sock:
-                answer = get(sock)
-            if answer.startswith(b"HTTP/1.1 200 OK"):
-                break
-        assert answer.startswith(b"HTTP/1.1 200 OK"), answer
+        until(lambda: all(one.waits and time.monotonic() - one.waits_since > 0.1 for one in list(server._open)))
+        names = {connection: connection._sock.getpeername() for connection in server._open}
+        with connect(server) as sock:
+            assert get(sock).startswith(b"HTTP/1.1 200 OK")
+            (gone,) = names.keys() - server._open
+        assert [ended(sock) for sock in slow if sock.getsockname() == names[gone]] == [True]
+
+
+@pytest.mark.parametrize(
+    ("sent", "rest", "answer"),
+    [
+        (b"POST /read HTTP/1.1\r\nContent-Length: 3\r\nExpect: 100-continue\r\n", b"abc", b"abc"),
+        (b"GET /stream HTTP/1.1\r\n", b"", bytes(32 << 20) + b"\r\n0\r\n\r\n"),
+        (b"GET /large HTTP/1.1\r\n", b"", bytes(32 << 20)),
+    ],
+    ids=["a body", "a stream", "a large answer"],
+)
+def test_the_time_that_the_server_took_is_not_the_clients(sent: bytes, rest: bytes, answer: bytes) -> None:
+    """A long poll that is answered at last, or a followed log with a new line, has to go after one
+    that has been silent for longer than the server has waited for it."""
+    entered, release = threading.Event(), threading.Event()
+
+    def pieces() -> Iterator[bytes]:
+        entered.set()
+        assert release.wait(60)
+        yield bytes(32 << 20)
+
+    def handler(head: RequestHead, read_body: ReadBody) -> Response | StreamingResponse:
+        if head.path == "/":
+            return Response()
+        if head.path == "/stream":
+            return StreamingResponse(pieces())
+        entered.set()
+        assert release.wait(60)
+        return Response(200, bytes(read_body(100)) if head.path == "/read" else bytes(32 << 20))
+
+    with serving(handler, limit=3) as server, contextlib.ExitStack() as stack:
+        served = stack.enter_context(connect(server))
+        served.sendall(sent + b"Connection: close\r\n\r\n")
+        assert entered.wait(10)
+        if b"/stream" in sent:  # its headers come before its first piece
+            assert served.recv(65536).endswith(b"\r\n\r\n")
+        silent, other = (stack.enter_context(connect(server)) for _ in range(2))
+        other.sendall(b"GET / HTTP/1.1\r\n\r\n")
+        assert other.recv(65536).startswith(b"HTTP/1.1 200 OK")  # so the silent one was accepted before
+        release.set()
+        assert served.recv(1)  # from now on the server waits for it
+        with connect(server) as new:
+            assert get(new).startswith(b"HTTP/1.1 200 OK")
+        assert ended(silent)
+        served.sendall(rest)
+        assert read_all(served).endswith(answer)
 
 
 def test_the_client_that_keeps_the_server_waiting_longest_has_to_go() -> None:
@@ -110,9 +175,10 @@ def test_the_client_that_keeps_the_server_waiting_longest_has_to_go() -> None:
             assert sock.recv(65536).endswith(b"abc")
         first.sendall(b"POST / HTTP/1.1\r\nContent-Length: 3\r\nExpect: 100-continue\r\n\r\n")
         assert first.recv(65536).startswith(b"HTTP/1.1 100 ")
+        until(lambda: all(connection.waits for connection in list(server._open)))
         with connect(server) as third:
             assert get(third).startswith(b"HTTP/1.1 200 OK")
-        assert second.recv(1) == b""
+        assert ended(second)
         first.sendall(b"abc")
         assert first.recv(65536).endswith(b"abc")
 

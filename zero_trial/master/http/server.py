@@ -216,13 +216,14 @@ class Connection:
         self._handler = handler
         self._timeouts = timeouts
         self._reader = Reader(sock)
-        self._taken = 0.0  # when the client has taken a piece of an answer, monotonic
+        self._since = self._reader.heard  # when the last wait for the client began, monotonic
         self.waits = True  # for its client: for a request, for a body, or until it takes an answer
 
     @property
-    def moved(self) -> float:
-        """Return when the client last sent or took something, monotonic."""
-        return max(self._reader.heard, self._taken)
+    def waits_since(self) -> float:
+        """Return since when the client has done nothing that the server waits for, monotonic. The
+        time that the server itself took before is not the client's."""
+        return max(self._reader.heard, self._since)
 
     def serve(self) -> None:
         """Answer requests until the connection ends; never raises."""
@@ -266,7 +267,7 @@ class Connection:
             self._send(answer, keep=keep, method=head.method)
         if not body.taken:
             self._linger()
-        self.waits = True
+        self._wait()
         return keep
 
     def _send(self, answer: Response, *, keep: bool = False, method: str = "") -> None:
@@ -283,9 +284,7 @@ class Connection:
             self._write(head + answer.body)
             return
         self._write(head)
-        view = memoryview(answer.body)
-        for start in range(0, len(view), _PIECE):
-            self._write(view[start : start + _PIECE])
+        self._write(answer.body)
 
     def _stream(self, answer: StreamingResponse, method: str) -> bool:
         """Send pieces as they come, in HTTP/1.1 chunks.
@@ -312,21 +311,29 @@ class Connection:
         self._write(b"0\r\n\r\n")
         return True
 
-    def _write(self, data: bytes | memoryview) -> None:
+    def _write(self, data: bytes) -> None:
+        """Send in pieces: with each that the client takes, the wait for it begins anew."""
         self._sock.settimeout(self._timeouts.send)
-        try:
-            self._awaited(lambda: self._sock.sendall(data))
-        except OSError as error:
-            raise Gone(str(error)) from None
-        self._taken = time.monotonic()
+        view = memoryview(data)
+        for start in range(0, len(view), _PIECE):
+            piece = view[start : start + _PIECE]
+            try:
+                self._awaited(lambda piece=piece: self._sock.sendall(piece))  # type: ignore[misc]
+            except OSError as error:
+                raise Gone(str(error)) from None
 
     def _awaited(self, act: Callable[[], T]) -> T:
         """Do what takes as long as the client likes."""
-        self.waits = True
+        self._wait()
         try:
             return act()
         finally:
             self.waits = False
+
+    def _wait(self) -> None:
+        """From now on the client is waited for."""
+        self._since = time.monotonic()
+        self.waits = True
 
     def _hung_up(self) -> bool:
         try:
@@ -339,7 +346,7 @@ class Connection:
 
     def _linger(self) -> None:
         """Read what still comes, for a moment, or a reset would discard the answer."""
-        self.waits = True
+        self._wait()
         deadline = time.monotonic() + self._timeouts.linger
         with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_WR)
@@ -440,7 +447,7 @@ class HttpServer:
         with self._lock:
             full = len(self._open) >= self._limit
             waiting = [other for other in self._open if other.waits] if full else []
-            victim = min(waiting, key=lambda other: other.moved, default=None)
+            victim = min(waiting, key=lambda other: other.waits_since, default=None)
             if victim is not None:
                 self._open.remove(victim)
             if not full or victim is not None:

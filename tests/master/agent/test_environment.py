@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import site
 import socket
 import subprocess
 import sys
@@ -177,9 +178,25 @@ def test_the_running_python_comes_first_and_so_does_the_relocation() -> None:
 def test_a_trial_imports_the_tree_that_its_master_runs_from(tmp_path: Path) -> None:
     """With another zero_trial installed, and nothing of the master's PYTHONPATH besides."""
     tree = str(Path(zero_trial.__file__).parents[1])
-    assert env_of(order())["PYTHONPATH"] == os.pathsep.join(filter(None, [str(RELOCATION), tree_of(tree)]))
+    if tree != sysconfig.get_path("purelib"):
+        assert env_of(order())["PYTHONPATH"] == f"{RELOCATION}{os.pathsep}{tree}"
     assert tree_of(str(tmp_path)) == str(tmp_path)
-    assert tree_of(sysconfig.get_path("purelib")) == ""  # its packages would come before Python's own modules
+
+
+def test_a_folder_of_installed_packages_does_not_come_before_what_python_finds_by_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where a virtual environment sees the packages of the interpreter below it."""
+    mine, base = tmp_path / "venv", tmp_path / "usr"
+    monkeypatch.setattr(site, "PREFIXES", [str(mine), str(base)])  # as with --system-site-packages
+    for folder in site.getsitepackages():
+        Path(folder).mkdir(parents=True, exist_ok=True)
+    below = [folder for folder in site.getsitepackages() if folder.startswith(str(base))]
+    (tmp_path / "link").symlink_to(below[0])
+    monkeypatch.setattr(subject, "__file__", f"{below[0]}/zero_trial/master/agent/environment.py")
+    assert env_of(order())["PYTHONPATH"] == str(RELOCATION)
+    found = {folder: tree_of(folder) for folder in [*below, str(tmp_path / "link"), sysconfig.get_path("purelib")]}
+    assert set(found.values()) == {""}, found
 
 
 @pytest.mark.parametrize(

@@ -197,9 +197,10 @@ def environment(
 
 def tree_of(folder: str) -> str:
     """Return the folder from which zero_trial is imported, "" if packages are installed in it: they
-    must not come before those of Python itself."""
-    installed = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), site.getusersitepackages()}
-    return "" if folder in installed else folder
+    must not come before those of Python itself, or of a virtual environment on top of it."""
+    # with the base interpreter's in a virtual environment with --system-site-packages
+    known = [*site.getsitepackages(), site.getusersitepackages(), *map(sysconfig.get_path, ("purelib", "platlib"))]
+    return "" if os.path.realpath(folder) in map(os.path.realpath, known) else folder
 
 
 def config_variable(config: Mapping[str, Any]) -> str:

@@ -303,6 +303,17 @@ def test_a_run_that_has_begun_is_killed_on_a_full_disk(field: Field) -> None:
         field.expect("exited", name, 143)
 
 
+def test_a_run_whose_supervisor_cannot_begin_ends_on_a_full_disk(field: Field) -> None:
+    def forbid(*_: object) -> bool:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    field.patch.setattr(processes, "forbid", forbid)
+    field.agent._python = "false"  # as a supervisor that cannot take its lease
+    name = field.start("true")
+    said = field.expect("exited", name, 127)
+    assert "supervisor could not begin" in said[3] and "No space left" in said[3]
+
+
 @pytest.mark.parametrize(("has_hook", "calls"), [(False, 1), (True, 2)])
 def test_the_steps_of_a_container(has_hook: bool, calls: int) -> None:
     shell, flag, script = steps(has_hook)

@@ -537,6 +537,28 @@ def test_down_ends_the_other_jobs_where_the_engine_refuses_one(field: Field, mon
     assert left_behind(field.home) == ["1.a.1"]
 
 
+def test_down_records_the_other_ends_where_one_cannot_be_recorded(
+    field: Field, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in ("1.a.1", "1.b.1"):
+        order = field.order(0)
+        field.manager.start(replace(order, allocation=replace(order.allocation, id=name)))
+        field.expect("waiting")
+    field.manager.close()
+    field.engine.ends, plain = True, record_exit
+
+    def full(folder: Path, ended: Exit) -> None:
+        if folder == field.home.allocation("1.a.1"):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        plain(folder, ended)
+
+    for name in ("forbid", "record_exit"):
+        monkeypatch.setattr(f"zero_trial.master.agent.processes.{name}", full)
+    assert cancel_all(field.home, field.engine) == (["1.a.1", "1.b.1"], {})
+    assert left_behind(field.home) == ["1.a.1"] and exit_of(field.home.allocation("1.b.1")) is not None
+    assert "1.a.1 could not be recorded" in caplog.text
+
+
 def test_down_looks_again_where_the_engine_does_not_answer(field: Field, monkeypatch: pytest.MonkeyPatch) -> None:
     field.manager.start(field.order(0))
     field.expect("waiting")

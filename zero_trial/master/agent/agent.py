@@ -223,7 +223,12 @@ class Agent:
             return processes.exit_of(folder) or before
         if entry.child is not None and entry.child.returncode is not None:
             why = f"its supervisor could not begin, see {folder / 'supervisor.log'}"
-            processes.forbid(folder, processes.Exit(127, time.time(), why=why))
+            never_began = processes.Exit(127, time.time(), why=why)
+            try:
+                if processes.forbid(folder, never_began):
+                    return never_began
+            except OSError as error:  # on a full disk, which its end need not wait for: nobody else starts it
+                return replace(never_began, why=f"{why}; this could not be recorded: {error}")
         return processes.exit_of(folder)
 
 

@@ -4,6 +4,7 @@ what becomes of them, and where the next one may start.
 
 from __future__ import annotations
 
+import logging
 import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,6 +25,7 @@ from zero_trial.master.agent.orders import EngineBusy
 from zero_trial.master.agent.resources import Node
 from zero_trial.master.directory import MasterDirectory
 
+log = logging.getLogger(__name__)
 _ASKED_SECONDS = 60.0  # until a job that was asked to end is ended by force
 _FORCED_SECONDS = 20.0  # until a job has ended that was ended by force
 
@@ -60,7 +62,7 @@ def left_behind(directory: MasterDirectory) -> list[str]:
 
 def cancel_all(directory: MasterDirectory, engine: ClusterEngine) -> tuple[list[str], dict[str, str]]:
     """End the jobs of these allocations without a master: ask them, and after a minute force them.
-    The ends are recorded for the next master.
+    The ends are recorded for the next master; one that cannot be recorded does not keep the others.
 
     Returns those that ran and have ended, and those that have not: allocation -> what the engine
     said when it was told to end it. A refusal of one job does not keep the others.
@@ -86,7 +88,10 @@ def cancel_all(directory: MasterDirectory, engine: ClusterEngine) -> tuple[list[
     for name in left:
         if name not in alive:
             status = seen.get(name, JobStatus(end=JobEnd.UNKNOWN))
-            _settle(directory, name, replace(status, end=status.end or JobEnd.CANCELED))
+            try:
+                _settle(directory, name, replace(status, end=status.end or JobEnd.CANCELED))
+            except OSError as error:  # the next master asks the engine
+                log.warning("the end of allocation %s could not be recorded: %s", name, error)
     return [name for name in ran if name not in alive], {name: refused.get(name, "") for name in sorted(alive)}
 
 

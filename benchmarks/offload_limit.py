@@ -142,9 +142,8 @@ def main() -> None:
 
 def others(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The rows of earlier runs that ``rows`` do not replace: all of them take most of an hour."""
-    before = record.FOLDER / "offload_limit.json"
-    known = json.loads(before.read_text())["rows"] if before.is_file() else []
     now = {(row["kind"], row["stage"], row["offload"]) for row in rows}
+    known = record.earlier("offload_limit")
     return [row for row in known if (row["kind"], row["stage"], row["offload"]) not in now]
 
 

@@ -18,17 +18,27 @@ Column = tuple[str, Callable[[dict[str, Any]], str]]
 
 
 def save(name: str, settings: dict[str, Any], rows: list[dict[str, Any]], columns: Sequence[Column], note: str) -> None:
-    """Writes ``results/<name>.json`` and ``.md`` and prints the table."""
+    """Writes ``results/<name>.json`` and ``.md`` and prints the table. A row without a command
+    is of this run."""
     facts = {"command": command(), "machine": machine(), "versions": versions(), "settings": settings}
     table = markdown(rows, columns)
     FOLDER.mkdir(exist_ok=True)
     FOLDER.joinpath(f"{name}.json").write_text(json.dumps({**facts, "rows": rows}, indent=1) + "\n")
     text = [f"# {name}", "", note, "", table, ""]
-    for key, value in facts.items():
+    commands = dict.fromkeys(row.get("command", facts["command"]) for row in rows)
+    text += [f"- command: {each}" for each in commands]
+    for key, value in list(facts.items())[1:]:
         shown = value if isinstance(value, str) else ", ".join(f"{name} {item}" for name, item in value.items())
         text.append(f"- {key}: {shown}")
     FOLDER.joinpath(f"{name}.md").write_text("\n".join(text) + "\n")
     print(table)
+
+
+def earlier(name: str) -> list[dict[str, Any]]:
+    """The rows that are in ``results/<name>.json``, each with the command that measured it."""
+    path = FOLDER / f"{name}.json"
+    known = json.loads(path.read_text()) if path.is_file() else {"rows": []}
+    return [{"command": known["command"]} | row for row in known["rows"]]
 
 
 def markdown(rows: list[dict[str, Any]], columns: Sequence[Column]) -> str:

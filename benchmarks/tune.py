@@ -87,9 +87,7 @@ def main() -> int:
     if given.quick:
         print(json.dumps(rows, indent=1))
         return 0
-    path = record.FOLDER / "tune.json"
-    measured = json.loads(path.read_text())["rows"] if path.is_file() else []
-    kept = [row for row in measured if row["model"] not in [each["model"] for each in rows]]
+    kept = [row for row in record.earlier("tune") if row["model"] not in [each["model"] for each in rows]]
     rows = sorted([*kept, *rows], key=lambda row: list(MODELS).index(row["model"]))
     record.save("tune", {"steps": given.steps, "again": given.again, "ranks": 2}, rows, COLUMNS, NOTE)
     return 0

@@ -30,6 +30,19 @@ def test_save_writes_table_and_facts(
     assert facts["rows"] == [{"name": "ddp", "wall_ms": 1.26}]
 
 
+def test_rows_of_earlier_runs_keep_their_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(record, "FOLDER", tmp_path)
+    for model in ("gpt", "bert", "mlp"):
+        monkeypatch.setattr(sys, "argv", ["/somewhere/benchmarks/tune.py", model])
+        record.save("try", {}, [*record.earlier("try"), {"model": model}], [], "A note.")
+    commands = [f"python benchmarks/tune.py {model}" for model in ("gpt", "bert", "mlp")]
+    assert [(row["model"], row["command"]) for row in record.earlier("try")] == list(
+        zip(("gpt", "bert", "mlp"), commands, strict=True)
+    )
+    lines = (tmp_path / "try.md").read_text().splitlines()
+    assert [line for line in lines if "command" in line] == [f"- command: {each}" for each in commands]
+
+
 def test_pages_say_what_was_measured(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(sys, "argv", ["figures.py", "--check"])
     assert figures.main() == 0, capsys.readouterr().out

@@ -20,7 +20,7 @@ Column = tuple[str, Callable[[dict[str, Any]], str]]
 def save(name: str, settings: dict[str, Any], rows: list[dict[str, Any]], columns: Sequence[Column], note: str) -> None:
     """Writes ``results/<name>.json`` and ``.md`` and prints the table. A row without a command
     is of this run."""
-    facts = {"command": command(), "machine": machine(), "versions": versions(), "settings": settings}
+    facts: dict[str, Any] = {"command": command(), "machine": machine(), "versions": versions(), "settings": settings}
     table = markdown(rows, columns)
     FOLDER.mkdir(exist_ok=True)
     FOLDER.joinpath(f"{name}.json").write_text(json.dumps({**facts, "rows": rows}, indent=1) + "\n")

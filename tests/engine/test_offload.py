@@ -19,7 +19,18 @@ import torch
 from torch import nn
 
 import zero_trial
-from tests.engine.offloaded import PLAIN, PRECISIONS, Net, differing, engine_of, loss, train, two_groups, values_of
+from tests.engine.offloaded import (
+    PLAIN,
+    PRECISIONS,
+    Net,
+    differing,
+    engine_of,
+    loss,
+    offloaded_zero,
+    train,
+    two_groups,
+    values_of,
+)
 from tests.sharding.parts import alone
 from tests.support.dense import STAGES, Case, Turn, build_engine
 from tests.support.pipelines import batches, layers, make_engine
@@ -512,24 +523,41 @@ def test_an_engine_that_is_destroyed_gives_the_disk_back(tmp_path: Path) -> None
     assert engine.module(torch.ones(1, 6).bfloat16()).isfinite().all()
 
 
-def run_pipelines(stage: int, folder: str) -> int:
-    """Two pipeline stages with a tied weight; the state of each stage's own layers in a file of its
-    rank."""
+def run_pipelines(stage: str, schedule: str, params: str, state: str, folder: str) -> int:
+    """Two pipeline stages with a tied weight; each rank has a file of its own for what its layers
+    offload."""
     traces = []
-    for section in ({"device": "none"}, {"device": "nvme", "nvme_path": folder, "buffer_count": 2}):
-        zero_config = {"stage": stage, "offload_optimizer": section}
-        engine = make_engine(layers(blocks=3), 2, zero_config, 2, bf16={"enabled": True})
+    for places in (["none", "none"], [params, state]):
+        zero_config = offloaded_zero(stage, *places, folder)
+        more = {"bf16": {"enabled": True}, "pipeline": {"schedule": schedule}}
+        engine = make_engine(layers(blocks=3), 2, zero_config, 2, **more)
         losses = [engine.train_batch(batches(0, 2, 1, start=step)).item() for step in range(3)]
         pieces = len(engine.optimizer.pieces)
+        away = any(group.offloaded is not None for group in engine.sharded.groups)
+        assert away == (places[0] == "nvme"), places
         traces.append((losses, {name: value.clone() for name, value in engine.module_state_dict().items()}))
         engine.destroy()
     assert traces[0][0] == traces[1][0] and differing(traces[0][1], traces[1][1]) == []
     return pieces
 
 
-@pytest.mark.parametrize("stage", [1, 3])
-def test_a_pipeline_of_two_stages(ranks: Pools, tmp_path: Path, stage: int) -> None:
-    assert all(count > 1 for count in ranks(2).run(run_pipelines, stage, str(tmp_path)))
+@pytest.mark.parametrize(
+    ("stage", "schedule", "params", "state"),
+    [
+        ("zero1", "1f1b", "none", "nvme"),
+        ("zero3", "1f1b", "nvme", "none"),
+        ("zero0", "gpipe", "cpu", "nvme"),
+        ("zero2", "interleaved", "nvme", "cpu"),
+        ("zero1", "looped_bfs", "cpu", "cpu"),
+        ("zero3", "zb_h1", "nvme", "nvme"),
+        ("zero2", "zb_v", "nvme", "nvme"),
+    ],
+)
+def test_a_pipeline_of_two_stages(
+    ranks: Pools, tmp_path: Path, stage: str, schedule: str, params: str, state: str
+) -> None:
+    found = ranks(2).run(run_pipelines, stage, schedule, params, state, str(tmp_path))
+    assert all(count > 1 for count in found)
 
 
 def test_every_dtype_by_itself(tmp_path: Path) -> None:

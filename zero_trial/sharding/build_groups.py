@@ -323,7 +323,7 @@ def _build(
 
     def agree(values: torch.Tensor) -> None:
         if manual_group is not None:
-            manual_group.agree(values, f"first values of {spec.name}")
+            manual_group.agree(values, f"first values of {manual_group.name}")
         mesh.data.broadcast(values, f"first values of {spec.name}")
 
     def read(out: torch.Tensor) -> None:
@@ -336,7 +336,7 @@ def _build(
         owned = manual_group is None or manual_group.owned
         read_shard(source.values, layout, own, mesh, out, owned=owned)
         if manual_group is not None:
-            manual_group.agree(out, f"first values of {spec.name}")
+            manual_group.agree(out, f"first values of {manual_group.name}")
 
     cut = plan.gathers_parameters and manual_group is None and are_cut(own)
     # the host may hold a group's wide values, a device need not

@@ -230,7 +230,8 @@ class GradReducer:
         Moves 2n (C-1)/C elements for a shard of n on C ranks. Collective over ``copies``.
         """
         grad_buffer.wait_for_readers()
-        copies.all_reduce(grad_buffer.shard, grad_buffer.group.name).wait()
+        # no name of the group, which may be bucket4 here and bucket8 where the copy is
+        copies.all_reduce(grad_buffer.shard, f"gradients of {copies.name}").wait()
         self.square_sums[self._index[id(grad_buffer)]] = self._square_sum(grad_buffer)
 
     # --- before a step ----------------------------------------------------------------------------

@@ -5,8 +5,8 @@ reported once more.
     python benchmarks/board.py --trials 20 --points 2000  # quick
 
 Makes a master's store with one random search whose trials have trained at the same time, so that
-their reports alternate, and makes each page as the board does, without a network: reading,
-thinning, drawing. `CPU s` is of this process alone.
+their reports alternate and are added one by one, as a master adds them. Makes each page as the
+board does, without a network: reading, thinning, drawing. `CPU s` is of this process alone.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from benchmarks import record
 from zero_trial.board.source import StoreSource
 from zero_trial.board.views import View, render_view
 from zero_trial.master.directory import MasterDirectory
-from zero_trial.master.records import Experiment, ExperimentState, Trial, TrialState
+from zero_trial.master.records import Experiment, ExperimentState, MetricReport, Trial, TrialState
 from zero_trial.master.store import Database, experiments, metrics, trials
 
 STARTED = 1_790_000_000.0
@@ -57,29 +57,20 @@ COLUMNS: list[record.Column] = [
 NOTE = """Seconds to make one page: `first` with nothing read yet, `further` after a report of each trial, `unchanged` after none, which
 streams do not make at all. Each first is that of a new reader of the same store."""
 
-Row = tuple[int, int, str, int, str, float, float | None]
 
-
-def reports(count: int, steps: Iterable[int]) -> Iterable[Row]:
-    """Reports of trials that train at the same time: three metrics at each step, and a validation
-    at each hundredth."""
+def add_reports(connection: sqlite3.Connection, count: int, steps: Iterable[int]) -> None:
+    """Adds reports of trials that train at the same time: three metrics at each step, and a
+    validation at each hundredth."""
     draw = random.Random(7)
     for step in steps:
         for trial in range(1, count + 1):
             loss = 2.0 + 6.0 * math.exp(-step / 2000 / trial) + draw.gauss(0, 0.1)
             values = {"loss": loss, "accuracy": 1 - loss / 9, "lr": 1e-3 * (1 - step / 1e6)}
-            yield trial, 1, "training", step, json.dumps(values, separators=(",", ":")), STARTED + step, None
+            metrics.add(connection, MetricReport(trial, 1, "training", step, values, reported=STARTED + step))
             if step % 100 == 0:
-                text = json.dumps({"validation_loss": loss, "batches": step}, separators=(",", ":"))
-                yield trial, 1, "validation", step, text, STARTED + step, loss
-
-
-def add(connection: sqlite3.Connection, rows: Iterable[Row]) -> None:
-    """Adds reports as a master does, without their summaries."""
-    connection.executemany(
-        "INSERT INTO metrics (trial_id, run_id, grp, steps, metrics, reported, searcher_metric) VALUES (?, ?, ?, ?, ?, ?, ?)",
-        rows,
-    )
+                values = {"validation_loss": loss, "batches": step}
+                report = MetricReport(trial, 1, "validation", step, values, reported=STARTED + step)
+                metrics.add(connection, report, loss)
 
 
 def make_store(directory: MasterDirectory, count: int, points: int) -> None:
@@ -98,8 +89,7 @@ def make_store(directory: MasterDirectory, count: int, points: int) -> None:
                     0, number, f"r{at}", f"1.{at}", TrialState.ACTIVE, {"lr": 10 ** (-1 - 3 * at / count)}, at, STARTED
                 ),
             )
-        add(connection, reports(count, range(1, points + 1)))
-        metrics.fill_summaries(connection)
+        add_reports(connection, count, range(1, points + 1))
     database.close()
 
 
@@ -126,7 +116,7 @@ def main() -> None:
             first_cpu, first, size = make(source, view)
             step += 1
             with database.transaction() as connection:
-                add(connection, reports(options.trials, [step]))
+                add_reports(connection, options.trials, [step])
             further_cpu, _, _ = make(source, view)
             unchanged_cpu, _, _ = make(source, view)
             rows.append(

@@ -184,6 +184,69 @@ def test_points_are_kept_of_what_can_be_drawn(connection: sqlite3.Connection) ->
     assert drawn(connection) == reported(connection)
 
 
+def sizes(connection: sqlite3.Connection, where: str = "") -> tuple[int, int]:
+    """Return how many rows of points there are, and how many points."""
+    rows, size = connection.execute(f"SELECT count(*), sum(length(points)) FROM points {where}").fetchone()
+    return rows, (size or 0) // 16
+
+
+def test_a_name_takes_no_place_in_reports_without_it(connection: sqlite3.Connection) -> None:
+    for count in range(320):
+        metrics.add(connection, report(count, loss=1.0, **{f"class {count}": 2.0}))
+    metrics.keep_summary(connection, 1)
+    assert sizes(connection)[1] == 640
+    metrics.archive_after(connection, 1, 299)  # all is made again, in one piece
+    assert sizes(connection) == (301, 600)
+    assert drawn(connection) == reported(connection)
+
+
+def test_pieces_of_points_are_few(connection: sqlite3.Connection, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics, "_READ_AT_ONCE", 600)
+    for count in range(2000):
+        metrics.add(connection, report(count, loss=count / 7))
+    rows, points = sizes(connection)
+    assert rows <= 4 and points > 1960
+    before = drawn(connection)
+    assert before == reported(connection)
+    metrics.summarize_again(connection, 1)
+    assert sizes(connection) == (4, 2000) and drawn(connection) == before
+
+
+def test_a_late_report_makes_only_its_group_again(connection: sqlite3.Connection) -> None:
+    for count in range(100):
+        metrics.add(connection, report(count, loss=count / 7))
+        metrics.add(connection, report(count, "validation", val=count / 3))
+    asked: list[str] = []
+    connection.set_trace_callback(asked.append)
+    metrics.add(connection, report(3, loss=2.0))
+    connection.set_trace_callback(None)
+    assert asked and not any("'validation'" in sql for sql in asked)
+    for group in ("training", "validation"):
+        assert drawn(connection, group) == reported(connection, group)
+    assert metrics.summary(connection, 1) == fresh(connection)
+
+
+def test_reports_after_a_restart_cost_what_the_first_ones_did(connection: sqlite3.Connection) -> None:
+    work: list[int] = []
+    written: list[str] = []
+    for first in (0, 11):  # the second run starts again after step 10
+        for count in range(first, 3000 if first == 0 else 500):
+            work.append(0)
+            connection.set_progress_handler(lambda: work.append(work.pop() + 1), 100)
+            metrics.add(connection, report(count, run_id=1 + bool(first), loss=count / 7))
+            connection.set_progress_handler(None, 0)
+        if first == 0:
+            metrics.archive_after(connection, 1, 10)
+            once = work[:489]
+            work.clear()
+            connection.set_trace_callback(lambda sql: written.append(sql) if sql.startswith("REPLACE") else None)
+    connection.set_trace_callback(None)
+    assert len(work) == len(once) and sum(work) < 1.5 * sum(once)  # in hundreds of SQLite's operations
+    assert len(written) == 2 * (489 // 32)  # summary and points
+    assert metrics.known(connection, report(2500, loss=2500 / 7))  # also what is out of sight
+    assert drawn(connection) == reported(connection)
+
+
 def test_a_summary_is_written_once_for_many_reports(connection: sqlite3.Connection) -> None:
     written: list[str] = []
     connection.set_trace_callback(lambda sql: written.append(sql) if sql.startswith("REPLACE INTO summaries") else None)
@@ -301,7 +364,9 @@ def test_reports_of_an_older_store_get_their_points(tmp_path: Path) -> None:
     database = Database(tmp_path / "db")
     with database.transaction() as connection:
         assert drawn(connection) == reported(connection)  # also before they are made
-        metrics.fill_summaries(connection)
+        assert metrics.without_summary(connection) == [1]
+        metrics.summarize_again(connection, 1)
+        assert metrics.without_summary(connection) == []
         kept, until = metrics.kept_points(connection, 1, "training")
         assert len(kept["loss"][0]) == 5 and until == (4, 5)
         assert drawn(connection) == reported(connection)

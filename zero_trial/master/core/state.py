@@ -71,6 +71,7 @@ class MasterState:
         self.serving = False  # slots are assigned
         self.closed = threading.Event()
         self.began = clock()
+        self._fill_summaries()
         self.info = self._identity()
         self._contexts: dict[int, Context] = {}
         self._collections: dict[int, Task] = {}
@@ -175,10 +176,19 @@ class MasterState:
         title = f"Checkpoint GC (Experiment {experiment_id})"
         return Task(name, 0, experiment_id, title, "", now, None, (run,), {"slots_per_trial": 0})
 
+    def _fill_summaries(self) -> None:
+        """Make the summaries and points that a store of an older release lacks, trial by trial."""
+        with self.database.reading() as connection:
+            missing = metrics.without_summary(connection)
+        if missing:
+            log.info("reports of %d trials are summarized: an older release has stored them", len(missing))
+        for trial_id in missing:
+            with self.database.transaction() as connection:
+                metrics.summarize_again(connection, trial_id)
+
     def _identity(self) -> MasterInfo:
         """Return random ids that stay the same as long as the store exists."""
         with self.database.transaction() as connection:
-            metrics.fill_summaries(connection)
             ids = []
             for key in ("master_id", "cluster_id"):
                 known = accounts.value(connection, key)

@@ -253,6 +253,20 @@ MIGRATIONS: tuple[str, ...] = (
     ) WITHOUT ROWID;
     DELETE FROM summaries;
     """,
+    """
+    DROP TABLE points;
+    CREATE TABLE points (
+        trial_id INTEGER NOT NULL,
+        grp TEXT NOT NULL,
+        name TEXT NOT NULL,
+        piece INTEGER NOT NULL,
+        points BLOB NOT NULL,
+        PRIMARY KEY (trial_id, grp, name, piece)
+    ) WITHOUT ROWID;
+    DELETE FROM summaries;
+    DROP INDEX metrics_trial;
+    CREATE INDEX metrics_trial ON metrics (trial_id, grp, archived, steps);
+    """,
 )
 
 

@@ -4,8 +4,7 @@ min, max, sum, mean, last value).
 The summary of a group is kept beside its reports, without the newest few: who asks for it adds
 them. So a report costs little more than its own row, and a table of a thousand trials reads a
 thousand summaries, of ended trials no report. With each summary the points of its metrics are
-kept, 8 bytes for each and as many for its step, which is that of all metrics of a report, so that a
-curve is drawn without reading the reports.
+kept, 16 bytes for each, so that a curve is drawn without reading the reports.
 
 A value that is not a number (NaN) stays visible: min, max, sum and mean are NaN from then on.
 Values of two types make a metric a "string", without numbers; and the last value of a metric that
@@ -14,14 +13,13 @@ the newest report does not have is null.
 
 from __future__ import annotations
 
-import itertools
 import math
 import re
 import sqlite3
-import struct
 import sys
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
 from zero_trial.master.records import MetricReport, as_number
@@ -38,6 +36,8 @@ _KINDS: tuple[tuple[type, str], ...] = (
 
 
 _KEPT_EVERY = 32  # reports of a group, after which its summary is kept anew
+_READ_AT_ONCE = 4096  # reports of a group that is summarized again
+_PIECE_BYTES = 8192  # of points, after which a metric's next ones get a row of their own
 
 
 def extend(summary: dict[str, dict[str, Any]], *reports: Mapping[str, Any]) -> None:
@@ -126,7 +126,7 @@ _BEHIND = f"""
     SELECT s.steps, (
         SELECT count(*) FROM (
             SELECT 1 FROM metrics m WHERE m.trial_id = s.trial_id AND m.grp = s.grp
-            AND (m.steps, m.id) > (s.steps, s.newest) LIMIT {_KEPT_EVERY}
+            AND m.archived = 0 AND (m.steps, m.id) > (s.steps, s.newest) LIMIT {_KEPT_EVERY}
         )
     ) AS behind FROM summaries s WHERE s.trial_id = ? AND s.grp = ?
 """
@@ -142,7 +142,7 @@ def _follow(connection: sqlite3.Connection, trial_id: int, group: str, steps: in
     """Keep a summary anew that a report, just inserted, leaves too far behind."""
     row = connection.execute(_BEHIND, (trial_id, group)).fetchone()
     if row is not None and steps < row["steps"]:  # the order decides the last value and sums of floats
-        _summarize_again(connection, trial_id)
+        summarize_again(connection, trial_id, group)
     elif row is None or row["behind"] == _KEPT_EVERY:
         _keep(connection, trial_id, group)
 
@@ -153,46 +153,55 @@ def _keep(connection: sqlite3.Connection, trial_id: int, group: str) -> None:
         "SELECT steps, newest, summary FROM summaries WHERE trial_id = ? AND grp = ?", (trial_id, group)
     ).fetchone()
     found, *kept = ({}, *BEFORE_ALL) if row is None else (loads(row["summary"]), row["steps"], row["newest"])
-    reports = connection.execute(_SINCE, (trial_id, group, *kept)).fetchall()
-    if reports:
-        values = [loads(each["metrics"]) for each in reports]
+    since = connection.execute(_SINCE, (trial_id, group, *kept))
+    last: sqlite3.Row | None = None
+    while reports := since.fetchmany(_READ_AT_ONCE):
+        values, last = [loads(each["metrics"]) for each in reports], reports[-1]
         extend(found, *values)
-        steps, newest = reports[-1]["steps"], reports[-1]["id"]
+        _keep_points(connection, trial_id, group, [each["steps"] for each in reports], values)
+    if last is not None:
         connection.execute(
-            "REPLACE INTO summaries VALUES (?, ?, ?, ?, ?)", (trial_id, group, steps, dumps(found), newest)
-        )
-        columns = _columns([each["steps"] for each in reports], values)
-        connection.executemany(
-            "INSERT INTO points VALUES (?, ?, ?, ?, ?)",
-            [(trial_id, group, name, newest, _packed(column)) for name, column in columns.items()],
+            "REPLACE INTO summaries VALUES (?, ?, ?, ?, ?)",
+            (trial_id, group, last["steps"], dumps(found), last["id"]),
         )
 
 
-_STEPS = "null"  # the name of the column of steps: names of metrics are JSON texts
-
-
-def _columns(steps: Sequence[int], reports: Sequence[Mapping[str, Any]]) -> dict[str, list[float]]:
-    """Return the reports' steps and the values of each metric, NaN where there is none that can be
-    drawn."""
-    found: dict[str, list[float]] = {}
-    for place, values in enumerate(reports):
+def _keep_points(
+    connection: sqlite3.Connection,
+    trial_id: int,
+    group: str,
+    steps: Sequence[int],
+    reports: Sequence[Mapping[str, Any]],
+) -> None:
+    """Append the values that can be drawn, each after its step, to the newest piece of their
+    metric."""
+    found: defaultdict[str, array[float]] = defaultdict(lambda: array("d"))
+    for step, values in zip(steps, reports, strict=True):
         for name, value in values.items():
             number = as_number(value)
             if number is not None and math.isfinite(number):
-                found.setdefault(name, [math.nan] * len(steps))[place] = number
-    return {_STEPS: [float(step) for step in steps], **{dumps(name): column for name, column in found.items()}}
+                found[name].extend((step, number))
+    for name, points in found.items():
+        key = (trial_id, group, dumps(name))
+        newest = connection.execute(_NEWEST_PIECE, key).fetchone()
+        piece, before = (0, b"") if newest is None else newest
+        if len(before) >= _PIECE_BYTES:
+            piece, before = piece + 1, b""
+        connection.execute(
+            "REPLACE INTO points VALUES (?, ?, ?, ?, ?)", (*key, piece, before + _little_endian(points).tobytes())
+        )
 
 
-def _packed(column: Sequence[float]) -> bytes:
-    """Return the numbers as little-endian doubles."""
-    return struct.pack(f"<{len(column)}d", *column)
+_NEWEST_PIECE = """
+    SELECT piece, points FROM points WHERE trial_id = ? AND grp = ? AND name = ? ORDER BY piece DESC LIMIT 1
+"""
 
 
-def _unpacked(pieces: Iterable[bytes]) -> array[float]:
-    found = array("d", b"".join(pieces))
+def _little_endian(numbers: array[float]) -> array[float]:
+    """Return the numbers in the byte order of the store, or, of such numbers, in the machine's."""
     if sys.byteorder == "big":
-        found.byteswap()
-    return found
+        numbers.byteswap()
+    return numbers
 
 
 Points: TypeAlias = "tuple[array[float], array[float]]"
@@ -209,27 +218,19 @@ def kept_points(
     ).fetchone()
     if until is None:
         return {}, BEFORE_ALL
-    only, asked = ("", ()) if name is None else ("AND name IN (?, ?)", (_STEPS, dumps(name)))
+    only, asked = ("", ()) if name is None else ("AND name = ?", (dumps(name),))
     rows = connection.execute(
-        f"SELECT name, newest, points FROM points WHERE trial_id = ? AND grp = ? {only} ORDER BY name, newest",
+        f"SELECT name, points FROM points WHERE trial_id = ? AND grp = ? {only} ORDER BY name, piece",
         (trial_id, group, *asked),
     )
-    pieces: dict[str, dict[int, bytes]] = {_STEPS: {}}
-    for column, newest, points in rows:
-        pieces.setdefault(column, {})[newest] = points
-    steps = pieces.pop(_STEPS)
+    pieces: defaultdict[str, list[bytes]] = defaultdict(list)
+    for column, points in rows:
+        pieces[column].append(points)
     found: dict[str, Points] = {}
-    for column, values in pieces.items():
-        found[loads(column)] = _present(_unpacked(steps[newest] for newest in values), _unpacked(values.values()))
+    for column, of in pieces.items():
+        numbers = _little_endian(array("d", b"".join(of)))
+        found[loads(column)] = numbers[::2], numbers[1::2]
     return found, (until["steps"], until["newest"])
-
-
-def _present(steps: array[float], values: array[float]) -> Points:
-    """Return the points without those whose value is NaN."""
-    if not math.isnan(sum(values)):
-        return steps, values
-    there = [not math.isnan(value) for value in values]
-    return array("d", itertools.compress(steps, there)), array("d", itertools.compress(values, there))
 
 
 def keep_summary(connection: sqlite3.Connection, trial_id: int) -> None:
@@ -238,26 +239,26 @@ def keep_summary(connection: sqlite3.Connection, trial_id: int) -> None:
         _keep(connection, trial_id, row["grp"])
 
 
-def _summarize_again(connection: sqlite3.Connection, trial_id: int) -> None:
-    """Make the summary of a trial and its points from its reports."""
+def summarize_again(connection: sqlite3.Connection, trial_id: int, group: str | None = None) -> None:
+    """Make the summary of a trial and its points from its reports; of all groups, or of one."""
+    only, asked = ("", (trial_id,)) if group is None else ("AND grp = ?", (trial_id, group))
     for table in ("summaries", "points"):
-        connection.execute(f"DELETE FROM {table} WHERE trial_id = ?", (trial_id,))
+        connection.execute(f"DELETE FROM {table} WHERE trial_id = ? {only}", asked)
     groups = connection.execute(
-        "SELECT DISTINCT grp FROM metrics WHERE trial_id = ? AND archived = 0 AND steps IS NOT NULL", (trial_id,)
+        f"SELECT DISTINCT grp FROM metrics WHERE trial_id = ? {only} AND archived = 0 AND steps IS NOT NULL", asked
     )
     for row in groups.fetchall():
         _keep(connection, trial_id, row["grp"])
 
 
-def fill_summaries(connection: sqlite3.Connection) -> None:
-    """Make the summaries and points that are missing: those of reports that an older release has
-    stored."""
+def without_summary(connection: sqlite3.Connection) -> list[int]:
+    """List the trials whose summaries and points are missing: an older release has stored their
+    reports."""
     rows = connection.execute(
         "SELECT id FROM trials WHERE NOT EXISTS (SELECT 1 FROM summaries WHERE trial_id = trials.id) AND EXISTS "
         "(SELECT 1 FROM metrics WHERE trial_id = trials.id AND steps IS NOT NULL AND archived = 0)"
     )
-    for row in rows.fetchall():
-        _summarize_again(connection, row["id"])
+    return [row["id"] for row in rows]
 
 
 def number_of(metrics: Mapping[str, Any], name: str) -> float | None:
@@ -268,8 +269,9 @@ def number_of(metrics: Mapping[str, Any], name: str) -> float | None:
 
 def known(connection: sqlite3.Connection, report: MetricReport) -> bool:
     """Return whether this report is there: a client that missed the answer repeats it."""
-    row = connection.execute(
-        "SELECT 1 FROM metrics WHERE trial_id = ? AND run_id = ? AND grp = ? AND steps IS ? AND metrics = ? LIMIT 1",
+    row = connection.execute(  # archived or not: both are named for the index, in which steps come after it
+        "SELECT 1 FROM metrics WHERE trial_id = ? AND run_id = ? AND grp = ? "
+        "AND archived IN (0, 1) AND steps IS ? AND metrics = ? LIMIT 1",
         (report.trial_id, report.run_id, report.group, report.steps_completed, dumps(report.metrics)),
     ).fetchone()
     return row is not None
@@ -281,7 +283,7 @@ def archive_after(connection: sqlite3.Connection, trial_id: int, steps: int) -> 
         "UPDATE metrics SET archived = 1 WHERE trial_id = ? AND steps > ? AND archived = 0", (trial_id, steps)
     )
     if hidden.rowcount:
-        _summarize_again(connection, trial_id)
+        summarize_again(connection, trial_id)
 
 
 def archive_repeated(connection: sqlite3.Connection, report: MetricReport) -> None:
@@ -294,7 +296,7 @@ def archive_repeated(connection: sqlite3.Connection, report: MetricReport) -> No
         (report.trial_id, report.run_id, report.steps_completed, report.steps_completed, report.group),
     )
     if hidden.rowcount:
-        _summarize_again(connection, report.trial_id)
+        summarize_again(connection, report.trial_id)
 
 
 def of_trial(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import math
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -186,6 +187,97 @@ class Rewritten(nn.TransformerEncoder):
             nn.init.normal_(param)
 
 
+class Built(nn.TransformerEncoder):
+    """Layers of its own making, by a method."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.TransformerEncoderLayer(4, 2, 8), 1, enable_nested_tensor=False)
+        self.build()
+
+    def build(self) -> None:
+        self.layers = two_layers()
+
+
+class ByName(nn.TransformerEncoder):
+    def __init__(self) -> None:
+        super().__init__(nn.TransformerEncoderLayer(4, 2, 8), 1, enable_nested_tensor=False)
+        made = [nn.TransformerEncoderLayer(4, 2, 8) for _ in range(2)]
+        self._modules["layers"] = nn.ModuleList(made)
+
+
+class ByVariableName(nn.TransformerEncoder):
+    def __init__(self, name: str = "layers") -> None:
+        super().__init__(nn.TransformerEncoderLayer(4, 2, 8), 1, enable_nested_tensor=False)
+        setattr(self, name, nn.ModuleList([nn.TransformerEncoderLayer(4, 2, 8) for _ in range(2)]))
+
+
+class Added(nn.TransformerEncoder):
+    def __init__(self, name: str = "layers") -> None:
+        super().__init__(nn.TransformerEncoderLayer(4, 2, 8), 1, enable_nested_tensor=False)
+        self.add_module(name, nn.ModuleList([nn.TransformerEncoderLayer(4, 2, 8) for _ in range(2)]))
+
+
+class Handed(nn.TransformerEncoder):
+    def __init__(self) -> None:
+        super().__init__(nn.TransformerEncoderLayer(4, 2, 8), 1, enable_nested_tensor=False)
+        give_layers(self)
+
+
+class Cloning(nn.TransformerEncoder):
+    """Copies by a function of another name."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.TransformerEncoderLayer(4, 2, 8), 1, enable_nested_tensor=False)
+        layer = nn.TransformerEncoderLayer(4, 2, 8)
+        self.layers = nn.ModuleList([clone_of(layer) for _ in range(2)])
+
+
+class CloningInside(nn.TransformerEncoder):
+    def __init__(self) -> None:
+        from copy import deepcopy as another
+
+        super().__init__(nn.TransformerEncoderLayer(4, 2, 8), 1, enable_nested_tensor=False)
+        layers = [nn.TransformerEncoderLayer(4, 2, 8)]
+        layers.append(another(layers[0]))
+        self.layers = nn.ModuleList(layers)
+
+
+class Rich(nn.TransformerEncoder):
+    """What constructors often do beside the layers."""
+
+    def __init__(self, width: int = 4) -> None:
+        super(Rich, self).__init__(nn.TransformerEncoderLayer(width, 2, 8), 2, enable_nested_tensor=False)  # noqa: UP008
+        self.width = width
+        self.register_buffer("places", torch.zeros(3), persistent=False)
+        self.heads = nn.ModuleList([nn.Linear(self.width, 3) for _ in range(math.isqrt(4))])
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        self.places.zero_()
+
+
+class RichOwn(nn.TransformerEncoder):
+    """Its own layers, appended one by one."""
+
+    def __init__(self) -> None:
+        nn.TransformerEncoder.__init__(self, nn.TransformerEncoderLayer(4, 2, 8), 1, enable_nested_tensor=False)
+        made = []
+        for _ in range(2):
+            made.append(nn.TransformerEncoderLayer(4, 2, 8))
+        self.layers = nn.ModuleList(made)
+
+
+clone_of = copy.deepcopy
+
+
+def two_layers() -> nn.ModuleList:
+    return nn.ModuleList([nn.TransformerEncoderLayer(4, 2, 8) for _ in range(2)])
+
+
+def give_layers(model: nn.Module) -> None:
+    model.layers = two_layers()
+
+
 def encoder(*layers: nn.Module) -> nn.TransformerEncoder:
     """An encoder whose layers the caller has replaced."""
     model = nn.TransformerEncoder(nn.TransformerEncoderLayer(4, 2, 8), 2, enable_nested_tensor=False)
@@ -201,6 +293,8 @@ def encoder(*layers: nn.Module) -> nn.TransformerEncoder:
         (Own, False),
         (Renamed, True),
         (Inherited, True),
+        (Rich, True),
+        (RichOwn, False),
         (lambda: encoder(nn.Linear(4, 4), nn.TransformerEncoderLayer(4, 2, 8)), False),
         (lambda: encoder(nn.Linear(4, 4), nn.Linear(4, 2)), False),
         (lambda: encoder(*[nn.Linear(4, 4)] * 2), False),
@@ -222,7 +316,9 @@ def test_layers_that_torch_copies_are_copies_and_no_others(
     assert not layers[1:] or torch.equal(*layers) == copies
 
 
-@pytest.mark.parametrize("build", [Cloned, Rewritten])
+@pytest.mark.parametrize(
+    "build", [Cloned, Rewritten, Built, ByName, ByVariableName, Added, Handed, Cloning, CloningInside]
+)
 def test_layers_that_only_a_constructor_knows_are_refused(build: Callable[[], nn.TransformerEncoder]) -> None:
     with torch.device("meta"):
         model = nn.Sequential(build())

@@ -8,13 +8,14 @@ object to the model and to an optimizer.
 
 from __future__ import annotations
 
+import builtins
 import inspect
 import itertools
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dis import get_instructions
-from types import CodeType
+from dis import Instruction, get_instructions
+from types import BuiltinFunctionType, CodeType
 from typing import Any, cast
 
 import torch
@@ -215,22 +216,114 @@ def _has_copies(module: nn.Module) -> bool:
     them."""
     kind = type(module)
     own = list(itertools.takewhile(lambda each: each not in _COPYING, kind.__mro__))
-    codes = [code for each in own if "__init__" in vars(each) for code in _codes(vars(each)["__init__"])]
-    names = {name for code in codes for name in code.co_names}
-    if "layers" not in names:
-        return True
+    constructors = [inspect.unwrap(vars(each)["__init__"]) for each in own if "__init__" in vars(each)]
+    codes = [code for each in constructors for code in _codes(each)]
     stores = any(
         step.opname == "STORE_ATTR" and step.argval == "layers" for code in codes for step in get_instructions(code)
     )
-    if stores and not names & {"deepcopy", "_get_clones"}:
-        return False
+    doubt = next(itertools.chain.from_iterable(_doubts(each, module, stores) for each in constructors), None)
+    if doubt is None and stores and type(module.layers) not in (nn.ModuleList, nn.Sequential):
+        doubt = f"makes layers in a {type(module.layers).__name__}"
+    if doubt is None:
+        return not stores
     raise ConfigError(
         "only its constructor knows the first values of these layers, and on the meta device it cannot be called again",
         where=f"initialize(model): {kind.__module__}.{kind.__qualname__}",
-        got="a constructor that copies layers" if stores else "a constructor that uses self.layers",
+        got=f"a constructor that {doubt}",
         expected=f"layers as {' or '.join(each.__name__ for each in _COPYING if each in kind.__mro__)} makes them, or new ones",
         fix="Build the model inside zero_trial.zero.Init(), or pass weights=.",
     )
+
+
+def _doubts(constructor: Callable[..., Any], module: nn.Module, stores: bool) -> Iterator[str]:
+    """Yield what a constructor does, going by its bytecode, by which layers may get values that
+    nobody else knows. ``stores``: some constructor of the class makes layers of its own."""
+    code = getattr(constructor, "__code__", None)
+    if code is None or not code.co_argcount:
+        yield "is not written as a plain function of self"
+        return
+    itself = code.co_varnames[0]
+    for code in _codes(constructor):
+        if "layers" in code.co_consts:
+            yield "names its layers in a string"
+        steps = list(get_instructions(code))
+        for at, step in enumerate(steps):
+            after = steps[at + 1 :]
+            taken = ""
+            loaded = step.argval if isinstance(step.argval, tuple) else (step.argval,)  # two at once from 3.13 on
+            if step.opname.startswith(_LOCAL) and itself in loaded:
+                follow = next(each for each in after if each.opname != "COPY")
+                if itself == loaded[-1] and follow.opname.startswith(_ATTRIBUTE):
+                    taken = follow.argval
+                elif itself != loaded[-1] or follow.opname not in ("STORE_ATTR", "DELETE_ATTR"):
+                    near = [*steps[max(at - 2, 0) : at], *after[:3]]
+                    if all(each.argval != "__init__" for each in near):  # Base.__init__(self), super(Class, self)
+                        yield "hands itself to something else"
+            elif step.opname == "LOAD_GLOBAL" and step.argval == "super":
+                taken = next((each.argval for each in after if each.opname.startswith(_ATTRIBUTE)), "")
+            elif step.opname.startswith(_ATTRIBUTE) and step.argval == "layers":
+                taken = "layers"
+            elif stores and (_is_function(constructor, [step, *after]) or _is_unknown_call(step, steps[:at], itself)):
+                yield f"makes layers, and calls {step.argval}"
+            if taken and not _is_harmless(taken, module, code):
+                yield f"uses self.{taken}"
+
+
+_LOCAL = ("LOAD_FAST", "LOAD_DEREF")
+_ATTRIBUTE = ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_")
+_REACHING = {
+    *(
+        "layers",
+        "__dict__",
+        "__setattr__",
+        "_modules",
+        "add_module",
+        "register_module",
+        "set_submodule",
+        "get_submodule",
+    ),
+    *("get_parameter", "children", "named_children", "modules", "named_modules", "parameters", "named_parameters"),
+    *("state_dict", "load_state_dict"),
+}
+
+
+def _is_harmless(name: str, module: nn.Module, code: CodeType) -> bool:
+    """Return whether the use of an attribute of self in a constructor leaves its layers alone, or
+    is repeated here."""
+    if name in ("apply", "_init_weights"):
+        return {"apply", "_init_weights"} <= set(code.co_names) and _initializer(module) is not None
+    known = hasattr(nn.Module, name) or name in _RESETS or not callable(getattr(type(module), name, None))
+    return known and name not in _REACHING
+
+
+def _is_function(constructor: Callable[..., Any], steps: Sequence[Instruction]) -> bool:
+    """Return whether ``steps`` begin with a global name, and attributes of it, of something that a
+    call may run any code of: neither a class nor a function of C."""
+    first, *rest = steps
+    if first.opname != "LOAD_GLOBAL":
+        return False
+    found = constructor.__globals__.get(first.argval, getattr(builtins, first.argval, _is_function))
+    for step in itertools.takewhile(lambda each: each.opname.startswith(_ATTRIBUTE), rest):
+        if step.argval == "__init__":  # of a base class
+            return False
+        found = getattr(found, step.argval, _is_function)
+    return callable(found) and not isinstance(found, (type, BuiltinFunctionType))
+
+
+def _is_unknown_call(step: Instruction, before: Sequence[Instruction], itself: str) -> bool:
+    """Return whether a step prepares a call of what a local variable holds, or of a method of
+    something that is not global, unless it is a list's."""
+    last = before[-1] if before else step
+    opnames = (last.opname, step.opname)  # in the other order from 3.13 on
+    if "PUSH_NULL" in opnames and any(each.startswith(_LOCAL) for each in opnames):
+        return True
+    root = next((each for each in reversed(before) if not each.opname.startswith(_ATTRIBUTE)), step)
+    method = step.opname == "LOAD_METHOD" or (step.opname == "LOAD_ATTR" and "NULL" in step.argrepr)
+    known = root.opname == "LOAD_GLOBAL" or (root is last and root.argval == itself) or step.argval in _PLAIN
+    return method and not known
+
+
+_PLAIN = frozenset(["append", "extend", "insert", "__init__"])
 
 
 def _codes(function: Callable[..., Any]) -> Iterator[CodeType]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import math
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -539,6 +540,21 @@ def test_a_second_pass_after_the_gradients_were_shown(stage: str) -> None:
         engine.step()
         norms.append(engine.get_global_grad_norm())
     assert norms[1] == pytest.approx(norms[0], rel=1e-6)
+
+
+@pytest.mark.parametrize("stage", FULL)
+def test_what_was_gathered_does_not_stay_through_a_second_pass(stage: str) -> None:
+    engine = build_engine(Case(Tower, loss), STAGES[stage])
+    engine.backward(loss(engine, Turn(0, 0, 0)))
+    engine.module.last.weight.grad.norm()
+    (flat,) = {
+        id(shown._flat): weakref.ref(shown._flat) for shown in engine.sharded._shown if shown._flat is not None
+    }.values()
+    assert flat() is not None
+    inputs, alive = Turn(1, 0, 0).normal(4, 5).requires_grad_(), []
+    inputs.register_hook(lambda grad: alive.append(flat() is not None))  # the last one of the pass
+    engine(inputs).float().square().mean().backward()
+    assert alive == [False]
 
 
 @pytest.mark.parametrize("stage", STAGES)

@@ -61,7 +61,7 @@ _SCALED: dict[int, _ScaledPass] = {}
 class _NotedPass:
     """A pass that torch has started. ``foreign``: inside another engine's backward(); ``late``:
     after the last one of the step; ``reached``: a gradient has come to a parameter; ``shown``: what
-    ``param.grad`` showed before."""
+    ``param.grad`` showed before, until one has."""
 
     number: int
     foreign: bool
@@ -199,7 +199,7 @@ class BackwardPasses:
             noted = self.note(by_output=False)
         if noted is None or noted.begun:
             return
-        noted.reached = True
+        noted.reached, noted.shown = True, ()  # only a pass that reaches none shows it again
         if torch.is_grad_enabled():
             raise _with_graph()
         if first and added and noted.factor != 1.0:

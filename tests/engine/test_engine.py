@@ -149,6 +149,16 @@ def test_a_schedule_that_needs_a_metric_is_refused_without_one_before_anything_c
     assert rates == [0.5, 0.05]
 
 
+def test_a_step_that_was_set_on_the_schedule_itself_is_asked_what_it_needs():
+    made = functools.partial(torch.optim.lr_scheduler.ReduceLROnPlateau, patience=0)
+    found, _, _, schedule = zero_trial.initialize(model=Net(), config=CONFIG, lr_scheduler=made)
+    seen: list[float] = []
+    schedule.step = functools.partial(seen.append, 2.0)
+    found.backward(found(torch.ones(1, 3)).sum())
+    found.step()
+    assert (found.global_steps, seen) == (1, [2.0])
+
+
 @pytest.mark.parametrize(("stage", "bytes_per_parameter"), [(0, 4 + 4 + 4), (2, 4 + 4 + 4), (3, 4 + 4 + 4)])
 def test_persistent_bytes(stage: int, bytes_per_parameter: int):
     """fp32 parameters are their own masters; momentum is the only state. One rank holds

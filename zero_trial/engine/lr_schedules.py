@@ -386,11 +386,18 @@ def build_scheduler(name: str, params: Mapping[str, Any] | None, optimizer: Any)
         raise ConfigError(f"{name} cannot use its parameters", where=WHERE, got=str(refusal)) from refusal
 
 
+def missing_arguments(lr_scheduler: Any, given: Mapping[str, Any]) -> list[str]:
+    """List the arguments that the scheduler's ``step`` needs, as that of ReduceLROnPlateau does,
+    and that are not ``given``."""
+    step = getattr(lr_scheduler, "step", None)
+    method = getattr(step, "__func__", None)  # to hold no scheduler
+    return [name for name in (_required(step) if method is None else _of_method(method)) if name not in given]
+
+
 def require_arguments(lr_scheduler: Any, given: Mapping[str, Any]) -> None:
-    """Raise ConfigError where the scheduler's ``step`` needs an argument that is not ``given``, as
-    that of ReduceLROnPlateau does: after the update it would be too late."""
-    missing = [name for name in _required(getattr(type(lr_scheduler), "step", None)) if name not in given]
-    if missing:
+    """Raise ConfigError where the scheduler's ``step`` needs an argument that is not ``given``:
+    after the update it would be too late."""
+    if missing := missing_arguments(lr_scheduler, given):
         kind = type(lr_scheduler).__name__
         entries = ", ".join(f"{name!r}: ..." for name in missing)
         raise ConfigError(
@@ -402,10 +409,14 @@ def require_arguments(lr_scheduler: Any, given: Mapping[str, Any]) -> None:
 
 
 @cache
+def _of_method(function: Any) -> tuple[str, ...]:
+    return _required(function)[1:]
+
+
 def _required(step: Any) -> tuple[str, ...]:
-    """Return the arguments of a method that have no default."""
+    """Return the arguments of a function that have no default."""
     try:
-        _, *parameters = inspect.signature(step).parameters.values()
+        parameters = inspect.signature(step).parameters.values()
     except (TypeError, ValueError):  # none, or not written in Python
         return ()
     varying = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)

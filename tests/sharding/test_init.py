@@ -547,3 +547,34 @@ def built_twice(mesh: dict[str, int] | None) -> list[float]:
 def test_a_group_of_what_was_cut_in_other_ways(ranks: Pools, mesh: dict[str, int] | None) -> None:
     for gaps in ranks(4).run(built_twice, mesh):
         assert len(gaps) == 5 and not any(gaps)
+
+
+def built_after_a_failure() -> list[str]:
+    """What a second build says, after one that has failed before a message, and in one."""
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0, "stage3_prefetch_bucket_size": 0},
+    }
+    found = []
+    for place in ("zero_trial.sharding.build_groups.part_moves", "zero_trial.comm.AxisComm.all_to_all"):
+        torch.manual_seed(3)
+        with Init():
+            model = nn.Sequential(nn.Linear(13, 11), nn.Linear(11, 2))
+        with mock.patch(place, side_effect=MemoryError("none left")), pytest.raises(MemoryError):
+            zero_trial.initialize(model=model, config=config)
+        try:
+            engine = zero_trial.initialize(model=model, config=config)[0]
+        except TrialError as error:
+            found.append(error.what)
+            continue
+        torch.manual_seed(3)
+        whole = nn.Sequential(nn.Linear(13, 11), nn.Linear(11, 2)).state_dict()
+        found.append(str(all(torch.equal(value, whole[name]) for name, value in engine.module_state_dict().items())))
+        engine.destroy()
+    return found
+
+
+def test_a_second_build_has_the_values_or_names_the_failed_one(ranks: Pools) -> None:
+    """Never parameters without values, which would begin anew in silence."""
+    failed = "the parameter's values went to an engine whose build has failed"
+    assert ranks(2).run(built_after_a_failure) == [["True", failed]] * 2

@@ -14,7 +14,7 @@ from torch import nn
 from zero_trial.comm import AxisComm, Mesh
 from zero_trial.errors import TrialError
 from zero_trial.precision import DtypePolicy
-from zero_trial.sharding.freed import forget_owner, is_absent, owner_of_param, revive
+from zero_trial.sharding.freed import FreedParameter, forget_owner, is_absent, owner_of_param, revive
 from zero_trial.sharding.grouping import (
     GroupSpec,
     ManualGroups,
@@ -120,13 +120,11 @@ def cut_shard(layout: Layout, params: Sequence[nn.Parameter], shard: AxisComm, o
 
 
 def _alike(layout: Layout, params: Sequence[nn.Parameter]) -> list[list[tuple[ParamSlot, PreSharded]]]:
-    """List slots with the owners of their parts, by what one message can hold. The parameters
-    forget their owners."""
+    """List slots with the owners of their parts, by what one message can hold."""
     found: dict[tuple[Any, ...], list[tuple[ParamSlot, PreSharded]]] = {}
     for slot, param in zip(layout.slots, params, strict=True):
         owner = cast("PreSharded", owner_of_param(param))
         found.setdefault((id(owner.comm), owner.part.dtype, owner.part.device), []).append((slot, owner))
-        forget_owner([param])
     return list(found.values())
 
 
@@ -138,8 +136,21 @@ def _packed(held: list[tuple[ParamSlot, PreSharded]], moves: Sequence[PartMove])
     sent = first.comm.buffer(numel, first.part.dtype, first.part.device)
     if moves:
         torch.cat([_part(*held[move.slot], move) for move in sorted(moves, key=lambda move: move.receiver)], out=sent)
+    for _, owner in held:
+        owner.spend()
     held.clear()
     return sent
+
+
+def _take_from_init(params: Sequence[nn.Parameter]) -> None:
+    """Give up the shards that zero.Init has made of ``params``. What has no other values meanwhile
+    says so until the engine owns it: its build may fail."""
+    for param in params:
+        owner = owner_of_param(param)
+        if isinstance(param, FreedParameter) and isinstance(owner, PreSharded):
+            owner.spend()
+        else:
+            forget_owner([param])
 
 
 def _part(slot: ParamSlot, owner: PreSharded, move: PartMove) -> torch.Tensor:
@@ -276,7 +287,7 @@ def build_param_groups(
             room -= size
             own_plan = plan.at(Home.DEVICE)
         groups.append(_build(spec, layout, params, own_plan, source))
-        forget_owner(groups[-1].params)  # shards that zero.Init has made
+        _take_from_init(groups[-1].params)
         on_group_built(groups[-1])
         if own_plan.home is not Home.DEVICE and groups[-1].offloaded is None:
             raise TrialError(  # its first use would gather memory that is freed

@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_flatten
 
 from zero_trial.comm import AxisComm, Mesh, build_mesh, init_distributed, read_rank_env, world_size
 from zero_trial.comm.mesh import plan_shape
-from zero_trial.errors import ConfigError
+from zero_trial.errors import ConfigError, TrialError
 from zero_trial.sharding.freed import METADATA, absent, free, lost_edits, own_params, owner_of_param, revive, twin_of
 from zero_trial.sharding.heap import FreedBytes
 from zero_trial.sharding.layout import ALIGN, round_up
@@ -60,12 +60,28 @@ class PreSharded:
         self._numel = param.numel()
         padded = round_up(max(self._numel, 1), ALIGN * comm.size)
         self._padded = padded
-        self.part = torch.zeros(padded // comm.size, dtype=param.dtype, device=param.device)
+        self._part: torch.Tensor | None = torch.zeros(padded // comm.size, dtype=param.dtype, device=param.device)
         self.live = True
         self.cut()
         if keep is not None:
             heap.add(self.part)
-            self.part = keep(self.part)
+            self._part = keep(self.part)
+
+    @property
+    def part(self) -> torch.Tensor:
+        """The shard. Raises TrialError once it is spent."""
+        if self._part is None:
+            raise TrialError(
+                "the parameter's values went to an engine whose build has failed",
+                where="initialize(model)",
+                got=f"a parameter of shape {tuple(self._param.shape)} without values",
+                fix="Build the model anew inside zero_trial.zero.Init(), or pass weights=.",
+            )
+        return self._part
+
+    def spend(self) -> None:
+        """Free the shard: an engine has its values."""
+        self._part = None
 
     def cut(self) -> None:
         """Keep this rank's part of the parameter's current value and free the rest. Collective, if
@@ -126,7 +142,7 @@ class PreSharded:
     def copied(self, param: nn.Parameter) -> nn.Parameter | None:
         twin = twin_of(param, absent(param.shape, self.part.dtype, self.part.device))
         own = copy.copy(self)
-        own._param, own.part = twin, self.part.clone()
+        own._param, own._part = twin, self.part.clone()
         own_params([twin], own)
         return twin
 

@@ -82,6 +82,9 @@ class Transport:
         """
         return torch.zeros(numel, dtype=dtype) if self.tensors is None else self.tensors.empty(numel, dtype, keep=keep)
 
+    def free_messages(self) -> None:
+        """Give pages of messages that all have read back to the system."""
+
     def free_kept(self) -> None:
         """Give pages that wait for their next use back to the system."""
 

@@ -145,6 +145,10 @@ class AxisComm:
             return torch.zeros(numel, dtype=dtype, device=device)
         return self._host_transport.buffer(numel, dtype, keep=keep)
 
+    def free_messages(self) -> None:
+        """Give pages of messages that all have read back to the system. Buffers keep theirs."""
+        self._host_transport.free_messages()
+
     def free_kept(self) -> None:
         """Give pages that wait for their next use back to the system: those of buffers that are
         gone, and of messages that all have read."""

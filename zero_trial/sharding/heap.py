@@ -141,7 +141,7 @@ class FreedBytes:
         if self._bytes >= min(self._most, 1 << 20):
             give_freed_memory_back()
             if self._comm is not None:
-                self._comm.free_kept()
+                self._comm.free_messages()
             if self._from_files:
                 page_out_files()
                 self._from_files = False

@@ -95,7 +95,7 @@ class ShardedModel:
         sync_unmanaged(module, {id(param) for param in self._params()}, policy, source)
         # where a peer was slow to read, messages with first values would stay for good
         mesh.data.barrier("first values are read")
-        mesh.data.free_kept()
+        mesh.data.free_messages()
         self.unsharder = Unsharder(built.modules, built.freed, plan.reshard, settings.live)
         self.grad_pool, self.grad_buffers = _gradient_buffers(self.groups, plan, mesh, policy, settings)
         self.reducer = GradReducer(

@@ -152,8 +152,11 @@ class SharedTransport(Transport):
 
         return [posted], copy_in
 
-    def free_kept(self) -> None:
+    def free_messages(self) -> None:
         self._memory.free_idle()
+
+    def free_kept(self) -> None:
+        self.free_messages()
         if self.tensors is not None:
             self.tensors.free_kept()
 

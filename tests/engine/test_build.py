@@ -18,7 +18,7 @@ import zero_trial
 from tests.support.dense import STAGES
 from tests.support.pool import Pools
 from zero_trial.comm import sum_in_order
-from zero_trial.engine.build import ConsoleHandler, open_console
+from zero_trial.engine.build import ConsoleHandler, engines_from, open_console
 from zero_trial.engine.parameter_checks import log_dtypes, log_model_parts
 from zero_trial.errors import ConfigError
 from zero_trial.precision import DtypePolicy
@@ -39,6 +39,25 @@ def test_four_results():
     assert loader is engine.training_dataloader
     assert scheduler is engine.lr_scheduler
     assert [len(x) for x, _ in loader] == [4, 4]
+
+
+def test_a_factory_may_call_initialize_itself():
+    """It gets the one around its block; each block ends its own."""
+    seen: list[Any] = []
+
+    def inner(**given: Any) -> Any:
+        seen.append("inner")
+        return zero_trial.initialize(**given)
+
+    def outer(**given: Any) -> Any:
+        seen.append(sorted(given)[:2])
+        return zero_trial.initialize(**given)
+
+    with engines_from(outer), engines_from(inner):
+        assert zero_trial.initialize(model=nn.Linear(3, 2), config=CONFIG)[0].global_steps == 0
+    assert seen == ["inner", ["args", "collate_fn"]]
+    zero_trial.initialize(model=nn.Linear(3, 2), config=CONFIG)
+    assert len(seen) == 2
 
 
 def test_ranks_add_by_the_native_sum(monkeypatch: pytest.MonkeyPatch):

@@ -8,9 +8,10 @@ import logging
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, NamedTuple, TextIO
 
 import torch
 from torch import nn
@@ -75,18 +76,36 @@ from zero_trial.sharding.whole_tensors import own_tensors
 log = logging.getLogger("zero_trial")
 
 _Engines = tuple[Engine, ShardedOptimizer | None, Any, Any]
-_factories: list[Callable[..., _Engines]] = []  # the last one counts
+
+
+class _Factory(NamedTuple):
+    """What makes engines inside a block, and what does around it."""
+
+    make: Callable[..., _Engines]
+    outer: _Factory | None
+
+
+_FACTORY: ContextVar[_Factory | None] = ContextVar("_FACTORY", default=None)
 
 
 @contextmanager
 def engines_from(factory: Callable[..., _Engines]) -> Iterator[None]:
     """Inside, :func:`initialize` calls ``factory``, by whatever name code has imported it: a dry
-    run's trial may call it itself, and wrap the engine that it returns."""
-    _factories.append(factory)
+    run's trial may call it itself, and wrap the engine that it returns. Inside ``factory`` it is
+    what it was around the block."""
+    token = _FACTORY.set(_Factory(factory, _FACTORY.get()))
     try:
         yield
     finally:
-        _factories.pop()
+        _FACTORY.reset(token)
+
+
+def _by_factory(factory: _Factory, given: Mapping[str, Any]) -> _Engines:
+    token = _FACTORY.set(factory.outer)
+    try:
+        return factory.make(**given)
+    finally:
+        _FACTORY.reset(token)
 
 
 def initialize(
@@ -128,8 +147,9 @@ def initialize(
     would have given, except that what a constructor writes outside of the two is not repeated.
     Tensors that are not on the meta device keep their values.
     """
-    if _factories:
-        return _factories[-1](**locals())
+    given = dict(locals())
+    if (factory := _FACTORY.get()) is not None:
+        return _by_factory(factory, given)
     training_data = given_once(training_data=training_data, dataset=dataset)
     try:
         model, settings = read_settings(args, given_once(model=model, net=net), config, config_params)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from itertools import pairwise
 from typing import Any
 
@@ -33,7 +34,7 @@ LossFunction = Callable[[Any, Any], torch.Tensor]
 
 LossWeight = Callable[[Any, Any], float | torch.Tensor]
 
-_builders: list[Callable[[PipelineModule, ChunkPlacement], None]] = []  # the last one counts
+_BUILDER: ContextVar[Callable[[PipelineModule, ChunkPlacement], None] | None] = ContextVar("_BUILDER", default=None)
 
 
 class PipelineModule(nn.Module):
@@ -104,8 +105,8 @@ class PipelineModule(nn.Module):
         # names of the children that are layers; others are the user's own
         self._built: list[str] = []
         wanted = placement or (ChunkPlacement.loop(self.num_stages, chunks_per_rank) if self.num_stages else None)
-        if wanted is not None and wanted.stages > 1 and _builders:
-            _builders[-1](self, wanted)
+        if wanted is not None and wanted.stages > 1 and (build := _BUILDER.get()) is not None:
+            build(self, wanted)
         elif wanted is not None and (stage := self._stage_here(wanted)) is not None:
             self.build(wanted, stage)
 
@@ -306,11 +307,11 @@ class PipelineModule(nn.Module):
 def pipelines_built_by(build: Callable[[PipelineModule, ChunkPlacement], None]) -> Iterator[None]:
     """Inside, ``build`` builds a PipelineModule that names several stages when it is made: a dry
     run has no ranks that would build their own."""
-    _builders.append(build)
+    token = _BUILDER.set(build)
     try:
         yield
     finally:
-        _builders.pop()
+        _BUILDER.reset(token)
 
 
 def _stages(number: int | None, topology: ProcessTopology | None, placement: ChunkPlacement | None) -> int | None:

@@ -113,3 +113,32 @@ def test_an_operation_is_computed_once_for_operands_of_one_form(monkeypatch: pyt
             sizes.append(len(known))
         assert sizes[0] == sizes[1] > 6
         assert torch.ones(2).add_(1).tolist() == [2, 2]  # what has values is computed
+
+
+def test_what_else_decides_about_a_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The default dtype, the memory of ``out=``, and subclasses of tensors."""
+    monkeypatch.setattr(live_bytes, "_OUTCOMES", {})
+    before = torch.get_default_dtype()
+    n, x = torch.empty(3, dtype=torch.int64, device="meta"), torch.empty(3, 4, device="meta")
+
+    class Other(torch.Tensor):
+        pass
+
+    with live_bytes.RepeatedMeta():
+        try:
+            found = []
+            for dtype in (torch.float32, torch.float64):
+                torch.set_default_dtype(dtype)
+                found.append((n / n).dtype)
+        finally:
+            torch.set_default_dtype(before)
+        assert found == [torch.float32, torch.float64]
+        for _ in range(2):
+            out = torch.empty(0, device="meta")
+            assert torch.add(x, 1, out=out) is out and out.shape == (3, 4)
+            same = torch.empty(3, 4, device="meta")
+            assert live_bytes._on_meta(torch.ops.aten.add.out, (x, 1), {"out": same})[0] is same
+    plain, other = live_bytes._form(x), live_bytes._form(x.as_subclass(Other))
+    assert plain != other
+    live_bytes.forget_outcomes()
+    assert not live_bytes._OUTCOMES

@@ -20,7 +20,7 @@ from zero_trial.launch.experiment import CheckedRun
 from zero_trial.preflight.dry_run import MOST_ACCUMULATION, ModelSubject, Subject, variant, with_state_at
 from zero_trial.preflight.fake_engine import TrialSubject
 from zero_trial.preflight.fake_task import DryRunRequest, fake_task, raised_by_trial
-from zero_trial.preflight.live_bytes import RepeatedMeta
+from zero_trial.preflight.live_bytes import RepeatedMeta, forget_outcomes
 from zero_trial.preflight.pipeline_plan import PipelinePlanner
 from zero_trial.preflight.plan import MemoryPlan
 from zero_trial.trial.data import TRAIN_LOADER, Resume, open_train_data
@@ -278,7 +278,9 @@ def trial_planner(
         experiment, checked.entrypoint, experiment.hyperparameters, checked.model_dir, ranks, checked.seed
     )
     subject = TrialSubject(ranks, device, one_of_many=machine.one_of_many)
-    with fake_task(request, subject.factory) as task:
+    with contextlib.ExitStack() as end, fake_task(request, subject.factory) as task:
+        if not machine.one_of_many:
+            end.callback(forget_outcomes)
         with raised_by_trial(checked.model_dir, "building the trial"):
             kind = task.import_class()
             context = task.seeded_context()

@@ -326,6 +326,11 @@ def _made(form: _Form) -> torch.Tensor:
 _OUTCOMES: dict[Any, _Outcome] = {}  # of this process; the same in all plans
 
 
+def forget_outcomes() -> None:
+    """Free what is known of operations on meta tensors: no plan follows."""
+    _OUTCOMES.clear()
+
+
 def _on_meta(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, int]:
     """Perform an operation on tensors without values; return its result and its count of
     operations.
@@ -335,7 +340,7 @@ def _on_meta(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[
     Results in the memory of operands (views) are made by torch each time.
     """
     try:
-        key = (func, _form(args), tuple((name, _form(value)) for name, value in kwargs.items()))
+        key = (func, _form(args), tuple((name, _form(value)) for name, value in kwargs.items()), _modes())
     except TypeError:  # an operand of another kind
         key = None
     known = _OUTCOMES.get(key)
@@ -344,10 +349,16 @@ def _on_meta(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[
     out = func(*args, **kwargs)
     count = flop_registry.get(func.overloadpacket)
     flops = count(*args, **kwargs, out_val=out) if count is not None else 0
-    outcome = _outcome(func, args, out, flops)
-    if key is not None and outcome is not None:
+    outcome = _outcome(func, args, kwargs, out, flops) if key is not None else None
+    if outcome is not None:
         _OUTCOMES[key] = outcome
     return out, flops
+
+
+def _modes() -> tuple[Any, ...]:
+    """Return what beside the operands decides about results: the dtype of ``int / int``, and which
+    kernel is taken."""
+    return torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled()
 
 
 def _form(value: Any) -> Any:
@@ -356,7 +367,7 @@ def _form(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         if value.layout is not torch.strided:
             raise TypeError
-        return value.shape, value.stride(), value.dtype, value.is_meta
+        return type(value), value.shape, value.stride(), value.dtype, value.is_meta
     if isinstance(value, (list, tuple)):
         return tuple(map(_form, value))
     if isinstance(value, _PLAIN):
@@ -374,19 +385,19 @@ def _only_writes(func: Any) -> bool:
     return func._schema.is_mutable and written and torch.Tag.inplace_view not in func.tags
 
 
-def _outcome(func: Any, args: tuple[Any, ...], out: Any, flops: int) -> _Outcome | None:
-    """Return what can be given again without ``func``; None where the result is a view, or is
-    changed in its form."""
-    if torch.Tag.inplace_view in func.tags:
+def _outcome(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, flops: int) -> _Outcome | None:
+    """Return what can be given again without ``func``; None where the result is a view, is changed
+    in its form, as ``out=`` may be, or is of a subclass of tensors."""
+    if torch.Tag.inplace_view in func.tags or any(each.is_out for each in func._schema.arguments):
         return None
     results = list(out) if isinstance(out, (list, tuple)) else [out]
     kind = type(out) if isinstance(out, (list, tuple)) else None
     if kind is None and args and out is args[0]:
         return _Outcome((), None, True, flops)
     made: list[Any] = []
-    seen = {each.untyped_storage()._cdata for each in _tensors(args, {})}
+    seen = {each.untyped_storage()._cdata for each in _tensors(args, kwargs)}
     for each in results:
-        if isinstance(each, torch.Tensor):
+        if type(each) is torch.Tensor:
             storage = each.untyped_storage()
             form = _Form(tuple(each.shape), each.stride(), each.dtype)
             if storage._cdata in seen or not each.is_meta or _made(form).untyped_storage().nbytes() != storage.nbytes():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import gc
 import json
 import resource
 import shutil
@@ -12,6 +14,7 @@ import pytest
 import torch.distributed as dist
 
 from tests.preflight.project import MODEL, project
+from zero_trial.cli import plan
 from zero_trial.cli.main import main
 
 ROOT = Path(__file__).parents[2]
@@ -43,6 +46,20 @@ def test_the_table(experiment: tuple[str, str], capsys: pytest.CaptureFixture[st
         "micro batch 8 x accumulation 1, state on NVMe",
     ):
         assert row in shown
+
+
+def test_the_callers_garbage_collector_is_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan, "_plan", lambda options: gc.freeze() or 0)
+    gc.unfreeze()
+    assert plan._handle(argparse.Namespace()) == 0
+    assert (gc.isenabled(), gc.get_freeze_count()) == (True, 0)
+    gc.disable()
+    gc.freeze()
+    try:
+        plan._handle(argparse.Namespace())
+        assert not gc.isenabled() and gc.get_freeze_count() > 0
+    finally:
+        gc.enable()  # and what is frozen stays so, as it is in all tests
 
 
 def test_what_does_not_fit_ends_with_3_and_the_way_out(

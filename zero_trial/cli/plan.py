@@ -105,14 +105,15 @@ def planned_gpus(options: argparse.Namespace) -> PlannedMachine | None:
 def _handle(options: argparse.Namespace) -> int:
     """Run the verb. Until the trial is built the garbage collector rests, and then it does not go
     through torch's modules and the model again and again: a sixth of the CPU time."""
-    threshold = gc.get_threshold()
+    enabled, frozen = gc.isenabled(), gc.get_freeze_count()
     gc.disable()
     try:
         return _plan(options)
     finally:
-        gc.set_threshold(*threshold)
-        gc.unfreeze()
-        gc.enable()
+        if not frozen:  # else the caller has frozen something, which would be set free as well
+            gc.unfreeze()
+        if enabled:
+            gc.enable()
 
 
 def _plan(options: argparse.Namespace) -> int:
@@ -124,9 +125,10 @@ def _plan(options: argparse.Namespace) -> int:
     checked = check_run(planned_request(options), os.environ)
     machine = _machine(options, checked)
     limit = machine.limit
+    gc.freeze()  # torch and what it has imported
     with trial_planner(checked, machine, options.stage) as planner:
+        gc.collect()  # what the trial's __init__ left in cycles would stay, its tensors too
         gc.freeze()
-        gc.set_threshold(50_000, 20, 100)
         gc.enable()
         own, rows = planner.plan(), planner.compare()
         error = None if own.fits(limit) or limit is None else _does_not_fit(planner, limit)

@@ -63,6 +63,18 @@ def test_scalars_and_empty_tensors(tmp_path: Path) -> None:
         assert list(stream.chunks("param/e")) == []
 
 
+def test_a_file_of_another_dtype_of_the_same_width_is_refused(tmp_path: Path) -> None:
+    folder = save_checkpoint(tmp_path, "a", [Slice.whole("param/w", torch.ones(3, dtype=torch.bfloat16))], step=1)
+    file = next(folder.glob("*.safetensors"))
+    file.write_bytes(file.read_bytes().replace(b'"BF16"', b'"F16" '))
+    with (
+        TensorStream(CheckpointReader(folder)) as stream,
+        pytest.raises(CheckpointError, match="another dtype") as error,
+    ):
+        list(stream.chunks("param/w"))
+    assert "got float16" in str(error.value) and "bfloat16" in str(error.value)
+
+
 def test_few_files_are_open_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("zero_trial.checkpoint.export.OPEN_FILES", 1)
     with TensorStream(CheckpointReader(saved_by_two(tmp_path)), 4) as stream:

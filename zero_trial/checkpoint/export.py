@@ -387,13 +387,13 @@ class TensorStream:
 
     def chunks(self, name: str) -> Iterator[bytearray]:
         """Yield the elements of ``name`` from first to last, in new bytes of its dtype and at most
-        ``chunk_bytes`` of them. Raises CheckpointError."""
+        ``chunk_bytes`` of them. Raises CheckpointError, also where a file has another dtype."""
         entry = self._reader.manifest.tensors[name]
         step = max(1, self._chunk_bytes // item_bytes(entry.dtype))
         for piece in sorted(entry.pieces, key=lambda piece: piece.start):
             count = piece.stop - piece.start
             for start in range(0, count, step):
-                yield self._file(piece.file).read_stored(piece.key, start, min(start + step, count))
+                yield self._file(piece.file).read_stored(piece.key, start, min(start + step, count), entry.dtype)
 
     def _file(self, name: str) -> WeightsReader:
         if name not in self._open:

@@ -94,9 +94,9 @@ class WeightsReader:
             values = part.to(through) if through is not None else part
             out[low : low + len(part)].copy_(values.to(out.dtype))
 
-    def read_stored(self, name: str, start: int, stop: int) -> bytearray:
-        """Read elements [start, stop) of the flattened tensor ``name``, new, as bytes of its own
-        dtype. Raises CheckpointError for a tensor that is not there or shorter."""
+    def read_stored(self, name: str, start: int, stop: int, dtype: str) -> bytearray:
+        """Read elements [start, stop) of the flattened tensor ``name``, new, as bytes of ``dtype``.
+        Raises CheckpointError for a tensor that is not there, shorter, or of another dtype."""
         stored = self._tensors.get(name)
         if stored is None:
             raise CheckpointError(f"no entry {name}", where=str(self.source))
@@ -104,7 +104,14 @@ class WeightsReader:
             raise CheckpointError(
                 f"entry {name} is too short", where=str(self.source), got=stored.shape, expected=(stop,)
             )
-        width = item_bytes(stored.dtype)
+        if stored.dtype != dtype:
+            raise CheckpointError(
+                f"entry {name} has another dtype than the manifest says",
+                where=str(stored.path),
+                got=stored.dtype,
+                expected=dtype,
+            )
+        width = item_bytes(dtype)
         data = bytearray((stop - start) * width)
         self._read(stored.path, stored.place + start * width, memoryview(data))
         return data

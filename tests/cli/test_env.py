@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import faulthandler
+import io
 import json
 import os
 import signal
+import sys
 from importlib import metadata
 
 import pytest
@@ -87,6 +89,27 @@ def test_a_probe_that_a_signal_ends_is_named_and_the_others_answer(monkeypatch: 
     assert facts["kernels", "ops"].why == "the process that looked for it died of SIGILL (Illegal instruction)"
     assert facts["backends", "gloo"].value == "available" and facts["disk", "offload"].value
     assert facts["transport", "shared memory"].value and ("tools", "g++") in facts
+
+
+def test_a_probe_that_does_not_end_is_killed(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(env, "_MOST_SECONDS", 1)
+    there = Fact("b", "two", "2")
+    found = env.ask([env.Probe("a", "one", lambda: signal.pause() or []), env.Probe("b", "two", lambda: [there])])
+    assert found == [Fact("a", "one", "", "the process that looked for it did not answer in 1 s"), there]
+
+
+def test_streams_that_are_not_there_or_closed(monkeypatch: pytest.MonkeyPatch):
+    """Neither stops the fork from ending: it would go on in its parent's code."""
+    there, closed = Fact("b", "two", "2"), io.StringIO()
+    closed.close()
+    monkeypatch.setattr(sys, "stdout", None)
+    monkeypatch.setattr(sys, "stderr", closed)
+    parent = os.getpid()
+    try:
+        assert env.ask([env.Probe("b", "two", lambda: [there])]) == [there]
+    finally:
+        if os.getpid() != parent:
+            os._exit(3)
 
 
 def test_a_probe_that_fails_is_named_with_its_traceback(capfd: pytest.CaptureFixture[str]):

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import json
 import os
 import platform
+import select
 import shutil
 import signal
 import sys
@@ -25,6 +27,7 @@ _OPTIONAL = {
     "deepspeed": "only measured against, never needed: pip install 'zero_trial[bench]'",
 }
 _SHARED, _GLOO = "shared memory", "CPU ranks exchange tensors through gloo"
+_MOST_SECONDS = 180  # of one probe: kernels may be compiled in it
 _REQUIRED = ("torch", "safetensors", "PyYAML", "tqdm", "psutil", "google-re2", "attrdict3")
 
 
@@ -94,32 +97,64 @@ def ask(probes: Sequence[Probe]) -> list[Fact]:
 
 
 def _asked_by_a_child(probes: Sequence[Probe]) -> tuple[list[list[Fact]], str]:
-    """Return the facts of each probe that was answered, and how the process ended."""
+    """Return the facts of each probe that was answered, and how the process ended.
+
+    One that does not answer is killed: where the caller has threads, a lock of theirs may be held
+    for ever in the fork.
+    """
     reading, writing = os.pipe()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    _flush()
     child = os.fork()
     if child == 0:
         code = 1
         try:
-            os.close(reading)
-            gc.disable()  # this process ends soon; a tenth of the time that torch's import takes
-            with open(writing, "w", encoding="utf-8") as answers:
-                for probe in probes:
-                    print(json.dumps([asdict(fact) for fact in probe.facts()]), file=answers, flush=True)
-            code = 0
-        except Exception:
-            traceback.print_exc()
+            try:
+                os.close(reading)
+                gc.disable()  # this process ends soon; a tenth of the time that torch's import takes
+                with open(writing, "w", encoding="utf-8") as answers:
+                    for probe in probes:
+                        print(json.dumps([asdict(fact) for fact in probe.facts()]), file=answers, flush=True)
+                code = 0
+            except Exception:
+                traceback.print_exc()
+            _flush()
         finally:
-            sys.stderr.flush()
             os._exit(code)
     os.close(writing)
-    with open(reading, encoding="utf-8") as lines:
-        answered = [[Fact(**fact) for fact in json.loads(line)] for line in lines if line.endswith("\n")]
+    written, late = _read_until_silent(reading)
+    if late:
+        os.kill(child, signal.SIGKILL)
+    lines = written.decode().splitlines(keepends=True)
+    answered = [[Fact(**fact) for fact in json.loads(line)] for line in lines if line.endswith("\n")]
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    if late:
+        return answered, f"did not answer in {_MOST_SECONDS} s"
     if code >= 0:
         return answered, f"ended with exit code {code}"
     return answered, f"died of {signal.Signals(-code).name} ({signal.strsignal(-code)})"
+
+
+def _read_until_silent(pipe: int) -> tuple[bytes, bool]:
+    """Return what comes out of the pipe, which is closed, and whether it ended because nothing came
+    for too long."""
+    found = b""
+    waiting = select.poll()
+    waiting.register(pipe, select.POLLIN)
+    try:
+        while waiting.poll(_MOST_SECONDS * 1000):
+            more = os.read(pipe, 1 << 16)
+            if not more:
+                return found, False
+            found += more
+        return found, True
+    finally:
+        os.close(pipe)
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(AttributeError, OSError, ValueError):  # there is none, or it is closed
+            stream.flush()
 
 
 def versions() -> list[Fact]:

@@ -14,6 +14,7 @@ from torch import nn
 from tests.sharding.parts import address, make_group, mesh_for, parameters
 from tests.support.pool import Pools, server
 from zero_trial.precision import dtype_policy
+from zero_trial.sharding import heap
 from zero_trial.sharding.freed import FreedParameter, absent, is_absent
 from zero_trial.sharding.grouping import ShardingSettings
 from zero_trial.sharding.heap import give_freed_memory_back, keep_freed_memory
@@ -326,6 +327,19 @@ def test_pages_between_living_blocks_go_back() -> None:
     with server().Pool(1) as pool:
         before, after = pool.apply(resident_before_and_after)
     assert before - after > 48 << 20
+
+
+def test_large_pages_are_asked_for_where_blocks_are_mapped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The way that was chosen last counts: in the heap the advice would outlive the block."""
+    advised: list[int] = []
+    calls = {"mallopt": lambda *_: 1, "madvise": lambda _, size, __: advised.append(size.value)}
+    monkeypatch.setattr(heap, "_glibc", calls.get)
+    monkeypatch.setattr(heap, "_CHOSEN", {})
+    tensor = torch.empty(1 << 20)
+    for choose in (keep_freed_memory, heap.map_large_blocks, keep_freed_memory):
+        choose()
+        heap.use_large_pages(tensor)
+    assert len(advised) == 1
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])

@@ -20,6 +20,7 @@ _LARGEST_HEAP_BLOCK = 32 << 20  # what glibc allows on 64-bit machines
 _LARGE_PAGE = 2 << 20  # the smallest, of every processor that has them
 _MADV_PAGEOUT = 21  # of Linux 5.4
 _SMALLEST_FILE = 1 << 20  # bytes of a mapping that is worth a call
+_CHOSEN: dict[int, int] = {}  # what mallopt was told last
 
 
 def keep_freed_memory() -> bool:
@@ -34,10 +35,7 @@ def keep_freed_memory() -> bool:
     Process-wide and idempotent; the peak of memory in use is unchanged, but the process does not
     shrink after it.
     """
-    mallopt = _glibc("mallopt")
-    if mallopt is None:
-        return False
-    return bool(mallopt(_M_MMAP_THRESHOLD, _LARGEST_HEAP_BLOCK)) and bool(mallopt(_M_TRIM_THRESHOLD, 2**31 - 1))
+    return _map_from(_LARGEST_HEAP_BLOCK) and bool(_glibc("mallopt")(_M_TRIM_THRESHOLD, 2**31 - 1))
 
 
 def map_large_blocks() -> bool:
@@ -48,8 +46,15 @@ def map_large_blocks() -> bool:
     stay in the heap between those that live took 2.5 bytes per parameter at the peak. Process-wide
     and idempotent; replaces :func:`keep_freed_memory`.
     """
+    return _map_from(1 << 20)
+
+
+def _map_from(size: int) -> bool:
     mallopt = _glibc("mallopt")
-    return mallopt is not None and bool(mallopt(_M_MMAP_THRESHOLD, 1 << 20))
+    if mallopt is None or not mallopt(_M_MMAP_THRESHOLD, size):
+        return False
+    _CHOSEN[_M_MMAP_THRESHOLD] = size
+    return True
 
 
 def use_large_pages(tensor: torch.Tensor) -> None:
@@ -57,9 +62,10 @@ def use_large_pages(tensor: torch.Tensor) -> None:
     a call. Where the kernel has none they are small.
 
     For memory that comes from the kernel at each use (:func:`map_large_blocks`): the first touch of
-    8 MiB takes 2 ms instead of 8 on a virtual machine.
+    8 MiB takes 2 ms instead of 8 on a virtual machine. Blocks of the heap are left alone: what is
+    advised would stay so for those that are put there next.
     """
-    if tensor.device.type != "cpu":
+    if tensor.device.type != "cpu" or _CHOSEN.get(_M_MMAP_THRESHOLD, _LARGEST_HEAP_BLOCK) > _LARGE_PAGE:
         return
     page = mmap.PAGESIZE
     low, high = -(-tensor.data_ptr() // page) * page, (tensor.data_ptr() + tensor.nbytes) // page * page
@@ -80,11 +86,12 @@ def give_freed_memory_back() -> bool:
 
 def page_out_files() -> None:
     """Take the pages of mapped data files out of memory. Whatever is used again is read again, and
-    nothing is lost: the kernel passes over pages that were written, those of files that belong to
-    other users, and, before Linux 5.4, over all.
+    nothing is lost: the kernel passes over those of files that belong to other users and, before
+    Linux 5.4, over all. Private copies of pages that were written go to swap; without swap they
+    stay.
 
-    For files from which values are copied tensor by tensor, as libraries map safetensors: every
-    page that was touched once is resident until then.
+    For files from which values are copied tensor by tensor, as libraries map safetensors (privately
+    and writable, and they write nothing): every page that was touched once is resident until then.
     """
     advise = _glibc("madvise")
     try:

@@ -14,6 +14,7 @@ from tests.sharding.late_swap_file import LateSwapFile, LateTransfer
 from tests.sharding.parts import make_group, parameters
 from zero_trial.errors import StorageError
 from zero_trial.sharding.freed import is_absent
+from zero_trial.sharding.heap import map_large_blocks
 from zero_trial.sharding.offload.nvme_params import ParamSwapper, SwappedShard
 from zero_trial.sharding.offload.swap_space import CUT
 from zero_trial.sharding.param_group import ParamGroup
@@ -276,6 +277,7 @@ LARGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 def test_parameters_that_come_back_are_asked_for_in_large_pages() -> None:
     """Their memory was the kernel's between uses: 2048 page faults for each 8 MiB cost more than to
     read and copy them."""
+    assert map_large_blocks()
     (group,) = SwappedGroups(sizes=(4 << 20,)).groups
     group.unshard()
     assert "hg" in flags_of(group.full.data_ptr() + group.full.nbytes // 2)

@@ -173,6 +173,9 @@ def test_the_client_that_keeps_the_server_waiting_longest_has_to_go() -> None:
         for sock in (first, second):
             sock.sendall(b"POST / HTTP/1.1\r\nContent-Length: 3\r\n\r\nabc")
             assert sock.recv(65536).endswith(b"abc")
+        before = time.monotonic()
+        second.sendall(b"POST / HTTP/1.1\r\n")  # and not the rest
+        until(lambda: any(connection._reader.heard > before for connection in list(server._open)))
         first.sendall(b"POST / HTTP/1.1\r\nContent-Length: 3\r\nExpect: 100-continue\r\n\r\n")
         assert first.recv(65536).startswith(b"HTTP/1.1 100 ")
         until(lambda: all(connection.waits for connection in list(server._open)))

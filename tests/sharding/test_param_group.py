@@ -20,7 +20,7 @@ from zero_trial.sharding.grouping import ShardingSettings
 from zero_trial.sharding.heap import give_freed_memory_back, keep_freed_memory
 from zero_trial.sharding.model import ShardedModel
 from zero_trial.sharding.param_group import ParamGroup
-from zero_trial.sharding.plan import plan_for_stage
+from zero_trial.sharding.plan import Home, plan_for_stage
 
 SHAPES = [(6, 10), (6,), (), (3, 2, 5)]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -50,6 +50,19 @@ def test_first_values_are_rounded_for_the_parameters_and_not_for_the_masters(dty
     for slot in group.layout.slots:
         padding[slot.offset : slot.offset + slot.numel] = False
     assert group.full[padding].eq(0).all()
+
+
+@pytest.mark.parametrize("home", Home)
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_padding_is_zero_wherever_parameters_live(dtype: torch.dtype, stage: int, home: Home) -> None:
+    """What memory happened to hold would be stored, and NaN in it is unequal to itself."""
+    torch.use_deterministic_algorithms(True)  # new memory is NaN
+    try:
+        group = make_group(parameters(SHAPES), stage, dtype=dtype, home=home)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert [group.home[start:stop].eq(0).all().item() for start, stop in group.layout.gaps()] == [True] * 4
 
 
 def test_strided_first_values_keep_their_places() -> None:

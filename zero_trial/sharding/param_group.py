@@ -210,8 +210,10 @@ class ParamGroup:
         nothing. ``in_full``: they are in ``full`` as well."""
         same = all(p.dtype == self.dtype for p in self.params)
         wide = (
-            self.full if in_full and same else torch.zeros_like(self.full, dtype=self.dtype if same else torch.float32)
+            self.full if in_full and same else torch.empty_like(self.full, dtype=self.dtype if same else torch.float32)
         )
+        for start, stop in self.layout.gaps():
+            wide[start:stop].zero_()
         for param, slot in zip(self.params, self.layout.slots, strict=True):
             wide[slot.offset : slot.offset + slot.numel].copy_(read(param).reshape(-1))
         if agree is not None:

@@ -268,11 +268,7 @@ class Initialized(Net):
 
 
 class Encoder(nn.TransformerEncoder):
-    """A subclass with what torch's constructor makes."""
-
-    def __init__(self) -> None:
-        super().__init__(nn.TransformerEncoderLayer(8, 2, 24), 3, enable_nested_tensor=False)
-        self.out = nn.Linear(8, 5)
+    """A subclass with torch's constructor."""
 
 
 class Translator(Net):
@@ -281,7 +277,7 @@ class Translator(Net):
     def __init__(self) -> None:
         super().__init__()
         self.translator = nn.Transformer(8, 2, 3, 2, 24)
-        self.encoder = Encoder()
+        self.encoder = Encoder(nn.TransformerEncoderLayer(8, 2, 16), 3, enable_nested_tensor=False)
         self.after = nn.Linear(8, 3)
 
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import copy
 import logging
-import math
 import weakref
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -86,7 +85,7 @@ def test_parts_are_initialized_in_the_order_of_their_constructors(ties: bool) ->
     with torch.device("meta"):
         model = Outer(ties)
     torch.manual_seed(2)
-    initialize_meta(model, mesh_for(3).data, place_absent(model, CPU))
+    initialize_meta(model, mesh_for(3).data)
     assert torch.equal(torch.rand(1), after)
     for (name, value), expected in zip(model.named_parameters(), plain.parameters(), strict=True):
         assert torch.equal(value, expected), name
@@ -111,6 +110,9 @@ class Kinds(nn.Module):
         elif self.way == "by data":
             self.one.data.fill_(1)
             self.table.data.copy_(every)
+        elif self.way == "in part":
+            self.one.fill_(True)
+            self.table[:255] = True
         elif self.way == "anew":
             self.one, self.table = torch.ones_like(self.one), every
 
@@ -120,24 +122,20 @@ def test_a_buffer_is_filled_if_it_was_written(dtype: torch.dtype) -> None:
     for way in ("in place", "by data", "anew", None):
         with torch.device("meta"):
             model = nn.Sequential(nn.Linear(2, 2), Kinds(dtype, way))
-        given = place_absent(model, CPU)
         if way is not None:
-            initialize_meta(model, mesh_for(3).data, given)
+            initialize_meta(model, mesh_for(3).data)
             assert torch.equal(model[1].table, torch.arange(256).to(dtype)), way
             continue
         with pytest.raises(ConfigError) as error:
-            initialize_meta(model, mesh_for(3).data, given)
+            initialize_meta(model, mesh_for(3).data)
         assert "1.one (Kinds), 1.table (Kinds)" in str(error.value) and "1.none" not in str(error.value)
 
 
 def test_a_mask_written_in_part_is_refused() -> None:
     with torch.device("meta"):
-        model = Kinds(torch.bool, None)
-    given = place_absent(model, CPU)
-    model.one.fill_(True)
-    model.table[:255] = True
+        model = Kinds(torch.bool, "in part")
     with pytest.raises(ConfigError) as error:
-        initialize_meta(model, mesh_for(3).data, given)
+        initialize_meta(model, mesh_for(3).data)
     assert error.value.where == "initialize(model): table"
 
 
@@ -145,24 +143,43 @@ def test_classes_that_only_reset_are_named_once(caplog: pytest.LogCaptureFixture
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), Inner())
     with caplog.at_level(logging.INFO, "zero_trial"):
-        initialize_meta(model, mesh_for(3).data, place_absent(model, CPU))
+        initialize_meta(model, mesh_for(3).data)
     (message,) = [record.getMessage() for record in caplog.records if "reset_parameters" in record.getMessage()]
     assert message.count("Linear") == 1 and "LayerNorm" not in message  # Inner has initialized its own
+
+
+def layer() -> nn.TransformerEncoderLayer:
+    return nn.TransformerEncoderLayer(4, 2, 8)
+
+
+def encoder(*layers: nn.Module, kind: type[nn.TransformerEncoder] = nn.TransformerEncoder) -> nn.TransformerEncoder:
+    """An encoder of copies, or of ``layers`` that the caller has put in their place."""
+    model = kind(layer(), 2, enable_nested_tensor=False)
+    if layers:
+        model.layers = nn.ModuleList(layers)
+    return model
+
+
+class Plain(nn.TransformerEncoder):
+    """A subclass with torch's constructor."""
+
+    def reset_parameters(self) -> None:
+        """Does nothing to the layers."""
 
 
 class Own(nn.TransformerEncoder):
     """Layers of its own making, in the place of the copies."""
 
     def __init__(self) -> None:
-        super().__init__(nn.TransformerEncoderLayer(4, 2, 8), 1, enable_nested_tensor=False)
-        self.layers = nn.ModuleList([nn.TransformerEncoderLayer(4, 2, 8) for _ in range(2)])
+        super().__init__(layer(), 1, enable_nested_tensor=False)
+        self.layers = nn.ModuleList([layer(), layer()])
 
 
 class Renamed(nn.TransformerEncoder):
-    """The layers that torch's constructor makes."""
+    """The layers that torch's constructor makes, which only its own constructor knows."""
 
     def __init__(self) -> None:
-        super().__init__(nn.TransformerEncoderLayer(4, 2, 8), 2, enable_nested_tensor=False)
+        super().__init__(layer(), 2, enable_nested_tensor=False)
         self.head = nn.Linear(4, 3)
 
 
@@ -170,163 +187,71 @@ class Inherited(Renamed):
     pass
 
 
-class Cloned(nn.TransformerEncoder):
-    """Copies of its own making."""
-
-    def __init__(self) -> None:
-        super().__init__(nn.TransformerEncoderLayer(4, 2, 8), 1, enable_nested_tensor=False)
-        self.layers = nn.ModuleList([copy.deepcopy(self.layers[0]) for _ in range(2)])
-
-
-class Rewritten(nn.TransformerEncoder):
-    """Writes values into layers that torch's constructor makes."""
-
-    def __init__(self) -> None:
-        super().__init__(nn.TransformerEncoderLayer(4, 2, 8), 2, enable_nested_tensor=False)
-        for param in self.layers.parameters():
-            nn.init.normal_(param)
-
-
-class Built(nn.TransformerEncoder):
-    """Layers of its own making, by a method."""
-
-    def __init__(self) -> None:
-        super().__init__(nn.TransformerEncoderLayer(4, 2, 8), 1, enable_nested_tensor=False)
-        self.build()
-
-    def build(self) -> None:
-        self.layers = two_layers()
-
-
-class ByName(nn.TransformerEncoder):
-    def __init__(self) -> None:
-        super().__init__(nn.TransformerEncoderLayer(4, 2, 8), 1, enable_nested_tensor=False)
-        made = [nn.TransformerEncoderLayer(4, 2, 8) for _ in range(2)]
-        self._modules["layers"] = nn.ModuleList(made)
-
-
-class ByVariableName(nn.TransformerEncoder):
-    def __init__(self, name: str = "layers") -> None:
-        super().__init__(nn.TransformerEncoderLayer(4, 2, 8), 1, enable_nested_tensor=False)
-        setattr(self, name, nn.ModuleList([nn.TransformerEncoderLayer(4, 2, 8) for _ in range(2)]))
-
-
-class Added(nn.TransformerEncoder):
-    def __init__(self, name: str = "layers") -> None:
-        super().__init__(nn.TransformerEncoderLayer(4, 2, 8), 1, enable_nested_tensor=False)
-        self.add_module(name, nn.ModuleList([nn.TransformerEncoderLayer(4, 2, 8) for _ in range(2)]))
-
-
-class Handed(nn.TransformerEncoder):
-    def __init__(self) -> None:
-        super().__init__(nn.TransformerEncoderLayer(4, 2, 8), 1, enable_nested_tensor=False)
-        give_layers(self)
-
-
-class Cloning(nn.TransformerEncoder):
-    """Copies by a function of another name."""
-
-    def __init__(self) -> None:
-        super().__init__(nn.TransformerEncoderLayer(4, 2, 8), 1, enable_nested_tensor=False)
-        layer = nn.TransformerEncoderLayer(4, 2, 8)
-        self.layers = nn.ModuleList([clone_of(layer) for _ in range(2)])
-
-
-class CloningInside(nn.TransformerEncoder):
-    def __init__(self) -> None:
-        from copy import deepcopy as another
-
-        super().__init__(nn.TransformerEncoderLayer(4, 2, 8), 1, enable_nested_tensor=False)
-        layers = [nn.TransformerEncoderLayer(4, 2, 8)]
-        layers.append(another(layers[0]))
-        self.layers = nn.ModuleList(layers)
-
-
-class Rich(nn.TransformerEncoder):
-    """What constructors often do beside the layers."""
-
-    def __init__(self, width: int = 4) -> None:
-        super(Rich, self).__init__(nn.TransformerEncoderLayer(width, 2, 8), 2, enable_nested_tensor=False)  # noqa: UP008
-        self.width = width
-        self.register_buffer("places", torch.zeros(3), persistent=False)
-        self.heads = nn.ModuleList([nn.Linear(self.width, 3) for _ in range(math.isqrt(4))])
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        self.places.zero_()
-
-
-class RichOwn(nn.TransformerEncoder):
-    """Its own layers, appended one by one."""
-
-    def __init__(self) -> None:
-        nn.TransformerEncoder.__init__(self, nn.TransformerEncoderLayer(4, 2, 8), 1, enable_nested_tensor=False)
-        made = []
-        for _ in range(2):
-            made.append(nn.TransformerEncoderLayer(4, 2, 8))
-        self.layers = nn.ModuleList(made)
-
-
-clone_of = copy.deepcopy
-
-
-def two_layers() -> nn.ModuleList:
-    return nn.ModuleList([nn.TransformerEncoderLayer(4, 2, 8) for _ in range(2)])
-
-
-def give_layers(model: nn.Module) -> None:
-    model.layers = two_layers()
-
-
-def encoder(*layers: nn.Module) -> nn.TransformerEncoder:
-    """An encoder whose layers the caller has replaced."""
-    model = nn.TransformerEncoder(nn.TransformerEncoderLayer(4, 2, 8), 2, enable_nested_tensor=False)
-    if layers:
-        model.layers = nn.ModuleList(layers)
+def written() -> nn.TransformerEncoder:
+    model = encoder()
+    for param in model.layers[1].parameters():
+        nn.init.normal_(param)
     return model
+
+
+def of_one_layer() -> nn.ModuleList:
+    shared = layer()
+    return nn.ModuleList([nn.TransformerEncoder(shared, 2, enable_nested_tensor=False) for _ in range(2)])
+
+
+def beside_its_layer() -> nn.ModuleList:
+    return nn.ModuleList([shared := layer(), nn.TransformerEncoder(shared, 2, enable_nested_tensor=False)])
 
 
 @pytest.mark.parametrize(
     ("build", "copies"),
     [
-        (encoder, True),
-        (Own, False),
-        (Renamed, True),
-        (Inherited, True),
-        (Rich, True),
-        (RichOwn, False),
-        (lambda: encoder(nn.Linear(4, 4), nn.TransformerEncoderLayer(4, 2, 8)), False),
-        (lambda: encoder(nn.Linear(4, 4), nn.Linear(4, 2)), False),
-        (lambda: encoder(*[nn.Linear(4, 4)] * 2), False),
-        (lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(4, 2, 8), 0, enable_nested_tensor=False), False),
+        (encoder, ["0.layers"]),
+        (lambda: encoder(kind=Plain), ["0.layers"]),
+        (lambda: nn.TransformerDecoder(nn.TransformerDecoderLayer(4, 2, 8), 3), ["0.layers"]),
+        (lambda: nn.Transformer(4, 2, 2, 3, 8), ["0.encoder.layers", "0.decoder.layers"]),
+        (lambda: nn.TransformerEncoder(layer(), 1, enable_nested_tensor=False), []),
+        (lambda: nn.TransformerEncoder(nn.Identity(), 2, enable_nested_tensor=False), []),
     ],
 )
-def test_layers_that_torch_copies_are_copies_and_no_others(
-    build: Callable[[], nn.TransformerEncoder], copies: bool, caplog: pytest.LogCaptureFixture
+def test_layers_that_torch_copies_have_the_dense_values(
+    build: Callable[[], nn.Module], copies: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
+    torch.manual_seed(4)
+    dense = nn.Sequential(build(), nn.Linear(4, 4))
     with torch.device("meta"):
-        model = nn.Sequential(made := build())
+        model = nn.Sequential(build(), nn.Linear(4, 4))
+    torch.manual_seed(4)
     with caplog.at_level(logging.INFO, "zero_trial"):
-        initialize_meta(model, mesh_for(3).data, place_absent(model, CPU))
-    assert not any(bool(param.isnan().any()) for param in model.parameters())
-    assert any("every layer in 0.layers gets" in record.getMessage() for record in caplog.records) == copies
-    layers = [
-        layer.self_attn.in_proj_weight for layer in cast(nn.ModuleList, made.layers) if hasattr(layer, "self_attn")
-    ]
-    assert not layers[1:] or torch.equal(*layers) == copies
+        initialize_meta(model, mesh_for(3).data)
+    for (name, value), expected in zip(model.named_parameters(), dense.parameters(), strict=True):
+        assert torch.equal(value, expected), name
+    said = [record.getMessage() for record in caplog.records if "the first one's values" in record.getMessage()]
+    assert [f"every layer in {', '.join(copies)} gets" in message for message in said] == [True][: len(copies)]
 
 
 @pytest.mark.parametrize(
-    "build", [Cloned, Rewritten, Built, ByName, ByVariableName, Added, Handed, Cloning, CloningInside]
+    ("build", "got"),
+    [
+        (Own, "constructor of its own"),
+        (Renamed, "constructor of its own"),
+        (Inherited, "constructor of its own"),
+        (lambda: encoder(layer(), layer()), "made or written"),
+        (lambda: encoder(copy.deepcopy(layer()), layer()), "made or written"),
+        (written, "made or written"),
+        (lambda: encoder(layer(), nn.Linear(4, 4)), "not alike"),
+        (of_one_layer, "layers like 0.1.layers.0"),
+        (beside_its_layer, "layers like 0.0"),
+    ],
 )
-def test_layers_that_only_a_constructor_knows_are_refused(build: Callable[[], nn.TransformerEncoder]) -> None:
+def test_layers_whose_first_values_cannot_be_known_are_refused(build: Callable[[], nn.Module], got: str) -> None:
     with torch.device("meta"):
         model = nn.Sequential(build())
     with pytest.raises(ConfigError) as caught:
-        initialize_meta(model, mesh_for(3).data, place_absent(model, CPU))
-    assert build.__name__ in caught.value.where and "zero.Init" in caught.value.fix
+        initialize_meta(model, mesh_for(3).data)
+    assert got in caught.value.got and "zero.Init" in caught.value.fix
     given = nn.Sequential(build())
-    initialize_meta(given, mesh_for(3).data, place_absent(given, CPU))  # has all values
+    initialize_meta(given, mesh_for(3).data)  # has all values
 
 
 def test_values_that_go_to_a_file_are_never_in_memory_together(tmp_path: Path) -> None:
@@ -337,7 +262,7 @@ def test_values_that_go_to_a_file_are_never_in_memory_together(tmp_path: Path) -
             model = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(8)))
         torch.manual_seed(3)
         before = anonymous()
-        initialize_meta(model, mesh_for(1).data, place_absent(model, CPU), keep)
+        initialize_meta(model, mesh_for(1).data, keep)
         return anonymous() - before, [param.detach() for param in model.parameters()]
 
     file = SwapFile(tmp_path, 40 << 20)

@@ -128,14 +128,12 @@ def give_values(
     if rows[0][1] and (any(row[2] for row in rows) or any(row[1:] != rows[0][1:] for row in rows)):
         _refuse_lacking(needed, data)
     from_first = not rows[0][1]
-    place = device if by_files or from_first else torch.device("cpu")  # random numbers are the host's
-    given = place_absent(model, place)
     if from_first:  # the files, or the broadcast of first values, have all
-        return
-    if by_files:
-        initialize_buffers(model, sorted(needed), data, given)
+        place_absent(model, device)
+    elif by_files:
+        initialize_buffers(model, needed, data, place_absent(model, device))
     else:
-        initialize_meta(model, data, given, keep)
+        initialize_meta(model, data, keep)
 
 
 def _checksum(value: Any) -> int:

@@ -8,14 +8,11 @@ object to the model and to an optimizer.
 
 from __future__ import annotations
 
-import builtins
 import inspect
 import itertools
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dis import Instruction, get_instructions
-from types import BuiltinFunctionType, CodeType
 from typing import Any, cast
 
 import torch
@@ -78,10 +75,10 @@ def _change_places(tensor: torch.Tensor, other: torch.Tensor) -> None:
         ) from fault
 
 
-def initialize_meta(model: nn.Module, data: AxisComm, given: Given, keep: Keep | None = None) -> None:
-    """Give the tensors of a model that are absent, all but ``given``, the values that building it
-    would have given them: module by module, cut over ``data`` where it has several ranks.
-    Collective over ``data``.
+def initialize_meta(model: nn.Module, data: AxisComm, keep: Keep | None = None) -> None:
+    """Give the tensors of a model that are on the meta device the values that building it would
+    have given them: module by module, on the host, whose random numbers they are, and cut over
+    ``data`` where it has several ranks. Collective over ``data``.
 
     Random numbers are drawn in the order of construction, a module after its children:
     ``reset_parameters`` (or ``_reset_parameters``) of each module that has tensors of its own, or
@@ -90,8 +87,11 @@ def initialize_meta(model: nn.Module, data: AxisComm, given: Given, keep: Keep |
     stay; layers of torch's ``TransformerEncoder`` and ``Decoder`` are copies of the first.
     ``keep``: moves the values of a module that is filled to
     where they are until groups are built, so that they are never in memory together. Raises
-    ConfigError that names the parameters and buffers which nothing has filled.
+    ConfigError that names the parameters and buffers which nothing has filled, and for such layers
+    that may have other values.
     """
+    copies = _copied_layers(model)
+    given = place_absent(model, torch.device("cpu"))
     first: dict[int, nn.Module] = {}
     for module in _children_first(model):
         for param in module.parameters(recurse=False):
@@ -105,7 +105,6 @@ def initialize_meta(model: nn.Module, data: AxisComm, given: Given, keep: Keep |
         found = [id(tensor) in given for part in modules for tensor in _own_tensors(part)]
         return bool(found) and all(found)
 
-    copies = _copied_layers(model, given)
     initialized: set[nn.Module] = set()
     alone: set[nn.Module] = set()  # no _init_weights was there after their reset_parameters
     heap = FreedBytes()
@@ -188,151 +187,54 @@ def _own_tensors(module: nn.Module) -> Iterator[torch.Tensor]:
     return itertools.chain(module.parameters(recurse=False), module.buffers(recurse=False))
 
 
-def _copied_layers(model: nn.Module, given: Given) -> dict[nn.Module, nn.Module]:
+def _copied_layers(model: nn.Module) -> dict[nn.Module, nn.Module]:
     """Map the modules inside layers that torch copies (``copy.deepcopy``) to those of the first
-    layer, unless that has values or another shape."""
+    layer; none where a layer has values. To be called while the model is on the meta device."""
     found: dict[nn.Module, nn.Module] = {}
     for module in model.modules():
-        if not isinstance(module, _COPYING):
+        if not isinstance(module, (nn.TransformerEncoder, nn.TransformerDecoder)):
             continue
-        first, *others = [*cast(nn.ModuleList, module.layers)] or [nn.Identity()]
-        alike = [layer for layer in others if _outline(layer) == _outline(first)]
-        filled = any(id(tensor) in given for part in first.modules() for tensor in _own_tensors(part))
-        if not alike or filled or not _has_copies(module):
+        layers = [*cast(nn.Module, module.layers).children()]
+        tensors = [tensor for layer in layers for tensor in _tensors_inside(layer)]
+        if not tensors or any(not tensor.is_meta for tensor in tensors):
             continue
-        for layer in alike:
-            parts = zip(layer.modules(), first.modules(), strict=True)
-            found |= {part: source for part, source in parts if part is not source}
+        if doubt := _doubt_of_copies(model, module, layers):
+            raise ConfigError(
+                "on the meta device these layers can only be copies of one layer, as torch's constructor makes them",
+                where=f"initialize(model): {type(module).__module__}.{type(module).__qualname__}",
+                got=doubt,
+                expected="torch's own constructor, the layers that it made, and no other layer like them",
+                fix="Build the model inside zero_trial.zero.Init(), or pass weights=.",
+            )
+        first, *copies = layers
+        for layer in copies:
+            found |= dict(zip(layer.modules(), first.modules(), strict=True))
     return found
 
 
-_COPYING = (nn.TransformerEncoder, nn.TransformerDecoder)
+def _doubt_of_copies(model: nn.Module, module: nn.Module, layers: Sequence[nn.Module]) -> str:
+    """Return why ``layers`` of one of torch's encoders and decoders may not be copies of one layer
+    that torch's constructor got for them alone, or an empty string."""
+    if "__init__" in {name for kind in type(module).__mro__ for name in vars(kind) if not _is_of_torch(kind)}:
+        return "a constructor of its own, which may change layers or put others in their place"
+    outline = _outline(layers[0])
+    if any(_outline(layer) != outline for layer in layers):
+        return "layers that are not alike"
+    # torch counts writes, from 0 in a copy: in a layer that initialized itself no tensor has 0
+    if any(all(tensor._version for tensor in _tensors_inside(layer)) for layer in layers):
+        return "layers that were made or written after torch's constructor copied its own"
+    others = (name for name, part in model.named_modules() if part not in layers and _outline(part) == outline)
+    if other := next(others, ""):  # one layer may have been given to two constructors
+        return f"layers like {other}, which may or may not be a copy of the same layer"
+    return ""
 
 
-def _has_copies(module: nn.Module) -> bool:
-    """Return whether the layers of one of torch's encoders and decoders, or of a subclass, are as
-    torch's constructor makes them, and not those that a subclass's constructor puts in their place.
-    Raises ConfigError where that constructor makes copies itself, or does something else with
-    them."""
-    kind = type(module)
-    own = list(itertools.takewhile(lambda each: each not in _COPYING, kind.__mro__))
-    constructors = [inspect.unwrap(vars(each)["__init__"]) for each in own if "__init__" in vars(each)]
-    codes = [code for each in constructors for code in _codes(each)]
-    stores = any(
-        step.opname == "STORE_ATTR" and step.argval == "layers" for code in codes for step in get_instructions(code)
-    )
-    doubt = next(itertools.chain.from_iterable(_doubts(each, module, stores) for each in constructors), None)
-    if doubt is None and stores and type(module.layers) not in (nn.ModuleList, nn.Sequential):
-        doubt = f"makes layers in a {type(module.layers).__name__}"
-    if doubt is None:
-        return not stores
-    raise ConfigError(
-        "only its constructor knows the first values of these layers, and on the meta device it cannot be called again",
-        where=f"initialize(model): {kind.__module__}.{kind.__qualname__}",
-        got=f"a constructor that {doubt}",
-        expected=f"layers as {' or '.join(each.__name__ for each in _COPYING if each in kind.__mro__)} makes them, or new ones",
-        fix="Build the model inside zero_trial.zero.Init(), or pass weights=.",
-    )
+def _is_of_torch(kind: type) -> bool:
+    return kind.__module__.partition(".")[0] in ("torch", "builtins")
 
 
-def _doubts(constructor: Callable[..., Any], module: nn.Module, stores: bool) -> Iterator[str]:
-    """Yield what a constructor does, going by its bytecode, by which layers may get values that
-    nobody else knows. ``stores``: some constructor of the class makes layers of its own."""
-    code = getattr(constructor, "__code__", None)
-    if code is None or not code.co_argcount:
-        yield "is not written as a plain function of self"
-        return
-    itself = code.co_varnames[0]
-    for code in _codes(constructor):
-        if "layers" in code.co_consts:
-            yield "names its layers in a string"
-        steps = list(get_instructions(code))
-        for at, step in enumerate(steps):
-            after = steps[at + 1 :]
-            taken = ""
-            loaded = step.argval if isinstance(step.argval, tuple) else (step.argval,)  # two at once from 3.13 on
-            if step.opname.startswith(_LOCAL) and itself in loaded:
-                follow = next(each for each in after if each.opname != "COPY")
-                if itself == loaded[-1] and follow.opname.startswith(_ATTRIBUTE):
-                    taken = follow.argval
-                elif itself != loaded[-1] or follow.opname not in ("STORE_ATTR", "DELETE_ATTR"):
-                    near = [*steps[max(at - 2, 0) : at], *after[:3]]
-                    if all(each.argval != "__init__" for each in near):  # Base.__init__(self), super(Class, self)
-                        yield "hands itself to something else"
-            elif step.opname == "LOAD_GLOBAL" and step.argval == "super":
-                taken = next((each.argval for each in after if each.opname.startswith(_ATTRIBUTE)), "")
-            elif step.opname.startswith(_ATTRIBUTE) and step.argval == "layers":
-                taken = "layers"
-            elif stores and (_is_function(constructor, [step, *after]) or _is_unknown_call(step, steps[:at], itself)):
-                yield f"makes layers, and calls {step.argval}"
-            if taken and not _is_harmless(taken, module, code):
-                yield f"uses self.{taken}"
-
-
-_LOCAL = ("LOAD_FAST", "LOAD_DEREF")
-_ATTRIBUTE = ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_")
-_REACHING = {
-    *(
-        "layers",
-        "__dict__",
-        "__setattr__",
-        "_modules",
-        "add_module",
-        "register_module",
-        "set_submodule",
-        "get_submodule",
-    ),
-    *("get_parameter", "children", "named_children", "modules", "named_modules", "parameters", "named_parameters"),
-    *("state_dict", "load_state_dict"),
-}
-
-
-def _is_harmless(name: str, module: nn.Module, code: CodeType) -> bool:
-    """Return whether the use of an attribute of self in a constructor leaves its layers alone, or
-    is repeated here."""
-    if name in ("apply", "_init_weights"):
-        return {"apply", "_init_weights"} <= set(code.co_names) and _initializer(module) is not None
-    known = hasattr(nn.Module, name) or name in _RESETS or not callable(getattr(type(module), name, None))
-    return known and name not in _REACHING
-
-
-def _is_function(constructor: Callable[..., Any], steps: Sequence[Instruction]) -> bool:
-    """Return whether ``steps`` begin with a global name, and attributes of it, of something that a
-    call may run any code of: neither a class nor a function of C."""
-    first, *rest = steps
-    if first.opname != "LOAD_GLOBAL":
-        return False
-    found = constructor.__globals__.get(first.argval, getattr(builtins, first.argval, _is_function))
-    for step in itertools.takewhile(lambda each: each.opname.startswith(_ATTRIBUTE), rest):
-        if step.argval == "__init__":  # of a base class
-            return False
-        found = getattr(found, step.argval, _is_function)
-    return callable(found) and not isinstance(found, (type, BuiltinFunctionType))
-
-
-def _is_unknown_call(step: Instruction, before: Sequence[Instruction], itself: str) -> bool:
-    """Return whether a step prepares a call of what a local variable holds, or of a method of
-    something that is not global, unless it is a list's."""
-    last = before[-1] if before else step
-    opnames = (last.opname, step.opname)  # in the other order from 3.13 on
-    if "PUSH_NULL" in opnames and any(each.startswith(_LOCAL) for each in opnames):
-        return True
-    root = next((each for each in reversed(before) if not each.opname.startswith(_ATTRIBUTE)), step)
-    method = step.opname == "LOAD_METHOD" or (step.opname == "LOAD_ATTR" and "NULL" in step.argrepr)
-    known = root.opname == "LOAD_GLOBAL" or (root is last and root.argval == itself) or step.argval in _PLAIN
-    return method and not known
-
-
-_PLAIN = frozenset(["append", "extend", "insert", "__init__"])
-
-
-def _codes(function: Callable[..., Any]) -> Iterator[CodeType]:
-    """Yield a function's code, and that of the functions and comprehensions inside it."""
-    left = [getattr(inspect.unwrap(function), "__code__", None)]
-    while left:
-        if (code := left.pop()) is not None:
-            yield code
-            left += [inner for inner in code.co_consts if isinstance(inner, CodeType)]
+def _tensors_inside(module: nn.Module) -> Iterator[torch.Tensor]:
+    return itertools.chain(module.parameters(), module.buffers())
 
 
 def _outline(layer: nn.Module) -> list[tuple[type[nn.Module], list[torch.Size]]]:

@@ -130,12 +130,9 @@ def test_every_module_is_tested_in_its_room():
 
 
 def test_a_public_class_name_stands_once():
-    """A reader who meets a name finds one class of it. Templates are files of the user's and stand
-    apart."""
+    """A reader who meets a name finds one class of it."""
     places: dict[str, list[str]] = {}
     for module in modules():
-        if module.room == "templates":
-            continue
         for node in module.tree.body:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 places.setdefault(node.name, []).append(module.place)

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from tests.templates.short import train_made
-from zero_trial.templates.text.model_def import BYTES, Model
+from zero_trial.templates.text.model_def import BYTES, LanguageModel
 
 SENTENCES = "the quick brown fox jumps over the lazy dog and runs away from {} hounds\n"
 
@@ -24,7 +24,7 @@ def test_it_learns(tmp_path: Path) -> None:
 
 def test_no_byte_sees_what_comes_after_it() -> None:
     torch.manual_seed(0)
-    model = Model(sequence=8, layers=2, heads=2, width=16)
+    model = LanguageModel(sequence=8, layers=2, heads=2, width=16)
     inputs = torch.randint(BYTES, (1, 8))
     other = inputs.clone()
     other[0, 5:] += 1

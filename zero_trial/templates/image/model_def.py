@@ -12,7 +12,7 @@ from zero_trial import DataLoader, ZeroTrial, ZeroTrialContext
 from zero_trial.data import GlyphImages, glyph_images
 
 
-class Model(nn.Module):
+class ConvNet(nn.Module):
     """Images (batch, 1, size, size) -> logits (batch, classes)."""
 
     def __init__(self, size: int, width: int, classes: int) -> None:
@@ -36,7 +36,7 @@ class ImageTrial(ZeroTrial):
         self.context, hp, data = context, context.get_hparams(), context.get_data_config()
         self.train_images = glyph_images(hp.model.size, data["characters"], "train", variants=data["variants"])
         self.val_images = glyph_images(hp.model.size, data["characters"], "validation")
-        self.engine = context.initialize(model=Model(**hp.model, classes=len(data["characters"])))
+        self.engine = context.initialize(model=ConvNet(**hp.model, classes=len(data["characters"])))
 
     def build_training_data_loader(self) -> DataLoader:
         batch = self.context.get_train_micro_batch_size_per_gpu()

@@ -36,7 +36,7 @@ class Block(nn.Module):
         return after
 
 
-class Model(nn.Module):
+class LanguageModel(nn.Module):
     """Inputs and targets, both (batch, sequence) int64 -> the mean loss per byte, in nats."""
 
     def __init__(self, sequence: int, layers: int, heads: int, width: int) -> None:
@@ -61,7 +61,7 @@ class TextTrial(ZeroTrial):
         self.tokens_per_sample = hp.model.sequence
         self.train_data = ByteDataset(self.corpus.train, hp.model.sequence)
         self.val_data = ByteDataset(self.corpus.val, hp.model.sequence, windows=data["validation_windows"])
-        self.engine = context.initialize(model=Model(**hp.model))
+        self.engine = context.initialize(model=LanguageModel(**hp.model))
 
     def build_training_data_loader(self) -> DataLoader:
         return DataLoader(self.train_data, self.context.get_train_micro_batch_size_per_gpu(), shuffle=True)

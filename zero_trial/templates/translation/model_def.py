@@ -108,7 +108,7 @@ class Sublayer(nn.Module):
         return x + F.dropout(after, self.dropout, self.training)
 
 
-class Block(nn.Module):
+class T5Block(nn.Module):
     """Attention to itself, in a decoder to the memory too, and two linear layers."""
 
     def __init__(self, width: int, heads: int, hidden: int, dropout: float, decoder: bool, first: bool) -> None:
@@ -127,13 +127,13 @@ class Block(nn.Module):
         return after
 
 
-class Stack(nn.Module):
+class T5Stack(nn.Module):
     """An encoder or a decoder: (batch, n, width) -> the same."""
 
     def __init__(self, layers: int, width: int, heads: int, hidden: int, dropout: float, decoder: bool) -> None:
         super().__init__()
         self.dropout, self.decoder = dropout, decoder
-        self.block = nn.ModuleList(Block(width, heads, hidden, dropout, decoder, first=not i) for i in range(layers))
+        self.block = nn.ModuleList(T5Block(width, heads, hidden, dropout, decoder, first=not i) for i in range(layers))
         self.final_layer_norm = Norm(width)
 
     def forward(
@@ -155,7 +155,7 @@ class T5(nn.Module):
     def __init__(self, vocabulary: int, layers: int, heads: int, width: int, hidden: int, dropout: float) -> None:
         super().__init__()
         self.shared = nn.Embedding(vocabulary, width)
-        self.encoder, self.decoder = (Stack(layers, width, heads, hidden, dropout, side) for side in (False, True))
+        self.encoder, self.decoder = (T5Stack(layers, width, heads, hidden, dropout, side) for side in (False, True))
 
     def forward(self, source: Tensor, inputs: Tensor, memory: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return the scores of the next tokens (batch, m, vocabulary), and the encoder's output,

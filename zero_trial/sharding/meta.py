@@ -11,7 +11,7 @@ from __future__ import annotations
 import inspect
 import itertools
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, cast
 
@@ -85,77 +85,115 @@ def initialize_meta(model: nn.Module, data: AxisComm, keep: Keep | None = None) 
     whose constructor names it, and where a class defines ``_init_weights``, as those of
     transformers do, that for all modules inside. Of a tied parameter the values of its first module
     stay; layers of torch's ``TransformerEncoder`` and ``Decoder`` are copies of the first.
-    ``keep``: moves the values of a module that is filled to
-    where they are until groups are built, so that they are never in memory together. Raises
-    ConfigError that names the parameters and buffers which nothing has filled, and for such layers
-    that may have other values.
+    ``keep``: moves the values of a module that is filled to where they are until groups are built,
+    so that they are never in memory together. Raises ConfigError that names the parameters and
+    buffers which nothing has filled, and for layers that may or may not be such copies.
     """
     copies = _copied_layers(model)
-    given = place_absent(model, torch.device("cpu"))
-    first: dict[int, nn.Module] = {}
-    for module in _children_first(model):
-        for param in module.parameters(recurse=False):
-            first.setdefault(id(param), module)
-
-    def tied(module: nn.Module) -> list[str]:
-        own = module.named_parameters(recurse=False, remove_duplicate=False)
-        return [name for name, param in own if first[id(param)] is not module]
-
-    def complete(modules: Iterator[nn.Module]) -> bool:
-        found = [id(tensor) in given for part in modules for tensor in _own_tensors(part)]
-        return bool(found) and all(found)
-
-    initialized: set[nn.Module] = set()
-    alone: set[nn.Module] = set()  # no _init_weights was there after their reset_parameters
+    run = _Initialization(model, place_absent(model, torch.device("cpu")), copies)
     heap = FreedBytes()
     with lifting(), torch.no_grad():
         for module in _children_first(model):
-            own = [
-                param
-                for param in module.parameters(recurse=False)
-                if first[id(param)] is module and id(param) not in given
-            ]
-            with torch._C.DisableTorchFunction():
-                for param in own:
-                    param.data = _unfilled(param.shape, param.dtype, param.device)
-            if (source := copies.get(module)) is not None:
-                for tensor, other in zip(_own_tensors(module), _own_tensors(source), strict=True):
-                    if id(tensor) not in given:
-                        tensor.copy_(other)
-            elif not complete(iter([module]) if next(_own_tensors(module), None) is not None else module.modules()):
-                with _spare(module, tied(module), given):
-                    if _reset(module):
-                        alone.add(module)
-            if data.size > 1:
-                with torch._C.DisableTorchFunction():
-                    for param in own:
-                        own_params([param], PreSharded(param, data, heap, keep))
-            elif keep is not None:
-                for param in own:
-                    heap.add(param)
-                    param.data = keep(param.data)
-            if (initialize := _initializer(module)) is None:
-                continue
-            flags = hasattr(module, "_initialize_weights")  # of transformers, which ties at the end
-            for part in _children_first(module):
-                if (not flags or part not in initialized) and not complete(part.modules()):
-                    initialized.add(part)
-                    alone.discard(part)
-                    with _spare(part, tied(part) if flags else (), given):
-                        initialize(part)
+            own = run.allocate(module)
+            run.fill(module)
+            _put_away(own, data, heap, keep)
+            run.initialize_inside(module)
     heap.give_back()
-    _require_filled(model, data, given)
-    if copies and data.index == 0:
+    _require_filled(model, data, run.given)
+    if data.index == 0:
+        _log_sources(model, copies, run.only_reset)
+
+
+class _Initialization:
+    """What gives the modules of a model their first values, as far as it has run.
+
+    Args:
+        given: the tensors that had values before.
+        copies: the modules whose values are those of another one.
+    """
+
+    def __init__(self, model: nn.Module, given: Given, copies: Mapping[nn.Module, nn.Module]) -> None:
+        self.given = given
+        self.only_reset: set[nn.Module] = set()  # by reset_parameters, and by no _init_weights after it
+        self._copies = copies
+        self._initialized: set[nn.Module] = set()  # by an _init_weights
+        self._first: dict[int, nn.Module] = {}  # by id of a parameter: the first module that has it
+        for module in _children_first(model):
+            for param in module.parameters(recurse=False):
+                self._first.setdefault(id(param), module)
+
+    def allocate(self, module: nn.Module) -> list[nn.Parameter]:
+        """Give the parameters that get their values from ``module`` memory, and return them."""
+        params = module.parameters(recurse=False)
+        own = [param for param in params if self._first[id(param)] is module and id(param) not in self.given]
+        with torch._C.DisableTorchFunction():
+            for param in own:
+                param.data = _unfilled(param.shape, param.dtype, param.device)
+        return own
+
+    def fill(self, module: nn.Module) -> None:
+        """Copy or reset the module's own tensors, where some lack values."""
+        if (source := self._copies.get(module)) is not None:
+            for tensor, other in zip(_own_tensors(module), _own_tensors(source), strict=True):
+                tensor.copy_(other)
+            return
+        own = [*_own_tensors(module)]
+        if self._have_values(own or _tensors_inside(module)):
+            return
+        with _spare(module, self._tied(module), self.given):
+            if _reset(module):
+                self.only_reset.add(module)
+
+    def initialize_inside(self, module: nn.Module) -> None:
+        """Call the module's ``_init_weights``, if it has one, for all modules inside."""
+        if (initialize := _initializer(module)) is None:
+            return
+        flags = hasattr(module, "_initialize_weights")  # of transformers, which ties at the end
+        for part in _children_first(module):
+            if (flags and part in self._initialized) or self._have_values(_tensors_inside(part)):
+                continue
+            self._initialized.add(part)
+            self.only_reset.discard(part)
+            with _spare(part, self._tied(part) if flags else (), self.given):
+                initialize(part)
+
+    def _tied(self, module: nn.Module) -> list[str]:
+        """Name the module's own parameters that get their values from another one."""
+        own = module.named_parameters(recurse=False, remove_duplicate=False)
+        return [name for name, param in own if self._first[id(param)] is not module]
+
+    def _have_values(self, tensors: Iterable[torch.Tensor]) -> bool:
+        """Return whether there are tensors, and all had values before."""
+        found = [id(tensor) in self.given for tensor in tensors]
+        return bool(found) and all(found)
+
+
+def _put_away(params: Sequence[nn.Parameter], data: AxisComm, heap: FreedBytes, keep: Keep | None) -> None:
+    """Cut filled parameters over ``data``, or move them to where ``keep`` does. Collective over
+    ``data``."""
+    if data.size > 1:
+        with torch._C.DisableTorchFunction():
+            for param in params:
+                own_params([param], PreSharded(param, data, heap, keep))
+    elif keep is not None:
+        for param in params:
+            heap.add(param)
+            param.data = keep(param.data)
+
+
+def _log_sources(model: nn.Module, copies: Mapping[nn.Module, nn.Module], only_reset: Collection[nn.Module]) -> None:
+    """Log which layers are copies, and which classes ``reset_parameters`` alone has filled."""
+    if copies:
         tops = (name.rpartition(".")[0] for name, module in model.named_modules() if module in copies)
         log.info(
             "initialize: on the meta device every layer in %s gets the first one's values, as torch's constructors copy them",
             ", ".join(dict.fromkeys(top for top in tops if model.get_submodule(top) not in copies)),
         )
-    if alone and data.index == 0:
+    if only_reset:
         log.info(
             "initialize: reset_parameters() alone gave first values to %s on the meta device; what constructors "
             "write after it is not repeated",
-            ", ".join(sorted({type(module).__name__ for module in alone})),
+            ", ".join(sorted({type(module).__name__ for module in only_reset})),
         )
 
 

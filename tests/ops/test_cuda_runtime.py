@@ -195,7 +195,7 @@ def test_two_threads_load_a_kernel_once(emulator: Emulator) -> None:
     both = threading.Barrier(2)
 
     def ask(_: int) -> bool:
-        both.wait(10)
+        both.wait(60)
         return backend.has(cuda_runtime.copy(0, 1, False), X)
 
     with ThreadPoolExecutor(2) as pool:

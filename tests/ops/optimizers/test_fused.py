@@ -1,5 +1,5 @@
-"""FusedAdam and FusedLion against torch and the reference; state that torch's own optimizers can
-take over."""
+"""Fused optimizers against torch and the reference; state that torch's own optimizers can take
+over, and theirs that ours can."""
 
 from __future__ import annotations
 
@@ -26,6 +26,17 @@ from zero_trial.ops.optimizers import (
 )
 
 TORCH: dict[bool, Any] = {True: torch.optim.AdamW, False: torch.optim.Adam}
+ADAGRAD = (FusedAdagrad, torch.optim.Adagrad, "sum", {"lr": 0.1})
+SGD = (FusedSGD, torch.optim.SGD, "momentum_buffer", {"lr": 0.1, "momentum": 0.9})
+CASES: list[tuple[Any, dict[str, Any]]] = [
+    (ADAGRAD, {}),
+    (ADAGRAD, {"lr_decay": 0.1, "weight_decay": 0.1}),
+    (ADAGRAD, {"initial_accumulator_value": 0.5}),
+    (SGD, {}),
+    (SGD, {"nesterov": True}),
+    (SGD, {"dampening": 0.3}),
+    (SGD, {"weight_decay": 0.1, "momentum": 0.5}),
+]
 
 
 def params(seed: int = 0) -> list[torch.nn.Parameter]:
@@ -60,6 +71,38 @@ def test_twenty_steps_as_torch(decoupled: bool) -> None:
         assert mine.state[x].keys() == other.state[y].keys()
         for key in mine.state[x]:
             torch.testing.assert_close(mine.state[x][key], other.state[y][key], rtol=2e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize(
+    ("kind", "how"), CASES, ids=lambda value: value[0].__name__ if isinstance(value, tuple) else None
+)
+def test_twelve_steps_as_torch_and_through_its_state(kind: Any, how: dict[str, Any]) -> None:
+    """Each goes on with the other's state. Tolerance: twelve steps of a few roundings, on numbers
+    of about 1."""
+    fused, torchs, moment, settings = kind
+    ours, theirs = params(), params()
+    mine, other = fused(ours, **(settings | how)), torchs(theirs, **(settings | how))
+    for step in range(12):
+        give_gradients(step, ours, theirs)
+        mine.step(), other.step()
+        if step == 5:
+            kept, taken = mine.state_dict(), other.state_dict()
+            mine, other = fused(ours), torchs(theirs)
+            mine.load_state_dict(taken), other.load_state_dict(kept)
+    for x, y in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(mine.state[x][moment], other.state[y][moment], rtol=1e-5, atol=1e-6)
+        assert fused is not FusedAdagrad or float(mine.state[x]["step"]) == 12
+
+
+def test_the_first_gradient_is_not_damped_and_the_multiplier_counts() -> None:
+    p = torch.nn.Parameter(torch.zeros(3))
+    optimizer = FusedSGD([p], lr=1.0, dampening=0.5)
+    p.grad = torch.ones(3)
+    scaled_step(optimizer, 0.25)
+    assert p.tolist() == [-0.25] * 3
+    scaled_step(optimizer, 0.25)
+    assert p.tolist() == pytest.approx([-0.25 - (0.9 * 0.25 + 0.5 * 0.25)] * 3)
 
 
 def test_state_goes_over_to_torch_and_back_without_a_change() -> None:
@@ -126,11 +169,23 @@ def test_groups_and_missing_gradients() -> None:
     assert torch.equal(c, before) and c not in optimizer.state
 
 
-@pytest.mark.parametrize("bad", [{"lr": -1.0}, {"betas": (0.9, 1.0)}, {"weight_decay": -0.1}])
-def test_numbers_that_cannot_be_used(bad: dict[str, Any]) -> None:
-    for optimizer in (FusedAdam, FusedLion):
-        with pytest.raises(ConfigError, match="cannot use these numbers"):
-            optimizer(params(), **bad)
+@pytest.mark.parametrize(
+    ("kind", "bad"),
+    [
+        *(
+            (kind, bad)
+            for kind in (FusedAdam, FusedLion)
+            for bad in ({"lr": -1.0}, {"betas": (0.9, 1.0)}, {"weight_decay": -0.1})
+        ),
+        (FusedAdagrad, {"lr_decay": -1.0}),
+        (FusedSGD, {"momentum": 0.0}),
+        (FusedSGD, {"lr": -1.0}),
+        (FusedSGD, {"nesterov": True, "dampening": 0.1}),
+    ],
+)
+def test_numbers_that_cannot_be_used(kind: Any, bad: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="cannot use these numbers"):
+        kind(params(), **bad)
 
 
 def test_cpu_adam_refuses_other_devices() -> None:

@@ -34,7 +34,7 @@ from zero_trial.pipeline import PipelineModule
 from zero_trial.pipeline.simulate import validate
 
 TOLERANCE = 2e-6
-STEPS = 20
+STEPS = 8
 FREE = {"stage": 3, "stage3_param_persistence_threshold": 0}
 
 

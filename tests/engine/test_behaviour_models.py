@@ -545,5 +545,5 @@ def train(case: str, stage: str) -> float:
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("case", CASES)
 def test_trains_as_plain_torch_does(ranks: Pools, case: str, stage: str) -> None:
-    for gap in ranks(2).run(train, case, stage, timeout=45):
+    for gap in ranks(2).run(train, case, stage):
         assert gap <= TOLERANCE

@@ -468,11 +468,14 @@ def test_ctrl_c_ends_a_follower_and_not_the_trial(det: Det) -> None:
         env=det.env(),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
+        # It is ignored by what a script starts in the background, these tests for one.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     assert follow.stdout is not None
     follow.stdout.readline()
     os.kill(follow.pid, signal.SIGINT)
     follow.communicate(timeout=SECONDS)
+    assert follow.returncode == 3
     det.wait_for_line(trial, "step 2")
     det.ok("experiment", "kill", str(number))
-    det.wait(number)
+    assert det.wait(number) == "CANCELED"

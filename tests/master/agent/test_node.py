@@ -5,7 +5,6 @@ from __future__ import annotations
 import email.message
 import json
 import threading
-import time
 from pathlib import Path
 from typing import Any
 from urllib.error import HTTPError, URLError
@@ -141,11 +140,9 @@ def test_nodes_meet_through_the_master(tmp_path: Path, monkeypatch: pytest.Monke
             thread.join()
         both = [{"address": "a0", "rank": 0}, {"address": "a1", "rank": 1}]
         assert found == {0: both, 1: both}
-        begin = time.monotonic()
         for peers, token in ((2, "wrong"), (3, order.token)):
-            with pytest.raises(MasterError):
+            with pytest.raises(MasterError, match="does not let this node meet"):
                 meet({**env, "DET_SESSION_TOKEN": token}, 0, peers, {})
-        assert time.monotonic() - begin < 5
     tasks = master.tasks
     assert tasks.all_gather(order.allocation.id, "next", 1, "x", 0.0) == ["x"]  # another one begins
     with pytest.raises(Conflict):

@@ -29,12 +29,12 @@ class Field:
         while self.looks.acquire(blocking=False):
             pass
         for _ in range(count):
-            assert self.looks.acquire(timeout=10)
+            assert self.looks.acquire(timeout=60)
 
     def end(self) -> None:
         """Carry out what is there, and nothing more."""
         self.queue.put("last", self.ended.set)
-        assert self.ended.wait(10)
+        assert self.ended.wait(60)
         self.queue.close()
 
 
@@ -52,7 +52,7 @@ def test_a_start_that_fails_while_a_kill_waits_is_not_tried_again(field: Field) 
     def start() -> None:
         field.done.append("start")
         begun.set()
-        assert go.wait(10)
+        assert go.wait(60)
         raise FULL
 
     def kill() -> None:
@@ -62,11 +62,11 @@ def test_a_start_that_fails_while_a_kill_waits_is_not_tried_again(field: Field) 
         killed.set()
 
     field.queue.put("a", start, begins=True)
-    assert begun.wait(10)
+    assert begun.wait(60)
     field.queue.put("b", field.wait_for_looks)  # meanwhile the start would come to its next attempt
     field.queue.put("a", kill)
     go.set()
-    assert killed.wait(10)
+    assert killed.wait(60)
     field.end()
     assert field.done == ["start", "kill", "kill"]
 
@@ -83,11 +83,11 @@ def test_a_start_does_not_undo_a_kill_that_is_late(field: Field) -> None:
         killed.set()
 
     field.queue.put("a", kill)
-    assert failed.wait(10)
+    assert failed.wait(60)
     field.queue.put("a", lambda: field.done.append("start"), begins=True)
     field.wait_for_looks()
     full.clear()
-    assert killed.wait(10)
+    assert killed.wait(60)
     field.end()
     assert field.done == ["kill"]
 
@@ -104,7 +104,7 @@ def test_a_fault_that_comes_again_is_said_once(field: Field, caplog: pytest.LogC
 
     with caplog.at_level(logging.WARNING, orders.__name__):
         field.queue.put("a", kill)
-        assert failed.wait(10)
+        assert failed.wait(60)
     assert [record.message for record in caplog.records] == ["an order will be carried out later: [Errno 13] denied"]
 
 

@@ -254,10 +254,10 @@ def test_the_process_of_a_node_tells_its_result_without_waiting(field: tuple[Fak
     made = module._NodeProcess(["bash", "-c", f"read < {gate}; exit 3"], "", str(tmp_path / "out"))
     assert made.result() is None
     gate.write_text("go\n")
-    made._ended.wait(10)
+    made._ended.wait(60)
     assert made.result() == 3
     missing = module._NodeProcess(["/no/such/program"], "", str(tmp_path / "out"))
-    missing._ended.wait(10)
+    missing._ended.wait(60)
     assert missing.result() == 127 and "/no/such/program" in (tmp_path / "out").read_text()
 
 

@@ -64,7 +64,7 @@ def ask(server: HttpServer) -> Ask:
             sent["Authorization"] = f"Bearer {user}"
         if task:
             sent["Grpc-Metadata-x-allocation-token"] = f"Bearer {task}"
-        connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=10)
+        connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
         try:
             connection.request(method, path, None if body is None else json.dumps(body), sent)
             answer = connection.getresponse()

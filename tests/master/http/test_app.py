@@ -219,7 +219,7 @@ def test_another_host_is_not_answered(ask: Ask, server: HttpServer, host: str) -
 
 
 def test_a_request_without_a_host_is_not_answered(server: HttpServer) -> None:
-    with socket.create_connection(("127.0.0.1", server.port), timeout=10) as sock:
+    with socket.create_connection(("127.0.0.1", server.port), timeout=60) as sock:
         sock.sendall(b"GET /info HTTP/1.1\r\nConnection: close\r\n\r\n")
         assert sock.recv(100).startswith(b"HTTP/1.1 403 ")
 
@@ -293,7 +293,7 @@ def test_a_fault_of_ours_is_500_with_a_trace_in_the_log_and_the_server_goes_on(
 
 @pytest.mark.parametrize("body", [b"{", b"[]", b'"x"', b"\xff", b"[" * 100_000])
 def test_a_body_that_is_no_json_object_is_400(server: HttpServer, body: bytes) -> None:
-    with socket.create_connection(("127.0.0.1", server.port), timeout=10) as sock:
+    with socket.create_connection(("127.0.0.1", server.port), timeout=60) as sock:
         head = f"PATCH /api/v1/experiments/1 HTTP/1.1\r\nHost: 127.0.0.1:{server.port}\r\nAuthorization: Bearer {USER_TOKEN}\r\n"
         sock.sendall(head.encode() + b"Connection: close\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
         assert sock.recv(100).startswith(b"HTTP/1.1 400 ")
@@ -302,7 +302,7 @@ def test_a_body_that_is_no_json_object_is_400(server: HttpServer, body: bytes) -
 @pytest.mark.parametrize("token", [USER_TOKEN, None])
 def test_a_gigabyte_is_refused_before_it_is_read(server: HttpServer, token: str | None) -> None:
     authorization = f"Authorization: Bearer {token}\r\n" if token else ""
-    with socket.create_connection(("127.0.0.1", server.port), timeout=10) as sock:
+    with socket.create_connection(("127.0.0.1", server.port), timeout=60) as sock:
         head = f"POST /api/v1/experiments HTTP/1.1\r\nHost: 127.0.0.1:{server.port}\r\n{authorization}Content-Length: 1073741824\r\n\r\n"
         sock.sendall(head.encode())
         text = sock.recv(4096)
@@ -311,7 +311,7 @@ def test_a_gigabyte_is_refused_before_it_is_read(server: HttpServer, token: str 
 
 
 def test_a_gigabyte_in_chunks_is_refused_when_it_passes_the_limit(server: HttpServer) -> None:
-    with socket.create_connection(("127.0.0.1", server.port), timeout=10) as sock:
+    with socket.create_connection(("127.0.0.1", server.port), timeout=60) as sock:
         head = f"PATCH /api/v1/experiments/1 HTTP/1.1\r\nHost: 127.0.0.1:{server.port}\r\nAuthorization: Bearer {USER_TOKEN}\r\n"
         sock.sendall(head.encode() + b"Transfer-Encoding: chunked\r\n\r\n")
         chunk = b"100000\r\n" + b"x" * 0x100000 + b"\r\n"
@@ -361,14 +361,14 @@ def test_a_part_of_a_path_that_nothing_compares_is_closed_to_allocations(world: 
 )
 def test_head_is_answered_as_get_without_a_body(server: HttpServer, path: str, status: int) -> None:
     """The next request on the same connection is read right: no body of the first is in its way."""
-    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=10)
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
     headers = {"Authorization": f"Bearer {USER_TOKEN}"}
     for _ in range(2):
         connection.request("HEAD", path, headers=headers)
         answer = connection.getresponse()
         assert (answer.status, answer.read()) == (status, b"")
     connection.close()
-    with socket.create_connection(("127.0.0.1", server.port), timeout=10) as sock:
+    with socket.create_connection(("127.0.0.1", server.port), timeout=60) as sock:
         lines = f"HEAD {path} HTTP/1.1\r\nHost: 127.0.0.1:{server.port}\r\nAuthorization: Bearer {USER_TOKEN}\r\nConnection: close\r\n\r\n"
         sock.sendall(lines.encode())
         received = b"".join(iter(lambda: sock.recv(65536), b""))

@@ -377,19 +377,19 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Target]:
         world.accounts.put_user(User(0, name, admin=False, active=name != "off", password=""))
         world.accounts.add_token(digest(token), number)
     world.accounts.add_token(digest(EXPIRED_TOKEN), 1, expires=world.clock.now - 1)
-    with listen(
-        world, timeouts=Timeouts(linger=0.05, first=0.5, head=0.5), more=board_routes(StoreSource(world.directory))
-    ) as server:
+    with listen(world, timeouts=Timeouts(linger=0.05), more=board_routes(StoreSource(world.directory))) as server:
         yield Target(world, server)
     world.close()
 
 
 def answers(server: HttpServer, sent: bytes) -> bytes:
-    """All that comes back until the server closes the connection."""
-    with socket.create_connection(("127.0.0.1", server.port), timeout=20) as sock:
+    """All that comes back until the server closes the connection; nothing more is sent, so that no
+    timeout of the server's is waited for."""
+    with socket.create_connection(("127.0.0.1", server.port), timeout=60) as sock:
         found = b""
         try:
             sock.sendall(sent.replace(b"{port}", str(server.port).encode()))
+            sock.shutdown(socket.SHUT_WR)
             while data := sock.recv(65536):
                 found += data
         except ConnectionError:  # an answer came before all was sent

@@ -195,13 +195,13 @@ def test_a_reader_that_stops_is_noticed_although_no_line_comes(
             closed.set()
 
     monkeypatch.setattr(world.trials, "logs", watched)
-    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=10)
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
     connection.request("GET", "/api/v1/trials/1/logs?follow=true", headers={"Authorization": f"Bearer {USER_TOKEN}"})
     answer = connection.getresponse()
     assert json.loads(answer.readline())["result"]["log"] == "first"
     answer.close()
     connection.close()
-    assert closed.wait(10), "the lines are still being read for nobody"
+    assert closed.wait(60), "the lines are still being read for nobody"
 
 
 def test_followers_take_only_part_of_the_connections(world: World) -> None:

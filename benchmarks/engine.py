@@ -24,8 +24,9 @@ CONTENDERS = ["bare", "ddp", "fsdp2", *(f"{kind}-{stage}" for stage in range(4) 
 NOTE = """Medians over interleaved rounds, each in fresh processes; means over ranks. "Above bare" is the process CPU
 time of a step less that of a bare forward and backward in the same dtype (all threads, gloo's and any busy waiting
 included). "Tensor bytes" counts all distinct storages that are alive between two steps, per parameter. RSS growth is
-the peak less what was resident before the model was built. DDP's bf16 is autocast over fp32 weights. "Loss" is the mean
-loss of the last measured step: it says that the contenders did the same work."""
+the peak less what was resident before the model was built; "own" counts memory that ranks share once, in equal parts: a
+rank that reads its peers' gradients in place has their pages in its RSS, too. DDP's bf16 is autocast over fp32 weights.
+"Loss" is the mean loss of the last measured step: it says that the contenders did the same work."""
 COLUMNS: list[Column] = [
     ("engine", lambda row: row["name"]),
     ("dtype", lambda row: row["dtype"]),
@@ -35,6 +36,7 @@ COLUMNS: list[Column] = [
     ("CPU ms above bare", number("cpu_ms_above_bare")),
     ("tensor bytes/parameter", number("tensor_bytes_per_parameter", 2)),
     ("RSS growth MiB", number("peak_rss_growth_mib", 0)),
+    ("own MiB", number("peak_own_growth_mib", 0)),
     ("loss", lambda row: f"{row['losses'][-1]:.5f}"),
 ]
 

@@ -71,12 +71,14 @@ def measure(job: dict[str, Any]) -> dict[str, Any]:
         walls.append(time.perf_counter() - start)
         losses.append(float(loss))
     process, thread = time.process_time() - process, time.thread_time() - thread
+    growth, shared = _peak_rss() - before, _of_peers()
     del batches, loss
     return {
         "wall_ms": 1e3 * median(walls[job["warmup"] :]),
         "cpu_ms": 1e3 * process / job["steps"],
         "main_thread_ms": 1e3 * thread / job["steps"],
-        "peak_rss_growth_mib": (_peak_rss() - before) / 2**20,
+        "peak_rss_growth_mib": growth / 2**20,
+        "peak_own_growth_mib": (growth - shared) / 2**20,
         "tensor_bytes_per_parameter": persistent_bytes(alive) / numel,
         "parameters": numel,
         "parameter_tensors": tensors,
@@ -111,6 +113,13 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 def _rss() -> int:
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * resource.getpagesize()
+
+
+def _of_peers() -> int:
+    """Bytes of shared memory that are resident here and are the peers' share of it."""
+    lines = Path("/proc/self/smaps_rollup").read_text().splitlines() + Path("/proc/self/status").read_text().splitlines()
+    kib = {line.partition(":")[0]: int(line.split()[1]) for line in lines if "Shmem:" in line}
+    return 1024 * (kib["RssShmem"] - kib["Pss_Shmem"])
 
 
 def _peak_rss() -> int:

@@ -117,7 +117,7 @@ def _rss() -> int:
 
 def _of_peers() -> int:
     """Bytes of shared memory that are resident here and are the peers' share of it."""
-    lines = Path("/proc/self/smaps_rollup").read_text().splitlines() + Path("/proc/self/status").read_text().splitlines()
+    lines = "".join(Path("/proc/self", name).read_text() for name in ("smaps_rollup", "status")).splitlines()
     kib = {line.partition(":")[0]: int(line.split()[1]) for line in lines if "Shmem:" in line}
     return 1024 * (kib["RssShmem"] - kib["Pss_Shmem"])
 

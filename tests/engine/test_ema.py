@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -213,10 +213,27 @@ def offloaded(stage: str, config: dict[str, Any], offload: dict[str, Any] | None
     return found
 
 
+Kept = Callable[[str, dict[str, Any]], list[dict[str, torch.Tensor]]]
+
+
+@pytest.fixture(scope="module")
+def kept(ranks: Pools) -> Kept:
+    """The run that offloads nothing, once for all that are compared with it."""
+    found: dict[str, list[dict[str, torch.Tensor]]] = {}
+
+    def run(stage: str, config: dict[str, Any]) -> list[dict[str, torch.Tensor]]:
+        name = f"{stage} {config}"
+        if name not in found:
+            found[name] = ranks(2).run(offloaded, stage, config, None)
+        return found[name]
+
+    return run
+
+
 @pytest.mark.parametrize("config", [{}, BF16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("where", ["state", "ratio", "parameters", "host", "device to file", "device to host"])
 def test_it_follows_the_state_that_is_offloaded(
-    ranks: Pools, tmp_path: Path, where: str, config: dict[str, Any]
+    ranks: Pools, kept: Kept, tmp_path: Path, where: str, config: dict[str, Any]
 ) -> None:
     nvme = {"device": "nvme", "nvme_path": str(tmp_path)}
     offload: dict[str, Any] = {
@@ -226,7 +243,7 @@ def test_it_follows_the_state_that_is_offloaded(
         "host": {"offload_optimizer": {"device": "cpu"}},
     }[where.replace("device to file", "state").replace("device to host", "host")]
     stage = "zero3-free" if where in ("parameters", "device to host") else "zero2"
-    plain = ranks(2).run(offloaded, stage, config, None)
+    plain = kept(stage, config)
     away = ranks(2).run(offloaded, stage, config, offload, where.startswith("device"))
     for one, other in zip(plain, away, strict=True):
         assert differing(one, other) == []

@@ -54,10 +54,12 @@ def steady_steps(zero: dict[str, Any], config: dict[str, Any]) -> tuple[list[str
     return waits, reads, len(launches), last
 
 
-@pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize(
-    ("stage", "replicas"),
-    [("zero0", 4), *((stage, replicas) for stage in STAGES if stage != "zero0" for replicas in (1, 2))],
+    ("stage", "replicas", "accumulation"),
+    [
+        *(("zero0", 4, accumulation) for accumulation in (1, 2)),
+        *((stage, replicas, 3 - replicas) for stage in STAGES if stage != "zero0" for replicas in (1, 2)),
+    ],
 )
 def test_no_host_wait_in_a_step(strict: RankPool, stage: str, replicas: int, accumulation: int) -> None:
     zero = STAGES[stage]

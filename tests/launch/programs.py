@@ -48,7 +48,13 @@ def write_program(folder: Path, body: str, name: str = "program.py") -> Path:
 
 
 def supervisor(
-    folder: Path, body: str, ranks: int = 2, timeouts: SupervisorTimeouts = QUICK, *, forked: bool = True
+    folder: Path,
+    body: str,
+    ranks: int = 2,
+    timeouts: SupervisorTimeouts = QUICK,
+    *,
+    forked: bool = True,
+    watcher: Silent | None = None,
 ) -> Supervisor:
     """A supervisor over ranks that run ``body``; the run's folder is ``folder/run``. ``forked``: as
     the ranks of a trial are, else as those of a user's script."""
@@ -56,7 +62,7 @@ def supervisor(
     run_dir.mkdir()
     program = RankProgram(str(write_program(folder, body)), forked=forked)
     command = AgentCommand(program, ranks, str(run_dir), cwd=str(folder))
-    return Supervisor(command, child_environment(), Silent(), timeouts=timeouts)
+    return Supervisor(command, child_environment(), watcher or Silent(), timeouts=timeouts)
 
 
 def child_environment() -> dict[str, str]:

@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from tests.launch.programs import LIMIT, Silent, start_zero_trial, supervisor, write_program
-from zero_trial.launch.supervisor import LaunchResult, Supervisor, marked_processes
+from zero_trial.launch.supervisor import LaunchResult, Supervisor, is_running, marked_processes
 from zero_trial.runs.records import read_ranks
 
 
@@ -31,8 +31,7 @@ def test_a_run_that_ends_well(tmp_path: Path):
     assert logs == ["rank 0 2\n", "rank 1 2\n"]
 
 
-@pytest.mark.parametrize("forked", [True, False])
-def test_one_failure_ends_a_rank_that_will_not_end(tmp_path: Path, forked: bool):
+def test_one_failure_ends_a_rank_that_will_not_end(tmp_path: Path):
     """Rank 0 ignores SIGTERM, as a rank that waits inside a native collective does in effect."""
     job = supervisor(
         tmp_path,
@@ -42,16 +41,15 @@ def test_one_failure_ends_a_rank_that_will_not_end(tmp_path: Path, forked: bool)
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         wait()
         """,
-        forked=forked,
     )
     outcome = run(job)
     assert outcome.exit_code == 1 and outcome.cause is not None
     assert outcome.cause.rank == 1 and outcome.cause.message.startswith("ValueError: my mistake (program.py:")
 
 
-@pytest.mark.parametrize("forked", [True, False])
-def test_a_rank_killed_with_sigkill(tmp_path: Path, forked: bool):
-    """The other one ignores SIGTERM, and sees a broken connection."""
+def test_a_rank_killed_with_sigkill(tmp_path: Path):
+    """The other one ignores SIGTERM, and sees a broken connection. They are those of a user's
+    script; ranks of a trial are killed in test_end_to_end.py."""
     job = supervisor(
         tmp_path,
         """
@@ -63,15 +61,37 @@ def test_a_rank_killed_with_sigkill(tmp_path: Path, forked: bool):
             threading.Event().wait(0.01)
         raise RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:41122")
         """,
-        forked=forked,
+        forked=False,
     )
     outcome = run(job)
     assert outcome.exit_code == 5 and outcome.cause is not None
     assert outcome.cause.rank == 1 and "SIGKILL" in outcome.cause.message
 
 
-def test_a_killed_agent_is_not_explained_by_an_earlier_start(tmp_path: Path):
-    job = supervisor(tmp_path, "os.kill(os.getppid(), signal.SIGKILL)\nwait()", ranks=1)
+class Late(Silent):
+    """Looks for long, as on a busy machine: ranks that are there when it begins are gone when it
+    ends."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self.folder = folder
+
+    def tick(self) -> None:
+        super().tick()
+        while any(is_running(record.pid) for record in read_ranks(self.folder / "run")):
+            (self.folder / "looking").touch()
+            threading.Event().wait(0.01)
+
+
+def test_a_killed_agent_is_not_explained_by_an_earlier_start_nor_by_its_ranks(tmp_path: Path):
+    """They die with it."""
+    kill = """
+        while not os.path.exists("looking"):
+            threading.Event().wait(0.01)
+        os.kill(os.getppid(), signal.SIGKILL)
+        wait()
+    """
+    job = supervisor(tmp_path, kill, ranks=1, watcher=Late(tmp_path))
     job.command.log.parent.mkdir(parents=True)
     job.command.log.write_text("exitcode : 75 (stopped at step 250)\n")
     outcome = run(job)

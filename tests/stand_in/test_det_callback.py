@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[2]
 )
 def test_trainer_is_swept_over_its_rate_and_the_stage(tmp_path: Path) -> None:
     """Two stages give the same losses; another experiment goes on from a checkpoint of one, at
-    another stage and on two ranks, and adaptive_asha trains a trial through its rungs."""
+    another stage and on two ranks, and its adaptive_asha trains the trial through its rungs."""
     config = yaml.safe_load((ROOT / "experiments/hf_trainer/grid.yaml").read_text())
     hparams = config["hyperparameters"]
     hparams["learning_rate"] = 0.01
@@ -58,23 +58,18 @@ def test_trainer_is_swept_over_its_rate_and_the_stage(tmp_path: Path) -> None:
             assert any(name.startswith("checkpoint-4/") for each in saved for name in each["resources"])
         assert losses[0] == losses[1]
 
+        # On two ranks, from the first trial's checkpoint, and through the rungs of adaptive_asha.
         config["resources"]["slots_per_trial"] = 2
-        config["searcher"] |= {"name": "single", "source_trial_id": 1}
-        del config["searcher"]["max_concurrent_trials"]
+        config["searcher"] = {"name": "adaptive_asha", "metric": "eval_loss", "max_time": 6, "time_metric": "batches"}
+        config["searcher"] |= {"max_trials": 1, "max_rungs": 2, "divisor": 2, "source_trial_id": 1}
         hparams["ds_config"] = {"zero_optimization": {"stage": 3}}
         hparams["training_arguments"] |= {"max_steps": 6, "per_device_train_batch_size": 4}
         completed(2)
+        (trial,) = det.trials(2)
+        assert (trial["state"].rpartition("_")[2], trial["totalBatchesProcessed"]) == ("COMPLETED", 6)
         found = det.json("trial", "describe", "3", "--metrics")["workloads"]
         (saved,) = [each["checkpoint"] for each in found if each.get("checkpoint")]
         assert {f"checkpoint-6/rng_state_{rank}.pth" for rank in range(2)} <= saved["resources"].keys()
         log = det.logs(3)
         assert "report_metrics(group=training, steps_completed=5," in log
         assert "report_metrics(group=training, steps_completed=4," not in log
-
-        config["resources"]["slots_per_trial"] = 1
-        config["searcher"] = {"name": "adaptive_asha", "metric": "eval_loss", "max_time": 4, "time_metric": "batches"}
-        config["searcher"] |= {"max_trials": 1, "max_rungs": 2, "divisor": 2}
-        hparams["training_arguments"]["max_steps"] = 4
-        completed(3)
-        (trial,) = det.trials(3)
-        assert (trial["state"].rpartition("_")[2], trial["totalBatchesProcessed"]) == ("COMPLETED", 4)

@@ -60,10 +60,13 @@ def gap(ours: list[float], theirs: list[float]) -> float:
     return max(abs(a - b) for a, b in zip(ours, theirs, strict=True))
 
 
-@pytest.mark.parametrize("family", ["Llama", "T5", "Mixtral", "ViT"])
-def test_thirty_losses_are_those_of_ddp_at_every_stage(ask: Callable[..., Any], family: str) -> None:
-    """Loaded by from_pretrained, at stage 3 under zero.Init; clipped by Trainer's max_grad_norm."""
-    plain, *stages = ask("beside_ddp", family, stages=[0, 1, 2, 3])
+@pytest.mark.parametrize(
+    ("family", "stages"), [("Llama", [0, 1, 2, 3]), ("T5", [2, 3]), ("Mixtral", [1, 3]), ("ViT", [0, 3])]
+)
+def test_thirty_losses_are_those_of_ddp(ask: Callable[..., Any], family: str, stages: list[int]) -> None:
+    """Loaded by from_pretrained, at stage 3 under zero.Init; clipped by Trainer's max_grad_norm.
+    What stages 0 to 2 do with gradients does not depend on the model."""
+    plain, *stages = ask("beside_ddp", family, stages=stages)
     assert len(plain[0]) == 30
     assert plain[0][-1] < plain[0][0] - 0.05
     for losses, norms, rates in stages:
@@ -190,12 +193,12 @@ compute_environment: LOCAL_MACHINE
 distributed_type: DEEPSPEED
 deepspeed_config: {zero_stage: 2, gradient_accumulation_steps: 1}
 num_machines: 1
-num_processes: 2
+num_processes: 1
 """
 ACCELERATE = ["-m", "accelerate.commands.launch", "--config_file", "accelerate.yaml", "--main_process_port", "0"]
 LAUNCHERS = {
     "zero-trial launch": ["-m", "zero_trial.cli.main", "launch", "--as-deepspeed", "--num_gpus", "2"],
-    "torchrun": ["-m", "torch.distributed.run", "--nproc_per_node", "2", "--standalone"],
+    "torchrun": ["-m", "torch.distributed.run", "--nproc_per_node", "1", "--standalone"],
     "accelerate launch": ["-m", "zero_trial.as_deepspeed", *ACCELERATE],
 }
 
@@ -203,7 +206,7 @@ LAUNCHERS = {
 def test_a_script_is_started_in_three_ways(tmp_path: Path) -> None:
     """By launchers in the order of LAUNCHERS: an unchanged script, one with the import as its first
     line, and an unchanged one whose ds_config accelerate makes of its own file. None says that it
-    runs on CPUs."""
+    runs on CPUs. The first starts two ranks, which share the others' batches."""
     (tmp_path / "script.py").write_text(SCRIPT)
     (tmp_path / "imports.py").write_text("import zero_trial.as_deepspeed\n" + SCRIPT)
     (tmp_path / "accelerate.yaml").write_text(CONFIG)
@@ -211,12 +214,14 @@ def test_a_script_is_started_in_three_ways(tmp_path: Path) -> None:
     options = {"deepspeed": {"zero_optimization": {"stage": 2}, "train_micro_batch_size_per_gpu": "auto"}}
     found = []
     for number, (launcher, target) in enumerate(zip(LAUNCHERS.values(), targets, strict=True)):
-        given = {"output_dir": str(tmp_path / str(number))} | (options if number < 2 else {})
+        given = {"output_dir": str(tmp_path / str(number)), "per_device_train_batch_size": 16 if number else 8}
+        given |= options if number < 2 else {}
         (tmp_path / str(number)).mkdir()
         command = [sys.executable, *launcher, *target, json.dumps(given)]
         env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
         done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=180, check=False)
         assert done.returncode == 0, done.stdout + done.stderr
         found.append(json.loads((tmp_path / str(number) / "found.json").read_text()))
-    assert found[0][:2] == [2, 2]
-    assert found == [found[0]] * 3
+    assert [one[:2] for one in found] == [[2, 2], [2, 1], [2, 1]]
+    assert all(gap(losses, found[0][2]) <= WITHIN for *_, losses in found)
+    assert len(set(found[0][2])) == 3

@@ -15,8 +15,8 @@ import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-BUDGET = 0.5  # seconds per test function
-LONGEST = 1.5  # seconds for one case
+BUDGET = 0.3  # seconds per test function
+LONGEST = 1.2  # seconds for one case
 RECORDED = 0.5  # functions that take less together are not recorded
 DURATIONS = Path(__file__).parents[1] / "durations.json"
 

@@ -129,7 +129,7 @@ class Supervisor:
             if len(self._asked) > handled:
                 handled = len(self._asked)
                 self._handle_stop(handled)
-            if self._deadline is None and self._has_failed():
+            if self._deadline is None and self._has_failed(agent):
                 self._allow(self._time_to_end())
             if self._deadline is not None and time.monotonic() > self._deadline:
                 self._kill_ranks(agent)
@@ -145,13 +145,13 @@ class Supervisor:
     def _allow(self, seconds: float) -> None:
         self._deadline = time.monotonic() + seconds
 
-    def _has_failed(self) -> bool:
+    def _has_failed(self, agent: subprocess.Popen[bytes]) -> bool:
         """Return whether a rank has left an error, or is gone and the agent has begun to end the
-        others."""
+        others. Ranks that went with the agent are not to blame."""
         if read_errors(self.run_dir):
             return True
         gone = {record.pid for record in self._open_ranks() if not is_running(record.pid)}
-        if not gone:
+        if not gone or not is_running(agent.pid):
             return False
         # Read again: a rank that ends in order writes its exit code before its process is gone.
         self._vanished = tuple(record for record in self._open_ranks() if record.pid in gone)

@@ -768,20 +768,9 @@ def test_every_route_that_reads_a_body_has_an_example() -> None:
     assert reads == set(BODIES)
 
 
-@pytest.mark.parametrize(
-    "part", [slice(150), pytest.param(slice(150, None), marks=pytest.mark.slow)], ids=["some", "rest"]
-)
-@pytest.mark.parametrize("route", ROUTES, ids=lambda route: f"{route.method} {route.path}")
-def test_every_request_gets_an_answer(route: Any, part: slice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What makes no sense is refused with a 4xx; no request makes a 500, and none makes a later GET
-    answer 500. Each of the requests comes in one of the two parts."""
-    rng = random.Random(f"{route.method} {route.path}")
-    asked = list(questions(route, rng))
-    rng.shuffle(asked)
-    if not (chosen := asked[part]):
-        return
-    monkeypatch.setattr("zero_trial.master.core.accounts._COST", 2)
-    world = World(tmp_path / "root")
+def furnish(root: Path) -> World:
+    """A world with one at least of all that is asked for."""
+    world = World(root)
     world.save(UUID)
     world.report(1, "validation", 5, {"validation_loss": 0.5})
     world.write(1, "first", "aaaa")
@@ -790,6 +779,32 @@ def test_every_request_gets_an_answer(route: Any, part: slice, tmp_path: Path, m
     owner = world.accounts.users()[0]
     for name in ("mine", "yours"):
         world.workspaces.create_project(world.workspaces.create(name, owner, None).id, name, owner, "", None)
+    return world
+
+
+@pytest.fixture(scope="module")
+def furnished(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    made = furnish(tmp_path_factory.mktemp("furnished") / "root")
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize(
+    "part", [slice(150), pytest.param(slice(150, None), marks=pytest.mark.slow)], ids=["some", "rest"]
+)
+@pytest.mark.parametrize("route", ROUTES, ids=lambda route: f"{route.method} {route.path}")
+def test_every_request_gets_an_answer(
+    route: Any, part: slice, furnished: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What makes no sense is refused with a 4xx; no request makes a 500, and none makes a later GET
+    answer 500. Each of the requests comes in one of the two parts."""
+    rng = random.Random(f"{route.method} {route.path}")
+    asked = list(questions(route, rng))
+    rng.shuffle(asked)
+    if not (chosen := asked[part]):
+        return
+    monkeypatch.setattr("zero_trial.master.core.accounts._COST", 2)
+    world = furnished if route.method == "GET" else furnish(tmp_path / "root")  # the others change it
     app = Open(world, Router(ROUTES), port=1, waits=1)
 
     def status(method: str, target: str, content: bytes) -> int:
@@ -815,4 +830,4 @@ def test_every_request_gets_an_answer(route: Any, part: slice, tmp_path: Path, m
                 path = path_of(other)
                 found = status("GET", path, b"")
                 assert found < 500 or found == 501, (path, "after", route.path)
-    world.close()
+        world.close()

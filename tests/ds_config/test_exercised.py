@@ -188,7 +188,7 @@ def test_the_mesh_waits_no_longer_than_asked(monkeypatch: pytest.MonkeyPatch):
         timeouts.append(timeout)
         return build_mesh(shape, timeout=timeout, **rest)
 
-    monkeypatch.setattr(import_module("zero_trial.engine.build"), "build_mesh", build)
+    monkeypatch.setattr(import_module("zero_trial.engine.start"), "build_mesh", build)
     config = {"train_batch_size": 1, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
     zero_trial.initialize(model=torch.nn.Linear(1, 1), config={**config, "comm_timeout_seconds": 17})
     zero_trial.initialize(model=torch.nn.Linear(1, 1), config=config)

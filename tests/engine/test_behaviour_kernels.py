@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.support.models import TinyLM, make_engine, train_engine
 from tests.support.pool import Pools
-from zero_trial.engine import build
+from zero_trial.engine import start
 from zero_trial.errors import KernelUnavailable
 from zero_trial.ops import Backend, backend, cpu_library
 
@@ -245,15 +245,15 @@ def test_a_rank_that_must_and_cannot_tells_the_others_before_it_ends(monkeypatch
     def refuse() -> Backend:
         raise KernelUnavailable("no C++ compiler")
 
-    monkeypatch.setattr(build, "backend", refuse)
+    monkeypatch.setattr(start, "backend", refuse)
     world = World(native=True, why="", strict=False)
     with pytest.raises(KernelUnavailable, match=r"no C\+\+ compiler"):
-        build.agree_on_kernels(world)  # type: ignore[arg-type]
+        start.agree_on_kernels(world)  # type: ignore[arg-type]
     assert world.reported == {"native": False, "why": "no C++ compiler", "strict": True}
 
 
 def test_plain_torch_everywhere_is_nothing_to_speak_of(monkeypatch: pytest.MonkeyPatch) -> None:
     own = Backend(None, "ZERO_TRIAL_OPS=reference")
-    monkeypatch.setattr(build, "backend", lambda: own)
-    build.agree_on_kernels(World(native=False, why="no C++ compiler", strict=False))  # type: ignore[arg-type]
+    monkeypatch.setattr(start, "backend", lambda: own)
+    start.agree_on_kernels(World(native=False, why="no C++ compiler", strict=False))  # type: ignore[arg-type]
     assert own.why == "ZERO_TRIAL_OPS=reference"

@@ -18,8 +18,8 @@ import zero_trial
 from tests.support.dense import STAGES
 from tests.support.pool import Pools
 from zero_trial.comm import sum_in_order
-from zero_trial.engine.build import ConsoleHandler, engines_from, open_console
 from zero_trial.engine.parameter_checks import log_dtypes, log_model_parts
+from zero_trial.engine.start import ConsoleHandler, engines_from, open_console
 from zero_trial.errors import ConfigError
 from zero_trial.precision import DtypePolicy
 from zero_trial.zero import ShardedOptimizer
@@ -67,7 +67,7 @@ def test_ranks_add_by_the_native_sum(monkeypatch: pytest.MonkeyPatch):
     def native(parts: Any, out: Any) -> None: ...
 
     monkeypatch.setattr(
-        import_module("zero_trial.engine.build"), "native_sum", lambda twin: twins.append(twin) or native
+        import_module("zero_trial.engine.start"), "native_sum", lambda twin: twins.append(twin) or native
     )
     mesh = zero_trial.initialize(model=nn.Linear(3, 2), config=CONFIG)[0].mesh
     assert [axis.add for axis in (mesh.shard, mesh.replica, mesh.pipe, mesh.data)] == [native] * 4

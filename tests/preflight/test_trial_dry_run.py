@@ -53,7 +53,7 @@ def test_nothing_stays(tmp_path: Path):
     path = list(sys.path)
     run(tmp_path / "a")
     assert sys.path == path and "model_def" not in sys.modules
-    assert zero_trial.initialize.__module__ == "zero_trial.engine.build"
+    assert zero_trial.initialize.__module__ == "zero_trial.engine.start"
     again = run(tmp_path / "b", changed("import torch\n", "import torch\n1 / 0\n"))
     assert "ZeroDivisionError" in said(again)[0], "another module of the same name"
 
@@ -77,7 +77,7 @@ def test_a_module_that_stays_keeps_the_real_initialize(tmp_path: Path, monkeypat
         del sys.modules["zt_helper_of_a_trial"]
     with pytest.raises(KeyboardInterrupt):
         run(tmp_path / "c", changed("import torch\n", "import torch\nraise KeyboardInterrupt\n"))
-    assert zero_trial.initialize.__module__ == "zero_trial.engine.build" and "model_def" not in sys.modules
+    assert zero_trial.initialize.__module__ == "zero_trial.engine.start" and "model_def" not in sys.modules
 
 
 TRAINS = "loss = self.engine(next(dataloader_iter)).mean()"

@@ -348,6 +348,11 @@ class OptimizerPlan:
     at_once: bool = False
     work: Work = math.prod
 
+    @property
+    def params(self) -> list[list[nn.Parameter]]:
+        """The parameters of each group."""
+        return [group["params"] for group in self.groups]
+
 
 def plan_optimizer(
     optimizer: torch.optim.Optimizer | Make | None, groups: Groups, model: nn.Module, settings: DsConfig, mesh: Mesh

@@ -6,9 +6,10 @@ from __future__ import annotations
 
 import itertools
 import json
+import logging
 import zlib
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -24,10 +25,12 @@ from zero_trial.comm import AxisComm, Mesh, fail_together, raise_together
 from zero_trial.engine.saving import CheckpointedEngine, CheckpointNames
 from zero_trial.errors import ConfigError, TrialError
 from zero_trial.sharding.freed import is_left_freed
-from zero_trial.sharding.grouping import ManualGroups, parameter_names, saved_buffers
+from zero_trial.sharding.grouping import ManualGroup, ManualGroups, parameter_names, saved_buffers
 from zero_trial.sharding.meta import Keep, initialize_buffers, initialize_meta, lacks_values, place_absent
 from zero_trial.sharding.unshard import ModuleHook
 from zero_trial.util.files import replacing
+
+log = logging.getLogger("zero_trial")
 
 
 class StoredWeights:
@@ -104,6 +107,23 @@ class StoredWeights:
 
     def close(self) -> None:
         self._reader.close()
+
+
+@contextmanager
+def stored_weights(
+    model: nn.Module, weights: tuple[str | Path, str] | None, mesh: Mesh, manual_groups: Sequence[ManualGroup]
+) -> Iterator[StoredWeights | None]:
+    """Open weights (source and prefix) for the length of a block; None where there are none.
+    Collective over the world."""
+    if weights is None:
+        yield None
+        return
+    values = StoredWeights(model, *weights, mesh, ManualGroups(manual_groups))
+    try:
+        yield values
+    finally:
+        values.close()
+    log.debug("rank %d read %d bytes of weights from %s", mesh.rank, values.bytes_read, values.source)
 
 
 def give_values(

@@ -25,9 +25,10 @@ from zero_trial.comm import MeshShape
 from zero_trial.ds_config.keys_running import PipelineSection
 from zero_trial.ds_config.table import DsConfig
 from zero_trial.engine import Engine
-from zero_trial.engine.build import build_engine, given_once, read_settings
+from zero_trial.engine.build import build_engine
 from zero_trial.engine.monitors import build_writers
 from zero_trial.engine.resolved_config import mesh_shape
+from zero_trial.engine.start import given_once, read_settings
 from zero_trial.errors import TrialError
 from zero_trial.pipeline.module import PipelineModule, pipelines_built_by
 from zero_trial.pipeline.schedule import ChunkPlacement

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 import zero_trial
-from zero_trial.engine.build import engines_from
+from zero_trial.engine.start import engines_from
 from zero_trial.errors import TrialError, ZeroTrialError
 from zero_trial.experiment.entrypoint import Entrypoint
 from zero_trial.experiment.experiment import ExperimentConfig

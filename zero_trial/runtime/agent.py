@@ -34,7 +34,7 @@ from zero_trial.errors import StorageError
 from zero_trial.launch import guard
 from zero_trial.runs.records import AgentRecord, RankExit, write_agent
 
-NEEDED_BY_RANKS = ("zero_trial.runtime.rank", "zero_trial.runtime.folder", "zero_trial.engine.build", "numpy")
+NEEDED_BY_RANKS = ("zero_trial.runtime.rank", "zero_trial.runtime.folder", "zero_trial.engine.start", "numpy")
 """What every trial imports before its first step."""
 
 _RANK_MODULE = "zero_trial.launch.guard"

@@ -1,0 +1,327 @@
+"""Start an engine from the arguments of ``initialize()``: its ds_config, the ranks, the console and
+the kernels, and what is logged before training."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple, TextIO
+
+import torch
+from torch import nn
+
+from zero_trial.activation_checkpointing import CHECKPOINTING
+from zero_trial.comm import (
+    AxisComm,
+    Mesh,
+    build_mesh,
+    init_distributed,
+    is_distributed,
+    read_rank_env,
+    sum_in_order,
+    world_size,
+)
+from zero_trial.comm.mesh import mesh_around
+from zero_trial.device import own_device
+from zero_trial.ds_config.keys_running import ActivationCheckpointingSection
+from zero_trial.ds_config.reader import read_ds_config
+from zero_trial.ds_config.report import clipping_line, filled_line
+from zero_trial.ds_config.table import DsConfig
+from zero_trial.engine.build import build_engine
+from zero_trial.engine.compat import hints_of, require_mesh
+from zero_trial.engine.engine import Engine
+from zero_trial.engine.observe import COLLECTOR_PAUSE, describe_state
+from zero_trial.engine.offload_config import offload_line, offloads
+from zero_trial.engine.pipeline_build import with_stages
+from zero_trial.engine.resolved_config import mesh_shape
+from zero_trial.errors import ConfigError, KernelUnavailable
+from zero_trial.ops import Backend, backend
+from zero_trial.ops.cpu import native_sum
+from zero_trial.sharding.optimizer import ShardedOptimizer
+
+log = logging.getLogger("zero_trial")
+
+_Engines = tuple[Engine, ShardedOptimizer | None, Any, Any]
+
+
+class _Factory(NamedTuple):
+    """What makes engines inside a block, and what does around it."""
+
+    make: Callable[..., _Engines]
+    outer: _Factory | None
+
+
+_FACTORY: ContextVar[_Factory | None] = ContextVar("_FACTORY", default=None)
+
+
+@contextmanager
+def engines_from(factory: Callable[..., _Engines]) -> Iterator[None]:
+    """Inside, :func:`initialize` calls ``factory``, by whatever name code has imported it: a dry
+    run's trial may call it itself, and wrap the engine that it returns. Inside ``factory`` it is
+    what it was around the block."""
+    token = _FACTORY.set(_Factory(factory, _FACTORY.get()))
+    try:
+        yield
+    finally:
+        _FACTORY.reset(token)
+
+
+def _by_factory(factory: _Factory, given: Mapping[str, Any]) -> _Engines:
+    token = _FACTORY.set(factory.outer)
+    try:
+        return factory.make(**given)
+    finally:
+        _FACTORY.reset(token)
+
+
+def initialize(
+    args: Any = None,
+    model: nn.Module | None = None,
+    optimizer: torch.optim.Optimizer | Callable[..., torch.optim.Optimizer] | None = None,
+    model_parameters: Iterable[Any] | None = None,
+    training_data: Any = None,
+    lr_scheduler: Any = None,
+    distributed_port: int = 29500,
+    mpu: Any = None,
+    dist_init_required: bool | None = None,
+    collate_fn: Any = None,
+    config: Mapping[str, Any] | DsConfig | str | Path | None = None,
+    mesh_param: tuple[int, ...] | None = None,
+    config_params: Mapping[str, Any] | str | Path | None = None,
+    *,
+    net: nn.Module | None = None,
+    dataset: Any = None,
+    weights: str | Path | None = None,
+    weights_prefix: str = "",
+) -> tuple[Engine, ShardedOptimizer | None, Any, Any]:
+    """Wrap ``model`` and return ``(engine, optimizer, training_dataloader, lr_scheduler)``, as
+    DeepSpeed does.
+
+    ``config`` (or ``config_params``, else ``args.deepspeed_config``): ds_config as dict, path or
+    base64. Determined's documentation writes ``net`` for ``model``, ``dataset`` for
+    ``training_data``. A client ``optimizer`` (object, or callable from parameter groups) wins over
+    ds_config's; so does a client ``lr_scheduler`` (object, or callable from the optimizer). "auto"
+    takes what ``args`` (TrainingArguments, or argparse's) and ``model.config`` say. All ranks start
+    from rank 0's weights. Collective over the world. Raises ConfigError, MeshError.
+
+    ``weights``: a safetensors file, or a folder with one or with several and an index, that holds
+    the model's first values by its names; the model's own are not used, so that it may be on the
+    meta device. Each rank reads the ranges of its shards. ``weights_prefix`` stands before all of
+    the model's names in the files, or before all of the files' names in the model. Without
+    ``weights``, what is on the meta device gets its values from ``reset_parameters()`` of each
+    module and from ``_init_weights(module)`` where a class has it: those that building the model
+    would have given, except that what a constructor writes outside of the two is not repeated.
+    Tensors that are not on the meta device keep their values.
+    """
+    given = dict(locals())
+    if (factory := _FACTORY.get()) is not None:
+        return _by_factory(factory, given)
+    training_data = given_once(training_data=training_data, dataset=dataset)
+    try:
+        model, settings = read_settings(args, given_once(model=model, net=net), config, config_params)
+    except ConfigError as error:  # it names file, line and key: how they were read is of no use
+        raise error.with_traceback(None) from None
+    open_console(settings.log_level)
+    mesh = _join_ranks(settings, mpu, distributed_port, dist_init_required)
+    require_mesh(mesh_param, mesh)
+    if own_device().type == "cpu" or offloads(settings):
+        agree_on_kernels(mesh.world)
+    engine = build_engine(
+        model,
+        settings,
+        mesh,
+        own_device(),
+        optimizer,
+        model_parameters,
+        lr_scheduler,
+        mpu,
+        training_data=training_data,
+        collate_fn=collate_fn,
+        observed=True,
+        weights=(weights, weights_prefix) if weights is not None else None,
+    )
+    if settings.compile.enabled:
+        engine.compile(settings.compile.backend, settings.compile.kwargs)
+    if settings.disable_python_gc:
+        COLLECTOR_PAUSE.hold(engine)
+    _configure_checkpointing(settings, mesh)
+    if mesh.rank == 0:
+        _log_start(engine, settings)
+    return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
+
+
+def read_settings(args: Any, model: nn.Module | None, config: Any, config_params: Any) -> tuple[nn.Module, DsConfig]:
+    """Return the model and the ds_config that the arguments of :func:`initialize` mean. Raises
+    ConfigError."""
+    if model is None:
+        raise ConfigError(
+            "initialize() needs a model", where="initialize(model)", got=None, expected="a torch.nn.Module"
+        )
+    names = ("deepspeed_config", "zero_trial_config", "deepscale_config")  # the last is DeepSpeed's first name
+    by_args = next(filter(None, (getattr(args, name, None) for name in names)), None)
+    given = given_once(config=config, config_params=config_params)
+    source = by_args if given is None else given
+    if source is None:
+        ways = "config=, config_params= or args.deepspeed_config"
+        raise ConfigError("there is no ds_config", where="initialize(config)", expected=ways)
+    settings = source if isinstance(source, DsConfig) else read_ds_config(source, hints=hints_of(args, model))
+    if given is not None and by_args is not None and by_args != given:
+        # scripts read the file of their arguments, change it, and pass both
+        line = "initialize(): config= is used as it is; args.deepspeed_config, given as well, is not read"
+        settings = replace(settings, warnings=(*settings.warnings, line))
+    return model, with_stages(settings, model)
+
+
+def given_once(**names: Any) -> Any:
+    """Return the one argument among ``names`` that is not None, or None. Raises ConfigError where
+    several are given: they are names of one thing."""
+    given = [name for name, value in names.items() if value is not None]
+    if len(given) > 1:
+        raise ConfigError("two names of one argument", where="initialize()", got=" and ".join(given), fix="Pass one.")
+    return names[given[0]] if given else None
+
+
+def _configure_checkpointing(settings: DsConfig, mesh: Mesh) -> None:
+    """Configure ``zero_trial.checkpointing`` by this engine's section, where it has one: the engine
+    initialized last counts."""
+    section = settings.activation_checkpointing
+    if section == ActivationCheckpointingSection():
+        return
+    CHECKPOINTING.configure_from(section, mesh.model)
+    if section.partition_activations and mesh.model.size == 1 and mesh.rank == 0:
+        log.info(
+            "activation_checkpointing.partition_activations has no effect: there are no model-parallel ranks (mesh.model is 1)"
+        )
+
+
+def _log_start(engine: Engine, settings: DsConfig) -> None:
+    """Log what is unusual in ds_config, and what has been filled in."""
+    for warning in settings.warnings:
+        log.warning("%s", warning)
+    lines = [filled_line(settings), clipping_line(settings), offload_line(engine)]
+    if settings.dump_state:
+        lines.append(describe_state(settings, engine.resolved, engine.mesh, engine.sharded.groups))
+    for line in filter(None, lines):
+        log.info("%s", line)
+
+
+def _join_ranks(settings: DsConfig, mpu: Any, port: int, required: bool | None) -> Mesh:
+    timeout = settings.comm_timeout_seconds
+    if read_rank_env().launched or required or is_distributed():
+        init_distributed(distributed_port=port, timeout=timeout, dist_init_required=required)
+    add = native_sum(sum_in_order)
+    if mpu is not None:
+        model_size = mpu.get_model_parallel_world_size() if hasattr(mpu, "get_model_parallel_world_size") else 1
+        own_group = model_size > 1 and hasattr(mpu, "get_model_parallel_group")
+        model_group = mpu.get_model_parallel_group() if own_group else None
+        return mesh_around(
+            mpu.get_data_parallel_group(), model_size=model_size, model_group=model_group, timeout=timeout, add=add
+        )
+    shape = mesh_shape(settings, world_size())
+    return build_mesh(shape, timeout=timeout, shared_memory=settings.comm_transport == "auto", add=add)
+
+
+# --- console --------------------------------------------------------------------------------------
+
+# The logger "zero_trial" gets a handler of its own where the program has set up no logging.
+# Progress goes to the standard output, warnings to the standard error; ``log_level`` is the level
+# from which on lines are shown.
+LEVELS = {
+    "debug": logging.DEBUG,
+    "info": logging.INFO,
+    "warning": logging.WARNING,
+    "error": logging.ERROR,
+    "critical": logging.CRITICAL,
+}
+
+
+class ConsoleHandler(logging.Handler):
+    """One line per record. The streams are looked up when a record comes, so that a redirection
+    made later counts.
+
+    It is silent where ``elsewhere`` returns True, as it does once the program has handlers of its
+    own on the root logger.
+    """
+
+    def __init__(self, elsewhere: Callable[[], bool] = lambda: bool(logging.getLogger().handlers)) -> None:
+        super().__init__()
+        self._elsewhere = elsewhere
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if self._elsewhere():
+            return
+        stream: TextIO = sys.stderr if record.levelno >= logging.WARNING else sys.stdout
+        stream.write(f"{self.format(record)}\n")
+        stream.flush()
+
+
+def open_console(
+    level: str | None, logger: logging.Logger | None = None, handler: logging.Handler | None = None
+) -> None:
+    """Show log lines from ``level`` (default info) on. A level that the program has set itself is
+    kept unless ``level`` is given.
+
+    Raises ConfigError for an unknown level.
+    """
+    log = logger if logger is not None else logging.getLogger("zero_trial")
+    if level is not None and level.lower() not in LEVELS:
+        raise ConfigError("no such level", where="log_level", got=repr(level), expected=f"one of {', '.join(LEVELS)}")
+    if not log.hasHandlers():
+        log.addHandler(handler if handler is not None else ConsoleHandler())
+    if level is not None:
+        log.setLevel(LEVELS[level.lower()])
+    elif log.level == logging.NOTSET:
+        log.setLevel(logging.INFO)
+
+
+# --- CPU kernels: the same on all ranks -----------------------------------------------------------
+#
+# Kernels and plain torch round differently in the last bit, so copies of a weight on ranks that
+# differ would drift apart, and a run would depend on which rank was placed where.
+
+
+def agree_on_kernels(world: AxisComm) -> None:
+    """Use native kernels only where every rank has them; otherwise this process withdraws its own.
+    Collective over ``world``.
+
+    Rank 0 logs it. Raises KernelUnavailable on every rank where ZERO_TRIAL_OPS=native cannot be met
+    on all ranks.
+    """
+    own, trouble = _own()
+    own_answer = {
+        "native": own is not None and own.native is not None,
+        "why": trouble.what if trouble is not None else own.why if own is not None else "",
+        "strict": trouble is not None or (own is not None and own.strict),
+    }
+    everyone: list[dict[str, Any]] = world.gather_json(own_answer, "kernels")
+    if trouble is not None:
+        raise trouble
+    blind = next((rank for rank, row in enumerate(everyone) if not row["native"]), None)
+    if blind is None or not any(row["native"] or row["strict"] for row in everyone):
+        return
+    why = f"rank {world.ranks[blind]} has none ({everyone[blind]['why']})"
+    if any(row["strict"] for row in everyone):
+        raise KernelUnavailable(
+            "not every rank has native kernels, and all must compute alike",
+            where="ZERO_TRIAL_OPS=native",
+            got=why,
+            fix="Mend that rank, or set it to auto.",
+        )
+    if backend().native is not None:
+        backend().withdraw(why)
+    if world.index == 0:
+        log.warning("CPU kernels run as plain torch on all ranks, so that they compute alike: %s", why)
+
+
+def _own() -> tuple[Backend | None, KernelUnavailable | None]:
+    """Return this rank's backend, or the error why it has none: the other ranks learn of it before
+    this one raises it."""
+    try:
+        return backend(), None
+    except KernelUnavailable as trouble:
+        return None, trouble

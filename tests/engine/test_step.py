@@ -75,7 +75,7 @@ def test_a_step_without_a_finite_norm_is_skipped(bad: float) -> None:
 def test_gradients_are_divided_by_ranks_wire_and_loss_scale():
     engine = one_weight(fp16={"enabled": True, "loss_scale": 8})
     assert engine.outcome.gradient_multiplier() == 1 / 8
-    assert engine.sharded.gradient_multiplier() == 1 / 8
+    assert engine.sharded.param_grads.multiplier() == 1 / 8
 
 
 def test_the_engine_shows_the_outcome():

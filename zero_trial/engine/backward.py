@@ -142,7 +142,7 @@ class BackwardPasses:
             engine.optimizer.ema.require_trained_weights("backward")
         before = self._outcome.weighted
         if before and weighted:
-            engine.sharded.require_kept_gradients()
+            engine.sharded.param_grads.require_kept()
         if before is not weighted and (before or _has_gradients(engine)):
             raise TrialError(
                 "losses with and without weight= meet in one step",
@@ -183,9 +183,9 @@ class BackwardPasses:
             factor = self._loss_scale() / scaled.scale if self._scales or scaled.scale != 1.0 else 1.0
         foreign = scaled is not None and scaled.own
         is_scaled = scaled is not None or self._loss_scale() == 1.0
-        late = not by_output and engine.sharded.shows_gradients
+        late = not by_output and engine.sharded.param_grads.complete
         self._noted = noted = _NotedPass(number, foreign, is_scaled, factor, late)
-        noted.shown = engine.sharded.rescale_gradients(factor)
+        noted.shown = engine.sharded.param_grads.rescale(factor)
         if not foreign:
             engine.sharded.expect_backward(last=engine.is_gradient_accumulation_boundary())
         _at_end(functools.partial(_end, weakref.ref(self), noted))
@@ -224,11 +224,12 @@ class BackwardPasses:
         self._noted = None
         engine = self._trained()
         if not noted.begun:
-            engine.sharded.rescale_gradients(1.0)
-            if noted.reached:
-                engine.sharded.show_foreign()
-            else:  # torch.autograd.grad
-                engine.sharded.show_again(noted.shown)
+            grads = engine.sharded.param_grads
+            grads.rescale(1.0)
+            if not noted.reached:  # torch.autograd.grad
+                grads.show_again(noted.shown)
+            elif engine.mesh.data.size > 1:
+                grads.show_foreign()
             return
         self._observer.end(BACKWARD, engine)
         with self._observer.phase(REDUCE_WAIT, engine):
@@ -264,7 +265,7 @@ class BackwardPasses:
         """Forget a pass that an exception has ended."""
         if self._noted is not None:
             self._noted = None
-            self._trained().sharded.rescale_gradients(1.0)
+            self._trained().sharded.param_grads.rescale(1.0)
 
     def forget(self) -> None:
         """Start to count anew: a step was taken, or the gradients were dropped."""
@@ -303,7 +304,7 @@ class BackwardPasses:
         if self.pending and (
             engine.is_gradient_accumulation_boundary() or engine.sharded.plan.reduces_every_micro_batch
         ):
-            engine.sharded.take_gradient_edits(at_step=True)
+            engine.sharded.param_grads.take_edits(at_step=True)
             engine.sharded.reducer.reduce_missing()
 
     def require_outside(self, where: str) -> None:

@@ -283,7 +283,7 @@ class StepOutcome(StepStatus):
         if self._scheduled is not None:
             self._notice_second_stepper(lr_scheduler, self._scheduled)
         deferred = self.deferred and optimizer.takes_device_scalars(self._device)
-        model.take_gradient_edits(at_step=True)
+        model.param_grads.take_edits(at_step=True)
         edited = model.take_parameter_edits(deferred=deferred)
         reducer.reduce_missing()
         if deferred:

@@ -14,6 +14,7 @@ from torch import nn
 from zero_trial.comm import AxisComm
 from zero_trial.errors import TrialError
 from zero_trial.sharding.freed import FreedParameter, lost_edits, one_memory
+from zero_trial.sharding.grad_access import ParamGrads
 from zero_trial.sharding.heap import FreedBytes
 from zero_trial.sharding.leaf_modules import get_z3_leaf_modules
 from zero_trial.sharding.offload.moved_states import MovedStates
@@ -25,6 +26,8 @@ from zero_trial.sharding.unshard import ModuleHook
 
 class TrainedParams(Protocol):
     """The part of a sharded model that the safe_get_* functions use."""
+
+    param_grads: ParamGrads
 
     def take_live_edits(self, only: ParamGroup | None = None) -> None: ...
 

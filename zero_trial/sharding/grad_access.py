@@ -1,5 +1,4 @@
-"""Gradients for user code, between the last backward pass of a step and the step: ``param.grad``,
-and the safe_get_* and safe_set_* functions for gradients.
+"""Gradients for user code, between the last backward pass of a step and the step: ``param.grad``.
 
 After that pass ``param.grad`` is a :class:`LazyGradient`. It takes no memory. Its first use makes
 the averaged, unscaled gradient, in the parameter's dtype (of fp16 parameters in fp32), where full
@@ -25,7 +24,7 @@ import operator
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -33,12 +32,12 @@ from torch.utils._pytree import tree_map_only
 
 from zero_trial.errors import TrialError
 from zero_trial.sharding.freed import METADATA, unasked
-from zero_trial.sharding.full_params import local_part
 from zero_trial.sharding.grad_buffer import GradBuffer
-from zero_trial.sharding.layout import ParamSlot
-from zero_trial.sharding.param_access import find_param, require_shape, widened
+from zero_trial.sharding.layout import ParamSlot, widened
+from zero_trial.sharding.offload.moved_states import GRADIENTS, MovedStates
 from zero_trial.sharding.param_group import ParamGroup
 from zero_trial.sharding.plan import Lifetime
+from zero_trial.sharding.reduce import GradReducer
 
 _GRAD = operator.attrgetter("grad")
 
@@ -226,6 +225,95 @@ class ShownGradients:
         return changed
 
 
+class ParamGrads:
+    """What all parameters of a model have as ``.grad``, and what user code does to it.
+
+    Args:
+        reducer: reduces the gradients, and takes the norm of those that were changed anew.
+        multiplier: see :data:`Multiplier`.
+        moved: raises TrialError where gradients are elsewhere.
+    """
+
+    def __init__(self, reducer: GradReducer, multiplier: Multiplier, moved: MovedStates) -> None:
+        self.multiplier = multiplier
+        self._reducer = reducer
+        self._moved = moved
+        self._shown = [ShownGradients(grad_buffer, multiplier) for grad_buffer in reducer.grad_buffers]
+
+    def of(self, group: ParamGroup) -> ShownGradients | None:
+        """Return the gradients of ``group`` for user code; None where it is not trained."""
+        self._moved.require_here("a gradient", GRADIENTS)
+        return next((shown for shown in self._shown if shown.grad_buffer.group is group), None)
+
+    @property
+    def complete(self) -> bool:
+        """Whether the last backward pass of the step is over: ``param.grad`` shows its
+        gradients."""
+        return any(shown.shown and not shown.partial for shown in self._shown)
+
+    def show(self, *, partial: bool) -> None:
+        """Show gradients at the end of a pass; ``partial``: more is reduced before the step."""
+        for shown in self._shown:
+            shown.show(partial=partial)
+
+    def show_foreign(self) -> None:
+        """Let ``param.grad`` say that gradients of another engine's loss are not reduced yet."""
+        for shown in self._shown:
+            shown.grad_buffer.flush_small()
+            if not shown.shown and any(shown.grad_buffer.filled):  # none are where it is sealed
+                shown.show(partial=True, foreign=True)
+
+    def rescale(self, factor: float) -> Sequence[ShownBefore]:
+        """Multiply the gradients of the backward pass that runs by ``factor``; call it before the
+        first of them comes, and with 1.0 at the end of a pass that
+        :meth:`ShardedModel.end_backward` does not end. Return what ``param.grad`` has shown until
+        now, for :meth:`show_again`."""
+        self._moved.require_here("backward", ("lp_params", *GRADIENTS))
+        before = [shown.before() for shown in self._shown if shown.shown]
+        self.hide()
+        for grad_buffer in self._reducer.grad_buffers:
+            grad_buffer.rescale(factor)
+        return before
+
+    def show_again(self, before: Sequence[ShownBefore]) -> None:
+        """Show what was shown before a pass that has brought no gradient."""
+        for one in before:
+            one.shown.show_again(one)
+
+    def hide(self) -> None:
+        """Take edits, and all ``.grad`` away, so that autograd can hand over new ones."""
+        self.take_edits()
+        for shown in self._shown:
+            shown.hide()
+
+    def forget(self) -> None:
+        """Forget what was shown."""
+        for shown in self._shown:
+            shown.forget()
+
+    def take_edits(self, *, at_step: bool = False) -> None:
+        """Let what user code did to ``param.grad`` since the last backward pass count in the step.
+        Local. ``at_step``: what is not reduced yet is now."""
+        for shown in self._shown:
+            if shown.shown and shown.take_edits():
+                self._reducer.recount(shown.grad_buffer)
+            if at_step and shown.partial:
+                shown.hide()
+
+    def changed(self, grad_buffer: GradBuffer) -> None:
+        """Note that the reduced gradient of a group has been written by user code."""
+        self._reducer.recount(grad_buffer)
+        shown = self.of(grad_buffer.group)
+        if shown is not None and shown.shown:
+            shown.forget()
+            shown.show(partial=shown.partial)
+
+    def require_kept(self) -> None:
+        """See :meth:`ShownGradients.require_kept`."""
+        for shown in self._shown:
+            shown.require_kept()
+
+
 class GradientSource(Protocol):
     """What is behind a :class:`LazyGradient`."""
 
@@ -352,126 +440,3 @@ def _of_optimizer(got: str) -> TrialError:
         "torch.amp.GradScaler out: with fp16 in ds_config the engine scales. To read or change gradients, use "
         "zero_trial.zero.safe_get_full_grad and safe_set_full_grad.",
     )
-
-
-# --- by parameter ---------------------------------------------------------------------------------
-
-
-class TrainedGradients(Protocol):
-    """The part of a sharded model that the functions below use."""
-
-    def gradient_multiplier(self) -> float: ...
-
-    def shown_gradients(self, group: ParamGroup) -> ShownGradients | None: ...
-
-    def take_gradient_edits(self) -> None: ...
-
-    def gradient_changed(self, grad_buffer: GradBuffer) -> None: ...
-
-
-def _find(param: nn.Parameter) -> tuple[TrainedGradients, ParamGroup, int]:
-    model, group, index = find_param(param)
-    return cast("TrainedGradients", model), group, index
-
-
-def safe_get_full_grad(param: nn.Parameter) -> torch.Tensor | None:
-    """Return the full averaged, unscaled gradient of this step after backward at the boundary; None
-    before. Collective over shard."""
-    model, group, index = _find(param)
-    shown = model.shown_gradients(group)
-    if shown is None or not shown.grad_buffer.shard_filled:
-        return None
-    slot = group.layout.slots[index]
-    return _gathered(model, shown)[slot.offset : slot.offset + slot.numel].view(slot.shape).clone()
-
-
-def safe_get_local_grad(param: nn.Parameter) -> torch.Tensor | None:
-    """Return this rank's part of the averaged, unscaled gradient, flat; None before the boundary.
-    Local."""
-    model, group, index = _find(param)
-    shown = model.shown_gradients(group)
-    if shown is None or not shown.grad_buffer.shard_filled:
-        return None
-    model.take_gradient_edits()
-    return widened(local_part(group, index, shown.grad_buffer.reduced())) * model.gradient_multiplier()
-
-
-def safe_set_full_grad(param: nn.Parameter, value: torch.Tensor) -> None:
-    """Set the averaged, unscaled gradient of this step (full shape, alike on all ranks). Local.
-
-    The norm of the step is that of the new values. Raises TrialError before the last backward pass
-    of a step.
-    """
-    model, group, index = _find(param)
-    slot = group.layout.slots[index]
-    require_shape(slot, value)
-    shown = _reduced(model, param, "safe_set_full_grad")
-    flat = value.detach().reshape(-1)
-    parts = [flat[p.start : p.stop] for p in group.layout.pieces(group.comm.index) if p.slot is slot]
-    _set_local(model, shown, index, torch.cat(parts) if parts else flat[:0])
-
-
-def safe_set_local_grad(param: nn.Parameter, value: torch.Tensor) -> None:
-    """Set this rank's part of the averaged, unscaled gradient, as :func:`safe_get_local_grad`
-    returns it. Local; raises TrialError as :func:`safe_set_full_grad` does."""
-    model, _, index = _find(param)
-    _set_local(model, _reduced(model, param, "safe_set_local_grad"), index, value.detach().reshape(-1))
-
-
-def safe_update_full_grad_vectorized(
-    param_list: Iterable[nn.Parameter], update_func: Callable[[torch.Tensor, nn.Parameter], torch.Tensor]
-) -> None:
-    """Set the gradient of each parameter to ``update_func(its full gradient, it)``. Gathers each
-    group once. Collective over shard; raises TrialError as :func:`safe_set_full_grad` does."""
-    gathered: dict[int, torch.Tensor] = {}
-    for param in [param for param in param_list if param.requires_grad]:
-        model, group, index = _find(param)
-        shown, slot = _reduced(model, param, "safe_update_full_grad_vectorized"), group.layout.slots[index]
-        if id(group) not in gathered:
-            gathered[id(group)] = _gathered(model, shown)
-        full = gathered[id(group)][slot.offset : slot.offset + slot.numel].view(slot.shape)
-        safe_set_full_grad(param, update_func(full, param))
-
-
-def _reduced(model: TrainedGradients, param: nn.Parameter, where: str) -> ShownGradients:
-    """Return the gradients of the parameter's group. Raises TrialError where there are none yet."""
-    _, group, index = _find(param)
-    shown = model.shown_gradients(group)
-    if shown is None or not shown.grad_buffer.shard_filled:
-        raise TrialError(
-            "there is no gradient to set yet" if shown is not None else "this parameter is not trained",
-            where=f"{where}({group.layout.slots[index].name})",
-            fix="Call it between the last engine.backward() of a step and engine.step().",
-        )
-    return shown
-
-
-def _gathered(model: TrainedGradients, shown: ShownGradients) -> torch.Tensor:
-    """Return the group's averaged gradient (n,). Collective over shard."""
-    model.take_gradient_edits()
-    group = shown.grad_buffer.group
-    shard = shown.grad_buffer.reduced().to(group.shard.device).contiguous()
-    full = shard.new_empty(group.layout.numel)
-    group.comm.all_gather(full, shard, f"gradient of {group.name}").wait()
-    return widened(full) * model.gradient_multiplier()
-
-
-def _set_local(model: TrainedGradients, shown: ShownGradients, index: int, values: torch.Tensor) -> None:
-    """Write this rank's elements (averaged, unscaled) of parameter ``index`` into its shard."""
-    model.take_gradient_edits()
-    buffer, layout = shown.grad_buffer, shown.grad_buffer.group.layout
-    pieces = [p for p in layout.pieces(buffer.group.comm.index) if p.slot is layout.slots[index]]
-    if values.numel() != sum(piece.numel for piece in pieces):
-        raise TrialError(
-            "the value does not have the size of this rank's part",
-            where=layout.slots[index].name,
-            got=values.numel(),
-            expected=sum(piece.numel for piece in pieces),
-        )
-    buffer.wait_for_readers()
-    start = 0
-    for piece in pieces:
-        own = buffer.shard[piece.offset : piece.offset + piece.numel]
-        own.copy_(values[start : start + piece.numel].to(widened(own)) / model.gradient_multiplier())
-        start += piece.numel
-    model.gradient_changed(buffer)

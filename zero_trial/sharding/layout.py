@@ -137,6 +137,11 @@ def wide_dtype(living: torch.dtype, usual: torch.dtype) -> torch.dtype:
     return living if living == torch.float64 else usual
 
 
+def widened(values: torch.Tensor) -> torch.Tensor:
+    """Return ``values`` in fp32, or in float64 where the parameter is."""
+    return values.to(wide_dtype(values.dtype, torch.float32))
+
+
 def has_own_master(living: torch.dtype) -> bool:
     """Return whether the optimizer updates the parameter itself; a 16-bit parameter has an fp32
     master beside it."""

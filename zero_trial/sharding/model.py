@@ -24,7 +24,7 @@ from zero_trial.precision import DtypePolicy
 from zero_trial.sharding.build_groups import FirstSource, FirstValues, build_param_groups, sync_unmanaged
 from zero_trial.sharding.freed import forget_owner, mark_sharded, register_owner, revive
 from zero_trial.sharding.full_params import FullParams, take_replaced
-from zero_trial.sharding.grad_access import ShownBefore, ShownGradients
+from zero_trial.sharding.grad_access import ParamGrads
 from zero_trial.sharding.grad_buffer import GradBuffer
 from zero_trial.sharding.grad_memory import BufferPool
 from zero_trial.sharding.grouping import (
@@ -112,12 +112,10 @@ class ShardedModel:
         self._owned = [self.manual_groups.owns(grad_buffer.group) for grad_buffer in self.grad_buffers]
         self._in_place = [grad_buffer for grad_buffer in self.grad_buffers if grad_buffer.in_place]
         self._grad_buffers_of = self.manual_groups.grad_buffers(self.grad_buffers)
-        self._status = status if status is not None else StepStatus()
-        self._shown = [
-            ShownGradients(grad_buffer, self._status.gradient_multiplier) for grad_buffer in self.grad_buffers
-        ]
         self.publisher = ParamPublisher(module, self.groups)
         self.moved = MovedStates(self.groups, self.grad_buffers, self._settle)
+        status = status if status is not None else StepStatus()
+        self.param_grads = ParamGrads(self.reducer, status.gradient_multiplier, self.moved)
         self._full_params = FullParams(self, module, self.groups, self.publisher, mesh.data, self.moved)
         register_owner(self._params(), self._full_params)
         if plan.frees_parameters:
@@ -125,10 +123,6 @@ class ShardedModel:
 
     def _params(self) -> Iterator[nn.Parameter]:
         return (param for group in self.groups for param in group.params)
-
-    def gradient_multiplier(self) -> float:
-        """Return the factor from a reduced gradient shard to the averaged gradient."""
-        return self._status.gradient_multiplier()
 
     # --- one step ---------------------------------------------------------------------------------
 
@@ -142,7 +136,7 @@ class ShardedModel:
         ``last``: the step follows."""
         self.moved.require_here("backward", ("lp_params", *GRADIENTS))
         self.expect_backward(last=last)
-        self._hide_gradients()
+        self.param_grads.hide()
         self.reducer.begin_pass(reduce=reduce)
 
     def end_backward(self, *, show: bool = False) -> None:
@@ -154,70 +148,19 @@ class ShardedModel:
         """
         reduced = self.reducer.active
         self.reducer.finish_pass()
-        for shown in self._shown:
-            shown.show(partial=not (show and reduced))
+        self.param_grads.show(partial=not (show and reduced))
 
     def on_foreign_gradient(self, call: Callable[[bool], None]) -> None:
         """See :meth:`GradBuffer.on_foreign_gradient`; no call where a schedule reduces."""
         for grad_buffer in () if self.manual_groups.all else self.grad_buffers:
             grad_buffer.on_foreign_gradient(call)
 
-    def rescale_gradients(self, factor: float) -> Sequence[ShownBefore]:
-        """Multiply the gradients of the backward pass that runs by ``factor``; call it before the
-        first of them comes, and with 1.0 at the end of a pass that :meth:`end_backward` does not
-        end. Return what ``param.grad`` has shown until now, for :meth:`show_again`."""
-        self.moved.require_here("backward", ("lp_params", *GRADIENTS))
-        before = [shown.before() for shown in self._shown if shown.shown]
-        self._hide_gradients()
-        for grad_buffer in self.grad_buffers:
-            grad_buffer.rescale(factor)
-        return before
-
-    def require_kept_gradients(self) -> None:
-        """See :meth:`ShownGradients.require_kept`."""
-        for shown in self._shown:
-            shown.require_kept()
-
-    def show_again(self, before: Sequence[ShownBefore]) -> None:
-        """Let ``param.grad`` show what it did before a pass that has brought no gradient."""
-        for one in before:
-            one.shown.show_again(one)
-
     def reset_gradients(self) -> None:
         """Drop all gradients and sums since the last step; waits for reductions under way."""
         self.reducer.reset()
         if self.grad_pool is not None:
             self.grad_pool.trim()
-        for shown in self._shown:
-            shown.forget()
-
-    def _hide_gradients(self) -> None:
-        self.take_gradient_edits()
-        for shown in self._shown:
-            shown.hide()
-
-    @property
-    def shows_gradients(self) -> bool:
-        """Whether the last backward pass of the step is over: ``param.grad`` shows its
-        gradients."""
-        return any(shown.shown and not shown.partial for shown in self._shown)
-
-    def take_gradient_edits(self, *, at_step: bool = False) -> None:
-        """Let what user code did to ``param.grad`` since the last backward pass count in the step.
-        Local. ``at_step``: what is not reduced yet is now."""
-        for shown in self._shown:
-            if shown.shown and shown.take_edits():
-                self.reducer.recount(shown.grad_buffer)
-            if at_step and shown.partial:
-                shown.hide()
-
-    def show_foreign(self) -> None:
-        """Let ``param.grad`` say that gradients of another engine's loss are not reduced yet."""
-        if self.mesh.data.size > 1:
-            for shown in self._shown:
-                shown.grad_buffer.flush_small()
-                if not shown.shown and any(shown.grad_buffer.filled):  # none are where it is sealed
-                    shown.show(partial=True, foreign=True)
+        self.param_grads.forget()
 
     def take_parameter_edits(self, *, deferred: bool = False) -> torch.Tensor | None:
         """Let what user code did to the parameters since the last step count in this one: see
@@ -264,14 +207,6 @@ class ShardedModel:
         """The groups of 16-bit parameters that always live, with masters of their own."""
         return [group for group in self._living if group.master is not group.shard]
 
-    def gradient_changed(self, grad_buffer: GradBuffer) -> None:
-        """Note that the reduced gradient of a group has been written by user code."""
-        self.reducer.recount(grad_buffer)
-        shown = self.shown_gradients(grad_buffer.group)
-        if shown is not None and shown.shown:
-            shown.forget()
-            shown.show(partial=shown.partial)
-
     def wait_before_writing(self, *, copies: bool = True) -> None:
         """Wait until shards may be written: for gathers under way (fetched ahead and never used),
         for peers that read parameters or gradients in place, and with ``copies`` for a checkpoint
@@ -298,7 +233,7 @@ class ShardedModel:
         if "lp_params" in kinds:
             self.unsharder.reshard_all()
         if not set(GRADIENTS).isdisjoint(kinds):
-            self._hide_gradients()
+            self.param_grads.hide()
 
     def count_step(self) -> None:
         """See :meth:`ParamGroup.count_step`."""
@@ -417,11 +352,6 @@ class ShardedModel:
                 if own is param:
                     return group, index
         raise TrialError("this parameter is in no group of this engine", got=tuple(param.shape))
-
-    def shown_gradients(self, group: ParamGroup) -> ShownGradients | None:
-        """Return the gradients of ``group`` for user code; None where it is not trained."""
-        self.moved.require_here("a gradient", GRADIENTS)
-        return next((shown for shown in self._shown if shown.grad_buffer.group is group), None)
 
     def persistent_bytes(self) -> dict[str, int]:
         """Count the bytes that outlive a step on this rank: parameters with masters, and

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
@@ -13,7 +13,8 @@ from torch import nn
 from zero_trial.errors import TrialError
 from zero_trial.sharding.freed import by_owner, owner_of_param, state_of_param
 from zero_trial.sharding.full_params import FullParams, TrainedParams, local_part
-from zero_trial.sharding.layout import ParamSlot, wide_dtype
+from zero_trial.sharding.grad_access import ShownGradients
+from zero_trial.sharding.layout import ParamSlot, widened
 from zero_trial.sharding.optimizer_state import StateByTensor
 from zero_trial.sharding.param_group import ParamGroup
 from zero_trial.sharding.whole_tensors import WholeTensor
@@ -73,6 +74,22 @@ def unwrap_model_for_generation(model: nn.Module) -> Iterator[nn.Module]:
     of the model in the block exchange nothing. Collective over shard."""
     with GatheredParameters(model):
         yield model
+
+
+def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
+    """Do nothing; exists for code that comes from DeepSpeed.
+
+    Weights outside the blocks live for the whole step, and a block's own live while it computes. If
+    another module uses a block's weight, name the module that holds both in
+    ``zero_optimization.leaf_module``.
+    """
+
+
+def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
+    """Do nothing: see :func:`register_external_parameter`."""
+
+
+# --- masters and optimizer state ------------------------------------------------------------------
 
 
 def safe_get_full_fp32_param(param: nn.Parameter) -> torch.Tensor:
@@ -161,17 +178,69 @@ def safe_set_local_optimizer_state(param: nn.Parameter, value: torch.Tensor, opt
     _state_of(param).set_state_shard(group, optim_state_key, shard)
 
 
-def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
-    """Do nothing; exists for code that comes from DeepSpeed.
+# --- gradients, between the last backward pass of a step and the step -----------------------------
 
-    Weights outside the blocks live for the whole step, and a block's own live while it computes. If
-    another module uses a block's weight, name the module that holds both in
-    ``zero_optimization.leaf_module``.
+
+def safe_get_full_grad(param: nn.Parameter) -> torch.Tensor | None:
+    """Return the full averaged, unscaled gradient of this step after backward at the boundary; None
+    before. Collective over shard."""
+    model, group, index = find_param(param)
+    shown = model.param_grads.of(group)
+    if shown is None or not shown.grad_buffer.shard_filled:
+        return None
+    slot = group.layout.slots[index]
+    return _full_grad(model, shown)[slot.offset : slot.offset + slot.numel].view(slot.shape).clone()
+
+
+def safe_get_local_grad(param: nn.Parameter) -> torch.Tensor | None:
+    """Return this rank's part of the averaged, unscaled gradient, flat; None before the boundary.
+    Local."""
+    model, group, index = find_param(param)
+    shown = model.param_grads.of(group)
+    if shown is None or not shown.grad_buffer.shard_filled:
+        return None
+    model.param_grads.take_edits()
+    return widened(local_part(group, index, shown.grad_buffer.reduced())) * model.param_grads.multiplier()
+
+
+def safe_set_full_grad(param: nn.Parameter, value: torch.Tensor) -> None:
+    """Set the averaged, unscaled gradient of this step (full shape, alike on all ranks). Local.
+
+    The norm of the step is that of the new values. Raises TrialError before the last backward pass
+    of a step.
     """
+    model, group, index = find_param(param)
+    slot = group.layout.slots[index]
+    require_shape(slot, value)
+    shown = _reduced_grad(model, param, "safe_set_full_grad")
+    flat = value.detach().reshape(-1)
+    parts = [flat[p.start : p.stop] for p in group.layout.pieces(group.comm.index) if p.slot is slot]
+    _set_local_grad(model, shown, index, torch.cat(parts) if parts else flat[:0])
 
 
-def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
-    """Do nothing: see :func:`register_external_parameter`."""
+def safe_set_local_grad(param: nn.Parameter, value: torch.Tensor) -> None:
+    """Set this rank's part of the averaged, unscaled gradient, as :func:`safe_get_local_grad`
+    returns it. Local; raises TrialError as :func:`safe_set_full_grad` does."""
+    model, _, index = find_param(param)
+    _set_local_grad(model, _reduced_grad(model, param, "safe_set_local_grad"), index, value.detach().reshape(-1))
+
+
+def safe_update_full_grad_vectorized(
+    param_list: Iterable[nn.Parameter], update_func: Callable[[torch.Tensor, nn.Parameter], torch.Tensor]
+) -> None:
+    """Set the gradient of each parameter to ``update_func(its full gradient, it)``. Gathers each
+    group once. Collective over shard; raises TrialError as :func:`safe_set_full_grad` does."""
+    gathered: dict[int, torch.Tensor] = {}
+    for param in [param for param in param_list if param.requires_grad]:
+        model, group, index = find_param(param)
+        shown, slot = _reduced_grad(model, param, "safe_update_full_grad_vectorized"), group.layout.slots[index]
+        if id(group) not in gathered:
+            gathered[id(group)] = _full_grad(model, shown)
+        full = gathered[id(group)][slot.offset : slot.offset + slot.numel].view(slot.shape)
+        safe_set_full_grad(param, update_func(full, param))
+
+
+# --- parts of shards ------------------------------------------------------------------------------
 
 
 def require_shape(slot: ParamSlot, value: torch.Tensor) -> None:
@@ -221,11 +290,6 @@ def _republished(model: TrainedParams, group: ParamGroup) -> Iterator[None]:
     group.publish_and_wait()
 
 
-def widened(values: torch.Tensor) -> torch.Tensor:
-    """Return ``values`` in fp32, or in float64 where the parameter is."""
-    return values.to(wide_dtype(values.dtype, torch.float32))
-
-
 def find_param(param: torch.Tensor) -> tuple[TrainedParams, ParamGroup, int]:
     """Return the model that trains ``param``, its group, and its slot's index there."""
     owner = owner_of_param(param)
@@ -249,6 +313,50 @@ def _state_on_all(param: nn.Parameter, group: ParamGroup, kind: str) -> torch.Te
     if shard is None and found is not None:
         shard = group.shard.new_empty(group.layout.shard_numel, dtype=getattr(torch, found))
     return shard
+
+
+def _reduced_grad(model: TrainedParams, param: nn.Parameter, where: str) -> ShownGradients:
+    """Return the gradients of the parameter's group. Raises TrialError where there are none yet."""
+    _, group, index = find_param(param)
+    shown = model.param_grads.of(group)
+    if shown is None or not shown.grad_buffer.shard_filled:
+        raise TrialError(
+            "there is no gradient to set yet" if shown is not None else "this parameter is not trained",
+            where=f"{where}({group.layout.slots[index].name})",
+            fix="Call it between the last engine.backward() of a step and engine.step().",
+        )
+    return shown
+
+
+def _full_grad(model: TrainedParams, shown: ShownGradients) -> torch.Tensor:
+    """Return the group's averaged gradient (n,). Collective over shard."""
+    model.param_grads.take_edits()
+    group = shown.grad_buffer.group
+    shard = shown.grad_buffer.reduced().to(group.shard.device).contiguous()
+    full = shard.new_empty(group.layout.numel)
+    group.comm.all_gather(full, shard, f"gradient of {group.name}").wait()
+    return widened(full) * model.param_grads.multiplier()
+
+
+def _set_local_grad(model: TrainedParams, shown: ShownGradients, index: int, values: torch.Tensor) -> None:
+    """Write this rank's elements (averaged, unscaled) of parameter ``index`` into its shard."""
+    model.param_grads.take_edits()
+    buffer, layout = shown.grad_buffer, shown.grad_buffer.group.layout
+    pieces = [p for p in layout.pieces(buffer.group.comm.index) if p.slot is layout.slots[index]]
+    if values.numel() != sum(piece.numel for piece in pieces):
+        raise TrialError(
+            "the value does not have the size of this rank's part",
+            where=layout.slots[index].name,
+            got=values.numel(),
+            expected=sum(piece.numel for piece in pieces),
+        )
+    buffer.wait_for_readers()
+    start = 0
+    for piece in pieces:
+        own = buffer.shard[piece.offset : piece.offset + piece.numel]
+        own.copy_(values[start : start + piece.numel].to(widened(own)) / model.param_grads.multiplier())
+        start += piece.numel
+    model.param_grads.changed(buffer)
 
 
 def _no_state(kind: str) -> TrialError:

@@ -1,13 +1,6 @@
 """Sharded parameters, gradients and optimizer state: one set of pieces for every ZeRO stage."""
 
 from zero_trial.sharding.freed import ZeroParamStatus
-from zero_trial.sharding.grad_access import (
-    safe_get_full_grad,
-    safe_get_local_grad,
-    safe_set_full_grad,
-    safe_set_local_grad,
-    safe_update_full_grad_vectorized,
-)
 from zero_trial.sharding.grouping import ShardingSettings
 from zero_trial.sharding.init import Init, OnDevice
 from zero_trial.sharding.leaf_modules import (
@@ -26,13 +19,18 @@ from zero_trial.sharding.param_access import (
     GatheredParameters,
     register_external_parameter,
     safe_get_full_fp32_param,
+    safe_get_full_grad,
     safe_get_full_optimizer_state,
     safe_get_local_fp32_param,
+    safe_get_local_grad,
     safe_get_local_optimizer_state,
     safe_set_full_fp32_param,
+    safe_set_full_grad,
     safe_set_full_optimizer_state,
     safe_set_local_fp32_param,
+    safe_set_local_grad,
     safe_set_local_optimizer_state,
+    safe_update_full_grad_vectorized,
     unregister_external_parameter,
     unwrap_model_for_generation,
 )

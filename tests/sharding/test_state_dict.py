@@ -108,7 +108,10 @@ def test_one_group_at_a_time_is_whole(how: str, monkeypatch: pytest.MonkeyPatch)
 
 
 def for_rank_0(stage: int) -> dict[str, float]:
-    return {name: value.double().sum().item() for name, value in engine(stage).sharded.rank0_state_dict().items()}
+    return {
+        name: value.double().sum().item()
+        for name, value in engine(stage).sharded.full_params.rank0_state_dict().items()
+    }
 
 
 @pytest.mark.parametrize("stage", [2, 3])

@@ -500,7 +500,7 @@ class Engine(EngineAccessors):
         """
         where = "engine._zero3_consolidated_16bit_state_dict"
         state = first_rank_state(self, where, exclude_frozen_parameters)
-        self.sharded.list_names()
+        self.sharded.full_params.list_names()
         return state
 
     def module_state_dict(

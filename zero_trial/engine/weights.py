@@ -291,7 +291,7 @@ def _stream_weights(
 def module_state(engine: CheckpointedEngine, *, without_frozen: bool, rank0_only: bool) -> dict[str, torch.Tensor]:
     """Return the state dict of the module; with ``rank0_only`` as
     :meth:`FullParams.rank0_state_dict` does. Collective over shard."""
-    state = engine.sharded.rank0_state_dict() if rank0_only else engine.module.state_dict()
+    state = engine.sharded.full_params.rank0_state_dict() if rank0_only else engine.module.state_dict()
     if not without_frozen:
         return state
     params = engine.module.named_parameters(remove_duplicate=False)

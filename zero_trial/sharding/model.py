@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
 
 import torch
 from torch import nn
@@ -116,8 +115,8 @@ class ShardedModel:
         self.moved = MovedStates(self.groups, self.grad_buffers, self._settle)
         status = status if status is not None else StepStatus()
         self.param_grads = ParamGrads(self.reducer, status.gradient_multiplier, self.moved)
-        self._full_params = FullParams(self, module, self.groups, self.publisher, mesh.data, self.moved)
-        register_owner(self._params(), self._full_params)
+        self.full_params = FullParams(self, module, self.groups, self.publisher, mesh.data, self.moved)
+        register_owner(self._params(), self.full_params)
         if plan.frees_parameters:
             mark_sharded(self._params())
 
@@ -170,7 +169,7 @@ class ShardedModel:
             :attr:`rounded_groups` whether the step will overwrite an edit on this rank; None
             without such groups.
         """
-        self._full_params.end_names()
+        self.full_params.end_names()
         # The host waits for a device's sums: once for all groups, not once for each.
         away = not all(on_host(group.full) or group.full.is_meta for group in self.groups)
         take_replaced(self._living)
@@ -254,7 +253,7 @@ class ShardedModel:
     def wait(self) -> None:
         """Wait until the published parameters are whole on all ranks: see
         :meth:`ParamPublisher.wait`."""
-        self._full_params.end_names()
+        self.full_params.end_names()
         self.publisher.wait()
 
     # --- actions of a schedule --------------------------------------------------------------------
@@ -324,7 +323,7 @@ class ShardedModel:
                 )
             yield from self.groups
             return
-        self._full_params.end_names()
+        self.full_params.end_names()
         self.wait()
         heap = FreedBytes()
         for group in self.groups:
@@ -335,14 +334,6 @@ class ShardedModel:
                 group.reshard()
                 heap.add(group.full)
         heap.give_back()
-
-    def rank0_state_dict(self) -> dict[str, Any]:
-        """See :meth:`FullParams.rank0_state_dict`."""
-        return self._full_params.rank0_state_dict()
-
-    def list_names(self) -> None:
-        """See :meth:`FullParams.list_names`."""
-        self._full_params.list_names()
 
     def group_of(self, param: torch.Tensor) -> tuple[ParamGroup, int]:
         """Return the group that holds ``param``, and its slot's index there. Raises TrialError for
@@ -401,7 +392,7 @@ class ShardedModel:
         if self.grad_pool is not None:
             self.grad_pool.close()
         self.unsharder.remove_hooks()
-        self._full_params.remove_hooks()
+        self.full_params.remove_hooks()
         for group in self.groups:
             group.wait_for_copies()  # and let go of them
             if group.offloaded is not None:

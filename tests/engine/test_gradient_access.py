@@ -548,7 +548,9 @@ def test_what_was_gathered_does_not_stay_through_a_second_pass(stage: str) -> No
     engine.backward(loss(engine, Turn(0, 0, 0)))
     engine.module.last.weight.grad.norm()
     (flat,) = {
-        id(shown._flat): weakref.ref(shown._flat) for shown in engine.sharded._shown if shown._flat is not None
+        id(shown._flat): weakref.ref(shown._flat)
+        for shown in engine.sharded.param_grads._shown
+        if shown._flat is not None
     }.values()
     assert flat() is not None
     inputs, alive = Turn(1, 0, 0).normal(4, 5).requires_grad_(), []

@@ -16,7 +16,7 @@ def after_backward(stage: int = 1, *, last: bool = True) -> tuple[ShardedModel, 
     """A model after one backward pass, its module, and the gradient of the weight."""
     torch.manual_seed(0)
     module = nn.Linear(3, 2)
-    model = make_model(module, stage)
+    model = make_model(module, stage, plan={} if last else {"reduce_every": "micro"})
     x = torch.randn(4, 3)
     expected = torch.autograd.grad((module(x) ** 2).sum(), module.weight)[0]
     model.begin_backward(reduce=True, last=last)

@@ -176,6 +176,23 @@ def test_other_meeting_places_are_torchs_own(tmp_path: Any) -> None:
 # --- the world of ranks ---------------------------------------------------------------------------
 
 
+def test_nccl_without_a_gpu_is_gloo_and_a_warning(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "accelerator", lambda: None)
+    try:
+        init_distributed(dist_backend="nccl")
+        assert dist.get_backend() == "gloo"
+    finally:
+        destroy_distributed()
+    assert "the ranks use gloo" in caplog.text
+
+
+def test_a_backend_that_torch_does_not_have_is_named() -> None:
+    with pytest.raises(MeshError, match=r"init_distributed\(dist_backend\): torch has no such backend here: got 'glo'"):
+        init_distributed(dist_backend="glo")
+
+
 def test_without_a_launcher_a_process_is_a_world_of_one() -> None:
     assert not is_distributed()
     assert world_size() == 1

@@ -197,6 +197,55 @@ def test_a_gradient_around_the_forward_that_cannot_be_scaled_is_refused() -> Non
         engine.module(x).sum().backward()
 
 
+@pytest.mark.parametrize(
+    ("made", "told"),
+    [
+        (lambda value: value / 4, True),
+        (lambda value: value * 0.25, True),
+        (lambda value: value / 3, False),
+        (lambda value: (value + value) / 4, False),  # a mean
+        (lambda value: value / torch.tensor(4.0, requires_grad=True), True),
+        (lambda value: value, False),
+    ],
+)
+def test_a_loss_that_the_loop_divides_by_the_accumulation_is_said_once(
+    made: Callable[[torch.Tensor], torch.Tensor], told: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = build_engine(Case(Tower, loss, accumulation=4), {"stage": 0})
+    for number in range(8):
+        engine.backward(made(engine(Turn(0, number, 0).normal(4, 5)).sum()))
+        engine.step()
+    assert caplog.text.count("gradients are 4 times smaller") == told
+
+
+def test_a_loss_that_the_engine_does_not_divide_may_be_divided(caplog: pytest.LogCaptureFixture) -> None:
+    engine = build_engine(Case(Tower, loss, accumulation=4), {"stage": 0})
+    engine.backward(engine(Turn(0, 0, 0).normal(4, 5)).sum() / 4, scale_wrt_gas=False)
+    assert not caplog.text
+
+
+@pytest.mark.parametrize(("every", "told"), [(1, False), (4, True), (100, True)])
+def test_a_loop_that_calls_step_as_plain_torch_does_is_told(
+    every: int, told: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = build_engine(Case(Tower, loss, accumulation=4), {"stage": 0})
+    for number in range(1, 4 * 33):
+        engine.backward(loss(engine, Turn(0, number, 0)))
+        if number % every == 0:
+            engine.step()
+    assert caplog.text.count("every 4. call of engine.step() updates the weights") == told
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_a_step_whose_gradients_were_dropped_is_told(stage: int, caplog: pytest.LogCaptureFixture) -> None:
+    engine = build_engine(Case(Tower, loss), {"stage": stage})
+    for number in range(2):
+        engine.backward(loss(engine, Turn(0, number, 0)))
+        engine.module.zero_grad()
+        engine.step()
+    assert caplog.text.count("no gradient has reached any of the") == 1
+
+
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_a_vector_of_outputs_with_its_gradient(stage: int) -> None:
     states = []

@@ -366,6 +366,27 @@ def test_a_clients_wins_over_ds_configs() -> None:
     assert theirs.get_last_lr() != [1.0], "it warms up from the start"
 
 
+def test_a_class_is_made_over_the_engines_optimizer() -> None:
+    base = sgd()
+    made = choose_lr_scheduler(base, torch.optim.lr_scheduler.ConstantLR, read_ds_config(PLAIN))
+    assert made.optimizer is base and base.param_groups[0]["lr"] == pytest.approx(1 / 3)
+
+
+@pytest.mark.parametrize(
+    "client",
+    [
+        torch.optim.lr_scheduler.StepLR,  # needs a step_size
+        lambda optimizer: None,
+        lambda optimizer: torch.optim.lr_scheduler.ConstantLR,
+        lambda optimizer: torch.optim.lr_scheduler.ConstantLR(sgd()),
+        "cosine",
+    ],
+)
+def test_what_gives_no_scheduler_of_the_engines_optimizer_is_refused(client: Any) -> None:
+    with pytest.raises(ConfigError, match=r"lr_scheduler=lambda optimizer"):
+        choose_lr_scheduler(sgd(), client, read_ds_config(PLAIN))
+
+
 def test_none_where_there_is_nothing_to_schedule() -> None:
     assert choose_lr_scheduler(sgd(), None, read_ds_config(PLAIN)) is None
     assert choose_lr_scheduler(None, None, read_ds_config(WARM)) is None

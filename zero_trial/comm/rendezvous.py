@@ -174,7 +174,8 @@ def init_distributed(
 
     Args:
         dist_backend: default: the accelerator's own (NCCL for CUDA) with gloo for the host, or
-            gloo alone.
+            gloo alone. ``"nccl"`` on a host without a GPU is gloo, which a warning says: scripts
+            for GPUs name it.
         distributed_port: where rank 0 listens if the launcher has named no port.
         timeout: seconds or timedelta, bounds the start and every collective.
         init_method: ``env://``, ``tcp://host:port`` or ``file://...``, in place of what the
@@ -200,7 +201,17 @@ def init_distributed(
         else datetime.timedelta(seconds=timeout or DEFAULT_TIMEOUT_SECONDS)
     )
     kind = accelerator()
+    if dist_backend == "nccl" and kind is None:
+        if env.rank == 0:
+            log.warning("init_distributed(dist_backend='nccl') needs GPUs, and torch sees none: the ranks use gloo")
+        dist_backend = None
     backend = dist_backend or (f"cpu:gloo,{kind}:{dist.get_default_backend_for_device(kind)}" if kind else "gloo")
+    for name in (part.rpartition(":")[2] for part in backend.split(",")):
+        if not dist.is_backend_available(name):
+            fix = "Leave dist_backend out: it is chosen by the devices that there are."
+            raise MeshError(
+                "torch has no such backend here", where="init_distributed(dist_backend)", got=repr(name), fix=fix
+            )
     why = "given" if dist_backend else f"{kind} is available" if kind else "CUDA is not available"
     log.debug("rank %d of %d: backend %s (%s)", env.rank, env.world_size, backend, why)
     if kind is not None:

@@ -20,6 +20,7 @@ back. ``loss.backward()`` is therefore refused where there is a loss scale.
 from __future__ import annotations
 
 import functools
+import logging
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -39,6 +40,10 @@ from zero_trial.precision import StaticScale
 from zero_trial.sharding.grad_access import ShownBefore
 from zero_trial.sharding.layout import wide_dtype
 from zero_trial.sharding.unshard import tensors_in
+
+log = logging.getLogger("zero_trial")
+
+_UNSTEPPED = 32  # so many passes for each micro-batch of a step without a step are a mistake
 
 _WITH_GRADIENTS = "Compute it with gradients enabled, from a parameter that requires grad."
 
@@ -90,6 +95,8 @@ class BackwardPasses:
         self._cut_off = False  # an exception has ended a block of coalesced() in this step
         self._inside = False  # this engine's own backward() runs
         self._noted: _NotedPass | None = None
+        # looked into once: whether the loop divides by the accumulation, and when it calls step()
+        self._divided_seen = self._steps_seen = False
         self._hook = functools.partial(_note, weakref.ref(self))
         engine.sharded.on_foreign_gradient(self._gradient_came)
 
@@ -104,6 +111,9 @@ class BackwardPasses:
         engine = self._trained()
         self._check_weights(engine, weighted=weight is not None)
         steps = engine.gradient_accumulation_steps() if divide and weight is None else 1
+        if steps > 1 and not self._divided_seen:
+            self._divided_seen = True
+            _warn_of_own_division(loss, steps, engine.mesh.rank)
         if weight is None:
             mean = loss.detach() if steps == 1 else loss.detach() / steps
         else:
@@ -130,7 +140,7 @@ class BackwardPasses:
             mark.remove()
             for passed in number:
                 _SCALED.pop(passed, None)
-        self.pending += 1
+        self._count(engine)
         if weight is not None:
             self._outcome.add_weight(weight)
         return mean
@@ -234,7 +244,7 @@ class BackwardPasses:
         self._observer.end(BACKWARD, engine)
         with self._observer.phase(REDUCE_WAIT, engine):
             engine.sharded.end_backward(show=engine.is_gradient_accumulation_boundary())
-        self.pending += 1
+        self._count(engine)
 
     # --- both -------------------------------------------------------------------------------------
 
@@ -245,6 +255,29 @@ class BackwardPasses:
             engine.optimizer.prefetch()
         reduce = self._sync and (last or engine.sharded.plan.reduces_every_micro_batch)
         engine.sharded.begin_backward(reduce=reduce, last=last)
+
+    def _count(self, engine: EngineAccessors) -> None:
+        """Count a pass that has ended."""
+        self.pending += 1
+        if self.pending == _UNSTEPPED * engine.gradient_accumulation_steps() and engine.optimizer is not None:
+            self._warn_of_steps(engine, f"{self.pending} backward passes and no engine.step() since step")
+
+    def warn_of_rare_steps(self, calls: int) -> None:
+        """Log a warning where ``step`` is called for the first micro-batch of a step, after
+        ``calls``, and the backward passes of all micro-batches have come: loops of plain torch call
+        it once for all of them."""
+        engine = self._trained()
+        if calls == 0 and self.pending == engine.gradient_accumulation_steps():
+            self._warn_of_steps(engine, f"{self.pending} backward passes before the first engine.step() since step")
+
+    def _warn_of_steps(self, engine: EngineAccessors, seen: str) -> None:
+        if not self._steps_seen and engine.mesh.rank == 0:
+            log.warning(
+                "%s %d: every %d. call of engine.step() updates the weights (gradient_accumulation_steps). Call it after "
+                "every micro-batch, or own the boundary with managed_gradient_accumulation: false",
+                *(seen, engine.global_steps, engine.gradient_accumulation_steps()),
+            )
+        self._steps_seen = True
 
     def require_gradients(self) -> None:
         """Raise TrialError where no gradient has come since the last step.
@@ -338,6 +371,25 @@ class BackwardPasses:
                 fix="Call its destroy() before another engine, or plain torch, trains the model; or build the model anew.",
             )
         return engine
+
+
+def _warn_of_own_division(loss: torch.Tensor, steps: int, rank: int) -> None:
+    """Log a warning on rank 0 where ``loss`` was made by dividing by ``steps``, as loops of plain
+    torch do. The mean of several losses (a sum that is divided) may have the same number."""
+    node = loss.grad_fn
+    if rank != 0 or node is None or not node.name().startswith(("DivBackward", "MulBackward")):
+        return
+    by = getattr(node, "_saved_other", None)
+    if not isinstance(by, torch.Tensor) or by.numel() != 1 or by.device.type != "cpu":
+        return
+    meant = by.item() == (steps if node.name().startswith("Div") else 1 / steps)
+    summed = any(each is not None and each.name().startswith("AddBackward") for each, _ in node.next_functions)
+    if meant and not summed:
+        log.warning(
+            "this loss was divided by %d before engine.backward(), which divides by gradient_accumulation_steps, %d, too: "
+            "gradients are %d times smaller than meant. Give the loss as it is, or engine.backward(loss, scale_wrt_gas=False)",
+            *(steps,) * 3,
+        )
 
 
 def _has_gradients(engine: EngineAccessors) -> bool:

@@ -219,16 +219,37 @@ def _schedule(ema: EmaSection) -> EmaSchedule:
 
 
 def choose_lr_scheduler(optimizer: torch.optim.Optimizer | None, client: Any, settings: DsConfig) -> Any:
-    """Return the client's (an object, or a function of ``optimizer``), else ds_config's, else None.
-    Raises ConfigError."""
+    """Return the client's (an object, or a class or function of ``optimizer``), else ds_config's,
+    else None. Raises ConfigError."""
     if client is not None:
-        if not hasattr(client, "step"):
-            return client if optimizer is None else client(optimizer)
+        if isinstance(client, type) or not hasattr(client, "step"):
+            if optimizer is None:
+                return client
+            client = _made_lr_scheduler(client, optimizer)
         _require_own(client, optimizer)
         return client
     if settings.scheduler is None or optimizer is None:
         return None
     return build_scheduler(settings.scheduler.type, settings.scheduler.params, optimizer)
+
+
+def _made_lr_scheduler(make: Any, optimizer: torch.optim.Optimizer) -> Any:
+    """Return what the client's class or function makes of ``optimizer``. Raises ConfigError where
+    that is no LR scheduler: every learning rate would silently stay as it is."""
+    name = getattr(make, "__name__", type(make).__name__)
+    fix = f"Give a function that returns one: lr_scheduler=lambda optimizer: {name if isinstance(make, type) else 'StepLR'}(optimizer, ...)."
+    where = "initialize(lr_scheduler)"
+    if not callable(make):
+        raise ConfigError("this is neither an LR scheduler nor callable", where=where, got=repr(make), fix=fix)
+    if isinstance(make, type):
+        try:
+            inspect.signature(make).bind(optimizer)
+        except TypeError as error:
+            raise ConfigError(f"{name} cannot be made of the optimizer alone: {error}", where=where, fix=fix) from None
+    made = make(optimizer)
+    if isinstance(made, type) or not hasattr(made, "step"):
+        raise ConfigError("this callable does not return an LR scheduler", where=where, got=repr(made), fix=fix)
+    return made
 
 
 def _log_replaced_rates(plan: OptimizerPlan, settings: DsConfig) -> None:

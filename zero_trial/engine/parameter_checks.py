@@ -177,6 +177,13 @@ class UsedParameters:
                 for buffer in self._grad_buffers
                 for index in sorted(buffer.unused)
             ]
+            if len(found) == sum(len(buffer.group.params) for buffer in self._grad_buffers):
+                log.warning(
+                    "no gradient has reached any of the %d parameters in step %d: their gradients were dropped between backward "
+                    "and step (model.zero_grad()), or the loss is another model's. Weight decay and momentum go on",
+                    *(len(found), engine.global_steps),
+                )
+                return
             frozen = [name for name, param in found if not param.requires_grad]
             log.info(
                 "no gradient has reached %s%s in a step. Where no rank has one, the step takes it as 0: weight decay and momentum "

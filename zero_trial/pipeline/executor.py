@@ -322,11 +322,10 @@ def loss_error(loss: Any, where: str, with_grad: str) -> TrialError:
     does not require grad."""
     if isinstance(loss, torch.Tensor) and loss.numel() == 1:
         return TrialError("the loss does not require grad", where=where, fix=with_grad)
-    got = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
-    return TrialError(
-        "the loss is not a scalar",
-        where=where,
-        got=got,
-        expected="a tensor with one element",
-        fix="Use loss.mean(). A PipelineModule without a loss_fn takes the last layer's output for the loss.",
-    )
+    if isinstance(loss, torch.Tensor):
+        got = f"a tensor of shape {tuple(loss.shape)}"
+        fix = "Use loss.mean(). A PipelineModule without a loss_fn takes the last layer's output for the loss."
+    else:
+        got = type(loss).__name__
+        fix = "Leave .item() out." if isinstance(loss, (int, float)) else "Take the loss out of what the model returns."
+    return TrialError("the loss is not a scalar", where=where, got=got, expected="a tensor with one element", fix=fix)

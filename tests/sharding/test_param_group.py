@@ -290,6 +290,7 @@ def test_what_is_absent_is_known() -> None:
     assert not is_absent(torch.zeros(6)[::2])
 
 
+linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc's allocator is what is tuned")
 PAGES = (8 << 20) // resource.getpagesize()
 
 
@@ -307,7 +308,7 @@ def faults_of_reviving(keep: bool) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc's allocator is what is tuned")
+@linux
 def test_reviving_a_buffer_costs_no_page_faults() -> None:
     with server().Pool(1) as pool:
         kept = pool.apply(faults_of_reviving, (True,))
@@ -333,7 +334,7 @@ def resident_before_and_after() -> tuple[int, int]:
     return before, resident()
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc's allocator is what is tuned")
+@linux
 def test_pages_between_living_blocks_go_back() -> None:
     if not keep_freed_memory():
         pytest.skip("this C library has no mallopt")
@@ -342,17 +343,85 @@ def test_pages_between_living_blocks_go_back() -> None:
     assert before - after > 48 << 20
 
 
-def test_large_pages_are_asked_for_where_blocks_are_mapped(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The way that was chosen last counts: in the heap the advice would outlive the block."""
-    advised: list[int] = []
-    calls = {"mallopt": lambda *_: 1, "madvise": lambda _, size, __: advised.append(size.value)}
+def faults_of_passing_pages(pages: heap.FreedPages) -> int:
+    """Minor page faults of freeing and reviving an 8 MiB storage ten times, whose pages are passed
+    on; its neighbors keep their values."""
+    heap.map_large_blocks()
+    before, buffer, after = (torch.full((2 << 20,), value) for value in (1.0, 2.0, 3.0))
+    storage = buffer.untyped_storage()
+    start = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for turn in range(10):
+        pages.keep(buffer)
+        storage.resize_(0)
+        storage.resize_(8 << 20)
+        pages.fill(buffer)
+        buffer.fill_(turn)
+    faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - start
+    assert before.eq(1).all() and after.eq(3).all() and buffer.eq(9).all()
+    return faults
+
+
+@linux
+def test_pages_of_a_freed_tensor_are_the_next_ones() -> None:
+    with server().Pool(1) as pool:
+        assert pool.apply(faults_of_passing_pages, (heap.FreedPages(),)) < PAGES
+
+
+def fails(*_: object) -> int:
+    return -1
+
+
+def faults_where_pages_stay() -> int:
+    heap._glibc = {"mremap": fails, "mallopt": heap._glibc("mallopt")}.get  # type: ignore[assignment]
+    return faults_of_passing_pages(heap.FreedPages())
+
+
+@linux
+def test_a_kernel_that_moves_no_pages_gives_new_ones() -> None:
+    with server().Pool(1) as pool:
+        assert pool.apply(faults_where_pages_stay) >= 10 * PAGES
+
+
+def resident_with_kept_pages() -> list[int]:
+    """With pages of 8, then of 16 and again of 8 MiB; and after 4 MiB have been taken."""
+    heap.map_large_blocks()
+    torch.ones(8 << 20, dtype=torch.uint8)  # starts torch's threads
+    pages, before, found = heap.FreedPages(), resident(), []
+    for size in (8, 16, 8):
+        tensor = torch.ones(size << 20, dtype=torch.uint8)
+        pages.keep(tensor)
+        del tensor
+    found.append(resident() - before)
+    for size in (32, 4):  # too large, and large enough
+        tensor = torch.empty(size << 20, dtype=torch.uint8)
+        pages.fill(tensor)
+        if size == 4:
+            found.append(resident() - before)
+        del tensor
+    return found
+
+
+@linux
+def test_pages_are_kept_of_one_tensor_only() -> None:
+    """Of the largest; what a smaller one does not need goes back."""
+    with server().Pool(1) as pool:
+        assert [round(each / 2**20) for each in pool.apply(resident_with_kept_pages)] == [16, 4]
+
+
+def test_pages_of_small_tensors_of_the_heap_and_of_devices_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a heap, where the way that was chosen last puts them, they would be cut out of it."""
+    moved: list[int] = []
+    calls = {"mallopt": lambda *_: 1, "mremap": lambda _, size, *__: moved.append(size.value)}
     monkeypatch.setattr(heap, "_glibc", calls.get)
     monkeypatch.setattr(heap, "_CHOSEN", {})
-    tensor = torch.empty(1 << 20)
+    pages, tensor = heap.FreedPages(), torch.empty(1 << 20)
     for choose in (keep_freed_memory, heap.map_large_blocks, keep_freed_memory):
         choose()
-        heap.use_large_pages(tensor)
-    assert len(advised) == 1
+        pages.keep(tensor)
+    heap.map_large_blocks()
+    pages.keep(torch.empty(1 << 20, device="meta"))
+    pages.keep(torch.empty(1 << 18))
+    assert len(moved) == 1 and tensor.nbytes - 2 * resource.getpagesize() < moved[0] <= tensor.nbytes
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])

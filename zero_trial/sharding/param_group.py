@@ -39,7 +39,6 @@ from zero_trial.sharding.freed import (
     sharded_class,
     unasked,
 )
-from zero_trial.sharding.heap import use_large_pages
 from zero_trial.sharding.layout import Layout, column_sums, has_own_master
 from zero_trial.sharding.plan import Home, Lifetime, OffloadedShard, ZeroPlan
 
@@ -242,7 +241,13 @@ class ParamGroup:
     def _allocate(self) -> None:
         self.full.untyped_storage().resize_(self.full.nbytes)
         if self.offloaded is not None and self._real:
-            use_large_pages(self.full)
+            self.offloaded.pages.fill(self.full)
+
+    def _free(self) -> None:
+        storage = self.full.untyped_storage()
+        if self.offloaded is not None and self._real and storage.resizable():
+            self.offloaded.pages.keep(self.full)
+        storage.resize_(0)
 
     def start_read_or_ready(self) -> bool:
         """Return whether to call :meth:`unshard_async` now, for a use that comes soon.
@@ -322,7 +327,7 @@ class ParamGroup:
             set_data(param, placeholder)
             param.__class__ = freed
         try:
-            self.full.untyped_storage().resize_(0)
+            self._free()
         except RuntimeError as fault:
             raise TrialError(
                 "the memory of a parameter cannot be freed: a numpy array uses it",
@@ -376,7 +381,7 @@ class ParamGroup:
         :meth:`publish` where the home has the full copy."""
         if self.offloaded is not None:
             self.offloaded.store(self.full)
-        self.full.untyped_storage().resize_(0)
+        self._free()
 
     def load_full(self, params: Collection[int] | None = None) -> None:
         """Copy the full values, which are alike on all ranks, into home and master. ``params``

@@ -43,6 +43,8 @@ from zero_trial.errors import ConfigError
 if TYPE_CHECKING:
     import torch
 
+    from zero_trial.sharding.heap import FreedPages
+
 
 class Lifetime(Enum):
     """How long the full copy of something lives."""
@@ -96,6 +98,11 @@ class OffloadedShard(Protocol):
     @property
     def buffers(self) -> Sequence[torch.Tensor]:
         """Memory through which values are read; other shards may use the same."""
+        ...
+
+    @property
+    def pages(self) -> FreedPages:
+        """What full parameters leave to those that are fetched next."""
         ...
 
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 import torch
 
 from zero_trial.sharding.freed import absent
-from zero_trial.sharding.heap import give_freed_memory_back
+from zero_trial.sharding.heap import FreedPages, give_freed_memory_back
 from zero_trial.sharding.layout import round_up
 from zero_trial.sharding.offload.swap_space import (
     BLOCK,
@@ -81,6 +81,10 @@ class SwappedShard:
         return self.swapper.buffers
 
     @property
+    def pages(self) -> FreedPages:
+        return self.swapper.pages
+
+    @property
     def numel(self) -> int:
         layout = self.group.layout
         return layout.numel if self.group.plan.whole_home else layout.shard_numel
@@ -117,6 +121,7 @@ class ParamSwapper:
         self.update_space = update_space if update_space is not None else space
         self._homes = homes
         self.failure = DiskFailure()
+        self.pages = FreedPages()
         self._most = most
         self._count = count
         self._shards: dict[int, SwappedShard] = {}  # by id of the group

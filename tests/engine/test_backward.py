@@ -129,15 +129,20 @@ def same(script: str, zero: dict[str, Any], accumulation: int, precision: str) -
     return wrong
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("accumulation", [1, 2])
-@pytest.mark.parametrize("stage", STAGES)
+# Each stage meets every precision and both numbers of micro-batches, each precision both numbers.
+@pytest.mark.parametrize(
+    ("stage", "accumulation", "precision"),
+    [
+        (stage, 1 + (row + column) % 2, precision)
+        for row, stage in enumerate(STAGES)
+        for column, precision in enumerate(PRECISIONS)
+    ],
+)
 def test_every_call_gives_the_same_bits(ranks: Pools, stage: str, accumulation: int, precision: str) -> None:
     assert ranks(2).run(same, "one", STAGES[stage], accumulation, precision) == [[], []]
 
 
-@pytest.mark.parametrize("accumulation", [1, 2])
-@pytest.mark.parametrize("stage", ["zero1", "zero3-free"])
+@pytest.mark.parametrize(("stage", "accumulation"), [("zero1", 2), ("zero3-free", 1), ("zero3-free", 2)])
 @pytest.mark.parametrize("script", [name for name in SCRIPTS if name != "one"])
 def test_every_kind_of_loss_gives_the_same_bits(ranks: Pools, script: str, stage: str, accumulation: int) -> None:
     assert ranks(2).run(same, script, STAGES[stage], accumulation, "fp32") == [[], []]

@@ -542,7 +542,8 @@ def train(case: str, stage: str) -> float:
     return compare(CASES[case], STAGES[stage])
 
 
-@pytest.mark.parametrize("stage", STAGES)
+# Stage 1 differs from 2 only in when gradients are summed.
+@pytest.mark.parametrize("stage", [stage for stage in STAGES if stage != "zero1"])
 @pytest.mark.parametrize("case", CASES)
 def test_trains_as_plain_torch_does(ranks: Pools, case: str, stage: str) -> None:
     for gap in ranks(2).run(train, case, stage):

@@ -69,8 +69,6 @@ class MyTrial(ZeroTrial):
         loss = torch.nn.functional.mse_loss(self.engine(x), y)
         if self.fault == "nan" and batch_idx == 3:
             loss = loss * float("nan")
-        if self.fault == "vector":
-            loss = loss * torch.ones(2)
         self.engine.backward(loss)
         self.engine.step()
         return loss
@@ -212,12 +210,6 @@ def test_a_rank_that_never_comes(project: Path):
     code, errors, _ = run_fault(project, "hang")
     assert code == 5
     assert len(errors) == 2 and "rank 1" in errors[0]
-
-
-def test_a_loss_that_is_no_scalar(project: Path):
-    code, errors, _ = run_fault(project, "vector")
-    assert code == 2
-    assert len(errors) == 2 and "scalar" in errors[0]
 
 
 def test_a_loader_that_yields_nothing(project: Path):

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 from typing import Any
 
-# The hyperparameter `fault` chooses what goes wrong, on rank 1, in step `at`. `wait_at`: rank 0
-# goes on only once it was asked to stop, or the file `wait_for` is there. `settle_at`: the engine
-# has written its checkpoint before this step.
+# The hyperparameter `fault` chooses what goes wrong, on rank 1, in step `at`; `mark`: once, until
+# this file is there. `wait_at`: rank 0 goes on only once it was asked to stop, or the file
+# `wait_for` is there. `settle_at`: the engine has written its checkpoint before this step.
 MODEL_DEF = """
 import pathlib
 import threading
@@ -46,7 +46,10 @@ class MyTrial(ZeroTrial):
         if batch_idx == self.hparams.get("at", -1) and self.rank == 1:
             if self.hparams.get("fault") == "invalid":
                 raise InvalidHP("too small")
-            if self.hparams.get("fault") == "crash":
+            mark = pathlib.Path(self.hparams.get("mark", "/no such file"))
+            if self.hparams.get("fault") == "crash" and not mark.exists():
+                if "mark" in self.hparams:
+                    mark.touch()
                 raise KeyError("no such thing")
         if batch_idx == self.hparams.get("settle_at", -1):
             self.engine.wait_for_checkpoint()

@@ -51,6 +51,15 @@ def test_the_agent_s_own_sigterm_is_no_cause():
     assert left is not None and left.message.startswith("killed by SIGTERM")
 
 
+def test_a_rank_that_the_agent_ended_after_another_s_error_is_no_cause():
+    lost = error(0, 1.0, "rank 0, step 5: a collective failed", "MeshError", 5)
+    found = first_cause([lost], RANKS, [RankExit(0, 100, 5), RankExit(1, 101, -15)], [])
+    assert found == Cause(0, lost.message, 5, echo=True)
+    # the agent saw the killed one first: somebody outside has sent it
+    outside = first_cause([lost], RANKS, [RankExit(1, 101, -15), RankExit(0, 100, 5)], [])
+    assert outside is not None and outside.rank == 1
+
+
 def test_the_pid_names_the_rank_also_on_a_second_host():
     ranks = [RankRecord(8, 0, 100), RankRecord(9, 1, 101)]
     cause = first_cause([], ranks, [RankExit(1, 101, -9)], [])

@@ -168,6 +168,22 @@ def test_words_of_an_error():
     assert error_text(KeyboardInterrupt()) == "KeyboardInterrupt"
 
 
+class Unreadable(torch.utils.data.Dataset[int]):
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, index: int) -> int:
+        raise KeyError("no such sample")
+
+
+def test_an_error_in_a_worker_of_a_loader_is_one_line() -> None:
+    line = Unreadable.__getitem__.__code__.co_firstlineno + 1
+    place = f"test_rank.py:{line} in __getitem__, DataLoader worker process 0"
+    with pytest.raises(KeyError) as caught:
+        next(iter(torch.utils.data.DataLoader(Unreadable(), num_workers=1)))
+    assert error_text(caught.value) == f"KeyError: 'no such sample' ({place})"
+
+
 def raised_here(error: BaseException) -> BaseException:
     try:
         raise error

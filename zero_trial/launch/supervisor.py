@@ -317,7 +317,7 @@ def _silent(
 
     The agent ends the others with SIGTERM, and on a busy machine it may miss the first one. So a
     rank that died of anything else comes first, then one that was gone before any was asked to
-    stop, and last those that died of SIGTERM.
+    stop, and last those that died of SIGTERM, unless the agent had seen one with an error before.
     """
     reported = {error.rank for error in errors}
     by_pid = {record.pid: record.rank for record in ranks}
@@ -332,7 +332,8 @@ def _silent(
         if (record.rank, -signal.SIGTERM) in silent:
             return _from_exit(record.rank, -signal.SIGTERM)
         return Cause(record.rank, "the process exited without an error report (killed?)", INFRASTRUCTURE)
-    return _from_exit(*silent[0]) if silent else None
+    ended_by_agent = bool(exits) and by_pid.get(exits[0].pid, exits[0].local_rank) in reported
+    return _from_exit(*silent[0]) if silent and not ended_by_agent else None
 
 
 def _from_exit(rank: int, code: int) -> Cause:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import atexit
 import gc
 import json
+import re
 import resource
 import sys
 import time
@@ -207,7 +208,18 @@ def error_text(error: BaseException) -> str:
     if isinstance(error, ZeroTrialError):
         text = str(error) or type(error).__name__
         return with_user_line(text, error) if isinstance(error, TrialError) else text
-    return with_user_line("".join(traceback.format_exception_only(error)).strip(), error)
+    text = "".join(traceback.format_exception_only(error)).strip()
+    worker = _OF_WORKER.search(text)
+    if worker is None:
+        return with_user_line(text, error)
+    # torch has put the worker's whole traceback into the message
+    file, line, function = (_FRAME.findall(text) or [("", "", "")])[-1]
+    place = f"{Path(file).name}:{line} in {function}, " if file else ""
+    return f"{text.splitlines()[-1].strip()} ({place}{worker[1]})"
+
+
+_OF_WORKER = re.compile(r"Caught \w+ in (DataLoader worker process \d+)\.")
+_FRAME = re.compile(r'File "(.+)", line (\d+), in (\S+)')
 
 
 def write_error_file(text: str, *, printed: bool, path: str | None = None, now: float | None = None) -> None:

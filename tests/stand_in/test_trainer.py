@@ -173,6 +173,8 @@ def test_accelerate_alone(ask: Callable[..., Any]) -> None:
 
 SCRIPT = """
 import json, sys, torch
+# Trainer imports them if they are there, which takes a third of a rank's start.
+sys.modules.update(dict.fromkeys(("bitsandbytes", "datasets", "pandas", "peft")))
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 from tests.stand_in.samples import Samples
 

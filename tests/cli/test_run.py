@@ -10,8 +10,8 @@ import pytest
 
 from zero_trial.cli import run
 from zero_trial.cli.main import build_parser, main
-from zero_trial.cli.run import newest_run, request_from
-from zero_trial.launch.experiment import RunRequest
+from zero_trial.cli.run import newest_run, request_from, start_lines
+from zero_trial.launch.experiment import RunRequest, check_run
 from zero_trial.launch.placement import PlacementRequest
 from zero_trial.runs.layout import RunFolder
 
@@ -33,6 +33,22 @@ def test_all_options():
     assert (request.slots, request.seed, request.run_dir) == (4, 9, Path("r"))
     assert request.placement == PlacementRequest(slots=4, nnodes="2", node_rank=1, master_addr="h", master_port=7)
     assert parse("--resume runs/0001").resume == Path("runs/0001")
+
+
+@pytest.mark.parametrize("module", ["zero_trial.run", "zero_trial.as_determined"])
+def test_the_first_line_does_not_say_what_a_deepspeedtrial_may_overwrite(tmp_path: Path, module: str) -> None:
+    (tmp_path / "model_def.py").write_text("from zero_trial import ZeroTrial\nclass MyTrial(ZeroTrial): ...\n")
+    experiment = {
+        "name": "tiny",
+        "entrypoint": f"python3 -m {module} model_def:MyTrial",
+        "searcher": {"name": "single", "metric": "loss", "max_length": {"batches": 1}},
+        "data": {"ds_config": {"train_batch_size": 8, "zero_optimization": {"stage": 1}}},
+        "hyperparameters": {"overwrite_deepspeed_args": {"zero_optimization.stage": 2}},
+    }
+    path = tmp_path / "const.yaml"
+    path.write_text(json.dumps(experiment))
+    first = start_lines(check_run(RunRequest(path, tmp_path), {"CUDA_VISIBLE_DEVICES": ""}), 0.0)[0]
+    assert ("ZeRO-1" in first) == (module == "zero_trial.run")
 
 
 def make_run(folder: Path, end: str = "") -> Path:

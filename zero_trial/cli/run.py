@@ -18,7 +18,6 @@ from zero_trial.runs.layout import RunFolder, RunStatus
 
 if TYPE_CHECKING:
     from zero_trial.launch.experiment import CheckedRun, RunRequest
-    from zero_trial.launch.screen import Screen
 
 _RUNS = Path("runs")
 
@@ -84,7 +83,8 @@ def _train(request: RunRequest, *, as_json: bool) -> int:
 
     checked, seconds = timed_check_run(request)
     screen = Screen(sys.stderr if as_json else sys.stdout, quiet=as_json)
-    _print_start(checked, seconds, screen)
+    for line in start_lines(checked, seconds):
+        screen.say(line)
     outcome, folder = run_experiment(checked, request, screen)
     summary = read_summary(folder) if outcome.exit_code == 0 else None
     if as_json:
@@ -128,8 +128,9 @@ def request_from(options: argparse.Namespace) -> RunRequest:
     )
 
 
-def _print_start(checked: CheckedRun, seconds: float, screen: Screen) -> None:
-    """Print the first lines: versions, ranks and precision, what was checked, and warnings."""
+def start_lines(checked: CheckedRun, seconds: float) -> list[str]:
+    """Return the first lines: versions, ranks and precision, what was checked, and warnings. What
+    a DeepSpeedTrial trains with is left out: its code reads the ds_config, and may overwrite it."""
     torch = metadata.version("torch")
     gpus = checked.devices.gpus if "+cpu" not in torch else 0
     facts = [
@@ -143,13 +144,15 @@ def _print_start(checked: CheckedRun, seconds: float, screen: Screen) -> None:
         "ds_config ok" if config else "ds_config is the trial's own",
         f"{checked.entrypoint} ok",
     ]
-    if config is not None:
+    if config is not None and not checked.entrypoint.as_determined:
         facts += [f"{config.mesh.pipe} pipeline stages"] if config.mesh.pipe > 1 else []
         facts += [f"ZeRO-{config.zero_optimization.stage}", config.precision]
-    screen.say(" · ".join(facts))
-    screen.say(f"check   {' · '.join(done)}  {seconds:.1f} s")
-    for warning in (*checked.experiment.warnings, *(config.warnings if config else ())):
-        screen.say(f"warn    {warning}")
+    warnings = [*checked.experiment.warnings, *(config.warnings if config else ())]
+    return [
+        " · ".join(facts),
+        f"check   {' · '.join(done)}  {seconds:.1f} s",
+        *(f"warn    {warning}" for warning in warnings),
+    ]
 
 
 def add_resume_parser(subparsers: Any) -> None:

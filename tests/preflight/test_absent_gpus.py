@@ -15,7 +15,7 @@ from zero_trial.cli.main import _parse as parse
 from zero_trial.cli.main import build_parser
 from zero_trial.comm import MeshShape
 from zero_trial.ds_config.reader import read_ds_config
-from zero_trial.preflight import blueprint
+from zero_trial.preflight import blueprint, dry_run
 from zero_trial.preflight.blueprint import Blueprint, Stack, stacks_of
 from zero_trial.preflight.compare import Planner, memory_plan
 from zero_trial.preflight.dry_run import STEPS, ModelSubject
@@ -96,9 +96,18 @@ def test_few_layers_tell_what_many_need(stage: int, monkeypatch: pytest.MonkeyPa
         ran.append(layer)
         return forward(layer, x)
 
+    depths, build_engine = [], dry_run.build_engine
+
+    def built(model: Deep, *arguments: Any, **options: Any) -> Any:
+        depths.append(len(model.layers))
+        return build_engine(model, *arguments, **options)
+
     monkeypatch.setattr(Layer, "forward", counted)
+    monkeypatch.setattr(dry_run, "build_engine", built)
     few = figures(14, stage, **small)
     assert len(ran) == STEPS * (3 + 4 + 6)
+    # for states the small parameters of the others are there, in one or two modules
+    assert depths == [3, 4, 6, *([5, 6, 7] if stage == 3 else ())]
     monkeypatch.setattr(blueprint, "WORTH_LAYERS", 1000)
     all_layers = figures(14, stage, **small)
     names = ("parameters", "gradients", "optimizer", "exchange", "disk", "flops")

@@ -13,6 +13,7 @@ from torch.nn.functional import mse_loss
 from tests.preflight.measured import ROWS, batch, build, ds_config
 from zero_trial.errors import ConfigError, TrialError
 from zero_trial.pipeline.module import LayerSpec, PipelineModule, TiedLayerSpec
+from zero_trial.preflight import fake_engine
 from zero_trial.preflight.compare import Planner, memory_plan
 from zero_trial.preflight.fake_engine import TrialSubject, fake_initialize
 from zero_trial.trial.context import make_engine_mpu
@@ -95,6 +96,24 @@ def test_client_optimizers_and_generators_of_parameters() -> None:
     assert planned(subject, train_batch, batch()).plan().figures.optimizer == 0
     other = TrialSubject(2)
     other.factory(model=build("gpt"), config=ds_config(1), model_parameters=iter([]))
+
+
+def test_a_trials_engine_has_few_of_many_layers_until_it_is_asked_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    built, build_engine = [], fake_engine.build_engine
+
+    def counted(model: torch.nn.Sequential, *arguments: Any, **options: Any) -> Any:
+        built.append(len(model))
+        return build_engine(model, *arguments, **options)
+
+    monkeypatch.setattr(fake_engine, "build_engine", counted)
+    deep = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(60)))
+    made, optimizer, _, _ = TrialSubject(4).factory(model=deep, config=CONFIG)
+    assert (made.train_batch_size(), made.optimizer is optimizer, built) == (16, True, [3])
+    assert (len(made.module), built) == (60, [3, 60])
+    assert made(torch.ones(2, 4)).shape == (2, 4) and built == [3, 60]
+    groups = [{"params": [layer.weight]} for layer in deep]
+    made, *_ = TrialSubject(4).factory(model=deep, model_parameters=groups, config=CONFIG)
+    assert len(made.optimizer.param_groups) == 60
 
 
 def test_faults() -> None:

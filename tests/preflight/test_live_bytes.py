@@ -9,7 +9,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from zero_trial.preflight import live_bytes
-from zero_trial.preflight.live_bytes import LiveBytes
+from zero_trial.preflight.live_bytes import AbsentDevice, LiveBytes
 
 
 def test_live_and_peak() -> None:
@@ -89,6 +89,57 @@ def test_memory_of_one_device_only() -> None:
         there = torch.ones(1000, device="meta")
         live.hold([here, there])
     assert live.live == here.numel() * 4
+
+
+def test_the_host_beside_an_absent_device_has_tensors_without_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They need none of torch's fake tensors, which import its compiler."""
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise AssertionError("a fake tensor")
+
+    monkeypatch.setattr(FakeTensorMode, "__init__", refuse)
+    with AbsentDevice() as live:
+        masters = torch.zeros(1 << 40)  # 4 TiB
+        assert (live.host, live.live) == (4 << 40, 0)
+        low = masters[:100].view(torch.uint8)
+        assert (low.shape, low.device.type, live.host) == ((400,), "cpu", 4 << 40)
+        gradient = torch.zeros(1 << 40, dtype=torch.bfloat16, device="meta")
+        masters.add_(gradient.to("cpu")).mul_(torch.tensor(2.0))
+        gradient.copy_(masters)
+        assert (live.host, live.live, live.host_peak) == (4 << 40, 2 << 40, 6 << 40)
+        weight = torch.nn.Parameter(masters)
+        weight.grad = torch.empty_like(masters)
+        assert weight.grad.device.type == "cpu" and live.host == 8 << 40
+        parts = masters.split(1 << 39)
+        assert [part.untyped_storage().nbytes() for part in parts] == [4 << 40] * 2 and live.host == 8 << 40
+        assert (masters.norm().item(), str(masters)[:6]) == (1.0, "tensor")
+        masters.untyped_storage().resize_(0)
+        assert live.host == 4 << 40
+        steps = torch.zeros(())  # is counted, and has a value
+        assert (steps + 1).item() == 1.0
+    del masters, low, weight, parts, steps
+    assert live.host == 0
+
+
+def test_an_operation_on_many_tensors_looks_at_each_of_them_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks, storages = [], live_bytes._storages
+    monkeypatch.setattr(live_bytes, "_storages", lambda args: looks.append(args) or storages(args))
+    with LiveBytes() as live:
+        tensors = [torch.zeros(10) for _ in range(50)]
+        looks.clear()
+        torch._foreach_mul(tensors, 2.0)
+    assert len(looks) == 1 and live.peak == 2 * 50 * 40
+
+
+def test_what_only_writes_needs_no_form(monkeypatch: pytest.MonkeyPatch) -> None:
+    """normal_() of torch's decompositions imports its compiler."""
+    live_bytes.forget_outcomes()
+    calls, outcome = [], live_bytes._outcome
+    monkeypatch.setattr(live_bytes, "_outcome", lambda func, *rest: calls.append(func) or outcome(func, *rest))
+    with live_bytes.RepeatedMeta():
+        weight = torch.empty(3, 4, device="meta")
+        assert torch.nn.init.normal_(weight) is weight and torch.nn.init.zeros_(weight) is weight
+    assert calls == []
 
 
 def test_an_operation_is_computed_once_for_operands_of_one_form(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@ tests/engine/test_behaviour_parts.py."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
 
@@ -154,6 +155,30 @@ def members(*sizes: int, key: object = "fp32", block: str = ROOT, opt_group: int
 
 def names(grouping: object) -> list[str]:
     return [member.name for member in grouping.members]  # type: ignore[attr-defined]
+
+
+class Sized(ParamFacts):
+    """Counts how often its size is asked for."""
+
+    asked = 0
+
+    def __getattribute__(self, name: str) -> object:
+        Sized.asked += name == "numel"
+        return super().__getattribute__(name)
+
+
+class Blocks(frozenset[str]):
+    def __iter__(self) -> Iterator[str]:
+        raise AssertionError("each parameter looks at each block")
+
+
+def test_a_parameter_is_looked_at_a_few_times_however_many_there_are() -> None:
+    """A frozen model with small matrices beside its layers has a thousand in a bucket."""
+    small = [Sized(f"h.{index}.a", 1000, ("fp32",), 0) for index in range(1000)]
+    Sized.asked = 0
+    assert len(into_buckets(small, GroupingLimits())) == 1
+    assert Sized.asked <= 4 * len(small)
+    assert block_of(["h.7.norm.weight"], Blocks(f"h.{index}" for index in range(1000))) == "h.7"
 
 
 def test_buckets_are_filled_from_the_last_parameter_backwards() -> None:

@@ -52,29 +52,46 @@ class Blueprint:
         self.parameters = sum(param.numel() for param in model.parameters())
         self._given = _copied(given, lambda tensor: torch.empty_like(tensor, device="meta"))
         self._cut: dict[tuple[int, ...], Blueprint] = {}  # with_layers
+        self._shorts: dict[int, tuple[list[Stack], dict[str, Any]]] = {}
 
     @cached_property
     def stacks(self) -> list[Stack]:
         """Return the model's long runs of alike layers."""
         return stacks_of(self._given["model"])
 
-    def with_layers(self, counts: Sequence[int]) -> Blueprint:
-        """Return a blueprint with so many layers of each stack, at most MOST_LAYERS."""
-        if tuple(counts) not in self._cut:
-            most, short = self._short
-            made = self._cut[tuple(counts)] = copy.copy(self)
+    @property
+    def few_layers(self) -> Blueprint | None:
+        """Return a blueprint with few layers of each stack; None where there is no stack."""
+        return self.with_layers([_FEW] * len(self.stacks)) if self.stacks else None
+
+    @property
+    def has_inner_lists(self) -> bool:
+        """Return whether the alike layers hold lists of modules themselves."""
+        layers = (self._given["model"].get_submodule(stack.path)[stack.first] for stack in self.stacks)
+        return any(isinstance(inner, (nn.ModuleList, nn.ModuleDict)) for layer in layers for inner in layer.modules())
+
+    def with_layers(self, counts: Sequence[int], below: int = 0) -> Blueprint:
+        """Return a blueprint with so many layers of each stack, at most MOST_LAYERS, and of the
+        others with their parameters of fewer than ``below`` elements and nothing else."""
+        key = (*counts, below)
+        if key not in self._cut:
+            most, short = self._short(below)
+            made = self._cut[key] = copy.copy(self)
             made._given = _copied(short, torch.empty_like)
             for stack, count in zip(most, counts, strict=True):
-                keep(made._given, stack, count)
-        return self._cut[tuple(counts)]
+                keep(made._given, stack, count, below)
+        self._cut[key].device = self.device
+        return self._cut[key]
 
-    @cached_property
-    def _short(self) -> tuple[list[Stack], dict[str, Any]]:
-        """Return the stacks cut to MOST_LAYERS, and a copy of what is given that has those."""
-        given = _copied(self._given, torch.empty_like)
-        for stack in self.stacks:
-            keep(given, stack, MOST_LAYERS)
-        return [replace(stack, count=MOST_LAYERS) for stack in self.stacks], given
+    def _short(self, below: int) -> tuple[list[Stack], dict[str, Any]]:
+        """Return the stacks cut to MOST_LAYERS, and a copy of what is given that has those, and of
+        the others the parameters of fewer than ``below`` elements."""
+        if below not in self._shorts:
+            given = _copied(self._given, torch.empty_like)
+            for stack in self.stacks:
+                keep(given, stack, MOST_LAYERS, below)
+            self._shorts[below] = [replace(stack, count=MOST_LAYERS) for stack in self.stacks], given
+        return self._shorts[below]
 
     @cached_property
     def mode(self) -> FakeTensorMode:
@@ -211,16 +228,24 @@ def _form(tensor: torch.Tensor | None) -> tuple[Any, ...] | None:
     return None if tensor is None else (tensor.shape, tensor.dtype, tensor.requires_grad)
 
 
-def keep(given: dict[str, Any], stack: Stack, count: int) -> None:
+def keep(given: dict[str, Any], stack: Stack, count: int, below: int = 0) -> None:
     """Leave ``count`` layers of a stack in ``given["model"]``; the parameters of the others leave
-    the optimizer and the lists beside it, too."""
+    the optimizer and the lists beside it, too. Those of fewer than ``below`` elements stay, in one
+    module in the place of the layers, which can hold parameters and no more."""
     if count == stack.count:
         return
     model: nn.Module = given["model"]
     container = model.get_submodule(stack.path)
     named = list(container._modules.items())
     gone = named[stack.first + count : stack.first + stack.count]
-    stays = named[: stack.first + count] + named[stack.first + stack.count :]
+    before, after = named[: stack.first + count], named[stack.first + stack.count :]
+    elsewhere = {id(param) for _, layer in (*before, *after) if layer is not None for param in layer.parameters()}
+    small = nn.Module()
+    for place, layer in gone:
+        for name, param in layer.named_parameters() if layer is not None else ():
+            if param.numel() < below and id(param) not in elsewhere:
+                small.register_parameter(f"{place}.{name}".replace(".", "_"), param)
+    stays = [*before, *([(gone[0][0], small)] if small._parameters else ()), *after]
     renumbered = all(name.isdigit() for name, _ in named)
     container._modules = {str(index) if renumbered else name: layer for index, (name, layer) in enumerate(stays)}
     left = {id(param) for param in model.parameters()}

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import partial
@@ -23,7 +23,7 @@ from zero_trial.engine import Engine, saving
 from zero_trial.engine.build import build_engine
 from zero_trial.engine.resolved_config import mesh_shape, resolve_config
 from zero_trial.errors import TrialError, ZeroTrialError
-from zero_trial.preflight.blueprint import META, Blueprint, extrapolate, within_slack
+from zero_trial.preflight.blueprint import META, Blueprint, Stack, extrapolate, within_slack
 from zero_trial.preflight.fake_comm import Exchange, Segments, fake_mesh
 from zero_trial.preflight.live_bytes import AbsentDevice, LiveBytes
 from zero_trial.preflight.plan import ON_CPU, Figures, Moved
@@ -138,6 +138,8 @@ def _measure(
                 slot.numel for each in groups for slot in each.layout.slots
             )
     found |= {"exchange": segments.total, "disk": segments.disk, "host": max(live.host, live.host_peak)}
+    optimizers = [engine.optimizer for engine in engines if engine.optimizer is not None]
+    found["whole tensors"] = sum(len(each.whole.tensors) for each in optimizers if each.whole is not None)
     if micro is not None:
         found |= {"activations": live.saved_peak}
         found |= {"backward_peak": live.backward_peak, "step_peak": live.step_peak}
@@ -267,15 +269,13 @@ def _by_few_layers(
 
     What outlives a step is exact. None: there are no such layers, or all are needed.
     """
-    stacks = [stack for role in roles for stack in role.blueprint.stacks]
+    stacks = _stacks(roles)
     if not stacks:
         return None
     runs: list[dict[str, int]] = []  # the first has the fewest layers, the next ones one more of each stack
 
     def measure(counts: Sequence[int]) -> dict[str, int]:
-        left = iter(counts)
-        cut = (role.blueprint.with_layers([next(left) for _ in role.blueprint.stacks]) for role in roles)
-        runs.append(run([replace(role, blueprint=each) for role, each in zip(roles, cut, strict=True)], micro=micro))
+        runs.append(run(_cut(roles, counts, [0] * len(roles)), micro=micro))
         return runs[-1]
 
     try:
@@ -289,11 +289,47 @@ def _by_few_layers(
         return None
     frees = any(plan_for_stage(role.settings.zero_optimization.stage).frees_parameters for role in roles)
     if frees or not exact.issuperset(_STATES):  # small parameters that always live share buckets
-        states = run(roles, micro=None)
+        states = _states_by_few_layers(roles, run, found) or run(roles, micro=None)
         more = sum(states[kind] - found[kind] for kind in _STATES)
         found |= {kind: states[kind] for kind in (*_STATES, "disk", "snapshot")}
         found |= {peak: found[peak] + more for peak in ("backward_peak", "step_peak")}
     return found
+
+
+def _states_by_few_layers(
+    roles: Sequence[Role], run: Callable[..., dict[str, int]], found: Mapping[str, int]
+) -> dict[str, int] | None:
+    """Return what an empty step with all layers would leave, from such steps with few: those
+    parameters of the other layers that always live are there as well, as they share buckets.
+
+    None where it might differ by a byte: a layer may be cut into parts when there are few, or what
+    is held depends on the number of all parameters (files and their buffers, tensors with owners).
+    """
+    zeros = [role.settings.zero_optimization for role in roles]
+    away = any(zero.offload_param is not None for zero in zeros) or found["disk"] or found["whole tensors"]
+    frees = all(plan_for_stage(zero.stage).frees_parameters for zero in zeros)
+    if away or not frees or any(role.blueprint.has_inner_lists for role in roles):
+        return None
+    known = None
+    with suppress(Exception):  # what fails with all layers is reported
+        small = [zero.param_persistence_threshold for zero in zeros]
+        known = extrapolate(_stacks(roles), lambda counts: run(_cut(roles, counts, small), micro=None))
+    return known[0] if known is not None and known[1].issuperset((*_STATES, "snapshot")) else None
+
+
+def _stacks(roles: Sequence[Role]) -> list[Stack]:
+    return [stack for role in roles for stack in role.blueprint.stacks]
+
+
+def _cut(roles: Sequence[Role], counts: Sequence[int], small: Sequence[int]) -> list[Role]:
+    """Return the roles with so many layers of each stack, and of the others' parameters with those
+    that are ``small``."""
+    left = iter(counts)
+    cut = (
+        role.blueprint.with_layers([next(left) for _ in role.blueprint.stacks], below)
+        for role, below in zip(roles, small, strict=True)
+    )
+    return [replace(role, blueprint=each) for role, each in zip(roles, cut, strict=True)]
 
 
 def _decide_alike(

@@ -14,7 +14,7 @@ its sizes are asked for.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -55,22 +55,40 @@ class _ProxyEngine:
     """The engine that a trial gets: it passes calls and attributes to the one that is planned at
     the moment.
 
-    ``device``: where the trial should put its tensors.
+    Args:
+        device: where the trial should put its tensors.
+        whole: builds the engine of the whole model where ``planned`` has few of its layers: it is
+            built when an attribute is asked for that may depend on them.
     """
 
-    def __init__(self, planned: Engine, device: torch.device) -> None:
+    def __init__(self, planned: Engine, device: torch.device, whole: Callable[[], Engine] | None = None) -> None:
         self._planned = planned
+        self._whole = whole
         self.device = device
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._planned(*args, **kwargs)
+        return self._of("__call__")(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
+        return self._of(name)
+
+    def _of(self, name: str) -> Any:
+        if self._whole is not None and name not in _OF_ANY_DEPTH:
+            self.stand_for(self._whole())
         return getattr(self._planned, name)
 
     def stand_for(self, planned: Engine) -> None:
         """Pass calls and attributes to this engine from now on."""
-        self._planned = planned
+        self._planned, self._whole = planned, None
+
+
+# What an engine with few layers answers as that of the whole model does: what a context asks for.
+_OF_ANY_DEPTH = frozenset(
+    {
+        *("optimizer", "lr_scheduler", "training_dataloader", "mpu", "price", "is_pipe_parallel", "is_last_stage"),
+        *("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"),
+    }
+)
 
 
 def fake_initialize(ranks: int, most_values: float = MOST_VALUES) -> Callable[..., tuple[Any, Any, Any, Any]]:
@@ -251,10 +269,18 @@ class TrialSubject:
             return _ProxyEngine(_whole_pipeline(model, settings, self.ranks, META, given | data), CPU)
         blueprint = Blueprint(model, given, self.device)
         place = self.device if is_here(self.device) else META
-        with blueprint.on(place), blueprint.without_values(fake=True):
-            copied = blueprint.options(fake=True)
-            engine = _rank_0(copied.pop("model"), settings, self.ranks, place, copied | data)
-        proxy = _ProxyEngine(engine, engine.device)
+
+        def build(chosen: Blueprint) -> Engine:
+            with chosen.on(place), chosen.without_values(fake=True):
+                copied = chosen.options(fake=True)
+                return _rank_0(copied.pop("model"), settings, self.ranks, place, copied | data)
+
+        proxy: _ProxyEngine | None = None
+        if (few := blueprint.few_layers) is not None:
+            with suppress(Exception):  # it may need all of them; what fails with all is raised below
+                proxy = _ProxyEngine(build(few), place, lambda: build(blueprint))
+        if proxy is None:
+            proxy = _ProxyEngine(build(blueprint), place)
         self._parts.append(_Part(blueprint, settings, proxy))
         return proxy
 

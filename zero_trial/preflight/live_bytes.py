@@ -7,22 +7,19 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import _engine_run_backward
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 from torch.utils.flop_counter import flop_registry
 
-if TYPE_CHECKING:
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-
-_CPU = torch.device("cpu")
-_ATEN = torch.ops.aten
+_CPU, _META = torch.device("cpu"), torch.device("meta")
+_ATEN, _DEVICE = torch.ops.aten, torch.ops.prim.device.default
 # Their results are in the memory of their argument.
 _VIEWS = frozenset(
     {
@@ -139,14 +136,20 @@ class LiveBytes(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func is torch.ops.aten._local_scalar_dense.default and (args[0].is_meta or _is_fake(args[0])):
+        if func is torch.ops.aten._local_scalar_dense.default and (args[0].is_meta or isinstance(args[0], _VALUELESS)):
             return _fake_number(args[0])
-        if func in _VIEWS:  # most of all operations, and no memory
+        if func in _VIEWS or func is _DEVICE:  # most of all operations, and no memory
             return func(*args, **(kwargs or {}))
         out = self._call(func, args, kwargs or {})
+        given: set[int] | None = None  # storages of the arguments, some of which are not counted
         for leaf in (out,) if isinstance(out, torch.Tensor) else tree_flatten(out)[0]:
-            if isinstance(leaf, torch.Tensor) and (self._knows(leaf) or not _is_of(leaf, args)):
-                self._see(leaf)
+            if not isinstance(leaf, torch.Tensor):
+                continue
+            if not self._knows(leaf):
+                given = _storages(args) if given is None else given
+                if leaf.untyped_storage()._cdata in given:
+                    continue
+            self._see(leaf)
         self._look_again()
         self._note_peaks()
         return out
@@ -231,15 +234,14 @@ class AbsentDevice(LiveBytes):
 
     What is on the device are meta tensors: torch computes shapes, dtypes and lifetimes of them some
     four times as fast as those of fake tensors. Tensors in the host's memory are ordinary ones
-    where they are small and fake ones where they are large. Copies between the two do nothing, and
-    a tensor of the host that meets one of the device is taken to be there.
+    where they are small and :class:`_HostTensor` where they are large. Copies between the two do
+    nothing, and a tensor of the host that meets one of the device is taken to be there.
 
     Attention is the kernel that keeps no scores, as GPUs have it (Dao et al. 2022).
     """
 
     def __init__(self) -> None:
         super().__init__("meta")
-        self._mode: FakeTensorMode | None = None
         self._attention = _FlashAttention()
 
     @contextmanager
@@ -267,15 +269,39 @@ class AbsentDevice(LiveBytes):
         """Perform an operation on the host; a factory makes a tensor without values."""
         made = func is _ATEN.full.default or (func in _FACTORIES and len(args[0]))  # zeros(()) counts steps
         if made and kwargs.get("device", _CPU) in (None, _CPU):
-            if self._mode is None:
-                from torch._subclasses.fake_tensor import FakeTensorMode
-
-                self._mode = FakeTensorMode(allow_non_fake_inputs=True)
-            with self._mode:
-                return func(*args, **{**kwargs, "pin_memory": False})
-        if self._mode is not None and _only_writes(func) and any(_is_fake(each) for each in _tensors(args, kwargs)):
-            return _on_meta(func, args, kwargs)[0]
+            return _hosted(func(*args, **{**kwargs, "device": _META, "pin_memory": False}))
         return func(*args, **kwargs)
+
+
+class _HostTensor(torch.Tensor):
+    """A tensor in the host's memory that has neither values nor memory: a meta tensor that says
+    that it is on the CPU. torch's own fake tensors do the same, and take its compiler for it, which
+    needs more than a second to import."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        return _CPU
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return f"tensor(..., size={tuple(self.shape)}, dtype={self.dtype})"
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return _CPU if func is _DEVICE else _hosted(_on_meta(func, args, kwargs or {})[0])
+
+
+def _hosted(out: Any) -> Any:
+    """Return what an operation made, meta tensors, as tensors of the host."""
+    if type(out) is torch.Tensor and out.is_meta:
+        return torch.Tensor._make_subclass(_HostTensor, out, dispatch_device=True, device_for_backend_keys=_CPU)
+    return type(out)(map(_hosted, out)) if isinstance(out, (list, tuple)) else out
+
+
+_VALUELESS = (FakeTensor, _HostTensor)
 
 
 class RepeatedMeta(TorchDispatchMode):
@@ -346,13 +372,18 @@ def _on_meta(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[
     known = _OUTCOMES.get(key)
     if known is not None:
         return known.again(args), known.flops
-    out = func(*args, **kwargs)
+    alone = len(_tensors(args, kwargs)) == 1 and isinstance(args[0], torch.Tensor)
+    if key is not None and alone and _only_writes(func):
+        _OUTCOMES[key] = _Outcome((), None, True, 0)  # normal_(), zero_(): no form to be asked for
+        return args[0], 0
+    given, named = tree_map(_on_device, (args, kwargs))
+    out = func(*given, **named)
     count = flop_registry.get(func.overloadpacket)
-    flops = count(*args, **kwargs, out_val=out) if count is not None else 0
-    outcome = _outcome(func, args, kwargs, out, flops) if key is not None else None
+    flops = count(*given, **named, out_val=out) if count is not None else 0
+    outcome = _outcome(func, given, named, out, flops) if key is not None else None
     if outcome is not None:
         _OUTCOMES[key] = outcome
-    return out, flops
+    return args[0] if given and out is given[0] else out, flops
 
 
 def _modes() -> tuple[Any, ...]:
@@ -367,7 +398,8 @@ def _form(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         if value.layout is not torch.strided:
             raise TypeError
-        return type(value), value.shape, value.stride(), value.dtype, value.is_meta
+        kind, on_meta = (torch.Tensor, True) if isinstance(value, _HostTensor) else (type(value), value.is_meta)
+        return kind, value.shape, value.stride(), value.dtype, on_meta
     if isinstance(value, (list, tuple)):
         return tuple(map(_form, value))
     if isinstance(value, _PLAIN):
@@ -423,6 +455,10 @@ _FACTORIES = frozenset(
 
 
 def _on_device(leaf: Any) -> Any:
+    """Return a tensor of the host as one of the device, a :class:`_HostTensor` as what it is."""
+    if isinstance(leaf, _HostTensor):
+        place = leaf.untyped_storage(), leaf.storage_offset(), leaf.size(), leaf.stride()
+        return torch.empty(0, dtype=leaf.dtype, device="meta").set_(*place)
     if not isinstance(leaf, torch.Tensor) or leaf.is_meta:
         return leaf
     return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device="meta")
@@ -476,10 +512,9 @@ class _FlashAttention(TorchFunctionMode):
             )
 
 
-def _is_of(tensor: torch.Tensor, args: tuple[Any, ...]) -> bool:
-    """Return whether the tensor is a view of one of the arguments, or that argument itself."""
-    key = tensor.untyped_storage()._cdata
-    return any(leaf.untyped_storage()._cdata == key for leaf in _tensors(args, {}))
+def _storages(args: tuple[Any, ...]) -> set[int]:
+    """Return the storages of the tensors among the arguments."""
+    return {leaf.untyped_storage()._cdata for leaf in _tensors(args, {})}
 
 
 def _tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
@@ -491,12 +526,6 @@ def _tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor
         elif isinstance(value, (list, tuple)):
             found += [leaf for leaf in value if isinstance(leaf, torch.Tensor)]
     return found
-
-
-def _is_fake(tensor: Any) -> bool:
-    from torch._subclasses.fake_tensor import FakeTensor
-
-    return isinstance(tensor, FakeTensor)
 
 
 def _fake_number(tensor: torch.Tensor) -> float | bool:

@@ -11,7 +11,7 @@ the whole forward and backward: code may use such a weight outside its own modul
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -292,19 +292,17 @@ def _too_large(member: ModuleFacts, root: ModuleFacts) -> bool:
     return 4 * member.numel > root.numel and any(_stack_members(inner) and inner.is_list for inner in member.walk())
 
 
-def block_of(parameter_names: Sequence[str], blocks: Sequence[str]) -> str:
+def block_of(parameter_names: Sequence[str], blocks: Collection[str]) -> str:
     """Return the block of a parameter with these names (several when tied): the one block that
-    contains all of them, else the root."""
+    contains all of them, else the root. Price: a look-up for each module around the parameter."""
     owners = {_innermost_block(name, blocks) for name in parameter_names}
     return owners.pop() if len(owners) == 1 else ROOT
 
 
-def _innermost_block(name: str, blocks: Sequence[str]) -> str:
-    best = ROOT
-    for block in blocks:
-        if (name == block or name.startswith(block + ".")) and len(block) > len(best):
-            best = block
-    return best
+def _innermost_block(name: str, blocks: Collection[str]) -> str:
+    while name and name not in blocks:
+        name = name.rpartition(".")[0]
+    return name
 
 
 # --- parameters of a module -----------------------------------------------------------------------
@@ -349,6 +347,7 @@ def collect_params(
     optimizer may train it.
     """
     blocks = find_blocks(module_facts(module), rules)
+    among = frozenset(blocks)
     members, params = [], {}
     for name, (param, names) in parameter_names(module).items():
         trained = param.requires_grad and id(param) in opt_groups
@@ -368,7 +367,7 @@ def collect_params(
                 param.numel(),
                 (living_dtype(param.dtype, dtype), device if device is not None else param.device, trained),
                 opt_groups[id(param)] if trained else -1,
-                block_of(names, blocks),
+                block_of(names, among),
             )
         )
     return members, params, blocks
@@ -435,18 +434,19 @@ def into_buckets(members: Sequence[ParamFacts], limits: GroupingLimits) -> list[
     goal = limits.bucket_of(sum(member.numel for member in members))
     out: list[GroupSpec] = []
     open_: dict[tuple[object, ...], list[ParamFacts]] = {}
+    filled = Counter[tuple[object, ...]]()  # elements of each open bucket
 
     def close(key: tuple[object, ...]) -> None:
         chosen = open_.pop(key)
+        del filled[key]
         chosen.reverse()  # back into the model's order
         out.append(GroupSpec(f"bucket{len(out)}", tuple(sorted(chosen, key=lambda m: m.opt_group)), True))
 
     for member in reversed(members):
-        bucket = open_.setdefault(member.key, [])
-        if bucket and sum(m.numel for m in bucket) + member.numel > goal:
+        if member.key in open_ and filled[member.key] + member.numel > goal:
             close(member.key)
-            bucket = open_.setdefault(member.key, [])
-        bucket.append(member)
+        open_.setdefault(member.key, []).append(member)
+        filled[member.key] += member.numel
     for key in list(open_):
         close(key)
     return out
@@ -499,6 +499,7 @@ def merge_small(blocks: Sequence[str], members: Sequence[ParamFacts], smallest: 
         sizes[member.block] += member.numel
     merged: dict[str, tuple[str, ...]] = {}
     run: list[str] = []
+    held = 0  # elements of the run
 
     def close() -> None:
         if run:
@@ -508,9 +509,11 @@ def merge_small(blocks: Sequence[str], members: Sequence[ParamFacts], smallest: 
     for block in blocks:
         if not sizes[block]:
             continue
-        if run and (_stack_of(run[-1]) != _stack_of(block) or sum(sizes[b] for b in run) >= smallest):
+        if run and (_stack_of(run[-1]) != _stack_of(block) or held >= smallest):
             close()
+            held = 0
         run.append(block)
+        held += sizes[block]
     close()
     return merged
 

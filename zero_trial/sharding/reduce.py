@@ -295,7 +295,7 @@ class GradReducer:
         """Adopt the order that rank 0 saw; groups that became ready late or never come at the
         end."""
         seen = list(dict.fromkeys(index for index in self._seen if not self.grad_buffers[index].late))
-        order = seen + [index for index in self._order if index not in seen]
+        order = list(dict.fromkeys([*seen, *self._order]))
         for axis in (self._shard, self._replica):
             order = axis.gather_json(order, "reduction order")[0]
         self._order = order

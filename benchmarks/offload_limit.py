@@ -41,7 +41,6 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks import record
 
 WIDTH = 2048  # of a layer
-STEPS = 2
 SAMPLES = 2  # of a step, on each rank
 BYTES = {"full": 16, "frozen": 2}  # per parameter, of what is four times the limit
 COLUMNS: list[record.Column] = [
@@ -125,8 +124,14 @@ def main() -> None:
     options.add_argument("--stages", type=int, nargs="+", default=[0, 3])
     options.add_argument("--kinds", nargs="+", default=list(BYTES), choices=list(BYTES))
     options.add_argument("--ranks", type=int, default=1)
+    options.add_argument("--steps", type=int, default=2, help="the time of the last one counts")
     given = options.parse_args()
-    settings = {"steps": STEPS, "width": WIDTH, "ranks": given.ranks, "control groups": found_controller().version}
+    settings = {
+        "steps": given.steps,
+        "width": WIDTH,
+        "ranks": given.ranks,
+        "control groups": found_controller().version,
+    }
     settings["MiB of a process with torch alone"] = torch_alone()
     rows = []
     for kind in given.kinds:
@@ -165,7 +170,7 @@ def measure(given: argparse.Namespace, kind: str, layers: int, stage: int, away:
     limit = parameters * BYTES[kind] // 4
     with tempfile.TemporaryDirectory(prefix="zero_trial-limit-") as name:
         work = Path(name)
-        write_experiment(work, kind, layers, ds_config(given, stage, away), given.ranks)
+        write_experiment(work, kind, layers, ds_config(given, stage, away), given.ranks, given.steps)
         command = [sys.executable, "-m", "zero_trial.cli.main"]
         files = [str(work / "const.yaml"), str(work / "model")]
         with memory_group(limit) as group:
@@ -214,7 +219,7 @@ def ds_config(given: argparse.Namespace, stage: int, away: bool) -> dict[str, An
     }
 
 
-def write_experiment(work: Path, kind: str, layers: int, config: dict[str, Any], ranks: int) -> None:
+def write_experiment(work: Path, kind: str, layers: int, config: dict[str, Any], ranks: int, steps: int) -> None:
     """Write the experiment and its model into ``work``."""
     model = work / "model"
     model.mkdir()
@@ -225,7 +230,7 @@ def write_experiment(work: Path, kind: str, layers: int, config: dict[str, Any],
         "name": "limit",
         "entrypoint": launch,
         "resources": {"slots_per_trial": ranks},
-        "searcher": {"name": "single", "metric": "validation_loss", "max_length": {"batches": STEPS}},
+        "searcher": {"name": "single", "metric": "validation_loss", "max_length": {"batches": steps}},
         "max_restarts": 0,
         "checkpoint_policy": "none",
         "data": {"ds_config": "ds_config.json"},

@@ -107,8 +107,10 @@ Batches = list[tuple[Tensor, Tensor]]
 Step = Callable[[Batches], Tensor]
 
 
-def missing(name: str) -> str | None:
+def missing(name: str, dtype: str = "fp32") -> str | None:
     """Why this contender cannot run here, or None."""
+    if dtype == "fp16" and not name.startswith(("ours", "deepspeed", "before")):
+        return "nothing here scales its loss"
     if name.startswith("deepspeed") and importlib.util.find_spec("deepspeed") is None:
         return "deepspeed is not installed (pip install 'zero_trial[bench]')"
     if name == "fsdp2" and not hasattr(importlib.import_module("torch.distributed.fsdp"), "fully_shard"):
@@ -210,6 +212,8 @@ def ds_config(stage: int, dtype: str, micro_batch: int, accumulation: int, bucke
     if dtype == "bf16":
         config["bf16"] = {"enabled": True}
         config["data_types"] = {"grad_accum_dtype": "fp32"}
+    if dtype == "fp16":
+        config["fp16"] = {"enabled": True}
     return config
 
 
@@ -234,7 +238,9 @@ def zero_engine(kind: str, model: nn.Module, config: dict[str, Any]) -> tuple[St
 
 
 def _cast(tensor: Tensor, config: dict[str, Any]) -> Tensor:
-    return tensor.bfloat16() if "bf16" in config and tensor.is_floating_point() else tensor
+    if not tensor.is_floating_point():
+        return tensor
+    return tensor.bfloat16() if "bf16" in config else tensor.half() if "fp16" in config else tensor
 
 
 def _accumulate(

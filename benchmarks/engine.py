@@ -45,7 +45,7 @@ def main() -> None:
     """Measures, prints and saves."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--contenders", nargs="+", default=CONTENDERS, help=f"default: {' '.join(CONTENDERS)}")
-    parser.add_argument("--dtypes", nargs="+", default=["fp32", "bf16"], choices=["fp32", "bf16"])
+    parser.add_argument("--dtypes", nargs="+", default=["fp32", "bf16"], choices=["fp32", "bf16", "fp16"])
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--threads", type=int, default=1, help="per rank")
     parser.add_argument("--accumulation", type=int, default=1)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import signal
 import sys
 from collections.abc import Callable, Iterable
@@ -97,13 +98,16 @@ class _Digest:
         return self._sum.hexdigest()
 
 
+_OWN = re.compile(r"\d+-[0-9a-f]{8}\.part$")  # a process and a random part
+
+
 def _plain(text: str, mark: str) -> str:
     """Return the path from the marked folder on, without its random parts."""
     if mark not in text:
         return text.rsplit("/", 1)[-1]
     head, *rest = text[text.index(mark) :].split("/")
     kind = next((f"{head.split(part)[0]}{part}*" for part in (".tmp-", ".old-") if part in head), head)
-    inner = [name.split(".tmp-")[0] + ".tmp-*" if ".tmp-" in name else name for name in rest]
+    inner = [name.split(".tmp-")[0] + ".tmp-*" if ".tmp-" in name else _OWN.sub("*.part", name) for name in rest]
     return "/".join([kind, *inner])
 
 

@@ -51,7 +51,7 @@ def run_rounds(jobs: Sequence[Job], rounds: int, before: Path | None = None) -> 
     """
     results: dict[Job, list[dict[str, Any]]] = {}
     for job in jobs:
-        reason = missing(job.name)
+        reason = missing(job.name, job.dtype)
         if reason is None:
             results[job] = []
         else:

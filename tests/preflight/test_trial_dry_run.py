@@ -379,6 +379,14 @@ def test_periods_are_looked_at(tmp_path: Path):
     assert "min_validation_period" in text and "global_batch_size" in text
 
 
+def test_a_trial_that_writes_pictures_has_a_tensorboard(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+    pytest.importorskip("tensorboard")
+    line = 'self.engine = context.initialize(model=torch.nn.Linear(context.get_hparam("width"), 1))'
+    model = changed(line, f'context.get_tensorboard_writer().add_scalar("a", 1.0, 0)\n        {line}')
+    assert said(run(tmp_path, model, dry_run=True)) == []
+    assert "Traceback" not in capfd.readouterr().err
+
+
 def test_what_is_printed_goes_to_the_standard_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     run(tmp_path, changed("import torch\n", "import torch\nprint('hello')\n"))
     assert capsys.readouterr() == ("", "hello\n")

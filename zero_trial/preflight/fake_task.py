@@ -61,7 +61,9 @@ class FakeTask:
             seed=request.seed,
             distributed=self.ranks,
             storage=storage,
+            tensorboard_path=storage / "tensorboard",
         )
+        self._contexts: list[ZeroTrialContext] = []
 
     def import_class(self) -> type[ZeroTrial]:
         """Import the trial's class, which runs the user's module."""
@@ -76,7 +78,13 @@ class FakeTask:
         with.
         """
         seed_everything(self._request.seed)
-        return ZeroTrialContext(self.platform, zero_trial.initialize, torch.device("cpu"))
+        self._contexts.append(ZeroTrialContext(self.platform, zero_trial.initialize, torch.device("cpu")))
+        return self._contexts[-1]
+
+    def close(self) -> None:
+        """Close what contexts have opened in the folder, which is removed next."""
+        for context in self._contexts:
+            context.tensorboard.close()
 
 
 @contextlib.contextmanager
@@ -94,7 +102,11 @@ def fake_task(request: DryRunRequest, initialize: EngineFactory, most_values: fl
         engines_from(initialize),
         whole_pipelines(most_values),
     ):
-        yield FakeTask(request, Path(folder))
+        task = FakeTask(request, Path(folder))
+        try:
+            yield task
+        finally:
+            task.close()
 
 
 class TrialCodeError(TrialError):

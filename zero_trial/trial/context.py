@@ -522,6 +522,11 @@ class TensorBoardLog:
             self._writer = SummaryWriter(str(self.path()))
         return self._writer
 
+    def close(self) -> None:
+        """Close the writer, if there is one."""
+        if self._writer is not None:
+            self._writer.close()
+
     def add(self, group: str, step: int, metrics: Mapping[str, Any]) -> None:
         """Write the scalars among ``metrics``, if there is a writer and logging is enabled."""
         if self._writer is None or not self.enabled:

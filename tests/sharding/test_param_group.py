@@ -3,8 +3,11 @@ keeps what is freed."""
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 import resource
 import sys
+from typing import Any
 
 import pytest
 import torch
@@ -367,8 +370,8 @@ def test_pages_of_a_freed_tensor_are_the_next_ones() -> None:
         assert pool.apply(faults_of_passing_pages, (heap.FreedPages(),)) < PAGES
 
 
-def fails(*_: object) -> int:
-    return -1
+def fails(*_: object) -> Any:
+    return heap._FAILED
 
 
 def faults_where_pages_stay() -> int:
@@ -380,6 +383,34 @@ def faults_where_pages_stay() -> int:
 def test_a_kernel_that_moves_no_pages_gives_new_ones() -> None:
     with server().Pool(1) as pool:
         assert pool.apply(faults_where_pages_stay) >= 10 * PAGES
+
+
+def values_where_moves_fail() -> tuple[bool, bool]:
+    """Of a tensor whose pages are in several areas and are not kept, and of one that is written
+    where pages did not arrive."""
+    heap.map_large_blocks()
+    pages, split, whole = heap.FreedPages(), torch.ones(1 << 20), torch.ones(1 << 20)
+    page = resource.getpagesize()
+    middle = (split.data_ptr() + split.nbytes // 2) // page * page
+    assert heap._glibc("madvise")(ctypes.c_void_p(middle), ctypes.c_size_t(page), mmap.MADV_DONTFORK) == 0
+    pages.keep(split)
+    kept = split.eq(1).all().item()
+    pages.keep(whole)
+    glibc, unmap = heap._glibc, heap._glibc("munmap")
+
+    def unmap_and_fail(source: object, size: object, _: object, flags: int, target: object) -> Any:
+        unmap(target, size)
+        return fails()
+
+    heap._glibc = lambda name: unmap_and_fail if name == "mremap" else glibc(name)
+    pages.fill(whole)
+    return kept, whole.fill_(2).eq(2).all().item()
+
+
+@linux
+def test_values_survive_where_the_kernel_fails_to_move_pages() -> None:
+    with server().Pool(1) as pool:
+        assert pool.apply(values_where_moves_fail) == (True, True)
 
 
 def resident_with_kept_pages() -> list[int]:

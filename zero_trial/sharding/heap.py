@@ -18,7 +18,9 @@ from zero_trial.comm import AxisComm
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # from glibc's malloc.h
 _LARGEST_HEAP_BLOCK = 32 << 20  # what glibc allows on 64-bit machines
 _FEWEST_PAGES = 2 << 20  # bytes of a tensor whose pages are worth two calls
-_MREMAP_TO = 1 | 2 | 4  # MAYMOVE, FIXED and, of Linux 5.7, DONTUNMAP
+_MAYMOVE, _FIXED, _DONTUNMAP = 1, 2, 4  # of mremap, the last of Linux 5.7
+_MAP_FIXED = 0x10
+_FAILED = ctypes.c_void_p(-1).value
 _MADV_PAGEOUT = 21  # of Linux 5.4
 _SMALLEST_FILE = 1 << 20  # bytes of a mapping that is worth a call
 _CHOSEN: dict[int, int] = {}  # what mallopt was told last
@@ -64,31 +66,45 @@ class FreedPages:
     For memory that comes from the kernel at each use (:func:`map_large_blocks`), which zeroes it at
     the first touch: 2048 faults for 8 MiB, 7 ms on a virtual machine. To move the pages from one
     address to another takes 0.1 ms. Has at most as many as the largest tensor of those that it was
-    given. Where the kernel does not move pages (before Linux 5.7), nothing is kept.
+    given. Where the kernel does not move pages (before Linux 5.7, or pages of several areas), nothing
+    is kept.
     """
 
     def __init__(self) -> None:
-        self._area: mmap.mmap | None = None
+        self._low = self._nbytes = 0
 
     def keep(self, tensor: torch.Tensor) -> None:
         """Take the pages of a tensor that is freed next, whose values are lost with them."""
         low, nbytes = _pages_of(tensor)
-        if nbytes <= (0 if self._area is None else len(self._area)):
-            return
-        area = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        if _move_pages(low, _address(area), nbytes):
-            self._area = area
+        if nbytes > self._nbytes and (moved := _mremap(low, nbytes, _MAYMOVE | _DONTUNMAP)):
+            self.drop()
+            self._low, self._nbytes = moved, nbytes
 
     def fill(self, tensor: torch.Tensor) -> None:
         """Give pages to a tensor that has none yet, and is written next."""
         low, nbytes = _pages_of(tensor)
-        if self._area is not None and 0 < nbytes <= len(self._area) and _move_pages(_address(self._area), low, nbytes):
-            self._area = None
+        if 0 < nbytes <= self._nbytes:
+            # What lies at the target is unmapped first, also if the rest fails.
+            if not _mremap(self._low, nbytes, _MAYMOVE | _FIXED, low):
+                _map_anew(low, nbytes)
+            else:
+                self._low, self._nbytes = self._low + nbytes, self._nbytes - nbytes
+            self.drop()
+
+    def drop(self) -> None:
+        """Give the pages back to the kernel."""
+        if self._nbytes and (munmap := _glibc("munmap")) is not None:
+            munmap(ctypes.c_void_p(self._low), ctypes.c_size_t(self._nbytes))
+        self._low = self._nbytes = 0
+
+    def __del__(self) -> None:
+        if not sys.is_finalizing():
+            self.drop()
 
 
 def _pages_of(tensor: torch.Tensor) -> tuple[int, int]:
     """Return the address and the bytes of the whole pages of a tensor, whose pages belong to no
-    other one; no bytes where it is small, or not mapped alone."""
+    other one; no bytes where it is small, or blocks of its size stay in the heap."""
     if tensor.device.type != "cpu" or _CHOSEN.get(_M_MMAP_THRESHOLD, _LARGEST_HEAP_BLOCK) > _FEWEST_PAGES:
         return 0, 0
     page = mmap.PAGESIZE
@@ -96,19 +112,22 @@ def _pages_of(tensor: torch.Tensor) -> tuple[int, int]:
     return (low, high - low) if high - low >= _FEWEST_PAGES else (0, 0)
 
 
-def _move_pages(source: int, target: int, nbytes: int) -> bool:
-    """Move pages over those at ``target``; both ranges stay mapped. Return whether the kernel has
-    done it."""
+def _mremap(source: int, nbytes: int, flags: int, target: int = 0) -> int:
+    """Move pages; return where they are now, or 0 if the kernel has not moved them: they lie in
+    several of its areas, or it is an old one."""
     mremap = _glibc("mremap")
     if mremap is None:
-        return False
+        return 0
     mremap.restype = ctypes.c_void_p
     word, size = ctypes.c_void_p, ctypes.c_size_t(nbytes)
-    return bool(mremap(word(source), size, size, _MREMAP_TO, word(target)) == target)
+    moved = mremap(word(source), size, size, flags, word(target))
+    return 0 if moved in (None, _FAILED) else int(moved)
 
 
-def _address(area: mmap.mmap) -> int:
-    return ctypes.addressof(ctypes.c_char.from_buffer(area))
+def _map_anew(low: int, nbytes: int) -> None:
+    map_ = _glibc("mmap")
+    access, kind = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_FIXED
+    map_(ctypes.c_void_p(low), ctypes.c_size_t(nbytes), access, kind, -1, ctypes.c_long(0))
 
 
 def give_freed_memory_back() -> bool:

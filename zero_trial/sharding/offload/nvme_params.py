@@ -187,7 +187,8 @@ class ParamSwapper:
         return memory if memory is not None else self._area[offset : offset + nbytes]
 
     def close(self) -> None:
-        """Give the disk's space back, when transfers under way are done."""
+        """Give the disk's space and the kept pages back, when transfers under way are done."""
+        self.pages.drop()
         self.space.close()
 
     # --- one shard --------------------------------------------------------------------------------

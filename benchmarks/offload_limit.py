@@ -54,6 +54,7 @@ COLUMNS: list[record.Column] = [
     ("run", lambda row: row["run"]),
     ("own MiB", record.number("own", 0)),
     ("peak MiB", record.number("peak", 0)),
+    ("steps", lambda row: str(row["steps"])),
     ("s per step", record.number("seconds", 1)),
 ]
 NOTE = "What is trained against a quarter of its size as memory limit; see `benchmarks/offload_limit.py`."
@@ -127,7 +128,6 @@ def main() -> None:
     options.add_argument("--steps", type=int, default=2, help="the time of the last one counts")
     given = options.parse_args()
     settings = {
-        "steps": given.steps,
         "width": WIDTH,
         "ranks": given.ranks,
         "control groups": found_controller().version,
@@ -197,6 +197,7 @@ def measure(given: argparse.Namespace, kind: str, layers: int, stage: int, away:
             "run": "trained" if run.returncode == 0 else "killed",
             "own": own / 2**20,
             "peak": peak / 2**20,
+            "steps": given.steps,
             "seconds": seconds_per_step(work / "run", SAMPLES * given.ranks),
             "wall": seconds,
         }

@@ -402,9 +402,9 @@ def values_where_moves_fail() -> tuple[bool, bool]:
         unmap(target, size)
         return fails()
 
-    heap._glibc = lambda name: unmap_and_fail if name == "mremap" else glibc(name)
+    heap._glibc = lambda name: unmap_and_fail if name == "mremap" else glibc(name)  # type: ignore[assignment]
     pages.fill(whole)
-    return kept, whole.fill_(2).eq(2).all().item()
+    return bool(kept), bool(whole.fill_(2).eq(2).all())
 
 
 @linux

@@ -66,8 +66,8 @@ class FreedPages:
     For memory that comes from the kernel at each use (:func:`map_large_blocks`), which zeroes it at
     the first touch: 2048 faults for 8 MiB, 7 ms on a virtual machine. To move the pages from one
     address to another takes 0.1 ms. Has at most as many as the largest tensor of those that it was
-    given. Where the kernel does not move pages (before Linux 5.7, or pages of several areas), nothing
-    is kept.
+    given. Where the kernel does not move pages (before Linux 5.7, or those of several areas),
+    nothing is kept.
     """
 
     def __init__(self) -> None:

@@ -39,16 +39,16 @@ def refused(kind: type[ZeroTrialError], act: Any, *words: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("loss", "got"),
+    ("loss", "got", "fix"),
     [
-        (lambda out: out, "(5, 2)"),
-        (lambda out: out.mean().item(), "float"),
-        (lambda out: (out.mean(), out), "tuple"),
-        (lambda out: None, "NoneType"),
-        (lambda out: {"loss": out.mean()}, "dict"),
+        (lambda out: out, "(5, 2)", "loss.mean()"),
+        (lambda out: out.mean().item(), "float", "Leave .item() out"),
+        (lambda out: (out.mean(), out), "tuple", "out of what the model returns"),
+        (lambda out: None, "NoneType", "out of what the model returns"),
+        (lambda out: {"loss": out.mean()}, "dict", "out of what the model returns"),
     ],
 )
-def test_a_loss_that_is_not_a_scalar(loss: Any, got: str) -> None:
+def test_a_loss_that_is_not_a_scalar(loss: Any, got: str, fix: str) -> None:
     found = engine()
     refused(
         TrialError,
@@ -56,7 +56,7 @@ def test_a_loss_that_is_not_a_scalar(loss: Any, got: str) -> None:
         "engine.backward",
         "not a scalar",
         got,
-        "loss.mean()",
+        fix,
     )
 
 

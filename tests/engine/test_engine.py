@@ -635,6 +635,12 @@ def test_unused_parameters_are_named_once(stage: int, accumulation: int, caplog:
     assert "weight decay" in line
     assert step("right") == []
     assert found.global_steps == 3
+    caplog.clear()
+    for _ in range(accumulation):
+        found.backward(found(x, "left", "right"))
+        found.module.zero_grad()
+        found.step()
+    assert "no gradient has reached any of the" in caplog.text  # that is another line
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])

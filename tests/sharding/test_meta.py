@@ -194,6 +194,66 @@ def written() -> nn.TransformerEncoder:
     return model
 
 
+class Around(nn.Module):
+    """Writes to the layers of its encoders after torch's constructor.
+
+    Args:
+        how: "matrices" of all layers, or "biases" of one; None: not in this constructor.
+    """
+
+    def __init__(self, how: str | None, count: int = 1) -> None:
+        super().__init__()
+        self.encoders = nn.ModuleList(encoder() for _ in range(count))
+        self.head = nn.Linear(4, 3)
+        if how == "matrices":
+            for param in self.parameters():
+                if param.dim() > 1:
+                    nn.init.xavier_uniform_(param)
+        elif how == "biases":
+            nn.init.ones_(self.encoders[0].layers[1].linear1.bias)
+
+
+class Applied(Around):
+    """Its constructor applies an initializer, and perhaps writes before or after it."""
+
+    def __init__(self, how: str | None, count: int = 1) -> None:
+        super().__init__(how, count)
+        self.apply(self._init_weights)
+
+    def _init_weights(self, module: nn.Module) -> None:
+        for param in module.parameters(recurse=False):
+            nn.init.normal_(param, std=0.02)
+
+
+class Scaled(nn.Module):
+    """A layer with a tensor that its constructor does not write, but ``reset_parameters`` does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.linear = nn.Parameter(torch.zeros(4)), nn.Linear(4, 4)
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.scale)
+
+
+def given_in_part() -> nn.TransformerEncoder:
+    model = encoder()
+    model.layers[1].linear1.bias = nn.Parameter(torch.ones(8, device="cpu"))
+    return model
+
+
+def moved() -> nn.Module:
+    with torch.device("cpu"):
+        model = nn.Sequential(written(), nn.Linear(2, 2))
+    return model.to("meta")
+
+
+def rewritten() -> nn.Transformer:
+    model = nn.Transformer(4, 2, 2, 2, 8)
+    model._reset_parameters()
+    return model
+
+
 def of_one_layer() -> nn.ModuleList:
     shared = layer()
     return nn.ModuleList([nn.TransformerEncoder(shared, 2, enable_nested_tensor=False) for _ in range(2)])
@@ -210,6 +270,7 @@ def beside_its_layer() -> nn.ModuleList:
         (lambda: encoder(kind=Plain), ["0.layers"]),
         (lambda: nn.TransformerDecoder(nn.TransformerDecoderLayer(4, 2, 8), 3), ["0.layers"]),
         (lambda: nn.Transformer(4, 2, 2, 3, 8), ["0.encoder.layers", "0.decoder.layers"]),
+        (lambda: Applied(None), ["0.encoders.0.layers"]),
         (lambda: nn.TransformerEncoder(layer(), 1, enable_nested_tensor=False), []),
         (lambda: nn.TransformerEncoder(nn.Identity(), 2, enable_nested_tensor=False), []),
     ],
@@ -240,18 +301,51 @@ def test_layers_that_torch_copies_have_the_dense_values(
         (lambda: encoder(copy.deepcopy(layer()), layer()), "made or written"),
         (written, "made or written"),
         (lambda: encoder(layer(), nn.Linear(4, 4)), "not alike"),
-        (of_one_layer, "layers like 0.1.layers.0"),
+        (lambda: Around("matrices"), "made or written"),
+        (lambda: Around("biases"), "made or written"),
+        (lambda: Applied("matrices"), "made or written"),
+        (lambda: Applied("biases"), "made or written"),
+        (lambda: encoder(Scaled(), Scaled()), "made or written"),
+        (rewritten, "made or written"),
+        (of_one_layer, "layers like 0.1.layers.0: two encoders of one shape"),
+        (lambda: Applied(None, 2), "layers like 0.encoders.1.layers.0: two encoders of one shape"),
         (beside_its_layer, "layers like 0.0"),
     ],
 )
 def test_layers_whose_first_values_cannot_be_known_are_refused(build: Callable[[], nn.Module], got: str) -> None:
     with torch.device("meta"):
-        model = nn.Sequential(build())
+        model = nn.Sequential(build(), nn.Linear(2, 2))
     with pytest.raises(ConfigError) as caught:
         initialize_meta(model, mesh_for(3).data)
     assert got in caught.value.got and "zero.Init" in caught.value.fix
     given = nn.Sequential(build())
     initialize_meta(given, mesh_for(3).data)  # has all values
+
+
+def test_layers_that_lack_a_buffer_alone_are_filled() -> None:
+    """As load_state_dict(assign=True) leaves those which no state dict holds."""
+    model = nn.Sequential(nn.TransformerEncoder(Kinds(torch.float32, "in place"), 2, enable_nested_tensor=False))
+    for part in model[0].layers.children():
+        part.weight = nn.Parameter(torch.ones(3))
+        part.table = torch.zeros(256, device="meta")
+    initialize_meta(model, mesh_for(3).data)
+    assert all(torch.equal(part.table, torch.arange(256.0)) for part in model[0].layers.children())
+
+
+@pytest.mark.parametrize(
+    ("build", "got"),
+    [
+        (given_in_part, "values for 1 of the 24 tensors"),
+        (lambda: copy.deepcopy(nn.Sequential(written(), nn.Linear(2, 2))), "no write is known"),
+        (moved, "no write is known"),
+    ],
+)
+def test_layers_that_the_meta_device_tells_nothing_of_are_refused(build: Callable[[], nn.Module], got: str) -> None:
+    with torch.device("meta"):
+        model = build()
+    with pytest.raises(ConfigError) as caught:
+        initialize_meta(model, mesh_for(3).data)
+    assert got in caught.value.got and "zero.Init" in caught.value.fix
 
 
 def test_values_that_go_to_a_file_are_never_in_memory_together(tmp_path: Path) -> None:

@@ -95,8 +95,8 @@ class BackwardPasses:
         self._cut_off = False  # an exception has ended a block of coalesced() in this step
         self._inside = False  # this engine's own backward() runs
         self._noted: _NotedPass | None = None
-        # looked into once: whether the loop divides by the accumulation, and when it calls step()
-        self._divided_seen = self._steps_seen = False
+        self._forwards = 0  # with gradients, since the last step
+        self._steps_seen = False  # a warning of when the loop calls step() was logged
         self._hook = functools.partial(_note, weakref.ref(self))
         engine.sharded.on_foreign_gradient(self._gradient_came)
 
@@ -111,9 +111,6 @@ class BackwardPasses:
         engine = self._trained()
         self._check_weights(engine, weighted=weight is not None)
         steps = engine.gradient_accumulation_steps() if divide and weight is None else 1
-        if steps > 1 and not self._divided_seen:
-            self._divided_seen = True
-            _warn_of_own_division(loss, steps, engine.mesh.rank)
         if weight is None:
             mean = loss.detach() if steps == 1 else loss.detach() / steps
         else:
@@ -174,6 +171,7 @@ class BackwardPasses:
 
     def watch(self, output: Any) -> None:
         """Note the passes that enter the model by its ``output``."""
+        self._forwards += 1
         for tensor in (output,) if output.__class__ is torch.Tensor else tensors_in(output):
             if tensor.requires_grad and not tensor.is_leaf:
                 tensor.register_hook(self._hook)
@@ -264,17 +262,22 @@ class BackwardPasses:
 
     def warn_of_rare_steps(self, calls: int) -> None:
         """Log a warning where ``step`` is called for the first micro-batch of a step, after
-        ``calls``, and the backward passes of all micro-batches have come: loops of plain torch call
-        it once for all of them."""
+        ``calls``, and as many forwards and backward passes have come as a step has micro-batches:
+        loops of plain torch call it once for all of them. Several losses of one micro-batch have
+        one forward."""
         engine = self._trained()
-        if calls == 0 and self.pending == engine.gradient_accumulation_steps():
-            self._warn_of_steps(engine, f"{self.pending} backward passes before the first engine.step() since step")
+        if calls == 0 and self.pending == self._forwards == engine.gradient_accumulation_steps():
+            self._warn_of_steps(
+                engine, f"{self.pending} forwards and backward passes before the first engine.step() since step"
+            )
 
     def _warn_of_steps(self, engine: EngineAccessors, seen: str) -> None:
+        if engine._boundary is not None or not engine._managed:  # the caller says which call updates
+            return
         if not self._steps_seen and engine.mesh.rank == 0:
             log.warning(
-                "%s %d: every %d. call of engine.step() updates the weights (gradient_accumulation_steps). Call it after "
-                "every micro-batch, or own the boundary with managed_gradient_accumulation: false",
+                "%s %d: every %d. call of engine.step() updates the weights (gradient_accumulation_steps). If each pass was "
+                "a micro-batch, call it after every one, or own the boundary with managed_gradient_accumulation: false",
                 *(seen, engine.global_steps, engine.gradient_accumulation_steps()),
             )
         self._steps_seen = True
@@ -304,7 +307,7 @@ class BackwardPasses:
         """Start to count anew: a step was taken, or the gradients were dropped."""
         if self._noted is not None:
             self.forget_pass()
-        self.pending = 0
+        self.pending = self._forwards = 0
         self._cut_off = False
 
     @property
@@ -371,25 +374,6 @@ class BackwardPasses:
                 fix="Call its destroy() before another engine, or plain torch, trains the model; or build the model anew.",
             )
         return engine
-
-
-def _warn_of_own_division(loss: torch.Tensor, steps: int, rank: int) -> None:
-    """Log a warning on rank 0 where ``loss`` was made by dividing by ``steps``, as loops of plain
-    torch do. The mean of several losses (a sum that is divided) may have the same number."""
-    node = loss.grad_fn
-    if rank != 0 or node is None or not node.name().startswith(("DivBackward", "MulBackward")):
-        return
-    by = getattr(node, "_saved_other", None)
-    if not isinstance(by, torch.Tensor) or by.numel() != 1 or by.device.type != "cpu":
-        return
-    meant = by.item() == (steps if node.name().startswith("Div") else 1 / steps)
-    summed = any(each is not None and each.name().startswith("AddBackward") for each, _ in node.next_functions)
-    if meant and not summed:
-        log.warning(
-            "this loss was divided by %d before engine.backward(), which divides by gradient_accumulation_steps, %d, too: "
-            "gradients are %d times smaller than meant. Give the loss as it is, or engine.backward(loss, scale_wrt_gas=False)",
-            *(steps,) * 3,
-        )
 
 
 def _has_gradients(engine: EngineAccessors) -> bool:

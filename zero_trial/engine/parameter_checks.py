@@ -142,11 +142,13 @@ class ParameterCheck:
 
 class UsedParameters:
     """The trained parameters that have got a gradient since the last step: a step in which some got
-    none is an error if that is ``forbidden``, else the first is said in a line."""
+    none is an error if that is ``forbidden``, else the first is said in a line, and the first in
+    which none got one in another."""
 
     def __init__(self, grad_buffers: Sequence[GradBuffer], *, forbidden: bool) -> None:
         self._grad_buffers = grad_buffers
-        self._said = forbidden
+        self._said = self._none_said = forbidden
+        self._count = sum(len(buffer.group.params) for buffer in grad_buffers)
         watched = grad_buffers if forbidden else ()
         groups = [zip(buffer.group.layout.slots, buffer.group.params, strict=True) for buffer in watched]
         self._params = {slot.name: param for group in groups for slot, param in group}
@@ -165,25 +167,27 @@ class UsedParameters:
                 raise reported(engine, _unused(names, engine.global_steps))
 
     def end_step(self, engine: EngineAccessors) -> None:
-        """Forget the gradients so far: a step has used them. Say which parameters had none, the
-        first time that there are some."""
+        """Forget the gradients so far: a step has used them. Say which parameters had none on this
+        rank, the first time that there are some, and the first time that all had none."""
         self._used.clear()
-        if self._said or not any(map(_UNUSED, self._grad_buffers)):
+        if (self._said and self._none_said) or not any(map(_UNUSED, self._grad_buffers)):
             return
-        self._said = True
-        if engine.mesh.data.index == 0:
+        if sum(len(buffer.unused) for buffer in self._grad_buffers) == self._count:
+            if not self._none_said and engine.mesh.data.index == 0:
+                log.warning(
+                    "no gradient has reached any of the %d parameters on this rank in step %d: they were dropped between "
+                    "backward and step (model.zero_grad()), or the loss is another model's. Where no rank has one, weight "
+                    "decay and momentum go on",
+                    *(self._count, engine.global_steps),
+                )
+            self._none_said = True
+            return
+        if not self._said and engine.mesh.data.index == 0:
             found = [
                 (buffer.group.layout.slots[index].name, buffer.group.params[index])
                 for buffer in self._grad_buffers
                 for index in sorted(buffer.unused)
             ]
-            if len(found) == sum(len(buffer.group.params) for buffer in self._grad_buffers):
-                log.warning(
-                    "no gradient has reached any of the %d parameters in step %d: their gradients were dropped between backward "
-                    "and step (model.zero_grad()), or the loss is another model's. Weight decay and momentum go on",
-                    *(len(found), engine.global_steps),
-                )
-                return
             frozen = [name for name, param in found if not param.requires_grad]
             log.info(
                 "no gradient has reached %s%s in a step. Where no rank has one, the step takes it as 0: weight decay and momentum "
@@ -193,6 +197,7 @@ class UsedParameters:
                 _listed([name for name, _ in found]),
                 f" ({len(frozen)} frozen after initialize())" if frozen else "",
             )
+        self._said = True
 
     def restart(self) -> None:
         """Forget the gradients so far: they were dropped."""

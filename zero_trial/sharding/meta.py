@@ -8,6 +8,7 @@ object to the model and to an optimizer.
 
 from __future__ import annotations
 
+import copy
 import inspect
 import itertools
 import logging
@@ -227,14 +228,16 @@ def _own_tensors(module: nn.Module) -> Iterator[torch.Tensor]:
 
 def _copied_layers(model: nn.Module) -> dict[nn.Module, nn.Module]:
     """Map the modules inside layers that torch copies (``copy.deepcopy``) to those of the first
-    layer; none where a layer has values. To be called while the model is on the meta device."""
+    layer; none where their parameters have values. To be called while the model is on the meta
+    device."""
     found: dict[nn.Module, nn.Module] = {}
     for module in model.modules():
         if not isinstance(module, (nn.TransformerEncoder, nn.TransformerDecoder)):
             continue
         layers = [*cast(nn.Module, module.layers).children()]
-        tensors = [tensor for layer in layers for tensor in _tensors_inside(layer)]
-        if not tensors or any(not tensor.is_meta for tensor in tensors):
+        params: list[torch.Tensor] = [param for layer in layers for param in layer.parameters()]
+        # buffers alone lack values after load_state_dict(assign=True): their modules fill them
+        if not any(tensor.is_meta for tensor in params or itertools.chain(*map(_tensors_inside, layers))):
             continue
         if doubt := _doubt_of_copies(model, module, layers):
             raise ConfigError(
@@ -253,18 +256,52 @@ def _copied_layers(model: nn.Module) -> dict[nn.Module, nn.Module]:
 def _doubt_of_copies(model: nn.Module, module: nn.Module, layers: Sequence[nn.Module]) -> str:
     """Return why ``layers`` of one of torch's encoders and decoders may not be copies of one layer
     that torch's constructor got for them alone, or an empty string."""
+    tensors = [tensor for layer in layers for tensor in _tensors_inside(layer)]
+    if given := sum(not tensor.is_meta for tensor in tensors):
+        return f"values for {given} of the {len(tensors)} tensors of its layers"
     if "__init__" in {name for kind in type(module).__mro__ for name in vars(kind) if not _is_of_torch(kind)}:
         return "a constructor of its own, which may change layers or put others in their place"
     outline = _outline(layers[0])
     if any(_outline(layer) != outline for layer in layers):
         return "layers that are not alike"
-    # torch counts writes, from 0 in a copy: in a layer that initialized itself no tensor has 0
-    if any(all(tensor._version for tensor in _tensors_inside(layer)) for layer in layers):
+    # torch counts writes, from 0 in a copy: what a constructor has written later has more
+    if not any(tensor._version for tensor in _tensors_inside(model) if tensor.is_meta):
+        return "a model of which no write is known, as after copy.deepcopy(model) or model.to('meta')"
+    if any(tensor._version for tensor in tensors) and not all(
+        map(_is_only_repeated, layers, itertools.repeat(_around(model, module)))
+    ):
         return "layers that were made or written after torch's constructor copied its own"
     others = (name for name, part in model.named_modules() if part not in layers and _outline(part) == outline)
     if other := next(others, ""):  # one layer may have been given to two constructors
-        return f"layers like {other}, which may or may not be a copy of the same layer"
+        return (
+            f"layers like {other}: two encoders of one shape, or one and a layer, may or may not be of the same layer"
+        )
     return ""
+
+
+def _around(model: nn.Module, module: nn.Module) -> list[nn.Module]:
+    """Return the modules in which ``module`` is, the inner ones first."""
+    return [part for part in _children_first(model) if part is not module and module in part.modules()]
+
+
+def _is_only_repeated(layer: nn.Module, around: Sequence[nn.Module]) -> bool:
+    """Return whether the writes that torch has counted in a layer are those of the modules
+    ``around`` it which :func:`initialize_meta` repeats: torch's own ``Transformer``, and
+    initializers."""
+    again = copy.deepcopy(layer)  # on the meta device: neither memory nor random numbers
+    initialized: set[nn.Module] = set()
+    with torch.no_grad(), torch.device("meta"):
+        for module in around:
+            if getattr(type(module), "_reset_parameters", None) is nn.Transformer._reset_parameters:
+                nn.Transformer._reset_parameters(cast(nn.Transformer, again))
+            if (initialize := _initializer(module)) is None:
+                continue
+            for part in _children_first(again):
+                if not (hasattr(module, "_initialize_weights") and part in initialized):
+                    initialized.add(part)
+                    initialize(part)
+    pairs = zip(_tensors_inside(layer), _tensors_inside(again), strict=True)
+    return all(tensor._version == other._version for tensor, other in pairs)
 
 
 def _is_of_torch(kind: type) -> bool:

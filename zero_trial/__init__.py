@@ -34,6 +34,7 @@ if TYPE_CHECKING:
         Preempted,
         StorageError,
         TrialError,
+        WorkerLost,
         ZeroTrialError,
     )
     from zero_trial.pipeline import LayerSpec, PipelineModule, TiedLayerSpec
@@ -55,7 +56,7 @@ _NAMES = {
     "engine": ("Engine", "RepeatingLoader", "add_config_arguments", "initialize"),
     "errors": (
         *("CheckpointError", "ConfigError", "DataError", "Diverged", "DoesNotFit", "InvalidHP", "KernelUnavailable"),
-        *("MasterError", "MeshError", "Preempted", "StorageError", "TrialError", "ZeroTrialError"),
+        *("MasterError", "MeshError", "Preempted", "StorageError", "TrialError", "WorkerLost", "ZeroTrialError"),
     ),
     "pipeline": ("LayerSpec", "PipelineModule", "TiedLayerSpec"),
     "runtime.trainer": ("Trainer", "init"),
@@ -98,6 +99,7 @@ __all__ = [
     "Trainer",
     "TrialCallback",
     "TrialError",
+    "WorkerLost",
     "ZeroTrial",
     "ZeroTrialContext",
     "ZeroTrialError",

@@ -144,6 +144,12 @@ class MeshError(ZeroTrialError):
     exit_code: int = ExitStatus.INFRASTRUCTURE
 
 
+class WorkerLost(ZeroTrialError, RuntimeError):
+    """A process of a data loader has died, mostly because the host's memory ran out."""
+
+    exit_code: int = ExitStatus.INFRASTRUCTURE
+
+
 class CheckpointError(ZeroTrialError, RuntimeError):
     """A checkpoint cannot be written, verified or loaded into this model."""
 

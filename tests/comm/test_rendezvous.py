@@ -8,6 +8,7 @@ import threading
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from tests.support.pool import Pools, free_port
@@ -176,16 +177,35 @@ def test_other_meeting_places_are_torchs_own(tmp_path: Any) -> None:
 # --- the world of ranks ---------------------------------------------------------------------------
 
 
-def test_nccl_without_a_gpu_is_gloo_and_a_warning(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+NCCL = ("nccl", "NCCL", "cpu:gloo,cuda:nccl")
+
+
+@pytest.mark.parametrize("given", NCCL)
+def test_nccl_is_gloo_and_a_warning_where_torch_is_built_for_cpus(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, given: str
 ) -> None:
+    """The first rank of each host warns: rank 3 of 6 is one here."""
     monkeypatch.setattr(module, "accelerator", lambda: None)
-    try:
-        init_distributed(dist_backend="nccl")
-        assert dist.get_backend() == "gloo"
-    finally:
-        destroy_distributed()
+    monkeypatch.setattr(torch.version, "cuda", None)
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    monkeypatch.setattr(module, "arrive", lambda *_: dist.HashStore())
+    monkeypatch.setattr(dist, "init_process_group", lambda backend, **_: begun.append(backend))
+    begun: list[str] = []
+    init_distributed(dist_backend=given, rank=3, world_size=6)
+    assert begun == ["gloo"]
     assert "the ranks use gloo" in caplog.text
+
+
+@pytest.mark.parametrize("given", NCCL)
+def test_nccl_is_refused_where_torch_could_use_gpus_and_sees_none(monkeypatch: pytest.MonkeyPatch, given: str) -> None:
+    monkeypatch.setattr(module, "accelerator", lambda: None)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    with pytest.raises(
+        MeshError, match=r"\(dist_backend\): no GPU is visible to torch on this host: the driver"
+    ) as refused:
+        init_distributed(dist_backend=given)
+    assert given in str(refused.value) and "leave dist_backend out" in str(refused.value)
+    assert not is_distributed()
 
 
 def test_a_backend_that_torch_does_not_have_is_named() -> None:

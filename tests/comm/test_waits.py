@@ -14,7 +14,7 @@ from tests.support.pool import Pools, RankPool
 from zero_trial.comm import AxisComm, MeshShape, agree_on, build_mesh, open_direction_groups
 from zero_trial.comm.shm.segments import MappingRefused
 from zero_trial.comm.waits import DONE, Heartbeat, Pending, Received, Watchdog, wait_all
-from zero_trial.errors import MeshError, TrialError
+from zero_trial.errors import MeshError, WorkerLost
 
 # --- a collective under way -----------------------------------------------------------------------
 
@@ -79,9 +79,10 @@ def test_a_dead_worker_of_a_loader_is_not_a_fault_of_the_collective() -> None:
             raise RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed. ")
 
     with pytest.raises(
-        TrialError, match=r"rank 0, step 0: a worker of a DataLoader has died: got .* Killed\. .*num_workers"
-    ):
+        WorkerLost, match=r"rank 0, step 0: a worker of a DataLoader has died: got .* Killed\. .*num_workers"
+    ) as lost:
         Pending(watch(), "sum", [Interrupted([])], lambda: None).wait()
+    assert lost.value.exit_code == 5
 
 
 def test_a_segment_that_may_not_be_mapped_is_named_as_such() -> None:

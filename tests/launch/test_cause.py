@@ -53,11 +53,12 @@ def test_the_agent_s_own_sigterm_is_no_cause():
 
 def test_a_rank_that_the_agent_ended_after_another_s_error_is_no_cause():
     lost = error(0, 1.0, "rank 0, step 5: a collective failed", "MeshError", 5)
-    found = first_cause([lost], RANKS, [RankExit(0, 100, 5), RankExit(1, 101, -15)], [])
-    assert found == Cause(0, lost.message, 5, echo=True)
-    # the agent saw the killed one first: somebody outside has sent it
-    outside = first_cause([lost], RANKS, [RankExit(1, 101, -15), RankExit(0, 100, 5)], [])
-    assert outside is not None and outside.rank == 1
+    failed, by_agent, outside = RankExit(0, 100, 5), RankExit(1, 101, -15, by_agent=True), RankExit(1, 101, -15)
+    for exits in ([failed, by_agent], [by_agent, failed]):  # torch orders them by whole seconds
+        for vanished in ([], [RANKS[1]]):
+            assert first_cause([lost], RANKS, exits, vanished) == Cause(0, lost.message, 5, echo=True)
+    for exits in ([failed, outside], [outside, failed]):
+        assert first_cause([lost], RANKS, exits, []) == Cause(1, how_it_ended(-15), 5)
 
 
 def test_the_pid_names_the_rank_also_on_a_second_host():
@@ -74,12 +75,14 @@ def test_a_rank_that_only_vanished():
 def test_a_rank_gone_before_the_stop_comes_before_those_that_were_stopped():
     """The agent's word about the first to die may be missing; rank 0 died of the agent's
     SIGTERM."""
-    assert first_cause([], RANKS, [RankExit(0, 100, -15)], [RANKS[1]]) == Cause(
-        1, "the process exited without an error report (killed?)", 5
-    )
-    both = [RankExit(0, 100, -15), RankExit(1, 101, -15)]  # somebody sent SIGTERM to rank 1
+    ended = RankExit(0, 100, -15, by_agent=True)
+    gone = Cause(1, "the process exited without an error report (killed?)", 5)
+    assert first_cause([], RANKS, [ended], [RANKS[1]]) == gone
+    both = [ended, RankExit(1, 101, -15)]  # somebody sent SIGTERM to rank 1
     assert first_cause([], RANKS, both, [RANKS[1]]) == Cause(1, how_it_ended(-15), 5)
-    assert first_cause([], RANKS, both, []) == Cause(0, how_it_ended(-15), 5)
+    assert first_cause([], RANKS, both, []) == Cause(1, how_it_ended(-15), 5)
+    # nothing else is known
+    assert first_cause([], RANKS, [ended], []) == Cause(0, how_it_ended(-15), 5)
 
 
 def test_an_exit_code_without_words():

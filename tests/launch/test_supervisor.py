@@ -6,12 +6,13 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
 import pytest
 
-from tests.launch.programs import LIMIT, Silent, start_zero_trial, supervisor, write_program
+from tests.launch.programs import LIMIT, QUICK, Silent, start_zero_trial, supervisor, write_program
 from zero_trial.launch.supervisor import LaunchResult, Supervisor, is_running, marked_processes
 from zero_trial.runs.records import read_ranks
 
@@ -31,7 +32,11 @@ def test_a_run_that_ends_well(tmp_path: Path):
     assert logs == ["rank 0 2\n", "rank 1 2\n"]
 
 
-def test_one_failure_ends_a_rank_that_will_not_end(tmp_path: Path):
+@pytest.mark.parametrize(
+    "forked",
+    [True, pytest.param(False, marks=pytest.mark.slow)],  # each rank imports torch's launcher by itself: 5 s
+)
+def test_one_failure_ends_a_rank_that_will_not_end(tmp_path: Path, forked: bool):
     """Rank 0 ignores SIGTERM, as a rank that waits inside a native collective does in effect."""
     job = supervisor(
         tmp_path,
@@ -41,6 +46,7 @@ def test_one_failure_ends_a_rank_that_will_not_end(tmp_path: Path):
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         wait()
         """,
+        forked=forked,
     )
     outcome = run(job)
     assert outcome.exit_code == 1 and outcome.cause is not None
@@ -66,6 +72,38 @@ def test_a_rank_killed_with_sigkill(tmp_path: Path):
     outcome = run(job)
     assert outcome.exit_code == 5 and outcome.cause is not None
     assert outcome.cause.rank == 1 and "SIGKILL" in outcome.cause.message
+
+
+def test_a_rank_that_somebody_sent_sigterm_is_blamed_although_another_s_echo_came_first(tmp_path: Path):
+    """The agent looks only once both have ended, and finds rank 0 first."""
+    job = supervisor(
+        tmp_path,
+        """
+        import psutil
+        if rank == 1:
+            with open("pid.new", "w") as file:
+                file.write(str(os.getpid()))
+            os.rename("pid.new", "pid")
+            wait()
+        while not os.path.exists("pid"):
+            threading.Event().wait(0.01)
+        other, agent, own = int(open("pid").read()), os.getppid(), os.getpid()
+        os.kill(agent, signal.SIGSTOP)
+        if os.fork() == 0:
+            while os.getppid() == own:
+                threading.Event().wait(0.01)
+            os.kill(agent, signal.SIGCONT)
+            os._exit(0)
+        os.kill(other, signal.SIGTERM)
+        while psutil.Process(other).status() != psutil.STATUS_ZOMBIE:
+            threading.Event().wait(0.01)
+        raise RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:41122")
+        """,
+        timeouts=replace(QUICK, after_failure=LIMIT),
+    )
+    outcome = run(job)
+    assert outcome.exit_code == 5 and outcome.cause is not None
+    assert outcome.cause.rank == 1 and "SIGTERM" in outcome.cause.message
 
 
 class Late(Silent):

@@ -95,14 +95,20 @@ def test_what_is_imported_before_the_fork_asks_no_device_and_starts_no_thread() 
 
 
 PROBE = """
-import json, os, random, sys
+import json, os, random, signal, sys, threading
 import numpy
 print(json.dumps({
     "rank": os.environ["RANK"], "world": os.environ["WORLD_SIZE"], "argv": sys.argv[1:], "main": __name__,
     "draws": [random.random(), float(numpy.random.rand())], "leads": os.getpgrp() == os.getpid(),
     "parent": os.getppid(), "cwd": os.getcwd(),
 }))
-sys.exit(7 if sys.argv[1:] == ["fail"] and os.environ["RANK"] == "1" else 0)
+if sys.argv[1:] == ["fail"]:
+    if os.environ["RANK"] == "0":
+        open("waits", "w").close()
+        signal.pause()
+    while not os.path.exists("waits"):
+        threading.Event().wait(0.01)
+    sys.exit(7)
 """
 
 
@@ -135,7 +141,9 @@ def test_a_forked_rank_is_like_one_that_was_started_by_itself(tmp_path: Path) ->
     assert first[0] != second[0] and first[1] != second[1]  # no two ranks share what Python and numpy draw
 
 
-def test_the_code_of_a_forked_rank_reaches_the_record(tmp_path: Path) -> None:
+def test_the_code_of_a_forked_rank_reaches_the_record_and_whom_the_agent_ended(tmp_path: Path) -> None:
+    """Rank 0 waits for ever."""
     code, _, record = run_agent(tmp_path, forked=2, argument="fail")
-    assert code == 1
-    assert (record.closing, record.failures[0].local_rank, record.failures[0].code) == (True, 1, 7)
+    assert (code, record.closing) == (1, True)
+    ended = {(end.local_rank, end.code, end.by_agent) for end in record.failures}
+    assert ended == {(1, 7, False), (0, -signal.SIGTERM, True)}

@@ -83,6 +83,18 @@ def test_a_pause_and_a_crash_with_one_restart_give_the_same_bits(det: Det, tmp_p
     assert det.trials(crashing)[0]["restarts"] == 1
 
 
+@pytest.mark.slow  # two whole trials on two ranks
+def test_a_crash_and_a_restart_give_the_bits_of_an_uninterrupted_run(det: Det, tmp_path: Path) -> None:
+    whole = submit(det, "class")
+    assert det.wait(whole) == "COMPLETED", det.logs(whole)
+    crashing = submit(det, "module", fault="crash", at=6, mark=str(tmp_path / "crashed"))
+    assert det.wait(crashing) == "COMPLETED", det.logs(crashing)
+    assert (det.trials(whole)[0]["restarts"], det.trials(crashing)[0]["restarts"]) == (0, 1)
+    assert list(workloads(det, whole, "training")) == list(range(1, 9))
+    assert workloads(det, crashing, "training") == workloads(det, whole, "training")
+    assert workloads(det, crashing, "validation") == workloads(det, whole, "validation")
+
+
 @pytest.mark.slow  # a whole trial on two ranks
 def test_steps_go_on_while_a_checkpoint_is_uploaded(det: Det) -> None:
     """The genuine harness and boto3. The master hears of the checkpoint when its last file is

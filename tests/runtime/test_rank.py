@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import json
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -168,6 +170,27 @@ def test_words_of_an_error():
     assert error_text(KeyboardInterrupt()) == "KeyboardInterrupt"
 
 
+class Killed(torch.utils.data.Dataset[int]):
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, index: int) -> int:
+        os.kill(os.getpid(), signal.SIGKILL)
+        return 0
+
+
+@pytest.mark.parametrize("script", [False, True])
+def test_a_killed_worker_of_a_loader_ends_the_rank_as_a_lost_host_does(
+    script: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ending, rank_of_folder(RankState(), script=script):
+        next(iter(torch.utils.data.DataLoader(Killed(), num_workers=1)))
+    assert ending.value.code == 5
+    said = capsys.readouterr().err
+    assert said.startswith("error   a worker of a DataLoader has died: got DataLoader worker (pid")
+    assert said.endswith("use fewer num_workers, or 0 to see the error.\n")
+
+
 class Unreadable(torch.utils.data.Dataset[int]):
     def __len__(self) -> int:
         return 1
@@ -182,6 +205,28 @@ def test_an_error_in_a_worker_of_a_loader_is_one_line() -> None:
     with pytest.raises(KeyError) as caught:
         next(iter(torch.utils.data.DataLoader(Unreadable(), num_workers=1)))
     assert error_text(caught.value) == f"KeyError: 'no such sample' ({place})"
+
+
+def collate(samples: list[int]) -> None:
+    torch._assert(not samples, f'CUDA error: bad sizes\n  File "x.py", line 1, in nobody\nGiven: {samples}')
+
+
+def test_an_error_of_several_lines_in_a_library_under_a_worker_keeps_them() -> None:
+    with pytest.raises(AssertionError) as caught:
+        next(iter(torch.utils.data.DataLoader([5], num_workers=1, collate_fn=collate)))  # type: ignore[arg-type]
+    line = collate.__code__.co_firstlineno + 1  # torch's own frame is the innermost one
+    said = 'AssertionError: CUDA error: bad sizes\n  File "x.py", line 1, in nobody\nGiven: [5]'
+    assert error_text(caught.value) == f"{said}\n(test_rank.py:{line} in collate, DataLoader worker process 0)"
+
+
+def test_an_error_of_the_user_s_own_about_a_worker_is_no_worker_s() -> None:
+    try:
+        try:
+            next(iter(torch.utils.data.DataLoader(Unreadable(), num_workers=1)))
+        except KeyError as error:
+            raise RuntimeError(f"sample 3: {error}") from error
+    except RuntimeError as error:
+        assert error_text(error).startswith("RuntimeError: sample 3: Caught KeyError in DataLoader worker")
 
 
 def raised_here(error: BaseException) -> BaseException:

@@ -174,8 +174,9 @@ def init_distributed(
 
     Args:
         dist_backend: default: the accelerator's own (NCCL for CUDA) with gloo for the host, or
-            gloo alone. ``"nccl"`` on a host without a GPU is gloo, which a warning says: scripts
-            for GPUs name it.
+            gloo alone. NCCL (``"nccl"``, ``"cpu:gloo,cuda:nccl"``) is gloo where torch is built
+            for CPUs only, which a warning says: scripts for GPUs name it. Elsewhere a host on which
+            torch sees no GPU is refused.
         distributed_port: where rank 0 listens if the launcher has named no port.
         timeout: seconds or timedelta, bounds the start and every collective.
         init_method: ``env://``, ``tcp://host:port`` or ``file://...``, in place of what the
@@ -201,17 +202,7 @@ def init_distributed(
         else datetime.timedelta(seconds=timeout or DEFAULT_TIMEOUT_SECONDS)
     )
     kind = accelerator()
-    if dist_backend == "nccl" and kind is None:
-        if env.rank == 0:
-            log.warning("init_distributed(dist_backend='nccl') needs GPUs, and torch sees none: the ranks use gloo")
-        dist_backend = None
-    backend = dist_backend or (f"cpu:gloo,{kind}:{dist.get_default_backend_for_device(kind)}" if kind else "gloo")
-    for name in (part.rpartition(":")[2] for part in backend.split(",")):
-        if not dist.is_backend_available(name):
-            fix = "Leave dist_backend out: it is chosen by the devices that there are."
-            raise MeshError(
-                "torch has no such backend here", where="init_distributed(dist_backend)", got=repr(name), fix=fix
-            )
+    backend = _backend(dist_backend, kind, env)
     why = "given" if dist_backend else f"{kind} is available" if kind else "CUDA is not available"
     log.debug("rank %d of %d: backend %s (%s)", env.rank, env.world_size, backend, why)
     if kind is not None:
@@ -228,6 +219,33 @@ def init_distributed(
     # The interpreter would abort if a thread still used the store while it goes down.
     atexit.register(destroy_distributed)
     return env
+
+
+def _backend(given: str | None, kind: str | None, env: RankEnv) -> str:
+    """Return the backend for this rank, on whose host the accelerator is ``kind``.
+
+    Raises MeshError where torch does not have the one that is ``given``, and for NCCL without a
+    GPU: this rank alone would choose gloo, and wait for those that did not.
+    """
+    if given is None:
+        return f"cpu:gloo,{kind}:{dist.get_default_backend_for_device(kind)}" if kind else "gloo"
+    where, names = "init_distributed(dist_backend)", [part.rpartition(":")[2] for part in given.lower().split(",")]
+    if "nccl" in names and kind is None:
+        if torch.version.cuda is not None or torch.version.hip is not None:
+            raise MeshError(
+                "no GPU is visible to torch on this host: the driver, the container or CUDA_VISIBLE_DEVICES hides it",
+                where=where,
+                got=repr(given),
+                fix="Mend that; or leave dist_backend out, or give gloo, to train on the CPU.",
+            )
+        if env.local_rank == 0:
+            log.warning("%s=%r needs GPUs, and torch is built for CPUs only: the ranks use gloo", where, given)
+        return "gloo"
+    for name in names:
+        if not dist.is_backend_available(name):
+            fix = "Leave dist_backend out: it is chosen by the devices that there are."
+            raise MeshError("torch has no such backend here", where=where, got=repr(name), fix=fix)
+    return given
 
 
 def destroy_distributed() -> None:

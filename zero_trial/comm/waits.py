@@ -29,7 +29,8 @@ import torch
 
 from zero_trial.comm.diagnosis import RankPosition, behind, diagnose, listing, names, with_way_out
 from zero_trial.comm.shm.segments import MappingRefused
-from zero_trial.errors import MeshError, TrialError
+from zero_trial.errors import MeshError
+from zero_trial.util.failures import lost_worker
 
 log = logging.getLogger("zero_trial")
 
@@ -232,14 +233,12 @@ class Watchdog:
         self.heartbeat.leave()
 
     def fail(self, name: str, error: Exception, among: tuple[int, ...] | None = None) -> NoReturn:
-        """Raise the MeshError that ``error`` in operation ``name`` means. Raises TrialError for a
-        dead worker of a DataLoader, which torch says wherever the process is."""
-        if (said := str(error)).startswith("DataLoader worker"):
-            where = f"rank {self.heartbeat.rank}, step {self.heartbeat.step}"
-            fix = "Look for the worker's own message. Killed is mostly the host's memory: use fewer num_workers, or 0 to see the error."
-            dead = TrialError("a worker of a DataLoader has died", where=where, got=said.strip(), fix=fix)
-            self.heartbeat.report_error(str(dead))
-            raise dead from error
+        """Raise the MeshError that ``error`` in operation ``name`` means. Raises WorkerLost for
+        one that says so, which is no fault of the operation."""
+        lost = lost_worker(error, f"rank {self.heartbeat.rank}, step {self.heartbeat.step}")
+        if lost is not None:
+            self.heartbeat.report_error(str(lost))
+            raise lost from error
         raise explain(self.heartbeat, among or self.ranks, name, error, self.timeout) from error
 
 

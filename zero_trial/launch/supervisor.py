@@ -316,24 +316,22 @@ def _silent(
     by its absence.
 
     The agent ends the others with SIGTERM, and on a busy machine it may miss the first one. So a
-    rank that died of anything else comes first, then one that was gone before any was asked to
-    stop, and last those that died of SIGTERM, unless the agent had seen one with an error before.
+    rank that died of anything else comes first, then one that somebody else has sent SIGTERM, then
+    one that was gone before any was asked to stop, and last, where no rank has left an error, one
+    that the agent ended.
     """
     reported = {error.rank for error in errors}
     by_pid = {record.pid: record.rank for record in ranks}
-    silent = [(by_pid.get(end.pid, end.local_rank), end.code) for end in exits]
-    silent = [(rank, code) for rank, code in silent if rank not in reported]
-    for rank, code in silent:
-        if code != -signal.SIGTERM:
-            return _from_exit(rank, code)
+    silent = [(by_pid.get(end.pid, end.local_rank), end) for end in exits]
+    silent = [(rank, end) for rank, end in silent if rank not in reported]
+    by_agent = {rank for rank, end in silent if end.code == -signal.SIGTERM and end.by_agent}
+    outside = [(rank, end.code) for rank, end in silent if rank not in by_agent]
+    for rank, code in sorted(outside, key=lambda one: one[1] == -signal.SIGTERM):
+        return _from_exit(rank, code)
     for record in vanished:
-        if record.rank in reported:
-            continue
-        if (record.rank, -signal.SIGTERM) in silent:
-            return _from_exit(record.rank, -signal.SIGTERM)
-        return Cause(record.rank, "the process exited without an error report (killed?)", INFRASTRUCTURE)
-    ended_by_agent = bool(exits) and by_pid.get(exits[0].pid, exits[0].local_rank) in reported
-    return _from_exit(*silent[0]) if silent and not ended_by_agent else None
+        if record.rank not in reported | by_agent:
+            return Cause(record.rank, "the process exited without an error report (killed?)", INFRASTRUCTURE)
+    return _from_exit(silent[0][0], silent[0][1].code) if silent and not errors else None
 
 
 def _from_exit(rank: int, code: int) -> Cause:

@@ -62,11 +62,15 @@ class ErrorRecord:
 
 @dataclass(frozen=True)
 class RankExit:
-    """How a rank ended, as its agent saw it; a negative code is a signal."""
+    """How a rank ended, as its agent saw it; a negative code is a signal.
+
+    ``by_agent``: it still ran when the agent began to end those that were left.
+    """
 
     local_rank: int
     pid: int
     code: int
+    by_agent: bool = False
 
 
 @dataclass(frozen=True)

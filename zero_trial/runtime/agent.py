@@ -21,7 +21,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -47,21 +47,25 @@ def main(argv: Sequence[str]) -> None:
     ChildFailedError when one fails, and SystemExit in a forked rank."""
     record, forked, *arguments = argv
     waiting = _fork_ranks(int(forked), _rank_arguments(arguments)) if int(forked) else []
-    _let_torch_start(waiting, Path(record))
+    ended: set[int] = set()
+    _let_torch_start(waiting, Path(record), ended)
     try:
         torchrun.main(list(arguments))
     except ChildFailedError as error:
         # a full disk changes neither the end of the ranks nor the error
         with suppress(StorageError):
-            write_agent(Path(record), AgentRecord(closing=True, failures=failures_of(error)))
+            write_agent(Path(record), AgentRecord(closing=True, failures=failures_of(error, ended)))
         raise
 
 
-def failures_of(error: ChildFailedError) -> tuple[RankExit, ...]:
-    """Return how the failed ranks ended: the first one, then those that ended because of it."""
+def failures_of(error: ChildFailedError, ended: Container[int] = ()) -> tuple[RankExit, ...]:
+    """Return how the failed ranks ended: torch's first one, then the others.
+
+    Torch orders them by whole seconds; ``ended``, the pids of those that the agent ended, is sure.
+    """
     _, first = error.get_first_failure()
-    others = [failure for failure in error.failures.values() if failure is not first]
-    return tuple(RankExit(failure.local_rank, failure.pid, failure.exitcode) for failure in (first, *others))
+    failures = (first, *(failure for failure in error.failures.values() if failure is not first))
+    return tuple(RankExit(one.local_rank, one.pid, one.exitcode, one.pid in ended) for one in failures)
 
 
 def _rank_arguments(arguments: Sequence[str]) -> list[str]:
@@ -69,9 +73,9 @@ def _rank_arguments(arguments: Sequence[str]) -> list[str]:
     return list(arguments[arguments.index(_RANK_MODULE) + 1 :])
 
 
-def _let_torch_start(waiting: Sequence[ForkedRank], record: Path) -> None:
-    """Make torch's agent start the ranks that wait, and write down that it ends its ranks before it
-    waits for them.
+def _let_torch_start(waiting: Sequence[ForkedRank], record: Path, ended: set[int]) -> None:
+    """Make torch's agent start the ranks that wait, and write down that it ends its ranks, and
+    which ones (their pids go to ``ended``), before it waits for them.
 
     Torch has no hook for either: its agent makes the SubprocessContext itself, deep below ``main``,
     and takes no class or callback for it. So torch's class is replaced, here only, in a process
@@ -100,7 +104,9 @@ def _let_torch_start(waiting: Sequence[ForkedRank], record: Path) -> None:
             hosts may still work: nothing is written then, or the supervisor would take a rank that
             left by ``os._exit(0)`` for a killed one.
             """
-            if any(handler.proc.poll() is None for handler in self.subprocess_handlers.values()):
+            running = {one.proc.pid for one in self.subprocess_handlers.values() if one.proc.poll() is None}
+            ended.update(running)
+            if running:
                 with suppress(StorageError):  # a full disk does not keep the ranks alive
                     write_agent(record, AgentRecord(closing=True))
             super().close(*args, **options)

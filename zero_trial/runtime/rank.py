@@ -6,7 +6,6 @@ from __future__ import annotations
 import atexit
 import gc
 import json
-import re
 import resource
 import sys
 import time
@@ -32,7 +31,7 @@ from zero_trial.trial.context import EngineFactory
 from zero_trial.trial.reporting import End, Outcome, build_summary
 from zero_trial.trial.settings import settings_from_experiment
 from zero_trial.trial.trial import import_trial_class, seed_everything
-from zero_trial.util.failures import user_frame, with_user_line
+from zero_trial.util.failures import error_in_worker, lost_worker, user_frame, with_user_line
 
 if TYPE_CHECKING:
     from zero_trial.runtime.memory_watch import MemoryWatch
@@ -155,13 +154,14 @@ def _refuse_sys_exit() -> Iterator[None]:
 
 
 def as_known_error(error: BaseException) -> BaseException:
-    """Return DoesNotFit for an error that says that memory ran out; any other error as it is."""
+    """Return DoesNotFit for an error that says that memory ran out, WorkerLost for one that says
+    that a process of a data loader has died; any other error as it is."""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         fix = "Halve train_micro_batch_size_per_gpu and double gradient_accumulation_steps, or raise the ZeRO stage."
         wrapped = DoesNotFit(f"memory ran out: {str(error).splitlines()[0] if str(error) else 'MemoryError'}", fix=fix)
         wrapped.__cause__ = error
         return wrapped
-    return error
+    return lost_worker(error) or error
 
 
 def report_error(error: BaseException, *, script: bool) -> BaseException:
@@ -208,18 +208,7 @@ def error_text(error: BaseException) -> str:
     if isinstance(error, ZeroTrialError):
         text = str(error) or type(error).__name__
         return with_user_line(text, error) if isinstance(error, TrialError) else text
-    text = "".join(traceback.format_exception_only(error)).strip()
-    worker = _OF_WORKER.search(text)
-    if worker is None:
-        return with_user_line(text, error)
-    # torch has put the worker's whole traceback into the message
-    file, line, function = (_FRAME.findall(text) or [("", "", "")])[-1]
-    place = f"{Path(file).name}:{line} in {function}, " if file else ""
-    return f"{text.splitlines()[-1].strip()} ({place}{worker[1]})"
-
-
-_OF_WORKER = re.compile(r"Caught \w+ in (DataLoader worker process \d+)\.")
-_FRAME = re.compile(r'File "(.+)", line (\d+), in (\S+)')
+    return error_in_worker(error) or with_user_line("".join(traceback.format_exception_only(error)).strip(), error)
 
 
 def write_error_file(text: str, *, printed: bool, path: str | None = None, now: float | None = None) -> None:

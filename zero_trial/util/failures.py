@@ -1,10 +1,14 @@
-"""The line of the user's own code at which an error arose: where to look first."""
+"""The line of the user's own code at which an error arose: where to look first. Also what torch
+says of the processes of a data loader."""
 
 from __future__ import annotations
 
+import re
 import sys
 import traceback
 from pathlib import Path
+
+from zero_trial.errors import WorkerLost
 
 LONGEST_LINE = 90  # characters of source that are shown
 
@@ -43,3 +47,42 @@ def with_user_line(message: str, error: BaseException) -> str:
     if line is None:
         return message
     return f"{message}\n({line})" if "\n" in message else f"{message} ({line})"
+
+
+_OF_WORKER = re.compile(r"Caught \w+ in (DataLoader worker process \d+)\.\nOriginal ")
+_FRAME = re.compile(r'^  File "(.+)", line (\d+), in (\S+)$', re.MULTILINE)
+_NEXT = re.compile(r"\n\n(?:During handling of the above|The above) exception.+:\n\n(?=Traceback )")
+
+
+def error_in_worker(error: BaseException) -> str | None:
+    """Return the message of an error that a DataLoader's worker raised, with the user's line in
+    that process; None for any other error.
+
+    torch has put the worker's whole traceback into the message.
+    """
+    text = str(error)
+    worker = _OF_WORKER.match(text)
+    if worker is None:
+        return None
+    shown = text[worker.end() :].rstrip()
+    # the last traceback: its headline, its frames with their source, then what was raised
+    lines = _NEXT.split(shown)[-1].split("\n")
+    first = next((i for i, line in enumerate(lines) if i and not line.startswith("  ")), 0)
+    message = "\n".join(lines[first:])
+    users = [found for found in _FRAME.findall(shown.removesuffix(message)) if _is_users(found[0])]
+    place = f"{Path(users[-1][0]).name}:{users[-1][1]} in {users[-1][2]}, " if users else ""
+    return message + ("\n" if "\n" in message else " ") + f"({place}{worker[1]})"
+
+
+def lost_worker(error: BaseException, where: str | None = None) -> WorkerLost | None:
+    """Return WorkerLost if ``error`` says that a worker of a DataLoader has died, else None.
+
+    torch raises it in the main thread, wherever that is: also within a collective.
+    """
+    said = str(error).strip()
+    if not isinstance(error, RuntimeError) or not said.startswith("DataLoader worker (pid"):
+        return None
+    fix = "Look for the worker's own message. Killed is mostly the host's memory: use fewer num_workers, or 0 to see the error."
+    lost = WorkerLost("a worker of a DataLoader has died", where=where, got=said.rstrip("."), fix=fix)
+    lost.__cause__ = error
+    return lost

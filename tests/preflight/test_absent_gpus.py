@@ -139,6 +139,68 @@ def test_a_limit_between_few_layers_and_all_takes_all(
     assert found == figures(14, stage, **zero)
 
 
+def looped(layers: int) -> Deep:
+    """Return a model whose layers are run twice, in turn."""
+    model = deep(layers)
+    model.layers = nn.ModuleList(list(model.layers) * 2)
+    return model
+
+
+def with_tail(layers: int) -> tuple[Deep, list[nn.Parameter]]:
+    """Return a model and the parameters of its head and its last layers."""
+    model = deep(layers)
+    return model, [*model.head.parameters(), *(p for layer in model.layers[-4:] for p in layer.parameters())]
+
+
+def test_layers_that_share_or_train_other_things_are_not_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blueprint, "WORTH_LAYERS", 8)
+    assert stacks_of(looped(10)) == []
+    same = deep(1)
+    same.layers = nn.ModuleList(list(same.layers) * 10)
+    assert Blueprint(same).stacks == [Stack("layers", 0, 10)]
+    model, tail = with_tail(14)
+    assert Blueprint(model, {"model_parameters": tail}).stacks == [Stack("layers", 0, 10)]
+    assert Blueprint(model, {"optimizer": torch.optim.SGD(tail)}).stacks == [Stack("layers", 0, 10)]
+    model.layers[4].up.weight = model.layers[5].up.weight
+    model.layers[13].norm.weight = model.layers[13].norm.bias
+    model.alias = model.layers  # the list has two names, which is no tie of its layers
+    assert Blueprint(model).stacks == []
+    model.layers[4].up.weight = nn.Parameter(torch.empty_like(model.layers[5].up.weight))
+    assert Blueprint(model).stacks == [Stack("layers", 0, 13)]
+
+
+@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow), 3])
+@pytest.mark.parametrize("known", [True, False])
+def test_states_of_layers_that_share_or_train_other_things(
+    stage: int, known: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are right even where a run of layers is taken to be alike that is not."""
+    if not known:
+        monkeypatch.setattr(blueprint, "_ties", lambda *_: [])
+    tokens, zero = torch.zeros(8, dtype=torch.long), {"param_persistence_threshold": 2000}
+
+    def states(model: Deep, worth: int, **options: Any) -> tuple[int, ...]:
+        monkeypatch.setattr(blueprint, "WORTH_LAYERS", worth)
+        found = memory_plan(model, config(stage, **zero), 8, (tokens,), device="cuda", **options).figures
+        return found.parameters, found.gradients, found.optimizer
+
+    assert states(looped(4), 8) == states(looped(4), 1000)
+    model, tail = with_tail(12)
+    options = {"model_parameters": tail}
+    assert states(model, 8, options=options) == states(model, 1000, options=options)
+
+
+def test_small_parameters_of_alike_names_all_stay() -> None:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attn = nn.Module()
+            self.attn.w, self.attn_w = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+
+    short = Blueprint(nn.Sequential(*(Two() for _ in range(50)))).with_layers([3], 10)
+    assert short.elements == (200, 200)
+
+
 def test_the_parameters_that_go_leave_the_optimizers_groups() -> None:
     model = deep(52)
     groups = [{"params": [p for p in model.parameters() if p.dim() == dim]} for dim in (1, 2)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -99,21 +100,76 @@ def test_client_optimizers_and_generators_of_parameters() -> None:
 
 
 def test_a_trials_engine_has_few_of_many_layers_until_it_is_asked_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    built, build_engine = [], fake_engine.build_engine
+    built, places, build_engine = [], [], fake_engine.build_engine
 
     def counted(model: torch.nn.Sequential, *arguments: Any, **options: Any) -> Any:
         built.append(len(model))
+        places.append(torch.empty(0).device.type)
         return build_engine(model, *arguments, **options)
 
     monkeypatch.setattr(fake_engine, "build_engine", counted)
     deep = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(60)))
-    made, optimizer, _, _ = TrialSubject(4).factory(model=deep, config=CONFIG)
-    assert (made.train_batch_size(), made.optimizer is optimizer, built) == (16, True, [3])
-    assert (len(made.module), built) == (60, [3, 60])
+    made = TrialSubject(4).factory(model=deep, config=CONFIG)[0]
+    assert (made.train_batch_size(), built) == (16, [3])
+    with torch.device("meta"):  # the engine's own tensors are on the CPU, whenever it is built
+        assert (len(made.module), built, places) == (60, [3, 60], ["cpu"] * 2)
     assert made(torch.ones(2, 4)).shape == (2, 4) and built == [3, 60]
     groups = [{"params": [layer.weight]} for layer in deep]
     made, *_ = TrialSubject(4).factory(model=deep, model_parameters=groups, config=CONFIG)
     assert len(made.optimizer.param_groups) == 60
+
+
+def test_a_trials_optimizer_is_that_of_all_layers() -> None:
+    deep = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(60)))
+    config = {**CONFIG, "scheduler": {"type": "WarmupLR", "params": {}}}
+    returned = TrialSubject(4).factory(model=deep, config=config)
+    made, optimizer, loader, scheduler = returned
+    assert returned[0] is made and returned[1] is optimizer and returned[1:] == (optimizer, loader, scheduler)
+    assert made.optimizer is optimizer and made.lr_scheduler is scheduler and made.training_dataloader is loader
+    kept = TrialSubject(4).factory(model=deep, config=config)[0].optimizer
+    assert [[p.numel() for p in each.param_groups[0]["params"]] for each in (kept, optimizer)] == [
+        [p.numel() for p in engine(4, model=deep, config=config).optimizer.param_groups[0]["params"]]
+    ] * 2
+
+
+def test_a_function_that_makes_an_optimizer_gets_all_parameters() -> None:
+    deep = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(60)))
+    calls = []
+
+    def make(groups: Any) -> Any:
+        calls.append(len(groups[0]["params"]))
+        return torch.optim.SGD(groups, lr=0.1)
+
+    config = {name: value for name, value in CONFIG.items() if name != "optimizer"}
+    made, optimizer, _, _ = TrialSubject(4).factory(model=deep, optimizer=make, config=config)
+    here = list(calls)
+    engine(4, model=deep, optimizer=make, config=config)
+    assert here[0] == 120 and len(calls) == 2 * len(here) and made.optimizer is optimizer
+
+
+def test_parameters_in_a_group_of_another_type_than_dict() -> None:
+    deep = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(60)))
+    group = defaultdict(int, params=list(deep.parameters()))
+    assert len(TrialSubject(4).factory(model=deep, model_parameters=[group], config=CONFIG)[0].module) == 60
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has the GPU")
+@pytest.mark.parametrize("place", ["cpu", "nvme"])
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_trial_is_planned_for_an_absent_gpu_with_offload(stage: int, place: str) -> None:
+    away = {"device": place, **({"nvme_path": "."} if place == "nvme" else {})}
+    config = ds_config(stage, bf16=True)
+    config["zero_optimization"] |= {"offload_optimizer": away, **({"offload_param": away} if stage == 3 else {})}
+    subject = TrialSubject(2, "cuda")
+    made = subject.factory(model=build("gpt"), config=config)[0]
+
+    def train_batch(batches: Iterator[Any]) -> None:
+        made.backward(made(*next(batches)))
+        made.step()
+
+    found = planned(subject, train_batch, batch()).plan().figures
+    assert found == memory_plan(build("gpt"), config, 2, batch(), device="cuda").figures
+    assert found.optimizer == 0 and (found.disk if place == "nvme" else found.host) > 0
 
 
 def test_faults() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -140,6 +141,22 @@ def test_what_only_writes_needs_no_form(monkeypatch: pytest.MonkeyPatch) -> None
         weight = torch.empty(3, 4, device="meta")
         assert torch.nn.init.normal_(weight) is weight and torch.nn.init.zeros_(weight) is weight
     assert calls == []
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda: torch.empty(3, device="meta").normal_(std=-1),
+        lambda: torch.empty(3, device="meta").cumsum_(dim=5),
+        lambda: torch.empty(3, device="meta", dtype=torch.long).div_(2),
+        lambda: torch.empty(3, device="meta", dtype=torch.long).normal_(),
+    ],
+)
+def test_what_cannot_be_written_is_an_error(write: Callable[[], Any]) -> None:
+    live_bytes.forget_outcomes()
+    for _ in range(2):
+        with live_bytes.RepeatedMeta(), pytest.raises((RuntimeError, IndexError)):
+            write()
 
 
 def test_an_operation_is_computed_once_for_operands_of_one_form(monkeypatch: pytest.MonkeyPatch) -> None:

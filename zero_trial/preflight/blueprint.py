@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -57,7 +58,15 @@ class Blueprint:
     @cached_property
     def stacks(self) -> list[Stack]:
         """Return the model's long runs of alike layers."""
-        return stacks_of(self._given["model"])
+        return stacks_of(self._given["model"], _groups_of(self._given))
+
+    @property
+    def elements(self) -> tuple[int, int]:
+        """Return the elements of the parameters, each counted once, and of the trained ones."""
+        groups, named = _groups_of(self._given), self._given.keys() & {"model_parameters", "optimizer"}
+        params = list(self._given["model"].parameters())
+        chosen = [each for each in params if each.requires_grad and (not named or not groups or id(each) in groups)]
+        return sum(each.numel() for each in params), sum(each.numel() for each in chosen)
 
     @property
     def few_layers(self) -> Blueprint | None:
@@ -186,23 +195,73 @@ class Stack:
     count: int
 
 
-def stacks_of(model: nn.Module) -> list[Stack]:
+def stacks_of(model: nn.Module, groups: _Groups | None = None) -> list[Stack]:
     """Return the long runs of alike layers in the model's lists and sequences, outermost ones
-    only."""
+    only.
+
+    Layers are alike if they share the same things with the rest of the model, too, and their
+    parameters are in the same ``groups`` of an optimizer.
+    """
     found: list[Stack] = []
+    held = Counter(id(part) for module in model.modules() for part in _parts(module))
     for path, module in model.named_modules():
         inside = any(path.startswith(f"{stack.path}.") for stack in found)
         if inside or not isinstance(module, (nn.ModuleList, nn.Sequential)) or len(module) < WORTH_LAYERS:
             continue
         children = list(module)
+        ties = [_ties(child, held, groups or {}) for child in children]
         first = 0
         for index in range(1, len(children) + 1):
-            if index < len(children) and _alike(children[first], first, children[index], index):
+            alike = index < len(children) and ties[first] == ties[index]
+            if alike and _alike(children[first], first, children[index], index):
                 continue
             if index - first >= WORTH_LAYERS:
                 found.append(Stack(path, first, index - first))
             first = index
     return found
+
+
+_Groups = Mapping[int, tuple[tuple[Any, ...], ...]]
+"""The places of each parameter, by its id, among what the optimizer is made from."""
+
+
+def _groups_of(given: Mapping[str, Any]) -> dict[int, tuple[tuple[Any, ...], ...]]:
+    found: dict[int, tuple[tuple[Any, ...], ...]] = {}
+
+    def walk(value: Any, place: tuple[Any, ...]) -> None:
+        if isinstance(value, torch.Tensor):
+            found[id(value)] = (*found.get(id(value), ()), place)
+        elif isinstance(value, torch.optim.Optimizer):
+            walk(value.param_groups, place)
+        elif isinstance(value, (Mapping, list, tuple)):
+            for key, each in value.items() if isinstance(value, Mapping) else enumerate(value):
+                walk(each, place if isinstance(each, torch.Tensor) else (*place, key))
+
+    for name, value in given.items():
+        if name != "model":
+            walk(value, (name,))
+    return found
+
+
+def _parts(module: nn.Module) -> list[Any]:
+    """Return the modules, parameters and buffers that a module holds itself."""
+    held = (*module._modules.values(), *module._parameters.values(), *module._buffers.values())
+    return [part for part in held if part is not None]
+
+
+def _ties(layer: nn.Module, held: Mapping[int, int], groups: _Groups) -> list[Any]:
+    """Return what of a layer is the same thing, in the layer or elsewhere in the model, and the
+    groups of its parameters.
+
+    Args:
+        held: how many modules hold each part of the model, by its id.
+    """
+    parts = [layer, *(part for module in layer.modules() for part in _parts(module))]
+    inside, first = Counter(map(id, parts)), {id(part): place for place, part in reversed(list(enumerate(parts)))}
+    return [
+        (("elsewhere", id(part)) if held[id(part)] > inside[id(part)] else first[id(part)], groups.get(id(part)))
+        for part in parts
+    ]
 
 
 def _alike(one: nn.Module, place: int, other: nn.Module, other_place: int) -> bool:
@@ -244,7 +303,8 @@ def keep(given: dict[str, Any], stack: Stack, count: int, below: int = 0) -> Non
     for place, layer in gone:
         for name, param in layer.named_parameters() if layer is not None else ():
             if param.numel() < below and id(param) not in elsewhere:
-                small.register_parameter(f"{place}.{name}".replace(".", "_"), param)
+                unique = f"{place}.{name}.{len(small._parameters)}"
+                small.register_parameter(unique.replace(".", "_"), param)
     stays = [*before, *([(gone[0][0], small)] if small._parameters else ()), *after]
     renumbered = all(name.isdigit() for name, _ in named)
     container._modules = {str(index) if renumbered else name: layer for index, (name, layer) in enumerate(stays)}

@@ -273,15 +273,7 @@ def _by_few_layers(
     if not stacks:
         return None
     runs: list[dict[str, int]] = []  # the first has the fewest layers, the next ones one more of each stack
-
-    def measure(counts: Sequence[int]) -> dict[str, int]:
-        runs.append(run(_cut(roles, counts, [0] * len(roles)), micro=micro))
-        return runs[-1]
-
-    try:
-        known = extrapolate(stacks, measure)
-    except Exception:  # the user's code may need each layer; what fails with all of them is reported
-        return None
+    known = _extrapolated(roles, partial(run, micro=micro), [0] * len(roles), runs)
     if known is None:
         return None
     found, exact = known
@@ -310,11 +302,34 @@ def _states_by_few_layers(
     frees = all(plan_for_stage(zero.stage).frees_parameters for zero in zeros)
     if away or not frees or any(role.blueprint.has_inner_lists for role in roles):
         return None
-    known = None
-    with suppress(Exception):  # what fails with all layers is reported
-        small = [zero.param_persistence_threshold for zero in zeros]
-        known = extrapolate(_stacks(roles), lambda counts: run(_cut(roles, counts, small), micro=None))
+    known = _extrapolated(roles, partial(run, micro=None), [zero.param_persistence_threshold for zero in zeros], [])
     return known[0] if known is not None and known[1].issuperset((*_STATES, "snapshot")) else None
+
+
+def _extrapolated(
+    roles: Sequence[Role], run: Callable[..., dict[str, int]], small: Sequence[int], runs: list[dict[str, int]]
+) -> tuple[dict[str, int], frozenset[str]] | None:
+    """Return what :func:`extrapolate` makes of ``runs``, which it adds; None where the model's own
+    elements would come out wrong, and where the user's code fails: it may need each layer, and what
+    fails with all of them is reported."""
+
+    def measure(counts: Sequence[int]) -> dict[str, int]:
+        cut = _cut(roles, counts, small)
+        runs.append(run(cut) | _elements(cut))
+        return runs[-1]
+
+    with suppress(Exception):
+        known = extrapolate(_stacks(roles), measure)
+        if known is not None and _elements(roles).items() <= known[0].items():
+            return known
+    return None
+
+
+def _elements(roles: Sequence[Role]) -> dict[str, int]:
+    """Return the elements of each role's model, all and those that are trained."""
+    names = ("all elements", "trained elements")
+    counted = ((place, zip(names, role.blueprint.elements, strict=True)) for place, role in enumerate(roles))
+    return {f"{name} {place}": count for place, counts in counted for name, count in counts}
 
 
 def _stacks(roles: Sequence[Role]) -> list[Stack]:

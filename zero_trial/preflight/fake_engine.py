@@ -13,7 +13,7 @@ its sizes are asked for.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -43,6 +43,7 @@ from zero_trial.preflight.dry_run import (
     with_state_at,
 )
 from zero_trial.preflight.fake_comm import FAKE_SWAP, SWAP_IN_MEMORY, Exchange, fake_mesh
+from zero_trial.preflight.live_bytes import AbsentDevice
 from zero_trial.preflight.plan import Figures
 from zero_trial.util.memory import machine_memory
 
@@ -77,6 +78,10 @@ class _ProxyEngine:
             self.stand_for(self._whole())
         return getattr(self._planned, name)
 
+    def returned(self) -> tuple[Any, Any, Any, Any]:
+        """Return what ``initialize`` does."""
+        return _Returned(self) if self._whole is not None else _returned(self)
+
     def stand_for(self, planned: Engine) -> None:
         """Pass calls and attributes to this engine from now on."""
         self._planned, self._whole = planned, None
@@ -85,10 +90,28 @@ class _ProxyEngine:
 # What an engine with few layers answers as that of the whole model does: what a context asks for.
 _OF_ANY_DEPTH = frozenset(
     {
-        *("optimizer", "lr_scheduler", "training_dataloader", "mpu", "price", "is_pipe_parallel", "is_last_stage"),
+        *("mpu", "price", "is_pipe_parallel", "is_last_stage"),
         *("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"),
     }
 )
+
+
+def _returned(engine: Any) -> tuple[Any, Any, Any, Any]:
+    return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
+
+
+class _Returned(tuple[Any, ...]):
+    """What ``initialize`` returns for an engine with few layers: who takes more than the engine
+    gets the optimizer of the whole model."""
+
+    def __new__(cls, engine: _ProxyEngine) -> _Returned:
+        return super().__new__(cls, (engine, None, None, None))
+
+    def __getitem__(self, place: Any) -> Any:
+        return super().__getitem__(0) if place == 0 else tuple(self)[place]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(_returned(self[0]))
 
 
 def fake_initialize(ranks: int, most_values: float = MOST_VALUES) -> Callable[..., tuple[Any, Any, Any, Any]]:
@@ -160,7 +183,7 @@ def _initializer(
         data |= {"weights": (weights, weights_prefix)} if weights is not None else {}
         with CPU:  # a model may be built on another device, and the engine's own tensors are here
             engine = make_engine(model, settings, options, data)
-        return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
+        return engine.returned() if isinstance(engine, _ProxyEngine) else _returned(engine)
 
     return initialize
 
@@ -187,8 +210,11 @@ def _rank_0(
     shape = mesh_shape(settings, ranks)
     if whole:
         shape = MeshShape(shape.pipe, shape.data_parallel_size, 1, shape.model)
-    mesh = fake_mesh(shape, Exchange.DIRECT)
-    return build_engine(model, settings, mesh, device, places=SWAP_IN_MEMORY if whole else FAKE_SWAP, **options)
+    mesh, zero = fake_mesh(shape, Exchange.DIRECT), settings.zero_optimization
+    away = zero.offload_optimizer is not None or zero.offload_param is not None
+    # what leaves a device that is not here has no values to copy
+    with AbsentDevice() if away and device == META else nullcontext():
+        return build_engine(model, settings, mesh, device, places=SWAP_IN_MEMORY if whole else FAKE_SWAP, **options)
 
 
 def _whole_pipeline(
@@ -271,14 +297,16 @@ class TrialSubject:
         place = self.device if is_here(self.device) else META
 
         def build(chosen: Blueprint) -> Engine:
-            with chosen.on(place), chosen.without_values(fake=True):
+            with CPU, chosen.on(place), chosen.without_values(fake=True):
                 copied = chosen.options(fake=True)
                 return _rank_0(copied.pop("model"), settings, self.ranks, place, copied | data)
 
         proxy: _ProxyEngine | None = None
-        if (few := blueprint.few_layers) is not None:
-            with suppress(Exception):  # it may need all of them; what fails with all is raised below
-                proxy = _ProxyEngine(build(few), place, lambda: build(blueprint))
+        # a function of the user's is called once, with all parameters
+        if not any(map(callable, given.values())):
+            with suppress(Exception):  # it may need all layers; what fails with all is raised below
+                if (few := blueprint.few_layers) is not None:
+                    proxy = _ProxyEngine(build(few), place, lambda: build(blueprint))
         if proxy is None:
             proxy = _ProxyEngine(build(blueprint), place)
         self._parts.append(_Part(blueprint, settings, proxy))

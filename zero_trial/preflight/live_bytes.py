@@ -372,9 +372,8 @@ def _on_meta(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[
     known = _OUTCOMES.get(key)
     if known is not None:
         return known.again(args), known.flops
-    alone = len(_tensors(args, kwargs)) == 1 and isinstance(args[0], torch.Tensor)
-    if key is not None and alone and _only_writes(func):
-        _OUTCOMES[key] = _Outcome((), None, True, 0)  # normal_(), zero_(): no form to be asked for
+    if key is not None and _only_fills(func, args):
+        _OUTCOMES[key] = _Outcome((), None, True, 0)
         return args[0], 0
     given, named = tree_map(_on_device, (args, kwargs))
     out = func(*given, **named)
@@ -410,11 +409,15 @@ def _form(value: Any) -> Any:
 _PLAIN = (int, float, complex, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
 
 
-def _only_writes(func: Any) -> bool:
-    """Return whether an operation makes no tensor and changes no form: it writes values."""
-    returns = func._schema.returns
-    written = all(each.alias_info is not None and each.alias_info.is_write for each in returns)
-    return func._schema.is_mutable and written and torch.Tag.inplace_view not in func.tags
+_FILLS = frozenset({_ATEN.zero_.default, _ATEN.fill_.Scalar, _ATEN.uniform_.default})  # without checks
+
+
+def _only_fills(func: Any, args: tuple[Any, ...]) -> bool:
+    """Return whether torch need not be asked for the form of a result, for which it may import its
+    compiler: an operation fills its tensor with values, and nothing is wrong with the arguments."""
+    if func is _ATEN.normal_.default:
+        return bool(args[0].is_floating_point() and (len(args) < 3 or args[2] >= 0))
+    return func in _FILLS
 
 
 def _outcome(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, flops: int) -> _Outcome | None:

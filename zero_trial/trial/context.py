@@ -203,8 +203,8 @@ class ZeroTrialContext:
             self.note(table.line(), table=table.table)
         self.ds_configs.append(filled)
         self.parameters += count_parameters(model) if model is not None else 0
-        engine, _, _, _ = self._engine_factory(model=model, config=filled, **options)
-        return self.wrap_model_engine(engine)
+        # a plan makes the other three only for who takes them
+        return self.wrap_model_engine(self._engine_factory(model=model, config=filled, **options)[0])
 
     def wrap_model_engine(self, model: Any) -> Any:
         """Register and return an engine; the first one fixes batch size and accumulation, and the

@@ -54,6 +54,13 @@ def test_our_own_errors_have_no_traceback(tmp_path: Path):
     assert log(tmp_path) == "DoesNotFit: too big.\n"
 
 
+def test_a_lost_worker_of_a_loader_has_its_code_in_a_script_too(tmp_path: Path):
+    killed = "raise RuntimeError('DataLoader worker (pid 7) is killed by signal: Killed. ')"
+    assert guarded(tmp_path, write_program(tmp_path, killed)).returncode == 5
+    (error,) = read_errors(tmp_path)
+    assert (error.type, error.exit_code) == ("WorkerLost", 5) and "fewer num_workers" in error.message
+
+
 @pytest.mark.parametrize(("call", "code"), [("sys.exit()", 0), ("sys.exit(7)", 7), ("sys.exit('why')", 1)])
 def test_exit_codes(call: str, code: int, tmp_path: Path):
     assert guarded(tmp_path, write_program(tmp_path, call)).returncode == code

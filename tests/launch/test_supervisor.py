@@ -34,7 +34,7 @@ def test_a_run_that_ends_well(tmp_path: Path):
 
 @pytest.mark.parametrize(
     "forked",
-    [True, pytest.param(False, marks=pytest.mark.slow)],  # each rank imports torch's launcher by itself: 5 s
+    [True, pytest.param(False, marks=pytest.mark.slow)],  # the same, with ranks that start by themselves
 )
 def test_one_failure_ends_a_rank_that_will_not_end(tmp_path: Path, forked: bool):
     """Rank 0 ignores SIGTERM, as a rank that waits inside a native collective does in effect."""

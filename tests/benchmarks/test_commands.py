@@ -45,7 +45,7 @@ def test_the_quick_command_runs(path: Path, tmp_path: Path) -> None:
         shutil.copytree(
             ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__", "runs", "corpus")
         )
-    for name in ("pyproject.toml", "README.md", "zero_trial"):
+    for name in ("pyproject.toml", "README.md", "docs", "zero_trial"):
         (tmp_path / name).symlink_to(ROOT / name)
     environ = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "PYTEST_CURRENT_TEST")}
     done = subprocess.run(

@@ -17,6 +17,7 @@ from zero_trial.errors import StorageError, TrialError
 from zero_trial.precision import dtype_policy
 from zero_trial.sharding import model as sharded_model
 from zero_trial.sharding.build_groups import BuiltGroups, FirstSource, build_param_groups, sync_unmanaged
+from zero_trial.sharding.edits import EditWatch
 from zero_trial.sharding.freed import owner_of_param, unasked
 from zero_trial.sharding.grouping import GroupingLimits, ManualGroup, ManualGroups, ShardingSettings
 from zero_trial.sharding.model import ShardedModel
@@ -202,16 +203,16 @@ def test_a_look_at_one_group_is_at_no_other(monkeypatch: pytest.MonkeyPatch) -> 
     model = make_model(TinyLM(), 1, settings=ShardingSettings(limits=GroupingLimits(bucket=1)))
     own, *others = model.groups
     assert others
-    looked: list[ParamGroup] = []
-    replaced = ParamGroup.replaced.fget  # type: ignore[attr-defined]
+    looked: list[EditWatch] = []
+    replaced = EditWatch.replaced
 
-    def look(group: ParamGroup) -> bool:
-        looked.append(group)
-        return bool(replaced(group))
+    def look(edits: EditWatch) -> bool:
+        looked.append(edits)
+        return replaced(edits)
 
-    monkeypatch.setattr(ParamGroup, "replaced", property(look))
+    monkeypatch.setattr(EditWatch, "replaced", look)
     model.take_live_edits(own)
-    assert looked == [own]
+    assert looked == [own.edits]
     own.params[0].data = torch.full_like(own.params[0], 3.0)
     model.take_live_edits(own)
     assert own.params[0].data_ptr() == own.views[0].data_ptr() and bool((own.views[0] == 3.0).all())

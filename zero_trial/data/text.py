@@ -119,8 +119,8 @@ class Fingerprint:
 
 @dataclass(frozen=True)
 class Corpus:
-    """``train`` and ``val``: 1-D uint8 tensors, the files of each side end to end; no file is on
-    both sides.
+    """``train`` and ``val``: 1-D uint8 tensors, the files of each side end to end. No file is on
+    both sides, unless there is one only, whose end is ``val``.
 
     Figures such as bits per byte compare only between corpora with the same fingerprint.
     """

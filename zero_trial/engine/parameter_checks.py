@@ -86,7 +86,7 @@ class ParameterCheck:
 
     def before_forward(self, where: str) -> None:
         """Do :meth:`check` if the model has other modules or parameters than at the last look, or
-        some were frozen, unfrozen or cast."""
+        trained ones were cast, or others unfrozen."""
         self._called = True
         now = list(itertools.chain.from_iterable(self._tables))
         same = len(now) == len(self._entries) and all(map(operator.is_, now, self._entries))

@@ -284,16 +284,17 @@ def take_replaced(groups: Sequence[ParamGroup]) -> None:
 
     Raises TrialError for another shape, dtype or device, and where two have one memory.
     """
-    if not (replaced := [group for group in groups if group.replaced]):
+    if not (replaced := [group for group in groups if group.live and group.edits.replaced()]):
         return
     known: dict[int, str] = {}
     for slot, param in (pair for group in groups for pair in zip(group.layout.slots, group.params, strict=True)):
         if slot.numel and (other := known.setdefault(param.data_ptr(), slot.name)) != slot.name:
             raise one_memory(slot.name, other)
     for group in replaced:
-        group.part_replaced()
+        group.edits.part_replaced()
     for group in replaced:
-        group.take_replaced()
+        group.wait_before_writing()
+        group.edits.take_replaced()
 
 
 def _ids(module: nn.Module) -> set[int]:

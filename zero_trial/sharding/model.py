@@ -177,7 +177,7 @@ class ShardedModel:
             group.take_edits(deferred=deferred or away)
         if not (deferred or away):
             return None
-        groups = [(group, found) for group in self.rounded_groups if (found := group.sums()) is not None]
+        groups = [(group, found) for group in self.rounded_groups if (found := group.edits.sums(group.own)) is not None]
         if not groups:
             return None
         edited = torch.stack([(now != published).any() for _, (now, published) in groups])
@@ -196,7 +196,7 @@ class ShardedModel:
         of their own a read of their shard for sums, for which the host waits.
         """
         self.moved.require_here("between steps", ("hp_params", "lp_params"))
-        if only is None or only.replaced:
+        if only is None or (only.live and only.edits.replaced()):
             take_replaced(self._living)
         for group in self._living if only is None else [only] if only in self._living else ():
             group.take_edits()
@@ -235,10 +235,10 @@ class ShardedModel:
             self.param_grads.hide()
 
     def count_step(self) -> None:
-        """See :meth:`ParamGroup.count_step`."""
+        """See :meth:`EditWatch.count_step`."""
         for group in self.groups:
             if group.trainable:
-                group.count_step()
+                group.edits.count_step()
 
     def publish(self) -> None:
         """Round masters that something else than a step has changed (a checkpoint, averages of the

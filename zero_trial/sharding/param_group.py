@@ -14,7 +14,6 @@ master that is offloaded, except inside ``materialized``.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -22,27 +21,23 @@ from typing import Any
 import torch
 from torch import nn
 from torch.autograd import profiler as torch_profiler
-from torch.autograd.graph import increment_version
 from torch.profiler import record_function
 
 from zero_trial.comm import AxisComm, Pending
 from zero_trial.comm.waits import DONE
 from zero_trial.errors import TrialError
+from zero_trial.sharding.edits import EditWatch
 from zero_trial.sharding.freed import (
     absent,
     freed_class,
     is_absent,
-    lost_edits,
     plain_class,
     refuse_transforms,
     set_data,
     sharded_class,
-    unasked,
 )
-from zero_trial.sharding.layout import Layout, column_sums, has_own_master
+from zero_trial.sharding.layout import Layout, has_own_master
 from zero_trial.sharding.plan import Home, Lifetime, OffloadedShard, ZeroPlan
-
-_VERSION = operator.attrgetter("_version")
 
 
 class ParamGroup:
@@ -110,7 +105,6 @@ class ParamGroup:
         self._copy: Callable[[], None] | None = None  # a checkpoint's, of master and state
         self._pins = 0  # open blocks of user code (GatheredParameters) that use the full parameters
         self._gathering: Pending | None = None
-        self._elsewhere: list[torch.Tensor] = []  # what the parameters are while their memory is away
         # what the parameters are while they are freed
         self._placeholders = [] if always else [absent(s.shape, dtype, device) for s in layout.slots]
         kinds = [type(param) for param in self.params]
@@ -122,11 +116,9 @@ class ParamGroup:
         self.shard, self.master = self._first_values(read, agree, read_shard, in_full)
         self.home = self._kept if in_full else self.shard
         self._attach()
-        self._noted = self._versions()  # of the parameters' values, all of whose edits count already
         self._real = type(self.full) is torch.Tensor and not self.full.is_meta  # no dry run
-        self._published = self._column_sums()
-        # of the parameters that always live
-        self._addresses = list(map(torch.Tensor.data_ptr, self.views)) if always and self._real else []
+        self.edits = EditWatch(layout, self.params, self.views, always=always, real=self._real)
+        self._publish_sums()
         if not away:
             self.reshard()
 
@@ -152,26 +144,6 @@ class ParamGroup:
     def set_materialized(self, materialized: Callable[[], AbstractContextManager[None]]) -> None:
         """Let ``materialized`` bring master and shard into memory for the length of a block."""
         self.materialized = materialized
-
-    def went_away(self, host: torch.UntypedStorage) -> None:
-        """Make the parameters that always live views of ``host``, which has the bytes of the full
-        buffer until :meth:`came_back`."""
-        for view in self.views:
-            place = (host, view.storage_offset(), view.size(), view.stride())
-            self._elsewhere.append(torch.empty(0, dtype=view.dtype).set_(*place))
-        for param, copy in zip(self.params, self._elsewhere, strict=True):
-            param.data = copy
-
-    def came_back(self) -> None:
-        """Make the parameters views of the full buffer again, which holds the values again. One
-        whose values user code has put elsewhere meanwhile keeps these, on its device, for
-        :meth:`take_edits`."""
-        if not self._elsewhere:
-            return
-        for param, copy, view in zip(self.params, self._elsewhere, self.views, strict=True):
-            param.data = view if param.data_ptr() == copy.data_ptr() else param.detach().to(view.device)
-        self._addresses = list(map(torch.Tensor.data_ptr, self.views)) if self._real else []
-        self._elsewhere.clear()
 
     def _first_values(
         self,
@@ -321,8 +293,8 @@ class ParamGroup:
         if not self.live or self.plan.params is Lifetime.ALWAYS or (self._pins and not stale):
             return
         self.live = False
-        if self._real and not stale:
-            self._note_replaced()
+        if not stale:
+            self.edits.note_replaced()
         for param, placeholder, freed in zip(self.params, self._placeholders, self._freed_classes, strict=True):
             set_data(param, placeholder)
             param.__class__ = freed
@@ -354,7 +326,7 @@ class ParamGroup:
         if self.plan.params is not Lifetime.ALWAYS:
             self.reshard(stale=True)
             return self._publish_home() if self.plan.whole_home and self.comm.size > 1 else None
-        self._published = self._column_sums()
+        self._publish_sums()
         if self.comm.size == 1:
             return None
         return self.comm.all_gather(self.full, self.own, self.name, lend=lend)
@@ -395,7 +367,7 @@ class ParamGroup:
             pieces = self.layout.pieces(self.comm.index)
             parts = [slice(piece.offset, piece.offset + piece.numel) for piece in pieces if piece.slot.name in chosen]
             whole = list(chosen.values())
-        self._noted = self._versions()
+        self.edits.accept()
         with self.materialized():
             if self.plan.params is not Lifetime.ALWAYS:
                 for part in whole if self.plan.whole_home else parts:
@@ -403,13 +375,13 @@ class ParamGroup:
             for part in parts:
                 if self.master is not self.shard:
                     self.master[part].copy_(self.shard[part])
-        self._published = self._column_sums()
+        self._publish_sums()
 
     def apply_edits(self) -> None:
         """Copy edits of the full values, alike on all ranks, into shard and master. Masters of
         other elements keep all their bits."""
         self.wait_before_writing()
-        self._noted = self._versions()
+        self.edits.accept()
         with self.materialized():
             if self.master is not self.shard:
                 master = self.master.to(self.own.device)
@@ -417,128 +389,39 @@ class ParamGroup:
                 self.master.copy_(torch.where(edited, self.own.to(master.dtype), master))
             if self.plan.params is not Lifetime.ALWAYS:
                 self.home.copy_(self._kept)
-        self._published = self._column_sums()
-
-    # --- edits by user code -----------------------------------------------------------------------
-
-    def count_step(self) -> None:
-        """Let a graph of before the step, which would need the old values, fail in its backward
-        pass as it does in plain torch: publication writes behind autograd's back. Price: a tenth
-        of a microsecond per parameter."""
-        increment_version(self.params)
-        self._noted = [noted + 1 for noted in self._noted]
+        self._publish_sums()
 
     def take_edits(self, *, deferred: bool = False) -> None:
-        """Let edits in place of the parameters since the last step count, which masters of their
-        own do not see; :func:`take_replaced` comes before.
+        """Let edits of the parameters since the last step count, which masters of their own do not
+        see; :func:`take_replaced` comes before.
 
-        Raises TrialError where the parameters do not always live and edits are lost. Price: a look
-        at the version of each parameter where there are masters. Edits of ``param.data`` in place
-        have no version: where there are masters, sums show them (:meth:`sums`).
+        Raises TrialError where the parameters do not always live and edits are lost.
 
         Args:
-            deferred: the host may not wait for the device, so it does not read the sums.
+            deferred: the host may not wait for the device, so it does not read the sums that show
+                edits of ``param.data``.
         """
         if self.plan.params is not Lifetime.ALWAYS:
-            if self.live and self._real:
-                self._note_replaced()
-            if (versions := self._versions()) != self._noted:
-                edited = [
-                    slot.name
-                    for slot, now, before in zip(self.layout.slots, versions, self._noted, strict=True)
-                    if now != before
-                ]
-                self._noted = versions
-                raise lost_edits(edited, "between steps")
+            if self.live:
+                self.edits.note_replaced()
+            self.edits.require_none()
             return
         if self.master is self.shard:
             return
-        sums = None if deferred else self.sums()
-        if self._versions() != self._noted or (sums is not None and self._real and not torch.equal(*sums)):
+        if self.edits.edited() or not (deferred or self.edits.same_bits(self.own)):
             self.apply_edits()
 
-    def _note_replaced(self) -> None:
-        """Note parameters that are whole for a while, and whose values user code has put elsewhere:
-        :meth:`take_edits` names them."""
-        own, now = (list(map(torch.Tensor.data_ptr, tensors)) for tensors in (self.views, self.params))
-        if now != own:
-            self._noted = [-1 if now[index] != own[index] else noted for index, noted in enumerate(self._noted)]
-
-    @property
-    def replaced(self) -> bool:
-        """Whether user code has put values of whole parameters elsewhere."""
-        if not (self._real and self.live) or self._elsewhere:
-            return False
-        return list(map(torch.Tensor.data_ptr, self.params)) != (
-            self._addresses or list(map(torch.Tensor.data_ptr, self.views))
-        )
-
-    def part_replaced(self) -> None:
-        """Give such values memory that no other parameter uses. Local."""
-        for param, view in zip(self.params, self.views, strict=True):
-            if param.data_ptr() != view.data_ptr():
-                param.data = param.detach().clone()
-
-    def take_replaced(self) -> None:
-        """Copy such values into the full buffer, where the parameters have them again. See
-        :func:`take_replaced`."""
-        for param, view, slot in zip(self.params, self.views, self.layout.slots, strict=True):
-            if param.data_ptr() == view.data_ptr():
-                continue
-            if (param.shape, param.dtype, param.device) != (view.shape, view.dtype, view.device):
-                raise TrialError(
-                    "the values of a parameter were replaced by others of another shape, dtype or device",
-                    where=slot.name,
-                    got=f"{tuple(param.shape)}, {param.dtype}, {param.device}",
-                    expected=f"{tuple(view.shape)}, {view.dtype}, {view.device}",
-                    fix="Call model.to(), .half() and the like before initialize(), and set the precision in ds_config (bf16, fp16).",
-                )
-            self.wait_before_writing()
-            view.copy_(param.detach())
-            param.data = view
-            self._noted = [-1] * len(self.params)  # masters of their own must take them
-
     def edited(self) -> list[str]:
-        """Name the whole parameters whose values are not those of the shards any more, as far as
-        this rank has the shard, or that were written in place or replaced on it. Local."""
-        if not self._real:
-            return []
-        found = {
-            slot.name
-            for slot, param, view, now, before in zip(
-                self.layout.slots, self.params, self.views, self._versions(), self._noted, strict=True
-            )
-            if now != before or param.data_ptr() != view.data_ptr()
-        }
-        if self.offloaded is None:
-            for piece in self.layout.pieces(self.comm.index):
-                own, kept = (
-                    flat[piece.offset : piece.offset + piece.numel].view(torch.uint8) for flat in (self.own, self.shard)
-                )
-                if not torch.equal(own, kept):
-                    found.add(piece.slot.name)
-        self._noted = self._versions()
-        return [slot.name for slot in self.layout.slots if slot.name in found]
+        """Name the whole parameters that user code has edited on this rank, or whose values are
+        not those of the shards any more, as far as this rank has the shard. Local."""
+        kept = self.shard if self.offloaded is None else None
+        return self.edits.names(self.own, kept, self.layout.pieces(self.comm.index))
 
-    def sums(self) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Return sums over the bits of this rank's part, as it is now and as it was published, on
-        its device; None where no masters of their own need them.
-
-        Price: 2 bytes read per element of the part now, and 2 at each publication.
-        """
-        now = self._column_sums()
-        return None if now is None or self._published is None else (now, self._published)
-
-    def _column_sums(self) -> torch.Tensor | None:
-        """Return sums over the bits of this rank's part, where it is rounded and always lives; None
-        elsewhere."""
-        if self.master is self.shard or self.plan.params is not Lifetime.ALWAYS:
-            return None
-        return column_sums(self.own)
-
-    def _versions(self) -> list[int]:
-        with unasked():
-            return list(map(_VERSION, self.params))
+    def _publish_sums(self) -> None:
+        """Note what the parameters that always live are now, where masters of their own would not
+        see an edit."""
+        watched = self.master is not self.shard and self.plan.params is Lifetime.ALWAYS
+        self.edits.published(self.own if watched else None)
 
     def _attach(self) -> None:
         for param, view, live in zip(self.params, self.views, self._live_classes, strict=True):

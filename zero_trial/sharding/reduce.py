@@ -195,8 +195,8 @@ class GradReducer:
             self._cursor += 1
 
     def finish_pass(self) -> None:
-        """Reduce what is left and wait for everything; then every group's shard holds its sum.
-        Collective: every rank must call."""
+        """End the pass. Where its gradients are reduced, reduce what is left and wait for
+        everything: then every group's shard holds its sum. Collective in that case."""
         for grad_buffer in self.grad_buffers:
             grad_buffer.end_pass()
         if self.active:

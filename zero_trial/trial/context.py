@@ -420,8 +420,8 @@ class ZeroTrialContext:
 
 
 def count_parameters(model: Any) -> int:
-    """Count the elements of all parameters; of a pipeline those of the whole model, of which this
-    rank may have built a part.
+    """Count the elements of all parameters; of a pipeline those that the whole model trains, of
+    which this rank may have built a part.
     """
     whole = getattr(model, "total_parameters", None)
     return whole if isinstance(whole, int) else sum(parameter.numel() for parameter in model.parameters())

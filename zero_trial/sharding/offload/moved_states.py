@@ -150,7 +150,7 @@ class MovedStates:
             self._ways.append((group, group.materialized))
             group.set_materialized(self._refuse)
         if full in moving:
-            group.went_away(self._moved[full].host.untyped_storage())
+            group.edits.went_away(self._moved[full].host.untyped_storage())
 
     def _refuse(self) -> AbstractContextManager[None]:
         self.require_here("the values of parameters, their masters or states")
@@ -164,7 +164,7 @@ class MovedStates:
             _bytes(moved.storage).copy_(moved.host, non_blocking=not wait and moved.host.is_pinned())
         for group, way in self._ways:
             group.set_materialized(way)
-            group.came_back()
+            group.edits.came_back()
         self.kinds = frozenset()
         self._moved.clear()
         self._ways.clear()

@@ -212,6 +212,10 @@ class Det:
         found = bindings.get_GetExperiment(self.session(), experimentId=number).experiment
         return str(found.state.value).removeprefix("STATE_")
 
+    def idle(self) -> None:
+        """Until no trial runs, and no checkpoint of an ended one is being deleted."""
+        until(lambda: not self.json("task", "list"), "a trial, or the deletion of checkpoints, never ends")
+
     def wait_for_line(self, trial: int, text: str) -> None:
         """Until a line of the trial's log holds the text."""
         from determined.common.api import bindings

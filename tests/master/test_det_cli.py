@@ -183,6 +183,7 @@ def test_the_model_definition_comes_back(det: Det, ended: int) -> None:
 
 
 def test_the_machine(det: Det, ended: int) -> None:
+    det.idle()
     agents = det.json("agent", "list")
     assert sum(agent["num_slots"] for agent in agents) == 4
     assert {(agent["enabled"], agent["version"]) for agent in agents} == {(True, "0.38.1")}
@@ -190,7 +191,6 @@ def test_the_machine(det: Det, ended: int) -> None:
     assert [(slot["slot_id"], slot["type"], slot["allocation_id"]) for slot in slots] == [
         (str(n), "cpu", "FREE") for n in range(4)
     ]
-    assert det.json("task", "list") == {}
     assert det.json("job", "list") == {"jobs": []}
     assert det.json("master", "info")["version"] == "0.38.1"
     assert "resource_manager" in det.ok("master", "config", "show")
@@ -204,13 +204,15 @@ def test_the_machine(det: Det, ended: int) -> None:
     det.ok("slot", "enable", last, "3")
 
 
-def test_names_labels_and_the_archive(det: Det, ended: int) -> None:
-    number = str(ended)
+def test_names_labels_and_the_archive(det: Det) -> None:
+    made = det.create("--paused", labels=["a"])
+    det.ok("experiment", "cancel", number := str(made))
+    det.wait(made)
     det.ok("experiment", "set", "name", number, "renamed")
     det.ok("experiment", "set", "description", number, "other words")
     det.ok("experiment", "label", "add", number, "b c")
     det.ok("experiment", "label", "remove", number, "a")
-    found = det.experiment(ended)
+    found = det.experiment(made)
     assert (found["name"], found["description"], found["labels"]) == ("renamed", "other words", ["b c"])
     det.ok("experiment", "archive", number)
     assert "renamed" not in det.ok("experiment", "list")
@@ -229,6 +231,7 @@ def test_an_experiment_is_paused_and_goes_on_where_it_stopped(det: Det) -> None:
         det.ok("experiment", "set", words[0], str(number), words[1])
     resources = det.experiment(number)["config"]["resources"]
     assert (resources["max_slots"], resources["weight"], resources["priority"]) == (2, 2.5, 7)
+    det.idle()
     det.ok("experiment", "activate", str(number))
     until(lambda: bool(det.trials(number)), "the trial is never made")
     trial = det.trials(number)[0]["id"]
@@ -241,7 +244,7 @@ def test_an_experiment_is_paused_and_goes_on_where_it_stopped(det: Det) -> None:
     assert summary["slotsNeeded"] == 1
     assert sum(slot["task_name"] != "FREE" for slot in det.json("slot", "list")) == 1
     det.ok("experiment", "pause", str(number))
-    until(lambda: not det.json("task", "list"), "the trial does not stop")
+    det.idle()
     assert det.state(number) == "PAUSED"
     stopped = det.trials(number)[0]["totalBatchesProcessed"]
     assert 3 <= stopped < 40

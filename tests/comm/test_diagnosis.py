@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
+from typing import Any
 
 import pytest
 
@@ -12,11 +14,12 @@ from zero_trial.comm.diagnosis import (
     CallOrder,
     RankPosition,
     behind,
+    crossed,
     disagreement,
     listing,
     way_out,
 )
-from zero_trial.comm.shm.segments import ELSEWHERE, MappingRefused
+from zero_trial.comm.shm.segments import CROSSED, ELSEWHERE, MappingRefused, PeerProcesses
 from zero_trial.comm.waits import Heartbeat, explain
 
 
@@ -208,6 +211,35 @@ def test_a_rank_that_has_called_less_and_one_that_has_forgotten() -> None:
     assert long[1].count == KEPT_CALLS + 6
     assert len(long[1].recent()) == KEPT_CALLS
     assert "y" in str(disagreement({rank: (o.count, o.recent()) for rank, o in long.items()}, "here"))
+
+
+@pytest.mark.parametrize(
+    ("mine", "theirs", "found"),
+    [
+        ({}, {}, [1]),
+        ({"inside": False}, {}, []),
+        ({}, {"inside": False}, []),
+        ({"call": None}, {}, []),
+        ({}, {"call": None}, []),
+        ({}, {"calls": None}, []),  # it does not wait long yet
+        ({}, {"calls": {"world 1": 5, "shard 1": 8}}, []),  # it has called this, before what it waits for
+        ({"calls": {"world 1": 5, "shard 1": 8}}, {}, []),  # and this rank that
+        ({"calls": {"world 1": 5}}, {}, []),  # this rank is not on their axis
+        ({"call": ("shard 1", 8), "calls": {"world 1": 4, "shard 1": 8}}, {}, []),  # the same one
+        ({}, {"gave_up": True}, [1]),
+    ],
+)
+def test_ranks_that_wait_for_each_other_are_told_from_slow_ones(mine: Any, theirs: Any, found: list[int]) -> None:
+    own = {"call": ("world 1", 5), "calls": {"world 1": 5, "shard 1": 7}, "inside": True}
+    other = {"call": ("shard 1", 8), "calls": {"world 1": 4, "shard 1": 8}, "inside": True}
+    positions = {0: RankPosition(**(own | mine)), 1: RankPosition(**(other | theirs)), 2: None}
+    assert crossed(positions, 0) == found
+
+
+def test_a_wait_that_can_never_end_ends() -> None:
+    numbers = memoryview(bytearray(8)).cast("q")
+    with pytest.raises(RuntimeError, match=CROSSED):
+        PeerProcesses({1: os.getpid()}, lambda: True).wait_for(1, numbers, 0, 1, 3600.0)
 
 
 def test_the_way_out_depends_on_what_ranks_gather() -> None:

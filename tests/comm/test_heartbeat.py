@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from tests.support.pool import Pools
 from zero_trial.comm import MeshShape, build_mesh, waits
-from zero_trial.comm.diagnosis import RankPosition, names
+from zero_trial.comm.diagnosis import CallOrder, RankPosition, names
 from zero_trial.comm.waits import Heartbeat
 
 PATIENCE = 30.0
@@ -238,6 +238,35 @@ def test_one_of_the_ranks_that_wait_long_names_the_late_one(
         assert "goes on: all_gather(parameters of h.0) over data took" in caplog.messages[1]
     for heartbeat in all_ranks:
         heartbeat.close()
+
+
+def test_ranks_that_wait_for_each_other_say_so_where_nothing_ends_their_wait(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As through a backend's own collectives: of each rank one line, with the lines of both."""
+    monkeypatch.setattr(waits, "PERIOD_SECONDS", 0.02)
+    monkeypatch.setattr(waits, "STUCK_SECONDS", 0.1)
+    store = FakeStore()
+    pair = [Heartbeat(store, rank, 2) for rank in range(2)]
+    orders = [(CallOrder(1, "world"), CallOrder(1, "shard")) for _ in pair]
+    with caplog.at_level(logging.ERROR, "zero_trial"):
+        for heartbeat, (world, shard), first in zip(pair, orders, (True, False), strict=True):
+            heartbeat._interval = 0.02
+            heartbeat.watch_calls(world)
+            heartbeat.watch_calls(shard)
+            order = world if first else shard
+            order.note("x")
+            heartbeat.waiting("a save" if first else "a reduction", (0, 1), order.call)
+        deadline = time.monotonic() + PATIENCE
+        while len(caplog.messages) < 2 and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert [heartbeat.is_crossed() for heartbeat in pair] == [True, True]
+        for heartbeat in pair:
+            heartbeat.close()
+    of_first, of_second = sorted(caplog.messages)
+    assert "rank 0, step 0, a save: this rank and rank 1 wait for each other" in of_first
+    assert "rank 1 at step 0, in a reduction" in of_first and __file__ in of_first
+    assert "rank 0 at step 0, in a save" in of_second
 
 
 def test_a_rank_that_has_called_fewer_collectives_on_a_device_is_named(

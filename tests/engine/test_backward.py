@@ -3,6 +3,7 @@ same bits, and what dense torch makes of the same losses."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -208,6 +209,9 @@ def test_a_gradient_around_the_forward_that_cannot_be_scaled_is_refused() -> Non
         lambda value: 0.25 * value.mean(),  # an auxiliary loss
         lambda value: value.sum() / value.size(0),  # 4 is the micro-batch, too
         lambda value: value.sum() / torch.tensor(4.0, requires_grad=True),
+        lambda value: nn.functional.mse_loss(value, value * 2, reduction="sum") / 4,
+        lambda value: sum(part.mean() for part in value.unbind()) / 4,
+        lambda value: value.mean() / 3,
     ],
 )
 def test_a_loss_with_the_number_of_micro_batches_in_it_is_any_other(
@@ -216,6 +220,39 @@ def test_a_loss_with_the_number_of_micro_batches_in_it_is_any_other(
     engine = build_engine(Case(Tower, loss, accumulation=4), {"stage": 0})
     engine.backward(made(engine(Turn(0, 0, 0).normal(4, 5))))
     assert not caplog.text
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        lambda value: value.mean() / 4,
+        lambda value: nn.functional.mse_loss(value, torch.zeros_like(value)) / 4,
+        lambda value: (value.mean() + 0.1 * value.square().mean()) / 4,  # with an auxiliary loss
+    ],
+)
+@pytest.mark.parametrize("by_scale", [False, True])
+def test_a_loss_that_the_loop_divides_is_named_once_with_its_line(
+    made: Callable[[torch.Tensor], torch.Tensor], by_scale: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = build_engine(Case(Tower, loss, accumulation=4), {"stage": 0})
+    for number in range(8):
+        divided = made(engine(Turn(0, number, 0).normal(4, 5)))
+        if by_scale:
+            engine.scale(divided).backward()
+        else:
+            engine.backward(divided)
+        engine.step()
+    (line,) = [line for line in caplog.messages if "4 times too small" in line]
+    assert re.match(rf"{re.escape(__file__)}:\d+: ", line)
+    assert "scale_wrt_gas=False" in line
+
+
+def test_a_loss_that_the_engine_does_not_divide_may_be_divided(caplog: pytest.LogCaptureFixture) -> None:
+    engine = build_engine(Case(Tower, loss, accumulation=4), {"stage": 0})
+    engine.backward(engine(Turn(0, 0, 0).normal(4, 5)).mean() / 4, scale_wrt_gas=False)
+    engine.zero_grad()
+    engine.backward(engine(Turn(0, 0, 0).normal(4, 5)).mean() / 4, weight=2)
+    assert "times too small" not in caplog.text
 
 
 def test_nothing_is_recomputed_before_the_backward_pass() -> None:
@@ -252,6 +289,31 @@ def test_several_losses_of_one_micro_batch_are_no_micro_batches(caplog: pytest.L
         engine.backward(loss(engine, Turn(1, number, 0)))
     engine.step()
     assert caplog.text.count("every 2. call of engine.step() updates the weights") == 1
+
+
+@pytest.mark.parametrize("helper", [False, True])
+@pytest.mark.parametrize("together", [False, True])
+def test_two_forwards_of_one_micro_batch_are_no_two_micro_batches(
+    helper: bool, together: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As a discriminator has one for real samples, and one for others."""
+    engine = build_engine(Case(Tower, loss, accumulation=2), {"stage": 0})
+
+    def called(x: torch.Tensor) -> torch.Tensor:
+        return engine(x).mean()
+
+    for number in range(4):
+        x = Turn(0, number, 0).normal(4, 5)
+        real = called(x) if helper else engine(x).mean()
+        if not together:
+            engine.backward(real)
+        made = called(-x) if helper else engine(-x).mean()
+        if together:
+            engine.backward(real)
+        engine.backward(made)
+        engine.step()
+    assert engine.global_steps == 2
+    assert "updates the weights" not in caplog.text
 
 
 @pytest.mark.parametrize("managed", [True, False])

@@ -3,6 +3,8 @@ expected, and how to mend it."""
 
 from __future__ import annotations
 
+import inspect
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +15,7 @@ from torch import nn
 import zero_trial
 from tests.support.dense import STAGES, Case, Turn, build_engine
 from tests.support.pool import RankPool
+from zero_trial.comm import waits
 from zero_trial.errors import ConfigError, MeshError, TrialError, ZeroTrialError
 
 CONFIG: dict[str, Any] = {"train_batch_size": 4, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
@@ -265,6 +268,39 @@ def more_batches() -> str:
     except MeshError as error:
         return str(error)
     return ""
+
+
+def saves_alone(stage: str, transport: str, folder: str) -> tuple[str, str]:
+    """Rank 0 saves as scripts for DDP do; the others go on. The error, and the line of this file
+    that saves."""
+    waits.STUCK_SECONDS = 0.3
+    config = {"comm_transport": transport, "comm_timeout_seconds": 3600}
+    found = build_engine(Case(net, lambda model, turn: model, config=config), STAGES[stage])
+    text, line = "", 0
+    try:
+        for _ in range(2):
+            found.backward(found(torch.ones(2, 3)).mean())
+            found.step()
+            if found.global_rank == 0:
+                line = inspect.currentframe().f_lineno + 1
+                found.save_checkpoint(folder)
+    except MeshError as error:
+        text = str(error)
+    return text, f"{__file__}:{line}"
+
+
+@pytest.mark.parametrize("stage", ["zero0", "zero2", "zero3-free"])
+def test_a_checkpoint_that_rank_0_saves_alone_ends_soon(stage: str, tmp_path: Path) -> None:
+    """Far before comm_timeout_seconds, an hour, though each waits in a collective of another
+    axis."""
+    pool = RankPool(2)
+    try:
+        (first, line), (second, _) = pool.run(saves_alone, stage, "auto", str(tmp_path))
+    finally:
+        pool.close()
+    assert "save_checkpoint called by every rank" in first and "in different collectives" in first, first
+    assert f"this rank at {line}" in first and "if rank == 0" in first
+    assert "save_checkpoint called by every rank" in second, second
 
 
 ELSEWHERE = ("another rank makes another collective call at this point", "gave up before this rank came")

@@ -132,13 +132,40 @@ def test_arguments_for_the_schedule():
     assert seen == [{"metrics": 1.0}, {}]
 
 
-def test_a_schedule_that_needs_a_metric_is_refused_without_one_before_anything_changes():
+def test_a_schedule_that_needs_a_metric_is_its_users_to_step(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    made = functools.partial(torch.optim.lr_scheduler.ReduceLROnPlateau, patience=0)
+
+    def built() -> zero_trial.Engine:
+        return zero_trial.initialize(model=Net(), config=CONFIG, lr_scheduler=made)[0]
+
+    def epoch(engine: zero_trial.Engine, loss: float) -> float:
+        for _ in range(2):
+            engine.backward(engine(torch.ones(1, 3)).sum())
+            engine.step()
+        engine.lr_scheduler.step(loss)
+        return engine.get_lr()[0]
+
+    with caplog.at_level("INFO", "zero_trial"):
+        found = built()
+    assert sum("engine.lr_scheduler.step(metrics)" in line for line in caplog.messages) == 1
+    assert [epoch(found, loss) for loss in (1.0, 2.0, 0.5)] == [0.5, 0.05, 0.05]
+    assert found.global_steps == 6
+    found.save_checkpoint(tmp_path)
+    resumed = built()
+    resumed.load_checkpoint(tmp_path)
+    assert resumed.lr_scheduler.best == 0.5
+    assert [epoch(engine, 0.6) for engine in (found, resumed)] == [pytest.approx(0.005)] * 2
+    for name, value in found.module_state_dict().items():
+        assert torch.equal(value, resumed.module_state_dict()[name])
+
+
+def test_a_schedule_that_needs_a_metric_is_refused_with_another_argument_before_anything_changes():
     made = functools.partial(torch.optim.lr_scheduler.ReduceLROnPlateau, patience=0)
     found = zero_trial.initialize(model=Net(), config=CONFIG, lr_scheduler=made)[0]
     found.backward(found(torch.ones(1, 3)).sum())
     before = {name: value.clone() for name, value in found.module_state_dict().items()}
-    with pytest.raises(ConfigError, match=r"without metrics: got ReduceLROnPlateau.*lr_kwargs=\{'metrics': \.\.\.\}"):
-        found.step()
+    with pytest.raises(ConfigError, match=r"without metrics: got ReduceLROnPlateau and epoch.*'metrics': \.\.\."):
+        found.step(lr_kwargs={"epoch": 1})
     assert all(torch.equal(value, before[name]) for name, value in found.module_state_dict().items())
     assert (found.global_steps, found.micro_steps) == (0, 0)
     rates = []
@@ -147,6 +174,26 @@ def test_a_schedule_that_needs_a_metric_is_refused_without_one_before_anything_c
         rates.append(found.get_lr()[0])
         found.backward(found(torch.ones(1, 3)).sum())
     assert rates == [0.5, 0.05]
+
+
+def test_a_schedule_that_is_set_later_drives_the_engines_optimizer():
+    found, optimizer, _, _ = zero_trial.initialize(model=Net(), config=CONFIG)
+    other = torch.optim.SGD(Net().parameters(), lr=3.0)
+    with pytest.raises(ConfigError, match=r"engine\.lr_scheduler: .*another optimizer.*lambda optimizer: StepLR"):
+        found.lr_scheduler = torch.optim.lr_scheduler.StepLR(other, 1)
+    assert found.lr_scheduler is None
+    for made in (
+        lambda given: torch.optim.lr_scheduler.StepLR(given, 1, gamma=0.5),
+        torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5),
+        torch.optim.lr_scheduler.StepLR(found.basic_optimizer, 1, gamma=0.5),
+    ):
+        found.lr_scheduler = made
+        before = found.get_lr()[0]
+        found.backward(found(torch.ones(1, 3)).sum())
+        found.step()
+        assert found.get_lr() == [before / 2]
+    found.lr_scheduler = None
+    assert found.lr_scheduler is None
 
 
 def test_a_step_that_was_set_on_the_schedule_itself_is_asked_what_it_needs():

@@ -14,7 +14,6 @@ from torch import nn
 import zero_trial
 from tests.support.late import make_late
 from zero_trial.ds_config.reader import read_ds_config
-from zero_trial.engine.build import choose_lr_scheduler
 from zero_trial.engine.lr_schedules import (
     VALID_LR_SCHEDULES,
     LRRangeTest,
@@ -26,6 +25,7 @@ from zero_trial.engine.lr_schedules import (
     build_scheduler,
     torch_scheduler_names,
 )
+from zero_trial.engine.scheduler_choice import choose_lr_scheduler
 from zero_trial.errors import CheckpointError, ConfigError
 
 

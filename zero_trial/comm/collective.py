@@ -11,6 +11,7 @@ under way is a :class:`~zero_trial.comm.waits.Pending`.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -86,7 +87,9 @@ class AxisComm:
         self.heartbeat = heartbeat
         self.add = add
         self.watch = Watchdog(heartbeat, ranks, timeout)
-        self.order = CallOrder(number)
+        self.order = CallOrder(number, f"{name} {zlib.crc32(repr(ranks).encode())}" if len(ranks) > 1 else "")
+        if len(ranks) > 1:
+            heartbeat.watch_calls(self.order)
         self.takes_host_tensors = group is None or moves_host_tensors(group)
         # Where control values must be for :meth:`all_reduce_small`.
         self.control_device = torch.device("cpu") if self.takes_host_tensors else own_device()
@@ -283,6 +286,7 @@ class AxisComm:
         name = f"{kind}({label}) over {self.name}"
         self.heartbeat.enter(name, self.ranks)
         tag = self.order.note(name)
+        call = self.order.call if kind != "broadcast" else None  # its source does not wait for the others
         on_host, sent = self.on_host(full), full
         transport = self._host_transport if on_host else self._device_transport
         try:
@@ -299,13 +303,13 @@ class AxisComm:
             self.watch.fail(name, error)
         self.heartbeat.leave()
         if then is None:
-            return Pending(self.watch, name, works, finish, sent, self.wait_for_readers, on_host)
+            return Pending(self.watch, name, works, finish, sent, self.wait_for_readers, on_host, call)
 
         def go_on() -> Pending:
             result = finish()
             return then(result if isinstance(result, Received) else None)
 
-        return Pending(self.watch, name, works, go_on, sent, self.wait_for_readers, on_host)
+        return Pending(self.watch, name, works, go_on, sent, self.wait_for_readers, on_host, call)
 
     # --- control values ---------------------------------------------------------------------------
 

@@ -121,7 +121,7 @@ class ControlChannel:
         self._order.note(name)
         if self._shared is None or not values.is_cpu or not 0 < values.nbytes <= self.shared_bytes:
             return None
-        self._watch.heartbeat.enter(name, self._watch.ranks)
+        self._watch.heartbeat.enter(name, self._watch.ranks, self._order.call)
         flat = values.detach().contiguous().view(-1)
         # Not through numpy: a tensor that numpy has seen can no longer be freed.
         payload = ctypes.string_at(flat.data_ptr(), flat.nbytes)
@@ -138,13 +138,14 @@ class ControlChannel:
     def _run(self, kind: str, label: str, values: torch.Tensor, call: Callable[[], Any]) -> None:
         """Start ``call`` of the backend and wait for it."""
         name = f"{kind}({label}) over {self._axis}"
-        self._watch.heartbeat.enter(name, self._watch.ranks)
+        place = self._order.call if kind != "broadcast" else None  # its source does not wait for the others
+        self._watch.heartbeat.enter(name, self._watch.ranks, place)
         try:
             work = call()
         except RuntimeError as error:
             self._watch.fail(name, error)
         try:
-            self._watch.wait(work, name, on_host=self.on_host(values))
+            self._watch.wait(work, name, on_host=self.on_host(values), call=place)
         except MeshError:
             _FAILED_CALLS.append(call)
             raise

@@ -7,6 +7,7 @@ diagnose       names the ranks that are missing, ended or disagree, and says wha
 disagreement   the error where ranks have called different collectives
 way_out        what to do where ranks use different blocks, or one uses more than the others
 behind         the ranks that have not come as far as this one
+crossed        the ranks that wait for this one while it waits for them
 listing        positions as text
 """
 
@@ -44,11 +45,16 @@ class RankPosition(NamedTuple):
     since: float = 0.0  # time.time() of entering it
     inside: bool = False  # still waiting in it
     gave_up: bool = False  # it raised a MeshError there and no longer waits
+    # The collective that it waits for: an axis, and the number of the call on it. The rest only of
+    # a rank that waits long: how many calls it has made on each axis, and its line of user code.
+    call: tuple[str, int] | None = None
+    calls: Mapping[str, int] | None = None
+    line: str = ""
 
     def describe(self) -> str:
         verb = "gave up in" if self.gave_up else "in" if self.inside else "after"
         age = max(time.time() - self.since, 0)
-        return f"at step {self.step}, {verb} {self.operation} (collective {self.sequence}, {age:.0f} s ago)"
+        return f"at step {self.step}, {verb} {self.operation} (collective {self.sequence}, {age:.0f} s ago{f', at {self.line}' if self.line else ''})"
 
 
 Positions = Mapping[int, RankPosition | None]
@@ -65,10 +71,12 @@ class CallOrder:
     Args:
         number: of the mesh, in the order in which this process has built them: two engines with
             modules of the same names do not take each other's tensors.
+        axis: its name and ranks, the same on each of them.
     """
 
-    def __init__(self, number: int = 0) -> None:
+    def __init__(self, number: int = 0, axis: str = "") -> None:
         self.number = number
+        self.axis = f"{axis} {number}" if axis else ""
         self.count = 0
         self.digest = zlib.crc32(b"%d" % number)
         self._recent: deque[tuple[int, str]] = deque(maxlen=KEPT_CALLS)
@@ -79,6 +87,12 @@ class CallOrder:
         self.digest = digest = zlib.crc32(name.encode(), self.digest)
         self._recent.append((digest, name))
         return digest % FIRST_MESSAGE_TAG
+
+    @property
+    def call(self) -> tuple[str, int] | None:
+        """The last call: the axis, and how many calls this rank has made on it. All ranks must make
+        it before any can leave it."""
+        return (self.axis, self.count) if self.axis else None
 
     def recent(self) -> list[list[int | str]]:
         """Return the digest and the name of each of the last calls, as JSON."""
@@ -154,6 +168,8 @@ def diagnose(positions: Positions, own: int, here: str, error: Exception, timeou
     text = printable(error)
     if isinstance(error, MappingRefused):
         return _too_many_mapped(error, here)
+    if waiting := crossed(positions, own):
+        return _crossing(positions, own, waiting, here)
     lost = any(part in text.lower() for part in _LOST)
     known = _lost_peer(positions, own, text) if lost else _absent_peer(positions, own, text, timeout)
     if known is not None:
@@ -163,6 +179,41 @@ def diagnose(positions: Positions, own: int, here: str, error: Exception, timeou
         where=here,
         got=text[:200],
         fix=f"Ranks: {listing(positions, own)}. Look for an earlier error in another rank's log.",
+    )
+
+
+def crossed(positions: Positions, own: int) -> list[int]:
+    """Return the ranks that wait for ``own`` in a collective that it has not called, while it waits
+    for them in one that they have not called: no wait ends. Ranks that are only slow are not among
+    them."""
+    mine = positions.get(own)
+    if mine is None or mine.call is None or not mine.inside:
+        return []
+    others = {rank: at for rank, at in positions.items() if at is not None and rank != own}
+    return [
+        rank
+        for rank, at in others.items()
+        if at.inside and at.call is not None and _lacks(at, mine.call) and _lacks(mine, at.call)
+    ]
+
+
+def _lacks(at: RankPosition, call: tuple[str, int]) -> bool:
+    """Return whether a rank that waits is on the axis of ``call`` and has not made it."""
+    axis, number = call
+    return (at.calls or {}).get(axis, number) < number
+
+
+def _crossing(positions: Positions, own: int, waiting: list[int], here: str) -> MeshError:
+    """Return the MeshError where ranks wait for each other in different collectives."""
+    mine = positions[own]
+    return MeshError(
+        f"this rank and {names(waiting)} wait for each other in different collectives, for ever",
+        where=here,
+        got=f"this rank {f'at {mine.line}' if mine is not None and mine.line else 'here'}, "
+        f"{listing(positions, own, waiting)}",
+        expected="the same collective calls in the same order on every rank",
+        fix="Every rank must make both calls: look for one that only some ranks come to, as under `if rank == 0:`. "
+        "engine.save_checkpoint is collective, and so is a forward at ZeRO stage 3.",
     )
 
 

@@ -17,8 +17,10 @@ from __future__ import annotations
 
 import json
 import logging
+import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -27,10 +29,19 @@ from typing import Any, NoReturn
 
 import torch
 
-from zero_trial.comm.diagnosis import RankPosition, behind, diagnose, listing, names, with_way_out
-from zero_trial.comm.shm.segments import MappingRefused
+from zero_trial.comm.diagnosis import (
+    CallOrder,
+    RankPosition,
+    behind,
+    crossed,
+    diagnose,
+    listing,
+    names,
+    with_way_out,
+)
+from zero_trial.comm.shm.segments import CROSSED, MappingRefused
 from zero_trial.errors import MeshError
-from zero_trial.util.failures import lost_worker
+from zero_trial.util.failures import line_being_run, lost_worker
 
 log = logging.getLogger("zero_trial")
 
@@ -40,6 +51,10 @@ WRITES_PER_SECOND = 100  # of all ranks together, to the store
 STILL_SECONDS = 10.0
 # a wait that takes longer is reported while it lasts, again at 20, 40, 80 ... seconds
 SLOW_SECONDS = 10.0
+# a rank that has not moved for so long says at which line, and, if it waits, looks whether others
+# wait for it
+STUCK_SECONDS = 2.0
+_LOOKED_AT = 8  # so many ranks, the first of the axis: of two halves that wait for each other, one is theirs
 
 _KEY = "zero_trial/position/"
 
@@ -66,17 +81,28 @@ class Heartbeat:
         self._published_at = 0.0  # monotonic
         self._slow: RankPosition | None = None  # the wait that was reported last
         self._report_after = SLOW_SECONDS
+        self._orders: list[weakref.ref[CallOrder]] = []
+        self._main = threading.main_thread().ident
+        self._detailed: RankPosition | None = None  # the wait that was published with its line
+        self._crossed: RankPosition | None = None  # the wait that can never end
+        self._told: RankPosition | None = None  # and of which that was logged
+        self._look_at = 0.0  # seconds of waiting after which to look again
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         if store is not None and world_size > 1:
             self._thread = threading.Thread(target=self._run, name="zero_trial-heartbeat", daemon=True)
             self._thread.start()
 
-    def enter(self, operation: str, among: tuple[int, ...] = ()) -> None:
-        """Note that the main thread enters its next collective, with the ranks ``among``."""
+    def watch_calls(self, order: CallOrder) -> None:
+        """Count the calls on one axis in what is published of a long wait."""
+        self._orders = [each for each in self._orders if each() is not None] + [weakref.ref(order)]
+
+    def enter(self, operation: str, among: tuple[int, ...] = (), call: tuple[str, int] | None = None) -> None:
+        """Note that the main thread enters its next collective, with the ranks ``among``.
+        ``call``: see :attr:`CallOrder.call`."""
         self.sequence += 1
         self._among = among
-        self._now = RankPosition(self.step, self.sequence, operation, time.time(), True)
+        self._now = RankPosition(self.step, self.sequence, operation, time.time(), True, False, call)
 
     def leave(self) -> None:
         """Note that the main thread no longer waits."""
@@ -85,11 +111,16 @@ class Heartbeat:
             self.waited += max(time.time() - now.since, 0.0)
             self._now = RankPosition(*now[:4])
 
-    def waiting(self, operation: str, among: tuple[int, ...] = ()) -> None:
+    def waiting(self, operation: str, among: tuple[int, ...] = (), call: tuple[str, int] | None = None) -> None:
         """Note that the main thread now waits for an operation that it entered earlier."""
         now = self._now
         self._among = among
-        self._now = RankPosition(now.step, now.sequence, operation, time.time(), True)
+        self._now = RankPosition(now.step, now.sequence, operation, time.time(), True, False, call)
+
+    def is_crossed(self) -> bool:
+        """Say whether the wait of the main thread can never end: a rank for which it waits is in
+        another collective, and waits for this one."""
+        return self._crossed is self._now
 
     def give_up(self) -> None:
         """Note that this rank's collective failed: a rank that comes later need not wait for it."""
@@ -124,7 +155,7 @@ class Heartbeat:
         Where the store is gone, only this rank's own position is known.
         """
         chosen = range(self.world_size) if ranks is None else ranks
-        return {rank: self._now if rank == self.rank else self._read(rank) for rank in chosen}
+        return {rank: self._detail(self._now) if rank == self.rank else self._read(rank) for rank in chosen}
 
     def close(self) -> None:
         """Stop the thread. Before the process group is destroyed, which takes the store with it."""
@@ -132,6 +163,13 @@ class Heartbeat:
         if self._thread is not None:
             self._thread.join(timeout=2)
             self._thread = None
+
+    def _detail(self, now: RankPosition) -> RankPosition:
+        """Return the position of a rank that stands still with how many calls it has made on each
+        axis, and its line."""
+        orders = [order for each in self._orders if (order := each()) is not None]
+        line = line_being_run(sys._current_frames().get(self._main or 0))
+        return now._replace(calls={order.axis: order.count for order in orders}, line=line)
 
     def _read(self, rank: int) -> RankPosition | None:
         key = f"{_KEY}{rank}"
@@ -159,6 +197,7 @@ class Heartbeat:
             last, now = clock, self._now
             try:
                 self._publish(now, clock)
+                self._look_for_crossing(now)
                 self._report_slow_wait(now)
             except RuntimeError:  # the store is gone, and with it the run
                 return
@@ -167,13 +206,42 @@ class Heartbeat:
         """Publish a change, if it is this rank's turn: soon where the rank has stopped moving or
         has failed, else at its interval.
         """
-        if now is self._published:
+        seconds = time.time() - now.since
+        stuck = seconds >= self._stuck_after and now is not self._detailed
+        due = seconds >= STILL_SECONDS or now.gave_up or clock - self._published_at >= self._interval
+        if not stuck and (now is self._published or not due):
             return
-        still = time.time() - now.since >= STILL_SECONDS
-        if not (still or now.gave_up or clock - self._published_at >= self._interval):
-            return
-        self._store.set(f"{_KEY}{self.rank}", json.dumps(now._asdict()))
+        known = self._detail(now) if stuck or now.gave_up else now
+        if stuck:
+            self._detailed, self._look_at = now, seconds + 2 * PERIOD_SECONDS  # the others publish, too
+        self._store.set(f"{_KEY}{self.rank}", json.dumps(known._asdict()))
         self._published, self._published_at = now, clock
+
+    @property
+    def _stuck_after(self) -> float:
+        return max(STUCK_SECONDS, self._interval)
+
+    def _look_for_crossing(self, now: RankPosition) -> None:
+        """Look whether a rank for which this one has waited long waits for it in another
+        collective. Waits in shared memory end with that error then; of others it is logged, since
+        nothing can end them before their time."""
+        if now.call is None or not now.inside or now.gave_up:
+            return
+        if now is self._crossed:
+            if now is not self._told:
+                self._told = now
+                here = f"rank {self.rank}, step {now.step}, {now.operation}"
+                ranks = self._near()
+                log.error("%s", diagnose(self.positions(ranks), self.rank, here, RuntimeError(CROSSED), 0.0))
+            return
+        waited = time.time() - now.since
+        if now is self._detailed and waited >= self._look_at:
+            self._look_at = max(waited * 1.25, waited + self._stuck_after)
+            if crossed(self.positions(self._near()), self.rank):
+                self._crossed = now
+
+    def _near(self) -> list[int]:
+        return [*{*self._among[:_LOOKED_AT], self.rank}]
 
     def _report_slow_wait(self, now: RankPosition) -> None:
         """Warn about a wait that takes long, naming the ranks that are behind; of all that wait,
@@ -213,15 +281,24 @@ class Watchdog:
         self.ranks = ranks
         self.timeout = timeout
 
-    def wait(self, work: Any, name: str, among: tuple[int, ...] | None = None, *, on_host: bool = True) -> None:
+    def wait(
+        self,
+        work: Any,
+        name: str,
+        among: tuple[int, ...] | None = None,
+        *,
+        on_host: bool = True,
+        call: tuple[str, int] | None = None,
+    ) -> None:
         """Wait for ``work`` (of torch.distributed, or with the same interface).
 
         Raises MeshError about ``among``, by default all ranks.
 
         ``on_host``: its tensors are in the host's memory, and the work is done when this returns.
         Otherwise what this rank launches next on the device runs after it, and the host goes on.
+        ``call``: see :attr:`CallOrder.call`.
         """
-        self.heartbeat.waiting(name, among or self.ranks)
+        self.heartbeat.waiting(name, among or self.ranks, call)
         try:
             if on_host:
                 work.wait(timedelta(seconds=self.timeout))
@@ -293,7 +370,7 @@ class Pending:
             or Received.
         source: the input.
         fence: returns when no peer reads ``source``.
-        on_host: see :meth:`Watchdog.wait`.
+        on_host, call: see :meth:`Watchdog.wait`.
     """
 
     def __init__(
@@ -305,6 +382,7 @@ class Pending:
         source: torch.Tensor | None = None,
         fence: Callable[[torch.Tensor], None] | None = None,
         on_host: bool = True,
+        call: tuple[str, int] | None = None,
     ) -> None:
         self._watch = watch
         self._label = label
@@ -313,6 +391,7 @@ class Pending:
         self._source = source
         self._fence = fence
         self._on_host = on_host
+        self._call = call
         self._next: Pending | None = None
         # what peers contributed to a sum on CPU, if it was asked for
         self.received = _NOTHING_RECEIVED
@@ -327,7 +406,7 @@ class Pending:
         if finish is None or watch is None:
             return
         for work in self._works:
-            watch.wait(work, self._label, on_host=self._on_host)
+            watch.wait(work, self._label, on_host=self._on_host, call=self._call)
         # an error from here on may leave half of the result
         self._works, self._finish = [], self._refuse
         try:

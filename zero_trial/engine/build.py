@@ -20,7 +20,6 @@ from zero_trial.ds_config.rules import peak_rate
 from zero_trial.ds_config.table import DsConfig
 from zero_trial.engine.compat import rank_loader
 from zero_trial.engine.engine import Engine
-from zero_trial.engine.lr_schedules import build_scheduler
 from zero_trial.engine.observe import Observer, build_observer
 from zero_trial.engine.offload_config import (
     REAL_BACKENDS,
@@ -37,9 +36,9 @@ from zero_trial.engine.parameter_checks import log_dtypes, log_model_parts, requ
 from zero_trial.engine.pipeline_build import ResolvedPipeline, build_layers, resolve_pipeline
 from zero_trial.engine.pipeline_engine import PipelineEngine
 from zero_trial.engine.resolved_config import resolve_config
+from zero_trial.engine.scheduler_choice import choose_lr_scheduler, log_who_steps
 from zero_trial.engine.step import StepOutcome
 from zero_trial.engine.weights import give_values, stored_weights
-from zero_trial.errors import ConfigError
 from zero_trial.pipeline.module import PipelineModule
 from zero_trial.sharding.ema import KIND, EmaSchedule, WeightAverage
 from zero_trial.sharding.heap import map_large_blocks
@@ -118,6 +117,8 @@ def build_engine(
     if plan is not None and lr_scheduler is None and mesh.rank == 0:
         _log_replaced_rates(plan, settings)
     lr_scheduler = choose_lr_scheduler(wrapped.base if wrapped is not None else None, lr_scheduler, settings)
+    if mesh.rank == 0:
+        log_who_steps(lr_scheduler)
     observer = build_observer(settings, resolved, model, mesh, device) if observed else Observer()
     loader = None
     if training_data is not None:
@@ -215,43 +216,6 @@ def _schedule(ema: EmaSection) -> EmaSchedule:
     return EmaSchedule(ema.decay, ema.update_after_step, ema.update_every, inv_gamma, ema.power)
 
 
-# --- which LR scheduler the engine steps: the client's, or that of ds_config
-
-
-def choose_lr_scheduler(optimizer: torch.optim.Optimizer | None, client: Any, settings: DsConfig) -> Any:
-    """Return the client's (an object, or a class or function of ``optimizer``), else ds_config's,
-    else None. Raises ConfigError."""
-    if client is not None:
-        if isinstance(client, type) or not hasattr(client, "step"):
-            if optimizer is None:
-                return client
-            client = _made_lr_scheduler(client, optimizer)
-        _require_own(client, optimizer)
-        return client
-    if settings.scheduler is None or optimizer is None:
-        return None
-    return build_scheduler(settings.scheduler.type, settings.scheduler.params, optimizer)
-
-
-def _made_lr_scheduler(make: Any, optimizer: torch.optim.Optimizer) -> Any:
-    """Return what the client's class or function makes of ``optimizer``. Raises ConfigError where
-    that is no LR scheduler: every learning rate would silently stay as it is."""
-    name = getattr(make, "__name__", type(make).__name__)
-    fix = f"Give a function that returns one: lr_scheduler=lambda optimizer: {name if isinstance(make, type) else 'StepLR'}(optimizer, ...)."
-    where = "initialize(lr_scheduler)"
-    if not callable(make):
-        raise ConfigError("this is neither an LR scheduler nor callable", where=where, got=repr(make), fix=fix)
-    if isinstance(make, type):
-        try:
-            inspect.signature(make).bind(optimizer)
-        except TypeError as error:
-            raise ConfigError(f"{name} cannot be made of the optimizer alone: {error}", where=where, fix=fix) from None
-    made = make(optimizer)
-    if isinstance(made, type) or not hasattr(made, "step"):
-        raise ConfigError("this callable does not return an LR scheduler", where=where, got=repr(made), fix=fix)
-    return made
-
-
 def _log_replaced_rates(plan: OptimizerPlan, settings: DsConfig) -> None:
     """Log a warning where the scheduler of ds_config sets another learning rate than the
     optimizer's groups have been given in code."""
@@ -275,21 +239,3 @@ def _log_replaced_rates(plan: OptimizerPlan, settings: DsConfig) -> None:
             peak,
             name,
         )
-
-
-def _require_own(lr_scheduler: Any, optimizer: torch.optim.Optimizer | None) -> None:
-    """Raise ConfigError for a scheduler that is bound to another optimizer: every learning rate
-    would silently stay as it is."""
-    theirs = getattr(lr_scheduler, "optimizer", None)
-    if optimizer is None or not isinstance(theirs, torch.optim.Optimizer) or theirs is optimizer:
-        return
-    # a wrapper around ours: what it changes is ours
-    if theirs.param_groups is optimizer.param_groups:
-        return
-    kind = type(lr_scheduler).__name__
-    raise ConfigError(
-        "the LR scheduler belongs to another optimizer than the engine's, and would change nothing",
-        where="initialize(lr_scheduler)",
-        got=f"{kind} of {type(theirs).__name__}",
-        fix=f"Give a function of the optimizer: lr_scheduler=lambda optimizer: {kind}(optimizer, ...); or pass that optimizer as well.",
-    )

@@ -25,11 +25,11 @@ from zero_trial.engine import loading, saving, uneven
 from zero_trial.engine.accessors import EngineAccessors
 from zero_trial.engine.backward import BackwardPasses
 from zero_trial.engine.compat import EngineMpu, rank_loader
-from zero_trial.engine.lr_schedules import require_arguments
 from zero_trial.engine.monitors import Monitor
 from zero_trial.engine.observe import COLLECTOR_PAUSE, FORWARD, STEP, Observer
 from zero_trial.engine.parameter_checks import ParameterCheck, UsedParameters
 from zero_trial.engine.resolved_config import ResolvedConfig
+from zero_trial.engine.scheduler_choice import log_who_steps, lr_scheduler_of, stepped_by_engine
 from zero_trial.engine.step import StepOutcome
 from zero_trial.engine.weights import first_rank_state, module_state, save_weights
 from zero_trial.errors import TrialError
@@ -190,14 +190,14 @@ class Engine(EngineAccessors):
         self.sharded.moved.require_here("engine.step")
         self._check.before_step()
         self._used.check(self)
-        require_arguments(self._lr_scheduler, lr_kwargs)
+        lr_scheduler = stepped_by_engine(self._lr_scheduler, lr_kwargs)
         self.micro_steps += calls
         with self.observer.phase(STEP, self):
             self.outcome.finalize()
             if self.observer.events is not None:
                 # of the step before: this one would overwrite it
                 self.observer.events.write_step(self)
-            self.outcome.apply(self.sharded, optimizer, self.global_steps, self._lr_scheduler, lr_kwargs)
+            self.outcome.apply(self.sharded, optimizer, self.global_steps, lr_scheduler, lr_kwargs)
             self._stepped = True
             self.global_steps += 1
             self.global_samples += micro_batches * self._batch.micro_batch_size * self.mesh.data.size
@@ -378,6 +378,11 @@ class Engine(EngineAccessors):
 
     @lr_scheduler.setter
     def lr_scheduler(self, lr_scheduler: Any) -> None:
+        optimizer = self.optimizer.base if self.optimizer is not None else None
+        if lr_scheduler is not None:
+            lr_scheduler = lr_scheduler_of(optimizer, lr_scheduler, "engine.lr_scheduler")
+        if self.mesh.rank == 0:
+            log_who_steps(lr_scheduler)
         self._lr_scheduler = lr_scheduler
 
     # --- monitors ---------------------------------------------------------------------------------

@@ -12,7 +12,6 @@ import inspect
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
 from typing import Any, Protocol
 
 import torch
@@ -384,43 +383,6 @@ def build_scheduler(name: str, params: Mapping[str, Any] | None, optimizer: Any)
         return rule(optimizer, **given)
     except TypeError as refusal:
         raise ConfigError(f"{name} cannot use its parameters", where=WHERE, got=str(refusal)) from refusal
-
-
-def missing_arguments(lr_scheduler: Any, given: Mapping[str, Any]) -> list[str]:
-    """List the arguments that the scheduler's ``step`` needs, as that of ReduceLROnPlateau does,
-    and that are not ``given``."""
-    step = getattr(lr_scheduler, "step", None)
-    method = getattr(step, "__func__", None)  # to hold no scheduler
-    return [name for name in (_required(step) if method is None else _of_method(method)) if name not in given]
-
-
-def require_arguments(lr_scheduler: Any, given: Mapping[str, Any]) -> None:
-    """Raise ConfigError where the scheduler's ``step`` needs an argument that is not ``given``:
-    after the update it would be too late."""
-    if missing := missing_arguments(lr_scheduler, given):
-        kind = type(lr_scheduler).__name__
-        entries = ", ".join(f"{name!r}: ..." for name in missing)
-        raise ConfigError(
-            f"the LR scheduler cannot be stepped without {', '.join(missing)}",
-            where="engine.step",
-            got=f"{kind} and lr_kwargs with {', '.join(given) or 'nothing'}",
-            fix=f"Call engine.step(lr_kwargs={{{entries}}}), or leave it out of initialize() and step it yourself, after a validation.",
-        )
-
-
-@cache
-def _of_method(function: Any) -> tuple[str, ...]:
-    return _required(function)[1:]
-
-
-def _required(step: Any) -> tuple[str, ...]:
-    """Return the arguments of a function that have no default."""
-    try:
-        parameters = inspect.signature(step).parameters.values()
-    except (TypeError, ValueError):  # none, or not written in Python
-        return ()
-    varying = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    return tuple(each.name for each in parameters if each.default is each.empty and each.kind not in varying)
 
 
 def torch_scheduler_names() -> list[str]:

@@ -13,10 +13,9 @@ from torch import nn
 
 from zero_trial.engine.compat import PipelineParallelGrid, RepeatingLoader
 from zero_trial.engine.engine import Engine
-from zero_trial.engine.lr_schedules import missing_arguments
 from zero_trial.engine.observe import REDUCE_WAIT
 from zero_trial.engine.pipeline_build import ChunkShards, ResolvedPipeline, training_schedule
-from zero_trial.errors import ConfigError, TrialError
+from zero_trial.errors import TrialError
 from zero_trial.pipeline.channel import map_tensors
 from zero_trial.pipeline.executor import Executor, LastStageResult, StepOptions
 from zero_trial.pipeline.feed import StepInput, read_step
@@ -41,7 +40,6 @@ class PipelineEngine(Engine):
 
     def __init__(self, *args: Any, resolved_pipeline: ResolvedPipeline, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._require_own_schedule("initialize(lr_scheduler)")
         self.settings = resolved_pipeline.settings
         self.policy = resolved_pipeline.policy
         self.price = resolved_pipeline.price
@@ -71,18 +69,6 @@ class PipelineEngine(Engine):
         """List the layers of this rank's chunks, which a schedule calls one by one."""
         return [layer for chunk in self._chunks.values() for layer in chunk.children()]
 
-    def _require_own_schedule(self, where: str) -> None:
-        """Raise ConfigError for an LR scheduler whose ``step`` needs arguments: train_batch has
-        none to give."""
-        if missing := missing_arguments(self._lr_scheduler, {}):
-            raise ConfigError(
-                f"a pipeline engine cannot step an LR scheduler that needs {', '.join(missing)}",
-                where=where,
-                got=type(self._lr_scheduler).__name__,
-                expected="a scheduler whose step() needs no argument",
-                fix="Leave it out of initialize(), and step it yourself after train_batch() or a validation.",
-            )
-
     # --- a step -----------------------------------------------------------------------------------
 
     def train_batch(self, data_iter: Iterable[Any] | None = None) -> torch.Tensor:
@@ -100,7 +86,6 @@ class PipelineEngine(Engine):
                 loader that was given before.
         """
         self.sharded.moved.require_here("engine.train_batch")
-        self._require_own_schedule("engine.train_batch")  # it may be another one now
         if data_iter is not None:
             self._iterator = self._as_iterator(data_iter)
         if self.optimizer is not None:

@@ -77,6 +77,7 @@ class _OpenStep:
     unused: frozenset[str]  # blocks whose forward had not run
     weighted: bool  # on this rank
     edited: torch.Tensor | None  # see ShardedModel.take_parameter_edits
+    summed: tuple[str, int] | None  # the last sum over ranks: see CallOrder.call
 
 
 class _ScaleChange(NamedTuple):
@@ -233,7 +234,7 @@ class StepOutcome(StepStatus):
         # Here the host waits for the device, and so for ranks that its collectives need: a long
         # wait must name them.
         heartbeat = self._mesh.heartbeat
-        heartbeat.waiting(f"the outcome of step {opened.step}")
+        heartbeat.waiting(f"the outcome of step {opened.step}", call=opened.summed)
         try:
             total, weighted = self._readback.receive()[_SUMS].view(torch.float64).tolist()
         finally:
@@ -346,7 +347,8 @@ class StepOutcome(StepStatus):
         unused = frozenset(group.block for group in model.groups if not model.unsharder.was_used(group.block))
         undo = [optimizer.undo_step]
         found = list(reducer.nonfinite), dict(reducer.square_sums), unused
-        opened = _OpenStep(step, unscale, model, undo, *found, self.weighted, edited)
+        summed = (self._other_axes or [self._mesh.shard])[-1].order.call
+        opened = _OpenStep(step, unscale, model, undo, *found, self.weighted, edited, summed)
         update_and_publish(model, optimizer, 1.0, scalars, defer_wait=self._config.defer_publish)
         self._open = opened
         self._weight = None

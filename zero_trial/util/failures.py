@@ -7,6 +7,7 @@ import re
 import sys
 import traceback
 from pathlib import Path
+from types import FrameType
 
 from zero_trial.errors import WorkerLost
 
@@ -26,6 +27,14 @@ def _is_users(filename: str) -> bool:
     if "site-packages" in filename or "dist-packages" in filename:
         return False
     return not filename.startswith(("<frozen", f"{_PACKAGE}/", sys.base_prefix + "/lib", sys.base_prefix + "/lib64"))
+
+
+def line_being_run(frame: FrameType | None) -> str:
+    """Return ``file:line`` of the innermost frame of the user's code from ``frame`` on; empty where
+    there is none."""
+    while frame is not None and not _is_users(frame.f_code.co_filename):
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame is not None else ""
 
 
 def user_line(error: BaseException) -> str | None:

@@ -134,7 +134,7 @@ def _open_blocks(comm: AxisComm, rows: list[list[int]]) -> _Blocks:
     others = {at: row for at, row in enumerate(rows) if at != comm.index}
     own = rows[comm.index]
     try:
-        peers = PeerProcesses({at: row[0] for at, row in others.items()})
+        peers = PeerProcesses({at: row[0] for at, row in others.items()}, comm.heartbeat.is_crossed)
         control, handles = (
             {at: map_file(open_descriptor(row[0], row[k])) for at, row in others.items()} for k in (5, 6)
         )

@@ -488,6 +488,7 @@ def _punch(segment: SharedSegment) -> bool:
 # --- waiting for processes of this host -----------------------------------------------------------
 
 ELSEWHERE = "is at another operation"  # in the text of an error: a rank has come, with another call
+CROSSED = "the ranks wait for each other"  # in the text of an error: each in another collective
 
 # ranks that arrive together meet within this; then the core is given to others
 _SPIN_SECONDS = 1e-4
@@ -504,18 +505,22 @@ def shared_waits_supported() -> bool:
 
 
 class PeerProcesses:
-    """The other ranks of an axis as processes: axis index -> process id."""
+    """The other ranks of an axis as processes: axis index -> process id.
 
-    def __init__(self, processes: Mapping[int, int]) -> None:
+    ``crossed`` says whether a wait that is under way can never end: its ranks wait for each other.
+    """
+
+    def __init__(self, processes: Mapping[int, int], crossed: Callable[[], bool] = lambda: False) -> None:
         self._watches = {index: os.pidfd_open(process) for index, process in processes.items()}
+        self._crossed = crossed
 
     def wait_for(self, index: int, numbers: memoryview, at: int, least: int, timeout: float) -> None:
         """Return when axis index ``index`` has written ``least`` or more at ``numbers[at]``
         (int64).
 
-        Raises RuntimeError when its process has ended (``closed``) or after ``timeout`` seconds
-        (``timed out``). Spins for a moment, then naps: a rank that waits long leaves its core to
-        the one that it waits for.
+        Raises RuntimeError when its process has ended (``closed``), where the ranks wait for each
+        other, or after ``timeout`` seconds (``timed out``). Spins for a moment, then naps: a rank
+        that waits long leaves its core to the one that it waits for.
         """
         if numbers[at] >= least:
             return
@@ -530,6 +535,8 @@ class PeerProcesses:
                 look = now + _LOOK_SECONDS
                 if self._has_ended(index) and numbers[at] < least:
                     raise RuntimeError(f"closed: the process of axis index {index} has ended")
+                if self._crossed():
+                    raise RuntimeError(CROSSED)
             if now >= deadline:
                 raise RuntimeError("timed out")
             nap = min(nap + 2e-5, _LONGEST_NAP_SECONDS)

@@ -10,6 +10,7 @@ import pytest
 from tests.preflight.project import DS_CONFIG, EXPERIMENT, project
 from zero_trial.cli.main import main
 from zero_trial.ds_config.reader import read_ds_config
+from zero_trial.errors import ConfigError
 
 
 def test_every_value_and_where_it_came_from(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -64,6 +65,46 @@ def test_a_ds_config_by_itself(tmp_path: Path, capsys: pytest.CaptureFixture[str
     path.write_text(json.dumps({"train_batch_size": 32, "zero_optimisation": {}}))
     assert main(["config", str(path)]) == 2
     assert 'Did you mean "zero_optimization"?' in capsys.readouterr().err
+
+
+def test_auto_stays_in_a_ds_config_by_itself(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """A file for Hugging Face's Trainer is filled in by the script, which is not here."""
+    path = tmp_path / "ds_config.json"
+    given = {
+        "train_batch_size": "auto",
+        "gradient_clipping": "auto",
+        "bf16": {"enabled": "auto"},
+        "optimizer": {"type": "AdamW", "params": {"lr": "auto", "eps": 1e-6}},
+        "scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": "auto"}},
+    }
+    path.write_text(json.dumps(given))
+    assert main(["config", str(path), "--given"]) == 0
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    filled = "filled in from args.{0} of a script, or the trial's hyperparameter {0}"
+    for key, name in {
+        "gradient_clipping": "max_grad_norm",
+        "bf16.enabled": "bf16",
+        "optimizer.params.lr": "learning_rate",
+        "scheduler.params.total_num_steps": "max_steps",
+    }.items():
+        assert f'{key} "auto" ds_config.json:1 {filled.format(name)}' in lines
+    assert any(line.startswith("optimizer.params {eps: 1e-06}") for line in lines)
+    assert main(["config", str(path), "--json"]) == 0
+    again = json.loads(capsys.readouterr().out)["ds_config"]
+    assert again["gradient_clipping"] == again["bf16"]["enabled"] == "auto"
+    assert again["optimizer"]["params"] == {"lr": "auto", "eps": 1e-6}
+    with pytest.raises(ConfigError, match='"auto" has no source'):
+        read_ds_config(given)
+
+
+def test_the_ranks_of_a_ds_config_by_itself(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    path = tmp_path / "ds_config.json"
+    sizes = {"train_batch_size": 32, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2}
+    path.write_text(json.dumps(sizes))
+    assert main(["config", str(path)]) == 0
+    assert "data-parallel ranks             4" in capsys.readouterr().out
+    assert main(["config", str(path), "--slots", "2"]) == 2
+    assert "or start 4 data-parallel ranks" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("verb", ["run", "check", "plan"])

@@ -164,6 +164,11 @@ def test_message_of_wrong_arithmetic():
     )
 
 
+def test_message_names_the_ranks_that_fit():
+    with pytest.raises(ConfigError, match="or remove it and it is derived, or start 8 data-parallel ranks"):
+        solve_batch(32, 4, 1, 1)
+
+
 def test_message_says_what_was_derived():
     with pytest.raises(ConfigError, match=r"train_micro_batch_size_per_gpu 3 \(derived: 7 // 2 ranks // 1\)"):
         solve_batch(7, None, None, 2)

@@ -31,6 +31,8 @@ def test_a_row_knows_its_place():
         ({"enabled": "auto"}, True),
         ({"a": {"enabled": False}, "b": {"enabled": False}}, False),
         ({"a": {"enabled": False}, "b": {"shared": {"enabled": True}}}, True),
+        ({"a": {"shared_parameters": {"enabled": False}, "different_groups": {"wq1": {"params": {"bits": 4}}}}}, False),
+        ({"a": {"shared_parameters": {"enabled": True}, "different_groups": {"wq1": {"params": {"bits": 4}}}}}, True),
         ({"mode": "fixed"}, True),
         ({}, False),
     ],

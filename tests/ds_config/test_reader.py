@@ -28,7 +28,6 @@ LEAVES = [row for row in ROWS if not row.is_section]
 # test_rules.
 NEEDS: dict[str, dict[str, Any]] = {
     "data_types.param_dtype": {"bf16": {"enabled": True}},
-    "activation_checkpointing.contiguous_memory_optimization": {"activation_checkpointing": {"number_checkpoints": 2}},
     "zero_optimization.reshard_after": {"zero_optimization": {"stage": 3}},
     "pipeline.chunks_per_rank": {"pipeline": {"schedule": "interleaved"}},
 }

@@ -9,7 +9,7 @@ import pytest
 
 from zero_trial.ds_config.keys_zero import MeshSection
 from zero_trial.ds_config.reader import read_ds_config
-from zero_trial.ds_config.reconcile import AxisSizes, reconcile, solve_axes
+from zero_trial.ds_config.reconcile import AxisSizes, ranks_of, reconcile, solve_axes
 from zero_trial.ds_config.table import DsConfig
 from zero_trial.errors import ConfigError, InvalidHP
 
@@ -110,3 +110,17 @@ def test_in_a_search_it_is_an_invalid_point():
 def test_the_hyperparameter_counts_where_ds_config_says_nothing():
     assert reconcile(config(), 2, {"global_batch_size": 8}).batch.micro_batch_size == 4
     assert reconcile(config(train_batch_size=8), 2, {"global_batch_size": 8}).batch.train_batch_size == 8
+
+
+@pytest.mark.parametrize(
+    ("ranks", "given"),
+    [
+        (1, {}),
+        (1, {"train_batch_size": 8, "train_micro_batch_size_per_gpu": 2}),  # the accumulation is derived
+        (2, {"train_batch_size": 8, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2}),
+        (1, {"train_batch_size": 9, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2}),
+        (12, {"mesh": MeshSection(shard=3, replica=2, pipe=2)}),
+    ],
+)
+def test_the_ranks_that_a_file_was_written_for(ranks: int, given: dict[str, Any]):
+    assert ranks_of(config(**given)) == ranks

@@ -152,6 +152,29 @@ for state in ({"backend": None}, {"backend": "nccl"}, {"backend": None, "num_pro
 """
 
 
+ALONE = """
+import torch
+import zero_trial.as_deepspeed
+import deepspeed
+assert not torch.distributed.is_initialized()
+with deepspeed.zero.Init():
+    model = torch.nn.Linear(2, 1)
+    assert deepspeed.comm.get_rank() == 0
+engine, *_ = deepspeed.initialize(model=model, config={"train_batch_size": 1, "zero_optimization": {"stage": 3}})
+engine.backward(engine(torch.ones(1, 2)).sum())
+assert torch.distributed.get_world_size() == 1
+torch.distributed.barrier()
+"""
+
+
+def test_a_process_without_a_launcher_is_connected_as_deepspeed_does():
+    """transformers and accelerate ask torch.distributed for the rank."""
+    init = python(ALONE)
+    assert init.returncode == 0, init.stderr
+    initialize = python(ALONE.replace("with deepspeed.zero.Init():", "if True:").replace("    assert", "    #"))
+    assert initialize.returncode == 0, initialize.stderr
+
+
 def test_accelerate_counts_ranks_on_cpus():
     """It asks for no backend where there is no GPU, and would take each rank for the only one. What
     it has filled in already stays."""

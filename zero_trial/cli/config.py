@@ -21,7 +21,8 @@ def add_parser(subparsers: Any) -> None:
         "config",
         help="show every value of the ds_config and where it came from",
         description="Resolve the ds_config of an experiment as a run would: the batch sizes and the mesh, every value with its source, and "
-        "what has no effect. Of a search, its first point that can be trained. Starts nothing and imports no model.",
+        "what has no effect. Of a search, its first point that can be trained. In a ds_config by itself "
+        '"auto" stays, with what fills it in. Starts nothing and imports no model.',
         allow_abbrev=False,
     )
     parser.add_argument(
@@ -31,7 +32,12 @@ def add_parser(subparsers: Any) -> None:
         help="the experiment, a run's config.lock.yaml, or a ds_config by itself",
     )
     parser.add_argument("model_dir", nargs="?", type=Path, metavar="MODEL_DIR", help="the folder of the trial's module")
-    parser.add_argument("--slots", type=int, metavar="N", help="ranks (default: resources.slots_per_trial, or 1)")
+    parser.add_argument(
+        "--slots",
+        type=int,
+        metavar="N",
+        help="ranks (default: resources.slots_per_trial, or what a ds_config's batch sizes and mesh say)",
+    )
     parser.add_argument("--given", action="store_true", help="leave out defaults that need no remark")
     parser.add_argument(
         "--json", action="store_true", help="print one JSON object; its ds_config repeats the run on any release"
@@ -42,14 +48,16 @@ def add_parser(subparsers: Any) -> None:
 def _handle(options: argparse.Namespace) -> int:
     """Run the verb."""
     from zero_trial.ds_config.reader import read_ds_config
-    from zero_trial.ds_config.reconcile import reconcile
+    from zero_trial.ds_config.reconcile import ranks_of, reconcile
     from zero_trial.experiment.experiment import read_experiment
     from zero_trial.preflight.ds_configs import first_legal
     from zero_trial.runs.provenance import locked_model_dir
 
     if _is_ds_config(options.experiment_path):
-        config = _with_batch(read_ds_config(options.experiment_path, name=options.experiment_path.name))
-        _say(config, reconcile(config, options.slots or 1), options)
+        config = _with_batch(
+            read_ds_config(options.experiment_path, name=options.experiment_path.name, allow_open=True)
+        )
+        _say(config, reconcile(config, options.slots or ranks_of(config)), options)
         return 0
     experiment = read_experiment(options.experiment_path)
     model_dir = options.model_dir or locked_model_dir(experiment) or Path()

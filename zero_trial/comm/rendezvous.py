@@ -248,6 +248,13 @@ def _backend(given: str | None, kind: str | None, env: RankEnv) -> str:
     return given
 
 
+def expects_ranks() -> bool:
+    """Return whether torch.distributed should run: under a launcher, and in a process that has
+    imported deepspeed, because scripts and libraries ask for the rank after DeepSpeed has started
+    it. Another process without a launcher trains alone without it."""
+    return read_rank_env().launched or is_distributed() or "deepspeed" in sys.modules
+
+
 def destroy_distributed() -> None:
     """Stop the heartbeat's thread, then destroy the process group. Safe to call twice."""
     if is_distributed():

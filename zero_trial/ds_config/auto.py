@@ -156,6 +156,19 @@ def resolve_auto(document: Document, hints: Hints, *, fill: bool = False) -> tup
     return document, faults
 
 
+def unfilled(given: Mapping[str, Any]) -> dict[str, str]:
+    """Return each "auto" that has no value yet, in what a DsConfig keeps of its source, and the
+    words for where a run takes it from."""
+    found: dict[str, str] = {}
+    for path in map(".".join, _autos(given)):
+        names = RULES.get(path, AutoRule()).names
+        source = (
+            f"args.{names[-1]} of a script, or the trial's hyperparameter {names[-1]}" if names else "nothing: set it"
+        )
+        found[path] = f"filled in from {source}"
+    return found
+
+
 def contradictions(document: Document, hints: Hints) -> list[ConfigError]:
     """Return a fault for every number in ds_config that a hyperparameter of the same meaning
     contradicts.

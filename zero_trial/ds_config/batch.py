@@ -95,7 +95,9 @@ def _contradiction(batch: int, micro: int, steps: int, dp_world: int, how: Mappi
     if any(how[name].provenance is Provenance.DERIVED for name in _NAMES[1:]):
         first = ""
     else:
-        first = f"Set train_batch_size: {product}, or remove it and it is derived. "
+        whole, left = divmod(batch, micro * steps)
+        ranks = f", or start {whole} data-parallel ranks" if not left else ""
+        first = f"Set train_batch_size: {product}, or remove it and it is derived{ranks}. "
     near = nearest_triples(batch, micro, steps, dp_world, how)
     listed = "; ".join(f"{b} = {m} x {s} x {dp_world}" for b, m, s in near)
     origins = ", ".join(

@@ -154,7 +154,13 @@ def _declare(row: Key) -> Any:
 
 
 def _enabled(section: Mapping[str, Any]) -> bool:
-    """Return False if the section, or everything in it that has a switch, is switched off."""
+    """Return False if the section, or everything in it that has a switch, is switched off.
+
+    ``shared_parameters`` hold the switch of a part of compression_training, whose groups have none.
+    """
+    shared = section.get("shared_parameters")
+    if isinstance(shared, Mapping):
+        return _enabled(shared)
     switches = [inner for key, inner in section.items() if key == "enabled"]
     if switches:
         return any(switch is not False for switch in switches)

@@ -23,7 +23,7 @@ class LegacyKeys:
         None,
         Opaque(),
         "it quantises or prunes the model while it is trained; removed from DeepSpeed in 0.19.8",
-        instead="Set enabled: false, or remove the section.",
+        instead="Set enabled: false in each of its parts, or remove the section.",
         origin=Origin.LEGACY,
     )
     quantize_training: ClassVar = refused(

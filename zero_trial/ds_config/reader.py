@@ -157,13 +157,16 @@ def read_ds_config(
     hyperparameters: Mapping[str, Any] | None = None,
     search: bool = False,
     name: str | None = None,
+    allow_open: bool = False,
 ) -> DsConfig:
     """Return a checked DsConfig from a dict, a path, base64 of JSON, or a Document.
 
     ``hints`` fill "auto" (``hidden_size`` of the model, ``total_num_steps`` ...).
     ``hyperparameters`` do that too, stand in for keys that are missing, and must not contradict
     those that are there; in a ``search`` such a contradiction is InvalidHP. ``name`` stands in
-    messages instead of the file's name. Raises ConfigError with all faults of the source together.
+    messages instead of the file's name. With ``allow_open`` an "auto" without a source is no fault:
+    it stays in ``raw``, for a report, and the field has its default. Raises ConfigError with all
+    faults of the source together.
     """
     document = open_source(source, name)
     spelled = canonical(document)
@@ -173,7 +176,7 @@ def read_ds_config(
     clashes = contradictions(ready, hyperparameters or {})
     ready, unresolved = resolve_auto(ready, known, fill=hyperparameters is not None)
     values, more, warnings = _read_values(ready, {fault.where for fault in unresolved})
-    faults += [*unresolved, *more]
+    faults += more if allow_open else [*unresolved, *more]
     clashes += [] if faults else cross_faults(values, ready)
     for key, unused in unused_rates(ready):
         if _of_a_trial(ready.at(("optimizer", "params", key)).source()):

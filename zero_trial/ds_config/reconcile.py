@@ -80,6 +80,17 @@ def solve_axes(config: DsConfig, world_size: int) -> AxisSizes:
     return AxisSizes(shard, replica, mesh.pipe, mesh.model)
 
 
+def ranks_of(config: DsConfig) -> int:
+    """Return the ranks that a ds_config was written for, as far as its mesh and its batch sizes
+    say: 1 where they say nothing."""
+    mesh, batch = config.mesh, config.train_batch_size
+    data = (mesh.shard or config.zero_optimization.mics_shard_size or 1) * (mesh.replica or 1)
+    each = (config.train_micro_batch_size_per_gpu or 0) * (config.gradient_accumulation_steps or 0)
+    if batch is not None and each and batch % each == 0:
+        data = batch // each
+    return data * mesh.pipe * mesh.model
+
+
 def reconcile(
     config: DsConfig,
     world_size: int,

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from zero_trial.ds_config.auto import AUTO, unfilled
 from zero_trial.ds_config.key import Key, Support
 from zero_trial.ds_config.table import FIELDS, TABLE, DsConfig
 from zero_trial.schema.document import Provenance, ValueSource, shown
@@ -55,6 +56,7 @@ def config_report(config: DsConfig) -> tuple[ReportEntry, ...]:
     given key that has no field of its own.
     """
     found: list[ReportEntry] = []
+    left = unfilled(config.raw)
     for path, row in TABLE.items():
         source = config.source(path)
         given = not source.is_default
@@ -63,7 +65,10 @@ def config_report(config: DsConfig) -> tuple[ReportEntry, ...]:
         exists, value = _value(config, path) if path in FIELDS else (True, _raw(config.raw, path))
         if not exists:
             continue
-        found.append(ReportEntry(path, value, source, row.support.value, _remark(row, value, given)))
+        remark = left.get(path) or _remark(row, value, given)
+        found.append(ReportEntry(path, AUTO if path in left else value, source, row.support.value, remark))
+        inner = [key for key in left if row.name == "params" and key.rpartition(".")[0] == path]
+        found += [ReportEntry(key, AUTO, config.source(key), row.support.value, left[key]) for key in inner]
     return tuple(found)
 
 
@@ -148,11 +153,14 @@ def resolved_ds_config(config: DsConfig) -> dict[str, Any]:
     the same configuration, on any release.
     """
     found = copy.deepcopy(dict(config.raw))
+    left = unfilled(config.raw)
     for path in sorted(FIELDS):
         row = TABLE[path]
         exists, value = _value(config, path)
-        if row.is_section or not exists or value is None:
+        if row.is_section or not exists or value is None or path in left:
             continue
+        if row.name == "params":
+            value = {**value, **{key.rpartition(".")[2]: AUTO for key in left if key.rpartition(".")[0] == path}}
         section = found
         for part in path.split(".")[:-1]:
             section = section.setdefault(part, {})

@@ -142,17 +142,6 @@ def _mics_is_the_shard_axis(values: Values, where: Where) -> ConfigError | None:
     return ConfigError("differs from mesh.shard", where=where(path), got=mics, expected=shard, fix="Keep mesh.shard.")
 
 
-def _contiguous_needs_number(values: Values, where: Where) -> ConfigError | None:
-    section = "activation_checkpointing"
-    if not _get(values, f"{section}.contiguous_memory_optimization") or values.get(f"{section}.number_checkpoints"):
-        return None
-    return ConfigError(
-        "contiguous memory needs the number of checkpoints",
-        where=where(f"{section}.contiguous_memory_optimization"),
-        fix=f"Set {section}.number_checkpoints.",
-    )
-
-
 def _one_format_of_states(values: Values, where: Where) -> ConfigError | None:
     asked = values.get("data_types.optimizer_states")
     if not _get(values, "bf16.bf16_optimizer_states") or asked in (None, "bf16"):
@@ -242,7 +231,6 @@ _RULES: tuple[Callable[[Values, Where], ConfigError | None], ...] = (
     _autocast_alone,
     _param_dtype_is_the_mode,
     _mics_is_the_shard_axis,
-    _contiguous_needs_number,
     _one_format_of_states,
     _nvme_needs_a_path,
     _reshard_is_for_stage_3,

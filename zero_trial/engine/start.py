@@ -20,9 +20,8 @@ from zero_trial.comm import (
     AxisComm,
     Mesh,
     build_mesh,
+    expects_ranks,
     init_distributed,
-    is_distributed,
-    read_rank_env,
     sum_in_order,
     world_size,
 )
@@ -212,7 +211,7 @@ def _log_start(engine: Engine, settings: DsConfig) -> None:
 
 def _join_ranks(settings: DsConfig, mpu: Any, port: int, required: bool | None) -> Mesh:
     timeout = settings.comm_timeout_seconds
-    if read_rank_env().launched or required or is_distributed():
+    if expects_ranks() or required:
         init_distributed(distributed_port=port, timeout=timeout, dist_init_required=required)
     add = native_sum(sum_in_order)
     if mpu is not None:

@@ -26,7 +26,7 @@ from torch.nn.modules.module import (
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten
 
-from zero_trial.comm import AxisComm, Mesh, build_mesh, init_distributed, read_rank_env, world_size
+from zero_trial.comm import AxisComm, Mesh, build_mesh, expects_ranks, init_distributed, world_size
 from zero_trial.comm.mesh import plan_shape
 from zero_trial.errors import ConfigError, TrialError
 from zero_trial.sharding.freed import METADATA, absent, free, lost_edits, own_params, owner_of_param, revive, twin_of
@@ -256,7 +256,7 @@ class Init:
         if not self._enabled:
             return self
         if self._mesh is None:
-            if read_rank_env().launched:
+            if expects_ranks():
                 init_distributed()
             _require_all_ranks(self._group, self._mpu)
             self._mesh = build_mesh(plan_shape(world_size(), shard_optimizer=True))

@@ -236,7 +236,10 @@ def _check_class(
         if sum(files[name].size for name in sources) > _LARGEST_SOURCES:
             return
         with tempfile.TemporaryDirectory() as folder:
-            archive.extractall(folder, [files[name] for name in sources], filter="data")
+            for name in sources:
+                content, target = archive.extractfile(files[name]), Path(folder, name)
+                target.parent.mkdir(parents=True, exist_ok=True)
+                target.write_bytes(content.read() if content is not None else b"")
             check_entrypoint(entrypoint, Path(folder), "entrypoint", shown="the model definition")
             check_metric(entrypoint, Path(folder), metric, "searcher.metric")
     except ConfigError as fault:

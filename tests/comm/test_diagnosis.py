@@ -227,6 +227,8 @@ def test_a_rank_that_has_called_less_and_one_that_has_forgotten() -> None:
         ({"calls": {"world 1": 5}}, {}, []),  # this rank is not on their axis
         ({"call": ("shard 1", 8), "calls": {"world 1": 4, "shard 1": 8}}, {}, []),  # the same one
         ({}, {"gave_up": True}, [1]),
+        ({"call": ("shard 1", 8)}, {"operation": "start"}, []),
+        ({"call": ("shard 1", 8)}, {"operation": "another"}, [1]),  # of the same number
     ],
 )
 def test_ranks_that_wait_for_each_other_are_told_from_slow_ones(mine: Any, theirs: Any, found: list[int]) -> None:

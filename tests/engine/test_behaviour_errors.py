@@ -14,7 +14,7 @@ from torch import nn
 
 import zero_trial
 from tests.support.dense import STAGES, Case, Turn, build_engine
-from tests.support.pool import RankPool
+from tests.support.pool import Pools, RankPool
 from zero_trial.comm import waits
 from zero_trial.errors import ConfigError, MeshError, TrialError, ZeroTrialError
 
@@ -268,6 +268,61 @@ def more_batches() -> str:
     except MeshError as error:
         return str(error)
     return ""
+
+
+def of_rank(what: str, stage: str) -> str:
+    """The error of an engine that each rank makes in its own way."""
+    first = torch.distributed.get_rank() == 0
+    torch.manual_seed(0)
+    model, config, given = net(), dict(CONFIG), {}
+    if what == "shape" and first:
+        model[2] = nn.Linear(4, 3)
+    elif what == "layer" and first:
+        model.append(nn.Linear(2, 2))
+    elif what == "frozen":
+        model[0].requires_grad_(first)
+    elif what == "rate":
+        config["optimizer"] = {"type": "AdamW", "params": {"lr": 1e-3 if first else 2e-3}}
+    elif what == "accumulation":
+        config |= {"train_batch_size": None, "train_micro_batch_size_per_gpu": 1}
+        config |= {"gradient_accumulation_steps": 1 if first else 2}
+    elif what == "clip":
+        config["gradient_clipping"] = 1.0 if first else 0.0
+    elif what == "optimizer":
+        given["optimizer"] = (torch.optim.SGD if first else torch.optim.Adam)(model.parameters(), lr=0.1)
+    elif what == "groups":
+        groups = [{"params": [param], "lr": 0.1 * place} for place, param in enumerate(model.parameters())]
+        given["model_parameters"] = groups if first else groups[::-1]
+    config["zero_optimization"] = STAGES["zero1" if what == "stage" and first else stage]
+    try:
+        zero_trial.initialize(model=model, config=config, **given)[0].destroy()
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        ("shape", "2.weight (3, 4) torch.float32 on rank 0, 2.weight (2, 4) torch.float32 on rank 1"),
+        ("layer", "3.weight (2, 2) torch.float32 on rank 0, nothing more on rank 1"),
+        (
+            "frozen",
+            "0.weight (4, 3) torch.float32 on rank 0, 0.weight (4, 3) torch.float32 without gradients on rank 1",
+        ),
+        ("rate", "optimizer [AdamW, {lr: 0.001}] on rank 0, optimizer [AdamW, {lr: 0.002}] on rank 1"),
+        ("accumulation", "gradient_accumulation_steps 1 on rank 0, gradient_accumulation_steps 2 on rank 1"),
+        ("clip", "gradient_clipping 1 on rank 0, gradient_clipping 0 on rank 1"),
+        ("optimizer", "SGD on rank 0, Adam on rank 1"),
+        ("groups", "group 0 (lr 0.0) of 0.weight on rank 0, group 0 (lr 0.3"),
+        ("stage", "zero_optimization.stage 1 on rank 0, zero_optimization.stage 0 on rank 1"),
+        ("nothing", ""),
+    ],
+)
+def test_ranks_that_train_different_things_are_refused(ranks: Pools, what: str, words: str) -> None:
+    for text in ranks(2).run(of_rank, what, "zero0"):
+        assert words in text, text
+        assert bool(text) is bool(words)
 
 
 def saves_alone(stage: str, transport: str, folder: str) -> tuple[str, str]:

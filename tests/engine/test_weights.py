@@ -375,7 +375,7 @@ def unequal(how: str) -> str:
     ("how", "words"),
     [
         ("dtype", ["embed.weight", "torch.float32", "torch.bfloat16"]),
-        ("ties", ["head.weight", "on data-parallel rank 1"]),
+        ("ties", ["head.weight", "on rank 1"]),
         ("lacks", ["rank 0: 2 (frozen.bias", "rank 1:"]),
         ("other rank", ["rank 0:", "rank 1: 0"]),
     ],

@@ -190,11 +190,17 @@ def crossed(positions: Positions, own: int) -> list[int]:
     if mine is None or mine.call is None or not mine.inside:
         return []
     others = {rank: at for rank, at in positions.items() if at is not None and rank != own}
-    return [
-        rank
-        for rank, at in others.items()
-        if at.inside and at.call is not None and _lacks(at, mine.call) and _lacks(mine, at.call)
-    ]
+    return [rank for rank, at in others.items() if at.inside and at.call is not None and _never_meet(mine, at)]
+
+
+def _never_meet(mine: RankPosition, at: RankPosition) -> bool:
+    """Return whether two ranks that wait are in different calls of one number on one axis, or each
+    in one that the other has not made."""
+    if mine.call is None or at.call is None:
+        return False
+    if tuple(mine.call) == tuple(at.call):
+        return mine.operation != at.operation
+    return _lacks(at, mine.call) and _lacks(mine, at.call)
 
 
 def _lacks(at: RankPosition, call: tuple[str, int]) -> bool:

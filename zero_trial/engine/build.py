@@ -32,7 +32,15 @@ from zero_trial.engine.offload_config import (
 )
 from zero_trial.engine.optimizer_plan import OptimizerPlan, made_by_client, plan_optimizer, unbuildable
 from zero_trial.engine.optimizers import groups_over, parameter_groups
-from zero_trial.engine.parameter_checks import log_dtypes, log_model_parts, require_no_engine
+from zero_trial.engine.parameter_checks import (
+    groups_of,
+    log_dtypes,
+    log_model_parts,
+    require_no_engine,
+    require_same,
+    settings_of,
+    tensors_of,
+)
 from zero_trial.engine.pipeline_build import ResolvedPipeline, build_layers, resolve_pipeline
 from zero_trial.engine.pipeline_engine import PipelineEngine
 from zero_trial.engine.resolved_config import resolve_config
@@ -79,6 +87,11 @@ def build_engine(
     if isinstance(model, PipelineModule):
         given = model_parameters is not None or isinstance(optimizer, torch.optim.Optimizer)
         build_layers(model, settings, mesh, has_parameters=given)
+    fix = "Build the same model on every rank, with the same dtype, ties and frozen parts."
+    require_same(mesh.data, "initialize(model)", tensors_of(model.named_parameters()), fix)
+    require_same(
+        mesh.data, "initialize(config)", settings_of(settings, resolved), "Give every rank the same ds_config."
+    )
     if device.type == "meta":  # a dry run may be asked for sizes only
         weights = None
     else:
@@ -143,6 +156,8 @@ def _plan_optimizer(
     groups = parameter_groups(model, optimizer, model_parameters)
     if optimizer is None and settings.optimizer is None:
         return None
+    fix = "Give every rank the same optimizer over the same groups in one order."
+    require_same(mesh.data, "initialize(optimizer)", groups_of(model, groups, optimizer), fix)
     plan = plan_optimizer(optimizer, groups, model, settings, mesh)
     if plan.whole:
         refuse_whole_tensors(settings, device)

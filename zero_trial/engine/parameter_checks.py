@@ -6,13 +6,16 @@ from __future__ import annotations
 import itertools
 import logging
 import operator
-from collections.abc import Sequence
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from zero_trial.comm import Mesh
+from zero_trial.comm import AxisComm, Mesh
+from zero_trial.ds_config.table import DsConfig
 from zero_trial.engine.accessors import EngineAccessors
 from zero_trial.engine.resolved_config import ResolvedConfig
 from zero_trial.errors import ConfigError, TrialError
@@ -229,6 +232,71 @@ def _unused(names: list[str], step: int) -> TrialError:
 def _listed(names: list[str]) -> str:
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return ", ".join(names[:_SHOWN]) + more
+
+
+# --- what ranks must have in common ---------------------------------------------------------------
+
+
+def require_same(ranks: AxisComm, where: str, facts: Sequence[str], fix: str) -> None:
+    """Raise ConfigError, on every rank of ``ranks``, where their lists of ``facts`` differ.
+    Collective; a number is compared, and lists travel only to be named."""
+    rows = ranks.gather_row([zlib.crc32("\n".join(facts).encode())], f"{where} of every rank")
+    odd = next((index for index, row in enumerate(rows) if row != rows[0]), 0)
+    if not odd:
+        return
+    everyone = ranks.gather_json(list(facts) if ranks.index in (0, odd) else [], f"{where} of every rank")
+    pairs = itertools.zip_longest(everyone[0], everyone[odd], fillvalue="nothing more")
+    first, other = next(pair for pair in pairs if pair[0] != pair[1])
+    raise ConfigError(
+        "the ranks do not train the same: each would go its own way, or wait for another",
+        where=where,
+        got=f"{first} on rank {ranks.ranks[0]}, {other} on rank {ranks.ranks[odd]}",
+        expected="the same on every rank",
+        fix=fix,
+    )
+
+
+def tensors_of(named: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
+    """List tensors with their shapes, for :func:`require_same`."""
+    return [
+        f"{name} {tuple(tensor.shape)} {tensor.dtype}{'' if tensor.requires_grad else ' without gradients'}"
+        for name, tensor in named
+    ]
+
+
+def settings_of(settings: DsConfig, resolved: ResolvedConfig) -> list[str]:
+    """List what decides about the values of a step and its collectives, for
+    :func:`require_same`."""
+    optimizer, scheduler = settings.optimizer, settings.scheduler
+    return [
+        f"zero_optimization.stage {settings.zero_optimization.stage}",
+        f"gradient_accumulation_steps {resolved.batch.accumulation}",
+        f"gradient_clipping {resolved.clip:g}",
+        f"optimizer {_plain([optimizer.type, dict(optimizer.params)]) if optimizer is not None else None}",
+        f"scheduler {_plain([scheduler.type, dict(scheduler.params)]) if scheduler is not None else None}",
+        f"precision {resolved.policy}",
+        f"zero_optimization {resolved.plan} {resolved.sharding.limits}",
+    ]
+
+
+def groups_of(model: nn.Module, groups: Sequence[Mapping[str, Any]], optimizer: Any) -> list[str]:
+    """List the groups of an optimizer, for :func:`require_same`."""
+    names = {id(param): name for name, param in model.named_parameters()}
+    kind = [type(optimizer).__name__] if isinstance(optimizer, torch.optim.Optimizer) else []
+    return kind + [
+        f"group {index} ({', '.join(f'{key} {_plain(value)}' for key, value in sorted(group.items()) if key != 'params')}) "
+        f"of {' '.join(sorted(names.get(id(param), '?') for param in group['params']))}"
+        for index, group in enumerate(groups)
+    ]
+
+
+def _plain(value: Any) -> str:
+    """Return a setting as text that is the same in every process."""
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{key}: {_plain(item)}' for key, item in sorted(value.items()))}}}"
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(map(_plain, value))}]"
+    return str(value) if value is None or isinstance(value, (bool, int, float, str)) else type(value).__name__
 
 
 # --- warnings of rank 0 about a model before it trains --------------------------------------------

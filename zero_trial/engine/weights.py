@@ -22,6 +22,7 @@ from zero_trial.checkpoint.format import dtype_name, dtype_of, safetensors_heade
 from zero_trial.checkpoint.reader import compare_tensors
 from zero_trial.checkpoint.weights import WeightsReader
 from zero_trial.comm import AxisComm, Mesh, fail_together, raise_together
+from zero_trial.engine.parameter_checks import require_same, tensors_of
 from zero_trial.engine.saving import CheckpointedEngine, CheckpointNames
 from zero_trial.errors import ConfigError, TrialError
 from zero_trial.sharding.freed import is_left_freed
@@ -144,7 +145,8 @@ def give_values(
     if not any(count for count, *_ in rows):
         return
     if not by_files:
-        _require_one_model(named, data)
+        fix = "Build the same model on every rank, with the same dtype and buffers."
+        require_same(data, "initialize(model)", tensors_of(named), fix)
     if rows[0][1] and (any(row[2] for row in rows) or any(row[1:] != rows[0][1:] for row in rows)):
         _refuse_lacking(needed, data)
     from_first = not rows[0][1]
@@ -158,24 +160,6 @@ def give_values(
 
 def _checksum(value: Any) -> int:
     return zlib.crc32(json.dumps(value).encode())
-
-
-def _require_one_model(named: Sequence[tuple[str, torch.Tensor]], data: AxisComm) -> None:
-    """Raise ConfigError on every rank where ranks have other tensors than the first one."""
-    facts = [[name, str(tensor.dtype), list(tensor.shape), tensor.requires_grad] for name, tensor in named]
-    if len(set(data.gather_json(_checksum(facts), "names and shapes"))) == 1:
-        return
-    first, *others = data.gather_json(facts, "names and shapes")
-    for rank, theirs in enumerate(others, start=1):
-        for own, expected in itertools.zip_longest(theirs, first):
-            if own != expected:
-                raise ConfigError(
-                    "the ranks have different models, of which some are on the meta device",
-                    where=f"initialize(model): {(expected or own)[0]}",
-                    got=f"{own} on data-parallel rank {rank}",
-                    expected=f"{expected}, as on rank 0 (name, dtype, shape, requires_grad)",
-                    fix="Build the same model on every rank, with the same dtype and ties.",
-                )
 
 
 def _refuse_lacking(needed: Sequence[str], data: AxisComm) -> NoReturn:

@@ -37,7 +37,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks import record
-from benchmarks.rounds import _free_port
+from benchmarks.processes import free_port
 from zero_trial.comm import AxisComm, MeshShape, build_mesh, destroy_distributed, init_distributed, sum_in_order
 from zero_trial.comm.backends import NativeTransport
 from zero_trial.ops.cpu import native_sum
@@ -86,7 +86,7 @@ def in_ranks(arguments: list[str], ranks: int) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder, "rows")
         common = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "OMP_NUM_THREADS": "1"}
-        common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
+        common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
         command = [sys.executable, __file__, *arguments, "--worker", str(result)]
         started = [
             subprocess.Popen(command, env={**os.environ, **common, "RANK": str(rank), "LOCAL_RANK": str(rank)})

@@ -19,7 +19,6 @@ import argparse
 import json
 import os
 import shutil
-import socket
 import sys
 import tempfile
 from dataclasses import dataclass, field
@@ -28,7 +27,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from benchmarks.processes import run
+from benchmarks.processes import free_port, run
 from benchmarks.record import Column, save
 
 TOLERANCE = 1e-5
@@ -266,10 +265,7 @@ def _train(example: Example, source: Path, work: Path, python: str, side: str) -
             str(folder / example.program),
             *example.arguments.replace("TOKENIZER", str(work / "tokenizer")).split(),
         ]
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    launch = ["-m", "torch.distributed.run", "--nproc-per-node", str(example.ranks), "--master-port", str(port)]
+    launch = ["-m", "torch.distributed.run", "--nproc-per-node", str(example.ranks), "--master-port", str(free_port())]
     env = {"EXAMPLES_SAMPLES": str(example.samples), "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
     done = run([python, *launch, *words], 1500, env)
     if done.code != 0:

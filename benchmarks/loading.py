@@ -20,7 +20,6 @@ import gc
 import importlib
 import json
 import os
-import socket
 import subprocess
 import sys
 import tempfile
@@ -39,6 +38,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import zero_trial
 from benchmarks import record
+from benchmarks.processes import free_port
 from zero_trial.checkpoint.format import safetensors_header, tensor_bytes
 from zero_trial.comm import init_distributed
 
@@ -239,10 +239,7 @@ def start(case: str) -> None:
 
 def run_case(case: str, ranks: int, width: int, folder: Path, size: int) -> dict[str, Any]:
     """A row of the table."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    fixed = {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    fixed = {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     command = [sys.executable, __file__, "--work", case, "--width", str(width), "--folder", str(folder)]
     processes = [
         subprocess.Popen(

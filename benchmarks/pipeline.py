@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.pipeline_worker import CHUNKS, Times, missing
 from benchmarks.record import Column, number, save
-from benchmarks.rounds import Failed, run_once
+from benchmarks.rounds import able_jobs, run_once, take_turns
 from zero_trial.pipeline.generators import build
 from zero_trial.pipeline.lowering import lower
 from zero_trial.pipeline.simulate import Costs, validate
@@ -64,6 +64,10 @@ class PipelineJob:
     threads: int = 1
     timeout_seconds: float = 300.0
 
+    @property
+    def label(self) -> str:
+        return f"{self.name} {self.ranks} stages"
+
 
 def main() -> None:
     """Measures, prints and saves."""
@@ -91,36 +95,13 @@ def main() -> None:
         for name in args.contenders
     ]
     load = os.getloadavg()[0]
-    rows = run_rounds(jobs, args.rounds)
+    able = able_jobs({job: missing(job.name) for job in jobs})
+    found = take_turns(able, args.rounds, lambda job: run_once(job, WORKER))
+    rows = [row_of(job, results) for job, results in found.items()]
     settings = {key: value for key, value in vars(args).items() if key not in ("contenders", "name")}
     settings["sleep"] = f"{1e3 * oversleep(times.forward / 2):.3f} ms longer than asked"
     settings["load"] = f"{load:.1f} processes wanted a core at the start, {os.getloadavg()[0]:.1f} at the end"
     save(args.name, settings, rows, COLUMNS, NOTE)
-
-
-def run_rounds(jobs: list[PipelineJob], rounds: int) -> list[dict[str, Any]]:
-    """Rows of medians over interleaved rounds; what cannot run is said and left out."""
-    results: dict[PipelineJob, list[dict[str, Any]]] = {}
-    for job in jobs:
-        reason = missing(job.name)
-        if reason is None:
-            results[job] = []
-        else:
-            print(f"skipped  {job.name}: {reason}", flush=True)
-    for turn in range(rounds):
-        for job in list(results):
-            try:
-                result = run_once(job, WORKER)
-            except Failed as error:
-                print(f"failed   {job.name} on {job.ranks}: {error}", flush=True)
-                del results[job]
-                continue
-            results[job].append(result)
-            print(
-                f"round {turn + 1}/{rounds}  {job.name:18} {job.ranks} stages {result['wall_ms']:9.2f} ms/step",
-                flush=True,
-            )
-    return [row_of(job, found) for job, found in results.items() if found]
 
 
 def row_of(job: PipelineJob, results: list[dict[str, Any]]) -> dict[str, Any]:

@@ -13,13 +13,10 @@ DeepSpeed's PipelineModule, whose schedule is 1F1B. All use SGD with the same ra
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
-import json
 import os
 import sys
 import time
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +29,8 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from benchmarks.rounds import answer
 
 WIDTH, ROWS = 64, 4
 
@@ -200,22 +199,6 @@ def _config(micro_batches: int, rows: int) -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    """Reads the job from the command line; ranks and addresses come from the environment."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("job")
-    parser.add_argument("output", type=Path)
-    args = parser.parse_args()
-    job = json.loads(args.job)
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(job["threads"])
-    join(job["name"])
-    result = measure(job)
-    args.output.with_name(f"{args.output.name}.{dist.get_rank()}").write_text(json.dumps(result))
-    dist.barrier()
-    dist.destroy_process_group()
-
-
 def measure(job: dict[str, Any]) -> dict[str, Any]:
     """Wall times of steps in milliseconds, each from a barrier until the last rank is done, and the
     losses where they are known."""
@@ -243,4 +226,4 @@ def go_first() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    answer(join, measure)

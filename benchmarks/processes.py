@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import tempfile
 import time
@@ -129,3 +130,10 @@ def rows(
         if left and not (ended.code == BROKEN and got):
             found.append({"name": left.pop(0), "why": ended.why(), "said": ended.tail(8)})
     return found
+
+
+def free_port() -> int:
+    """Return a port of this host that nothing listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

@@ -3,21 +3,26 @@ minute hits all alike."""
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, Protocol, TypeVar
+
+import torch
+import torch.distributed as dist
 
 from benchmarks.contenders import Workload, missing
+from benchmarks.processes import free_port
 
 WORKER = Path(__file__).with_name("worker.py")
 
@@ -36,6 +41,20 @@ class Job:
     steps: int
     timeout_seconds: float = 900.0
 
+    @property
+    def label(self) -> str:
+        return f"{self.name} {self.dtype}"
+
+
+class Measured(Protocol):
+    """A job: a dataclass of plain values, with a name to print."""
+
+    @property
+    def label(self) -> str: ...
+
+
+J = TypeVar("J", bound=Measured)
+
 
 class Failed(Exception):
     """The ranks of a job did not all end well; the message is the end of what the first one
@@ -49,30 +68,41 @@ def run_rounds(jobs: Sequence[Job], rounds: int, before: Path | None = None) -> 
     A job named ``before-N`` is ``ours-N`` of the checkout ``before``: the same measurement on
     another commit.
     """
-    results: dict[Job, list[dict[str, Any]]] = {}
-    for job in jobs:
-        reason = missing(job.name, job.dtype)
-        if reason is None:
-            results[job] = []
-        else:
-            print(f"skipped  {job.name} {job.dtype}: {reason}", flush=True)
+
+    def run(job: Job) -> dict[str, Any]:
+        if job.name.startswith("before-"):
+            return run_once(replace(job, name=job.name.replace("before", "ours")), checkout_worker(before))
+        return run_once(job)
+
+    able = able_jobs({job: missing(job.name, job.dtype) for job in jobs})
+    return [_medians(job, rows) for job, rows in take_turns(able, rounds, run).items()]
+
+
+def able_jobs(reasons: Mapping[J, str | None]) -> list[J]:
+    """Return the jobs that can run, and say why the others cannot."""
+    for job, reason in reasons.items():
+        if reason is not None:
+            print(f"skipped  {job.label}: {reason}", flush=True)
+    return [job for job, reason in reasons.items() if reason is None]
+
+
+def take_turns(jobs: Sequence[J], rounds: int, run: Callable[[J], dict[str, Any]]) -> dict[J, list[dict[str, Any]]]:
+    """Return what each job gave in each round; one that fails is named and left out."""
+    results: dict[J, list[dict[str, Any]]] = {job: [] for job in jobs}
     for turn in range(rounds):
         for job in list(results):
             began = time.perf_counter()
             try:
-                if job.name.startswith("before-"):
-                    result = run_once(replace(job, name=job.name.replace("before", "ours")), checkout_worker(before))
-                else:
-                    result = run_once(job)
+                result = run(job)
             except Failed as error:
-                print(f"failed   {job.name} {job.dtype}: {error}", flush=True)
+                print(f"failed   {job.label}: {error}", flush=True)
                 del results[job]
                 continue
             results[job].append(result)
             took = time.perf_counter() - began
-            line = f"round {turn + 1}/{rounds}  {job.name:22} {job.dtype}  {result['wall_ms']:9.2f} ms/step"
+            line = f"round {turn + 1}/{rounds}  {job.label:27}  {result['wall_ms']:9.2f} ms/step"
             print(f"{line}  ({took:.0f} s)", flush=True)
-    return [_medians(job, rows) for job, rows in results.items() if rows]
+    return {job: rows for job, rows in results.items() if rows}
 
 
 def checkout_worker(before: Path | None) -> Path:
@@ -91,7 +121,7 @@ def run_once(job: Any, worker: Path = WORKER) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder, "result")
         command = [sys.executable, str(worker), json.dumps(asdict(job)), str(output)]
-        ranks = [_start(command, job, rank, port, folder) for port in [_free_port()] for rank in range(job.ranks)]
+        ranks = [_start(command, job, rank, port, folder) for port in [free_port()] for rank in range(job.ranks)]
         deadline = time.monotonic() + job.timeout_seconds
         try:
             codes = _wait(ranks, deadline)
@@ -108,6 +138,23 @@ def run_once(job: Any, worker: Path = WORKER) -> dict[str, Any]:
     joined = {key: sum(row[key] for row in rows) / len(rows) for key in rows[0] if key != "losses"}
     joined["losses"] = [sum(values) / len(values) for values in zip(*(row["losses"] for row in rows), strict=True)]
     return joined
+
+
+def answer(join: Callable[[str], None], measure: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+    """Be one rank of :func:`run_once`: read the job from the command line, ``join`` the others, and
+    write what ``measure`` gives. Ranks and addresses come from the environment."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("job")
+    parser.add_argument("output", type=Path)
+    args = parser.parse_args()
+    job = json.loads(args.job)
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(job["threads"])
+    join(job["name"])
+    result = measure(job)
+    args.output.with_name(f"{args.output.name}.{dist.get_rank()}").write_text(json.dumps(result))
+    dist.barrier()
+    dist.destroy_process_group()
 
 
 def _start(command: list[str], job: Any, rank: int, port: int, folder: str) -> subprocess.Popen[bytes]:
@@ -134,12 +181,6 @@ def _wait(ranks: list[subprocess.Popen[bytes]], deadline: float) -> list[int | N
         if all(code is not None for code in codes) or any(codes) or time.monotonic() > deadline:
             return [124 if code is None and time.monotonic() > deadline else code for code in codes]
         time.sleep(0.05)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def _medians(job: Job, rows: list[dict[str, Any]]) -> dict[str, Any]:

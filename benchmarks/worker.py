@@ -3,9 +3,7 @@ as JSON."""
 
 from __future__ import annotations
 
-import argparse
 import gc
-import json
 import resource
 import sys
 import time
@@ -20,25 +18,11 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.contenders import Workload, prepare
+from benchmarks.rounds import answer
 
 
-def main() -> None:
-    """Reads the job from the command line; ranks and addresses come from the environment."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("job")
-    parser.add_argument("output", type=Path)
-    args = parser.parse_args()
-    job = json.loads(args.job)
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(job["threads"])
-    _init(job["name"])
-    result = measure(job)
-    args.output.with_name(f"{args.output.name}.{dist.get_rank()}").write_text(json.dumps(result))
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-def _init(name: str) -> None:
+def join(name: str) -> None:
+    """Join the ranks as the contender does."""
     if name.startswith("deepspeed"):
         import deepspeed
 
@@ -127,4 +111,4 @@ def _peak_rss() -> int:
 
 
 if __name__ == "__main__":
-    main()
+    answer(join, measure)

@@ -16,7 +16,8 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.master.fakes import experiment, tgz
+from tests.master.fakes import experiment
+from tests.support.archive import tgz
 from zero_trial.cli import main as cli
 from zero_trial.cli.master import default_root
 from zero_trial.master.agent.cluster import JobEnd, JobStatus

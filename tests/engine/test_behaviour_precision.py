@@ -12,16 +12,13 @@ from torch import nn
 
 import zero_trial
 from tests.support.dense import STAGES, TOLERANCE, Case, Turn, build_engine
+from tests.support.dense import tower_loss as loss
 from tests.support.models import Tower, adamw
 from tests.support.pool import Pools
 from zero_trial import zero
 from zero_trial.errors import Diverged
 
 STEPS = 4
-
-
-def loss(model: Any, turn: Turn) -> torch.Tensor:
-    return (model(turn.normal(4, 5).to(next(model.parameters()).dtype)) - 1).float().square().mean()
 
 
 def masters(engine: zero_trial.Engine) -> dict[str, torch.Tensor]:

@@ -14,6 +14,7 @@ from torch import nn
 
 import zero_trial
 from tests.support.dense import STAGES, Case, Turn, build_engine
+from tests.support.dense import tower_loss as loss
 from tests.support.late import make_late, on_device, waits
 from tests.support.models import Tower
 from tests.support.pipelines import batches, layers
@@ -22,10 +23,6 @@ from tests.support.pool import Pools
 from zero_trial.errors import Diverged, TrialError
 
 STEPS = 8
-
-
-def loss(model: Any, turn: Turn) -> torch.Tensor:
-    return (model(turn.normal(4, 5).to(next(model.parameters()).dtype)) - 1).float().square().mean()
 
 
 def two_groups(model: nn.Module) -> list[dict[str, Any]]:

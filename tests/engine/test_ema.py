@@ -23,6 +23,7 @@ from tests.engine.offloaded import train as train_net
 from tests.engine.test_deferred_step import both
 from tests.engine.test_offload import staged
 from tests.support.dense import STAGES, Case, Turn, build_engine, train_dense, train_ranks
+from tests.support.dense import tower_loss as loss
 from tests.support.models import Tower
 from tests.support.pipelines import batches, layers
 from tests.support.pipelines import make_engine as make_pipeline
@@ -36,10 +37,6 @@ from zero_trial.sharding.ema import KIND
 DECAY = 0.9
 EMA = {"ema": {"decay": DECAY}}
 SGD = {"type": "SGD", "params": {"lr": 0.05}}
-
-
-def loss(model: Any, turn: Turn) -> torch.Tensor:
-    return (model(turn.normal(4, 5).to(next(model.parameters()).dtype)) - 1).float().square().mean()
 
 
 def sgd(groups: Any) -> torch.optim.Optimizer:

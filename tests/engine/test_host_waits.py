@@ -11,6 +11,7 @@ import torch
 
 from tests.support import strict_backend
 from tests.support.dense import STAGES, Case, Turn, build_engine
+from tests.support.dense import tower_loss as loss
 from tests.support.late import make_late, on_device
 from tests.support.models import Tower
 from tests.support.pool import RankPool
@@ -23,10 +24,6 @@ def strict() -> Iterator[RankPool]:
     pool = RankPool(4, world="strict")
     yield pool
     pool.close()
-
-
-def loss(model: Any, turn: Turn) -> torch.Tensor:
-    return (model(turn.normal(4, 5).to(next(model.parameters()).dtype)) - 1).float().square().mean()
 
 
 def steady_steps(zero: dict[str, Any], config: dict[str, Any]) -> tuple[list[str], list[str], int, float]:

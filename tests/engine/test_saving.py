@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 import zero_trial
+from tests.engine.offloaded import differing
 from tests.support.dense import STAGES, Case, Turn, build_engine
 from tests.support.models import WIDTH, TinyLM, make_engine, tokens
 from tests.support.pool import Pools, RankPool
@@ -89,13 +90,6 @@ def values_of(engine: zero_trial.Engine) -> dict[str, torch.Tensor]:
     return found
 
 
-def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> list[str]:
-    """The names that differ in any bit."""
-    return sorted(
-        name for name in a.keys() | b.keys() if name not in a or name not in b or not torch.equal(a[name], b[name])
-    )
-
-
 def train(engine: zero_trial.Engine, steps: range) -> list[tuple[float, float, float]]:
     """(loss, lr, loss scale) of every micro-batch; the gradient of step 2 and of step 5 overflows
     on rank 1 in fp16."""
@@ -133,12 +127,12 @@ def resume(stage: str, config: dict[str, Any], folder: str, wide: bool) -> None:
     assert (client["epoch"], client["note"], client[7]) == (3, "a", (1.5, None))
     assert torch.equal(client["t"], torch.arange(3))
     assert counters(again) == count
-    assert same(at_save, values_of(again)) == []
+    assert differing(at_save, values_of(again)) == []
     assert train(again, range(4, 8)) == unbroken
     assert counters(again) == counters(engine)
-    assert same(values_of(engine), values_of(again)) == []
+    assert differing(values_of(engine), values_of(again)) == []
     state = engine.module_state_dict(), again.module_state_dict()
-    assert same(*({k: v for k, v in found.items() if "scratch" not in k} for found in state)) == []
+    assert differing(*({k: v for k, v in found.items() if "scratch" not in k} for found in state)) == []
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -220,7 +214,7 @@ def read(place: str, folder: str, saved: dict[str, torch.Tensor]) -> tuple[Any, 
     engine = engine_at(place, 2)
     train(engine, range(1))
     _, client = engine.load_checkpoint(folder, "here")
-    differing, steps = same(saved, values_of(engine)), engine.global_steps
+    wrong, steps = differing(saved, values_of(engine)), engine.global_steps
     lrs = engine.get_lr()
     for number in range(engine.gradient_accumulation_steps()):
         assert engine.is_gradient_accumulation_boundary() == (number + 1 == engine.gradient_accumulation_steps())
@@ -228,7 +222,7 @@ def read(place: str, folder: str, saved: dict[str, torch.Tensor]) -> tuple[Any, 
         engine.step()
     assert engine.was_step_applied()
     assert all(torch.isfinite(value).all() for value in values_of(engine).values())
-    return differing, steps, engine.global_steps, client, lrs
+    return wrong, steps, engine.global_steps, client, lrs
 
 
 @pytest.mark.parametrize("source", PLACES)
@@ -254,9 +248,9 @@ def parts(folder: str) -> None:
     before, count, lr = values_of(only), counters(only), only.get_lr()
     only.load_checkpoint(folder, "a", load_module_only=True)
     after = values_of(only)
-    assert same({k: v for k, v in saved.items() if k.startswith(("master", "param"))}, _weights(after)) == []
+    assert differing({k: v for k, v in saved.items() if k.startswith(("master", "param"))}, _weights(after)) == []
     assert (
-        same(
+        differing(
             {k: v for k, v in before.items() if k.startswith("exp")},
             {k: v for k, v in after.items() if k.startswith("exp")},
         )
@@ -266,7 +260,7 @@ def parts(folder: str) -> None:
 
     fresh = engine_of("zero2", ALL, seed=2)
     fresh.load_checkpoint(folder, "a", load_optimizer_states=False, load_lr_scheduler_states=False)
-    assert same(_weights(saved), _weights(values_of(fresh))) == []
+    assert differing(_weights(saved), _weights(values_of(fresh))) == []
     assert not any(name.startswith("exp") for name in values_of(fresh))
     assert fresh.global_steps == 3
     assert fresh.get_lr() != engine.get_lr()
@@ -275,7 +269,7 @@ def parts(folder: str) -> None:
     bare = engine_of("zero1", {"optimizer": None}, seed=2)  # evaluation only: no optimizer at all
     bare.load_checkpoint(folder)
     assert (
-        same(
+        differing(
             {k: v for k, v in saved.items() if k.startswith("param")},
             {k: v for k, v in values_of(bare).items() if k.startswith("param")},
         )
@@ -377,7 +371,7 @@ def other_adam(folder: str) -> None:
         engine.save_checkpoint(folder, f"t{number}")
         again = engine_of("zero3", other, narrow, seed=2)
         again.load_checkpoint(folder, f"t{number}")
-        assert same(values_of(engine), values_of(again)) == []
+        assert differing(values_of(engine), values_of(again)) == []
         train(again, range(2, 4))
         assert again.was_step_applied()
 
@@ -429,7 +423,7 @@ def start(folder: str) -> None:
     assert torch.equal(torch.get_rng_state(), rng)
     assert engine.global_steps == 0
     assert train(engine, range(2)) == first
-    assert same(values, values_of(engine)) == []
+    assert differing(values, values_of(engine)) == []
 
 
 def test_back_to_the_start(ranks: Pools, tmp_path: Path) -> None:

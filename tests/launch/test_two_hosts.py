@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -18,6 +17,7 @@ import pytest
 
 from tests.launch.programs import LIMIT, QUICK, Silent, child_environment, write_program, zero_trial
 from tests.launch.test_end_to_end import read_summary, write_project
+from tests.support.pool import free_port
 from zero_trial.launch.agent import AgentCommand, RankProgram
 from zero_trial.launch.hosts import RendezvousSpec
 from zero_trial.launch.supervisor import LaunchResult, Supervisor, is_running
@@ -156,9 +156,7 @@ def test_a_host_that_is_done_waits_for_the_other(tmp_path: Path):
         threading.Event().wait(0.05)
     """
     program = RankProgram(str(write_program(tmp_path, body)))
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     timeouts = replace(QUICK, after_failure=0.1, after_kill=0.5)
     jobs = []
     for node in (0, 1):

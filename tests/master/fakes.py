@@ -3,14 +3,13 @@ remembers, and a clock that is moved by hand."""
 
 from __future__ import annotations
 
-import io
-import tarfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from tests.support.archive import tgz
 from zero_trial.master.agent.environment import StartOrder
 from zero_trial.master.agent.processes import Exit
 from zero_trial.master.agent.resources import Node, Reports
@@ -131,14 +130,3 @@ def experiment(**changes: Any) -> dict[str, Any]:
     }
     config.update(changes)
     return config
-
-
-def tgz(files: Mapping[str, bytes]) -> bytes:
-    """A context directory."""
-    buffer = io.BytesIO()
-    with tarfile.open(fileobj=buffer, mode="w:gz") as archive:
-        for name, content in files.items():
-            info = tarfile.TarInfo(name)
-            info.size = len(content)
-            archive.addfile(info, io.BytesIO(content))
-    return buffer.getvalue()

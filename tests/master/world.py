@@ -11,6 +11,7 @@ from typing import Any
 import yaml
 
 from tests.master.fakes import Sandbox
+from tests.support.archive import tgz
 from zero_trial.master import logs
 from zero_trial.master.agent.resources import Node
 from zero_trial.master.core.accounts import digest
@@ -73,6 +74,12 @@ class World(Sandbox):
         order = self.agent.running.pop(old)
         renamed = self.tasks.allocation(name)
         self.agent.running[name] = replace(order, allocation=renamed)
+
+    def submit(self, project_id: int = 1, **config: Any) -> Experiment:
+        """Submit one more experiment, with changes of its configuration; its owner is user 1."""
+        text = yaml.safe_dump({**CONFIG, **config})
+        new = NewExperiment(text, tgz({}), "determined", project_id=project_id)
+        return self.experiments.create(new).experiment
 
     def add_trials(self, count: int) -> None:
         """More trials of the same sort, queued."""

@@ -3,14 +3,13 @@ learning curves by a formula."""
 
 from __future__ import annotations
 
-import io
 import json
-import tarfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tests.support.archive import tgz
 from zero_trial.master.records import Experiment, ExperimentState, MetricReport, Trial, TrialState
 from zero_trial.master.search import Create, ExitReason, Stop, build
 from zero_trial.master.store import Database, experiments, metrics, trials
@@ -55,23 +54,12 @@ class Searched:
     best: tuple[float, str] = (float("inf"), "")
 
 
-def context(files: Mapping[str, str]) -> bytes:
-    """Files as a context directory in .tar.gz."""
-    buffer = io.BytesIO()
-    with tarfile.open(fileobj=buffer, mode="w:gz") as archive:
-        for name, text in files.items():
-            entry = tarfile.TarInfo(name)
-            entry.size = len(text.encode())
-            archive.addfile(entry, io.BytesIO(text.encode()))
-    return buffer.getvalue()
-
-
 def play(path: Path, config: Mapping[str, Any] = CONFIG, *, pruned: int = 0) -> Searched:
     """Make the store at ``path`` with one experiment, and search to the end. The first ``pruned``
     points cannot be reconciled."""
     database, found = Database(path), Searched()
     search = build(config["searcher"], config["hyperparameters"], 7)
-    files = context({"model_def.py": "", "ds_config.json": json.dumps(DS_CONFIG)})
+    files = tgz({"model_def.py": "", "ds_config.json": json.dumps(DS_CONFIG)})
     with database.transaction() as connection:
         experiment = experiments.add(connection, _experiment(config), files)
     ids: dict[str, int] = {}

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.report.searched import CONFIG, DS_CONFIG, context, play
+from tests.report.searched import CONFIG, DS_CONFIG, play
+from tests.support.archive import tgz
 from zero_trial.ds_config.overlay import overwrite_ds_config
 from zero_trial.errors import ConfigError
 from zero_trial.experiment.experiment import read_experiment
@@ -228,7 +229,7 @@ def test_a_grid_has_trials_and_no_ladders(tmp_path: Path) -> None:
     config: dict[str, Any] = {**CONFIG, "searcher": searcher}
     database = Database(tmp_path / "db")
     with database.transaction() as connection:
-        experiments.add(connection, _experiment(config), context({}))
+        experiments.add(connection, _experiment(config), tgz({}))
         search = build(searcher, config["hyperparameters"], 1)
         for action in search.start():
             if isinstance(action, Create):
@@ -255,7 +256,7 @@ def test_reading_changes_nothing(tmp_path: Path) -> None:
 
 
 def test_one_file_of_a_context_directory() -> None:
-    archive = context({"a/ds.json": json.dumps(DS_CONFIG), "big": "x" * (2**20 + 1)})
+    archive = tgz({"a/ds.json": json.dumps(DS_CONFIG), "big": "x" * (2**20 + 1)})
     assert json.loads(member(archive, "./a/ds.json") or "") == DS_CONFIG
     assert member(archive, "big") is None
     assert member(archive, "../ds.json") is None

@@ -15,8 +15,9 @@ from tests.support.fake_core import Claims, FakeCore
 from tests.support.storing import storing
 from tests.support.thread_ranks import run_ranks
 from zero_trial.errors import CheckpointError
-from zero_trial.runtime.determined import DeterminedPlatform, TensorboardSync, TrialFacts, reportable
+from zero_trial.runtime.determined import DeterminedPlatform, TensorboardSync, TrialFacts
 from zero_trial.runtime.protocols import Distributed, JsonDistributed, Platform
+from zero_trial.util.text import spell_nonfinite
 
 FACTS = TrialFacts("12", "3", 7, {"lr": 0.1}, {"name": "x"}, latest_checkpoint="abc", steps_completed=40)
 
@@ -80,8 +81,8 @@ def test_numbers_that_json_has_no_words_for() -> None:
     more."""
     given = {"a": math.nan, "b": [math.inf, -math.inf], "c": {"d": 1.0}, "e": True, "f": "text"}
     wanted = {"a": "NaN", "b": ["Infinity", "-Infinity"], "c": {"d": 1.0}, "e": True, "f": "text"}
-    assert reportable(given) == wanted
-    json.dumps(reportable(given), allow_nan=False)
+    assert spell_nonfinite(given) == wanted
+    json.dumps(spell_nonfinite(given), allow_nan=False)
 
 
 def test_the_best_validation_is_the_experiments(tmp_path: Path) -> None:

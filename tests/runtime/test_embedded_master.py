@@ -56,7 +56,7 @@ def workloads(det: Det, trial: int, kind: str) -> dict[int, dict[str, Any]]:
     return {w[kind]["totalBatches"]: w[kind]["metrics"]["avgMetrics"] for w in found if w.get(kind)}
 
 
-def test_a_pause_and_a_crash_with_one_restart_give_the_same_bits(det: Det, tmp_path: Path) -> None:
+def test_a_pause_and_a_crash_with_one_restart_give_the_bits_of_an_uninterrupted_run(det: Det, tmp_path: Path) -> None:
     """They interrupt at other steps, and what is trained again is reported once."""
     stopped = submit(det, "class", wait_at=2)
     crashing = submit(det, "script", fault="crash", at=6, mark=str(tmp_path / "crashed"))
@@ -64,14 +64,17 @@ def test_a_pause_and_a_crash_with_one_restart_give_the_same_bits(det: Det, tmp_p
     det.wait_for_line(stopped, "waits")
     det.ok("experiment", "pause", str(stopped))
     det.wait(stopped, "PAUSED")
+    whole = submit(det, "module")
     det.ok("experiment", "activate", str(stopped))
     assert det.wait(crashing) == "COMPLETED", det.logs(crashing)
     assert det.wait(stopped) == "COMPLETED", det.logs(stopped)
     assert "start   params 5  resumed at step 3" in det.logs(stopped)
     assert list(workloads(det, stopped, "training")) == list(range(1, 9))
     assert list(workloads(det, stopped, "validation")) == [4, 8]
-    assert workloads(det, stopped, "training") == workloads(det, crashing, "training")
-    assert workloads(det, stopped, "validation") == workloads(det, crashing, "validation")
+    assert det.wait(whole) == "COMPLETED", det.logs(whole)
+    assert [det.trials(each)[0]["restarts"] for each in (whole, stopped, crashing)] == [0, 0, 1]
+    for kind in ("training", "validation"):
+        assert workloads(det, stopped, kind) == workloads(det, crashing, kind) == workloads(det, whole, kind)
 
     uuid = re.findall(r"checkpoint ([0-9a-f-]{36})", det.logs(stopped))[-1]
     det.ok("checkpoint", "download", uuid, "-o", str(tmp_path / "latest"))
@@ -80,19 +83,6 @@ def test_a_pause_and_a_crash_with_one_restart_give_the_same_bits(det: Det, tmp_p
     log = det.logs(crashing)
     assert len(re.findall(r"run \d ended with exit code \d+: (?:rank \d: )?KeyError: 'no such thing'", log)) == 1
     assert "resumed at step 4" in log
-    assert det.trials(crashing)[0]["restarts"] == 1
-
-
-@pytest.mark.slow  # two whole trials on two ranks
-def test_a_crash_and_a_restart_give_the_bits_of_an_uninterrupted_run(det: Det, tmp_path: Path) -> None:
-    whole = submit(det, "class")
-    assert det.wait(whole) == "COMPLETED", det.logs(whole)
-    crashing = submit(det, "module", fault="crash", at=6, mark=str(tmp_path / "crashed"))
-    assert det.wait(crashing) == "COMPLETED", det.logs(crashing)
-    assert (det.trials(whole)[0]["restarts"], det.trials(crashing)[0]["restarts"]) == (0, 1)
-    assert list(workloads(det, whole, "training")) == list(range(1, 9))
-    assert workloads(det, crashing, "training") == workloads(det, whole, "training")
-    assert workloads(det, crashing, "validation") == workloads(det, whole, "validation")
 
 
 @pytest.mark.slow  # a whole trial on two ranks

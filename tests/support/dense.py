@@ -49,6 +49,11 @@ class Turn:
         return torch.randn(*shape, generator=generator)
 
 
+def tower_loss(model: Any, turn: Turn) -> torch.Tensor:
+    """Loss of a model of 5 numbers, such as Tower(), in its own dtype."""
+    return (model(turn.normal(4, 5).to(next(model.parameters()).dtype)) - 1).float().square().mean()
+
+
 Groups = Callable[[nn.Module], list[dict[str, Any]]]
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import base64
 import contextlib
-import io
 import json
 import os
 import re
@@ -13,7 +12,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tarfile
 import threading
 import uuid
 from collections.abc import Callable, Mapping
@@ -22,6 +20,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+from tests.support.archive import tgz
 from zero_trial.master.agent import storage
 
 # Loaded by every Python of a task: the harness's fixed paths, moved below the task's own folder.
@@ -167,7 +166,7 @@ class StubMaster:
         """One allocation of trial 1 from its container steps to the end."""
         self.asked = Asked()
         self._preempt.clear()
-        self._context = tarball(files)
+        self._context = tgz(files)
         self._slots = options.get("slots", 1)
         return Task.run(self, config, **options)
 
@@ -290,16 +289,6 @@ def full_config(config: Mapping[str, Any], root: Path) -> dict[str, Any]:
         **config,
         "searcher": {"name": "single", "metric": "validation_loss", "smaller_is_better": True, **config["searcher"]},
     }
-
-
-def tarball(files: Mapping[str, str]) -> bytes:
-    stream = io.BytesIO()
-    with tarfile.open(fileobj=stream, mode="w:gz") as archive:
-        for name, text in files.items():
-            member = tarfile.TarInfo(name)
-            member.size = len(text.encode())
-            archive.addfile(member, io.BytesIO(text.encode()))
-    return stream.getvalue()
 
 
 def free_ports(count: int = 3) -> list[int]:

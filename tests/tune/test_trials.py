@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.preflight.project import MODEL, project
+from tests.tune.test_cluster import way
 from zero_trial.errors import ConfigError, ExitStatus
 from zero_trial.launch.experiment import RunRequest, check_run
 from zero_trial.launch.supervisor import Cause, LaunchResult
@@ -21,11 +22,9 @@ from zero_trial.runs.records import RankRecord, write_rank
 from zero_trial.tune import trials
 from zero_trial.tune.search import SearchSettings, TuneSearch
 from zero_trial.tune.space import (
-    ACCUMULATION,
     MICRO,
     STAGE,
     Margin,
-    TrainingWay,
     Weighed,
     own_way,
     select,
@@ -42,10 +41,6 @@ from zero_trial.tune.trials import (
 )
 
 CPU = PlannedMachine("cpu", None, asked=True, one_host=True)
-
-
-def way(stage: int, micro: int, accumulation: int) -> TrainingWay:
-    return TrainingWay(((STAGE, stage), (MICRO, micro), (ACCUMULATION, accumulation)), ((STAGE, stage),))
 
 
 def test_the_values_of_a_way_reach_the_ds_config(tmp_path: Path) -> None:

@@ -41,7 +41,7 @@ from zero_trial.master.http.messages import (
     refuse_foreign,
 )
 from zero_trial.master.http.server import HttpServer, ReadBody
-from zero_trial.report.page import Html, PageSection, asset, el
+from zero_trial.report.page import Html, PageSection, asset, el, page_head
 from zero_trial.util.text import strip_control
 
 _log = logging.getLogger(__name__)
@@ -190,16 +190,7 @@ def _shell(login: bool) -> bytes:
         f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; connect-src 'self'; "
         "img-src data:; base-uri 'none'; form-action 'none'"
     )
-    head = el(
-        "head",
-        el("meta", charset="utf-8"),
-        el("meta", name="viewport", content="width=device-width, initial-scale=1"),
-        el("meta", name="color-scheme", content="light dark"),
-        el("meta", http_equiv="Content-Security-Policy", content=policy),
-        el("title", "zero-trial board"),
-        el("link", rel="icon", href="data:,"),
-        el("style", Html(asset("zero_trial.report", "page.css") + asset("zero_trial.board", "board.css"))),
-    )
+    head = page_head("zero-trial board", policy, asset("zero_trial.board", "board.css"))
     top = el(
         "div",
         el("a", "zero-trial", href="#/", class_="brand"),

@@ -109,7 +109,7 @@ def document(title: str, head: Html, sections: Sequence[PageSection], created: s
             Html("<!DOCTYPE html>\n")
             + el(
                 "html",
-                _head(title),
+                page_head(title),
                 el("body", body, el("script", Html(asset("zero_trial.report", "page.js")))),
                 lang="en",
             )
@@ -160,16 +160,18 @@ def scrolling(content: Child, label: str) -> Html:
     return el("div", content, class_="wide", tabindex=0, role="region", aria_label=label)
 
 
-def _head(title: str) -> Html:
+def page_head(title: str, policy: str = _POLICY, more_styles: str = "") -> Html:
+    """Return the head of a page that loads nothing. ``policy``: what its browser may run and load;
+    ``more_styles``: after those that every page has."""
     return el(
         "head",
         el("meta", charset="utf-8"),
         el("meta", name="viewport", content="width=device-width, initial-scale=1"),
         el("meta", name="color-scheme", content="light dark"),
-        el("meta", http_equiv="Content-Security-Policy", content=_POLICY),
+        el("meta", http_equiv="Content-Security-Policy", content=policy),
         el("title", title),
         el("link", rel="icon", href="data:,"),
-        el("style", Html(asset("zero_trial.report", "page.css"))),
+        el("style", Html(asset("zero_trial.report", "page.css") + more_styles)),
     )
 
 

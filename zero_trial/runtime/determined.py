@@ -23,6 +23,7 @@ from zero_trial.runs.records import join_memory
 from zero_trial.runtime.protocols import Distributed, OpenCheckpoint, on_rank_0
 from zero_trial.runtime.upload import UploadProcess
 from zero_trial.util.files import remove_folder
+from zero_trial.util.text import spell_nonfinite
 
 _EARLY_EXITS = {"INVALID_HP": "EXITED_REASON_INVALID_HP"}  # our reason -> the master's
 # core copies TensorBoard files once a second at most, and skips what comes sooner
@@ -44,17 +45,6 @@ class TrialFacts:
     steps_completed: int = 0
 
 
-def reportable(value: Any) -> Any:
-    """Return ``value`` with NaN and the infinities spelled as Determined does."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
-    if isinstance(value, Mapping):
-        return {str(key): reportable(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [reportable(item) for item in value]
-    return value
-
-
 @dataclass(frozen=True)
 class DeterminedMetrics:
     """Reports metrics to the master. A thread of core's ships them; the next report raises what it
@@ -63,10 +53,10 @@ class DeterminedMetrics:
     core: Any
 
     def report_training_metrics(self, steps_completed: int, metrics: Mapping[str, Any]) -> None:
-        self.core.train.report_training_metrics(steps_completed, reportable(metrics))
+        self.core.train.report_training_metrics(steps_completed, spell_nonfinite(metrics))
 
     def report_validation_metrics(self, steps_completed: int, metrics: Mapping[str, Any]) -> None:
-        self.core.train.report_validation_metrics(steps_completed, reportable(metrics))
+        self.core.train.report_validation_metrics(steps_completed, spell_nonfinite(metrics))
 
 
 def _is_complete(folder: Path) -> bool:
@@ -277,7 +267,7 @@ class DeterminedPlatform(TrialFacts):
         try:
             kept = self.core.train.get_metadata() or {}
             joined = join_memory(figures, [kept.get("zero_trial") or {}])
-            self.core.train.set_metadata({**kept, "zero_trial": reportable(joined)})
+            self.core.train.set_metadata({**kept, "zero_trial": spell_nonfinite(joined)})
         except Exception as error:  # of every HTTP library that there is
             self.progress.emit(
                 {"kind": "note", "message": f"the master keeps no metadata ({type(error).__name__}: {error})"}

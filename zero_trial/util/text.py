@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from zero_trial.errors import ConfigError
@@ -116,6 +116,18 @@ def format_value(value: Any) -> str:
     if isinstance(value, (list, tuple)):
         return "[" + ", ".join(format_value(inner) for inner in value) + "]"
     return str(value)
+
+
+def spell_nonfinite(value: Any) -> Any:
+    """Return a value of JSON with NaN and the infinities spelled as protobuf's JSON, and so
+    Determined, does: "NaN", "Infinity"."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    if isinstance(value, Mapping):
+        return {str(key): spell_nonfinite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [spell_nonfinite(item) for item in value]
+    return value
 
 
 def format_clock(seconds: float) -> str:

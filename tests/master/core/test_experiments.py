@@ -11,7 +11,8 @@ import pytest
 import yaml
 
 from tests.master.core.test_checkpoints import base, save
-from tests.master.fakes import Sandbox, experiment, tgz
+from tests.master.fakes import Sandbox, experiment
+from tests.support.archive import tgz
 from zero_trial.master import logs
 from zero_trial.master.agent.resources import Node
 from zero_trial.master.log_policies import LogMatch, LogPolicy

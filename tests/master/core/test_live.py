@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.master.fakes import experiment, tgz
+from tests.master.fakes import experiment
+from tests.support.archive import tgz
 from zero_trial.master.agent.agent import Agent
 from zero_trial.master.agent.environment import SlotDevices
 from zero_trial.master.agent.processes import marked

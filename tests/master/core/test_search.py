@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.master.fakes import Sandbox, experiment, tgz
+from tests.master.fakes import Sandbox, experiment
+from tests.support.archive import tgz
 from zero_trial.master.core.context_archive import read_context
 from zero_trial.master.core.state import searcher_of
 from zero_trial.master.directory import MasterDirectory

@@ -8,12 +8,10 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import yaml
 
-from tests.master.fakes import tgz
-from tests.master.world import BEGAN, CONFIG, World
+from tests.master.world import BEGAN, World
 from zero_trial.master.core.state import MasterState
-from zero_trial.master.records import Experiment, ExperimentState, NewExperiment, TrialState
+from zero_trial.master.records import Experiment, ExperimentState, TrialState
 from zero_trial.master.store import metrics
 
 bindings = pytest.importorskip("determined.common.api.bindings")
@@ -22,16 +20,11 @@ errors = pytest.importorskip("determined.common.api.errors")
 UUID_OF_2 = "7f1c8d2e-0000-4000-8000-0123456789ab"
 
 
-def submit(world: World, project_id: int = 1, **config: Any) -> Experiment:
-    text = yaml.safe_dump({**CONFIG, **config})
-    return world.experiments.create(NewExperiment(text, tgz({}), "determined", project_id=project_id)).experiment
-
-
 def sweep(world: World, **config: Any) -> Experiment:
     """An experiment of two runs, with lr 0.1 and 0.2."""
     searcher = {"name": "grid", "metric": "validation_loss"}
     space = {"lr": {"type": "categorical", "vals": [0.1, 0.2]}}
-    return submit(world, searcher=searcher, hyperparameters=space, **config)
+    return world.submit(searcher=searcher, hyperparameters=space, **config)
 
 
 def where(

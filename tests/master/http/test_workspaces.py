@@ -6,22 +6,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
-from tests.master.fakes import tgz
 from tests.master.http.conftest import Ask
-from tests.master.world import CONFIG, TASK_TOKEN, USER_TOKEN, World
+from tests.master.world import TASK_TOKEN, USER_TOKEN, World
 from zero_trial.errors import ZeroTrialError
 from zero_trial.master.core.accounts import digest
-from zero_trial.master.records import Experiment, ExperimentState, Invalid, NewExperiment, NotFound, User
+from zero_trial.master.records import ExperimentState, Invalid, NotFound, User
 
 bindings = pytest.importorskip("determined.common.api.bindings")
 errors = pytest.importorskip("determined.common.api.errors")
-
-
-def submit(world: World, project_id: int = 1, **config: Any) -> Experiment:
-    text = yaml.safe_dump({**CONFIG, **config})
-    return world.experiments.create(NewExperiment(text, tgz({}), "determined", project_id=project_id)).experiment
 
 
 def workspace(user: Any, name: str, **more: Any) -> Any:
@@ -63,7 +56,7 @@ def test_workspaces_are_made_listed_pinned_archived_and_deleted(user: Any) -> No
 
 def test_a_list_without_what_is_archived_leaves_out_archived_projects(user: Any, world: World) -> None:
     made = project(user, workspace(user, "one").id, "first")
-    there = submit(world, made.id).id
+    there = world.submit(made.id).id
 
     def listed(**more: Any) -> list[int]:
         return [each.id for each in bindings.get_GetExperiments(user, **more).experiments]
@@ -84,9 +77,9 @@ def test_projects_move_with_their_experiments(user: Any, world: World) -> None:
     made = project(user, one.id, "first", description="d")
     second = project(user, one.id, "firs")
     assert (made.key, second.key, made.workspaceName) == ("FIR", "FIR1", "one")
-    experiment = submit(world, workspace="one", project="first")
+    experiment = world.submit(workspace="one", project="first")
     assert bindings.get_GetExperiment(user, experimentId=experiment.id).experiment.projectId == made.id
-    assert submit(world, made.id).project_id == made.id
+    assert world.submit(made.id).project_id == made.id
     move = bindings.v1MoveProjectRequest(destinationWorkspaceId=other.id, projectId=made.id)
     bindings.post_MoveProject(user, body=move, projectId=made.id)
     shown = bindings.get_GetExperiment(user, experimentId=experiment.id).experiment
@@ -107,13 +100,13 @@ def test_projects_move_with_their_experiments(user: Any, world: World) -> None:
     with pytest.raises(errors.APIException):
         bindings.post_MoveExperiment(user, body=target, experimentId=experiment.id)
     with pytest.raises(Invalid):
-        submit(world, workspace="one", project="firs")
+        world.submit(workspace="one", project="firs")
 
 
 def test_ended_experiments_are_deleted_with_their_project_or_workspace(user: Any, world: World) -> None:
     place = workspace(user, "w")
     numbers = [project(user, place.id, name).id for name in ("a", "b")]
-    made = [submit(world, number).id for number in numbers]
+    made = [world.submit(number).id for number in numbers]
     for number in made:
         world.experiments.kill(number)
     assert bindings.delete_DeleteProject(user, id=numbers[0]).completed is False
@@ -138,24 +131,24 @@ def test_experiments_take_the_storage_of_their_workspace(user: Any, world: World
     storage = {"type": "shared_fs", "host_path": str(tmp_path / "w"), "save_trial_latest": 3}
     made = workspace(user, "w", checkpointStorageConfig=storage)
     number = project(user, made.id, "p").id
-    section = submit(world, number).config["checkpoint_storage"]
+    section = world.submit(number).config["checkpoint_storage"]
     assert (section["host_path"], section["save_trial_latest"]) == (str(tmp_path / "w"), 3)
     own = {"type": "directory", "container_path": "/own"}
-    kept = submit(world, number, checkpoint_storage=own).config["checkpoint_storage"]
+    kept = world.submit(number, checkpoint_storage=own).config["checkpoint_storage"]
     assert (kept["type"], kept["container_path"], kept["save_trial_latest"]) == ("directory", "/own", 3)
     with pytest.raises(errors.APIException):
         workspace(user, "bad", checkpointStorageConfig={"type": "nothing"})
     reset = bindings.v1PatchWorkspace(checkpointStorageConfig={})
     assert bindings.patch_PatchWorkspace(user, body=reset, id=made.id).workspace.checkpointStorageConfig is None
-    assert submit(world, number).config["checkpoint_storage"]["host_path"] == str(world.directory.storage)
+    assert world.submit(number).config["checkpoint_storage"]["host_path"] == str(world.directory.storage)
 
 
 def test_what_is_not_there_is_refused(world: World) -> None:
     for config in ({"workspace": "nowhere"}, {"workspace": "Uncategorized", "project": "nothing"}):
         with pytest.raises(ZeroTrialError):
-            submit(world, **config)
+            world.submit(**config)
     with pytest.raises(NotFound):
-        submit(world, 7)
+        world.submit(7)
 
 
 def test_the_first_stays_and_others_are_changed_by_their_owners(ask: Ask, user: Any, world: World) -> None:

@@ -6,7 +6,6 @@ import json
 import math
 import sqlite3
 import time
-from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -18,14 +17,6 @@ from zero_trial.master.store import Database, checkpoints, metrics, trials
 from zero_trial.master.store.database import MIGRATIONS, insert
 from zero_trial.master.store.metrics import extend, kind_of
 from zero_trial.runs.records import is_finite
-
-
-@pytest.fixture
-def connection(tmp_path: Path) -> Iterator[sqlite3.Connection]:
-    database = Database(tmp_path / "db")
-    with database.transaction() as opened:
-        yield opened
-    database.close()
 
 
 def report(steps: int | None, group: str = "training", run_id: int = 1, **values: Any) -> MetricReport:

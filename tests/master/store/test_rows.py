@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +21,6 @@ from zero_trial.master.records import (
     User,
 )
 from zero_trial.master.store import Database, accounts, checkpoints, experiments, metrics, trials
-
-
-@pytest.fixture
-def connection(tmp_path: Path) -> Iterator[sqlite3.Connection]:
-    database = Database(tmp_path / "db")
-    with database.transaction() as opened:
-        yield opened
-    database.close()
 
 
 def put(connection: sqlite3.Connection, **changes: Any) -> int:

@@ -22,6 +22,7 @@ from urllib.parse import parse_qs, unquote
 from zero_trial.master.core import Master
 from zero_trial.master.core.accounts import Principal, require_own, require_owner
 from zero_trial.master.records import EARLIEST, LATEST, Invalid, PermissionDenied, User, parse_time
+from zero_trial.util.text import spell_nonfinite
 
 Dict = dict[str, Any]
 T = TypeVar("T")
@@ -310,18 +311,7 @@ def encode(value: Any) -> bytes:
     try:
         return json.dumps(value, separators=(",", ":"), allow_nan=False, ensure_ascii=False).encode("utf-8", "replace")
     except ValueError:
-        return json.dumps(finite(value), separators=(",", ":"), ensure_ascii=False).encode("utf-8", "replace")
-
-
-def finite(value: Any) -> Any:
-    """Return the same value with "NaN" and "Infinity" in place of what is not finite."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
-    if isinstance(value, Mapping):
-        return {key: finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [finite(item) for item in value]
-    return value
+        return json.dumps(spell_nonfinite(value), separators=(",", ":"), ensure_ascii=False).encode("utf-8", "replace")
 
 
 def ok(value: Any) -> Response:

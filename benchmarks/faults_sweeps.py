@@ -18,8 +18,7 @@ from benchmarks.faults_runs import Result, Workbench
 from benchmarks.master import Bench
 from benchmarks.search_kills import (
     Unbroken,
-    kill,
-    progress,
+    kill_meanwhile,
     rungs,
     stored,
     stored_rungs,
@@ -112,17 +111,10 @@ def run(workbench: Workbench, bench: Bench, seed: int, kills: int) -> str:
     searcher = {"max_time": STEPS, "max_trials": TRIALS, "max_concurrent_trials": 4, "mode": "aggressive"}
     submit(bench, TRAIN, seed=seed, max_restarts=0, **searcher)
     at = sorted(workbench.chance.sample(range(1, 4), kills))  # four trials there are at least
-    deadline = time.monotonic() + ENDED_SECONDS
-    while time.monotonic() < deadline:
-        state, ended = progress(bench.folder)
-        if state not in ("ACTIVE", "STOPPING_COMPLETED"):
-            return "" if state == "COMPLETED" and not at else f"the sweep is {state}, {len(at)} kills are left"
-        if at and ended >= at[0]:
-            at.pop(0)
-            time.sleep(workbench.chance.uniform(0, 1.5))
-            kill(bench)
-        time.sleep(0.05)
-    return f"the sweep has not ended after {ENDED_SECONDS:.0f} s"
+    state = kill_meanwhile(bench, at, lambda: workbench.chance.uniform(0, 1.5), ENDED_SECONDS)
+    if state in ("ACTIVE", "STOPPING_COMPLETED"):
+        return f"the sweep has not ended after {ENDED_SECONDS:.0f} s"
+    return "" if state == "COMPLETED" and not at else f"the sweep is {state}, {len(at)} kills are left"
 
 
 def differences(rows: sqlite3.Connection, seed: int) -> str:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
 import os
 import random
 import signal
@@ -23,7 +24,7 @@ import sqlite3
 import sys
 import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from operator import itemgetter
 from pathlib import Path
@@ -193,22 +194,30 @@ def progress(folder: Path) -> tuple[str, int]:
     return str(state), int(ended)
 
 
+def kill_meanwhile(bench: Bench, at: list[int], wait: Callable[[], float], seconds: float = math.inf) -> str:
+    """Follow the search for ``seconds`` at most, and kill the master ``wait()`` seconds after so
+    many trials have ended as ``at`` says next. Return the search's last state; ``at`` keeps the
+    kills that are left."""
+    deadline = time.monotonic() + seconds
+    while True:
+        state, ended = progress(bench.folder)
+        if state not in ("ACTIVE", "STOPPING_COMPLETED") or time.monotonic() > deadline:
+            return state
+        if at and ended >= at[0]:
+            at.pop(0)
+            time.sleep(wait())
+            kill(bench)
+            print(f"killed, {len(at)} times more to come: {ended} trials had ended", flush=True)
+        time.sleep(0.05)
+
+
 def search(bench: Bench, trials: int, kills: int, draws: random.Random) -> int:
     """Run one search; kill the master so many times meanwhile, at random. Return how many times it
     was killed."""
     submit(bench, TRAIN, seed=7, max_restarts=5, max_time=4, max_trials=trials)
     at = sorted(draws.sample(range(1, trials), kills))
-    killed = 0
-    while True:
-        state, ended = progress(bench.folder)
-        if state not in ("ACTIVE", "STOPPING_COMPLETED"):
-            return killed
-        if killed < kills and ended >= at[killed]:
-            time.sleep(draws.uniform(0, 1))
-            kill(bench)
-            killed += 1
-            print(f"killed {killed} of {kills}: {ended} of {trials} trials had ended", flush=True)
-        time.sleep(0.1)
+    kill_meanwhile(bench, at, lambda: draws.uniform(0, 1))
+    return kills - len(at)
 
 
 def main() -> int:

@@ -66,6 +66,14 @@ def test_other_types(source: Any):
         open_source(source)
 
 
+def test_a_file_of_another_encoding_says_which(tmp_path: Path):
+    """PowerShell's ``>`` writes UTF-16."""
+    for name, encoding, found in (("a.json", "utf-16", "UTF-16"), ("b.yaml", "cp1252", "another encoding")):
+        (tmp_path / name).write_bytes('{"name": "é"}'.encode(encoding))
+        with pytest.raises(ConfigError, match=f"cannot be read: got {found}, expected UTF-8. Save it as UTF-8"):
+            read_file(tmp_path / name)
+
+
 def test_a_file_that_cannot_be_read(tmp_path: Path):
     (tmp_path / "bad.json").write_bytes(b"\xff\xfe{")
     for path in (tmp_path / "bad.json", tmp_path, tmp_path / "none.json"):

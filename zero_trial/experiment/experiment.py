@@ -21,7 +21,7 @@ from zero_trial.experiment.rules import examine, known_keys
 from zero_trial.experiment.sections import NEVER, SEARCHER, Period, read_period
 from zero_trial.experiment.space import as_sent
 from zero_trial.schema.document import Document, Location, shown
-from zero_trial.schema.source import open_source, read_file
+from zero_trial.schema.source import open_source, read_file, read_text
 from zero_trial.schema.types import (
     CHOICE,
     REMOVED,
@@ -338,14 +338,13 @@ def _open_experiment(source: str | Path | Mapping[str, Any], name: str | None) -
         return replace(document, value=as_sent(document.value)), None
     path = Path(source)
     try:
-        text = path.read_text("utf-8")
-    except (OSError, ValueError) as problem:
+        text = read_text(path)
+    except ConfigError as problem:
         there = sorted(each.name for each in path.parent.glob("*.y*ml")) if path.parent.is_dir() else []
         near = difflib.get_close_matches(path.name, there, 1)
-        fix = f"Did you mean {path.with_name(near[0])}?" if near else None
-        raise ConfigError(
-            f"cannot be read: {getattr(problem, 'strerror', None) or problem}", where=str(path), fix=fix
-        ) from None
+        if not near or path.exists():
+            raise
+        raise ConfigError(problem.what, where=str(path), fix=f"Did you mean {path.with_name(near[0])}?") from None
     document = read_yaml(text, name or path.name)
     if document.get(("data", LOCK_SECTION)) is not None:
         # older releases wrote the names y and n without quotes into a lock

@@ -46,12 +46,21 @@ def open_source(source: Source, name: str | None = None) -> Document:
 
 def read_file(path: Path, name: str | None = None) -> Document:
     """Return a JSON file, or a YAML one by its suffix."""
-    try:
-        text = path.read_text("utf-8")
-    except (OSError, ValueError) as problem:
-        raise ConfigError(f"cannot be read: {getattr(problem, 'strerror', None) or problem}", where=str(path)) from None
+    text = read_text(path)
     reader = read_yaml if path.suffix in (".yaml", ".yml") else read_json
     return reader(text, name or path.name)
+
+
+def read_text(path: Path) -> str:
+    """Return the text of a configuration file; raises ConfigError, also where it is not UTF-8."""
+    try:
+        return path.read_text("utf-8")
+    except UnicodeDecodeError as problem:
+        found = "UTF-16" if problem.object.startswith((b"\xff\xfe", b"\xfe\xff")) else "another encoding"
+        fix = "Save it as UTF-8: iconv -f UTF-16 -t UTF-8, or Set-Content -Encoding utf8 in PowerShell."
+        raise ConfigError("cannot be read", where=str(path), got=found, expected="UTF-8", fix=fix) from None
+    except (OSError, ValueError) as problem:
+        raise ConfigError(f"cannot be read: {getattr(problem, 'strerror', None) or problem}", where=str(path)) from None
 
 
 def _is_file(text: str) -> bool:

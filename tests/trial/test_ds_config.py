@@ -11,7 +11,10 @@ import pytest
 
 from tests.trial.fake_engine import FakeEngine
 from zero_trial.ds_config.overlay import overwrite_ds_config
+from zero_trial.ds_config.reader import read_ds_config
 from zero_trial.errors import ConfigError, InvalidHP
+from zero_trial.experiment.experiment import read_experiment
+from zero_trial.master.search import pruning
 from zero_trial.runtime.in_memory import InMemoryPlatform
 from zero_trial.runtime.protocols import JsonDistributed
 from zero_trial.schema.source import open_source
@@ -37,6 +40,38 @@ def test_the_hyperparameters_leaves_lie_over_the_file_that_data_names(tmp_path: 
         "train_batch_size": 8,
         "zero_optimization": {"stage": 2, "overlap_comm": True},
     }
+
+
+def test_the_overrides_of_determineds_examples_lie_over_the_file(tmp_path: Path) -> None:
+    """A DeepSpeedTrial lays ``overwrite_deepspeed_args`` over its file; moved to ZeroTrial, whose
+    ``context.initialize`` reads the file, it must not lose them."""
+    (tmp_path / "ds.json").write_text('{"train_batch_size": 8, "gradient_clipping": 1.0}')
+    over = {"overwrite_deepspeed_args": {"train_batch_size": 4, "gradient_clipping": 2.0}}
+    hparams = {"deepspeed_config": "ds.json", **over}
+    around = platform(tmp_path, hparams=hparams)
+    assert trial_ds_config(None, around).value == {"train_batch_size": 4, "gradient_clipping": 2.0}
+    assert trial_ds_config({"train_batch_size": 16}, around).value == {"train_batch_size": 16}  # given by its code
+    both = platform(tmp_path, hparams={**hparams, "ds_config": {"train_batch_size": 2}})
+    assert trial_ds_config(None, both).value == {"train_batch_size": 2, "gradient_clipping": 2.0}
+    experiment = read_experiment(
+        {
+            "entrypoint": "m:T",
+            "searcher": {"name": "single", "metric": "m", "max_length": {"batches": 1}},
+            "hyperparameters": hparams,
+        }
+    )
+    assert experiment.ds_config(tmp_path).value == {"train_batch_size": 4, "gradient_clipping": 2.0}
+    swept = {**hparams, "overwrite_deepspeed_args": {"train_batch_size": 5}}
+    config = {"resources": {"slots_per_trial": 2}}
+    files = {"ds.json": (tmp_path / "ds.json").read_bytes()}
+    assert pruning.reason(config, hparams, files) is None
+    assert "train_batch_size 5" in str(pruning.reason(config, swept, files))
+    schedule = {"type": "WarmupLR", "params": {"warmup_max_lr": 0.1}}
+    base = {"optimizer": {"type": "Adam", "params": {"lr": 0.1}}, "scheduler": schedule}
+    rate = {"overwrite_deepspeed_args": {"optimizer": {"params": {"lr": 0.2}}}}
+    around = platform(tmp_path, experiment={"data": {"ds_config": base}}, hparams=rate)
+    with pytest.raises(InvalidHP, match=r"overwrite_deepspeed_args\.optimizer\.params\.lr"):
+        read_ds_config(trial_ds_config(None, around), search=True)  # the schedule replaces the swept rate
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ changed leaf.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from zero_trial.ds_config.table import lookup
@@ -16,6 +16,26 @@ from zero_trial.schema.source import Source, open_source
 # Where "type" may be written "type_", because a real master reads a nested key "type" as a
 # hyperparameter's own.
 _TYPED = ("optimizer", "scheduler")
+
+
+OVERRIDES = ("overwrite_deepspeed_args", "ds_config")
+"""The hyperparameters that are laid over a ds_config, in this order: the name in Determined's
+examples, whose trials do it themselves, and ours."""
+
+
+def overrides_of(hparams: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+    """Return those of :data:`OVERRIDES` that the hyperparameters have."""
+    return {name: over for name in OVERRIDES if isinstance(over := hparams.get(name), Mapping)}
+
+
+def with_overrides(base: Document, hparams: Mapping[str, Any], names: Sequence[str] = OVERRIDES) -> Document:
+    """Return ``base`` with the hyperparameters' overrides laid over it, those of ``names``. Raises
+    ConfigError.
+    """
+    for name, over in overrides_of(hparams).items():
+        if name in names:
+            base = overlay(base, Document.of(over, Location(prefix=f"hyperparameters.{name}")))
+    return base
 
 
 def base_ds_config(data: Mapping[str, Any] | None, hparams: Mapping[str, Any]) -> tuple[Path, Any]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from zero_trial.ds_config.overlay import base_ds_config, overlay
+from zero_trial.ds_config.overlay import base_ds_config, overlay, overrides_of
 from zero_trial.ds_config.presets import HYPERPARAMETER, preset_names, read_preset, with_preset
 from zero_trial.ds_config.table import TABLE
 from zero_trial.errors import ConfigError
@@ -124,7 +124,8 @@ class ExperimentConfig:
 
     def ds_config(self, model_dir: str | Path, hyperparameters: Mapping[str, Any] | None = None) -> Document:
         """Return the source of this trial's ds_config, for ``read_ds_config``: ``data.ds_config``,
-        over it the preset of ``hyperparameters.trainer``, over both ``hyperparameters.ds_config``.
+        over it the preset of ``hyperparameters.trainer``, then the hyperparameters
+        ``overwrite_deepspeed_args`` and ``ds_config``.
 
         A file is looked for in ``model_dir``, which a cluster gets, and then beside the YAML.
         ``hyperparameters`` are the sampled ones of a search. Every leaf keeps its file and line.
@@ -134,11 +135,10 @@ class ExperimentConfig:
         chosen = self.hyperparameters if hyperparameters is None else hyperparameters
         named = self._hyperparameter_places().at((HYPERPARAMETER,)).where(HYPERPARAMETER)
         base = with_preset(self._base(Path(model_dir), chosen), chosen, named)
-        over = chosen.get("ds_config")
-        if not isinstance(over, Mapping):
-            return base
-        places = self._hyperparameter_places().below(("ds_config",), "hyperparameters.ds_config")
-        return overlay(base, Document(copy.deepcopy(dict(over)), places.places, places.place))
+        for name, over in overrides_of(chosen).items():
+            places = self._hyperparameter_places().below((name,), f"hyperparameters.{name}")
+            base = overlay(base, Document(copy.deepcopy(dict(over)), places.places, places.place))
+        return base
 
     def _base(self, model_dir: Path, chosen: Mapping[str, Any]) -> Document:
         path, value = base_ds_config(self.data, chosen)

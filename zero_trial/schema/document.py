@@ -56,12 +56,15 @@ class ValueSource(str):
         return self.provenance in (Provenance.GIVEN, Provenance.OVERLAY, Provenance.MODEL)
 
 
+_OVERLAYS = (Provenance.OVERLAY.value, "hyperparameters.overwrite_deepspeed_args")
+
+
 def _provenance_of(text: str) -> Provenance:
     """Return the provenance that a report's text means.
 
     ``ds_config.json:3 hyperparameters.ds_config`` ends with its own.
     """
-    if text.endswith(Provenance.OVERLAY.value):
+    if text.endswith(_OVERLAYS):
         return Provenance.OVERLAY
     order = sorted(Provenance, key=lambda each: -len(each.value))
     return next(each for each in order if text.startswith(each.value))
@@ -109,7 +112,7 @@ class Location:
             spot = f"{spot} {self.prefix}"
         if self.note:
             return ValueSource(f"{self.note} ({spot})" if spot else self.note, self.provenance)
-        overlay = Provenance.OVERLAY if self.prefix == Provenance.OVERLAY.value else self.provenance
+        overlay = Provenance.OVERLAY if self.prefix in _OVERLAYS else self.provenance
         return ValueSource(spot or GIVEN, overlay)
 
 

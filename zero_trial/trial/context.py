@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from zero_trial.ds_config.overlay import overwrite_ds_config
+from zero_trial.ds_config.overlay import overwrite_ds_config, with_overrides
 from zero_trial.ds_config.table import DsConfig
 from zero_trial.errors import ConfigError, TrialError
 from zero_trial.runtime.protocols import Distributed, Platform
@@ -277,11 +277,12 @@ class ZeroTrialContext:
     def overwrite_ds_config(
         self, base: Mapping[str, Any] | str | Path, overrides: Mapping[str, Any] | None = None
     ) -> dict[str, Any]:
-        """Return a copy of ``base`` overwritten by ``overrides`` (nested or dotted); by
-        ``hyperparameters.ds_config`` without them.
+        """Return a copy of ``base`` overwritten by ``overrides`` (nested or dotted); without them
+        by ``hyperparameters.overwrite_deepspeed_args`` and ``hyperparameters.ds_config``.
         """
-        leaves = self._hparams.get("ds_config") or {} if overrides is None else overrides
-        changed: dict[str, Any] = overwrite_ds_config(base, leaves)
+        if overrides is not None:
+            return overwrite_ds_config(base, overrides)
+        changed: dict[str, Any] = with_overrides(open_source(base), self._hparams).value
         return changed
 
     def get_train_micro_batch_size_per_gpu(self) -> int:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from zero_trial.ds_config.overlay import base_ds_config, overlay
+from zero_trial.ds_config.overlay import OVERRIDES, base_ds_config, with_overrides
 from zero_trial.ds_config.presets import HYPERPARAMETER, preset_names, read_preset, with_preset
 from zero_trial.ds_config.reader import read_ds_config
 from zero_trial.ds_config.reconcile import reconcile
@@ -57,7 +57,8 @@ def trial_ds_config(given: Given | None, platform: Platform) -> Document:
 
     Base: ``given``, else ``data.ds_config`` of the experiment, else the hyperparameter
     ``deepspeed_config`` (or ``ds_config``, if it names a file or preset). Over it: the preset that
-    the hyperparameter ``trainer`` names, then ``hyperparameters.ds_config``, if it is a dict.
+    the hyperparameter ``trainer`` names, then ``hyperparameters.overwrite_deepspeed_args`` (not
+    over ``given``) and ``hyperparameters.ds_config``, where they are dicts.
     Relative paths start at the model's folder. Raises ConfigError if there is none of them.
     """
     hparams = platform.hparams
@@ -71,8 +72,8 @@ def trial_ds_config(given: Given | None, platform: Platform) -> Document:
             expected="config=..., data.ds_config or hyperparameters.ds_config",
             fix="Write data: {ds_config: ds_config.json} into the experiment's YAML.",
         )
-    over = Document.of(leaves, Location(prefix="hyperparameters.ds_config"))
-    return overlay(with_preset(_opened(base, platform.model_dir), hparams), over)
+    names = OVERRIDES if given is None else ("ds_config",)  # a trial that gives its own has laid over it what it wants
+    return with_overrides(with_preset(_opened(base, platform.model_dir), hparams), hparams, names)
 
 
 def source_line(source: Document, config: DsConfig, data: Mapping[str, Any] | None = None) -> str:

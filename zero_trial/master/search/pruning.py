@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from zero_trial.ds_config import reader as ds_config_reader
-from zero_trial.ds_config.overlay import base_ds_config, overlay
+from zero_trial.ds_config.overlay import base_ds_config, with_overrides
 from zero_trial.ds_config.presets import HYPERPARAMETER, preset_names, read_preset, with_preset
 from zero_trial.ds_config.reader import read_ds_config
 from zero_trial.ds_config.reconcile import reconcile
@@ -68,10 +68,8 @@ def ds_config_file(config: Mapping[str, Any], hparams: Mapping[str, Any]) -> str
 
 def _source(config: Mapping[str, Any], hparams: Mapping[str, Any], files: Mapping[str, bytes]) -> Document | None:
     path, named = base_ds_config(config.get("data"), hparams)
-    over = hparams.get("ds_config")
-    leaves = Document.of(over, Location(prefix="hyperparameters.ds_config")) if isinstance(over, Mapping) else None
     if named is None:
-        if leaves is None and hparams.get(HYPERPARAMETER) is None:
+        if not isinstance(hparams.get("ds_config"), Mapping) and hparams.get(HYPERPARAMETER) is None:
             return None
         base = Document({})
     elif isinstance(named, Mapping):
@@ -83,8 +81,7 @@ def _source(config: Mapping[str, Any], hparams: Mapping[str, Any], files: Mappin
         if content is None:
             return None
         base = _read(str(named), content)
-    base = with_preset(base, hparams)
-    return base if leaves is None else overlay(base, leaves)
+    return with_overrides(with_preset(base, hparams), hparams)
 
 
 def _read(name: str, content: bytes) -> Document:

@@ -62,10 +62,13 @@ def test_the_overrides_of_determineds_examples_lie_over_the_file(tmp_path: Path)
     )
     assert experiment.ds_config(tmp_path).value == {"train_batch_size": 4, "gradient_clipping": 2.0}
     swept = {**hparams, "overwrite_deepspeed_args": {"train_batch_size": 5}}
+    unmoved = experiment.raw | {"entrypoint": "python3 -m zero_trial.as_determined m:T"}
+    assert read_experiment(unmoved).ds_config(tmp_path).value["train_batch_size"] == 8  # its code lays them
     config = {"resources": {"slots_per_trial": 2}}
     files = {"ds.json": (tmp_path / "ds.json").read_bytes()}
     assert pruning.reason(config, hparams, files) is None
     assert "train_batch_size 5" in str(pruning.reason(config, swept, files))
+    assert pruning.reason({**config, **unmoved}, swept, files) is None
     schedule = {"type": "WarmupLR", "params": {"warmup_max_lr": 0.1}}
     base = {"optimizer": {"type": "Adam", "params": {"lr": 0.1}}, "scheduler": schedule}
     rate = {"overwrite_deepspeed_args": {"optimizer": {"params": {"lr": 0.2}}}}

@@ -18,23 +18,23 @@ from zero_trial.schema.source import Source, open_source
 _TYPED = ("optimizer", "scheduler")
 
 
-OVERRIDES = ("overwrite_deepspeed_args", "ds_config")
+OWN = ("ds_config",)
+OVERRIDES = ("overwrite_deepspeed_args", *OWN)
 """The hyperparameters that are laid over a ds_config, in this order: the name in Determined's
 examples, whose trials do it themselves, and ours."""
 
 
-def overrides_of(hparams: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
-    """Return those of :data:`OVERRIDES` that the hyperparameters have."""
-    return {name: over for name in OVERRIDES if isinstance(over := hparams.get(name), Mapping)}
+def overrides_of(hparams: Mapping[str, Any], names: Sequence[str] = OVERRIDES) -> dict[str, Mapping[str, Any]]:
+    """Return those of ``names`` that the hyperparameters have."""
+    return {name: over for name in names if isinstance(over := hparams.get(name), Mapping)}
 
 
 def with_overrides(base: Document, hparams: Mapping[str, Any], names: Sequence[str] = OVERRIDES) -> Document:
     """Return ``base`` with the hyperparameters' overrides laid over it, those of ``names``. Raises
     ConfigError.
     """
-    for name, over in overrides_of(hparams).items():
-        if name in names:
-            base = overlay(base, Document.of(over, Location(prefix=f"hyperparameters.{name}")))
+    for name, over in overrides_of(hparams, names).items():
+        base = overlay(base, Document.of(over, Location(prefix=f"hyperparameters.{name}")))
     return base
 
 

@@ -65,7 +65,13 @@ def parse_entrypoint(value: str | Sequence[str] | None, where: str = "entrypoint
             expected="module:Class",
             fix="Write entrypoint: model_def:MyTrial.",
         )
-    return Entrypoint(found[0][1], found[0][2], as_determined=any(word in _DEEPSPEED_LAUNCHERS for word in words))
+    return Entrypoint(found[0][1], found[0][2], as_determined=starts_deepspeed_trial(words))
+
+
+def starts_deepspeed_trial(words: str | Sequence[str]) -> bool:
+    """Return whether an ``entrypoint`` says that its class is a DeepSpeedTrial of Determined, whose
+    code reads the ds_config and lays hyperparameters over it."""
+    return any(word in _DEEPSPEED_LAUNCHERS for word in (words.split() if isinstance(words, str) else words))
 
 
 def files_with(name: str, folders: Iterable[Path]) -> list[Path]:

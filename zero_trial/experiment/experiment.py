@@ -10,12 +10,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from zero_trial.ds_config.overlay import base_ds_config, overlay, overrides_of
+from zero_trial.ds_config.overlay import OVERRIDES, OWN, base_ds_config, overlay, overrides_of
 from zero_trial.ds_config.presets import HYPERPARAMETER, preset_names, read_preset, with_preset
 from zero_trial.ds_config.table import TABLE
 from zero_trial.errors import ConfigError
 from zero_trial.experiment.changes import KeyPath, with_changes
 from zero_trial.experiment.defaults import ClusterDefaults
+from zero_trial.experiment.entrypoint import starts_deepspeed_trial
 from zero_trial.experiment.hyperparameters import located, ranges, read_hyperparameters
 from zero_trial.experiment.rules import examine, known_keys
 from zero_trial.experiment.sections import NEVER, SEARCHER, Period, read_period
@@ -135,7 +136,8 @@ class ExperimentConfig:
         chosen = self.hyperparameters if hyperparameters is None else hyperparameters
         named = self._hyperparameter_places().at((HYPERPARAMETER,)).where(HYPERPARAMETER)
         base = with_preset(self._base(Path(model_dir), chosen), chosen, named)
-        for name, over in overrides_of(chosen).items():
+        own = starts_deepspeed_trial(self.entrypoint)  # its code lays Determined's name over the file
+        for name, over in overrides_of(chosen, OWN if own else OVERRIDES).items():
             places = self._hyperparameter_places().below((name,), f"hyperparameters.{name}")
             base = overlay(base, Document(copy.deepcopy(dict(over)), places.places, places.place))
         return base

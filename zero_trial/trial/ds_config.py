@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from zero_trial.ds_config.overlay import OVERRIDES, base_ds_config, with_overrides
+from zero_trial.ds_config.overlay import OVERRIDES, OWN, base_ds_config, with_overrides
 from zero_trial.ds_config.presets import HYPERPARAMETER, preset_names, read_preset, with_preset
 from zero_trial.ds_config.reader import read_ds_config
 from zero_trial.ds_config.reconcile import reconcile
@@ -72,7 +72,7 @@ def trial_ds_config(given: Given | None, platform: Platform) -> Document:
             expected="config=..., data.ds_config or hyperparameters.ds_config",
             fix="Write data: {ds_config: ds_config.json} into the experiment's YAML.",
         )
-    names = OVERRIDES if given is None else ("ds_config",)  # a trial that gives its own has laid over it what it wants
+    names = OVERRIDES if given is None else OWN  # a trial that gives its own has laid over it what it wants
     return with_overrides(with_preset(_opened(base, platform.model_dir), hparams), hparams, names)
 
 

@@ -7,11 +7,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from zero_trial.ds_config import reader as ds_config_reader
-from zero_trial.ds_config.overlay import base_ds_config, with_overrides
+from zero_trial.ds_config.overlay import OVERRIDES, OWN, base_ds_config, with_overrides
 from zero_trial.ds_config.presets import HYPERPARAMETER, preset_names, read_preset, with_preset
 from zero_trial.ds_config.reader import read_ds_config
 from zero_trial.ds_config.reconcile import reconcile
 from zero_trial.errors import ConfigError
+from zero_trial.experiment.entrypoint import starts_deepspeed_trial
 from zero_trial.schema.document import Document, Location
 from zero_trial.schema.json_source import read_json
 from zero_trial.schema.yaml_source import read_yaml
@@ -81,7 +82,8 @@ def _source(config: Mapping[str, Any], hparams: Mapping[str, Any], files: Mappin
         if content is None:
             return None
         base = _read(str(named), content)
-    return with_overrides(with_preset(base, hparams), hparams)
+    own = starts_deepspeed_trial(config.get("entrypoint") or ())
+    return with_overrides(with_preset(base, hparams), hparams, OWN if own else OVERRIDES)
 
 
 def _read(name: str, content: bytes) -> Document:

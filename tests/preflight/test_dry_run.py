@@ -158,7 +158,7 @@ def test_parameters_on_nvme(ranks: Pools, tmp_path: Path, stage: int, bf16: bool
     assert figures.parameters < planned("gpt", ds_config(stage, bf16=bf16), fake=True).parameters
 
 
-def test_states_alone_are_the_papers_figures() -> None:
+def test_states_alone_are_the_papers_figures(caplog: pytest.LogCaptureFixture) -> None:
     """Rajbhandari et al. 2020, figure 1: 16, 4 + 12/N, 2 + 14/N and 16/N bytes per parameter in
     mixed precision with Adam."""
     blueprint = Blueprint(torch.nn.Sequential(*(torch.nn.Linear(256, 256, bias=False) for _ in range(4))))
@@ -166,6 +166,7 @@ def test_states_alone_are_the_papers_figures() -> None:
         zero = {"stage": stage, "param_persistence_threshold": 0}
         role = Role(blueprint, read_ds_config(ds_config(0, bf16=True) | {"zero_optimization": zero}))
         assert dry_run([role], 4, None).states == blueprint.parameters * (whole + shared / 4)
+    assert "no gradient has reached" not in caplog.text, "nobody expects one"
 
 
 @pytest.mark.parametrize(("states", "each"), [("bf16", 2.0), ("8bit", 1.0625)])

@@ -181,11 +181,12 @@ class Engine(EngineAccessors):
         if self.optimizer is not None:
             self._passes.require_gradients()
         micro_batches = self._batch.accumulation if self._managed else self._passes.pending
-        self._optimizer_step(micro_batches, 1 if self._managed else micro_batches, lr_kwargs or {})
+        calls = 1 if self._managed else micro_batches
+        self._optimizer_step(micro_batches, calls, lr_kwargs or {}, self._passes.pending)
 
-    def _optimizer_step(self, micro_batches: int, calls: int, lr_kwargs: Mapping[str, Any]) -> None:
-        """Take an optimizer step with the gradients of ``micro_batches`` micro-batches, after
-        ``calls`` that :attr:`micro_steps` has not counted."""
+    def _optimizer_step(self, micro_batches: int, calls: int, lr_kwargs: Mapping[str, Any], passes: int) -> None:
+        """Take an optimizer step with the gradients of ``micro_batches`` micro-batches and as many
+        ``passes``, after ``calls`` that :attr:`micro_steps` has not counted."""
         optimizer = self._required_optimizer("engine.step")
         self.sharded.moved.require_here("engine.step")
         self._check.before_step()
@@ -203,7 +204,7 @@ class Engine(EngineAccessors):
             self.global_samples += micro_batches * self._batch.micro_batch_size * self.mesh.data.size
             self._passes.forget()
             self._restarted = False
-            self._used.end_step(self)
+            self._used.end_step(self, passes)
             self.mesh.heartbeat.begin_step(self.global_steps)
         self.observer.after_step(self)
         if self._background.under_way:

@@ -169,13 +169,16 @@ class UsedParameters:
             if names:
                 raise reported(engine, _unused(names, engine.global_steps))
 
-    def end_step(self, engine: EngineAccessors) -> None:
+    def end_step(self, engine: EngineAccessors, passes: int) -> None:
         """Forget the gradients so far: a step has used them. Say which parameters had none on this
-        rank, the first time that there are some, and the first time that all had none."""
+        rank, the first time that there are some, and the first time that all had none after
+        ``passes``: without a pass nobody expects any, as a plan for the optimizer's state."""
         self._used.clear()
         if (self._said and self._none_said) or not any(map(_UNUSED, self._grad_buffers)):
             return
         if sum(len(buffer.unused) for buffer in self._grad_buffers) == self._count:
+            if not passes:
+                return
             if not self._none_said and engine.mesh.data.index == 0:
                 log.warning(
                     "no gradient has reached any of the %d parameters on this rank in step %d: they were dropped between "

@@ -109,7 +109,7 @@ class PipelineEngine(Engine):
             self.outcome.add_weight(sum(found.weights.values(), zero))
         if self.observer.events is not None:
             self.observer.events.saw_loss(self, loss)
-        self._optimizer_step(batch.micro_batches, self.gradient_accumulation_steps(), {})
+        self._optimizer_step(batch.micro_batches, self.gradient_accumulation_steps(), {}, batch.micro_batches)
         self.executor.finish()
         return loss
 

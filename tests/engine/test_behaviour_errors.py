@@ -4,6 +4,8 @@ expected, and how to mend it."""
 from __future__ import annotations
 
 import inspect
+import io
+import logging
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -323,6 +325,27 @@ def test_ranks_that_train_different_things_are_refused(ranks: Pools, what: str, 
     for text in ranks(2).run(of_rank, what, "zero0"):
         assert words in text, text
         assert bool(text) is bool(words)
+
+
+def own_metrics(alike: bool, folder: str) -> str:
+    """What rank 0 logs as it saves, once each rank has stepped its scheduler with a metric."""
+    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau
+    found = engine(lr_scheduler=lambda optimizer: plateau(optimizer, patience=0))
+    for metric in (1.0, 2.0):
+        found.lr_scheduler.step(metric if alike or found.global_rank == 0 else 1.0 / metric)
+    text = io.StringIO()
+    handler = logging.StreamHandler(text)
+    logging.getLogger("zero_trial").addHandler(handler)
+    found.save_checkpoint(folder)
+    logging.getLogger("zero_trial").removeHandler(handler)
+    return text.getvalue()
+
+
+@pytest.mark.parametrize("alike", [True, False])
+def test_learning_rates_that_ranks_have_for_themselves_are_said(ranks: Pools, alike: bool, tmp_path: Path) -> None:
+    first, second = ranks(2).run(own_metrics, alike, str(tmp_path))
+    assert ("[0.0001] on rank 0 and [0.001] on rank 1" in first) is not alike
+    assert not second
 
 
 def saves_alone(stage: str, transport: str, folder: str) -> tuple[str, str]:

@@ -318,6 +318,7 @@ def _save(
         )
         log.warning(text, pending, engine.gradient_accumulation_steps(), engine.global_steps)
     engine.sharded.wait()
+    _warn_of_own_rates(engine)
     tag = _same_everywhere(engine, f"global_step{engine.global_steps}" if tag in (None, "") else str(tag))
     state = _engine_state(engine, client_state) | {"without_frozen": without_frozen}
     whole_states, whole_slices = _whole_states(engine)
@@ -356,6 +357,20 @@ def _save(
             parts.setdefault(group, []).append(part)
     in_order = [(group, parts[group]) for group in engine.sharded.groups if group in parts]
     background.save(directory, tag, copied, later=in_order, on_disk=streamed, **facts)
+
+
+def _warn_of_own_rates(engine: CheckpointedEngine) -> None:
+    """Log a warning where ranks have learning rates of their own, as a scheduler gives them that
+    each rank steps with its own metric. Collective over data."""
+    data, groups = engine.mesh.data, engine.optimizer.param_groups if engine.optimizer is not None else []
+    everyone = data.gather_json([float(group["lr"]) for group in groups if "lr" in group], "learning rates")
+    odd = next((index for index, rates in enumerate(everyone) if rates != everyone[0]), 0)
+    if odd and data.index == 0:
+        log.warning(
+            "step %d: the learning rates are %s on rank %d and %s on rank %d, so that their weights drift apart at ZeRO stage 0, and "
+            "parts of a weight have different rates above. Step a scheduler with the same metric on every rank",
+            *(engine.global_steps, everyone[0], data.ranks[0], everyone[odd], data.ranks[odd]),
+        )
 
 
 def frozen_names(engine: CheckpointedEngine) -> set[str]:

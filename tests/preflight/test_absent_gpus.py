@@ -18,9 +18,10 @@ from zero_trial.ds_config.reader import read_ds_config
 from zero_trial.preflight import blueprint, dry_run
 from zero_trial.preflight.blueprint import Blueprint, Stack, stacks_of
 from zero_trial.preflight.compare import Planner, memory_plan
-from zero_trial.preflight.dry_run import STEPS, ModelSubject
+from zero_trial.preflight.dry_run import STEPS
 from zero_trial.preflight.link_model import LinkModel, of_step
 from zero_trial.preflight.plan import Figures, Moved
+from zero_trial.preflight.subject import ModelSubject
 from zero_trial.preflight.what_fits import Llama, Shape
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has the GPU")

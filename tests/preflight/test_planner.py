@@ -37,7 +37,7 @@ def test_a_model_on_the_meta_device_is_planned_without_being_built() -> None:
 
 
 def test_smaller_micro_batches_hold_smaller_activations() -> None:
-    from zero_trial.preflight.dry_run import ModelSubject
+    from zero_trial.preflight.subject import ModelSubject
 
     own = Planner(ModelSubject(build("gpt"), batch()), read_ds_config(ds_config(1)), 2)
     whole, half = own.plan(), own.plan(micro_batch=ROWS // 2)

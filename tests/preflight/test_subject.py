@@ -11,8 +11,9 @@ import torch
 from tests.preflight.measured import ds_config
 from zero_trial.ds_config.reader import read_ds_config
 from zero_trial.preflight.blueprint import Blueprint
-from zero_trial.preflight.dry_run import ModelSubject, first_rows, largest, loss_in, rows_of
+from zero_trial.preflight.dry_run import largest
 from zero_trial.preflight.plan import Figures
+from zero_trial.preflight.subject import ModelSubject, first_rows, loss_in, rows_of
 
 
 @dataclass

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from zero_trial.preflight.compare import Planner
-from zero_trial.preflight.dry_run import ModelSubject
+from zero_trial.preflight.subject import ModelSubject
 from zero_trial.preflight.what_fits import RANKS, SHAPES, WAYS, Fit, Llama, Shape, page, settings_of, state_bytes
 
 PAGE = Path(__file__).parents[2] / "docs" / "guide" / "what_fits_where.md"

@@ -33,18 +33,11 @@ from zero_trial.errors import TrialError
 from zero_trial.pipeline.module import PipelineModule, pipelines_built_by
 from zero_trial.pipeline.schedule import ChunkPlacement
 from zero_trial.preflight.blueprint import Blueprint
-from zero_trial.preflight.dry_run import (
-    Role,
-    dry_run_any,
-    first_rows,
-    is_here,
-    rows_of,
-    variant,
-    with_state_at,
-)
+from zero_trial.preflight.dry_run import Role, dry_run_any, is_here, variant, with_state_at
 from zero_trial.preflight.fake_comm import FAKE_SWAP, SWAP_IN_MEMORY, Exchange, fake_mesh
 from zero_trial.preflight.live_bytes import AbsentDevice
 from zero_trial.preflight.plan import Figures
+from zero_trial.preflight.subject import first_rows, rows_of
 from zero_trial.preflight.valueless import META
 from zero_trial.util.memory import machine_memory
 
@@ -260,7 +253,7 @@ class _Part:
 
 class TrialSubject:
     """A trial built with :meth:`factory` in place of ``zero_trial.initialize``; see
-    :class:`zero_trial.preflight.dry_run.Subject`.
+    :class:`zero_trial.preflight.subject.Subject`.
 
     Give it the trial's micro-batch with :meth:`perform` before a dry run. Several engines (a GAN)
     are planned together. A pipeline is planned by :class:`zero_trial.preflight.PipelinePlanner`,

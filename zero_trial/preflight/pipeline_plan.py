@@ -23,9 +23,10 @@ from zero_trial.engine.resolved_config import mesh_shape, resolve_config
 from zero_trial.errors import ConfigError, DoesNotFit, TrialError
 from zero_trial.pipeline.module import PipelineModule
 from zero_trial.pipeline.simulate import RankReport, validate
-from zero_trial.preflight.dry_run import Role, dry_run_any, first_rows, is_here, rows_of, variant
+from zero_trial.preflight.dry_run import Role, dry_run_any, is_here, variant
 from zero_trial.preflight.pipeline_dry_run import Copies, HeldBytes, dry_run_rank, parts_of
 from zero_trial.preflight.plan import Figures, Moved
+from zero_trial.preflight.subject import first_rows, rows_of
 from zero_trial.util.text import format_bytes, format_count
 
 

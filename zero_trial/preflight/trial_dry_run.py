@@ -20,10 +20,10 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from zero_trial.errors import Diverged, InvalidHP, ZeroTrialError
-from zero_trial.preflight.dry_run import first_rows, rows_of
 from zero_trial.preflight.fake_engine import MOST_VALUES, fake_initialize, has_room
 from zero_trial.preflight.fake_task import DryRunRequest, FakeTask, fake_task, trial_code_error
 from zero_trial.preflight.issues import Area, CheckIssue, Severity, issues_of, note
+from zero_trial.preflight.subject import first_rows, rows_of
 from zero_trial.trial.context import ZeroTrialContext
 from zero_trial.trial.controller import StepRunner
 from zero_trial.trial.data import (

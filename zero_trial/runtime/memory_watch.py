@@ -10,7 +10,7 @@ These are the first two steps of this process: a run that was resumed is measure
 
 Both count bytes of live tensors at their peak. Neither changes a number or a random state of the
 run. The dry run does not see a loss that is computed outside of the model;
-``preflight.dry_run.loss_in`` stands in for it.
+``preflight.subject.loss_in`` stands in for it.
 """
 
 from __future__ import annotations
@@ -133,8 +133,8 @@ class MemoryWatch:
         # Loaded by the first micro-batch of rank 0 alone: nothing before it, and no other rank,
         # needs the planner.
         from zero_trial.preflight.compare import Planner, does_not_fit
-        from zero_trial.preflight.dry_run import ModelSubject, loss_in
         from zero_trial.preflight.plan import rank_limit
+        from zero_trial.preflight.subject import ModelSubject, loss_in
 
         subject = ModelSubject.of(blueprint, (args, kwargs), lambda copy, batch: loss_in(copy(*batch[0], **batch[1])))
         one_host = engine.world_size <= self._ranks_here

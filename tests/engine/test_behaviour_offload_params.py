@@ -33,6 +33,7 @@ from zero_trial.pipeline import PipelineModule
 from zero_trial.sharding.layout import ALIGN, round_up
 from zero_trial.sharding.offload.nvme_params import ParamSwapper, SwappedShard
 from zero_trial.sharding.offload.swap_space import BLOCK
+from zero_trial.sharding.unshard import Unsharder
 
 PLACES = ("none", "nvme")
 
@@ -236,6 +237,32 @@ def test_blocks_are_read_ahead_of_their_use(tmp_path: Path, monkeypatch: pytest.
     train(engine, range(1, 2))
     assert [block for block, _ in ahead[seen : seen + 2]] == ["", ""], "the root, trained and frozen, was not announced"
     assert all(found for block, found in ahead[seen:] if block)
+
+
+def three_layers() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 91), nn.Linear(91, 91), nn.Linear(91, 91))
+
+
+def test_reads_run_as_far_ahead_as_there_are_buffers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However little is unsharded ahead, and no more is live for it; also of what a backward begins
+    with, while the forward ends with it."""
+    near = {"prefetch_bucket_size": 1, "reshard_after": "forward"}
+    monkeypatch.setitem(STAGES, "near", STAGES["zero3-free"] | near)
+    engine = engine_of("near", {}, str(tmp_path), build=three_layers, buffer_count=40, buffer_size=10**6)
+    ahead: list[tuple[str, str]] = []
+    once = Unsharder.unshard
+
+    def unshard(unsharder: Unsharder, block: str, *, record: bool = True) -> None:
+        assert not any(unit.live or unit.unsharding for unit in away(engine))
+        ahead.append((block, "".join(sorted({unit.block for unit in away(engine) if unit.offloaded.parts}))))
+        once(unsharder, block, record=record)
+
+    monkeypatch.setattr(Unsharder, "unshard", unshard)
+    train(engine, range(1))
+    del ahead[:]
+    train(engine, range(1, 2))
+    all_the_way = [("0", "012"), ("1", "012"), ("2", "012"), ("2", "012"), ("1", "012"), ("0", "012")]
+    assert ahead == [("0", ""), *all_the_way[1:], *all_the_way[:3], ("2", "012"), ("1", "01"), ("0", "0")]
 
 
 def test_two_engines_in_one_folder(tmp_path: Path) -> None:

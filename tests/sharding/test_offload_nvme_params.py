@@ -110,6 +110,16 @@ def test_reading_ahead_goes_as_far_as_there_are_buffers() -> None:
     assert not away.groups[2].start_read_or_ready() and away.parts(2) == [(0, CUT), (CUT, 2 * CUT), (2 * CUT, 3 * CUT)]
 
 
+def test_what_is_read_for_a_later_use_is_not_gathered_sooner() -> None:
+    """The answer that starts collectives counts calls for a use that comes soon."""
+    away = SwappedGroups(count=4)
+    assert [shard_of(group).read_ahead() for group in away.groups] == [True, False, False, False]
+    assert away.parts(0)[-1][1] == 2 * CUT + 128 and away.parts(1) == [(0, 32)]
+    assert [group.start_read_or_ready() for group in away.groups[:2]] == [False, False]
+    assert [group.start_read_or_ready() for group in away.groups[:2]] == [True, True]
+    assert away.gather(0) and not away.groups[0].start_read_or_ready(), "it was used since"
+
+
 def test_buffers_are_reclaimed_from_the_shard_needed_last() -> None:
     away = SwappedGroups(count=4)
     away.groups[1].start_read_or_ready()

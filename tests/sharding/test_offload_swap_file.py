@@ -19,6 +19,7 @@ import pytest
 import torch
 
 from tests.ops.kernel_engines import skip_where_refused
+from tests.support.pool import server
 from zero_trial.errors import ConfigError, DoesNotFit, KernelUnavailable, StorageError
 from zero_trial.ops.disk_io import ENGINES, DiskTuning
 from zero_trial.sharding.offload.swap_file import DiskTransfer, SwapFile
@@ -82,6 +83,32 @@ def test_a_forked_process_does_not_use_its_parents_file(tmp_path: Path, monkeypa
         with pytest.raises(StorageError, match="another process's"):
             file.read(0, buffer)
     file.read(0, buffer).wait()
+
+
+def values_and_a_fork_during_a_read(folder: Path, engine: str, nbytes: int) -> tuple[bool, int, int]:
+    """Whether a read arrives while a process that was forked meanwhile writes to the same buffer;
+    what that process saw there, and where in a large page the buffer starts."""
+    file, values = opened(folder, engine, nbytes), numbers(nbytes)
+    file.write(0, placed(file, values, 0)).wait()
+    buffer = file.buffer(nbytes).fill_(7)
+    reading = file.read(0, buffer)
+    if not (child := os.fork()):
+        found = int(buffer.numpy().any())
+        buffer.numpy()[:] = 9
+        os._exit(found)
+    seen = os.waitpid(child, 0)[1]
+    reading.wait()
+    return torch.equal(buffer, values), os.waitstatus_to_exitcode(seen), buffer.data_ptr() % (2 << 20)
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="pages are kept from forks by Linux")
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("nbytes", [BLOCK, 5 << 20])
+def test_a_fork_during_a_read_takes_no_bytes(tmp_path: Path, engine: str, nbytes: int) -> None:
+    with server().Pool(1) as pool:
+        arrived, seen, start = pool.apply(values_and_a_fork_during_a_read, (tmp_path, engine, nbytes))
+    assert arrived and seen == 0, "the other process has zeros"
+    assert nbytes == BLOCK or start == 0, "large pages hold it"
 
 
 def test_memory_that_starts_anywhere_goes_through_the_page_cache(tmp_path: Path) -> None:

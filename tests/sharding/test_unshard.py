@@ -352,6 +352,16 @@ def test_upcoming_within_a_budget(used_before: int, budget: int, expected: list[
     assert uses.upcoming(budget) == expected
 
 
+def test_what_follows_is_known_block_by_block() -> None:
+    uses = after_one_step()
+    assert list(uses.following()) == ["root", "h0", "h1", "h2"]
+    for block in STEP[:4]:
+        uses.use(block)
+    assert list(uses.following()) == ["h2", "h1", "h0"], "the one in use comes next"
+    uses.use("h1")
+    assert list(uses.following()) == []
+
+
 def test_a_step_that_leaves_the_order_is_followed_and_becomes_the_next_prediction() -> None:
     uses = after_one_step()
     other = ["root", "h1", "h0", "h0", "h1"]

@@ -231,6 +231,14 @@ class ParamGroup:
             return False
         return self.offloaded is None or self.offloaded.start_read()
 
+    def read_ahead(self, *, again: bool) -> bool:
+        """Start to read a shard that lives outside of memory for a use that comes later, where
+        there is room; return whether there is room for more. ``again``: also while it is in use,
+        after which it is freed."""
+        if self.offloaded is None or not (again or (not self.live and self._gathering is None)):
+            return True
+        return self.offloaded.read_ahead()
+
     def unshard(self) -> None:
         """Gather the full parameters and wait for them. Collective over shard."""
         self.unshard_async()

@@ -75,6 +75,10 @@ class OffloadedShard(Protocol):
         whether an earlier call has started it."""
         ...
 
+    def read_ahead(self) -> bool:
+        """Start to read the values for a later use; return whether there is room for more."""
+        ...
+
     def fetch(self, into: torch.Tensor) -> None:
         """Read all values into ``into``; work that the device is given afterwards sees them."""
         ...

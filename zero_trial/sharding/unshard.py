@@ -16,7 +16,7 @@ import functools
 import sys
 import weakref
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from types import MethodType
 from typing import Any
@@ -125,7 +125,7 @@ class Unsharder:
         for group in self._groups.get(block, ()):
             group.finish_unshard()
         if record:
-            self._prefetch()
+            self._prefetch(block)
 
     def unshard_async(self, block: str) -> None:
         """Start to gather the block's parameters: :meth:`unshard` waits for them. Collective over
@@ -184,7 +184,7 @@ class Unsharder:
             handle.remove()
         self.handles.clear()
 
-    def _prefetch(self) -> None:
+    def _prefetch(self, current: str) -> None:
         if self._limits.prefetch <= 0:
             return
         fits = True
@@ -193,6 +193,18 @@ class Unsharder:
             for group in self._groups[block]:
                 if (group.offloaded is None or group.start_read_or_ready()) and fits:
                     group.unshard_async()
+        self._read_ahead(current)
+
+    def _read_ahead(self, current: str) -> None:
+        """Start to read what lives outside of memory, as far ahead as there are buffers: that
+        needs no memory of its own. Also the block that is used now, where it is freed before its
+        next use: the last one of a forward is the first of the backward."""
+        in_backward = torch._C._current_graph_task_id() != -1
+        again = not (self._keeps_after_backward() if in_backward else self._keeps_after_forward(current))
+        for block in self._order.following():
+            for group in self._groups[block]:
+                if not group.read_ahead(again=again and block == current):
+                    return
 
     def _before_forward(self, block: str, first: bool, module: nn.Module, args: Any, kwargs: Any) -> None:
         if not self._untraced and "torch._dynamo" in sys.modules:
@@ -351,20 +363,27 @@ class UseOrder:
 
         The first is always listed, unless this step has left the remembered order.
         """
-        if not self.on_track:
-            return []
-        found: dict[str, None] = {}
-        for position in range(len(self._now), len(self._last)):
-            block = self._last[position]
-            if block in found:
-                continue
+        found: list[str] = []
+        for block in self.following():
             if found and self._sizes[block] > budget:
                 break
-            found[block] = None
+            found.append(block)
             budget -= self._sizes[block]
-            if budget <= 0 or len(found) == len(self._uses):
+            if budget <= 0:
                 break
-        return list(found)
+        return found
+
+    def following(self) -> Iterator[str]:
+        """Yield the different blocks that come next, unless this step has left the remembered
+        order."""
+        found: set[str] = set()
+        for position in range(len(self._now), len(self._last) if self.on_track else 0):
+            block = self._last[position]
+            if block not in found:
+                yield block
+                found.add(block)
+                if len(found) == len(self._uses):
+                    return
 
     def distance(self, block: str) -> int | None:
         """Count the elements that are used before ``block`` is used again in this step; None if it

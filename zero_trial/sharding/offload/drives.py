@@ -18,7 +18,7 @@ import torch
 
 from zero_trial.errors import StorageError
 from zero_trial.ops.disk_io import DiskTuning
-from zero_trial.sharding.offload.swap_file import SwapFile, whole_pages
+from zero_trial.sharding.offload.swap_file import SwapFile, addresses, whole_pages
 from zero_trial.sharding.offload.swap_space import Transfer
 
 STRIPE = 4 << 20  # bytes at least
@@ -140,7 +140,7 @@ class StripedFile:
     def map_range(self, offset: int, nbytes: int) -> torch.Tensor:
         """Map a range that was reserved as (nbytes,) uint8 until the tensor is gone: one range of
         addresses, in which each stripe is a mapping of its file."""
-        area = self.buffer(nbytes)
+        area = addresses(nbytes)
         for file, place, low, high in self._spans(offset, nbytes):
             file.map_at(area.data_ptr() + low, place, high - low)
         return area

@@ -56,10 +56,14 @@ class SwappedShard:
     group: ParamGroup
     offset: int
     parts: deque[_Part] = field(default_factory=deque)  # that are read ahead
+    expected: bool = False  # start_read was called since the last use
     written: list[Transfer] = field(default_factory=list)  # writes that may be under way
 
     def start_read(self) -> bool:
         return self.swapper.start_read(self)
+
+    def read_ahead(self) -> bool:
+        return self.swapper.read_ahead(self)
 
     def fetch(self, into: torch.Tensor) -> None:
         self.swapper.fetch(self, into)
@@ -198,9 +202,17 @@ class ParamSwapper:
         whether an earlier call has started it."""
         if self._access.is_open or self.failure.first is not None:
             return False
-        before = bool(shard.parts)
+        before, shard.expected = shard.expected and bool(shard.parts), True
         self._start(shard, 0)
         return before
+
+    def read_ahead(self, shard: SwappedShard) -> bool:
+        """Start to read as much of a shard that is needed later as there are free buffers; return
+        whether there are more."""
+        if self._access.is_open or self.failure.first is not None:
+            return False
+        self._start(shard, 0)
+        return bool(self._free_buffers())
 
     def fetch(self, shard: SwappedShard, into: torch.Tensor) -> None:
         """Read the shard's values into ``into`` (n,) and wait for them. Raises StorageError."""
@@ -221,7 +233,7 @@ class ParamSwapper:
             into[part.low : part.high].copy_(_values(part, shard))
             done = part.high
             self._release(shard.parts.popleft())
-        self._reading = [other for other in self._reading if other is not shard]
+        self._used(shard)
 
     def fetch_part(self, shard: SwappedShard, into: torch.Tensor, low: int) -> None:
         """Read the values from element ``low`` on into ``into``, which an update has just written.
@@ -255,6 +267,10 @@ class ParamSwapper:
         self._wait_for(shard.parts)
         while shard.parts:
             self._release(shard.parts.popleft())
+        self._used(shard)
+
+    def _used(self, shard: SwappedShard) -> None:
+        shard.expected = False
         self._reading = [other for other in self._reading if other is not shard]
 
     def _start(self, shard: SwappedShard, done: int) -> None:

@@ -27,6 +27,7 @@ import torch
 
 from zero_trial.errors import ConfigError, DoesNotFit, StorageError
 from zero_trial.ops.disk_io import ENGINES, DiskEngine, DiskPart, DiskRequest, DiskTuning, first_that_works
+from zero_trial.sharding.heap import transfer_buffer
 from zero_trial.sharding.layout import round_up
 from zero_trial.sharding.offload.swap_space import BLOCK, MOST, SwapSpace, Transfer
 from zero_trial.util.text import format_bytes
@@ -150,7 +151,7 @@ class SwapFile:
 
     def buffer(self, nbytes: int) -> torch.Tensor:
         """Return zeros at the start of a page, which transfers reach past the page cache."""
-        return torch.frombuffer(mmap.mmap(-1, max(nbytes, 1)), dtype=torch.uint8)
+        return transfer_buffer(nbytes)
 
     def read(self, offset: int, into: torch.Tensor) -> Transfer:
         self.bytes_read += into.nbytes
@@ -180,7 +181,7 @@ class SwapFile:
     def map_range(self, offset: int, nbytes: int) -> torch.Tensor:
         """Map a range that was reserved in whole pages as (nbytes,) uint8 until the tensor is gone,
         also after :meth:`close`. What transfers write is seen there."""
-        area = self.buffer(nbytes)
+        area = addresses(nbytes)
         self.map_at(area.data_ptr(), offset, nbytes)
         return area
 
@@ -387,6 +388,11 @@ def move_into(file: MappedSpace) -> Callable[[torch.Tensor], torch.Tensor]:
         return file.map_range(offset, nbytes).view(values.dtype).view(values.shape)
 
     return move
+
+
+def addresses(nbytes: int) -> torch.Tensor:
+    """Return a range of addresses over which a file may be mapped."""
+    return torch.frombuffer(mmap.mmap(-1, max(nbytes, 1)), dtype=torch.uint8)
 
 
 def whole_pages(nbytes: int) -> int:

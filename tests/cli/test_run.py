@@ -48,7 +48,7 @@ def test_the_first_line_does_not_say_what_a_deepspeedtrial_may_overwrite(tmp_pat
     path = tmp_path / "const.yaml"
     path.write_text(json.dumps(experiment))
     first = start_lines(check_run(RunRequest(path, tmp_path), {"CUDA_VISIBLE_DEVICES": ""}), 0.0)[0]
-    assert ("ZeRO-1" in first) == (module == "zero_trial.run")
+    assert ("ZeRO-2" in first) == (module == "zero_trial.run") and "ZeRO-1" not in first
 
 
 def make_run(folder: Path, end: str = "") -> Path:

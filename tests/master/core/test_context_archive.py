@@ -201,7 +201,7 @@ COMMAND = "python3 -m determined.launch.torch_distributed python3 -m zero_trial.
 )
 def test_what_ranks_would_fail_on_is_refused(entrypoint: Any, ds_config: str, message: str | None) -> None:
     files = [file("model_def.py", TRIAL), file("ds.json", b"{}"), file("const.yaml", b"")]
-    packed = from_model_definition([*files, file("deep.py", b"x = a" + b".b" * 60_000)])
+    packed = from_model_definition([*files, file("deep.py", b"x = " + b"-" * 60_000 + b"1")])
     config = {"entrypoint": entrypoint, "data": {"ds_config": ds_config}, "hyperparameters": {}}
     if message is None:
         check_model(config, packed)

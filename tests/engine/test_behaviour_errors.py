@@ -40,6 +40,34 @@ def refused(kind: type[ZeroTrialError], act: Any, *words: str) -> None:
         assert word in text, text
 
 
+# --- models ---------------------------------------------------------------------------------------
+
+
+class Replicated(nn.parallel.DistributedDataParallel):
+    """A user's subclass, without the process group that a real one needs."""
+
+    def __init__(self, module: nn.Module) -> None:
+        nn.Module.__init__(self)
+        self.module = module
+
+
+@pytest.mark.parametrize(
+    ("wrapped", "where"),
+    [
+        (lambda: Replicated(net()), "initialize(model):"),
+        (lambda: nn.Sequential(nn.Identity(), nn.DataParallel(net())), "initialize(model): 1:"),
+    ],
+)
+def test_a_model_that_torch_already_reduces(wrapped: Any, where: str) -> None:
+    refused(
+        ConfigError,
+        lambda: zero_trial.initialize(model=wrapped(), config=CONFIG),
+        "DataParallel",
+        where,
+        "Give model.module",
+    )
+
+
 # --- losses ---------------------------------------------------------------------------------------
 
 

@@ -37,6 +37,7 @@ from zero_trial.engine.parameter_checks import (
     log_dtypes,
     log_model_parts,
     require_no_engine,
+    require_not_wrapped,
     require_same,
     settings_of,
     tensors_of,
@@ -96,6 +97,7 @@ def build_engine(
         weights = None
     else:
         _give_values(model, settings, resolved.plan, mesh, device, places, by_files=weights is not None)
+    require_not_wrapped(model)
     require_no_engine(model)
     plan = _plan_optimizer(model, settings, mesh, device, optimizer, model_parameters)
     opt_groups = plan.params if plan is not None else []

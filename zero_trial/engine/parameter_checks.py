@@ -32,6 +32,27 @@ log = logging.getLogger("zero_trial")
 _SHOWN = 3  # names in a message
 _REQUIRES_GRAD, _DTYPE = operator.attrgetter("requires_grad"), operator.attrgetter("dtype")
 _UNUSED = operator.attrgetter("unused")
+# of torch, which give each gradient to the other ranks, or keep the parameters in shards
+_REDUCING = {"DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "FSDPModule"}
+
+
+def require_not_wrapped(model: nn.Module) -> None:
+    """Raise ConfigError where torch already gives the gradients of the model, or of a part, to the
+    other ranks: they would be sent twice, and freed parameters would be found empty."""
+    for name, module in model.named_modules():
+        bases = type(module).__mro__
+        if kind := next((base.__name__ for base in bases if base.__name__ in _REDUCING and _is_torchs(base)), None):
+            raise ConfigError(
+                f"the model is wrapped in torch's {kind}, and the engine does what that does",
+                where=f"initialize(model){f': {name}' if name else ''}",
+                got=kind,
+                expected="the module itself",
+                fix="Leave fully_shard() out." if kind == "FSDPModule" else f"Give model.module, or leave {kind} out.",
+            )
+
+
+def _is_torchs(kind: type) -> bool:
+    return kind.__module__.partition(".")[0] == "torch"
 
 
 def require_no_engine(model: nn.Module) -> None:

@@ -39,8 +39,7 @@ from zero_trial.engine.parameter_checks import (
     require_no_engine,
     require_not_wrapped,
     require_same,
-    settings_of,
-    tensors_of,
+    require_same_start,
 )
 from zero_trial.engine.pipeline_build import ResolvedPipeline, build_layers, resolve_pipeline
 from zero_trial.engine.pipeline_engine import PipelineEngine
@@ -88,16 +87,12 @@ def build_engine(
     if isinstance(model, PipelineModule):
         given = model_parameters is not None or isinstance(optimizer, torch.optim.Optimizer)
         build_layers(model, settings, mesh, has_parameters=given)
-    fix = "Build the same model on every rank, with the same dtype, ties and frozen parts."
-    require_same(mesh.data, "initialize(model)", tensors_of(model.named_parameters()), fix)
-    require_same(
-        mesh.data, "initialize(config)", settings_of(settings, resolved), "Give every rank the same ds_config."
-    )
+    require_not_wrapped(model)
+    require_same_start(mesh.data, model, settings, resolved)
     if device.type == "meta":  # a dry run may be asked for sizes only
         weights = None
     else:
         _give_values(model, settings, resolved.plan, mesh, device, places, by_files=weights is not None)
-    require_not_wrapped(model)
     require_no_engine(model)
     plan = _plan_optimizer(model, settings, mesh, device, optimizer, model_parameters)
     opt_groups = plan.params if plan is not None else []

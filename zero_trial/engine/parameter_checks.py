@@ -280,19 +280,13 @@ def require_same(ranks: AxisComm, where: str, facts: Sequence[str], fix: str) ->
     )
 
 
-def tensors_of(named: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
-    """List tensors with their shapes, for :func:`require_same`."""
-    return [
-        f"{name} {tuple(tensor.shape)} {tensor.dtype}{'' if tensor.requires_grad else ' without gradients'}"
-        for name, tensor in named
-    ]
-
-
-def settings_of(settings: DsConfig, resolved: ResolvedConfig) -> list[str]:
-    """List what decides about the values of a step and its collectives, for
-    :func:`require_same`."""
+def require_same_start(ranks: AxisComm, model: nn.Module, settings: DsConfig, resolved: ResolvedConfig) -> None:
+    """Raise ConfigError, on every rank of ``ranks``, where their models or what decides about the
+    values of a step differ. Collective, see :func:`require_same`."""
+    fix = "Build the same model on every rank, with the same dtype, ties and frozen parts."
+    require_same(ranks, "initialize(model)", tensors_of(model.named_parameters()), fix)
     optimizer, scheduler = settings.optimizer, settings.scheduler
-    return [
+    decide = [
         f"zero_optimization.stage {settings.zero_optimization.stage}",
         f"gradient_accumulation_steps {resolved.batch.accumulation}",
         f"gradient_clipping {resolved.clip:g}",
@@ -300,6 +294,15 @@ def settings_of(settings: DsConfig, resolved: ResolvedConfig) -> list[str]:
         f"scheduler {_plain([scheduler.type, dict(scheduler.params)]) if scheduler is not None else None}",
         f"precision {resolved.policy}",
         f"zero_optimization {resolved.plan} {resolved.sharding.limits}",
+    ]
+    require_same(ranks, "initialize(config)", decide, "Give every rank the same ds_config.")
+
+
+def tensors_of(named: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
+    """List tensors with their shapes, for :func:`require_same`."""
+    return [
+        f"{name} {tuple(tensor.shape)} {tensor.dtype}{'' if tensor.requires_grad else ' without gradients'}"
+        for name, tensor in named
     ]
 
 

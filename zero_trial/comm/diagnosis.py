@@ -33,6 +33,15 @@ _SLOW = "if it is only slow, raise comm_timeout_seconds in ds_config"
 _LOST = ("closed", "reset by peer", "connection refused", "broken pipe", "socket error")
 
 
+class Call(NamedTuple):
+    """One collective of an axis: the axis, how many calls this rank has made on it, and the digest
+    of all of them. All ranks must make it before any can leave it."""
+
+    axis: str
+    number: int
+    digest: int
+
+
 class RankPosition(NamedTuple):
     """One rank's place in the sequence of collectives.
 
@@ -45,9 +54,9 @@ class RankPosition(NamedTuple):
     since: float = 0.0  # time.time() of entering it
     inside: bool = False  # still waiting in it
     gave_up: bool = False  # it raised a MeshError there and no longer waits
-    # The collective that it waits for: an axis, and the number of the call on it. The rest only of
-    # a rank that waits long: how many calls it has made on each axis, and its line of user code.
-    call: tuple[str, int] | None = None
+    # The collective that it waits for. The rest only of a rank that waits long: how many calls it
+    # has made on each axis, and its line of user code.
+    call: Call | None = None
     calls: Mapping[str, int] | None = None
     line: str = ""
 
@@ -89,10 +98,9 @@ class CallOrder:
         return digest % FIRST_MESSAGE_TAG
 
     @property
-    def call(self) -> tuple[str, int] | None:
-        """The last call: the axis, and how many calls this rank has made on it. All ranks must make
-        it before any can leave it."""
-        return (self.axis, self.count) if self.axis else None
+    def call(self) -> Call | None:
+        """The last call; None where the axis has one rank."""
+        return Call(self.axis, self.count, self.digest) if self.axis else None
 
     def recent(self) -> list[list[int | str]]:
         """Return the digest and the name of each of the last calls, as JSON."""
@@ -198,20 +206,20 @@ def _never_meet(mine: RankPosition, at: RankPosition) -> bool:
     in one that the other has not made."""
     if mine.call is None or at.call is None:
         return False
-    if tuple(mine.call) == tuple(at.call):
-        return mine.operation != at.operation
+    if mine.call[:2] == at.call[:2]:
+        return mine.call.digest != at.call.digest
     return _lacks(at, mine.call) and _lacks(mine, at.call)
 
 
-def _lacks(at: RankPosition, call: tuple[str, int]) -> bool:
+def _lacks(at: RankPosition, call: Call) -> bool:
     """Return whether a rank that waits is on the axis of ``call`` and has not made it."""
-    axis, number = call
-    return (at.calls or {}).get(axis, number) < number
+    return (at.calls or {}).get(call.axis, call.number) < call.number
 
 
 def _crossing(positions: Positions, own: int, waiting: list[int], here: str) -> MeshError:
     """Return the MeshError where ranks wait for each other in different collectives."""
     mine = positions[own]
+    both = {rank: at.operation for rank, at in positions.items() if at is not None and rank in (own, *waiting)}
     return MeshError(
         f"this rank and {names(waiting)} wait for each other in different collectives, for ever",
         where=here,
@@ -219,7 +227,7 @@ def _crossing(positions: Positions, own: int, waiting: list[int], here: str) -> 
         f"{listing(positions, own, waiting)}",
         expected="the same collective calls in the same order on every rank",
         fix="Every rank must make both calls: look for one that only some ranks come to, as under `if rank == 0:`. "
-        "engine.save_checkpoint is collective, and so is a forward at ZeRO stage 3.",
+        f"engine.save_checkpoint is collective. {way_out(both)}".rstrip(),
     )
 
 

@@ -30,6 +30,7 @@ from typing import Any, NoReturn
 import torch
 
 from zero_trial.comm.diagnosis import (
+    Call,
     CallOrder,
     RankPosition,
     behind,
@@ -97,7 +98,7 @@ class Heartbeat:
         """Count the calls on one axis in what is published of a long wait."""
         self._orders = [each for each in self._orders if each() is not None] + [weakref.ref(order)]
 
-    def enter(self, operation: str, among: tuple[int, ...] = (), call: tuple[str, int] | None = None) -> None:
+    def enter(self, operation: str, among: tuple[int, ...] = (), call: Call | None = None) -> None:
         """Note that the main thread enters its next collective, with the ranks ``among``.
         ``call``: see :attr:`CallOrder.call`."""
         self.sequence += 1
@@ -111,7 +112,7 @@ class Heartbeat:
             self.waited += max(time.time() - now.since, 0.0)
             self._now = RankPosition(*now[:4])
 
-    def waiting(self, operation: str, among: tuple[int, ...] = (), call: tuple[str, int] | None = None) -> None:
+    def waiting(self, operation: str, among: tuple[int, ...] = (), call: Call | None = None) -> None:
         """Note that the main thread now waits for an operation that it entered earlier."""
         now = self._now
         self._among = among
@@ -176,7 +177,8 @@ class Heartbeat:
         try:
             if self._store is None or not self._store.check([key]):
                 return None
-            return RankPosition(**json.loads(self._store.get(key)))
+            found = RankPosition(**json.loads(self._store.get(key)))
+            return found._replace(call=Call(*found.call)) if found.call is not None else found
         except (RuntimeError, ValueError, TypeError):
             # the store's process is gone, or the entry is damaged
             return None
@@ -241,7 +243,7 @@ class Heartbeat:
                 self._crossed = now
 
     def _near(self) -> list[int]:
-        return [*{*self._among[:_LOOKED_AT], self.rank}]
+        return [*{*(self._among or range(self.world_size))[:_LOOKED_AT], self.rank}]
 
     def _report_slow_wait(self, now: RankPosition) -> None:
         """Warn about a wait that takes long, naming the ranks that are behind; of all that wait,
@@ -288,7 +290,7 @@ class Watchdog:
         among: tuple[int, ...] | None = None,
         *,
         on_host: bool = True,
-        call: tuple[str, int] | None = None,
+        call: Call | None = None,
     ) -> None:
         """Wait for ``work`` (of torch.distributed, or with the same interface).
 
@@ -382,7 +384,7 @@ class Pending:
         source: torch.Tensor | None = None,
         fence: Callable[[torch.Tensor], None] | None = None,
         on_host: bool = True,
-        call: tuple[str, int] | None = None,
+        call: Call | None = None,
     ) -> None:
         self._watch = watch
         self._label = label

@@ -151,10 +151,12 @@ def _plan_optimizer(
 ) -> OptimizerPlan | None:
     """Decide what the client's optimizer, or ds_config's, is built over; None without either."""
     groups = parameter_groups(model, optimizer, model_parameters)
-    if optimizer is None and settings.optimizer is None:
-        return None
+    trains = optimizer is not None or settings.optimizer is not None
     fix = "Give every rank the same optimizer over the same groups in one order."
-    require_same(mesh.data, "initialize(optimizer)", groups_of(model, groups, optimizer), fix)
+    facts = groups_of(model, groups, optimizer) if trains else ["no optimizer"]
+    require_same(mesh.data, "initialize(optimizer)", facts, fix)
+    if not trains:
+        return None
     plan = plan_optimizer(optimizer, groups, model, settings, mesh)
     if plan.whole:
         refuse_whole_tensors(settings, device)

@@ -41,6 +41,8 @@ def require_not_wrapped(model: nn.Module) -> None:
     other ranks: they would be sent twice, and freed parameters would be found empty."""
     for name, module in model.named_modules():
         bases = type(module).__mro__
+        if not any(param.requires_grad for param in module.parameters()):
+            continue
         if kind := next((base.__name__ for base in bases if base.__name__ in _REDUCING and _is_torchs(base)), None):
             raise ConfigError(
                 f"the model is wrapped in torch's {kind}, and the engine does what that does",
@@ -309,12 +311,12 @@ def tensors_of(named: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
 def groups_of(model: nn.Module, groups: Sequence[Mapping[str, Any]], optimizer: Any) -> list[str]:
     """List the groups of an optimizer, for :func:`require_same`."""
     names = {id(param): name for name, param in model.named_parameters()}
-    kind = [type(optimizer).__name__] if isinstance(optimizer, torch.optim.Optimizer) else []
-    return kind + [
-        f"group {index} ({', '.join(f'{key} {_plain(value)}' for key, value in sorted(group.items()) if key != 'params')}) "
-        f"of {' '.join(sorted(names.get(id(param), '?') for param in group['params']))}"
-        for index, group in enumerate(groups)
-    ]
+    facts = [getattr(optimizer, "__qualname__", type(optimizer).__name__)]
+    for index, group in enumerate(groups):
+        values = ", ".join(f"{key} {_plain(value)}" for key, value in sorted(group.items()) if key != "params")
+        facts.append(f"group {index} ({values})")
+        facts += sorted(f"group {index} with {names.get(id(param), '?')}" for param in group["params"])
+    return facts
 
 
 def _plain(value: Any) -> str:

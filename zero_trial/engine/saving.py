@@ -363,7 +363,9 @@ def _warn_of_own_rates(engine: CheckpointedEngine) -> None:
     """Log a warning where ranks have learning rates of their own, as a scheduler gives them that
     each rank steps with its own metric. Collective over data."""
     data, groups = engine.mesh.data, engine.optimizer.param_groups if engine.optimizer is not None else []
-    everyone = data.gather_json([float(group["lr"]) for group in groups if "lr" in group], "learning rates")
+    # Adafactor finds its own where it has None
+    rates = [float(rate) for group in groups if (rate := group.get("lr")) is not None]
+    everyone = data.gather_json(rates, "learning rates")
     odd = next((index for index, rates in enumerate(everyone) if rates != everyone[0]), 0)
     if odd and data.index == 0:
         log.warning(

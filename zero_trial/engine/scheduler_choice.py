@@ -100,8 +100,10 @@ def stepped_by_engine(lr_scheduler: Any, given: Mapping[str, Any]) -> Any:
 
 def log_who_steps(lr_scheduler: Any) -> None:
     """Log a line where the engine does not step the scheduler."""
+    if lr_scheduler is None or isinstance(lr_scheduler, type):  # of an engine without an optimizer
+        return
     if missing := missing_arguments(lr_scheduler, {}):
-        log.info(
+        log.warning(
             "%s needs %s to step, so that engine.step() leaves it alone: call engine.lr_scheduler.step(%s) after a validation, "
             "say, with the same values on every rank, or engine.step(lr_kwargs={...})",
             *(type(lr_scheduler).__name__, " and ".join(missing), ", ".join(missing)),

@@ -33,6 +33,7 @@ from typing import Any, NamedTuple
 import torch
 
 from zero_trial.comm import AxisComm, Mesh
+from zero_trial.comm.diagnosis import Call
 from zero_trial.engine.outcome import (
     CulpritRow,
     NonFiniteStep,
@@ -77,7 +78,7 @@ class _OpenStep:
     unused: frozenset[str]  # blocks whose forward had not run
     weighted: bool  # on this rank
     edited: torch.Tensor | None  # see ShardedModel.take_parameter_edits
-    summed: tuple[str, int] | None  # the last sum over ranks: see CallOrder.call
+    summed: Call | None  # the last sum over ranks: see CallOrder.call
 
 
 class _ScaleChange(NamedTuple):

@@ -195,14 +195,22 @@ class Unsharder:
                     group.unshard_async()
         self._read_ahead(current)
 
+    @functools.cached_property
+    def _away(self) -> dict[str, list[ParamGroup]]:
+        """The blocks' groups that live outside of memory."""
+        found = {block: [group for group in chosen if group.offloaded] for block, chosen in self._groups.items()}
+        return {block: chosen for block, chosen in found.items() if chosen}
+
     def _read_ahead(self, current: str) -> None:
         """Start to read what lives outside of memory, as far ahead as there are buffers: that
         needs no memory of its own. Also the block that is used now, where it is freed before its
         next use: the last one of a forward is the first of the backward."""
+        if not self._away:
+            return
         in_backward = torch._C._current_graph_task_id() != -1
         again = not (self._keeps_after_backward() if in_backward else self._keeps_after_forward(current))
         for block in self._order.following():
-            for group in self._groups[block]:
+            for group in self._away.get(block, ()):
                 if not group.read_ahead(again=again and block == current):
                     return
 

@@ -457,3 +457,51 @@ def test_ranks_in_different_collectives_get_an_error() -> None:
             assert "leaf_module" in text
     finally:
         pool.close()
+
+
+# --- weights that forward edits -------------------------------------------------------------------
+
+
+def bounded(kind: str, stage: str) -> str:
+    """Take a step with other tokens on each rank; return the error, or weights that differ."""
+    torch.manual_seed(0)
+    layer = {"embedding": nn.Embedding, "bag": nn.EmbeddingBag}[kind.removeprefix("frozen ")](6, 4, max_norm=0.5)
+    model = nn.Sequential(layer, nn.Linear(4, 2))
+    model[0].requires_grad_(not kind.startswith("frozen"))
+    rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    try:
+        found = zero_trial.initialize(model=model, config=CONFIG | {"zero_optimization": STAGES[stage]})[0]
+    except ConfigError as error:
+        return str(error)
+    tokens = torch.full((4 // world, 1), rank)
+    found.backward(found(tokens).mean())
+    found.step()
+    trained = [param.flatten().tolist() for param in model.parameters() if param.requires_grad]
+    rows = found.mesh.data.gather_json(trained, "weights")
+    found.destroy()
+    return "" if all(row == rows[0] for row in rows) else f"the ranks are apart: {rows}"
+
+
+@pytest.mark.parametrize("kind", ["embedding", "bag", "frozen embedding"])
+@pytest.mark.parametrize("stage", ["zero0", "zero2", "zero3"])
+@pytest.mark.parametrize("size", [1, 2])
+def test_max_norm_edits_weights_of_one_rank(ranks: Pools, size: int, stage: str, kind: str) -> None:
+    """Each rank would edit the rows of its own tokens; frozen rows come to the same everywhere."""
+    for text in ranks(size).run(bounded, kind, stage):
+        if stage == "zero3":
+            words = ("freed after use", "0.max_norm", "(max_norm=0.5)", "Leave max_norm out")
+        elif size == 2 and not kind.startswith("frozen"):
+            words = ("drift apart", "0.max_norm", "2 data-parallel ranks", "Leave max_norm out")
+        else:
+            assert text == ""
+            continue
+        assert all(word in text for word in words), text
+
+
+def test_the_mend_for_max_norm_bounds_as_it_does() -> None:
+    tokens, own = torch.tensor([[0, 1], [2, 0]]), nn.Embedding(3, 4)
+    out = own(tokens)
+    mended = torch.renorm(out.flatten(0, -2), 2, 0, 0.5).view_as(out)
+    own.max_norm = 0.5
+    torch.testing.assert_close(mended, own(tokens))
+    assert torch.autograd.grad(mended.sum(), own.weight)[0].abs().sum() > 0

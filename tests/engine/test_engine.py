@@ -569,6 +569,38 @@ def test_a_frozen_part_that_comes_later_is_no_fault(stage: int, tmp_path: Path) 
         engine.save_checkpoint(tmp_path)
 
 
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("whole_layer", [False, True])
+def test_a_tie_that_comes_after_initialize_is_an_error(stage: int, whole_layer: bool, tmp_path: Path) -> None:
+    """It trained as plain torch does, and no model could load the checkpoint."""
+    engine, batch = make_engine(stage), torch.ones(4, 4)
+    if whole_layer:
+        engine.module[1] = engine.module[0]
+    else:
+        engine.module[1].weight = engine.module[0].weight
+    words = "tied after the engine was built: .*got .*1.weight is 0.weight.*Tie before initialize"
+    for act in (lambda: engine(batch), engine.train, lambda: engine.save_checkpoint(tmp_path)):
+        with pytest.raises(TrialError, match=words):
+            act()
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_what_is_no_new_tie(stage: int, tmp_path: Path) -> None:
+    """Ties of before, another name for a layer, a layer that was taken out, one that moved up."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
+    model[1].weight = model[0].weight
+    config = {"train_batch_size": 4, "optimizer": {"type": "AdamW"}, "zero_optimization": {"stage": stage}}
+    engine, batch = zero_trial.initialize(model=model, config=config)[0], torch.ones(4, 4)
+    engine.module.alias = engine.module[1]
+    engine.backward(engine(batch).mean())
+    engine.step()
+    engine.save_checkpoint(tmp_path)
+    del engine.module.alias, engine.module[0]
+    assert engine(batch).shape == (4, 4)
+    assert [name for name, _ in engine.module.named_parameters()] == ["0.weight", "0.bias", "1.weight", "1.bias"]
+
+
 def test_many_are_counted() -> None:
     engine = make_engine()
     engine.module.append(nn.Sequential(*(nn.Linear(1, 1) for _ in range(4))))

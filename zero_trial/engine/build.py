@@ -37,6 +37,7 @@ from zero_trial.engine.parameter_checks import (
     log_dtypes,
     log_model_parts,
     require_no_engine,
+    require_no_max_norm,
     require_not_wrapped,
     require_same,
     require_same_start,
@@ -104,6 +105,7 @@ def build_engine(
     everything = list(model.parameters())
     resolved = resolve_home(settings, resolved, mesh, everything, device, in_pipeline=pipeline is not None)
     trained = list(itertools.chain.from_iterable(opt_groups))
+    require_no_max_norm(model, trained, mesh.data.size, freed=resolved.plan.frees_parameters)
     offload = plan_offload(settings, resolved.plan, mesh, device, trained, resolved.policy.param, places, everything)
     manual_groups = pipeline.manual_groups if pipeline is not None else ()
     # a step that the device may still skip is looked into afterwards, in its gradients

@@ -71,9 +71,35 @@ def require_no_engine(model: nn.Module) -> None:
             )
 
 
+def require_no_max_norm(model: nn.Module, trained: Iterable[nn.Parameter], ranks: int, *, freed: bool) -> None:
+    """Raise ConfigError for embeddings whose forward edits their weights (``max_norm``) where ranks
+    would do that each to other rows, or where the weights are ``freed`` after use."""
+    ids = {id(param) for param in trained}
+    for name, module in model.named_modules():
+        if not isinstance(module, (nn.Embedding, nn.EmbeddingBag)) or module.max_norm is None:
+            continue
+        if freed or (ranks > 1 and id(module.weight) in ids):
+            many = f"{ranks} data-parallel ranks" if ranks > 1 else "one rank"
+            raise ConfigError(
+                "max_norm edits the weight in forward, in the rows of this rank's tokens: "
+                + (
+                    "the weight is freed after use, and edits are lost"
+                    if freed
+                    else "the copies of the ranks would drift apart"
+                ),
+                where=f"initialize(model): {f'{name}.' if name else ''}max_norm",
+                got=f"{type(module).__name__}(max_norm={module.max_norm:g}) on {many}",
+                expected="max_norm=None, or one rank at ZeRO stage 0 to 2 without offload_param",
+                fix="Leave max_norm out and bound the norm of what forward returns, which edits nothing: "
+                "torch.renorm(out.flatten(0, -2), 2, 0, max_norm).view_as(out), or F.normalize(out, dim=-1); for an "
+                "EmbeddingBag do this to the rows of an Embedding, before their sum.",
+            )
+
+
 class ParameterCheck:
     """Refuses parameters that came to a module, or were unfrozen, after its engine was built: they
-    would be neither trained nor saved; and trained ones that were cast.
+    would be neither trained nor saved; trained ones that were cast; and ties that came later: a
+    checkpoint has both, and a model that is built with the tie has one.
 
     A forward and a step compare the tables of all modules with those of the last look, entry by
     entry, the dtypes of the trained parameters, and ``requires_grad`` of the others: about 0.2
@@ -85,9 +111,10 @@ class ParameterCheck:
         self._module = module
         # parameter -> whether it was to be trained, and the dtype
         self._trained = WeakTensorKeyDictionary()
-        self._names = frozenset(name for name, _ in module.named_parameters())
-        for param in module.parameters():
-            self._trained[param] = (param.requires_grad, param.dtype)
+        self._names = WeakTensorKeyDictionary()  # parameter -> its first name
+        for name, param in module.named_parameters():
+            self._trained[param], self._names[param] = (param.requires_grad, param.dtype), name
+        self._places = frozenset(self._names.values())
         self._called = False  # the engine's forward, since the last step
         self._look()
 
@@ -134,12 +161,14 @@ class ParameterCheck:
         Frozen parameters under new names may be added (a moving average, a metric's network): a
         checkpoint has them, too.
         """
-        fresh, unfrozen, cast = [], [], []
+        fresh, unfrozen, cast, known = [], [], [], 0
         for name, param in self._module.named_parameters():
             if param not in self._trained:
-                if param.requires_grad or name in self._names:
+                if param.requires_grad or name in self._places:
                     fresh.append(name)
-            elif param.requires_grad and not self._trained[param][0]:
+                continue
+            known += 1
+            if param.requires_grad and not self._trained[param][0]:
                 unfrozen.append(name)
             elif self._trained[param][0] and self._trained[param][1] != param.dtype:
                 cast.append(name)
@@ -157,6 +186,14 @@ class ParameterCheck:
                 got=_listed(unfrozen),
                 fix="Set requires_grad before initialize(); to unfreeze later, save a checkpoint and initialize() anew.",
             )
+        if known < len(self._places) and (tied := self._tied()):
+            raise TrialError(
+                "parameters were tied after the engine was built: its checkpoints would not be those of a model that is tied",
+                where=where,
+                got=_listed(tied),
+                expected="the ties that the model had in initialize()",
+                fix="Tie before initialize() (b.weight = a.weight); to tie later, build the model anew, tie it, and initialize() anew.",
+            )
         if cast:
             raise TrialError(
                 "parameters have another dtype than their engine trains",
@@ -164,6 +201,30 @@ class ParameterCheck:
                 got=_listed(cast),
                 fix="Call model.half(), .to(dtype) and the like before initialize(), and set the precision in ds_config (bf16, fp16).",
             )
+
+    def _tied(self) -> list[str]:
+        """List the places of parameters at which another one is now that is still at its own, too.
+
+        A layer that moved to another's index (some were deleted) is at one place, and no tie.
+        """
+        tied = []
+        for name in sorted(self._places):
+            param = _parameter_at(self._module, name)
+            own = self._names.get(param, name) if param is not None else name
+            if own != name and _parameter_at(self._module, own) is param:
+                tied.append(f"{name} is {own}")
+        return tied
+
+
+def _parameter_at(module: nn.Module, name: str) -> nn.Parameter | None:
+    """Return the parameter at a place in a model; None where the place is empty or gone."""
+    *path, last = name.split(".")
+    for key in path:
+        child = module._modules.get(key)
+        if child is None:
+            return None
+        module = child
+    return module._parameters.get(last)
 
 
 class UsedParameters:

@@ -23,7 +23,8 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from zero_trial.errors import ZeroTrialError
-from zero_trial.preflight.valueless import META, HostTensors, hosted
+
+META = torch.device("meta")
 
 
 class NotCopyable(ZeroTrialError):
@@ -102,7 +103,7 @@ class Blueprint:
         return self._shorts[below]
 
     @cached_property
-    def _fakes(self) -> FakeTensorMode:
+    def mode(self) -> FakeTensorMode:
         """Return the mode, made when first needed: torch loads some 800 modules for it, which takes
         a second.
         """
@@ -114,24 +115,20 @@ class Blueprint:
         ``fake``: without values, for use inside :meth:`without_values`; else real tensors on the
         CPU.
         """
-        if fake or self.device.type == "meta":
-            return _copied(self._given, lambda tensor: self._empty(tensor.shape, tensor.dtype))
+        if self.device.type == "meta":
+            return _copied(self._given, torch.empty_like)
+        if fake:
+            with self.mode:
+                return _copied(
+                    self._given, lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype, device=self.device)
+                )
         return _copied(self._given, lambda tensor: _filled(tensor.shape, tensor.dtype))
 
     @contextmanager
     def without_values(self, *, fake: bool) -> Iterator[None]:
         """Compute shapes, dtypes and lifetimes of tensors inside, and no values, where ``fake``."""
-        mode = self._fakes if self.device.type not in ("cpu", "meta") else HostTensors()  # type: ignore[no-untyped-call]
-        with mode if fake and self.device.type != "meta" else nullcontext():
+        with self.mode if fake and self.device.type != "meta" else nullcontext():
             yield
-
-    def _empty(self, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
-        """Return a tensor without values on the device."""
-        if self.device.type in ("cpu", "meta"):
-            made = torch.empty(shape, dtype=dtype, device=META)
-            return made if self.device.type == "meta" else hosted(made)
-        with self._fakes:
-            return torch.empty(shape, dtype=dtype, device=self.device)
 
     @contextmanager
     def on(self, device: torch.device) -> Iterator[None]:
@@ -153,7 +150,8 @@ class Blueprint:
 
     def _fake(self, tensor: torch.Tensor, memo: dict[int, Any]) -> Any:
         if id(tensor) not in memo:
-            made = self._empty(tensor.shape, tensor.dtype)
+            with self.without_values(fake=True):
+                made = torch.empty(tensor.shape, dtype=tensor.dtype, device=self.device)
             memo[id(tensor)] = made.requires_grad_(tensor.requires_grad)
         return memo[id(tensor)]
 

@@ -20,10 +20,10 @@ from zero_trial.launch.experiment import CheckedRun
 from zero_trial.preflight.dry_run import MOST_ACCUMULATION, variant, with_state_at
 from zero_trial.preflight.fake_engine import TrialSubject
 from zero_trial.preflight.fake_task import DryRunRequest, fake_task, raised_by_trial
+from zero_trial.preflight.live_bytes import RepeatedMeta, forget_outcomes
 from zero_trial.preflight.pipeline_plan import PipelinePlanner
 from zero_trial.preflight.plan import MemoryPlan
 from zero_trial.preflight.subject import ModelSubject, Subject
-from zero_trial.preflight.valueless import RepeatedMeta, forget_outcomes
 from zero_trial.trial.data import TRAIN_LOADER, Resume, open_train_data
 from zero_trial.trial.settings import TrainPosition
 from zero_trial.trial.trial import fitted

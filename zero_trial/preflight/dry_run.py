@@ -22,11 +22,10 @@ from zero_trial.engine import Engine, saving
 from zero_trial.engine.build import build_engine
 from zero_trial.engine.resolved_config import mesh_shape, resolve_config
 from zero_trial.errors import TrialError, ZeroTrialError
-from zero_trial.preflight.blueprint import Blueprint, Stack, extrapolate, within_slack
+from zero_trial.preflight.blueprint import META, Blueprint, Stack, extrapolate, within_slack
 from zero_trial.preflight.fake_comm import Exchange, Segments, fake_mesh
 from zero_trial.preflight.live_bytes import AbsentDevice, LiveBytes
 from zero_trial.preflight.plan import ON_CPU, Figures, Moved
-from zero_trial.preflight.valueless import META
 from zero_trial.sharding.plan import Lifetime, Reshard, plan_for_stage
 
 # the second is measured: from then on the optimizer has its state and the order of reductions is

@@ -32,13 +32,12 @@ from zero_trial.engine.start import given_once, read_settings
 from zero_trial.errors import TrialError
 from zero_trial.pipeline.module import PipelineModule, pipelines_built_by
 from zero_trial.pipeline.schedule import ChunkPlacement
-from zero_trial.preflight.blueprint import Blueprint
+from zero_trial.preflight.blueprint import META, Blueprint
 from zero_trial.preflight.dry_run import Role, dry_run_any, is_here, variant, with_state_at
 from zero_trial.preflight.fake_comm import FAKE_SWAP, SWAP_IN_MEMORY, Exchange, fake_mesh
 from zero_trial.preflight.live_bytes import AbsentDevice
 from zero_trial.preflight.plan import Figures
 from zero_trial.preflight.subject import first_rows, rows_of
-from zero_trial.preflight.valueless import META
 from zero_trial.util.memory import machine_memory
 
 CPU = torch.device("cpu")

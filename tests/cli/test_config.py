@@ -97,6 +97,14 @@ def test_auto_stays_in_a_ds_config_by_itself(tmp_path: Path, capsys: pytest.Capt
         read_ds_config(given)
 
 
+@pytest.mark.parametrize("section", ["optimizer", "scheduler"])
+def test_what_no_script_fills_in_is_a_fault(section: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    path = tmp_path / "ds_config.json"
+    path.write_text(json.dumps({"train_batch_size": 8, section: {"type": "auto"}}))
+    assert main(["config", str(path)]) == 2
+    assert f'ds_config.json:1 {section}.type: "auto" has no source' in capsys.readouterr().err
+
+
 def test_the_ranks_of_a_ds_config_by_itself(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     path = tmp_path / "ds_config.json"
     sizes = {"train_batch_size": 32, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2}

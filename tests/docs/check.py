@@ -30,7 +30,7 @@ PAGES = [
     *sorted((ROOT / "docs").glob("*.md")),
     *sorted((ROOT / "docs" / "guide").glob("*.md")),
 ]
-_LIMIT = 900.0  # seconds for one command; a sweep takes five minutes beside ten busy processes
+_LIMIT = 600.0  # seconds for one command; a sweep takes five minutes beside ten busy processes
 _END = "docs-check-end"
 
 

@@ -70,7 +70,8 @@ def test_a_file_of_another_encoding_says_which(tmp_path: Path):
     """PowerShell's ``>`` writes UTF-16."""
     for name, encoding, found in (("a.json", "utf-16", "UTF-16"), ("b.yaml", "cp1252", "another encoding")):
         (tmp_path / name).write_bytes('{"name": "é"}'.encode(encoding))
-        with pytest.raises(ConfigError, match=f"cannot be read: got {found}, expected UTF-8. Save it as UTF-8"):
+        code = "UTF-16" if found == "UTF-16" else "ITS_ENCODING"
+        with pytest.raises(ConfigError, match=f"got {found}, expected UTF-8. Save it as UTF-8: iconv -f {code} -t"):
             read_file(tmp_path / name)
 
 

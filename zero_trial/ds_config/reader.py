@@ -176,7 +176,8 @@ def read_ds_config(
     clashes = contradictions(ready, hyperparameters or {})
     ready, unresolved = resolve_auto(ready, known, fill=hyperparameters is not None)
     values, more, warnings = _read_values(ready, {fault.where for fault in unresolved})
-    faults += more if allow_open else [*unresolved, *more]
+    kinds = {ready.at((section, "type")).where(f"{section}.type") for section in _PARAMS}  # without a default
+    faults += [*(fault for fault in unresolved if not allow_open or fault.where in kinds), *more]
     clashes += [] if faults else cross_faults(values, ready)
     for key, unused in unused_rates(ready):
         if _of_a_trial(ready.at(("optimizer", "params", key)).source()):

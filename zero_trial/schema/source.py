@@ -56,8 +56,9 @@ def read_text(path: Path) -> str:
     try:
         return path.read_text("utf-8")
     except UnicodeDecodeError as problem:
-        found = "UTF-16" if problem.object.startswith((b"\xff\xfe", b"\xfe\xff")) else "another encoding"
-        fix = "Save it as UTF-8: iconv -f UTF-16 -t UTF-8, or Set-Content -Encoding utf8 in PowerShell."
+        wide = problem.object.startswith((b"\xff\xfe", b"\xfe\xff"))
+        found, code = ("UTF-16", "UTF-16") if wide else ("another encoding", "ITS_ENCODING")
+        fix = f"Save it as UTF-8: iconv -f {code} -t UTF-8, or Set-Content -Encoding utf8 in PowerShell."
         raise ConfigError("cannot be read", where=str(path), got=found, expected="UTF-8", fix=fix) from None
     except (OSError, ValueError) as problem:
         raise ConfigError(f"cannot be read: {getattr(problem, 'strerror', None) or problem}", where=str(path)) from None

@@ -11,7 +11,6 @@ import pytest
 from zero_trial.comm.diagnosis import (
     FIRST_MESSAGE_TAG,
     KEPT_CALLS,
-    Call,
     CallOrder,
     RankPosition,
     behind,
@@ -226,15 +225,15 @@ def test_a_rank_that_has_called_less_and_one_that_has_forgotten() -> None:
         ({}, {"calls": {"world 1": 5, "shard 1": 8}}, []),  # it has called this, before what it waits for
         ({"calls": {"world 1": 5, "shard 1": 8}}, {}, []),  # and this rank that
         ({"calls": {"world 1": 5}}, {}, []),  # this rank is not on their axis
-        ({"call": Call("shard 1", 8, 1), "calls": {"world 1": 4, "shard 1": 8}}, {}, []),  # the same one
+        ({"call": ("shard 1", 8, 1), "calls": {"world 1": 4, "shard 1": 8}}, {}, []),  # the same one
         ({}, {"gave_up": True}, [1]),
-        ({"call": Call("shard 1", 8, 1)}, {"operation": "the outcome of step 3"}, []),  # which waits for the same
-        ({"call": Call("shard 1", 8, 2)}, {}, [1]),  # another of the same number
+        ({"call": ("shard 1", 8, 1)}, {"operation": "the outcome of step 3"}, []),  # which waits for the same
+        ({"call": ("shard 1", 8, 2)}, {}, [1]),  # another of the same number
     ],
 )
 def test_ranks_that_wait_for_each_other_are_told_from_slow_ones(mine: Any, theirs: Any, found: list[int]) -> None:
-    own = {"call": Call("world 1", 5, 1), "calls": {"world 1": 5, "shard 1": 7}, "inside": True}
-    other = {"call": Call("shard 1", 8, 1), "calls": {"world 1": 4, "shard 1": 8}, "inside": True}
+    own = {"call": ("world 1", 5, 1), "calls": {"world 1": 5, "shard 1": 7}, "inside": True}
+    other = {"call": ("shard 1", 8, 1), "calls": {"world 1": 4, "shard 1": 8}, "inside": True}
     positions = {0: RankPosition(**(own | mine)), 1: RankPosition(**(other | theirs)), 2: None}
     assert crossed(positions, 0) == found
 

@@ -33,13 +33,9 @@ _SLOW = "if it is only slow, raise comm_timeout_seconds in ds_config"
 _LOST = ("closed", "reset by peer", "connection refused", "broken pipe", "socket error")
 
 
-class Call(NamedTuple):
-    """One collective of an axis: the axis, how many calls this rank has made on it, and the digest
-    of all of them. All ranks must make it before any can leave it."""
-
-    axis: str
-    number: int
-    digest: int
+# One collective of an axis: the axis, how many calls this rank has made on it, and the digest of
+# all of them. All ranks must make it before any can leave it. Plain: a class would cost a call.
+Call = tuple[str, int, int]
 
 
 class RankPosition(NamedTuple):
@@ -89,18 +85,16 @@ class CallOrder:
         self.count = 0
         self.digest = zlib.crc32(b"%d" % number)
         self._recent: deque[tuple[int, str]] = deque(maxlen=KEPT_CALLS)
+        self.call: Call | None = None  # the last; none where the axis has one rank
 
     def note(self, name: str) -> int:
         """Note a call; return the tag of its messages."""
         self.count += 1
         self.digest = digest = zlib.crc32(name.encode(), self.digest)
         self._recent.append((digest, name))
+        if self.axis:
+            self.call = (self.axis, self.count, digest)
         return digest % FIRST_MESSAGE_TAG
-
-    @property
-    def call(self) -> Call | None:
-        """The last call; None where the axis has one rank."""
-        return Call(self.axis, self.count, self.digest) if self.axis else None
 
     def recent(self) -> list[list[int | str]]:
         """Return the digest and the name of each of the last calls, as JSON."""
@@ -207,13 +201,14 @@ def _never_meet(mine: RankPosition, at: RankPosition) -> bool:
     if mine.call is None or at.call is None:
         return False
     if mine.call[:2] == at.call[:2]:
-        return mine.call.digest != at.call.digest
+        return mine.call[2] != at.call[2]
     return _lacks(at, mine.call) and _lacks(mine, at.call)
 
 
 def _lacks(at: RankPosition, call: Call) -> bool:
     """Return whether a rank that waits is on the axis of ``call`` and has not made it."""
-    return (at.calls or {}).get(call.axis, call.number) < call.number
+    axis, number, _ = call
+    return (at.calls or {}).get(axis, number) < number
 
 
 def _crossing(positions: Positions, own: int, waiting: list[int], here: str) -> MeshError:

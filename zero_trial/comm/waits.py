@@ -178,7 +178,10 @@ class Heartbeat:
             if self._store is None or not self._store.check([key]):
                 return None
             found = RankPosition(**json.loads(self._store.get(key)))
-            return found._replace(call=Call(*found.call)) if found.call is not None else found
+            if found.call is None:
+                return found
+            axis, number, digest = found.call  # a list, as JSON has it
+            return found._replace(call=(axis, number, digest))
         except (RuntimeError, ValueError, TypeError):
             # the store's process is gone, or the entry is damaged
             return None

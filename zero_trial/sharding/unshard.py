@@ -193,7 +193,8 @@ class Unsharder:
             for group in self._groups[block]:
                 if (group.offloaded is None or group.start_read_or_ready()) and fits:
                     group.unshard_async()
-        self._read_ahead(current)
+        if self._away:
+            self._read_ahead(current)
 
     @functools.cached_property
     def _away(self) -> dict[str, list[ParamGroup]]:
@@ -205,8 +206,6 @@ class Unsharder:
         """Start to read what lives outside of memory, as far ahead as there are buffers: that
         needs no memory of its own. Also the block that is used now, where it is freed before its
         next use: the last one of a forward is the first of the backward."""
-        if not self._away:
-            return
         in_backward = torch._C._current_graph_task_id() != -1
         again = not (self._keeps_after_backward() if in_backward else self._keeps_after_forward(current))
         for block in self._order.following():

@@ -311,6 +311,22 @@ def test_pages_that_are_kept_stay_for_the_next_tensor_of_that_kind_and_size() ->
     assert held(pool) == pool.taken_bytes == size and other.sum() == 0, "it is in use"
 
 
+@pytest.mark.parametrize("then", ["another is made", "all are freed"])
+def test_pages_that_a_peer_reads_when_their_tensor_goes_go_later(then: str) -> None:
+    pool, peer = SharedTensorPool(), SharedMemory()
+    tensor = pool.empty(SMALLEST, torch.uint8).fill_(3)
+    handle = lend(pool, tensor, [READER], peers()) or pytest.fail("it was free")
+    del tensor
+    peer.acknowledge(handle, READER)
+    assert (held(pool), pool.taken_bytes) == (SMALLEST, 0)
+    if then == "another is made":
+        other = pool.empty(9 * SMALLEST, torch.uint8)
+        assert held(pool) == other.nbytes and len(pool._tensors) == 2, "too large for the first segment"
+    else:
+        pool.free_kept()
+        assert held(pool) == 0
+
+
 def test_what_keeps_its_pages_takes_no_segment_of_a_much_larger_one() -> None:
     """It would not be found again: each step made two segments more, with all of their pages."""
     pool = SharedTensorPool()

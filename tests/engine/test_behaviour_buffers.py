@@ -131,7 +131,7 @@ def engines_come_and_go(stage: int, count: int) -> list[tuple[int, int, int, int
 def test_twenty_engines_leave_no_more_than_one(ranks: Pools, stage: int) -> None:
     for rows in ranks(2).run(engines_come_and_go, stage, 20):
         assert all(taken == 0 for taken, *_ in rows)
-        assert all(pages == 4096 * segments for _, pages, segments, _ in rows), "nothing but headers"
+        assert all(pages == 4096 * segments for _, pages, segments, _ in rows), ("not only headers", rows)
         assert len({row[2:] for row in rows[2:]}) == 1, rows
 
 

@@ -371,13 +371,16 @@ class UseOrder:
         The first is always listed, unless this step has left the remembered order.
         """
         found: list[str] = []
-        for block in self.following():
-            if found and self._sizes[block] > budget:
-                break
-            found.append(block)
-            budget -= self._sizes[block]
-            if budget <= 0:
-                break
+        # not by way of following(): a generator costs a call for each block, at every use
+        for position in range(len(self._now), len(self._last) if self.on_track else 0):
+            block = self._last[position]
+            if block not in found:
+                if found and self._sizes[block] > budget:
+                    break
+                found.append(block)
+                budget -= self._sizes[block]
+                if budget <= 0:
+                    break
         return found
 
     def following(self) -> Iterator[str]:

@@ -392,8 +392,7 @@ class SharedTensorPool:
         for found in self._tensors.values():
             if found.keeps and (found.taken or not found.has_readers):
                 found.keeps = False
-                if not found.taken:
-                    _vacate(found)
+        self._vacate_read()
 
     def find(self, tensor: torch.Tensor) -> SharedTensor | None:
         """Return the shared tensor that holds a contiguous ``tensor``."""
@@ -419,11 +418,19 @@ class SharedTensorPool:
         ]
         return min(fitting, key=lambda found: found.capacity, default=None)
 
+    def _vacate_read(self) -> None:
+        """Give back the pages of tensors that peers were still reading when they were freed, and
+        have read since."""
+        for found in self._tensors.values():
+            if found.allocated and not (found.taken or found.keeps):
+                _vacate(found)
+
     def _vacant(self, nbytes: int, most: int | None) -> SharedTensor:
         """Return the smallest empty segment that is large enough and of ``most`` bytes (None: its
         size is only a range of addresses), or a new one. What keeps its pages must be found again
         by tensors of that size, and not by much smaller ones.
         """
+        self._vacate_read()
         fitting = [
             found
             for found in self._tensors.values()
@@ -431,9 +438,7 @@ class SharedTensorPool:
             and nbytes <= found.capacity <= (most or found.capacity)
         ]
         if fitting:
-            smallest = min(fitting, key=lambda found: found.capacity)
-            _vacate(smallest)  # again: peers may have been reading when its tensor was freed
-            return smallest
+            return min(fitting, key=lambda found: found.capacity)
         if not self.mappings.allow(len(self._tensors) + 1, self.ranks):
             limit = self.mappings.limit
             raise OSError(

@@ -121,6 +121,34 @@ def test_what_does_not(values: dict[str, Any], message: str):
     assert str(fault).startswith(message)
 
 
+@pytest.mark.parametrize(
+    ("still_auto", "given"),
+    [
+        ("bf16.enabled", {"data_types": {"param_dtype": "bf16"}}),
+        ("zero_optimization.stage", {"zero_optimization": {"reshard_after": "forward"}}),
+        ("zero_optimization.stage", {"pipeline": {"zero_policy": "micro"}}),
+        ("pipeline.schedule", {"pipeline": {"chunks_per_rank": 2}}),
+    ],
+)
+def test_an_auto_that_is_still_to_be_filled_contradicts_nothing(still_auto: str, given: dict[str, Any]):
+    section, key = still_auto.split(".")
+    open_auto = {"train_batch_size": 4, **given, section: {**given.get(section, {}), key: "auto"}}
+    assert read_ds_config(open_auto, allow_open=True).raw[section][key] == "auto"
+    with pytest.raises(ConfigError):
+        read_ds_config({"train_batch_size": 4, **given})
+
+
+def test_rules_that_do_not_need_the_auto_are_judged():
+    open_auto = {"train_batch_size": 4, "bf16": {"enabled": "auto"}, "pipeline": {"chunks_per_rank": 2}}
+    with pytest.raises(ConfigError, match="fixed number of chunks"):
+        read_ds_config(open_auto, allow_open=True)
+
+
+def test_a_peak_rate_that_is_still_auto_replaces_no_rate():
+    cycle = rated("OneCycle", cycle_min_lr=0.0, cycle_max_lr="auto")
+    assert not read_ds_config(cycle, allow_open=True).warnings
+
+
 def rated(scheduler: str, optimizer: Any = 0.022, **params: Any) -> dict[str, Any]:
     return {
         "train_batch_size": 4,

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from zero_trial.ds_config.auto import contradictions, resolve_auto
+from zero_trial.ds_config.auto import contradictions, resolve_auto, unfilled
 from zero_trial.ds_config.canonical import canonical
 from zero_trial.ds_config.key import Key, Support
 from zero_trial.ds_config.params import (
@@ -178,7 +178,7 @@ def read_ds_config(
     values, more, warnings = _read_values(ready, {fault.where for fault in unresolved})
     kinds = {ready.at((section, "type")).where(f"{section}.type") for section in _PARAMS}  # without a default
     faults += [*(fault for fault in unresolved if not allow_open or fault.where in kinds), *more]
-    clashes += [] if faults else cross_faults(values, ready)
+    clashes += [] if faults else cross_faults(values, ready, unfilled(ready.value))
     for key, unused in unused_rates(ready):
         if _of_a_trial(ready.at(("optimizer", "params", key)).source()):
             clashes.append(unused)  # every trial of a sweep over it would train at the same rate

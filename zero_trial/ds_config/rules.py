@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from zero_trial.ds_config.keys_running import LIFETIMES, REDUCTIONS, RESHARDS, SCHEDULE_CHUNKS
@@ -15,16 +15,30 @@ Values = Mapping[str, Any]
 Where = Callable[[str], str]
 
 
-def cross_faults(values: Values, document: Document) -> list[ConfigError]:
+_OPEN = object()  # the value of a key whose "auto" is still to be filled in
+
+
+class _Undecided(Exception):
+    """Says that a rule asked for a key whose "auto" is still to be filled in."""
+
+
+def cross_faults(values: Values, document: Document, still_auto: Collection[str] = ()) -> list[ConfigError]:
     """Return all faults between keys; ``values`` maps dotted paths to what was given, the rest are
-    defaults.
+    defaults. A rule that needs one of ``still_auto`` finds no fault: it can become any value.
     """
+    known = {**values, **dict.fromkeys(still_auto, _OPEN)}
 
     def where(path: str) -> str:
         return document.at(tuple(path.split("."))).where(path)
 
-    found = (rule(values, where) for rule in _RULES)
-    return [fault for fault in found if fault is not None]
+    found: list[ConfigError] = []
+    for rule in _RULES:
+        try:
+            fault = rule(known, where)
+        except _Undecided:
+            continue
+        found += [fault] if fault is not None else []
+    return found
 
 
 _PEAK_RATES: Mapping[str, tuple[str, float | None]] = {
@@ -52,7 +66,7 @@ def unused_rates(document: Document) -> list[tuple[str, ConfigError]]:
     kind = str(document.get(("scheduler", "type"))).lower()
     given: Any = document.get(("scheduler", "params"))
     name, peak = peak_rate(kind, given if isinstance(given, Mapping) else {})
-    if peak is None:
+    if peak in (None, "auto"):
         return []
     used = list(peak) if _is_list(peak) else [peak]  # a list has a rate for each group
     rates = {key: document.get(("optimizer", "params", key)) for key in ("lr", "muon_lr", "adam_lr")}
@@ -87,14 +101,17 @@ def _is_list(value: object) -> bool:
 
 
 def _get(values: Values, path: str) -> Any:
-    return values.get(path, TABLE[path].default)
+    value = values.get(path, TABLE[path].default)
+    if value is _OPEN:
+        raise _Undecided
+    return value
 
 
 def _plan(values: Values) -> tuple[int, ZeroPlan]:
     """Return the ZeRO stage, for messages, and what it means, on a device that ``offload_param``
     moves parameters away from."""
     stage: int = _get(values, "zero_optimization.stage")
-    away = values.get("zero_optimization.offload_param.device", "none")
+    away = _get(values, "zero_optimization.offload_param.device")
     return stage, plan_for_stage(stage, home=Home.DEVICE if away == "none" else Home(away))
 
 
@@ -118,7 +135,7 @@ def _autocast_alone(values: Values, where: Where) -> ConfigError | None:
 
 
 def _param_dtype_is_the_mode(values: Values, where: Where) -> ConfigError | None:
-    asked = values.get("data_types.param_dtype")
+    asked = _get(values, "data_types.param_dtype")
     mode = next((name for name in ("fp16", "bf16") if _get(values, f"{name}.enabled")), "fp32")
     if asked is None or asked == mode:
         return None
@@ -133,7 +150,7 @@ def _param_dtype_is_the_mode(values: Values, where: Where) -> ConfigError | None
 
 
 def _mics_is_the_shard_axis(values: Values, where: Where) -> ConfigError | None:
-    mics, shard = values.get("zero_optimization.mics_shard_size"), values.get("mesh.shard")
+    mics, shard = _get(values, "zero_optimization.mics_shard_size"), _get(values, "mesh.shard")
     path = "zero_optimization.mics_shard_size"
     if mics == 0:
         return ConfigError("not a size", where=where(path), got=0, expected="a positive integer, or -1 for no limit")
@@ -143,7 +160,7 @@ def _mics_is_the_shard_axis(values: Values, where: Where) -> ConfigError | None:
 
 
 def _one_format_of_states(values: Values, where: Where) -> ConfigError | None:
-    asked = values.get("data_types.optimizer_states")
+    asked = _get(values, "data_types.optimizer_states")
     if not _get(values, "bf16.bf16_optimizer_states") or asked in (None, "bf16"):
         return None
     return ConfigError(
@@ -158,7 +175,7 @@ def _one_format_of_states(values: Values, where: Where) -> ConfigError | None:
 def _nvme_needs_a_path(values: Values, where: Where) -> ConfigError | None:
     for name in ("offload_optimizer", "offload_param"):
         path = f"zero_optimization.{name}"
-        if values.get(f"{path}.device") == "nvme" and not values.get(f"{path}.nvme_path"):
+        if _get(values, f"{path}.device") == "nvme" and not _get(values, f"{path}.nvme_path"):
             return ConfigError("nvme needs a folder", where=where(f"{path}.device"), fix=f"Set {path}.nvme_path.")
     return None
 

@@ -19,6 +19,7 @@ from tests.support.dense import STAGES, Case, Turn, build_engine
 from tests.support.pool import Pools, RankPool
 from zero_trial.comm import waits
 from zero_trial.errors import ConfigError, MeshError, TrialError, ZeroTrialError
+from zero_trial.pipeline import LayerSpec, PipelineModule
 
 CONFIG: dict[str, Any] = {"train_batch_size": 4, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
 
@@ -360,6 +361,40 @@ def test_ranks_that_train_different_things_are_refused(ranks: Pools, what: str, 
     for text in ranks(2).run(of_rank, what, "zero0"):
         assert words in text, text
         assert bool(text) is bool(words)
+
+
+def fails_on_rank_1(what: str) -> tuple[str, str]:
+    """Start an engine that rank 1 cannot start; return this rank's error: its type and text."""
+    model, config, given = net(), CONFIG | {"comm_timeout_seconds": 3}, {}
+    if what == "stage":
+        model = PipelineModule([LayerSpec(nn.Linear, 3, 4), LayerSpec(nn.Linear, 4, 2)], num_stages=2)
+    if torch.distributed.get_rank() == 1:
+        if what == "config":
+            config["train_batch_size"] = 3
+        elif what == "model":
+            model = nn.Sequential(nn.DataParallel(model))
+        else:
+            given["model_parameters"] = list(net().parameters())
+    try:
+        zero_trial.initialize(model=model, config=config, **given)[0].destroy()
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return "", ""
+
+
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        ("config", "train_batch_size"),
+        ("model", "DataParallel"),
+        ("groups", "these are not all parameters of the model"),
+        ("stage", "these are not all parameters of the model"),
+    ],
+)
+def test_a_rank_that_cannot_start_ends_the_start_of_all(ranks: Pools, what: str, words: str) -> None:
+    (first, text), (second, own) = ranks(2).run(fails_on_rank_1, what)
+    assert second == "ConfigError" and words in own, own
+    assert first == "TrialError" and "another rank could not start: got rank 1: " in text and words in text, text
 
 
 def own_metrics(alike: bool, folder: str) -> str:

@@ -31,20 +31,21 @@ from zero_trial.engine.offload_config import (
     resolve_home,
 )
 from zero_trial.engine.optimizer_plan import OptimizerPlan, made_by_client, plan_optimizer, unbuildable
-from zero_trial.engine.optimizers import groups_over, parameter_groups
+from zero_trial.engine.optimizers import Groups, groups_over, parameter_groups
 from zero_trial.engine.parameter_checks import (
+    Facts,
+    find_together,
     groups_of,
     log_dtypes,
     log_model_parts,
     require_no_engine,
     require_no_max_norm,
     require_not_wrapped,
-    require_same,
-    require_same_start,
+    start_of,
 )
 from zero_trial.engine.pipeline_build import ResolvedPipeline, build_layers, resolve_pipeline
 from zero_trial.engine.pipeline_engine import PipelineEngine
-from zero_trial.engine.resolved_config import resolve_config
+from zero_trial.engine.resolved_config import ResolvedConfig, resolve_config
 from zero_trial.engine.scheduler_choice import choose_lr_scheduler, log_who_steps
 from zero_trial.engine.step import StepOutcome
 from zero_trial.engine.weights import give_values, stored_weights
@@ -84,17 +85,12 @@ def build_engine(
     monitors, timers and lines, and on an accelerator with steps that the device decides.
     ``weights``: files and prefix.
     """
-    resolved = resolve_config(settings, mesh.data.size, device.type)
-    if isinstance(model, PipelineModule):
-        given = model_parameters is not None or isinstance(optimizer, torch.optim.Optimizer)
-        build_layers(model, settings, mesh, has_parameters=given)
-    require_not_wrapped(model)
-    require_same_start(mesh.data, model, settings, resolved)
+    has_parameters = model_parameters is not None or isinstance(optimizer, torch.optim.Optimizer)
+    resolved = find_together(mesh, lambda: _begin(model, settings, mesh, device, has_parameters=has_parameters))
     if device.type == "meta":  # a dry run may be asked for sizes only
         weights = None
     else:
         _give_values(model, settings, resolved.plan, mesh, device, places, by_files=weights is not None)
-    require_no_engine(model)
     plan = _plan_optimizer(model, settings, mesh, device, optimizer, model_parameters)
     opt_groups = plan.params if plan is not None else []
     pipeline: ResolvedPipeline | None = None
@@ -143,6 +139,19 @@ def build_engine(
     return Engine(*parts, **place) if pipeline is None else PipelineEngine(*parts, **place, resolved_pipeline=pipeline)
 
 
+def _begin(
+    model: nn.Module, settings: DsConfig, mesh: Mesh, device: torch.device, *, has_parameters: bool
+) -> tuple[ResolvedConfig, Facts]:
+    """Resolve ds_config, build a pipeline's layers, and refuse models that are not to be trained:
+    what each rank does alone. ``has_parameters``: of :func:`build_layers`."""
+    resolved = resolve_config(settings, mesh.data.size, device.type)
+    if isinstance(model, PipelineModule):
+        build_layers(model, settings, mesh, has_parameters=has_parameters)
+    require_not_wrapped(model)
+    require_no_engine(model)
+    return resolved, start_of(model, settings, resolved)
+
+
 def _plan_optimizer(
     model: nn.Module,
     settings: DsConfig,
@@ -152,11 +161,13 @@ def _plan_optimizer(
     model_parameters: Iterable[Any] | None,
 ) -> OptimizerPlan | None:
     """Decide what the client's optimizer, or ds_config's, is built over; None without either."""
-    groups = parameter_groups(model, optimizer, model_parameters)
     trains = optimizer is not None or settings.optimizer is not None
-    fix = "Give every rank the same optimizer over the same groups in one order."
-    facts = groups_of(model, groups, optimizer) if trains else ["no optimizer"]
-    require_same(mesh.data, "initialize(optimizer)", facts, fix)
+
+    def find() -> tuple[Groups, Facts]:
+        groups = parameter_groups(model, optimizer, model_parameters)
+        return groups, {"initialize(optimizer)": groups_of(model, groups, optimizer) if trains else ["no optimizer"]}
+
+    groups = find_together(mesh, find)
     if not trains:
         return None
     plan = plan_optimizer(optimizer, groups, model, settings, mesh)

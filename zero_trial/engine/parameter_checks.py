@@ -7,8 +7,8 @@ import itertools
 import logging
 import operator
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -18,7 +18,7 @@ from zero_trial.comm import AxisComm, Mesh
 from zero_trial.ds_config.table import DsConfig
 from zero_trial.engine.accessors import EngineAccessors
 from zero_trial.engine.resolved_config import ResolvedConfig
-from zero_trial.errors import ConfigError, TrialError
+from zero_trial.errors import ConfigError, MeshError, TrialError, ZeroTrialError
 from zero_trial.precision import DtypePolicy
 from zero_trial.sharding.build_groups import fp32_buffers
 from zero_trial.sharding.freed import FreedParameter, owner_of_param, unasked
@@ -28,6 +28,8 @@ from zero_trial.sharding.grouping import is_model_parallel
 from zero_trial.sharding.layout import describe_dtypes
 
 log = logging.getLogger("zero_trial")
+
+_T = TypeVar("_T")
 
 _SHOWN = 3  # names in a message
 _REQUIRES_GRAD, _DTYPE = operator.attrgetter("requires_grad"), operator.attrgetter("dtype")
@@ -324,30 +326,76 @@ def _listed(names: list[str]) -> str:
 # --- what ranks must have in common ---------------------------------------------------------------
 
 
-def require_same(ranks: AxisComm, where: str, facts: Sequence[str], fix: str) -> None:
-    """Raise ConfigError, on every rank of ``ranks``, where their lists of ``facts`` differ.
-    Collective; a number is compared, and lists travel only to be named."""
-    rows = ranks.gather_row([zlib.crc32("\n".join(facts).encode())], f"{where} of every rank")
-    odd = next((index for index, row in enumerate(rows) if row != rows[0]), 0)
-    if not odd:
+Facts = Mapping[str, Sequence[str]]
+"""Argument of initialize() -> what of it the ranks must have in common, as text."""
+
+_FAILED = -1  # no checksum is negative
+_FIXES = {
+    "initialize(model)": "Build the same model on every rank, with the same dtype, ties, buffers and frozen parts.",
+    "initialize(config)": "Give every rank the same ds_config.",
+    "initialize(optimizer)": "Give every rank the same optimizer over the same groups in one order.",
+}
+
+
+def find_together(mesh: Mesh, find: Callable[[], tuple[_T, Facts]]) -> _T:
+    """Return the first of what ``find`` returns on this rank. Where it fails on a rank, that rank
+    raises its error, and the others TrialError; where the facts of data-parallel ranks differ, all
+    raise ConfigError. Collective over the world: two numbers of each rank, unless there is an
+    error. A MeshError passes at once."""
+    world, group = mesh.world, mesh.data.ranks[0]
+    try:
+        found, facts = find()
+    except MeshError:
+        raise
+    except Exception as error:
+        world.gather_row([group, _FAILED], "start")
+        world.gather_json(f"rank {mesh.rank}: {error if isinstance(error, ZeroTrialError) else repr(error)}", "errors")
+        raise
+    rows = world.gather_row([group, _checksum(facts)], "start")
+    if any(checksum == _FAILED for _, checksum in rows):
+        errors = world.gather_json(None, "errors")
+        raise TrialError(
+            "another rank could not start",
+            where="initialize()",
+            got=next(error for error in errors if error is not None),
+            fix="Mend that rank; all start or none.",
+        )
+    _require_equal(world, rows, facts)
+    return found
+
+
+def require_same(ranks: AxisComm, facts: Facts) -> None:
+    """Raise ConfigError, on every rank of ``ranks``, where their facts differ. Collective; a number
+    is compared, and facts travel only to be named."""
+    _require_equal(ranks, ranks.gather_row([0, _checksum(facts)], "start"), facts)
+
+
+def _checksum(facts: Facts) -> int:
+    return zlib.crc32(repr(sorted((where, list(lines)) for where, lines in facts.items())).encode())
+
+
+def _require_equal(ranks: AxisComm, rows: list[list[int]], facts: Facts) -> None:
+    """Raise ConfigError for the first two of ``ranks`` whose rows have the same group, and other
+    checksums. Collective where there are such."""
+    firsts = {group: index for index, (group, _) in reversed(list(enumerate(rows)))}
+    odd = next((index for index, (group, checksum) in enumerate(rows) if checksum != rows[firsts[group]][1]), None)
+    if odd is None:
         return
-    everyone = ranks.gather_json(list(facts) if ranks.index in (0, odd) else [], f"{where} of every rank")
-    pairs = itertools.zip_longest(everyone[0], everyone[odd], fillvalue="nothing more")
-    first, other = next(pair for pair in pairs if pair[0] != pair[1])
+    first = firsts[rows[odd][0]]
+    listed = [[where, line] for where, lines in facts.items() for line in [*lines, "nothing more"]]
+    everyone = ranks.gather_json(listed if ranks.index in (first, odd) else [], "what differs")
+    one, other = next(pair for pair in zip(everyone[first], everyone[odd], strict=False) if pair[0] != pair[1])
     raise ConfigError(
         "the ranks do not train the same: each would go its own way, or wait for another",
-        where=where,
-        got=f"{first} on rank {ranks.ranks[0]}, {other} on rank {ranks.ranks[odd]}",
+        where=one[0],
+        got=f"{one[1]} on rank {ranks.ranks[first]}, {other[1]} on rank {ranks.ranks[odd]}",
         expected="the same on every rank",
-        fix=fix,
+        fix=_FIXES[one[0]],
     )
 
 
-def require_same_start(ranks: AxisComm, model: nn.Module, settings: DsConfig, resolved: ResolvedConfig) -> None:
-    """Raise ConfigError, on every rank of ``ranks``, where their models or what decides about the
-    values of a step differ. Collective, see :func:`require_same`."""
-    fix = "Build the same model on every rank, with the same dtype, ties and frozen parts."
-    require_same(ranks, "initialize(model)", tensors_of(model.named_parameters()), fix)
+def start_of(model: nn.Module, settings: DsConfig, resolved: ResolvedConfig) -> Facts:
+    """List the model's tensors, and what decides about the values of a step."""
     optimizer, scheduler = settings.optimizer, settings.scheduler
     decide = [
         f"zero_optimization.stage {settings.zero_optimization.stage}",
@@ -358,11 +406,11 @@ def require_same_start(ranks: AxisComm, model: nn.Module, settings: DsConfig, re
         f"precision {resolved.policy}",
         f"zero_optimization {resolved.plan} {resolved.sharding.limits}",
     ]
-    require_same(ranks, "initialize(config)", decide, "Give every rank the same ds_config.")
+    return {"initialize(model)": tensors_of(model.named_parameters()), "initialize(config)": decide}
 
 
 def tensors_of(named: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
-    """List tensors with their shapes, for :func:`require_same`."""
+    """List tensors with their shapes, dtypes and whether they are trained."""
     return [
         f"{name} {tuple(tensor.shape)} {tensor.dtype}{'' if tensor.requires_grad else ' without gradients'}"
         for name, tensor in named
@@ -370,7 +418,7 @@ def tensors_of(named: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
 
 
 def groups_of(model: nn.Module, groups: Sequence[Mapping[str, Any]], optimizer: Any) -> list[str]:
-    """List the groups of an optimizer, for :func:`require_same`."""
+    """List the groups of an optimizer: their values, and what is in them."""
     names = {id(param): name for name, param in model.named_parameters()}
     facts = [getattr(optimizer, "__qualname__", type(optimizer).__name__)]
     for index, group in enumerate(groups):

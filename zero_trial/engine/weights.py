@@ -145,8 +145,7 @@ def give_values(
     if not any(count for count, *_ in rows):
         return
     if not by_files:
-        fix = "Build the same model on every rank, with the same dtype and buffers."
-        require_same(data, "initialize(model)", tensors_of(named), fix)
+        require_same(data, {"initialize(model)": tensors_of(named)})
     if rows[0][1] and (any(row[2] for row in rows) or any(row[1:] != rows[0][1:] for row in rows)):
         _refuse_lacking(needed, data)
     from_first = not rows[0][1]

@@ -159,6 +159,31 @@ def test_a_schedule_that_needs_a_metric_is_its_users_to_step(tmp_path: Path, cap
         assert torch.equal(value, resumed.module_state_dict()[name])
 
 
+class AnyArguments:
+    """A wrapper such as accelerate's AcceleratedScheduler."""
+
+    def __init__(self, scheduler: Any, optimizers: list[torch.optim.Optimizer]) -> None:
+        self.scheduler, self.optimizers = scheduler, optimizers
+
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        self.scheduler.step(*args, **kwargs)
+
+
+def test_a_wrapper_needs_what_the_schedule_inside_needs(caplog: pytest.LogCaptureFixture):
+    kinds = torch.optim.lr_scheduler
+    for inner, rate in ((kinds.ReduceLROnPlateau, 0.5), (functools.partial(kinds.StepLR, step_size=1), 0.05)):
+        caplog.clear()
+        found = zero_trial.initialize(
+            model=Net(),
+            config=CONFIG,
+            lr_scheduler=lambda optimizer, inner=inner: AnyArguments(inner(optimizer), [optimizer]),
+        )[0]
+        found.backward(found(torch.ones(1, 3)).sum())
+        found.step()
+        assert found.get_lr() == [rate]
+        assert any("AnyArguments needs metrics" in line for line in caplog.messages) is (rate == 0.5)
+
+
 def test_a_schedule_that_needs_a_metric_is_refused_with_another_argument_before_anything_changes():
     made = functools.partial(torch.optim.lr_scheduler.ReduceLROnPlateau, patience=0)
     found = zero_trial.initialize(model=Net(), config=CONFIG, lr_scheduler=made)[0]

@@ -111,22 +111,37 @@ def log_who_steps(lr_scheduler: Any) -> None:
 
 
 def missing_arguments(lr_scheduler: Any, given: Mapping[str, Any]) -> list[str]:
-    """List the arguments that the scheduler's ``step`` needs and that are not ``given``."""
-    step = getattr(lr_scheduler, "step", None)
-    method = getattr(step, "__func__", None)  # to hold no scheduler
-    return [name for name in (_required(step) if method is None else _of_method(method)) if name not in given]
+    """List the arguments that the scheduler's ``step`` needs and that are not ``given``. A ``step``
+    of any arguments, as that of a wrapper, needs those of the scheduler inside."""
+    needed: list[str] = []
+    seen: list[Any] = []
+    while lr_scheduler is not None and not any(lr_scheduler is each for each in seen):
+        seen.append(lr_scheduler)
+        step = getattr(lr_scheduler, "step", None)
+        method = getattr(step, "__func__", None)  # to hold no scheduler
+        own, passes_on = _arguments(step) if method is None else _of_method(method)
+        needed += own
+        lr_scheduler = _inside(lr_scheduler) if passes_on else None
+    return [name for name in dict.fromkeys(needed) if name not in given]
+
+
+def _inside(wrapper: Any) -> Any:
+    """Return the scheduler that an object has in an attribute; None without one."""
+    held = [each for each in getattr(wrapper, "__dict__", {}).values() if hasattr(each, "step")]
+    return next((each for each in held if not isinstance(each, torch.optim.Optimizer)), None)
 
 
 @cache
-def _of_method(function: Any) -> tuple[str, ...]:
-    return _required(function)[1:]
+def _of_method(function: Any) -> tuple[tuple[str, ...], bool]:
+    needed, passes_on = _arguments(function)
+    return needed[1:], passes_on
 
 
-def _required(step: Any) -> tuple[str, ...]:
-    """Return the arguments of a function that have no default."""
+def _arguments(step: Any) -> tuple[tuple[str, ...], bool]:
+    """Return the arguments of a function that have no default, and whether it takes any others."""
     try:
         parameters = inspect.signature(step).parameters.values()
     except (TypeError, ValueError):  # none, or not written in Python
-        return ()
-    varying = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    return tuple(each.name for each in parameters if each.default is each.empty and each.kind not in varying)
+        return (), False
+    varying = [each for each in parameters if each.kind in (each.VAR_POSITIONAL, each.VAR_KEYWORD)]
+    return tuple(each.name for each in parameters if each.default is each.empty and each not in varying), bool(varying)

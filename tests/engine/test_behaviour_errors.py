@@ -69,6 +69,19 @@ def test_a_model_that_torch_already_reduces(wrapped: Any, where: str) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("lazy", "where"),
+    [(nn.LazyLinear(4), "1.weight: "), (nn.LazyBatchNorm1d(affine=False), "1.running_mean: ")],
+)
+def test_a_lazy_module_needs_a_forward_first(lazy: nn.Module, where: str) -> None:
+    model = nn.Sequential(nn.Identity(), lazy)
+    words = (f"initialize(model): {where}", "got Uninitialized", f"of {type(lazy).__name__}", "Run one forward")
+    refused(ConfigError, lambda: zero_trial.initialize(model=model, config=CONFIG), *words)
+    model(torch.ones(2, 3))
+    model.append(net()[0] if where.startswith("1.running") else nn.Identity())
+    zero_trial.initialize(model=model, config=CONFIG)[0].destroy()
+
+
 # --- losses ---------------------------------------------------------------------------------------
 
 

@@ -38,6 +38,7 @@ from zero_trial.engine.parameter_checks import (
     groups_of,
     log_dtypes,
     log_model_parts,
+    require_initialized,
     require_no_engine,
     require_no_max_norm,
     require_not_wrapped,
@@ -147,6 +148,7 @@ def _begin(
     resolved = resolve_config(settings, mesh.data.size, device.type)
     if isinstance(model, PipelineModule):
         build_layers(model, settings, mesh, has_parameters=has_parameters)
+    require_initialized(model)
     require_not_wrapped(model)
     require_no_engine(model)
     return resolved, start_of(model, settings, resolved)

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from zero_trial.comm import AxisComm, Mesh
@@ -36,6 +37,20 @@ _REQUIRES_GRAD, _DTYPE = operator.attrgetter("requires_grad"), operator.attrgett
 _UNUSED = operator.attrgetter("unused")
 # of torch, which give each gradient to the other ranks, or keep the parameters in shards
 _REDUCING = {"DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "FSDPModule"}
+
+
+def require_initialized(model: nn.Module) -> None:
+    """Raise ConfigError for lazy parameters and buffers, which have no shape before a first
+    forward."""
+    for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
+        if is_lazy(tensor):
+            raise ConfigError(
+                "a lazy module has not seen an input, and has no shapes",
+                where=f"initialize(model): {name}",
+                got=f"{type(tensor).__name__} of {type(model.get_submodule(name.rpartition('.')[0])).__name__}",
+                expected="parameters with shapes",
+                fix="Run one forward before initialize(), on one batch: with torch.no_grad(): model(inputs).",
+            )
 
 
 def require_not_wrapped(model: nn.Module) -> None:

@@ -58,17 +58,43 @@ class FakeStore:
             return self.changed.wait_for(true, PATIENCE)
 
 
+def said(caplog: pytest.LogCaptureFixture, lines: int) -> list[str]:
+    """What has been logged, once it is so many lines."""
+    deadline = time.monotonic() + PATIENCE
+    while len(caplog.messages) < lines and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return caplog.messages
+
+
 def test_a_rank_sees_where_the_others_are() -> None:
     store = FakeStore()
     first, second = Heartbeat(store, 0, 2), Heartbeat(store, 1, 2)
     second.step = 17
     second.enter("all_gather(block.3) over shard")
-    assert store.until(lambda: "block.3" in store.values.get("zero_trial/position/1", ""))
+    assert store.until(lambda: "block.3" in store.values.get("zero_trial/heartbeat/1/1", ""))
     at = first.positions()[1]
     assert at is not None
     assert (at.step, at.sequence, at.operation, at.inside) == (17, 1, "all_gather(block.3) over shard", True)
     first.close()
     second.close()
+
+
+def test_a_rank_does_not_see_where_the_others_were_in_an_earlier_process_group() -> None:
+    store = FakeStore()
+    earlier = Heartbeat(store, 1, 2)
+    earlier.enter("all_gather(block.3) over shard")
+    assert store.until(lambda: any("block.3" in value for value in store.values.values()))
+    Heartbeat(store, 0, 2).close()
+    earlier.close()
+    now = Heartbeat(store, 0, 2)
+    assert now.positions()[1] is None
+    again = Heartbeat(store, 1, 2)
+    again.enter("all_gather(block.4) over shard")
+    assert store.until(lambda: any("block.4" in value for value in store.values.values()))
+    at = now.positions()[1]
+    assert at is not None and at.operation == "all_gather(block.4) over shard"
+    now.close()
+    again.close()
 
 
 def test_the_own_position_needs_no_store() -> None:
@@ -118,7 +144,7 @@ def test_giving_up_lasts_until_the_next_collective() -> None:
 def test_a_rank_that_said_nothing_and_a_damaged_entry_are_none() -> None:
     store = FakeStore()
     board = Heartbeat(store, 0, 3)
-    store.set("zero_trial/position/2", "{not json")
+    store.set("zero_trial/heartbeat/1/2", "{not json")
     assert board.positions()[1] is None
     assert board.positions()[2] is None
     board.close()
@@ -127,7 +153,7 @@ def test_a_rank_that_said_nothing_and_a_damaged_entry_are_none() -> None:
 def test_without_the_store_no_other_position_can_be_had() -> None:
     store = FakeStore()
     board = Heartbeat(store, 1, 2)
-    store.set("zero_trial/position/0", json.dumps(RankPosition()._asdict()))
+    store.set("zero_trial/heartbeat/1/0", json.dumps(RankPosition()._asdict()))
     assert board.positions()[0] == RankPosition()
     store.gone = True
     assert board.positions()[0] is None
@@ -204,7 +230,7 @@ def test_a_rank_that_moves_publishes_at_its_interval_and_one_that_stands_still_a
     heartbeat.enter("all_reduce(x)")
     heartbeat.give_up()
     assert store.until(lambda: store.writes == 3)
-    assert json.loads(store.values["zero_trial/position/0"])["gave_up"]
+    assert json.loads(store.values["zero_trial/heartbeat/1/0"])["gave_up"]
     heartbeat.close()
 
 
@@ -222,10 +248,7 @@ def test_one_of_the_ranks_that_wait_long_names_the_late_one(
             heartbeat.leave()
         for rank in (0, 2):
             all_ranks[rank].enter("all_gather(parameters of h.0) over data", (0, 1, 2))
-        deadline = time.monotonic() + PATIENCE
-        while not caplog.messages and time.monotonic() < deadline:
-            time.sleep(0.02)
-        assert len(caplog.messages) == 1
+        assert len(said(caplog, 1)) == 1
         assert (
             "step 0, all_gather(parameters of h.0) over data: has waited 0 s for rank 1. rank 1 at step 0, after before"
             in caplog.messages[0]
@@ -233,9 +256,7 @@ def test_one_of_the_ranks_that_wait_long_names_the_late_one(
         assert "gathers h.0" in caplog.messages[0]  # and what to do where ranks differ in that
         for rank in (0, 2):
             all_ranks[rank].leave()
-        while len(caplog.messages) < 2 and time.monotonic() < deadline:
-            time.sleep(0.02)
-        assert "goes on: all_gather(parameters of h.0) over data took" in caplog.messages[1]
+        assert "goes on: all_gather(parameters of h.0) over data took" in said(caplog, 2)[1]
     for heartbeat in all_ranks:
         heartbeat.close()
 
@@ -257,9 +278,7 @@ def test_ranks_that_wait_for_each_other_say_so_where_nothing_ends_their_wait(
             order = world if first else shard
             order.note("x")
             heartbeat.waiting("a save" if first else "a reduction", (0, 1), order.call)
-        deadline = time.monotonic() + PATIENCE
-        while len(caplog.messages) < 2 and time.monotonic() < deadline:
-            time.sleep(0.02)
+        said(caplog, 2)
         assert [heartbeat.is_crossed() for heartbeat in pair] == [True, True]
         for heartbeat in pair:
             heartbeat.close()
@@ -282,9 +301,7 @@ def test_a_rank_that_has_called_fewer_collectives_on_a_device_is_named(
             heartbeat._report_after = 0.3
             heartbeat.enter("all_reduce(gradient norm) over data")
             heartbeat.waiting("the outcome of step 5")
-        deadline = time.monotonic() + PATIENCE
-        while len(caplog.messages) < 2 and time.monotonic() < deadline:
-            time.sleep(0.02)
+        said(caplog, 2)
     for heartbeat in pair:
         heartbeat.close()
     assert (

@@ -57,7 +57,7 @@ SLOW_SECONDS = 10.0
 STUCK_SECONDS = 2.0
 _LOOKED_AT = 8  # so many ranks, the first of the axis: of two halves that wait for each other, one is theirs
 
-_KEY = "zero_trial/position/"
+_KEY = "zero_trial/heartbeat/"
 
 
 class Heartbeat:
@@ -71,6 +71,9 @@ class Heartbeat:
         self._store = store
         self.rank = rank
         self.world_size = world_size
+        self._keys = ""  # of this process group: the store may have those of an earlier one
+        if store is not None and world_size > 1:
+            self._keys = f"{_KEY}{store.add(f'{_KEY}groups/{rank}', 1)}/"
         self.step = 0
         self.sequence = 0
         self._meshes = 0
@@ -147,7 +150,7 @@ class Heartbeat:
         if self._thread is not None:
             # the store is gone, and with it the ranks that would read it
             with suppress(RuntimeError):
-                self._store.set(f"{_KEY}{self.rank}", json.dumps(self._now._asdict()))
+                self._store.set(f"{self._keys}{self.rank}", json.dumps(self._now._asdict()))
 
     def positions(self, ranks: Iterable[int] | None = None) -> dict[int, RankPosition | None]:
         """Return the last published position of ``ranks`` (default: all); None for a rank that
@@ -173,7 +176,7 @@ class Heartbeat:
         return now._replace(calls={order.axis: order.count for order in orders}, line=line)
 
     def _read(self, rank: int) -> RankPosition | None:
-        key = f"{_KEY}{rank}"
+        key = f"{self._keys}{rank}"
         try:
             if self._store is None or not self._store.check([key]):
                 return None
@@ -219,7 +222,7 @@ class Heartbeat:
         known = self._detail(now) if stuck or now.gave_up else now
         if stuck:
             self._detailed, self._look_at = now, seconds + 2 * PERIOD_SECONDS  # the others publish, too
-        self._store.set(f"{_KEY}{self.rank}", json.dumps(known._asdict()))
+        self._store.set(f"{self._keys}{self.rank}", json.dumps(known._asdict()))
         self._published, self._published_at = now, clock
 
     @property
@@ -261,7 +264,7 @@ class Heartbeat:
             return
         number = round(self._report_after / SLOW_SECONDS)
         self._report_after *= 2
-        if int(self._store.add(f"zero_trial/slow/{now.sequence}/{number}/{now.operation}", 1)) != 1:
+        if int(self._store.add(f"{self._keys}slow/{now.sequence}/{number}/{now.operation}", 1)) != 1:
             return  # another rank reports it
         self._slow = now
         positions = self.positions(self._among or None)

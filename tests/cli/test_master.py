@@ -96,7 +96,10 @@ def until(condition: Any) -> None:
 
 def test_up_is_idempotent_and_down_leaves_nothing(shell: Shell) -> None:
     first = shell.up()
-    assert first["started"] and set(first["env"]) == {"DET_MASTER", "DET_USER", "DET_USER_TOKEN"}
+    assert first["started"] and set(first["env"]) == {
+        *("DET_MASTER", "DET_USER", "DET_USER_TOKEN"),
+        "ZERO_TRIAL_MASTER_ROOT",
+    }
     again = shell.up()
     assert not again["started"] and again["pid"] == first["pid"] and again["env"] == first["env"]
     text = shell.run("up", "--port", "1").stdout
@@ -235,6 +238,7 @@ def test_down_says_which_jobs_have_ended_and_which_have_not(
     assert ("1.t.1" in said.err) is not ends
 
 
-def test_the_default_root_follows_xdg(tmp_path: Path) -> None:
+def test_the_default_root_follows_the_shell_and_xdg(tmp_path: Path) -> None:
+    assert default_root({"ZERO_TRIAL_MASTER_ROOT": str(tmp_path), "XDG_STATE_HOME": "/s"}) == tmp_path
     assert default_root({"XDG_STATE_HOME": "/s"}) == Path("/s/zero_trial/master")
     assert default_root({}) == Path.home() / ".local/state/zero_trial/master"

@@ -44,6 +44,22 @@ def test_an_experiment_of_the_master(
         (tmp_path / "sweep-1.html").unlink()
 
 
+def test_an_experiment_of_the_master_that_the_shell_talks_to(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    play(tmp_path / "master.db")
+    (tmp_path / "master.json").write_text('{"url": "http://127.0.0.1:4321"}')
+    monkeypatch.setenv("ZERO_TRIAL_MASTER_ROOT", str(tmp_path))
+    monkeypatch.setenv("DET_MASTER", "127.0.0.1:4321")
+    assert main(["sweep", "report", "1"]) == 0
+    monkeypatch.setenv("DET_MASTER", "http://127.0.0.1:1234")
+    capsys.readouterr()
+    assert main(["sweep", "report", "1"]) == 2
+    assert "DET_MASTER=http://127.0.0.1:1234" in capsys.readouterr().err
+    assert main(["sweep", "report", "1", "--root", str(tmp_path)]) == 0
+
+
 def test_a_folder_of_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run(tmp_path / "0001", 0.1, 1.0)
     assert main(["report", str(tmp_path)]) == main(["sweep", "report", str(tmp_path)]) == 0

@@ -21,6 +21,7 @@ from zero_trial.errors import ConfigError, MasterError
 from zero_trial.util.text import strip_control
 
 _DOWN_SECONDS = 90.0
+_ROOT = "ZERO_TRIAL_MASTER_ROOT"  # of the master whose exports a shell has
 
 
 def _add_action(subparsers: Any, name: str, what: str) -> Any:
@@ -57,13 +58,20 @@ def add_parser(subparsers: Any) -> None:
     logs.add_argument("-f", "--follow", action="store_true", help="follow the log as it grows")
     logs.add_argument("-n", "--tail", type=int, metavar="N", help="show only the last N lines")
     for word, handler in ((up, _up), (down, _down), (status, _status), (logs, _logs)):
-        word.add_argument("--root", type=Path, help="the master's folder (default: ~/.local/state/zero_trial/master)")
+        word.add_argument(
+            "--root",
+            type=Path,
+            help="the master's folder (default: that of the shell's up --env, else ~/.local/state/zero_trial/master)",
+        )
         word.add_argument("--json", action="store_true", help="print one JSON object")
         word.set_defaults(handler=handler)
 
 
 def default_root(env: Mapping[str, str]) -> Path:
-    """Return the master's folder when ``--root`` is not given."""
+    """Return the master's folder when ``--root`` is not given: that of ``up --env``, if a shell has
+    its exports."""
+    if env.get(_ROOT):
+        return Path(env[_ROOT])
     state = env.get("XDG_STATE_HOME") or str(Path.home() / ".local" / "state")
     return Path(state) / "zero_trial" / "master"
 
@@ -257,9 +265,11 @@ def _still(options: argparse.Namespace) -> str:
 
 
 def _exports_of(home: Any) -> dict[str, str]:
-    """Return what the genuine ``det`` reads from its environment: address, user and token."""
+    """Return what the genuine ``det`` reads from its environment (address, user and token), and
+    the folder, which other verbs need."""
     account = json.loads(home.account.read_text(encoding="utf-8"))
-    return {"DET_MASTER": home.state()["url"], "DET_USER": account["user"], "DET_USER_TOKEN": account["token"]}
+    exports = {"DET_MASTER": home.state()["url"], "DET_USER": account["user"], "DET_USER_TOKEN": account["token"]}
+    return {**exports, _ROOT: str(home.root.absolute())}
 
 
 # -- down

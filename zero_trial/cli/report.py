@@ -5,12 +5,15 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 from zero_trial.errors import ConfigError
 
 if TYPE_CHECKING:
+    from zero_trial.master.directory import MasterDirectory
     from zero_trial.report.data import SweepReport
 
 
@@ -43,7 +46,7 @@ def add_parser(subparsers: Any) -> None:
 
 def _add_root(parser: argparse.ArgumentParser) -> None:
     """Add the option for the folder of the master."""
-    parser.add_argument("--root", type=Path, help="the master's folder (default: that of zero-trial master up)")
+    parser.add_argument("--root", type=Path, help="the master's folder (default: as of zero-trial master up)")
 
 
 def _handle(options: argparse.Namespace) -> int:
@@ -134,5 +137,24 @@ def _read_sweep(sweep: str, root: Path | None) -> tuple[SweepReport, Path]:
             got=sweep,
             expected="an experiment's id, or a folder of run folders",
         )
-    database = MasterDirectory(root or default_root(os.environ)).database
-    return from_master_store(database, int(sweep)), Path(f"sweep-{sweep}.html")
+    home = MasterDirectory(root or default_root(os.environ))
+    if root is None:
+        _require_addressed(home, os.environ)
+    return from_master_store(home.database, int(sweep)), Path(f"sweep-{sweep}.html")
+
+
+def _require_addressed(home: MasterDirectory, env: Mapping[str, str]) -> None:
+    """Raise ConfigError where ``det`` in this shell talks to another master than the one of
+    ``home``: its experiments have the same numbers."""
+    addressed, own = env.get("DET_MASTER"), home.state().get("url")
+    if addressed and own and _port(addressed) != _port(own):
+        raise ConfigError(
+            "the experiment's master is not clear: DET_MASTER is not the one of this folder",
+            where=str(home.root),
+            got=f"{own}, and DET_MASTER={addressed}",
+            fix='Give the master\'s folder (--root), or eval "$(zero-trial master up --root FOLDER --env)".',
+        )
+
+
+def _port(address: str) -> int | None:
+    return urlsplit(address if "//" in address else f"//{address}").port

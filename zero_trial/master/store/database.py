@@ -368,7 +368,11 @@ def reading(path: Path) -> Iterator[sqlite3.Connection]:
     Raises ConfigError if there is none, or it is another release's.
     """
     if not path.is_file():
-        raise ConfigError("master's store not found", where=str(path), fix="Start one with zero-trial master up.")
+        raise ConfigError(
+            "master's store not found",
+            where=str(path),
+            fix="Start one with zero-trial master up, or give --root of the one that there is.",
+        )
     try:
         with closing(
             sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, isolation_level=None)

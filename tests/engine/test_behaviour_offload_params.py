@@ -220,23 +220,23 @@ def test_blocks_are_read_ahead_of_their_use(tmp_path: Path, monkeypatch: pytest.
     """From the second step on all are, but for what a step begins with."""
     engine = engine_of("zero3-free", {}, str(tmp_path), buffer_count=40)
     ahead: list[tuple[str, bool]] = []
-    once = SwappedShard.fetch
+    once = Unsharder.unshard
 
-    def fetch(shard: SwappedShard, into: torch.Tensor) -> None:
-        parts = shard.parts
-        ahead.append((shard.group.block, bool(parts) and parts[0].low == 0 and parts[-1].high == shard.numel))
-        once(shard, into)
+    def unshard(unsharder: Unsharder, block: str, *, record: bool = True) -> None:
+        ahead.extend((block, read(unit)) for unit in away(engine) if unit.block == block)
+        once(unsharder, block, record=record)
 
-    monkeypatch.setattr(SwappedShard, "fetch", fetch)
+    def read(unit: Any) -> bool:
+        parts = unit.offloaded.parts
+        return unit.live or unit.unsharding or (bool(parts) and parts[-1].high == unit.offloaded.numel)
+
+    monkeypatch.setattr(Unsharder, "unshard", unshard)
     train(engine, range(1))
-    seen = len(ahead)
-    assert seen == 2 * (5 + 3)
-    monkeypatch.setattr(
-        SwappedShard, "start_read", lambda shard, once=SwappedShard.start_read: shard.group.block and once(shard)
-    )
+    assert ahead and not any(found for block, found in ahead if block)
+    del ahead[:]
     train(engine, range(1, 2))
-    assert [block for block, _ in ahead[seen : seen + 2]] == ["", ""], "the root, trained and frozen, was not announced"
-    assert all(found for block, found in ahead[seen:] if block)
+    assert ahead[:2] == [("", False)] * 2, "the root, trained and frozen, was not announced"
+    assert all(found for _, found in ahead[2:])
 
 
 def three_layers() -> nn.Module:

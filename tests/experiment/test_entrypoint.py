@@ -226,3 +226,60 @@ def test_a_metric_that_is_never_reported(tmp_path: Path, old: str, new: str):
     with pytest.raises(ConfigError) as refused:
         check_metric(entrypoint, tmp_path, "f1", "const.yaml:4 searcher.metric")
     assert refused.value.where == "const.yaml:4 searcher.metric" and "Write metric: loss." in str(refused.value)
+
+
+WHOLE = """from zero_trial import ZeroTrial
+class T(ZeroTrial):
+    def train_batch(self, dataloader_iter, epoch_idx, batch_idx): ...
+    def build_training_data_loader(self): ...
+    def build_validation_data_loader(self): ...
+    def evaluate_batch(self, dataloader_iter, batch_idx): ...
+"""
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong", "message"),
+    [
+        ("train_batch", "train_bach", "model_def.py:3: T has train_bach, which zero_trial never calls, and no"),
+        ("train_batch", "step", "model_def.py:2: T has no train_batch, which every ZeroTrial must have"),
+        ("def train_batch", "def helper(self): self.train_bach\n    def train_bach", "T has no train_batch"),
+        ("build_validation_data_loader", "build_val_data_loader", "Did you mean build_validation_data_loader?"),
+        ("evaluate_batch", "evalute_batch", "model_def.py:6: T has evalute_batch"),
+    ],
+)
+def test_a_method_that_is_missing_or_misspelled(right: str, wrong: str, message: str, tmp_path: Path):
+    (tmp_path / "model_def.py").write_text(WHOLE.replace(right, wrong))
+    with pytest.raises(ConfigError) as caught:
+        check_entrypoint(Entrypoint("model_def", "T"), tmp_path)
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong"),
+    [
+        ("def train_batch", "def train_bach"),
+        ("T(ZeroTrial)", "T(ZeroTrial, Mixin)"),
+        ("from zero_trial import", "from mine import"),
+        ("def train_batch", "train_batch = made()\n    def train_bach"),
+        ("class T", "@completed\nclass T"),
+        ("    def evaluate_batch", "    def train_one(self): self.evaluate_batches()\n    def evaluate_batches"),
+    ],
+)
+def test_methods_that_may_come_from_elsewhere_pass(right: str, wrong: str, tmp_path: Path):
+    """The first one is a DeepSpeedTrial, whose methods have other names."""
+    source = WHOLE.replace(right, wrong)
+    if right != "def train_batch" and "evaluate_batches" not in wrong:
+        source = source.replace("train_batch", "train_bach")
+    (tmp_path / "model_def.py").write_text(source)
+    moved = wrong == "def train_bach"
+    check_entrypoint(Entrypoint("model_def", "T", as_determined=moved), tmp_path)
+
+
+def test_a_misspelled_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "model_def.py").write_text("from zero_trail import ZeroTrial")
+    with pytest.raises(ConfigError, match=r"model_def.py:1: No module named 'zero_trail'.*Did you mean zero_trial\?"):
+        check_imports(Entrypoint("model_def", "T"), tmp_path)
+    (tmp_path / "model_def.py").write_text("import not_installed_here")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=r"put not_installed_here\.py into this folder"):
+        check_imports(Entrypoint("model_def", "T"), Path())

@@ -23,6 +23,12 @@ AS_DETERMINED = "zero_trial.as_determined"
 _DEEPSPEED_LAUNCHERS = (AS_DETERMINED, "determined.launch.deepspeed")
 _COUNTERS = ("batches", "epochs")  # every validation reports them
 _OTHER_WAYS = ("wrap_reducer", "evaluate_batch", "evaluate_full_dataset")  # by which metrics come from elsewhere
+_REQUIRED = ("train_batch", "build_training_data_loader")
+_OPTIONAL = (
+    *("build_validation_data_loader", "evaluate_batch", "evaluate_full_dataset", "evaluation_reducer"),
+    *("build_callbacks", "get_batch_length"),
+)
+_MISSPELLED = 0.85  # build_val_data_loader is 0.857 alike, evaluate_batches 0.93; evaluate_batch_fast 0.848
 _NO_TRIALS = frozenset({"torch", *sys.stdlib_module_names})  # packages whose classes are no trials
 # their modules are zero_trial's own where as_determined imports the trial
 _ANSWERED_FOR = frozenset({"deepspeed", "determined"})
@@ -103,6 +109,8 @@ def check_entrypoint(
             fix=_advice(entrypoint.module, [Path(name).stem for name in there], f":{entrypoint.name}"),
         )
     source = _read_source(path, str(path.relative_to(model_dir) if shown else path))
+    if not entrypoint.as_determined:
+        _check_methods(entrypoint.name, source, str(path.relative_to(model_dir)))
     trials = trial_classes(source)
     if entrypoint.name in trials or entrypoint.name in _imported_or_assigned(source):
         return
@@ -120,6 +128,36 @@ def check_entrypoint(
         or _advice(entrypoint.name, trials, before=f"{entrypoint.module}:")
         or f"Write class {entrypoint.name}({BASE}) there.",
     )
+
+
+def _check_methods(name: str, source: ast.Module, file: str) -> None:
+    """Raise ConfigError where a trial whose only base is zero_trial's ZeroTrial lacks a method that
+    every trial must have, or has one that is misspelled and would never be called."""
+    if dict(_imports(source.body)).get(BASE) not in (f"zero_trial.{BASE}", "zero_trial.trial.ZeroTrial"):
+        return
+    found = [node for node in source.body if isinstance(node, ast.ClassDef) and node.name == name]
+    if len(found) != 1 or found[0].decorator_list or found[0].keywords or [_name(b) for b in found[0].bases] != [BASE]:
+        return
+    trial = found[0]
+    methods = {node.name: node for node in trial.body if isinstance(node, ast.FunctionDef)}
+    if not methods:
+        return  # not written yet
+    bound = {node.name for node in ast.walk(trial) if isinstance(node, ast.FunctionDef)} | {
+        node.id for node in ast.walk(trial) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
+    }
+    used = {node.attr for node in ast.walk(source) if isinstance(node, ast.Attribute)}
+    for method in (*_REQUIRED, *_OPTIONAL):
+        spare = [each for each in methods if each not in (*_REQUIRED, *_OPTIONAL) and each not in used]
+        near = difflib.get_close_matches(method, spare, n=1, cutoff=_MISSPELLED)
+        if method in bound or not (near or method in _REQUIRED):
+            continue
+        raise ConfigError(
+            f"{name} has {near[0]}, which zero_trial never calls, and no {method}"
+            if near
+            else f"{name} has no {method}, which every {BASE} must have",
+            where=f"{file}:{(methods[near[0]] if near else trial).lineno}",
+            fix=f"Did you mean {method}?" if near else f"Write def {method}.",
+        )
 
 
 def check_metric(entrypoint: Entrypoint, model_dir: Path, metric: Any, where: str | None = None) -> None:
@@ -175,11 +213,15 @@ def check_imports(entrypoint: Entrypoint, model_dir: Path) -> None:
             if _is_beside(package, model_dir):
                 return
             if find_spec(package) is None:
+                near = difflib.get_close_matches(package, ("zero_trial", "torch"), n=1, cutoff=0.8)
+                folder = "this folder" if model_dir == Path() else model_dir
                 raise ConfigError(
                     f"No module named '{package}'",
                     where=f"{path.relative_to(model_dir)}:{node.lineno}",
                     got=ast.unparse(node),
-                    fix=f"Install it where {sys.executable} finds it, or put {package}.py into {model_dir}.",
+                    fix=f"Did you mean {near[0]}?"
+                    if near
+                    else f"Install it where {sys.executable} finds it, or put {package}.py into {folder}.",
                 )
 
 

@@ -179,6 +179,8 @@ def test_a_directory_that_hands_on_its_group_is_taken_without_that_bit() -> None
 
 TRIAL = b"""from zero_trial import ZeroTrial
 class MyTrial(ZeroTrial):
+    def build_training_data_loader(self): ...
+    def train_batch(self, dataloader_iter, epoch_idx, batch_idx): ...
     def evaluate_batch(self, dataloader_iter, batch_idx):
         return {"loss": 1.0}
 """
@@ -209,6 +211,12 @@ def test_what_ranks_would_fail_on_is_refused(entrypoint: Any, ds_config: str, me
     with pytest.raises(Invalid) as refused:
         check_model(config, packed)
     assert message in str(refused.value)
+
+
+def test_a_trial_with_a_misspelled_method_is_refused() -> None:
+    packed = from_model_definition([file("model_def.py", TRIAL.replace(b"train_batch", b"train_bach"))])
+    with pytest.raises(Invalid, match="Did you mean train_batch"):
+        check_model({"entrypoint": COMMAND}, packed)
 
 
 def test_a_metric_that_the_trial_never_reports_is_refused() -> None:

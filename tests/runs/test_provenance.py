@@ -130,6 +130,14 @@ def test_a_project_can_be_moved(tmp_path: Path):
     assert locked_model_dir(experiment) == tmp_path / "b" / "model"
 
 
+def test_a_lock_that_is_reached_by_a_link_knows_its_model(tmp_path: Path):
+    """Runs on another disk, linked into the model's folder."""
+    locked(tmp_path)
+    (tmp_path / "model" / "runs").symlink_to(tmp_path / "runs")
+    linked = read_experiment(tmp_path / "model" / "runs" / "0001" / "config.lock.yaml")
+    assert locked_model_dir(linked) == tmp_path / "model"
+
+
 def test_an_experiment_is_no_lock(tmp_path: Path):
     locked(tmp_path)
     assert locked_model_dir(read_experiment(tmp_path / "const.yaml")) is None

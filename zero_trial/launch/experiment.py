@@ -140,7 +140,7 @@ def model_folder(experiment: ExperimentConfig, given: Path | None) -> Path:
     fix = "Write its new place there, or name it: zero-trial run CONST.yaml MODEL_DIR --resume RUN."
     beside = sorted(locked.parent.iterdir()) if locked.parent.is_dir() else ()
     for path in files_with(entrypoint.name, beside):
-        new = os.path.relpath(path.parent, experiment.folder)
+        new = os.path.relpath(path.parent.resolve(), (experiment.folder or Path()).resolve())
         fix = f"{entrypoint.name} is now in {path}: write entrypoint: {path.stem}:{entrypoint.name} and {key}: {new}."
     raise ConfigError(
         f"the model that this run was made from ({entrypoint}) is not in its folder",

@@ -86,7 +86,9 @@ def locked_model_dir(experiment: ExperimentConfig) -> Path | None:
     section = experiment.data.get(LOCK_SECTION)
     if not isinstance(section, Mapping) or not isinstance(section.get("model_dir"), str) or experiment.folder is None:
         return None
-    return Path(os.path.normpath(experiment.folder / section["model_dir"]))
+    real = experiment.folder.resolve()  # a link to a run, or to all runs, is not where the path in it begins
+    folder = experiment.folder if Path(os.path.abspath(experiment.folder)) == real else real
+    return Path(os.path.normpath(folder / section["model_dir"]))
 
 
 def _plain(value: Any) -> Any:

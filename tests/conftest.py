@@ -125,6 +125,14 @@ def ranks() -> Iterator[Pools]:
 
 
 @pytest.fixture(scope="session")
+def devices() -> Iterator[Pools]:
+    """``devices(2).run(body, ...)``: as ``ranks``, on ranks that compute on the stand-in device."""
+    pools = Pools(world="standin")
+    yield pools
+    pools.close()
+
+
+@pytest.fixture(scope="session")
 def nursery() -> Iterator[Nursery]:
     """Fork ranks that have libraries which take seconds to import: ``Pools(nursery, modules)``."""
     nursery = Nursery()

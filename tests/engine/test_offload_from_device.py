@@ -1,13 +1,10 @@
-"""Tests of parameters that leave a device between uses, on the stand-in device: bits, host memory
-and files, with and without optimizer state that leaves it too."""
+"""Tests of parameters that leave a device between uses, on the stand-in device: pipelines, a part
+that stays in memory, copies that overlap, and checkpoints. The bits of each place at each stage are
+in test_offload_matrix.py."""
 
 from __future__ import annotations
 
-import functools
-import gc
-import itertools
 import logging
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -29,33 +26,10 @@ from tests.engine.offloaded import (
 from tests.support.dense import Case, Turn, build_engine
 from tests.support.device import device
 from tests.support.pipelines import batches, layers, make_engine
-from tests.support.pool import RankPool
+from tests.support.pool import Pools
 from zero_trial.sharding.plan import Home
 
 Cell = tuple[str, str, str, str]  # ZeRO stage, place of parameters, place of optimizer state, precision
-# fp32 parameters are updated on the host, 16-bit ones where their state is. Stage 1 is the smoke's;
-# cells of one stage and precision share the run that they are compared with.
-SMOKE: Cell = ("zero1", "nvme", "none", "bf16")
-CELLS: list[Cell] = [
-    ("zero0", "cpu", "none", "fp16"),
-    ("zero2", "cpu", "cpu", "fp32"),
-    ("zero2", "nvme", "none", "fp32"),
-    ("zero2", "cpu", "nvme", "bf16"),
-    ("zero3", "cpu", "none", "bf16"),
-    ("zero3", "nvme", "cpu", "bf16"),
-]
-
-
-EVERYTHING: list[Cell] = [
-    *itertools.product(("zero0", "zero1", "zero2", "zero3"), ("cpu", "nvme"), ("none", "cpu", "nvme"), PRECISIONS)
-]
-
-
-@pytest.fixture(scope="module")
-def devices() -> Iterator[RankPool]:
-    pool = RankPool(2, world="standin")
-    yield pool
-    pool.close()
 
 
 def engine_of(cell: Cell, folder: str, micro_batches: int = 2, **section: Any) -> Any:
@@ -63,21 +37,6 @@ def engine_of(cell: Cell, folder: str, micro_batches: int = 2, **section: Any) -
     zero_config = offloaded_zero(stage, params, state, folder, **section)
     config = {"gradient_accumulation_steps": micro_batches, "gradient_clipping": 0.5} | PRECISIONS[precision]
     return build_engine(Case(lambda: Net().to("standin"), loss, groups=two_groups, config=config), zero_config)
-
-
-def run_cells(cells: list[Cell], folder: str, micro_batches: int = 2) -> list[str]:
-    logging.getLogger("zero_trial").setLevel(logging.ERROR)
-    wrong = []
-    reference = functools.cache(lambda *cell: trained(engine_of(cell, folder, micro_batches)))
-    for cell in cells:
-        stage, _, _, precision = cell
-        trace, values, away = trained(engine_of(cell, folder, micro_batches))
-        gc.collect()  # an engine that is not destroyed keeps its files until then
-        known = reference(stage, "none", "none", precision)
-        names = differing(known[1], values)
-        if not alike(trace, known[0]) or names or away < 5:
-            wrong.append(f"{cell}: {away} groups away, {trace} instead of {known[0]}, {names}")
-    return wrong
 
 
 def run_pipelines(folder: str, stage: int, most: int | None = None) -> list[str]:
@@ -99,8 +58,8 @@ def run_pipelines(folder: str, stage: int, most: int | None = None) -> list[str]
 
 
 @pytest.mark.parametrize("stage", [2, pytest.param(3, marks=pytest.mark.slow)])
-def test_a_pipeline_whose_parameters_fit_into_the_hosts_memory(devices: RankPool, tmp_path: Any, stage: int) -> None:
-    for wrong in devices.run(run_pipelines, str(tmp_path), stage):
+def test_a_pipeline_whose_parameters_fit_into_the_hosts_memory(devices: Pools, tmp_path: Any, stage: int) -> None:
+    for wrong in devices(2).run(run_pipelines, str(tmp_path), stage):
         assert wrong == []
 
 
@@ -123,8 +82,8 @@ def run_partly_kept(folder: str) -> list[str]:
 
 
 @pytest.mark.slow
-def test_a_part_stays_in_the_hosts_memory(devices: RankPool, tmp_path: Any) -> None:
-    for wrong in devices.run(run_partly_kept, str(tmp_path)):
+def test_a_part_stays_in_the_hosts_memory(devices: Pools, tmp_path: Any) -> None:
+    for wrong in devices(2).run(run_partly_kept, str(tmp_path)):
         assert wrong == []
 
 
@@ -147,10 +106,10 @@ def run_overlap(folder: str) -> list[tuple[str, int, list[Any]]]:
     return found
 
 
-def test_parameters_come_beside_what_computes(devices: RankPool, tmp_path: Any) -> None:
+def test_parameters_come_beside_what_computes(devices: Pools, tmp_path: Any) -> None:
     """In the order of the step before, with buffers for two groups: of the parameters' copies to
     the device only the first of a pass run alone."""
-    for rank in devices.run(run_overlap, str(tmp_path)):
+    for rank in devices(2).run(run_overlap, str(tmp_path)):
         for cell, count, alone in rank:
             down = [nbytes for kind, nbytes, _ in alone if kind == "to the device" and nbytes > 200]
             assert count > 20 and len(down) <= 6, (cell, count, down, alone)
@@ -195,38 +154,12 @@ def run_resumed(folder: str) -> list[str]:
 
 
 @pytest.mark.slow
-def test_checkpoints_and_adapters(devices: RankPool, tmp_path: Any) -> None:
-    for wrong in devices.run(run_resumed, str(tmp_path), timeout=120):
+def test_checkpoints_and_adapters(devices: Pools, tmp_path: Any) -> None:
+    for wrong in devices(2).run(run_resumed, str(tmp_path), timeout=120):
         assert wrong == []
 
 
 @pytest.mark.slow
-def test_a_pipeline_whose_parameters_are_in_files(devices: RankPool, tmp_path: Any) -> None:
-    for wrong in devices.run(run_pipelines, str(tmp_path), 0, 0):
+def test_a_pipeline_whose_parameters_are_in_files(devices: Pools, tmp_path: Any) -> None:
+    for wrong in devices(2).run(run_pipelines, str(tmp_path), 0, 0):
         assert wrong == []
-
-
-@pytest.mark.smoke
-def test_the_bits_of_a_run_without_offload(devices: RankPool, tmp_path: Any) -> None:
-    for wrong in devices.run(run_cells, [SMOKE], str(tmp_path)):
-        assert wrong == []
-
-
-@pytest.mark.slow
-def test_every_place_at_every_stage(devices: RankPool, tmp_path: Any) -> None:
-    for wrong in devices.run(run_cells, CELLS, str(tmp_path), timeout=200):
-        assert wrong == []
-
-
-@pytest.mark.extended
-@pytest.mark.parametrize("micro_batches", [1, 4])
-@pytest.mark.parametrize("stage", ["zero0", "zero1", "zero2", "zero3"])
-@pytest.mark.parametrize("size", [1, 2, 4])
-def test_the_whole_matrix(size: int, stage: str, micro_batches: int, tmp_path: Any) -> None:
-    cells = [cell for cell in EVERYTHING if cell[0] == stage]
-    pool = RankPool(size, world="standin")
-    try:
-        for wrong in pool.run(run_cells, cells, str(tmp_path), micro_batches, timeout=600):
-            assert wrong == []
-    finally:
-        pool.close()

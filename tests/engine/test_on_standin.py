@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import gc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,36 +23,13 @@ from tests.support.dense import STAGES
 from tests.support.device import device
 from tests.support.late import make_late
 from tests.support.models import ADAMW, TinyLM, tokens
-from tests.support.pool import RankPool
+from tests.support.pool import Pools, RankPool
 from zero_trial.checkpoint import CheckpointReader
 from zero_trial.engine import saving
 from zero_trial.sharding.freed import is_absent
 
 STEPS, BATCH = 3, 8
 SAVED = [("zero0", "early"), ("zero3-free", "random")]
-
-
-class Pools:
-    """Pools of ranks on the device, by size."""
-
-    def __init__(self) -> None:
-        self._pools: dict[int, RankPool] = {}
-
-    def __call__(self, size: int) -> RankPool:
-        if size not in self._pools or not self._pools[size].alive:
-            self._pools[size] = RankPool(size, world="standin")
-        return self._pools[size]
-
-    def close(self) -> None:
-        for pool in self._pools.values():
-            pool.close()
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Pools]:
-    pools = Pools()
-    yield pools
-    pools.close()
 
 
 @dataclass(frozen=True)
@@ -171,9 +148,9 @@ def check(pool: RankPool, cells: list[Cell], *, waits: int | None) -> None:
                 assert len(found.waits) <= waits, (cell, found.waits)
 
 
-def test_each_stage_has_the_bits_of_the_cpu_and_waits_once_per_step(ranks: Pools) -> None:
+def test_each_stage_has_the_bits_of_the_cpu_and_waits_once_per_step(devices: Pools) -> None:
     """The one wait is for the outcome of the step before."""
-    check(ranks(2), COVERING, waits=1)
+    check(devices(2), COVERING, waits=1)
 
 
 def fullest(cells: list[Cell], folder: str) -> list[tuple[dict[str, int], int, set[str]]]:
@@ -205,31 +182,31 @@ def fullest(cells: list[Cell], folder: str) -> list[tuple[dict[str, int], int, s
     return found
 
 
-def test_the_device_holds_one_group_at_most_beside_what_stays(ranks: Pools, tmp_path: Path) -> None:
+def test_the_device_holds_one_group_at_most_beside_what_stays(devices: Pools, tmp_path: Path) -> None:
     """Also where 16-bit groups get their values from an fp32 model: those come in parts."""
     stages, precisions = ("zero0", "zero2", "zero3", "zero3-free"), ("fp32", "bf16")
     cells = [Cell(stage, precision, blocks=1) for stage in stages for precision in precisions]
-    for rank, answers in enumerate(ranks(2).run(fullest, cells, str(tmp_path))):
+    for rank, answers in enumerate(devices(2).run(fullest, cells, str(tmp_path))):
         for cell, (over, largest, missing) in zip(cells, answers, strict=True):
             assert max(over.values()) <= largest + 512, (cell, over, largest)  # an allocation is rounded up
             assert bool(missing) is bool(rank and cell.stage != "zero0")
 
 
 @pytest.mark.slow
-def test_more_ranks(ranks: Pools) -> None:
+def test_more_ranks(devices: Pools) -> None:
     """Hybrid sharding, and an optimizer whose update needs sums over ranks in between."""
     lamb = {"type": "Lamb", "params": {"lr": 1e-3, "eps": 1e-3}}
     cells = [
         Cell("zero1", "bf16", "random", accumulation=2, config={"optimizer": lamb}, blocks=1),
         Cell("zero3", order="early", config={"mesh": {"replica": 2}}, blocks=1),
     ]
-    check(ranks(4), cells, waits=1)
+    check(devices(4), cells, waits=1)
 
 
 @pytest.mark.extended
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_the_whole_matrix(ranks: Pools, size: int) -> None:
-    check(ranks(size), [cell for cell in MATRIX if BATCH % (size * cell.accumulation) == 0], waits=1)
+def test_the_whole_matrix(devices: Pools, size: int) -> None:
+    check(devices(size), [cell for cell in MATRIX if BATCH % (size * cell.accumulation) == 0], waits=1)
 
 
 def offloading(folder: Path | None, **keys: Any) -> dict[str, Any]:
@@ -238,32 +215,32 @@ def offloading(folder: Path | None, **keys: Any) -> dict[str, Any]:
     return {"offload_optimizer": {"device": "nvme", "nvme_path": str(folder), **keys}, "sub_group_size": 4096}
 
 
-def test_offloaded_state_has_the_bits_of_the_cpu(ranks: Pools, tmp_path: Path) -> None:
+def test_offloaded_state_has_the_bits_of_the_cpu(devices: Pools, tmp_path: Path) -> None:
     cells = [
         Cell("zero1", "bf16", "early", zero=offloading(None), blocks=1),
         Cell("zero3-free", order="random", zero=offloading(tmp_path), blocks=1),
     ]
-    check(ranks(2), cells, waits=None)
+    check(devices(2), cells, waits=None)
 
 
 @pytest.mark.extended
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_offloaded_state_at_every_stage(ranks: Pools, tmp_path: Path, precision: str) -> None:
+def test_offloaded_state_at_every_stage(devices: Pools, tmp_path: Path, precision: str) -> None:
     cells = [
         Cell(stage, precision, order, zero=offloading(folder))
         for stage in STAGES
         for folder, order in ((None, "early"), (tmp_path, "late"))
     ]
-    check(ranks(2), cells, waits=None)
+    check(devices(2), cells, waits=None)
 
 
-def test_an_offloaded_step_asks_for_a_few_numbers_and_its_copies_overlap(ranks: Pools) -> None:
+def test_an_offloaded_step_asks_for_a_few_numbers_and_its_copies_overlap(devices: Pools) -> None:
     """Beside the gradients that the update needs, the host waits for the squares of the norm and
     for whether user code has edited parameters, for all groups at once. Only the ends of the
     pipeline of copies run alone: the batch, the two numbers, the first gradients, the last values.
     """
     cells = [Cell("zero2", "bf16", blocks=blocks, zero=offloading(None)) for blocks in (1, 3)]
-    for (few, _), (many, _) in ranks(2).run(on_both, cells):
+    for (few, _), (many, _) in devices(2).run(on_both, cells):
         for found in (few, many):
             asked = [wait for wait in found.waits if " at copies.py" not in wait]
             assert len(asked) <= 2, found.waits
@@ -305,23 +282,25 @@ def pipelines_on_both(cells: list[Pipeline]) -> list[tuple[Found, list[str]]]:
     return compared(cells, lambda cell: cell.train())
 
 
-def test_a_pipeline_has_the_bits_of_the_cpu(ranks: Pools) -> None:
-    for answers in ranks(2).run(pipelines_on_both, [Pipeline({"stage": 1}, "random")]):
+def test_a_pipeline_has_the_bits_of_the_cpu(devices: Pools) -> None:
+    for answers in devices(2).run(pipelines_on_both, [Pipeline({"stage": 1}, "random")]):
         for found, differences in answers:
             assert differences == [], found.waits
 
 
 @pytest.mark.slow
-def test_a_pipeline_of_four_ranks(ranks: Pools) -> None:
-    for answers in ranks(4).run(pipelines_on_both, [Pipeline({"stage": 2}, "early")]):
+def test_a_pipeline_of_four_ranks(devices: Pools) -> None:
+    for answers in devices(4).run(pipelines_on_both, [Pipeline({"stage": 2}, "early")]):
         assert [differences for _, differences in answers] == [[]]
 
 
 @pytest.mark.extended
-def test_pipelines_at_every_stage(ranks: Pools) -> None:
+def test_pipelines_at_every_stage(devices: Pools) -> None:
     free = {"stage": 3, "stage3_param_persistence_threshold": 0}
     cells = [Pipeline({"stage": stage}, order) for stage, order in ((0, "late"), (1, "early"), (2, "random"))]
-    for answers in ranks(4).run(pipelines_on_both, [*cells, Pipeline(free, "early"), Pipeline(free, schedule="gpipe")]):
+    for answers in devices(4).run(
+        pipelines_on_both, [*cells, Pipeline(free, "early"), Pipeline(free, schedule="gpipe")]
+    ):
         assert [differences for _, differences in answers] == [[]] * 5
 
 
@@ -347,9 +326,9 @@ def parameters_on_the_host(folder: str) -> tuple[list[str], bool]:
     return sorted(shares), away > 0 and nbytes >= 3 * away
 
 
-def test_parameters_in_host_memory_are_copied_too(ranks: Pools, tmp_path: Path) -> None:
+def test_parameters_in_host_memory_are_copied_too(devices: Pools, tmp_path: Path) -> None:
     files = [f"rank-0000{rank}.safetensors" for rank in range(2)]
-    assert ranks(2).run(parameters_on_the_host, str(tmp_path)) == [(files, True)] * 2
+    assert devices(2).run(parameters_on_the_host, str(tmp_path)) == [(files, True)] * 2
 
 
 def resumed(folder: str, stage: str, order: str) -> dict[str, bool]:
@@ -396,6 +375,6 @@ def resumed(folder: str, stage: str, order: str) -> dict[str, bool]:
 @pytest.mark.parametrize(
     ("stage", "order"), [("zero2", "late"), *[pytest.param(*case, marks=pytest.mark.slow) for case in SAVED]]
 )
-def test_a_checkpoint_holds_what_was_there_at_the_call(ranks: Pools, tmp_path: Path, stage: str, order: str) -> None:
-    for found in ranks(2).run(resumed, str(tmp_path), stage, order):
+def test_a_checkpoint_holds_what_was_there_at_the_call(devices: Pools, tmp_path: Path, stage: str, order: str) -> None:
+    for found in devices(2).run(resumed, str(tmp_path), stage, order):
         assert len(found) == 8 and all(found.values()), found

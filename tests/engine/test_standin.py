@@ -7,7 +7,7 @@ import ctypes
 import faulthandler
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +18,12 @@ from torch import nn
 
 from tests.support.device import device
 from tests.support.device.scheduler import ORDERS, DeviceFault
-from tests.support.pool import RankPool, server
+from tests.support.pool import Pools, RankPool, server
 
 
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[RankPool]:
-    pool = RankPool(2, world="standin")
-    yield pool
-    pool.close()
+@pytest.fixture
+def ranks(devices: Pools) -> RankPool:
+    return devices(2)
 
 
 def there(*size: int) -> torch.Tensor:

@@ -158,11 +158,11 @@ def _lives(process: psutil.Process) -> bool:
 
 class Pools:
     """One pool per world size, made when first asked for; with ``nursery``, its ranks have
-    ``modules``."""
+    ``modules``; in ``world``, as RankPool has it."""
 
-    def __init__(self, nursery: Nursery | None = None, modules: Sequence[str] = ()) -> None:
+    def __init__(self, nursery: Nursery | None = None, modules: Sequence[str] = (), *, world: str = "gloo") -> None:
         self._pools: dict[int, RankPool] = {}
-        self._of = {"nursery": nursery, "modules": modules}
+        self._of: dict[str, Any] = {"nursery": nursery, "modules": modules, "world": world}
 
     def __call__(self, size: int) -> RankPool:
         pool = self._pools.get(size)

@@ -59,18 +59,20 @@ class UnderWay:
         copies = {id(each): each.clone() for each in (*outputs, *inputs)}
         self._outputs = [(each, copies[id(each)]) for each in outputs]
         self._error: Exception | None = None
+        self._completed = False
         given = [copies[id(each)] for each in outputs], [copies[id(each)] for each in inputs]
-        self._thread = threading.Thread(target=self._run, args=(make, *given), name="standin-collective", daemon=True)
-        self._thread.start()
+        threading.Thread(target=self._run, args=(make, *given), name="standin-collective", daemon=True).start()
 
     def _run(self, make: Make, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> None:
         try:
             make(outputs, inputs).wait()
         except Exception as error:
             self._error = error
+        self._completed = True
+        device.use().scheduler.ended.set()
 
     def is_completed(self) -> bool:
-        return not self._thread.is_alive()
+        return self._completed
 
     def finish(self) -> None:
         if self._error is not None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Iterable
-from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -20,8 +19,6 @@ from torch import Tensor
 from tests.support.device.scheduler import DeviceFault, Use, overlap
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from tests.support.device.device import Device
 
 _CPU_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
@@ -29,17 +26,24 @@ _CPU_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
 _TAKES_HOST_INDICES = ("aten::index", "aten::_index_put_impl_", "aten::index_put")
 
 
-@contextmanager
-def plainly() -> Iterator[None]:
+class plainly:
     """Inside, operators go straight to their kernels: no autograd, no modes."""
-    with ExitStack() as stack:
-        for guard in (
+
+    __slots__ = ("_guards",)
+
+    def __enter__(self) -> None:
+        guards = (
             torch._C._AutoDispatchBelowAutograd(),
             torch._C._DisableTorchDispatch(),
             torch._C.DisableTorchFunction(),
-        ):
-            stack.enter_context(guard)
-        yield
+        )
+        self._guards = guards
+        for guard in guards:
+            guard.__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        for guard in reversed(self._guards):
+            guard.__exit__(*error)
 
 
 def is_there(value: object) -> bool:

@@ -25,6 +25,7 @@ from typing import Any, Protocol
 HOST_DEVICE = ("to the host", "to the device")
 ALLOCATED, FREED, EVENT_GONE = range(3)
 ORDERS = ("late", "early", "random")
+ENDED_SECONDS = 0.05  # between two looks at what is under way, which says itself when it has ended
 
 
 class DeviceFault(RuntimeError):
@@ -101,11 +102,12 @@ class Work:
 
 @dataclass(slots=True)
 class Launched:
-    """One launch in the history: what it was ordered after, and for copies between host and device
-    the direction and bytes."""
+    """One launch in the history: what it was ordered after, how often the host had waited for the
+    whole device before, and for copies between host and device the direction and bytes."""
 
     kind: str
     seen: dict[int, int]
+    epoch: int
     nbytes: int = 0
 
 
@@ -157,9 +159,11 @@ class Scheduler:
         self._leaving: list[Allocation] = []
         self._host: dict[int, int] = {}
         self._turn = threading.RLock()
+        self._epoch = 0
         self._random = random.Random(0)
         self._moved = time.monotonic()
         self._fault: DeviceFault | None = None
+        self.ended = threading.Event()  # set by what is under way when it is completed
         self.order = "late"
         self.waits: list[str] = []  # of the host, by what and where
 
@@ -204,7 +208,7 @@ class Scheduler:
                 raise DeviceFault(f"standin: {name} at {site} uses memory that is not allocated")
             access = Access(use, stream.number, stream.count, name, site)
             memory.accesses = [*self._still_relevant(memory, access, stream), access]
-        stream.history.append((stream.count, Launched(kind, stream.seen, nbytes)))
+        stream.history.append((stream.count, Launched(kind, stream.seen, self._epoch, nbytes)))
         stream.queue.append(Work(name, site, run))
 
     def _still_relevant(self, memory: Allocation, now: Access, stream: Stream) -> Iterable[Access]:
@@ -316,6 +320,21 @@ class Scheduler:
             for stream in found:
                 clock = {key: max(clock.get(key, 0), stream.clock.get(key, 0)) for key in {*clock, *stream.clock}}
             self._wait(what, clock, lambda: not any(stream.queue for stream in found), found)
+            if number < 0:
+                self._forget()
+
+    def _forget(self) -> None:
+        """The host is after everything: what is launched from now on needs no comparison with what
+        was before, which would cost more with every stream that there was."""
+        self._epoch += 1
+        self._host = {}
+        for event in self._events.values():
+            event.clock = {}
+        for memory in (*self._memory.values(), *self._leaving):
+            memory.accesses.clear()
+        self._streams = {number: stream for number, stream in self._streams.items() if stream.history}
+        for stream in self._streams.values():
+            stream.seen = {}
 
     def _wait(self, what: str, clock: dict[int, int], done: Callable[[], bool], targets: list[Stream]) -> None:
         self.waits.append(f"{what} at {caller()}")
@@ -350,10 +369,11 @@ class Scheduler:
             self._unlock()
             try:
                 while not done():
+                    self.ended.clear()
                     if not self._step(targets):
                         if not any(stream.under_way for stream in self._streams.values()):
                             raise DeviceFault("standin: the host waits for what no stream will do")
-                        time.sleep(5e-5)
+                        self.ended.wait(ENDED_SECONDS)
             finally:
                 self._lock()
 
@@ -432,19 +452,19 @@ class Scheduler:
         is a copy that some computation on another stream may run beside."""
         with self._turn:
             return [
-                (copy.kind, copy.nbytes, self._overlapped(stream, count, copy.seen))
+                (copy.kind, copy.nbytes, self._overlapped(stream, count, copy))
                 for stream in self._streams.values()
                 for count, copy in stream.history
                 if copy.kind in HOST_DEVICE
             ]
 
-    def _overlapped(self, stream: Stream, count: int, seen: dict[int, int]) -> bool:
+    def _overlapped(self, stream: Stream, count: int, copy: Launched) -> bool:
         return any(
-            number > seen.get(other.number, 0) and each.seen.get(stream.number, 0) < count
+            number > copy.seen.get(other.number, 0) and each.seen.get(stream.number, 0) < count
             for other in self._streams.values()
             if other is not stream
             for number, each in other.history
-            if each.kind == "compute"
+            if each.kind == "compute" and each.epoch == copy.epoch
         )
 
     def reset(self) -> None:

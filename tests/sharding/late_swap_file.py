@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from zero_trial.sharding.pages import transfer_buffer
+
 
 class LateTransfer:
     """Done when it is waited for, and not before."""
@@ -38,7 +40,7 @@ class LateSwapFile:
         return offset
 
     def buffer(self, nbytes: int) -> torch.Tensor:
-        return torch.full((nbytes,), 255, dtype=torch.uint8)
+        return transfer_buffer(nbytes).fill_(255)
 
     def read(self, offset: int, into: torch.Tensor) -> Any:
         bits = into.view(torch.uint8)

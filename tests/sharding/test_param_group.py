@@ -3,11 +3,8 @@ keeps what is freed."""
 
 from __future__ import annotations
 
-import ctypes
-import mmap
 import resource
 import sys
-from typing import Any
 
 import pytest
 import torch
@@ -17,7 +14,6 @@ from torch import nn
 from tests.sharding.parts import address, make_group, mesh_for, parameters
 from tests.support.pool import Pools, server
 from zero_trial.precision import dtype_policy
-from zero_trial.sharding import heap
 from zero_trial.sharding.freed import FreedParameter, absent, is_absent
 from zero_trial.sharding.grouping import ShardingSettings
 from zero_trial.sharding.heap import give_freed_memory_back, keep_freed_memory
@@ -344,115 +340,6 @@ def test_pages_between_living_blocks_go_back() -> None:
     with server().Pool(1) as pool:
         before, after = pool.apply(resident_before_and_after)
     assert before - after > 48 << 20
-
-
-def faults_of_passing_pages(pages: heap.FreedPages) -> int:
-    """Minor page faults of freeing and reviving an 8 MiB storage ten times, whose pages are passed
-    on; its neighbors keep their values."""
-    heap.map_large_blocks()
-    before, buffer, after = (torch.full((2 << 20,), value) for value in (1.0, 2.0, 3.0))
-    storage = buffer.untyped_storage()
-    start = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    for turn in range(10):
-        pages.keep(buffer)
-        storage.resize_(0)
-        storage.resize_(8 << 20)
-        pages.fill(buffer)
-        buffer.fill_(turn)
-    faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - start
-    assert before.eq(1).all() and after.eq(3).all() and buffer.eq(9).all()
-    return faults
-
-
-@linux
-def test_pages_of_a_freed_tensor_are_the_next_ones() -> None:
-    with server().Pool(1) as pool:
-        assert pool.apply(faults_of_passing_pages, (heap.FreedPages(),)) < PAGES
-
-
-def fails(*_: object) -> Any:
-    return heap._FAILED
-
-
-def faults_where_pages_stay() -> int:
-    heap._glibc = {"mremap": fails, "mallopt": heap._glibc("mallopt")}.get  # type: ignore[assignment]
-    return faults_of_passing_pages(heap.FreedPages())
-
-
-@linux
-def test_a_kernel_that_moves_no_pages_gives_new_ones() -> None:
-    with server().Pool(1) as pool:
-        assert pool.apply(faults_where_pages_stay) >= 10 * PAGES
-
-
-def values_where_moves_fail() -> tuple[bool, bool]:
-    """Of a tensor whose pages are in several areas and are not kept, and of one that is written
-    where pages did not arrive."""
-    heap.map_large_blocks()
-    pages, split, whole = heap.FreedPages(), torch.ones(1 << 20), torch.ones(1 << 20)
-    page = resource.getpagesize()
-    middle = (split.data_ptr() + split.nbytes // 2) // page * page
-    assert heap._glibc("madvise")(ctypes.c_void_p(middle), ctypes.c_size_t(page), mmap.MADV_DONTFORK) == 0
-    pages.keep(split)
-    kept = split.eq(1).all().item()
-    pages.keep(whole)
-    glibc, unmap = heap._glibc, heap._glibc("munmap")
-
-    def unmap_and_fail(source: object, size: object, _: object, flags: int, target: object) -> Any:
-        unmap(target, size)
-        return fails()
-
-    heap._glibc = lambda name: unmap_and_fail if name == "mremap" else glibc(name)  # type: ignore[assignment]
-    pages.fill(whole)
-    return bool(kept), bool(whole.fill_(2).eq(2).all())
-
-
-@linux
-def test_values_survive_where_the_kernel_fails_to_move_pages() -> None:
-    with server().Pool(1) as pool:
-        assert pool.apply(values_where_moves_fail) == (True, True)
-
-
-def resident_with_kept_pages() -> list[int]:
-    """With pages of 8, then of 16 and again of 8 MiB; and after 4 MiB have been taken."""
-    heap.map_large_blocks()
-    torch.ones(8 << 20, dtype=torch.uint8)  # starts torch's threads
-    pages, before, found = heap.FreedPages(), resident(), []
-    for size in (8, 16, 8):
-        tensor = torch.ones(size << 20, dtype=torch.uint8)
-        pages.keep(tensor)
-        del tensor
-    found.append(resident() - before)
-    for size in (32, 4):  # too large, and large enough
-        tensor = torch.empty(size << 20, dtype=torch.uint8)
-        pages.fill(tensor)
-        if size == 4:
-            found.append(resident() - before)
-        del tensor
-    return found
-
-
-@linux
-def test_pages_are_kept_of_one_tensor_only() -> None:
-    """Of the largest; what a smaller one does not need goes back."""
-    with server().Pool(1) as pool:
-        assert [round(each / 2**20) for each in pool.apply(resident_with_kept_pages)] == [16, 4]
-
-
-def test_pages_of_small_tensors_of_the_heap_and_of_devices_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a heap, where the way that was chosen last puts them, they would be cut out of it."""
-    moved: list[int] = []
-    calls = {"mallopt": lambda *_: 1, "mremap": lambda _, size, *__: moved.append(size.value)}
-    monkeypatch.setattr(heap, "_glibc", calls.get)
-    monkeypatch.setattr(heap, "_CHOSEN", {})
-    pages, tensor = heap.FreedPages(), torch.empty(1 << 20)
-    for choose in (keep_freed_memory, heap.map_large_blocks, keep_freed_memory):
-        choose()
-        pages.keep(tensor)
-    heap.map_large_blocks()
-    pages.keep(torch.empty(1 << 20, device="meta"))
-    pages.keep(torch.empty(1 << 18))
-    assert len(moved) == 1 and tensor.nbytes - 2 * resource.getpagesize() < moved[0] <= tensor.nbytes
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])

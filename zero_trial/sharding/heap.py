@@ -1,12 +1,10 @@
-"""Memory of the host: whether what is freed stays in the process, whose pages the next tensor gets,
-what goes back to the kernel, and buffers for transfers."""
+"""Memory of the host: whether what is freed stays in the process, and what goes back to the
+kernel."""
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import functools
-import mmap
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -18,12 +16,7 @@ from zero_trial.comm import AxisComm
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # from glibc's malloc.h
 _LARGEST_HEAP_BLOCK = 32 << 20  # what glibc allows on 64-bit machines
-_FEWEST_PAGES = 2 << 20  # bytes of a tensor whose pages are worth two calls
-_MAYMOVE, _FIXED, _DONTUNMAP = 1, 2, 4  # of mremap, the last of Linux 5.7
-_MAP_FIXED = 0x10
-_FAILED = ctypes.c_void_p(-1).value
-_MADV_WIPEONFORK, _MADV_PAGEOUT = 18, 21  # of Linux 4.14 and 5.4
-_LARGE_PAGE = 2 << 20
+_MADV_PAGEOUT = 21  # of Linux 5.4
 _SMALLEST_FILE = 1 << 20  # bytes of a mapping that is worth a call
 _CHOSEN: dict[int, int] = {}  # what mallopt was told last
 
@@ -40,7 +33,7 @@ def keep_freed_memory() -> bool:
     Process-wide and idempotent; the peak of memory in use is unchanged, but the process does not
     shrink after it.
     """
-    return _map_from(_LARGEST_HEAP_BLOCK) and bool(_glibc("mallopt")(_M_TRIM_THRESHOLD, 2**31 - 1))
+    return _map_from(_LARGEST_HEAP_BLOCK) and bool(glibc("mallopt")(_M_TRIM_THRESHOLD, 2**31 - 1))
 
 
 def map_large_blocks() -> bool:
@@ -54,103 +47,18 @@ def map_large_blocks() -> bool:
     return _map_from(1 << 20)
 
 
+def maps_blocks_of(nbytes: int) -> bool:
+    """Return whether a block of ``nbytes`` is a mapping of its own, and no part of the heap, by
+    what was chosen last."""
+    return nbytes >= _CHOSEN.get(_M_MMAP_THRESHOLD, _LARGEST_HEAP_BLOCK)
+
+
 def _map_from(size: int) -> bool:
-    mallopt = _glibc("mallopt")
+    mallopt = glibc("mallopt")
     if mallopt is None or not mallopt(_M_MMAP_THRESHOLD, size):
         return False
     _CHOSEN[_M_MMAP_THRESHOLD] = size
     return True
-
-
-class FreedPages:
-    """Pages of a tensor of the host that was freed, for the next one of its size.
-
-    For memory that comes from the kernel at each use (:func:`map_large_blocks`), which zeroes it at
-    the first touch: 2048 faults for 8 MiB, 7 ms on a virtual machine. To move the pages from one
-    address to another takes 0.1 ms. Has at most as many as the largest tensor of those that it was
-    given. Where the kernel does not move pages (before Linux 5.7, or those of several areas),
-    nothing is kept.
-    """
-
-    def __init__(self) -> None:
-        self._low = self._nbytes = 0
-
-    def keep(self, tensor: torch.Tensor) -> None:
-        """Take the pages of a tensor that is freed next, whose values are lost with them."""
-        low, nbytes = _pages_of(tensor)
-        if nbytes > self._nbytes and (moved := _mremap(low, nbytes, _MAYMOVE | _DONTUNMAP)):
-            self.drop()
-            self._low, self._nbytes = moved, nbytes
-
-    def fill(self, tensor: torch.Tensor) -> None:
-        """Give pages to a tensor that has none yet, and is written next."""
-        low, nbytes = _pages_of(tensor)
-        if 0 < nbytes <= self._nbytes:
-            # What lies at the target is unmapped first, also if the rest fails.
-            if not _mremap(self._low, nbytes, _MAYMOVE | _FIXED, low):
-                _map_anew(low, nbytes)
-            else:
-                self._low, self._nbytes = self._low + nbytes, self._nbytes - nbytes
-            self.drop()
-
-    def drop(self) -> None:
-        """Give the pages back to the kernel."""
-        if self._nbytes and (munmap := _glibc("munmap")) is not None:
-            munmap(ctypes.c_void_p(self._low), ctypes.c_size_t(self._nbytes))
-        self._low = self._nbytes = 0
-
-    def __del__(self) -> None:
-        if not sys.is_finalizing():
-            self.drop()
-
-
-def transfer_buffer(nbytes: int) -> torch.Tensor:
-    """Return zeros (nbytes,) uint8 at the start of a page, which disks transfer to and from while
-    the process may fork.
-
-    Large pages where the kernel has them: a transfer pins and describes each page, which for 96 MiB
-    takes 10 ms of CPU in small ones and 3 in large ones. A forked process gets zeros in their place
-    (Linux 4.14): pages that it shared until one of both writes could take a transfer's bytes with
-    them. Elsewhere the pages are shared with it for good.
-    """
-    if sys.platform.startswith("linux"):
-        slack = _LARGE_PAGE if nbytes >= _LARGE_PAGE else 0
-        area = mmap.mmap(-1, max(nbytes, 1) + slack, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        low = -torch.frombuffer(area, dtype=torch.uint8).data_ptr() % _LARGE_PAGE if slack else 0
-        with contextlib.suppress(OSError):
-            area.madvise(_MADV_WIPEONFORK, low, max(nbytes, 1))
-            with contextlib.suppress(OSError):  # a kernel without them
-                area.madvise(mmap.MADV_HUGEPAGE, low, max(nbytes, 1))
-            return torch.frombuffer(area, dtype=torch.uint8, count=max(nbytes, 1), offset=low)
-    return torch.frombuffer(mmap.mmap(-1, max(nbytes, 1)), dtype=torch.uint8)
-
-
-def _pages_of(tensor: torch.Tensor) -> tuple[int, int]:
-    """Return the address and the bytes of the whole pages of a tensor, whose pages belong to no
-    other one; no bytes where it is small, or blocks of its size stay in the heap."""
-    if tensor.device.type != "cpu" or _CHOSEN.get(_M_MMAP_THRESHOLD, _LARGEST_HEAP_BLOCK) > _FEWEST_PAGES:
-        return 0, 0
-    page = mmap.PAGESIZE
-    low, high = -(-tensor.data_ptr() // page) * page, (tensor.data_ptr() + tensor.nbytes) // page * page
-    return (low, high - low) if high - low >= _FEWEST_PAGES else (0, 0)
-
-
-def _mremap(source: int, nbytes: int, flags: int, target: int = 0) -> int:
-    """Move pages; return where they are now, or 0 if the kernel has not moved them: they lie in
-    several of its areas, or it is an old one."""
-    mremap = _glibc("mremap")
-    if mremap is None:
-        return 0
-    mremap.restype = ctypes.c_void_p
-    word, size = ctypes.c_void_p, ctypes.c_size_t(nbytes)
-    moved = mremap(word(source), size, size, flags, word(target))
-    return 0 if moved in (None, _FAILED) else int(moved)
-
-
-def _map_anew(low: int, nbytes: int) -> None:
-    map_ = _glibc("mmap")
-    access, kind = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_FIXED
-    map_(ctypes.c_void_p(low), ctypes.c_size_t(nbytes), access, kind, -1, ctypes.c_long(0))
 
 
 def give_freed_memory_back() -> bool:
@@ -160,7 +68,7 @@ def give_freed_memory_back() -> bool:
     seldom whole for the next one: something small is put into it, and the heap grows by another
     block.
     """
-    trim = _glibc("malloc_trim")
+    trim = glibc("malloc_trim")
     return trim is not None and bool(trim(0))
 
 
@@ -173,7 +81,7 @@ def page_out_files() -> None:
     For files from which values are copied tensor by tensor, as libraries map safetensors (privately
     and writable, and they write nothing): every page that was touched once is resident until then.
     """
-    advise = _glibc("madvise")
+    advise = glibc("madvise")
     try:
         lines = Path("/proc/self/maps").read_text().splitlines() if advise is not None else []
     except OSError:
@@ -236,7 +144,7 @@ class FreedBytes:
 
 
 @functools.cache
-def _glibc(name: str) -> Any:
+def glibc(name: str) -> Any:
     """Return a function of glibc; None with another C library."""
     if not sys.platform.startswith("linux"):
         return None

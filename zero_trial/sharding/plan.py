@@ -43,7 +43,7 @@ from zero_trial.errors import ConfigError
 if TYPE_CHECKING:
     import torch
 
-    from zero_trial.sharding.heap import FreedPages
+    from zero_trial.sharding.pages import HostPages
 
 
 class Lifetime(Enum):
@@ -105,7 +105,7 @@ class OffloadedShard(Protocol):
         ...
 
     @property
-    def pages(self) -> FreedPages:
+    def pages(self) -> HostPages:
         """What full parameters leave to those that are fetched next."""
         ...
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 import torch
 
 from zero_trial.sharding.freed import absent
-from zero_trial.sharding.heap import FreedPages, give_freed_memory_back
+from zero_trial.sharding.heap import give_freed_memory_back
 from zero_trial.sharding.layout import round_up
 from zero_trial.sharding.offload.swap_space import (
     BLOCK,
@@ -32,6 +32,7 @@ from zero_trial.sharding.offload.swap_space import (
     Transfer,
     buffer_elements,
 )
+from zero_trial.sharding.pages import HostPages
 from zero_trial.sharding.param_group import ParamGroup
 from zero_trial.sharding.pieces import ShardPiece
 from zero_trial.sharding.plan import Home
@@ -85,7 +86,7 @@ class SwappedShard:
         return self.swapper.buffers
 
     @property
-    def pages(self) -> FreedPages:
+    def pages(self) -> HostPages:
         return self.swapper.pages
 
     @property
@@ -125,7 +126,7 @@ class ParamSwapper:
         self.update_space = update_space if update_space is not None else space
         self._homes = homes
         self.failure = DiskFailure()
-        self.pages = FreedPages()
+        self.pages = HostPages()
         self._most = most
         self._count = count
         self._shards: dict[int, SwappedShard] = {}  # by id of the group
@@ -222,7 +223,7 @@ class ParamSwapper:
         self.failure.require_none()
         if shard.parts and shard.parts[0].low:  # a fetch was broken off
             self.forget(shard)
-        done = 0
+        done, full = 0, shard.group.full
         while done < shard.numel:
             self._start(shard, done)
             if not shard.parts:
@@ -230,7 +231,11 @@ class ParamSwapper:
                 continue
             part = shard.parts[0]
             self._wait_for([part])  # which may be interrupted
-            into[part.low : part.high].copy_(_values(part, shard))
+            values, target = _values(part, shard), into[part.low : part.high]
+            if into.numel() == full.numel() and into.data_ptr() == full.data_ptr():
+                self.pages.move(values, target, full)
+            else:
+                target.copy_(values)
             done = part.high
             self._release(shard.parts.popleft())
         self._used(shard)

@@ -77,6 +77,24 @@ def test_what_does_not_fit_ends_with_3_and_the_way_out(
     )
 
 
+def test_a_limit_of_this_machine_is_the_processes_too(
+    experiment: tuple[str, str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tensors alone would fit. A limit that is given is that of a rank's tensors."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr("zero_trial.preflight.compare.own_process", lambda: 160 << 20)
+    monkeypatch.setattr("zero_trial.preflight.plan.rank_limit", lambda device, ranks: 200 << 20)
+    assert main(["plan", *experiment, "--slots", "2", "--json"]) == 3
+    found = json.loads(capsys.readouterr().out)
+    assert (
+        found["plan"]["processes"] == (160 + 32 + (160 + 20 + 70) // 2) << 20
+        and found["plan"]["figures"]["total"] < found["limit"]
+    )
+    assert not found["fits"] and "processes 317.0 MiB" in found["error"]
+    assert main(["plan", *experiment, "--slots", "2", "--limit", "200MiB"]) == 0
+    assert "processes" not in capsys.readouterr().out
+
+
 def test_json_slots_and_stage(experiment: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", *experiment, "--json", "--slots", "1", "--stage", "0", "--limit", "100"]) == 3
     found = json.loads(capsys.readouterr().out)

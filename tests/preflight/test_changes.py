@@ -33,14 +33,24 @@ class Formula:
         return Figures(states, 0, 0, activations, states + activations), "fake"
 
 
-def planner(stage: int = 2, micro: int = 4, accumulation: int = 1, **formula: tuple[int, ...]) -> Planner:
+def planner(
+    stage: int = 2, micro: int = 4, accumulation: int = 1, processes: int = 0, **formula: tuple[int, ...]
+) -> Planner:
     config = {
         "train_micro_batch_size_per_gpu": micro,
         "gradient_accumulation_steps": accumulation,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
         "zero_optimization": {"stage": stage},
     }
-    return Planner(Formula(**formula), read_ds_config(config), 2)
+    return Planner(Formula(**formula), read_ds_config(config), 2, processes=processes)
+
+
+def test_processes_count_in_the_message_and_in_what_fits() -> None:
+    error = str(does_not_fit(planner(processes=5 * GIB), 22 * GIB))
+    assert error.startswith("rank 0 needs 33.0 GiB, has 22.0 GiB (activations 20.0 GiB, processes 5.0 GiB). ")
+    for processes, micro in ((0, 2), (4 * GIB, 2), (5 * GIB, 1)):  # 18 GiB of tensors at 2, 13 at 1
+        found = smallest_change(planner(processes=processes), 22 * GIB)
+        assert found is not None and (found.stage, found.micro_batch) == (2, micro)
 
 
 def test_the_message_of_a_run_that_does_not_fit() -> None:

@@ -45,6 +45,15 @@ def test_a_row_per_stage():
     assert whole["stages"][0]["figures"]["total"] == plan.stages[0].figures.total
 
 
+def test_processes_count_beside_the_tensors_of_a_stage():
+    one = PipelinePlanner(pipeline(), settings(2), 4, batch(), processes=2**20)
+    plan = one.plan()
+    tensors = plan.largest.figures.total
+    assert plan.fits(tensors + 2**20) and not plan.fits(tensors + 2**20 - 1) and plan.as_dict()["processes"] == 2**20
+    assert any(line.split()[:3] == ["processes", "1.0", "MiB"] for line in plan.table().splitlines())
+    assert "too much" in plan.table(tensors) and ", processes 1.0 MiB)" in str(one.does_not_fit(tensors))
+
+
 def test_states_are_those_of_the_stage_s_own_layers():
     """fp32 with Adam: 16 bytes per parameter; at stage 3 a shard of them, but for what is too small
     to shard."""

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 
-from zero_trial.preflight.plan import Figures, MemoryPlan
+import pytest
+
+from zero_trial.preflight.plan import Figures, MemoryPlan, own_process, rank_processes
 
 MIB = 2**20
 FIGURES = Figures(
@@ -47,6 +49,42 @@ def test_a_table_names_every_kind() -> None:
     ):
         assert word in text
     assert "14.0 MiB     12.23 B/parameter" in text
+
+
+@pytest.mark.parametrize(
+    ("processes", "limit", "fits"),
+    [
+        (0, 41 * MIB, True),
+        (1, 41 * MIB, False),
+        (366 * MIB, 407 * MIB, True),
+        (366 * MIB, 407 * MIB - 1, False),
+        (366 * MIB, None, True),
+    ],
+)
+def test_processes_count_beside_tensors(processes: int, limit: int | None, fits: bool) -> None:
+    plan = replace(PLAN, processes=processes)
+    assert plan.fits(limit) == fits and plan.figures.total == 41 * MIB
+    if limit is not None:
+        assert plan.line(limit).endswith(")  fits" if fits else ")  does not fit")
+
+
+def test_the_row_of_processes() -> None:
+    plan = replace(PLAN, processes=366 * MIB)
+    (row,) = (line for line in plan.table(10**9).splitlines() if line.startswith("  processes"))
+    assert row.split()[:3] == ["processes", "366.0", "MiB"] and ", processes 366.0 MiB (limit " in plan.line(10**9)
+    assert plan.as_dict()["processes"] == 366 * MIB
+    assert "processes" not in PLAN.table(10**9) + PLAN.line(10**9), "where none are counted"
+
+
+@pytest.mark.parametrize(("ranks", "expected"), [(1, 442), (2, 317), (5, 242), (0, 442)])
+def test_ranks_share_what_starts_them(ranks: int, expected: int) -> None:
+    """A rank has 160 MiB and 32; once: the agent's 160, a command's 20, a compiler's 70."""
+    assert rank_processes(160 * MIB, ranks) == expected * MIB
+    assert rank_processes(160 * MIB, 2, command=160 * MIB) == (317 + 70) * MIB
+
+
+def test_this_process_has_memory_of_its_own() -> None:
+    assert own_process() > 50 * MIB, "torch alone has more"
 
 
 def test_json() -> None:

@@ -60,6 +60,7 @@ def test_the_plan_is_met_and_the_run_is_bit_equal(ranks: Pools, stage: int) -> N
         assert measured == {"kind": "memory", "memory_measured_peak_bytes": summary["memory_measured_peak_bytes"]}
         assert event["kind"] == "plan" and event["stage"] == stage and event["message"].endswith("fits")
         assert summary["memory_planned_bytes"] == event["figures"]["peak"]
+        assert event["processes"] > 2**27 and ", processes " in event["message"], "torch alone has more"
 
 
 def test_a_model_that_cannot_be_copied_trains_without_a_plan(ranks: Pools) -> None:

@@ -233,4 +233,6 @@ def _machine(options: argparse.Namespace, checked: CheckedRun) -> PlannedMachine
     device, one_host = "cuda" if torch.cuda.is_available() else "cpu", checked.ranks == checked.own.ranks
     if options.memory is not None:
         return PlannedMachine(device, parse_size(options.memory, "--memory"), True, one_host)
-    return PlannedMachine(device, rank_limit(torch.device(device), checked.own.ranks), device == "cuda", one_host)
+    ranks, of_gpu = checked.own.ranks, device == "cuda"
+    limit = rank_limit(torch.device(device), ranks)
+    return PlannedMachine(device, limit, of_gpu, one_host, sharers=0 if of_gpu else ranks)

@@ -248,31 +248,28 @@ def _machine(
 ) -> tuple[PlannedMachine, Margin]:
     """Return what is planned for, and what a rank needs beside its tensors.
 
-    On the CPU a rank's process is taken to be as large as this one, which has loaded the same
-    libraries; this one and the launcher's are taken off the memory that ranks share. ``call`` calls
-    what asks a GPU.
+    On the CPU that are its processes; this one, which has loaded the same libraries, starts those
+    of each trial. ``call`` calls what asks a GPU.
     """
-    import psutil
     import torch
 
     from zero_trial.preflight.compare import PlannedMachine
-    from zero_trial.preflight.plan import rank_limit
+    from zero_trial.preflight.plan import own_process, rank_limit, rank_processes
     from zero_trial.tune.space import Margin
-    from zero_trial.util.memory import machine_memory
     from zero_trial.util.text import parse_size
 
     if (elsewhere := planned_gpus(options)) is not None:
         return replace(elsewhere, one_of_many=True), Margin(_MARGIN, _GPU_PROCESS)
     accelerator = checked.devices.gpus > 0 and torch.cuda.is_available()
-    process = _GPU_PROCESS if accelerator else psutil.Process().memory_info().rss
+    own = own_process()
+    process = _GPU_PROCESS if accelerator else rank_processes(own, checked.own.ranks, command=own)
     limit: int | None
     if options.memory is not None:
         limit = parse_size(options.memory, "--memory")
     elif accelerator:
         limit = call(rank_limit, torch.device("cuda"), checked.own.ranks)
     else:
-        whole = machine_memory()
-        limit = None if whole is None else max(whole - 2 * process, 0) // checked.own.ranks
+        limit = rank_limit(torch.device("cpu"), checked.own.ranks)
     machine = PlannedMachine("cuda" if accelerator else "cpu", limit, asked=True, one_host=True, one_of_many=True)
     return machine, Margin(_MARGIN, process)
 

@@ -22,7 +22,7 @@ from zero_trial.preflight.fake_engine import TrialSubject
 from zero_trial.preflight.fake_task import DryRunRequest, fake_task, raised_by_trial
 from zero_trial.preflight.live_bytes import RepeatedMeta, forget_outcomes
 from zero_trial.preflight.pipeline_plan import PipelinePlanner
-from zero_trial.preflight.plan import MemoryPlan
+from zero_trial.preflight.plan import MemoryPlan, own_process, rank_processes
 from zero_trial.preflight.subject import ModelSubject, Subject
 from zero_trial.trial.data import TRAIN_LOADER, Resume, open_train_data
 from zero_trial.trial.settings import TrainPosition
@@ -49,10 +49,13 @@ class Planner:
     Plans are made when asked for, and kept.
     """
 
-    def __init__(self, subject: Subject, settings: DsConfig, ranks: int, *, one_host: bool = True) -> None:
+    def __init__(
+        self, subject: Subject, settings: DsConfig, ranks: int, *, one_host: bool = True, processes: int = 0
+    ) -> None:
         self._subject = subject
         self._settings = settings
         self._one_host = one_host
+        self._processes = processes
         self.ranks = ranks
         batch = resolve_config(settings, mesh_shape(settings, ranks).data_parallel_size).batch
         self.stage = settings.zero_optimization.stage
@@ -128,7 +131,15 @@ class Planner:
             settings = with_state_at(settings, self._elsewhere if away else None)
         figures, how = self._subject.dry_run(settings, self.ranks, micro_batch, self._one_host)
         return MemoryPlan(
-            figures, stage, settings.precision, self.ranks, micro_batch, accumulation, self._subject.parameters, how
+            figures,
+            stage,
+            settings.precision,
+            self.ranks,
+            micro_batch,
+            accumulation,
+            self._subject.parameters,
+            how,
+            self._processes,
         )
 
 
@@ -173,7 +184,9 @@ def does_not_fit(planner: Planner, limit: int) -> DoesNotFit:
     """
     own = planner.plan()
     figures = own.figures
-    detail = f" (activations {format_bytes(figures.activations)})" if figures.activations is not None else ""
+    parts = [f"activations {format_bytes(figures.activations)}"] if figures.activations is not None else []
+    parts += [f"processes {format_bytes(own.processes)}"] if own.processes else []
+    detail = f" ({', '.join(parts)})" if parts else ""
     found = smallest_change(planner, limit)
     fix = (
         f"Smallest change that fits: {describe_change(own, found)}."
@@ -181,7 +194,7 @@ def does_not_fit(planner: Planner, limit: int) -> DoesNotFit:
         else _nothing_fits(planner, limit)
     )
     more = _stage_up(planner) if found is not None and found.stage == own.stage else ""
-    return DoesNotFit(f"rank 0 needs {format_bytes(figures.total)}, has {format_bytes(limit)}{detail}", fix=fix + more)
+    return DoesNotFit(f"rank 0 needs {format_bytes(own.needs)}, has {format_bytes(limit)}{detail}", fix=fix + more)
 
 
 def describe_change(own: MemoryPlan, other: MemoryPlan) -> str:
@@ -199,9 +212,9 @@ def describe_change(own: MemoryPlan, other: MemoryPlan) -> str:
 def _nothing_fits(planner: Planner, limit: int) -> str:
     """Return the advice where no stage and no micro-batch fits."""
     rows = [choice.plan for choice in planner.compare() if choice.plan is not None]
-    least = min(rows, key=lambda plan: plan.figures.total)
+    least = min(rows, key=lambda plan: plan.needs)
     return (
-        f"No stage and no micro-batch fits; the least of those compared is {format_bytes(least.figures.total)} at ZeRO-{least.stage} "
+        f"No stage and no micro-batch fits; the least of those compared is {format_bytes(least.needs)} at ZeRO-{least.stage} "
         f"with micro batch {least.micro_batch}. Use more ranks, a shorter input, activation checkpointing or a smaller model."
     )
 
@@ -257,7 +270,8 @@ class PlannedMachine:
     ``limit``: bytes of one rank, None if unknown; ``asked``: whether it is another machine's or a
     GPU's, so that a pipeline takes the policy that fits in it. (A host's memory is all ranks'
     together: a run on it takes the policy that moves least.) ``elsewhere``: the GPUs are not here,
-    nor room for the model. ``one_of_many``: this process plans for it many times.
+    nor room for the model. ``one_of_many``: this process plans for it many times. ``sharers``:
+    ranks whose processes share the limit's memory with their tensors; 0 where it is of tensors.
     """
 
     device: str
@@ -266,6 +280,7 @@ class PlannedMachine:
     one_host: bool
     elsewhere: bool = False
     one_of_many: bool = False
+    sharers: int = 0
 
 
 @contextlib.contextmanager
@@ -284,6 +299,8 @@ def trial_planner(
             end.callback(forget_outcomes)
         with raised_by_trial(checked.model_dir, "building the trial"):
             kind = task.import_class()
+            # before the model is: with what the trial's module imports, and without tensors
+            processes = rank_processes(own_process(), machine.sharers) if machine.sharers else 0
             context = task.seeded_context()
             with contextlib.ExitStack() as without_values:
                 if machine.elsewhere:
@@ -306,13 +323,15 @@ def trial_planner(
                 device=device,
                 one_host=machine.one_host,
                 limit=machine.limit if machine.asked else None,
+                processes=processes,
             )
             return
         if feed is not None:
             whole = None if context.auto_accumulation else 1
             train = fitted(trial.train_batch)
             subject.perform(lambda batches: train(batches, 0, 0), [first], calls_per_step=whole)
-        yield Planner(subject, _at_stage(subject.settings, stage), ranks, one_host=machine.one_host)
+        settings = _at_stage(subject.settings, stage)
+        yield Planner(subject, settings, ranks, one_host=machine.one_host, processes=processes)
 
 
 def _at_stage(settings: DsConfig, stage: int | None) -> DsConfig:

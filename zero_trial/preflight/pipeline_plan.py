@@ -25,7 +25,7 @@ from zero_trial.pipeline.module import PipelineModule
 from zero_trial.pipeline.simulate import RankReport, validate
 from zero_trial.preflight.dry_run import Role, dry_run_any, is_here, variant
 from zero_trial.preflight.pipeline_dry_run import Copies, HeldBytes, dry_run_rank, parts_of
-from zero_trial.preflight.plan import Figures, Moved
+from zero_trial.preflight.plan import Figures, Moved, processes_line
 from zero_trial.preflight.subject import first_rows, rows_of
 from zero_trial.util.text import format_bytes, format_count
 
@@ -56,14 +56,20 @@ class PipelinePlan:
     parameter_count: int
     price: str  # schedule and policy in a line
     bubble: float = 0.0  # the part of a step in which a rank waits for others, all layers alike
+    processes: int = 0  # what a rank's processes take beside tensors, where the limit is theirs, too
 
     @property
     def largest(self) -> StagePlan:
         """Return the pipeline rank that needs most."""
         return max(self.stages, key=lambda stage: stage.figures.total)
 
+    @property
+    def needs(self) -> int:
+        """Return what the largest needs, which is compared with a limit."""
+        return self.largest.figures.total + self.processes
+
     def fits(self, limit: int | None) -> bool:
-        return limit is None or self.largest.figures.total <= limit
+        return limit is None or self.needs <= limit
 
     def line(self, limit: int | None = None) -> str:
         """Return ``params 0.8M on 2 stages · stage 0 needs most: 9.6 MiB states + 8.0 MiB
@@ -73,6 +79,8 @@ class PipelinePlan:
             f"params {format_count(self.parameter_count)} on {len(self.stages)} stages · stage {most.rank} needs most: "
         )
         text += f"{format_bytes(figures.states)} states + {format_bytes(figures.activations)} activations, peak {format_bytes(figures.peak)}"
+        if self.processes:
+            text += f", processes {format_bytes(self.processes)}"
         if limit is not None:
             text += f" (limit {format_bytes(limit)})  {'fits' if self.fits(limit) else 'does not fit'}"
         return text
@@ -90,7 +98,7 @@ class PipelinePlan:
                 format_bytes(stage.figures.activations),
                 format_bytes(stage.figures.peak),
                 format_bytes(stage.figures.exchange)
-                + ("" if limit is None or stage.figures.total <= limit else "  too much"),
+                + ("" if limit is None or stage.figures.total + self.processes <= limit else "  too much"),
             )
             for stage in self.stages
         ]
@@ -100,7 +108,8 @@ class PipelinePlan:
             f"per rank: ZeRO-{self.zero_stage}, {self.precision}, {len(self.stages)} stages x {self.data_ranks} ranks, "
             f"micro batch {self.micro_batch}, accumulation {self.accumulation}"
         )
-        return "\n".join([title, *(f"  {line}" for line in lines), self.price])
+        processes = [processes_line(self.processes)] if self.processes else []
+        return "\n".join([title, *(f"  {line}" for line in lines), *processes, self.price])
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain numbers for JSON."""
@@ -138,11 +147,13 @@ class PipelinePlanner:
         device: str = "cpu",
         one_host: bool = True,
         limit: int | None = None,
+        processes: int = 0,
     ) -> None:
         self._settings = settings
         self._batch = batch
         self._one_host = one_host
         self._limit = limit
+        self._processes = processes
         place = device if is_here(torch.device(device)) else "cpu"
         self._parts = parts_of(model, pipeline_settings(settings), place)
         self.mesh = mesh_shape(settings, ranks)
@@ -186,8 +197,10 @@ class PipelinePlanner:
             if fitting
             else "Nothing compared fits: use more stages, more ranks, or smaller micro-batches."
         )
-        what = f"pipeline stage {most.rank} needs {format_bytes(most.figures.total)}, has {format_bytes(limit)}"
-        return DoesNotFit(f"{what} (activations {format_bytes(most.figures.activations)})", fix=fix)
+        what = f"pipeline stage {most.rank} needs {format_bytes(own.needs)}, has {format_bytes(limit)}"
+        detail = f"activations {format_bytes(most.figures.activations)}"
+        detail += f", processes {format_bytes(own.processes)}" if own.processes else ""
+        return DoesNotFit(f"{what} ({detail})", fix=fix)
 
     def _choice(self, zero_stage: int, micro_batch: int) -> PipelineCandidate:
         own = (zero_stage, micro_batch) == (self.zero_stage, self.micro_batch)
@@ -252,6 +265,7 @@ class PipelinePlanner:
             parts.parameters,
             price_line(pipeline, choice, accumulation, self.data_ranks, zero_stage),
             report.bubble,
+            self._processes,
         )
 
     def _states(self, settings: DsConfig, rank: int) -> Figures:

@@ -12,8 +12,8 @@
     snapshot      the copy from which a checkpoint is written in the background, where the rank
                   computes on the CPU; 0 without one
 
-The interpreter, libraries, allocator caches and kernels' own workspace are no tensors and not in
-it.
+Allocator caches and kernels' own workspace are no tensors and not in it. Where ranks compute on the
+CPU and the limit is this machine's memory, ``processes`` are added: the interpreter and libraries.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import psutil
 import torch
 
 from zero_trial.device import is_accelerator, torch_module
@@ -29,6 +30,10 @@ from zero_trial.util.memory import machine_memory
 from zero_trial.util.text import format_bytes, format_count
 
 ON_CPU = "fake tensors on the CPU"
+# Measured with torch 2.13 (docs/guide/offload.md). Beside what it has imported, a rank has
+# workspaces of kernels, holes in its heap and page tables; rank 0 loads sympy and torch's compiler
+# when it plans its first step on fake tensors.
+_COMMAND, _EACH_RANK, _COMPILER = 20 << 20, 32 << 20, 70 << 20
 
 
 @dataclass(frozen=True)
@@ -98,9 +103,15 @@ class MemoryPlan:
     parameter_count: int
     # the tensors of the dry run: "fake tensors", ON_CPU, "real tensors", or "none" without a batch
     how: str
+    processes: int = 0  # what a rank's processes take beside tensors, where the limit is theirs, too
+
+    @property
+    def needs(self) -> int:
+        """Return what is compared with a limit."""
+        return self.figures.total + self.processes
 
     def fits(self, limit: int | None) -> bool:
-        return limit is None or self.figures.total <= limit
+        return limit is None or self.needs <= limit
 
     def line(self, limit: int | None = None) -> str:
         """Return ``params 1.2M · per rank 14.1 MiB states + 22.0 MiB activations, peak 40.1 MiB
@@ -109,6 +120,8 @@ class MemoryPlan:
         text = f"params {format_count(self.parameter_count)} · per rank {format_bytes(figures.states)} states"
         if figures.activations is not None and figures.peak is not None:
             text += f" + {format_bytes(figures.activations)} activations, peak {format_bytes(figures.peak)}"
+        if self.processes:
+            text += f", processes {format_bytes(self.processes)}"
         if limit is not None:
             text += f" (limit {format_bytes(limit)})  {'fits' if self.fits(limit) else 'does not fit'}"
         return text
@@ -137,6 +150,8 @@ class MemoryPlan:
             each = f"{of_each:8.2f}" if of_each >= 0.1 or not value else f"{of_each:8.2g}"
             each = f"{each} B/parameter" if value is not None else ""
             lines.append(f"  {name:<24}{format_bytes(value):>12}  {each}".rstrip())
+        if self.processes:
+            lines.append(processes_line(self.processes))
         on_node = min(self.ranks, ranks_per_node)
         for name, value in (("host memory", figures.host), ("NVMe", figures.disk)):
             if value >> 20:
@@ -167,3 +182,27 @@ def rank_limit(device: torch.device, ranks_here: int) -> int | None:
         return int(torch_module(device).mem_get_info(device)[1])
     machine = machine_memory()
     return None if machine is None else machine // max(ranks_here, 1)
+
+
+def rank_processes(own: int, ranks_here: int, command: int = _COMMAND) -> int:
+    """Return the bytes of one of ``ranks_here`` ranks beside its tensors, on the CPU: its process,
+    and an equal part of the command and the agent that start the ranks. Pure.
+
+    Args:
+        own: :func:`own_process` of a process that has imported torch, the engine and the trial's
+            module, as the agent and each rank have. Pages that they share count once more: what a
+            rank loads later takes about as much.
+        command: of the process that starts the agent.
+    """
+    return own + _EACH_RANK + (own + command + _COMPILER) // max(ranks_here, 1)
+
+
+def own_process() -> int:
+    """Return the bytes of this process that the kernel cannot drop, as it can pages of files."""
+    found = psutil.Process().memory_info()
+    return int(found.rss - getattr(found, "shared", 0))
+
+
+def processes_line(processes: int) -> str:
+    """Return a table's row of what a rank's processes take."""
+    return f"  {'processes':<24}{format_bytes(processes):>12}  of each rank beside tensors: Python, torch, the agent"

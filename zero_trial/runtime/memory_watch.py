@@ -29,6 +29,7 @@ from zero_trial.engine import Engine
 from zero_trial.pipeline.module import PipelineModule
 from zero_trial.preflight.blueprint import Blueprint
 from zero_trial.preflight.live_bytes import LiveBytes
+from zero_trial.preflight.plan import own_process, rank_limit, rank_processes
 from zero_trial.runs.records import join_memory
 
 if TYPE_CHECKING:
@@ -38,8 +39,9 @@ Factory = Callable[..., tuple[Any, Any, Any, Any]]
 
 
 class MemoryWatch:
-    """Bytes of rank 0's live tensors (not its resident set), planned by a dry run of the first
-    engine that ``around`` makes and measured in the second step of that engine.
+    """Bytes of rank 0's live tensors, planned by a dry run of the first
+    engine that ``around`` makes and measured in the second step of that engine. Where
+    ranks compute on the CPU, their processes count in whether the plan fits, and in nothing else.
 
     Args:
         emit: gets one ``plan`` event, or a ``note`` with the reason why there is no plan, and one
@@ -52,6 +54,7 @@ class MemoryWatch:
         self.measured: int | None = None  # bytes
         self._emit = emit
         self._ranks_here = ranks_here
+        self._process = own_process()  # before there are tensors
         self._blueprint: Blueprint | None = None
         self._engine: Engine | None = None
         self._live: LiveBytes | None = None
@@ -133,15 +136,16 @@ class MemoryWatch:
         # Loaded by the first micro-batch of rank 0 alone: nothing before it, and no other rank,
         # needs the planner.
         from zero_trial.preflight.compare import Planner, does_not_fit
-        from zero_trial.preflight.plan import rank_limit
         from zero_trial.preflight.subject import ModelSubject, loss_in
 
         subject = ModelSubject.of(blueprint, (args, kwargs), lambda copy, batch: loss_in(copy(*batch[0], **batch[1])))
         one_host = engine.world_size <= self._ranks_here
         limit = rank_limit(engine.device, self._ranks_here)
+        on_host = engine.device.type == "cpu"
+        processes = rank_processes(self._process, self._ranks_here) if on_host else 0
         try:
             with _untouched_randomness():
-                planner = Planner(subject, engine.config, engine.world_size, one_host=one_host)
+                planner = Planner(subject, engine.config, engine.world_size, one_host=one_host, processes=processes)
                 self.plan = planner.plan()
                 remedy = None if limit is None or self.plan.fits(limit) else str(does_not_fit(planner, limit))
         except Exception as error:

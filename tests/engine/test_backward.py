@@ -247,6 +247,18 @@ def test_a_loss_that_the_loop_divides_is_named_once_with_its_line(
     assert "scale_wrt_gas=False" in line
 
 
+def test_a_loop_that_may_divide_the_loss_of_plain_backward_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    """Who divided it cannot be seen: autograd has forgotten the divisor when a gradient comes."""
+    with caplog.at_level("INFO", "zero_trial"):
+        for accumulation in (1, 4):
+            engine = build_engine(Case(Tower, loss, accumulation=accumulation), {"stage": 0})
+            for number in range(8):
+                (engine(Turn(0, number, 0).normal(4, 5)).mean() / accumulation).backward()
+                engine.step()
+    (line,) = [line for line in caplog.messages if "times too small" in line]
+    assert line.startswith("loss.backward(): the engine divides the gradients by 4 ")
+
+
 def test_a_loss_that_the_engine_does_not_divide_may_be_divided(caplog: pytest.LogCaptureFixture) -> None:
     engine = build_engine(Case(Tower, loss, accumulation=4), {"stage": 0})
     engine.backward(engine(Turn(0, 0, 0).normal(4, 5)).mean() / 4, scale_wrt_gas=False)

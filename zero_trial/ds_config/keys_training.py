@@ -59,12 +59,7 @@ class Fp16Section:
     """``fp16``: half precision with loss scaling; ``loss_scale`` 0 means dynamic."""
 
     enabled: bool = supported(False, Bool(), "switches fp16 on")
-    auto_cast: bool = refused(
-        False,
-        Bool(),
-        "inputs are not cast to fp16 for you yet",
-        instead="Set it to false and cast floating inputs in the model's forward.",
-    )
+    auto_cast: bool = no_effect(False, Bool(), "floating inputs are always cast to the dtype of the parameters")
     loss_scale: float = supported(0.0, Float(low=0), "a fixed loss scale; 0 means dynamic")
     initial_scale_power: int = supported(16, Int(0, 126), "a dynamic scale starts at 2 to this power")
     loss_scale_window: int = supported(1000, Int(1, unit="steps"), "good steps before a dynamic scale doubles")

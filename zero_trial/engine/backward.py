@@ -100,7 +100,7 @@ class BackwardPasses:
         self._forwards = 0  # with gradients, since the last step
         self._places: set[int] = set()  # in the code, where they were called
         self._placing = True  # until the first call of step() after a step
-        self._divided_seen = False  # a warning of a loss that the loop divides was logged
+        self._divided_seen = False  # a line on a loss that the loop divides, or may divide, was logged
         self._steps_seen = False  # a warning of when the loop calls step() was logged
         self._hook = functools.partial(_note, weakref.ref(self))
         engine.sharded.on_foreign_gradient(self._gradient_came)
@@ -230,6 +230,8 @@ class BackwardPasses:
             return
         noted.begun = True
         engine = self._trained()
+        if noted.factor != 1.0 and not self._divided_seen:
+            self._say_division(engine)
         self._outcome.finalize()
         self._observer.begin(BACKWARD, engine)
         self._begin(engine, engine.is_gradient_accumulation_boundary())
@@ -293,6 +295,17 @@ class BackwardPasses:
                 "engine divides by them, too: if that is what is meant, gradients are %d times too small. Then give the loss "
                 "undivided, or call engine.backward(loss, scale_wrt_gas=False)",
                 *(line_being_run(sys._getframe()) or "engine.backward", steps, steps),
+            )
+
+    def _say_division(self, engine: EngineAccessors) -> None:
+        """Log that ``loss.backward()`` is divided, once: a division in the loop cannot be seen,
+        since autograd has forgotten its divisor when the gradient comes."""
+        self._divided_seen = True
+        if engine.mesh.rank == 0 and not engine.global_steps:
+            log.info(
+                "loss.backward(): the engine divides the gradients by %d (gradient_accumulation_steps); leave such a division "
+                "out of the loop: (loss / %d).backward() would make them %d times too small",
+                *[engine.gradient_accumulation_steps()] * 3,
             )
 
     def _warn_of_steps(self, engine: EngineAccessors, seen: str) -> None:

@@ -100,7 +100,8 @@ def build_engine(
     log_dtypes(model, resolved.policy, mesh)
     log_model_parts(model, mesh, resolved)
     everything = list(model.parameters())
-    resolved = resolve_home(settings, resolved, mesh, everything, device, in_pipeline=pipeline is not None)
+    counted = [*everything, *places.left_out.all]
+    resolved = resolve_home(settings, resolved, mesh, counted, device, in_pipeline=pipeline is not None)
     trained = list(itertools.chain.from_iterable(opt_groups))
     require_no_max_norm(model, trained, mesh.data.size, freed=resolved.plan.frees_parameters)
     offload = plan_offload(settings, resolved.plan, mesh, device, trained, resolved.policy.param, places, everything)

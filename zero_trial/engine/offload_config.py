@@ -59,12 +59,23 @@ def open_swap_file(folders: Sequence[Path], nbytes: int, aio: AioSection, where:
 
 
 @dataclass(frozen=True)
+class LeftOut:
+    """Parameters of layers that a dry run leaves out of its model, and that sizes of files, buffers
+    and limits count: those that are trained, and all."""
+
+    trained: Sequence[torch.Tensor] = ()
+    all: Sequence[torch.Tensor] = ()
+
+
+@dataclass(frozen=True)
 class OffloadBackends:
     """``swap_file`` opens a file for that many bytes of state in folders; ``copier`` gives the
-    copies between a device and the host."""
+    copies between a device and the host. ``left_out`` is counted beside the model's own
+    parameters."""
 
     swap_file: Callable[[Sequence[Path], int, AioSection, str], SwapSpace]
     copier: Callable[[torch.device, bool], HostCopier]
+    left_out: LeftOut = LeftOut()
 
 
 REAL_BACKENDS = OffloadBackends(open_swap_file, copier_for)
@@ -233,7 +244,8 @@ def plan_offload(
     # An update runs where the master is, and an fp32 parameter that leaves the device is its own.
     leaving = _freed(config, params) if plan.home is not Home.DEVICE else []
     on_host = away or any(has_own_master(living_dtype(param.dtype, dtype)) for param in leaving)
-    everything = [*everything] or [*params]
+    everything = [*(everything or params), *places.left_out.all]
+    params = [*params, *(places.left_out.trained if params else ())]
     shards = _plan_shards(config, plan, mesh, everything, dtype, places, device, updates_on_host=on_host)
     elements = _elements(params, mesh.shard.size)
     space: SwapSpace | None = None
@@ -345,7 +357,13 @@ def _plan_shards(
     space = _all_or_none(mesh, opened, "place for parameters")
     if space is None:
         return None
-    swapper = functools.partial(ParamSwapper, most=section.buffer_size, count=section.buffer_count, homes=(plan.home,))
+    swapper = functools.partial(
+        ParamSwapper,
+        most=section.buffer_size,
+        count=section.buffer_count,
+        homes=(plan.home,),
+        beyond=_elements(_freed(config, places.left_out.all), cut),
+    )
     if copier is None:
         return swapper(space)
     count = section.buffer_count if plan.home is Home.NVME else 0

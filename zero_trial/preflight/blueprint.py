@@ -2,9 +2,9 @@
 layers costs by the cost of a few.
 
 Bytes, traffic and operations grow by the same amount with each further layer, so a stack of n alike
-layers is measured at three, four and six of them. All n are run instead where six are not what
-three and four say, where a limit such as ``max_live_parameters`` is between few layers and all, or
-where the model does not run without the others.
+layers is measured at three, four and six of them. Where six are not what three and four say, or a
+limit such as ``max_live_parameters`` is between few layers and all, it is measured at more; and at
+all n where that does not help, or where the model does not run without the others.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from zero_trial.engine.offload_config import LeftOut
 from zero_trial.errors import ZeroTrialError
 
 META = torch.device("meta")
@@ -52,8 +53,9 @@ class Blueprint:
             raise NotCopyable("model_parameters can be read only once", fix="Give a list.")
         self.parameters = sum(param.numel() for param in model.parameters())
         self._given = _copied(given, lambda tensor: torch.empty_like(tensor, device="meta"))
+        self.left_out = LeftOut()  # by with_layers
         self._cut: dict[tuple[int, ...], Blueprint] = {}  # with_layers
-        self._shorts: dict[int, tuple[list[Stack], dict[str, Any]]] = {}
+        self._shorts: dict[tuple[int, int], tuple[list[Stack], dict[str, Any]]] = {}
 
     @cached_property
     def stacks(self) -> list[Stack]:
@@ -63,15 +65,21 @@ class Blueprint:
     @property
     def elements(self) -> tuple[int, int]:
         """Return the elements of the parameters, each counted once, and of the trained ones."""
+        everything, chosen = self._params()
+        return sum(each.numel() for each in everything), sum(each.numel() for each in chosen)
+
+    def _params(self) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+        """Return the parameters, each once, and those that are trained."""
         groups, named = _groups_of(self._given), self._given.keys() & {"model_parameters", "optimizer"}
         params = list(self._given["model"].parameters())
-        chosen = [each for each in params if each.requires_grad and (not named or not groups or id(each) in groups)]
-        return sum(each.numel() for each in params), sum(each.numel() for each in chosen)
+        return params, [
+            each for each in params if each.requires_grad and (not named or not groups or id(each) in groups)
+        ]
 
     @property
     def few_layers(self) -> Blueprint | None:
         """Return a blueprint with few layers of each stack; None where there is no stack."""
-        return self.with_layers([_FEW] * len(self.stacks)) if self.stacks else None
+        return self.with_layers([FEW] * len(self.stacks)) if self.stacks else None
 
     @property
     def has_inner_lists(self) -> bool:
@@ -80,27 +88,30 @@ class Blueprint:
         return any(isinstance(inner, (nn.ModuleList, nn.ModuleDict)) for layer in layers for inner in layer.modules())
 
     def with_layers(self, counts: Sequence[int], below: int = 0) -> Blueprint:
-        """Return a blueprint with so many layers of each stack, at most MOST_LAYERS, and of the
-        others with their parameters of fewer than ``below`` elements and nothing else."""
+        """Return a blueprint with so many layers of each stack, and of the others with their
+        parameters of fewer than ``below`` elements and nothing else."""
         key = (*counts, below)
         if key not in self._cut:
-            most, short = self._short(below)
+            most, short = self._short(-(-max(counts) // (2 * FEW)) * 2 * FEW, below)
             made = self._cut[key] = copy.copy(self)
             made._given = _copied(short, torch.empty_like)
             for stack, count in zip(most, counts, strict=True):
                 keep(made._given, stack, count, below)
+            trained, everything = map(_without_forms, reversed(self._params()), reversed(made._params()))
+            made.left_out = LeftOut(trained, everything)
         self._cut[key].device = self.device
         return self._cut[key]
 
-    def _short(self, below: int) -> tuple[list[Stack], dict[str, Any]]:
-        """Return the stacks cut to MOST_LAYERS, and a copy of what is given that has those, and of
-        the others the parameters of fewer than ``below`` elements."""
-        if below not in self._shorts:
+    def _short(self, most: int, below: int) -> tuple[list[Stack], dict[str, Any]]:
+        """Return the stacks cut to ``most`` layers, and a copy of what is given that has those, and
+        of the others the parameters of fewer than ``below`` elements."""
+        if (most, below) not in self._shorts:
             given = _copied(self._given, torch.empty_like)
-            for stack in self.stacks:
-                keep(given, stack, MOST_LAYERS, below)
-            self._shorts[below] = [replace(stack, count=MOST_LAYERS) for stack in self.stacks], given
-        return self._shorts[below]
+            cut = [replace(stack, count=min(most, stack.count)) for stack in self.stacks]
+            for stack, left in zip(self.stacks, cut, strict=True):
+                keep(given, stack, left.count, below)
+            self._shorts[most, below] = cut, given
+        return self._shorts[most, below]
 
     @cached_property
     def mode(self) -> FakeTensorMode:
@@ -173,6 +184,13 @@ def _copied(given: Mapping[str, Any], like: Any) -> dict[str, Any]:
         raise NotCopyable(f"the model cannot be copied: {error}", where=type(model).__name__) from error
 
 
+def _without_forms(params: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return tensors with the sizes and dtypes of ``params`` that ``others`` have not, flat and
+    without values."""
+    ours, theirs = (Counter((each.numel(), each.dtype) for each in given) for given in (params, others))
+    return [torch.empty(numel, dtype=dtype, device="meta") for numel, dtype in (ours - theirs).elements()]
+
+
 def _filled(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
     """Return small numbers that no layer turns into nan."""
     return torch.full(shape, 0.01, dtype=dtype) if dtype.is_floating_point else torch.zeros(shape, dtype=dtype)
@@ -183,7 +201,7 @@ def _filled(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
 # Below, running all layers takes hardly longer and needs no check.
 WORTH_LAYERS = 48
 # Three, as the prefetch of a layer's parameters reaches into the next one.
-_FEW, MOST_LAYERS = 3, 6
+FEW = 3
 
 
 @dataclass(frozen=True)
@@ -344,25 +362,28 @@ Measure = Callable[[Sequence[int]], Mapping[str, int]]
 """Measures the model with so many layers of each stack: sums by name."""
 
 
-def extrapolate(stacks: Sequence[Stack], measure: Measure) -> tuple[dict[str, int], frozenset[str]] | None:
-    """Return what ``measure`` would give with all layers, from runs with few, and the names of
-    those sums that grow evenly to the last digit. Return None where some do not grow evenly at
-    all."""
-    few = [_FEW] * len(stacks)
-    base = measure(few)
-    slopes = [measure([count + (index == place) for place, count in enumerate(few)]) for index in range(len(stacks))]
-    checked = measure([MOST_LAYERS] * len(stacks))
+def extrapolate(
+    stacks: Sequence[Stack], measure: Measure, few: int = FEW
+) -> tuple[dict[str, int], frozenset[str]] | None:
+    """Return what ``measure`` would give with all layers, from runs with ``few``, with one more and
+    with three more, and the names of those sums that grow evenly to the last digit. Return None
+    where some do not grow evenly at all: where what three more are off would be too much for all
+    layers."""
+    base = measure([few] * len(stacks))
+    slopes = [measure([few + (index == place) for place in range(len(stacks))]) for index in range(len(stacks))]
+    checked = measure([few + FEW] * len(stacks))
     if any(found.keys() != base.keys() for found in (*slopes, checked)):
         return None
 
     def at(counts: Sequence[int]) -> dict[str, int]:
-        steps = [(slope, count - _FEW) for slope, count in zip(slopes, counts, strict=True)]
+        steps = [(slope, count - few) for slope, count in zip(slopes, counts, strict=True)]
         return {
             name: value + sum((slope[name] - value) * more for slope, more in steps) for name, value in base.items()
         }
 
-    predicted = at([MOST_LAYERS] * len(stacks))
+    predicted, found = at([few + FEW] * len(stacks)), at([stack.count for stack in stacks])
     off = {name: abs(value - checked[name]) for name, value in predicted.items()}
-    if not all(within_slack(wrong, checked[name]) for name, wrong in off.items()):
+    further = max(stack.count for stack in stacks) - few
+    if not all(within_slack(wrong * further // FEW, found[name]) for name, wrong in off.items()):
         return None
-    return at([stack.count for stack in stacks]), frozenset(name for name, wrong in off.items() if not wrong)
+    return found, frozenset(name for name, wrong in off.items() if not wrong)

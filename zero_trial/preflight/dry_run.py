@@ -4,6 +4,7 @@ they hold.
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -22,11 +23,11 @@ from zero_trial.engine import Engine, saving
 from zero_trial.engine.build import build_engine
 from zero_trial.engine.resolved_config import mesh_shape, resolve_config
 from zero_trial.errors import TrialError, ZeroTrialError
-from zero_trial.preflight.blueprint import META, Blueprint, Stack, extrapolate, within_slack
+from zero_trial.preflight.blueprint import FEW, META, Blueprint, Stack, extrapolate, within_slack
 from zero_trial.preflight.fake_comm import Exchange, Segments, fake_mesh
 from zero_trial.preflight.live_bytes import AbsentDevice, LiveBytes
 from zero_trial.preflight.plan import ON_CPU, Figures, Moved
-from zero_trial.sharding.plan import Lifetime, Reshard, plan_for_stage
+from zero_trial.sharding.plan import Home, Lifetime, Reshard
 
 # the second is measured: from then on the optimizer has its state and the order of reductions is
 # known
@@ -131,6 +132,8 @@ def _measure(
     writers = [engine for role, engine in zip(roles, engines, strict=True) if role.settings.checkpoint.writer.decoupled]
     found["snapshot"] = sum(saving.snapshot_bytes(engine) for engine in writers)
     for place, engine in enumerate(engines):
+        found[f"frees {place}"] = int(engine.sharded.plan.frees_parameters)
+        found[f"files {place}"] = int(engine.sharded.plan.home is Home.NVME)
         for always in (True, False):
             groups = [each for each in engine.sharded.groups if (each.plan.params is Lifetime.ALWAYS) is always]
             found[f"{'kept' if always else 'freed'} elements {place}"] = sum(
@@ -145,7 +148,8 @@ def _measure(
     return found
 
 
-_STATES = ("parameters", "gradients", "optimizer")  # outlive a step
+_STATES = ("parameters", "gradients", "optimizer")
+_OUTLIVES = (*_STATES, "disk", "snapshot")  # a step
 
 
 def _traffic(when: str, engines: Sequence[Engine]) -> dict[str, int]:
@@ -269,44 +273,72 @@ def _by_few_layers(
     What outlives a step is exact. None: there are no such layers, or all are needed.
     """
     stacks = _stacks(roles)
-    if not stacks:
-        return None
-    runs: list[dict[str, int]] = []  # the first has the fewest layers, the next ones one more of each stack
-    known = _extrapolated(roles, partial(run, micro=micro), [0] * len(roles), runs)
-    if known is None:
-        return None
-    found, exact = known
-    if not all(_decide_alike(role, place, ranks, runs[: len(stacks) + 1], found) for place, role in enumerate(roles)):
-        return None
-    frees = any(plan_for_stage(role.settings.zero_optimization.stage).frees_parameters for role in roles)
-    if frees or not exact.issuperset(_STATES):  # small parameters that always live share buckets
-        states = _states_by_few_layers(roles, run, found) or run(roles, micro=None)
-        more = sum(states[kind] - found[kind] for kind in _STATES)
-        found |= {kind: states[kind] for kind in (*_STATES, "disk", "snapshot")}
-        found |= {peak: found[peak] + more for peak in ("backward_peak", "step_peak")}
-    return found
+    few: int | None = FEW if stacks else None
+    while few is not None:
+        runs: list[dict[str, int]] = []  # the first has the fewest layers, the next ones one more of each stack
+        known = _extrapolated(roles, partial(run, micro=micro), few, [0] * len(roles), runs)
+        wanted = _layers_wanted(roles, ranks, few, runs[: len(stacks) + 1], known)
+        if known is not None and wanted == few:
+            return _with_states(roles, run, few, runs, *known)
+        few = wanted if wanted is not None and wanted * _WORTH <= min(stack.count for stack in stacks) else None
+    return None
 
 
-def _states_by_few_layers(
-    roles: Sequence[Role], run: Callable[..., dict[str, int]], found: Mapping[str, int]
-) -> dict[str, int] | None:
-    """Return what an empty step with all layers would leave, from such steps with few: those
-    parameters of the other layers that always live are there as well, as they share buckets.
+_WORTH = 6  # where more than so many times few layers are all, runs with few are worth their time
 
-    None where it might differ by a byte: a layer may be cut into parts when there are few, or what
-    is held depends on the number of all parameters (files and their buffers, tensors with owners).
-    """
-    zeros = [role.settings.zero_optimization for role in roles]
-    away = any(zero.offload_param is not None for zero in zeros) or found["disk"] or found["whole tensors"]
-    frees = all(plan_for_stage(zero.stage).frees_parameters for zero in zeros)
-    if away or not frees or any(role.blueprint.has_inner_lists for role in roles):
-        return None
-    known = _extrapolated(roles, partial(run, micro=None), [zero.param_persistence_threshold for zero in zeros], [])
-    return known[0] if known is not None and known[1].issuperset((*_STATES, "snapshot")) else None
+
+def _layers_wanted(
+    roles: Sequence[Role],
+    ranks: int,
+    few: int,
+    runs: Sequence[Mapping[str, int]],
+    known: tuple[dict[str, int], frozenset[str]] | None,
+) -> int | None:
+    """Return how many layers may tell what all need, ``few`` where they do; None for none."""
+    if len(runs) < 2:
+        return None  # the model does not run with few layers
+    if known is None:  # what is under way at one time may be more than few layers
+        return 2 * FEW if few == FEW else None
+    wanted = [_layers_that_decide(role, place, ranks, few, runs, known[0]) for place, role in enumerate(roles)]
+    return None if None in wanted else max(each for each in wanted if each is not None)
+
+
+def _with_states(
+    roles: Sequence[Role],
+    run: Callable[..., dict[str, int]],
+    few: int,
+    runs: Sequence[Mapping[str, int]],
+    found: dict[str, int],
+    exact: frozenset[str],
+) -> dict[str, int]:
+    """Return ``found`` with what outlives a step to the byte."""
+    places = range(len(roles))
+    # small parameters that always live share buckets
+    shared = any(
+        found[f"frees {place}"] and found[f"kept elements {place}"] != runs[0][f"kept elements {place}"]
+        for place in places
+    )
+    # a layer may be cut into parts when there are few, and who owns a tensor depends on all
+    alone = not any(role.blueprint.has_inner_lists for role in roles) and not found["whole tensors"]
+    if alone and not shared and exact.issuperset(_OUTLIVES):
+        return found
+    states = None
+    if alone and all(found[f"frees {place}"] for place in places):
+        small = [role.settings.zero_optimization.param_persistence_threshold for role in roles]
+        known = _extrapolated(roles, partial(run, micro=None), few, small, [])
+        states = known[0] if known is not None and known[1].issuperset(_OUTLIVES) else None
+    states = states or run(roles, micro=None)
+    more = sum(states[kind] - found[kind] for kind in _STATES)
+    found |= {kind: states[kind] for kind in _OUTLIVES}
+    return found | {peak: found[peak] + more for peak in ("backward_peak", "step_peak")}
 
 
 def _extrapolated(
-    roles: Sequence[Role], run: Callable[..., dict[str, int]], small: Sequence[int], runs: list[dict[str, int]]
+    roles: Sequence[Role],
+    run: Callable[..., dict[str, int]],
+    few: int,
+    small: Sequence[int],
+    runs: list[dict[str, int]],
 ) -> tuple[dict[str, int], frozenset[str]] | None:
     """Return what :func:`extrapolate` makes of ``runs``, which it adds; None where the model's own
     elements would come out wrong, and where the user's code fails: it may need each layer, and what
@@ -318,7 +350,7 @@ def _extrapolated(
         return runs[-1]
 
     with suppress(Exception):
-        known = extrapolate(_stacks(roles), measure)
+        known = extrapolate(_stacks(roles), measure, few)
         if known is not None and _elements(roles).items() <= known[0].items():
             return known
     return None
@@ -346,14 +378,16 @@ def _cut(roles: Sequence[Role], counts: Sequence[int], small: Sequence[int]) -> 
     return [replace(role, blueprint=each) for role, each in zip(roles, cut, strict=True)]
 
 
-def _decide_alike(
-    role: Role, place: int, ranks: int, runs: Sequence[Mapping[str, int]], found: Mapping[str, int]
-) -> bool:
-    """Return whether the limits of ``role`` decide with few layers as they do with all: either the
-    whole model is within a limit, or three layers are beyond it.
+def _layers_that_decide(
+    role: Role, place: int, ranks: int, few: int, runs: Sequence[Mapping[str, int]], found: Mapping[str, int]
+) -> int | None:
+    """Return how many layers the limits of ``role`` decide on as on all: either the whole model is
+    within a limit, or so many layers are beyond it. ``few`` where they are enough; None where no
+    number is.
 
     Args:
         place: of the role among all.
+        few: layers of the first run.
         runs: sums of the run with the fewest layers, and of those with one more of each stack.
         found: sums of the whole model.
     """
@@ -361,29 +395,31 @@ def _decide_alike(
     resolved = resolve_config(role.settings, shape.data_parallel_size, device)
     limits, live = resolved.sharding.limits, resolved.sharding.live
     kept, freed = f"kept elements {place}", f"freed elements {place}"
-    few, whole = runs[0][kept], found[kept]
-    goal = limits.bucket_of(whole)
-    of_all = goal == limits.bucket_of(few) or all(
-        limits.bucket_of(total) == -(-total // limits.buckets_wanted) for total in (few, whole)
+    always = runs[0][kept], found[kept]
+    goal = limits.bucket_of(found[kept])
+    of_all = goal == limits.bucket_of(runs[0][kept]) or all(
+        limits.bucket_of(total) == -(-total // limits.buckets_wanted) for total in always
     )
     # an element in a bucket takes at most 8 bytes: its value and its gradient in fp32
     if not of_all and not within_slack(8 * goal, found["step_peak"]):
-        return False
+        return None
+    offload = role.settings.zero_optimization.offload_optimizer
+    in_part = offload is not None and offload.device == "nvme" and offload.ratio < 1
+    if device == "cpu" and (in_part or (limits.kept_on_host and found[f"files {place}"])):
+        return None  # some layers are in files and others are not
     layers = [more for run in runs[1:] if (more := run[freed] - runs[0][freed])]
     if not layers:
-        return True
+        return few
     layer, whole = min(layers), found[freed]
-    # what may live, and how far it is between two uses, which is at most forward and backward
-    reaches = [(live.prefetch, whole)]
+    if layer < limits.smallest_group or found[kept] > limits.model_persistence:
+        return None  # blocks of several layers are put together
+    # what may live, and how far it is between two uses, which is at most forward and backward; how
+    # much is read ahead is for the buffers to decide, too
+    reaches = [(live.prefetch, sys.maxsize if role.settings.zero_optimization.offload_param else whole)]
     if resolved.plan.reshard is Reshard.WITHIN_LIMITS:
         reaches += [(live.max_live, whole), (live.max_reuse_distance, 2 * whole)]
-    if any(3 * layer <= limit < most for limit, most in reaches):
-        return False
-    return (
-        layer >= limits.smallest_group  # else blocks of several layers are put together
-        and found[kept] <= limits.model_persistence
-        and (limits.kept_on_host == 0 or whole <= limits.kept_on_host)
-    )
+    between = [limit for limit, most in reaches if few * layer <= limit < most]
+    return few if not between else max(between) // layer + FEW
 
 
 @contextmanager
@@ -423,7 +459,7 @@ def _engine(role: Role, options: dict[str, Any], world: _FakeWorld, live: LiveBy
         replace(role.settings, zero_optimization=zero, checkpoint=checkpoint),
         mesh,
         role.blueprint.device,
-        places=world.segments.backends,
+        places=replace(world.segments.backends, left_out=role.blueprint.left_out),
         **options,
     )
 
@@ -435,6 +471,11 @@ def _call(micro: Micro | None, engines: Sequence[Engine], batches: Sequence[Any]
 
 def _empty_step(engine: Engine) -> None:
     """Take a step on gradients of zero: it leaves the optimizer's state and nothing else."""
+    for group in engine.sharded.groups:
+        if group.offloaded is not None:  # buffers are made when they are first needed
+            group.offloaded.start_read()
+            group.offloaded.forget()
+            break
     if engine.optimizer is not None:
         engine.set_gradient_accumulation_boundary(True)
         engine.sharded.reducer.reduce_missing()  # gradients that have not come count as zeros

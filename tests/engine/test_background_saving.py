@@ -25,6 +25,7 @@ from tests.engine.test_saving import ALL, FP16, engine_of, train, values_of
 from tests.support.pool import Pools
 from zero_trial import zero
 from zero_trial.checkpoint import BackgroundSaver, CheckpointReader, background, snapshot, writer
+from zero_trial.checkpoint.folder import may_delete_all
 from zero_trial.engine import saving
 from zero_trial.errors import CheckpointError, TrialError
 
@@ -379,7 +380,7 @@ def test_when_a_trainer_may_delete_all_other_checkpoints(
     (tmp_path / "checkpoint-8" / "global_step8.tmp-1").mkdir(parents=True)
     (tmp_path / "checkpoint-8" / "global_step8.tmp-1" / "manifest.json").touch()
     last = tmp_path / saved if saved is not None else None
-    assert saving.may_delete_all(tmp_path / "checkpoint-9", last) == expected
+    assert may_delete_all(tmp_path / "checkpoint-9", last) == expected
 
 
 def test_a_program_without_a_trainers_state_shows_its_limit_by_three_checkpoints(tmp_path: Path) -> None:
@@ -387,5 +388,5 @@ def test_a_program_without_a_trainers_state_shows_its_limit_by_three_checkpoints
     for number in range(1, 4):
         (tmp_path / f"checkpoint-{number}" / "global_step1").mkdir(parents=True)
         (tmp_path / f"checkpoint-{number}" / "global_step1" / "manifest.json").touch()
-        found.append(saving.may_delete_all(tmp_path / "checkpoint-9", tmp_path / f"checkpoint-{number}"))
+        found.append(may_delete_all(tmp_path / "checkpoint-9", tmp_path / f"checkpoint-{number}"))
     assert found == [True, True, False]

@@ -6,6 +6,7 @@ There is no pointer file, so none that a crash could tear.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,8 @@ from zero_trial.checkpoint.reader import (
 )
 from zero_trial.errors import CheckpointError, ConfigError
 from zero_trial.util.files import METADATA, TRIAL_STATE
+
+OF_TRAINER = re.compile(r"checkpoint-\d+")  # how Hugging Face's Trainer names a checkpoint's folder
 
 
 class FoundCheckpoint(NamedTuple):
@@ -401,3 +404,30 @@ def only_engine(saved: SavedCheckpoint) -> EngineCheckpoint:
             fix=f"Name one: {saved.engines[0].folder}.",
         )
     return saved.engines[0]
+
+
+def may_delete_all(directory: Path, saved: Path | None) -> bool:
+    """Return whether Hugging Face's Trainer may delete all complete checkpoints beside
+    ``directory`` after it has saved there. Its ``save_total_limit`` is unknown here, so that only
+    what it has kept beside ``saved`` shows that it is more than 1.
+
+    Args:
+        saved: where this program saved last, after which the Trainer has deleted what it wanted.
+    """
+    others = [
+        path
+        for path in directory.parent.glob("checkpoint-*")
+        if OF_TRAINER.fullmatch(path.name)
+        and path != directory
+        and any(TEMPORARY not in each.parent.name for each in path.glob(f"*/{MANIFEST_NAME}"))
+    ]
+    if saved not in others:
+        return bool(others)
+    if len(others) != 2:
+        return len(others) == 1
+    # with a limit of 1 it keeps two while the best is not the newest, and one when that changes
+    try:
+        best = json.loads((saved / "trainer_state.json").read_text())["best_model_checkpoint"]
+    except (OSError, ValueError, LookupError, TypeError):
+        return True  # of another program
+    return best is not None

@@ -14,7 +14,7 @@ from torch import nn
 from zero_trial.checkpoint import BackgroundSaver
 from zero_trial.comm import Mesh
 from zero_trial.device import is_accelerator, torch_module
-from zero_trial.ds_config.batch import BatchTriple
+from zero_trial.ds_config.batch import BatchTriple, solve_batch
 from zero_trial.ds_config.table import DsConfig
 from zero_trial.engine.outcome import NonFiniteStep
 from zero_trial.engine.resolved_config import ResolvedConfig
@@ -296,6 +296,20 @@ class EngineAccessors(EngineSettings):
         return self.outcome.loss_scale
 
     cur_scale = loss_scale
+
+    # --- batch ------------------------------------------------------------------------------------
+
+    def set_train_batch_size(self, train_batch_size: int) -> None:
+        """Change the number of micro-batches per step; the micro-batch stays. Between steps only;
+        the gradient buffers keep their dtype."""
+        if self.pending_micro_batches():
+            raise TrialError("the batch size can change only between steps", where="engine.set_train_batch_size")
+        self._batch = solve_batch(train_batch_size, self._batch.micro_batch_size, None, self.mesh.data.size)
+        self.micro_steps = 0
+
+    def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
+        """Change the micro-batch size; the accumulation stays and the global batch follows."""
+        self._batch = solve_batch(None, micro_batch_size, self._batch.accumulation, self.mesh.data.size)
 
     # --- optimizer and schedule -------------------------------------------------------------------
 

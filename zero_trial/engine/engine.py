@@ -19,7 +19,7 @@ from torch import nn
 from zero_trial.checkpoint import BackgroundSaver
 from zero_trial.comm import Mesh
 from zero_trial.device import is_accelerator
-from zero_trial.ds_config.batch import BatchTriple, solve_batch
+from zero_trial.ds_config.batch import BatchTriple
 from zero_trial.ds_config.table import DsConfig
 from zero_trial.engine import loading, saving, uneven
 from zero_trial.engine.accessors import EngineAccessors
@@ -392,20 +392,6 @@ class Engine(EngineAccessors):
     def monitor(self) -> Monitor:
         """Return the writers of scalars."""
         return self.observer.monitor
-
-    # --- batch ------------------------------------------------------------------------------------
-
-    def set_train_batch_size(self, train_batch_size: int) -> None:
-        """Change the number of micro-batches per step; the micro-batch stays. Between steps only;
-        the gradient buffers keep their dtype."""
-        if self.pending_micro_batches():
-            raise TrialError("the batch size can change only between steps", where="engine.set_train_batch_size")
-        self._batch = solve_batch(train_batch_size, self._batch.micro_batch_size, None, self.mesh.data.size)
-        self.micro_steps = 0
-
-    def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
-        """Change the micro-batch size; the accumulation stays and the global batch follows."""
-        self._batch = solve_batch(None, micro_batch_size, self._batch.accumulation, self.mesh.data.size)
 
     # --- checkpoints ------------------------------------------------------------------------------
 

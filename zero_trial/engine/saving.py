@@ -14,9 +14,7 @@ first three are below ``part<i>of<n>/``, and are read only by as many parts.
 
 from __future__ import annotations
 
-import json
 import logging
-import re
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -26,7 +24,8 @@ import torch
 from torch import nn
 
 from zero_trial.checkpoint import BackgroundSaver, Slice, save_checkpoint
-from zero_trial.checkpoint.format import MANIFEST_NAME, TEMPORARY, dtype_name
+from zero_trial.checkpoint.folder import OF_TRAINER, may_delete_all
+from zero_trial.checkpoint.format import dtype_name
 from zero_trial.checkpoint.state_tree import capture_rng, encode_state
 from zero_trial.comm import AxisComm, Mesh, fail_together
 from zero_trial.ds_config.table import DsConfig
@@ -41,8 +40,6 @@ from zero_trial.sharding.plan import Home
 from zero_trial.sharding.whole_tensors import opt_group_of
 
 log = logging.getLogger("zero_trial")
-
-_OF_TRAINER = re.compile(r"checkpoint-\d+")
 
 COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
 
@@ -182,38 +179,11 @@ def trainer_may_delete(mesh: Mesh, background: BackgroundSaver, directory: Path,
     Trainer may delete all others after this save, while the new one is still being written. A save
     that is under way is waited for: the Trainer may delete what is complete by then. Collective
     over the world. ``saved``: see :func:`may_delete_all`."""
-    if not _OF_TRAINER.fullmatch(directory.name):
+    if not OF_TRAINER.fullmatch(directory.name):
         return False
     background.wait_before_next()
     may = mesh.rank == 0 and may_delete_all(directory, saved)
     return bool(mesh.world.gather_json(may, "checkpoints of a Trainer")[0])
-
-
-def may_delete_all(directory: Path, saved: Path | None) -> bool:
-    """Return whether Hugging Face's Trainer may delete all complete checkpoints beside
-    ``directory`` after it has saved there. Its ``save_total_limit`` is unknown here, so that only
-    what it has kept beside ``saved`` shows that it is more than 1.
-
-    Args:
-        saved: where this program saved last, after which the Trainer has deleted what it wanted.
-    """
-    others = [
-        path
-        for path in directory.parent.glob("checkpoint-*")
-        if _OF_TRAINER.fullmatch(path.name)
-        and path != directory
-        and any(TEMPORARY not in each.parent.name for each in path.glob(f"*/{MANIFEST_NAME}"))
-    ]
-    if saved not in others:
-        return bool(others)
-    if len(others) != 2:
-        return len(others) == 1
-    # with a limit of 1 it keeps two while the best is not the newest, and one when that changes
-    try:
-        best = json.loads((saved / "trainer_state.json").read_text())["best_model_checkpoint"]
-    except (OSError, ValueError, LookupError, TypeError):
-        return True  # of another program
-    return best is not None
 
 
 def save_state(

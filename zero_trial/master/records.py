@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from enum import Enum
-from types import MappingProxyType
 from typing import Any, TypeVar
 
 from zero_trial.errors import ZeroTrialError
@@ -488,9 +487,6 @@ class GcPolicy:
     save_trial_latest: int
 
 
-_SPELLED = MappingProxyType({"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf})
-
-
 def as_number(value: Any) -> float | None:
     """Return a metric's value as a float; None if it is not of a numeric type.
 
@@ -498,7 +494,7 @@ def as_number(value: Any) -> float | None:
     float can hold is infinite.
     """
     if isinstance(value, str):
-        return _SPELLED.get(value)
+        return float(value) if value in ("NaN", "Infinity", "-Infinity") else None
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     try:

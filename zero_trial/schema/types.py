@@ -15,6 +15,7 @@ import re
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from zero_trial.errors import ConfigError
@@ -538,14 +539,8 @@ def exact_int(low: int = -(2**63), high: int = 2**63 - 1) -> Int:
     return Int(low, high, exact=True)
 
 
-def exact_float(*, above: float | None = None, low: float | None = None) -> Float:
-    """Return the type of a number as JSON has it."""
-    return Float(low, above=above, exact=True)
-
-
-def exact_text(choices: tuple[str, ...] = (), *, pattern: str = "", otherwise: str = "") -> Text:
-    """Return the type of a string with its case as written."""
-    return Text(choices, pattern=pattern, otherwise=otherwise, exact=True)
+exact_float = partial(Float, exact=True)  # a number as JSON has it
+exact_text = partial(Text, exact=True)  # a string with its case as written
 
 
 def not_a_map(value: Any, path: Path) -> list[Issue]:

@@ -87,8 +87,8 @@ class HostPages:
                     break
                 moved = end
         _advise(low, low + moved - start, _MADV_KEEPONFORK)
-        done = (moved - start) // source.element_size()
-        target[done:].copy_(source[done:])
+        if (done := (moved - start) // source.element_size()) < source.numel():
+            target[done:].copy_(source[done:])
         self._fill(start, moved)
         _advise(start, moved, _MADV_WIPEONFORK)
 

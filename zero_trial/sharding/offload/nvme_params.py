@@ -291,12 +291,16 @@ class ParamSwapper:
                 self._read(shard, part)
         while self._writing and self._writing[0][1].done():
             self._reclaim_buffer()
-        low = shard.parts[-1].high if shard.parts else done
-        if low < shard.numel and free and shard not in self._reading:
+        low, numel = shard.parts[-1].high if shard.parts else done, shard.numel
+        if low >= numel or not free:
+            return
+        if shard not in self._reading:
             self._wait_for_writes(shard)
             self._reading.append(shard)
-        while low < shard.numel and free:
-            high = min(low + self._buffer_numel, shard.numel)
+        # Parts of one size: pages pass from one to the next whole.
+        step = round_up(-(-numel // -(-numel // self._buffer_numel)), CUT)
+        while low < numel and free:
+            high = min(low + step, numel)
             shard.parts.append(_Part(low, high, free.popleft()))
             self._read(shard, shard.parts[-1])
             low = high

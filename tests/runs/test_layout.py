@@ -82,6 +82,19 @@ def test_a_place_where_no_folder_can_be_made(make: Callable[[Path], Path], tmp_p
         make(tmp_path / "file" / "deep")
 
 
+def test_a_file_or_a_dangling_link_in_place_of_the_runs(tmp_path: Path):
+    """Its advice is not to look for a folder that can be written."""
+    runs = tmp_path / "runs"
+    runs.write_text("")
+    with pytest.raises(ConfigError, match=r"runs is a file\): got .*Rename .*runs\."):
+        new_run_folder(runs)
+    runs.unlink()
+    runs.symlink_to("nowhere")
+    for folder in (runs, runs / "deep"):
+        with pytest.raises(ConfigError, match=r"runs is a link to nowhere, which is no folder.*Make that folder"):
+            new_run_folder(folder)
+
+
 HOLD = """
 import sys, pathlib
 from zero_trial.runs.layout import lock_run

@@ -192,7 +192,13 @@ def _make(folder: Path, where: str, fix: str) -> None:
 
 
 def _refused(error: OSError, folder: Path, where: str, fix: str) -> ConfigError:
-    return ConfigError(f"the run's folder cannot be made ({error.strerror})", where=where, got=str(folder), fix=fix)
+    reason = error.strerror
+    if isinstance(error, FileExistsError):  # nothing to do with what may be written
+        there = Path(error.filename or folder)
+        linked = there.is_symlink()
+        reason = f"{there} is a link to {os.readlink(there)}, which is no folder" if linked else f"{there} is a file"
+        fix = f"Make that folder, or remove {there}." if linked else f"Rename {there}."
+    return ConfigError(f"the run's folder cannot be made ({reason})", where=where, got=str(folder), fix=fix)
 
 
 @contextmanager

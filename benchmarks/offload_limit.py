@@ -124,6 +124,7 @@ def main() -> None:
     options.add_argument("--parameters", type=float, default=400, help="millions; frozen: five times as many")
     options.add_argument("--stages", type=int, nargs="+", default=[0, 3])
     options.add_argument("--kinds", nargs="+", default=list(BYTES), choices=list(BYTES))
+    options.add_argument("--offload", nargs="+", default=["nvme", "none"], choices=["nvme", "none"])
     options.add_argument("--ranks", type=int, default=1)
     options.add_argument("--steps", type=int, default=2, help="the time of the last one counts")
     given = options.parse_args()
@@ -136,8 +137,8 @@ def main() -> None:
     rows = []
     for kind in given.kinds:
         layers = round(given.parameters * 1e6 * (5 if kind == "frozen" else 1) / WIDTH**2)
-        for stage, away in itertools.product(given.stages, (True, False)):
-            rows.append(measure(given, kind, layers, stage, away))
+        for stage, place in itertools.product(given.stages, given.offload):
+            rows.append(measure(given, kind, layers, stage, place == "nvme"))
             print(json.dumps(rows[-1]), flush=True)
             record.save("offload_limit", settings, [*others(rows), *rows], COLUMNS, NOTE)
     wrong = [row for row in rows if (row["plan"], row["run"]) != expected(row)]

@@ -17,7 +17,8 @@ from tests.support.pool import Pools
 from zero_trial.errors import TrialError
 from zero_trial.sharding.grouping import GroupingLimits, ShardingSettings, UnshardLimits
 from zero_trial.sharding.model import ShardedModel
-from zero_trial.sharding.unshard import ModuleHook, SideOutputs, UseOrder, tensors_in
+from zero_trial.sharding.module_hooks import ModuleHook
+from zero_trial.sharding.unshard import SideOutputs, UseOrder, tensors_in
 from zero_trial.zero import GatheredParameters
 
 WIDTH, BLOCKS = 8, 4

@@ -28,7 +28,7 @@ from zero_trial.errors import ConfigError, TrialError
 from zero_trial.sharding.freed import is_left_freed
 from zero_trial.sharding.grouping import ManualGroup, ManualGroups, parameter_names, saved_buffers
 from zero_trial.sharding.meta import Keep, initialize_buffers, initialize_meta, lacks_values, place_absent
-from zero_trial.sharding.unshard import ModuleHook
+from zero_trial.sharding.module_hooks import ModuleHook
 from zero_trial.util.files import replacing
 
 log = logging.getLogger("zero_trial")

@@ -17,11 +17,11 @@ from zero_trial.sharding.freed import FreedParameter, lost_edits, one_memory
 from zero_trial.sharding.grad_access import ParamGrads
 from zero_trial.sharding.heap import FreedBytes
 from zero_trial.sharding.leaf_modules import get_z3_leaf_modules
+from zero_trial.sharding.module_hooks import ModuleHook
 from zero_trial.sharding.offload.moved_states import MovedStates
 from zero_trial.sharding.param_group import ParamGroup
 from zero_trial.sharding.plan import Lifetime
 from zero_trial.sharding.publication import ParamPublisher
-from zero_trial.sharding.unshard import ModuleHook
 
 
 class TrainedParams(Protocol):

@@ -7,7 +7,6 @@ The module that is used next is gathered while the present one computes.
     Unsharder       gathers and frees, by hooks on the blocks' modules
     UseOrder        which block is used next: the order of the step before
     SideOutputs     tensors that a forward leaves on a module instead of returning them
-    AroundForward   the two hooks of a block, outside of its compiled call (torch.compile)
 """
 
 from __future__ import annotations
@@ -16,9 +15,8 @@ import functools
 import sys
 import weakref
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
-from types import MethodType
 from typing import Any
 
 import torch
@@ -27,6 +25,7 @@ from torch.utils._pytree import tree_flatten
 
 from zero_trial.errors import TrialError
 from zero_trial.sharding.grouping import ROOT, UnshardLimits
+from zero_trial.sharding.module_hooks import AroundForward, ModuleHook, keep_out_of_graphs
 from zero_trial.sharding.param_group import ParamGroup
 from zero_trial.sharding.plan import Reshard
 
@@ -215,7 +214,7 @@ class Unsharder:
 
     def _before_forward(self, block: str, first: bool, module: nn.Module, args: Any, kwargs: Any) -> None:
         if not self._untraced and "torch._dynamo" in sys.modules:
-            _keep_out_of_graphs()
+            keep_out_of_graphs()
             self._untraced = True
         if module._compiled_call_impl is not None:
             self._around[module].follow_compiler()
@@ -405,10 +404,6 @@ class UseOrder:
         return self._passed[places[later]] - self._passed[now] if later < len(places) else None
 
 
-_GATHERED_HERE = (
-    "zero_trial gathers this block's parameters here (ZeRO stage 3), which no graph can hold: "
-    "compile the blocks with fullgraph=True, or the whole model without it"
-)
 _OWN = frozenset(vars(nn.Module()))  # what every module has
 
 
@@ -449,115 +444,3 @@ def _is_quiet(module: nn.Module) -> bool:
 
 def _cannot_be_tensor(value: object) -> bool:
     return isinstance(value, (bool, int, float, str, tuple))
-
-
-class ModuleHook:
-    """A hook on a user's module that does nothing in a deep copy of that module.
-
-    ``copy.deepcopy(engine.module)`` (an EMA, a frozen reference model) is then an ordinary module,
-    which reaches neither the engine's process groups nor its shards; so is what
-    ``torch.save(engine.module)`` writes.
-    """
-
-    __slots__ = ("_call",)
-
-    def __init__(self, call: Callable[..., Any]) -> None:
-        self._call = call
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._call(*args, **kwargs)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
-        return _nothing
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return functools.partial, (_nothing,)
-
-
-class UntracedHook(ModuleHook):
-    """A hook that torch.compile calls and does not trace: the graph breaks there."""
-
-    __slots__ = ()
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._call(*args, **kwargs)
-
-    # What torch.compiler.disable sets, without its import of all of torch.compile.
-    __call__._torchdynamo_disable = True  # type: ignore[attr-defined]
-    __call__._torchdynamo_disable_msg = _GATHERED_HERE  # type: ignore[attr-defined]
-
-
-def _keep_out_of_graphs() -> None:
-    """Run the hooks, and all that they call, without torch.compile from now on."""
-    if not hasattr(UntracedHook.__call__, "_torchdynamo_disable_recursive"):
-        torch.compiler.disable(UntracedHook, reason=_GATHERED_HERE)
-
-
-class AroundForward:
-    """Two hooks around the call of a module.
-
-    ``module.compile()`` compiles the call with the module's hooks in it. These two then go outside
-    of the compiled call, so that the block is one graph (``fullgraph=True``), whether it is
-    compiled before or after this. The module's ``compile`` is replaced then: compiled once more,
-    it would replace the call that has the hooks.
-    """
-
-    def __init__(self, module: nn.Module, before: Callable[..., Any], after: Callable[..., Any]) -> None:
-        self._module, self._before, self._after = module, before, after
-        self._compiled: Callable[..., Any] | None = None
-        self._handles = [
-            module.register_forward_pre_hook(UntracedHook(before), prepend=True, with_kwargs=True),
-            module.register_forward_hook(UntracedHook(after), with_kwargs=True),
-        ]
-        if module._compiled_call_impl is not None:
-            self.follow_compiler()
-
-    def follow_compiler(self) -> None:
-        """Go outside of the module's compiled call, from its next call on; nothing happens where
-        the hooks are outside already."""
-        if self._compiled is not None:
-            return
-        _keep_out_of_graphs()
-        for handle in self._handles:
-            handle.remove()
-        self._go_outside()
-        vars(self._module)["compile"] = _CompileAgain(self._module, self._go_outside)
-
-    def _go_outside(self) -> None:
-        self._compiled = self._module._compiled_call_impl
-        self._module._compiled_call_impl = UntracedHook(self._call_compiled)
-
-    def _call_compiled(self, *args: Any, **kwargs: Any) -> Any:
-        self._before(self._module, args, kwargs)
-        output = self._compiled(*args, **kwargs)  # type: ignore[misc]
-        self._after(self._module, args, kwargs, output)
-        return output
-
-    def remove(self) -> None:
-        """Take both hooks away; a compiled call stays."""
-        for handle in self._handles:
-            handle.remove()
-        if self._compiled is not None:
-            self._module._compiled_call_impl = self._compiled
-            self._compiled = None
-            vars(self._module).pop("compile", None)
-
-
-class _CompileAgain:
-    """``module.compile`` of a module whose hooks are outside of its compiled call; in a deep copy
-    of the module it is the class's own."""
-
-    def __init__(self, module: nn.Module, after: Callable[[], None]) -> None:
-        self._module, self._after = module, after
-
-    def __call__(self, *args: Any, **kwargs: Any) -> None:
-        type(self._module).compile(self._module, *args, **kwargs)
-        self._after()
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
-        copied = memo[id(self._module)]
-        return MethodType(type(copied).compile, copied)
-
-
-def _nothing(*args: Any, **kwargs: Any) -> None:
-    """Do nothing: a hook in a copy."""

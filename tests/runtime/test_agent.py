@@ -95,8 +95,18 @@ def test_what_is_imported_before_the_fork_asks_no_device_and_starts_no_thread() 
 
 
 PROBE = """
-import json, os, random, signal, sys, threading
+import atexit, json, os, random, signal, sys, threading
 import numpy
+
+class Held:
+    # goes when the interpreter takes its modules apart
+    def __del__(self, mkdir=os.mkdir, name="torn-" + os.environ["RANK"]):
+        mkdir(name)
+
+sys.held, sys.left = Held(), open("left-" + os.environ["RANK"], "w")
+sys.left.write("in a buffer")
+atexit.register(os.mkdir, "exit-" + os.environ["RANK"])
+threading.Timer(0.1, os.mkdir, ["thread-" + os.environ["RANK"]]).start()
 print(json.dumps({
     "rank": os.environ["RANK"], "world": os.environ["WORLD_SIZE"], "argv": sys.argv[1:], "main": __name__,
     "draws": [random.random(), float(numpy.random.rand())], "leads": os.getpgrp() == os.getpid(),
@@ -139,6 +149,11 @@ def test_a_forked_rank_is_like_one_that_was_started_by_itself(tmp_path: Path) ->
     first, second = (rank["draws"] for rank in ranks)
     assert isinstance(first, list) and isinstance(second, list)
     assert first[0] != second[0] and first[1] != second[1]  # no two ranks share what Python and numpy draw
+    for folder in (alone, other):
+        for name in ("exit", "thread"):
+            assert (folder / f"{name}-0").exists() and (folder / f"{name}-1").exists()
+        assert [(folder / f"left-{k}").read_text() for k in (0, 1)] == ["in a buffer"] * 2
+    assert list(alone.glob("torn-*")) and not list(other.glob("torn-*")), "writes to pages that ranks share"
 
 
 def test_the_code_of_a_forked_rank_reaches_the_record_and_whom_the_agent_ended(tmp_path: Path) -> None:

@@ -14,17 +14,21 @@ programs, whose first statement may decide how torch is imported.
 
 from __future__ import annotations
 
+import atexit
+import gc
 import importlib
+import io
 import json
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Container, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from torch.distributed import run as torchrun
 from torch.distributed.elastic import multiprocessing as elastic
@@ -43,8 +47,8 @@ _WAIT_SECONDS = 0.02
 
 
 def main(argv: Sequence[str]) -> None:
-    """Run the ranks to their end; in a forked rank, run that rank to its end. Raises
-    ChildFailedError when one fails, and SystemExit in a forked rank."""
+    """Run the ranks to their end; in a forked rank, run that rank to its end and do not
+    return. Raises ChildFailedError when one fails."""
     record, forked, *arguments = argv
     waiting = _fork_ranks(int(forked), _rank_arguments(arguments)) if int(forked) else []
     ended: set[int] = set()
@@ -159,13 +163,13 @@ class ForkedRank:
 
 
 def _fork_ranks(number: int, arguments: Sequence[str]) -> list[ForkedRank]:
-    """Fork the ranks, which wait for their places. In a rank it does not return: SystemExit carries
-    the rank's exit code."""
+    """Fork the ranks, which wait for their places. In a rank it does not return."""
     for name in NEEDED_BY_RANKS:
         importlib.import_module(name)
     agent = os.getpid()
     ranks: list[ForkedRank] = []
     ends: list[int] = []
+    gc.freeze()  # what the ranks share: Python's collector writes to all that it looks at
     for stream in (sys.stdout, sys.stderr):
         stream.flush()  # or each rank would write it once more
     for _ in range(number):
@@ -175,7 +179,7 @@ def _fork_ranks(number: int, arguments: Sequence[str]) -> list[ForkedRank]:
         if pid == 0:
             for end in ends:
                 os.close(end)
-            sys.exit(_become_rank(agent, reading, arguments))
+            _leave(_become_rank(agent, reading, arguments))
         os.close(reading)
         ranks.append(ForkedRank(pid, writing))
     return ranks
@@ -192,6 +196,21 @@ def _become_rank(agent: int, place: int, arguments: Sequence[str]) -> int:
         return 0
     sys.modules["numpy"].random.seed()  # Python does the same for its own ``random`` at each fork
     return guard.main(arguments, json.loads(env))
+
+
+def _leave(code: int) -> NoReturn:
+    """End this rank as the interpreter does: wait for threads, call what is registered with atexit,
+    write what open files have not written yet. Modules and what they hold stay as they are: to take
+    them apart writes to each page that the agent and all ranks share, when memory is fullest."""
+    threading._shutdown()  # type: ignore[attr-defined] # there is no other name for it
+    kinds = (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom)
+    # of the rank alone, since what is older is frozen; one of the exit functions freezes the rest
+    files = [one for one in gc.get_objects() if issubclass(type(one), kinds)]
+    atexit._run_exitfuncs()
+    for file in (*files, sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):  # closed, not for writing, or a full disk
+            file.flush()
+    os._exit(code)
 
 
 if __name__ == "__main__":

@@ -327,6 +327,15 @@ def test_pages_that_a_peer_reads_when_their_tensor_goes_go_later(then: str) -> N
         assert held(pool) == 0
 
 
+def test_a_reader_that_comes_in_between_leaves_zeros(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool, peer = SharedTensorPool(), SharedMemory()
+    tensor = pool.empty(SMALLEST, torch.uint8).fill_(3)
+    handle = lend(pool, tensor, [READER], peers()) or pytest.fail("it was free")
+    del tensor
+    monkeypatch.setattr(SharedTensorPool, "_vacate_read", lambda _: peer.acknowledge(handle, READER))
+    assert pool.empty(SMALLEST, torch.uint8).sum() == 0 and len(pool._tensors) == 1
+
+
 def test_what_keeps_its_pages_takes_no_segment_of_a_much_larger_one() -> None:
     """It would not be found again: each step made two segments more, with all of their pages."""
     pool = SharedTensorPool()

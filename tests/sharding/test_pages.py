@@ -146,7 +146,7 @@ class Passing:
     def fill(self, buffer: torch.Tensor, low: int, values: torch.Tensor) -> None:
         source = buffer[: values.nbytes].view(values.dtype)
         source.copy_(values)
-        self.pages.move(source, self.full[low : low + values.numel()], self.full)
+        self.pages.move(source, self.full[low : low + values.numel()])
 
     def revive(self) -> None:
         self.full.untyped_storage().resize_(self.nbytes)

@@ -50,7 +50,8 @@ def map_large_blocks() -> bool:
 def maps_blocks_of(nbytes: int) -> bool:
     """Return whether a block of ``nbytes`` is a mapping of its own, and no part of the heap, by
     what was chosen last."""
-    return nbytes >= _CHOSEN.get(_M_MMAP_THRESHOLD, _LARGEST_HEAP_BLOCK)
+    threshold = _CHOSEN.get(_M_MMAP_THRESHOLD)
+    return threshold is not None and nbytes >= threshold
 
 
 def _map_from(size: int) -> bool:

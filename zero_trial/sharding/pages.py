@@ -69,14 +69,14 @@ class HostPages:
     def takes(self, tensor: torch.Tensor) -> bool:
         """Return whether :meth:`move` moves pages to ``tensor``, which then needs none before."""
         low, high = _pages_of(tensor)
-        return tensor.data_ptr() == low < high
+        return low < high and tensor.data_ptr() == low
 
-    def move(self, source: torch.Tensor, target: torch.Tensor, whole: torch.Tensor) -> None:
-        """Move the values of ``source``, a :func:`transfer_buffer`, to ``target``, a part of
-        ``whole``. Those of ``source`` are lost; it gets pages that are kept."""
+    def move(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        """Move the values of ``source``, a :func:`transfer_buffer`, to ``target``, a part of a
+        tensor that takes them. Those of ``source`` are lost; it gets pages that are kept."""
         start, low = source.data_ptr(), target.data_ptr()
         stop = start + source.nbytes // mmap.PAGESIZE * mmap.PAGESIZE
-        if stop - start < _FEWEST_MOVED or (start | low) % mmap.PAGESIZE or not self.takes(whole):
+        if stop - start < _FEWEST_MOVED or (start | low) % mmap.PAGESIZE:
             target.copy_(source)
             return
         moved = start
@@ -95,8 +95,7 @@ class HostPages:
     def drop(self) -> None:
         """Give the pages that are kept back to the kernel."""
         while self._kept:
-            start, stop = self._kept.pop()
-            glibc("munmap")(ctypes.c_void_p(start), ctypes.c_size_t(stop - start))
+            _unmap(*self._kept.pop())
 
     def __del__(self) -> None:
         if not sys.is_finalizing():
@@ -114,7 +113,8 @@ class HostPages:
             end = min(stop, start + wanted)
             if end < stop:
                 self._kept.append((end, stop))
-            self._move(start, end, low, _MAYMOVE | _FIXED)
+            if not self._move(start, end, low, _MAYMOVE | _FIXED):
+                _unmap(start, end)
             low += end - start
 
     def _move(self, start: int, stop: int, target: int, flags: int) -> bool:
@@ -175,7 +175,8 @@ def transfer_buffer(nbytes: int) -> torch.Tensor:
 def _pages_of(tensor: torch.Tensor) -> tuple[int, int]:
     """Return [start, stop) of the whole pages of a tensor that belong to no other one; none where
     it is small, or blocks of its size stay in the heap."""
-    if tensor.device.type != "cpu" or tensor.nbytes < _FEWEST or not maps_blocks_of(tensor.nbytes):
+    real = type(tensor) is torch.Tensor and tensor.device.type == "cpu"  # no dry run's
+    if not real or tensor.nbytes < _FEWEST or not maps_blocks_of(tensor.nbytes):
         return 0, 0
     page = mmap.PAGESIZE
     return -(-tensor.data_ptr() // page) * page, (tensor.data_ptr() + tensor.nbytes) // page * page
@@ -196,7 +197,13 @@ def _mremap(source: int, nbytes: int, flags: int, target: int = 0) -> int:
 def _map_anew(low: int, nbytes: int) -> None:
     map_ = glibc("mmap")
     access, kind = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_FIXED
-    map_(ctypes.c_void_p(low), ctypes.c_size_t(nbytes), access, kind, -1, ctypes.c_long(0))
+    map_.restype = ctypes.c_void_p
+    if map_(ctypes.c_void_p(low), ctypes.c_size_t(nbytes), access, kind, -1, ctypes.c_long(0)) != low:
+        raise MemoryError(f"{nbytes} bytes could not be mapped again: vm.max_map_count, or the limit of memory")
+
+
+def _unmap(start: int, stop: int) -> None:
+    glibc("munmap")(ctypes.c_void_p(start), ctypes.c_size_t(stop - start))
 
 
 def _advise(low: int, high: int, advice: int) -> bool:

@@ -438,7 +438,10 @@ class SharedTensorPool:
             and nbytes <= found.capacity <= (most or found.capacity)
         ]
         if fitting:
-            return min(fitting, key=lambda found: found.capacity)
+            smallest = min(fitting, key=lambda found: found.capacity)
+            if smallest.allocated:  # its last reader has come since
+                _vacate(smallest)
+            return smallest
         if not self.mappings.allow(len(self._tensors) + 1, self.ranks):
             limit = self.mappings.limit
             raise OSError(
@@ -477,10 +480,9 @@ def _vacate(found: SharedTensor) -> None:
     """
     if found.owner != os.getpid() or found.has_readers:
         return
-    if _punch(found):
-        found.allocated = 0
-    else:  # This kernel cannot: the pages stay, and must read as zeros.
+    if not _punch(found):  # This kernel cannot: the pages stay, and must read as zeros.
         found.payload(torch.uint8, found.capacity).zero_()
+    found.allocated = 0
 
 
 def _punch(segment: SharedSegment) -> bool:

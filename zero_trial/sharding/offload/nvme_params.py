@@ -13,6 +13,7 @@ into this rank's part of the full buffer, and gathered from there; a full copy i
 
 from __future__ import annotations
 
+import mmap
 from collections import deque
 from collections.abc import Collection, Iterable, Sequence
 from contextlib import AbstractContextManager
@@ -227,7 +228,9 @@ class ParamSwapper:
         self.failure.require_none()
         if shard.parts and shard.parts[0].low:  # a fetch was broken off
             self.forget(shard)
-        done, full = 0, shard.group.full
+        full = shard.group.full
+        moves = into.numel() == full.numel() and self.pages.takes(full) and into.data_ptr() == full.data_ptr()
+        done = 0
         while done < shard.numel:
             self._start(shard, done)
             if not shard.parts:
@@ -236,12 +239,15 @@ class ParamSwapper:
             part = shard.parts[0]
             self._wait_for([part])  # which may be interrupted
             values, target = _values(part, shard), into[part.low : part.high]
-            if into.numel() == full.numel() and into.data_ptr() == full.data_ptr():
-                self.pages.move(values, target, full)
+            if moves:
+                part.transfer = None  # its buffer loses the values: after an interrupt it is read again
+                self.pages.move(values, target)
             else:
                 target.copy_(values)
             done = part.high
             self._release(shard.parts.popleft())
+        if moves:
+            self.pages.drop()
         self._used(shard)
 
     def fetch_part(self, shard: SwappedShard, into: torch.Tensor, low: int) -> None:
@@ -298,7 +304,8 @@ class ParamSwapper:
             self._wait_for_writes(shard)
             self._reading.append(shard)
         # Parts of one size: pages pass from one to the next whole.
-        step = round_up(-(-numel // -(-numel // self._buffer_numel)), CUT)
+        count = -(-numel // self._buffer_numel)
+        step = min(round_up(-(-numel // count), max(CUT, mmap.PAGESIZE)), self._buffer_numel)
         while low < numel and free:
             high = min(low + step, numel)
             shard.parts.append(_Part(low, high, free.popleft()))

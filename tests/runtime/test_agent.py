@@ -3,6 +3,7 @@ ranks comes from torch's own structures, not from the words in its log."""
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import signal
@@ -95,7 +96,7 @@ def test_what_is_imported_before_the_fork_asks_no_device_and_starts_no_thread() 
 
 
 PROBE = """
-import atexit, json, os, random, signal, sys, threading
+import atexit, ctypes, gzip, json, os, random, signal, sys, threading
 import numpy
 
 class Held:
@@ -105,6 +106,11 @@ class Held:
 
 sys.held, sys.left = Held(), open("left-" + os.environ["RANK"], "w")
 sys.left.write("in a buffer")
+sys.packed = gzip.open("packed-" + os.environ["RANK"], "wt")
+sys.packed.write("in a buffer")
+libc = ctypes.CDLL(None)
+libc.fopen.restype = ctypes.c_void_p
+libc.fputs(b"in a buffer", ctypes.c_void_p(libc.fopen(b"of-c-" + os.environ["RANK"].encode(), b"w")))
 atexit.register(os.mkdir, "exit-" + os.environ["RANK"])
 threading.Timer(0.1, os.mkdir, ["thread-" + os.environ["RANK"]]).start()
 print(json.dumps({
@@ -152,7 +158,10 @@ def test_a_forked_rank_is_like_one_that_was_started_by_itself(tmp_path: Path) ->
     for folder in (alone, other):
         for name in ("exit", "thread"):
             assert (folder / f"{name}-0").exists() and (folder / f"{name}-1").exists()
-        assert [(folder / f"left-{k}").read_text() for k in (0, 1)] == ["in a buffer"] * 2
+        for k in (0, 1):
+            assert (folder / f"left-{k}").read_text() == (folder / f"of-c-{k}").read_text() == "in a buffer"
+    packed = [gzip.decompress((other / f"packed-{k}").read_bytes()) for k in (0, 1)]
+    assert packed == [b"in a buffer"] * 2, "an interpreter that takes its modules apart may leave it without its end"
     assert list(alone.glob("torn-*")) and not list(other.glob("torn-*")), "writes to pages that ranks share"
 
 

@@ -15,6 +15,7 @@ programs, whose first statement may decide how torch is imported.
 from __future__ import annotations
 
 import atexit
+import ctypes
 import gc
 import importlib
 import io
@@ -200,16 +201,21 @@ def _become_rank(agent: int, place: int, arguments: Sequence[str]) -> int:
 
 def _leave(code: int) -> NoReturn:
     """End this rank as the interpreter does: wait for threads, call what is registered with atexit,
-    write what open files have not written yet. Modules and what they hold stay as they are: to take
-    them apart writes to each page that the agent and all ranks share, when memory is fullest."""
+    close open files, those of C as well. Modules and what they hold stay as they are: to take them
+    apart writes to each page that the agent and all ranks share, when memory is fullest."""
     threading._shutdown()  # type: ignore[attr-defined] # there is no other name for it
-    kinds = (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom)
     # of the rank alone, since what is older is frozen; one of the exit functions freezes the rest
-    files = [one for one in gc.get_objects() if issubclass(type(one), kinds)]
+    files = [one for one in gc.get_objects() if issubclass(type(one), (io.TextIOBase, io.BufferedIOBase))]
     atexit._run_exitfuncs()
-    for file in (*files, sys.stdout, sys.stderr):
-        with suppress(OSError, ValueError):  # closed, not for writing, or a full disk
-            file.flush()
+    # What writes to another file comes before it: text, then compressed bytes, then bytes.
+    files.sort(key=lambda file: (not isinstance(file, io.TextIOBase), type(file).__module__ == "_io"))
+    for file in files:
+        with suppress(Exception):  # not for writing, a full disk, or a user's own class
+            file.flush() if file in (sys.stdout, sys.stderr) else file.close()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):
+            stream.flush()
+    ctypes.CDLL(None).fflush(None)
     os._exit(code)
 
 

@@ -2,43 +2,64 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from zero_trial.ds_config.keys_running import LIFETIMES, REDUCTIONS, RESHARDS, SCHEDULE_CHUNKS
 from zero_trial.ds_config.table import TABLE
 from zero_trial.errors import ConfigError
 from zero_trial.schema.document import Document, shown
+from zero_trial.schema.types import Bool, Int, Text, Type
 from zero_trial.sharding.plan import Home, Lifetime, ZeroPlan, plan_for_stage
 
 Values = Mapping[str, Any]
 Where = Callable[[str], str]
-
+Rule = Callable[[Values, Where], ConfigError | None]
 
 _OPEN = object()  # the value of a key whose "auto" is still to be filled in
+_FEW = 16  # values of a key, which are tried one by one
 
 
 class _Undecided(Exception):
-    """Says that a rule asked for a key whose "auto" is still to be filled in."""
+    """Says that a rule asked for the key ``path``, whose "auto" is still to be filled in."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__(path)
+        self.path = path
 
 
 def cross_faults(values: Values, document: Document, still_auto: Collection[str] = ()) -> list[ConfigError]:
     """Return all faults between keys; ``values`` maps dotted paths to what was given, the rest are
-    defaults. A rule that needs one of ``still_auto`` finds no fault: it can become any value.
+    defaults. A rule that asks for one of ``still_auto`` finds a fault where each value that it can
+    become is one.
     """
     known = {**values, **dict.fromkeys(still_auto, _OPEN)}
 
     def where(path: str) -> str:
         return document.at(tuple(path.split("."))).where(path)
 
-    found: list[ConfigError] = []
-    for rule in _RULES:
-        try:
-            fault = rule(known, where)
-        except _Undecided:
-            continue
-        found += [fault] if fault is not None else []
-    return found
+    return [fault for rule in _RULES if (fault := _judge(rule, known, where)) is not None]
+
+
+def _judge(rule: Rule, values: Values, where: Where) -> ConfigError | None:
+    """Return the fault that ``rule`` finds whatever the open keys become, as it is for the first
+    of their values."""
+    try:
+        return rule(values, where)
+    except _Undecided as asked:
+        path = asked.path
+    faults = [_judge(rule, {**values, path: value}, where) for value in _few_values(TABLE[path].type)]
+    return faults[0] if faults and None not in faults else None
+
+
+def _few_values(kind: Type) -> Sequence[Any]:
+    """List the values of a type, the one for "nothing" first; none where there are many."""
+    if isinstance(kind, Bool):
+        return (False, True)
+    if isinstance(kind, Int) and kind.low is not None and kind.high is not None and kind.high - kind.low < _FEW:
+        return range(kind.low, kind.high + 1)
+    return kind.choices if isinstance(kind, Text) else ()
 
 
 _PEAK_RATES: Mapping[str, tuple[str, float | None]] = {
@@ -103,7 +124,7 @@ def _is_list(value: object) -> bool:
 def _get(values: Values, path: str) -> Any:
     value = values.get(path, TABLE[path].default)
     if value is _OPEN:
-        raise _Undecided
+        raise _Undecided(path)
     return value
 
 
@@ -150,10 +171,10 @@ def _param_dtype_is_the_mode(values: Values, where: Where) -> ConfigError | None
 
 
 def _mics_is_the_shard_axis(values: Values, where: Where) -> ConfigError | None:
-    mics, shard = _get(values, "zero_optimization.mics_shard_size"), _get(values, "mesh.shard")
     path = "zero_optimization.mics_shard_size"
-    if mics == 0:
+    if (mics := _get(values, path)) == 0:
         return ConfigError("not a size", where=where(path), got=0, expected="a positive integer, or -1 for no limit")
+    shard = _get(values, "mesh.shard")
     if mics is None or shard is None or mics == shard:
         return None
     return ConfigError("differs from mesh.shard", where=where(path), got=mics, expected=shard, fix="Keep mesh.shard.")
@@ -172,12 +193,10 @@ def _one_format_of_states(values: Values, where: Where) -> ConfigError | None:
     )
 
 
-def _nvme_needs_a_path(values: Values, where: Where) -> ConfigError | None:
-    for name in ("offload_optimizer", "offload_param"):
-        path = f"zero_optimization.{name}"
-        if _get(values, f"{path}.device") == "nvme" and not _get(values, f"{path}.nvme_path"):
-            return ConfigError("nvme needs a folder", where=where(f"{path}.device"), fix=f"Set {path}.nvme_path.")
-    return None
+def _nvme_needs_a_path(path: str, values: Values, where: Where) -> ConfigError | None:
+    if _get(values, f"{path}.device") != "nvme" or _get(values, f"{path}.nvme_path"):
+        return None
+    return ConfigError("nvme needs a folder", where=where(f"{path}.device"), fix=f"Set {path}.nvme_path.")
 
 
 def _reshard_is_for_stage_3(values: Values, where: Where) -> ConfigError | None:
@@ -243,13 +262,14 @@ def _policies_agree(values: Values, where: Where) -> ConfigError | None:
     return None
 
 
-_RULES: tuple[Callable[[Values, Where], ConfigError | None], ...] = (
+_RULES: tuple[Rule, ...] = (
     _one_precision,
     _autocast_alone,
     _param_dtype_is_the_mode,
     _mics_is_the_shard_axis,
     _one_format_of_states,
-    _nvme_needs_a_path,
+    partial(_nvme_needs_a_path, "zero_optimization.offload_optimizer"),
+    partial(_nvme_needs_a_path, "zero_optimization.offload_param"),
     _reshard_is_for_stage_3,
     _chunks_fit_the_schedule,
     _policy_is_for_the_stage,

@@ -111,8 +111,9 @@ def log_who_steps(lr_scheduler: Any) -> None:
 
 
 def missing_arguments(lr_scheduler: Any, given: Mapping[str, Any]) -> list[str]:
-    """List the arguments that the scheduler's ``step`` needs and that are not ``given``. A ``step``
-    of any arguments, as that of a wrapper, needs those of the scheduler inside."""
+    """List the arguments that the scheduler's ``step`` needs and that are not ``given``. A
+    ``step(*args, **kwargs)``, as that of a wrapper, needs those of the scheduler inside; one that
+    names an argument may find the others itself."""
     needed: list[str] = []
     seen: list[Any] = []
     while lr_scheduler is not None and not any(lr_scheduler is each for each in seen):
@@ -127,21 +128,29 @@ def missing_arguments(lr_scheduler: Any, given: Mapping[str, Any]) -> list[str]:
 
 def _inside(wrapper: Any) -> Any:
     """Return the scheduler that an object has in an attribute; None without one."""
-    held = [each for each in getattr(wrapper, "__dict__", {}).values() if hasattr(each, "step")]
-    return next((each for each in held if not isinstance(each, torch.optim.Optimizer)), None)
+    held = [each for each in getattr(wrapper, "__dict__", {}).values() if _is_scheduler(each)]
+    # a trainer has a state and steps, too
+    return max(held, key=lambda each: hasattr(each, "get_last_lr"), default=None)
+
+
+def _is_scheduler(each: Any) -> bool:
+    if isinstance(each, type | torch.optim.Optimizer) or not callable(getattr(each, "step", None)):
+        return False
+    return hasattr(each, "get_last_lr") or hasattr(each, "state_dict")
 
 
 @cache
 def _of_method(function: Any) -> tuple[tuple[str, ...], bool]:
-    needed, passes_on = _arguments(function)
-    return needed[1:], passes_on
+    return _arguments(function, bound=1)
 
 
-def _arguments(step: Any) -> tuple[tuple[str, ...], bool]:
-    """Return the arguments of a function that have no default, and whether it takes any others."""
+def _arguments(step: Any, bound: int = 0) -> tuple[tuple[str, ...], bool]:
+    """Return the arguments of a function that have no default, without the first ``bound``, and
+    whether it takes any, and names none."""
     try:
-        parameters = inspect.signature(step).parameters.values()
+        parameters = list(inspect.signature(step).parameters.values())[bound:]
     except (TypeError, ValueError):  # none, or not written in Python
         return (), False
-    varying = [each for each in parameters if each.kind in (each.VAR_POSITIONAL, each.VAR_KEYWORD)]
-    return tuple(each.name for each in parameters if each.default is each.empty and each not in varying), bool(varying)
+    varying = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    needed = tuple(each.name for each in parameters if each.default is each.empty and each.kind not in varying)
+    return needed, tuple(each.kind for each in parameters) == varying

@@ -259,6 +259,23 @@ def test_a_loop_that_may_divide_the_loss_of_plain_backward_is_told_once(caplog: 
     assert line.startswith("loss.backward(): the engine divides the gradients by 4 ")
 
 
+def test_a_plain_backward_hides_no_division(caplog: pytest.LogCaptureFixture) -> None:
+    engine = build_engine(Case(Tower, loss, accumulation=4), {"stage": 0})
+    engine(Turn(0, 0, 0).normal(4, 5)).mean().backward()
+    engine.backward(engine(Turn(0, 1, 0).normal(4, 5)).mean() / 4)
+    assert "a division by 4, as many as gradient_accumulation_steps" in caplog.text
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_what_another_engine_has_scaled_is_not_divided(accumulation: int, caplog: pytest.LogCaptureFixture) -> None:
+    scaling = build_engine(Case(Tower, loss, config={"fp16": {"enabled": True}}), {"stage": 0})
+    other = build_engine(Case(Tower, loss, accumulation=accumulation), {"stage": 0})
+    both = scaling(Turn(0, 0, 0).normal(4, 5)).float().mean() + other(Turn(0, 0, 0).normal(4, 5)).mean()
+    with caplog.at_level("INFO", "zero_trial"):
+        scaling.scale(both).backward()
+    assert "divides the gradients" not in caplog.text
+
+
 def test_a_loss_that_the_engine_does_not_divide_may_be_divided(caplog: pytest.LogCaptureFixture) -> None:
     engine = build_engine(Case(Tower, loss, accumulation=4), {"stage": 0})
     engine.backward(engine(Turn(0, 0, 0).normal(4, 5)).mean() / 4, scale_wrt_gas=False)

@@ -100,7 +100,8 @@ class BackwardPasses:
         self._forwards = 0  # with gradients, since the last step
         self._places: set[int] = set()  # in the code, where they were called
         self._placing = True  # until the first call of step() after a step
-        self._divided_seen = False  # a line on a loss that the loop divides, or may divide, was logged
+        self._divided_seen = False  # a line on a loss that the loop divides was logged
+        self._division_said = False  # the line on a loss that the loop may divide
         self._steps_seen = False  # a warning of when the loop calls step() was logged
         self._hook = functools.partial(_note, weakref.ref(self))
         engine.sharded.on_foreign_gradient(self._gradient_came)
@@ -230,7 +231,7 @@ class BackwardPasses:
             return
         noted.begun = True
         engine = self._trained()
-        if noted.factor != 1.0 and not self._divided_seen:
+        if not self._division_said and noted.number not in _SCALED:
             self._say_division(engine)
         self._outcome.finalize()
         self._observer.begin(BACKWARD, engine)
@@ -300,8 +301,8 @@ class BackwardPasses:
     def _say_division(self, engine: EngineAccessors) -> None:
         """Log that ``loss.backward()`` is divided, once: a division in the loop cannot be seen,
         since autograd has forgotten its divisor when the gradient comes."""
-        self._divided_seen = True
-        if engine.mesh.rank == 0 and not engine.global_steps:
+        self._division_said = True
+        if engine.mesh.rank == 0 and not engine.global_steps and engine.gradient_accumulation_steps() > 1:
             log.info(
                 "loss.backward(): the engine divides the gradients by %d (gradient_accumulation_steps); leave such a division "
                 "out of the loop: (loss / %d).backward() would make them %d times too small",

@@ -8,8 +8,8 @@ import pytest
 import torch.distributed as dist
 
 from tests.support.pool import Pools
-from zero_trial.comm import MeshShape, build_mesh, fail_together, raise_together
-from zero_trial.errors import CheckpointError, ConfigError
+from zero_trial.comm import AxisComm, MeshShape, build_mesh, fail_together, raise_together
+from zero_trial.errors import CheckpointError, ConfigError, MeshError, TrialError, ZeroTrialError
 
 
 def act(broken: int) -> Any:
@@ -56,3 +56,53 @@ def test_a_mistake_on_one_rank_ends_the_other_ranks_too(ranks: Pools) -> None:
     """Caught only as a ZeroTrialError or OSError it would leave them waiting for the next
     collective's timeout."""
     assert ranks(2).run(act_badly, 1) == ["CheckpointError: rank 1: KeyError: 'absent'.", "KeyError: 'absent'"]
+
+
+class Alone(AxisComm):
+    """Rank 0 of two, whose peer is gone."""
+
+    def __init__(self) -> None:
+        self.ranks, self.index = (0, 1), 0
+
+    def gather_json(self, value: Any, label: str) -> list[Any]:
+        raise MeshError("rank 1 is gone")
+
+
+@pytest.mark.parametrize(
+    ("own", "others", "raised"),
+    [
+        (ConfigError("it broke", where="rank 0"), TrialError, "ConfigError: rank 0: it broke."),
+        (KeyError("absent"), TrialError, "KeyError: 'absent'"),
+        (ConfigError("it broke", where="rank 0"), None, "CheckpointError: rank 0: it broke."),
+        (None, TrialError, "MeshError: rank 1 is gone."),
+    ],
+)
+def test_a_rank_says_its_own_error_where_a_peer_is_gone(
+    own: Exception | None, others: type[ZeroTrialError] | None, raised: str
+) -> None:
+    def work() -> None:
+        if own is not None:
+            raise own
+
+    with pytest.raises(Exception) as found:
+        fail_together(Alone(), work, "work", others)
+    assert f"{type(found.value).__name__}: {found.value}" == raised
+
+
+def act_for_others(broken: int) -> str:
+    world = build_mesh(MeshShape(shard=2)).world
+
+    def work() -> None:
+        if dist.get_rank() == broken:
+            raise ConfigError("it broke")
+
+    try:
+        fail_together(world, work, "work", lambda fault: TrialError("another rank could not", got=fault))
+    except ZeroTrialError as error:
+        return f"{type(error).__name__}: {error}"
+    return "went on"
+
+
+def test_the_others_hear_which_rank_failed(ranks: Pools) -> None:
+    others = "TrialError: another rank could not: got rank 1: it broke."
+    assert ranks(2).run(act_for_others, 1) == [others, "ConfigError: it broke."]

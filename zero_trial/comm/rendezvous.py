@@ -414,9 +414,10 @@ def fail_together(
     Collective over ``world``.
 
     Every rank raises a CheckpointError with the first fault. With ``others`` a rank that failed
-    raises its own error instead, and the other ranks raise ``others(fault)``. An error that is not
-    a ZeroTrialError or OSError is a mistake in a program: its own rank raises it unchanged. A
-    MeshError passes at once, because the ranks can no longer be asked.
+    raises its own error instead, and the other ranks raise ``others(fault)``, which names the rank.
+    An error that is not a ZeroTrialError or OSError is a mistake in a program: its own rank raises
+    it unchanged. A MeshError passes at once, because the ranks can no longer be asked. A rank that
+    failed and cannot tell the others, because one is gone, raises its own error.
     """
     try:
         result = act()
@@ -424,10 +425,13 @@ def fail_together(
         raise
     except Exception as error:
         known = isinstance(error, ZeroTrialError | OSError)
-        fault = str(error) if known else f"rank {world.ranks[world.index]}: {type(error).__name__}: {error}"
+        fault = str(error) if known else f"{type(error).__name__}: {error}"
         if known and others is None:
             raise_together(world, fault, label)
-        world.gather_json(fault, label)
+        try:
+            world.gather_json(f"rank {world.ranks[world.index]}: {fault}", label)
+        except MeshError as gone:
+            error.add_note(f"The other ranks could not be told: {gone}")
         raise
     raise_together(world, None, label, others or CheckpointError)
     return result
@@ -436,8 +440,14 @@ def fail_together(
 def raise_together(
     world: AxisComm, fault: str | None, label: str, error: Callable[[str], ZeroTrialError] = CheckpointError
 ) -> None:
-    """Raise the first rank's fault, if there is one. Collective over ``world``."""
-    faults = [found for found in world.gather_json(fault, label) if found is not None]
+    """Raise the first rank's fault, if there is one; this rank's where a peer is gone. Collective
+    over ``world``."""
+    try:
+        faults = [found for found in world.gather_json(fault, label) if found is not None]
+    except MeshError as gone:
+        if fault is None:
+            raise
+        raise error(fault) from gone
     if faults:
         raise error(faults[0])
 

@@ -15,11 +15,11 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from zero_trial.comm import AxisComm, Mesh
+from zero_trial.comm import AxisComm, Mesh, fail_together
 from zero_trial.ds_config.table import DsConfig
 from zero_trial.engine.accessors import EngineAccessors
 from zero_trial.engine.resolved_config import ResolvedConfig
-from zero_trial.errors import ConfigError, MeshError, TrialError, ZeroTrialError
+from zero_trial.errors import ConfigError, TrialError
 from zero_trial.precision import DtypePolicy
 from zero_trial.sharding.build_groups import fp32_buffers
 from zero_trial.sharding.freed import FreedParameter, owner_of_param, unasked
@@ -344,7 +344,6 @@ def _listed(names: list[str]) -> str:
 Facts = Mapping[str, Sequence[str]]
 """Argument of initialize() -> what of it the ranks must have in common, as text."""
 
-_FAILED = -1  # no checksum is negative
 _FIXES = {
     "initialize(model)": "Build the same model on every rank, with the same dtype, ties, buffers and frozen parts.",
     "initialize(config)": "Give every rank the same ds_config.",
@@ -355,28 +354,17 @@ _FIXES = {
 def find_together(mesh: Mesh, find: Callable[[], tuple[_T, Facts]]) -> _T:
     """Return the first of what ``find`` returns on this rank. Where it fails on a rank, that rank
     raises its error, and the others TrialError; where the facts of data-parallel ranks differ, all
-    raise ConfigError. Collective over the world: two numbers of each rank, unless there is an
-    error. A MeshError passes at once."""
-    world, group = mesh.world, mesh.data.ranks[0]
-    try:
-        found, facts = find()
-    except MeshError:
-        raise
-    except Exception as error:
-        world.gather_row([group, _FAILED], "start")
-        world.gather_json(f"rank {mesh.rank}: {error if isinstance(error, ZeroTrialError) else repr(error)}", "errors")
-        raise
-    rows = world.gather_row([group, _checksum(facts)], "start")
-    if any(checksum == _FAILED for _, checksum in rows):
-        errors = world.gather_json(None, "errors")
-        raise TrialError(
-            "another rank could not start",
-            where="initialize()",
-            got=next(error for error in errors if error is not None),
-            fix="Mend that rank; all start or none.",
-        )
-    _require_equal(world, rows, facts)
+    raise ConfigError. Collective over the world."""
+    found, facts = fail_together(mesh.world, find, "start", _not_started)
+    rows = mesh.world.gather_row([mesh.data.ranks[0], _checksum(facts)], "start")
+    _require_equal(mesh.world, rows, facts)
     return found
+
+
+def _not_started(fault: str) -> TrialError:
+    return TrialError(
+        "another rank could not start", where="initialize()", got=fault, fix="Mend that rank; all start or none."
+    )
 
 
 def require_same(ranks: AxisComm, facts: Facts) -> None:

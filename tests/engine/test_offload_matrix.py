@@ -138,38 +138,31 @@ def test_from_a_device(devices: Pools, tmp_path: Any) -> None:
         assert wrong == []
 
 
+def cells_of(stage: str) -> list[Cell]:
+    return [cell for cell in EVERYTHING if cell[0] == stage]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", ZEROS)
 @pytest.mark.parametrize("count", COUNTS)
 def test_the_whole_matrix(ranks: Pools, tmp_path: Any, count: int, stage: str) -> None:
-    cells = [cell for cell in EVERYTHING if cell[0] == stage]
-    for wrong in ranks(count).run(run_cells, cells, str(tmp_path), SmallNet, 3):
+    for wrong in ranks(count).run(run_cells, cells_of(stage), str(tmp_path), SmallNet, 3, timeout=300):
         assert wrong == []
-
-
-def count_of(cell: Cell) -> int:
-    """One rank or two, where a cell runs on one number of them only: cells that are compared with
-    the same run have the same, and each meets every stage, place, precision and accumulation."""
-    stage, _, _, precision, micro_batches = cell
-    return COUNTS[(ZEROS.index(stage) + list(PRECISIONS).index(precision) + (micro_batches > 1)) % 2]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", ZEROS)
-def test_every_cell_from_a_device(devices: Pools, tmp_path: Any, stage: str) -> None:
-    """Ranks on the device take four times what they take on the CPU."""
-    for count in (1, 2):
-        cells = [cell for cell in EVERYTHING if cell[0] == stage and count_of(cell) == count]
-        for wrong in devices(count).run(run_cells, cells, str(tmp_path), SmallNet, 3):
-            assert wrong == []
+@pytest.mark.parametrize("count", COUNTS)
+def test_the_whole_matrix_from_a_device(devices: Pools, tmp_path: Any, count: int, stage: str) -> None:
+    for wrong in devices(count).run(run_cells, cells_of(stage), str(tmp_path), SmallNet, 3, timeout=300):
+        assert wrong == []
 
 
 @pytest.mark.extended
 @pytest.mark.parametrize("stage", ZEROS)
 @pytest.mark.parametrize("count", COUNTS)
-def test_the_whole_matrix_from_a_device(devices: Pools, tmp_path: Any, count: int, stage: str) -> None:
-    cells = [cell for cell in EVERYTHING if cell[0] == stage and count_of(cell) != count]
-    for wrong in devices(count).run(run_cells, cells, str(tmp_path), SmallNet, 3, timeout=300):
+def test_the_whole_matrix_of_a_larger_model(ranks: Pools, tmp_path: Any, count: int, stage: str) -> None:
+    for wrong in ranks(count).run(run_cells, cells_of(stage), str(tmp_path), Net, 5, timeout=600):
         assert wrong == []
 
 

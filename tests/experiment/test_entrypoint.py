@@ -15,6 +15,7 @@ from zero_trial.experiment.entrypoint import (
     check_metric,
     parse_entrypoint,
     trial_classes,
+    warn_of_methods,
 )
 from zero_trial.util.speed import SPEED_METRIC
 
@@ -243,8 +244,7 @@ class T(ZeroTrial):
         ("train_batch", "train_bach", "model_def.py:3: T has train_bach, which zero_trial never calls, and no"),
         ("train_batch", "step", "model_def.py:2: T has no train_batch, which every ZeroTrial must have"),
         ("def train_batch", "def helper(self): self.train_bach\n    def train_bach", "T has no train_batch"),
-        ("build_validation_data_loader", "build_val_data_loader", "Did you mean build_validation_data_loader?"),
-        ("evaluate_batch", "evalute_batch", "model_def.py:6: T has evalute_batch"),
+        ("train_batch", "train_batc", "Did you mean train_batch?"),
     ],
 )
 def test_a_method_that_is_missing_or_misspelled(right: str, wrong: str, message: str, tmp_path: Path):
@@ -255,8 +255,32 @@ def test_a_method_that_is_missing_or_misspelled(right: str, wrong: str, message:
 
 
 @pytest.mark.parametrize(
+    ("right", "wrong", "message"),
+    [
+        ("build_validation_data_loader", "build_val_data_loader", "Did you mean build_validation_data_loader?"),
+        ("evaluate_batch", "evalute_batch", "model_def.py:6: T has evalute_batch, which nothing in this file calls"),
+        ("evaluate_batch", "evaluate_batch", None),
+        ("ZeroTrial\nclass", "ZeroTrial, one\n@one\nclass", None),
+    ],
+)
+def test_a_method_that_only_may_be_misspelled_is_a_warning(right: str, wrong: str, message: str | None, tmp_path: Path):
+    """It may be called from another file."""
+    (tmp_path / "model_def.py").write_text(WHOLE.replace(right, wrong))
+    entrypoint = Entrypoint("model_def", "T")
+    check_entrypoint(entrypoint, tmp_path)
+    warnings = warn_of_methods(entrypoint, tmp_path)
+    assert len(warnings) == (message is not None) and (message or "") in "".join(warnings)
+    assert not warn_of_methods(Entrypoint("model_def", "T", as_determined=True), tmp_path)
+
+
+@pytest.mark.parametrize(
     ("right", "wrong"),
     [
+        ("def train_batch", "from steps import train_batch\n    def train_bach"),
+        ("def train_batch", "import steps as train_batch\n    def train_bach"),
+        ("def train_batch", "def __init__(self, context): T.train_batch = T.step\n    def step"),
+        ("def train_batch", "def __init__(self, context): setattr(T, 'train_batch', 1)\n    def step"),
+        ("def evaluate_batch", "def evaluate_dataset"),
         ("def train_batch", "def train_bach"),
         ("T(ZeroTrial)", "T(ZeroTrial, Mixin)"),
         ("from zero_trial import", "from mine import"),
@@ -268,7 +292,7 @@ def test_a_method_that_is_missing_or_misspelled(right: str, wrong: str, message:
 def test_methods_that_may_come_from_elsewhere_pass(right: str, wrong: str, tmp_path: Path):
     """The first one is a DeepSpeedTrial, whose methods have other names."""
     source = WHOLE.replace(right, wrong)
-    if right != "def train_batch" and "evaluate_batches" not in wrong:
+    if right != "def train_batch" and "evaluate_" not in wrong:
         source = source.replace("train_batch", "train_bach")
     (tmp_path / "model_def.py").write_text(source)
     moved = wrong == "def train_bach"
@@ -279,7 +303,10 @@ def test_a_misspelled_package_is_named(tmp_path: Path, monkeypatch: pytest.Monke
     (tmp_path / "model_def.py").write_text("from zero_trail import ZeroTrial")
     with pytest.raises(ConfigError, match=r"model_def.py:1: No module named 'zero_trail'.*Did you mean zero_trial\?"):
         check_imports(Entrypoint("model_def", "T"), tmp_path)
-    (tmp_path / "model_def.py").write_text("import not_installed_here")
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigError, match=r"put not_installed_here\.py into this folder"):
-        check_imports(Entrypoint("model_def", "T"), Path())
+    for package in ("not_installed_here", "torchzz"):
+        (tmp_path / "model_def.py").write_text(f"import {package}")
+        with pytest.raises(
+            ConfigError, match=rf"import {package}\. Install it where .*put {package}\.py into this folder"
+        ):
+            check_imports(Entrypoint("model_def", "T"), Path())

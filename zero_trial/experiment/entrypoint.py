@@ -132,32 +132,78 @@ def check_entrypoint(
 
 def _check_methods(name: str, source: ast.Module, file: str) -> None:
     """Raise ConfigError where a trial whose only base is zero_trial's ZeroTrial lacks a method that
-    every trial must have, or has one that is misspelled and would never be called."""
-    if dict(_imports(source.body)).get(BASE) not in (f"zero_trial.{BASE}", "zero_trial.trial.ZeroTrial"):
+    every trial must have."""
+    trial = _own_trial(name, source)
+    if trial is None:
         return
-    found = [node for node in source.body if isinstance(node, ast.ClassDef) and node.name == name]
-    if len(found) != 1 or found[0].decorator_list or found[0].keywords or [_name(b) for b in found[0].bases] != [BASE]:
-        return
-    trial = found[0]
-    methods = {node.name: node for node in trial.body if isinstance(node, ast.FunctionDef)}
-    if not methods:
-        return  # not written yet
-    bound = {node.name for node in ast.walk(trial) if isinstance(node, ast.FunctionDef)} | {
-        node.id for node in ast.walk(trial) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
-    }
-    used = {node.attr for node in ast.walk(source) if isinstance(node, ast.Attribute)}
-    for method in (*_REQUIRED, *_OPTIONAL):
-        spare = [each for each in methods if each not in (*_REQUIRED, *_OPTIONAL) and each not in used]
-        near = difflib.get_close_matches(method, spare, n=1, cutoff=_MISSPELLED)
-        if method in bound or not (near or method in _REQUIRED):
-            continue
+    for method, near in _missing(trial, source, _REQUIRED):
         raise ConfigError(
-            f"{name} has {near[0]}, which zero_trial never calls, and no {method}"
+            f"{name} has {near.name}, which zero_trial never calls, and no {method}"
             if near
             else f"{name} has no {method}, which every {BASE} must have",
-            where=f"{file}:{(methods[near[0]] if near else trial).lineno}",
+            where=f"{file}:{(near or trial).lineno}",
             fix=f"Did you mean {method}?" if near else f"Write def {method}.",
         )
+
+
+def warn_of_methods(entrypoint: Entrypoint, model_dir: Path) -> list[str]:
+    """Return a warning for each method whose name is nearly that of one that a trial may have: it
+    may be misspelled, or a helper that another file calls."""
+    path = entrypoint.file(model_dir)
+    if path is None or entrypoint.as_determined:
+        return []
+    source = _read_source(path, str(path))
+    trial = _own_trial(entrypoint.name, source)
+    return [
+        f"{path.relative_to(model_dir)}:{near.lineno}: {entrypoint.name} has {near.name}, which nothing in this file "
+        f"calls, and no {method}. Did you mean {method}?"
+        for method, near in (_missing(trial, source, _OPTIONAL) if trial is not None else ())
+        if near is not None
+    ]
+
+
+def _own_trial(name: str, source: ast.Module) -> ast.ClassDef | None:
+    """Return the class, where its only base is zero_trial's ZeroTrial and it has methods: one
+    without any is not written yet."""
+    if dict(_imports(source.body)).get(BASE) not in (f"zero_trial.{BASE}", "zero_trial.trial.ZeroTrial"):
+        return None
+    found = [node for node in source.body if isinstance(node, ast.ClassDef) and node.name == name]
+    if len(found) != 1 or found[0].decorator_list or found[0].keywords or [_name(b) for b in found[0].bases] != [BASE]:
+        return None
+    return found[0] if any(isinstance(node, ast.FunctionDef) for node in found[0].body) else None
+
+
+def _missing(
+    trial: ast.ClassDef, source: ast.Module, wanted: Iterable[str]
+) -> Iterator[tuple[str, ast.FunctionDef | None]]:
+    """Yield each wanted method that nothing in the class binds and that the file does not set on
+    anything, with the unused method whose name is nearly the same."""
+    bound = _bound(trial)
+    for node in ast.walk(source):
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            bound.add(node.attr)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            bound.add(node.value)  # setattr
+    used = {node.attr for node in ast.walk(source) if isinstance(node, ast.Attribute)}
+    methods = {node.name: node for node in trial.body if isinstance(node, ast.FunctionDef)}
+    spare = [each for each in methods if each not in (*_REQUIRED, *_OPTIONAL) and each not in used]
+    for method in wanted:
+        if method not in bound:
+            near = difflib.get_close_matches(method, spare, n=1, cutoff=_MISSPELLED)
+            yield method, methods[near[0]] if near else None
+
+
+def _bound(trial: ast.ClassDef) -> set[str]:
+    """Return the names that anything in a class binds, imports included."""
+    names = set()
+    for node in ast.walk(trial):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            names.add(node.name)
+        elif isinstance(node, ast.alias):
+            names.add(node.asname or node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.id)
+    return names
 
 
 def check_metric(entrypoint: Entrypoint, model_dir: Path, metric: Any, where: str | None = None) -> None:
@@ -213,15 +259,14 @@ def check_imports(entrypoint: Entrypoint, model_dir: Path) -> None:
             if _is_beside(package, model_dir):
                 return
             if find_spec(package) is None:
-                near = difflib.get_close_matches(package, ("zero_trial", "torch"), n=1, cutoff=0.8)
+                near = difflib.get_close_matches(package, ("zero_trial",), n=1, cutoff=0.8)
                 folder = "this folder" if model_dir == Path() else model_dir
                 raise ConfigError(
                     f"No module named '{package}'",
                     where=f"{path.relative_to(model_dir)}:{node.lineno}",
                     got=ast.unparse(node),
-                    fix=f"Did you mean {near[0]}?"
-                    if near
-                    else f"Install it where {sys.executable} finds it, or put {package}.py into {folder}.",
+                    fix=("Did you mean zero_trial? Otherwise install" if near else "Install")
+                    + f" it where {sys.executable} finds it, or put {package}.py into {folder}.",
                 )
 
 

@@ -10,7 +10,13 @@ from typing import Any
 
 from zero_trial.errors import ConfigError
 from zero_trial.experiment.changes import KeyPath
-from zero_trial.experiment.entrypoint import Entrypoint, check_entrypoint, check_imports, parse_entrypoint
+from zero_trial.experiment.entrypoint import (
+    Entrypoint,
+    check_entrypoint,
+    check_imports,
+    parse_entrypoint,
+    warn_of_methods,
+)
 from zero_trial.experiment.experiment import ExperimentConfig, examine_experiment
 from zero_trial.experiment.space import Point, Space, explore, find_ranges
 from zero_trial.launch.environment import count_devices
@@ -158,6 +164,9 @@ class _ExperimentCheck:
         except ConfigError as error:
             self.issues += issues_of(Area.ENTRYPOINT, error)
             return None
+        self.issues += [
+            note(Area.ENTRYPOINT, Severity.WARNING, text) for text in warn_of_methods(entrypoint, model_dir)
+        ]
         self.looked[Area.ENTRYPOINT] = str(entrypoint)
         return entrypoint
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from tests.report.searched import play
 from tests.report.test_run_reader import SUMMARY, make, run, start, train, unreadable
 from zero_trial.cli.main import main
+from zero_trial.master.store import Database
 
 
 def test_the_page_lies_in_the_runs_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -58,6 +60,40 @@ def test_an_experiment_of_the_master_that_the_shell_talks_to(
     assert main(["sweep", "report", "1"]) == 2
     assert "DET_MASTER=http://127.0.0.1:1234" in capsys.readouterr().err
     assert main(["sweep", "report", "1", "--root", str(tmp_path)]) == 0
+
+
+@pytest.mark.parametrize(
+    ("addressed", "message"),
+    [
+        ("localhost:4321", None),
+        ("http://[::1]:4321", None),
+        (f"http://{socket.gethostname().upper()}:4321", None),
+        ("https://cluster.example.com:4321", "DET_MASTER is not the one of this folder"),
+        ("http://host:abc", "DET_MASTER: this is no address (Port could not be cast"),
+        ("http://localhost:99999", "DET_MASTER: this is no address (Port out of range"),
+        ("http://[::1", "DET_MASTER: this is no address (Invalid IPv6 URL): got http://[::1"),
+    ],
+)
+def test_the_address_of_the_master_that_the_shell_talks_to(
+    addressed: str,
+    message: str | None,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    play(tmp_path / "master.db")
+    (tmp_path / "master.json").write_text('{"url": "http://127.0.0.1:4321"}')
+    monkeypatch.setenv("ZERO_TRIAL_MASTER_ROOT", str(tmp_path))
+    monkeypatch.setenv("DET_MASTER", addressed)
+    assert main(["sweep", "report", "1"]) == (0 if message is None else 2)
+    assert (message or "") in capsys.readouterr().err
+
+
+def test_a_master_without_experiments(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Database(tmp_path / "master.db").close()
+    assert main(["sweep", "report", "1", "--root", str(tmp_path)]) == 2
+    assert "the master's store: there is no experiment yet: got 1" in capsys.readouterr().err
 
 
 def test_a_folder_of_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -46,7 +46,7 @@ def add_parser(subparsers: Any) -> None:
 
 def _add_root(parser: argparse.ArgumentParser) -> None:
     """Add the option for the folder of the master."""
-    parser.add_argument("--root", type=Path, help="the master's folder (default: as of zero-trial master up)")
+    parser.add_argument("--root", type=Path, help="the master's folder (default: the same as zero-trial master's)")
 
 
 def _handle(options: argparse.Namespace) -> int:
@@ -147,7 +147,7 @@ def _require_addressed(home: MasterDirectory, env: Mapping[str, str]) -> None:
     """Raise ConfigError where ``det`` in this shell talks to another master than the one of
     ``home``: its experiments have the same numbers."""
     addressed, own = env.get("DET_MASTER"), home.state().get("url")
-    if addressed and own and _port(addressed) != _port(own):
+    if addressed and own and _address(addressed, "DET_MASTER") != _address(own, str(home.root)):
         raise ConfigError(
             "the experiment's master is not clear: DET_MASTER is not the one of this folder",
             where=str(home.root),
@@ -156,5 +156,20 @@ def _require_addressed(home: MasterDirectory, env: Mapping[str, str]) -> None:
         )
 
 
-def _port(address: str) -> int | None:
-    return urlsplit(address if "//" in address else f"//{address}").port
+def _address(url: str, where: str) -> tuple[str | None, int | None]:
+    """Return host and port; all names of this host are one. Raises ConfigError for no address."""
+    from zero_trial.launch.environment import host_names
+
+    try:
+        parts = urlsplit(url if "//" in url else f"//{url}")
+        host, port = parts.hostname, parts.port
+    except ValueError as error:
+        raise ConfigError(
+            f"this is no address ({error})",
+            where=where,
+            got=url,
+            expected="http://HOST:PORT",
+            fix="Set it to the master's address, or give the master's folder (--root).",
+        ) from None
+    here = {"::1", *(name.lower() for name in host_names())}
+    return "localhost" if host in here else host, port

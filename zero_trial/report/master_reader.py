@@ -82,10 +82,10 @@ def read_experiment(
     if experiment is None:
         known = [str(other.id) for other in experiments.all_(connection, counted=False)]
         raise ConfigError(
-            "there is no such experiment",
+            "there is no such experiment" if known else "there is no experiment yet",
             where="the master's store",
             got=experiment_id,
-            expected=", ".join(known) or "none is there",
+            expected=", ".join(known) or None,
         )
     return _Reader(connection, curves, experiment, drawn).read()
 

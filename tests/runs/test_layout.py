@@ -78,7 +78,7 @@ def test_a_place_where_no_folder_can_be_made(make: Callable[[Path], Path], tmp_p
     """As one that may not be written, or a full disk: said by the command, before any rank is
     started."""
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match=r"the run's folder cannot be made \(Not a directory\): got .*file/deep"):
+    with pytest.raises(ConfigError, match=r"cannot be made \(.*/file is a file\): got .*file/deep\. Rename .*/file\."):
         make(tmp_path / "file" / "deep")
 
 
@@ -92,6 +92,14 @@ def test_a_file_or_a_dangling_link_in_place_of_the_runs(tmp_path: Path):
     runs.symlink_to("nowhere")
     for folder in (runs, runs / "deep"):
         with pytest.raises(ConfigError, match=r"runs is a link to nowhere, which is no folder.*Make that folder"):
+            new_run_folder(folder)
+    (tmp_path / "file").write_text("")
+    runs.unlink()
+    runs.symlink_to("file")
+    for folder in (runs, runs / "deep"):
+        with pytest.raises(
+            ConfigError, match=r"runs is a link to file, which is no folder\): got .*\. Remove .*/runs\.$"
+        ):
             new_run_folder(folder)
 
 

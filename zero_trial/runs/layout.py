@@ -193,11 +193,16 @@ def _make(folder: Path, where: str, fix: str) -> None:
 
 def _refused(error: OSError, folder: Path, where: str, fix: str) -> ConfigError:
     reason = error.strerror
-    if isinstance(error, FileExistsError):  # nothing to do with what may be written
-        there = Path(error.filename or folder)
+    there = next(
+        (path for path in (*reversed(folder.parents), folder) if os.path.lexists(path) and not path.is_dir()), None
+    )
+    if isinstance(error, FileExistsError | NotADirectoryError) and there is not None:
+        # nothing to do with what may be written
         linked = there.is_symlink()
         reason = f"{there} is a link to {os.readlink(there)}, which is no folder" if linked else f"{there} is a file"
-        fix = f"Make that folder, or remove {there}." if linked else f"Rename {there}."
+        fix = f"Rename {there}."
+        if linked:
+            fix = f"Remove {there}." if there.exists() else f"Make that folder, or remove {there}."
     return ConfigError(f"the run's folder cannot be made ({reason})", where=where, got=str(folder), fix=fix)
 
 

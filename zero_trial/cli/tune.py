@@ -248,7 +248,7 @@ def _machine(
 ) -> tuple[PlannedMachine, Margin]:
     """Return what is planned for, and what a rank needs beside its tensors.
 
-    On the CPU that are its processes; this one, which has loaded the same libraries, starts those
+    On the CPU these are its processes; this one, which has loaded the same libraries, starts those
     of each trial. ``call`` calls what asks a GPU.
     """
     import torch

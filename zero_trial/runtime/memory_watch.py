@@ -39,9 +39,9 @@ Factory = Callable[..., tuple[Any, Any, Any, Any]]
 
 
 class MemoryWatch:
-    """Bytes of rank 0's live tensors, planned by a dry run of the first
-    engine that ``around`` makes and measured in the second step of that engine. Where
-    ranks compute on the CPU, their processes count in whether the plan fits, and in nothing else.
+    """Bytes of rank 0's live tensors, planned by a dry run of the first engine that ``around``
+    makes and measured in the second step of that engine. Where ranks compute on the CPU, their
+    processes count in whether the plan fits, and in nothing else.
 
     Args:
         emit: gets one ``plan`` event, or a ``note`` with the reason why there is no plan, and one

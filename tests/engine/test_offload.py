@@ -426,7 +426,7 @@ def test_a_folder_that_one_rank_lacks_stops_all(ranks: Pools, tmp_path: Path) ->
     first, second = ranks(2).run(no_folder_on_one_rank, str(tmp_path))
     assert second.startswith("ConfigError: zero_optimization.offload_optimizer.nvme_path: there is no such folder")
     assert first.startswith(
-        "StorageError: file for optimizer state: another rank has no place for its state: got zero_opt"
+        "StorageError: file for optimizer state: another rank has no place for its state: got rank 1: zero_opt"
     )
 
 

@@ -7,7 +7,8 @@ All use AdamW with the same hyperparameters and clip the global norm to 1. Names
 and backward only, nothing exchanged), ``ddp``, ``fsdp2``, ``deepspeed-N`` and ``ours-N`` for ZeRO
 stage N. ``-default`` behind the last two leaves bucket sizes and the persistence threshold as that
 engine ships them; otherwise buckets are as large as the model and stage 3 shards every parameter,
-on both sides.
+on both sides. ``-none`` is set_grads_to_none; ``-16bit`` keeps bf16 gradients in bf16, where both
+otherwise sum them in fp32.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ from torch import Tensor, nn
 
 SEED = 7
 BLOCK = 10  # tiny layers per block
+GRADS_TO_NONE = "none"  # options of a contender
+GRADS_IN_MODEL_DTYPE = "16bit"
 
 
 @dataclass(frozen=True)
@@ -127,11 +130,13 @@ def prepare(name: str, model: nn.Module, dtype: str, micro_batch: int, accumulat
         return ddp(model, dtype, accumulation)
     if kind == "fsdp2":
         return fsdp2(model, dtype, accumulation)
-    stage, _, option = variant.partition("-")
+    stage, *options = variant.split("-")
     numel = sum(parameter.numel() for parameter in model.parameters())
-    config = ds_config(int(stage), dtype, micro_batch, accumulation, None if option == "default" else numel)
-    if option == "none":
+    config = ds_config(int(stage), dtype, micro_batch, accumulation, None if "default" in options else numel)
+    if GRADS_TO_NONE in options:
         config["zero_optimization"]["set_grads_to_none"] = True
+    if GRADS_IN_MODEL_DTYPE in options:
+        config.pop("data_types", None)
     return zero_engine(kind, model, config)
 
 

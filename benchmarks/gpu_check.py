@@ -275,7 +275,8 @@ def facts(dry: bool) -> dict[str, Any]:
     if not dry:
         ended = processes.run([sys.executable, "-c", FACTS], 60)
         about = (ended.rows or [{"why": ended.why()}])[0] | {"driver": driver()}
-    return {"command": record.command(), "machine": record.machine(), "gpu": about, "versions": record.versions()}
+    where = {"machine": record.machine(), "gpu": about, "versions": record.versions()}
+    return {"command": record.command(), "commit": record.AT_START, **where}
 
 
 def driver() -> str:

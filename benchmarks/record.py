@@ -1,5 +1,5 @@
-"""What a benchmark leaves behind: a JSON file and a markdown table, with machine, versions and the
-command."""
+"""What a benchmark leaves behind: a JSON file and a markdown table, with machine, versions, the
+commit and the command."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import json
 import os
 import platform
 import shlex
+import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -20,14 +21,17 @@ Column = tuple[str, Callable[[dict[str, Any]], str]]
 def save(name: str, settings: dict[str, Any], rows: list[dict[str, Any]], columns: Sequence[Column], note: str) -> None:
     """Writes ``results/<name>.json`` and ``.md`` and prints the table. A row without a command
     is of this run."""
-    facts: dict[str, Any] = {"command": command(), "machine": machine(), "versions": versions(), "settings": settings}
+    facts: dict[str, Any] = {"command": command(), "commit": AT_START, "machine": machine(), "versions": versions()}
+    facts["settings"] = settings
     table = markdown(rows, columns)
     FOLDER.mkdir(exist_ok=True)
     FOLDER.joinpath(f"{name}.json").write_text(json.dumps({**facts, "rows": rows}, indent=1) + "\n")
     text = [f"# {name}", "", note, "", table, ""]
     commands = dict.fromkeys(row.get("command", facts["command"]) for row in rows)
     text += [f"- command: {each}" for each in commands]
-    for key, value in list(facts.items())[1:]:
+    commits = dict.fromkeys(row.get("commit", facts["commit"]) for row in rows)
+    text += [f"- commit: {', '.join(each or 'unknown' for each in commits)}"]
+    for key, value in list(facts.items())[2:]:
         shown = value if isinstance(value, str) else ", ".join(f"{name} {item}" for name, item in value.items())
         text.append(f"- {key}: {shown}")
     FOLDER.joinpath(f"{name}.md").write_text("\n".join(text) + "\n")
@@ -35,10 +39,11 @@ def save(name: str, settings: dict[str, Any], rows: list[dict[str, Any]], column
 
 
 def earlier(name: str) -> list[dict[str, Any]]:
-    """The rows that are in ``results/<name>.json``, each with the command that measured it."""
+    """The rows that are in ``results/<name>.json``, each with the command and commit that
+    measured it."""
     path = FOLDER / f"{name}.json"
     known = json.loads(path.read_text()) if path.is_file() else {"rows": []}
-    return [{"command": known["command"]} | row for row in known["rows"]]
+    return [{"command": known["command"], "commit": known.get("commit")} | row for row in known["rows"]]
 
 
 def markdown(rows: list[dict[str, Any]], columns: Sequence[Column]) -> str:
@@ -60,6 +65,25 @@ def command() -> str:
     # of a folder of this machine (--before) only the name is kept
     given = [Path(word).name if Path(word).is_absolute() else word for word in sys.argv[1:]]
     return shlex.join(["python", f"benchmarks/{place}", *given])
+
+
+def commit() -> str | None:
+    """The short hash of the tree that is measured, ``-dirty`` where it has changes other than
+    results; None outside of a checkout."""
+    root = Path(__file__).parents[1]
+    changes = ["status", "--porcelain", "--", ".", ":(exclude)benchmarks/results"]
+    try:
+        found, changed = (
+            subprocess.run(["git", *words], cwd=root, capture_output=True, text=True, check=True).stdout.strip()
+            for words in (["rev-parse", "--short", "HEAD"], changes)
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return found + "-dirty" * bool(changed)
+
+
+# the tree may change while a benchmark runs
+AT_START = commit()
 
 
 def machine() -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -31,6 +32,15 @@ def test_states_are_those_of_a_plan_to_the_byte(way: str, ranks: int) -> None:
 def test_the_first_way_that_fits() -> None:
     fit = Fit("a", 8, {"0": 90 << 30, "2": 30 << 30, "3": 10 << 30}, {"0": 0, "2": 2 << 30, "3": 4 << 30})
     assert [fit.cheapest(gpu) for gpu in (8, 24, 40, 80)] == ["–", "3", "2", "2"]
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_a_model_is_as_large_as_its_name(name: str) -> None:
+    """Within a twentieth; a layer more adds what the second has."""
+    number, unit = name.split()
+    shape, named = SHAPES[name], float(number) * {"B": 1e9, "T": 1e12}[unit]
+    one, two = (sum(p.numel() for p in Llama(replace(shape, layers=n)).parameters()) for n in (1, 2))
+    assert one + (shape.layers - 1) * (two - one) == pytest.approx(named, rel=0.05)
 
 
 def test_the_page_has_the_states_of_now() -> None:

@@ -55,6 +55,7 @@ COVERING: list[Cell] = [
 ]
 # fp32 parameters are updated on the host, 16-bit ones where their state is
 OF_DEVICE: list[Cell] = [("zero1", "nvme", "none", "bf16", 4), ("zero2", "cpu", "cpu", "fp32", 1)]
+SMALL_OF_DEVICE: list[Cell] = [("zero0", "nvme", "nvme", "fp16", 1), ("zero3", "cpu", "cpu", "bf16", 1)]
 
 
 class SmallNet(nn.Module):
@@ -135,6 +136,8 @@ def test_a_covering_part(ranks: Pools, tmp_path: Any) -> None:
 @pytest.mark.smoke
 def test_from_a_device(devices: Pools, tmp_path: Any) -> None:
     for wrong in devices(2).run(run_cells, OF_DEVICE, str(tmp_path), Net, 5):
+        assert wrong == []
+    for wrong in devices(2).run(run_cells, SMALL_OF_DEVICE, str(tmp_path), SmallNet, 3):
         assert wrong == []
 
 

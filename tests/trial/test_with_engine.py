@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from tests.trial.harness import Points
 from zero_trial.comm import destroy_distributed
@@ -99,6 +100,34 @@ def test_a_checkpoint_of_another_trial_gives_weights_only(tmp_path: Path) -> Non
     first, _, _ = run(ds_config(1), 7, storage=tmp_path)
     trial, _, outcome = run(ds_config(1), 1, storage=tmp_path, latest_checkpoint="step-000007", trial_id="2")
     assert outcome.step == 1 and trial.engine.global_steps == 1 and trial.losses[0] < first.losses[0]
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_trial_trains_from_a_folder_of_weights(tmp_path: Path, stage: int) -> None:
+    """Its model is on the meta device, and its losses are those of a model that has the values."""
+
+    def layers() -> torch.nn.Sequential:
+        return torch.nn.Sequential(torch.nn.Linear(1, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
+
+    class WithValues(DropoutTrial):
+        def __init__(self, context: ZeroTrialContext) -> None:
+            super(DropoutTrial, self).__init__(context)
+            model = layers()
+            model.load_state_dict(values)
+            self.engine, self.losses = context.initialize(model=model), []
+
+    class FromFolder(DropoutTrial):
+        def __init__(self, context: ZeroTrialContext) -> None:
+            super(DropoutTrial, self).__init__(context)
+            with torch.device("meta"):
+                model = layers()
+            self.engine, self.losses = context.initialize(model=model, weights=tmp_path), []
+
+    torch.manual_seed(11)
+    values = layers().state_dict()
+    save_file(values, tmp_path / "model.safetensors")
+    expected, found = (run(ds_config(stage), 3, kind)[0].losses for kind in (WithValues, FromFolder))
+    assert found == expected and len(found) == 3
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])

@@ -48,6 +48,17 @@ def test_the_table(experiment: tuple[str, str], capsys: pytest.CaptureFixture[st
         assert row in shown
 
 
+def test_a_key_that_a_gpu_does_not_honor_is_named_before_the_run(
+    experiment: tuple[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["zero_optimization.offload_optimizer.device=cpu", "zero_optimization.offload_optimizer.ratio=0.3"]
+    for verb in (["plan", "--limit", "1GiB"], ["check", "--no-build"]):
+        assert main([verb[0], *experiment, *words, *verb[1:]]) == 0
+        captured = capsys.readouterr()
+        shown = captured.err if verb[0] == "plan" else captured.out
+        assert "ratio: 0.3 has no effect on a GPU" in shown.replace("\n", " "), verb
+
+
 def test_the_callers_garbage_collector_is_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan, "_plan", lambda options: gc.freeze() or 0)
     gc.unfreeze()

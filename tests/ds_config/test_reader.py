@@ -68,6 +68,22 @@ def test_a_small_file(tmp_path: Path):
     assert config.warnings == ()
 
 
+@pytest.mark.parametrize(
+    ("device", "ratio", "words"),
+    [
+        ("cpu", 0.3, "all of the optimizer's state leaves it"),
+        ("nvme", 0.3, "all of the optimizer's state leaves it; where ranks compute on the CPU it is honored"),
+        ("cpu", 1.0, None),
+        ("none", 0.3, None),
+    ],
+)
+def test_a_ratio_that_a_gpu_does_not_honor_is_a_warning(device: str, ratio: float, words: str | None):
+    section = {"device": device, "ratio": ratio, "nvme_path": "."}
+    config = read_ds_config({"train_batch_size": 8, "zero_optimization": {"stage": 3, "offload_optimizer": section}})
+    where = "zero_optimization.offload_optimizer.ratio"
+    assert config.warnings == ((f"{where}: 0.3 has no effect on a GPU: {words}",) if words else ())
+
+
 def test_nothing_is_the_default():
     assert read_ds_config({}) == DsConfig(sources=read_ds_config({}).sources)
 

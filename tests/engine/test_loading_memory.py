@@ -46,9 +46,11 @@ def grown(case: str, folder: Path) -> float:
 @pytest.mark.parametrize("case", ["weights-3", "init-3", "meta-3"])
 def test_a_rank_grows_by_its_shards_and_a_group(case: str, ranks: Pools, tmp_path: Path) -> None:
     write_file(tmp_path / "model.safetensors", width_of(MEGABYTES))
-    slack = SLACK if case != "weights-3" else 4
+    limit = 2 * SHARD + GROUP + SLACK
+    if case == "weights-3":  # gradients have no memory yet, and what is read goes to its place
+        limit = 1.15 * (SHARD + GROUP) + 4  # of the heap
     for peak in ranks(2).run(grown, case, tmp_path):
-        assert peak <= 2 * SHARD + GROUP + slack
+        assert peak <= limit
 
 
 def file_pages_after(folder: Path) -> tuple[float, bool]:

@@ -43,12 +43,14 @@ class Cell:
     zero: dict[str, Any] = field(default_factory=dict)
     config: dict[str, Any] = field(default_factory=dict)
     blocks: int = 2
+    first: str = "built"  # where first values come from: the model, "meta" or "weights"
 
     @property
     def offloads(self) -> bool:
         return "offload_optimizer" in self.zero
 
-    def engine(self) -> zero_trial.Engine:
+    def engine(self, folder: str | None = None) -> zero_trial.Engine:
+        """``folder``: of the weights."""
         # dropout of accelerators and of the CPU differ in how they round 16-bit gradients
         drop = 0.1 if self.precision == "fp32" else 0.0
         config = {
@@ -60,8 +62,10 @@ class Cell:
             "zero_optimization": STAGES[self.stage] | self.zero,
         }
         torch.manual_seed(1)
-        model = TinyLM(self.blocks, dropout=drop)
-        return zero_trial.initialize(model=model, config=config | PRECISIONS[self.precision] | self.config)[0]
+        with torch.device("cpu" if self.first == "built" else "meta"):
+            model = TinyLM(self.blocks, dropout=drop)
+        config |= PRECISIONS[self.precision] | self.config
+        return zero_trial.initialize(model=model, config=config, weights=folder if self.first == "weights" else None)[0]
 
 
 @dataclass
@@ -161,7 +165,7 @@ def fullest(cells: list[Cell], folder: str) -> list[tuple[dict[str, int], int, s
     for cell in cells:
         gc.collect()  # the engine before
         here.library.standin_reset_peak()
-        engine = cell.engine()
+        engine = cell.engine(folder)
         torch.standin.synchronize()
         largest = max(group.layout.numel * group.dtype.itemsize for group in engine.sharded.groups)
         over, live = {"initialize": here.peak - here.live}, here.live
@@ -183,9 +187,12 @@ def fullest(cells: list[Cell], folder: str) -> list[tuple[dict[str, int], int, s
 
 
 def test_the_device_holds_one_group_at_most_beside_what_stays(devices: Pools, tmp_path: Path) -> None:
-    """Also where 16-bit groups get their values from an fp32 model: those come in parts."""
-    stages, precisions = ("zero0", "zero2", "zero3", "zero3-free"), ("fp32", "bf16")
+    """Also where 16-bit groups get their values from an fp32 model: those come in parts. A model on
+    the meta device makes them module by module, or reads what an engine before has saved."""
+    stages, precisions = ("zero0", "zero1", "zero2", "zero3", "zero3-free"), ("fp32", "bf16")
     cells = [Cell(stage, precision, blocks=1) for stage in stages for precision in precisions]
+    cells += [Cell("zero2", "fp16", blocks=1), Cell("zero3-free", "fp16", blocks=1)]
+    cells += [Cell("zero3-free", blocks=1, first=first) for first in ("weights", "meta")]
     for rank, answers in enumerate(devices(2).run(fullest, cells, str(tmp_path))):
         for cell, (over, largest, missing) in zip(cells, answers, strict=True):
             assert max(over.values()) <= largest + 512, (cell, over, largest)  # an allocation is rounded up

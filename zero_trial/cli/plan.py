@@ -9,6 +9,7 @@ import gc
 import json
 import math
 import os
+import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -133,6 +134,9 @@ def _plan(options: argparse.Namespace) -> int:
         own, rows = planner.plan(), planner.compare()
         error = None if own.fits(limit) or limit is None else _does_not_fit(planner, limit)
         estimate = _estimate(options, planner, links)
+        warnings = planner.settings.warnings
+    for warning in warnings:
+        print(f"warn    {warning}", file=sys.stderr)
     if options.json:
         compared = [
             {"name": row.name, "plan": row.plan.as_dict() if row.plan else None, "refusal": row.refusal} for row in rows

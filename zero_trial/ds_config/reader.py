@@ -189,12 +189,24 @@ def read_ds_config(
     if clashes:
         raise (InvalidHP if search else ConfigError).many(as_invalid_hp(clashes) if search else clashes)
     config: DsConfig = _build(DsConfig, "", values)
+    warnings += _idle_ratio(config, ready)
     return dataclasses.replace(
         config,
         sources=_sources(ready),
         warnings=(*document.warnings, *spelled.notes, *warnings),
         raw=_plain(ready.value),
     )
+
+
+def _idle_ratio(config: DsConfig, document: Document) -> list[str]:
+    """Return a warning where ``offload_optimizer.ratio`` keeps nothing in its place: on a GPU, and
+    with "cpu" anywhere. DeepSpeed updates the rest of the state on the GPU."""
+    section, parts = config.zero_optimization.offload_optimizer, ("zero_optimization", "offload_optimizer", "ratio")
+    if section is None or section.device == "none" or section.ratio == 1:
+        return []
+    where = document.at(parts).where(".".join(parts))
+    limit = "" if section.device == "cpu" else "; where ranks compute on the CPU it is honored"
+    return [f"{where}: {section.ratio:g} has no effect on a GPU: all of the optimizer's state leaves it{limit}"]
 
 
 def replaced_rates(

@@ -430,9 +430,6 @@ def offload_line(engine: Engine) -> str | None:
             )
     if engine.device.type == "cpu" and zero.offload_param is not None and zero.offload_param.device == "nvme":
         lines.append(_of_parameters(engine))
-    ratio = zero.offload_optimizer.ratio if zero.offload_optimizer is not None else 1.0
-    if lines and ratio < 1 and staged:
-        lines.append(f"offload: ratio {ratio:g} has no effect here: all of the state leaves {engine.device}")
     return "\n".join(lines) or None
 
 

@@ -53,7 +53,7 @@ class Planner:
         self, subject: Subject, settings: DsConfig, ranks: int, *, one_host: bool = True, processes: int = 0
     ) -> None:
         self._subject = subject
-        self._settings = settings
+        self.settings = settings
         self._one_host = one_host
         self._processes = processes
         self.ranks = ranks
@@ -110,7 +110,7 @@ class Planner:
         away = self.away if away is None else away
         here = (stage, micro_batch, away) == (self.stage, self.micro_batch, self.away)
         name = f"ZeRO-{stage}, micro batch {micro_batch} x accumulation {self._accumulation(micro_batch)}"
-        place = self._elsewhere if away != self.away else self._settings.zero_optimization.offload_optimizer
+        place = self._elsewhere if away != self.away else self.settings.zero_optimization.offload_optimizer
         where = {"nvme": ", state on NVMe", "cpu": ", state in host memory"}
         name += (where[place.device] if away and place is not None else "") + (" (as configured)" if here else "")
         try:
@@ -126,7 +126,7 @@ class Planner:
     def _make(self, stage: int, micro_batch: int, away: bool) -> MemoryPlan:
         accumulation = self._accumulation(micro_batch)
         simulated = min(accumulation, MOST_ACCUMULATION)
-        settings = variant(self._settings, stage=stage, micro_batch=micro_batch, accumulation=simulated)
+        settings = variant(self.settings, stage=stage, micro_batch=micro_batch, accumulation=simulated)
         if away != self.away:
             settings = with_state_at(settings, self._elsewhere if away else None)
         figures, how = self._subject.dry_run(settings, self.ranks, micro_batch, self._one_host)

@@ -149,7 +149,7 @@ class PipelinePlanner:
         limit: int | None = None,
         processes: int = 0,
     ) -> None:
-        self._settings = settings
+        self.settings = settings
         self._batch = batch
         self._one_host = one_host
         self._limit = limit
@@ -215,7 +215,7 @@ class PipelinePlanner:
 
     def _make(self, zero_stage: int, micro_batch: int) -> PipelinePlan:
         accumulation = self.micro_batch * self.accumulation // micro_batch
-        settings = variant(self._settings, stage=zero_stage, micro_batch=micro_batch, accumulation=accumulation)
+        settings = variant(self.settings, stage=zero_stage, micro_batch=micro_batch, accumulation=accumulation)
         # what was asked of the sharding may be nothing that another stage can do
         if zero_stage != self.zero_stage:
             zero = replace(settings.zero_optimization, reduce_every="auto", reshard_after="auto")

@@ -7,8 +7,8 @@ shards and its largest group.
 Each case runs in fresh processes, one per rank, on a stack of equal blocks in fp32 (or bf16) whose
 values are in one safetensors file. `peak` is the most that a rank's resident memory grew above that
 before the case (the kernel's VmHWM, reset at that moment), `after` what it grew by in the end.
-`shards` is what a rank keeps of parameters and masters, and gradients if they live from the start
-(stages 0 and 1), and `group` the largest group's full parameters; `ratio` is peak over their sum.
+`shards` is what a rank keeps of parameters and masters (gradients have no memory before the first
+backward), and `group` the largest group's full parameters; `ratio` is peak over their sum.
 `bytes read` are those of all ranks (rchar of the kernel) over the size of the file. Memory and
 bytes do not depend on what else the machine does.
 """
@@ -43,7 +43,18 @@ from zero_trial.checkpoint.format import safetensors_header, tensor_bytes
 from zero_trial.comm import init_distributed
 
 BLOCKS = 16
-CASES = ("plain-3", "init-3", "meta-3", "weights-3", "weights-3-bf16", "weights-2", "state-3", "save-3")
+CASES = (
+    "plain-3",
+    "init-3",
+    "meta-3",
+    "weights-3",
+    "weights-3-bf16",
+    "weights-2",
+    "weights-1",
+    "weights-0",
+    "state-3",
+    "save-3",
+)
 PRETRAINED = ("built-3", "pretrained-3")  # by from_pretrained; they need transformers
 COLUMNS: list[record.Column] = [
     ("case", lambda row: row["case"]),
@@ -262,8 +273,6 @@ def run_case(case: str, ranks: int, width: int, folder: Path, size: int) -> dict
     group = full / BLOCKS if stage == "3" else full / 4  # a bucket is a quarter of the model
     starts = how not in ("state", "save")
     shards = full / cut + (numel * 4 / ranks / 1e6 if precision else 0.0) if starts else 0.0
-    if starts and int(stage) < 2:
-        shards += numel * 4 / 1e6
     peaks = [each["peak"] for each in rows]
     row: dict[str, Any] = {"case": case, "shards": shards, "group": group, "peak": max(peaks[1:])}
     row |= {"ratio": max(peaks[1:]) / (shards + group)}

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 import zero_trial
 from tests.importing.checkpoints import unpack
+from tests.support.pool import Pools
 from zero_trial.checkpoint import CheckpointReader
 from zero_trial.errors import CheckpointError
 from zero_trial.importing import huggingface
@@ -97,6 +101,81 @@ def test_what_a_trainer_has_saved_goes_on(tmp_path: Path, stage: int) -> None:
         found.append(loss.item())
     assert found == pytest.approx(expected, rel=1e-6)
     engine.destroy()
+
+
+class _Words(torch.utils.data.Dataset):
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, number: int) -> dict[str, torch.Tensor]:
+        words = torch.randint(0, 32, (8,), generator=torch.Generator().manual_seed(number))
+        return {"input_ids": words, "labels": words}
+
+
+TRAINER = """import json, sys
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+from tests.importing.test_huggingface import _Words
+shape = dict(vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2)
+given = dict(max_steps=3, save_steps=2, learning_rate=1e-2, weight_decay=0.1, per_device_train_batch_size=4)
+quiet = dict(report_to=[], disable_tqdm=True, use_cpu=True, dataloader_pin_memory=False, max_grad_norm=0.0)
+args = TrainingArguments(output_dir=sys.argv[1], **given, **quiet)
+trainer = Trainer(model=LlamaForCausalLM(LlamaConfig(**shape)), args=args, train_dataset=_Words())
+trainer.train()
+known = {id(param): name for name, param in trainer.model.named_parameters()}
+print(json.dumps([[known[id(param)] for param in group["params"]] for group in trainer.optimizer.param_groups]))
+"""
+
+
+def read_on_a_rank(folder: Path, names: list[list[str]]) -> tuple[int, dict[str, torch.Tensor], dict[str, Any]]:
+    """What an engine of this rank has of the imported Trainer's folder: steps, weights, moments."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    model = LlamaForCausalLM(LlamaConfig.from_pretrained(folder))
+    params = dict(model.named_parameters())
+    groups = [
+        {"params": [params[name] for name in row], "weight_decay": decay}
+        for row, decay in zip(names, (0.1, 0.0), strict=True)
+    ]
+    config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}, "log_level": "error"}
+    optimizer = torch.optim.AdamW(groups, lr=0.01)
+    engine = zero_trial.initialize(model=model, optimizer=optimizer, config=config)[0]
+    engine.load_checkpoint(folder, load_lr_scheduler_states=False)
+    weights = {name: value.clone() for name, value in engine.module_state_dict().items()}
+    moments = {
+        kind: {
+            name: zero_trial.zero.safe_get_full_optimizer_state(param, kind).clone() for name, param in params.items()
+        }
+        for kind in ("exp_avg", "exp_avg_sq")
+    }
+    steps = engine.global_steps
+    engine.destroy()
+    return steps, weights, moments
+
+
+@pytest.mark.slow  # a process of transformers' own takes ten seconds
+def test_two_ranks_read_what_a_genuine_trainer_has_written(ranks: Pools, tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")
+    root = Path(__file__).parents[2]
+    environment = os.environ | {"PYTHONPATH": str(root), "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, "-c", TRAINER, str(tmp_path)]
+    done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stderr
+    folder = tmp_path / "checkpoint-2"
+    imported = read_source(folder, None, ImportOptions())
+    assert (imported.step, imported.left_out) == (2, [])
+    write_imported(imported, folder)
+    written = load_file(folder / "model.safetensors")
+    optimizer = torch.load(folder / "optimizer.pt", weights_only=True)
+    names = json.loads(done.stdout.splitlines()[-1])
+    of_number = dict(enumerate(name for row in names for name in row))
+    assert [group["weight_decay"] for group in optimizer["param_groups"]] == [0.1, 0.0]
+    for steps, weights, moments in ranks(2).run(read_on_a_rank, folder, names):
+        assert steps == 2 and weights.keys() >= written.keys()
+        assert all(torch.equal(weights[name], value) for name, value in written.items())
+        for number, state in optimizer["state"].items():
+            for kind in ("exp_avg", "exp_avg_sq"):
+                assert torch.equal(moments[kind][of_number[number]], state[kind]), (of_number[number], kind)
 
 
 def test_what_does_not_fit_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from benchmarks.record import FOLDER
+from benchmarks.record import FOLDER, number
 
 ROOT = FOLDER.parents[1]
 BEGIN = "<!-- figures: made by benchmarks/figures.py -->"
@@ -51,9 +51,35 @@ def main() -> int:
 
 def readme() -> str:
     """A table of the engine, and a line per other benchmark."""
-    lines = [_optimizer_line(), _pipeline_line(), _overhead_line(), _master_line(), _comm_line()]
+    lines = [_memory_line(), _optimizer_line(), _pipeline_line(), _overhead_line(), _master_line(), _comm_line()]
     wrapped = [_wrapped(line, "  ") for line in lines]
     return "\n".join([_engine_table(), "", *wrapped])
+
+
+def live_bytes() -> str:
+    """Formula and live bytes of every stage, in each dtype."""
+    found = _results("memory")
+    ranks, dtypes = found["settings"]["ranks"], ("fp32", "bf16", "fp16")
+    rows = _memory_rows()
+
+    def cells(stage: str, sums: str = "") -> list[str]:
+        them = [rows.get((stage + sums, dtype)) for dtype in dtypes]
+        return [
+            cell
+            for row in them
+            for cell in ((row["formula"], f"{row['tensor_bytes_per_parameter']:.2f}") if row else ("", ""))
+        ]
+
+    titles = {f"{stage}": f"stage {stage}" for stage in range(4)}
+    titles |= {f"{stage}-none": f"stage {stage}, `set_grads_to_none`" for stage in (2, 3)}
+    lines = [[title, *cells(key)] for key, title in titles.items()]
+    lines += [[f"stage {stage}, bf16 with gradients in fp32", *cells(f"{stage}", " fp32")] for stage in range(4)]
+    head = [word for dtype in dtypes for word in (f"{dtype}: formula", "live")]
+    said = _wrapped(
+        f"Bytes of live tensors per parameter, measured after a step of a GPT of {_millions('memory')} M parameters with "
+        f"AdamW on N = {ranks} ranks (`{_page('memory')}`). Gradients in fp32 are `data_types.grad_accum_dtype`."
+    )
+    return f"{said}\n\n{_table(['', *head], lines)}"
 
 
 def comparison() -> str:
@@ -174,6 +200,7 @@ def tuning() -> str:
 
 PAGES: dict[str, Callable[[], str]] = {
     "README.md": readme,
+    "docs/architecture.md": live_bytes,
     "docs/comparison.md": comparison,
     "docs/guide/pipeline.md": pipelines,
     "docs/guide/offload.md": offload,
@@ -229,6 +256,32 @@ def _engine_table() -> str:
 
 def _row(title: str, cells: list[str]) -> str:
     return f"| {' | '.join([title, *cells])} |".replace("  |", " |")
+
+
+def _memory_rows() -> dict[tuple[str, str], dict[str, Any]]:
+    """Our rows by stage, with its options, and dtype: gradients are in the model's dtype, but for
+    those of ``N fp32``."""
+    found = {}
+    for row in _results("memory")["rows"]:
+        kind, _, variant = row["name"].partition("-")
+        if kind == "ours":
+            own = row["dtype"] != "bf16" or "-16bit" in variant
+            stage = variant.replace("-16bit", "") + ("" if own else " fp32")
+            found[stage, row["dtype"]] = row
+    return found
+
+
+def _memory_line() -> str:
+    rows = _memory_rows()
+    each = [
+        f"{dtype} {', '.join(number('tensor_bytes_per_parameter', 2)(rows[f'{stage}', dtype]) for stage in range(4))}"
+        for dtype in ("fp32", "bf16", "fp16")
+    ]
+    none = [number("tensor_bytes_per_parameter", 2)(rows["3-none", dtype]) for dtype in ("fp32", "bf16")]
+    return (
+        f"- Bytes per parameter between steps, {_millions('memory')} M parameters, two ranks, AdamW, stages 0 to 3: "
+        f"{'; '.join(each)}. With `set_grads_to_none` at stage 3: fp32 {none[0]}, bf16 {none[1]} (`memory.md`)."
+    )
 
 
 def _optimizer_line() -> str:

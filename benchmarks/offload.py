@@ -19,9 +19,10 @@ tried in a process of its own before, which has ``--peer-seconds`` to compile op
 step.
 
 With ``--params``: one forward and backward at each of ``--stages`` that frees each block after use,
-on ``--rows`` rows, with the parameters in memory and in a file. `disk` is the same reads with
-nothing to compute; `nvme / larger` is over the larger of `memory` and `disk`, what a perfect
-overlap takes.
+on ``--rows`` rows, with the parameters in a file; `memory` is the same with all in memory, in a
+process of its own before and one after: where parameters are offloaded, the allocator of the whole
+process gives freed blocks back. `disk` is the same reads with nothing to compute; `nvme / larger`
+is over the larger of `memory` and `disk`, what a perfect overlap takes.
 
 With ``--engines``: io_uring, libaio and threads, in the requests that offload makes.
 """
@@ -32,6 +33,7 @@ import argparse
 import contextlib
 import functools
 import importlib.util
+import json
 import os
 import statistics
 import sys
@@ -107,11 +109,17 @@ def main() -> None:
     options.add_argument("--engines", action="store_true", help="the ways to the kernel, and nothing else")
     options.add_argument("--peer-seconds", type=float, default=900, help="for DeepSpeed to compile and do a step")
     options.add_argument("--peer", nargs=2, help=argparse.SUPPRESS)  # device and stage of the one to try
+    options.add_argument("--alone", type=int, help=argparse.SUPPRESS)  # stage of passes with all in memory
     given = options.parse_args()
     warnings.simplefilter("ignore", FutureWarning)  # of what is looked at to weigh an engine
-    hidden = ("folder", "buffers", "params", "engines", "stages", "peer_seconds", "peer")
+    hidden = ("folder", "buffers", "params", "engines", "stages", "peer_seconds", "peer", "alone")
     if given.peer:
         deepspeed_engine(given, given.peer[0], int(given.peer[1]))
+        return
+    if given.alone is not None:
+        kept_engine = parameter_engine(given, 0, given.alone)
+        passes(kept_engine, given.rows)
+        print(json.dumps({"seconds": [passes(kept_engine, given.rows) for _ in range(given.rounds)]}))
         return
     if given.engines:
         compared = [rates(given, name, workers) for name in ENGINES for workers in (1, 2)]
@@ -311,7 +319,8 @@ def step(trained: Any, store: SwappedStore | None = None) -> float:
 
 def measure_parameters(given: argparse.Namespace, buffers: int, stage: int = 3) -> dict[str, Any]:
     """One row: medians over rounds."""
-    here, away = parameter_engine(given, 0, stage), parameter_engine(given, buffers, stage)
+    before_it = in_memory(given, stage, given.rounds - given.rounds // 2)
+    away = parameter_engine(given, buffers, stage)
     shards = [group.offloaded for group in away.sharded.groups if isinstance(group.offloaded, SwappedShard)]
     if not shards or not isinstance(file := shards[0].swapper.space, SwapFile):
         raise SystemExit("no parameters are in a file")
@@ -320,15 +329,11 @@ def measure_parameters(given: argparse.Namespace, buffers: int, stage: int = 3) 
     before = file.bytes_read
     passes(away, given.rows)
     moved = file.bytes_read - before
-    ways: dict[str, Callable[[], float]] = {
-        "memory": lambda: passes(here, given.rows),
-        "nvme": lambda: passes(away, given.rows),
-        "disk": lambda: reads(order),
-    }
-    times: dict[str, list[float]] = {name: [] for name in ways}
+    times: dict[str, list[float]] = {"memory": before_it, "nvme": [], "disk": []}
     for _ in range(given.rounds):
-        for name, way in ways.items():
-            times[name].append(way())
+        times["nvme"].append(passes(away, given.rows))
+        times["disk"].append(reads(order))
+    times["memory"] += in_memory(given, stage, given.rounds // 2)
     found = {name: 1e3 * statistics.median(values) for name, values in times.items()}
     return {
         "stage": stage,
@@ -341,6 +346,18 @@ def measure_parameters(given: argparse.Namespace, buffers: int, stage: int = 3) 
         "ring": sum(buffer.numel() for buffer in shards[0].swapper.buffers) / 2**20,
         "direct": file.direct,
     }
+
+
+def in_memory(given: argparse.Namespace, stage: int, rounds: int) -> list[float]:
+    """Seconds of ``rounds`` passes with the parameters in memory, in a process of its own."""
+    if not rounds:
+        return []
+    words = {"--alone": stage, "--rounds": rounds, "--parameters": given.parameters, "--rows": given.rows}
+    command = [sys.executable, str(Path(__file__).absolute()), *(str(word) for pair in words.items() for word in pair)]
+    ended = processes.run(command, 600)
+    if ended.code != 0:
+        raise SystemExit(ended.why())
+    return list(ended.rows[-1]["seconds"])
 
 
 def parameter_engine(given: argparse.Namespace, buffers: int, stage: int) -> zero_trial.Engine:

@@ -298,34 +298,7 @@ def passes_of_two_groups() -> int:
     return faults
 
 
-def values_after_an_interrupt() -> tuple[bool, int]:
-    """Whether a group has its values whose fetch was broken off when the pages of its first buffer
-    had left; and the areas that a large group leaves when a smaller one has come."""
-    assert map_large_blocks()
-    away = SwappedGroups(sizes=(4 << 20, 4 << 20, 1 << 20), most=1 << 20)
-    assert away.gather(1)
-    move = away.swapper.pages.move
-
-    def interrupted_after(source: torch.Tensor, target: torch.Tensor) -> None:
-        move(source, target)
-        raise KeyboardInterrupt
-
-    away.swapper.pages.move = interrupted_after  # type: ignore[method-assign]
-    with pytest.raises(KeyboardInterrupt):
-        away.groups[0].unshard()
-    away.swapper.pages.move = move  # type: ignore[method-assign]
-    same = away.gather(0) and away.gather(1)
-    away.groups[2].unshard()
-    return same, len(away.swapper.pages._kept)
-
-
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="pages are moved by Linux")
-def test_pages_that_have_left_a_buffer_are_read_again_and_no_more_are_kept() -> None:
-    with server().Pool(1) as pool:
-        assert pool.apply(values_after_an_interrupt) == (True, 0)
-
-
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="pages are moved by Linux")
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="blocks are mappings of Linux")
 def test_parameters_come_back_into_the_pages_of_those_that_left() -> None:
     """2048 page faults for each 8 MiB cost more than to read and copy them."""
     with server().Pool(1) as pool:

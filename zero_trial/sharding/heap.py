@@ -3,8 +3,10 @@ kernel."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
+import mmap
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -13,12 +15,17 @@ from typing import Any
 import torch
 
 from zero_trial.comm import AxisComm
+from zero_trial.ops.cpu_library import block_library
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # from glibc's malloc.h
 _LARGEST_HEAP_BLOCK = 32 << 20  # what glibc allows on 64-bit machines
 _MADV_PAGEOUT = 21  # of Linux 5.4
 _SMALLEST_FILE = 1 << 20  # bytes of a mapping that is worth a call
-_CHOSEN: dict[int, int] = {}  # what mallopt was told last
+_LARGE_BLOCK = 1 << 20  # bytes
+KEPT_BYTES = 64 << 20  # of freed large blocks, which wait for the next tensor of their size
+_NO_BLOCK = 2**62  # bytes that no block has
+_LARGE_PAGE = 2 << 20
+_MADV_WIPEONFORK = 18  # of Linux 4.14
 
 
 def keep_freed_memory() -> bool:
@@ -33,44 +40,73 @@ def keep_freed_memory() -> bool:
     Process-wide and idempotent; the peak of memory in use is unchanged, but the process does not
     shrink after it.
     """
+    _keep_blocks(_NO_BLOCK, 0)
     return _map_from(_LARGEST_HEAP_BLOCK) and bool(glibc("mallopt")(_M_TRIM_THRESHOLD, 2**31 - 1))
 
 
 def map_large_blocks() -> bool:
-    """Map blocks of 1 MiB and more one by one, so that a freed one leaves the process at once;
-    return whether this could be set.
+    """Map blocks of 1 MiB and more one by one, and keep at most KEPT_BYTES of those that tensors
+    free; return whether this could be set.
 
     For parameters that come from a disk: memory is what they are offloaded for. Freed blocks that
-    stay in the heap between those that live took 2.5 bytes per parameter at the peak. Process-wide
-    and idempotent; replaces :func:`keep_freed_memory`.
+    stay in the heap between those that live took 2.5 bytes per parameter at the peak; those that
+    wait whole, for tensors of their size, cost their bytes (csrc/cpu/blocks.cpp). Process-wide and
+    idempotent; replaces :func:`keep_freed_memory`.
     """
-    return _map_from(1 << 20)
-
-
-def maps_blocks_of(nbytes: int) -> bool:
-    """Return whether a block of ``nbytes`` is a mapping of its own, and no part of the heap, by
-    what was chosen last."""
-    threshold = _CHOSEN.get(_M_MMAP_THRESHOLD)
-    return threshold is not None and nbytes >= threshold
+    _keep_blocks(_LARGE_BLOCK, KEPT_BYTES)
+    return _map_from(_LARGE_BLOCK)
 
 
 def _map_from(size: int) -> bool:
     mallopt = glibc("mallopt")
-    if mallopt is None or not mallopt(_M_MMAP_THRESHOLD, size):
-        return False
-    _CHOSEN[_M_MMAP_THRESHOLD] = size
-    return True
+    return mallopt is not None and bool(mallopt(_M_MMAP_THRESHOLD, size))
+
+
+def _keep_blocks(least: int, most: int) -> None:
+    """Let tensors take blocks of ``least`` bytes and more from those that are kept, ``most`` bytes
+    together."""
+    library = block_library() if most else _loaded()
+    if library is not None:
+        library.zt_blocks_keep(least, most)
+
+
+def _loaded() -> ctypes.CDLL | None:
+    """Return the library of large blocks where an earlier choice has loaded it."""
+    return block_library() if block_library.cache_info().currsize else None
 
 
 def give_freed_memory_back() -> bool:
-    """Return every unused page of the heap to the kernel; return whether there were any.
+    """Return every unused page of the heap and every block that is kept to the kernel; return
+    whether there were any.
 
     For moments at which much is freed that is not needed again. A large block that is freed is
     seldom whole for the next one: something small is put into it, and the heap grows by another
     block.
     """
-    trim = glibc("malloc_trim")
-    return trim is not None and bool(trim(0))
+    library, trim = _loaded(), glibc("malloc_trim")
+    dropped = library is not None and library.zt_blocks_drop() > 0
+    return (trim is not None and bool(trim(0))) or dropped
+
+
+def transfer_buffer(nbytes: int) -> torch.Tensor:
+    """Return zeros (nbytes,) uint8 at the start of a page, which disks transfer to and from while
+    the process may fork.
+
+    Large pages where the kernel has them: a transfer pins and describes each page, which for 96 MiB
+    takes 10 ms of CPU in small ones and 3 in large ones. A forked process gets zeros in their place
+    (Linux 4.14): pages that it shared until one of both writes could take a transfer's bytes with
+    them. Elsewhere the pages are shared with it for good.
+    """
+    if sys.platform.startswith("linux"):
+        slack = _LARGE_PAGE if nbytes >= _LARGE_PAGE else 0
+        area = mmap.mmap(-1, max(nbytes, 1) + slack, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        low = -torch.frombuffer(area, dtype=torch.uint8).data_ptr() % _LARGE_PAGE if slack else 0
+        with contextlib.suppress(OSError):
+            area.madvise(_MADV_WIPEONFORK, low, max(nbytes, 1))
+            with contextlib.suppress(OSError):  # a kernel without them
+                area.madvise(mmap.MADV_HUGEPAGE, low, max(nbytes, 1))
+            return torch.frombuffer(area, dtype=torch.uint8, count=max(nbytes, 1), offset=low)
+    return torch.frombuffer(mmap.mmap(-1, max(nbytes, 1)), dtype=torch.uint8)
 
 
 def page_out_files() -> None:

@@ -37,7 +37,6 @@ from zero_trial.sharding.freed import (
     sharded_class,
 )
 from zero_trial.sharding.layout import Layout, has_own_master
-from zero_trial.sharding.pages import empty_at_page
 from zero_trial.sharding.plan import Home, Lifetime, OffloadedShard, ZeroPlan
 
 
@@ -87,12 +86,11 @@ class ParamGroup:
         always = plan.params is Lifetime.ALWAYS
         # Values that are sent in every step are in a buffer that peers can read in place; memory
         # that is freed is ordinary, and there is none before the first gather.
-        if always:
-            self.full = comm.buffer(layout.numel, dtype, device)
-        elif plan.home is Home.NVME:
-            self.full = empty_at_page(layout.numel, dtype, device)
-        else:
-            self.full = torch.empty(layout.numel, dtype=dtype, device=device)
+        self.full = (
+            comm.buffer(layout.numel, dtype, device)
+            if always
+            else torch.empty(layout.numel, dtype=dtype, device=device)
+        )
         self._nbytes = self.full.untyped_storage().nbytes()
         self.views = [self.full[s.offset : s.offset + s.numel].view(s.shape) for s in layout.slots]
         self.own = self.full[low:high]  # this rank's part; its values are there only while live
@@ -206,25 +204,18 @@ class ParamGroup:
             with self.materialized():  # says who has moved it
                 pass
         with trace_range("unshard"):
-            self._allocate(fetched=self._kept.numel() == self.full.numel())
+            self._allocate()
             if self.offloaded is not None:
                 self.offloaded.fetch(self._kept)
             shard = self.shard if self.offloaded is None else self.own
             whole = self.plan.whole_home
             self._gathering = DONE if whole else self.comm.all_gather(self.full, shard, f"parameters of {self.name}")
 
-    def _allocate(self, *, fetched: bool = False) -> None:
-        """Give the full parameters memory; ``fetched``: all of them come from their home, in pages
-        of a buffer where these can be moved."""
+    def _allocate(self) -> None:
         self.full.untyped_storage().resize_(self._nbytes)
-        if self.offloaded is not None and self._real and not (fetched and self.offloaded.pages.takes(self.full)):
-            self.offloaded.pages.fill(self.full)
 
     def _free(self) -> None:
-        storage = self.full.untyped_storage()
-        if self.offloaded is not None and self._real and storage.resizable():
-            self.offloaded.pages.keep(self.full)
-        storage.resize_(0)
+        self.full.untyped_storage().resize_(0)
 
     def start_read_or_ready(self) -> bool:
         """Return whether to call :meth:`unshard_async` now, for a use that comes soon.

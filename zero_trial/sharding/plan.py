@@ -43,8 +43,6 @@ from zero_trial.errors import ConfigError
 if TYPE_CHECKING:
     import torch
 
-    from zero_trial.sharding.pages import HostPages
-
 
 class Lifetime(Enum):
     """How long the full copy of something lives."""
@@ -102,11 +100,6 @@ class OffloadedShard(Protocol):
     @property
     def buffers(self) -> Sequence[torch.Tensor]:
         """Memory through which values are read; other shards may use the same."""
-        ...
-
-    @property
-    def pages(self) -> HostPages:
-        """What full parameters leave to those that are fetched next."""
         ...
 
 

@@ -33,7 +33,6 @@ from zero_trial.sharding.offload.swap_space import (
     Transfer,
     buffer_elements,
 )
-from zero_trial.sharding.pages import HostPages
 from zero_trial.sharding.param_group import ParamGroup
 from zero_trial.sharding.pieces import ShardPiece
 from zero_trial.sharding.plan import Home
@@ -87,10 +86,6 @@ class SwappedShard:
         return self.swapper.buffers
 
     @property
-    def pages(self) -> HostPages:
-        return self.swapper.pages
-
-    @property
     def numel(self) -> int:
         layout = self.group.layout
         return layout.numel if self.group.plan.whole_home else layout.shard_numel
@@ -131,7 +126,6 @@ class ParamSwapper:
         self._homes = homes
         self._beyond = beyond
         self.failure = DiskFailure()
-        self.pages = HostPages()
         self._most = most
         self._count = count
         self._shards: dict[int, SwappedShard] = {}  # by id of the group
@@ -197,8 +191,7 @@ class ParamSwapper:
         return memory if memory is not None else self._area[offset : offset + nbytes]
 
     def close(self) -> None:
-        """Give the disk's space and the kept pages back, when transfers under way are done."""
-        self.pages.drop()
+        """Give the disk's space back, when transfers under way are done."""
         self.space.close()
 
     # --- one shard --------------------------------------------------------------------------------
@@ -228,8 +221,6 @@ class ParamSwapper:
         self.failure.require_none()
         if shard.parts and shard.parts[0].low:  # a fetch was broken off
             self.forget(shard)
-        full = shard.group.full
-        moves = into.numel() == full.numel() and self.pages.takes(full) and into.data_ptr() == full.data_ptr()
         done = 0
         while done < shard.numel:
             self._start(shard, done)
@@ -238,16 +229,9 @@ class ParamSwapper:
                 continue
             part = shard.parts[0]
             self._wait_for([part])  # which may be interrupted
-            values, target = _values(part, shard), into[part.low : part.high]
-            if moves:
-                part.transfer = None  # its buffer loses the values: after an interrupt it is read again
-                self.pages.move(values, target)
-            else:
-                target.copy_(values)
+            into[part.low : part.high].copy_(_values(part, shard))
             done = part.high
             self._release(shard.parts.popleft())
-        if moves:
-            self.pages.drop()
         self._used(shard)
 
     def fetch_part(self, shard: SwappedShard, into: torch.Tensor, low: int) -> None:

@@ -27,9 +27,9 @@ import torch
 
 from zero_trial.errors import ConfigError, DoesNotFit, StorageError
 from zero_trial.ops.disk_io import ENGINES, DiskEngine, DiskPart, DiskRequest, DiskTuning, first_that_works
+from zero_trial.sharding.heap import transfer_buffer
 from zero_trial.sharding.layout import round_up
 from zero_trial.sharding.offload.swap_space import BLOCK, MOST, SwapSpace, Transfer
-from zero_trial.sharding.pages import transfer_buffer
 from zero_trial.util.text import format_bytes
 
 _TUNING = DiskTuning()

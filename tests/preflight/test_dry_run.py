@@ -16,6 +16,7 @@ from zero_trial.preflight.blueprint import Blueprint
 from zero_trial.preflight.compare import memory_plan
 from zero_trial.preflight.dry_run import Role, Way, dry_run, dry_run_any, variant, ways
 from zero_trial.preflight.plan import Figures
+from zero_trial.sharding.heap import KEPT_BYTES
 
 
 def planned(folder: str, config: dict[str, Any], *, fake: bool, ranks: int = 2) -> Figures:
@@ -155,7 +156,10 @@ def test_parameters_on_nvme(ranks: Pools, tmp_path: Path, stage: int, bf16: bool
     figures = planned("gpt", config, fake=True)
     real = ranks(2).run(watched_step, "gpt", config)[0]
     assert_as_measured(figures, real)
-    assert figures.parameters < planned("gpt", ds_config(stage, bf16=bf16), fake=True).parameters
+    without = planned("gpt", ds_config(stage, bf16=bf16), fake=True)
+    assert figures.parameters < without.parameters
+    assert 0 < figures.kept == min(KEPT_BYTES, figures.peak or 0), "freed blocks that wait"
+    assert figures.total == (figures.peak or 0) + figures.exchange + figures.kept and without.kept == 0
 
 
 def test_states_alone_are_the_papers_figures(caplog: pytest.LogCaptureFixture) -> None:

@@ -27,6 +27,7 @@ from zero_trial.preflight.blueprint import FEW, META, Blueprint, Stack, extrapol
 from zero_trial.preflight.fake_comm import Exchange, Segments, fake_mesh
 from zero_trial.preflight.live_bytes import AbsentDevice, LiveBytes
 from zero_trial.preflight.plan import ON_CPU, Figures, Moved
+from zero_trial.sharding.heap import KEPT_BYTES
 from zero_trial.sharding.plan import Home, Lifetime, Reshard
 
 # the second is measured: from then on the optimizer has its state and the order of reductions is
@@ -166,12 +167,17 @@ def _traffic(when: str, engines: Sequence[Engine]) -> dict[str, int]:
 def _figures(found: Mapping[str, int], device: torch.device) -> Figures:
     """Return the figures of what :func:`_measure` has found, for training on ``device``."""
     kinds = (*_STATES, "exchange", "disk", "activations")
-    of_rank = found["snapshot"] if device.type == "cpu" else 0
+    on_cpu = device.type == "cpu"
+    of_rank = found["snapshot"] if on_cpu else 0
+    peak = max(found["backward_peak"], found["step_peak"]) if "step_peak" in found else None
+    lived = sum(found[kind] for kind in _STATES) if peak is None else peak  # nothing else can have been freed
+    swaps = on_cpu and any(value for name, value in found.items() if name.startswith("files "))
     return Figures(
         **{kind: found[kind] for kind in kinds if kind in found},
         host=found["host"] + found["snapshot"] - of_rank,
         snapshot=of_rank,
-        peak=max(found["backward_peak"], found["step_peak"]) if "step_peak" in found else None,
+        kept=min(KEPT_BYTES, lived) if swaps else 0,
+        peak=peak,
         flops=found.get("flops") or None,
         calls=found.get("calls", 0),
         last=_moved("last", found),

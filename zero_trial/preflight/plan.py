@@ -11,6 +11,8 @@
                   exchange
     snapshot      the copy from which a checkpoint is written in the background, where the rank
                   computes on the CPU; 0 without one
+    kept          freed blocks that wait for the next tensor of their size, where the rank computes
+                  on the CPU and has parameters on NVMe: the most; 0 elsewhere
 
 Allocator caches and kernels' own workspace are no tensors and not in it. Where ranks compute on the
 CPU and the limit is this machine's memory, ``processes`` are added: the interpreter and libraries.
@@ -71,6 +73,7 @@ class Figures:
     further: tuple[Moved, ...] = ()
     calls: int = 0
     snapshot: int = 0
+    kept: int = 0
 
     @property
     def states(self) -> int:
@@ -85,9 +88,9 @@ class Figures:
     @property
     def total(self) -> int:
         """Return what has to fit: the peak, or the states where that is all that is known, the
-        shared segments and the copy for checkpoints.
+        shared segments, the copy for checkpoints and the freed blocks that are kept.
         """
-        return (self.states if self.peak is None else self.peak) + self.exchange + self.snapshot
+        return (self.states if self.peak is None else self.peak) + self.exchange + self.snapshot + self.kept
 
 
 @dataclass(frozen=True)
@@ -140,6 +143,7 @@ class MemoryPlan:
             ("peak", figures.peak),
             ("exchange segments", figures.exchange),
             *([("copy for checkpoints", figures.snapshot)] if figures.snapshot else []),
+            *([("freed blocks", figures.kept)] if figures.kept else []),
         ]
         lines = [
             f"per rank: ZeRO-{self.stage}, {self.precision}, {self.ranks} rank{'s' if self.ranks != 1 else ''}, "

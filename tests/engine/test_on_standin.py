@@ -189,10 +189,13 @@ def fullest(cells: list[Cell], folder: str) -> list[tuple[dict[str, int], int, s
 def test_the_device_holds_one_group_at_most_beside_what_stays(devices: Pools, tmp_path: Path) -> None:
     """Also where 16-bit groups get their values from an fp32 model: those come in parts. A model on
     the meta device makes them module by module, or reads what an engine before has saved."""
-    stages, precisions = ("zero0", "zero1", "zero2", "zero3", "zero3-free"), ("fp32", "bf16")
-    cells = [Cell(stage, precision, blocks=1) for stage in stages for precision in precisions]
-    cells += [Cell("zero2", "fp16", blocks=1), Cell("zero3-free", "fp16", blocks=1)]
-    cells += [Cell("zero3-free", blocks=1, first=first) for first in ("weights", "meta")]
+    stages, firsts = ("zero0", "zero1", "zero2", "zero3", "zero3-free"), ("built", "weights", "meta")
+    cells = [
+        Cell(stage, precision, blocks=1, first=first)
+        for stage in stages
+        for precision in PRECISIONS
+        for first in firsts
+    ]
     for rank, answers in enumerate(devices(2).run(fullest, cells, str(tmp_path))):
         for cell, (over, largest, missing) in zip(cells, answers, strict=True):
             assert max(over.values()) <= largest + 512, (cell, over, largest)  # an allocation is rounded up

@@ -112,17 +112,24 @@ class _Words(torch.utils.data.Dataset):
         return {"input_ids": words, "labels": words}
 
 
+# Reads the folder, too: in the tests' own process another may have made deepspeed importable after
+# accelerate was imported.
 TRAINER = """import json, sys
+from pathlib import Path
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
-from tests.importing.test_huggingface import _Words
+from tests.importing.test_huggingface import ImportOptions, _Words, read_source, write_imported
 shape = dict(vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2)
 given = dict(max_steps=3, save_steps=2, learning_rate=1e-2, weight_decay=0.1, per_device_train_batch_size=4)
 quiet = dict(report_to=[], disable_tqdm=True, use_cpu=True, dataloader_pin_memory=False, max_grad_norm=0.0)
 args = TrainingArguments(output_dir=sys.argv[1], **given, **quiet)
 trainer = Trainer(model=LlamaForCausalLM(LlamaConfig(**shape)), args=args, train_dataset=_Words())
 trainer.train()
+folder = Path(sys.argv[1], "checkpoint-2")
+imported = read_source(folder, None, ImportOptions())
+write_imported(imported, folder)
 known = {id(param): name for name, param in trainer.model.named_parameters()}
-print(json.dumps([[known[id(param)] for param in group["params"]] for group in trainer.optimizer.param_groups]))
+names = [[known[id(param)] for param in group["params"]] for group in trainer.optimizer.param_groups]
+print(json.dumps([names, imported.step, imported.left_out]))
 """
 
 
@@ -162,12 +169,10 @@ def test_two_ranks_read_what_a_genuine_trainer_has_written(ranks: Pools, tmp_pat
     done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stderr
     folder = tmp_path / "checkpoint-2"
-    imported = read_source(folder, None, ImportOptions())
-    assert (imported.step, imported.left_out) == (2, [])
-    write_imported(imported, folder)
+    names, step, left_out = json.loads(done.stdout.splitlines()[-1])
+    assert (step, left_out) == (2, [])
     written = load_file(folder / "model.safetensors")
     optimizer = torch.load(folder / "optimizer.pt", weights_only=True)
-    names = json.loads(done.stdout.splitlines()[-1])
     of_number = dict(enumerate(name for row in names for name in row))
     assert [group["weight_decay"] for group in optimizer["param_groups"]] == [0.1, 0.0]
     for steps, weights, moments in ranks(2).run(read_on_a_rank, folder, names):

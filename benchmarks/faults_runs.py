@@ -117,6 +117,15 @@ def last_step(run: Path) -> int:
     return max(rows, default=-1) + 1
 
 
+def wait_for_step(run: Path, step: int) -> None:
+    """Wait until a rank has begun ``step``. Raises TimeoutError after a minute."""
+    end = time.monotonic() + 60
+    while last_step(run) <= step:
+        if time.monotonic() > end:
+            raise TimeoutError(f"no rank of {run} has begun step {step}")
+        time.sleep(0.002)
+
+
 def first_step_again(run: Path, before: int) -> int:
     """The step with which rank 0 went on after it had written ``before`` lines."""
     rows = trial.noted(run, trial.SEEN).get(0, [])[before:]
@@ -124,15 +133,21 @@ def first_step_again(run: Path, before: int) -> int:
 
 
 def kill_one(workbench: Workbench, count: int) -> Iterator[Result]:
-    """F1: SIGKILL to one rank at a random time; the run is started again."""
+    """F1: SIGKILL to one rank at a random moment of a random step, one time in seven while the run
+    starts; the run is started again."""
     plan = Plan(pause=0.02)
     workbench.unbroken(plan)
     probe = workbench.new_run(plan)
     length = max(end.seconds for end in workbench.run_fresh(probe, plan))
     for _ in range(count):
         run, victim = workbench.new_run(plan), workbench.chance.randrange(2)
+        moment = workbench.chance.uniform(-2, STEPS)
         with workbench.start(run, plan) as started:
-            time.sleep(workbench.chance.uniform(0.1, 1.0) * length)
+            if moment < 0:
+                time.sleep(-moment / 2 * length)
+            else:
+                wait_for_step(run, int(moment))
+                time.sleep(moment % 1 * plan.pause)
             killed = time.monotonic()
             started.kill(victim)
             ended = started.wait(GRACE)

@@ -14,6 +14,7 @@ from tests.sharding.late_swap_file import LateSwapFile, LateTransfer
 from tests.sharding.parts import make_group, parameters
 from tests.support.pool import server
 from zero_trial.errors import StorageError, TrialError
+from zero_trial.ops.cpu_library import block_library
 from zero_trial.sharding.freed import is_absent
 from zero_trial.sharding.heap import map_large_blocks
 from zero_trial.sharding.offload.nvme_params import ParamSwapper, SwappedShard
@@ -298,6 +299,7 @@ def passes_of_two_groups() -> int:
     return faults
 
 
+@pytest.mark.skipif(block_library() is None, reason="there is no compiler")
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="blocks are mappings of Linux")
 def test_parameters_come_back_into_the_pages_of_those_that_left() -> None:
     """2048 page faults for each 8 MiB cost more than to read and copy them."""

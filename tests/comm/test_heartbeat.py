@@ -7,6 +7,7 @@ import logging
 import os
 import signal
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -179,6 +180,20 @@ def test_the_thread_ends_when_the_store_is_gone(monkeypatch: pytest.MonkeyPatch)
     assert thread is not None
     thread.join(PATIENCE)
     assert not thread.is_alive()
+
+
+def test_the_thread_ends_with_a_process_that_destroyed_the_group_itself() -> None:
+    script = (
+        "import atexit, threading\n"
+        "from tests.comm.test_heartbeat import FakeStore\n"
+        "from zero_trial.comm.waits import Heartbeat\n"
+        # what is registered first runs last
+        "atexit.register(lambda: print([each.name for each in threading.enumerate()]))\n"
+        "heartbeat = Heartbeat(FakeStore(), 0, 2)\n"
+        "print('zero_trial-heartbeat' in [each.name for each in threading.enumerate()])\n"
+    )
+    ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=PATIENCE, check=True)
+    assert ran.stdout.splitlines() == ["True", "['MainThread']"]
 
 
 def test_a_world_of_one_starts_no_thread() -> None:

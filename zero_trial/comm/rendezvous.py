@@ -216,7 +216,7 @@ def init_distributed(
             dist.init_process_group(backend, store=store, rank=env.rank, world_size=env.world_size, timeout=limit)
     except (RuntimeError, ValueError) as error:
         raise rendezvous_error(env, error, []) from error
-    # The interpreter would abort if a thread still used the store while it goes down.
+    # torch would warn of a group that is still there
     atexit.register(destroy_distributed)
     return env
 

@@ -15,8 +15,10 @@ thousands of ranks is not busy with positions.
 
 from __future__ import annotations
 
+import atexit
 import json
 import logging
+import math
 import sys
 import threading
 import time
@@ -82,7 +84,7 @@ class Heartbeat:
         self._among: tuple[int, ...] = ()  # the ranks of the operation in ``_now``
         self._interval = max(PERIOD_SECONDS, world_size / WRITES_PER_SECOND)
         self._published: RankPosition | None = None
-        self._published_at = 0.0  # monotonic
+        self._published_at = -math.inf  # monotonic, which may begin with the machine
         self._slow: RankPosition | None = None  # the wait that was reported last
         self._report_after = SLOW_SECONDS
         self._orders: list[weakref.ref[CallOrder]] = []
@@ -96,6 +98,9 @@ class Heartbeat:
         if store is not None and world_size > 1:
             self._thread = threading.Thread(target=self._run, name="zero_trial-heartbeat", daemon=True)
             self._thread.start()
+            # a script may destroy torch's process group itself, and a thread that is in the store
+            # while the interpreter ends aborts the process
+            atexit.register(self.close)
 
     def watch_calls(self, order: CallOrder) -> None:
         """Count the calls on one axis in what is published of a long wait."""
@@ -163,6 +168,7 @@ class Heartbeat:
 
     def close(self) -> None:
         """Stop the thread. Before the process group is destroyed, which takes the store with it."""
+        atexit.unregister(self.close)
         self._stop.set()
         if self._thread is not None:
             self._thread.join(timeout=2)

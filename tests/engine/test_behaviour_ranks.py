@@ -136,17 +136,26 @@ def test_ranks_that_train_different_things_are_refused(ranks: Pools, what: str, 
 def fails_on_rank_1(what: str) -> tuple[str, str]:
     """Start an engine that rank 1 cannot start; return this rank's error: its type and text."""
     model, config, given = net(), CONFIG | {"comm_timeout_seconds": 3}, {}
+    where: dict[str, Any] | str = config
     if what == "stage":
         model = PipelineModule([LayerSpec(nn.Linear, 3, 4), LayerSpec(nn.Linear, 4, 2)], num_stages=2)
     if torch.distributed.get_rank() == 1:
         if what == "config":
             config["train_batch_size"] = 3
+        elif what == "file":
+            where = "no_such_folder/ds_config.json"
+        elif what == "key":
+            config["train_bach_size"] = 4
+        elif what == "level":
+            config["log_level"] = "loud"
+        elif what == "mesh":
+            config["mesh"] = {"model": 3}
         elif what == "model":
             model = nn.Sequential(nn.DataParallel(model))
         else:
             given["model_parameters"] = list(net().parameters())
     try:
-        zero_trial.initialize(model=model, config=config, **given)[0].destroy()
+        zero_trial.initialize(model=model, config=where, **given)[0].destroy()
     except Exception as error:
         return type(error).__name__, str(error)
     return "", ""
@@ -156,6 +165,10 @@ def fails_on_rank_1(what: str) -> tuple[str, str]:
     ("what", "words"),
     [
         ("config", "train_batch_size"),
+        ("file", "no_such_folder/ds_config.json"),
+        ("key", "train_bach_size"),
+        ("level", "no such level"),
+        ("mesh", "model 3 on 2 ranks"),
         ("model", "DataParallel"),
         ("groups", "these are not all parameters of the model"),
         ("stage", "these are not all parameters of the model"),
@@ -165,6 +178,24 @@ def test_a_rank_that_cannot_start_ends_the_start_of_all(ranks: Pools, what: str,
     (first, text), (second, own) = ranks(2).run(fails_on_rank_1, what)
     assert second == "ConfigError" and words in own, own
     assert first == "TrialError" and "another rank could not start: got rank 1: " in text and words in text, text
+
+
+def opens_no_monitor(folder: str) -> tuple[str, str]:
+    """Start an engine whose monitor's folder rank 0 cannot make; return this rank's error: its
+    type and text."""
+    monitor = {"enabled": True, "output_path": folder, "job_name": "run"}
+    try:
+        engine({"csv_monitor": monitor, "comm_timeout_seconds": 3}).destroy()
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return "", ""
+
+
+def test_a_monitor_that_rank_0_cannot_open_ends_the_start_of_all(ranks: Pools, tmp_path: Path) -> None:
+    (tmp_path / "taken").touch()
+    (first, own), (second, text) = ranks(2).run(opens_no_monitor, str(tmp_path / "taken"))
+    assert first == "ConfigError" and "the folder cannot be made" in own, own
+    assert second == "TrialError" and "another rank could not start: got rank 0: " in text and "cannot be made" in text
 
 
 def own_metrics(alike: bool, folder: str) -> str:

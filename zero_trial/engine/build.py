@@ -43,6 +43,7 @@ from zero_trial.engine.parameter_checks import (
     require_no_max_norm,
     require_not_wrapped,
     start_of,
+    start_together,
 )
 from zero_trial.engine.pipeline_build import ResolvedPipeline, build_layers, resolve_pipeline
 from zero_trial.engine.pipeline_engine import PipelineEngine
@@ -129,7 +130,9 @@ def build_engine(
     lr_scheduler = choose_lr_scheduler(wrapped.base if wrapped is not None else None, lr_scheduler, settings)
     if mesh.rank == 0:
         log_who_steps(lr_scheduler)
-    observer = build_observer(settings, resolved, model, mesh, device) if observed else Observer()
+    observer = Observer()
+    if observed:  # rank 0 alone opens the monitors
+        observer = start_together(mesh, lambda: build_observer(settings, resolved, model, mesh, device))
     # as in DeepSpeed: a pipeline reads the data in their own order
     options = {"shuffle": pipeline is None} | ({"collate_fn": collate_fn} if collate_fn is not None else {})
     loader = _loader_of(training_data, resolved, mesh, settings, options)

@@ -355,10 +355,16 @@ def find_together(mesh: Mesh, find: Callable[[], tuple[_T, Facts]]) -> _T:
     """Return the first of what ``find`` returns on this rank. Where it fails on a rank, that rank
     raises its error, and the others TrialError; where the facts of data-parallel ranks differ, all
     raise ConfigError. Collective over the world."""
-    found, facts = fail_together(mesh.world, find, "start", _not_started)
+    found, facts = start_together(mesh, find)
     rows = mesh.world.gather_row([mesh.data.ranks[0], _checksum(facts)], "start")
     _require_equal(mesh.world, rows, facts)
     return found
+
+
+def start_together(mesh: Mesh, act: Callable[[], _T]) -> _T:
+    """Return what ``act`` returns. Where it fails on a rank, that rank raises its error, and the
+    others TrialError. Collective over the world."""
+    return fail_together(mesh.world, act, "start", _not_started)
 
 
 def _not_started(fault: str) -> TrialError:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import replace
 from pathlib import Path
@@ -19,13 +19,16 @@ from zero_trial.activation_checkpointing import CHECKPOINTING
 from zero_trial.comm import (
     AxisComm,
     Mesh,
+    MeshShape,
     build_mesh,
     expects_ranks,
     init_distributed,
+    is_distributed,
     sum_in_order,
     world_size,
 )
 from zero_trial.comm.mesh import mesh_around
+from zero_trial.comm.rendezvous import DEFAULT_TIMEOUT_SECONDS
 from zero_trial.device import own_device
 from zero_trial.ds_config.keys_running import ActivationCheckpointingSection
 from zero_trial.ds_config.reader import read_ds_config
@@ -36,6 +39,7 @@ from zero_trial.engine.compat import hints_of, require_mesh
 from zero_trial.engine.engine import Engine
 from zero_trial.engine.observe import COLLECTOR_PAUSE, describe_state
 from zero_trial.engine.offload_config import offload_line, offloads
+from zero_trial.engine.parameter_checks import Facts, find_together
 from zero_trial.engine.pipeline_build import with_stages
 from zero_trial.engine.resolved_config import mesh_shape
 from zero_trial.errors import ConfigError, KernelUnavailable
@@ -123,9 +127,12 @@ def initialize(
     training_data = given_once(training_data=training_data, dataset=dataset)
     try:
         model, settings = read_settings(args, given_once(model=model, net=net), config, config_params)
-    except ConfigError as error:  # it names file, line and key: how they were read is of no use
+        open_console(settings.log_level)
+    except ConfigError as error:
+        if is_distributed():
+            _tell_others(error)
+        # it names file, line and key: how they were read is of no use
         raise error.with_traceback(None) from None
-    open_console(settings.log_level)
     mesh = _join_ranks(settings, mpu, distributed_port, dist_init_required)
     require_mesh(mesh_param, mesh)
     if own_device().type == "cpu" or offloads(settings):
@@ -209,10 +216,36 @@ def _log_start(engine: Engine, settings: DsConfig) -> None:
         log.info("%s", line)
 
 
+def _tell_others(error: ConfigError) -> None:
+    """Tell the other ranks of the process group that this one has no ds_config to start with.
+    Collective over the world, with :func:`_compare_starts` on the ranks that have one."""
+
+    def fail() -> Facts:
+        raise error
+
+    with suppress(ConfigError):
+        _compare_starts(fail)
+
+
+def _compare_starts(find: Callable[[], Facts], timeout: float = DEFAULT_TIMEOUT_SECONDS) -> None:
+    """Raise on every rank, before they build a mesh by what they have read, where ``find`` fails on
+    one or their facts differ: a rank alone would leave the others waiting. Collective over the
+    world."""
+    if world_size() > 1:
+        everyone = build_mesh(MeshShape(shard=world_size()), timeout=timeout, shared_memory=False)
+        find_together(everyone, lambda: (None, find()))
+
+
+def _mesh_facts(settings: DsConfig) -> Facts:
+    stage, shape = settings.zero_optimization.stage, mesh_shape(settings, world_size())
+    return {"initialize(config)": [f"zero_optimization.stage {stage}", f"mesh {shape}"]}
+
+
 def _join_ranks(settings: DsConfig, mpu: Any, port: int, required: bool | None) -> Mesh:
     timeout = settings.comm_timeout_seconds
     if expects_ranks() or required:
         init_distributed(distributed_port=port, timeout=timeout, dist_init_required=required)
+    _compare_starts(lambda: _mesh_facts(settings) if mpu is None else {}, timeout)
     add = native_sum(sum_in_order)
     if mpu is not None:
         model_size = mpu.get_model_parallel_world_size() if hasattr(mpu, "get_model_parallel_world_size") else 1

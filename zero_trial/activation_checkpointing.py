@@ -243,7 +243,7 @@ class ActivationCheckpointing:
         self._settings = CheckpointingOptions(partition, on_host, axis)
 
     def configure_from(self, section: ActivationCheckpointingSection, axis: ModelAxis) -> None:
-        """Return the section of an engine with its model axis; the engine that is initialized last
+        """Take the section of an engine and its model axis; the engine that is initialized last
         counts."""
         self._settings = CheckpointingOptions(
             section.partition_activations, section.cpu_checkpointing, axis if axis.size > 1 else None
@@ -309,26 +309,11 @@ def _first_part() -> int:
 
 CHECKPOINTING = ActivationCheckpointing()
 
-
 configure = CHECKPOINTING.configure
-
-
 checkpoint = CHECKPOINTING.checkpoint
-
-
 is_configured = CHECKPOINTING.is_configured
-
-
 reset = CHECKPOINTING.reset
-
-
 partition_activations_in_checkpoint = CHECKPOINTING.partition_activations_in_checkpoint
-
-
 set_num_layers = CHECKPOINTING.set_num_layers
-
-
 model_parallel_cuda_manual_seed = CHECKPOINTING.model_parallel_cuda_manual_seed
-
-
 get_cuda_rng_tracker = CHECKPOINTING.get_cuda_rng_tracker

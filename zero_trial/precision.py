@@ -6,7 +6,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from enum import Enum
 from typing import Any, NamedTuple
 
 import torch
@@ -16,35 +15,13 @@ from torch.utils._pytree import tree_map
 from zero_trial.errors import ConfigError, Diverged, TrialError
 
 SCALE_FACTOR = 2.0
-
-
 LARGEST_SCALE = 2.0**127  # twice this is inf in fp32, and the scaled loss is fp32
 
 
-class ScaleEvent(Enum):
-    """What one update did to the scale."""
-
-    KEPT = "kept"
-    GROWN = "grown"
-    HYSTERESIS = "hysteresis"
-    REDUCED = "reduced"
-    AT_MINIMUM = "at minimum"
-
-
-class AtMinimum(Enum):
-    """What an overflow at the smallest scale means: the end of the run (DeepSpeed's way), or one
-    more skipped step."""
-
-    RAISE = "raise"
-    GO_ON = "go on"
-
-
 class ScaleUpdate(NamedTuple):
-    """The next state, what happened, and the error that the engine raises on all ranks (None: go
-    on)."""
+    """The next state, and the error that the engine raises on all ranks (None: go on)."""
 
     state: LossScale
-    event: ScaleEvent
     error: Diverged | None = None
 
 
@@ -59,7 +36,7 @@ class StaticScale:
         _require_positive(self.scale, "fp16.loss_scale", "a finite number above 0 (0 itself asks for dynamic scaling)")
 
     def update(self, overflow: bool) -> ScaleUpdate:
-        return ScaleUpdate(self, ScaleEvent.KEPT)
+        return ScaleUpdate(self)
 
     def to_json(self) -> dict[str, object]:
         return {"kind": "static", "scale": self.scale}
@@ -80,7 +57,6 @@ class DynamicScale:
     hysteresis: int = 2
     consecutive_hysteresis: bool = False
     min_scale: float = 1.0
-    at_minimum: AtMinimum = AtMinimum.RAISE
     hysteresis_left: int = -1  # -1: full, that is ``hysteresis``
     iteration: int = 0
     last_overflow: int = -1
@@ -101,13 +77,12 @@ class DynamicScale:
     def _after_overflow(self) -> ScaleUpdate:
         seen = replace(self, iteration=self.iteration + 1, last_overflow=self.iteration)
         if self.hysteresis != 1 and self.hysteresis_left != 1:
-            return ScaleUpdate(replace(seen, hysteresis_left=self.hysteresis_left - 1), ScaleEvent.HYSTERESIS)
+            return ScaleUpdate(replace(seen, hysteresis_left=self.hysteresis_left - 1))
         if self.scale <= self.min_scale:
-            error = self._minimum_error() if self.at_minimum is AtMinimum.RAISE else None
-            return ScaleUpdate(seen, ScaleEvent.AT_MINIMUM, error)
+            return ScaleUpdate(seen, self._minimum_error())
         # the hysteresis is not refilled here: until a clean window, every further overflow halves
         # the scale
-        return ScaleUpdate(replace(seen, scale=max(self.scale / SCALE_FACTOR, self.min_scale)), ScaleEvent.REDUCED)
+        return ScaleUpdate(replace(seen, scale=max(self.scale / SCALE_FACTOR, self.min_scale)))
 
     def _after_clean_step(self) -> ScaleUpdate:
         clean_steps = self.iteration - self.last_overflow - 1  # before this one
@@ -119,7 +94,7 @@ class DynamicScale:
             scale=min(self.scale * SCALE_FACTOR, LARGEST_SCALE) if grows else self.scale,
             hysteresis_left=self.hysteresis if refill else self.hysteresis_left,
         )
-        return ScaleUpdate(after, ScaleEvent.GROWN if grows else ScaleEvent.KEPT)
+        return ScaleUpdate(after)
 
     def _minimum_error(self) -> Diverged:
         return Diverged(
@@ -189,7 +164,6 @@ def fp16_loss_scale(
     hysteresis: int = 2,
     consecutive_hysteresis: bool = False,
     min_loss_scale: float = 1.0,
-    at_minimum: AtMinimum = AtMinimum.RAISE,
 ) -> LossScale:
     """Return the loss scale that ds_config's ``fp16`` section asks for: ``loss_scale`` 0 is
     dynamic, any other value static."""
@@ -215,7 +189,6 @@ def fp16_loss_scale(
         hysteresis=hysteresis,
         consecutive_hysteresis=consecutive_hysteresis,
         min_scale=float(min_loss_scale),
-        at_minimum=at_minimum,
     )
 
 
@@ -286,7 +259,6 @@ def dtype_policy(
     grad_accum_dtype: str | None = None,
     communication_data_type: str | None = None,
     accumulation_steps: int = 1,
-    master_dtype: str = "fp32",
     loss_scale: LossScale | None = None,
 ) -> DtypePolicy:
     """Return the policy for ds_config's values.
@@ -313,8 +285,7 @@ def dtype_policy(
             expected="fp16",
             fix="Leave it out.",
         )
-    master = dtype_from_name(master_dtype, "master dtype")
-    return DtypePolicy(param, grad, comm, master, loss_scale if loss_scale is not None else StaticScale())
+    return DtypePolicy(param, grad, comm, loss_scale=loss_scale if loss_scale is not None else StaticScale())
 
 
 # --- casts and autocast ---------------------------------------------------------------------------

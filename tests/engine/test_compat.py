@@ -20,7 +20,6 @@ from zero_trial.engine.compat import (
     PipelineParallelGrid,
     RepeatingLoader,
     add_config_arguments,
-    config_of,
     hints_of,
     sharded_loader,
 )
@@ -34,12 +33,6 @@ def test_either_name_gives_the_file(option: str, tmp_path: Path):
     parser = add_config_arguments(argparse.ArgumentParser())
     args = parser.parse_args(["--deepspeed", option, str(path)])
     assert args.deepspeed_config == str(path)  # scripts write their arguments as JSON
-    assert config_of(args) == path
-
-
-def test_nothing_given_is_none():
-    assert config_of(add_config_arguments(argparse.ArgumentParser()).parse_args([])) is None
-    assert config_of(None) is None
 
 
 def test_deepspeedconfig_reads_a_file_and_solves_the_batch_sizes(tmp_path: Path):
@@ -51,11 +44,6 @@ def test_deepspeedconfig_reads_a_file_and_solves_the_batch_sizes(tmp_path: Path)
     assert DeepSpeedConfig(str(path), mpu).gradient_accumulation_steps == 2
     with pytest.raises(ConfigError):
         DeepSpeedConfig(path, SimpleNamespace(get_data_parallel_world_size=lambda: 5))
-
-
-def test_a_missing_file_is_named():
-    with pytest.raises(ConfigError, match=r"--deepspeed_config: there is no such file: got nowhere\.json"):
-        config_of(argparse.Namespace(deepspeed_config="nowhere.json"))
 
 
 def test_training_arguments_are_understood():

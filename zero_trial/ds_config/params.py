@@ -65,7 +65,8 @@ _LAMB = {
     "eps_inside_sqrt": Param(Bool(), False, only="eps is added outside the square root"),
     "amsgrad": Param(Bool(), False, only="LAMB has no AMSGrad form"),
 }
-_COMPRESSION = dict.fromkeys((
+# Of DeepSpeed's 1-bit optimizers, beside those of the optimizer that they compress.
+COMPRESSION = dict.fromkeys((
     "freeze_step", "cuda_aware", "comm_backend_name", "coeff_beta", "factor_max", "factor_min",
     "factor_threshold", "var_freeze_step", "var_update_scaler", "local_step_scaler",
     "local_step_clipper", "pipeline_enable",
@@ -114,9 +115,9 @@ OPTIMIZERS = _by_lower_name(
     KnownParams("Adagrad", _ADAGRAD),
     KnownParams("Lion", _LION),
     KnownParams("Muon", _MUON),
-    KnownParams("OneBitAdam", _ADAM | _COMPRESSION),
-    KnownParams("ZeroOneAdam", _ADAM | _COMPRESSION),
-    KnownParams("OneBitLamb", _LAMB | _COMPRESSION),
+    KnownParams("OneBitAdam", _ADAM | COMPRESSION),
+    KnownParams("ZeroOneAdam", _ADAM | COMPRESSION),
+    KnownParams("OneBitLamb", _LAMB | COMPRESSION),
 )
 ONE_BIT = {"OneBitAdam": "AdamW", "ZeroOneAdam": "AdamW", "OneBitLamb": "Lamb"}
 _MUP = "it needs the shapes that the mup package keeps; build it with mup and pass it to initialize"

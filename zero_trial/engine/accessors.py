@@ -20,17 +20,17 @@ from zero_trial.engine.outcome import NonFiniteStep
 from zero_trial.engine.resolved_config import ResolvedConfig
 from zero_trial.engine.step import StepOutcome
 from zero_trial.errors import TrialError
-from zero_trial.precision import DynamicScale
+from zero_trial.precision import DynamicScale, dtype_from_name
 from zero_trial.sharding.model import ShardedModel
 from zero_trial.sharding.optimizer import ShardedOptimizer
 
-Getter = Callable[["EngineSettings"], Any]
+Getter = Callable[["EngineAccessors"], Any]
 
 
 def _setting(path: str) -> Getter:
     """Return a method that gives the value of a dotted key of ds_config."""
 
-    def get(self: EngineSettings) -> Any:
+    def get(self: EngineAccessors) -> Any:
         value: Any = self._config
         for name in path.split("."):
             value = getattr(value, name)
@@ -47,24 +47,34 @@ def _zero(name: str) -> Getter:
 def _answer(value: Any, why: str) -> Getter:
     """Return a method whose answer is the same for every engine."""
 
-    def get(self: EngineSettings) -> Any:
+    def get(self: EngineAccessors) -> Any:
         return value
 
     get.__doc__ = f"Return {value}: {why}."
     return get
 
 
-class EngineSettings(nn.Module):
-    """The part of an engine that says how it was set up: ds_config, batch and ranks by DeepSpeed's
-    names."""
+class EngineAccessors(nn.Module):
+    """The part of an engine that only answers: how it was set up, by DeepSpeed's names, and how far
+    it is. Counts of steps may wait for the device."""
 
+    module: nn.Module
+    sharded: ShardedModel
+    optimizer: ShardedOptimizer | None
+    outcome: StepOutcome
     config: DsConfig
     resolved: ResolvedConfig
     mesh: Mesh
+    device: torch.device
+    global_steps: int
+    global_samples: int
     micro_steps: int
+    _background: BackgroundSaver
     _batch: BatchTriple
     _managed: bool
     _boundary: bool | None
+    _stepped: bool
+    _client_optimizer: bool
 
     # --- batch ------------------------------------------------------------------------------------
 
@@ -142,8 +152,9 @@ class EngineSettings(nn.Module):
 
     def get_data_types(self) -> tuple[torch.dtype, torch.dtype]:
         """Return the dtypes in which the model computes and gradients are added up."""
-        model = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}[self.config.precision]
-        return model, _DTYPES.get(self.config.data_types.grad_accum_dtype or "", model)
+        model = dtype_from_name(self.config.precision, "precision")
+        summed = self.config.data_types.grad_accum_dtype
+        return model, dtype_from_name(summed, "data_types.grad_accum_dtype") if summed is not None else model
 
     def checkpoint_tag_validation_enabled(self) -> bool:
         """Return whether ranks compare the tags of a checkpoint."""
@@ -249,21 +260,6 @@ class EngineSettings(nn.Module):
         return self.mesh.coordinates["model"]
 
     get_tensor_parallel_rank = get_model_parallel_rank
-
-
-class EngineAccessors(EngineSettings):
-    """The part of an engine that only answers. Counts of steps may wait for the device."""
-
-    outcome: StepOutcome
-    optimizer: ShardedOptimizer | None
-    sharded: ShardedModel
-    module: nn.Module
-    device: torch.device
-    global_steps: int
-    global_samples: int
-    _background: BackgroundSaver
-    _stepped: bool
-    _client_optimizer: bool
 
     # --- the last step ----------------------------------------------------------------------------
 
@@ -451,7 +447,6 @@ class EngineAccessors(EngineSettings):
             raise
 
 
-_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 _DEEPSPEED_OPTIMIZERS = {
     *("adam", "adamw", "lamb", "lion", "adagrad", "muon", "muadam", "muadamw", "musgd"),
     *("onebitadam", "onebitlamb", "zerooneadam"),

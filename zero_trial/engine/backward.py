@@ -92,7 +92,7 @@ class BackwardPasses:
         self._observer = observer
         self._scales = resolved.policy.loss_scale != StaticScale(1.0)
         self.pending = 0  # passes since the last step
-        self._sync = True
+        self.syncs = True  # backward passes reduce their gradients, where the plan says so
         self._coalescing = False
         self._cut_off = False  # an exception has ended a block of coalesced() in this step
         self._inside = False  # this engine's own backward() runs
@@ -263,7 +263,7 @@ class BackwardPasses:
         may be overwritten."""
         if last and engine.optimizer is not None:
             engine.optimizer.prefetch()
-        reduce = self._sync and (last or engine.sharded.plan.reduces_every_micro_batch)
+        reduce = self.syncs and (last or engine.sharded.plan.reduces_every_micro_batch)
         engine.sharded.begin_backward(reduce=reduce, last=last)
 
     def _count(self, engine: EngineAccessors) -> None:
@@ -328,7 +328,13 @@ class BackwardPasses:
         """
         if not self.pending and not self.any:
             engine = self._trained()
-            raise reported(engine, _no_gradients(engine.global_steps))
+            error = TrialError(
+                "there are no gradients to step with",
+                where="engine.step",
+                got=f"no backward pass since step {engine.global_steps}",
+                fix="Call engine.backward(loss) on every rank before it, or leave this step() out.",
+            )
+            raise reported(engine, error)
 
     @property
     def any(self) -> bool:
@@ -337,9 +343,8 @@ class BackwardPasses:
 
     def forget_pass(self) -> None:
         """Forget a pass that an exception has ended."""
-        if self._noted is not None:
-            self._noted = None
-            self._trained().sharded.param_grads.rescale(1.0)
+        self._noted = None
+        self._trained().sharded.param_grads.rescale(1.0)
 
     def forget(self) -> None:
         """Start to count anew: a step was taken, or the gradients were dropped."""
@@ -350,32 +355,27 @@ class BackwardPasses:
         self._placing = not self._steps_seen and self._trained().gradient_accumulation_steps() > 1
         self._cut_off = False
 
-    @property
-    def syncs(self) -> bool:
-        """Whether backward passes reduce their gradients, where the plan says so."""
-        return self._sync
-
     @contextmanager
     def without_sync(self) -> Iterator[None]:
         """Reduce nothing inside the block, which is not nested, and in which no step is taken."""
         self.require_outside("engine.no_sync")
-        self._sync = False
+        self.syncs = False
         try:
             yield
         finally:
-            self._sync = True
+            self.syncs = True
 
     @contextmanager
     def coalesced(self) -> Iterator[None]:
         """Reduce the gradients of all passes inside the block at its end, or with those of later
         micro-batches where the plan reduces once for all."""
         self.require_outside("engine.coalesce_grad_reduction")
-        self._sync, self._coalescing, self._cut_off = False, True, True
+        self.syncs, self._coalescing, self._cut_off = False, True, True
         try:
             yield
             self._cut_off = False
         finally:
-            self._sync, self._coalescing = True, False
+            self.syncs, self._coalescing = True, False
         engine = self._trained()  # after an exception the other ranks may not come here
         if self.pending and (
             engine.is_gradient_accumulation_boundary() or engine.sharded.plan.reduces_every_micro_batch
@@ -385,7 +385,7 @@ class BackwardPasses:
 
     def require_outside(self, where: str) -> None:
         """Raise TrialError inside a block that reduces nothing."""
-        if not self._sync:
+        if not self.syncs:
             raise TrialError(
                 f"it cannot be called inside {'coalesce_grad_reduction' if self._coalescing else 'no_sync'}()",
                 where=where,
@@ -528,12 +528,3 @@ def _mark_until_end(scaled: _ScaledPass, grad: torch.Tensor) -> None:
 
 def _at_end(call: Any) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(call)
-
-
-def _no_gradients(step: int) -> TrialError:
-    return TrialError(
-        "there are no gradients to step with",
-        where="engine.step",
-        got=f"no backward pass since step {step}",
-        fix="Call engine.backward(loss) on every rank before it, or leave this step() out.",
-    )

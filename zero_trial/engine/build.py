@@ -135,15 +135,13 @@ def build_engine(
         observer = start_together(mesh, lambda: build_observer(settings, resolved, model, mesh, device))
     # as in DeepSpeed: a pipeline reads the data in their own order
     options = {"shuffle": pipeline is None} | ({"collate_fn": collate_fn} if collate_fn is not None else {})
-    loader = _loader_of(training_data, resolved, mesh, settings, options)
+    loader = None
+    if training_data is not None:
+        loader = rank_loader(training_data, resolved.batch.micro_batch_size, mesh, settings, **options)
     parts = (model, sharded, wrapped, lr_scheduler, outcome, observer, resolved, settings, mesh, device)
     place: dict[str, Any] = {"client_mpu": mpu, "training_dataloader": loader, "collate_fn": collate_fn}
     place |= {"client_optimizer": optimizer is not None, "local_rank": read_rank_env().local_rank}
     return Engine(*parts, **place) if pipeline is None else PipelineEngine(*parts, **place, resolved_pipeline=pipeline)
-
-
-def _loader_of(data: Any, resolved: ResolvedConfig, mesh: Mesh, settings: DsConfig, options: dict[str, Any]) -> Any:
-    return rank_loader(data, resolved.batch.micro_batch_size, mesh, settings, **options) if data is not None else None
 
 
 def _begin(

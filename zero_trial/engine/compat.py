@@ -136,8 +136,7 @@ class PipelineParallelGrid(EngineMpu):
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add ``--deepspeed`` (a flag that is accepted and changes nothing) and ``--deepspeed_config
-    FILE`` with its name of ours, ``--zero_trial_config``. Returns the parser, as DeepSpeed does.
-    ``config_of(args)`` reads the result."""
+    FILE`` with its name of ours, ``--zero_trial_config``. Returns the parser, as DeepSpeed does."""
     group = parser.add_argument_group("zero_trial", "configuration of zero_trial.initialize")
     group.add_argument(
         "--deepspeed", "--zero_trial", default=False, action="store_true", help="accepted; initialize() alone decides"
@@ -168,20 +167,6 @@ def DeepSpeedConfig(config: Mapping[str, Any] | str | Path, mpu: Any = None, mes
         train_micro_batch_size_per_gpu=solved.micro_batch_size,
         gradient_accumulation_steps=solved.accumulation,
     )
-
-
-def config_of(args: Any) -> Path | None:
-    """Return the path of the ds_config in parsed arguments (any object with attributes, or None).
-    Raises ConfigError for a missing file."""
-    value = getattr(args, "deepspeed_config", None)
-    if value is None:
-        return None
-    path = Path(value)
-    if not path.is_file():
-        raise ConfigError(
-            "there is no such file", where="--deepspeed_config", got=str(path), expected="a ds_config in JSON"
-        )
-    return path
 
 
 def require_mesh(mesh_param: Any, mesh: Mesh) -> None:

@@ -78,7 +78,6 @@ class ModuleTracker:
 
 _GLOBAL = "Global"
 
-
 Shape = tuple[int, ...]
 
 
@@ -186,10 +185,8 @@ _TERA: dict[str, tuple[float, float, float, float]] = {
     "mi250x": (383.0, 383.0, 0.0, 47.9),
 }
 
-
 # A slice of a GPU, or a slower one of the same name: the data sheet's number would be wrong.
 _OTHERS = frozenset({"mig", "laptop", "mobile", "max", "d", "ti"})
-
 
 _SIDE, _ROUNDS = 512, 5
 
@@ -218,12 +215,8 @@ def data_sheet(name: str, dtype: torch.dtype, *, tf32: bool = False) -> Peak | N
     """Return the dense peak of the GPU called ``name``; None if it is not in the table."""
     column = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2 if tf32 else 3}.get(dtype)
     words = set(re.split(r"[^a-z0-9]+", name.lower()))
-    row = (
-        next((tera for key, tera in _TERA.items() if words.issuperset(key.split())), None)
-        if not words & _OTHERS
-        else None
-    )
-    if row is None or column is None or not row[column]:
+    row = next((tera for key, tera in _TERA.items() if words.issuperset(key.split())), None)
+    if row is None or column is None or not row[column] or words & _OTHERS:
         return None
     what = "tf32" if tf32 else str(dtype).removeprefix("torch.")
     return Peak(row[column] * 1e12, f"data sheet of {name}, dense {what}")

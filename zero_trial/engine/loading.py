@@ -20,14 +20,21 @@ from zero_trial.checkpoint.folder import checkpoint_folder
 from zero_trial.checkpoint.format import MANIFEST_NAME, dtype_name
 from zero_trial.checkpoint.state_tree import GENERATORS, decode_state, restore_rng
 from zero_trial.comm import AxisComm, fail_together
-from zero_trial.engine.saving import COUNTERS, CheckpointedEngine, CheckpointNames, frozen_names, state_at_hand
+from zero_trial.engine.accessors import EngineAccessors
+from zero_trial.engine.saving import COUNTERS, CheckpointNames, frozen_names, state_at_hand
 from zero_trial.errors import CheckpointError, TrialError, ZeroTrialError
 from zero_trial.sharding.ema import KIND
 from zero_trial.sharding.grouping import parameter_names
+from zero_trial.sharding.optimizer import ShardedOptimizer
 
 log = logging.getLogger("zero_trial")
 
+_AFRESH = "Load with load_optimizer_states=False to start the optimizer afresh."
 _OF_GENERATOR = re.compile(r"rank\d+/rng/")
+_STATE_KEYS = {
+    *("counters", "loss_scaler", "scheduler", "optimizer", "groups"),
+    *("scalars", "kinds", "reduction_order", "client"),
+}
 
 
 def refuse_function(custom_load_fn: Any, where: str) -> None:
@@ -41,7 +48,7 @@ def refuse_function(custom_load_fn: Any, where: str) -> None:
 
 
 def load_state(
-    engine: CheckpointedEngine,
+    engine: EngineAccessors,
     directory: Path,
     tag: str | None,
     *,
@@ -56,7 +63,7 @@ def load_state(
     Collective over the world: every rank must call. Raises CheckpointError on every rank.
     """
     with state_at_hand(engine, "load_checkpoint called by every rank"):
-        world = engine.mesh.world
+        world, optimizer = engine.mesh.world, engine.optimizer
         reader = find_checkpoint(world, directory, None if tag is None else str(tag))
         if reader is None:
             return None, None
@@ -65,10 +72,10 @@ def load_state(
         engine.sharded.wait_before_writing()
         fail_together(world, lambda: _read_weights(engine, reader, strict, state), "read weights")
         engine.zero_grad()
-        if with_optimizer and engine.optimizer is not None:
-            fail_together(world, lambda: _read_optimizer(engine, reader, state), "read optimizer state")
-        elif engine.optimizer is not None and engine.optimizer.ema is not None:
-            engine.optimizer.ema.restart(engine.optimizer.base.state, 0)
+        if with_optimizer and optimizer is not None:
+            fail_together(world, lambda: _read_optimizer(engine, optimizer, reader, state), "read optimizer state")
+        elif optimizer is not None and optimizer.ema is not None:
+            optimizer.ema.restart(optimizer.base.state, 0)
         engine.sharded.publish()
         engine.sharded.publisher.publish_frozen()
         engine.sharded.wait()
@@ -148,7 +155,7 @@ def _log_damaged(world: AxisComm, faults: list[str]) -> None:
         log.warning("passed over: %s", fault)
 
 
-def _require_same_parts(engine: CheckpointedEngine, reader: CheckpointReader) -> None:
+def _require_same_parts(engine: EngineAccessors, reader: CheckpointReader) -> None:
     parts, own = reader.manifest.world.get("model_parts", 1), CheckpointNames(engine).parts
     if parts != own:
         raise CheckpointError(
@@ -160,13 +167,13 @@ def _require_same_parts(engine: CheckpointedEngine, reader: CheckpointReader) ->
         )
 
 
-def _take_counters(engine: CheckpointedEngine, state: Mapping[str, Any]) -> None:
+def _take_counters(engine: EngineAccessors, state: Mapping[str, Any]) -> None:
     """Restore the counts of steps, the loss scale and the order of reductions."""
     engine.restore_progress(state["counters"], state["loss_scaler"])
     engine.sharded.reducer.set_order(state["reduction_order"])
 
 
-def _read_weights(engine: CheckpointedEngine, reader: CheckpointReader, strict: bool, state: Mapping[str, Any]) -> None:
+def _read_weights(engine: EngineAccessors, reader: CheckpointReader, strict: bool, state: Mapping[str, Any]) -> None:
     """Read parameters and buffers. A checkpoint that was saved without frozen parameters must have
     all others; the frozen ones keep the model's values."""
     names = CheckpointNames(engine)
@@ -206,7 +213,7 @@ def _read_weights(engine: CheckpointedEngine, reader: CheckpointReader, strict: 
                 tensor.copy_(flat[name])
 
 
-def _warn_of_rounding(engine: CheckpointedEngine, reader: CheckpointReader, slices: list[Slice]) -> None:
+def _warn_of_rounding(engine: EngineAccessors, reader: CheckpointReader, slices: list[Slice]) -> None:
     stored = reader.manifest.tensors
     rounded = sorted(
         part.name
@@ -218,11 +225,11 @@ def _warn_of_rounding(engine: CheckpointedEngine, reader: CheckpointReader, slic
         log.warning("the checkpoint's float64 values of %s%s are rounded to float32", rounded[0], more)
 
 
-def _read_optimizer(engine: CheckpointedEngine, reader: CheckpointReader, state: Mapping[str, Any]) -> None:
-    optimizer, names = engine.optimizer, CheckpointNames(engine)
-    if optimizer is None:
-        return
-    _require_same_optimizer(engine, reader, state)
+def _read_optimizer(
+    engine: EngineAccessors, optimizer: ShardedOptimizer, reader: CheckpointReader, state: Mapping[str, Any]
+) -> None:
+    names = CheckpointNames(engine)
+    _require_same_optimizer(optimizer, reader, state, engine.mesh.rank)
     # what a class of the same name counts in its groups (schedule-free's k) may come with its first
     # step
     same_class = (
@@ -237,8 +244,8 @@ def _read_optimizer(engine: CheckpointedEngine, reader: CheckpointReader, state:
             }
         )
     known = reader.shapes
-    whole = _whole_states(engine, reader, state.get("whole_states", {}))
-    kinds = _read_average(engine, reader, state, whole)
+    whole = _whole_states(engine, optimizer, reader, state.get("whole_states", {}))
+    kinds = _read_average(optimizer, reader, state, whole, engine.mesh.rank)
     optimizer.state_by_tensor.make_state(
         kinds, state["scalars"], lambda kind, name: known.get(names.state(kind, name)), whole
     )
@@ -253,39 +260,39 @@ def _read_optimizer(engine: CheckpointedEngine, reader: CheckpointReader, state:
             "the checkpoint lacks optimizer state",
             where=str(reader.folder),
             got=f"none for {absent[0]}" + (f" and {len(absent) - 1} more" if len(absent) > 1 else ""),
-            fix="Load with load_optimizer_states=False to start the optimizer afresh.",
+            fix=_AFRESH,
         )
     reader.read_into(slices)
 
 
 def _read_average(
-    engine: CheckpointedEngine,
+    optimizer: ShardedOptimizer,
     reader: CheckpointReader,
     state: Mapping[str, Any],
     whole: Mapping[str, dict[str, Any]],
+    rank: int,
 ) -> list[str]:
     """Restore the number of steps that the average of the weights has seen; return the kinds of
     state to read, without the average where this engine keeps none."""
-    ema = engine.optimizer.ema if engine.optimizer is not None else None
-    saved, kinds = state.get("ema"), list(state["kinds"])
+    ema, saved, kinds = optimizer.ema, state.get("ema"), list(state["kinds"])
     if saved is not None and ema is None:
         for own in whole.values():
             own.pop(KIND, None)
         return [kind for kind in kinds if kind != KIND]
     if ema is not None:
         ema.restart({}, ema.schedule.first if saved is None else saved["steps"])
-        if saved is None and engine.mesh.rank == 0:
+        if saved is None and rank == 0:
             log.info("%s has no average of the weights (ema): it starts from the loaded weights", reader.folder)
     return kinds
 
 
 def _whole_states(
-    engine: CheckpointedEngine, reader: CheckpointReader, saved: Mapping[str, Any]
+    engine: EngineAccessors, optimizer: ShardedOptimizer, reader: CheckpointReader, saved: Mapping[str, Any]
 ) -> dict[str, dict[str, Any]]:
     """Read the state of the tensors that this rank updates whole, as far as it was saved whole: by
     name, on the device where it belongs."""
     names, found = CheckpointNames(engine), {}
-    for name in engine.optimizer.state_by_tensor.whole_names if engine.optimizer is not None else ():
+    for name in optimizer.state_by_tensor.whole_names:
         own = saved.get(names.param(name))
         if own is None:
             continue
@@ -300,11 +307,9 @@ def _whole_states(
     return found
 
 
-def _require_same_optimizer(engine: CheckpointedEngine, reader: CheckpointReader, state: Mapping[str, Any]) -> None:
-    optimizer = engine.optimizer
-    fix = "Load with load_optimizer_states=False to start the optimizer afresh."
-    if optimizer is None:
-        return
+def _require_same_optimizer(
+    optimizer: ShardedOptimizer, reader: CheckpointReader, state: Mapping[str, Any], rank: int
+) -> None:
     mine, stored = optimizer.state_by_tensor.identity(), state["optimizer"]
     if stored is not None and mine["settings"] != stored["settings"]:
         raise CheckpointError(
@@ -312,7 +317,7 @@ def _require_same_optimizer(engine: CheckpointedEngine, reader: CheckpointReader
             where=str(reader.folder),
             got=stored["class"],
             expected=mine["class"],
-            fix=fix,
+            fix=_AFRESH,
         )
     saved, own = ((facts or {}).get("states", "fp32") for facts in (stored, mine))
     if saved != own and "8bit" in (saved, own):
@@ -321,9 +326,9 @@ def _require_same_optimizer(engine: CheckpointedEngine, reader: CheckpointReader
             where=str(reader.folder),
             got=saved,
             expected=own,
-            fix=f'Set data_types.optimizer_states to "{saved}". {fix}',
+            fix=f'Set data_types.optimizer_states to "{saved}". {_AFRESH}',
         )
-    if saved != own and engine.mesh.rank == 0:
+    if saved != own and rank == 0:
         log.info("the checkpoint's %s optimizer states become %s", saved, own)
     if len(state["groups"]) != len(optimizer.param_groups):
         raise CheckpointError(
@@ -331,7 +336,7 @@ def _require_same_optimizer(engine: CheckpointedEngine, reader: CheckpointReader
             where=str(reader.folder),
             got=len(state["groups"]),
             expected=len(optimizer.param_groups),
-            fix=fix,
+            fix=_AFRESH,
         )
 
 
@@ -363,7 +368,7 @@ def _equal(a: Any, b: Any) -> bool:
     return bool(a == b)
 
 
-def _read_rank_state(engine: CheckpointedEngine, reader: CheckpointReader, shared: Collection[str]) -> None:
+def _read_rank_state(engine: EngineAccessors, reader: CheckpointReader, shared: Collection[str]) -> None:
     """Restore the random generators of this rank, and its own values of buffers that differ between
     ranks.
 
@@ -423,18 +428,7 @@ def engine_state(reader: CheckpointReader) -> dict[str, Any]:
     """Decode what the engine wrote beside its tensors. Raises CheckpointError for a checkpoint that
     no engine wrote."""
     state = decode_state(reader.manifest.state, reader.read)
-    keys = {
-        "counters",
-        "loss_scaler",
-        "scheduler",
-        "optimizer",
-        "groups",
-        "scalars",
-        "kinds",
-        "reduction_order",
-        "client",
-    }
-    counters = state.get("counters") if isinstance(state, dict) and keys <= state.keys() else None
+    counters = state.get("counters") if isinstance(state, dict) and state.keys() >= _STATE_KEYS else None
     if not isinstance(counters, dict) or not all(isinstance(counters.get(name), int) for name in COUNTERS):
         raise CheckpointError("this checkpoint was not written by an engine", where=str(reader.folder))
     return dict(state)

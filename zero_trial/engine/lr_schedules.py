@@ -146,7 +146,6 @@ class WarmupLR(LRSchedule):
         super().__init__(optimizer, last_batch_iteration)
 
     def get_lr(self) -> list[Rate]:
-        """Return the schedule's value now, one per group."""
         if self.last_batch_iteration < 0:
             return list(self.min_lrs)
         factor = self._factor(self.last_batch_iteration)
@@ -222,7 +221,6 @@ class WarmupCosineLR(LRSchedule):
         return max(0.0, self.cos_min_ratio + (1.0 - self.cos_min_ratio) * height)
 
     def get_lr(self) -> list[Rate]:
-        """Return the schedule's value now, one per group."""
         ratio = self.get_lr_ratio()
         return [lr * ratio for lr in self.org_lrs]
 
@@ -247,7 +245,6 @@ class LRRangeTest(LRSchedule):
         super().__init__(optimizer, last_batch_iteration)
 
     def get_lr(self) -> list[Rate]:
-        """Return the schedule's value now, one per group."""
         interval = float(self.last_batch_iteration + 1) / self.step_size
         increase = 1 + self.step_rate * (math.floor(interval) if self.staircase else interval)
         return [lr * increase for lr in self.min_lr]
@@ -308,15 +305,12 @@ class OneCycle(LRSchedule):
         super().__init__(optimizer, last_batch_iteration)
 
     def get_lr(self) -> list[Rate]:
-        """Return the schedule's value now, one per group."""
         if self.last_batch_iteration < self.total_size:
             height = self._height()
             return [low + (high - low) * height for low, high in zip(self.min_lrs, self.max_lrs, strict=True)]
         return [low / self._decay(self.decay_lr_rate) for low in self.min_lrs]
 
     def get_mom(self) -> Momenta | None:
-        """Return the betas that the schedule sets, one pair per group; None where it leaves them
-        alone."""
         if not self.cycle_momentum:
             return None
         if self.last_batch_iteration < self.total_size:
@@ -361,8 +355,7 @@ _DEEPSPEED: dict[str, Callable[..., LRSchedule]] = {
 VALID_LR_SCHEDULES = list(_DEEPSPEED)
 
 
-# From ds_config's scheduler name and params to a scheduler on an optimizer.
-
+# --- from ds_config's scheduler name and params to a scheduler on an optimizer --------------------
 
 WHERE = "scheduler.params"
 

@@ -158,7 +158,7 @@ class Wandb:
             self._run.log({name: float(value)}, step=step)
 
     def flush(self) -> None:
-        """Return the client sends by itself."""
+        """Do nothing: the client sends by itself."""
 
     def close(self) -> None:
         self._run.finish()

@@ -43,7 +43,6 @@ _Z = "zero_optimization"
 _CACHED = "through the page cache: the file system has no O_DIRECT"
 _ROOM = "room for optimizer state"
 
-
 T = TypeVar("T")
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from zero_trial.ds_config.params import unknown_parameters
+from zero_trial.ds_config.params import COMPRESSION, REFUSED_OPTIMIZERS, unknown_parameters
 from zero_trial.ds_config.table import DsConfig
 from zero_trial.errors import ConfigError
 from zero_trial.ops import native_on
@@ -147,7 +147,6 @@ def muon_groups(model: nn.Module, groups: Groups, params: Mapping[str, Any]) -> 
 
 WHERE = "optimizer.params"
 
-
 # Where torch's fused kernel exists in every torch >= 2.6: one pass over the state instead of about
 # five.
 FUSED_ON: dict[type[torch.optim.Optimizer], frozenset[str]] = {
@@ -156,7 +155,6 @@ FUSED_ON: dict[type[torch.optim.Optimizer], frozenset[str]] = {
     torch.optim.SGD: frozenset({"cpu", "cuda"}),
     torch.optim.Adagrad: frozenset({"cpu"}),
 }
-
 
 # Our own single pass, where the kernels can be had: the same update and state, nearer to float64
 # and without a cast of the gradient.
@@ -168,11 +166,9 @@ NATIVE: dict[type[torch.optim.Optimizer], tuple[type[torch.optim.Optimizer], Map
     Lion: (FusedLion, {}),
 }
 
-
 # Settings that choose an implementation or a variant: given any of them, the class that was named
 # is built.
 _VARIANTS = ("amsgrad", "maximize", "foreach", "fused", "capturable", "differentiable")
-
 
 ParamGroups = Iterable[torch.Tensor] | Iterable[dict[str, Any]]
 
@@ -377,12 +373,7 @@ def _muon(name: str, given: dict[str, Any]) -> OptimizerSpec:
                 expected=", ".join((*known, "ns_method")),
                 fix=did_you_mean(key, known),
             )
-    faults = [
-        _not_a_number(key, given[key])
-        for key in ("lr", "muon_lr", "adam_lr", "eps", "weight_decay", "momentum")
-        if key in given and not _is_number(given[key])
-    ]
-    if faults:
+    if faults := _not_numbers(given, ("lr", "muon_lr", "adam_lr", "eps", "weight_decay", "momentum")):
         raise ConfigError.many(faults)
     return OptimizerSpec(name, Muon, {}, note)  # its groups have the numbers: muon_groups
 
@@ -393,18 +384,12 @@ _LAMB_NOTE = (
 )
 
 
-_ONE_BIT_PARAMS = (
-    *("freeze_step", "cuda_aware", "comm_backend_name", "coeff_beta", "factor_max", "factor_min", "factor_threshold"),
-    *("var_freeze_step", "var_update_scaler", "local_step_scaler", "local_step_clipper", "pipeline_enable"),
-)
-
-
 def _one_bit(base: str, rule: Callable[[str, dict[str, Any]], OptimizerSpec]) -> Callable[[str, dict[str, Any]], Any]:
     """Map a 1-bit optimizer to its base optimizer: compression changes what is sent, and here
     nothing is compressed."""
 
     def resolve(name: str, given: dict[str, Any]) -> OptimizerSpec:
-        dropped = [key for key in _ONE_BIT_PARAMS if given.pop(key, None) is not None]
+        dropped = [key for key in COMPRESSION if given.pop(key, None) is not None]
         spec = rule(base, given)
         note = f"{name}: gradients are not compressed; trained as {base}"
         note += f" without {', '.join(dropped)}" if dropped else ""
@@ -438,10 +423,8 @@ _DEEPSPEED: dict[str, Callable[[str, dict[str, Any]], OptimizerSpec]] = {
 }
 
 
-_REFUSED_TORCH = {
-    "LBFGS": "it calls the model several times per step, which a step after backward cannot do",
-    "SparseAdam": "it works on sparse gradients, and gradients here are dense",
-    "Optimizer": "it is the base class",
+_REFUSED_TORCH = {name: REFUSED_OPTIMIZERS[name] for name in ("LBFGS", "SparseAdam")} | {
+    "Optimizer": "it is the base class"
 }
 
 
@@ -476,11 +459,7 @@ def _spec(
 ) -> OptimizerSpec:
     known = [key for key in inspect.signature(optimizer_class.__init__).parameters if key not in ("self", "params")]
     faults = unknown_parameters(name, WHERE, given, known)
-    faults += [
-        _not_a_number(key, given[key])
-        for key in ("lr", "eps", "weight_decay", "momentum")
-        if key in given and not _is_number(given[key])
-    ]
+    faults += _not_numbers(given, ("lr", "eps", "weight_decay", "momentum"))
     if faults:
         raise ConfigError.many(faults)
     clean = {key: tuple(value) if isinstance(value, list) else value for key, value in given.items()}
@@ -501,8 +480,14 @@ def _is_number(value: object) -> bool:
     return isinstance(value, (int, float, torch.Tensor)) and not isinstance(value, bool)
 
 
-def _not_a_number(key: str, value: object) -> ConfigError:
-    return ConfigError("not a number", where=f"{WHERE}.{key}", got=repr(value), expected="a number, without quotes")
+def _not_numbers(given: Mapping[str, Any], keys: Iterable[str]) -> list[ConfigError]:
+    """Return an error for each of ``keys`` whose value is given and is not a number."""
+    expected = "a number, without quotes"
+    return [
+        ConfigError("not a number", where=f"{WHERE}.{key}", got=repr(given[key]), expected=expected)
+        for key in keys
+        if key in given and not _is_number(given[key])
+    ]
 
 
 def _tensors(group: Any) -> list[torch.Tensor]:

@@ -24,7 +24,7 @@ from zero_trial.pipeline.module import PipelineModule
 from zero_trial.pipeline.schedule import ActionKind, Schedule
 from zero_trial.pipeline.simulate import validate
 from zero_trial.pipeline.stage import Stage
-from zero_trial.precision import cast_floats
+from zero_trial.precision import cast_floats, forward_of
 
 log = logging.getLogger("zero_trial")
 
@@ -200,20 +200,14 @@ class PipelineEngine(Engine):
         seed_number = self.global_steps * self.gradient_accumulation_steps() + micro_batch + 1
         if number == 0 and dtype != torch.float32:
             value = cast_floats(value, dtype)
-        if self.resolved.autocast is None:
-            return chunk(value, seed_number)
-        with torch.autocast(self.device.type, dtype=self.resolved.autocast):
-            return chunk(value, seed_number)
+        return forward_of(chunk, self.resolved.autocast, self.device.type)(value, seed_number)
 
     def _loss(self, output: Any, label: Any) -> torch.Tensor:
-        function = self.pipeline.loss_fn
-        if function is None:
-            loss: torch.Tensor = output
-            return loss
-        if self.resolved.autocast is None:
-            return function(output, label)
-        with torch.autocast(self.device.type, dtype=self.resolved.autocast):
-            return function(output, label)
+        function: Any = self.pipeline.loss_fn
+        loss: torch.Tensor = output
+        if function is not None:
+            loss = forward_of(function, self.resolved.autocast, self.device.type)(output, label)
+        return loss
 
     def _mean(self, batch: StepInput, found: LastStageResult) -> torch.Tensor:
         """Return the mean loss over the samples of all data-parallel ranks, or over the weights.

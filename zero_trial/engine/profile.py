@@ -31,8 +31,7 @@ log = logging.getLogger("zero_trial")
 FORWARD, BACKWARD, REDUCE_WAIT, STEP = "forward", "backward", "reduce wait", "step"
 
 
-# --- timers by name: CUDA events on CUDA (nothing waits until the sums are read), the monotonic clo
-
+# --- timers by name -------------------------------------------------------------------------------
 
 # Pairs of events that may wait before those that the device has passed are added up.
 _PAIRS_KEPT = 256
@@ -259,8 +258,7 @@ def write_report(text: str, output_file: str | Path | None) -> None:
         Path(output_file).write_text(text + "\n", "utf-8")
 
 
-# --- the profile as text: totals, the heaviest kinds of modules at each depth, and every module as
-
+# --- the profile as text --------------------------------------------------------------------------
 
 _PREFIXES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 

@@ -18,23 +18,20 @@ import logging
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from torch import nn
 
 from zero_trial.checkpoint import BackgroundSaver, Slice, save_checkpoint
 from zero_trial.checkpoint.folder import OF_TRAINER, may_delete_all
 from zero_trial.checkpoint.format import dtype_name
 from zero_trial.checkpoint.state_tree import capture_rng, encode_state
 from zero_trial.comm import AxisComm, Mesh, fail_together
-from zero_trial.ds_config.table import DsConfig
-from zero_trial.engine.step import StepOutcome
+from zero_trial.engine.accessors import EngineAccessors
 from zero_trial.errors import CheckpointError, TrialError
 from zero_trial.sharding.freed import is_absent
 from zero_trial.sharding.grouping import parameter_names
-from zero_trial.sharding.model import ShardedModel
-from zero_trial.sharding.optimizer import ShardedOptimizer
+from zero_trial.sharding.optimizer_state import StateView
 from zero_trial.sharding.param_group import ParamGroup
 from zero_trial.sharding.plan import Home
 from zero_trial.sharding.whole_tensors import opt_group_of
@@ -44,39 +41,8 @@ log = logging.getLogger("zero_trial")
 COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
 
 
-class CheckpointedEngine(Protocol):
-    """The part of an engine that a checkpoint holds, or that saving and loading ask."""
-
-    module: nn.Module
-    sharded: ShardedModel
-    optimizer: ShardedOptimizer | None
-    mesh: Mesh
-    device: torch.device
-    config: DsConfig
-    global_steps: int
-    global_samples: int
-    micro_steps: int
-    lr_scheduler: Any
-    outcome: StepOutcome
-
-    @property
-    def skipped_steps(self) -> int: ...
-
-    def gradient_accumulation_steps(self) -> int: ...
-
-    def pending_micro_batches(self) -> int: ...
-
-    def zero_optimization_stage(self) -> int: ...
-
-    def zero_grad(self, set_to_none: bool = True) -> None: ...
-
-    def restore_progress(self, counters: Mapping[str, int], loss_scale: Mapping[str, Any]) -> None: ...
-
-    def module_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, torch.Tensor]: ...
-
-
 @contextmanager
-def state_at_hand(engine: CheckpointedEngine, label: str) -> Iterator[None]:
+def state_at_hand(engine: EngineAccessors, label: str) -> Iterator[None]:
     """Make masters and optimizer state readable and writable inside the block, wherever they live.
 
     Collective: a rank whose disk does not give them, or does not take them back, ends the block on
@@ -99,7 +65,7 @@ def state_at_hand(engine: CheckpointedEngine, label: str) -> Iterator[None]:
 class CheckpointNames:
     """The names and tensors of ``engine`` as they are now: see the top of this file."""
 
-    def __init__(self, engine: CheckpointedEngine) -> None:
+    def __init__(self, engine: EngineAccessors) -> None:
         self._engine = engine
         self.part, self.parts = engine.mesh.model_part
         self._place = f"part{self.part}of{self.parts}/" if self.parts > 1 else ""
@@ -187,7 +153,7 @@ def trainer_may_delete(mesh: Mesh, background: BackgroundSaver, directory: Path,
 
 
 def save_state(
-    engine: CheckpointedEngine,
+    engine: EngineAccessors,
     directory: Path,
     tag: str | None,
     client_state: Mapping[str, Any] | None,
@@ -213,7 +179,7 @@ def save_state(
         _save(engine, directory, tag, dict(client_state or {}), without_frozen, background, on_disk, later)
 
 
-def _on_disk(engine: CheckpointedEngine) -> frozenset[tuple[str, int]]:
+def _on_disk(engine: EngineAccessors) -> frozenset[tuple[str, int]]:
     """Name the stored pieces, with their first elements, whose values are in a file between
     steps."""
     names, found = CheckpointNames(engine), set()
@@ -221,13 +187,13 @@ def _on_disk(engine: CheckpointedEngine) -> frozenset[tuple[str, int]]:
         if _in_file(group):
             pieces = group.layout.pieces(group.comm.index)
             found |= {(names.param(piece.slot.name), piece.start) for piece in pieces}
-    for view in engine.optimizer.state_by_tensor.views() if engine.optimizer is not None else ():
+    for view in _moment_views(engine):
         if is_absent(view.tensor):
             found.add((names.state(view.kind, view.name), view.start))
     return frozenset(found)
 
 
-def _copied_later(engine: CheckpointedEngine) -> dict[tuple[str, int], ParamGroup]:
+def _copied_later(engine: EngineAccessors) -> dict[tuple[str, int], ParamGroup]:
     """Name the stored pieces, with their first elements, that only updates write to, and calls that
     wait for copies as these do; and the group of each. Not what shares memory with a parameter:
     ``param.data.clamp_()`` asks nobody."""
@@ -238,12 +204,9 @@ def _copied_later(engine: CheckpointedEngine) -> dict[tuple[str, int], ParamGrou
         if not shared and not is_absent(group.master):
             pieces = group.layout.pieces(group.comm.index)
             found |= {(names.param(piece.slot.name), piece.start): group for piece in pieces}
-    optimizer = engine.optimizer
-    if optimizer is None:
-        return found
     group_of = {slot.name: group for group in engine.sharded.groups for slot in group.layout.slots}
-    for view in optimizer.state_by_tensor.views():
-        if view.kind != "master" and not is_absent(view.tensor):
+    for view in _moment_views(engine):
+        if not is_absent(view.tensor):
             found[names.state(view.kind, view.name), view.start] = group_of[view.name]
     return found
 
@@ -254,7 +217,7 @@ def _in_file(group: ParamGroup) -> bool:
     return is_absent(group.master) and not (own and group.plan.home is Home.HOST)
 
 
-def snapshot_bytes(engine: CheckpointedEngine) -> int:
+def snapshot_bytes(engine: EngineAccessors) -> int:
     """Count the bytes that this rank copies for a checkpoint that training does not wait for:
     parameters and state that live in memory; local. Between steps."""
     swapped = _on_disk(engine)
@@ -265,14 +228,14 @@ def snapshot_bytes(engine: CheckpointedEngine) -> int:
         if not _in_file(group) and engine.sharded.manual_groups.owns(group):
             numel = sum(piece.numel for piece in group.layout.pieces(group.comm.index))
             total += numel * group.master.element_size()
-    for view in engine.optimizer.state_by_tensor.views() if engine.optimizer is not None else ():
-        if view.kind != "master" and (names.state(view.kind, view.name), view.start) not in swapped:
+    for view in _moment_views(engine):
+        if (names.state(view.kind, view.name), view.start) not in swapped:
             total += view.tensor.numel() * view.tensor.element_size()
     return total
 
 
 def _save(
-    engine: CheckpointedEngine,
+    engine: EngineAccessors,
     directory: Path,
     tag: str | None,
     client_state: dict[str, Any],
@@ -296,12 +259,8 @@ def _save(
         state["whole_states"] = whole_states
     state, state_tensors = fail_together(engine.mesh.world, lambda: encode_state(state, "engine"), "engine state")
     own, own_tensors = encode_state(_own_state(engine), f"rank{engine.mesh.rank}")
-    slices = (
-        list(_weights(engine, without_frozen))
-        + list(_moments(engine))
-        + whole_slices
-        + [Slice.whole(n, t) for n, t in own_tensors.items()]
-    )
+    slices = [*_weights(engine, without_frozen), *_moments(engine), *whole_slices]
+    slices += [Slice.whole(name, tensor) for name, tensor in own_tensors.items()]
     if engine.mesh.rank == 0:
         slices += [Slice.whole(name, tensor) for name, tensor in state_tensors.items()]
     if names.twins.index == 0:
@@ -329,7 +288,7 @@ def _save(
     background.save(directory, tag, copied, later=in_order, on_disk=streamed, **facts)
 
 
-def _warn_of_own_rates(engine: CheckpointedEngine) -> None:
+def _warn_of_own_rates(engine: EngineAccessors) -> None:
     """Log a warning where ranks have learning rates of their own, as a scheduler gives them that
     each rank steps with its own metric. Collective over data."""
     data, groups = engine.mesh.data, engine.optimizer.param_groups if engine.optimizer is not None else []
@@ -345,7 +304,7 @@ def _warn_of_own_rates(engine: CheckpointedEngine) -> None:
         )
 
 
-def frozen_names(engine: CheckpointedEngine) -> set[str]:
+def frozen_names(engine: EngineAccessors) -> set[str]:
     """Name the parameters of this pipeline stage that a checkpoint without frozen parameters leaves
     out."""
     trained = {id(param) for group in engine.sharded.groups if group.trainable for param in group.params}
@@ -356,7 +315,7 @@ def frozen_names(engine: CheckpointedEngine) -> set[str]:
     }
 
 
-def _weights(engine: CheckpointedEngine, without_frozen: bool) -> Iterator[Slice]:
+def _weights(engine: EngineAccessors, without_frozen: bool) -> Iterator[Slice]:
     """Yield this rank's parts of all parameters; of replicas only the first gives them."""
     names = CheckpointNames(engine)
     if engine.mesh.coordinates["replica"] != 0:
@@ -381,17 +340,24 @@ def _weights(engine: CheckpointedEngine, without_frozen: bool) -> Iterator[Slice
                 yield Slice.whole(names.param(name), param.detach())
 
 
-def _moments(engine: CheckpointedEngine) -> Iterator[Slice]:
+def _moment_views(engine: EngineAccessors) -> list[StateView]:
+    """List this rank's pieces of optimizer state without the masters, which are stored as
+    parameters."""
+    views = engine.optimizer.state_by_tensor.views() if engine.optimizer is not None else ()
+    return [view for view in views if view.kind != "master"]
+
+
+def _moments(engine: EngineAccessors) -> Iterator[Slice]:
     names = CheckpointNames(engine)
     if engine.optimizer is None or engine.mesh.coordinates["replica"] != 0:
         return
     whole = frozenset(engine.optimizer.state_by_tensor.whole_names)  # in _whole_states
-    for view in engine.optimizer.state_by_tensor.views():
-        if view.kind != "master" and view.name not in whole and not engine.sharded.manual_groups.is_copy(view.name):
+    for view in _moment_views(engine):
+        if view.name not in whole and not engine.sharded.manual_groups.is_copy(view.name):
             yield Slice(names.state(view.kind, view.name), view.shape, view.start, view.stop, view.tensor)
 
 
-def _whole_states(engine: CheckpointedEngine) -> tuple[dict[str, Any], list[Slice]]:
+def _whole_states(engine: EngineAccessors) -> tuple[dict[str, Any], list[Slice]]:
     """Return the state of tensors that are updated whole: of the whole model as JSON by the
     parameter's name here, and this rank's tensors in it. Collective over the world.
 
@@ -448,7 +414,7 @@ def _renamed(tree: Any, names: Mapping[str, str]) -> Any:
     return tree
 
 
-def _engine_state(engine: CheckpointedEngine, client_state: dict[str, Any]) -> dict[str, Any]:
+def _engine_state(engine: EngineAccessors, client_state: dict[str, Any]) -> dict[str, Any]:
     names = CheckpointNames(engine)
     groups = engine.optimizer.param_groups if engine.optimizer is not None else []
     scalars, kinds = _optimizer_facts(engine)
@@ -473,21 +439,18 @@ def _engine_state(engine: CheckpointedEngine, client_state: dict[str, Any]) -> d
     }
 
 
-def _optimizer_facts(engine: CheckpointedEngine) -> tuple[dict[str, dict[str, float]], list[str]]:
+def _optimizer_facts(engine: EngineAccessors) -> tuple[dict[str, dict[str, float]], list[str]]:
     """Collect scalar state by group, and the kinds of other state: from all ranks, for a rank's
     shards may hold nothing of a group. Collective."""
     optimizer = engine.optimizer
     scalars = optimizer.state_by_tensor.scalars() if optimizer is not None else {}
-    kinds = (
-        sorted({view.kind for view in optimizer.state_by_tensor.views()} - {"master"}) if optimizer is not None else []
-    )
+    kinds = sorted({view.kind for view in _moment_views(engine)})
     everyone = engine.mesh.world.gather_json([scalars, kinds], "optimizer state")
-    return {key: value for row, _ in everyone for key, value in row.items()}, sorted(
-        {kind for _, row in everyone for kind in row}
-    )
+    all_scalars = {key: value for row, _ in everyone for key, value in row.items()}
+    return all_scalars, sorted({kind for _, row in everyone for kind in row})
 
 
-def _own_state(engine: CheckpointedEngine) -> dict[str, Any]:
+def _own_state(engine: EngineAccessors) -> dict[str, Any]:
     """Collect what belongs to this rank alone: random generators, and buffers that differ from rank
     0's (running statistics)."""
     names, different = CheckpointNames(engine), {}
@@ -500,7 +463,7 @@ def _own_state(engine: CheckpointedEngine) -> dict[str, Any]:
     return {"rng": capture_rng(engine.device), "buffers": different}
 
 
-def _same_everywhere(engine: CheckpointedEngine, tag: str) -> str:
+def _same_everywhere(engine: EngineAccessors, tag: str) -> str:
     """Return the tag under which all ranks save: rank 0's. ``checkpoint.tag_validation`` decides
     about ranks that gave another one."""
     tags: list[str] = engine.mesh.world.gather_json(tag, "save_checkpoint called by every rank")

@@ -22,8 +22,9 @@ from zero_trial.checkpoint.format import dtype_name, dtype_of, safetensors_heade
 from zero_trial.checkpoint.reader import compare_tensors
 from zero_trial.checkpoint.weights import WeightsReader
 from zero_trial.comm import AxisComm, Mesh, fail_together, raise_together
+from zero_trial.engine.accessors import EngineAccessors
 from zero_trial.engine.parameter_checks import require_same, tensors_of
-from zero_trial.engine.saving import CheckpointedEngine, CheckpointNames
+from zero_trial.engine.saving import CheckpointNames
 from zero_trial.errors import ConfigError, TrialError
 from zero_trial.sharding.freed import is_left_freed
 from zero_trial.sharding.grouping import ManualGroup, ManualGroups, parameter_names, saved_buffers
@@ -178,7 +179,7 @@ def _refuse_lacking(needed: Sequence[str], data: AxisComm) -> NoReturn:
 # --- writing --------------------------------------------------------------------------------------
 
 
-def save_weights(engine: CheckpointedEngine, directory: Path, filename: str, *, without_frozen: bool = False) -> bool:
+def save_weights(engine: EngineAccessors, directory: Path, filename: str, *, without_frozen: bool = False) -> bool:
     """Write the whole model as one safetensors file in the parameters' dtype; tied names are stored
     once and listed in the metadata.
 
@@ -218,7 +219,7 @@ def _has_plain_state(module: nn.Module) -> bool:
 
 
 def _stream_weights(
-    engine: CheckpointedEngine, directory: Path, filename: str, metadata: Mapping[str, str], without_frozen: bool
+    engine: EngineAccessors, directory: Path, filename: str, metadata: Mapping[str, str], without_frozen: bool
 ) -> Exception | None:
     """Write the file on rank 0, group by group, and return why it could not be; the other ranks
     take part in the gathers. Collective over shard."""
@@ -271,7 +272,7 @@ def _stream_weights(
     return fault
 
 
-def module_state(engine: CheckpointedEngine, *, without_frozen: bool, rank0_only: bool) -> dict[str, torch.Tensor]:
+def module_state(engine: EngineAccessors, *, without_frozen: bool, rank0_only: bool) -> dict[str, torch.Tensor]:
     """Return the state dict of the module; with ``rank0_only`` as
     :meth:`FullParams.rank0_state_dict` does. Collective over shard."""
     state = engine.sharded.full_params.rank0_state_dict() if rank0_only else engine.module.state_dict()
@@ -282,7 +283,7 @@ def module_state(engine: CheckpointedEngine, *, without_frozen: bool, rank0_only
     return {name: value for name, value in state.items() if name not in frozen}
 
 
-def first_rank_state(engine: CheckpointedEngine, where: str, without_frozen: bool) -> dict[str, torch.Tensor] | None:
+def first_rank_state(engine: EngineAccessors, where: str, without_frozen: bool) -> dict[str, torch.Tensor] | None:
     """Return the state dict of the whole model on rank 0, None on the others: copies in the host's
     memory, in the parameters' dtype; tied names share one. Collective over the world."""
     names = CheckpointNames(engine)
@@ -301,7 +302,7 @@ def first_rank_state(engine: CheckpointedEngine, where: str, without_frozen: boo
     return {name: state[aliases.get(name, name)] for name in state}
 
 
-def _whole_model(engine: CheckpointedEngine, own: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def _whole_model(engine: EngineAccessors, own: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Join the state dicts of all pipeline stages on the first; a tied weight is the same in each.
     Collective over pipe.
 

@@ -78,3 +78,15 @@ def test_an_index_whose_file_lacks_a_tensor_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError) as error:
         WeightsReader(tmp_path)
     assert error.value.got == "b"
+
+
+def test_a_range_that_the_file_lacks_is_refused(tmp_path: Path) -> None:
+    """What follows in the file belongs to another tensor."""
+    save_file({"a": torch.ones(4), "b": torch.zeros(4)}, tmp_path / "w.safetensors")
+    reader, out = WeightsReader(tmp_path / "w.safetensors"), torch.full((2,), 3.0)
+    with pytest.raises(CheckpointError, match=r"w\.safetensors: entry a is too short: got \(4,\), expected \(5,\)"):
+        reader.read_into("a", 3, 5, out)
+    with pytest.raises(CheckpointError, match=r"w\.safetensors: no entry c"):
+        reader.read_into("c", 0, 2, out)
+    assert out.tolist() == [3.0, 3.0]
+    reader.close()

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from hashlib import sha256
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
-
-from safetensors import SafetensorError, safe_open
+from typing import TYPE_CHECKING, NamedTuple
 
 from zero_trial.checkpoint.format import MANIFEST_NAME, FileRecord, Manifest, Slice, TensorEntry, dtype_of
+from zero_trial.checkpoint.weights import WeightsReader
 from zero_trial.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -88,11 +88,11 @@ class CheckpointReader:
         wants = [ReadRequest(part.name, part.start, part.stop, target) for target, part in enumerate(slices)]
         copies = plan_copies(self.manifest.tensors, wants)
         for file, of_file in groupby(copies, key=lambda copy: copy.file):
-            with self.open_file(file) as entries:
+            with closing(WeightsReader(self.folder / file)) as entries:
                 for copy in of_file:
-                    data = self.read_range(entries, copy.key, copy.source_start, copy.source_stop, file)
-                    target = slices[copy.target].flat
-                    target[copy.offset : copy.offset + len(data)].copy_(data)
+                    end = copy.offset + copy.source_stop - copy.source_start
+                    target = slices[copy.target].flat[copy.offset : end]
+                    entries.read_into(copy.key, copy.source_start, copy.source_stop, target)
 
     def read(self, name: str, device: torch.device | str = "cpu") -> torch.Tensor:
         """Read a whole tensor, new."""
@@ -109,30 +109,6 @@ class CheckpointReader:
         stored = self.shapes
         wanted = {part.name: part.shape for part in slices}
         require_match({n: s for n, s in stored.items() if n in wanted}, wanted, where=str(self.folder))
-
-    def open_file(self, file: str) -> Any:
-        """Open a file of the checkpoint, to be read by ``read_range`` and closed (a context
-        manager)."""
-        try:
-            return safe_open(self.folder / file, framework="pt")
-        except (SafetensorError, OSError) as fault:
-            raise CheckpointError("a file cannot be read", where=str(self.folder / file), got=str(fault)) from fault
-
-    def read_range(self, entries: Any, key: str, start: int, stop: int, file: str) -> torch.Tensor:
-        """Read elements [start, stop) of one entry of an open ``file``, new. Raises
-        CheckpointError."""
-        try:
-            data: torch.Tensor = entries.get_slice(key)[start:stop]
-        except (SafetensorError, IndexError) as fault:
-            raise CheckpointError(f"no entry {key}", where=str(self.folder / file), got=str(fault)) from fault
-        if data.ndim != 1 or len(data) != stop - start:
-            raise CheckpointError(
-                f"entry {key} is too short",
-                where=str(self.folder / file),
-                got=tuple(data.shape),
-                expected=(stop - start,),
-            )
-        return data
 
 
 # Files that this process has verified for the load that follows, by path: as which file, and with

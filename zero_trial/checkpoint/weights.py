@@ -76,10 +76,12 @@ class WeightsReader:
         Args:
             out: (stop - start,) on any device; values are cast on the host.
             through: a dtype to which values are rounded first.
+
+        Raises CheckpointError for a tensor that is not there, or shorter.
         """
         import torch
 
-        stored = self._tensors[name]
+        stored = self._entry(name, stop)
         width, dtype = item_bytes(stored.dtype), dtype_of(stored.dtype)
         place = stored.place + start * width
         direct = out.is_cpu and out.is_contiguous() and out.dtype == dtype and through in (None, out.dtype)
@@ -97,13 +99,7 @@ class WeightsReader:
     def read_stored(self, name: str, start: int, stop: int, dtype: str) -> bytearray:
         """Read elements [start, stop) of the flattened tensor ``name``, new, as bytes of ``dtype``.
         Raises CheckpointError for a tensor that is not there, shorter, or of another dtype."""
-        stored = self._tensors.get(name)
-        if stored is None:
-            raise CheckpointError(f"no entry {name}", where=str(self.source))
-        if stop > prod(stored.shape):
-            raise CheckpointError(
-                f"entry {name} is too short", where=str(self.source), got=stored.shape, expected=(stop,)
-            )
+        stored = self._entry(name, stop)
         if stored.dtype != dtype:
             raise CheckpointError(
                 f"entry {name} has another dtype than the manifest says",
@@ -115,6 +111,18 @@ class WeightsReader:
         data = bytearray((stop - start) * width)
         self._read(stored.path, stored.place + start * width, memoryview(data))
         return data
+
+    def _entry(self, name: str, stop: int) -> _StoredTensor:
+        """Return the place of a tensor that has at least ``stop`` elements. Raises
+        CheckpointError."""
+        stored = self._tensors.get(name)
+        if stored is None:
+            raise CheckpointError(f"no entry {name}", where=str(self.source))
+        if stop > prod(stored.shape):
+            raise CheckpointError(
+                f"entry {name} is too short", where=str(self.source), got=stored.shape, expected=(stop,)
+            )
+        return stored
 
     def _read_header(self, path: Path, wanted: set[str] | None) -> None:
         try:

@@ -28,7 +28,7 @@ from lightning.pytorch.trainer import call
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
-from zero_trial.ds_config.presets import preset_names, read_preset
+from zero_trial.ds_config.overlay import preset_names, read_preset
 from zero_trial.engine import Engine, initialize
 from zero_trial.errors import CheckpointError, ConfigError, TrialError
 from zero_trial.schema.source import open_source

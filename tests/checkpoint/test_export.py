@@ -35,8 +35,8 @@ from zero_trial.checkpoint.export import (
     write_export,
     write_weights,
 )
+from zero_trial.checkpoint.folder import Inventory, take_inventory
 from zero_trial.checkpoint.format import FileRecord, Manifest, StoredPiece, TensorEntry
-from zero_trial.checkpoint.inventory import Inventory, take_inventory
 from zero_trial.checkpoint.weights import WeightsReader
 from zero_trial.checkpoint.writer import DurableFiles
 from zero_trial.errors import CheckpointError, ConfigError

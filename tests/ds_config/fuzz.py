@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from tests.ds_config.samples import other_value
+from zero_trial.ds_config.batch import reconcile
 from zero_trial.ds_config.key import Support
 from zero_trial.ds_config.reader import read_ds_config
-from zero_trial.ds_config.reconcile import reconcile
 from zero_trial.ds_config.report import config_report, render_report, resolved_ds_config, short_report
 from zero_trial.ds_config.table import TABLE
 from zero_trial.errors import ConfigError

@@ -9,9 +9,8 @@ import re
 import numpy as np
 import pytest
 
-from zero_trial.ds_config.batch import derive_triple, nearest_triples, solve_batch
+from zero_trial.ds_config.batch import derive_triple, nearest_triples, solve_axes, solve_batch
 from zero_trial.ds_config.keys_zero import MeshSection
-from zero_trial.ds_config.reconcile import solve_axes
 from zero_trial.ds_config.table import DsConfig
 from zero_trial.errors import ConfigError
 from zero_trial.schema.document import ValueSource

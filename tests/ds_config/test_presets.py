@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from zero_trial.ds_config.presets import preset_names, read_preset, with_preset
+from zero_trial.ds_config.overlay import preset_names, read_preset, with_preset
 from zero_trial.ds_config.reader import read_ds_config
 from zero_trial.errors import ConfigError
 from zero_trial.schema.document import Document

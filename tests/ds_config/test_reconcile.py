@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from zero_trial.ds_config.batch import AxisSizes, ranks_of, reconcile, solve_axes
 from zero_trial.ds_config.keys_zero import MeshSection
 from zero_trial.ds_config.reader import read_ds_config
-from zero_trial.ds_config.reconcile import AxisSizes, ranks_of, reconcile, solve_axes
 from zero_trial.ds_config.table import DsConfig
 from zero_trial.errors import ConfigError, InvalidHP
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from zero_trial.ds_config.batch import reconcile
 from zero_trial.ds_config.reader import read_ds_config
-from zero_trial.ds_config.reconcile import reconcile
 from zero_trial.ds_config.report import (
     clipping_line,
     config_report,

@@ -13,9 +13,8 @@ import yaml
 from torch import nn
 
 from tests.model_defs.folder import ROOT, import_from
-from zero_trial.ds_config.batch import solve_batch
+from zero_trial.ds_config.batch import reconcile, solve_batch
 from zero_trial.ds_config.reader import read_ds_config
-from zero_trial.ds_config.reconcile import reconcile
 from zero_trial.ds_config.report import resolved_ds_config
 from zero_trial.experiment.experiment import read_experiment
 from zero_trial.runtime.in_memory import InMemoryPlatform

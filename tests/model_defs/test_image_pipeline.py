@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from tests.model_defs.folder import ROOT, import_from
+from zero_trial.ds_config.batch import reconcile
 from zero_trial.ds_config.keys_running import ZERO_POLICIES
 from zero_trial.ds_config.reader import read_ds_config
-from zero_trial.ds_config.reconcile import reconcile
 from zero_trial.errors import ConfigError
 from zero_trial.pipeline.generators import RECIPES
 from zero_trial.pipeline.module import PipelineModule

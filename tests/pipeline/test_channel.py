@@ -15,7 +15,7 @@ from zero_trial.comm.diagnosis import CallOrder
 from zero_trial.errors import MeshError, TrialError
 from zero_trial.pipeline.channel import (
     ALIGN,
-    HEADER_BYTES,
+    HEADER,
     KNOWN_DESCRIPTIONS,
     PeerFailed,
     ReceiveChannel,
@@ -153,7 +153,7 @@ def test_a_description_goes_once():
     assert first._queues[0, 1].qsize() == 3 * 2 + 1  # header and payload, and one description
     assert [inbox.take(Action.parse(f"1RECV_F{number}")).payload.value[0].item() for number in range(3)] == [0, 1, 2]
     assert (first.counters.get("send", "pipe").calls, first.counters.get("send", "pipe").bytes) == (3, 48)
-    assert first.counters.get("header", "pipe").bytes == 3 * HEADER_BYTES
+    assert first.counters.get("header", "pipe").bytes == 3 * 8 * HEADER
 
 
 def test_descriptions_that_always_change_are_not_collected():

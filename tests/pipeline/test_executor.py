@@ -14,8 +14,7 @@ from torch.nn import functional as F
 from tests.support.memory_axis import axes, on_threads
 from zero_trial.errors import TrialError
 from zero_trial.pipeline.channel import PeerFailed
-from zero_trial.pipeline.executor import Executor, LastStageResult, StepOptions, layer_fault
-from zero_trial.pipeline.feed import StepInput
+from zero_trial.pipeline.executor import Executor, LastStageResult, StepInput, StepOptions, layer_fault
 from zero_trial.pipeline.generators import RECIPES, build
 from zero_trial.pipeline.lowering import lower
 from zero_trial.pipeline.schedule import Action, ParameterLifetime, ReductionTiming, Schedule

@@ -9,7 +9,7 @@ import torch
 
 from zero_trial.comm import MeshShape, build_mesh
 from zero_trial.errors import DataError
-from zero_trial.pipeline.feed import StepInput, read_step, sample_count
+from zero_trial.pipeline.executor import StepInput, read_step, sample_count
 from zero_trial.pipeline.schedule import ChunkPlacement
 
 

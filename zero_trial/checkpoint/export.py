@@ -24,6 +24,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
 
+from zero_trial.checkpoint.folder import Inventory, StoredTensor
 from zero_trial.checkpoint.format import (
     check_dtype,
     dtype_of,
@@ -32,7 +33,6 @@ from zero_trial.checkpoint.format import (
     safetensors_header,
     tensor_bytes,
 )
-from zero_trial.checkpoint.inventory import Inventory, StoredTensor
 from zero_trial.checkpoint.reader import CheckpointReader, Progress
 from zero_trial.checkpoint.weights import WeightsReader
 from zero_trial.checkpoint.writer import DurableFiles

@@ -1,4 +1,5 @@
-"""The checkpoints in a folder: which there are, which is the latest, and what is damaged.
+"""The checkpoints in a folder: which there are, which is the latest, what one holds, and what is
+damaged.
 
 There is no pointer file, so none that a crash could tear.
 """
@@ -8,11 +9,23 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from zero_trial.checkpoint.format import MANIFEST_NAME, REPLACED, TEMPORARY, FileRecord, Manifest, check_tag
+from zero_trial.checkpoint.format import (
+    MANIFEST_NAME,
+    REPLACED,
+    TEMPORARY,
+    FileRecord,
+    Manifest,
+    TensorEntry,
+    TensorKind,
+    check_tag,
+    is_floating,
+    natural_order,
+    parse_stored_name,
+)
 from zero_trial.checkpoint.reader import (
     CheckpointReader,
     Progress,
@@ -139,8 +152,7 @@ class SavedCheckpoint:
 
     def facts(self, key: str) -> tuple[Any, ...]:
         """Collect what the manifests say of the ranks that wrote them (``ranks``, ``zero_stage``,
-        ``mesh``): each answer once, in the engines' order.
-        """
+        ``mesh``): each answer once, in the engines' order."""
         said = [engine.manifest.world.get(key) for engine in self.engines if engine.manifest is not None]
         return tuple(value for index, value in enumerate(said) if value is not None and value not in said[:index])
 
@@ -219,7 +231,7 @@ def _look_at(folder: Path, beside: Collection[str]) -> SavedCheckpoint | None:
         return None
     # a checkpoint that stepped aside counts for as long as the new one of its name is missing
     leftover = TEMPORARY in folder.name or (REPLACED in folder.name and folder.name.split(REPLACED)[0] in beside)
-    return SavedCheckpoint(**{**vars(saved), "leftover": leftover})
+    return replace(saved, leftover=leftover)
 
 
 def _is_engine(folder: Path) -> bool:
@@ -431,3 +443,108 @@ def may_delete_all(directory: Path, saved: Path | None) -> bool:
     except (OSError, ValueError, LookupError, TypeError):
         return True  # of another program
     return best is not None
+
+
+# What one engine's checkpoint holds, by name: parameters with their optimizer state, buffers and
+# tied names. Reads the manifest alone, without torch.
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A stored parameter or buffer.
+
+    Attributes:
+        name: as the model has it.
+        stored: its name in the manifest.
+        lives: the dtype in which the model computes with it; None where the checkpoint does not
+            say.
+        states: its optimizer state: name -> dtype.
+    """
+
+    name: str
+    stored: str
+    entry: TensorEntry
+    lives: str | None
+    part: int = 0
+    states: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def is_master(self) -> bool:
+        """Return whether what is stored is not what the model computes with."""
+        return self.lives is not None and self.lives != self.entry.dtype
+
+
+@dataclass(frozen=True)
+class Inventory:
+    """What a checkpoint holds, by name.
+
+    Attributes:
+        aliases: tied name -> the name that is stored.
+        parts: more than 1 where the model is parallel itself; then names repeat.
+    """
+
+    params: tuple[StoredTensor, ...]
+    buffers: tuple[StoredTensor, ...]
+    aliases: Mapping[str, str]
+    parts: int
+    state: Mapping[str, Any]
+
+    @property
+    def elements(self) -> int:
+        return sum(param.entry.numel for param in self.params)
+
+    @property
+    def without_frozen(self) -> bool:
+        """Return whether frozen parameters were left out when it was saved
+        (``exclude_frozen_parameters``): the model is not whole here."""
+        return self.state.get("without_frozen") is True
+
+    def in_part(self, part: int) -> tuple[StoredTensor, ...]:
+        """List parameters, then buffers."""
+        return tuple(held for held in (*self.params, *self.buffers) if held.part == part)
+
+
+def take_inventory(manifest: Manifest) -> Inventory:
+    """List what the manifest holds, by name, numbers as numbers. Nothing else is read."""
+    state = manifest.state if isinstance(manifest.state, dict) else {}
+    aliases = state.get("aliases")
+    states: dict[tuple[int, str], dict[str, str]] = {}
+    found: dict[TensorKind, list[StoredTensor]] = {TensorKind.PARAM: [], TensorKind.BUFFER: []}
+    named = sorted(
+        ((parse_stored_name(name), name) for name in manifest.tensors),
+        key=lambda pair: (pair[0].part, natural_order(pair[0].name)),
+    )
+    for meaning, stored in named:
+        if meaning.kind is TensorKind.STATE:
+            states.setdefault((meaning.part, meaning.name), {})[meaning.state] = manifest.tensors[stored].dtype
+    for meaning, stored in named:
+        if meaning.kind in found:
+            entry = manifest.tensors[stored]
+            lives = _lives(state, meaning.name, entry) if meaning.kind is TensorKind.PARAM else entry.dtype
+            own = states.get((meaning.part, meaning.name), {}) if meaning.kind is TensorKind.PARAM else {}
+            own = dict(sorted(own.items()))
+            found[meaning.kind].append(StoredTensor(meaning.name, stored, entry, lives, meaning.part, own))
+    return Inventory(
+        tuple(found[TensorKind.PARAM]),
+        tuple(found[TensorKind.BUFFER]),
+        dict(aliases) if isinstance(aliases, dict) else {},
+        max((meaning.parts for meaning, _ in named), default=1),
+        state,
+    )
+
+
+def _lives(state: Mapping[str, Any], name: str, entry: TensorEntry) -> str | None:
+    """Return the noted dtype; older checkpoints have only the ds_config, which names it where it
+    asks for 16 bits."""
+    if not is_floating(entry.dtype):
+        return entry.dtype
+    noted = state.get("dtypes")
+    if isinstance(noted, dict):
+        return str(noted.get(name, "float32"))
+    config = state.get("ds_config")
+    if not isinstance(config, dict):
+        return None
+    for section, dtype in (("bf16", "bfloat16"), ("fp16", "float16")):
+        if isinstance(config.get(section), dict) and config[section].get("enabled") is True:
+            return dtype
+    return entry.dtype

@@ -17,9 +17,8 @@ from zero_trial.errors import CheckpointError, ConfigError
 from zero_trial.util.text import format_bytes, format_count
 
 if TYPE_CHECKING:
-    from zero_trial.checkpoint.folder import CheckpointFolder, Damage, SavedCheckpoint
+    from zero_trial.checkpoint.folder import CheckpointFolder, Damage, Inventory, SavedCheckpoint, StoredTensor
     from zero_trial.checkpoint.format import Manifest
-    from zero_trial.checkpoint.inventory import Inventory, StoredTensor
 
 
 def add_parser(subparsers: Any) -> None:
@@ -236,8 +235,7 @@ def _add_show(subparsers: Any) -> None:
 
 def _show(options: argparse.Namespace) -> int:
     """Run the action."""
-    from zero_trial.checkpoint.folder import choose_checkpoint
-    from zero_trial.checkpoint.inventory import take_inventory
+    from zero_trial.checkpoint.folder import choose_checkpoint, take_inventory
 
     saved = choose_checkpoint(options.checkpoint)
     found = [(engine.folder, engine.manifest) for engine in saved.engines if engine.manifest is not None]

@@ -79,8 +79,7 @@ def _export(options: argparse.Namespace) -> int:
         plan_export,
         write_export,
     )
-    from zero_trial.checkpoint.folder import choose_checkpoint, only_engine
-    from zero_trial.checkpoint.inventory import take_inventory
+    from zero_trial.checkpoint.folder import choose_checkpoint, only_engine, take_inventory
     from zero_trial.checkpoint.reader import CheckpointReader
 
     engine = only_engine(choose_checkpoint(options.checkpoint))

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from zero_trial.ds_config.reconcile import Reconciliation
+    from zero_trial.ds_config.batch import Reconciliation
     from zero_trial.ds_config.table import DsConfig
 
 
@@ -47,8 +47,8 @@ def add_parser(subparsers: Any) -> None:
 
 def _handle(options: argparse.Namespace) -> int:
     """Run the verb."""
+    from zero_trial.ds_config.batch import ranks_of, reconcile
     from zero_trial.ds_config.reader import read_ds_config
-    from zero_trial.ds_config.reconcile import ranks_of, reconcile
     from zero_trial.experiment.experiment import read_experiment
     from zero_trial.preflight.ds_configs import first_legal
     from zero_trial.runs.provenance import locked_model_dir

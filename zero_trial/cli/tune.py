@@ -454,8 +454,7 @@ def _written_ds_config(checked: CheckedRun) -> Mapping[str, Any]:
 def _file_to_write(checked: CheckedRun) -> Path:
     """Return the JSON file of the ds_config. Raises ConfigError where there is none, where it has
     what JSON does not (comments would be lost), and where the experiment lays values over it."""
-    from zero_trial.ds_config.overlay import base_ds_config
-    from zero_trial.ds_config.presets import HYPERPARAMETER
+    from zero_trial.ds_config.overlay import HYPERPARAMETER, base_ds_config
     from zero_trial.tune.result import is_plain_json
 
     experiment = checked.experiment

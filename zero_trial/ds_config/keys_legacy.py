@@ -1,8 +1,5 @@
 """ds_config keys: keys that DeepSpeed removed, never implemented, or that few people use: each has
 an answer.
-
-A key is declared once: its field, default, type and meaning. A ``ClassVar`` is read and checked,
-and not kept.
 """
 
 from __future__ import annotations

@@ -1,8 +1,5 @@
 """ds_config keys: how a run is watched, saved and driven: printing, monitors, checkpoints,
 activations, pipelines.
-
-A key is declared once: its field, default, type and meaning. A ``ClassVar`` is read and checked,
-and not kept.
 """
 
 from __future__ import annotations

@@ -1,8 +1,5 @@
 """ds_config keys: what is trained and in which precision: batch, optimizer, scheduler, clipping,
 dtypes, gradients.
-
-A key is declared once: its field, default, type and meaning. A ``ClassVar`` is read and checked,
-and not kept.
 """
 
 from __future__ import annotations

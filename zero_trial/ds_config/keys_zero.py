@@ -1,8 +1,4 @@
-"""ds_config keys: what is sharded, in which sizes, over which axes, and what is offloaded.
-
-A key is declared once: its field, default, type and meaning. A ``ClassVar`` is read and checked,
-and not kept.
-"""
+"""ds_config keys: what is sharded, in which sizes, over which axes, and what is offloaded."""
 
 from __future__ import annotations
 

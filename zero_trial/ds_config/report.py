@@ -14,7 +14,7 @@ from typing import Any
 from zero_trial.ds_config.auto import AUTO, unfilled
 from zero_trial.ds_config.key import Key, Support
 from zero_trial.ds_config.table import FIELDS, TABLE, DsConfig
-from zero_trial.schema.document import Provenance, ValueSource, shown
+from zero_trial.schema.document import Document, Provenance, ValueSource, shown
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,9 @@ def config_report(config: DsConfig) -> tuple[ReportEntry, ...]:
         given = not source.is_default
         if row.is_section or row.support is Support.MAPPED or (path not in FIELDS and not given):
             continue
-        exists, value = _value(config, path) if path in FIELDS else (True, _raw(config.raw, path))
+        exists, value = (
+            _value(config, path) if path in FIELDS else (True, Document(dict(config.raw)).get(tuple(path.split("."))))
+        )
         if not exists:
             continue
         remark = left.get(path) or _remark(row, value, given)
@@ -185,13 +187,6 @@ def _value(config: DsConfig, path: str) -> tuple[bool, Any]:
             return False, None
         value = getattr(value, part)
     return True, value
-
-
-def _raw(raw: Mapping[str, Any], path: str) -> Any:
-    value: Any = raw
-    for part in path.split("."):
-        value = value.get(part) if isinstance(value, Mapping) else None
-    return value
 
 
 def _as_json(value: Any) -> Any:

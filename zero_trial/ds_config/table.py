@@ -75,31 +75,23 @@ class DsConfig(LegacyKeys, RunningKeys, ZeroKeys, TrainingKeys):
         return "fp16" if self.fp16.enabled else "bf16" if self.bf16.enabled else "fp32"
 
 
-def _rows(cls: Any, parent: str = "") -> Iterator[Key]:
-    """Yield the rows that ``cls`` and the sections in it declare, in order."""
-    # not dataclasses.fields: it leaves out the ClassVars
+def _rows(cls: Any, parent: str = "", kept: bool = True) -> Iterator[tuple[Key, bool]]:
+    """Yield the rows that ``cls`` and the sections in it declare, in order, each with whether
+    DsConfig keeps its value."""
+    fields = {item.name for item in dataclasses.fields(cls)} if kept else set()
+    # which leave out the ClassVars
     for name, declared in cls.__dataclass_fields__.items():
         row = declared.metadata.get(DECLARED)
         if row is not None:
             path = f"{parent}.{name}" if parent else name
-            yield dataclasses.replace(row, path=path)
+            yield dataclasses.replace(row, path=path), name in fields
             if row.section is not None:
-                yield from _rows(row.section, path)
+                yield from _rows(row.section, path, name in fields)
 
 
-def _kept(cls: Any, parent: str = "") -> Iterator[str]:
-    """Yield the dotted paths of the fields of ``cls`` and of the sections in it."""
-    for item in dataclasses.fields(cls):
-        row = item.metadata.get(DECLARED)
-        if row is not None:
-            path = f"{parent}.{item.name}" if parent else item.name
-            yield path
-            if row.section is not None:
-                yield from _kept(row.section, path)
-
-
-TABLE: Mapping[str, Key] = MappingProxyType({row.path: row for row in _rows(DsConfig)})
-FIELDS: frozenset[str] = frozenset(_kept(DsConfig))
+_ROWS = list(_rows(DsConfig))
+TABLE: Mapping[str, Key] = MappingProxyType({row.path: row for row, _ in _ROWS})
+FIELDS: frozenset[str] = frozenset(row.path for row, kept in _ROWS if kept)
 """Keys whose values DsConfig keeps."""
 
 

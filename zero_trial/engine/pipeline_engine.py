@@ -17,8 +17,7 @@ from zero_trial.engine.observe import REDUCE_WAIT
 from zero_trial.engine.pipeline_build import ChunkShards, ResolvedPipeline, training_schedule
 from zero_trial.errors import TrialError
 from zero_trial.pipeline.channel import map_tensors
-from zero_trial.pipeline.executor import Executor, LastStageResult, StepOptions
-from zero_trial.pipeline.feed import StepInput, read_step
+from zero_trial.pipeline.executor import Executor, LastStageResult, StepInput, StepOptions, read_step
 from zero_trial.pipeline.lowering import lower
 from zero_trial.pipeline.module import PipelineModule
 from zero_trial.pipeline.schedule import ActionKind, Schedule

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from zero_trial.ds_config.presets import HYPERPARAMETER
+from zero_trial.ds_config.overlay import HYPERPARAMETER
 from zero_trial.ds_config.table import TABLE, lookup
 from zero_trial.errors import ConfigError
 from zero_trial.experiment.rules import known_keys

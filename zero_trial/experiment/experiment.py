@@ -10,8 +10,17 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from zero_trial.ds_config.overlay import OVERRIDES, OWN, base_ds_config, overlay, overrides_of
-from zero_trial.ds_config.presets import HYPERPARAMETER, preset_names, read_preset, with_preset
+from zero_trial.ds_config.overlay import (
+    HYPERPARAMETER,
+    OVERRIDES,
+    OWN,
+    base_ds_config,
+    overlay,
+    overrides_of,
+    preset_names,
+    read_preset,
+    with_preset,
+)
 from zero_trial.ds_config.table import TABLE
 from zero_trial.errors import ConfigError
 from zero_trial.experiment.changes import KeyPath, with_changes

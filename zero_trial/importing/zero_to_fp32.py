@@ -25,9 +25,8 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from zero_trial.checkpoint.folder import checkpoint_folder, choose_checkpoint, only_engine
+from zero_trial.checkpoint.folder import checkpoint_folder, choose_checkpoint, only_engine, take_inventory
 from zero_trial.checkpoint.format import MANIFEST_NAME, Slice, dtype_of
-from zero_trial.checkpoint.inventory import take_inventory
 from zero_trial.checkpoint.reader import CheckpointReader
 from zero_trial.errors import CheckpointError, ConfigError, ZeroTrialError
 from zero_trial.importing.deepspeed import read_deepspeed

@@ -166,14 +166,11 @@ def _aligned(offset: int) -> int:
 
 # --- messages -------------------------------------------------------------------------------------
 
-
-HEADER = 8
-HEADER_BYTES = 8 * HEADER
+HEADER = 8  # numbers of 64 bits
 GOES_ON, FAILED = 0, 1  # the header's state
 LINGER_SECONDS = 2.0
 # beyond that (values that change with each micro-batch) a description goes with its message
 KNOWN_DESCRIPTIONS = 256
-
 
 _KINDS = {ActionKind.SEND_F: 0, ActionKind.SEND_B: 1, ActionKind.RECV_F: 0, ActionKind.RECV_B: 1}
 

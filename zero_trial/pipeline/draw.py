@@ -61,7 +61,6 @@ def _whole(time: float) -> int:
 
 # --- picture: computations over time on the left, the most activations at once on the right -------
 
-
 # Blue forward, orange backward or input gradient, green weight gradient; later chunks of a rank are
 # darker.
 _COLOURS = {
@@ -71,14 +70,12 @@ _COLOURS = {
     ActionKind.W: (0.68, 0.87, 0.66),
 }
 
-
 _NAMES = {
     ActionKind.F: "forward",
     ActionKind.B: "backward",
     ActionKind.I: "input gradient",
     ActionKind.W: "weight gradient",
 }
-
 
 _INCHES_PER_ROW = 0.42
 

@@ -1,39 +1,145 @@
-"""Perform one rank's row of a schedule, action by action. The caller says what the sharding actions
-do."""
+"""Read the input of a pipeline step, and perform one rank's row of a schedule with it, action by
+action. The caller says what the sharding actions do."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn, Protocol
 
 import torch
 
-from zero_trial.comm import AxisComm
-from zero_trial.errors import TrialError, ZeroTrialError
+from zero_trial.comm import AxisComm, Mesh
+from zero_trial.errors import DataError, TrialError, ZeroTrialError
 from zero_trial.pipeline.channel import Payload, ReceiveChannel, SendChannel, tensors_in
-from zero_trial.pipeline.feed import StepInput
-from zero_trial.pipeline.schedule import NONE, Action, ActionKind, Schedule
+from zero_trial.pipeline.schedule import NONE, Action, ActionKind, ChunkPlacement, Schedule
 from zero_trial.pipeline.stage import Item, Loss, Stage, detached, local_payload
 from zero_trial.util.failures import user_frame
 
+# --- the input of a step --------------------------------------------------------------------------
+#
+# The rank of the first chunk reads inputs; that of the last reads labels if it has an iterator of
+# its own, which must give the same batches; if it has none, labels travel through the pipe. All
+# exchange how many micro-batches and samples they got before anything runs, so that all see the end
+# of the data, or of one rank's data, and none hangs.
 
-def layer_fault(error: Exception, rank: int, stage: int, stages: int, action: Action | None) -> TrialError:
-    """Return the error for an exception that a layer or the loss function raised."""
-    where = f"rank {rank}, pipeline stage {stage} of {stages}"
-    if action is not None:
-        number = f", micro-batch {action.micro_batch}" if action.micro_batch != NONE else ""
-        where += f"{number}, action {action}"
-    text = str(error).strip().splitlines()
-    got = f"{type(error).__name__}: {text[0] if text else ''}".rstrip(": ")
-    frame = user_frame(error)
-    place = f"It was raised in {frame.filename}, line {frame.lineno}: {frame.line}" if frame is not None else None
-    return TrialError("a pipeline stage failed", where=where, got=got, fix=place)
+HAS_ITERATOR, GOT, SAMPLES, LEAST, MOST = range(5)
+
+Read = Callable[[Any], tuple[Any, Any]]
+"""Turns what the iterator gives into (inputs, label) on the device."""
+
+
+@dataclass(frozen=True)
+class StepInput:
+    """What this rank has read for a step, and what all ranks have agreed on.
+
+    Args:
+        inputs: by micro-batch, only where the first chunk is.
+        labels: by micro-batch, only where they are used or sent from.
+        samples: of each micro-batch, known where ``inputs`` are.
+        labels_travel: labels go through the pipe beside the activations.
+        micro_batches: of the step, the same on all ranks.
+        total: samples that all reading ranks have together.
+        alike: all micro-batches of all ranks have the same number of samples.
+        lines: ranks that read inputs: data-parallel ones, and model-parallel ones, which read the
+            same.
+    """
+
+    inputs: Sequence[Any] = ()
+    labels: Sequence[Any] = ()
+    samples: Sequence[int] = ()
+    labels_travel: bool = False
+    micro_batches: int = 0
+    total: int = 0
+    alike: bool = True
+    lines: int = 1
+
+    def share(self, samples: int) -> float:
+        """Return the part that a micro-batch of ``samples`` is of what all lines read; the parts
+        add up to 1."""
+        if self.alike:
+            return 1.0 / (self.micro_batches * self.lines)
+        return samples / self.total
+
+
+def read_step(
+    iterator: Iterator[Any] | None, wanted: int, mesh: Mesh, placement: ChunkPlacement, split: Read
+) -> StepInput:
+    """Read at most ``wanted`` micro-batches, as many as every reading rank has. Collective over the
+    world.
+
+    Raises StopIteration on all ranks where none has any; DataError where one has fewer than
+    another, or where the first stage has no iterator.
+    """
+    here = mesh.coordinates["pipe"]
+    first, last = placement.ranks[0], placement.ranks[-1]
+    reads = iterator is not None and here in (first, last)
+    inputs: list[Any] = []
+    labels: list[Any] = []
+    if reads and iterator is not None:
+        for _ in range(wanted):
+            try:
+                value, label = split(next(iterator))
+            except StopIteration:
+                break
+            inputs.append(value)
+            labels.append(label)
+    samples = [sample_count(value) for value in inputs] if here == first else []
+    row = [int(reads), len(inputs), sum(samples), min(samples, default=0), max(samples, default=0)]
+    table = mesh.world.gather_row(row, "what each rank has read")
+    stage_of = [mesh.shape.coordinates(rank)["pipe"] for rank in range(mesh.world.size)]
+    count = _agreed(table, stage_of, first)
+    rows = [row for row, stage in zip(table, stage_of, strict=True) if stage == first]
+    last_row = table[mesh.pipe.ranks[last]]
+    travel = first != last and not last_row[HAS_ITERATOR]
+    keeps_labels = here == last if not travel else here == first
+    return StepInput(
+        inputs if here == first else [],
+        labels if keeps_labels else [],
+        samples,
+        travel,
+        micro_batches=count,
+        total=sum(row[SAMPLES] for row in rows),
+        alike=min(row[LEAST] for row in rows) == max(row[MOST] for row in rows),
+        lines=len(rows),
+    )
+
+
+def sample_count(value: Any) -> int:
+    """Return the length of the first tensor's first dimension; 1 where there is none."""
+    tensors = tensors_in(value)
+    return int(tensors[0].shape[0]) if tensors and tensors[0].dim() else 1
+
+
+def _agreed(table: Sequence[Sequence[int]], stage_of: Sequence[int], first: int) -> int:
+    """Return the number of micro-batches that every reading rank has, or raise what the table
+    means."""
+    without = [rank for rank, row in enumerate(table) if stage_of[rank] == first and not row[HAS_ITERATOR]]
+    if without:
+        raise DataError(
+            "the rank of the first layer has nothing to read",
+            where=f"rank {without[0]}",
+            got="no iterator",
+            fix="Pass one to train_batch() or eval_batch() there, or call engine.set_dataiterator().",
+        )
+    got = {rank: row[GOT] for rank, row in enumerate(table) if row[HAS_ITERATOR]}
+    if max(got.values()) == 0:
+        raise StopIteration
+    if len(set(got.values())) > 1:
+        fewest = min(got, key=lambda rank: got[rank])
+        counts = ", ".join(f"rank {rank} {count}" for rank, count in got.items())
+        raise DataError(
+            "an iterator has ended before the others'",
+            where=f"rank {fewest}",
+            got=f"micro-batches: {counts}",
+            expected="equally many on every rank that reads",
+            fix="Give all of them loaders of one length, or drop the last batches.",
+        )
+    return next(iter(got.values()))
 
 
 # --- one step -------------------------------------------------------------------------------------
-
 
 FORWARD, BACKWARD = "forward", "backward"
 
@@ -170,10 +276,13 @@ class Executor:
 
     def _forward(self, action: Action) -> None:
         run, chunk, number = self._run, action.chunk, action.micro_batch
-        payload = run.inputs.pop((chunk, number)) if chunk > 0 else self._first_input(number)
         label = None
-        if chunk > 0 and run.labels_travel:
-            payload, label = _without_label(payload)
+        if chunk == 0:
+            payload, run.samples[number] = Payload(run.batch.inputs[number]), run.batch.samples[number]
+        else:
+            payload = run.inputs.pop((chunk, number))
+            if run.batch.labels_travel:
+                payload, label = _without_label(payload)
         self._shards.need(chunk)
         self._timer.begin(FORWARD)
         compute = self.stage.forward if run.options.training else self.stage.evaluate
@@ -184,11 +293,6 @@ class Executor:
             self._hand_on(chunk, number, output, label)
         self._timer.end(FORWARD)
 
-    def _first_input(self, number: int) -> Payload:
-        batch, run = self._run.batch, self._run
-        run.samples[number] = batch.samples[number]
-        return Payload(batch.inputs[number])
-
     def _hand_on(self, chunk: int, number: int, output: Any, label: Any) -> None:
         """Make the output the next chunk's input, here or by a message."""
         run = self._run
@@ -196,7 +300,7 @@ class Executor:
             label = run.batch.labels[number]
         if run.options.training:
             self.stage.keep(chunk, number, [tensor for tensor in tensors_in(output) if tensor.requires_grad])
-        value = (output, label) if run.labels_travel else output
+        value = (output, label) if run.batch.labels_travel else output
         if run.place.sends_forward(chunk):
             run.leaving[chunk, number] = value
         else:
@@ -209,7 +313,7 @@ class Executor:
             run.outcome.outputs[number] = detached(output)
         if run.options.loss is None:
             return
-        if not run.labels_travel and run.batch.labels:
+        if not run.batch.labels_travel and run.batch.labels:
             label = run.batch.labels[number]
         loss = run.options.loss(output, label)
         if not (
@@ -303,7 +407,6 @@ class _Run:
         self.leaving: dict[Item, Any] = {}
         self.returning: dict[Item, list[torch.Tensor | None]] = {}
         self.samples: dict[int, int] = {}
-        self.labels_travel = batch.labels_travel
         if schedule is not None:
             self.place = schedule.placement
             self.last = schedule.placement.last
@@ -315,6 +418,19 @@ def _without_label(payload: Payload) -> tuple[Payload, Any]:
     value, label = payload.value
     count = len(tensors_in(value))
     return Payload(value, payload.tensors[:count], payload.differentiable[:count]), label
+
+
+def layer_fault(error: Exception, rank: int, stage: int, stages: int, action: Action | None) -> TrialError:
+    """Return the error for an exception that a layer or the loss function raised."""
+    where = f"rank {rank}, pipeline stage {stage} of {stages}"
+    if action is not None:
+        number = f", micro-batch {action.micro_batch}" if action.micro_batch != NONE else ""
+        where += f"{number}, action {action}"
+    text = str(error).strip().splitlines()
+    got = f"{type(error).__name__}: {text[0] if text else ''}".rstrip(": ")
+    frame = user_frame(error)
+    place = f"It was raised in {frame.filename}, line {frame.lineno}: {frame.line}" if frame is not None else None
+    return TrialError("a pipeline stage failed", where=where, got=got, fix=place)
 
 
 def loss_error(loss: Any, where: str, with_grad: str) -> TrialError:

@@ -59,8 +59,8 @@ def lower(
 
 
 def add_send_recv(schedule: Schedule) -> Schedule:
-    """Return each output and input gradient that another rank needs is sent right after it is
-    computed, and received before it is needed.
+    """Send each output and input gradient that another rank needs right after it is computed, and
+    receive it before it is needed.
 
     Receives between two ranks come in the order of the sends: a message that was sent before the
     one that is needed is received before it, and kept. So a channel needs no tags, and a receive
@@ -118,8 +118,8 @@ def _with_receives(row: Row, rank: int, place: ChunkPlacement, channels: Channel
 
 
 def add_unshard_reshard(schedule: Schedule, parameters: ParameterLifetime) -> Schedule:
-    """Return a chunk's parameters are gathered before it computes and freed after: for all of the
-    step, for a run, or for one computation.
+    """Gather a chunk's parameters before it computes and free them after: for all of the step, for
+    a run, or for one computation.
 
     A weight gradient counts as a computation that reads parameters, which holds for every way of
     cutting a backward in two. Price in gathers per chunk and step: HOLD 1; CHUNK its runs u (2 and,
@@ -155,8 +155,8 @@ def _lives(row: Row, computes: Sequence[int], parameters: ParameterLifetime) -> 
 
 
 def add_reduce(schedule: Schedule, reduction: ReductionTiming) -> Schedule:
-    """Return a chunk's gradients are reduced over the data-parallel ranks once they are complete:
-    for the step, or for a micro-batch.
+    """Reduce a chunk's gradients over the data-parallel ranks once they are complete: for the step,
+    or for a micro-batch.
 
     Price in reductions per chunk and step: BOUNDARY 1, with its full gradients alive from its first
     backward to its last; MICRO M.
@@ -181,8 +181,8 @@ def _reduced(row: Row, reduction: ReductionTiming) -> Iterator[Action]:
 
 
 def add_tied_reduce(schedule: Schedule, ties: Sequence[Sequence[int]]) -> Schedule:
-    """Return each weight that chunks on several ranks share gets the sum of its gradients there,
-    after each rank has reduced its own.
+    """Give each weight that chunks on several ranks share the sum of its gradients there, after
+    each rank has reduced its own.
 
     Only the shard that a rank owns is summed, so it moves 1/D of the weight. Ties come last in
     every row and in the same order, so that no two ranks wait for each other. Chunks of one rank
@@ -207,11 +207,11 @@ def add_tied_reduce(schedule: Schedule, ties: Sequence[Sequence[int]]) -> Schedu
 
 
 def add_step(schedule: Schedule) -> Schedule:
-    """Return every rank ends with the optimizer's step."""
+    """End every rank with the optimizer's step."""
     return replace(schedule, rows=tuple((*row, Action(ActionKind.STEP)) for row in schedule.rows), steps=True)
 
 
-# --- policies: which sharding actions a ZeRO plan puts into a schedule, what they move, and what th
+# --- policies: which sharding actions a ZeRO plan puts into a schedule, and what they move --------
 
 
 @dataclass(frozen=True)
@@ -359,4 +359,4 @@ def choose_fitting(
     if fitting is not None:
         return fitting
     least = min(choices, key=lambda choice: choice.bytes)
-    return PricedPolicy(least.policy, least.bytes, least.volume, fits=False)
+    return replace(least, fits=False)

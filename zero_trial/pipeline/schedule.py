@@ -46,21 +46,12 @@ class ActionKind(str, Enum):
 
 
 COMPUTE = frozenset({ActionKind.F, ActionKind.B, ActionKind.I, ActionKind.W})
-
-
 SENDS = frozenset({ActionKind.SEND_F, ActionKind.SEND_B})
-
-
 RECEIVES = frozenset({ActionKind.RECV_F, ActionKind.RECV_B})
-
+_WITH_MICRO_BATCH = COMPUTE | SENDS | RECEIVES
 
 _BY_LENGTH = sorted((kind.value for kind in ActionKind), key=len, reverse=True)
-
-
 _TEXT = re.compile(rf"(\d+)?({'|'.join(_BY_LENGTH)})(\d+)?")
-
-
-_WITH_MICRO_BATCH = COMPUTE | SENDS | RECEIVES
 
 
 class Action(NamedTuple):
@@ -167,7 +158,6 @@ class ChunkPlacement:
 
 # --- the schedule ---------------------------------------------------------------------------------
 
-
 Row = tuple[Action, ...]
 
 
@@ -181,11 +171,9 @@ class ParameterLifetime(str, Enum):
     HOLD = "hold"  # from the chunk's first use in a step to its last: 1 gather per chunk
     # while the rank stays with the chunk: as many gathers as the schedule has runs of it
     CHUNK = "chunk"
-    FREE = (
-        # for one computation: 2 gathers per chunk and micro-batch, 3 where input and weight
-        # gradients are apart
-        "free"
-    )
+    # for one computation: 2 gathers per chunk and micro-batch, 3 where input and weight gradients
+    # are apart
+    FREE = "free"
 
 
 class ReductionTiming(str, Enum):

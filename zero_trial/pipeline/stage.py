@@ -107,7 +107,6 @@ def local_payload(value: Any) -> Payload:
 # second half. As zero-bubble schedules assume it (Qi et al. 2023), matrix products are computed
 # once; what leads from a node to a weight without touching inputs is computed in the second half.
 
-
 Gradients = Sequence[torch.Tensor | None]
 
 
@@ -235,14 +234,11 @@ def _keeper(place: _Place) -> Any:
 
 # --- the stage ------------------------------------------------------------------------------------
 
-
 Item = tuple[int, int]
 """(chunk, micro-batch)."""
 
-
 Run = Callable[[int, int, Any], Any]
 """(chunk, micro-batch, its input) -> its output."""
-
 
 Loss = Callable[[Any, Any], torch.Tensor]
 """(output of the last chunk, label) -> a scalar."""

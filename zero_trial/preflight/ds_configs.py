@@ -8,8 +8,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from zero_trial.ds_config.batch import Reconciliation, reconcile
 from zero_trial.ds_config.reader import read_ds_config
-from zero_trial.ds_config.reconcile import Reconciliation, reconcile
 from zero_trial.ds_config.table import DsConfig
 from zero_trial.errors import ConfigError, InvalidHP, ZeroTrialError
 from zero_trial.experiment.experiment import ExperimentConfig

@@ -11,10 +11,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from zero_trial.ds_config.overlay import OVERRIDES, OWN, base_ds_config, with_overrides
-from zero_trial.ds_config.presets import HYPERPARAMETER, preset_names, read_preset, with_preset
+from zero_trial.ds_config.batch import reconcile
+from zero_trial.ds_config.overlay import (
+    HYPERPARAMETER,
+    OVERRIDES,
+    OWN,
+    base_ds_config,
+    preset_names,
+    read_preset,
+    with_overrides,
+    with_preset,
+)
 from zero_trial.ds_config.reader import read_ds_config
-from zero_trial.ds_config.reconcile import reconcile
 from zero_trial.ds_config.report import resolved_ds_config
 from zero_trial.ds_config.table import DsConfig
 from zero_trial.errors import ConfigError, InvalidHP

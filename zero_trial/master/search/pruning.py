@@ -7,10 +7,18 @@ from collections.abc import Mapping
 from typing import Any
 
 from zero_trial.ds_config import reader as ds_config_reader
-from zero_trial.ds_config.overlay import OVERRIDES, OWN, base_ds_config, with_overrides
-from zero_trial.ds_config.presets import HYPERPARAMETER, preset_names, read_preset, with_preset
+from zero_trial.ds_config.batch import reconcile
+from zero_trial.ds_config.overlay import (
+    HYPERPARAMETER,
+    OVERRIDES,
+    OWN,
+    base_ds_config,
+    preset_names,
+    read_preset,
+    with_overrides,
+    with_preset,
+)
 from zero_trial.ds_config.reader import read_ds_config
-from zero_trial.ds_config.reconcile import reconcile
 from zero_trial.errors import ConfigError
 from zero_trial.experiment.entrypoint import starts_deepspeed_trial
 from zero_trial.schema.document import Document, Location

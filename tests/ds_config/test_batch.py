@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from zero_trial.ds_config.batch import derive_triple, nearest_triples, solve_axes, solve_batch
-from zero_trial.ds_config.keys_zero import MeshSection
+from zero_trial.ds_config.keys_zero import MeshSection, ZeroSection
 from zero_trial.ds_config.table import DsConfig
 from zero_trial.errors import ConfigError
 from zero_trial.schema.document import ValueSource
@@ -78,7 +78,7 @@ def test_every_mesh_up_to_16_ranks_gives_its_data_parallel_size():
             section = {"pipe": pipe, "model": model, "shard": shard, "replica": replica}
             for left_out in ("", "shard", "replica"):
                 mesh = MeshSection(**{name: size for name, size in section.items() if name != left_out})
-                axes = solve_axes(DsConfig(mesh=mesh), ranks)
+                axes = solve_axes(DsConfig(mesh=mesh, zero_optimization=ZeroSection(stage=1)), ranks)
                 assert (axes.pipe, axes.model, axes.shard, axes.replica) == (pipe, model, shard, replica)
                 assert axes.data_parallel == known[ranks, pipe, model]
     for ranks, pipe, model in itertools.product(range(1, RANKS + 1), repeat=3):

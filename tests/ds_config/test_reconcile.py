@@ -11,6 +11,7 @@ from zero_trial.ds_config.batch import AxisSizes, ranks_of, reconcile, solve_axe
 from zero_trial.ds_config.keys_zero import MeshSection
 from zero_trial.ds_config.reader import read_ds_config
 from zero_trial.ds_config.table import DsConfig
+from zero_trial.engine.resolved_config import mesh_shape
 from zero_trial.errors import ConfigError, InvalidHP
 
 
@@ -47,7 +48,8 @@ def test_a_run_in_one_table():
         (3, MeshSection(replica=2), 8, AxisSizes(4, 2, 1, 1)),
         (2, MeshSection(shard=2, replica=2, pipe=2), 8, AxisSizes(2, 2, 2, 1)),
         (2, MeshSection(pipe=2, model=2), 16, AxisSizes(4, 1, 2, 2)),
-        (0, MeshSection(shard=4), 4, AxisSizes(4, 1, 1, 1)),
+        (0, MeshSection(shard=1, replica=4), 4, AxisSizes(1, 4, 1, 1)),
+        (1, MeshSection(shard=4), 4, AxisSizes(4, 1, 1, 1)),
         (2, MeshSection(), 1, AxisSizes(1, 1, 1, 1)),
     ],
 )
@@ -76,6 +78,16 @@ def test_axes_that_do_not_fit(mesh: MeshSection, world: int, message: str):
     with pytest.raises(ConfigError) as error:
         solve_axes(config(2, mesh), world)
     assert message in str(error.value)
+
+
+@pytest.mark.parametrize("given", [MeshSection(shard=4), MeshSection(replica=1), MeshSection(shard=2, replica=2)])
+def test_stage_0_shards_nothing_as_its_engine_says(given: MeshSection):
+    """So a search passes over the point, and no run starts with it."""
+    for refuse in (lambda: solve_axes(config(0, given), 4), lambda: mesh_shape(config(0, given), 4)):
+        with pytest.raises(ConfigError, match="stage 0"):
+            refuse()
+    with pytest.raises(InvalidHP, match="stage 0"):
+        reconcile(config(0, given, train_batch_size=4), 4, search=True)
 
 
 def test_the_mesh_divides_the_ranks_before_the_batch():

@@ -187,9 +187,8 @@ def solve_axes(config: DsConfig, world_size: int) -> AxisSizes:
 
     Pure; raises ConfigError where they do not multiply to it.
 
-    ZeRO stage 0 shards nothing, so its shard axis is 1 unless the mesh says otherwise; at stages 1
-    to 3 all data-parallel ranks share one copy unless mesh.shard, mesh.replica or mics_shard_size
-    says otherwise.
+    ZeRO stage 0 shards nothing, so its shard axis is 1; at stages 1 to 3 all data-parallel ranks
+    share one copy unless mesh.shard, mesh.replica or mics_shard_size says otherwise.
     """
     mesh, zero = config.mesh, config.zero_optimization
     around = mesh.pipe * mesh.model
@@ -202,6 +201,14 @@ def solve_axes(config: DsConfig, world_size: int) -> AxisSizes:
     data = world_size // around
     shard = mesh.shard if mesh.shard is not None else zero.mics_shard_size
     replica = mesh.replica
+    if not plan_for_stage(zero.stage).shard_optimizer and (shard not in (None, 1) or replica not in (None, data)):
+        raise ConfigError(
+            "ZeRO stage 0 shards nothing: every data-parallel rank is a replica",
+            where="mesh",
+            got=f"shard {shard}, replica {replica}",
+            expected=f"1 × {data}",
+            fix="Set zero_optimization.stage to 1, 2 or 3, or remove mesh.shard, mesh.replica and mics_shard_size.",
+        )
     if shard is None and replica is None:
         shard = data if plan_for_stage(zero.stage).shard_optimizer else 1
     if shard is None and replica is not None:

@@ -181,6 +181,13 @@ def test_a_model_that_fails_is_left_as_it_was():
     assert model.training and not model._forward_hooks
 
 
+def test_a_profile_leaves_each_part_in_its_mode() -> None:
+    """A frozen BatchNorm stays in eval mode."""
+    model = nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4).eval())
+    get_model_profile(model, (5, 8), print_profile=False)
+    assert [module.training for module in model.modules()] == [True, True, False]
+
+
 def test_times_by_module():
     model, timers = Net(), Timers()
     with timed_modules(model, timers):

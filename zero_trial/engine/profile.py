@@ -222,7 +222,8 @@ def get_model_profile(
     if input_shape is not None:
         args = (torch.ones(*input_shape, dtype=first.dtype, device=first.device), *args)
     call = model if mode == "forward" else model.generate
-    timers, count, training = make_timers(first.device), FlopCount(model), model.training
+    timers, count = make_timers(first.device), FlopCount(model)
+    modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
         with torch.no_grad():
@@ -237,7 +238,8 @@ def get_model_profile(
             count.pause()
     finally:
         count.close()
-        model.train(training)
+        for module, training in modes:  # parts of a model in training may be frozen in eval mode
+            module.training = training
     flops, sums = count.read(), timers.take()
     whole = (sums["whole"], 0.0)
     profile = build_profile(model, flops, flops, sums, whole, peak_of(first.device, first.dtype), ignore_modules)

@@ -367,14 +367,13 @@ def build_scheduler(name: str, params: Mapping[str, Any] | None, optimizer: Any)
     torch.optim.Optimizer. Names are in exact case, as in DeepSpeed. Raises ConfigError for an
     unknown name or parameter, or a value without meaning.
     """
-    given = dict(params or {})
-    rule = _DEEPSPEED.get(name)
-    if rule is None:
-        return _torch_by_name(name, given, optimizer)
-    _check_names(name, given, rule)
+    given, make = dict(params or {}), _DEEPSPEED.get(name) or _torch_by_name(name)
+    _check_names(name, given, make)
     try:
-        return rule(optimizer, **given)
-    except TypeError as refusal:
+        return make(optimizer, **given)
+    except ConfigError:
+        raise
+    except (TypeError, ValueError) as refusal:
         raise ConfigError(f"{name} cannot use its parameters", where=WHERE, got=str(refusal)) from refusal
 
 
@@ -392,7 +391,7 @@ def _is_scheduler(value: object) -> bool:
     return issubclass(value, scheduler.LRScheduler) and not value.__name__.startswith("_")
 
 
-def _torch_by_name(name: str, given: dict[str, Any], optimizer: Any) -> Any:
+def _torch_by_name(name: str) -> Callable[..., Any]:
     found = getattr(torch.optim.lr_scheduler, name, None)
     if not _is_scheduler(found):
         known = [*_DEEPSPEED, *torch_scheduler_names()]
@@ -404,13 +403,7 @@ def _torch_by_name(name: str, given: dict[str, Any], optimizer: Any) -> Any:
             fix=did_you_mean(name, known),
         )
     make: Callable[..., Any] = found  # type: ignore[assignment]
-    _check_names(name, given, make)
-    try:
-        return make(optimizer, **given)
-    except ConfigError:
-        raise
-    except (TypeError, ValueError) as refusal:
-        raise ConfigError(f"{name} cannot use its parameters", where=WHERE, got=str(refusal)) from refusal
+    return make
 
 
 def _check_names(name: str, given: dict[str, Any], make: Callable[..., Any]) -> None:

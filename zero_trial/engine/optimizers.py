@@ -365,15 +365,9 @@ def _muon(name: str, given: dict[str, Any]) -> OptimizerSpec:
     if given.pop("ns_method", "standard") == "gram":
         note += "; ns_method gram is computed by the standard iteration, which gives the same matrix"
     known = ("lr", "muon_lr", "adam_lr", "momentum", "weight_decay", "betas", "eps", *_MUON_ONLY)
-    for key in given:
-        if key not in known:
-            raise ConfigError(
-                f"{name} has no parameter {key!r}",
-                where=f"{WHERE}.{key}",
-                expected=", ".join((*known, "ns_method")),
-                fix=did_you_mean(key, known),
-            )
-    if faults := _not_numbers(given, ("lr", "muon_lr", "adam_lr", "eps", "weight_decay", "momentum")):
+    faults = unknown_parameters(name, WHERE, given, (*known, "ns_method"))
+    faults += _not_numbers(given, ("lr", "muon_lr", "adam_lr", "eps", "weight_decay", "momentum"))
+    if faults:
         raise ConfigError.many(faults)
     return OptimizerSpec(name, Muon, {}, note)  # its groups have the numbers: muon_groups
 

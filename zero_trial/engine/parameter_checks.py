@@ -60,7 +60,8 @@ def require_not_wrapped(model: nn.Module) -> None:
         bases = type(module).__mro__
         if not any(param.requires_grad for param in module.parameters()):
             continue
-        if kind := next((base.__name__ for base in bases if base.__name__ in _REDUCING and _is_torchs(base)), None):
+        of_torch = (base.__name__ for base in bases if base.__module__.partition(".")[0] == "torch")
+        if kind := next((base for base in of_torch if base in _REDUCING), None):
             raise ConfigError(
                 f"the model is wrapped in torch's {kind}, and the engine does what that does",
                 where=f"initialize(model){f': {name}' if name else ''}",
@@ -68,10 +69,6 @@ def require_not_wrapped(model: nn.Module) -> None:
                 expected="the module itself",
                 fix="Leave fully_shard() out." if kind == "FSDPModule" else f"Give model.module, or leave {kind} out.",
             )
-
-
-def _is_torchs(kind: type) -> bool:
-    return kind.__module__.partition(".")[0] == "torch"
 
 
 def require_no_engine(model: nn.Module) -> None:

@@ -25,9 +25,9 @@ def test_a_run_in_one_table():
     given = read_ds_config(
         '{"train_micro_batch_size_per_gpu": 4,\n"zero_optimization": {"stage": 2, "mics_shard_size": 2}}'
     )
-    found = reconcile(given, 8, {"global_batch_size": 64, "data_parallel_world_size": 8}, slots=8)
+    found = reconcile(given, 8, {"global_batch_size": 64, "data_parallel_world_size": 8})
     assert str(found) == (
-        "ranks                           8   resources.slots_per_trial\n"
+        "ranks                           8   launcher\n"
         "mesh.pipe                       1   default\n"
         "mesh.model                      1   default\n"
         "data-parallel ranks             8   derived: 8 ranks / (pipe 1 × model 1)\n"
@@ -98,15 +98,15 @@ def test_the_mesh_divides_the_ranks_before_the_batch():
 def test_all_contradictions_come_together():
     given = config(train_batch_size=64, train_micro_batch_size_per_gpu=4)
     with pytest.raises(ConfigError) as error:
-        reconcile(given, 6, {"global_batch_size": 63, "data_parallel_world_size": 2}, slots=4)
+        reconcile(given, 6, {"global_batch_size": 63, "data_parallel_world_size": 2})
     lines = str(error.value).splitlines()
     assert [line.split(":")[0].strip() for line in lines] == [
-        "4 faults", "resources.slots_per_trial", "hyperparameters.data_parallel_world_size", "hyperparameters.global_batch_size",
+        "3 faults", "hyperparameters.data_parallel_world_size", "hyperparameters.global_batch_size",
         "train_batch_size 64 ≠ micro 4 × accumulation 2 × ranks 6 = 48. Values",
     ]  # fmt: skip
     assert (
         "Nearest that fit (batch = micro x accumulation x ranks): 72 = 4 x 3 x 6; 60 = 5 x 2 x 6; 48 = 4 x 2 x 6."
-        in lines[4]
+        in lines[3]
     )
 
 

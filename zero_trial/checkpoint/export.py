@@ -34,7 +34,7 @@ from zero_trial.checkpoint.format import (
     tensor_bytes,
 )
 from zero_trial.checkpoint.reader import CheckpointReader, Progress
-from zero_trial.checkpoint.weights import WeightsReader
+from zero_trial.checkpoint.weights import FILE, INDEX, WeightsReader
 from zero_trial.checkpoint.writer import DurableFiles
 from zero_trial.errors import CheckpointError, ConfigError
 from zero_trial.util.files import replacing
@@ -216,10 +216,7 @@ def describe_dtypes(items: Iterable[ExportItem]) -> str:
 
 # The export itself: streamed, and whole or not there at all.
 
-
 SUFFIX = ".safetensors"
-
-INDEX = "model.safetensors.index.json"
 
 
 @dataclass(frozen=True)
@@ -248,7 +245,7 @@ def file_names(out: Path, shards: int) -> list[Path]:
             )
         paths, folder = [out], out.parent
     elif shards == 1:
-        paths, folder = [out / f"model{SUFFIX}"], out
+        paths, folder = [out / FILE], out
     else:
         paths = [out / f"model-{number:05d}-of-{shards:05d}{SUFFIX}" for number in range(1, shards + 1)] + [out / INDEX]
         folder = out

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
 # Dtypes: torch's names and those of safetensors.
 
-
 _SAFETENSORS = {
     "float64": "F64",
     "float32": "F32",
@@ -115,7 +114,6 @@ def tensor_bytes(tensor: torch.Tensor) -> memoryview:
 
 
 # Names: a stored tensor is a parameter, optimizer state, a buffer, or belongs to the run.
-
 
 _PART = re.compile(r"part(\d+)of(\d+)/(.*)", re.DOTALL)
 
@@ -225,11 +223,8 @@ def ranges(slices: Sequence[Slice]) -> dict[str, list[tuple[int, int]]]:
 
 # Tags: a checkpoint's folder, and what the folders of a save that is under way are called.
 
-
 TEMPORARY = ".tmp-"
-
 REPLACED = ".old-"
-
 LONGEST_TAG = 200  # bytes: what a file system takes, less what a temporary folder adds
 
 
@@ -258,13 +253,10 @@ def check_tag(tag: str) -> str:
 # It depends on the writing ranks only in ``world``, which informs: a tensor is its dtype, its shape
 # and its pieces.
 
-
 FORMAT = 1
-
 MANIFEST_NAME = "manifest.json"
 
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]*\.safetensors")
-
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 

@@ -267,7 +267,6 @@ def agree(ranks: Ranks, label: str, act: Callable[[], str]) -> str:
 # The format (safetensors 0.4 and later): 8 bytes little-endian length of the header, the header as
 # JSON padded with spaces to 8 bytes, then the tensors' bytes end to end in the header's order.
 
-
 CHUNK_BYTES = 1 << 24  # how much of a tensor on another device is brought to the host at a time
 
 
@@ -320,7 +319,6 @@ def _tensor_chunks(flat: torch.Tensor) -> Iterator[memoryview]:
 # A temporary folder is named after the host and the process that writes it:
 # ``<tag>.tmp-<host>-<pid>-<id>``. Two runs may save under one tag at once; removing the other's
 # folder while it is written would spoil its checkpoint.
-
 
 FORGOTTEN_SECONDS = 24 * 3600.0
 """A folder of another host, whose processes cannot be asked for, is given up when nothing was

@@ -79,9 +79,7 @@ def _by_hidden(describe: str, formula: Callable[[int], int]) -> Callable[[Hints,
 
 
 _LR = ("lr", "learning_rate")
-
 _TOTAL = ("total_num_steps", "num_training_steps", "max_steps")
-
 _HIDDEN = ("hidden_size", "hidden_sizes", "d_model", "n_embd")
 
 _Z = "zero_optimization"

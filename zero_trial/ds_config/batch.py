@@ -1,11 +1,11 @@
 """Solve batch sizes (train_batch_size = micro batch size x accumulation steps x data-parallel
-ranks) and mesh axes from ds_config, hyperparameters and slots, or list the contradictions.
+ranks) and mesh axes from ds_config and hyperparameters, or list the contradictions.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from zero_trial.ds_config.reader import as_invalid_hp
@@ -26,6 +26,15 @@ class BatchTriple:
     micro_batch_size: int
     accumulation: int
     how: Mapping[str, ValueSource]
+
+    def filled(self, config: DsConfig) -> DsConfig:
+        """Return ``config`` with these batch sizes."""
+        return replace(
+            config,
+            train_batch_size=self.train_batch_size,
+            train_micro_batch_size_per_gpu=self.micro_batch_size,
+            gradient_accumulation_steps=self.accumulation,
+        )
 
 
 def solve_batch(
@@ -151,7 +160,7 @@ def _divisors_near(number: int, wanted: int, reach: int = 64) -> list[int]:
     return sorted(candidates, key=lambda d: abs(d - wanted))[:2] or [1]
 
 
-# --- a whole run: mesh axes, batch sizes, and what hyperparameters and slots say of them ----------
+# --- a whole run: mesh axes, batch sizes, and what hyperparameters say of them --------------------
 
 
 @dataclass(frozen=True)
@@ -241,7 +250,6 @@ def reconcile(
     world_size: int,
     hyperparameters: Mapping[str, Any] | None = None,
     *,
-    slots: int | None = None,
     search: bool = False,
 ) -> Reconciliation:
     """Bring batch, mesh and hyperparameters of a run of ``world_size`` ranks into agreement.
@@ -258,10 +266,6 @@ def reconcile(
     except ConfigError as fault:
         raise (as_invalid_hp([fault])[0] if search else fault) from None
     data = axes.data_parallel
-    if slots is not None and slots != world_size:
-        faults.append(
-            _differs("resources.slots_per_trial", slots, f"{world_size} ranks", "Start as many ranks as slots.")
-        )
     wanted = hints.get("data_parallel_world_size")
     if wanted is not None and wanted != data:
         how = f"{world_size} ranks / (pipe {axes.pipe} × model {axes.model}) = {data}"
@@ -286,10 +290,10 @@ def reconcile(
         faults.append(fault)
     if faults or solved is None:
         raise kind.many(as_invalid_hp(faults) if search else faults)
-    return Reconciliation(solved, axes, _rows(config, solved, axes, world_size, slots))
+    return Reconciliation(solved, axes, _rows(config, solved, axes, world_size))
 
 
-def _rows(config: DsConfig, batch: BatchTriple, axes: AxisSizes, world_size: int, slots: int | None) -> tuple[Row, ...]:
+def _rows(config: DsConfig, batch: BatchTriple, axes: AxisSizes, world_size: int) -> tuple[Row, ...]:
     data = f"derived: {world_size} ranks / (pipe {axes.pipe} × model {axes.model})"
     sources = config.sources
     mics = "zero_optimization.mics_shard_size"
@@ -303,7 +307,7 @@ def _rows(config: DsConfig, batch: BatchTriple, axes: AxisSizes, world_size: int
 
     values = (batch.train_batch_size, batch.micro_batch_size, batch.accumulation)
     return (
-        Row("ranks", world_size, "resources.slots_per_trial" if slots is not None else "launcher"),
+        Row("ranks", world_size, "launcher"),
         Row("mesh.pipe", axes.pipe, sources.get("mesh.pipe", "default")),
         Row("mesh.model", axes.model, sources.get("mesh.model", "default")),
         Row("data-parallel ranks", axes.data_parallel, data),

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -104,12 +103,7 @@ class EngineAccessors(nn.Module):
     def _config(self) -> DsConfig:
         """Return the ds_config with the batch sizes in use; scripts for DeepSpeed read it under
         this name."""
-        return replace(
-            self.config,
-            train_batch_size=self._batch.train_batch_size,
-            train_micro_batch_size_per_gpu=self._batch.micro_batch_size,
-            gradient_accumulation_steps=self._batch.accumulation,
-        )
+        return self._batch.filled(self.config)
 
     def zero_optimization_stage(self) -> int:
         return self.config.zero_optimization.stage

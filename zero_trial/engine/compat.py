@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -160,13 +159,7 @@ def DeepSpeedConfig(config: Mapping[str, Any] | str | Path, mpu: Any = None, mes
         mpu.get_data_parallel_world_size() if mpu is not None else mesh_shape(found, world_size()).data_parallel_size
     )
     given = (found.train_batch_size, found.train_micro_batch_size_per_gpu, found.gradient_accumulation_steps)
-    solved = solve_batch(*given, ranks)
-    return replace(
-        found,
-        train_batch_size=solved.train_batch_size,
-        train_micro_batch_size_per_gpu=solved.micro_batch_size,
-        gradient_accumulation_steps=solved.accumulation,
-    )
+    return solve_batch(*given, ranks).filled(found)
 
 
 def require_mesh(mesh_param: Any, mesh: Mesh) -> None:

@@ -22,7 +22,7 @@ from zero_trial.checkpoint.state_tree import GENERATORS, decode_state, restore_r
 from zero_trial.comm import AxisComm, fail_together
 from zero_trial.engine.accessors import EngineAccessors
 from zero_trial.engine.saving import COUNTERS, CheckpointNames, frozen_names, state_at_hand
-from zero_trial.errors import CheckpointError, TrialError, ZeroTrialError
+from zero_trial.errors import CheckpointError, TrialError
 from zero_trial.sharding.ema import KIND
 from zero_trial.sharding.grouping import parameter_names
 from zero_trial.sharding.optimizer import ShardedOptimizer
@@ -96,17 +96,11 @@ def find_checkpoint(world: AxisComm, directory: Path, tag: str | None) -> Checkp
     checkpoint. Raises CheckpointError where ``tag`` is damaged, or all are: a run that starts
     afresh then was not meant to.
     """
-    answer: dict[str, Any] = {}
-    if world.index == 0:
-        try:
-            answer = _candidates(directory, tag)
-        except (ZeroTrialError, OSError) as error:
-            answer = {"fault": str(error)}
-    answer = world.gather_json(answer, "find checkpoint")[0]
-    if "fault" in answer:
-        raise CheckpointError(answer["fault"])
-    faults: list[str] = answer["faults"]
-    for folder in map(Path, answer["folders"]):
+    listed = fail_together(
+        world, lambda: _candidates(directory, tag) if world.index == 0 else ([], []), "find checkpoint"
+    )
+    folders, faults = world.gather_json(listed, "find checkpoint")[0]
+    for folder in map(Path, folders):
         fault, reader = None, None
         try:
             reader = CheckpointReader(folder)
@@ -133,12 +127,12 @@ def find_checkpoint(world: AxisComm, directory: Path, tag: str | None) -> Checkp
     return None
 
 
-def _candidates(directory: Path, tag: str | None) -> dict[str, list[str]]:
+def _candidates(directory: Path, tag: str | None) -> tuple[list[str], list[str]]:
     """List the folders to try, newest first, and the checkpoints that are damaged at first sight.
     Raises CheckpointError."""
     refuse_deepspeed(directory, tag)
     if tag is not None:
-        return {"folders": [str(checkpoint_folder(directory, tag))], "faults": []}
+        return [str(checkpoint_folder(directory, tag))], []
     if (directory / MANIFEST_NAME).is_file():  # a run that starts afresh here was not meant to
         raise CheckpointError(
             "this is a checkpoint, not a folder of checkpoints",
@@ -147,7 +141,7 @@ def _candidates(directory: Path, tag: str | None) -> dict[str, list[str]]:
         )
     faults: list[str] = []
     found = list_checkpoints(directory, faults.append)
-    return {"folders": [str(each.folder) for each in reversed(found)], "faults": faults}
+    return [str(each.folder) for each in reversed(found)], faults
 
 
 def _log_damaged(world: AxisComm, faults: list[str]) -> None:

@@ -344,7 +344,9 @@ def describe_state(config: DsConfig, resolved: ResolvedConfig, mesh: Mesh, group
     """Describe what an engine starts with in several lines: its whole configuration, its mesh, and
     its parameter groups."""
     batch, policy = resolved.batch, resolved.policy
-    dtypes = ", ".join(f"{name} {str(dtype).removeprefix('torch.')}" for name, dtype in _dtypes(policy).items())
+    names = {"parameters": "param", "gradients": "grad", "wire": "comm", "masters": "master", "buffers": "buffer"}
+    kinds = {word: str(getattr(policy, name) or "as they are") for word, name in names.items()}
+    dtypes = ", ".join(f"{word} {kind.removeprefix('torch.')}" for word, kind in kinds.items())
     return "\n".join(
         [
             "configuration:",
@@ -377,11 +379,6 @@ def groups_table(groups: Sequence[ParamGroup]) -> str:
     return "\n".join(
         "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
     )
-
-
-def _dtypes(policy: object) -> dict[str, object]:
-    names = {"parameters": "param", "gradients": "grad", "wire": "comm", "masters": "master", "buffers": "buffer"}
-    return {word: getattr(policy, name) or "as they are" for word, name in names.items()}
 
 
 # --- disable_python_gc ----------------------------------------------------------------------------

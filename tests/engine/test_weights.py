@@ -212,6 +212,26 @@ def test_files_that_are_not_weights_are_refused_on_every_rank(ranks: Pools, tmp_
         assert "absent" in absent
 
 
+@pytest.mark.parametrize(
+    "given, where",
+    [
+        ({"weights": ""}, "initialize(weights)"),  # not the working directory
+        ({"weights": b"folder"}, "initialize(weights)"),
+        ({"weights": 3}, "initialize(weights)"),
+        ({"weights": "folder", "weights_prefix": None}, "initialize(weights_prefix)"),
+        ({"weights_prefix": "model."}, "initialize(weights_prefix)"),
+    ],
+)
+def test_what_names_no_weights_is_refused(
+    given: dict[str, Any], where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stored(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError) as error:
+        start(on_meta(), **given)
+    assert error.value.where == where
+
+
 def pipelined(folder: Path, cases: Sequence[tuple[int, bool]]) -> list[dict[str, Any]]:
     """What a rank of a pipeline has of the file's values."""
     found = []

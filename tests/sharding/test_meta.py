@@ -139,6 +139,32 @@ def test_a_mask_written_in_part_is_refused() -> None:
     assert error.value.where == "initialize(model): table"
 
 
+class Asking(nn.Module):
+    """Only its constructor knows what to reset with, unless there is a default."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.empty(3))
+
+    def reset_parameters(self, value: float) -> None:
+        nn.init.constant_(self.scale, value)
+
+
+class Defaulting(Asking):
+    def reset_parameters(self, value: float = 2.0) -> None:
+        super().reset_parameters(value)
+
+
+def test_a_method_that_needs_arguments_resets_nothing() -> None:
+    with torch.device("meta"):
+        known, unknown = Defaulting(), nn.Sequential(nn.Linear(2, 2), Asking())
+    initialize_meta(known, mesh_for(3).data)
+    assert torch.equal(known.scale, torch.full((3,), 2.0))
+    with pytest.raises(ConfigError) as error:
+        initialize_meta(unknown, mesh_for(3).data)
+    assert error.value.where == "initialize(model): 1.scale"
+
+
 def test_classes_that_only_reset_are_named_once(caplog: pytest.LogCaptureFixture) -> None:
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), Inner())

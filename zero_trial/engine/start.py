@@ -4,6 +4,7 @@ the kernels, and what is logged before training."""
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -127,6 +128,7 @@ def initialize(
     training_data = given_once(training_data=training_data, dataset=dataset)
     try:
         model, settings = read_settings(args, given_once(model=model, net=net), config, config_params)
+        source = first_weights(weights, weights_prefix)
         open_console(settings.log_level)
     except ConfigError as error:
         if is_distributed():
@@ -149,7 +151,7 @@ def initialize(
         training_data=training_data,
         collate_fn=collate_fn,
         observed=True,
-        weights=(weights, weights_prefix) if weights is not None else None,
+        weights=source,
     )
     if settings.compile.enabled:
         engine.compile(settings.compile.backend, settings.compile.kwargs)
@@ -190,6 +192,28 @@ def given_once(**names: Any) -> Any:
     if len(given) > 1:
         raise ConfigError("two names of one argument", where="initialize()", got=" and ".join(given), fix="Pass one.")
     return names[given[0]] if given else None
+
+
+def first_weights(weights: Any, prefix: Any) -> tuple[Path, str] | None:
+    """Return the source and prefix of first values; None where no file has them. Raises
+    ConfigError."""
+    if not isinstance(prefix, str) or (weights is None and prefix):
+        raise ConfigError(
+            "the prefix belongs to no weights" if weights is None else "the prefix of weights is not a text",
+            where="initialize(weights_prefix)",
+            got=repr(prefix),
+            fix="Pass weights= with it, or leave it out." if weights is None else None,
+        )
+    if weights is None:
+        return None
+    if not isinstance(weights, str | os.PathLike) or not str(weights):
+        raise ConfigError(
+            "weights is not a path",
+            where="initialize(weights)",
+            got=repr(weights),
+            expected='a file or a folder, "." for the working directory',
+        )
+    return Path(weights), prefix
 
 
 def _configure_checkpointing(settings: DsConfig, mesh: Mesh) -> None:

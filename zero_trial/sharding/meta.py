@@ -330,7 +330,7 @@ def _children_first(module: nn.Module, known: set[nn.Module] | None = None) -> I
 def _reset(module: nn.Module) -> bool:
     """Return whether the module has a method to reset what it owns, or one for what is inside it
     that its constructor calls; it has run then."""
-    name = next((each for each in _RESETS if callable(getattr(module, each, None))), None)
+    name = next((each for each in _RESETS if _takes_nothing(getattr(module, each, None))), None)
     if name is None or not (module._parameters or module._buffers or _constructor_names(type(module), name)):
         return False
     getattr(module, name)()
@@ -338,6 +338,16 @@ def _reset(module: nn.Module) -> bool:
 
 
 _RESETS = ("reset_parameters", "_reset_parameters")
+
+
+def _takes_nothing(method: Any) -> bool:
+    """Return whether ``method`` can be called without arguments, which only its caller knows."""
+    if not callable(method):
+        return False
+    parameters = inspect.signature(method).parameters.values()
+    return all(
+        each.default is not each.empty or each.kind in (each.VAR_POSITIONAL, each.VAR_KEYWORD) for each in parameters
+    )
 
 
 def _constructor_names(kind: type, name: str) -> bool:

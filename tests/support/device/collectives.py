@@ -7,8 +7,9 @@ tensors stay until the caller has waited, and no longer. Tensors of the host go 
 
 from __future__ import annotations
 
+import queue
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -19,6 +20,8 @@ from tests.support.device import device
 from tests.support.device.operators import plainly, uses
 from tests.support.strict_backend import Make, StrictGroup, Then, note
 from zero_trial.comm.backends import sum_in_order
+
+Begin = Callable[[Callable[[], None]], None]  # starts a collective on a thread
 
 
 def register() -> None:
@@ -52,16 +55,16 @@ class DeviceWork(dist.Work):
 
 
 class UnderWay:
-    """A collective that the device has come to: on a thread, with copies of the tensors, because
-    the device's memory is closed while the host runs."""
+    """A collective that the device has come to: on its group's thread, with copies of the tensors,
+    because the device's memory is closed while the host runs."""
 
-    def __init__(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], make: Make) -> None:
+    def __init__(self, begin: Begin, outputs: list[torch.Tensor], inputs: list[torch.Tensor], make: Make) -> None:
         copies = {id(each): each.clone() for each in (*outputs, *inputs)}
         self._outputs = [(each, copies[id(each)]) for each in outputs]
         self._error: Exception | None = None
         self._completed = False
         given = [copies[id(each)] for each in outputs], [copies[id(each)] for each in inputs]
-        threading.Thread(target=self._run, args=(make, *given), name="standin-collective", daemon=True).start()
+        begin(lambda: self._run(make, *given))
 
     def _run(self, make: Make, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> None:
         try:
@@ -88,6 +91,7 @@ class DeviceGroup(StrictGroup):
     def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(store, rank, size, timeout)
         self._stream = int(device.use().library.standin_new_stream())
+        self._begun: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
 
     def getBackendName(self) -> str:
         return device.NAME
@@ -131,9 +135,20 @@ class DeviceGroup(StrictGroup):
 
         def run() -> UnderWay:
             with plainly():
-                return UnderWay(out, given, make)
+                return UnderWay(self._begin, out, given, make)
 
         accesses = [*uses(inputs, writes=False), *uses(outputs, writes=True)]
         here.scheduler.launch(operation, self._stream, accesses, run, kind="collective")
         here.scheduler.record(end, self._stream)
         return DeviceWork(operation, end, [*outputs, *inputs])
+
+    def _begin(self, collective: Callable[[], None]) -> None:
+        """Make it on this group's thread, which makes one at a time, as the stream does."""
+        if not self._running:
+            self._running = True
+            threading.Thread(target=self._make_all, name="standin-collectives", daemon=True).start()
+        self._begun.put(collective)
+
+    def _make_all(self) -> None:
+        while True:
+            self._begun.get()()

@@ -25,6 +25,7 @@ namespace {
 constexpr auto kType = c10::DeviceType::PrivateUse1;
 constexpr size_t kPage = 4096;
 constexpr size_t kArena = size_t(1) << 36;  // reserved, not used
+constexpr int64_t kAnyStream = -1;
 constexpr size_t kUnit = 512;               // what an allocation is rounded to where it is counted
 
 size_t rounded(size_t bytes, size_t unit) { return (bytes + unit - 1) / unit * unit; }
@@ -33,7 +34,8 @@ thread_local int64_t current_stream = 0;
 char last_operator[256] = "none yet";
 
 // Pages of one range of addresses. A freed block waits until it is released (by Python, once no
-// work can use it any more), and goes to an allocation of the same stream only.
+// work can use it any more), and goes to an allocation of the same stream only; once the host has
+// waited for the whole device, to one of any stream.
 struct Arena {
   char* base = nullptr;
   size_t top = 0;
@@ -42,10 +44,11 @@ struct Arena {
 
   char* take(int64_t stream, size_t bytes) {
     std::lock_guard<std::mutex> held(mutex);
-    auto& kept = free_blocks[{stream, bytes}];
-    if (!kept.empty()) {
-      char* block = kept.back();
-      kept.pop_back();
+    for (int64_t owner : {stream, kAnyStream}) {
+      auto kept = free_blocks.find({owner, bytes});
+      if (kept == free_blocks.end() || kept->second.empty()) continue;
+      char* block = kept->second.back();
+      kept->second.pop_back();
       return block;
     }
     TORCH_CHECK(top + bytes <= kArena, "standin: out of memory");
@@ -56,6 +59,15 @@ struct Arena {
   void release(char* block, int64_t stream, size_t bytes) {
     std::lock_guard<std::mutex> held(mutex);
     free_blocks[{stream, bytes}].push_back(block);
+  }
+  void share() {
+    std::lock_guard<std::mutex> held(mutex);
+    std::map<std::pair<int64_t, size_t>, std::vector<char*>> shared;
+    for (auto& [key, kept] : free_blocks) {
+      auto& all = shared[{kAnyStream, key.second}];
+      all.insert(all.end(), kept.begin(), kept.end());
+    }
+    free_blocks.swap(shared);
   }
   bool holds(const void* address) const { return address >= base && address < base + kArena; }
 };
@@ -276,6 +288,8 @@ void standin_lock() {
 void standin_release(void* block, int64_t stream, int64_t bytes) {
   device_memory.release(static_cast<char*>(block), stream, rounded(bytes, kPage));
 }
+// The host has waited for the whole device: what was freed can go to any stream.
+void standin_share() { device_memory.share(); }
 int64_t standin_log(Entry* into, int64_t most) {
   std::lock_guard<std::mutex> held(log_mutex);
   int64_t count = std::min<int64_t>(most, entries.size());

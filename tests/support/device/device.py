@@ -81,7 +81,14 @@ class Device:
         library.standin_release.argtypes = [ctypes.c_void_p, _LONG, _LONG]
         library.standin_log.argtypes, library.standin_log.restype = [ctypes.c_void_p, _LONG], _LONG
         self._log = (_LONG * 4096)()
-        given = (library.standin_unlock, library.standin_lock, self._changes, self._release, self._poison)
+        given = (
+            library.standin_unlock,
+            library.standin_lock,
+            self._changes,
+            self._release,
+            self._poison,
+            library.standin_share,
+        )
         self.scheduler = scheduler = Scheduler(*given)
         answers: dict[str, Callable[[int, int], Any]] = {
             "record": scheduler.record,
@@ -146,11 +153,8 @@ class Device:
         return tensor.is_pinned()
 
     @contextmanager
-    def random_numbers(self, drawn: bool) -> Iterator[None]:
+    def random_numbers(self) -> Iterator[None]:
         """Inside, what is drawn comes from the device's generator."""
-        if not drawn:
-            yield
-            return
         outside = torch.default_generator.get_state()
         torch.default_generator.set_state(self.generator.get_state())
         yield

@@ -25,6 +25,8 @@ _CPU_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
 # A pageable tensor of the host may be given to these; CUDA's kernels copy it themselves.
 _TAKES_HOST_INDICES = ("aten::index", "aten::_index_put_impl_", "aten::index_put")
 
+_MOST_SHAPES = 4096  # that are remembered; numbers among the arguments make ever new ones
+
 
 class plainly:
     """Inside, operators go straight to their kernels: no autograd, no modes."""
@@ -69,15 +71,34 @@ def tensors_in(value: Any) -> Iterable[Tensor]:
 
 def extent(tensor: Tensor, writes: bool) -> Use:
     """The bytes from the tensor's first element to its last."""
-    low = tensor.data_ptr()
-    span = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return Use(tensor.untyped_storage().data_ptr(), low, low + (span + 1) * tensor.element_size(), writes)
+    low, nbytes = tensor.data_ptr(), tensor.element_size()
+    if tensor.is_contiguous():
+        high = low + tensor.numel() * nbytes
+    else:
+        span = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        high = low + (span + 1) * nbytes
+    return Use(tensor.untyped_storage().data_ptr(), low, high, writes)
 
 
 def meta_of(tensor: Tensor) -> Tensor:
     if not is_there(tensor):
         return tensor
     return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="meta")
+
+
+def _key(value: Any) -> Any:
+    """Tell apart what gives results of other shapes; None where more than that tells: a tensor of
+    the host, whose numbers may."""
+    if isinstance(value, Tensor):
+        return (value.size(), value.stride(), value.dtype) if is_there(value) else None
+    if isinstance(value, list | tuple):
+        keys = []
+        for each in value:
+            if (key := _key(each)) is None:
+                return None
+            keys.append(key)
+        return tuple(keys)
+    return (type(value), value)  # 1 is not 1.0 here
 
 
 def _with_kernels_of_the_cpu() -> list[str]:
@@ -133,6 +154,7 @@ class Operators:
         self._device = device
         self._schemas: dict[Any, Schema] = {}
         self._dtypes: dict[Any, list[torch.dtype]] = {}
+        self._shapes: dict[Any, Any] = {}  # of results that have been computed before
         pages = (ctypes.c_uint8 * device.arena_bytes).from_address(device.base)
         self._pages = torch.frombuffer(pages, dtype=torch.uint8)
         self._typed: dict[torch.dtype, Tensor] = {}
@@ -178,14 +200,22 @@ class Operators:
             if not schema.gives_tensors:
                 return self._at_once(op, schema, args, kwargs)
             if not schema.returns_written and op._schema.returns:
-                try:
-                    shapes = op(*mapped(args, meta_of), **{key: mapped(each, meta_of) for key, each in kwargs.items()})
-                except (NotImplementedError, RuntimeError) as error:
-                    if "meta" not in str(error).lower() and not isinstance(error, NotImplementedError):
-                        raise
-                    return self._at_once(op, schema, args, kwargs)
-                if not isinstance(shapes, Tensor) and any(each.dtype.itemsize == 2 for each in given):
-                    shapes = self._with_dtypes_of_the_cpu(op, shapes, args, kwargs)
+                key = _key((op, args, tuple(kwargs.items()), torch.get_default_dtype()))
+                shapes = self._shapes.get(key) if key is not None else None
+                if shapes is None:
+                    try:
+                        named = {name: mapped(each, meta_of) for name, each in kwargs.items()}
+                        shapes = op(*mapped(args, meta_of), **named)
+                    except (NotImplementedError, RuntimeError) as error:
+                        if "meta" not in str(error).lower() and not isinstance(error, NotImplementedError):
+                            raise
+                        return self._at_once(op, schema, args, kwargs)
+                    if not isinstance(shapes, Tensor) and any(each.dtype.itemsize == 2 for each in given):
+                        shapes = self._with_dtypes_of_the_cpu(op, shapes, args, kwargs)
+                    if key is not None:
+                        if len(self._shapes) == _MOST_SHAPES:
+                            self._shapes.clear()
+                        self._shapes[key] = shapes
                 results = mapped(shapes, self._empty_like)
                 self._queue(op, schema, args, kwargs, values, list(tensors_in(results)))
                 return results
@@ -250,12 +280,16 @@ class Operators:
         call, targets = self._call(op, args, kwargs), [self.pages_of(each) for each in results]
 
         def run() -> None:
-            with plainly(), self._device.random_numbers(schema.random):
-                made = call()
+            with plainly():
+                made = self._drawn(call) if schema.random else call()
                 for target, source in zip(targets, tensors_in(made) if targets else (), strict=True):
                     target.copy_(source)
 
         self._device.launch(schema.name, [*self._uses(schema, values), *uses(results, writes=True)], run)
+
+    def _drawn(self, call: Callable[[], Any]) -> Any:
+        with self._device.random_numbers():
+            return call()
 
     def _uses(self, schema: Schema, values: dict[str, Any]) -> list[Use]:
         return [use for name, value in values.items() for use in uses(tensors_in(value), name in schema.written)]
@@ -266,8 +300,8 @@ class Operators:
         call, found = self._call(op, args, kwargs), []
 
         def run() -> None:
-            with plainly(), self._device.random_numbers(schema.random):
-                found.append(call())
+            with plainly():
+                found.append(self._drawn(call) if schema.random else call())
 
         self._device.launch(schema.name, self._uses(schema, values), run)
         self._device.synchronize_stream(what=schema.name)

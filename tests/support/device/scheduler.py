@@ -20,7 +20,8 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from functools import cache
+from typing import Any, NamedTuple, Protocol
 
 HOST_DEVICE = ("to the host", "to the device")
 ALLOCATED, FREED, EVENT_GONE = range(3)
@@ -40,8 +41,7 @@ class UnderWay(Protocol):
     def finish(self) -> None: ...
 
 
-@dataclass(frozen=True, slots=True)
-class Use:
+class Use(NamedTuple):
     """Bytes [low, high) of the allocation at ``base`` that a launch reads or writes."""
 
     base: int
@@ -54,8 +54,7 @@ def overlap(one: Use, other: Use) -> bool:
     return one.low < other.high and other.low < one.high
 
 
-@dataclass(frozen=True, slots=True)
-class Access:
+class Access(NamedTuple):
     """A use by launch number ``count`` of a stream."""
 
     use: Use
@@ -141,6 +140,7 @@ class Scheduler:
             bytes, stream).
         release: gives the pages of a freed allocation back.
         poison: fills memory with NaN.
+        share: lets every stream have what was released.
     """
 
     def __init__(
@@ -150,9 +150,10 @@ class Scheduler:
         changes: Callable[[], Iterable[tuple[int, int, int, int]]],
         release: Callable[[Allocation], None],
         poison: Callable[[int, int], None],
+        share: Callable[[], None],
     ) -> None:
         self._unlock, self._lock, self._changes = unlock, lock, changes
-        self._release, self._poison = release, poison
+        self._release, self._poison, self._share = release, poison, share
         self._streams: dict[int, Stream] = {}
         self._events: dict[int, Event] = {}
         self._memory: dict[int, Allocation] = {}
@@ -328,6 +329,7 @@ class Scheduler:
         was before, which would cost more with every stream that there was."""
         self._epoch += 1
         self._host = {}
+        self._share()
         for event in self._events.values():
             event.clock = {}
         for memory in (*self._memory.values(), *self._leaving):
@@ -366,14 +368,19 @@ class Scheduler:
     def run_until(self, done: Callable[[], bool], targets: list[Stream]) -> None:
         """Run work until ``done()``; ``targets`` are the streams that matter for it."""
         with self._turn:
+            if done():
+                return
             self._unlock()
             try:
                 while not done():
+                    if self._step(targets):
+                        continue
                     self.ended.clear()
-                    if not self._step(targets):
-                        if not any(stream.under_way for stream in self._streams.values()):
-                            raise DeviceFault("standin: the host waits for what no stream will do")
-                        self.ended.wait(ENDED_SECONDS)
+                    if self._step(targets):  # what has ended just before
+                        continue
+                    if not any(stream.under_way for stream in self._streams.values()):
+                        raise DeviceFault("standin: the host waits for what no stream will do")
+                    self.ended.wait(ENDED_SECONDS)
             finally:
                 self._lock()
 
@@ -391,17 +398,20 @@ class Scheduler:
 
     def _step(self, targets: list[Stream]) -> bool:
         """Run one piece of work; False where nothing can run now."""
-        ready = [stream for stream in self._streams.values() if self._can_run(stream)]
-        if not ready:
-            return False
-        self._moved = time.monotonic()
         needed = next((stream for target in targets if (stream := self._needed(target)) is not None), None)
-        if self.order == "random":
-            chosen = self._random.choice(ready)
-        elif self.order == "early":
-            chosen = next((stream for stream in ready if stream is not needed), ready[0])
+        if needed is not None and self.order == "late":
+            chosen = needed
         else:
-            chosen = needed if needed is not None else ready[-1]
+            ready = [stream for stream in self._streams.values() if self._can_run(stream)]
+            if not ready:
+                return False
+            if self.order == "random":
+                chosen = self._random.choice(ready)
+            elif self.order == "early":
+                chosen = next((stream for stream in ready if stream is not needed), ready[0])
+            else:
+                chosen = ready[-1]
+        self._moved = time.monotonic()
         self._unlock()
         try:
             self._run_one(chosen)
@@ -479,8 +489,15 @@ def caller() -> str:
     """Return file:line of the nearest caller outside of torch and this folder."""
     frame: Any = sys._getframe(1)
     while frame is not None:
-        name = frame.f_code.co_filename
-        if "/torch/" not in name and "/support/device/" not in name and "contextlib" not in name:
-            return f"{name.rpartition('/')[2]}:{frame.f_lineno}"
+        name = _name_outside(frame.f_code.co_filename)
+        if name:
+            return f"{name}:{frame.f_lineno}"
         frame = frame.f_back
     return "torch's own thread"
+
+
+@cache
+def _name_outside(path: str) -> str:
+    """Return the name of a file; nothing where it is torch's or of this folder."""
+    inside = "/torch/" in path or "/support/device/" in path or "contextlib" in path
+    return "" if inside else path.rpartition("/")[2]

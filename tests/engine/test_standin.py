@@ -90,6 +90,30 @@ def test_work_runs_when_the_host_waits(ranks: RankPool) -> None:
     assert len(waited) == 1 and waited[0].startswith("copy to the device at test_standin.py")  # of what was not pinned
 
 
+def in_new_memory() -> list[bool]:
+    """On its own stream, on another after an event, and on another after a wait for the device."""
+    here, side = torch.standin.current_stream(), torch.standin.Stream()
+    found = []
+    there(64).add_(1)  # leaves pages with numbers in them
+    found.append(bool(torch.empty(64, device="standin").isnan().all()))
+    new = torch.empty(64, device="standin")
+    side.wait_stream(here)
+    with torch.standin.stream(side):
+        found.append(bool(new.isnan().all()))
+    here.wait_stream(side)
+    new = torch.empty(64, device="standin")
+    torch.standin.synchronize()
+    with torch.standin.stream(side):
+        new.fill_(1)
+    here.wait_stream(side)
+    found.append(bool((new == 1).all()))
+    return found
+
+
+def test_new_memory_holds_nan_until_it_is_written(ranks: RankPool) -> None:
+    assert ranks.run(in_new_memory) == [[True, True, True]] * 2
+
+
 # --- what is refused ------------------------------------------------------------------------------
 
 

@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import cache
@@ -90,13 +90,15 @@ class Event:
 
 @dataclass(slots=True)
 class Work:
-    """What a launch queued: a function to run, or an event to wait for or to mark."""
+    """What a launch queued: a function to run, or an event to wait for or to mark; before it, new
+    memory is filled."""
 
     name: str
     site: str
     run: Callable[[], UnderWay | None] | None = None
     waits_for: Event | None = None
     marks: Event | None = None
+    fills: Sequence[tuple[int, int]] = ()
 
 
 @dataclass(slots=True)
@@ -112,19 +114,31 @@ class Launched:
 
 @dataclass(slots=True)
 class Stream:
-    """A queue. ``count``: launches so far; ``ran``: how many of them have run."""
+    """A queue. ``count``: launches and allocations so far; ``ran``: how many of them have run.
+    ``fills``: new memory, as (address, bytes), that what is queued next fills before."""
 
     number: int
     seen: dict[int, int] = field(default_factory=dict)  # replaced, never changed
     count: int = 0
     ran: int = 0
     queue: deque[Work] = field(default_factory=deque)
+    fills: list[tuple[int, int]] = field(default_factory=list)
     under_way: UnderWay | None = None
     history: list[tuple[int, Launched]] = field(default_factory=list)
 
     def after(self, clock: dict[int, int]) -> None:
         if any(self.seen.get(stream, 0) < count for stream, count in clock.items() if stream != self.number):
             self.seen = {key: max(self.seen.get(key, 0), clock.get(key, 0)) for key in {*self.seen, *clock}}
+
+    def append(self, work: Work) -> None:
+        if self.fills:
+            work.fills, self.fills = self.fills, []
+        self.queue.append(work)
+
+    def fill(self) -> None:
+        """Queue what is left to fill: others may use the memory once this stream was waited for."""
+        if self.fills:
+            self.append(Work("allocation", ""))
 
     @property
     def clock(self) -> dict[int, int]:
@@ -210,7 +224,7 @@ class Scheduler:
             access = Access(use, stream.number, stream.count, name, site)
             memory.accesses = [*self._still_relevant(memory, access, stream), access]
         stream.history.append((stream.count, Launched(kind, stream.seen, self._epoch, nbytes)))
-        stream.queue.append(Work(name, site, run))
+        stream.append(Work(name, site, run))
 
     def _still_relevant(self, memory: Allocation, now: Access, stream: Stream) -> Iterable[Access]:
         for old in memory.accesses:
@@ -234,7 +248,7 @@ class Scheduler:
             at = self.stream(stream)
             at.after(self._host)
             made = self._events[event] = Event(stream, at.clock)
-            at.queue.append(Work("event", "", marks=made))
+            at.append(Work("event", "", marks=made))
 
     def block(self, event: int, stream: int) -> None:
         """What is launched on the stream from now on runs after the event."""
@@ -273,10 +287,13 @@ class Scheduler:
             elif change == FREED:
                 fault = self._free(self._memory.pop(address)) or fault
             else:
-                self._memory[address] = Allocation(address, nbytes, stream, caller())
+                site, owner = caller(), self.stream(stream)
+                owner.after(self._host)
+                owner.count += 1
+                owner.fills.append((address, nbytes))
                 use = Use(address, address, address + nbytes, writes=True)
-                fill = lambda low=address, size=nbytes: self._poison(low, size)  # noqa: E731
-                self._queue("allocation", self.stream(stream), [use], fill, "poison", 0)
+                first = Access(use, stream, owner.count, "allocation", site)
+                self._memory[address] = Allocation(address, nbytes, stream, site, [first])
         ready = [
             memory for memory in self._leaving if all(self.stream(x.stream).ran >= x.count for x in memory.accesses)
         ]
@@ -317,6 +334,8 @@ class Scheduler:
         with self._turn:
             self._catch_up()
             found = [self.stream(number)] if number >= 0 else list(self._streams.values())
+            for stream in found:
+                stream.fill()
             clock: dict[int, int] = {}
             for stream in found:
                 clock = {key: max(clock.get(key, 0), stream.clock.get(key, 0)) for key in {*clock, *stream.clock}}
@@ -359,6 +378,7 @@ class Scheduler:
     def is_idle(self, stream: int) -> bool:
         with self._turn:
             found = self.stream(stream)
+            found.fill()
             if found.queue:
                 self._step([found])
             if not found.queue:
@@ -439,6 +459,10 @@ class Scheduler:
 
     def _run_one(self, stream: Stream) -> None:
         work = stream.queue[0]
+        for address, nbytes in work.fills:
+            self._poison(address, nbytes)
+        stream.ran += len(work.fills)
+        work.fills = ()
         if stream.under_way is not None:
             under_way, stream.under_way = stream.under_way, None
             under_way.finish()

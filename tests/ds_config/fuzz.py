@@ -26,7 +26,7 @@ from zero_trial.ds_config.report import config_report, render_report, resolved_d
 from zero_trial.ds_config.table import TABLE
 from zero_trial.errors import ConfigError
 from zero_trial.experiment.experiment import read_experiment
-from zero_trial.schema.json_source import read_json
+from zero_trial.schema.source import read_json
 
 CORPUS = sorted(path for path in (Path(__file__).parent / "corpus").glob("*.json") if path.stem != "answers")
 HINTS = {"hidden_size": 64, "total_num_steps": 100}

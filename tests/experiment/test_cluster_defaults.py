@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tests.experiment.written import completed
-from zero_trial.experiment.defaults import ClusterDefaults
+from zero_trial.experiment.rules import ClusterDefaults
 
 STORAGE = {"type": "shared_fs", "host_path": "/s"}
 

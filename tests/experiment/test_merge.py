@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from zero_trial.experiment.defaults import merge
+from zero_trial.experiment.rules import merge
 
 A, B = {"host_path": "/a", "container_path": "/x"}, {"host_path": "/b", "container_path": "/x"}
 C = {"host_path": "/c", "container_path": "/y"}

@@ -17,8 +17,7 @@ from typing import Any
 
 import pytest
 
-from zero_trial.experiment.defaults import ClusterDefaults
-from zero_trial.experiment.rules import InvalidExperiment, complete
+from zero_trial.experiment.rules import ClusterDefaults, InvalidExperiment, complete
 
 RECORDED = json.loads(gzip.decompress(Path(__file__).with_name("recorded.json.gz").read_bytes()))
 CLUSTER = ClusterDefaults(checkpoint_storage={"type": "shared_fs", "host_path": "@STORAGE@"}, name="@")

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from zero_trial.experiment.defaults import modern
+from zero_trial.experiment.rules import modern
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.experiment.written import completed, judge, section
-from zero_trial.experiment.defaults import ClusterDefaults
+from zero_trial.experiment.rules import ClusterDefaults
 
 SUBDIR = "checkpoint_storage: storage_path must either be a relative directory or a subdirectory of host_path"
 AZURE = "checkpoint_storage: exactly one of connection_string or account_url must be set"

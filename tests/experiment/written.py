@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 import yaml
 
-from zero_trial.experiment.defaults import ClusterDefaults
-from zero_trial.experiment.rules import CompletedConfig, InvalidExperiment, complete
+from zero_trial.experiment.rules import ClusterDefaults, CompletedConfig, InvalidExperiment, complete
 
 BASE = {
     "name": "e",

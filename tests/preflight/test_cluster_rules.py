@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 
 from tests.preflight.project import EXPERIMENT, messages, project
-from zero_trial.experiment.defaults import ClusterDefaults
 from zero_trial.experiment.experiment import examine_experiment
-from zero_trial.experiment.rules import InvalidExperiment, complete
+from zero_trial.experiment.rules import ClusterDefaults, InvalidExperiment, complete
 
 
 def said(text: str) -> list[str]:

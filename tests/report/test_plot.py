@@ -23,7 +23,7 @@ from zero_trial.report.plot import (
     line_chart,
     smoothed,
 )
-from zero_trial.report.sweep_charts import brackets_view, parallel_view
+from zero_trial.report.sweep_page import brackets_view, parallel_view
 from zero_trial.util.text import format_number
 
 

@@ -74,8 +74,7 @@ def _handle(options: argparse.Namespace) -> int:
 
 def _completed(path: Path) -> tuple[dict[str, Any], list[str]]:
     from zero_trial.errors import ConfigError
-    from zero_trial.experiment.defaults import ClusterDefaults
-    from zero_trial.experiment.rules import complete
+    from zero_trial.experiment.rules import ClusterDefaults, complete
 
     try:
         text = path.read_text("utf-8")
@@ -89,7 +88,7 @@ def _completed(path: Path) -> tuple[dict[str, Any], list[str]]:
 def _setup(config: Mapping[str, Any], options: argparse.Namespace) -> Setup:
     from zero_trial.errors import ConfigError
     from zero_trial.master.search import pruning
-    from zero_trial.master.search.adaptive_asha import training_length
+    from zero_trial.master.search.searchers import training_length
     from zero_trial.master.search.simulation import CURVES, Setup
 
     searcher = config["searcher"]

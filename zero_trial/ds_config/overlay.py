@@ -13,8 +13,7 @@ from typing import Any
 from zero_trial.ds_config.table import lookup
 from zero_trial.errors import ConfigError
 from zero_trial.schema.document import Document, Location, Path, shown
-from zero_trial.schema.json_source import read_json
-from zero_trial.schema.source import Source, open_source
+from zero_trial.schema.source import Source, open_source, read_json
 from zero_trial.util.text import did_you_mean
 
 # Where "type" may be written "type_", because a real master reads a nested key "type" as a

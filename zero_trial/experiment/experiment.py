@@ -24,10 +24,9 @@ from zero_trial.ds_config.overlay import (
 from zero_trial.ds_config.table import TABLE
 from zero_trial.errors import ConfigError
 from zero_trial.experiment.changes import KeyPath, with_changes
-from zero_trial.experiment.defaults import ClusterDefaults
 from zero_trial.experiment.entrypoint import starts_deepspeed_trial
 from zero_trial.experiment.hyperparameters import located, ranges, read_hyperparameters
-from zero_trial.experiment.rules import examine, known_keys
+from zero_trial.experiment.rules import ClusterDefaults, examine, known_keys
 from zero_trial.experiment.sections import NEVER, SEARCHER, Period, read_period
 from zero_trial.experiment.space import as_sent
 from zero_trial.schema.document import Document, Location, shown

@@ -20,8 +20,8 @@ from typing import Any
 from zero_trial.errors import ConfigError, ZeroTrialError
 from zero_trial.master.records import CheckpointState, Experiment, ExperimentState, Trial, TrialState
 from zero_trial.master.search import restore
-from zero_trial.master.search.adaptive_asha import WORST, AdaptiveAsha, Bracket, Rung
 from zero_trial.master.search.pruning import ds_config_file, replaced_rates
+from zero_trial.master.search.searchers import WORST, AdaptiveAsha, Bracket, Rung
 from zero_trial.master.store import checkpoints, experiments, trials
 from zero_trial.master.store.database import reading
 from zero_trial.report.curves import Curve, most_of_each
@@ -46,7 +46,7 @@ from zero_trial.report.data import (
 )
 from zero_trial.report.store_curves import StoreCurves, pace
 from zero_trial.runs.records import COUNTERS, is_finite
-from zero_trial.schema.json_source import read_json
+from zero_trial.schema.source import read_json
 from zero_trial.schema.yaml_source import read_yaml
 from zero_trial.util.text import format_count, format_duration
 

@@ -4,14 +4,30 @@ decisions, and every trial. Pure.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from zero_trial.report import page
-from zero_trial.report.data import RungDecision, SweepReport, TrialReport
+from zero_trial.report.curves import most_of_each, thinned
+from zero_trial.report.data import Axis, BracketHistory, RungDecision, RungOutcome, SweepReport, TrialReport
 from zero_trial.report.page import Child, Html, PageSection, bar, el, join
+from zero_trial.report.plot import (
+    BOX,
+    Scale,
+    Tick,
+    dots_path,
+    fit,
+    fit_axis,
+    frame,
+    grid_lines,
+    line_path,
+    log_word,
+    placed,
+    x_labels,
+    y_labels,
+)
 from zero_trial.report.run_page import download
-from zero_trial.report.sweep_charts import brackets_view, parallel_view, trial_curves
 from zero_trial.util.text import format_bytes, format_count, format_duration, format_number, format_value, shorten
 
 Cell = Callable[[TrialReport], Html]
@@ -233,3 +249,234 @@ def _short(value: object) -> str:
 
 def _cell(content: Child, key: object, kind: str | None = None) -> Html:
     return el("td", content, class_=kind, data_sort="" if key is None else format_value(key))
+
+
+# The learning curves of a sweep: one line for each trial, the better the darker.
+
+# times the spread of the better half: a worse value than that would press all other curves flat
+_CLOSE_UP = 20.0
+
+
+def trial_curves(report: SweepReport) -> tuple[Html, str] | None:
+    """Return the chart of all learning curves, and how many values are outside of it; None if there
+    are no curves.
+    """
+    drawn = [trial for trial in report.trials if len(trial.curve)]
+    if not drawn:
+        return None
+    ranked = {trial.id: at for at, trial in enumerate(report.ranked())}
+    name = report.drawn or report.metric
+    x = fit([0.0, *(step for trial in drawn for step in trial.curve.steps)], log=False, margin=0.0)
+    y, cut = _close_up(drawn, report)
+    worst_first = sorted(drawn, key=lambda trial: -ranked.get(trial.id, len(ranked)))
+    most = most_of_each(len(drawn))
+    key = el("span", "worst", el("i", class_="ramp"), "best", class_="scale-key")
+    chart = frame(
+        [
+            grid_lines(y.ticks()),
+            [_curve(trial, ranked.get(trial.id), len(ranked), x, y, most) for trial in worst_first],
+        ],
+        labels=[y_labels(y.ticks()), x_labels(x.ticks(6), report.unit)],
+        caption=[el("h3", name, log_word(y)), key, el("span", class_="lit-name soft", role="status")],
+        said=f"{name} of {len(drawn)} trials over {report.unit}",
+        keys="Learning curves: arrow keys go from trial to trial",
+        size="tall",
+        kind="trials",
+    )
+    return chart, cut
+
+
+def _quality(rank: int, of: int) -> float:
+    """Return 1 for the best of ``of`` trials, 0 for the worst."""
+    return 1 - rank / max(of - 1, 1)
+
+
+def _close_up(drawn: Sequence[TrialReport], report: SweepReport) -> tuple[Scale, str]:
+    """Return the scale of the curves, without what would press all others flat, and how many values
+    are so left out.
+    """
+    values = sorted(value for trial in drawn for value in trial.curve.values)
+    if not report.smaller_is_better:
+        values = [-value for value in reversed(values)]
+    half = values[len(values) // 2] - values[0]
+    limit = values[0] + _CLOSE_UP * max(half, 1e-12)
+    inside = [value for value in values if value <= limit] if len(values) > 4 else values
+    sign = 1 if report.smaller_is_better else -1
+    left = len(values) - len(inside)
+    return fit([sign * value for value in inside]), (f"{left} value{'s' if left != 1 else ''}" if left else "")
+
+
+def _curve(trial: TrialReport, rank: int | None, of: int, x: Scale, y: Scale, most: int) -> list[Html]:
+    curve = thinned(trial.curve, most)
+    places = placed(curve.steps, curve.values, x, y)
+    look = {"data_trial": trial.id, "style": f"--q:{0.0 if rank is None else _quality(rank, of):.3g}"}
+    best = " best" if rank == 0 else ""
+    line = el("path", d=line_path(places), class_=f"line{best}", **look)
+    return [line, el("path", d=dots_path(places), class_=f"dots{best}", **look)] if len(places) <= 12 else [line]
+
+
+# Brackets of a search: a column for each rung, each trial a mark at every rung that it reached.
+
+_CLASS = {RungOutcome.WENT_ON: "", RungOutcome.STOPPED: "stopped", RungOutcome.FINISHED: "finished"}
+
+
+def brackets_view(report: SweepReport) -> Html | None:
+    """Return all brackets beside each other; None where the search takes no decisions."""
+    drawn = [ladder for ladder in report.ladders if ladder.decisions]
+    if not drawn:
+        return None
+    words = (("", "goes on"), ("stopped", "is stopped here"), ("finished", "reached the top"))
+    marks = [el("span", el("i", class_=f"mark {kind}".strip()), word) for kind, word in words]
+    key = el("p", el("span", marks, class_="marks"), class_="note")
+    return join([key, el("div", [_ladder(ladder, report) for ladder in drawn], class_="ladders")])
+
+
+def _ladder(ladder: BracketHistory, report: SweepReport) -> Html:
+    """Return a column for each rung, the better metric the higher.
+
+    Metrics that are not finite are at the worse end.
+    """
+    finite = [decision.metric for decision in ladder.decisions if math.isfinite(decision.metric)]
+    scale = fit(finite, margin=0.08)
+    across = {rung: (rung + 0.5) / len(ladder.units) for rung in range(len(ladder.units))}
+    columns = [el("path", d=f"M{BOX * x:.5g} 0V{BOX}", class_="column") for x in across.values()]
+    climbs = [el("path", d=path, class_="climb") for path in _climbs(ladder, scale, across, report)]
+    rungs = [Tick(across[rung], f"{units}") for rung, units in enumerate(ladder.units)]
+    levels = [Tick(1 - _down(tick.at, report), tick.label) for tick in scale.ticks(5)]
+    title = f"Bracket {ladder.number}" if len(report.ladders) > 1 else "Rungs"
+    trials = len({decision.trial for decision in ladder.decisions})
+    return frame(
+        [columns, climbs],
+        labels=[y_labels(levels), x_labels(rungs, report.unit)],
+        caption=el("h3", title, el("small", f"{trials} trials measured, {report.metric}")),
+        overlay=[_mark(decision, across, scale, report) for decision in ladder.decisions],
+        kind="ladder",
+    )
+
+
+def _down(at: float, report: SweepReport) -> float:
+    """Return the distance from the top for a place on the scale: the better end is up."""
+    return at if report.smaller_is_better else 1 - at
+
+
+def _top(decision: RungDecision, scale: Scale, report: SweepReport) -> float:
+    at = scale.place(decision.metric)
+    return 1.0 if at is None else _down(at, report)
+
+
+def _climbs(ladder: BracketHistory, scale: Scale, across: Mapping[int, float], report: SweepReport) -> list[str]:
+    """Return the way of each trial from rung to rung."""
+    ways: dict[str, list[RungDecision]] = {}
+    for decision in ladder.decisions:
+        ways.setdefault(decision.trial, []).append(decision)
+    return [
+        "M" + "L".join(f"{BOX * across[step.rung]:.5g} {BOX * _top(step, scale, report):.5g}" for step in way)
+        for way in ways.values()
+        if len(way) > 1
+    ]
+
+
+def _mark(decision: RungDecision, across: Mapping[int, float], scale: Scale, report: SweepReport) -> Html:
+    said = f"trial {decision.trial} after {decision.units} {report.unit}: {format_number(decision.metric)}, {decision.verdict.value}. {decision.why}"
+    return el(
+        "button",
+        type="button",
+        title=said,
+        aria_label=said,
+        class_=f"mark {_CLASS[decision.verdict]}".strip(),
+        data_trial=decision.trial,
+        style=f"left:{100 * across[decision.rung]:.4g}%;top:{100 * _top(decision, scale, report):.4g}%",
+    )
+
+
+# Parallel coordinates: an axis for each swept value and one for the metric, a line for each trial.
+
+_MIDDLE = 0.5  # where a trial without a value passes an axis
+
+
+def parallel_view(report: SweepReport) -> Html | None:
+    """Return the picture; None without two measured trials or without a swept value."""
+    ranked = report.ranked()
+    if len(ranked) < 2 or not report.axes:
+        return None
+    scales = [
+        fit_axis(axis, [trial.point[axis.name] for trial in ranked if axis.name in trial.point]) for axis in report.axes
+    ]
+    goal = fit([trial.best for trial in ranked if trial.best is not None])
+    places = {trial.id: _places_parallel(trial, report, scales, goal) for trial in ranked}
+    columns = [*report.axes, Axis(report.metric)]
+    return frame(
+        # The best trial is drawn last, over the others.
+        [_line(trial, places[trial.id], _quality(at, len(ranked))) for at, trial in reversed(list(enumerate(ranked)))],
+        labels=None,
+        overlay=[
+            _axis(axis, scale, index, len(columns), report)
+            for index, (axis, scale) in enumerate(zip(columns, [*scales, goal], strict=True))
+        ],
+        said=f"{len(ranked)} trials over {', '.join(axis.name for axis in report.axes)} and {report.metric}",
+        keys="Parallel coordinates: arrow keys go from trial to trial",
+        data={"axes": [axis.name for axis in columns], "trials": places},
+        kind="parallel trials",
+        style=f"--axes:{len(columns)}",
+    )
+
+
+def _places_parallel(
+    trial: TrialReport, report: SweepReport, scales: Sequence[Scale], goal: Scale
+) -> list[float | None]:
+    """Return heights from 0 to 1; the better metric is always the higher one."""
+    found = [scale.place(trial.point.get(axis.name)) for axis, scale in zip(report.axes, scales, strict=True)]
+    at = goal.place(trial.best)
+    found.append(1 - at if report.smaller_is_better and at is not None else at)
+    return [None if place is None else round(place, 5) for place in found]
+
+
+def _line(trial: TrialReport, places: Sequence[float | None], quality: float) -> Html:
+    points = [
+        (f"{BOX * index / (len(places) - 1):.5g}", f"{BOX * (1 - (_MIDDLE if place is None else place)):.5g}")
+        for index, place in enumerate(places)
+    ]
+    return el(
+        "path",
+        d=line_path(points),
+        data_trial=trial.id,
+        class_="line best" if quality == 1 else "line",
+        style=f"--q:{quality:.3g}",
+    )
+
+
+def _axis(axis: Axis, scale: Scale, index: int, count: int, report: SweepReport) -> Html:
+    goal = index == count - 1
+    ticks = [Tick(1 - tick.at, tick.label) if goal and report.smaller_is_better else tick for tick in scale.ticks(6)]
+    labels = [
+        el("span", tick.label, class_="tick", style=f"top:{100 * (1 - tick.at):.4g}%", title=tick.label)
+        for tick in ticks
+    ]
+    stem, _, leaf = axis.name.removeprefix("ds_config.").rpartition(".")
+    return el(
+        "div",
+        el("b", el("small", stem) if stem else None, leaf, log_word(scale)),
+        labels,
+        el("div", class_="held needs-script", hidden=True),
+        [_handle(axis.name, index, end) for end in ("high", "low")],
+        class_="axis goal" if goal else "axis",
+        style=f"left:{100 * index / (count - 1):.4g}%",
+    )
+
+
+def _handle(name: str, index: int, end: str) -> Html:
+    word = "upper" if end == "high" else "lower"
+    return el(
+        "button",
+        type="button",
+        class_="handle needs-script",
+        role="slider",
+        aria_orientation="vertical",
+        aria_label=f"{word} end of {name}",
+        aria_valuemin=0,
+        aria_valuemax=100,
+        aria_valuenow=100 if end == "high" else 0,
+        data_axis=index,
+        data_end=end,
+        style=f"top:{0 if end == 'high' else 100}%",
+    )

@@ -11,9 +11,8 @@ from typing import Any
 from zero_trial.ds_config.keys_running import AutotuningSection
 from zero_trial.errors import ConfigError
 from zero_trial.master.search import Create, ExitReason, Stop
-from zero_trial.master.search.adaptive_asha import AdaptiveAsha, Budget
-from zero_trial.master.search.draws import TrialDraw
-from zero_trial.master.search.searcher import Action
+from zero_trial.master.search.searcher import Action, TrialDraw
+from zero_trial.master.search.searchers import AdaptiveAsha, Budget
 from zero_trial.report.master_reader import RungMeasurement, bracket_histories
 from zero_trial.tune.result import UNIT, TuneOutcome, TuneTrial
 from zero_trial.tune.space import Selection, TrainingWay, next_way

@@ -18,7 +18,7 @@ import pytest
 
 from zero_trial.master import logs
 from zero_trial.master.agent import agent as subject
-from zero_trial.master.agent import orders, processes, storage
+from zero_trial.master.agent import processes, resources, storage
 from zero_trial.master.agent.agent import Agent, end_all, steps
 from zero_trial.master.agent.environment import MARK, SlotDevices, StartOrder
 from zero_trial.master.agent.processes import identify, marked
@@ -49,7 +49,7 @@ class Field:
         self.patch = monkeypatch
         self.number = 0
         monkeypatch.setattr(subject, "WATCH_SECONDS", 0.01)
-        monkeypatch.setattr(orders.log, "handlers", [Errors(self.said)])
+        monkeypatch.setattr(resources.log, "handlers", [Errors(self.said)])
         self.refuse_next = False  # the next report of an end fails
         self.agent = self.open()
 
@@ -236,7 +236,7 @@ def test_ports_are_held_as_long_as_an_allocation_runs(field: Field) -> None:
 
 
 def test_on_a_full_disk_a_run_waits_and_is_started_later(field: Field) -> None:
-    field.patch.setattr(orders, "_RETRY_SECONDS", (0.02,))
+    field.patch.setattr(resources, "_RETRY_SECONDS", (0.02,))
     plain, full = storage.make_scratch, iter([True, True])
 
     def make_scratch(*arguments: Any) -> Path:
@@ -252,7 +252,7 @@ def test_on_a_full_disk_a_run_waits_and_is_started_later(field: Field) -> None:
 
 
 def test_so_it_does_where_the_folder_of_checkpoints_cannot_be_made(field: Field, tmp_path: Path) -> None:
-    field.patch.setattr(orders, "_RETRY_SECONDS", (0.02,))
+    field.patch.setattr(resources, "_RETRY_SECONDS", (0.02,))
     plain, full, host = Path.mkdir, iter([True, True]), tmp_path / "checkpoints"
 
     def mkdir(path: Path, *arguments: Any, **options: Any) -> None:
@@ -268,7 +268,7 @@ def test_so_it_does_where_the_folder_of_checkpoints_cannot_be_made(field: Field,
 
 
 def test_a_run_that_is_killed_while_the_disk_is_full_never_begins(field: Field) -> None:
-    field.patch.setattr(orders, "_RETRY_SECONDS", (0.02,))
+    field.patch.setattr(resources, "_RETRY_SECONDS", (0.02,))
 
     def make_scratch(*_: object) -> Path:
         raise OSError(errno.ENOSPC, "No space left on device")

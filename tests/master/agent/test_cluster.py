@@ -29,9 +29,8 @@ from zero_trial.master.agent.cluster import (
 )
 from zero_trial.master.agent.environment import StartOrder
 from zero_trial.master.agent.handover import cancel_all, left_behind, refuse_another_engine, require_reachable
-from zero_trial.master.agent.orders import EngineBusy, is_passing
 from zero_trial.master.agent.processes import Exit, acquire_lease, exit_of, identify, record_exit
-from zero_trial.master.agent.resources import Node
+from zero_trial.master.agent.resources import EngineBusy, Node, is_passing
 from zero_trial.master.directory import MasterDirectory
 from zero_trial.master.log_policies import LogMatch
 from zero_trial.master.records import Allocation, AllocationState
@@ -251,7 +250,7 @@ class Field:
 def field(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Field]:
     monkeypatch.setattr(subject, "_LAG_SECONDS", 0.3)
     monkeypatch.setattr(subject, "_UNLISTED_SECONDS", 0.3)
-    monkeypatch.setattr("zero_trial.master.agent.orders._RETRY_SECONDS", (0.02,))
+    monkeypatch.setattr("zero_trial.master.agent.resources._RETRY_SECONDS", (0.02,))
     monkeypatch.setattr(subject, "_PEERS_SECONDS", 0.0)
     monkeypatch.setattr(subject, "_NODES_SECONDS", 0.05)
     made = Field(tmp_path / "root")

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from zero_trial.master.agent import orders
-from zero_trial.master.agent.orders import OrderQueue
+from zero_trial.master.agent import resources
+from zero_trial.master.agent.resources import OrderQueue
 
 FULL = OSError(errno.EIO, "Input/output error")
 
@@ -40,7 +40,7 @@ class Field:
 
 @pytest.fixture
 def field(monkeypatch: pytest.MonkeyPatch) -> Iterator[Field]:
-    monkeypatch.setattr(orders, "_RETRY_SECONDS", (0.0,))
+    monkeypatch.setattr(resources, "_RETRY_SECONDS", (0.0,))
     made = Field()
     yield made
     made.queue.close()
@@ -102,7 +102,7 @@ def test_a_fault_that_comes_again_is_said_once(field: Field, caplog: pytest.LogC
         if len(field.done) < 5:
             raise PermissionError(errno.EACCES, "denied")
 
-    with caplog.at_level(logging.WARNING, orders.__name__):
+    with caplog.at_level(logging.WARNING, resources.__name__):
         field.queue.put("a", kill)
         assert failed.wait(60)
     assert [record.message for record in caplog.records] == ["an order will be carried out later: [Errno 13] denied"]

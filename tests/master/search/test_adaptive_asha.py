@@ -10,7 +10,7 @@ import pytest
 from tests.master.search.driving import LR, Play, twin
 from zero_trial.errors import ConfigError
 from zero_trial.master.search import ExitReason, MetricMissing, build
-from zero_trial.master.search.adaptive_asha import WORST, Bracket, BracketShare, Budget, Rung, divide, rungs_by_mode
+from zero_trial.master.search.searchers import WORST, Bracket, BracketShare, Budget, Rung, divide, rungs_by_mode
 
 
 def test_sixteen_trials_in_standard_mode():

@@ -21,7 +21,7 @@ from tests.master.search.driving import twin
 from zero_trial.errors import ZeroTrialError
 from zero_trial.experiment.space import Grid, power
 from zero_trial.master.search import Action, Create, ExitReason, Searcher, build, restore
-from zero_trial.master.search.draws import EarlierStreams, Stream, restored
+from zero_trial.master.search.searcher import EarlierStreams, Stream, restored
 
 RECORDED: dict[str, Any] = json.loads(Path(__file__).with_name("determined.json").read_text())
 SEARCHES = [

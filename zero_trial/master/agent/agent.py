@@ -24,8 +24,7 @@ from zero_trial.errors import ZeroTrialError
 from zero_trial.master import log_policies, logs
 from zero_trial.master.agent import processes, storage
 from zero_trial.master.agent.environment import MARK, HeldPorts, SlotDevices, StartOrder, environment
-from zero_trial.master.agent.orders import OrderQueue, is_passing
-from zero_trial.master.agent.resources import POOL, Node, Reports
+from zero_trial.master.agent.resources import POOL, Node, OrderQueue, Reports, is_passing
 from zero_trial.master.directory import MasterDirectory
 
 THIS_MACHINE = "this-machine"  # the name of the only node

@@ -26,9 +26,8 @@ from zero_trial.master import log_policies
 from zero_trial.master.agent import processes, storage
 from zero_trial.master.agent.agent import GRACE_SECONDS, SUBMITTED, refuse, steps, with_package
 from zero_trial.master.agent.environment import Ports, StartOrder, environment
-from zero_trial.master.agent.orders import EngineBusy, OrderQueue, is_passing
 from zero_trial.master.agent.processes import Exit
-from zero_trial.master.agent.resources import Node, Reports, numbered
+from zero_trial.master.agent.resources import EngineBusy, Node, OrderQueue, Reports, is_passing, numbered
 from zero_trial.master.directory import MasterDirectory
 from zero_trial.util.files import write_atomic
 

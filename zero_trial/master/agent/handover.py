@@ -21,8 +21,7 @@ from zero_trial.master.agent.cluster import (
     outcome,
     parts_of,
 )
-from zero_trial.master.agent.orders import EngineBusy
-from zero_trial.master.agent.resources import Node
+from zero_trial.master.agent.resources import EngineBusy, Node
 from zero_trial.master.directory import MasterDirectory
 
 log = logging.getLogger(__name__)

@@ -19,8 +19,7 @@ from typing import Any
 from zero_trial.errors import ConfigError, MasterError
 from zero_trial.master.agent.agent import with_package
 from zero_trial.master.agent.cluster import ClusterJob, JobEnd, JobStatus
-from zero_trial.master.agent.orders import EngineBusy
-from zero_trial.master.agent.resources import POOL, Node
+from zero_trial.master.agent.resources import POOL, EngineBusy, Node
 
 _PREFIX = "zt-"  # of the names of placement groups and actors
 _ID = 6  # characters of a node's id in its name: machines may have several nodes

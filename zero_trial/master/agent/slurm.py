@@ -17,8 +17,7 @@ from typing import Any
 
 from zero_trial.errors import ConfigError, MasterError
 from zero_trial.master.agent.cluster import ClusterJob, JobEnd, JobStatus
-from zero_trial.master.agent.orders import EngineBusy
-from zero_trial.master.agent.resources import Node
+from zero_trial.master.agent.resources import EngineBusy, Node
 
 _PREFIX = "zt-"  # of the names of jobs
 _FORMAT = "%i|%T|%N|%r|%j"  # of squeue: id, state, nodes, reason, name

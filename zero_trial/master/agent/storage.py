@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from zero_trial.errors import ConfigError
-from zero_trial.master.agent.orders import is_passing
+from zero_trial.master.agent.resources import is_passing
 
 SHARED_FS = "determined_shared_fs"
 """The harness's name for the place at which a container sees ``host_path``."""

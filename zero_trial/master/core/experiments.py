@@ -10,8 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from zero_trial.errors import ConfigError
-from zero_trial.experiment.defaults import ClusterDefaults, merge
-from zero_trial.experiment.rules import CompletedConfig, InvalidExperiment, complete
+from zero_trial.experiment.rules import ClusterDefaults, CompletedConfig, InvalidExperiment, complete, merge
 from zero_trial.master.agent import storage
 from zero_trial.master.agent.environment import LARGEST, size_of_config
 from zero_trial.master.agent.resources import shape

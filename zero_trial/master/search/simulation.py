@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, TypeAlias
 
-from zero_trial.master.search.adaptive_asha import AdaptiveAsha
 from zero_trial.master.search.searcher import Action, Create, ExitReason, Searcher, Stop
+from zero_trial.master.search.searchers import AdaptiveAsha
 
 Curve: TypeAlias = Callable[[float], float]  # fraction of the training (0 to 1) -> loss
 _START = 5.0

@@ -224,8 +224,8 @@ def test_down_says_which_jobs_have_ended_and_which_have_not(
     tmp_path: Path, ends: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("zero_trial.cli.master._engine", lambda *_, **__: _Engine(ends))
-    monkeypatch.setattr("zero_trial.master.agent.handover._FORCED_SECONDS", 0.02)
-    monkeypatch.setattr("zero_trial.master.agent.handover._ASKED_SECONDS", 0.02)
+    monkeypatch.setattr("zero_trial.master.serve._FORCED_SECONDS", 0.02)
+    monkeypatch.setattr("zero_trial.master.serve._ASKED_SECONDS", 0.02)
     home = MasterDirectory(tmp_path)
     home.prepare()
     home.write_state({"pid": 0, "on": "slurm"})

@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 
 from tests.master.fakes import Sandbox
-from zero_trial.master import log_policies
-from zero_trial.master.log_policies import LogMatch, LogMatcher, LogPolicy, policies_of, recorded
-from zero_trial.master.logs import LogQuery
+from zero_trial.master import logs
+from zero_trial.master.logs import LogMatch, LogMatcher, LogPolicy, LogQuery, policies_of, read_matches
 
 
 def test_every_form_of_a_policy() -> None:
@@ -53,18 +52,18 @@ def test_a_pattern_that_re2_does_not_know() -> None:
 
 
 def test_records_are_read_once_and_never_in_part(tmp_path: Path) -> None:
-    assert recorded(tmp_path, 0) == ([], 0)
+    assert read_matches(tmp_path, 0) == ([], 0)
     one, two = (LogMatch(LogPolicy("p", "cancel_retries", "n"), f"line {number} é") for number in (1, 2))
-    log_policies.record(tmp_path, [one])
-    found, end = recorded(tmp_path, 0)
+    logs.record_matches(tmp_path, [one])
+    found, end = read_matches(tmp_path, 0)
     assert found == [one]
     (file,) = tmp_path.iterdir()
     with file.open("ab") as stream:
         stream.write(b'{"pattern"')
-    assert recorded(tmp_path, end) == ([], end)
+    assert read_matches(tmp_path, end) == ([], end)
     file.write_bytes(file.read_bytes()[:end])
-    log_policies.record(tmp_path, [two])
-    assert recorded(tmp_path, end)[0] == [two]
+    logs.record_matches(tmp_path, [two])
+    assert read_matches(tmp_path, end)[0] == [two]
 
 
 CANCEL = LogMatch(LogPolicy("code.*7", "cancel_retries"), "exit code 7")

@@ -15,8 +15,7 @@ import pytest
 from zero_trial.master import logs
 from zero_trial.master.agent import processes, storage
 from zero_trial.master.agent.processes import Identity, identify
-from zero_trial.master.log_policies import LogMatcher
-from zero_trial.master.logs import LogLine, LogQuery
+from zero_trial.master.logs import LogLine, LogMatcher, LogQuery
 from zero_trial.master.shepherd import Lines
 
 ESCAPE = """

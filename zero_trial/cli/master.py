@@ -109,9 +109,8 @@ def _serve(options: argparse.Namespace, home: Any, devices: Any) -> int:
     from zero_trial.board.source import StoreSource
     from zero_trial.master.agent.agent import Agent
     from zero_trial.master.agent.cluster import ClusterManager
-    from zero_trial.master.agent.handover import require_reachable
     from zero_trial.master.http.server import LOOPBACK
-    from zero_trial.master.serve import ServeOptions, serve
+    from zero_trial.master.serve import ServeOptions, require_reachable, serve
 
     host, env = options.host or LOOPBACK, dict(os.environ)
 
@@ -293,7 +292,7 @@ def _down(options: argparse.Namespace) -> int:
         identity.send(signal.SIGKILL)
     left, still = end_all(home) if home.allocations.is_dir() else [], dict[str, str]()
     if home.state().get("on"):
-        from zero_trial.master.agent.handover import cancel_all, left_behind
+        from zero_trial.master.serve import cancel_all, left_behind
 
         if left_behind(home):  # by a master that was killed
             ended, still = cancel_all(home, _engine(home.state()["on"], 1, gpus=True))

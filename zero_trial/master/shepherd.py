@@ -24,9 +24,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from zero_trial.master import log_policies, logs
+from zero_trial.master import logs
 from zero_trial.master.agent import processes, storage
-from zero_trial.master.log_policies import LogMatcher, LogPolicy
+from zero_trial.master.logs import LogMatcher, LogPolicy
 
 _LONGEST = 1 << 20  # bytes of a line; a longer one is cut into several
 _UNKNOWN = 255  # exit code of a child that another part of the process has collected
@@ -89,7 +89,7 @@ class Lines:
             try:
                 matches = self._matcher.match(texts)
                 if matches:  # first: a full disk loses lines, but no match of one that was written
-                    log_policies.record(self._folder, matches)
+                    logs.record_matches(self._folder, matches)
                 logs.append(self._path, [logs.entry(text, at, self._stdtype) for text in texts])
             except OSError as error:  # a full disk: lines are lost, the trial is not
                 if not self._lost:  # said once, in the supervisor's own log if that can be written

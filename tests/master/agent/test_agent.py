@@ -23,8 +23,7 @@ from zero_trial.master.agent.agent import Agent, end_all, steps
 from zero_trial.master.agent.environment import MARK, SlotDevices, StartOrder
 from zero_trial.master.agent.processes import identify, marked
 from zero_trial.master.directory import MasterDirectory
-from zero_trial.master.log_policies import LogMatch
-from zero_trial.master.logs import LogQuery
+from zero_trial.master.logs import LogMatch, LogQuery
 from zero_trial.master.records import Allocation, AllocationState
 
 

@@ -28,12 +28,12 @@ from zero_trial.master.agent.cluster import (
     why_not_begun,
 )
 from zero_trial.master.agent.environment import StartOrder
-from zero_trial.master.agent.handover import cancel_all, left_behind, refuse_another_engine, require_reachable
 from zero_trial.master.agent.processes import Exit, acquire_lease, exit_of, identify, record_exit
 from zero_trial.master.agent.resources import EngineBusy, Node, is_passing
 from zero_trial.master.directory import MasterDirectory
-from zero_trial.master.log_policies import LogMatch
+from zero_trial.master.logs import LogMatch
 from zero_trial.master.records import Allocation, AllocationState
+from zero_trial.master.serve import cancel_all, left_behind, refuse_another_engine, require_reachable
 
 GOOD, BAD, LATER, KILLED = Exit(0, 1), Exit(7, 2, why="it broke"), Exit(1, 3), Exit(143, 2, killed=True)
 NODES = [Node(name, 2, pools=("main", "default"), cpus=cpus) for name, cpus in (("n1", 4), ("n2", 3))]
@@ -512,7 +512,7 @@ def test_jobs_that_a_killed_master_left_behind(field: Field) -> None:
 
 def test_down_forces_what_does_not_end_and_says_what_remains(field: Field, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("_ASKED_SECONDS", "_FORCED_SECONDS"):
-        monkeypatch.setattr(f"zero_trial.master.agent.handover.{name}", 0.02)
+        monkeypatch.setattr(f"zero_trial.master.serve.{name}", 0.02)
     field.manager.start(field.order(0))
     field.expect("waiting")
     field.manager.close()
@@ -524,7 +524,7 @@ def test_down_forces_what_does_not_end_and_says_what_remains(field: Field, monke
 
 def test_down_ends_the_other_jobs_where_the_engine_refuses_one(field: Field, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("_ASKED_SECONDS", "_FORCED_SECONDS"):
-        monkeypatch.setattr(f"zero_trial.master.agent.handover.{name}", 0.02)
+        monkeypatch.setattr(f"zero_trial.master.serve.{name}", 0.02)
     for name in ("1.a.1", "1.b.1"):
         order = field.order(0)
         field.manager.start(replace(order, allocation=replace(order.allocation, id=name)))

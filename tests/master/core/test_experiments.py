@@ -15,8 +15,7 @@ from tests.master.fakes import Sandbox, experiment
 from tests.support.archive import tgz
 from zero_trial.master import logs
 from zero_trial.master.agent.resources import Node
-from zero_trial.master.log_policies import LogMatch, LogPolicy
-from zero_trial.master.logs import LogQuery
+from zero_trial.master.logs import LogMatch, LogPolicy, LogQuery
 from zero_trial.master.records import (
     CheckpointState,
     Conflict,

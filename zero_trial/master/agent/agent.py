@@ -21,7 +21,7 @@ from typing import Any
 
 import zero_trial
 from zero_trial.errors import ZeroTrialError
-from zero_trial.master import log_policies, logs
+from zero_trial.master import logs
 from zero_trial.master.agent import processes, storage
 from zero_trial.master.agent.environment import MARK, HeldPorts, SlotDevices, StartOrder, environment
 from zero_trial.master.agent.resources import POOL, Node, OrderQueue, Reports, is_passing
@@ -130,7 +130,7 @@ class Agent:
         )
         env = environment(here, held.ports, run_root, host, self._python)
         output = logs.path_of(self._directory.trial_logs(order.allocation.trial_id), order.allocation.run_id)
-        policies = [asdict(policy) for policy in log_policies.policies_of(order.config)]
+        policies = [asdict(policy) for policy in logs.policies_of(order.config)]
         run = {
             "command": steps(order.has_hook),
             "cwd": str(work),
@@ -187,7 +187,7 @@ class Agent:
         if identity is not None and entry.kill_after is not None and time.monotonic() > entry.kill_after:
             identity.send(signal.SIGKILL)
         ended = self._ended(folder, identity, entry)
-        matches, end = log_policies.recorded(folder, entry.matches_read)
+        matches, end = logs.read_matches(folder, entry.matches_read)
         for match in matches:
             reports.on_matched(name, match)
         entry.matches_read = end

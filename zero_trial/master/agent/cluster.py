@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from zero_trial.errors import ConfigError, ZeroTrialError
-from zero_trial.master import log_policies
+from zero_trial.master import logs
 from zero_trial.master.agent import processes, storage
 from zero_trial.master.agent.agent import GRACE_SECONDS, SUBMITTED, refuse, steps, with_package
 from zero_trial.master.agent.environment import Ports, StartOrder, environment
@@ -216,12 +216,12 @@ class ClusterManager:
         return self._pools
 
     def check(self, config: Mapping[str, Any]) -> None:
-        actions = [policy.action for policy in log_policies.policies_of(config)]
-        if log_policies.EXCLUDE_NODE in actions:
+        actions = [policy.action for policy in logs.policies_of(config)]
+        if logs.EXCLUDE_NODE in actions:
             raise ConfigError(
                 "cannot be followed on a cluster, whose engine chooses the nodes of each run anew",
                 where="log_policies.action",
-                got=log_policies.EXCLUDE_NODE,
+                got=logs.EXCLUDE_NODE,
                 fix="Leave it out, or disable the node: det agent disable NAME.",
             )
         self._engine.check(config)
@@ -289,7 +289,7 @@ class ClusterManager:
             "logs": str(self._directory.trial_logs(order.allocation.trial_id)),
             "run_id": order.allocation.run_id,
             "storage": storage.kept_in(order.config),
-            "policies": [asdict(policy) for policy in log_policies.policies_of(order.config)],
+            "policies": [asdict(policy) for policy in logs.policies_of(order.config)],
         }
         write_atomic(folder / ORDER, json.dumps(content), durable=False, private=True)
         try:
@@ -376,7 +376,7 @@ class ClusterManager:
             self._engine.cancel(name, force=word == "force")
             entry.kill_after = now + GRACE_SECONDS + _STUCK_SECONDS
         for node in nodes:
-            matches, end = log_policies.recorded(node, entry.matches_read.get(node, 0))
+            matches, end = logs.read_matches(node, entry.matches_read.get(node, 0))
             for match in matches:
                 reports.on_matched(name, match)
             entry.matches_read[node] = end  # if a report fails the next look repeats it

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 from zero_trial.errors import MasterError
 from zero_trial.master.agent.environment import StartOrder
 from zero_trial.master.agent.processes import Exit
-from zero_trial.master.log_policies import LogMatch
+from zero_trial.master.logs import LogMatch
 
 POOL = "default"
 """The resource pool of a master that has only one."""

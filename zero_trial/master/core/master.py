@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-from zero_trial.master import log_policies
+from zero_trial.master import logs
 from zero_trial.master.agent.processes import Exit
 from zero_trial.master.agent.resources import POOL, Node, ResourceManager, moved
 from zero_trial.master.core import lifecycle
@@ -31,7 +31,7 @@ from zero_trial.master.core.trials import TaskService, TrialService
 from zero_trial.master.core.unmanaged import UnmanagedService
 from zero_trial.master.core.workspaces import WorkspaceService
 from zero_trial.master.directory import MasterDirectory
-from zero_trial.master.log_policies import LogMatch
+from zero_trial.master.logs import LogMatch
 from zero_trial.master.records import (
     AgentInfo,
     Allocation,
@@ -338,8 +338,8 @@ class Master:
                 ended.code,
                 ended.why,
                 killed=ended.killed,
-                no_retry=log_policies.why_no_retry(matches),
-                excluded=log_policies.why_excluded(matches, self.state.nodes_of(run.slots)[0].name),
+                no_retry=logs.why_no_retry(matches),
+                excluded=logs.why_excluded(matches, self.state.nodes_of(run.slots)[0].name),
             )
             tx.apply_to_trial(run.trial_id, end)
             self.state.submitted.discard(allocation_id)

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, TypeAlias
 
-from zero_trial.master import log_policies
+from zero_trial.master import logs
 from zero_trial.master.agent.environment import StartOrder
 from zero_trial.master.core import lifecycle
 from zero_trial.master.core.accounts import digest, new_token
@@ -34,7 +34,7 @@ from zero_trial.master.core.lifecycle import (
     assign_slots,
 )
 from zero_trial.master.core.state import LiveSearch, MasterState
-from zero_trial.master.log_policies import LogMatch
+from zero_trial.master.logs import LogMatch
 from zero_trial.master.records import (
     Allocation,
     AllocationState,
@@ -167,10 +167,10 @@ class Transaction:
         if not trials.add_log_match(self.connection, run.task_id, match):
             return
         policy, level, line = match.policy, "INFO", str(match)
-        if policy.action == log_policies.CANCEL_RETRIES:
+        if policy.action == logs.CANCEL_RETRIES:
             level, line = "WARNING", f"{match} therefore the trial is not started again if it fails"
-        elif policy.action == log_policies.EXCLUDE_NODE:
-            level, line = "ERROR", log_policies.why_excluded([match], self._state.nodes_of(run.slots)[0].name)
+        elif policy.action == logs.EXCLUDE_NODE:
+            level, line = "ERROR", logs.why_excluded([match], self._state.nodes_of(run.slots)[0].name)
         if policy.name:
             trials.change(self.connection, run.trial_id, log_policy_matched=policy.name)
             line = f"log policy {policy.name!r} {line}"
@@ -403,7 +403,7 @@ class Transaction:
         queued = {run.id: run for run in runs if run.state is AllocationState.QUEUED}
         excluded, here = trials.excluded_tasks(self.connection), nodes[0].name if nodes else ""
         banned = {
-            name: log_policies.why_excluded(trials.log_matches(self.connection, run.task_id), here)
+            name: logs.why_excluded(trials.log_matches(self.connection, run.task_id), here)
             for name, run in queued.items()
             if run.task_id in excluded
         }

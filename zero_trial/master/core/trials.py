@@ -16,8 +16,7 @@ from zero_trial.master.core import lifecycle
 from zero_trial.master.core.state import MasterState
 from zero_trial.master.core.transaction import Transaction, Validated, transaction
 from zero_trial.master.core.unmanaged import require_managed
-from zero_trial.master.log_policies import LogMatcher, policies_of
-from zero_trial.master.logs import LogLine, LogQuery
+from zero_trial.master.logs import LogLine, LogMatcher, LogQuery, policies_of
 from zero_trial.master.records import (
     Allocation,
     AllocationState,

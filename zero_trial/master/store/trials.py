@@ -6,7 +6,7 @@ import sqlite3
 from collections.abc import Sequence
 from typing import Any
 
-from zero_trial.master.log_policies import EXCLUDE_NODE, LogMatch, LogPolicy
+from zero_trial.master.logs import EXCLUDE_NODE, LogMatch, LogPolicy
 from zero_trial.master.records import Allocation, AllocationState, Trial, TrialState
 from zero_trial.master.store import experiments, metrics
 from zero_trial.master.store.database import insert, loads, record, update

@@ -125,13 +125,11 @@ class AccountService:
 
     def user(self, name: str) -> User | None:
         """Return the user of this name; None if there is none."""
-        with self._state.database.reading() as connection:
-            return accounts.user(connection, name)
+        return self._state.read(accounts.user, name)
 
     def users(self) -> list[User]:
         """List all users, oldest first."""
-        with self._state.database.reading() as connection:
-            return accounts.users(connection)
+        return self._state.read(accounts.users)
 
     def put_user(self, user: User) -> User:
         """Insert (id 0) or replace; returns the user with its id."""

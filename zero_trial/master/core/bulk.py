@@ -253,13 +253,11 @@ class BulkService:
             getattr(self._experiments, operation)(found.id)
 
     def _in_project(self, project_id: int) -> Mapping[int, Experiment]:
-        with self._state.database.reading() as connection:
-            found = experiments.of_project(connection, None if project_id == EVERYWHERE else project_id)
+        found = self._state.read(experiments.of_project, None if project_id == EVERYWHERE else project_id)
         return {each.id: each for each in found}
 
     def _chosen(self, found: Iterable[Experiment], chosen: ExperimentFilter) -> list[Experiment]:
-        with self._state.database.reading() as connection:
-            ids = {user.name: user.id for user in accounts.users(connection)}
+        ids = {user.name: user.id for user in self._state.read(accounts.users)}
         return [
             each
             for each in found

@@ -47,8 +47,7 @@ class CheckpointService:
 
     def get(self, uuid: str) -> Checkpoint:
         """Return a checkpoint. Raises NotFound."""
-        with self._state.database.reading() as connection:
-            return existing(checkpoints.get(connection, uuid), f"checkpoint {uuid}")
+        return existing(self._state.read(checkpoints.get, uuid), f"checkpoint {uuid}")
 
     def directory(self, uuid: str) -> Path:
         """Return its folder. Raises NotFound if it is gone, Unsupported if it is elsewhere."""
@@ -387,17 +386,14 @@ class GarbageCollector:
 
     def collect(self) -> None:
         """Delete all that is to be deleted now."""
-        with self._state.database.reading() as connection:
-            to_collect = experiments.to_collect(connection)
+        to_collect = self._state.read(experiments.to_collect)
         for number in to_collect:
             self._apply_policy(number)
-        with self._state.database.reading() as connection:
-            marked = checkpoints.marked_deleted(connection)
+        marked = self._state.read(checkpoints.marked_deleted)
         for checkpoint in marked:
             with self._state.collecting(checkpoint.experiment_id or 0):
                 self._delete_checkpoint(checkpoint)
-        with self._state.database.reading() as connection:
-            deleting = experiments.ids(connection, ExperimentState.DELETING)
+        deleting = self._state.read(experiments.ids, ExperimentState.DELETING)
         for number in deleting:
             with self._state.collecting(number):
                 self._delete_experiment(number)

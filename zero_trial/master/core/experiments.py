@@ -256,23 +256,15 @@ class ExperimentService:
 
     def get(self, experiment_id: int) -> Experiment:
         """Return an experiment. Raises NotFound."""
-        with self._state.database.reading() as connection:
-            return existing(experiments.get(connection, experiment_id), f"experiment {experiment_id}")
+        return existing(self._state.read(experiments.get, experiment_id), f"experiment {experiment_id}")
 
     def all(self) -> list[Experiment]:
-        """List all experiments, archived ones included, without what `counted` adds."""
-        with self._state.database.reading() as connection:
-            return experiments.all_(connection, counted=False)
-
-    def counted(self, found: Sequence[Experiment]) -> list[Experiment]:
-        """Return experiments with their trials and checkpoints counted."""
-        with self._state.database.reading() as connection:
-            return [experiments.with_counts(connection, each) for each in found]
+        """List all experiments, archived ones included, without counts (`with_counts`)."""
+        return self._state.read(experiments.all_, counted=False)
 
     def context(self, experiment_id: int) -> bytes:
         """Return the model definition as .tar.gz. Raises NotFound."""
-        with self._state.database.reading() as connection:
-            return existing(experiments.context(connection, experiment_id), f"experiment {experiment_id}")
+        return existing(self._state.read(experiments.context, experiment_id), f"experiment {experiment_id}")
 
     def trials(self, experiment_id: int) -> list[Trial]:
         """List the trials of an experiment, without their summaries. Raises NotFound."""

@@ -349,8 +349,7 @@ class Master:
     def tick(self) -> None:
         """End the runs that should have ended by now, and the unmanaged trials that are silent."""
         self.unmanaged.end_silent()
-        with self.state.database.reading() as connection:
-            late = trials.overdue(connection, self.state.clock())
+        late = self.state.read(trials.overdue, self.state.clock())
         for run in late:
             with transaction(self.state) as tx:
                 fresh = trials.allocation(tx.connection, run.id)
@@ -382,8 +381,7 @@ class Master:
                 self.state.signaled.wait(0.2)
 
     def _running(self) -> bool:
-        with self.state.database.reading() as connection:
-            return any(run.state is not AllocationState.QUEUED for run in trials.allocations(connection))
+        return any(run.state is not AllocationState.QUEUED for run in self.state.read(trials.allocations))
 
     def close(self) -> None:
         """Stop the threads and close the store. Trials that run go on."""

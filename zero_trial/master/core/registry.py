@@ -18,7 +18,6 @@ from zero_trial.master.core.state import MasterState
 from zero_trial.master.records import (
     CheckpointState,
     Conflict,
-    Experiment,
     ExperimentState,
     Invalid,
     Json,
@@ -60,16 +59,6 @@ class RegistryService:
 
     # -- models
 
-    def models(self) -> list[RegisteredModel]:
-        """List all models, oldest first."""
-        with self._state.database.reading() as connection:
-            return registry.models(connection)
-
-    def model(self, identifier: str) -> RegisteredModel:
-        """Return a model by name, or by id if ``identifier`` is digits. Raises NotFound."""
-        with self._state.database.reading() as connection:
-            return _find(connection, identifier)
-
     def create(self, words: Words, user: User, workspace_id: int) -> RegisteredModel:
         """Create a model. Raises Invalid for its name, Conflict if there is one of that name."""
         _check_name(words.name or "")
@@ -82,12 +71,12 @@ class RegistryService:
                 raise Conflict(_SAME_NAME)
             fixed = {"user_id": user.id, "workspace_id": workspace_id, "created": now, "updated": now}
             number = registry.add_model(connection, {**empty, **given, **fixed})
-            return _find(connection, str(number))
+            return find_model(connection, str(number))
 
     def change(self, identifier: str, words: Words, *, workspace_id: int | None = None) -> RegisteredModel:
         """Change what ``words`` gives. Raises Conflict for an archived model or a taken name."""
         with self._state.database.transaction() as connection:
-            found = _find(connection, identifier)
+            found = find_model(connection, identifier)
             if found.archived:
                 raise Conflict(f'model "{found.name}" is archived and cannot have attributes updated')
             columns = words.columns("name", "description", "notes", "metadata", "labels")
@@ -101,38 +90,27 @@ class RegistryService:
                     raise Conflict(_SAME_NAME)
             if changed:
                 registry.change_model(connection, found.id, **changed, updated=self._state.clock())
-            return _find(connection, str(found.id))
+            return find_model(connection, str(found.id))
 
     def archive(self, identifier: str, archived: bool) -> None:
         """Archive a model, or show it again."""
         with self._state.database.transaction() as connection:
-            found = _find(connection, identifier)
+            found = find_model(connection, identifier)
             registry.change_model(connection, found.id, archived=int(archived), updated=self._state.clock())
 
     def move(self, identifier: str, workspace_id: int) -> None:
         """Put a model into another workspace; an archived one, too."""
         with self._state.database.transaction() as connection:
-            found = _find(connection, identifier)
+            found = find_model(connection, identifier)
             _require_workspace(connection, workspace_id)
             registry.change_model(connection, found.id, workspace_id=workspace_id)
 
     def delete(self, identifier: str) -> None:
         """Delete a model with its versions; the checkpoints stay."""
         with self._state.database.transaction() as connection:
-            registry.drop_model(connection, _find(connection, identifier).id)
+            registry.drop_model(connection, find_model(connection, identifier).id)
 
     # -- versions
-
-    def versions(self, identifier: str) -> tuple[RegisteredModel, list[ModelVersion]]:
-        """Return a model and its versions by number."""
-        with self._state.database.reading() as connection:
-            found = _find(connection, identifier)
-            return found, registry.versions(connection, found)
-
-    def version(self, identifier: str, number: int) -> ModelVersion:
-        """Return one version. Raises NotFound."""
-        with self._state.database.reading() as connection:
-            return _find_version(connection, identifier, number)
 
     def register(self, identifier: str, uuid: str, words: Words, user: User) -> ModelVersion:
         """Make a checkpoint the next version of a model.
@@ -144,12 +122,13 @@ class RegistryService:
         empty = {"name": "", "comment": "", "notes": "", "metadata": {}, "labels": []}
         given = words.columns("name", "comment", "notes", "metadata", "labels")
         with self._state.database.transaction() as connection:
-            found = _find(connection, identifier)
+            found = find_model(connection, identifier)
             if found.archived:
                 raise Conflict(f'model "{found.name}" is archived and cannot register new versions')
             saved = existing(checkpoints.get(connection, uuid, derived=False), f"checkpoint {uuid}")
             state = saved.state
-            experiment = _experiment_of(connection, saved.experiment_id)
+            owner = saved.experiment_id
+            experiment = None if owner is None else experiments.get(connection, owner, derived=False)
             leaving = (ExperimentState.DELETING, ExperimentState.DELETE_FAILED)
             if checkpoints.is_marked(connection, uuid) or (experiment is not None and experiment.state in leaving):
                 state = CheckpointState.DELETED
@@ -160,33 +139,23 @@ class RegistryService:
                 )
             fixed = {"checkpoint_uuid": uuid, "user_id": user.id, "created": now, "updated": now}
             number = registry.add_version(connection, found.id, {**empty, **given, **fixed})
-            return _find_version(connection, str(found.id), number)
+            return find_version(connection, str(found.id), number)
 
     def change_version(self, identifier: str, number: int, words: Words) -> ModelVersion:
         """Change what ``words`` gives of a version."""
         with self._state.database.transaction() as connection:
-            found = _find_version(connection, identifier, number)
+            found = find_version(connection, identifier, number)
             changed = _changed(found, words.columns("name", "comment", "notes", "metadata", "labels"))
             if changed:
                 registry.change_version(connection, found.id, **changed, updated=self._state.clock())
-            return _find_version(connection, identifier, number)
+            return find_version(connection, identifier, number)
 
     def delete_version(self, identifier: str, number: int) -> None:
         """Delete a version; its checkpoint stays."""
         with self._state.database.transaction() as connection:
-            registry.drop_version(connection, _find_version(connection, identifier, number).id)
+            registry.drop_version(connection, find_version(connection, identifier, number).id)
 
     # -- templates
-
-    def templates(self) -> list[Template]:
-        """List all templates by name."""
-        with self._state.database.reading() as connection:
-            return registry.templates(connection)
-
-    def template(self, name: str) -> Template:
-        """Return a template. Raises NotFound."""
-        with self._state.database.reading() as connection:
-            return find_template(connection, name)
 
     def add_template(self, template: Template) -> Template:
         """Create a template. Raises Conflict if there is one of its name."""
@@ -256,20 +225,19 @@ def _require_workspace(connection: sqlite3.Connection, number: int) -> None:
     existing(workspaces.get(connection, number), f"workspace {number}")
 
 
-def _find(connection: sqlite3.Connection, identifier: str) -> RegisteredModel:
-    """Return a model by name, or by id if ``identifier`` is digits: no model has such a name."""
+def find_model(connection: sqlite3.Connection, identifier: str) -> RegisteredModel:
+    """Return a model by name, or by id if ``identifier`` is digits: no model has such a name.
+    Raises NotFound.
+    """
     by_id = re.fullmatch("[0-9]{1,9}", identifier) is not None
     found = registry.model(connection, int(identifier)) if by_id else registry.model_named(connection, identifier)
     return existing(found, f'model "{identifier[:80]}"')
 
 
-def _find_version(connection: sqlite3.Connection, identifier: str, number: int) -> ModelVersion:
-    found = registry.version(connection, _find(connection, identifier), number)
+def find_version(connection: sqlite3.Connection, identifier: str, number: int) -> ModelVersion:
+    """Return one version of a model. Raises NotFound."""
+    found = registry.version(connection, find_model(connection, identifier), number)
     return existing(found, f'version {number} for model "{identifier[:80]}"')
-
-
-def _experiment_of(connection: sqlite3.Connection, number: int | None) -> Experiment | None:
-    return None if number is None else experiments.get(connection, number, derived=False)
 
 
 def _changed(found: object, columns: Mapping[str, Any]) -> dict[str, Any]:

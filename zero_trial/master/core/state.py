@@ -15,7 +15,7 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import zero_trial
 from zero_trial.master import logs
@@ -27,6 +27,8 @@ from zero_trial.master.search import Searcher, begin_again, build, restore
 from zero_trial.master.store import Database, accounts, experiments, metrics
 
 log = logging.getLogger(__name__)
+P = ParamSpec("P")
+R = TypeVar("R")
 
 _DETERMINED_VERSION = "0.38.1"
 """The version that the master reports: Determined's clients compare it with their own."""
@@ -75,6 +77,11 @@ class MasterState:
         self.info = self._identity()
         self._contexts: dict[int, Context] = {}
         self._collections: dict[int, Task] = {}
+
+    def read(self, query: Callable[Concatenate[sqlite3.Connection, P], R], *args: P.args, **options: P.kwargs) -> R:
+        """Return what one query of the store gives, such as ``read(experiments.get, 3)``."""
+        with self.database.reading() as connection:
+            return query(connection, *args, **options)
 
     def begin_serving(self, master_url: str) -> None:
         """Let slots be assigned; ``master_url`` is the address that trials get."""

@@ -50,12 +50,11 @@ class TrialService:
         """Return a trial; ``derived``: with its validations, checkpoints and summary, for which all
         reports are read. Raises NotFound.
         """
-        with self._state.database.reading() as connection:
-            return existing(trials.get(connection, trial_id, derived=derived), f"trial {trial_id}")
+        return existing(self._state.read(trials.get, trial_id, derived=derived), f"trial {trial_id}")
 
     def workloads(self, trial_id: int, *, include_batch_metrics: bool = False) -> list[MetricReport | Checkpoint]:
         """List reports and checkpoints by steps completed, without archived reports."""
-        self._trial(trial_id)
+        self.get(trial_id, derived=False)
         with self._state.database.reading() as connection:
             reports: list[tuple[int, int, MetricReport | Checkpoint]] = [
                 (report.steps_completed or 0, order, report)
@@ -67,27 +66,18 @@ class TrialService:
 
     def metrics(self, trial_id: int, group: str | None = None) -> list[MetricReport]:
         """List the reports of a group (None: of all groups), without archived ones."""
-        self._trial(trial_id)
-        with self._state.database.reading() as connection:
-            return metrics.of_trial(connection, trial_id, group, batch_metrics=True)
-
-    def with_summaries(self, found: Sequence[Trial]) -> list[Trial]:
-        """Return the trials with the summaries of their metrics."""
-        with self._state.database.reading() as connection:
-            return [replace(trial, summary_metrics=metrics.summary(connection, trial.id)) for trial in found]
+        self.get(trial_id, derived=False)
+        return self._state.read(metrics.of_trial, trial_id, group, batch_metrics=True)
 
     def checkpoints(self, trial_id: int) -> list[Checkpoint]:
         """List the checkpoints of a trial, deleted ones included."""
-        self._trial(trial_id)
-        with self._state.database.reading() as connection:
-            return checkpoints.of_trial(connection, trial_id)
+        self.get(trial_id, derived=False)
+        return self._state.read(checkpoints.of_trial, trial_id)
 
     def metadata(self, trial_id: int) -> Json:
         """Return what the trial has set with ``train.set_metadata``; empty if nothing."""
-        self._trial(trial_id)
-        with self._state.database.reading() as connection:
-            found: Json = trials.metadata(connection, trial_id)
-        return found
+        self.get(trial_id, derived=False)
+        return self._state.read(trials.metadata, trial_id)
 
     def logs(self, trial_id: int, query: LogQuery) -> Iterator[LogLine | None]:
         """Return the lines of all runs of a trial; the iterator may be dropped at any time.
@@ -96,11 +86,7 @@ class TrialService:
         second or two without a line, so that the caller can check whether its reader is still
         connected.
         """
-        return _read_logs(self._state, self._trial(trial_id), query)
-
-    def _trial(self, trial_id: int) -> Trial:
-        with self._state.database.reading() as connection:
-            return existing(trials.get(connection, trial_id), f"trial {trial_id}")
+        return _read_logs(self._state, self.get(trial_id, derived=False), query)
 
     # -- changing
 
@@ -212,7 +198,7 @@ class TrialService:
         """Note that a rank will report (``POST /runs/start``, whose runId is the trial's id).
         Raises Conflict if the trial has ended.
         """
-        trial = self._trial(trial_id)
+        trial = self.get(trial_id, derived=False)
         if trial.state.final:
             raise Conflict(f"trial {trial_id} is {trial.state.value}")
 
@@ -226,8 +212,7 @@ class _StoredSource(logs.Source):
     def names(self, run_id: int, node: int = 0) -> logs.RunNames:
         if run_id == logs.MASTER:
             return logs.RunNames(self.task_id)
-        with self.state.database.reading() as connection:
-            run = trials.run_of_trial(connection, self.trial_id, run_id)
+        run = self.state.read(trials.run_of_trial, self.trial_id, run_id)
         if run is None:
             return super().names(run_id)
         nodes = self.state.nodes_of(run.slots)
@@ -245,8 +230,7 @@ def _read_logs(state: MasterState, trial: Trial, query: LogQuery) -> Iterator[Lo
     def ended() -> bool:
         if state.closed.is_set():
             return True
-        with state.database.reading() as connection:
-            found = trials.get(connection, trial.id)
+        found = state.read(trials.get, trial.id)
         return found is None or found.state.final or query.task_id not in ("", found.task_id)
 
     return logs.follow(source, query, ended)
@@ -302,22 +286,19 @@ class TaskService:
 
     def allocation(self, allocation_id: str) -> Allocation:
         """Return an allocation. Raises NotFound."""
-        with self._state.database.reading() as connection:
-            return existing(trials.allocation(connection, allocation_id), f"allocation {allocation_id}")
+        return existing(self._state.read(trials.allocation, allocation_id), f"allocation {allocation_id}")
 
     def context(self, task_id: str) -> bytes:
         """Return the context directory of the task's experiment as .tar.gz."""
         trial = self._trial(task_id)
-        with self._state.database.reading() as connection:
-            return experiments.context(connection, trial.experiment_id) or b""
+        return self._state.read(experiments.context, trial.experiment_id) or b""
 
     def logs(self, task_id: str, query: LogQuery) -> Iterator[LogLine | None]:
         """Return the log lines of a task, and the master's own about its trial."""
         return _read_logs(self._state, self._trial(task_id), replace(query, task_id=task_id))
 
     def _trial(self, task_id: str) -> Trial:
-        with self._state.database.reading() as connection:
-            return existing(trials.of_task(connection, task_id), f"task {task_id}")
+        return existing(self._state.read(trials.of_task, task_id), f"task {task_id}")
 
     # -- what an allocation reports and waits for
 

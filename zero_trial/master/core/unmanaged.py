@@ -134,8 +134,7 @@ class UnmanagedService:
         now = self._state.clock()
         if now < self._state.began + LOST_SECONDS:
             return  # this master was not there: their heartbeats came to nothing
-        with self._state.database.reading() as connection:
-            found = trials.silent(connection, now - LOST_SECONDS)
+        found = self._state.read(trials.silent, now - LOST_SECONDS)
         for trial in found:
             with transaction(self._state) as tx:
                 fresh, experiment = self._own(tx, trial.id)
@@ -154,8 +153,7 @@ class UnmanagedService:
         return trial, experiment
 
     def _get(self, trial_id: int) -> Trial:
-        with self._state.database.reading() as connection:
-            return existing(trials.get(connection, trial_id, derived=True), f"trial {trial_id}")
+        return existing(self._state.read(trials.get, trial_id, derived=True), f"trial {trial_id}")
 
 
 def require_managed(experiment: Experiment) -> None:

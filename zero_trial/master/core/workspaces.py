@@ -41,26 +41,13 @@ class WorkspaceService:
 
     # -- reading
 
-    def all(self) -> list[Workspace]:
-        """List all workspaces, oldest first."""
-        with self._state.database.reading() as connection:
-            return workspaces.all_(connection, counted=True)
-
     def get(self, number: int) -> Workspace:
         """Return a workspace. Raises NotFound."""
-        with self._state.database.reading() as connection:
-            return existing(workspaces.get(connection, number, counted=True), f"workspace {number}")
-
-    def projects(self, workspace_id: int) -> list[Project]:
-        """List the projects of a workspace, oldest first. Raises NotFound."""
-        self.get(workspace_id)
-        with self._state.database.reading() as connection:
-            return workspaces.projects(connection, workspace_id, counted=True)
+        return existing(self._state.read(workspaces.get, number, counted=True), f"workspace {number}")
 
     def project(self, number: int) -> Project:
         """Return a project. Raises NotFound."""
-        with self._state.database.reading() as connection:
-            return existing(workspaces.project(connection, number, counted=True), f"project {number}")
+        return existing(self._state.read(workspaces.project, number, counted=True), f"project {number}")
 
     # -- workspaces
 

@@ -114,6 +114,10 @@ class Request:
             raise PermissionDenied("this needs a user's token")
         return self.principal.user
 
+    def user_ids(self) -> dict[str, int]:
+        """Return the ids of all users by name."""
+        return {user.name: user.id for user in self.master.accounts.users()}
+
     def own(self, **asked: object) -> None:
         """Raise PermissionDenied if an allocation asks for what is not its own."""
         if self.principal.allocation is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from functools import cache, partial
 from typing import Any
@@ -187,9 +187,9 @@ def _record(
     )
 
 
-def with_counts(connection: sqlite3.Connection, experiment: Experiment) -> Experiment:
-    """Return an experiment with its trials and checkpoints counted."""
-    return replace(experiment, **_counts(connection, experiment.id, experiment.config))
+def with_counts(connection: sqlite3.Connection, found: Iterable[Experiment]) -> list[Experiment]:
+    """Return experiments with their trials and checkpoints counted."""
+    return [replace(each, **_counts(connection, each.id, each.config)) for each in found]
 
 
 def _counts(connection: sqlite3.Connection, number: int, config: Mapping[str, Any]) -> dict[str, Any]:

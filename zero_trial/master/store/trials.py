@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from zero_trial.master.logs import EXCLUDE_NODE, LogMatch, LogPolicy
@@ -88,6 +89,11 @@ def of_experiment(connection: sqlite3.Connection, experiment_id: int, *, derived
     return [_record(row, each) for row, each in zip(rows, more, strict=True)]
 
 
+def with_summaries(connection: sqlite3.Connection, found: Iterable[Trial]) -> list[Trial]:
+    """Return trials with the summaries of their metrics."""
+    return [replace(each, summary_metrics=metrics.summary(connection, each.id)) for each in found]
+
+
 def of_project(connection: sqlite3.Connection, project_id: int | None) -> list[Trial]:
     """List the trials of the experiments of a project (None: of all), oldest first."""
     rows = connection.execute(
@@ -152,10 +158,10 @@ def reached(connection: sqlite3.Connection, number: int) -> tuple[int, int, bool
     return None if row is None else (row[0], row[1], bool(row[2]))
 
 
-def metadata(connection: sqlite3.Connection, number: int) -> Any:
+def metadata(connection: sqlite3.Connection, number: int) -> dict[str, Any]:
     """Return the metadata that the trial has set."""
     row = connection.execute("SELECT metadata FROM trials WHERE id = ?", (number,)).fetchone()
-    return loads(row[0]) if row else {}
+    return dict(loads(row[0])) if row else {}
 
 
 def add_allocation(connection: sqlite3.Connection, allocation: Allocation) -> None:

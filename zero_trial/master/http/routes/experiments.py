@@ -34,6 +34,7 @@ from zero_trial.master.records import (
     NewExperiment,
     NotFound,
 )
+from zero_trial.master.store import experiments, trials
 
 _ROOT = "/api/v1/experiments"
 CONTEXT_BODY = 128 * 1024 * 1024  # bytes: a full context directory in base64, and its configuration
@@ -102,7 +103,7 @@ def _list_all(request: Request) -> Response:
         set(request.query_all("labels")),
     )
     archived, name = request.first("archived"), request.first("name").lower()
-    user_ids = {user.name: user.id for user in request.master.accounts.users()}
+    user_ids = request.user_ids()
     wanted_ids = set(request.query_all("userIds"))
     project_id = request.query_number("projectId", 0)
     found = [
@@ -122,7 +123,7 @@ def _list_all(request: Request) -> Response:
         {
             "experiments": [
                 experiment_json(each, user_id=user_ids.get(each.owner, 0))
-                for each in request.master.experiments.counted(page)
+                for each in request.master.state.read(experiments.with_counts, page)
             ],
             "pagination": pagination,
         }
@@ -150,7 +151,7 @@ def _trials(request: Request) -> Response:
     found = [trial for trial in found if not states or f"STATE_{trial.state.value}" in states]
     found.sort(key=lambda trial: trial.id, reverse=request.first("orderBy") == "ORDER_BY_DESC")
     page, pagination = request.page(found)
-    shown = request.master.trials.with_summaries(page)
+    shown = request.master.state.read(trials.with_summaries, page)
     return ok({"trials": [trial_json(trial) for trial in shown], "pagination": pagination})
 
 
@@ -261,10 +262,10 @@ def _preview_search(request: Request) -> Response:
     config = request.body().get("config")
     if not isinstance(config, dict):
         raise Invalid("config must be a map")
-    searcher, trials = request.master.experiments.preview_search(config)
+    searcher, planned = request.master.experiments.preview_search(config)
     shown = [
         {"count": each.count, "unit": {"name": each.unit or None, "value": each.units, "maxLength": each.units is None}}
-        for each in trials
+        for each in planned
     ]
     return ok({"summary": {"config": dict(searcher), "trials": shown}})
 

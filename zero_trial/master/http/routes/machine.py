@@ -144,7 +144,7 @@ def _render_jobs(request: Request) -> list[Dict]:
     pool = request.first("resourcePool")
     if pool:
         _find_pool(request, pool)
-    ids = {user.name: user.id for user in request.master.accounts.users()}
+    ids = request.user_ids()
     found = [job for job in request.master.machine.jobs() if not pool or job.pool == pool]
     jobs = [_job_json(job, user_id=ids.get(job.owner, 0)) for job in found]
     return jobs[::-1] if request.first("orderBy") == "ORDER_BY_DESC" else jobs

@@ -6,11 +6,12 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-from zero_trial.master.core.registry import Words
+from zero_trial.master.core.registry import Words, find_model, find_template, find_version
 from zero_trial.master.core.workspaces import FIRST
 from zero_trial.master.http.messages import Dict, Request, Response, Route, ok, texts, when, whole
 from zero_trial.master.http.routes.checkpoints import checkpoint_json
 from zero_trial.master.records import Invalid, ModelVersion, RegisteredModel, Template, existing
+from zero_trial.master.store import registry, workspaces
 
 _MODELS = "/api/v1/models"
 _TEMPLATES = "/api/v1/templates"
@@ -38,7 +39,7 @@ def _models(request: Request) -> Response:
     name, description = request.first("name").lower(), request.first("description").lower()
     found = [
         model
-        for model in request.master.registry.models()
+        for model in request.master.state.read(registry.models)
         if number in (0, model.id)
         and (not archived or model.archived == (archived == "true"))
         and (not wanted["users"] or model.username in wanted["users"])
@@ -48,7 +49,7 @@ def _models(request: Request) -> Response:
         and name in model.name.lower()
         and description in model.description.lower()
     ]
-    names = {each.id: each.name for each in request.master.workspaces.all()}
+    names = {each.id: each.name for each in request.master.state.read(workspaces.all_)}
     key = _key(request, {**_MODEL_KEYS, "SORT_BY_WORKSPACE": lambda model: names.get(model.workspace_id, "")})
     found.sort(key=lambda model: (key(model), model.id), reverse=request.first("orderBy") == "ORDER_BY_DESC")
     page, pagination = request.page(found)
@@ -60,7 +61,7 @@ def _workspaces(request: Request) -> set[int] | None:
     if numbers := request.query_all("workspaceIds"):
         return {whole(number, "workspaceIds") for number in numbers}
     names = request.query_all("workspaceNames")
-    return {each.id for each in request.master.workspaces.all() if each.name in names} if names else None
+    return {each.id for each in request.master.state.read(workspaces.all_) if each.name in names} if names else None
 
 
 def _key(request: Request, keys: dict[str, Callable[[Any], Any]]) -> Callable[[Any], Any]:
@@ -73,13 +74,13 @@ def _key(request: Request, keys: dict[str, Callable[[Any], Any]]) -> Callable[[A
 def _labels(request: Request) -> Response:
     """List the labels of all models, those of most models first."""
     place = request.query_number("workspaceId", 0)
-    models = [model for model in request.master.registry.models() if place in (0, model.workspace_id)]
+    models = [model for model in request.master.state.read(registry.models) if place in (0, model.workspace_id)]
     counts = Counter(label for model in models for label in model.labels)
     return ok({"labels": sorted(counts, key=lambda label: (-counts[label], label))})
 
 
 def _model(request: Request) -> Response:
-    return ok({"model": model_json(request.master.registry.model(request.args["modelName"]))})
+    return ok({"model": model_json(request.master.state.read(find_model, request.args["modelName"]))})
 
 
 def _create(request: Request) -> Response:
@@ -112,14 +113,15 @@ def _move(request: Request) -> Response:
 
 
 def _delete(request: Request) -> Response:
-    found = request.master.registry.model(request.args["modelName"])
+    found = request.master.state.read(find_model, request.args["modelName"])
     request.require_owner(found.username, f"model {found.name!r}")
     request.master.registry.delete(request.args["modelName"])
     return Response()
 
 
 def _versions(request: Request) -> Response:
-    model, found = request.master.registry.versions(request.args["modelName"])
+    model = request.master.state.read(find_model, request.args["modelName"])
+    found = request.master.state.read(registry.versions, model)
     found.sort(key=_key(request, _VERSION_KEYS), reverse=request.first("orderBy") == "ORDER_BY_DESC")
     page, pagination = request.page(found)
     versions = [version_json(version) for version in page]
@@ -127,7 +129,7 @@ def _versions(request: Request) -> Response:
 
 
 def _version(request: Request) -> Response:
-    found = request.master.registry.version(request.args["modelName"], request.numbers["modelVersionNum"])
+    found = request.master.state.read(find_version, request.args["modelName"], request.numbers["modelVersionNum"])
     return ok({"modelVersion": version_json(found)})
 
 
@@ -148,7 +150,7 @@ def _change_version(request: Request) -> Response:
 
 def _delete_version(request: Request) -> Response:
     name, number = request.args["modelName"], request.numbers["modelVersionNum"]
-    request.require_owner(request.master.registry.version(name, number).username, f"version {number}")
+    request.require_owner(request.master.state.read(find_version, name, number).username, f"version {number}")
     request.master.registry.delete_version(name, number)
     return Response()
 
@@ -174,7 +176,7 @@ def _workspace(request: Request, body: Dict) -> int | None:
     name = body.get("workspaceName")
     if name is None:
         return None
-    found = [each.id for each in request.master.workspaces.all() if each.name == name]
+    found = [each.id for each in request.master.state.read(workspaces.all_) if each.name == name]
     return existing(found[0] if found else None, f"workspace {str(name)[:60]!r}")
 
 
@@ -185,7 +187,7 @@ def _templates(request: Request) -> Response:
     places, name = _workspaces(request), request.first("name").lower()
     found = [
         template
-        for template in request.master.registry.templates()
+        for template in request.master.state.read(registry.templates)
         if name in template.name.lower() and (places is None or template.workspace_id in places)
     ]
     page, pagination = request.page(found[::-1] if request.first("orderBy") == "ORDER_BY_DESC" else found)
@@ -193,7 +195,7 @@ def _templates(request: Request) -> Response:
 
 
 def _template(request: Request) -> Response:
-    return _answer(request.master.registry.template(request.args["templateName"]))
+    return _answer(request.master.state.read(find_template, request.args["templateName"]))
 
 
 def _create_template(request: Request) -> Response:
@@ -202,13 +204,13 @@ def _create_template(request: Request) -> Response:
 
 def _put_template(request: Request) -> Response:
     """Create a template, or replace its configuration."""
-    name, body, registry = request.args["templateName"], request.body(), request.master.registry
-    if all(template.name != name for template in registry.templates()):
-        return _answer(registry.add_template(_new_template(name, body)))
+    name, body = request.args["templateName"], request.body()
+    if request.master.state.read(registry.template, name) is None:
+        return _answer(request.master.registry.add_template(_new_template(name, body)))
     place = body.get("workspaceId") or None
     config = None if body.get("config") is None else _config(body["config"])
     return _answer(
-        registry.change_template(
+        request.master.registry.change_template(
             name, config=config, workspace_id=None if place is None else whole(place, "workspaceId")
         )
     )

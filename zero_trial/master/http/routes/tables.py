@@ -27,7 +27,7 @@ def _search_runs(request: Request) -> Response:
 def _search_experiments(request: Request) -> Response:
     body = request.body()
     found, pagination = paginate(request.master.tables.experiment_ids(*_search(body)), *_page(body))
-    ids = {user.name: user.id for user in request.master.accounts.users()}
+    ids = request.user_ids()
     experiments = [
         {
             "experiment": experiment_json(each, user_id=ids.get(each.owner, 0)),

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 from zero_trial.master.core.workspaces import FIRST
 from zero_trial.master.http.messages import Dict, Request, Response, Route, maybe_when, ok, whole
 from zero_trial.master.records import Invalid, Project, Unsupported, Workspace
+from zero_trial.master.store import workspaces
 
 T = TypeVar("T", Workspace, Project)
 
@@ -16,18 +17,19 @@ def _list_all(request: Request) -> Response:
     user, pinned = request.user.name, request.first("pinned")
     found = [
         each
-        for each in _filtered(request, request.master.workspaces.all())
+        for each in _filtered(request, request.master.state.read(workspaces.all_, counted=True))
         if not pinned or (user in each.pinned_by) == (pinned == "true")
     ]
     page, pagination = request.page(found)
-    ids = _user_ids(request)
+    ids = request.user_ids()
     return ok({"workspaces": [_workspace_json(each, user, ids) for each in page], "pagination": pagination})
 
 
 def _projects(request: Request) -> Response:
-    found = _filtered(request, request.master.workspaces.projects(request.numbers["workspaceId"]))
+    number = request.master.workspaces.get(request.numbers["workspaceId"]).id
+    found = _filtered(request, request.master.state.read(workspaces.projects, number, counted=True))
     page, pagination = request.page(found)
-    ids = _user_ids(request)
+    ids = request.user_ids()
     return ok({"projects": [_project_json(each, ids) for each in page], "pagination": pagination})
 
 
@@ -62,7 +64,7 @@ def _create(request: Request) -> Response:
     made = request.master.workspaces.create(_text(body, "name") or "", request.user, storage)
     return ok(
         {
-            "workspace": _workspace_json(made, request.user.name, _user_ids(request)),
+            "workspace": _workspace_json(made, request.user.name, request.user_ids()),
             "namespaceBindings": {},
         }
     )
@@ -76,7 +78,7 @@ def _patch(request: Request) -> Response:
     changed = request.master.workspaces.patch(number, request.user, _text(body, "name"), **changes)
     return ok(
         {
-            "workspace": _workspace_json(changed, request.user.name, _user_ids(request)),
+            "workspace": _workspace_json(changed, request.user.name, request.user_ids()),
             "namespaceBindings": {},
         }
     )
@@ -115,7 +117,7 @@ def _delete(request: Request) -> Response:
 
 
 def _shown(request: Request, found: Workspace) -> Response:
-    return ok({"workspace": _workspace_json(found, request.user.name, _user_ids(request))})
+    return ok({"workspace": _workspace_json(found, request.user.name, request.user_ids())})
 
 
 # -- projects
@@ -179,7 +181,7 @@ def _move_experiment(request: Request) -> Response:
 
 
 def _project_shown(request: Request, found: Project) -> Response:
-    return ok({"project": _project_json(found, _user_ids(request))})
+    return ok({"project": _project_json(found, request.user_ids())})
 
 
 def _text(body: Mapping[str, Any], name: str) -> str | None:
@@ -187,10 +189,6 @@ def _text(body: Mapping[str, Any], name: str) -> str | None:
     if not isinstance(value, str | None):
         raise Invalid(f"{name} must be a text")
     return value
-
-
-def _user_ids(request: Request) -> dict[str, int]:
-    return {user.name: user.id for user in request.master.accounts.users()}
 
 
 # -- what the answers contain, in the shapes of Determined's bindings

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from zero_trial.errors import ConfigError
-from zero_trial.experiment.space import is_const, sample
+from zero_trial.experiment.hyperparameters import is_const
+from zero_trial.experiment.space import sample
 
 
 class Numbers:

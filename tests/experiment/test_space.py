@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from zero_trial.errors import ConfigError
-from zero_trial.experiment.space import Grid, axis_values, explore, find_ranges
+from zero_trial.experiment.hyperparameters import find_ranges
+from zero_trial.experiment.space import Grid, axis_values, explore
 
 GRID: dict[str, Any] = {
     "lr": {"type": "log", "base": 10, "minval": -3, "maxval": -1, "count": 3},

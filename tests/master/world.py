@@ -81,11 +81,6 @@ class World(Sandbox):
         new = NewExperiment(text, tgz({}), "determined", project_id=project_id)
         return self.experiments.create(new).experiment
 
-    def add_trials(self, count: int) -> None:
-        """More trials of the same sort, queued."""
-        for _ in range(count):
-            self.create(**CONFIG, owner="determined")
-
     def add_unmanaged(self, external_id: str | None = None, **config: Any) -> int:
         """An experiment to which processes report that the master has not started; its id."""
         text = yaml.safe_dump({"searcher": {"name": "single", "metric": "validation_loss"}, **config})

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -136,13 +135,8 @@ class StoreSource:
         base = self._directory.database
         return signature(base), signature(base.with_name(f"{base.name}-wal"))
 
-    @contextmanager
-    def _reading(self) -> Iterator[Connection]:
-        with reading(self._directory.database) as connection:
-            yield connection
-
     def overview(self) -> Overview:
-        with self._reading() as connection:
+        with reading(self._directory.database) as connection:
             known = experiments.all_(connection)
         rows = tuple(_row(each) for each in reversed(known) if not each.archived)
         return Overview(
@@ -154,17 +148,17 @@ class StoreSource:
         )
 
     def sweep(self, name: str, drawn: tuple[str, str] | None) -> tuple[SweepReport, Sequence[tuple[str, str]]]:
-        with self._reading() as connection:
+        with reading(self._directory.database) as connection:
             number = _number(name)
             report = read_experiment(connection, self._curves, number, drawn)
             return report, metrics.names(connection, number)
 
     def run(self, name: str) -> RunReport:
-        with self._reading() as connection:
+        with reading(self._directory.database) as connection:
             return read_trial(connection, self._curves, _number(name))
 
     def experiment_of(self, name: str) -> str | None:
-        with self._reading() as connection:
+        with reading(self._directory.database) as connection:
             return str(self._trial(connection, name).experiment_id)
 
     def _trial(self, connection: Connection, name: str) -> Trial:
@@ -175,13 +169,13 @@ class StoreSource:
 
     def compare(self, names: Sequence[str]) -> Comparison:
         check_count(names)
-        with self._reading() as connection:
+        with reading(self._directory.database) as connection:
             reports = {name: read_trial(connection, self._curves, _number(name)) for name in names}
             points = {name: leaves(self._trial(connection, name).hparams) for name in names}
         return Comparison(reports, points, differing_axes(list(points.values())))
 
     def log(self, name: str) -> Log:
-        with self._reading() as connection:
+        with reading(self._directory.database) as connection:
             trial = self._trial(connection, name)
         return _StoreLog(logs.Source(self._directory.trial_logs(trial.id), trial.id, trial.task_id))
 

@@ -6,13 +6,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime, timezone
 from urllib.parse import quote
 
 from zero_trial.board.source import BoardSource, Comparison, Overview, OverviewRow
 from zero_trial.errors import ConfigError
 from zero_trial.report import page
-from zero_trial.report.data import RunReport, Series
+from zero_trial.report.data import RunReport, Series, format_time
 from zero_trial.report.page import Child, Html, PageSection, el, join
 from zero_trial.report.plot import Line, line_chart
 from zero_trial.report.run_page import run_sections
@@ -142,7 +141,6 @@ def _table(found: Overview) -> Html:
 
 
 def _overview_row(noun: str, row: OverviewRow, trials: bool, steps: bool) -> Html:
-    started = datetime.fromtimestamp(row.started, timezone.utc) if row.started is not None else None
     best = (
         [el("b", format_number(row.best)), " ", el("span", row.metric, class_="soft")] if row.best is not None else None
     )
@@ -159,7 +157,7 @@ def _overview_row(noun: str, row: OverviewRow, trials: bool, steps: bool) -> Htm
         el("td", best),
         el("td", row.trials, class_="num", data_label="trials") if trials else None,
         el("td", row.steps, class_="num", data_label="steps") if steps else None,
-        el("td", started.strftime("%Y-%m-%d %H:%M UTC") if started else "", class_="num soft"),
+        el("td", format_time(row.started) if row.started is not None else "", class_="num soft"),
         data_key=row.name,
     )
 

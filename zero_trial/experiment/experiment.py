@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import difflib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -259,8 +259,8 @@ def examine_experiment(
         hyperparameters=hyperparameters.value,
         slots_per_trial=values.get("resources.slots_per_trial", Int(0), 1),
         data=values.get("data", Section(), {}),
-        min_validation_period=values.period("min_validation_period", 0) or NEVER,
-        min_checkpoint_period=values.period("min_checkpoint_period", 0) or NEVER,
+        min_validation_period=values.period("min_validation_period") or NEVER,
+        min_checkpoint_period=values.period("min_checkpoint_period") or NEVER,
         scheduling_unit=values.get("scheduling_unit", Int(1, unit="batches"), 100),
         max_restarts=values.get("max_restarts", Int(0), 5),
         experiment_seed=values.get("reproducibility.experiment_seed", Int(0, 2**32 - 1), None),
@@ -371,30 +371,22 @@ class _Values:
 
     def get(self, dotted: str, type: Type, default: Any) -> Any:
         """Return the value in its inside form; the default where it is missing or faulty."""
-        value = self.document.get(tuple(dotted.split(".")))
+        return self._read(dotted, lambda value: type.read(value).value, default)
+
+    def period(self, dotted: str, low: int = 0) -> Period | None:
+        found: Period | None = self._read(dotted, lambda value: read_period(value, low), None)
+        return found
+
+    def _read(self, dotted: str, read: Callable[[Any], Any], default: Any) -> Any:
+        path = tuple(dotted.split("."))
+        value = self.document.get(path)
         if value is None:
             return default
         try:
-            return type.read(value).value
+            return read(value)
         except ValidationError as problem:
-            self.fault(dotted, value, problem)
+            self.faults.append(problem.fault(self.document.at(path).where(dotted), value))
             return default
-
-    def period(self, dotted: str, low: int) -> Period | None:
-        value = self.document.get(tuple(dotted.split(".")))
-        if value is None:
-            return None
-        try:
-            return read_period(value, low)
-        except ValidationError as problem:
-            self.fault(dotted, value, problem)
-            return None
-
-    def fault(self, dotted: str, value: Any, problem: ValidationError) -> None:
-        where = self.document.at(tuple(dotted.split("."))).where(dotted)
-        self.faults.append(
-            ConfigError("wrong value", where=where, got=shown(value), expected=problem.expected, fix=problem.fix)
-        )
 
 
 def _entrypoint(values: _Values) -> str:

@@ -74,15 +74,23 @@ def is_range(value: Any) -> bool:
     return isinstance(value, Mapping) and isinstance(value.get("type"), str) and value["type"] in _TYPES[:4]
 
 
-def ranges(section: Mapping[str, Any], above: Names = ()) -> list[str]:
-    """Return the dotted names of all ranges in resolved hyperparameters."""
-    found: list[str] = []
+def is_const(spec: Any) -> bool:
+    """Return whether ``spec`` is written ``{type: const, val: ...}``."""
+    return isinstance(spec, Mapping) and spec.get("type") == "const"
+
+
+def find_ranges(section: Mapping[str, Any], above: Names = ()) -> Iterator[tuple[Names, Mapping[str, Any]]]:
+    """Yield path and spec of every range, in the order of the YAML."""
     for key, value in section.items():
         if is_range(value):
-            found.append(".".join((*above, key)))
-        elif isinstance(value, Mapping) and value.get("type") != "const":
-            found += ranges(value, (*above, key))
-    return found
+            yield (*above, key), value
+        elif isinstance(value, Mapping) and not is_const(value):
+            yield from find_ranges(value, (*above, key))
+
+
+def ranges(section: Mapping[str, Any]) -> list[str]:
+    """Return the dotted names of all ranges."""
+    return [".".join(path) for path, _ in find_ranges(section)]
 
 
 def _keep_places(document: Document, raw: Names, path: Names, places: dict[Names, Location]) -> None:

@@ -9,12 +9,12 @@ from __future__ import annotations
 import copy
 import math
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 
 from zero_trial.errors import ConfigError
-from zero_trial.experiment.hyperparameters import is_range
+from zero_trial.experiment.hyperparameters import find_ranges, is_const, is_range
 
 
 class RandomNumbers(Protocol):
@@ -48,11 +48,6 @@ def _value(spec: Any, numbers: RandomNumbers) -> Any:
     if is_range(spec):
         return _draw(spec, numbers)
     return sample(spec, numbers)
-
-
-def is_const(spec: Any) -> bool:
-    """Return whether ``spec`` is written ``{type: const, val: ...}``."""
-    return isinstance(spec, Mapping) and spec.get("type") == "const"
 
 
 def _draw(spec: Mapping[str, Any], numbers: RandomNumbers) -> Any:
@@ -173,9 +168,8 @@ class Grid:
             space: hyperparameters.
             power: computes the values of log axes.
         """
-        found: list[tuple[Path, tuple[Any, ...]]] = []
-        _collect(space, (), found, power)
-        grid = cls(space, tuple(found))
+        found = sorted(find_ranges(space), key=lambda pair: pair[0])
+        grid = cls(space, tuple((path, axis_values(spec, power)) for path, spec in found))
         if grid.size > MOST_POINTS:
             raise ConfigError("the grid has too many points", got=grid.size, expected=f"at most {MOST_POINTS}")
         return grid
@@ -222,15 +216,6 @@ def _written(spec: Mapping[str, Any], value: float, power: Power = power) -> Any
     if spec["type"] == "log":
         return as_sent(power(float(spec["base"]), value))
     return int(math.copysign(math.floor(abs(value) + 0.5), value)) if spec["type"] == "int" else as_sent(float(value))
-
-
-def _collect(section: Mapping[str, Any], above: Path, found: list[tuple[Path, tuple[Any, ...]]], power: Power) -> None:
-    for name in sorted(section):
-        spec = section[name]
-        if is_range(spec):
-            found.append(((*above, name), axis_values(spec, power)))
-        elif isinstance(spec, Mapping) and not is_const(spec):
-            _collect(spec, (*above, name), found, power)
 
 
 def _with(section: Mapping[str, Any], above: Path, chosen: Mapping[Path, Any]) -> dict[str, Any]:
@@ -298,15 +283,6 @@ def explore(hyperparameters: Mapping[str, Any], searcher: str, most: int, seed: 
     unlike = {repr(row): dict(zip(axes, row, strict=True)) for row in zip(*columns, strict=True)}
     whole = math.prod(len(spec["vals"]) if spec["type"] == "categorical" else math.inf for spec in axes.values())
     return Space(_points(hyperparameters, list(unlike.values())), len(unlike) if whole == len(unlike) else None)
-
-
-def find_ranges(section: Mapping[str, Any], above: Path = ()) -> Iterator[tuple[Path, Mapping[str, Any]]]:
-    """Yield path and spec of every range, in the order of the YAML."""
-    for key, value in section.items():
-        if is_range(value):
-            yield (*above, key), value
-        elif isinstance(value, Mapping):
-            yield from find_ranges(value, (*above, key))
 
 
 def _sampled(spec: Mapping[str, Any], count: int, rng: random.Random) -> list[Any]:

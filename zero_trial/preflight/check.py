@@ -18,7 +18,8 @@ from zero_trial.experiment.entrypoint import (
     warn_of_methods,
 )
 from zero_trial.experiment.experiment import ExperimentConfig, examine_experiment
-from zero_trial.experiment.space import Point, Space, explore, find_ranges
+from zero_trial.experiment.hyperparameters import find_ranges
+from zero_trial.experiment.space import Point, Space, explore
 from zero_trial.launch.environment import count_devices
 from zero_trial.launch.experiment import model_folder
 from zero_trial.preflight.context_folder import check_context, measure

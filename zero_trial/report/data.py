@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import datetime, timezone
 from enum import Enum
 from typing import Any
 
-from zero_trial.experiment.hyperparameters import ranges
+from zero_trial.experiment.hyperparameters import find_ranges
 from zero_trial.schema.yaml_source import write_yaml
 from zero_trial.util.text import format_value
 
@@ -251,10 +252,8 @@ def leaves(values: Mapping[str, Any], above: tuple[str, ...] = ()) -> dict[str, 
 def swept_axes(hyperparameters: Mapping[str, Any]) -> tuple[Axis, ...]:
     """Return one axis for each range in an experiment's hyperparameters."""
     found = []
-    for name in ranges(hyperparameters):
-        entry: Any = hyperparameters
-        for part in name.split("."):
-            entry = entry[part]
+    for path, entry in find_ranges(hyperparameters):
+        name = ".".join(path)
         if entry["type"] == "categorical":
             found.append(Axis(name, choices=tuple(dict.fromkeys(format_value(value) for value in entry["vals"]))))
         else:
@@ -292,6 +291,11 @@ def reach(values: Mapping[str, Any], name: str) -> Any:
     for part in name.split("."):
         found = found.get(part) if isinstance(found, Mapping) else None
     return found
+
+
+def format_time(seconds: float) -> str:
+    """Return a time to the minute in UTC."""
+    return datetime.fromtimestamp(seconds, timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
 
 
 def as_yaml(experiment_yaml: Mapping[str, Any], comment: str) -> str:

@@ -9,10 +9,10 @@ import io
 import math
 import sqlite3
 import tarfile
+import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime, timezone
 from pathlib import Path
 from posixpath import normpath
 from typing import Any
@@ -40,6 +40,7 @@ from zero_trial.report.data import (
     Tone,
     TrialReport,
     as_yaml,
+    format_time,
     leaves,
     reach,
     swept_axes,
@@ -114,7 +115,7 @@ def read_trial(connection: sqlite3.Connection, curves: StoreCurves, trial_id: in
         ("seed", trial.seed),
     )
     metadata = (trials.metadata(connection, trial.id) or {}).get("zero_trial")
-    started = datetime.fromtimestamp(trial.created, timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
+    started = format_time(trial.created)
     swept = {axis.name for axis in swept_axes(experiment.config.get("hyperparameters") or {})}
     return RunReport(
         title=f"trial {trial.id}",
@@ -138,7 +139,7 @@ def read_trial(connection: sqlite3.Connection, curves: StoreCurves, trial_id: in
             CheckpointRow(saved.steps_completed, saved.uuid, saved.size, saved.state is CheckpointState.COMPLETED)
             for saved in sorted(checkpoints.of_trial(connection, trial.id), key=lambda saved: saved.steps_completed)
         ),
-        created=datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
+        created=format_time(time.time()),
     )
 
 
@@ -171,8 +172,8 @@ class _Reader:
             self.curves.ahead(self.connection, self.trials, *self.drawn, goal=False)
         reports = tuple(self._trial(trial, found) for trial in self.trials)
         reasons = Counter(trial.reason or "unknown" for trial in self.trials if trial.pruned)
-        seconds = (experiment.ended or datetime.now(timezone.utc).timestamp()) - experiment.created
-        started = datetime.fromtimestamp(experiment.created, timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
+        seconds = (experiment.ended or time.time()) - experiment.created
+        started = format_time(experiment.created)
         return SweepReport(
             title=experiment.name or f"experiment {experiment.id}",
             status=experiment_status(experiment),
@@ -192,7 +193,7 @@ class _Reader:
                 part for part in (f"experiment {experiment.id}", f"started {started}", experiment.description) if part
             ),
             facts=self._facts(seconds),
-            created=datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
+            created=format_time(time.time()),
         )
 
     def _unit(self) -> str:

@@ -195,7 +195,6 @@ def line_chart(
     title: str,
     lines: Sequence[Line],
     *,
-    x_label: str = "step",
     size: str = "",
     slider: bool = False,
     zero: bool = False,
@@ -212,7 +211,7 @@ def line_chart(
     knob = el("input", type="range", min=0, max=0.98, step=0.02, value=_SMOOTHING, class_="smoothing")
     return frame(
         [grid_lines(y.ticks()), [_draw(line, x, y, index) for index, line in enumerate(shown)]],
-        labels=[y_labels(y.ticks()), x_labels(x.ticks(6), x_label)],
+        labels=[y_labels(y.ticks()), x_labels(x.ticks(6), "step")],
         caption=[
             el("h3", title, log_word(y)),
             _legend(shown) if legend else None,

@@ -89,11 +89,9 @@ def _configuration(report: RunReport) -> Child:
     if given:
         parts.append(_settings(given, "Values that were given or filled in"))
     if report.batch:
-        parts.append(
-            _folded("How the batch sizes were reconciled", _settings(report.batch, "Batch sizes"), open_=False)
-        )
+        parts.append(_folded("How the batch sizes were reconciled", _settings(report.batch, "Batch sizes")))
     if defaults:
-        parts.append(_folded(f"{len(defaults)} values by default", _settings(defaults, "Defaults"), open_=False))
+        parts.append(_folded(f"{len(defaults)} values by default", _settings(defaults, "Defaults")))
     return parts
 
 
@@ -116,8 +114,8 @@ def _settings(settings: Sequence[Setting], label: str) -> Html:
     return el("table", el("thead", head), el("tbody", rows), class_="cards", aria_label=label)
 
 
-def _folded(summary: str, content: Child, *, open_: bool) -> Html:
-    return el("details", el("summary", summary), content, open=open_)
+def _folded(summary: str, content: Child) -> Html:
+    return el("details", el("summary", summary), content)
 
 
 def _checkpoints(report: RunReport) -> Child:
@@ -126,7 +124,7 @@ def _checkpoints(report: RunReport) -> Child:
     gone = [saved for saved in report.checkpoints if not saved.kept]
     if not gone or len(report.checkpoints) <= 6:
         return _saved(report.checkpoints) if report.checkpoints else None
-    return [_saved(kept) if kept else None, _folded(f"{len(gone)} were removed", _saved(gone), open_=False)]
+    return [_saved(kept) if kept else None, _folded(f"{len(gone)} were removed", _saved(gone))]
 
 
 def _saved(checkpoints: Sequence[CheckpointRow]) -> Html:
@@ -152,7 +150,7 @@ def _repeat(report: RunReport) -> Child:
     parts: list[Child] = [page.command(report.repeat)]
     if report.lock:
         parts.append(download("config.lock.yaml", report.lock))
-        parts.append(_folded("Show the file", el("pre", report.lock, tabindex=0), open_=False))
+        parts.append(_folded("Show the file", el("pre", report.lock, tabindex=0)))
     return parts
 
 

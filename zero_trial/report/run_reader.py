@@ -8,7 +8,6 @@ import re
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +27,7 @@ from zero_trial.report.data import (
     TrialReport,
     as_yaml,
     differing_axes,
+    format_time,
     leaves,
 )
 from zero_trial.runs.events import Tail, json_lines, read_json
@@ -136,7 +136,7 @@ class RunReader:
             checkpoints=self._checkpoints(),
             repeat=str(summary.get("repeat") or f"zero-trial run {files.config_lock}") if lock or summary else "",
             lock=lock,
-            created=datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
+            created=format_time(time.time()),
         )
 
     def config(self) -> dict[str, Any]:
@@ -316,7 +316,7 @@ def _status(summary: Record, errors: Sequence[Record], last: Record) -> tuple[St
 
 
 def _subtitle(folder: Path, began: float | None) -> str:
-    started = datetime.fromtimestamp(began, timezone.utc).strftime("%Y-%m-%d %H:%M UTC") if began is not None else ""
+    started = format_time(began) if began is not None else ""
     return " · ".join(
         part for part in (f"run {folder.resolve().name}", f"started {started}" if started else "") if part
     )
@@ -448,7 +448,7 @@ def _as_sweep(
         throughput_unit="samples/s",
         axes=axes,
         subtitle=f"{len(trials)} runs" + (f", {len(without)} more cannot be read" if without else ""),
-        created=datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
+        created=format_time(time.time()),
     )
     ranked = found.ranked()
     if not ranked:

@@ -89,10 +89,6 @@ def pair() -> tuple[socket.socket, Reader]:
     return client, Reader(server)
 
 
-def head_of(reader: Reader, seconds: float = 5.0) -> object:
-    return reader.head(idle=5.0, seconds=seconds)
-
-
 def test_two_requests_that_come_together_are_read_one_after_the_other(pair: tuple[socket.socket, Reader]) -> None:
     client, reader = pair
     client.sendall(b"POST /a HTTP/1.1\r\nContent-Length: 3\r\n\r\nabcGET /b HTTP/1.1\r\n\r\n")

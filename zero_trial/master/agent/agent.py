@@ -54,13 +54,12 @@ class Agent:
         directory: MasterDirectory,
         devices: SlotDevices,
         *,
-        python: str = sys.executable,
         grace: float = GRACE_SECONDS,
         host_env: Mapping[str, str],
     ) -> None:
         self._directory = directory
         self._devices = devices
-        self._python = python
+        self._python = sys.executable
         self._grace = grace
         self._host_env = host_env
         self._orders = OrderQueue("agent")

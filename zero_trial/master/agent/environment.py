@@ -116,6 +116,14 @@ class Ports:
     comm_2: int
     ssh: int
 
+    def variables(self) -> dict[str, str]:
+        return {
+            "C10D_PORT": str(self.c10d),
+            "INTER_TRAIN_PROCESS_COMM_PORT_1": str(self.comm_1),
+            "INTER_TRAIN_PROCESS_COMM_PORT_2": str(self.comm_2),
+            "DTRAIN_SSH_PORT": str(self.ssh),
+        }
+
 
 class HeldPorts:
     """Four free ports of this machine, which nobody else is given until they are closed or this
@@ -249,10 +257,7 @@ def _of_harness(order: StartOrder, ports: Ports) -> dict[str, str]:
         "DET_HPARAMS": json.dumps(order.hparams),
         "DET_EXPERIMENT_CONFIG": config_variable(order.config),
         "DET_STEPS_COMPLETED": str(order.steps_completed),
-        "C10D_PORT": str(ports.c10d),
-        "INTER_TRAIN_PROCESS_COMM_PORT_1": str(ports.comm_1),
-        "INTER_TRAIN_PROCESS_COMM_PORT_2": str(ports.comm_2),
-        "DTRAIN_SSH_PORT": str(ports.ssh),
+        **ports.variables(),
     }
     if order.latest_checkpoint is not None:
         env["DET_LATEST_CHECKPOINT"] = order.latest_checkpoint

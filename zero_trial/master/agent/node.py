@@ -62,10 +62,7 @@ def completed(
         DET_SLOT_IDS=json.dumps(list(range(order["slots"]))),
         DET_RUN_ROOT=str(mine / "root"),
         CUDA_VISIBLE_DEVICES=visible if order["kind"] == "cuda" else "",
-        C10D_PORT=str(ports.c10d),
-        INTER_TRAIN_PROCESS_COMM_PORT_1=str(ports.comm_1),
-        INTER_TRAIN_PROCESS_COMM_PORT_2=str(ports.comm_2),
-        DTRAIN_SSH_PORT=str(ports.ssh),
+        **ports.variables(),
     )
     if order["nodes"] > 1:
         # nodes of one machine, as in tests, would meet in the socket of its launcher

@@ -9,7 +9,8 @@ takes everything, unless its operator is isEmpty or notEmpty. A sort order is
 A missing value fulfills no comparison, ``!=`` and notContains included, and is sorted last in both
 directions. NaN equals itself and is the largest number. Columns are compared by their own kind;
 metrics, hyperparameters and metadata by the field's ``type``, as numbers, as texts, or as booleans
-where it is neither.
+where it is neither. For these a row has ``summary`` (of each metric of each group), ``config`` (the
+experiment's, completed), and ``hparams`` and ``metadata`` (the run's, see `flatten`).
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from zero_trial.master.records import Invalid, Json, as_number
 
 Test = Callable[[Any], bool]
-R = TypeVar("R", bound="Filterable")
+R = TypeVar("R")
 
 NUMBER, TEXT, DATE, BOOLEAN = "NUMBER", "TEXT", "DATE", "BOOLEAN"
 _COMPARISONS: Mapping[str, Callable[[Any, Any], bool]] = {
@@ -44,26 +45,6 @@ STATISTICS = ("last", "max", "mean", "min")  # of a metric, that tables show
 _METRIC_LOCATIONS = ("VALIDATIONS", "TRAINING", "CUSTOM_METRIC")
 # the names that groups have in a trial's summary on a cluster, and here
 GROUPS = {"avg_metrics": "training", "validation_metrics": "validation"}
-
-
-class Filterable(Protocol):
-    """What a filter reads beside the columns of a table."""
-
-    @property
-    def summary(self) -> Json:
-        """Return the summary of each metric of each group."""
-
-    @property
-    def hparams(self) -> Mapping[str, Sequence[Any]]:
-        """Return the values of the run's hyperparameters by their dotted names (see `flatten`)."""
-
-    @property
-    def metadata(self) -> Mapping[str, Sequence[Any]]:
-        """Return the values of the run's metadata by their dotted names."""
-
-    @property
-    def config(self) -> Json:
-        """Return the completed configuration of the experiment."""
 
 
 @dataclass(frozen=True)
@@ -261,7 +242,7 @@ def read_date(text: str) -> float | None:
         return None
 
 
-def _metric(name: str, where: str) -> Callable[[Filterable], Any]:
+def _metric(name: str, where: str) -> Callable[[Any], Any]:
     """Return how a metric such as ``validation.loss.min`` is read from a row. Raises Invalid."""
     end, statistic = max((name.rfind(f".{each}"), each) for each in STATISTICS)
     dot = name.find(".", 1)
@@ -271,7 +252,7 @@ def _metric(name: str, where: str) -> Callable[[Filterable], Any]:
         )
     group, metric = GROUPS.get(name[:dot], name[:dot]), name[dot + 1 : end]
 
-    def value(row: Filterable) -> Any:
+    def value(row: Any) -> Any:
         entry = row.summary.get(group, {}).get(metric)
         return None if entry is None else entry.get(statistic)
 
@@ -326,7 +307,7 @@ def _of_space(name: str, sign: str, wanted: Any, kind: str, where: str) -> Test:
     """
     path = name.split(".")
 
-    def section(row: Filterable) -> Any:
+    def section(row: Any) -> Any:
         found: Any = row.config.get("hyperparameters")
         for part in path:
             found = found.get(part) if isinstance(found, Mapping) else None
@@ -334,7 +315,7 @@ def _of_space(name: str, sign: str, wanted: Any, kind: str, where: str) -> Test:
 
     if sign in ("isEmpty", "notEmpty"):
 
-        def empty(row: Filterable) -> bool:
+        def empty(row: Any) -> bool:
             found = section(row)
             return found is None or (found["type"] == "const" and found.get("val") is None)
 
@@ -348,7 +329,7 @@ def _of_space(name: str, sign: str, wanted: Any, kind: str, where: str) -> Test:
     else:
         inside = _test("contains" if element else sign, wanted, kind, where)
 
-    def test(row: Filterable) -> bool:
+    def test(row: Any) -> bool:
         found = section(row)
         if found is None:
             return False

@@ -168,16 +168,13 @@ class Request:
         values = self.query.get(name)
         return values[0] if values else ""
 
-    def query_number(self, name: str, default: int) -> int:
-        """Return an integer of the query string. Raises Invalid."""
+    def query_number(self, name: str) -> int:
+        """Return an integer of the query string, 0 if it is not there. Raises Invalid."""
         text = self.first(name)
-        if not text:
-            return default
-        return whole(text, name)
+        return whole(text, name) if text else 0
 
-    def query_flag(self, name: str, default: bool = False) -> bool:
-        text = self.first(name).lower()
-        return default if not text else text in ("true", "1", "yes")
+    def query_flag(self, name: str) -> bool:
+        return self.first(name).lower() in ("true", "1", "yes")
 
     def query_time(self, name: str) -> float | None:
         """Return a time of the query string in seconds since the epoch. Raises Invalid."""
@@ -194,7 +191,7 @@ class Request:
 
         Limit 0 or -1: all; -2: only the pagination.
         """
-        return paginate(items, max(self.query_number("offset", 0), 0), self.query_number("limit", 0))
+        return paginate(items, max(self.query_number("offset"), 0), self.query_number("limit"))
 
 
 def paginate(items: Sequence[T], offset: int, limit: int) -> tuple[Sequence[T], dict[str, int]]:

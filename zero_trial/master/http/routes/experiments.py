@@ -105,7 +105,7 @@ def _list_all(request: Request) -> Response:
     archived, name = request.first("archived"), request.first("name").lower()
     user_ids = request.user_ids()
     wanted_ids = set(request.query_all("userIds"))
-    project_id = request.query_number("projectId", 0)
+    project_id = request.query_number("projectId")
     found = [
         experiment
         for experiment in request.master.experiments.all()

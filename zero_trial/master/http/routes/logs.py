@@ -10,8 +10,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import re2
-
+from zero_trial.experiment.sections import compile_pattern
 from zero_trial.master.http.messages import (
     AuthLevel,
     Dict,
@@ -38,7 +37,7 @@ _LARGEST_PROGRAM = 1000
 
 def _query(request: Request) -> LogQuery:
     """Read which lines a request asks for. Raises Invalid."""
-    limit = request.query_number("limit", 0)
+    limit = request.query_number("limit")
     return LogQuery(
         follow=request.query_flag("follow"),
         limit=limit if limit > 0 else None,
@@ -62,14 +61,9 @@ def _pattern(text: str) -> Any:
     RE2 matches in a time that is linear in the line and holds no lock of the interpreter meanwhile;
     with ``re``, ``(a+)+$`` on one line would stop every thread of the master for good.
     """
-    options = re2.Options()
-    options.log_errors = False
-    try:
-        pattern = re2.compile(text, options)
-    except re2.error as error:
-        why = error.args[0] if error.args else ""
-        why = why.decode("utf-8", "replace") if isinstance(why, bytes) else str(why)
-        raise Invalid(f"searchText is not a regular expression (RE2 syntax): {why}") from None
+    pattern, why = compile_pattern(text)
+    if why:
+        raise Invalid(f"searchText is not a regular expression (RE2 syntax): {why}")
     if pattern.programsize > _LARGEST_PROGRAM:
         raise Invalid("searchText is too large a regular expression", fix="Use fewer and smaller repetitions.")
     return pattern
@@ -89,10 +83,15 @@ def _stream(
         found = islice(everything, asked.limit) if asked.limit is not None else everything
     if not asked.follow:
         return lines((shape(line) for line in found if line is not None), follow=False)
+    return _followed(request, (None if line is None else shape(line) for line in found))
+
+
+def _followed(request: Request, values: Iterator[Mapping[str, Any] | None]) -> Response | StreamingResponse:
+    """Stream values as they come, while the request holds one of the places of those that wait."""
     place = ExitStack()
     if not place.enter_context(request.waits.one()):
         return failure(503, "too many logs are being followed already, try again")
-    return lines((None if line is None else shape(line) for line in found), follow=True, done=place.close)
+    return lines(values, follow=True, done=place.close)
 
 
 def _shared(line: LogLine) -> Dict:
@@ -152,7 +151,7 @@ def _master_logs(request: Request) -> Response | StreamingResponse:
     if request.query_flag("follow"):
         return failure(501, "the master's log is not followed over HTTP: run 'zero-trial master logs'")
     entries = list(_entries(request.master.machine.log_file))
-    offset, limit = request.query_number("offset", 0), request.query_number("limit", 0)
+    offset, limit = request.query_number("offset"), request.query_number("limit")
     kept = entries[offset:] if offset < 0 else entries[min(offset, len(entries)) :]
     return lines(({"logEntry": entry} for entry in (kept[:limit] if limit > 0 else kept)), follow=False)
 
@@ -205,12 +204,8 @@ def _fields(of: str) -> Callable[[Request], Response | StreamingResponse]:
         else:
             found = request.master.trials.logs(request.numbers["trialId"], LogQuery(follow=follow))
         names = {name: read for name, read in _FIELDS.items() if of == "task" or name != "allocationIds"}
-        if not follow:
-            return lines(_values(found, names, follow=False), follow=False)
-        place = ExitStack()
-        if not place.enter_context(request.waits.one()):
-            return failure(503, "too many logs are being followed already, try again")
-        return lines(_values(found, names, follow=True), follow=True, done=place.close)
+        values = _values(found, names, follow=follow)
+        return _followed(request, values) if follow else lines(values, follow=False)
 
     return action
 

@@ -35,7 +35,7 @@ def _models(request: Request) -> Response:
     """List the models that all filters let pass."""
     wanted = {name: set(request.query_all(name)) for name in ("users", "userIds", "labels")}
     places = _workspaces(request)
-    number, archived = request.query_number("id", 0), request.first("archived").lower()
+    number, archived = request.query_number("id"), request.first("archived").lower()
     name, description = request.first("name").lower(), request.first("description").lower()
     found = [
         model
@@ -73,7 +73,7 @@ def _key(request: Request, keys: dict[str, Callable[[Any], Any]]) -> Callable[[A
 
 def _labels(request: Request) -> Response:
     """List the labels of all models, those of most models first."""
-    place = request.query_number("workspaceId", 0)
+    place = request.query_number("workspaceId")
     models = [model for model in request.master.state.read(registry.models) if place in (0, model.workspace_id)]
     counts = Counter(label for model in models for label in model.labels)
     return ok({"labels": sorted(counts, key=lambda label: (-counts[label], label))})

@@ -87,7 +87,7 @@ def _time_series(request: Request) -> Response:
     """Return points of the metrics of trials, at most so many of each group, evenly spread."""
     numbers = [whole(text, "trialIds") for text in request.query_all("trialIds")]
     keep, order = _series_filter(request)
-    names, most = _series_names(request), request.query_number("maxDatapoints", 0) or _POINTS
+    names, most = _series_names(request), request.query_number("maxDatapoints") or _POINTS
     if most < 1:
         raise Invalid("maxDatapoints must be positive", got=most)
     answer = []
@@ -154,7 +154,7 @@ def _series_filter(
         else:
             tests.append(partial(_among, frozenset(wanted), sign == "incl"))
     if not any(field.startswith("timeSeriesFilter.") for field in request.query):
-        start, end = request.query_number("startBatches", 0), request.query_number("endBatches", 0)
+        start, end = request.query_number("startBatches"), request.query_number("endBatches")
         tests += [partial(_BOUNDS["gte"], start), lambda at: end == 0 or at <= end]
 
     def keep(report: MetricReport) -> bool:

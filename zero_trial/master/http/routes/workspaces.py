@@ -62,12 +62,7 @@ def _create(request: Request) -> Response:
     _refuse_settings(body)
     storage = _storage(request, body)
     made = request.master.workspaces.create(_text(body, "name") or "", request.user, storage)
-    return ok(
-        {
-            "workspace": _workspace_json(made, request.user.name, request.user_ids()),
-            "namespaceBindings": {},
-        }
-    )
+    return _shown(request, made, namespaceBindings={})
 
 
 def _patch(request: Request) -> Response:
@@ -76,12 +71,7 @@ def _patch(request: Request) -> Response:
     changes = {} if body.get("checkpointStorageConfig") is None else {"storage": _storage(request, body)}
     number = request.numbers["workspaceId"]
     changed = request.master.workspaces.patch(number, request.user, _text(body, "name"), **changes)
-    return ok(
-        {
-            "workspace": _workspace_json(changed, request.user.name, request.user_ids()),
-            "namespaceBindings": {},
-        }
-    )
+    return _shown(request, changed, namespaceBindings={})
 
 
 def _refuse_settings(body: Mapping[str, Any]) -> None:
@@ -116,8 +106,8 @@ def _delete(request: Request) -> Response:
     return ok({"completed": request.master.workspaces.delete(request.numbers["workspaceId"], request.user)})
 
 
-def _shown(request: Request, found: Workspace) -> Response:
-    return ok({"workspace": _workspace_json(found, request.user.name, request.user_ids())})
+def _shown(request: Request, found: Workspace, **more: Any) -> Response:
+    return ok({"workspace": _workspace_json(found, request.user.name, request.user_ids()), **more})
 
 
 # -- projects

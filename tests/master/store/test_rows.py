@@ -73,7 +73,8 @@ def test_the_best_trial(connection: sqlite3.Connection, smaller: bool, best: tup
 def test_states_chores_and_snapshots(connection: sqlite3.Connection) -> None:
     first, second = put(connection), put(connection, state=ExperimentState.PAUSED)
     experiments.change(connection, first, collect=1, snapshot={"a": [1]}, state=ExperimentState.COMPLETED)
-    assert experiments.ids(connection, ExperimentState.PAUSED, ExperimentState.COMPLETED) == [first, second]
+    found = experiments.in_states(connection, ExperimentState.PAUSED, ExperimentState.COMPLETED)
+    assert [each.id for each in found] == [first, second]
     assert experiments.to_collect(connection) == [first]
     assert experiments.snapshot(connection, first) == {"a": [1]} and experiments.snapshot(connection, second) == {}
 

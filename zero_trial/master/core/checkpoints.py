@@ -386,17 +386,14 @@ class GarbageCollector:
 
     def collect(self) -> None:
         """Delete all that is to be deleted now."""
-        to_collect = self._state.read(experiments.to_collect)
-        for number in to_collect:
+        for number in self._state.read(experiments.to_collect):
             self._apply_policy(number)
-        marked = self._state.read(checkpoints.marked_deleted)
-        for checkpoint in marked:
+        for checkpoint in self._state.read(checkpoints.marked_deleted):
             with self._state.collecting(checkpoint.experiment_id or 0):
                 self._delete_checkpoint(checkpoint)
-        deleting = self._state.read(experiments.ids, ExperimentState.DELETING)
-        for number in deleting:
-            with self._state.collecting(number):
-                self._delete_experiment(number)
+        for experiment in self._state.read(experiments.in_states, ExperimentState.DELETING):
+            with self._state.collecting(experiment.id):
+                self._delete_experiment(experiment)
 
     def _apply_policy(self, number: int) -> None:
         """Mark the checkpoints of an ended experiment that its policy does not keep."""
@@ -439,14 +436,12 @@ class GarbageCollector:
                 tx.connection, checkpoint.uuid, doomed=doomed, state=state, resources=dict(left), size=size
             )
 
-    def _delete_experiment(self, number: int) -> None:
+    def _delete_experiment(self, experiment: Experiment) -> None:
+        number = experiment.id
         with self._state.database.reading() as connection:
-            experiment = experiments.get(connection, number, derived=False)
             saved = checkpoints.of_experiment(connection, number)
             known = trials.of_experiment(connection, number)
             tasks = {trial.id: trials.task_ids(connection, trial) for trial in known}
-        if experiment is None:
-            return
         try:
             self._delete_files(experiment, saved)
         except OSError as error:

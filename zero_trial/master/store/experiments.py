@@ -82,15 +82,6 @@ def of_project(connection: sqlite3.Connection, project_id: int | None) -> list[E
     return [_record(connection, row, None) for row in rows.fetchall()]
 
 
-def ids(connection: sqlite3.Connection, *states: ExperimentState) -> list[int]:
-    """List the ids of the experiments in these states."""
-    marks = ",".join("?" for _ in states)
-    rows = connection.execute(
-        f"SELECT id FROM experiments WHERE state IN ({marks}) ORDER BY id", [state.value for state in states]
-    )
-    return [row[0] for row in rows]
-
-
 def in_states(connection: sqlite3.Connection, *states: ExperimentState) -> list[Experiment]:
     """List the experiments in these states, oldest first, without what is derived."""
     marks = ",".join("?" for _ in states)
@@ -124,18 +115,21 @@ def to_collect(connection: sqlite3.Connection) -> list[int]:
 
 def erase(connection: sqlite3.Connection, number: int) -> None:
     """Delete an experiment and all that belongs to it."""
-    trials = "SELECT id FROM trials WHERE experiment_id = ?"
-    for table in ("metrics", "summaries", "points"):
-        connection.execute(f"DELETE FROM {table} WHERE trial_id IN ({trials})", (number,))
-    connection.execute(
-        "DELETE FROM tokens WHERE allocation_id IN (SELECT id FROM allocations WHERE experiment_id = ?)", (number,)
-    )
-    connection.execute(
-        "DELETE FROM log_matches WHERE task_id IN (SELECT task_id FROM allocations WHERE experiment_id = ?)", (number,)
-    )
-    for table in ("allocations", "checkpoints", "trials", "contexts"):
+    erase_trials(connection, "experiment_id = ?", number)
+    for table in ("checkpoints", "contexts"):
         connection.execute(f"DELETE FROM {table} WHERE experiment_id = ?", (number,))
     connection.execute("DELETE FROM experiments WHERE id = ?", (number,))
+
+
+def erase_trials(connection: sqlite3.Connection, which: str, number: int) -> None:
+    """Delete trials with their reports and runs. ``which``: what follows WHERE."""
+    known = f"SELECT id FROM trials WHERE {which}"
+    runs = f"FROM allocations WHERE trial_id IN ({known})"
+    connection.execute(f"DELETE FROM tokens WHERE allocation_id IN (SELECT id {runs})", (number,))
+    connection.execute(f"DELETE FROM log_matches WHERE task_id IN (SELECT task_id {runs})", (number,))
+    for table in ("metrics", "summaries", "points", "allocations"):
+        connection.execute(f"DELETE FROM {table} WHERE trial_id IN ({known})", (number,))
+    connection.execute(f"DELETE FROM trials WHERE {which}", (number,))
 
 
 def best(connection: sqlite3.Connection, number: int, *, smaller_is_better: bool) -> tuple[int, float] | None:

@@ -17,6 +17,8 @@ _GIVEN = (
     *("warm_start_checkpoint", "latest_checkpoint", "external_id", "last_activity"),
 )
 
+_LIVE = "state NOT IN ('COMPLETED', 'CANCELED', 'ERROR')"
+
 
 def add(connection: sqlite3.Connection, trial: Trial) -> int:
     """Insert a trial and return its new id (``trial.id`` is ignored)."""
@@ -34,11 +36,7 @@ def get(connection: sqlite3.Connection, number: int, *, derived: bool = False, s
 
 def of_task(connection: sqlite3.Connection, task_id: str) -> Trial | None:
     """Return the trial that a task runs."""
-    row = connection.execute(
-        "SELECT * FROM trials WHERE task_id = ?1 OR id IN (SELECT trial_id FROM allocations WHERE task_id = ?1)",
-        (task_id,),
-    ).fetchone()
-    return None if row is None else _record(row, {})
+    return _one(connection, "task_id = ?1 OR id IN (SELECT trial_id FROM allocations WHERE task_id = ?1)", task_id)
 
 
 def task_ids(connection: sqlite3.Connection, trial: Trial) -> tuple[str, ...]:
@@ -49,41 +47,29 @@ def task_ids(connection: sqlite3.Connection, trial: Trial) -> tuple[str, ...]:
 
 def run_of_trial(connection: sqlite3.Connection, trial_id: int, run_id: int) -> Allocation | None:
     """Return one run of a trial."""
-    row = connection.execute(
-        "SELECT * FROM allocations WHERE trial_id = ? AND run_id = ?", (trial_id, run_id)
-    ).fetchone()
-    return None if row is None else _allocation(row)
+    return next(iter(_allocations(connection, "trial_id = ? AND run_id = ?", trial_id, run_id)), None)
 
 
 def of_request(connection: sqlite3.Connection, experiment_id: int, request_id: str) -> Trial | None:
     """Return the trial with this request id of the searcher."""
-    row = connection.execute(
-        "SELECT * FROM trials WHERE experiment_id = ? AND request_id = ?", (experiment_id, request_id)
-    ).fetchone()
-    return None if row is None else _record(row, {})
+    return _one(connection, "experiment_id = ? AND request_id = ?", experiment_id, request_id)
 
 
 def of_external_id(connection: sqlite3.Connection, experiment_id: int, external_id: str) -> Trial | None:
     """Return the unmanaged trial of this name."""
-    row = connection.execute(
-        "SELECT * FROM trials WHERE experiment_id = ? AND external_id = ?", (experiment_id, external_id)
-    ).fetchone()
-    return None if row is None else _record(row, {})
+    return _one(connection, "experiment_id = ? AND external_id = ?", experiment_id, external_id)
 
 
 def silent(connection: sqlite3.Connection, since: float) -> list[Trial]:
     """List the unmanaged trials that are active and have sent nothing after ``since``."""
-    rows = connection.execute(
-        "SELECT * FROM trials WHERE last_activity IS NOT NULL AND last_activity < ? AND state = 'ACTIVE'", (since,)
-    )
-    return [_record(row, {}) for row in rows.fetchall()]
+    return _listed(connection, "last_activity IS NOT NULL AND last_activity < ? AND state = 'ACTIVE'", since)
 
 
 def of_experiment(connection: sqlite3.Connection, experiment_id: int, *, derived: bool = False) -> list[Trial]:
     """List all trials, oldest first; ``derived`` as for one, without the summary."""
-    rows = connection.execute("SELECT * FROM trials WHERE experiment_id = ? ORDER BY id", (experiment_id,)).fetchall()
     if not derived:
-        return [_record(row, {}) for row in rows]
+        return _listed(connection, "experiment_id = ? ORDER BY id", experiment_id)
+    rows = connection.execute("SELECT * FROM trials WHERE experiment_id = ? ORDER BY id", (experiment_id,)).fetchall()
     which = "IN (SELECT id FROM trials WHERE experiment_id = ?)"
     more = _derived(connection, rows, _smaller(connection, experiment_id), which, experiment_id)
     return [_record(row, each) for row, each in zip(rows, more, strict=True)]
@@ -96,28 +82,19 @@ def with_summaries(connection: sqlite3.Connection, found: Iterable[Trial]) -> li
 
 def of_project(connection: sqlite3.Connection, project_id: int | None) -> list[Trial]:
     """List the trials of the experiments of a project (None: of all), oldest first."""
-    rows = connection.execute(
-        "SELECT t.* FROM trials t JOIN experiments e ON e.id = t.experiment_id "
-        "WHERE ?1 IS NULL OR e.project_id = ?1 ORDER BY t.id",
-        (project_id,),
-    )
-    return [_record(row, {}) for row in rows.fetchall()]
+    of = "SELECT id FROM experiments WHERE ?1 IS NULL OR project_id = ?1"
+    return _listed(connection, f"experiment_id IN ({of}) ORDER BY id", project_id)
 
 
 def live(connection: sqlite3.Connection, experiment_id: int) -> list[Trial]:
     """List the trials that have not ended."""
-    rows = connection.execute(
-        "SELECT * FROM trials WHERE experiment_id = ? AND state NOT IN ('COMPLETED', 'CANCELED', 'ERROR') ORDER BY id",
-        (experiment_id,),
-    )
-    return [_record(row, {}) for row in rows.fetchall()]
+    return _listed(connection, f"experiment_id = ? AND {_LIVE} ORDER BY id", experiment_id)
 
 
 def progress_of_live(connection: sqlite3.Connection, experiment_id: int) -> dict[str, float]:
     """Return how far the trials are that have not ended, by their request ids."""
     rows = connection.execute(
-        "SELECT request_id, coalesce(progress, 0.0) FROM trials "
-        "WHERE experiment_id = ? AND state NOT IN ('COMPLETED', 'CANCELED', 'ERROR') ORDER BY id",
+        f"SELECT request_id, coalesce(progress, 0.0) FROM trials WHERE experiment_id = ? AND {_LIVE} ORDER BY id",
         (experiment_id,),
     )
     return {row[0]: row[1] for row in rows}
@@ -125,18 +102,7 @@ def progress_of_live(connection: sqlite3.Connection, experiment_id: int) -> dict
 
 def erase(connection: sqlite3.Connection, number: int) -> None:
     """Delete a trial with its reports and runs; its checkpoints stay with the experiment."""
-    runs = "SELECT id FROM allocations WHERE trial_id = ?"
-    tasks = "SELECT task_id FROM allocations WHERE trial_id = ?"
-    connection.execute(f"DELETE FROM tokens WHERE allocation_id IN ({runs})", (number,))
-    connection.execute(f"DELETE FROM log_matches WHERE task_id IN ({tasks})", (number,))
-    for table, column in (
-        ("metrics", "trial_id"),
-        ("summaries", "trial_id"),
-        ("points", "trial_id"),
-        ("allocations", "trial_id"),
-        ("trials", "id"),
-    ):
-        connection.execute(f"DELETE FROM {table} WHERE {column} = ?", (number,))
+    experiments.erase_trials(connection, "id = ?", number)
 
 
 def change(connection: sqlite3.Connection, number: int, **columns: Any) -> None:
@@ -172,33 +138,24 @@ def add_allocation(connection: sqlite3.Connection, allocation: Allocation) -> No
 
 def allocation(connection: sqlite3.Connection, name: str) -> Allocation | None:
     """Return one allocation."""
-    row = connection.execute("SELECT * FROM allocations WHERE id = ?", (name,)).fetchone()
-    return None if row is None else _allocation(row)
+    return next(iter(_allocations(connection, "id = ?", name)), None)
 
 
 def newest_allocation(connection: sqlite3.Connection, trial_id: int) -> Allocation | None:
     """Return the latest run of a trial."""
-    row = connection.execute(
-        "SELECT * FROM allocations WHERE trial_id = ? ORDER BY run_id DESC LIMIT 1", (trial_id,)
-    ).fetchone()
-    return None if row is None else _allocation(row)
+    return next(iter(_allocations(connection, "trial_id = ? ORDER BY run_id DESC LIMIT 1", trial_id)), None)
 
 
 def allocations(connection: sqlite3.Connection, *, trial_id: int | None = None) -> list[Allocation]:
     """List all runs of a trial; without one, all allocations that have not ended, oldest first."""
     if trial_id is None:
-        rows = connection.execute("SELECT * FROM allocations WHERE state != 'TERMINATED' ORDER BY created, rowid")
-    else:
-        rows = connection.execute("SELECT * FROM allocations WHERE trial_id = ? ORDER BY run_id", (trial_id,))
-    return [_allocation(row) for row in rows.fetchall()]
+        return _allocations(connection, "state != 'TERMINATED' ORDER BY created, rowid")
+    return _allocations(connection, "trial_id = ? ORDER BY run_id", trial_id)
 
 
 def overdue(connection: sqlite3.Connection, now: float) -> list[Allocation]:
     """List the allocations that should have ended by now."""
-    rows = connection.execute(
-        "SELECT * FROM allocations WHERE state != 'TERMINATED' AND deadline <= ? ORDER BY created, rowid", (now,)
-    )
-    return [_allocation(row) for row in rows.fetchall()]
+    return _allocations(connection, "state != 'TERMINATED' AND deadline <= ? ORDER BY created, rowid", now)
 
 
 def killing(connection: sqlite3.Connection, name: str) -> bool:
@@ -234,6 +191,15 @@ def excluded_tasks(connection: sqlite3.Connection) -> set[str]:
 def _smaller(connection: sqlite3.Connection, experiment_id: int) -> bool:
     config = experiments.config(connection, experiment_id)
     return True if config is None else experiments.smaller_is_better(config)
+
+
+def _listed(connection: sqlite3.Connection, which: str, *values: object) -> list[Trial]:
+    """List trials without what is derived. ``which``: what follows WHERE."""
+    return [_record(row, {}) for row in connection.execute(f"SELECT * FROM trials WHERE {which}", values).fetchall()]
+
+
+def _one(connection: sqlite3.Connection, which: str, *values: object) -> Trial | None:
+    return next(iter(_listed(connection, which, *values)), None)
 
 
 def _record(row: sqlite3.Row, more: dict[str, Any]) -> Trial:
@@ -294,13 +260,17 @@ def _derived(
     return found
 
 
-def _allocation(row: sqlite3.Row) -> Allocation:
-    return record(
-        Allocation,
-        row,
-        state=AllocationState(row["state"]),
-        slots=tuple(loads(row["slots"])),
-        preempt=bool(row["preempt"]),
-        acked=bool(row["acked"]),
-        ready=bool(row["ready"]),
-    )
+def _allocations(connection: sqlite3.Connection, which: str, *values: object) -> list[Allocation]:
+    """List allocations. ``which``: what follows WHERE."""
+    return [
+        record(
+            Allocation,
+            row,
+            state=AllocationState(row["state"]),
+            slots=tuple(loads(row["slots"])),
+            preempt=bool(row["preempt"]),
+            acked=bool(row["acked"]),
+            ready=bool(row["ready"]),
+        )
+        for row in connection.execute(f"SELECT * FROM allocations WHERE {which}", values).fetchall()
+    ]

@@ -10,12 +10,21 @@ import pytest
 from tests.master.det import Det
 from tests.master.engines import ENGINES
 from tests.master.fakes import Sandbox
+from tests.master.world import World
 
 
 @pytest.fixture
 def master(tmp_path: Path) -> Iterator[Sandbox]:
     """A master with two slots whose trials are moved by hand."""
     made = Sandbox(tmp_path / "root")
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> Iterator[World]:
+    """A master in a known state."""
+    made = World(tmp_path / "root")
     yield made
     made.close()
 

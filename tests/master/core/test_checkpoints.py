@@ -18,27 +18,30 @@ from zero_trial.master.store import checkpoints
 
 def save(master: Sandbox, trial_id: int, steps: int, files: tuple[str, ...] = ("weights", "metadata.json")) -> str:
     """What the harness does: files on disk, then a report."""
-    run = master.run_of(trial_id).allocation
     name = str(uuid.uuid4())
     folder = base(master, trial_id) / name
     folder.mkdir(parents=True)
     for file in files:
         (folder / file).write_text("x" * 10)
     master.clock.now += 1
-    master.checkpoints.report(
-        Checkpoint(
-            uuid=name,
-            state=CheckpointState.COMPLETED,
-            trial_id=None,
-            experiment_id=None,
-            task_id=run.task_id,
-            allocation_id=run.id,
-            reported=0.0,
-            metadata={"steps_completed": steps},
-            resources=dict.fromkeys(files, 10),
-        )
-    )
+    master.checkpoints.report(sent(master, trial_id, name, steps, dict.fromkeys(files, 10)))
     return name
+
+
+def sent(master: Sandbox, trial_id: int, name: str, steps: object, resources: dict[str, int]) -> Checkpoint:
+    """The report of a checkpoint of the trial's run."""
+    run = master.run_of(trial_id).allocation
+    return Checkpoint(
+        uuid=name,
+        state=CheckpointState.COMPLETED,
+        trial_id=None,
+        experiment_id=None,
+        task_id=run.task_id,
+        allocation_id=run.id,
+        reported=0.0,
+        metadata={"steps_completed": steps},
+        resources=resources,
+    )
 
 
 def base(master: Sandbox, trial_id: int) -> Path:
@@ -162,20 +165,8 @@ def test_storage_elsewhere_has_no_folder(master: Sandbox) -> None:
 )
 def test_numbers_that_cannot_be_are_refused(master: Sandbox, steps: object, size: int) -> None:
     master.create()
-    run = master.run_of(1).allocation
-    sent = Checkpoint(
-        uuid=str(uuid.uuid4()),
-        state=CheckpointState.COMPLETED,
-        trial_id=None,
-        experiment_id=None,
-        task_id=run.task_id,
-        allocation_id=run.id,
-        reported=0.0,
-        metadata={"steps_completed": steps},
-        resources={"weights": size},
-    )
     with pytest.raises(Invalid, match="whole number"):
-        master.checkpoints.report(sent)
+        master.checkpoints.report(sent(master, 1, str(uuid.uuid4()), steps, {"weights": size}))
     assert master.trials.get(1).latest_checkpoint is None
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,13 +11,6 @@ from zero_trial.errors import ZeroTrialError
 from zero_trial.master.core.lifecycle import unmanaged_state
 from zero_trial.master.core.unmanaged import LOST_SECONDS
 from zero_trial.master.records import CheckpointState, Conflict, ExperimentState, Invalid, NotFound, TrialState
-
-
-@pytest.fixture
-def world(tmp_path: Path) -> Iterator[World]:
-    made = World(tmp_path / "root")
-    yield made
-    made.close()
 
 
 @pytest.fixture

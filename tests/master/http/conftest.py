@@ -5,7 +5,6 @@ from __future__ import annotations
 import http.client
 import json
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,13 +12,6 @@ import pytest
 from tests.master.world import TASK_TOKEN, USER_TOKEN, World
 from zero_trial.master.http import listen
 from zero_trial.master.http.server import HttpServer, Timeouts
-
-
-@pytest.fixture
-def world(tmp_path: Path) -> Iterator[World]:
-    made = World(tmp_path / "root")
-    yield made
-    made.close()
 
 
 @pytest.fixture

@@ -114,12 +114,18 @@ def _length(headers: Mapping[str, str]) -> int | None:
 
 
 class Reader:
-    """Reads requests off one socket, each read with the time that is left until a deadline."""
+    """Reads requests off one socket, each read with the time that is left until a deadline.
+
+    Attributes:
+        heard: when something came, at first when it was made.
+        body_taken: whether nothing is left of the newest request's body.
+    """
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
         self._buffer = bytearray()
-        self.heard = time.monotonic()  # when something came, at first when it was made
+        self.heard = time.monotonic()
+        self.body_taken = False
 
     @property
     def waiting(self) -> bool:
@@ -136,16 +142,26 @@ class Reader:
         if not self._buffer:
             self._receive(time.monotonic() + idle, _MAX_HEAD)
         block = self._until(b"\r\n\r\n", _MAX_HEAD, time.monotonic() + seconds, 431)
-        return parse_head(block.lstrip(b"\r\n"))
+        head = parse_head(block.lstrip(b"\r\n"))
+        self.body_taken = head.length == 0
+        return head
 
     def body(self, head: RequestHead, limit: int) -> bytes | bytearray:
-        """Read the body, at most ``limit`` bytes. Raises BadRequest (413, 408) and Gone."""
+        """Read the body, at most ``limit`` bytes; empty if it was read. Raises BadRequest (413,
+        408) and Gone.
+        """
+        if self.body_taken:
+            return b""
+        if head.headers.get("expect", "").lower() == "100-continue" and (head.length or 0) <= limit:
+            self._sock.sendall(b"HTTP/1.1 100 Continue\r\n\r\n")
         if head.length is None:
-            return self._chunked(limit)
-        if head.length > limit:
+            body = self._chunked(limit)
+        elif head.length > limit:
             raise BadRequest(413, f"the body has {head.length} bytes, at most {limit} are accepted here")
-        deadline = time.monotonic() + 10 + head.length / _SLOWEST
-        return self._exactly(head.length, deadline)
+        else:
+            body = self._exactly(head.length, time.monotonic() + 10 + head.length / _SLOWEST)
+        self.body_taken = True
+        return body
 
     def _chunked(self, limit: int) -> bytearray:
         body = bytearray()
@@ -253,19 +269,18 @@ class Connection:
             self._linger()
             return False
         self.waits = False
-        body = _Body(self._reader, self._sock, head)
         try:
-            answer = self._handler(head, lambda limit: self._awaited(lambda: body.read(limit)))
+            answer = self._handler(head, lambda limit: self._awaited(lambda: self._reader.body(head, limit)))
         except BadRequest as error:
             answer = failure(error.status, str(error), close=True)
-        keep = head.keep_alive and body.taken and not (isinstance(answer, Response) and answer.close)
+        keep = head.keep_alive and self._reader.body_taken and not (isinstance(answer, Response) and answer.close)
         log.debug("%s %s -> %d", head.method, head.path, answer.status)
         if isinstance(answer, StreamingResponse):
             with contextlib.closing(answer):
                 keep = self._stream(answer, head.method) and keep
         else:
             self._send(answer, keep=keep, method=head.method)
-        if not body.taken:
+        if not self._reader.body_taken:
             self._linger()
         self._wait()
         return keep
@@ -354,25 +369,6 @@ class Connection:
                 self._sock.settimeout(left)
                 if not self._sock.recv(_PIECE):
                     return
-
-
-class _Body:
-    """Reads a request's body when the handler needs it, and records whether all of it was read."""
-
-    def __init__(self, reader: Reader, sock: socket.socket, head: RequestHead) -> None:
-        self._reader = reader
-        self._sock = sock
-        self._head = head
-        self.taken = head.length == 0
-
-    def read(self, limit: int) -> bytes | bytearray:
-        if self.taken:
-            return b""
-        if self._head.headers.get("expect", "").lower() == "100-continue" and (self._head.length or 0) <= limit:
-            self._sock.sendall(b"HTTP/1.1 100 Continue\r\n\r\n")
-        body = self._reader.body(self._head, limit)
-        self.taken = True
-        return body
 
 
 class HttpServer:

@@ -58,17 +58,17 @@ def test_each_token_speaks_for_one(world: World) -> None:
 
 
 def test_a_login_gives_a_token_that_works_and_expires(world: World) -> None:
-    kept: list[float | None] = []
-    add = world.accounts.add_token
-    world.accounts.add_token = lambda token, user, expires=None: (kept.append(expires), add(token, user, expires))[1]  # type: ignore[method-assign]
     world.accounts.add_user("somebody", auth.client_hash("word"), admin=False)
     user, token = world.accounts.login("somebody", "word", is_hashed=False)
     assert world.accounts.identify(token, None) == auth.Principal(user=user)
     with world.state.database.reading() as connection:
         assert token not in [row[0] for row in connection.execute("SELECT digest FROM tokens")]
-    assert kept[0] is not None
     with pytest.raises(PermissionDenied):
         world.accounts.login("somebody", "word", is_hashed=True)
+    world.clock.now += 30 * 24 * 3600.0 - 1
+    assert world.accounts.identify(token, None) is not None
+    world.clock.now += 1
+    assert world.accounts.identify(token, None) is None
 
 
 def test_a_deactivated_user_cannot_log_in(world: World) -> None:

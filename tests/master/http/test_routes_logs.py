@@ -55,6 +55,14 @@ def test_a_level_at_the_beginning_of_a_line_is_no_part_of_it(user: Any, world: W
     assert second.log == "it says ERROR: x" and second.message.endswith(" || it says ERROR: x\n")
 
 
+def test_a_level_that_is_none_cannot_forge_a_line_or_change_the_terminal(user: Any, ask: Ask) -> None:
+    line = {"taskId": "task-2", "log": "hello", "level": "\x1b]0;x\x07\n[rank=0] || forged"}
+    assert ask("POST", "/api/v1/task/logs", user=USER_TOKEN, body={"logs": [line]})[0] == 200
+    (found,) = api.trial_logs(user, 2)
+    assert found.message.endswith("|| INFO: hello\n") and found.level is bindings.v1LogLevel.INFO
+    assert found.message.count("\n") == 1 and found.message.isascii() and "\x1b" not in found.message
+
+
 def test_lines_of_the_master_have_a_level_and_no_container(user: Any, world: World) -> None:
     world.state.log_to_trial(2, "it waits", "WARNING")
     (found,) = api.trial_logs(user, 2)

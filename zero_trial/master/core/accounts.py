@@ -12,7 +12,6 @@ import hashlib
 import hmac
 import json
 import secrets
-import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -205,7 +204,7 @@ class AccountService:
     def grant(self, user: User, *, lasts: float | None) -> str:
         """Make a token of a user, good for ``lasts`` seconds (None: until it is dropped)."""
         token = new_token()
-        self.add_token(digest(token), user.id, None if lasts is None else time.time() + lasts)
+        self.add_token(digest(token), user.id, None if lasts is None else self._state.clock() + lasts)
         return token
 
     # -- the local user

@@ -103,9 +103,10 @@ def _shared(line: LogLine) -> Dict:
     text = "\0".join(strip_control(part) for part in line.message.split("\0"))
     rank = "" if line.rank is None else f"[rank={line.rank}] "
     text = shown = text.removeprefix(rank)
+    level = line.level if line.level in _LEVELS else "INFO"  # trials send any text
     found = None if line.has_level else _WRITTEN_LEVEL.match(text)
     if line.has_level:
-        shown = f"{line.level}: {text}"
+        shown = f"{level}: {text}"
     elif found is not None:
         text = text[found.end() :]
         shown = f"{found[1]}: {text}"
@@ -117,7 +118,7 @@ def _shared(line: LogLine) -> Dict:
         "log": text,
         "agentId": line.agent_id or None,
         "containerId": line.container_id or None,
-        "level": f"LOG_LEVEL_{line.level if line.level in _LEVELS else 'INFO'}",
+        "level": f"LOG_LEVEL_{level}",
         "rankId": line.rank,
         "source": line.source,
         "stdtype": line.stdtype,

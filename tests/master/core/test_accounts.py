@@ -6,8 +6,10 @@ import hashlib
 import json
 import stat
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from threading import Barrier
 
 import pytest
 
@@ -15,7 +17,7 @@ from tests.master.fakes import Sandbox
 from tests.master.world import TASK_TOKEN, USER_TOKEN, World, allocation
 from zero_trial.master.core import accounts as auth
 from zero_trial.master.core.accounts import digest, new_token
-from zero_trial.master.records import Invalid, NotFound, PermissionDenied, User
+from zero_trial.master.records import Conflict, Invalid, NotFound, PermissionDenied, ServiceError, User
 
 
 @pytest.fixture
@@ -69,6 +71,24 @@ def test_a_login_gives_a_token_that_works_and_expires(world: World) -> None:
     assert world.accounts.identify(token, None) is not None
     world.clock.now += 1
     assert world.accounts.identify(token, None) is None
+
+
+def test_of_two_users_of_one_name_that_come_at_once_one_is_refused(world: World) -> None:
+    together = Barrier(4)
+
+    def add(_: int) -> str:
+        together.wait()
+        try:
+            return world.accounts.add_user("ada", "hash", admin=False).name
+        except ServiceError as error:
+            return error.what
+
+    with ThreadPoolExecutor(4) as threads:
+        said = sorted(threads.map(add, range(4)))
+    assert said == ["ada", *["user 'ada' exists already"] * 3]
+    other = world.accounts.add_user("eve", "hash", admin=False)
+    with pytest.raises(Conflict, match="exists already"):
+        world.accounts.put_user(replace(other, name="ada"))
 
 
 def test_a_deactivated_user_cannot_log_in(world: World) -> None:

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from zero_trial.master.core.state import MasterState
-from zero_trial.master.records import Allocation, AllocationState, Invalid, PermissionDenied, User, existing
+from zero_trial.master.records import Allocation, AllocationState, Conflict, Invalid, PermissionDenied, User, existing
 from zero_trial.master.store import accounts, trials
 from zero_trial.util.files import write_atomic
 
@@ -131,8 +131,12 @@ class AccountService:
         return self._state.read(accounts.users)
 
     def put_user(self, user: User) -> User:
-        """Insert (id 0) or replace; returns the user with its id."""
+        """Insert (id 0) or replace; returns the user with its id. Raises Conflict for a name that
+        another user has."""
         with self._state.database.transaction() as connection:
+            known = accounts.user(connection, user.name)
+            if known is not None and known.id != user.id:
+                raise Conflict(f"user {user.name!r} exists already")
             number = accounts.put_user(connection, user)
             return existing(accounts.user_by_id(connection, number), f"user {user.id}")
 

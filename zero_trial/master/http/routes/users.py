@@ -85,8 +85,6 @@ def _patch(request: Request) -> Response:
     if body.get("remote") or not _runs_trials(body.get("agentUserGroup")):
         raise Unsupported("users have no agent user or single sign-on here: trials run as the user who runs the master")
     changed = _changed(user, body)
-    if changed.name != user.name and request.master.accounts.user(changed.name) is not None:
-        raise Conflict(f"user {changed.name!r} exists already")
     if changed.name != user.name and user.name == LOCAL_USER:
         raise Conflict(f"{LOCAL_USER!r} keeps its name: Determined's clients log in as this user by default")
     if own and not (changed.active and changed.admin) and user.admin:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from zero_trial.report import page
 from zero_trial.report.curves import most_of_each, thinned
@@ -201,45 +202,27 @@ def _columns(report: SweepReport, trials: Sequence[TrialReport], name: Name) -> 
         ),
         (report.unit, "num", lambda t: _cell(str(t.steps), t.steps, "num")),
     ]
-    for axis in report.axes:
-        found.append((axis.name.rpartition(".")[2], "num", _value_cell(axis.name)))
-    if any(trial.throughput for trial in trials):
-        found.append(
-            (
-                report.throughput_unit,
-                "num",
-                lambda t: _cell(
-                    bar(t.throughput, fastest, format_count(t.throughput) if t.throughput else "–"), t.throughput, "num"
-                ),
-            )
-        )
-    if any(trial.memory.planned for trial in trials):
-        found.append(
-            (
-                "memory planned",
-                "num",
-                lambda t: _cell(bar(t.memory.planned, widest, format_bytes(t.memory.planned)), t.memory.planned, "num"),
-            )
-        )
-    if any(trial.memory.measured for trial in trials):
-        found.append(
-            (
-                "measured",
-                "num",
-                lambda t: _cell(
-                    bar(t.memory.measured, widest, format_bytes(t.memory.measured)), t.memory.measured, "num"
-                ),
-            )
-        )
-    if any(trial.seconds for trial in trials):
-        found.append(("time", "num", lambda t: _cell(format_duration(t.seconds), t.seconds, "num")))
-    if any(trial.restarts for trial in trials):
-        found.append(("restarts", "num", lambda t: _cell(str(t.restarts), t.restarts, "num")))
+    found += [(axis.name.rpartition(".")[2], "num", _value_cell(axis.name)) for axis in report.axes]
+    measured: tuple[tuple[str, Callable[[TrialReport], Any], Callable[[Any], str], float], ...] = (
+        (report.throughput_unit, lambda t: t.throughput, lambda speed: format_count(speed) if speed else "–", fastest),
+        ("memory planned", lambda t: t.memory.planned, format_bytes, widest),
+        ("measured", lambda t: t.memory.measured, format_bytes, widest),
+        ("time", lambda t: t.seconds, format_duration, 0.0),
+        ("restarts", lambda t: t.restarts, str, 0.0),
+    )
+    for title, value, shown, longest in measured:
+        if any(map(value, trials)):
+            found.append((title, "num", _bar_cell(value, shown, longest)))
     return found
 
 
 def _value_cell(name: str) -> Cell:
     return lambda trial: _cell(_short(trial.point[name]) if name in trial.point else "–", trial.point.get(name), "num")
+
+
+def _bar_cell(value: Callable[[TrialReport], Any], shown: Callable[[Any], str], longest: float) -> Cell:
+    """Return the cell of a number with a bar under it, unless ``longest`` is 0."""
+    return lambda trial: _cell(bar(value(trial), longest, shown(value(trial))), value(trial), "num")
 
 
 def _short(value: object) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import datetime
+from datetime import datetime, timezone
 from enum import Enum
 from typing import Any, TypeVar
 
@@ -537,12 +537,22 @@ class Unsupported(ServiceError):
     """Determined can do this, this master cannot (501); the message says what to do instead."""
 
 
+def read_date(text: str) -> float | None:
+    """Return a time or a day in seconds since the epoch, in UTC where it names no zone; None for
+    any other text.
+    """
+    try:
+        found = datetime.fromisoformat(text.strip().replace("Z", "+00:00").replace("z", "+00:00"))
+        return (found if found.tzinfo else found.replace(tzinfo=timezone.utc)).timestamp()
+    except (ValueError, OverflowError):
+        return None
+
+
 def parse_time(text: str, name: str) -> float:
     """Return an RFC 3339 time in seconds since the epoch. Raises Invalid."""
-    try:
-        seconds = datetime.fromisoformat(text.strip().replace("Z", "+00:00").replace("z", "+00:00")).timestamp()
-    except (ValueError, OverflowError):
-        raise Invalid(f"{name} must be a time such as 2026-01-31T12:00:00Z", got=repr(text)[:60]) from None
+    seconds = read_date(text)
+    if seconds is None:
+        raise Invalid(f"{name} must be a time such as 2026-01-31T12:00:00Z", got=repr(text)[:60])
     if not EARLIEST <= seconds <= LATEST:
         raise Invalid(f"{name} must be a time in the years 1 to 9999 of UTC", got=repr(text)[:60])
     return seconds

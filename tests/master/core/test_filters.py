@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from zero_trial.master.core.filters import Column, flatten, read_date, read_filter, sort_rows
-from zero_trial.master.records import Invalid
+from zero_trial.master.core.filters import Column, flatten, read_filter, sort_rows
+from zero_trial.master.records import Invalid, read_date
 
 NOON = 1_700_000_000.0  # 2023-11-14T22:13:20Z
 

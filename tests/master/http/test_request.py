@@ -258,6 +258,16 @@ def test_a_moment_is_rfc_3339() -> None:
         parse_time("yesterday", "timestampAfter")
 
 
+def test_a_time_without_a_zone_is_in_utc_on_every_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TZ", "Asia/Tokyo")
+    time.tzset()
+    try:
+        assert parse_time("1970-01-01T00:00:01", "reportTime") == 1.0
+    finally:
+        monkeypatch.undo()
+        time.tzset()
+
+
 @pytest.mark.parametrize("text", ["9999-12-31T23:59:59-12:00", "0001-01-01T00:00:00+00:01"])
 def test_a_moment_can_be_written_in_utc(text: str) -> None:
     with pytest.raises(Invalid, match="years 1 to 9999"):

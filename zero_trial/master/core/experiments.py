@@ -352,17 +352,12 @@ class ExperimentService:
             if patch.name is not None:
                 _check_name(config)
             _check_size(config)
-            columns: dict[str, Any] = {"config": config}
-            for name in ("name", "description", "notes"):
-                value = getattr(patch, name)
-                if value is not None:
-                    columns[name] = value
-            if patch.labels is not None:
-                columns["labels"] = list(patch.labels)
+            names = ("name", "description", "notes", "labels")
+            columns = {name: value for name in names if (value := getattr(patch, name)) is not None}
             if patch.gc_policy is not None and found.state.final:
                 columns["collect"] = 1
                 tx.collect_garbage()
-            experiments.change(tx.connection, experiment_id, **columns)
+            experiments.change(tx.connection, experiment_id, config=config, **columns)
             if patch.resources is not None:
                 tx.reschedule()
             after = experiments.get(tx.connection, experiment_id)
@@ -462,13 +457,8 @@ def _labels(there: Sequence[str], patch: ExperimentPatch) -> list[str] | None:
 
 def _patched(config: Mapping[str, Any], patch: ExperimentPatch) -> dict[str, Any]:
     """Return the config with the patch applied, so that later trials see it."""
-    merged = dict(config)
-    if patch.name is not None:
-        merged["name"] = patch.name
-    if patch.description is not None:
-        merged["description"] = patch.description
-    if patch.labels is not None:
-        merged["labels"] = list(patch.labels)
+    names = ("name", "description", "labels")
+    merged = {**config, **{name: value for name in names if (value := getattr(patch, name)) is not None}}
     if patch.resources is not None:
         merged["resources"] = {**(config.get("resources") or {}), **_checked(patch.resources)}
     if patch.gc_policy is not None:

@@ -20,10 +20,9 @@ import math
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime, timezone
 from typing import Any, TypeVar
 
-from zero_trial.master.records import Invalid, Json, as_number
+from zero_trial.master.records import Invalid, Json, as_number, read_date
 
 Test = Callable[[Any], bool]
 R = TypeVar("R")
@@ -229,17 +228,6 @@ def _read_number(text: str) -> float | str:
 
 def _bool(value: Any) -> bool | None:
     return value if isinstance(value, bool) else None
-
-
-def read_date(text: str) -> float | None:
-    """Return a time or a day in seconds since the epoch, in UTC where it names no zone; None for
-    any other text.
-    """
-    try:
-        found = datetime.fromisoformat(text.strip().replace("Z", "+00:00").replace("z", "+00:00"))
-        return (found if found.tzinfo else found.replace(tzinfo=timezone.utc)).timestamp()
-    except (ValueError, OverflowError):
-        return None
 
 
 def _metric(name: str, where: str) -> Callable[[Any], Any]:

@@ -190,15 +190,9 @@ def _update_jobs(request: Request) -> Response:
 # -- what the answers contain, in the shapes of Determined's bindings
 
 _EMPTY_TEXTS = (
-    *(
-        "agentDockerImage",
-        "agentDockerNetwork",
-        "agentDockerRuntime",
-        "agentFluentImage",
-        "clusterName",
-        "containerStartupScript",
-    ),
-    *("imageId", "instanceType", "location", "masterCertName", "masterUrl", "startupScript", "accelerator"),
+    *("agentDockerImage", "agentDockerNetwork", "agentDockerRuntime", "agentFluentImage", "clusterName", "imageId"),
+    *("containerStartupScript", "startupScript", "instanceType", "location", "masterCertName", "masterUrl"),
+    "accelerator",
 )
 
 

@@ -29,6 +29,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks import record
 from zero_trial.experiment.changes import read_words
 from zero_trial.launch.experiment import RunRequest, check_run
+from zero_trial.launch.hosts import PlacementRequest
 from zero_trial.preflight.compare import PlannedMachine
 from zero_trial.tune.search import SearchSettings, TuneSearch
 from zero_trial.tune.space import (
@@ -96,7 +97,9 @@ def main() -> int:
 def _compare(name: str, steps: int, again: int, *, quick: bool) -> dict[str, Any]:
     """Return the row of one model."""
     words = read_words(str(ROOT / word) if "/" in word else word for word in MODELS[name])
-    request = RunRequest(words.experiment_path, words.model_dir, slots=2, changes=words.changes)
+    request = RunRequest(
+        words.experiment_path, words.model_dir, changes=words.changes, placement=PlacementRequest(slots=2)
+    )
     # the stages of a pipeline differ little on the CPU, and its schedules much
     facts = facts_of(check_run(request, os.environ), keep=(STAGE,) if name == "pipeline" else (), vary={})
     own, machine = own_way(facts), PlannedMachine("cpu", None, asked=True, one_host=True, one_of_many=True)

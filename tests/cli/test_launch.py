@@ -9,7 +9,7 @@ import pytest
 
 from zero_trial.cli.launch import REFUSED, WITHOUT_EFFECT, request_from
 from zero_trial.cli.main import build_parser, main
-from zero_trial.launch.placement import PlacementRequest
+from zero_trial.launch.hosts import PlacementRequest
 from zero_trial.launch.script import ScriptRequest
 
 

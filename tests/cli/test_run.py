@@ -12,7 +12,7 @@ from zero_trial.cli import run
 from zero_trial.cli.main import build_parser, main
 from zero_trial.cli.run import newest_run, request_from, start_lines
 from zero_trial.launch.experiment import RunRequest, check_run
-from zero_trial.launch.placement import PlacementRequest
+from zero_trial.launch.hosts import PlacementRequest
 from zero_trial.runs.layout import RunFolder
 
 
@@ -30,7 +30,7 @@ def test_a_lock_needs_no_model_folder():
 
 def test_all_options():
     request = parse("c.yaml m --slots 4 --seed 9 --run-dir r --nnodes 2 --node-rank 1 --master_addr h --master-port 7")
-    assert (request.slots, request.seed, request.run_dir) == (4, 9, Path("r"))
+    assert (request.seed, request.run_dir) == (9, Path("r"))
     assert request.placement == PlacementRequest(slots=4, nnodes="2", node_rank=1, master_addr="h", master_port=7)
     assert parse("--resume runs/0001").resume == Path("runs/0001")
 
@@ -73,13 +73,13 @@ def test_the_newest_run_of_this_folder(tmp_path: Path, monkeypatch: pytest.Monke
         make_run(tmp_path / "runs" / name)
     assert newest_run(Path("runs")) == Path("runs/0010")
     assert main(["resume"]) == 0
-    assert (asked[0].resume, asked[0].experiment_path, asked[0].slots) == (Path("runs/0010"), None, None)
+    assert (asked[0].resume, asked[0].experiment_path, asked[0].placement.slots) == (Path("runs/0010"), None, None)
 
 
 def test_a_named_run_on_other_slots(tmp_path: Path, asked: list, capsys: pytest.CaptureFixture[str]) -> None:
     folder = make_run(tmp_path / "mine", "preempted")
     assert main(["resume", str(folder), "--slots", "4"]) == 0
-    assert (asked[0].resume, asked[0].slots) == (folder, 4)
+    assert (asked[0].resume, asked[0].placement.slots) == (folder, 4)
     assert capsys.readouterr().out == ""
 
 

@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
-from zero_trial.launch.agent import AgentCommand, RankProgram, tail
 from zero_trial.launch.hosts import RendezvousSpec
+from zero_trial.launch.supervisor import AgentCommand, RankProgram, tail
 
 
 def test_a_module_on_two_ranks():

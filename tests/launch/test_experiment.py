@@ -12,7 +12,7 @@ import yaml
 
 from zero_trial.errors import ConfigError
 from zero_trial.launch.experiment import RunRequest, check_run, read_summary, repeat_command, write_report
-from zero_trial.launch.placement import PlacementRequest
+from zero_trial.launch.hosts import PlacementRequest
 from zero_trial.runs.layout import RunFolder
 
 ROOT = Path(__file__).parents[2]
@@ -49,7 +49,9 @@ def test_a_good_experiment(project: Path):
 def test_slots_and_seed_of_the_command_line_win(project: Path):
     changes = {"reproducibility": {"experiment_seed": 3}}
     assert check_run(request(project, changes), {"CUDA_VISIBLE_DEVICES": ""}).seed == 3
-    checked = check_run(request(project, changes, slots=4, seed=9), {"CUDA_VISIBLE_DEVICES": ""})
+    checked = check_run(
+        request(project, changes, placement=PlacementRequest(slots=4), seed=9), {"CUDA_VISIBLE_DEVICES": ""}
+    )
     assert (checked.ranks, checked.seed) == (4, 9)
     assert checked.batch is not None and checked.batch.batch.micro_batch_size == 2
 
@@ -74,7 +76,7 @@ def test_several_hosts_count_all_ranks(project: Path):
         ({}, {"model_dir": Path("nowhere")}, "MODEL_DIR: there is no such folder: got nowhere"),
         ({}, {"experiment_path": Path("nowhere.yaml")}, "nowhere.yaml: cannot be read"),
         ({}, {"experiment_path": None}, "there is no experiment to run"),
-        ({}, {"slots": 3}, "8"),  # 8 samples cannot be shared by 3 ranks
+        ({}, {"placement": PlacementRequest(slots=3)}, "8"),  # 8 samples cannot be shared by 3 ranks
     ],
 )
 def test_refusals(changes: dict[str, Any], more: dict[str, Any], message: str, project: Path):

@@ -6,8 +6,7 @@ import pytest
 
 from zero_trial.errors import ConfigError
 from zero_trial.launch.environment import HostDevices
-from zero_trial.launch.hosts import HostPlan, RendezvousSpec
-from zero_trial.launch.placement import HostPlacement, PlacementRequest, place
+from zero_trial.launch.hosts import HostPlacement, HostPlan, PlacementRequest, RendezvousSpec, place
 
 CPU = HostDevices(cores=4, gpus=0)
 TWO_GPUS = HostDevices(cores=16, gpus=2)

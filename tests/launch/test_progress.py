@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from zero_trial.launch.summary import event_line, training_line
+from zero_trial.launch.screen import event_line, training_line
 
 
 def test_a_training_line():

@@ -12,9 +12,7 @@ import pytest
 
 from tests.support.pool import free_port
 from zero_trial.errors import ConfigError
-from zero_trial.launch.environment import gloo_interface
-from zero_trial.launch.hosts import HostPlan, RendezvousSpec
-from zero_trial.launch.placement import PlacementRequest
+from zero_trial.launch.hosts import HostPlan, PlacementRequest, RendezvousSpec, gloo_interface
 from zero_trial.launch.script import ScriptRequest, launch_script, read_hostfile, remote_command, wants_local_rank
 
 

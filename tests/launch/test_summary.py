@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from zero_trial.launch.summary import done_line, summary_lines
-
-REPEAT = "zero-trial run runs/0001/config.lock.yaml"
+from zero_trial.launch.screen import done_line
 
 
 def test_a_whole_summary():
@@ -21,23 +19,22 @@ def test_a_whole_summary():
         "xz_bits_per_byte": 2.31,
         "peak_memory_bytes": [60 * 2**20, 61 * 2**20],
     }
-    assert summary_lines(summary, REPEAT) == [
-        "done    41 s · val_bits_per_byte 8.04 -> 3.123 (unigram 4.61, xz 2.31) · 9.81k tok/s · peak 61.0 MiB/rank · 2 ranks · ZeRO-2 · seed 7",
-        f"repeat  {REPEAT}",
-    ]
+    assert done_line(summary) == (
+        "done    41 s · val_bits_per_byte 8.04 -> 3.123 (unigram 4.61, xz 2.31) · 9.81k tok/s · peak 61.0 MiB/rank · 2 ranks · ZeRO-2 · seed 7"
+    )
 
 
 def test_nothing_is_made_up():
-    assert summary_lines({}, REPEAT)[0] == "done    finished"
+    assert done_line({}) == "done    finished"
     assert (
-        summary_lines({"train_seconds": 7200, "final_validation": {"acc": 0.5}, "ranks": 1}, REPEAT)[0]
+        done_line({"train_seconds": 7200, "final_validation": {"acc": 0.5}, "ranks": 1})
         == "done    2:00:00 · acc 0.5 · 1 rank"
     )
 
 
 def test_what_was_measured_once_has_not_moved():
     once = {"initial_validation": {"acc": 0.5}, "final_validation": {"acc": 0.5}}
-    assert summary_lines(once, REPEAT)[0] == "done    finished · acc 0.5"
+    assert done_line(once) == "done    finished · acc 0.5"
 
 
 def test_live_tensors_stand_beside_their_plan():
@@ -45,10 +42,10 @@ def test_live_tensors_stand_beside_their_plan():
     about."""
     measured = {"memory_measured_peak_bytes": 30 * 2**20, "ranks": 2}
     planned = {"memory_planned_bytes": 31 * 2**20, "memory_plan_error_percent": 3.33}
-    line = summary_lines(measured | planned, REPEAT)[0]
+    line = done_line(measured | planned)
     assert line == "done    finished · tensors 30.0 MiB/rank (planned 31.0 MiB, error +3.3 %) · 2 ranks"
-    assert summary_lines(measured, REPEAT)[0] == "done    finished · tensors 30.0 MiB/rank · 2 ranks"
-    assert summary_lines(planned, REPEAT)[0] == "done    finished"
+    assert done_line(measured) == "done    finished · tensors 30.0 MiB/rank · 2 ranks"
+    assert done_line(planned) == "done    finished"
 
 
 def test_baselines_are_figures_of_the_same_quantity():

@@ -18,9 +18,8 @@ import pytest
 from tests.launch.programs import LIMIT, QUICK, Silent, child_environment, write_program, zero_trial
 from tests.launch.test_end_to_end import read_summary, write_project
 from tests.support.pool import free_port
-from zero_trial.launch.agent import AgentCommand, RankProgram
 from zero_trial.launch.hosts import RendezvousSpec
-from zero_trial.launch.supervisor import LaunchResult, Supervisor, is_running
+from zero_trial.launch.supervisor import AgentCommand, LaunchResult, RankProgram, Supervisor, is_running
 from zero_trial.runs.records import read_ranks
 
 # Both namespaces have a loopback of their own, so ranks that tried to meet there would never find

@@ -165,7 +165,7 @@ def _handle(options: argparse.Namespace) -> int:
 
 def request_from(options: argparse.Namespace) -> Any:
     """Return the ScriptRequest that the options describe."""
-    from zero_trial.launch.placement import PlacementRequest
+    from zero_trial.launch.hosts import PlacementRequest
     from zero_trial.launch.script import ScriptRequest, read_hostfile
     from zero_trial.stand_in.deepspeed_table import asked_for
 

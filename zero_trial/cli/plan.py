@@ -81,14 +81,13 @@ def planned_request(options: argparse.Namespace) -> RunRequest:
     """Return the trial that ``add_planned`` names."""
     from zero_trial.experiment.changes import read_words
     from zero_trial.launch.experiment import RunRequest
-    from zero_trial.launch.placement import PlacementRequest
+    from zero_trial.launch.hosts import PlacementRequest
 
     words = read_words(given_words(options))
     return RunRequest(
         experiment_path=words.experiment_path,
         model_dir=words.model_dir,
         changes=words.changes,
-        slots=options.slots,
         placement=PlacementRequest(slots=options.slots),
     )
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
+import time
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -77,11 +79,12 @@ def _handle(options: argparse.Namespace) -> int:
 
 
 def _train(request: RunRequest, *, as_json: bool) -> int:
-    from zero_trial.launch.experiment import read_summary, repeat_command, run_experiment, timed_check_run
-    from zero_trial.launch.screen import Screen
-    from zero_trial.launch.summary import summary_lines
+    from zero_trial.launch.experiment import check_run, read_summary, repeat_command, run_experiment
+    from zero_trial.launch.screen import Screen, done_line
 
-    checked, seconds = timed_check_run(request)
+    start = time.perf_counter()
+    checked = check_run(request, os.environ)
+    seconds = time.perf_counter() - start
     screen = Screen(sys.stderr if as_json else sys.stdout, quiet=as_json)
     for line in start_lines(checked, seconds):
         screen.say(line)
@@ -91,8 +94,9 @@ def _train(request: RunRequest, *, as_json: bool) -> int:
         cause = outcome.cause.headline if outcome.cause else None
         print(json.dumps({"run": str(folder), "exit_code": outcome.exit_code, "error": cause, "summary": summary}))
         return outcome.exit_code
-    for line in summary_lines(summary, repeat_command(folder)) if summary else ():
-        screen.say(line)
+    if summary:
+        screen.say(done_line(summary))
+        screen.say(f"repeat  {repeat_command(folder)}")
     code = report_outcome(outcome, folder, sys.stderr)
     if code == ExitStatus.PREEMPTED:
         screen.say(f"resume  zero-trial resume {shown(folder)}")
@@ -103,7 +107,7 @@ def request_from(options: argparse.Namespace) -> RunRequest:
     """Return the request that the options describe."""
     from zero_trial.experiment.changes import read_words
     from zero_trial.launch.experiment import RunRequest
-    from zero_trial.launch.placement import PlacementRequest
+    from zero_trial.launch.hosts import PlacementRequest
     from zero_trial.launch.script import read_hostfile
 
     hostfile, name = read_hostfile(options.hostfile) if options.hostfile else (None, "")
@@ -112,7 +116,6 @@ def request_from(options: argparse.Namespace) -> RunRequest:
         experiment_path=words.experiment_path,
         model_dir=words.model_dir,
         changes=words.changes,
-        slots=options.slots,
         seed=options.seed,
         run_dir=options.run_dir,
         resume=options.resume,
@@ -181,13 +184,13 @@ def add_resume_parser(subparsers: Any) -> None:
 def _resume(options: argparse.Namespace) -> int:
     """Go on with the named run, or the newest one."""
     from zero_trial.launch.experiment import RunRequest
-    from zero_trial.launch.placement import PlacementRequest
+    from zero_trial.launch.hosts import PlacementRequest
 
     folder = _given_run(options.run) if options.run is not None else newest_run(_RUNS)
     if RunFolder(folder).status() is RunStatus.COMPLETED:
         return _say_complete(folder, as_json=options.json)
     placement = PlacementRequest(slots=options.slots)
-    return _train(RunRequest(slots=options.slots, resume=folder, placement=placement), as_json=options.json)
+    return _train(RunRequest(resume=folder, placement=placement), as_json=options.json)
 
 
 def _say_complete(folder: Path, *, as_json: bool) -> int:

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from zero_trial.errors import ConfigError
-from zero_trial.launch.hosts import HostPlan, RendezvousSpec
 
 _GPU_FILES = Path("/dev")
 
@@ -119,21 +118,6 @@ _OUTER_RUN = frozenset(
         *("TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS"),
     ]
 )
-
-
-def host_environment(plan: HostPlan, threads: int) -> dict[str, str]:
-    """Return the environment of a host's ranks: threads, gloo's interface, and the GPUs that were
-    chosen."""
-    env = rank_environment(os.environ, threads=threads, interface=gloo_interface(plan.rendezvous))
-    if plan.visible:
-        env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, plan.visible))
-    return env
-
-
-def gloo_interface(rendezvous: RendezvousSpec) -> str | None:
-    """Return the interface for gloo: loopback on one host, else the one towards the meeting
-    point."""
-    return loopback() if rendezvous.single else interface_towards(rendezvous.meeting_host)
 
 
 def host_names() -> list[str]:

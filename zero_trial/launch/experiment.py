@@ -7,7 +7,6 @@ import contextlib
 import json
 import os
 import shlex
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,12 +28,10 @@ from zero_trial.experiment.entrypoint import (
     parse_entrypoint,
 )
 from zero_trial.experiment.experiment import LOCK_SECTION, ExperimentConfig, read_experiment
-from zero_trial.launch.agent import AgentCommand, RankProgram
-from zero_trial.launch.environment import HostDevices, count_devices, host_environment, host_names, threads_per_rank
-from zero_trial.launch.hosts import HostPlan
-from zero_trial.launch.placement import PlacementRequest, place
+from zero_trial.launch.environment import HostDevices, count_devices, host_names
+from zero_trial.launch.hosts import HostPlan, PlacementRequest, host_environment, place
 from zero_trial.launch.screen import EventWatcher, NoWatcher, Screen
-from zero_trial.launch.supervisor import LaunchResult, Supervisor, Watcher
+from zero_trial.launch.supervisor import AgentCommand, LaunchResult, RankProgram, Supervisor, Watcher
 from zero_trial.runs.checkpoints import checkpoint_step, latest_checkpoint
 from zero_trial.runs.layout import RunFolder, given_run_folder, lock_run, new_run_folder, resumed_run_folder
 from zero_trial.runs.provenance import LockedFacts, locked_model_dir, write_lock
@@ -48,7 +45,6 @@ class RunRequest:
 
     experiment_path: Path | None = None
     model_dir: Path | None = None
-    slots: int | None = None
     seed: int | None = None
     run_dir: Path | None = None
     resume: Path | None = None
@@ -97,9 +93,7 @@ def check_run(request: RunRequest, env: Mapping[str, str]) -> CheckedRun:
     metric_where = experiment.document.at(("searcher", "metric")).where("searcher.metric")
     check_metric(entrypoint, model_dir, experiment.searcher.metric, metric_where)
     devices = count_devices(env)
-    placement = place(
-        request.placement, env, devices, host_names(), default_slots=request.slots or experiment.slots_per_trial
-    )
+    placement = place(request.placement, env, devices, host_names(), default_slots=experiment.slots_per_trial)
     if placement.own is None:
         raise ConfigError("zero-trial run starts the ranks of this host only", fix="Run the same command on each host.")
     seed = next(seed for seed in (request.seed, experiment.experiment_seed, _DEFAULT_SEED) if seed is not None)
@@ -221,7 +215,7 @@ def supervisor_of(
     target = RankProgram(program, (str(checked.entrypoint), *arguments), "module", forked=True)
     rendezvous = checked.own.rendezvous
     command = AgentCommand(target, checked.own.ranks, str(folder), rendezvous, cwd=str(checked.model_dir.resolve()))
-    env = host_environment(checked.own, threads_per_rank(checked.own.ranks, checked.devices))
+    env = host_environment(checked.own, checked.devices)
     return Supervisor(command, env, watcher, stop=stop or RunFolder(folder).preempt.touch)
 
 
@@ -258,13 +252,6 @@ def read_summary(folder: Path) -> dict[str, Any] | None:
     """Return the run's ``summary.json``, or None without one."""
     path = RunFolder(folder).summary
     return dict(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else None
-
-
-def timed_check_run(request: RunRequest) -> tuple[CheckedRun, float]:
-    """Return the result of ``check_run`` and the seconds it took."""
-    start = time.perf_counter()
-    checked = check_run(request, os.environ)
-    return checked, time.perf_counter() - start
 
 
 def newest_step(folder: Path) -> int | None:

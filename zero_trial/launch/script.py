@@ -13,13 +13,19 @@ from pathlib import Path
 from typing import TextIO
 
 from zero_trial.errors import ConfigError
-from zero_trial.launch.agent import AgentCommand, RankProgram
-from zero_trial.launch.environment import count_devices, host_environment, host_names, threads_per_rank
+from zero_trial.launch.environment import count_devices, host_names
 from zero_trial.launch.guard import ERROR_HEADER
-from zero_trial.launch.hosts import HostPlan, parse_exports, ssh_command
-from zero_trial.launch.placement import HostPlacement, PlacementRequest, place
+from zero_trial.launch.hosts import (
+    HostPlacement,
+    HostPlan,
+    PlacementRequest,
+    host_environment,
+    parse_exports,
+    place,
+    ssh_command,
+)
 from zero_trial.launch.screen import LogWatcher, NoWatcher
-from zero_trial.launch.supervisor import LaunchResult, Supervisor, Watcher
+from zero_trial.launch.supervisor import AgentCommand, LaunchResult, RankProgram, Supervisor, Watcher
 from zero_trial.runs.layout import RunFolder, given_run_folder, new_run_folder
 from zero_trial.stand_in.deepspeed_table import refuse_real_deepspeed, started_with_stand_in
 
@@ -61,7 +67,7 @@ def launch_script(request: ScriptRequest, output: TextIO) -> tuple[LaunchResult,
         if own is None:
             return _wait_for(remotes), folder
         command = AgentCommand(_target(request), own.ranks, str(folder), own.rendezvous, cwd=os.getcwd())
-        env = host_environment(own, threads_per_rank(own.ranks, devices))
+        env = host_environment(own, devices)
         if request.as_deepspeed:
             env = started_with_stand_in(env, request.as_deepspeed)
         return Supervisor(command, env, _watcher(own, folder, output)).run(), folder

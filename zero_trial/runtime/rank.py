@@ -23,8 +23,7 @@ from zero_trial.comm.rendezvous import RankEnv, launcher_error_file
 from zero_trial.device import is_accelerator, own_device, torch_module
 from zero_trial.errors import DoesNotFit, Preempted, TrialError, ZeroTrialError
 from zero_trial.experiment.entrypoint import Entrypoint, check_entrypoint
-from zero_trial.launch.screen import Screen
-from zero_trial.launch.summary import done_line
+from zero_trial.launch.screen import Screen, done_line
 from zero_trial.runtime.protocols import JsonDistributed, Platform
 from zero_trial.trial import Controller, ZeroTrial, ZeroTrialContext
 from zero_trial.trial.context import EngineFactory

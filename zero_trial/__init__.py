@@ -160,4 +160,4 @@ if os.environ.get("ZERO_TRIAL_AS_DEEPSPEED", "0") not in ("", "0"):
     import_module("zero_trial.stand_in.deepspeed_table").install_deepspeed()
 
 if _is_determined_harness():
-    import_module("zero_trial.runtime.harness").install()
+    import_module("zero_trial.runtime.task").install()

@@ -71,7 +71,7 @@ ARROWS: Mapping[str, set[str]] = {
             "comm",
             "trial",
             "runtime.protocols",
-            "runtime.in_memory",
+            "runtime.local",
             "launch",
             "runs",
         ),

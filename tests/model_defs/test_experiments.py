@@ -17,7 +17,7 @@ from zero_trial.ds_config.batch import reconcile, solve_batch
 from zero_trial.ds_config.reader import read_ds_config
 from zero_trial.ds_config.report import resolved_ds_config
 from zero_trial.experiment.experiment import read_experiment
-from zero_trial.runtime.in_memory import InMemoryPlatform
+from zero_trial.runtime.local import InMemoryPlatform
 from zero_trial.runtime.protocols import JsonDistributed
 from zero_trial.trial.ds_config import trial_ds_config
 

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from tests.trial.fake_engine import fake_factory
-from zero_trial.runtime import harness
-from zero_trial.runtime.in_memory import InMemoryPlatform
+from zero_trial.runtime import task
+from zero_trial.runtime.local import InMemoryPlatform
 from zero_trial.trial import ZeroTrial, ZeroTrialContext
 
 load = pytest.importorskip("determined.load")
@@ -41,8 +41,8 @@ def reported(monkeypatch: pytest.MonkeyPatch) -> Recorded:
         """In the place of ZeroTrial."""
 
     run = Recorded()
-    monkeypatch.setattr(harness, "ZeroTrial", Base)
-    harness.install(run)
+    monkeypatch.setattr(task, "ZeroTrial", Base)
+    task.install(run)
     return run
 
 
@@ -50,9 +50,9 @@ def reported(monkeypatch: pytest.MonkeyPatch) -> Recorded:
 def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     text = """
         from tests.trial.harness import LineTrial
-        from zero_trial.runtime import harness
+        from zero_trial.runtime import task
 
-        class MyTrial(LineTrial, harness.ZeroTrial):
+        class MyTrial(LineTrial, task.ZeroTrial):
             pass
     """
     (tmp_path / "model_of_a_test.py").write_text(textwrap.dedent(text))

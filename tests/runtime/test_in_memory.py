@@ -9,7 +9,7 @@ import pytest
 from tests.support.storing import storing
 from tests.support.thread_ranks import run_ranks
 from zero_trial.errors import CheckpointError, MeshError
-from zero_trial.runtime.in_memory import InMemoryPlatform, ReportedRecord
+from zero_trial.runtime.local import InMemoryPlatform, ReportedRecord
 from zero_trial.runtime.protocols import Distributed, Platform
 
 

@@ -21,7 +21,7 @@ from zero_trial.device import own_device
 from zero_trial.errors import ConfigError, DoesNotFit, InvalidHP, TrialError
 from zero_trial.experiment.entrypoint import Entrypoint
 from zero_trial.runtime.folder import rank_of_folder
-from zero_trial.runtime.in_memory import InMemoryPlatform, ReportedRecord
+from zero_trial.runtime.local import InMemoryPlatform, ReportedRecord
 from zero_trial.runtime.rank import (
     EventLog,
     RankState,

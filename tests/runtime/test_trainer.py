@@ -16,7 +16,7 @@ from tests.trial.harness import DS_CONFIG, LineTrial
 from zero_trial.errors import ConfigError, InvalidHP
 from zero_trial.runs.events import read_lines
 from zero_trial.runs.layout import lock_run
-from zero_trial.runtime.in_memory import InMemoryPlatform
+from zero_trial.runtime.local import InMemoryPlatform
 from zero_trial.runtime.trainer import Trainer, init
 from zero_trial.trial import ZeroTrialContext
 from zero_trial.trial.reporting import End, Outcome

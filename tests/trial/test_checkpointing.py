@@ -12,7 +12,7 @@ import pytest
 
 from tests.trial.harness import LineTrial, run_rank, run_world, steps
 from zero_trial.errors import CheckpointError, TrialError
-from zero_trial.runtime.in_memory import ReportedRecord
+from zero_trial.runtime.local import ReportedRecord
 from zero_trial.runtime.protocols import OpenCheckpoint
 from zero_trial.trial import Batch, Keep, TrialCallback
 from zero_trial.trial.checkpointing import TrialSnapshot, read_state, retained, write_state

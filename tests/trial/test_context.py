@@ -16,7 +16,7 @@ from attrdict import AttrDict
 from tests.trial.fake_engine import FakeEngine, FakeGrid, fake_factory
 from tests.trial.harness import DS_CONFIG, LineTrial, run_rank, steps
 from zero_trial.errors import ConfigError, TrialError
-from zero_trial.runtime.in_memory import InMemoryPlatform
+from zero_trial.runtime.local import InMemoryPlatform
 from zero_trial.runtime.protocols import JsonDistributed
 from zero_trial.trial.context import (
     DeviceMover,

@@ -18,7 +18,7 @@ from torch.utils.data import RandomSampler
 import zero_trial
 from tests.trial.fake_engine import FakeEngine, fake_factory
 from tests.trial.harness import DS_CONFIG, LineTrial, Points, run_rank, steps
-from zero_trial.runtime.in_memory import InMemoryPlatform
+from zero_trial.runtime.local import InMemoryPlatform
 from zero_trial.trial import DataLoader, TrialCallback, ZeroTrialContext
 from zero_trial.trial.data import accept_loader
 

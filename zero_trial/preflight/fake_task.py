@@ -20,7 +20,7 @@ from zero_trial.errors import TrialError, ZeroTrialError
 from zero_trial.experiment.entrypoint import Entrypoint
 from zero_trial.experiment.experiment import ExperimentConfig
 from zero_trial.preflight.fake_engine import whole_pipelines
-from zero_trial.runtime.in_memory import InMemoryPlatform
+from zero_trial.runtime.local import InMemoryPlatform
 from zero_trial.runtime.protocols import JsonDistributed
 from zero_trial.stand_in.deepspeed_table import install_deepspeed
 from zero_trial.stand_in.determined_table import install_determined

@@ -1,13 +1,15 @@
-"""A run in a folder of this machine: its platform (metrics, checkpoints, events as plain files),
-and the checkpoint where it starts."""
+"""A run on this machine: its platform (metrics, checkpoints, events as plain files in a folder, or
+for dry runs and tests in memory), and the checkpoint where it starts."""
 
 from __future__ import annotations
 
 import json
 import math
+import tempfile
+import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -199,13 +201,8 @@ class LocalPlatform:
         return replace(self.resumed_at(start["checkpoint"], start["step"]), trial_id=start["trial_id"])
 
     def best_validation(self) -> float | None:
-        searcher = self.experiment.get("searcher") or {}
         reported = (line["metrics"] for line in read_lines(self.folder.metrics) if line.get("group") == "validation")
-        found = [metrics.get(searcher.get("metric")) for metrics in reported]
-        values = [float(value) for value in found if isinstance(value, (int, float)) and not math.isnan(value)]
-        if not values:
-            return None
-        return min(values) if searcher.get("smaller_is_better", True) else max(values)
+        return _best(reported, self.experiment)
 
     def sync_tensorboard(self) -> None:
         """Do nothing: the files are in their final place."""
@@ -218,6 +215,142 @@ class LocalPlatform:
         # only the first rank writes it
         with suppress(FileExistsError), self.folder.early_exit.open("x") as file:
             file.write(json.dumps({"reason": reason, "rank": self.distributed.rank}) + "\n")
+
+
+def _best(reported: Iterable[Mapping[str, Any]], experiment: Mapping[str, Any]) -> float | None:
+    """Return the best value of the searcher's metric among validations; None without one."""
+    searcher = experiment.get("searcher") or {}
+    found = [metrics.get(str(searcher.get("metric"))) for metrics in reported]
+    values = [float(value) for value in found if isinstance(value, (int, float)) and not math.isnan(value)]
+    if not values:
+        return None
+    return min(values) if searcher.get("smaller_is_better", True) else max(values)
+
+
+@dataclass
+class ReportedRecord:
+    """Everything that a trial reported. Shared by the ranks of one trial."""
+
+    training: list[tuple[int, dict[str, Any]]] = field(default_factory=list)
+    validation: list[tuple[int, dict[str, Any]]] = field(default_factory=list)
+    events: list[dict[str, Any]] = field(default_factory=list)
+    progress: list[float] = field(default_factory=list)
+    early_exits: list[str] = field(default_factory=list)
+    checkpoints: list[str] = field(default_factory=list)
+    tensorboard_syncs: int = 0
+    system_profiles: int = 0
+    preempt_from_poll: int | None = None
+    polls: int = 0
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def report_training_metrics(self, steps_completed: int, metrics: Mapping[str, Any]) -> None:
+        self.training.append((steps_completed, dict(metrics)))
+
+    def report_validation_metrics(self, steps_completed: int, metrics: Mapping[str, Any]) -> None:
+        self.validation.append((steps_completed, dict(metrics)))
+
+    def report_progress(self, fraction: float) -> None:
+        self.progress.append(fraction)
+
+    def emit(self, event: Mapping[str, Any]) -> None:
+        self.events.append(dict(event))
+
+
+@dataclass(frozen=True)
+class _InMemoryCheckpoints:
+    """Checkpoints in a temporary folder; the record notes their storage ids."""
+
+    files: LocalCheckpoints
+    record: ReportedRecord
+    distributed: Distributed
+
+    def begin(self, metadata: Mapping[str, Any]) -> OpenCheckpoint:
+        opened = self.files.begin(metadata)
+
+        def commit() -> None:
+            opened.commit()
+            self.record.checkpoints.append(opened.storage_id)
+
+        return replace(opened, commit=commit)
+
+    @contextmanager
+    def restore_path(self, storage_id: str) -> Iterator[Path]:
+        with self.files.restore_path(storage_id) as path:
+            yield path
+
+    def retain(self, storage_ids: Sequence[str]) -> None:
+        self.files.retain(storage_ids)
+
+
+@dataclass(frozen=True)
+class _InMemoryPreemption:
+    """Preempts from the n-th poll on, if the record says so."""
+
+    record: ReportedRecord
+    distributed: Distributed
+
+    def should_preempt(self) -> bool:
+        answer = False
+        if self.distributed.rank == 0:
+            self.record.polls += 1
+            first = self.record.preempt_from_poll
+            answer = first is not None and self.record.polls >= first
+        return bool(self.distributed.broadcast(answer))
+
+
+@dataclass
+class InMemoryPlatform:
+    """One rank's view. All ranks, and the run that resumes, share ``record`` and ``storage``."""
+
+    hparams: Mapping[str, Any] = field(default_factory=dict)
+    experiment: Mapping[str, Any] = field(default_factory=dict)
+    model_dir: Path = field(default_factory=Path)
+    seed: int = 0
+    trial_id: str = "1"
+    experiment_id: str = "1"
+    latest_checkpoint: str | None = None
+    steps_completed: int = 0
+    tensorboard_path: Path | None = None
+    distributed: Distributed = field(default_factory=JsonDistributed)
+    record: ReportedRecord = field(default_factory=ReportedRecord)
+    storage: Path | None = None
+
+    def __post_init__(self) -> None:
+        if self.storage is None:
+            if self.distributed.size > 1:
+                raise CheckpointError(
+                    "ranks need one storage folder in common", fix="Pass storage=tmp_path to every rank."
+                )
+            self.storage = Path(tempfile.mkdtemp(prefix="zero-trial-"))
+        self.checkpoints = _InMemoryCheckpoints(
+            LocalCheckpoints(self.storage, self.distributed), self.record, self.distributed
+        )
+        self.preemption = _InMemoryPreemption(self.record, self.distributed)
+
+    @property
+    def metrics(self) -> ReportedRecord:
+        return self.record
+
+    @property
+    def progress(self) -> ReportedRecord:
+        return self.record
+
+    def best_validation(self) -> float | None:
+        return _best((metrics for _, metrics in self.record.validation), self.experiment)
+
+    def sync_tensorboard(self) -> None:
+        with self.record.lock:
+            self.record.tensorboard_syncs += 1
+
+    def profile_system(self) -> bool:
+        with self.record.lock:
+            self.record.system_profiles += 1
+        return True
+
+    def report_early_exit(self, reason: str) -> None:
+        with self.record.lock:
+            if not self.record.early_exits:
+                self.record.early_exits.append(reason)
 
 
 def agree_on_start(

@@ -4,6 +4,17 @@ train, and end.
 A task ends with exit code 0 if its trial was trained, or preempted and saved, or if its
 hyperparameters cannot be trained, which is reported to the master. Any other code is a crash, after
 which the master starts the trial again, up to max_restarts times.
+
+An entrypoint ``model_def:MyTrial`` runs inside of Determined's own harness, which asks for classes
+of its own; :func:`install` gives them:
+
+harness                                     here
+issubclass(MyTrial, det.LegacyTrial)        ZeroTrial is registered as a virtual subclass
+Controller.pre_execute_hook(env, backend)   nothing: the ranks join each other later
+MyTrial.trial_context_class(core, env)      the core.Context is kept
+MyTrial(context)                            deferred: an error in it must end the task like any
+                                            other, reported once
+Controller.from_trial(...).run()            the same as ``python -m zero_trial.run``
 """
 
 from __future__ import annotations
@@ -11,11 +22,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
+import zero_trial
 from zero_trial.comm.rendezvous import destroy_distributed, init_distributed, open_exit_notice
 from zero_trial.errors import InvalidHP
-from zero_trial.runtime.determined import DeterminedPlatform, invalid_hp_class, open_platform
+from zero_trial.runtime.determined import DeterminedPlatform, harness_bases, invalid_hp_class, open_platform
 from zero_trial.runtime.rank import (
     EventLog,
     RankState,
@@ -27,10 +40,13 @@ from zero_trial.runtime.rank import (
     report_error,
     train,
 )
+from zero_trial.trial import ZeroTrial, ZeroTrialContext
 from zero_trial.trial.context import EngineFactory
 from zero_trial.trial.reporting import End
 
 EARLY_EXIT = "early exit"
+
+_Train = Callable[[Callable[[DeterminedPlatform], TrialFactory], Any], None]
 
 
 @contextmanager
@@ -109,3 +125,69 @@ def is_invalid_hp(error: BaseException) -> bool:
     """Return whether the error is this package's InvalidHP or Determined's own."""
     theirs = invalid_hp_class()
     return isinstance(error, InvalidHP) or (theirs is not None and isinstance(error, theirs))
+
+
+@dataclass(frozen=True)
+class _HarnessContext:
+    """Holds what the harness gives a trial. Only the open core.Context in it is used."""
+
+    core: Any
+    env: Any
+
+
+@dataclass(frozen=True)
+class _DeferredTrial:
+    """A trial that the harness has asked for; it is built once the ranks have joined."""
+
+    kind: type[ZeroTrial]
+
+    def build(self, context: ZeroTrialContext) -> ZeroTrial:
+        trial = object.__new__(self.kind)  # past ZeroTrial.__new__, which defers
+        trial.__init__(context)  # type: ignore[misc]
+        return trial
+
+
+def _train_deferred(load: Callable[[DeterminedPlatform], TrialFactory], core_context: Any) -> None:
+    """Train with this package's engine inside of ``core_context``."""
+    train_task(load, zero_trial.initialize, core_context)
+
+
+def install(train: _Train = _train_deferred) -> None:
+    """Make ZeroTrial a class that the harness accepts.
+
+    For the harness's own process only: there, a trial that is called with the harness's context is
+    deferred.
+    """
+    legacy_trial, trial_controller = harness_bases()
+
+    class Bridge(trial_controller):  # type: ignore[misc, valid-type]
+        """The harness's controller: starts the training of the deferred trial."""
+
+        def __init__(self, trial: _DeferredTrial, context: _HarnessContext) -> None:
+            self._trial = trial
+            self._core = context.core
+
+        @classmethod
+        def pre_execute_hook(cls, env: Any, distributed_backend: Any) -> None:
+            """Do nothing: ``run`` joins the ranks."""
+
+        @classmethod
+        def from_trial(cls, trial_inst: Any, context: Any, env: Any, workloads: Any = None) -> Bridge:
+            return cls(trial_inst, context)
+
+        def run(self) -> None:
+            train(lambda platform: self._trial.build, self._core)
+
+    def new(kind: type[ZeroTrial], context: Any = None, *args: Any, **options: Any) -> Any:
+        return _DeferredTrial(kind) if isinstance(context, _HarnessContext) else object.__new__(kind)
+
+    legacy_trial.register(ZeroTrial)  # type: ignore[attr-defined]
+    # The harness takes no arguments and has no registry: it reads the two classes off the user's
+    # class, which derives from ZeroTrial, and calls it. No other door leads into it, so the three
+    # names are set here, on ZeroTrial, and nowhere else.
+    for name, value in (
+        ("trial_controller_class", Bridge),
+        ("trial_context_class", _HarnessContext),
+        ("__new__", staticmethod(new)),
+    ):
+        setattr(ZeroTrial, name, value)

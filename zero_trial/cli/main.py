@@ -25,16 +25,16 @@ VERBS: Mapping[str, str] = {
     "resume": "run:add_resume_parser",
     "simulate": "simulate:add_parser",
     "schedule": "schedule:add_parser",
-    "config": "config:add_parser",
+    "config": "check:add_config_parser",
     "launch": "launch:add_parser",
     "master": "master:add_parser",
     "report": "report:add_parser",
     "sweep": "report:add_sweep_parser",
-    "board": "board:add_parser",
+    "board": "report:add_board_parser",
     "diff": "diff:add_parser",
     "ckpt": "ckpt:add_parser",
     "env": "env:add_parser",
-    "completion": "completion:add_parser",
+    "completion": "reference:add_parser",
 }
 """Verb -> module of this folder and the function that adds its parser."""
 

@@ -1,5 +1,5 @@
-"""The command-line reference, written from the parsers: ``python -m zero_trial.cli.reference
-docs/reference/cli.md``.
+"""What is written from the parsers: the reference page (``python -m zero_trial.cli.reference
+docs/reference/cli.md``), and for ``zero-trial completion`` the words that a shell offers.
 """
 
 from __future__ import annotations
@@ -8,8 +8,8 @@ import argparse
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
-from zero_trial.cli.main import build_parser
 from zero_trial.errors import ExitStatus
 
 _HEAD = """# Command line
@@ -23,6 +23,8 @@ before the verb shows the traceback of an error. This page is generated; a test 
 
 def render() -> str:
     """Return the whole page."""
+    from zero_trial.cli.main import build_parser  # which reads this module for the verb's parser
+
     lines = [_HEAD, "| code | meaning |", "|---|---|"]
     lines += [f"| {code} | {_cell(code.meaning)} |" for code in ExitStatus]
     lines += ["| 128 + n | stopped by signal n |", ""]
@@ -92,6 +94,43 @@ def _cell(text: str) -> str:
 
 def _prose(text: str) -> str:
     return " ".join(text.split())
+
+
+_PATHS = ("experiment_path", "model_dir", "run")  # read as text, and yet files or folders
+_INTO = """Write the shell's script. Once, for bash: zero-trial completion bash > ~/.local/share/bash-completion/completions/zero-trial;
+for zsh: zero-trial completion zsh > a folder of $fpath, as _zero-trial. Then start a new shell."""
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add the verb."""
+    parser = subparsers.add_parser(
+        "completion", help="print a script with which a shell completes words", description=_INTO, allow_abbrev=False
+    )
+    parser.add_argument("shell", choices=["bash", "zsh", "tcsh"], help="the shell")
+    parser.set_defaults(handler=_handle)
+
+
+def _handle(options: argparse.Namespace) -> int:
+    """Print the script."""
+    import shtab
+
+    from zero_trial.cli.main import build_parser
+
+    parser = build_parser()
+    for action in _actions(parser):
+        if action.type is Path or action.dest in _PATHS:
+            vars(action)["complete"] = shtab.FILE
+    print(shtab.complete(parser, options.shell))
+    return 0
+
+
+def _actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
+    """Yield the arguments of a parser and of its words."""
+    for action in parser._actions:
+        yield action
+        if isinstance(action, argparse._SubParsersAction):
+            for inner in action.choices.values():
+                yield from _actions(inner)
 
 
 if __name__ == "__main__":

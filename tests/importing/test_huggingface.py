@@ -20,7 +20,7 @@ from tests.importing.checkpoints import unpack
 from tests.support.pool import Pools
 from zero_trial.checkpoint import CheckpointReader
 from zero_trial.errors import CheckpointError
-from zero_trial.importing import huggingface
+from zero_trial.importing import source
 from zero_trial.importing.imported import ImportOptions, write_imported
 from zero_trial.importing.source import read_source
 
@@ -192,7 +192,7 @@ def test_what_does_not_fit_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
             read_source(folder, None, ImportOptions(names=names))
     with pytest.raises(CheckpointError, match="names"):  # no config.json, or no transformers
         read_source(folder, None, ImportOptions())
-    monkeypatch.setattr(huggingface, "_architecture", lambda folder: (NAMES, {"c.weight": "a.weight"}))
+    monkeypatch.setattr(source, "_architecture", lambda folder: (NAMES, {"c.weight": "a.weight"}))
     assert read_source(folder, None, ImportOptions()).state["aliases"] == {"c.weight": "a.weight"}
     alone = read_source(folder, None, ImportOptions(with_optimizer=False))
     assert alone.step == 3 and alone.state["groups"] == [] and alone.state["scheduler"]["last_epoch"] == 3

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from tests.importing.synthetic import stored
 from zero_trial.errors import CheckpointError
+from zero_trial.importing.facts import one_number
 from zero_trial.importing.imported import ImportOptions
 from zero_trial.importing.torch_file import UnknownObject
 from zero_trial.importing.zero_shards import (
@@ -19,7 +20,6 @@ from zero_trial.importing.zero_shards import (
     FlatRange,
     each_parameter_runs,
     flat_groups,
-    one_number,
     param_groups,
     stage_of,
     whole_group_runs,

@@ -28,7 +28,6 @@ from zero_trial.importing import facts
 from zero_trial.importing.imported import ImportedState, ImportOptions, folder_name, fresh_state, is_buffer
 from zero_trial.importing.pickle_program import read_program
 from zero_trial.importing.torch_file import FileTensor, Resolver, TorchFile, UnknownObject, as_dict, as_integers
-from zero_trial.importing.zero_shards import one_number
 
 METADATA = ".metadata"
 
@@ -187,8 +186,7 @@ def read_dcp(source: Path, options: ImportOptions) -> ImportedState:
     if root is not None and options.with_optimizer:
         for (name, kind), key in kinds.items():
             add(key, f"state/{kind}/{options.own(name)}")
-        _note_optimizer(folder, root, steps, state, left_out)
-        state["kinds"] = sorted({kind for _, kind in kinds})
+        _note_optimizer(folder, root, steps, {kind for _, kind in kinds}, state, left_out)
     elif root is not None:
         left_out.append("the optimizer's state, as --no-optimizer asks")
     form = f"torch.distributed.checkpoint, {len(rows)} files"
@@ -247,7 +245,7 @@ def _optimizer_entries(folder: DcpFolder, root: str | None) -> tuple[dict[tuple[
         name, _, kind = key.removeprefix(f"{root}state.").rpartition(".")
         if kind == "step":
             value = folder.value(key) if shape is None else folder.slices(key, key)[0][1].tensor.item()
-            steps[name] = one_number("step", value)["step"]
+            steps[name] = facts.one_number("step", value)["step"]
         elif shape is None:
             raise CheckpointError("optimizer state that is not a tensor", where=str(folder.folder), got=key)
         else:
@@ -270,9 +268,14 @@ def _model_prefix(folder: DcpFolder, root: str | None, trained: set[str]) -> str
 
 
 def _note_optimizer(
-    folder: DcpFolder, root: str, steps: Mapping[str, float], state: dict[str, Any], left_out: list[str]
+    folder: DcpFolder,
+    root: str,
+    steps: Mapping[str, float],
+    kinds: set[str],
+    state: dict[str, Any],
+    left_out: list[str],
 ) -> None:
-    """Note groups, their settings and steps."""
+    """Note groups, their settings and steps, and the kinds of state."""
     place = f"{root}param_groups"
     members: list[list[str]] = []
     settings: list[dict[str, Any]] = []
@@ -300,17 +303,8 @@ def _note_optimizer(
     scalars: dict[str, dict[str, float]] = {}
     for number, names in enumerate(members):
         found = {steps[name] for name in names if name in steps}
-        if len(found) > 1:
-            raise CheckpointError(
-                "tensors of one optimizer group have a step of their own",
-                where=f"{folder.folder}, group {number}",
-                got=", ".join(map(str, sorted(found)[:4])),
-                fix="Import with --no-optimizer.",
-            )
-        scalars[str(number)] = dict.fromkeys(("step",) * len(found), next(iter(found), 0.0))
+        scalars[str(number)] = facts.common_step(found, f"{folder.folder}, group {number}")
     plain = [{key: value for key, value in row.items() if key != "params"} for row in settings]
-    state["groups"] = facts.group_settings(plain, left_out)
-    state["optimizer"] = facts.identity(plain, {})
-    state["scalars"] = {key: row for key, row in scalars.items() if row}
+    facts.note_optimizer(state, plain, scalars, kinds, left_out)
     step = int(max(steps.values(), default=0))
     state["counters"] = state["counters"] | {"global_steps": step, "micro_steps": step}

@@ -19,7 +19,6 @@ from zero_trial.importing.zero_shards import (
     FlatGroup,
     flat_groups,
     group_of_buffer,
-    one_number,
     param_groups,
     shapes_of,
     stage_of,
@@ -78,7 +77,7 @@ def _sharded(
     state["loss_scaler"] = facts.loss_scaler(optimizers[0])
     if options.with_optimizer:
         # DeepSpeed's elastic form
-        step = one_number("step", optimizers[0].get("base_optimizer_state_step"))
+        step = facts.one_number("step", optimizers[0].get("base_optimizer_state_step"))
         _note_optimizer(state, param_groups(optimizers[0], model.where), groups, step, left_out)
     return stage, shards
 
@@ -105,11 +104,9 @@ def _note_optimizer(
     scalars: dict[str, dict[str, float]] = {}
     for group in groups:
         scalars.setdefault(str(group.group), dict(common)).update(group.scalars)
-    count = len(settings) or 1 + max((group.group for group in groups), default=-1)
-    state["groups"] = facts.group_settings(settings, left_out) or [{} for _ in range(count)]
-    state["optimizer"] = facts.identity(settings, state["ds_config"])
-    state["scalars"] = {key: row for key, row in scalars.items() if row}
-    state["kinds"] = sorted({kind for group in groups for kind in group.states})
+    count = 1 + max((group.group for group in groups), default=-1)
+    kinds = {kind for group in groups for kind in group.states}
+    facts.note_optimizer(state, settings, scalars, kinds, left_out, count)
 
 
 def _whole(model: ModelStates, options: ImportOptions, state: dict[str, Any], left_out: list[str]) -> list[list[Slice]]:
@@ -132,10 +129,7 @@ def _whole(model: ModelStates, options: ImportOptions, state: dict[str, Any], le
         return model.weights(set(), sharded=False)
     optimizer = NumberedOptimizer(content, model, options)
     found = optimizer.slices()
-    state["groups"] = facts.group_settings(optimizer.groups, left_out)
-    state["optimizer"] = facts.identity(optimizer.groups, state["ds_config"])
-    state["scalars"] = optimizer.scalars()
-    state["kinds"] = optimizer.kinds
+    facts.note_optimizer(state, optimizer.groups, optimizer.scalars(), optimizer.kinds, left_out)
     mastered = {name for row in optimizer.names for name, _ in row} if optimizer.has_masters() else set()
     rows = model.weights(mastered, sharded=False)
     return [rows[0] + found]
@@ -210,18 +204,15 @@ def read_universal(
     scalars: dict[str, dict[str, float]] = {}
     for index, shapes in enumerate(buffers):
         own = scalars.setdefault(str(home[index]), {})
-        own |= one_number("step", settings[home[index]].get("step")) if home[index] < len(settings) else {}
+        own |= facts.one_number("step", settings[home[index]].get("step")) if home[index] < len(settings) else {}
         for name, shape in shapes.items():
             slices, numbers = _of_parameter(_folder(zero, name, options), name, shape, options.with_optimizer)
             found += slices
             own |= numbers
     if options.with_optimizer:
-        kinds = sorted({part.name.split("/")[1] for part in found if part.name.startswith("state/")})
+        kinds = {part.name.split("/")[1] for part in found if part.name.startswith("state/")}
         _steps(scalars, inner, home, state)
-        state["groups"] = facts.group_settings(settings, left_out) or [{} for _ in range(max(home, default=-1) + 1)]
-        state["optimizer"] = facts.identity(settings, state["ds_config"])
-        state["scalars"] = {key: row for key, row in scalars.items() if row}
-        state["kinds"] = kinds
+        facts.note_optimizer(state, settings, scalars, kinds, left_out, max(home, default=-1) + 1)
     state["loss_scaler"] = facts.loss_scaler(common)
     return found
 
@@ -238,7 +229,7 @@ def _steps(scalars: dict[str, dict[str, float]], inner: Any, home: list[int], st
     rows = inner.get("state", {}) if isinstance(inner, dict) else {}
     for index, group in enumerate(home):
         row = rows.get(index, {}) if isinstance(rows, dict) else {}
-        scalars[str(group)] |= one_number("step", row.get("step")) if isinstance(row, dict) else {}
+        scalars[str(group)] |= facts.one_number("step", row.get("step")) if isinstance(row, dict) else {}
     counters = state["counters"]
     for own in scalars.values():
         own.setdefault("step", float(counters["global_steps"] - counters["skipped_steps"]))
@@ -258,7 +249,7 @@ def _of_parameter(
         if isinstance(value, FileTensor) and value.numel == prod(shape) and kind != "step":
             place = "param" if kind == "fp32" else f"state/{kind}"
             slices.append(Slice.whole(f"{place}/{name}", value.tensor().reshape(shape)))
-        elif number := one_number(kind, value):
+        elif number := facts.one_number(kind, value):
             numbers |= number
         else:
             got = f"shape {value.shape}" if isinstance(value, FileTensor) else type(value).__name__

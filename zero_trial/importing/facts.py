@@ -4,11 +4,12 @@ loss scale, schedule, groups, client state."""
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
+from zero_trial.errors import CheckpointError
 from zero_trial.importing.torch_file import FileTensor, UnknownObject, as_dict, as_integers, as_list
 
 OWN_KEYS = frozenset((
@@ -86,16 +87,21 @@ def plain_or_none(value: Any, place: str, left_out: list[str]) -> Any:
         return None
 
 
+def plain_items(values: Mapping[str, Any], place: str, left_out: list[str]) -> dict[str, Any]:
+    """Return ``plain`` of each value, and for what cannot be saved a line in ``left_out``.
+    ``place``: of a key, which takes the place of ``{}``."""
+    found = {}
+    for key, value in values.items():
+        try:
+            found[key] = plain(value, place.format(key))
+        except NotPlain as fault:
+            left_out.append(str(fault)[:200])
+    return found
+
+
 def client_state(model: Mapping[str, Any], left_out: list[str]) -> dict[str, Any]:
     """Return what the client had put into the file, without what cannot be saved."""
-    found = {}
-    for key, value in model.items():
-        if key not in OWN_KEYS:
-            try:
-                found[key] = plain(value, f"client state {key!r}")
-            except NotPlain as fault:
-                left_out.append(str(fault)[:200])
-    return found
+    return plain_items({k: v for k, v in model.items() if k not in OWN_KEYS}, "client state {!r}", left_out)
 
 
 def counters(model: Mapping[str, Any]) -> dict[str, int]:
@@ -130,17 +136,37 @@ def loss_scaler(optimizer: Mapping[str, Any]) -> dict[str, Any]:
 
 def group_settings(groups: Sequence[Mapping[str, Any]], left_out: list[str]) -> list[dict[str, Any]]:
     """Return the optimizer groups' hyperparameters."""
-    found = []
-    for index, group in enumerate(groups):
-        kept = {}
-        for key, value in group.items():
-            if key not in ("params", "step"):
-                try:
-                    kept[key] = plain(value, f"optimizer group {index}, {key}")
-                except NotPlain as fault:
-                    left_out.append(str(fault)[:200])
-        found.append(kept)
-    return found
+    settings = [{key: value for key, value in group.items() if key not in ("params", "step")} for group in groups]
+    return [plain_items(own, f"optimizer group {index}, {{}}", left_out) for index, own in enumerate(settings)]
+
+
+def note_optimizer(
+    state: dict[str, Any],
+    groups: Sequence[Mapping[str, Any]],
+    scalars: Mapping[str, Mapping[str, float]],
+    kinds: Iterable[str],
+    left_out: list[str],
+    count: int = 0,
+) -> None:
+    """Note in an engine's ``state`` which optimizer this was, its groups' hyperparameters and
+    numbers, and the kinds of its state. ``count``: of groups, where nothing is known of them."""
+    state["groups"] = group_settings(groups, left_out) or [{} for _ in range(count)]
+    state["optimizer"] = identity(groups, state["ds_config"])
+    state["scalars"] = {key: row for key, row in scalars.items() if row}
+    state["kinds"] = sorted(kinds)
+
+
+def common_step(steps: set[float], where: str) -> dict[str, float]:
+    """Return the step that all tensors of a group have, nothing where they have none. Raises
+    CheckpointError where they differ."""
+    if len(steps) > 1:
+        raise CheckpointError(
+            "tensors of one optimizer group have a step of their own",
+            where=where,
+            got=", ".join(map(str, sorted(steps)[:4])),
+            fix="Import with --no-optimizer.",
+        )
+    return {"step": steps.pop()} if steps else {}
 
 
 def optimizer_groups(inner: Any, where: str) -> list[dict[Any, Any]]:
@@ -175,6 +201,13 @@ def identity(groups: Sequence[Mapping[str, Any]], config: Any) -> dict[str, Any]
     section = config.get("optimizer") if isinstance(config, dict) else None
     kind = section.get("type") if isinstance(section, dict) else None
     return {"class": str(kind or "optimizer of the client"), "settings": settings}
+
+
+def one_number(kind: str, value: Any) -> dict[str, float]:
+    """Return ``{kind: number}``, or nothing for what is not a number."""
+    if isinstance(value, FileTensor) and value.numel == 1:
+        return {kind: float(value.tensor())}
+    return {kind: float(value)} if isinstance(value, (int, float)) and not isinstance(value, bool) else {}
 
 
 def _accumulation(config: Mapping[str, Any], ranks: Any) -> int:

@@ -17,10 +17,9 @@ import torch
 from zero_trial.checkpoint.format import Slice
 from zero_trial.errors import CheckpointError
 from zero_trial.importing.deepspeed_files import ModelStates
-from zero_trial.importing.facts import optimizer_groups, optimizer_state
+from zero_trial.importing.facts import one_number, optimizer_groups, optimizer_state
 from zero_trial.importing.imported import ImportOptions
 from zero_trial.importing.torch_file import FileTensor, as_list, as_tensor
-from zero_trial.importing.zero_shards import one_number
 
 State = Mapping[Any, Any]
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from zero_trial.checkpoint.format import Slice
 from zero_trial.errors import CheckpointError
-from zero_trial.importing.facts import optimizer_groups, optimizer_state
+from zero_trial.importing.facts import one_number, optimizer_groups, optimizer_state
 from zero_trial.importing.imported import ImportOptions
 from zero_trial.importing.torch_file import (
     FileTensor,
@@ -153,13 +153,6 @@ def _state(
         if index in group["params"]:  # where older optimizers keep it; newer ones leave a 0 there
             scalars = one_number("step", group.get("step")) | scalars
     return states, scalars
-
-
-def one_number(kind: str, value: Any) -> dict[str, float]:
-    """Return ``{kind: number}``, or nothing for what is not a number."""
-    if isinstance(value, FileTensor) and value.numel == 1:
-        return {kind: float(value.tensor())}
-    return {kind: float(value)} if isinstance(value, (int, float)) and not isinstance(value, bool) else {}
 
 
 def _state_of(inner: Any, index: int, where: str) -> State:

@@ -11,8 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from zero_trial.stand_in.distribution import StandInDistribution
-from zero_trial.stand_in.finder import Refused, StandIn, StandInFinder, Table, install
+from zero_trial.stand_in.finder import Refused, StandIn, StandInFinder, Table, distribution_of, install
 
 TABLE: Table = {
     "invented": {"dumps": "json:dumps", "codec": "json.decoder", "Grown": Refused("it has shrunk; use dumps")},
@@ -95,7 +94,7 @@ def test_the_distribution_is_known_on_this_pythons_path_alone(finder: StandInFin
     assert importlib.metadata.version("invented") == "3.1"
     assert list(importlib.metadata.distributions(name="invented", path=[str(tmp_path)])) == []
     assert "invented" in importlib.metadata.packages_distributions()
-    assert StandInDistribution("invented", "3.1").read_text("RECORD") is None
+    assert distribution_of("invented", "3.1").read_text("RECORD") is None
 
 
 def test_installed_twice_is_installed_once(finder: StandInFinder):

@@ -16,6 +16,11 @@ from zero_trial.errors import ConfigError
 from zero_trial.util.memory import machine_memory
 
 
+def _tensor_type(dtype: torch.dtype) -> property:
+    """Return an attribute that makes tensors of ``dtype`` on the accelerator's device."""
+    return property(lambda self: functools.partial(torch.tensor, dtype=dtype, device=self._name))
+
+
 class Accelerator:
     """What both kinds of device answer alike. Memory is in bytes."""
 
@@ -79,36 +84,13 @@ class Accelerator:
         """Return the prefixes of variables that a launcher passes on to other hosts."""
         return []
 
-    def _tensor_of(self, dtype: torch.dtype) -> Callable[..., torch.Tensor]:
-        return functools.partial(torch.tensor, dtype=dtype, device=self._name)
-
-    @property
-    def BFloat16Tensor(self) -> Callable[..., torch.Tensor]:
-        return self._tensor_of(torch.bfloat16)
-
-    @property
-    def ByteTensor(self) -> Callable[..., torch.Tensor]:
-        return self._tensor_of(torch.uint8)
-
-    @property
-    def DoubleTensor(self) -> Callable[..., torch.Tensor]:
-        return self._tensor_of(torch.double)
-
-    @property
-    def FloatTensor(self) -> Callable[..., torch.Tensor]:
-        return self._tensor_of(torch.float)
-
-    @property
-    def HalfTensor(self) -> Callable[..., torch.Tensor]:
-        return self._tensor_of(torch.half)
-
-    @property
-    def IntTensor(self) -> Callable[..., torch.Tensor]:
-        return self._tensor_of(torch.int)
-
-    @property
-    def LongTensor(self) -> Callable[..., torch.Tensor]:
-        return self._tensor_of(torch.long)
+    BFloat16Tensor = _tensor_type(torch.bfloat16)
+    ByteTensor = _tensor_type(torch.uint8)
+    DoubleTensor = _tensor_type(torch.double)
+    FloatTensor = _tensor_type(torch.float)
+    HalfTensor = _tensor_type(torch.half)
+    IntTensor = _tensor_type(torch.int)
+    LongTensor = _tensor_type(torch.long)
 
     def __getattr__(self, name: str) -> Any:
         if name.endswith("op_builder") or name in ("op_builder_dir", "build_extension"):

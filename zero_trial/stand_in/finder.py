@@ -17,6 +17,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
+from os import PathLike
+from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -227,9 +229,27 @@ class StandInFinder(MetaPathFinder, Loader):
         named = context.name is None or context.name.lower().replace("_", "-") == self.stand_in.top
         if not self.stand_in.version or not named or context.path is not sys.path:
             return []
-        from zero_trial.stand_in.distribution import StandInDistribution
+        return [distribution_of(self.stand_in.top, self.stand_in.version)]
 
-        return [StandInDistribution(self.stand_in.top, self.stand_in.version)]
+
+def distribution_of(name: str, version: str) -> Distribution:
+    """Return what importlib.metadata answers for a stand-in: libraries ask it for a version before
+    they import the package. It has a name and a version, and no files."""
+    from importlib.metadata import Distribution  # not before it is asked for
+
+    files = {
+        "METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\nSummary: zero_trial's stand-in\n",
+        "top_level.txt": f"{name}\n",
+    }
+
+    class StandInDistribution(Distribution):
+        def read_text(self, filename: str) -> str | None:
+            return files.get(filename)
+
+        def locate_file(self, path: str | PathLike[str]) -> Path:
+            return Path(__file__).parent / path  # there is none
+
+    return StandInDistribution()
 
 
 def install(stand_in: StandIn) -> StandInFinder:

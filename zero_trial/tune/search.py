@@ -5,7 +5,7 @@ their speed. Pure.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from zero_trial.ds_config.keys_running import AutotuningSection
@@ -172,18 +172,8 @@ class TuneSearch:
 
     def outcome(self) -> TuneOutcome:
         """Return what was measured so far, with the decisions at the rungs."""
-        section = {
-            "name": "adaptive_asha",
-            "metric": METRIC,
-            "smaller_is_better": False,
-            "max_trials": self._budget.max_trials,
-            "max_time": self._budget.max_time,
-            "time_metric": UNIT,
-            "mode": "aggressive",
-            "divisor": float(_DIVISOR),
-            "max_rungs": self._budget.max_rungs,
-            "max_concurrent_trials": 1,
-        }
+        section = {"name": "adaptive_asha", "metric": METRIC, "smaller_is_better": False, "time_metric": UNIT}
+        section |= asdict(self._budget)
         names = {str(trial.number): str(trial.number) for trial in self.trials}
         ladders = bracket_histories({"searcher": section}, self._searcher.snapshot(), self._events, names)
         return TuneOutcome("adaptive_asha", self._selection, tuple(self.trials), ladders)

@@ -8,7 +8,7 @@ import torch
 from zero_trial.ds_config.reader import read_ds_config
 from zero_trial.ds_config.table import DsConfig
 from zero_trial.errors import ConfigError, DoesNotFit
-from zero_trial.preflight.compare import Planner, comparison_table, describe_change, does_not_fit, smallest_change
+from zero_trial.preflight.compare import Planner, comparison_table, describe_change, smallest_change
 from zero_trial.preflight.plan import Figures
 
 GIB = 2**30
@@ -46,7 +46,7 @@ def planner(
 
 
 def test_processes_count_in_the_message_and_in_what_fits() -> None:
-    error = str(does_not_fit(planner(processes=5 * GIB), 22 * GIB))
+    error = str(planner(processes=5 * GIB).does_not_fit(22 * GIB))
     assert error.startswith("rank 0 needs 33.0 GiB, has 22.0 GiB (activations 20.0 GiB, processes 5.0 GiB). ")
     for processes, micro in ((0, 2), (4 * GIB, 2), (5 * GIB, 1)):  # 18 GiB of tensors at 2, 13 at 1
         found = smallest_change(planner(processes=processes), 22 * GIB)
@@ -54,7 +54,7 @@ def test_processes_count_in_the_message_and_in_what_fits() -> None:
 
 
 def test_the_message_of_a_run_that_does_not_fit() -> None:
-    error = does_not_fit(planner(), 22 * GIB)
+    error = planner().does_not_fit(22 * GIB)
     assert isinstance(error, DoesNotFit) and error.exit_code == 3
     assert str(error) == (
         "rank 0 needs 28.0 GiB, has 22.0 GiB (activations 20.0 GiB). Smallest change that fits: micro batch 4→2 with accumulation 1→2 "
@@ -94,7 +94,7 @@ def test_stages_that_are_refused_are_passed_over() -> None:
 
 def test_nothing_fits() -> None:
     assert smallest_change(planner(), GIB) is None
-    text = str(does_not_fit(planner(), GIB))
+    text = str(planner().does_not_fit(GIB))
     assert (
         "No stage and no micro-batch fits; the least of those compared is 13.0 GiB at ZeRO-2 with micro batch 1."
         in text

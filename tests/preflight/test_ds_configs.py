@@ -11,7 +11,7 @@ import pytest
 from zero_trial.errors import InvalidHP
 from zero_trial.experiment.experiment import read_experiment
 from zero_trial.experiment.space import explore
-from zero_trial.preflight.ds_configs import ConfigChecks, check_ds_configs, first_legal, resolve
+from zero_trial.preflight.check import ConfigChecks, check_ds_configs, first_legal, resolve
 from zero_trial.preflight.issues import Severity
 
 

@@ -14,9 +14,9 @@ from torch.nn.functional import mse_loss
 from tests.preflight.measured import ROWS, batch, build, ds_config
 from zero_trial.errors import ConfigError, TrialError
 from zero_trial.pipeline.module import LayerSpec, PipelineModule, TiedLayerSpec
-from zero_trial.preflight import fake_engine
+from zero_trial.preflight import fake_task
 from zero_trial.preflight.compare import Planner, memory_plan
-from zero_trial.preflight.fake_engine import TrialSubject, fake_initialize
+from zero_trial.preflight.fake_task import TrialSubject, fake_initialize
 from zero_trial.trial.context import make_engine_mpu
 
 
@@ -100,14 +100,14 @@ def test_client_optimizers_and_generators_of_parameters() -> None:
 
 
 def test_a_trials_engine_has_few_of_many_layers_until_it_is_asked_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    built, places, build_engine = [], [], fake_engine.build_engine
+    built, places, build_engine = [], [], fake_task.build_engine
 
     def counted(model: torch.nn.Sequential, *arguments: Any, **options: Any) -> Any:
         built.append(len(model))
         places.append(torch.empty(0).device.type)
         return build_engine(model, *arguments, **options)
 
-    monkeypatch.setattr(fake_engine, "build_engine", counted)
+    monkeypatch.setattr(fake_task, "build_engine", counted)
     deep = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(60)))
     made = TrialSubject(4).factory(model=deep, config=CONFIG)[0]
     assert (made.train_batch_size(), built) == (16, [3])

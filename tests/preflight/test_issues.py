@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from zero_trial.errors import ConfigError
-from zero_trial.preflight.issues import Area, CheckIssue, IssueLocation, Severity, issues_of, note, split_where
+from zero_trial.preflight.issues import Area, CheckIssue, Severity, issues_of, note, split_where
 
 
 def test_an_issue_for_programs():
@@ -30,17 +30,17 @@ def test_an_issue_for_programs():
 @pytest.mark.parametrize(
     ("where", "place"),
     [
-        (None, IssueLocation()),
-        ("const.yaml:14 searcher.metric", IssueLocation("const.yaml", 14, "searcher.metric")),
-        ("const.yaml searcher.metric", IssueLocation("const.yaml", None, "searcher.metric")),
-        ("a/model_def.py:3", IssueLocation("a/model_def.py", 3)),
-        ("ds_config.json", IssueLocation("ds_config.json")),
-        ("hyperparameters.lr", IssueLocation(key="hyperparameters.lr")),
-        ("--slots", IssueLocation(key="--slots")),
-        ("MODEL_DIR /a/b", IssueLocation(key="MODEL_DIR /a/b")),
+        (None, (None, None, None)),
+        ("const.yaml:14 searcher.metric", ("const.yaml", 14, "searcher.metric")),
+        ("const.yaml searcher.metric", ("const.yaml", None, "searcher.metric")),
+        ("a/model_def.py:3", ("a/model_def.py", 3, None)),
+        ("ds_config.json", ("ds_config.json", None, None)),
+        ("hyperparameters.lr", (None, None, "hyperparameters.lr")),
+        ("--slots", (None, None, "--slots")),
+        ("MODEL_DIR /a/b", (None, None, "MODEL_DIR /a/b")),
     ],
 )
-def test_a_place_taken_apart(where: str | None, place: IssueLocation):
+def test_a_place_taken_apart(where: str | None, place: tuple[str | None, int | None, str | None]):
     assert split_where(where) == place
 
 

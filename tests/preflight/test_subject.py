@@ -81,5 +81,5 @@ def test_batches_are_cut_and_repeated() -> None:
 
 def test_a_subject_of_a_blueprint() -> None:
     x, model = torch.zeros(4, 8), Head("loss")
-    made = ModelSubject.of(Blueprint(model), x, lambda engine, batch: engine(batch))
+    made = ModelSubject(Blueprint(model), x, lambda engine, batch: engine(batch))
     assert made.parameters == 9000 and made.dry_run(read_ds_config(ds_config(1)), 2, 4)[0] == figures(model, x)

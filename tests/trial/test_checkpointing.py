@@ -55,7 +55,7 @@ def test_a_state_that_rank_0_cannot_write_is_raised_by_all(tmp_path: Path, monke
 
 def test_ranks_that_did_not_exist_take_rank_0s_part() -> None:
     state = TrialSnapshot(samples=8, micro_batches=2, ranks=[{"loader": "a"}, {"loader": "b"}])
-    assert [state.resume(rank).loader_state for rank in range(3)] == ["a", "b", "a"]
+    assert [state.resume(rank).loader for rank in range(3)] == ["a", "b", "a"]
     assert TrialSnapshot().of_rank(0) == {}
 
 

@@ -93,12 +93,12 @@ def indices(loader: Any, count: int | None = None) -> list[list[int]]:
 def test_a_loader_of_determined_becomes_ours_with_the_same_options() -> None:
     loader = accepted(Points(9), batch_size=2, drop_last=True)
     assert type(loader) is DataLoader and indices(loader) == [[0, 1], [2, 3], [4, 5], [6, 7]]
-    assert not loader.shuffle and loader.workers.num_workers == 0
+    assert not loader.shuffle and loader.workers["num_workers"] == 0
     assert indices(accepted(Points(9), 2, sampler=[8, 1, 5])) == [[8, 1], [5]]
     assert indices(accepted(Points(9), batch_sampler=[[8, 1, 5], [2]])) == [[8, 1, 5], [2]]
     collated = accepted([1, 2, 3], 3, collate_fn=sum)
     assert list(collated) == [6]
-    assert accepted(Points(2), num_workers=2, prefetch_factor=4).workers.prefetch_factor == 4
+    assert accepted(Points(2), num_workers=2, prefetch_factor=4).workers["prefetch_factor"] == 4
 
 
 def test_its_shuffle_is_drawn_like_ours_and_resumes_like_ours() -> None:

@@ -16,7 +16,7 @@ from zero_trial.trial import DataLoader, ModelParallelUnit
 from zero_trial.trial.checkpointing import read_state
 from zero_trial.trial.data import (
     UNKNOWN_LENGTH,
-    Resume,
+    DataPosition,
     TrainFeed,
     accept_loader,
     agreed_minimum,
@@ -105,24 +105,24 @@ SECOND_OF_TWO = ModelParallelUnit(1, 2, True, True)
 
 def test_our_own_loader_seeks_by_samples() -> None:
     data = Points(40)
-    feed = open_feed(DataLoader(data, 2), "x", SECOND_OF_TWO, 0, Resume(samples=12, micro_batches=99))
+    feed = open_feed(DataLoader(data, 2), "x", SECOND_OF_TWO, 0, DataPosition(samples=12, micro_batches=99))
     assert feed.taken == 3 and next(feed)[0].tolist() == [14, 15] and feed.taken == 4
     assert data.read == [14, 15]
-    assert feed.state_dict() == {"micro_batches": 4, "samples": 16, "loader": None}
+    assert feed.position == DataPosition(16, 4)
 
 
 def test_a_position_between_two_batches_is_refused() -> None:
     with pytest.raises(DataError, match=r"got 6 samples so far, expected a multiple of micro batch 4 x 1 replicas"):
-        open_feed(DataLoader(Points(40), 4), "x", ALONE, 0, Resume(samples=6))
+        open_feed(DataLoader(Points(40), 4), "x", ALONE, 0, DataPosition(samples=6))
 
 
 def test_a_batch_sampler_is_sought_by_micro_batches() -> None:
-    feed = open_feed(DataLoader(Points(9), batch_sampler=[[1], [2], [3, 4]]), "x", ALONE, 0, Resume(0, 2))
+    feed = open_feed(DataLoader(Points(9), batch_sampler=[[1], [2], [3, 4]]), "x", ALONE, 0, DataPosition(0, 2))
     assert next(feed)[0].tolist() == [3, 4] and next(feed)[0].tolist() == [1]
 
 
 def test_another_loader_is_repeated_and_read_up_to_the_position() -> None:
-    feed = open_feed(TorchDataLoader(Points(6), 2), "x", ALONE, 0, Resume(0, 4))
+    feed = open_feed(TorchDataLoader(Points(6), 2), "x", ALONE, 0, DataPosition(0, 4))
     assert [next(feed)[0].tolist() for _ in range(3)] == [[2, 3], [4, 5], [0, 1]] and feed.taken == 7
 
 
@@ -145,9 +145,9 @@ class Stateful:
 
 
 def test_a_loader_with_a_state_takes_it_back() -> None:
-    feed = open_feed(Stateful(), "x", ALONE, 0, Resume(0, 4, {"at": 4}))
+    feed = open_feed(Stateful(), "x", ALONE, 0, DataPosition(0, 4, {"at": 4}))
     assert next(feed) == 5 and feed.taken == 5
-    assert feed.state_dict() == {"micro_batches": 5, "samples": 0, "loader": {"at": 5}}
+    assert feed.position == DataPosition(0, 5, {"at": 5})
 
 
 def test_a_loader_that_yields_nothing() -> None:

@@ -105,7 +105,7 @@ def _config(options: argparse.Namespace) -> int:
     from zero_trial.ds_config.reader import read_ds_config
     from zero_trial.ds_config.batch import ranks_of, reconcile
     from zero_trial.experiment.experiment import read_experiment
-    from zero_trial.preflight.ds_configs import first_legal
+    from zero_trial.preflight.check import first_legal
     from zero_trial.runs.provenance import locked_model_dir
 
     if _is_ds_config(options.experiment_path):

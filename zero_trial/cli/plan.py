@@ -17,7 +17,6 @@ from zero_trial.cli.run import add_words, given_words
 from zero_trial.errors import ConfigError
 
 if TYPE_CHECKING:
-    from zero_trial.errors import DoesNotFit
     from zero_trial.launch.experiment import CheckedRun, RunRequest
     from zero_trial.preflight.compare import PlannedMachine, Planner
     from zero_trial.preflight.link_model import LinkModel
@@ -130,8 +129,8 @@ def _plan(options: argparse.Namespace) -> int:
         gc.collect()  # what the trial's __init__ left in cycles would stay, its tensors too
         gc.freeze()
         gc.enable()
-        own, rows = planner.plan(), planner.compare()
-        error = None if own.fits(limit) or limit is None else _does_not_fit(planner, limit)
+        own, rows, comparison = planner.plan(), planner.compare(), planner.comparison(limit)
+        error = None if own.fits(limit) or limit is None else planner.does_not_fit(limit)
         estimate = _estimate(options, planner, links)
         warnings = planner.settings.warnings
     for warning in warnings:
@@ -156,7 +155,7 @@ def _plan(options: argparse.Namespace) -> int:
     print(f"plan    {own.line(limit)}")
     per_node = {} if options.ranks_per_node is None else {"ranks_per_node": options.ranks_per_node}
     print(own.table(limit, **per_node) if isinstance(own, MemoryPlan) else own.table(limit))
-    print("\n".join([_compared(rows, limit), *estimate]))
+    print("\n".join([comparison, *estimate]))
     if error is not None:
         raise error
     return 0
@@ -208,20 +207,6 @@ def _pipeline_estimate(planner: PipelinePlanner, links: LinkModel) -> list[str]:
     first, *rest = estimate_lines(moved[slowest], planner.mesh, links, None, None)
     waits = f"a rank computes {1 - plan.bubble:.1%} of the time of a step whose messages take none"
     return [f"stage {slowest} moves most; {first}", *rest, f"  {waits}"]
-
-
-def _does_not_fit(planner: Planner | PipelinePlanner, limit: int) -> DoesNotFit:
-    from zero_trial.preflight.compare import Planner, does_not_fit
-
-    return does_not_fit(planner, limit) if isinstance(planner, Planner) else planner.does_not_fit(limit)
-
-
-def _compared(rows: Any, limit: int | None) -> str:
-    from zero_trial.preflight.compare import comparison_table
-    from zero_trial.preflight.pipeline_plan import PipelineCandidate, pipeline_table
-
-    of_pipelines = isinstance(rows[0], PipelineCandidate)
-    return pipeline_table(rows, limit) if of_pipelines else comparison_table(rows, limit)
 
 
 def _machine(options: argparse.Namespace, checked: CheckedRun) -> PlannedMachine:

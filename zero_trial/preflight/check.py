@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import re
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from zero_trial.errors import ConfigError
+from zero_trial.ds_config.reader import read_ds_config
+from zero_trial.ds_config.batch import Reconciliation, reconcile
+from zero_trial.ds_config.table import DsConfig
+from zero_trial.errors import ConfigError, InvalidHP, ZeroTrialError
 from zero_trial.experiment.changes import KeyPath
 from zero_trial.experiment.entrypoint import (
     Entrypoint,
@@ -23,13 +27,13 @@ from zero_trial.experiment.space import Point, Space, explore
 from zero_trial.launch.environment import count_devices
 from zero_trial.launch.experiment import model_folder
 from zero_trial.preflight.context_folder import check_context, measure
-from zero_trial.preflight.ds_configs import ConfigChecks, Resolved, check_ds_configs
-from zero_trial.preflight.issues import Area, CheckIssue, Severity, issues_of, note
+from zero_trial.preflight.issues import Area, CheckIssue, Severity, flat, issues_of, note
 from zero_trial.preflight.machine import check_machine, check_nvme
 from zero_trial.schema.document import Provenance
 from zero_trial.util.text import format_bytes
 
 MOST_POINTS = 128
+_NUMBERS = re.compile(r"[-+]?\d[\d.]*(?:[eE][-+]?\d+)?")
 
 
 @dataclass(frozen=True)
@@ -53,7 +57,7 @@ class CheckRequest:
     dry_run: bool = False
 
 
-@dataclass(frozen=True)
+@dataclass
 class CheckReport:
     """All issues, and in ``looked`` a few words on each area, in the order of the check."""
 
@@ -84,22 +88,20 @@ def check_experiment(request: CheckRequest, env: Mapping[str, str]) -> CheckRepo
     Faults of the experiment are not raised: the report holds all issues.
     """
     started = time.perf_counter()
-    check = _ExperimentCheck(request)
-    check.run(env)
-    seconds = time.perf_counter() - started
-    return CheckReport(check.issues, check.looked, check.experiment, check.space, check.configs, seconds)
+    report = CheckReport()
+    _ExperimentCheck(request, report).run(env)
+    report.seconds = time.perf_counter() - started
+    return report
 
 
 class _ExperimentCheck:
-    """One check of an experiment, and all that it has found so far."""
+    """One check of an experiment; ``report`` gets what it finds."""
 
-    def __init__(self, request: CheckRequest) -> None:
+    def __init__(self, request: CheckRequest, report: CheckReport) -> None:
         self.request = request
-        self.issues: list[CheckIssue] = []
-        self.looked: dict[Area, str] = {}
-        self.experiment: ExperimentConfig | None = None
-        self.space: Space | None = None
-        self.configs: ConfigChecks | None = None
+        self.report = report
+        self.issues = report.issues
+        self.looked = report.looked
 
     def run(self, env: Mapping[str, str]) -> None:
         """Look at every area that can be read."""
@@ -108,7 +110,7 @@ class _ExperimentCheck:
         except ConfigError as error:
             self.issues += issues_of(Area.EXPERIMENT, error)
             return
-        experiment = self.experiment = examined.config
+        experiment = self.report.experiment = examined.config
         self.looked[Area.EXPERIMENT] = self.request.experiment_path.name
         self.issues += [issue for fault in examined.faults for issue in issues_of(Area.EXPERIMENT, fault)]
         self.issues += [note(Area.EXPERIMENT, Severity.WARNING, text) for text in experiment.warnings]
@@ -176,11 +178,11 @@ class _ExperimentCheck:
         if any(issue.area is Area.EXPERIMENT and _breaks_space(issue) for issue in _faults(self.issues)):
             return None
         searcher, seed = experiment.searcher.name, experiment.experiment_seed or 0
-        space = self.space = explore(experiment.hyperparameters, searcher, max(self.request.points, 1), seed)
+        space = self.report.space = explore(experiment.hyperparameters, searcher, max(self.request.points, 1), seed)
         if not experiment.names_ds_config():
             self.looked[Area.DS_CONFIG] = "ds_config is the trial's own"
             return None
-        checks = self.configs = check_ds_configs(experiment, model_dir, max(slots, 1), space)
+        checks = self.report.configs = check_ds_configs(experiment, model_dir, max(slots, 1), space)
         self.issues += checks.issues
         if len(space.points) > 1:
             total = space.total if space.total is not None else "a space without end"
@@ -193,7 +195,8 @@ class _ExperimentCheck:
 
     def _only_point(self, experiment: ExperimentConfig) -> Point | None:
         """Return the first point where the trial brings its own ds_config; else None."""
-        return self.space.points[0] if self.space is not None and not experiment.names_ds_config() else None
+        space = self.report.space
+        return space.points[0] if space is not None and not experiment.names_ds_config() else None
 
     def _dry_run(
         self, experiment: ExperimentConfig, entrypoint: Entrypoint, point: Point, model_dir: Path, slots: int
@@ -263,6 +266,118 @@ def _ranges(experiment: ExperimentConfig) -> list[CheckIssue]:
         fix = "Use constants, or another searcher."
         return [note(Area.SPACE, Severity.WARNING, what, where=where, fix=fix)]
     return []
+
+
+# --- the ds_config of each point of a search; the same fault at many points is reported once ---
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """One point's ds_config and batch sizes, as they will be used."""
+
+    point: Point
+    config: DsConfig
+    batch: Reconciliation
+
+
+@dataclass(frozen=True)
+class ConfigChecks:
+    """``legal``: points that can be trained; ``pruned``: numbers of those that a search would leave
+    out.
+    """
+
+    issues: tuple[CheckIssue, ...]
+    legal: tuple[Resolved, ...]
+    pruned: tuple[int, ...]
+
+
+def resolve(experiment: ExperimentConfig, model_dir: Path, slots: int, point: Point) -> Resolved:
+    """Resolve one point. Raises ConfigError with all faults of its ds_config, InvalidHP where a
+    search would go on without the point.
+    """
+    search = experiment.searcher.searches
+    values = point.hyperparameters
+    source = experiment.ds_config(model_dir, values)
+    config = read_ds_config(source, hints=experiment.hints, hyperparameters=values, search=search)
+    return Resolved(point, config, reconcile(config, slots, values, search=search))
+
+
+def check_ds_configs(experiment: ExperimentConfig, model_dir: Path, slots: int, space: Space) -> ConfigChecks:
+    """Check the ds_config of every point of ``space``. Reads files; starts nothing."""
+    groups: dict[str, _Group] = {}
+    legal: list[Resolved] = []
+    pruned: list[int] = []
+    for point in space.points:
+        try:
+            resolved = resolve(experiment, model_dir, slots, point)
+        except ConfigError as error:
+            faults = flat([error])
+            if all(isinstance(fault, InvalidHP) for fault in faults):
+                pruned.append(point.number)
+            for fault in faults:
+                _add(groups, fault, Severity.FAULT, point)
+        else:
+            legal.append(resolved)
+            for warning in resolved.config.warnings:
+                _add(groups, ConfigError(warning), Severity.WARNING, point)
+    return ConfigChecks(tuple(_issues(groups.values(), space, bool(legal))), tuple(legal), tuple(pruned))
+
+
+@dataclass
+class _Group:
+    """The points at which the same thing is wrong; the first one's words stand for all."""
+
+    error: ZeroTrialError
+    severity: Severity
+    points: list[Point] = field(default_factory=list)
+
+
+def _add(groups: dict[str, _Group], error: ZeroTrialError, severity: Severity, point: Point) -> None:
+    """Add the point to the group of the same error; numbers, which differ from point to point, do
+    not count."""
+    key = (
+        f"{type(error).__name__} {error.where} {_NUMBERS.sub('#', error.what)} {error.expected if error.where else ''}"
+    )
+    group = groups.setdefault(key, _Group(error, severity))
+    if point not in group.points[-1:]:
+        group.points.append(point)
+
+
+def _issues(groups: Iterable[_Group], space: Space, some_legal: bool) -> Iterable[CheckIssue]:
+    """Yield an issue per group; an invalid combination is a warning as long as others can be
+    trained."""
+    for group in groups:
+        invalid = isinstance(group.error, InvalidHP)
+        severity = Severity.WARNING if invalid and some_legal else group.severity
+        numbers = tuple(point.number for point in group.points)
+        yield CheckIssue(Area.DS_CONFIG, severity, group.error, numbers, _where_it_holds(group, space, invalid))
+
+
+def _where_it_holds(group: _Group, space: Space, invalid: bool) -> str:
+    if len(space.points) == 1:
+        return ""
+    pruned = "would be pruned: " if invalid else ""
+    if len(group.points) == len(space.points):
+        return f"{pruned}at every point"
+    return f"{pruned}at {len(group.points)} of {len(space.points)} points, first {group.points[0].describe()}"
+
+
+def first_legal(experiment: ExperimentConfig, model_dir: Path, slots: int, most: int = MOST_POINTS) -> Resolved:
+    """Return the first point of the search that can be trained; of constants, the only one.
+
+    Raises ConfigError with the faults if there is none.
+    """
+    space = explore(experiment.hyperparameters, experiment.searcher.name, most, experiment.experiment_seed or 0)
+    faults: list[ZeroTrialError] = []
+    for point in space.points:
+        try:
+            return resolve(experiment, model_dir, slots, point)
+        except ConfigError as error:
+            faults = faults or flat([error])
+    raise ConfigError.many([fault for fault in faults if isinstance(fault, ConfigError)])
+
+
+# --- the report ---
 
 
 def render_check(report: CheckReport) -> list[str]:

@@ -18,13 +18,12 @@ from zero_trial.engine.resolved_config import mesh_shape, resolve_config
 from zero_trial.errors import ConfigError, DataError, DoesNotFit, TrialError
 from zero_trial.launch.experiment import CheckedRun
 from zero_trial.preflight.dry_run import MOST_ACCUMULATION, variant, with_state_at
-from zero_trial.preflight.fake_engine import TrialSubject
-from zero_trial.preflight.fake_task import DryRunRequest, fake_task, raised_by_trial
+from zero_trial.preflight.fake_task import DryRunRequest, TrialSubject, fake_task, raised_by_trial
 from zero_trial.preflight.live_bytes import RepeatedMeta, forget_outcomes
 from zero_trial.preflight.pipeline_plan import PipelinePlanner
-from zero_trial.preflight.plan import MemoryPlan, own_process, rank_processes
+from zero_trial.preflight.plan import Candidate, MemoryPlan, own_process, rank_processes
 from zero_trial.preflight.subject import ModelSubject, Subject
-from zero_trial.trial.data import TRAIN_LOADER, Resume, open_train_data
+from zero_trial.trial.data import TRAIN_LOADER, DataPosition, open_train_data
 from zero_trial.trial.settings import TrainPosition
 from zero_trial.trial.trial import fitted
 from zero_trial.util.text import format_bytes
@@ -32,15 +31,6 @@ from zero_trial.util.text import format_bytes
 STAGES = (0, 1, 2, 3)
 _NVME = OffloadOptimizerSection(device="nvme", nvme_path=(".",))
 _HOST = OffloadOptimizerSection(device="cpu")
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """One row of a comparison: a plan, or why there is none."""
-
-    name: str
-    plan: MemoryPlan | None
-    refusal: str = ""
 
 
 class Planner:
@@ -98,7 +88,7 @@ class Planner:
             found.append(size)
         return found
 
-    def compare(self) -> list[Candidate]:
+    def compare(self) -> list[Candidate[MemoryPlan]]:
         """Return every stage at the run's micro-batch, every halving at the run's stage, and the
         run with optimizer state elsewhere: from a GPU in host memory, from there on NVMe; or not.
         """
@@ -106,7 +96,28 @@ class Planner:
         rows += [self._choice(self.stage, size) for size in self.halvings()]
         return [*rows, self._choice(self.stage, self.micro_batch, not self.away)]
 
-    def _choice(self, stage: int, micro_batch: int, away: bool | None = None) -> Candidate:
+    def does_not_fit(self, limit: int) -> DoesNotFit:
+        """Return the error for a plan beyond ``limit``: how much it needs, the smallest change that
+        fits, and what a stage up would save."""
+        own = self.plan()
+        figures = own.figures
+        parts = [f"activations {format_bytes(figures.activations)}"] if figures.activations is not None else []
+        parts += [f"processes {format_bytes(own.processes)}"] if own.processes else []
+        detail = f" ({', '.join(parts)})" if parts else ""
+        found = smallest_change(self, limit)
+        fix = (
+            f"Smallest change that fits: {describe_change(own, found)}."
+            if found is not None
+            else _nothing_fits(self, limit)
+        )
+        more = _stage_up(self) if found is not None and found.stage == own.stage else ""
+        return DoesNotFit(f"rank 0 needs {format_bytes(own.needs)}, has {format_bytes(limit)}{detail}", fix=fix + more)
+
+    def comparison(self, limit: int | None) -> str:
+        """Return :meth:`compare` as a table."""
+        return comparison_table(self.compare(), limit)
+
+    def _choice(self, stage: int, micro_batch: int, away: bool | None = None) -> Candidate[MemoryPlan]:
         away = self.away if away is None else away
         here = (stage, micro_batch, away) == (self.stage, self.micro_batch, self.away)
         name = f"ZeRO-{stage}, micro batch {micro_batch} x accumulation {self._accumulation(micro_batch)}"
@@ -178,25 +189,6 @@ def smallest_change(planner: Planner, limit: int) -> MemoryPlan | None:
     return None
 
 
-def does_not_fit(planner: Planner, limit: int) -> DoesNotFit:
-    """Return the error for a run whose plan needs more than ``limit``: how much, the smallest
-    change that fits, and what a stage up would save.
-    """
-    own = planner.plan()
-    figures = own.figures
-    parts = [f"activations {format_bytes(figures.activations)}"] if figures.activations is not None else []
-    parts += [f"processes {format_bytes(own.processes)}"] if own.processes else []
-    detail = f" ({', '.join(parts)})" if parts else ""
-    found = smallest_change(planner, limit)
-    fix = (
-        f"Smallest change that fits: {describe_change(own, found)}."
-        if found is not None
-        else _nothing_fits(planner, limit)
-    )
-    more = _stage_up(planner) if found is not None and found.stage == own.stage else ""
-    return DoesNotFit(f"rank 0 needs {format_bytes(own.needs)}, has {format_bytes(limit)}{detail}", fix=fix + more)
-
-
 def describe_change(own: MemoryPlan, other: MemoryPlan) -> str:
     """Return ``micro batch 4→2 with accumulation 1→2 (same global batch)``, ``stage 2→3``, both."""
     parts = []
@@ -219,7 +211,7 @@ def _nothing_fits(planner: Planner, limit: int) -> str:
     )
 
 
-def comparison_table(rows: Sequence[Candidate], limit: int | None = None) -> str:
+def comparison_table(rows: Sequence[Candidate[MemoryPlan]], limit: int | None = None) -> str:
     """Return the rows side by side: states, activations, temporary, peak, and whether it fits."""
     width = max(len(row.name) for row in rows)
     lines = [f"{'':<{width}}  {'states':>10}{'activations':>13}{'temporary':>12}{'peak':>12}{'exchange':>12}"]
@@ -307,7 +299,7 @@ def trial_planner(
                     without_values.enter_context(torch.device("meta"))
                     without_values.enter_context(RepeatedMeta())  # type: ignore[no-untyped-call]
                 trial = kind(context)
-            data = open_train_data(trial, context, Resume())
+            data = open_train_data(trial, context, DataPosition())
         feed = data.feed
         with raised_by_trial(checked.model_dir, f"reading a batch of {TRAIN_LOADER}"):
             first = None if feed is None else next(feed)

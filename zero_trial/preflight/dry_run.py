@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_flatten
 
+from zero_trial.comm import Mesh
 from zero_trial.ds_config.keys_running import CheckpointWriterSection
 from zero_trial.ds_config.keys_zero import OffloadOptimizerSection
 from zero_trial.ds_config.table import DsConfig
@@ -44,17 +45,6 @@ class Role:
 
     blueprint: Blueprint
     settings: DsConfig
-
-
-@dataclass(frozen=True)
-class _FakeWorld:
-    """The fake ranks: their number, how they exchange tensors, and the shared segments that this
-    takes.
-    """
-
-    ranks: int
-    exchange: Exchange
-    segments: Segments
 
 
 Micro = Callable[[Sequence[Engine], Sequence[Any]], None]
@@ -106,7 +96,7 @@ def _measure(
         # fake tensors have no addresses, and torch warns who asks for one
         warnings.simplefilter("ignore")
         engines = [
-            _engine(role, options, _FakeWorld(ranks, exchange, segments), live)
+            _engine(role, options, fake_mesh(mesh_shape(role.settings, ranks), exchange, segments), segments, live)
             for role, options in zip(roles, copies, strict=True)
         ]
         copies.clear()
@@ -114,18 +104,19 @@ def _measure(
         if micro is None:
             for engine in engines:
                 _empty_step(engine)
-        for _ in range(STEPS if micro is not None else 0):
-            live.restart()
-            before = live.flops
-            found = {"calls": calls}  # nothing of the step before
-            for call in range(calls):
-                for engine in engines:
-                    engine.mesh.counters.reset()
-                with live.saving():
-                    _call(micro, engines, given)
-                if call == 0 or call == calls - 1:
-                    found |= _traffic("last" if call == calls - 1 else "further", engines)
-            found["flops"] = (live.flops - before) // calls
+        else:
+            for _ in range(STEPS):
+                live.restart()
+                before = live.flops
+                found = {"calls": calls}  # nothing of the step before
+                for call in range(calls):
+                    for engine in engines:
+                        engine.mesh.counters.reset()
+                    with live.saving():
+                        micro(engines, given)
+                    if call == 0 or call == calls - 1:
+                        found |= _traffic("last" if call == calls - 1 else "further", engines)
+                found["flops"] = (live.flops - before) // calls
     if any(engine.skipped_steps for engine in engines):
         raise TrialError("the gradients of the dry run are not finite, so the optimizer made no state", where="plan")
     for kind in _STATES:
@@ -453,10 +444,9 @@ def with_state_at(settings: DsConfig, place: OffloadOptimizerSection | None) -> 
     return replace(settings, zero_optimization=replace(settings.zero_optimization, offload_optimizer=place))
 
 
-def _engine(role: Role, options: dict[str, Any], world: _FakeWorld, live: LiveBytes) -> Engine:
+def _engine(role: Role, options: dict[str, Any], mesh: Mesh, segments: Segments, live: LiveBytes) -> Engine:
     model = options.pop("model")
     live.hold([*model.parameters(), *model.buffers()])
-    mesh = fake_mesh(mesh_shape(role.settings, world.ranks), world.exchange, world.segments)
     # bytes are all that is asked: those of a copy are counted, and no memory is made for it
     zero = replace(role.settings.zero_optimization, ignore_unused_parameters=True)
     checkpoint = replace(role.settings.checkpoint, writer=CheckpointWriterSection())
@@ -465,14 +455,9 @@ def _engine(role: Role, options: dict[str, Any], world: _FakeWorld, live: LiveBy
         replace(role.settings, zero_optimization=zero, checkpoint=checkpoint),
         mesh,
         role.blueprint.device,
-        places=replace(world.segments.backends, left_out=role.blueprint.left_out),
+        places=replace(segments.backends, left_out=role.blueprint.left_out),
         **options,
     )
-
-
-def _call(micro: Micro | None, engines: Sequence[Engine], batches: Sequence[Any]) -> None:
-    if micro is not None:
-        micro(engines, batches)
 
 
 def _empty_step(engine: Engine) -> None:

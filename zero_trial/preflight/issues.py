@@ -35,24 +35,12 @@ class Area(Enum):
     SLOTS = "slots"
 
 
-@dataclass(frozen=True)
-class IssueLocation:
-    """Where an issue is: a file with its line, and a dotted key; each may be missing."""
-
-    file: str | None = None
-    line: int | None = None
-    key: str | None = None
-
-
-def split_where(where: str | None) -> IssueLocation:
-    """Split ``const.yaml:14 searcher.metric`` into its parts."""
-    if where is None:
-        return IssueLocation()
-    found = _FILE.match(where)
+def split_where(where: str | None) -> tuple[str | None, int | None, str | None]:
+    """Split ``const.yaml:14 searcher.metric`` into file, line and key; each may be missing."""
+    found = _FILE.match(where or "")
     if found is None:
-        return IssueLocation(key=where)
-    line = found["line"]
-    return IssueLocation(found["file"], int(line) if line else None, found["key"])
+        return None, None, where
+    return found["file"], int(found["line"]) if found["line"] else None, found["key"]
 
 
 @dataclass(frozen=True)
@@ -78,13 +66,13 @@ class CheckIssue:
 
     def as_json(self) -> dict[str, Any]:
         """Return the parts for programs."""
-        place, error = split_where(self.error.where), self.error
+        (file, line, key), error = split_where(self.error.where), self.error
         return {
             "severity": self.severity.value,
             "area": self.area.value,
-            "file": place.file,
-            "line": place.line,
-            "key": place.key,
+            "file": file,
+            "line": line,
+            "key": key,
             "what": error.what,
             "got": _shown(error.got),
             "expected": _shown(error.expected),

@@ -25,7 +25,7 @@ from zero_trial.pipeline.module import PipelineModule
 from zero_trial.pipeline.simulate import RankReport, validate
 from zero_trial.preflight.dry_run import Role, dry_run_any, is_here, variant
 from zero_trial.preflight.pipeline_dry_run import Copies, HeldBytes, dry_run_rank, parts_of
-from zero_trial.preflight.plan import Figures, Moved, processes_line
+from zero_trial.preflight.plan import Candidate, Figures, Moved, beside_limit, processes_line
 from zero_trial.preflight.subject import first_rows, rows_of
 from zero_trial.util.text import format_bytes, format_count
 
@@ -79,11 +79,7 @@ class PipelinePlan:
             f"params {format_count(self.parameter_count)} on {len(self.stages)} stages · stage {most.rank} needs most: "
         )
         text += f"{format_bytes(figures.states)} states + {format_bytes(figures.activations)} activations, peak {format_bytes(figures.peak)}"
-        if self.processes:
-            text += f", processes {format_bytes(self.processes)}"
-        if limit is not None:
-            text += f" (limit {format_bytes(limit)})  {'fits' if self.fits(limit) else 'does not fit'}"
-        return text
+        return text + beside_limit(self.processes, limit, self.fits(limit))
 
     def table(self, limit: int | None = None) -> str:
         """Return a row per pipeline rank; below it the schedule and the policy with their price."""
@@ -113,21 +109,8 @@ class PipelinePlan:
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain numbers for JSON."""
-        stages = []
-        for stage in self.stages:
-            figures = stage.figures
-            derived = {"states": figures.states, "temporary": figures.temporary, "total": figures.total}
-            stages.append({**asdict(stage), "figures": {**asdict(figures), **derived}})
+        stages = [{**asdict(stage), "figures": stage.figures.as_dict()} for stage in self.stages]
         return {**asdict(self), "stages": stages}
-
-
-@dataclass(frozen=True)
-class PipelineCandidate:
-    """One row of a comparison: a plan, or why there is none."""
-
-    name: str
-    plan: PipelinePlan | None
-    refusal: str = ""
 
 
 class PipelinePlanner:
@@ -178,7 +161,7 @@ class PipelinePlanner:
             self._known[key] = self._make(*key)
         return self._known[key]
 
-    def compare(self) -> list[PipelineCandidate]:
+    def compare(self) -> list[Candidate[PipelinePlan]]:
         """Return every ZeRO stage, and half the micro-batch with twice as many of them, which also
         makes the bubble smaller.
         """
@@ -202,16 +185,20 @@ class PipelinePlanner:
         detail += f", processes {format_bytes(own.processes)}" if own.processes else ""
         return DoesNotFit(f"{what} ({detail})", fix=fix)
 
-    def _choice(self, zero_stage: int, micro_batch: int) -> PipelineCandidate:
+    def comparison(self, limit: int | None) -> str:
+        """Return :meth:`compare` as a table."""
+        return pipeline_table(self.compare(), limit)
+
+    def _choice(self, zero_stage: int, micro_batch: int) -> Candidate[PipelinePlan]:
         own = (zero_stage, micro_batch) == (self.zero_stage, self.micro_batch)
         accumulation = self.micro_batch * self.accumulation // micro_batch
         name = f"ZeRO-{zero_stage}, micro batch {micro_batch} x accumulation {accumulation}{' (as configured)' * own}"
         try:
-            return PipelineCandidate(name, self.plan(zero_stage, micro_batch))
+            return Candidate(name, self.plan(zero_stage, micro_batch))
         except (ConfigError, TrialError) as error:
             if own:
                 raise
-            return PipelineCandidate(name, None, str(error))
+            return Candidate(name, None, str(error))
 
     def _make(self, zero_stage: int, micro_batch: int) -> PipelinePlan:
         accumulation = self.micro_batch * self.accumulation // micro_batch
@@ -322,7 +309,7 @@ def _either(run: Callable[[bool], HeldBytes]) -> HeldBytes:
         raise TrialError(f"a micro-batch cannot be run: {error}", where="plan", got=type(error).__name__) from error
 
 
-def pipeline_table(rows: Sequence[PipelineCandidate], limit: int | None = None) -> str:
+def pipeline_table(rows: Sequence[Candidate[PipelinePlan]], limit: int | None = None) -> str:
     """Return the rows side by side, each with the pipeline rank that needs most."""
     width = max(len(row.name) for row in rows)
     lines = [f"{'':<{width}}  {'stage':>5}{'states':>12}{'activations':>13}{'peak':>12}"]

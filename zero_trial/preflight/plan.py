@@ -20,9 +20,8 @@ CPU and the limit is this machine's memory, ``processes`` are added: the interpr
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import psutil
 import torch
@@ -92,6 +91,22 @@ class Figures:
         """
         return (self.states if self.peak is None else self.peak) + self.exchange + self.snapshot + self.kept
 
+    def as_dict(self) -> dict[str, Any]:
+        """Return plain numbers for JSON, with those that follow from the others."""
+        return {**asdict(self), "states": self.states, "temporary": self.temporary, "total": self.total}
+
+
+Plan = TypeVar("Plan")
+
+
+@dataclass(frozen=True)
+class Candidate(Generic[Plan]):
+    """One row of a comparison: a plan, or why there is none."""
+
+    name: str
+    plan: Plan | None
+    refusal: str = ""
+
 
 @dataclass(frozen=True)
 class MemoryPlan:
@@ -123,11 +138,7 @@ class MemoryPlan:
         text = f"params {format_count(self.parameter_count)} · per rank {format_bytes(figures.states)} states"
         if figures.activations is not None and figures.peak is not None:
             text += f" + {format_bytes(figures.activations)} activations, peak {format_bytes(figures.peak)}"
-        if self.processes:
-            text += f", processes {format_bytes(self.processes)}"
-        if limit is not None:
-            text += f" (limit {format_bytes(limit)})  {'fits' if self.fits(limit) else 'does not fit'}"
-        return text
+        return text + beside_limit(self.processes, limit, self.fits(limit))
 
     def table(self, limit: int | None = None, ranks_per_node: int = 8) -> str:
         """Return one line per kind of memory, with bytes per parameter of the whole model, and what
@@ -169,13 +180,7 @@ class MemoryPlan:
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain numbers for JSON."""
-        figures = self.figures
-        derived: Mapping[str, int | None] = {
-            "states": figures.states,
-            "temporary": figures.temporary,
-            "total": figures.total,
-        }
-        return {**asdict(self), "figures": {**asdict(figures), **derived}}
+        return {**asdict(self), "figures": self.figures.as_dict()}
 
 
 def rank_limit(device: torch.device, ranks_here: int) -> int | None:
@@ -205,6 +210,12 @@ def own_process() -> int:
     """Return the bytes of this process that the kernel cannot drop, as it can pages of files."""
     found = psutil.Process().memory_info()
     return int(found.rss - getattr(found, "shared", 0))
+
+
+def beside_limit(processes: int, limit: int | None, fits: bool) -> str:
+    """Return the end of a plan's line: what processes take, the limit, and whether it fits."""
+    text = f", processes {format_bytes(processes)}" if processes else ""
+    return text if limit is None else f"{text} (limit {format_bytes(limit)})  {'fits' if fits else 'does not fit'}"
 
 
 def processes_line(processes: int) -> str:

@@ -42,7 +42,7 @@ class Subject(Protocol):
 
 
 class ModelSubject:
-    """A model alone.
+    """A model alone, or its blueprint where there is one already.
 
     ``batch``: what its forward takes (a tuple of arguments, a dict of keyword arguments, or one
     tensor); None: states only.
@@ -53,24 +53,14 @@ class ModelSubject:
 
     def __init__(
         self,
-        model: nn.Module,
+        model: nn.Module | Blueprint,
         batch: Any = None,
         loss: Loss | None = None,
         *,
         options: Mapping[str, Any] | None = None,
         device: torch.device | str = "cpu",
     ) -> None:
-        self._set(Blueprint(model, options, device), batch, loss)
-
-    @classmethod
-    def of(cls, blueprint: Blueprint, batch: Any, loss: Loss) -> ModelSubject:
-        """Make the subject from an existing blueprint."""
-        made = cls.__new__(cls)
-        made._set(blueprint, batch, loss)
-        return made
-
-    def _set(self, blueprint: Blueprint, batch: Any, loss: Loss | None) -> None:
-        self._blueprint = blueprint
+        self._blueprint = model if isinstance(model, Blueprint) else Blueprint(model, options, device)
         self._batch = batch
         self._loss = loss if loss is not None else _call_and_reduce
         self._rows = rows_of(batch)

@@ -20,15 +20,22 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from zero_trial.errors import Diverged, InvalidHP, ZeroTrialError
-from zero_trial.preflight.fake_engine import MOST_VALUES, fake_initialize, has_room
-from zero_trial.preflight.fake_task import DryRunRequest, FakeTask, fake_task, trial_code_error
+from zero_trial.preflight.fake_task import (
+    MOST_VALUES,
+    DryRunRequest,
+    FakeTask,
+    fake_initialize,
+    fake_task,
+    has_room,
+    trial_code_error,
+)
 from zero_trial.preflight.issues import Area, CheckIssue, Severity, issues_of, note
 from zero_trial.preflight.subject import first_rows, rows_of
 from zero_trial.trial.context import ZeroTrialContext
 from zero_trial.trial.controller import StepRunner
 from zero_trial.trial.data import (
     TRAIN_LOADER,
-    Resume,
+    DataPosition,
     TrainFeed,
     accept_loader,
     compare_batch,
@@ -141,7 +148,7 @@ class _Stage:
                 raise _Ended
             batch = self._try(
                 Area.LOADERS,
-                lambda: next(open_feed(loader, TRAIN_LOADER, mpu, seed, Resume())),
+                lambda: next(open_feed(loader, TRAIN_LOADER, mpu, seed, DataPosition())),
                 f"reading a batch of {TRAIN_LOADER}",
             )
             try:

@@ -135,10 +135,10 @@ class MemoryWatch:
     def _make_plan(self, blueprint: Blueprint, engine: Engine, args: Any, kwargs: Any) -> None:
         # Loaded by the first micro-batch of rank 0 alone: nothing before it, and no other rank,
         # needs the planner.
-        from zero_trial.preflight.compare import Planner, does_not_fit
+        from zero_trial.preflight.compare import Planner
         from zero_trial.preflight.subject import ModelSubject, loss_in
 
-        subject = ModelSubject.of(blueprint, (args, kwargs), lambda copy, batch: loss_in(copy(*batch[0], **batch[1])))
+        subject = ModelSubject(blueprint, (args, kwargs), lambda copy, batch: loss_in(copy(*batch[0], **batch[1])))
         one_host = engine.world_size <= self._ranks_here
         limit = rank_limit(engine.device, self._ranks_here)
         on_host = engine.device.type == "cpu"
@@ -147,7 +147,7 @@ class MemoryWatch:
             with _untouched_randomness():
                 planner = Planner(subject, engine.config, engine.world_size, one_host=one_host, processes=processes)
                 self.plan = planner.plan()
-                remedy = None if limit is None or self.plan.fits(limit) else str(does_not_fit(planner, limit))
+                remedy = None if limit is None or self.plan.fits(limit) else str(planner.does_not_fit(limit))
         except Exception as error:
             self._give_up(str(error))
             return

@@ -1,7 +1,6 @@
 """The trial half: the user's class, its context, and the controller that runs it. Knows nothing of
 sharding."""
 
-from zero_trial.trial.callbacks import TrialCallback
 from zero_trial.trial.context import (
     HParams,
     ModelParallelUnit,
@@ -13,7 +12,7 @@ from zero_trial.trial.controller import Controller
 from zero_trial.trial.data import DataLoader
 from zero_trial.trial.metrics import MetricReducer, Reducer
 from zero_trial.trial.settings import Batch, Epoch, Keep, Record, TrainSettings
-from zero_trial.trial.trial import ZeroTrial
+from zero_trial.trial.trial import TrialCallback, ZeroTrial
 
 __all__ = [
     "Batch",

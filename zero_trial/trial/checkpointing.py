@@ -14,11 +14,10 @@ from typing import Any
 
 from zero_trial.errors import CheckpointError, TrialError
 from zero_trial.runtime.protocols import OpenCheckpoint, fault_text
-from zero_trial.trial.callbacks import TrialCallback
 from zero_trial.trial.context import ZeroTrialContext
-from zero_trial.trial.data import Resume
+from zero_trial.trial.data import DataPosition
 from zero_trial.trial.settings import Keep
-from zero_trial.trial.trial import ZeroTrial
+from zero_trial.trial.trial import TrialCallback, ZeroTrial
 from zero_trial.util.files import TRIAL_STATE
 
 FORMAT = 1
@@ -52,8 +51,8 @@ class TrialSnapshot:
             return {}
         return self.ranks[rank] if rank < len(self.ranks) else self.ranks[0]
 
-    def resume(self, rank: int) -> Resume:
-        return Resume(self.samples, self.micro_batches, self.of_rank(rank).get("loader"))
+    def resume(self, rank: int) -> DataPosition:
+        return DataPosition(self.samples, self.micro_batches, self.of_rank(rank).get("loader"))
 
 
 def read_state(path: Path) -> TrialSnapshot:

@@ -13,14 +13,13 @@ from typing import Any
 import torch
 
 from zero_trial.errors import ConfigError, InvalidHP, TrialError
-from zero_trial.trial.callbacks import TrialCallback
 from zero_trial.trial.checkpointing import Checkpointer, TrialSnapshot
 from zero_trial.trial.context import ZeroTrialContext
 from zero_trial.trial.data import TrainData, TrainFeed, data_position, open_train_data
 from zero_trial.trial.metrics import COUNTERS, mean_over_calls, training_metrics, without_counters
 from zero_trial.trial.reporting import Clock, End, MetricReporter, Outcome, Overflowed
 from zero_trial.trial.settings import UNENDING, TrainPosition, TrainSettings, is_boundary, total_steps
-from zero_trial.trial.trial import ZeroTrial, fitted
+from zero_trial.trial.trial import TrialCallback, ZeroTrial, fitted
 from zero_trial.trial.validation import SpeedMeter, Validator
 
 

@@ -28,20 +28,6 @@ from zero_trial.trial.samplers import (
 from zero_trial.trial.trial import ZeroTrial
 
 
-@dataclass(frozen=True)
-class WorkerOptions:
-    """How batches are fetched: torch's arguments of the same names."""
-
-    num_workers: int = 0
-    collate_fn: Callable[[list[Any]], Any] | None = None
-    pin_memory: bool = False
-    timeout: float = 0
-    worker_init_fn: Callable[[int], None] | None = None
-    multiprocessing_context: Any = None
-    prefetch_factor: int | None = None
-    persistent_workers: bool = False
-
-
 class DataLoader:
     """Describes a loader, with torch's arguments. The trial returns one; the controller makes each
     rank's loader of it.
@@ -78,16 +64,16 @@ class DataLoader:
         self.batch_sampler = batch_sampler
         self.drop_last = drop_last
         self.seed = seed
-        self.workers = WorkerOptions(
-            num_workers,
-            collate_fn,
-            pin_memory,
-            timeout,
-            worker_init_fn,
-            multiprocessing_context,
-            prefetch_factor,
-            persistent_workers,
-        )
+        self.workers = {  # how batches are fetched, by torch's names
+            "num_workers": num_workers,
+            "collate_fn": collate_fn,
+            "pin_memory": pin_memory,
+            "timeout": timeout,
+            "worker_init_fn": worker_init_fn,
+            "multiprocessing_context": multiprocessing_context,
+            "prefetch_factor": prefetch_factor,
+            "persistent_workers": persistent_workers,
+        }
 
     def __iter__(self) -> Any:
         """Iterate over everything once, for use outside of a trial."""
@@ -107,7 +93,7 @@ class DataLoader:
         """
         seed = seed if self.seed is None else self.seed
         batches = self._batches(repeat, skip, ReplicaShare(rank, num_replicas), seed)
-        arguments = {key: value for key, value in vars(self.workers).items() if value is not None}
+        arguments: dict[str, Any] = {key: value for key, value in self.workers.items() if value is not None}
         # Workers' base seeds come from a generator of their own: making an iterator must not move
         # the global random state.
         generator = torch.Generator().manual_seed(seed % 2**63)
@@ -171,11 +157,11 @@ class TrainFeed:
         self._samples_each = samples_each
         self._source = source
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the position, JSON-able: micro-batches of this replica, samples over all, the
-        loader's own state."""
+    @property
+    def position(self) -> DataPosition:
+        """Return how far this replica is."""
         own = self._source.state_dict() if hasattr(self._source, "state_dict") else None
-        return {"micro_batches": self.taken, "samples": self.taken * self._samples_each, "loader": own}
+        return DataPosition(self.taken * self._samples_each, self.taken, own)
 
     def __iter__(self) -> TrainFeed:
         return self
@@ -211,14 +197,13 @@ def empty_loader_error(name: str, loader: Any) -> DataError:
 
 
 @dataclass(frozen=True)
-class Resume:
-    """How far an earlier process was in the data: samples over all replicas, micro-batches of one,
-    and a loader's own state.
-    """
+class DataPosition:
+    """How far a process is, or an earlier one was, in the data: samples over all replicas,
+    micro-batches of one, and this rank's loader's own state, JSON-able."""
 
     samples: int = 0
     micro_batches: int = 0
-    loader_state: Any = None
+    loader: Any = None
 
 
 class ForeignLoader(DataError, RuntimeError):
@@ -291,7 +276,7 @@ def local_batches(loader: Any, mpu: ModelParallelUnit) -> int:
         return UNKNOWN_LENGTH
 
 
-def open_feed(loader: Any, name: str, mpu: ModelParallelUnit, seed: int, resume: Resume) -> TrainFeed:
+def open_feed(loader: Any, name: str, mpu: ModelParallelUnit, seed: int, resume: DataPosition) -> TrainFeed:
     """Return this rank's feed, starting where ``resume`` says.
 
     Our own loader seeks without reading. Another loader takes back its own ``state_dict`` if it has
@@ -303,15 +288,15 @@ def open_feed(loader: Any, name: str, mpu: ModelParallelUnit, seed: int, resume:
         fixed = loader.batch_sampler is None and loader.batch_size is not None
         each = (loader.batch_size or 0) * mpu.data_parallel_world_size if fixed else 0
         return TrainFeed(replica, name, skip, samples_each=each)
-    if resume.loader_state is not None and hasattr(loader, "load_state_dict"):
-        loader.load_state_dict(resume.loader_state)
+    if resume.loader is not None and hasattr(loader, "load_state_dict"):
+        loader.load_state_dict(resume.loader)
         return TrainFeed(loader, name, resume.micro_batches, repeat=True, source=loader)
     feed = TrainFeed(loader, name, repeat=True, source=loader)
     feed.jump(resume.micro_batches)
     return feed
 
 
-def _skip(loader: DataLoader, mpu: ModelParallelUnit, resume: Resume) -> int:
+def _skip(loader: DataLoader, mpu: ModelParallelUnit, resume: DataPosition) -> int:
     """Return this replica's micro-batches up to ``resume``. Raises DataError if the samples so far
     are not a whole number of them.
     """
@@ -388,17 +373,7 @@ class TrainData:
     epoch_length: int  # steps, agreed by all ranks
 
 
-@dataclass(frozen=True)
-class DataPosition:
-    """How much data was handed out: samples over all replicas, micro-batches of one, and this
-    rank's loader state."""
-
-    samples: int
-    micro_batches: int
-    loader: Any
-
-
-def open_train_data(trial: ZeroTrial, context: ZeroTrialContext, resume: Resume) -> TrainData:
+def open_train_data(trial: ZeroTrial, context: ZeroTrialContext, resume: DataPosition) -> TrainData:
     """Collective. Build the loader and move to where ``resume`` says. Raises DataError."""
     mpu, loader = context.mpu, None
     if mpu.should_build_data_loader:
@@ -430,10 +405,10 @@ def compare_batch(loader: Any, context: ZeroTrialContext) -> None:
 def data_position(feed: TrainFeed | None, context: ZeroTrialContext) -> DataPosition:
     """Collective. Return the position that the ranks agree on; the lowest, with a note, if they
     differ."""
-    own = feed.state_dict() if feed is not None else None
-    ranks = context.distributed.allgather(None if own is None else [own["micro_batches"], own["samples"]])
+    own = feed.position if feed is not None else None
+    ranks = context.distributed.allgather(None if own is None else [own.micro_batches, own.samples])
     known = [position for position in ranks if position is not None]
     if known and min(known) != max(known):
         context.note(f"ranks have taken different numbers of batches {ranks}; a resume goes on from {min(known)}")
     micro_batches, samples = min(known, default=[0, 0])
-    return DataPosition(samples, micro_batches, None if own is None else own["loader"])
+    return DataPosition(samples, micro_batches, None if own is None else own.loader)

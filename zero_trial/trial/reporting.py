@@ -13,10 +13,9 @@ from typing import Any
 import torch
 
 from zero_trial.errors import Diverged
-from zero_trial.trial.callbacks import TrialCallback
 from zero_trial.trial.context import ZeroTrialContext
 from zero_trial.trial.metrics import Sums, add_sums, averages, without_counters
-from zero_trial.trial.trial import ZeroTrial
+from zero_trial.trial.trial import TrialCallback, ZeroTrial
 
 Clock = Callable[[], float]
 Overflowed = Callable[[], bool]  # whether a loss scale skipped the step

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 
+from benchmarks.what_fits import Llama, Shape
 from tests.preflight.measured import model_module
 from zero_trial.cli.main import _parse as parse
 from zero_trial.cli.main import build_parser
@@ -25,7 +26,6 @@ from zero_trial.preflight.dry_run import STEPS
 from zero_trial.preflight.link_model import LinkModel, of_step
 from zero_trial.preflight.plan import Figures, Moved
 from zero_trial.preflight.subject import ModelSubject
-from zero_trial.preflight.what_fits import Llama, Shape
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has the GPU")
 WIDTH = 256

@@ -1,4 +1,7 @@
-"""The guide's page "What fits where": python -m zero_trial.preflight.what_fits PAGE.md
+"""The guide's page "What fits where".
+
+python benchmarks/what_fits.py docs/guide/what_fits_where.md   # writes it, in minutes
+python benchmarks/what_fits.py --model "1.3 B"   # quick: prints that of one model
 
 For models of six sizes, 1 to 4096 ranks and GPUs of three sizes: the cheapest ZeRO stage and
 offload that fits. States are counted group by group with the engine's own layouts, to the byte; the
@@ -7,9 +10,9 @@ memory of a step comes from one plan of each model and way, which does not depen
 
 from __future__ import annotations
 
-import sys
+import argparse
 import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -190,9 +193,9 @@ def fits(name: str) -> Iterator[Fit]:
         yield Fit(name, ranks, states[ranks], step)
 
 
-def page() -> str:
+def page(models: Iterable[str] = SHAPES) -> str:
     """Return the guide's page."""
-    found = [list(fits(name)) for name in SHAPES]
+    found = [list(fits(name)) for name in models]
     rows = [[fit.model, str(fit.ranks), *(fit.cheapest(gpu) for gpu in GPUS)] for each in found for fit in each]
     lines = [
         "# What fits where",
@@ -203,7 +206,7 @@ def page() -> str:
             f"does. Models are Llamas in bf16 with AdamW, one sequence of {SEQUENCE} per rank and step, each layer "
             "computed again in backward, sharded over all ranks, and nothing else in parallel. "
             f"{1 - _ROOM:.0%} of a GPU is left for its context, NCCL and kernels. This page is written by "
-            "`python -m zero_trial.preflight.what_fits`; [`zero-trial plan --ranks N --gpu-memory 80GiB`](offload.md) "
+            "`python benchmarks/what_fits.py`; [`zero-trial plan --ranks N --gpu-memory 80GiB`](offload.md) "
             "does the same for your model."
         ),
         "",
@@ -248,5 +251,19 @@ def _wrapped(text: str) -> str:
     return textwrap.fill(text, 100, break_long_words=False, break_on_hyphens=False)
 
 
+def main() -> int:
+    """Write the page, or print a part of it."""
+    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options.add_argument("page", nargs="?", type=Path, help="the file to write (default: print)")
+    options.add_argument("--model", choices=SHAPES, action="append", help="this one only (default: all)")
+    given = options.parse_args()
+    text = page(given.model or SHAPES)
+    if given.page is None:
+        print(text)
+    else:
+        given.page.write_text(text, encoding="utf-8")
+    return 0
+
+
 if __name__ == "__main__":
-    Path(sys.argv[1]).write_text(page(), encoding="utf-8")
+    raise SystemExit(main())

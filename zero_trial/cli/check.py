@@ -46,7 +46,6 @@ def add_parser(subparsers: Any) -> None:
 
 
 def _check(options: argparse.Namespace) -> int:
-    """Run the verb."""
     from zero_trial.experiment.changes import read_words
     from zero_trial.preflight.check import CheckRequest, check_as_json, check_experiment, render_check
 
@@ -101,7 +100,6 @@ def add_config_parser(subparsers: Any) -> None:
 
 
 def _config(options: argparse.Namespace) -> int:
-    """Run the verb."""
     from zero_trial.ds_config.reader import read_ds_config
     from zero_trial.ds_config.batch import ranks_of, reconcile
     from zero_trial.experiment.experiment import read_experiment

@@ -36,7 +36,6 @@ def add_parser(subparsers: Any) -> None:
 
 
 def _add_ls(subparsers: Any) -> None:
-    """Add the action."""
     parser = subparsers.add_parser(
         "ls",
         help="list checkpoints",
@@ -52,7 +51,6 @@ def _add_ls(subparsers: Any) -> None:
 
 
 def _list_checkpoints(options: argparse.Namespace) -> int:
-    """Run the action."""
     from zero_trial.checkpoint.folder import inspect_folder
 
     listing = inspect_folder(options.folder)
@@ -128,7 +126,6 @@ _NAMED = 6  # tensors of a broken file that are named; --json names all
 
 
 def _add_verify(subparsers: Any) -> None:
-    """Add the action."""
     parser = subparsers.add_parser(
         "verify",
         help="compare every file with its SHA-256",
@@ -145,7 +142,6 @@ def _add_verify(subparsers: Any) -> None:
 
 
 def _verify(options: argparse.Namespace) -> int:
-    """Run the action."""
     from zero_trial.checkpoint.folder import bytes_to_read, inspect_folder
 
     chosen = _chosen(inspect_folder(options.folder), options.all)
@@ -220,7 +216,6 @@ AXES = ("pipe", "replica", "shard", "model")
 
 
 def _add_show(subparsers: Any) -> None:
-    """Add the action."""
     parser = subparsers.add_parser(
         "show",
         help="tensors, shapes, dtypes, tied weights, optimizer state",
@@ -234,7 +229,6 @@ def _add_show(subparsers: Any) -> None:
 
 
 def _show(options: argparse.Namespace) -> int:
-    """Run the action."""
     from zero_trial.checkpoint.folder import choose_checkpoint, take_inventory
 
     saved = choose_checkpoint(options.checkpoint)

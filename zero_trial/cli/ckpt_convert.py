@@ -69,7 +69,6 @@ def add_export(subparsers: Any) -> None:
 
 
 def _export(options: argparse.Namespace) -> int:
-    """Run the action."""
     from zero_trial.checkpoint.export import (
         SUFFIX,
         TensorStream,
@@ -202,7 +201,6 @@ def add_import(subparsers: Any) -> None:
 
 
 def _import(options: argparse.Namespace) -> int:
-    """Run the action."""
     from zero_trial.importing.imported import ImportOptions, write_imported
     from zero_trial.importing.source import read_source
 

@@ -48,7 +48,6 @@ def add_parser(subparsers: Any) -> None:
 
 
 def _handle(options: argparse.Namespace) -> int:
-    """Run the verb."""
     from zero_trial.report.difference import compare_runs, read_run
 
     if not 0 <= options.rtol < 1:

@@ -56,9 +56,8 @@ def add_parser(subparsers: Any) -> None:
 
 
 def _handle(options: argparse.Namespace) -> int:
-    """Run the verb."""
     facts = collect(os.environ)
-    print(_as_json(facts) if options.json else as_text(facts))
+    print(json.dumps({"facts": [asdict(fact) for fact in facts]}, indent=1) if options.json else as_text(facts))
     return 0
 
 
@@ -293,11 +292,6 @@ def as_text(facts: list[Fact]) -> str:
         lines.append(section)
         lines += [f"  {f.name:<{width}}  {f.value or 'no: ' + f.why}" for f in facts if f.section == section]
     return "\n".join(lines)
-
-
-def _as_json(facts: list[Fact]) -> str:
-    """Return the report for programs."""
-    return json.dumps({"facts": [asdict(fact) for fact in facts]}, indent=1)
 
 
 def _package(name: str, why: str) -> Fact:

@@ -49,7 +49,6 @@ def add_parser(subparsers: Any) -> None:
 
 
 def _handle(options: argparse.Namespace) -> int:
-    """Run the verb."""
     folder: Path = options.folder
     files = template(options.template, experiment_name(folder, options.template))
     plant(folder, files)

@@ -7,10 +7,10 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from zero_trial.cli.run import add_meeting, placed
 from zero_trial.errors import ConfigError
 
 REFUSED = {
@@ -99,9 +99,7 @@ def _add_hosts(parser: argparse.ArgumentParser) -> None:
 def _add_rendezvous(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("where hosts meet (torchrun's); run the same command on each host")
     group.add_argument("--nnodes", default="", metavar="N", help="number of hosts, or LEAST:MOST with --rdzv-endpoint")
-    group.add_argument("--node_rank", "--node-rank", type=int, metavar="K", help="which of the hosts this is, from 0")
-    group.add_argument("--master_addr", "--master-addr", default="", metavar="HOST", help="address of host 0")
-    group.add_argument("--master_port", "--master-port", type=int, metavar="PORT", help="its port (default 29500)")
+    add_meeting(group)
     group.add_argument(
         "--rdzv_endpoint",
         "--rdzv-endpoint",
@@ -155,7 +153,6 @@ def _add_target(parser: argparse.ArgumentParser) -> None:
 
 
 def _handle(options: argparse.Namespace) -> int:
-    """Run the verb."""
     from zero_trial.cli.output import report_outcome
     from zero_trial.launch.script import launch_script
 
@@ -165,7 +162,6 @@ def _handle(options: argparse.Namespace) -> int:
 
 def request_from(options: argparse.Namespace) -> Any:
     """Return the ScriptRequest that the options describe."""
-    from zero_trial.launch.hosts import PlacementRequest
     from zero_trial.launch.script import ScriptRequest, read_hostfile
     from zero_trial.stand_in.deepspeed_table import asked_for
 
@@ -174,29 +170,21 @@ def request_from(options: argparse.Namespace) -> Any:
         raise ConfigError("--launcher ssh needs a hostfile", where="launch", fix="Give --hostfile FILE.")
     return ScriptRequest(
         target=options.script,
-        arguments=_without_separator(options.arguments),
+        # a leading "--" only ended our own options
+        arguments=tuple(options.arguments[1:] if options.arguments[:1] == ["--"] else options.arguments),
         kind=options.kind or "script",
         local_rank=options.local_rank,
         as_deepspeed=options.as_deepspeed or asked_for(os.environ),
         run_dir=options.run_dir,
-        placement=PlacementRequest(
-            slots=options.slots,
-            hostfile=hostfile,
-            hostfile_name=name,
+        placement=placed(
+            options,
+            hostfile,
+            name,
             include=options.include,
             exclude=options.exclude,
             num_nodes=options.num_nodes,
-            nnodes=options.nnodes,
-            node_rank=options.node_rank,
-            master_addr=options.master_addr,
-            master_port=options.master_port,
             rdzv_endpoint=options.rdzv_endpoint,
             rdzv_id=options.rdzv_id,
             spread=options.launcher == "ssh",
         ),
     )
-
-
-def _without_separator(arguments: Sequence[str]) -> tuple[str, ...]:
-    """Return the script's arguments without a leading ``--`` that only ended our own."""
-    return tuple(arguments[1:] if arguments[:1] == ["--"] else arguments)

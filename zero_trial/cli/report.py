@@ -54,7 +54,6 @@ def _add_root(parser: argparse.ArgumentParser) -> None:
 
 
 def _handle(options: argparse.Namespace) -> int:
-    """Run the verb."""
     from zero_trial.report.run_page import render_run
     from zero_trial.report.run_reader import from_run_folder, is_run
 
@@ -109,7 +108,6 @@ def add_sweep_parser(subparsers: Any) -> None:
 
 
 def _report_sweep(options: argparse.Namespace) -> int:
-    """Run the verb."""
     from zero_trial.report.run_reader import UNREADABLE
     from zero_trial.report.sweep_page import render_sweep
 
@@ -198,7 +196,6 @@ def add_board_parser(subparsers: Any) -> None:
 
 
 def _serve_board(options: argparse.Namespace) -> int:
-    """Run the verb."""
     from zero_trial.board.app import serve_runs
 
     if not 0 <= options.port <= 65535:

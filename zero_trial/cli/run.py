@@ -20,6 +20,7 @@ from zero_trial.runs.layout import RunFolder, RunStatus
 
 if TYPE_CHECKING:
     from zero_trial.launch.experiment import CheckedRun, RunRequest
+    from zero_trial.launch.hosts import PlacementRequest
 
 _RUNS = Path("runs")
 
@@ -46,11 +47,37 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object at the end and nothing else")
     group = parser.add_argument_group("several hosts: run the same command on each")
     group.add_argument("--nnodes", default="", metavar="N", help="number of hosts")
+    add_meeting(group)
+    group.add_argument("-H", "--hostfile", metavar="FILE", help="lines of the form: host slots=N")
+    parser.set_defaults(handler=_handle)
+
+
+def add_meeting(group: Any) -> None:
+    """Add which of the hosts this is, and where they meet; ``placed`` returns it."""
     group.add_argument("--node_rank", "--node-rank", type=int, metavar="K", help="which of the hosts this is, from 0")
     group.add_argument("--master_addr", "--master-addr", default="", metavar="HOST", help="address of host 0")
     group.add_argument("--master_port", "--master-port", type=int, metavar="PORT", help="its port (default 29500)")
-    group.add_argument("-H", "--hostfile", metavar="FILE", help="lines of the form: host slots=N")
-    parser.set_defaults(handler=_handle)
+
+
+def placed(options: argparse.Namespace, hostfile: str | None, name: str, **more: Any) -> PlacementRequest:
+    """Return the ranks and hosts that the options name.
+
+    Args:
+        hostfile, name: text and name of the hostfile, as ``read_hostfile`` returns them.
+        more: further fields of the request.
+    """
+    from zero_trial.launch.hosts import PlacementRequest
+
+    return PlacementRequest(
+        slots=options.slots,
+        hostfile=hostfile,
+        hostfile_name=name,
+        nnodes=options.nnodes,
+        node_rank=options.node_rank,
+        master_addr=options.master_addr,
+        master_port=options.master_port,
+        **more,
+    )
 
 
 def add_words(parser: argparse.ArgumentParser) -> None:
@@ -107,7 +134,6 @@ def request_from(options: argparse.Namespace) -> RunRequest:
     """Return the request that the options describe."""
     from zero_trial.experiment.changes import read_words
     from zero_trial.launch.experiment import RunRequest
-    from zero_trial.launch.hosts import PlacementRequest
     from zero_trial.launch.script import read_hostfile
 
     hostfile, name = read_hostfile(options.hostfile) if options.hostfile else (None, "")
@@ -119,15 +145,7 @@ def request_from(options: argparse.Namespace) -> RunRequest:
         seed=options.seed,
         run_dir=options.run_dir,
         resume=options.resume,
-        placement=PlacementRequest(
-            slots=options.slots,
-            hostfile=hostfile,
-            hostfile_name=name,
-            nnodes=options.nnodes,
-            node_rank=options.node_rank,
-            master_addr=options.master_addr,
-            master_port=options.master_port,
-        ),
+        placement=placed(options, hostfile, name),
     )
 
 

@@ -68,7 +68,6 @@ def add_parser(subparsers: Any) -> None:
 
 
 def _handle(options: argparse.Namespace) -> int:
-    """Run the verb."""
     from zero_trial.pipeline.draw import grid, rows_as_text, save_picture
     from zero_trial.pipeline.generators import build
     from zero_trial.pipeline.lowering import Sharding, choose, lower

@@ -48,7 +48,6 @@ def add_parser(subparsers: Any) -> None:
 
 
 def _handle(options: argparse.Namespace) -> int:
-    """Run the verb."""
     from zero_trial.master.search import build
     from zero_trial.master.search.simulation import simulate
 

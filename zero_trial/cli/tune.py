@@ -84,7 +84,6 @@ def add_parser(subparsers: Any) -> None:
 
 
 def _handle(options: argparse.Namespace) -> int:
-    """Run the verb."""
     from zero_trial.launch.experiment import check_run
     from zero_trial.tune.cluster import refuse_other_keys
     from zero_trial.tune.search import refuse_autotuning, search_settings
@@ -107,7 +106,7 @@ def _handle(options: argparse.Namespace) -> int:
     own = own_way(facts)
     ways = ways_to_train(facts)
     ways += [own] if own not in ways else []
-    say = _silent if options.json else _say
+    say = (lambda line: None) if options.json else _say
     with _planning(checked.devices.gpus > 0) as call:
         machine, margin = _machine(options, checked, call)
         limit = machine.limit
@@ -371,7 +370,7 @@ def _conclude(options: argparse.Namespace, tune: _Tuning, outcome: TuneOutcome) 
     from zero_trial.tune.trials import key_in_ds_config
 
     best, checked = outcome.best(), tune.checked
-    before = _written_ds_config(checked)
+    before = dict(checked.experiment.ds_config(checked.model_dir).value)
     changes = {} if best is None else _changes(best.way, tune.own)
     of_ds_config = {inside: value for key, value in changes.items() if (inside := key_in_ds_config(key)) is not None}
     settings = [f"{key}={json.dumps(value)}" for key, value in changes.items()]
@@ -446,11 +445,6 @@ def _facts(tune: _Tuning) -> tuple[tuple[str, str], ...]:
     )
 
 
-def _written_ds_config(checked: CheckedRun) -> Mapping[str, Any]:
-    """Return the ds_config as it is written, with what the experiment lays over it."""
-    return dict(checked.experiment.ds_config(checked.model_dir).value)
-
-
 def _file_to_write(checked: CheckedRun) -> Path:
     """Return the JSON file of the ds_config. Raises ConfigError where there is none, where it has
     what JSON does not (comments would be lost), and where the experiment lays values over it."""
@@ -490,7 +484,3 @@ def _file_to_write(checked: CheckedRun) -> Path:
 def _say(line: str) -> None:
     sys.stdout.write(line + "\n")
     sys.stdout.flush()
-
-
-def _silent(line: str) -> None:
-    """Print nothing."""

@@ -49,7 +49,11 @@ class NumberedOptimizer:
         )
         self._check_counts()
         self.kinds = self._kinds()
-        self.names = self._given(options.names) if options.names is not None else self._matched()
+        self.names = (
+            self._given(options.names)
+            if options.names is not None
+            else deal(model.parameters, self._ends(), self._fits, self._where)
+        )
 
     def scalars(self) -> dict[str, dict[str, float]]:
         """Collect what is one number per group. Raises CheckpointError where the tensors of a group
@@ -133,9 +137,6 @@ class NumberedOptimizer:
         if self._flat is not None:
             return [flat.numel for flat in self._flat]
         return [len(group["params"]) for group in self.groups]
-
-    def _matched(self) -> list[list[tuple[str, int]]]:
-        return deal(self._model.parameters, self._ends(), self._fits, self._where)
 
     def _fits(self, name: str, group: int, place: int) -> int:
         """Return after which place ``name`` would be done if it began at ``place``; -1 if another

@@ -203,14 +203,6 @@ def require_key(value: Any) -> Any:
     return value
 
 
-def _mark(machine: _Machine, _: Any) -> None:
-    machine.marks.append(len(machine.stack))
-
-
-def _global(machine: _Machine, argument: Any) -> None:
-    machine.name(*argument.split(" ", 1))
-
-
 Act = Callable[[_Machine, Any], None]
 
 _VALUES = (
@@ -226,7 +218,7 @@ _ACTIONS: Mapping[str, Act] = {
     "NONE": lambda machine, argument: machine.push(None),
     "NEWTRUE": lambda machine, argument: machine.push(True),
     "NEWFALSE": lambda machine, argument: machine.push(False),
-    "MARK": _mark,
+    "MARK": lambda machine, argument: machine.marks.append(len(machine.stack)),
     "EMPTY_LIST": lambda machine, argument: machine.push([]),
     "EMPTY_DICT": lambda machine, argument: machine.push({}),
     "EMPTY_TUPLE": lambda machine, argument: machine.push(()),
@@ -243,7 +235,7 @@ _ACTIONS: Mapping[str, Act] = {
     "ADDITEMS": lambda machine, argument: machine.extend(machine.since_mark()),
     "SETITEM": lambda machine, argument: machine.set_pairs(list(machine.take(2))),
     "SETITEMS": lambda machine, argument: machine.set_pairs(machine.since_mark()),
-    "GLOBAL": _global,
+    "GLOBAL": lambda machine, argument: machine.name(*argument.split(" ", 1)),
     "STACK_GLOBAL": lambda machine, argument: machine.name(*machine.take(2)),
     "REDUCE": lambda machine, argument: machine.call(2),
     "NEWOBJ": lambda machine, argument: machine.call(2),

@@ -124,7 +124,9 @@ def _tensors(path: Path, left_out: list[str]) -> dict[str, tuple[torch.Tensor, A
             "there are no weights in this file", where=str(path), got=type(content).__name__, expected="a state dict"
         )
     found = {
-        str(name): (value.tensor(), _token(value)) for name, value in content.items() if isinstance(value, FileTensor)
+        str(name): (value.tensor(), value if value.numel else object())
+        for name, value in content.items()
+        if isinstance(value, FileTensor)
     }
     left_out += [
         f"{path.name}: {name!r}, not a tensor" for name, value in content.items() if not isinstance(value, FileTensor)
@@ -134,10 +136,6 @@ def _tensors(path: Path, left_out: list[str]) -> dict[str, tuple[torch.Tensor, A
             "there are no weights in this file", where=str(path), got="no tensor", expected="a state dict"
         )
     return found
-
-
-def _token(value: FileTensor) -> Any:
-    return value if value.numel else object()
 
 
 def _from_safetensors(path: Path) -> dict[str, tuple[torch.Tensor, Any]]:

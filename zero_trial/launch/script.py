@@ -70,7 +70,10 @@ def launch_script(request: ScriptRequest, output: TextIO) -> tuple[LaunchResult,
         env = host_environment(own, devices)
         if request.as_deepspeed:
             env = started_with_stand_in(env, request.as_deepspeed)
-        return Supervisor(command, env, _watcher(own, folder, output)).run(), folder
+        watcher: Watcher = NoWatcher()
+        if own.rendezvous.leads:
+            watcher = LogWatcher(RunFolder(folder).log(0), output, stop_at=ERROR_HEADER)
+        return Supervisor(command, env, watcher).run(), folder
     finally:
         for process in remotes:
             process.terminate()
@@ -155,12 +158,6 @@ def _run_folder(given: Path | None, shared: bool) -> Path:
         given.mkdir(parents=True, exist_ok=True)
         return given.resolve()
     return given_run_folder(given).resolve()
-
-
-def _watcher(own: HostPlan, folder: Path, output: TextIO) -> Watcher:
-    if not own.rendezvous.leads:
-        return NoWatcher()
-    return LogWatcher(RunFolder(folder).log(0), output, stop_at=ERROR_HEADER)
 
 
 def _start_others(placement: HostPlacement, request: ScriptRequest, folder: Path) -> list[subprocess.Popen[bytes]]:

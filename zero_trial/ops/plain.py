@@ -244,13 +244,9 @@ def square_sum(x: Tensor) -> Tensor:
     """Return the sum of squares in float64, a scalar tensor; not finite if and only if an element
     is not."""
     total = torch.zeros((), dtype=torch.float64, device=x.device)
-    for chunk in _flat(x):
+    for chunk in x.view(-1).split(CHUNK) if x.is_contiguous() else [x]:
         total += chunk.double().square().sum()
     return total
-
-
-def _flat(x: Tensor) -> Sequence[Tensor]:
-    return x.view(-1).split(CHUNK) if x.is_contiguous() else [x]
 
 
 def step_control_(square_sum: Tensor, loss_scale: Tensor | None, control: Tensor, unscale: float, clip: float) -> None:

@@ -173,10 +173,6 @@ ADAM = OptimizerOp(
 )
 
 
-def _lion(p: Tensor, g: Tensor, m: Tensor, lr: float, beta1: float, beta2: float, decay: float) -> Sequence[Tensor]:
-    return reference.lion(p, g, m, lr=lr, betas=(beta1, beta2), weight_decay=decay)
-
-
 LION = OptimizerOp(
     name="lion",
     struct="ZtLion",
@@ -185,7 +181,9 @@ LION = OptimizerOp(
     numbers="float lr, float beta1, float beta2, float weight_decay",
     shared="float multiplier",
     scalars=lambda lr, beta1, beta2, decay, multiplier: (multiplier, 1 - beta1, 1 - beta2, lr, lr * decay),
-    formula=_lion,
+    formula=lambda p, g, m, lr, beta1, beta2, decay: reference.lion(
+        p, g, m, lr=lr, betas=(beta1, beta2), weight_decay=decay
+    ),
 )
 
 ADAGRAD = OptimizerOp(

@@ -187,7 +187,7 @@ class LiveBytes(TorchDispatchMode):
             self._gone(key, known.number)
         self._made += 1
         self._storages[key] = _Storage(
-            weakref.ref(storage, partial(self._died, key, self._made)), size, self._made, on_host
+            weakref.ref(storage, partial(self._gone, key, self._made)), size, self._made, on_host
         )
         self._add(self._storages[key], size)
 
@@ -204,10 +204,7 @@ class LiveBytes(TorchDispatchMode):
         if known.saved:
             self.saved += more
 
-    def _died(self, key: int, number: int, _: Any) -> None:
-        self._gone(key, number)
-
-    def _gone(self, key: int, number: int) -> None:
+    def _gone(self, key: int, number: int, _: Any = None) -> None:
         known = self._storages.get(key)
         # the address has been given to another storage since
         if known is None or known.number != number:

@@ -75,14 +75,10 @@ def parts_of(model: PipelineModule, settings: PipelineSettings, device: torch.de
         whole=Blueprint(whole, device=device),
         bounds=tuple(built[0].parts),
         ties=tuple(built[0].ties.values()),
-        elements=tuple(_trainable(stage) for stage in chunks),
+        elements=tuple(sum(param.numel() for param in stage.parameters() if param.requires_grad) for stage in chunks),
         parameters=model.total_parameters,
         loss_fn=model.loss_fn,
     )
-
-
-def _trainable(module: nn.Module) -> int:
-    return sum(param.numel() for param in module.parameters() if param.requires_grad)
 
 
 # A pipeline rank's row played through with its layers alone, and what tensors it held: no other

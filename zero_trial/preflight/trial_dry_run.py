@@ -125,7 +125,9 @@ class _Stage:
         context = self._task.seeded_context()
         trial = self._try(Area.TRIAL, lambda: kind(context), f"{request.entrypoint.name}.__init__")
         self._try(Area.TRIAL, context.get_train_micro_batch_size_per_gpu)
-        self._found.parameters = context.parameters or sum(param.numel() for param in _trained(context)) or None
+        self._found.parameters = (
+            context.parameters or sum(param.numel() for param in _parameters(context) if param.requires_grad) or None
+        )
         self._found.issues += _training_issues(trial)
         self._doubt = _doubt_of(trial, context)
         loader, validator, cut = None, None, _Cut(context, everything=request.dry_run)
@@ -409,11 +411,6 @@ def _parameters(context: ZeroTrialContext) -> Iterator[torch.nn.Parameter]:
         module = getattr(engine, "module", None)
         if isinstance(module, torch.nn.Module):
             yield from module.parameters()
-
-
-def _trained(context: ZeroTrialContext) -> Iterator[torch.nn.Parameter]:
-    """Yield the trained parameters of all engines."""
-    return (param for param in _parameters(context) if param.requires_grad)
 
 
 def _training_issues(trial: ZeroTrial) -> list[CheckIssue]:

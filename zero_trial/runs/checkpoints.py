@@ -209,11 +209,8 @@ def find_fault(folder: Path) -> str | None:
 
 def _record(path: Path) -> dict[str, Any]:
     size = path.stat().st_size
-    return {"bytes": size, "sha256": _digest(path)} if _is_summed(path, size) else {"bytes": size}
-
-
-def _is_summed(path: Path, size: int) -> bool:
-    return size <= SUMMED_BYTES and not (path.suffix == ".safetensors" and _is_manifest(path.with_name(_MANIFEST)))
+    has_manifest = path.suffix == ".safetensors" and _is_manifest(path.with_name(_MANIFEST))
+    return {"bytes": size} if size > SUMMED_BYTES or has_manifest else {"bytes": size, "sha256": _digest(path)}
 
 
 def manifests(folder: Path) -> list[Path]:

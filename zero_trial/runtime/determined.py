@@ -197,10 +197,7 @@ class TensorboardSync:
 
     def _copy(self) -> None:
         more = {} if self.mangler is None else {"mangler": self.mangler}
-        self.core.train.upload_tensorboard_files(self._selects, **more)
-
-    def _selects(self, path: Path) -> bool:
-        return self.rank == 0 or not path.match("*tfevents*")
+        self.core.train.upload_tensorboard_files(lambda path: self.rank == 0 or not path.match("*tfevents*"), **more)
 
 
 @dataclass(frozen=True, kw_only=True)

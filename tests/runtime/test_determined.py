@@ -72,11 +72,11 @@ def test_a_genuine_context_behind_the_platform(monkeypatch: pytest.MonkeyPatch, 
             JsonDistributed(), lambda name: True, events.append, launched=False, core_context=core
         )
         with opened as platform:
-            platform.metrics.report_training_metrics(1, {"loss": 1.0})
-            platform.metrics.report_validation_metrics(1, {"validation_loss": float("nan")})
-            platform.progress.report_progress(0.5)
-            platform.progress.emit({"kind": "note"})
-            assert platform.preemption.should_preempt() is False
+            platform.report_training_metrics(1, {"loss": 1.0})
+            platform.report_validation_metrics(1, {"validation_loss": float("nan")})
+            platform.report_progress(0.5)
+            platform.emit({"kind": "note"})
+            assert platform.should_preempt() is False
             assert platform.best_validation() is None
             assert platform.profile_system()
             with storing(platform.checkpoints, {"steps_completed": 1}) as opened:

@@ -42,12 +42,12 @@ def test_it_is_a_platform_with_the_tasks_facts(tmp_path: Path) -> None:
 def test_metrics_and_progress_reach_the_master(tmp_path: Path) -> None:
     core, events = FakeCore(tmp_path, JsonDistributed()), []  # type: ignore[var-annotated]
     platform = platform_on(core, events=events)
-    platform.metrics.report_training_metrics(3, {"loss": 1.5})
-    platform.metrics.report_validation_metrics(4, {"validation_loss": 2.0, "batches": 4, "epochs": 1})
-    platform.progress.report_progress(0.5)
-    platform.progress.report_progress(1.0000001)  # a rounding error must not end a trial
-    platform.progress.emit({"kind": "note", "message": "hello"})
-    platform.progress.emit({"kind": "checkpoint", "storage_id": "uuid", "path": "/of/the/task/uuid", "bytes": 3})
+    platform.report_training_metrics(3, {"loss": 1.5})
+    platform.report_validation_metrics(4, {"validation_loss": 2.0, "batches": 4, "epochs": 1})
+    platform.report_progress(0.5)
+    platform.report_progress(1.0000001)  # a rounding error must not end a trial
+    platform.emit({"kind": "note", "message": "hello"})
+    platform.emit({"kind": "checkpoint", "storage_id": "uuid", "path": "/of/the/task/uuid", "bytes": 3})
     assert core.training == [(3, {"loss": 1.5})]
     assert core.validation == [(4, {"validation_loss": 2.0, "batches": 4, "epochs": 1})]
     assert core.progress == [0.5, 1.0]
@@ -150,9 +150,9 @@ def test_rank_0_asks_about_preemption_for_all() -> None:
     def work(ranks: Distributed) -> tuple[list[bool], int]:
         core = FakeCore(Path(), ranks)
         platform = platform_on(core)
-        answers = [platform.preemption.should_preempt()]
+        answers = [platform.should_preempt()]
         core.wants_stop = ranks.rank == 0
-        answers.append(platform.preemption.should_preempt())
+        answers.append(platform.should_preempt())
         return answers, core.asked
 
     assert run_ranks(2, work) == [([False, True], 2), ([False, True], 0)]

@@ -39,7 +39,7 @@ def test_the_record_is_shared_and_checkpoints_are_noted_once(tmp_path: Path) -> 
 
 def test_preemption_from_the_second_poll_on() -> None:
     platform = InMemoryPlatform(record=ReportedRecord(preempt_from_poll=2))
-    assert [platform.preemption.should_preempt() for _ in range(3)] == [False, True, True]
+    assert [platform.should_preempt() for _ in range(3)] == [False, True, True]
 
 
 def test_ranks_need_a_storage_in_common() -> None:
@@ -51,7 +51,7 @@ def test_the_best_validation_by_the_searcher() -> None:
     platform = InMemoryPlatform(experiment={"searcher": {"metric": "loss"}})
     assert platform.best_validation() is None
     for value in (2.0, 1.0, 3.0):
-        platform.metrics.report_validation_metrics(1, {"loss": value})
+        platform.report_validation_metrics(1, {"loss": value})
     with pytest.raises(IndexError):
         platform.record.training[0]
     assert platform.best_validation() == 1.0

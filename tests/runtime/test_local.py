@@ -151,11 +151,11 @@ def test_ranks_write_into_one_folder(tmp_path: Path) -> None:
 def test_a_file_preempts_all_ranks(tmp_path: Path) -> None:
     def work(ranks: Distributed) -> list[bool]:
         platform = LocalPlatform(tmp_path, distributed=ranks)
-        before = platform.preemption.should_preempt()
+        before = platform.should_preempt()
         if ranks.rank == 1:
             (tmp_path / "preempt").touch()
         ranks.barrier()
-        return [before, platform.preemption.should_preempt()]
+        return [before, platform.should_preempt()]
 
     assert run_ranks(2, work) == [[False, True], [False, True]]
 
@@ -164,10 +164,10 @@ def test_metrics_and_the_best_validation(tmp_path: Path) -> None:
     experiment = {"searcher": {"metric": "accuracy", "smaller_is_better": False}}
     platform = LocalPlatform(tmp_path, experiment)
     assert platform.best_validation() is None
-    platform.metrics.report_training_metrics(1, {"loss": 1.0, "accuracy": 9.0})
-    platform.metrics.report_validation_metrics(1, {"accuracy": 0.25})
-    platform.metrics.report_validation_metrics(2, {"accuracy": 0.5})
-    platform.metrics.report_validation_metrics(3, {"accuracy": 0.125})
+    platform.report_training_metrics(1, {"loss": 1.0, "accuracy": 9.0})
+    platform.report_validation_metrics(1, {"accuracy": 0.25})
+    platform.report_validation_metrics(2, {"accuracy": 0.5})
+    platform.report_validation_metrics(3, {"accuracy": 0.125})
     assert platform.best_validation() == 0.5
     lines = read_lines(tmp_path / "metrics.jsonl")
     assert [(line["group"], line["step"]) for line in lines] == [
@@ -181,12 +181,12 @@ def test_metrics_and_the_best_validation(tmp_path: Path) -> None:
 def test_validations_that_say_nothing_do_not_hide_the_best(tmp_path: Path) -> None:
     platform = LocalPlatform(tmp_path, {"searcher": {"metric": "loss"}})
     for step, value in enumerate((float("nan"), 0.5, [1.0], 0.25, float("nan"))):
-        platform.metrics.report_validation_metrics(step, {"loss": value})
+        platform.report_validation_metrics(step, {"loss": value})
     assert platform.best_validation() == 0.25
 
 
 def test_events_carry_their_time(tmp_path: Path) -> None:
-    LocalPlatform(tmp_path).progress.emit({"kind": "note", "message": "hello"})
+    LocalPlatform(tmp_path).emit({"kind": "note", "message": "hello"})
     [event] = read_lines(tmp_path / "events.jsonl")
     assert event["kind"] == "note" and event["time"] > 0
 
@@ -204,7 +204,7 @@ def test_what_lies_beyond_the_step_to_go_on_from_is_taken_away(tmp_path: Path) -
     again."""
     killed = LocalPlatform(tmp_path, {"searcher": {"metric": "validation_loss"}})
     for step, loss in ((1, 3.0), (2, 2.0), (3, 1.0)):
-        killed.metrics.report_validation_metrics(step, {"validation_loss": loss})
+        killed.report_validation_metrics(step, {"validation_loss": loss})
     (tmp_path / "checkpoints" / "step-000003.tmp-1").mkdir(parents=True)
     (tmp_path / "summary.json").write_text("{}")
     again = LocalPlatform(tmp_path, killed.experiment, steps_completed=2)

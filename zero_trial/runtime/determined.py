@@ -45,20 +45,6 @@ class TrialFacts:
     steps_completed: int = 0
 
 
-@dataclass(frozen=True)
-class DeterminedMetrics:
-    """Reports metrics to the master. A thread of core's ships them; the next report raises what it
-    could not ship."""
-
-    core: Any
-
-    def report_training_metrics(self, steps_completed: int, metrics: Mapping[str, Any]) -> None:
-        self.core.train.report_training_metrics(steps_completed, spell_nonfinite(metrics))
-
-    def report_validation_metrics(self, steps_completed: int, metrics: Mapping[str, Any]) -> None:
-        self.core.train.report_validation_metrics(steps_completed, spell_nonfinite(metrics))
-
-
 def _is_complete(folder: Path) -> bool:
     """Return whether core has written its last file into a checkpoint's folder."""
     try:
@@ -135,32 +121,6 @@ class DeterminedCheckpoints:
         """Do nothing: the master collects garbage by the policy of checkpoint_storage."""
 
 
-@dataclass(frozen=True)
-class DeterminedPreemption:
-    """Asks the master on rank 0 whether this trial is to stop, and broadcasts the answer."""
-
-    core: Any
-    distributed: Distributed
-
-    def should_preempt(self) -> bool:
-        return bool(self.distributed.broadcast(self.distributed.rank == 0 and self.core.preempt.should_preempt()))
-
-
-@dataclass(frozen=True)
-class DeterminedProgress:
-    """Reports progress to the master and prints events into the task's log."""
-
-    core: Any
-    show: Show
-
-    def report_progress(self, fraction: float) -> None:
-        self.core.train.report_progress(min(max(fraction, 0.0), 1.0))
-
-    def emit(self, event: Mapping[str, Any]) -> None:
-        """Print the event without paths, which mean nothing outside of the task."""
-        self.show({name: value for name, value in event.items() if name != "path"})
-
-
 @dataclass
 class TensorboardSync:
     """Copies TensorBoard files to the storage, and the last ones for certain.
@@ -219,20 +179,26 @@ class DeterminedPlatform(TrialFacts):
         return Path(self.core.train.get_tensorboard_path())
 
     @cached_property
-    def metrics(self) -> DeterminedMetrics:
-        return DeterminedMetrics(self.core)
-
-    @cached_property
     def checkpoints(self) -> DeterminedCheckpoints:
         return DeterminedCheckpoints(self.core, self.distributed, self.experiment.get("checkpoint_storage") or {})
 
-    @cached_property
-    def preemption(self) -> DeterminedPreemption:
-        return DeterminedPreemption(self.core, self.distributed)
+    def report_training_metrics(self, steps_completed: int, metrics: Mapping[str, Any]) -> None:
+        """Report to the master. A thread of core's ships it; the next report raises what it could
+        not ship."""
+        self.core.train.report_training_metrics(steps_completed, spell_nonfinite(metrics))
 
-    @cached_property
-    def progress(self) -> DeterminedProgress:
-        return DeterminedProgress(self.core, self.show)
+    def report_validation_metrics(self, steps_completed: int, metrics: Mapping[str, Any]) -> None:
+        self.core.train.report_validation_metrics(steps_completed, spell_nonfinite(metrics))
+
+    def report_progress(self, fraction: float) -> None:
+        self.core.train.report_progress(min(max(fraction, 0.0), 1.0))
+
+    def emit(self, event: Mapping[str, Any]) -> None:
+        """Print the event into the task's log, without paths, which mean nothing outside of it."""
+        self.show({name: value for name, value in event.items() if name != "path"})
+
+    def should_preempt(self) -> bool:
+        return bool(self.distributed.broadcast(self.distributed.rank == 0 and self.core.preempt.should_preempt()))
 
     def resumed_at(self, checkpoint: str, step: int) -> DeterminedPlatform:
         """Return the same trial, going on from a checkpoint of its own."""
@@ -266,9 +232,7 @@ class DeterminedPlatform(TrialFacts):
             joined = join_memory(figures, [kept.get("zero_trial") or {}])
             self.core.train.set_metadata({**kept, "zero_trial": spell_nonfinite(joined)})
         except Exception as error:  # of every HTTP library that there is
-            self.progress.emit(
-                {"kind": "note", "message": f"the master keeps no metadata ({type(error).__name__}: {error})"}
-            )
+            self.emit({"kind": "note", "message": f"the master keeps no metadata ({type(error).__name__}: {error})"})
 
     def report_early_exit(self, reason: str) -> None:
         if self.claim("early exit"):

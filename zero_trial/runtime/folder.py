@@ -174,7 +174,7 @@ def open_folder(
         record_provenance(platform, own_device(state.env.local_rank))
         _print_config_report(RunFolder(run.folder))
     for note in notes:
-        platform.progress.emit({"kind": "note", "message": note})
+        platform.emit({"kind": "note", "message": note})
     yield platform
 
 
@@ -236,10 +236,10 @@ def finish_folder(trained: Trained, platform: LocalPlatform, repeat: str) -> Non
     figures = figures_of(trained)
     if platform.distributed.rank == 0:
         earlier = [event for event in read_lines(RunFolder(platform.run_dir).events) if event.get("kind") == "memory"]
-        platform.progress.emit({"kind": "memory", "peak_memory_bytes": figures["peak_memory_bytes"]})
+        platform.emit({"kind": "memory", "peak_memory_bytes": figures["peak_memory_bytes"]})
         figures = join_memory(figures, earlier)
         write_json(RunFolder(platform.run_dir).summary, {**figures, "repeat": repeat})
-        platform.progress.emit(done_event(trained.outcome))
+        platform.emit(done_event(trained.outcome))
     platform.distributed.barrier()  # the summary is written before any rank ends
 
 

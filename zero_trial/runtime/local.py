@@ -37,23 +37,6 @@ Note = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class LocalMetrics:
-    """Writes reported metrics, one JSON line each, in ``metrics.jsonl``."""
-
-    folder: RunFolder
-    clock: Callable[[], float] = time.time
-
-    def report_training_metrics(self, steps_completed: int, metrics: Mapping[str, Any]) -> None:
-        self._report("training", steps_completed, metrics)
-
-    def report_validation_metrics(self, steps_completed: int, metrics: Mapping[str, Any]) -> None:
-        self._report("validation", steps_completed, metrics)
-
-    def _report(self, group: str, step: int, metrics: Mapping[str, Any]) -> None:
-        append_line(self.folder.metrics, {"group": group, "step": step, "time": self.clock(), "metrics": dict(metrics)})
-
-
-@dataclass(frozen=True)
 class LocalCheckpoints:
     """Stores checkpoints as ``checkpoints/step-000200/``.
 
@@ -106,36 +89,6 @@ class LocalCheckpoints:
 
 
 @dataclass(frozen=True)
-class LocalPreemption:
-    """Stops when the file ``preempt`` appears, or a signal has asked one of the ranks."""
-
-    folder: RunFolder
-    distributed: Distributed
-    asked: Callable[[], bool] = lambda: False
-
-    def should_preempt(self) -> bool:
-        mine = self.asked() or (self.distributed.rank == 0 and self.folder.preempt.exists())
-        return any(self.distributed.allgather(mine))
-
-
-@dataclass(frozen=True)
-class LocalProgress:
-    """Writes events, one JSON line each, in ``events.jsonl``."""
-
-    folder: RunFolder
-    clock: Callable[[], float] = time.time
-    show: Callable[[Mapping[str, Any]], None] | None = None
-
-    def report_progress(self, fraction: float) -> None:
-        """Do nothing: the events have the steps."""
-
-    def emit(self, event: Mapping[str, Any]) -> None:
-        append_line(self.folder.events, {"time": self.clock(), **event})
-        if self.show is not None:
-            self.show(event)
-
-
-@dataclass(frozen=True)
 class LocalPlatform:
     """One rank's view of a run in a folder. ``distributed`` is injected; alone by default.
 
@@ -165,20 +118,31 @@ class LocalPlatform:
         return self.folder.tensorboard
 
     @cached_property
-    def metrics(self) -> LocalMetrics:
-        return LocalMetrics(self.folder)
-
-    @cached_property
     def checkpoints(self) -> LocalCheckpoints:
         return LocalCheckpoints(self.folder.checkpoints, self.distributed)
 
-    @cached_property
-    def preemption(self) -> LocalPreemption:
-        return LocalPreemption(self.folder, self.distributed, self.asked)
+    def report_training_metrics(self, steps_completed: int, metrics: Mapping[str, Any]) -> None:
+        self._report("training", steps_completed, metrics)
 
-    @cached_property
-    def progress(self) -> LocalProgress:
-        return LocalProgress(self.folder, show=self.show)
+    def report_validation_metrics(self, steps_completed: int, metrics: Mapping[str, Any]) -> None:
+        self._report("validation", steps_completed, metrics)
+
+    def _report(self, group: str, step: int, metrics: Mapping[str, Any]) -> None:
+        append_line(self.folder.metrics, {"group": group, "step": step, "time": time.time(), "metrics": dict(metrics)})
+
+    def report_progress(self, fraction: float) -> None:
+        """Do nothing: the events have the steps."""
+
+    def emit(self, event: Mapping[str, Any]) -> None:
+        append_line(self.folder.events, {"time": time.time(), **event})
+        if self.show is not None:
+            self.show(event)
+
+    def should_preempt(self) -> bool:
+        """Collective. Stop when the file ``preempt`` appears, or a signal has asked one of the
+        ranks."""
+        mine = self.asked() or (self.distributed.rank == 0 and self.folder.preempt.exists())
+        return any(self.distributed.allgather(mine))
 
     def tidy(self) -> None:
         """Remove what a run that was killed here left beyond the step where this one goes on; rank
@@ -243,18 +207,6 @@ class ReportedRecord:
     polls: int = 0
     lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def report_training_metrics(self, steps_completed: int, metrics: Mapping[str, Any]) -> None:
-        self.training.append((steps_completed, dict(metrics)))
-
-    def report_validation_metrics(self, steps_completed: int, metrics: Mapping[str, Any]) -> None:
-        self.validation.append((steps_completed, dict(metrics)))
-
-    def report_progress(self, fraction: float) -> None:
-        self.progress.append(fraction)
-
-    def emit(self, event: Mapping[str, Any]) -> None:
-        self.events.append(dict(event))
-
 
 @dataclass(frozen=True)
 class _InMemoryCheckpoints:
@@ -280,22 +232,6 @@ class _InMemoryCheckpoints:
 
     def retain(self, storage_ids: Sequence[str]) -> None:
         self.files.retain(storage_ids)
-
-
-@dataclass(frozen=True)
-class _InMemoryPreemption:
-    """Preempts from the n-th poll on, if the record says so."""
-
-    record: ReportedRecord
-    distributed: Distributed
-
-    def should_preempt(self) -> bool:
-        answer = False
-        if self.distributed.rank == 0:
-            self.record.polls += 1
-            first = self.record.preempt_from_poll
-            answer = first is not None and self.record.polls >= first
-        return bool(self.distributed.broadcast(answer))
 
 
 @dataclass
@@ -325,15 +261,27 @@ class InMemoryPlatform:
         self.checkpoints = _InMemoryCheckpoints(
             LocalCheckpoints(self.storage, self.distributed), self.record, self.distributed
         )
-        self.preemption = _InMemoryPreemption(self.record, self.distributed)
 
-    @property
-    def metrics(self) -> ReportedRecord:
-        return self.record
+    def report_training_metrics(self, steps_completed: int, metrics: Mapping[str, Any]) -> None:
+        self.record.training.append((steps_completed, dict(metrics)))
 
-    @property
-    def progress(self) -> ReportedRecord:
-        return self.record
+    def report_validation_metrics(self, steps_completed: int, metrics: Mapping[str, Any]) -> None:
+        self.record.validation.append((steps_completed, dict(metrics)))
+
+    def report_progress(self, fraction: float) -> None:
+        self.record.progress.append(fraction)
+
+    def emit(self, event: Mapping[str, Any]) -> None:
+        self.record.events.append(dict(event))
+
+    def should_preempt(self) -> bool:
+        """Collective. Preempt from the n-th poll on, if the record says so."""
+        answer = False
+        if self.distributed.rank == 0:
+            self.record.polls += 1
+            first = self.record.preempt_from_poll
+            answer = first is not None and self.record.polls >= first
+        return bool(self.distributed.broadcast(answer))
 
     def best_validation(self) -> float | None:
         return _best((metrics for _, metrics in self.record.validation), self.experiment)

@@ -44,14 +44,6 @@ class Distributed(Protocol):
         """Collective. Return once every rank has arrived."""
 
 
-class Metrics(Protocol):
-    """Takes reported numbers. Called on rank 0 only."""
-
-    def report_training_metrics(self, steps_completed: int, metrics: Mapping[str, Any]) -> None: ...
-
-    def report_validation_metrics(self, steps_completed: int, metrics: Mapping[str, Any]) -> None: ...
-
-
 TURN_SECONDS = 1.0
 """How long rank 0 waits for a commit between two exchanges: none takes as long as an upload."""
 
@@ -164,23 +156,6 @@ class CheckpointStore(Protocol):
         """
 
 
-class Preemption(Protocol):
-    """Asks whether this trial is to stop, save, and be resumed later."""
-
-    def should_preempt(self) -> bool:
-        """Collective. Ask on rank 0 and return the same answer on every rank."""
-
-
-class Progress(Protocol):
-    """Reports how far the trial is, to a searcher and the user. Called on rank 0 only."""
-
-    def report_progress(self, fraction: float) -> None:
-        """Report the ``fraction`` of the whole run that is done, 0 to 1."""
-
-    def emit(self, event: Mapping[str, Any]) -> None:
-        """Emit one live event (``kind``, ``step``, ``loss`` ...); it may be dropped."""
-
-
 class Platform(Protocol):
     """Everything around one trial, on one rank."""
 
@@ -188,16 +163,7 @@ class Platform(Protocol):
     def distributed(self) -> Distributed: ...
 
     @property
-    def metrics(self) -> Metrics: ...
-
-    @property
     def checkpoints(self) -> CheckpointStore: ...
-
-    @property
-    def preemption(self) -> Preemption: ...
-
-    @property
-    def progress(self) -> Progress: ...
 
     @property
     def hparams(self) -> Mapping[str, Any]: ...
@@ -230,6 +196,24 @@ class Platform(Protocol):
 
     @property
     def tensorboard_path(self) -> Path | None: ...
+
+    def report_training_metrics(self, steps_completed: int, metrics: Mapping[str, Any]) -> None:
+        """Report numbers; rank 0 only."""
+
+    def report_validation_metrics(self, steps_completed: int, metrics: Mapping[str, Any]) -> None:
+        """Report numbers; rank 0 only."""
+
+    def report_progress(self, fraction: float) -> None:
+        """Report the ``fraction`` of the whole run that is done, 0 to 1, to a searcher; rank 0
+        only."""
+
+    def emit(self, event: Mapping[str, Any]) -> None:
+        """Emit one live event (``kind``, ``step``, ``loss`` ...), which may be dropped; rank 0
+        only."""
+
+    def should_preempt(self) -> bool:
+        """Collective. Ask on rank 0 whether this trial is to stop, save, and be resumed later;
+        return the same answer on every rank."""
 
     def best_validation(self) -> float | None:
         """Return the best value of the searcher's metric that was reported so far; rank 0 only."""

@@ -109,7 +109,7 @@ def open_context(
     if env.rank == 0:
         from zero_trial.runtime import memory_watch  # and the engine's dry run with it
 
-        watch = memory_watch.MemoryWatch(platform.progress.emit, env.local_world_size)
+        watch = memory_watch.MemoryWatch(platform.emit, env.local_world_size)
         engine_factory = watch.around(engine_factory)
     seed_everything(platform.seed)
     context = make(platform, engine_factory, own_device(env.local_rank))

@@ -118,7 +118,7 @@ def finish_task(trained: Trained, platform: DeterminedPlatform) -> None:
     # A preempted trial goes on later: its figures are those of a part.
     figures = figures_of(trained) if trained.outcome.end is not End.PREEMPTED else {}
     if platform.distributed.rank == 0:
-        platform.progress.emit(done_event(trained.outcome, figures))
+        platform.emit(done_event(trained.outcome, figures))
 
 
 def is_invalid_hp(error: BaseException) -> bool:

@@ -172,7 +172,7 @@ class Checkpointer:
         if context.distributed.rank == 0:
             context.platform.checkpoints.retain(save.keep)
             event = {"kind": "checkpoint", "step": save.step, "storage_id": opened.storage_id}
-            context.platform.progress.emit({**event, **_size(opened.path.parent / opened.storage_id)})
+            context.platform.emit({**event, **_size(opened.path.parent / opened.storage_id)})
         for callback in self._callbacks.values():
             callback.on_checkpoint_upload_end(opened.storage_id)
         return opened.storage_id

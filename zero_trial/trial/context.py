@@ -178,7 +178,7 @@ class ZeroTrialContext:
     def note(self, text: str, **more: Any) -> None:
         """Print a line for the user and record it as an event with ``more``; rank 0 only."""
         if self.distributed.rank == 0:
-            self.platform.progress.emit({"kind": "note", "message": text, **more})
+            self.platform.emit({"kind": "note", "message": text, **more})
 
     # Engines
 

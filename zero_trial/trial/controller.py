@@ -293,7 +293,7 @@ class TrainLoop:
         """Emit the ``start`` event."""
         state, context = self._state, self._context
         if context.distributed.rank == 0:
-            context.platform.progress.emit(
+            context.platform.emit(
                 {
                     "kind": "start",
                     "step": state.step,
@@ -388,7 +388,7 @@ class TrainLoop:
             self._context.platform.sync_tensorboard()
         # Not at the end: a platform that acknowledges a preemption would start a complete trial
         # again.
-        preempt = self._state.step < self._total and self._context.platform.preemption.should_preempt()
+        preempt = self._state.step < self._total and self._context.platform.should_preempt()
         self._reporter.start()
         if self._state.step < self._total and (preempt or stop):
             return End.PREEMPTED if preempt else End.STOPPED
@@ -403,7 +403,7 @@ class TrainLoop:
         if end is End.COMPLETED and not self._settings.measures_speed:
             self._checkpointer.keep_at_end(self._state, self._settings.keep, self._settings.smaller_is_better)
         if self._context.distributed.rank == 0:
-            self._context.platform.progress.report_progress(self._state.step / self._total)
+            self._context.platform.report_progress(self._state.step / self._total)
 
     def _validate(self) -> bool:
         """Collective. Validate and report; return whether the checkpoint policy wants a checkpoint
@@ -421,9 +421,9 @@ class TrainLoop:
         state.last_validation, state.latest_metrics = state.step, metrics
         state.initial_metrics = state.initial_metrics or metrics
         if first:
-            context.platform.metrics.report_validation_metrics(state.step, metrics)
+            context.platform.report_validation_metrics(state.step, metrics)
             shown = {"step": state.step, "total_steps": self._total, "metrics": without_counters(metrics)}
-            context.platform.progress.emit({"kind": "validation", **shown})
+            context.platform.emit({"kind": "validation", **shown})
             context.tensorboard.add("validation", state.step, metrics)
         for callback in self._callbacks:
             callback.on_validation_end(dict(metrics))

@@ -345,7 +345,7 @@ class MetricReporter:
             if self._tokens_per_sample:
                 event["tokens_per_second"] = event["samples_per_second"] * self._tokens_per_sample
             event.update(self._eta(step))
-        self._context.platform.progress.emit(event)
+        self._context.platform.emit(event)
 
     def _eta(self, step: int) -> dict[str, float]:
         """Return the seconds that are left, by the pace since the first exchange: the steps before
@@ -366,8 +366,8 @@ class MetricReporter:
             return
         if self._context.distributed.rank == 0:
             platform = self._context.platform
-            platform.metrics.report_training_metrics(step, metrics)
-            platform.progress.report_progress(step / self._total)
+            platform.report_training_metrics(step, metrics)
+            platform.report_progress(step / self._total)
             self._context.tensorboard.add("training", step, metrics)
         for callback in self._callbacks:
             callback.on_training_workload_end(dict(metrics), [dict(batch) for batch in batches])

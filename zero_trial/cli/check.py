@@ -100,8 +100,8 @@ def add_config_parser(subparsers: Any) -> None:
 
 
 def _config(options: argparse.Namespace) -> int:
-    from zero_trial.ds_config.reader import read_ds_config
     from zero_trial.ds_config.batch import ranks_of, reconcile
+    from zero_trial.ds_config.reader import read_ds_config
     from zero_trial.experiment.experiment import read_experiment
     from zero_trial.preflight.check import first_legal
     from zero_trial.runs.provenance import locked_model_dir

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from zero_trial.ds_config.reader import read_ds_config
 from zero_trial.ds_config.batch import Reconciliation, reconcile
+from zero_trial.ds_config.reader import read_ds_config
 from zero_trial.ds_config.table import DsConfig
 from zero_trial.errors import ConfigError, InvalidHP, ZeroTrialError
 from zero_trial.experiment.changes import KeyPath

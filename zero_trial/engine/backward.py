@@ -338,7 +338,7 @@ class BackwardPasses:
 
     @property
     def any(self) -> bool:
-        """Whether gradients have come since the last step, from any loss."""
+        """Return whether gradients have come since the last step, from any loss."""
         return bool(self.pending) or _has_gradients(self._trained())
 
     def forget_pass(self) -> None:

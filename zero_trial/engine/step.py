@@ -141,7 +141,7 @@ class StepOutcome(StepStatus):
 
     @property
     def overflow(self) -> bool:
-        """Whether the last step was skipped for a gradient that is not finite."""
+        """Return whether the last step was skipped for a gradient that is not finite."""
         result = self.result()
         return result.norm is not None and not result.applied
 
@@ -179,7 +179,7 @@ class StepOutcome(StepStatus):
 
     @property
     def weighted(self) -> bool:
-        """Whether the losses since the last step are sums with weights."""
+        """Return whether the losses since the last step are sums with weights."""
         return self._weight is not None
 
     def add_weight(self, weight: torch.Tensor) -> None:

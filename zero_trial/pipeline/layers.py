@@ -121,7 +121,6 @@ def _trainable(module: nn.Module) -> int:
 
 # --- chunks: the built layers of one contiguous part of a pipeline --------------------------------
 
-
 Call = Callable[[Any], Any]
 
 
@@ -178,12 +177,11 @@ class Chunk(nn.Module):
         tied: nn.ModuleDict | None = None,
         seeds: LayerSeeds | None = None,
         seeds_forward: bool = False,
-        recompute: Recompute | None = None,
     ) -> None:
         super().__init__()
         self.first = first
         self.tied_modules = nn.ModuleDict() if tied is None else tied
-        self._recompute = recompute
+        self._recompute: Recompute | None = None
         self._micro_batch = 0  # number of the last forward, for the seeds
         self._forward_seeds = seeds if seeds_forward else None
         self._modules_of: list[nn.Module | None] = []
@@ -244,8 +242,7 @@ class Chunk(nn.Module):
         return call
 
 
-# --- profile: how long each layer takes, forward and backward, measured once with an example input
-
+# --- profile: how long each layer takes, measured once with an example input ----------------------
 
 ROUNDS = 3
 

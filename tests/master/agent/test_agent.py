@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import errno
 import logging
+import math
 import os
 import queue
 import signal
 import socket
 import subprocess
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -234,16 +235,24 @@ def test_ports_are_held_as_long_as_an_allocation_runs(field: Field) -> None:
         other.bind(("", held.ports.c10d))
 
 
+def on_full_disk(plain: Callable[..., Any], times: float = math.inf, only: Path | None = None) -> Callable[..., Any]:
+    """What does the same as ``plain`` once a full disk (for ``only`` this path, if given) has
+    refused it some times."""
+    refused = 0
+
+    def act(*arguments: Any, **options: Any) -> Any:
+        nonlocal refused
+        if only in (None, *arguments[:1]) and refused < times:
+            refused += 1
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return plain(*arguments, **options)
+
+    return act
+
+
 def test_on_a_full_disk_a_run_waits_and_is_started_later(field: Field) -> None:
     field.patch.setattr(resources, "_RETRY_SECONDS", (0.02,))
-    plain, full = storage.make_scratch, iter([True, True])
-
-    def make_scratch(*arguments: Any) -> Path:
-        if next(full, False):
-            raise OSError(errno.ENOSPC, "No space left on device")
-        return plain(*arguments)
-
-    field.patch.setattr(storage, "make_scratch", make_scratch)
+    field.patch.setattr(storage, "make_scratch", on_full_disk(storage.make_scratch, 2))
     name = field.start("true")
     assert "No space left" in field.expect("waiting", name)[2]
     field.expect("started", name)
@@ -252,14 +261,8 @@ def test_on_a_full_disk_a_run_waits_and_is_started_later(field: Field) -> None:
 
 def test_so_it_does_where_the_folder_of_checkpoints_cannot_be_made(field: Field, tmp_path: Path) -> None:
     field.patch.setattr(resources, "_RETRY_SECONDS", (0.02,))
-    plain, full, host = Path.mkdir, iter([True, True]), tmp_path / "checkpoints"
-
-    def mkdir(path: Path, *arguments: Any, **options: Any) -> None:
-        if path == host and next(full, False):
-            raise OSError(errno.ENOSPC, "No space left on device")
-        plain(path, *arguments, **options)
-
-    field.patch.setattr(Path, "mkdir", mkdir)
+    host = tmp_path / "checkpoints"
+    field.patch.setattr(Path, "mkdir", on_full_disk(Path.mkdir, 2, only=host))
     name = field.start("true", checkpoint_storage={"type": "shared_fs", "host_path": str(host)})
     assert "No space left" in field.expect("waiting", name)[2]
     field.expect("started", name)
@@ -268,21 +271,10 @@ def test_so_it_does_where_the_folder_of_checkpoints_cannot_be_made(field: Field,
 
 def test_a_run_that_is_killed_while_the_disk_is_full_never_begins(field: Field) -> None:
     field.patch.setattr(resources, "_RETRY_SECONDS", (0.02,))
-
-    def make_scratch(*_: object) -> Path:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    plain, full = processes.acquire_lease, iter([True, True])
-
-    def acquire_lease(*arguments: Any) -> bool:
-        if next(full, False):
-            raise OSError(errno.ENOSPC, "No space left on device")
-        return plain(*arguments)
-
-    field.patch.setattr(storage, "make_scratch", make_scratch)
+    field.patch.setattr(storage, "make_scratch", on_full_disk(storage.make_scratch))
     name = field.start("true")
     field.expect("waiting", name)
-    field.patch.setattr(processes, "acquire_lease", acquire_lease)
+    field.patch.setattr(processes, "acquire_lease", on_full_disk(processes.acquire_lease, 2))
     field.agent.kill(name)
     said = field.expect("exited", name, 137)
     assert "before it began" in said[3]
@@ -303,10 +295,7 @@ def test_a_run_that_has_begun_is_killed_on_a_full_disk(field: Field) -> None:
 
 
 def test_a_run_whose_supervisor_cannot_begin_ends_on_a_full_disk(field: Field) -> None:
-    def forbid(*_: object) -> bool:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    field.patch.setattr(processes, "forbid", forbid)
+    field.patch.setattr(processes, "forbid", on_full_disk(processes.forbid))
     field.agent._python = "false"  # as a supervisor that cannot take its lease
     name = field.start("true")
     said = field.expect("exited", name, 127)

@@ -357,18 +357,18 @@ def test_a_deletion_is_listed_as_a_task_and_a_little_longer(master: Sandbox) -> 
     saved = save(master, 1, 1)
     newest = save(master, 1, 2)
     master.checkpoints.remove_files([newest], [])
-    listed = master.tasks.collections()
+    listed = master.state.collections()
     assert [(task.name, task.experiment_id, len(task.allocations)) for task in listed] == [
         ("Checkpoint GC (Experiment 1)", 1, 1)
     ]
     master.clock.now += 1
     master.checkpoints.delete([saved])
     master.garbage_collector.collect()
-    assert [task.id for task in master.tasks.collections()] == [listed[0].id]
+    assert [task.id for task in master.state.collections()] == [listed[0].id]
     master.clock.now += 1.5
-    assert len(master.tasks.collections()) == 1
+    assert len(master.state.collections()) == 1
     master.clock.now += 1
-    assert master.tasks.collections() == []
+    assert master.state.collections() == []
 
 
 def test_what_is_partly_deleted_counts_with_what_is_left(master: Sandbox) -> None:

@@ -114,7 +114,9 @@ class CheckpointService:
             if not resources:
                 checkpoints.change(tx.connection, uuid, state=CheckpointState.DELETED)
                 return
-            changed = {**_unreported(resources), **found.resources} != resources
+            # a file that is in each folder, and that older harnesses did not report
+            unreported = {name: size for name, size in resources.items() if name == "metadata.json"}
+            changed = {**unreported, **found.resources} != resources
             state = CheckpointState.PARTIALLY_DELETED if changed else found.state
             size = _count(sum(resources.values()), "resources")
             checkpoints.change(tx.connection, uuid, resources=dict(resources), size=size, state=state)
@@ -289,11 +291,6 @@ def _require_deletable(connection: sqlite3.Connection, uuid: str) -> None:
         raise Conflict(f"trial {trial.id} goes on from checkpoint {uuid}", fix="Kill its experiment first.")
     require_not_in_use(connection, [uuid])
     require_unregistered(connection, [uuid], "deleted")
-
-
-def _unreported(resources: Mapping[str, int]) -> dict[str, int]:
-    """Return the file that is in each folder, and that older harnesses did not report."""
-    return {name: size for name, size in resources.items() if name == "metadata.json"}
 
 
 def _count(value: object, where: str) -> int:

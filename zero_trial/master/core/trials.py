@@ -264,10 +264,6 @@ class TaskService:
                 if trial is not None
             ]
 
-    def collections(self) -> list[Task]:
-        """List the deletions of checkpoints that go on, or have just ended."""
-        return self._state.collections()
-
     def _task(self, connection: sqlite3.Connection, trial: Trial, task_id: str, experiment: Experiment) -> Task:
         all_runs = trials.allocations(connection, trial_id=trial.id)
         runs = [run for run in all_runs if run.task_id == task_id]

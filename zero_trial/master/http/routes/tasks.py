@@ -134,7 +134,7 @@ def _summaries(request: Request) -> Dict:
     cluster = request.master
     return {
         allocation.id: allocation_summary_json(task, allocation, cluster.machine.nodes_of(allocation))
-        for task in (*cluster.tasks.tasks(), *cluster.tasks.collections())
+        for task in (*cluster.tasks.tasks(), *cluster.state.collections())
         for allocation in task.allocations
         if allocation.ended is None
     }

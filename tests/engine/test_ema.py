@@ -24,6 +24,7 @@ from tests.engine.test_deferred_step import both
 from tests.engine.test_offload import staged
 from tests.support.dense import STAGES, Case, Turn, build_engine, train_dense, train_ranks
 from tests.support.dense import tower_loss as loss
+from tests.support.memory_plans import memory_plan
 from tests.support.models import Tower
 from tests.support.pipelines import batches, layers
 from tests.support.pipelines import make_engine as make_pipeline
@@ -31,7 +32,6 @@ from tests.support.pool import Pools
 from zero_trial import zero
 from zero_trial.cli.main import main
 from zero_trial.errors import TrialError
-from zero_trial.preflight.compare import memory_plan
 from zero_trial.sharding.ema import KIND
 
 DECAY = 0.9

@@ -15,13 +15,14 @@ from torch import nn
 
 from benchmarks.what_fits import Llama, Shape
 from tests.preflight.measured import model_module
+from tests.support.memory_plans import memory_plan
 from zero_trial.cli.main import _parse as parse
 from zero_trial.cli.main import build_parser
 from zero_trial.comm import MeshShape
 from zero_trial.ds_config.reader import read_ds_config
 from zero_trial.preflight import blueprint, dry_run
 from zero_trial.preflight.blueprint import Blueprint, Stack, stacks_of
-from zero_trial.preflight.compare import Planner, memory_plan
+from zero_trial.preflight.compare import Planner
 from zero_trial.preflight.dry_run import STEPS
 from zero_trial.preflight.link_model import LinkModel, of_step
 from zero_trial.preflight.plan import Figures, Moved

@@ -8,7 +8,7 @@ import torch
 from zero_trial.ds_config.reader import read_ds_config
 from zero_trial.ds_config.table import DsConfig
 from zero_trial.errors import ConfigError, DoesNotFit
-from zero_trial.preflight.compare import Planner, comparison_table, describe_change, smallest_change
+from zero_trial.preflight.compare import Planner, describe_change, smallest_change
 from zero_trial.preflight.plan import Figures
 
 GIB = 2**30
@@ -102,7 +102,7 @@ def test_nothing_fits() -> None:
 
 
 def test_the_table_has_every_stage_every_halving_and_state_on_nvme() -> None:
-    lines = comparison_table(planner(refused=(0,)).compare(), 25 * GIB).splitlines()
+    lines = planner(refused=(0,)).comparison(25 * GIB).splitlines()
     assert lines[0].split() == ["states", "activations", "temporary", "peak", "exchange"]
     names = [line[:6] for line in lines[1:]]
     assert names == ["ZeRO-0", "ZeRO-1", "ZeRO-2", "ZeRO-3", "ZeRO-2", "ZeRO-2", "ZeRO-2"]

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from tests.preflight.measured import ROWS, batch, build, ds_config, watched_step
+from tests.support.memory_plans import memory_plan
 from tests.support.pool import Pools
 from zero_trial.ds_config.reader import read_ds_config
 from zero_trial.errors import ConfigError, TrialError
 from zero_trial.preflight.blueprint import Blueprint
-from zero_trial.preflight.compare import memory_plan
 from zero_trial.preflight.dry_run import Role, Way, dry_run, dry_run_any, variant, ways
 from zero_trial.preflight.plan import Figures
 from zero_trial.sharding.heap import KEPT_BYTES

@@ -12,10 +12,11 @@ import torch
 from torch.nn.functional import mse_loss
 
 from tests.preflight.measured import ROWS, batch, build, ds_config
+from tests.support.memory_plans import memory_plan
 from zero_trial.errors import ConfigError, TrialError
 from zero_trial.pipeline.module import LayerSpec, PipelineModule, TiedLayerSpec
 from zero_trial.preflight import fake_task
-from zero_trial.preflight.compare import Planner, memory_plan
+from zero_trial.preflight.compare import Planner
 from zero_trial.preflight.fake_task import TrialSubject, fake_initialize
 from zero_trial.trial.context import make_engine_mpu
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import nn
 
+from tests.support.memory_plans import memory_plan
 from zero_trial.engine.offload_config import LeftOut
 from zero_trial.preflight import blueprint, dry_run
 from zero_trial.preflight.blueprint import Blueprint, Stack, extrapolate
-from zero_trial.preflight.compare import memory_plan
 from zero_trial.preflight.plan import Figures
 
 WIDTH, LAYERS = 256, 16

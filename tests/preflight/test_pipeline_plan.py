@@ -11,7 +11,7 @@ from tests.preflight.pipelines import ROWS, batch, ds_config, pipeline, settings
 from tests.support.pool import Pools
 from zero_trial.errors import DoesNotFit
 from zero_trial.pipeline.simulate import RankReport
-from zero_trial.preflight.pipeline_plan import PipelinePlanner, moved_in_step, pipeline_table
+from zero_trial.preflight.pipeline_plan import PipelinePlanner, moved_in_step
 
 
 def planner(*args: Any, ranks: int = 4, limit: int | None = None, **kwargs: Any) -> PipelinePlanner:
@@ -72,13 +72,14 @@ def test_an_open_policy_follows_the_limit_and_says_its_price():
 
 
 def test_every_stage_is_compared_even_where_the_policy_is_one_stage_s_own():
-    rows = planner(3, "looped_bfs", pipeline={"zero_policy": "chunk"}).compare()
+    both = planner(3, "looped_bfs", pipeline={"zero_policy": "chunk"})
+    rows = both.compare()
     assert [row.plan.zero_stage for row in rows if row.plan is not None] == [0, 1, 2, 3, 3]
     assert [row.name for row in rows][-2:] == [
         "ZeRO-3, micro batch 4 x accumulation 4 (as configured)",
         "ZeRO-3, micro batch 2 x accumulation 8",
     ]
-    table = pipeline_table(rows, 10**9)
+    table = both.comparison(10**9)
     assert table.count("  fits") == 5 and table.splitlines()[0].split() == ["stage", "states", "activations", "peak"]
 
 

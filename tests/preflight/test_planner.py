@@ -7,9 +7,10 @@ import torch
 
 from tests.preflight.measured import ROWS, batch, build, ds_config
 from tests.preflight.test_changes import Formula, planner
+from tests.support.memory_plans import memory_plan
 from zero_trial.ds_config.reader import read_ds_config
 from zero_trial.errors import ConfigError
-from zero_trial.preflight.compare import Planner, memory_plan
+from zero_trial.preflight.compare import Planner
 
 
 def test_a_plan_for_a_model() -> None:

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from zero_trial.ds_config.keys_zero import OffloadOptimizerSection
-from zero_trial.ds_config.reader import read_ds_config
 from zero_trial.ds_config.table import DsConfig
 from zero_trial.engine.resolved_config import mesh_shape, resolve_config
 from zero_trial.errors import ConfigError, DataError, DoesNotFit, TrialError
@@ -21,8 +18,8 @@ from zero_trial.preflight.dry_run import MOST_ACCUMULATION, variant, with_state_
 from zero_trial.preflight.fake_task import DryRunRequest, TrialSubject, fake_task, raised_by_trial
 from zero_trial.preflight.live_bytes import RepeatedMeta, forget_outcomes
 from zero_trial.preflight.pipeline_plan import PipelinePlanner
-from zero_trial.preflight.plan import Candidate, MemoryPlan, own_process, rank_processes
-from zero_trial.preflight.subject import ModelSubject, Subject
+from zero_trial.preflight.plan import Candidate, MemoryPlan, own_process, rank_processes, side_by_side
+from zero_trial.preflight.subject import Subject
 from zero_trial.trial.data import TRAIN_LOADER, DataPosition, open_train_data
 from zero_trial.trial.settings import TrainPosition
 from zero_trial.trial.trial import fitted
@@ -115,7 +112,14 @@ class Planner:
 
     def comparison(self, limit: int | None) -> str:
         """Return :meth:`compare` as a table."""
-        return comparison_table(self.compare(), limit)
+
+        def cells(plan: MemoryPlan) -> list[str]:
+            figures = plan.figures
+            sizes = (figures.states, figures.activations, figures.temporary, figures.peak, figures.exchange)
+            return [format_bytes(size) for size in sizes]
+
+        columns = {"states": 10, "activations": 13, "temporary": 12, "peak": 12, "exchange": 12}
+        return side_by_side(self.compare(), columns, cells, limit)
 
     def _choice(self, stage: int, micro_batch: int, away: bool | None = None) -> Candidate[MemoryPlan]:
         away = self.away if away is None else away
@@ -152,20 +156,6 @@ class Planner:
             how,
             self._processes,
         )
-
-
-def memory_plan(
-    model: nn.Module, config: DsConfig | Mapping[str, Any] | str | Path, ranks: int, batch: Any = None, **subject: Any
-) -> MemoryPlan:
-    """Return what rank 0 of ``ranks`` needs to train ``model`` with ``config`` on micro-batches
-    like ``batch``. No rank is started.
-
-    ``subject``: further arguments of :class:`ModelSubject` (``loss``, ``options``, ``device``). The
-    model is copied without its values and stays as it is. A PipelineModule is planned by
-    :class:`zero_trial.preflight.PipelinePlanner`.
-    """
-    settings = config if isinstance(config, DsConfig) else read_ds_config(config)
-    return Planner(ModelSubject(model, batch, **subject), settings, ranks).plan()
 
 
 def smallest_change(planner: Planner, limit: int) -> MemoryPlan | None:
@@ -209,24 +199,6 @@ def _nothing_fits(planner: Planner, limit: int) -> str:
         f"No stage and no micro-batch fits; the least of those compared is {format_bytes(least.needs)} at ZeRO-{least.stage} "
         f"with micro batch {least.micro_batch}. Use more ranks, a shorter input, activation checkpointing or a smaller model."
     )
-
-
-def comparison_table(rows: Sequence[Candidate[MemoryPlan]], limit: int | None = None) -> str:
-    """Return the rows side by side: states, activations, temporary, peak, and whether it fits."""
-    width = max(len(row.name) for row in rows)
-    lines = [f"{'':<{width}}  {'states':>10}{'activations':>13}{'temporary':>12}{'peak':>12}{'exchange':>12}"]
-    for row in rows:
-        if row.plan is None:
-            lines.append(f"{row.name:<{width}}  {row.refusal}")
-            continue
-        figures = row.plan.figures
-        sizes = (figures.states, figures.activations, figures.temporary, figures.peak, figures.exchange)
-        cells = "".join(
-            f"{format_bytes(value):>{column}}" for value, column in zip(sizes, (10, 13, 12, 12, 12), strict=True)
-        )
-        verdict = "" if limit is None else "  fits" if row.plan.fits(limit) else "  does not fit"
-        lines.append(f"{row.name:<{width}}  {cells}{verdict}")
-    return "\n".join(lines)
 
 
 def _stage_up(planner: Planner) -> str:

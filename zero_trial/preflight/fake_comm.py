@@ -81,7 +81,7 @@ class Segments:
         return replace(FAKE_SWAP, swap_file=self._open)
 
     def _open(self, folders: Sequence[Path], nbytes: int, aio: AioSection, where: str) -> _FakeSwapFile:
-        self.files.append(_fake_swap_file(folders, nbytes, aio, where))
+        self.files.append(_FakeSwapFile())
         return self.files[-1]
 
     def add_shared(self, tensor: torch.Tensor) -> None:
@@ -242,13 +242,10 @@ class _FakeSwapFile:
         """Do nothing: there is nothing to give back."""
 
 
-def _fake_swap_file(folders: Sequence[Path], nbytes: int, aio: AioSection, where: str) -> _FakeSwapFile:
-    """Stand in for :func:`zero_trial.engine.offload_config.open_swap_file`."""
-    return _FakeSwapFile()
-
-
 # The device's copies move nothing that has values, and at once.
-FAKE_SWAP = OffloadBackends(_fake_swap_file, lambda device, pinned: BlockingCopier())
+FAKE_SWAP = OffloadBackends(
+    lambda folders, nbytes, aio, where: _FakeSwapFile(), lambda device, pinned: BlockingCopier()
+)
 
 
 class _MemoryFile(_FakeSwapFile):
@@ -281,10 +278,5 @@ class _MemoryFile(_FakeSwapFile):
         yield self._content[: self.end]
 
 
-def _memory_file(folders: Sequence[Path], nbytes: int, aio: AioSection, where: str) -> _MemoryFile:
-    """Stand in for :func:`zero_trial.engine.offload_config.open_swap_file`."""
-    return _MemoryFile(nbytes)
-
-
 # For models that fit into memory: their offloaded values are those that training gave them.
-SWAP_IN_MEMORY = replace(FAKE_SWAP, swap_file=_memory_file)
+SWAP_IN_MEMORY = replace(FAKE_SWAP, swap_file=lambda folders, nbytes, aio, where: _MemoryFile(nbytes))

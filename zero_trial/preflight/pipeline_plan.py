@@ -4,7 +4,7 @@ of the schedule.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -25,7 +25,7 @@ from zero_trial.pipeline.module import PipelineModule
 from zero_trial.pipeline.simulate import RankReport, validate
 from zero_trial.preflight.dry_run import Role, dry_run_any, is_here, variant
 from zero_trial.preflight.pipeline_dry_run import Copies, HeldBytes, dry_run_rank, parts_of
-from zero_trial.preflight.plan import Candidate, Figures, Moved, beside_limit, processes_line
+from zero_trial.preflight.plan import Candidate, Figures, Moved, beside_limit, processes_line, side_by_side
 from zero_trial.preflight.subject import first_rows, rows_of
 from zero_trial.util.text import format_bytes, format_count
 
@@ -186,8 +186,15 @@ class PipelinePlanner:
         return DoesNotFit(f"{what} ({detail})", fix=fix)
 
     def comparison(self, limit: int | None) -> str:
-        """Return :meth:`compare` as a table."""
-        return pipeline_table(self.compare(), limit)
+        """Return :meth:`compare` as a table, each row with the pipeline rank that needs most."""
+
+        def cells(plan: PipelinePlan) -> list[str]:
+            most = plan.largest
+            sizes = (most.figures.states, most.figures.activations, most.figures.peak)
+            return [str(most.rank), *(format_bytes(size) for size in sizes)]
+
+        columns = {"stage": 5, "states": 12, "activations": 13, "peak": 12}
+        return side_by_side(self.compare(), columns, cells, limit)
 
     def _choice(self, zero_stage: int, micro_batch: int) -> Candidate[PipelinePlan]:
         own = (zero_stage, micro_batch) == (self.zero_stage, self.micro_batch)
@@ -307,19 +314,3 @@ def _either(run: Callable[[bool], HeldBytes]) -> HeldBytes:
         return run(False)
     except Exception as error:
         raise TrialError(f"a micro-batch cannot be run: {error}", where="plan", got=type(error).__name__) from error
-
-
-def pipeline_table(rows: Sequence[Candidate[PipelinePlan]], limit: int | None = None) -> str:
-    """Return the rows side by side, each with the pipeline rank that needs most."""
-    width = max(len(row.name) for row in rows)
-    lines = [f"{'':<{width}}  {'stage':>5}{'states':>12}{'activations':>13}{'peak':>12}"]
-    for row in rows:
-        if row.plan is None:
-            lines.append(f"{row.name:<{width}}  {row.refusal}")
-            continue
-        most = row.plan.largest
-        sizes = (most.figures.states, most.figures.activations, most.figures.peak)
-        cells = "".join(f"{format_bytes(size):>{column}}" for size, column in zip(sizes, (12, 13, 12), strict=True))
-        verdict = "" if limit is None else "  fits" if row.plan.fits(limit) else "  does not fit"
-        lines.append(f"{row.name:<{width}}  {most.rank:>5}{cells}{verdict}")
-    return "\n".join(lines)

@@ -20,8 +20,9 @@ CPU and the limit is this machine's memory, ``processes`` are added: the interpr
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import psutil
 import torch
@@ -96,7 +97,11 @@ class Figures:
         return {**asdict(self), "states": self.states, "temporary": self.temporary, "total": self.total}
 
 
-Plan = TypeVar("Plan")
+class _Fits(Protocol):
+    def fits(self, limit: int | None) -> bool: ...
+
+
+Plan = TypeVar("Plan", bound=_Fits)
 
 
 @dataclass(frozen=True)
@@ -106,6 +111,26 @@ class Candidate(Generic[Plan]):
     name: str
     plan: Plan | None
     refusal: str = ""
+
+
+def side_by_side(
+    rows: Sequence[Candidate[Plan]],
+    columns: Mapping[str, int],
+    cells: Callable[[Plan], Sequence[str]],
+    limit: int | None,
+) -> str:
+    """Return the rows as a table: a plan's ``cells`` under ``columns`` (their widths), and whether
+    it fits."""
+    width = max(len(row.name) for row in rows)
+    lines = [" " * width + "  " + "".join(f"{name:>{column}}" for name, column in columns.items())]
+    for row in rows:
+        if row.plan is None:
+            lines.append(f"{row.name:<{width}}  {row.refusal}")
+            continue
+        shown = "".join(f"{cell:>{column}}" for cell, column in zip(cells(row.plan), columns.values(), strict=True))
+        verdict = "" if limit is None else "  fits" if row.plan.fits(limit) else "  does not fit"
+        lines.append(f"{row.name:<{width}}  {shown}{verdict}")
+    return "\n".join(lines)
 
 
 @dataclass(frozen=True)

@@ -209,29 +209,19 @@ class ReportedRecord:
 
 
 @dataclass(frozen=True)
-class _InMemoryCheckpoints:
+class _InMemoryCheckpoints(LocalCheckpoints):
     """Checkpoints in a temporary folder; the record notes their storage ids."""
 
-    files: LocalCheckpoints
     record: ReportedRecord
-    distributed: Distributed
 
     def begin(self, metadata: Mapping[str, Any]) -> OpenCheckpoint:
-        opened = self.files.begin(metadata)
+        opened = super().begin(metadata)
 
         def commit() -> None:
             opened.commit()
             self.record.checkpoints.append(opened.storage_id)
 
         return replace(opened, commit=commit)
-
-    @contextmanager
-    def restore_path(self, storage_id: str) -> Iterator[Path]:
-        with self.files.restore_path(storage_id) as path:
-            yield path
-
-    def retain(self, storage_ids: Sequence[str]) -> None:
-        self.files.retain(storage_ids)
 
 
 @dataclass
@@ -258,9 +248,7 @@ class InMemoryPlatform:
                     "ranks need one storage folder in common", fix="Pass storage=tmp_path to every rank."
                 )
             self.storage = Path(tempfile.mkdtemp(prefix="zero-trial-"))
-        self.checkpoints = _InMemoryCheckpoints(
-            LocalCheckpoints(self.storage, self.distributed), self.record, self.distributed
-        )
+        self.checkpoints = _InMemoryCheckpoints(self.storage, self.distributed, self.record)
 
     def report_training_metrics(self, steps_completed: int, metrics: Mapping[str, Any]) -> None:
         self.record.training.append((steps_completed, dict(metrics)))

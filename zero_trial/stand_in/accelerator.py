@@ -349,7 +349,7 @@ def instrument_w_nvtx(function: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(function)
     def ranged(*args: Any, **kwargs: Any) -> Any:
-        accelerator: Any = get_accelerator()
+        accelerator = get_accelerator()
         accelerator.range_push(function.__qualname__)
         try:
             return function(*args, **kwargs)
@@ -361,7 +361,7 @@ def instrument_w_nvtx(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def say_memory(message: str) -> str:
     """Return a line on the memory of the device and the host, in GiB, for rank 0's output."""
-    accelerator: Any = get_accelerator()
+    accelerator = get_accelerator()
     gib = 1024**3
     host = psutil.virtual_memory()
     return (

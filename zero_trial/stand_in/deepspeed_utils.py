@@ -169,42 +169,38 @@ def see_memory_usage(message: str, force: bool = False) -> None:
     if force and rank_and_size()[0] == 0:
         gc.collect()
         sys.stdout.write(say_memory(message))
-        _accelerator().reset_peak_memory_stats()
+        get_accelerator().reset_peak_memory_stats()
 
 
 def memory_status(msg: str, print_rank: int = -1, reset_max: bool = False) -> None:
     """Print the memory of this rank, or of ``print_rank`` alone."""
     if print_rank not in (-1, rank_and_size()[0]):
         return
-    _accelerator().synchronize()
+    get_accelerator().synchronize()
     if reset_max:
-        _accelerator().reset_peak_memory_stats()
+        get_accelerator().reset_peak_memory_stats()
     sys.stdout.write(say_memory(msg))
 
 
 def get_ma_status() -> int:
     """Return the bytes allocated on rank 0's device; 0 on other ranks."""
-    return 0 if rank_and_size()[0] else _accelerator().memory_allocated()
+    return 0 if rank_and_size()[0] else get_accelerator().memory_allocated()
 
 
 def empty_cache() -> None:
     """Give cached memory back to the device and start a new peak."""
-    _accelerator().empty_cache()
-    _accelerator().reset_peak_memory_stats()
+    get_accelerator().empty_cache()
+    get_accelerator().reset_peak_memory_stats()
 
 
 def torch_memory_reserved(device_index: int | None = None) -> int:
     """Return the bytes that torch holds of the device."""
-    return int(_accelerator().memory_reserved(device_index))
+    return int(get_accelerator().memory_reserved(device_index))
 
 
 def torch_max_memory_reserved(device_index: int | None = None) -> int:
     """Return the most bytes that torch has held of the device."""
-    return int(_accelerator().max_memory_reserved(device_index))
-
-
-def _accelerator() -> Any:
-    return get_accelerator()
+    return int(get_accelerator().max_memory_reserved(device_index))
 
 
 def map_tensors(item: Any, change: Callable[[Tensor], Any]) -> Any:
@@ -265,7 +261,7 @@ def clone_tensors_for_torch_save(item: Any, device: torch.device | str = "cpu") 
 
 def _norm(tensors: Iterable[Tensor], norm_type: float) -> Tensor:
     """Return the norm of all elements as an fp32 scalar on the accelerator; 0 of nothing."""
-    device = _accelerator().current_device_name()
+    device = get_accelerator().current_device_name()
     each = [torch.linalg.vector_norm(t.detach().float(), norm_type).to(device) for t in tensors]
     return torch.linalg.vector_norm(torch.stack(each), norm_type) if each else torch.zeros((), device=device)
 

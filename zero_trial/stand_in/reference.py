@@ -35,10 +35,14 @@ def reference_markdown() -> str:
 
 def _module(module: str) -> Iterator[str]:
     yield from (f"### {module}", "")
-    names = {name: target for name, target in OURS.get(module, {}).items() if _is_public(name)}
+    names = {
+        name: target.replace(":", ".")
+        for name, target in OURS.get(module, {}).items()
+        if not name.startswith("_") or name.endswith("__")
+    }
     if names:
         yield from ("| name | is |", "|---|---|")
-        yield from (f"| `{name}` | `{_shown(names[name])}` |" for name in sorted(names, key=_order))
+        yield from (f"| `{name}` | `{names[name]}` |" for name in sorted(names, key=_order))
         yield ""
     refused = REFUSED_NAMES.get(module, {})
     if refused:
@@ -49,16 +53,8 @@ def _module(module: str) -> Iterator[str]:
         yield ""
 
 
-def _is_public(name: str) -> bool:
-    return not name.startswith("_") or name.endswith("__")
-
-
 def _order(name: str) -> tuple[str, str]:
     return name.lower(), name
-
-
-def _shown(target: str) -> str:
-    return target.replace(":", ".")
 
 
 def _cell(text: str) -> str:

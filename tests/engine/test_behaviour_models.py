@@ -107,6 +107,16 @@ class Lora(Stack):
         self.head.requires_grad_(False)
 
 
+class LoraRepeated(Lora):
+    """Blocks with frozen parameters whose output is their own next input, as in ALBERT."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.embed(x)
+        for block in self.blocks[:2]:
+            x = block(block(block(x)))
+        return self.head(x)
+
+
 class Spare(Stack):
     """``spare`` and one block are never used; ``sometimes`` on rank 1 only, in odd steps; ``rare``
     in the first step on rank 0."""
@@ -506,6 +516,7 @@ CASES: dict[str, Case] = {
     "frozen front": Case(frozen_front, plain_loss),
     "frozen middle": Case(frozen_middle, plain_loss, groups=by_kind),
     "lora": Case(Lora, plain_loss),
+    "lora repeated": Case(LoraRepeated, plain_loss, accumulation=2),
     "unused": Case(Spare, lambda m, t: m(t.normal(4, 5), t).square().mean(), accumulation=2),
     "branches differ by rank": Case(Branches, lambda m, t: m(t.normal(4, 5), t).square().mean()),
     "tied": Case(Tied, plain_loss),

@@ -59,6 +59,12 @@ class Unsharder:
         self._builds_graph = False
         self._last_micro_batch = True
         self._inside_root = False
+        # by block with frozen parameters: the tensors that it has returned, by id
+        self._returned: dict[str, weakref.WeakValueDictionary[int, torch.Tensor]] = {
+            block: weakref.WeakValueDictionary()
+            for block, chosen in groups.items()
+            if not all(group.trainable for group in chosen)
+        }
         self.handles: list[Any] = []
         self._modules = modules
         self._around: dict[nn.Module, AroundForward] = {}
@@ -222,7 +228,9 @@ class Unsharder:
         self.unshard(block, record=torch.is_grad_enabled())
         frozen = [group for group in self._groups[block] if not group.trainable]
         if frozen and first and torch.is_grad_enabled():
-            self._free_when_reached(frozen, tensors_in((args, kwargs)))
+            # not where its backward begins, too: what it has returned before goes in again
+            inputs = (t for t in tensors_in((args, kwargs)) if self._returned[block].get(id(t)) is not t)
+            self._free_when_reached(frozen, inputs)
 
     def _after_forward(
         self, block: str, last: bool, aside: SideOutputs, module: nn.Module, args: Any, kwargs: Any, output: Any
@@ -232,6 +240,8 @@ class Unsharder:
             outputs = [t for t in (*tensors_in(output), *aside.tensors()) if t.requires_grad]
             for tensor in outputs:
                 tensor.register_hook(functools.partial(self._before_backward, weakref.ref(self), block))
+                if block in self._returned:
+                    self._returned[block][id(tensor)] = tensor
             if not outputs and any(group.trainable for group in self._groups[block]):
                 return  # the way back is not visible: stay until the step
         if not last or torch._C._current_graph_task_id() != -1:

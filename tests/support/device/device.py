@@ -125,7 +125,9 @@ class Device:
 
     def _changes(self) -> Iterable[tuple[int, int, int, int]]:
         found: list[tuple[int, int, int, int]] = []
-        while count := self.library.standin_log(self._log, len(self._log) // 4):
+        most = count = len(self._log) // 4
+        while count == most:
+            count = self.library.standin_log(self._log, most)
             values = self._log[: 4 * count]
             found += zip(values[::4], values[1::4], values[2::4], values[3::4], strict=True)
         return found

@@ -294,12 +294,10 @@ class Scheduler:
                 use = Use(address, address, address + nbytes, writes=True)
                 first = Access(use, stream, owner.count, "allocation", site)
                 self._memory[address] = Allocation(address, nbytes, stream, site, [first])
-        ready = [
-            memory for memory in self._leaving if all(self.stream(x.stream).ran >= x.count for x in memory.accesses)
-        ]
-        for memory in ready:
-            self._leaving.remove(memory)
-            self._release(memory)
+        for memory in self._leaving.copy():
+            if all(self.stream(each.stream).ran >= each.count for each in memory.accesses):
+                self._leaving.remove(memory)
+                self._release(memory)
         if fault is not None:
             raise fault
 
@@ -410,11 +408,14 @@ class Scheduler:
         with self._turn:
             if time.monotonic() - self._moved < idle or not any(each.queue for each in self._streams.values()):
                 return
+            self._unlock()
             try:
                 while self._step(list(self._streams.values())):
                     pass
             except DeviceFault as fault:  # the host's next wait raises it
                 self._fault = fault
+            finally:
+                self._lock()
 
     def _step(self, targets: list[Stream]) -> bool:
         """Run one piece of work; False where nothing can run now."""

@@ -8,6 +8,7 @@ import os
 import random
 import resource
 import sys
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -57,32 +58,49 @@ def test_the_next_tensor_of_a_size_has_the_pages_of_the_last() -> None:
         assert pool.apply(faults_of_blocks) < PAGES
 
 
-def resident_after_freeing() -> list[int]:
-    """MiB above the start: with 40 blocks of 8 MiB freed, with one freed that is larger than all
-    that may be kept, after what is kept went back, and with 40 freed where none are kept."""
-    map_large_blocks()
+def resident_after_freeing(keep: Callable[[], bool]) -> list[int]:
+    """MiB above the start: with 40 blocks of 8 MiB freed, with one freed that is as large as all of
+    them, with one of each of 40 sizes freed, and after what is kept went back."""
+    keep()
     torch.ones(8 << 20, dtype=torch.uint8)  # starts torch's threads
     give_freed_memory_back()
     found, start = [], resident()
     blocks = [torch.ones(8 << 20, dtype=torch.uint8) for _ in range(40)]
     del blocks
     found.append(resident() - start)
-    large = torch.ones(KEPT_BYTES + 1, dtype=torch.uint8)
+    large = torch.ones(320 << 20, dtype=torch.uint8)
     del large
+    found.append(resident() - start)
+    for size in range(8, 48):
+        large = torch.ones(size << 20, dtype=torch.uint8)
+        del large
     found.append(resident() - start)
     assert give_freed_memory_back()
-    found.append(resident() - start)
-    keep_freed_memory()
-    large = torch.ones(KEPT_BYTES, dtype=torch.uint8)
-    del large
     found.append(resident() - start)
     return [round(each / 2**20) for each in found]
 
 
-def test_so_much_is_kept_and_no_more() -> None:
-    most = KEPT_BYTES >> 20
+@pytest.mark.parametrize("keep", [keep_freed_memory, map_large_blocks])
+def test_as_much_is_kept_as_has_lived_and_a_few_more(keep: Callable[[], bool]) -> None:
+    most = 320 + (KEPT_BYTES >> 20)
     with server().Pool(1) as pool:
-        assert pool.apply(resident_after_freeing) == [most, most, 0, 0]
+        freed, other, sizes, given_back = pool.apply(resident_after_freeing, (keep,))
+    assert (freed, other, given_back) == (320, most, 0) and most - 47 <= sizes <= most
+
+
+def kept_after_a_tensor_without_room() -> int:
+    """MiB that 40 blocks of 8 MiB, one after the other, leave after a tensor that no memory has
+    room for: it has not lived."""
+    assert no_room()
+    start = resident()
+    for size in range(40):
+        torch.ones((8 << 20) + (size << 16), dtype=torch.uint8)
+    return round((resident() - start) / 2**20)
+
+
+def test_a_tensor_without_room_does_not_raise_what_is_kept() -> None:
+    with server().Pool(1) as pool:
+        assert pool.apply(kept_after_a_tensor_without_room) <= 11 + (KEPT_BYTES >> 20)
 
 
 def tensors_at_random(seed: int) -> None:

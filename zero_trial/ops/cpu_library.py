@@ -137,7 +137,9 @@ def block_library() -> ctypes.CDLL | None:
         library.zt_blocks_keep.argtypes, library.zt_blocks_keep.restype = [_LONG, _LONG], None
         library.zt_blocks_drop.argtypes, library.zt_blocks_drop.restype = [], _LONG
     except (KernelUnavailable, AttributeError) as trouble:
-        log.info("freed blocks of tensors go back to the kernel one by one, about a third slower: %s", trouble)
+        log.info(
+            "freed blocks do not wait for tensors of their size, which costs memory, or time with NVMe: %s", trouble
+        )
         return None
     return library
 

@@ -22,8 +22,8 @@ _LARGEST_HEAP_BLOCK = 32 << 20  # what glibc allows on 64-bit machines
 _MADV_PAGEOUT = 21  # of Linux 5.4
 _SMALLEST_FILE = 1 << 20  # bytes of a mapping that is worth a call
 _LARGE_BLOCK = 1 << 20  # bytes
-KEPT_BYTES = 64 << 20  # of freed large blocks, which wait for the next tensor of their size
-_NO_BLOCK = 2**62  # bytes that no block has
+# of freed large blocks, which wait for the next tensor of their size: above what lived at one time
+KEPT_BYTES = 64 << 20
 _LARGE_PAGE = 2 << 20
 _MADV_WIPEONFORK = 18  # of Linux 4.14
 
@@ -34,26 +34,28 @@ def keep_freed_memory() -> bool:
 
     glibc returns large freed blocks to the kernel and gets zeroed pages back at the next
     allocation: about 0.25 microseconds of CPU per KiB on each use. A plan that frees and revives
-    whole groups in every step pays that for all its parameters and gradients. Blocks above 32 MiB
-    are still mapped one by one.
+    whole groups in every step pays that for all its parameters and gradients.
 
-    Process-wide and idempotent; the peak of memory in use is unchanged, but the process does not
-    shrink after it.
+    Blocks of 1 MiB and more wait whole for tensors of their size (csrc/cpu/blocks.cpp), so that
+    they cost what lived at one time and at most KEPT_BYTES. Smaller ones, and all up to 32 MiB
+    where that library cannot be had, stay in the heap, where aligned blocks do not fit into their
+    own holes: 3 bytes per parameter at stage 3. Process-wide and idempotent; the process does not
+    shrink after its peak.
     """
-    _keep_blocks(_NO_BLOCK, 0)
+    _keep_blocks()
     return _map_from(_LARGEST_HEAP_BLOCK) and bool(glibc("mallopt")(_M_TRIM_THRESHOLD, 2**31 - 1))
 
 
 def map_large_blocks() -> bool:
-    """Map blocks of 1 MiB and more one by one, and keep at most KEPT_BYTES of those that tensors
-    free; return whether this could be set.
+    """Map blocks of 1 MiB and more one by one; those that tensors free wait as in
+    :func:`keep_freed_memory`, or go back to the kernel where that library cannot be had. Return
+    whether this could be set.
 
     For parameters that come from a disk: memory is what they are offloaded for. Freed blocks that
-    stay in the heap between those that live took 2.5 bytes per parameter at the peak; those that
-    wait whole, for tensors of their size, cost their bytes (csrc/cpu/blocks.cpp). Process-wide and
-    idempotent; replaces :func:`keep_freed_memory`.
+    stay in the heap between those that live took 2.5 bytes per parameter at the peak. Process-wide
+    and idempotent; replaces :func:`keep_freed_memory`.
     """
-    _keep_blocks(_LARGE_BLOCK, KEPT_BYTES)
+    _keep_blocks()
     return _map_from(_LARGE_BLOCK)
 
 
@@ -62,17 +64,10 @@ def _map_from(size: int) -> bool:
     return mallopt is not None and bool(mallopt(_M_MMAP_THRESHOLD, size))
 
 
-def _keep_blocks(least: int, most: int) -> None:
-    """Let tensors take blocks of ``least`` bytes and more from those that are kept, ``most`` bytes
-    together."""
-    library = block_library() if most else _loaded()
+def _keep_blocks() -> None:
+    library = block_library()
     if library is not None:
-        library.zt_blocks_keep(least, most)
-
-
-def _loaded() -> ctypes.CDLL | None:
-    """Return the library of large blocks where an earlier choice has loaded it."""
-    return block_library() if block_library.cache_info().currsize else None
+        library.zt_blocks_keep(_LARGE_BLOCK, KEPT_BYTES)
 
 
 def give_freed_memory_back() -> bool:
@@ -83,7 +78,9 @@ def give_freed_memory_back() -> bool:
     seldom whole for the next one: something small is put into it, and the heap grows by another
     block.
     """
-    library, trim = _loaded(), glibc("malloc_trim")
+    # one that no choice has loaded has no blocks
+    library = block_library() if block_library.cache_info().currsize else None
+    trim = glibc("malloc_trim")
     dropped = library is not None and library.zt_blocks_drop() > 0
     return (trim is not None and bool(trim(0))) or dropped
 

@@ -1,5 +1,5 @@
-// Large blocks of torch's CPU tensors: each a mapping of its own, and a bounded number of bytes of freed ones that
-// wait for the next tensor of their size.
+// Large blocks of torch's CPU tensors: each a mapping of its own. Freed ones wait for the next tensor of their size, as
+// long as all blocks together have at most the bytes that have lived at one time, and a few more.
 //
 // From glibc, a large block is either a mapping, whose pages the kernel clears in page faults at each use, or a part
 // of the heap, where smaller blocks settle in the holes between large ones. What is kept here is never cut, so it
@@ -12,6 +12,7 @@
 #include <string.h>
 #include <sys/mman.h>
 
+#include <algorithm>
 #include <deque>
 #include <unordered_map>
 
@@ -19,6 +20,7 @@
 
 namespace {
 
+constexpr size_t kPage = 4096;  // blocks begin at one
 constexpr size_t kLargePage = 2 << 20;
 constexpr size_t kGrain = 1 << 16;  // sizes are rounded up to it, so that like ones fit each other
 
@@ -32,8 +34,9 @@ struct Shared {
   pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
   c10::Allocator* base = nullptr;         // torch's own, for smaller blocks
   c10::DeleterFnPtr free_base = nullptr;
-  size_t least = 0, most = 0;             // bytes of a block that is mapped, and of all that are kept
-  size_t kept_bytes = 0;
+  size_t least = 0, extra = 0;            // bytes of a block that is mapped; and above the peak, of all blocks
+  size_t kept_bytes = 0, lent_bytes = 0;
+  size_t peak = 0;                        // of lent_bytes
   std::deque<Block> kept;                 // the longest ago first
   std::unordered_map<void*, size_t> lent; // start -> bytes
 };
@@ -81,6 +84,7 @@ char* take(size_t bytes) {
   Shared& all = shared();
   const Lock lock;
   char* start = nullptr;
+  const size_t peak = std::max(all.peak, all.lent_bytes + bytes);
   for (auto block = all.kept.rbegin(); block != all.kept.rend(); ++block) {
     if (block->bytes != bytes) continue;
     start = block->start;
@@ -88,16 +92,25 @@ char* take(size_t bytes) {
     all.kept.erase(std::next(block).base());
     break;
   }
-  if (!start && !(start = map(bytes))) {
+  if (!start) {
+    shrink(peak + all.extra - all.lent_bytes - bytes);
+    start = map(bytes);
+  }
+  if (!start) {
     shrink(0);
     start = map(bytes);
   }
-  if (start) all.lent[start] = bytes;
+  if (start) {
+    all.lent[start] = bytes;
+    all.lent_bytes += bytes;
+    all.peak = peak;
+  }
   return start;
 }
 
 // Takes a block back; returns whether it came from here.
 bool give_back(void* start) {
+  if (reinterpret_cast<uintptr_t>(start) % kPage) return false;  // without the lock: most are of other allocators
   Shared& all = shared();
   const Lock lock;
   const auto found = all.lent.find(start);
@@ -105,13 +118,9 @@ bool give_back(void* start) {
   c10::profiledCPUMemoryReporter().Delete(start);
   const size_t bytes = found->second;
   all.lent.erase(found);
-  if (bytes > all.most) {  // it would push out all others, and go itself
-    munmap(start, bytes);
-    return true;
-  }
+  all.lent_bytes -= bytes;
   all.kept.push_back({static_cast<char*>(start), bytes});
   all.kept_bytes += bytes;
-  shrink(all.most);
   return true;
 }
 
@@ -135,14 +144,16 @@ struct Blocks final : c10::Allocator {
 
 }  // namespace
 
-// Lets torch take blocks of `least` bytes and more from here, and keeps at most `most` bytes of freed ones.
-ZT_EXPORT void zt_blocks_keep(int64_t least, int64_t most) {
+// Lets torch take blocks of `least` bytes and more from here. Freed ones are kept as long as all blocks together have
+// at most `extra` bytes more than have lived at one time since.
+ZT_EXPORT void zt_blocks_keep(int64_t least, int64_t extra) {
   Shared& all = shared();
   {
     const Lock lock;
     all.least = least;
-    all.most = most;
-    shrink(all.most);
+    all.extra = extra;
+    all.peak = all.lent_bytes;
+    shrink(all.extra);
   }
   if (all.base) return;
   all.base = c10::GetCPUAllocator();
@@ -157,5 +168,6 @@ ZT_EXPORT int64_t zt_blocks_drop() {
   const Lock lock;
   const int64_t bytes = shared().kept_bytes;
   shrink(0);
+  shared().peak = shared().lent_bytes;
   return bytes;
 }

@@ -12,7 +12,8 @@ import torch.distributed as dist
 
 from tests.support.pool import Pools
 from zero_trial.comm import Mesh, MeshShape, build_mesh
-from zero_trial.comm.shm.segments import PeerProcesses, map_file
+from zero_trial.comm.shm.peers import PeerProcesses
+from zero_trial.comm.shm.segments import map_file
 from zero_trial.comm.shm.transport import CONTROL_BLOCK_BYTES, CONTROL_CAPACITY, SharedControlBlock
 from zero_trial.errors import MeshError
 

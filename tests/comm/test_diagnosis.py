@@ -19,7 +19,8 @@ from zero_trial.comm.diagnosis import (
     listing,
     way_out,
 )
-from zero_trial.comm.shm.segments import CROSSED, ELSEWHERE, MappingRefused, PeerProcesses
+from zero_trial.comm.shm.peers import CROSSED, ELSEWHERE, PeerProcesses
+from zero_trial.comm.shm.segments import MappingRefused
 from zero_trial.comm.waits import Heartbeat, explain
 
 

@@ -24,13 +24,13 @@ from tests.support.pool import Pools
 from zero_trial.comm import build_mesh
 from zero_trial.comm.mesh import MeshShape
 from zero_trial.comm.shm import probe, segments
+from zero_trial.comm.shm.peers import PeerProcesses
 from zero_trial.comm.shm.segments import (
     HEADER,
     SMALLEST,
     USUAL_LIMIT,
     MappingBudget,
     MappingRefused,
-    PeerProcesses,
     SegmentHandle,
     SharedMemory,
     SharedTensorPool,

@@ -15,14 +15,9 @@ import torch.distributed as dist
 from tests.support.pool import Pools, RankFailed, RankPool
 from zero_trial.comm import AxisComm, CommCounters, build_mesh
 from zero_trial.comm.mesh import MeshShape
+from zero_trial.comm.shm.peers import PeerProcesses
 from zero_trial.comm.shm.probe import _MEMORIES
-from zero_trial.comm.shm.segments import (
-    PeerProcesses,
-    SegmentHandle,
-    SharedMemory,
-    SharedTensorPool,
-    map_file,
-)
+from zero_trial.comm.shm.segments import SegmentHandle, SharedMemory, SharedTensorPool, map_file
 from zero_trial.comm.shm.transport import HANDLE_BLOCK_BYTES, HANDLE_SLOTS, SharedHandleExchange
 from zero_trial.comm.waits import Heartbeat
 from zero_trial.errors import MeshError

@@ -20,7 +20,8 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from zero_trial.comm.shm.segments import ELSEWHERE, MappingRefused
+from zero_trial.comm.shm.peers import ELSEWHERE
+from zero_trial.comm.shm.segments import MappingRefused
 from zero_trial.errors import MeshError
 
 MOST_NAMED = 8  # ranks in one message

@@ -42,7 +42,8 @@ from zero_trial.comm.diagnosis import (
     names,
     with_way_out,
 )
-from zero_trial.comm.shm.segments import CROSSED, MappingRefused
+from zero_trial.comm.shm.peers import CROSSED
+from zero_trial.comm.shm.segments import MappingRefused
 from zero_trial.errors import MeshError
 from zero_trial.util.failures import line_being_run, lost_worker
 

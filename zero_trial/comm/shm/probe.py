@@ -16,16 +16,9 @@ import torch
 import torch.distributed as dist
 
 from zero_trial.comm.collective import AxisComm
+from zero_trial.comm.shm.peers import PeerProcesses, shared_waits_supported
 from zero_trial.comm.shm.ring import RING_BYTES, Doorbell, RingBuffer, RingChannels
-from zero_trial.comm.shm.segments import (
-    PeerProcesses,
-    SegmentHandle,
-    SharedMemory,
-    SharedTensorPool,
-    map_file,
-    open_descriptor,
-    shared_waits_supported,
-)
+from zero_trial.comm.shm.segments import SegmentHandle, SharedMemory, SharedTensorPool, map_file, open_descriptor
 from zero_trial.comm.shm.transport import (
     CONTROL_BLOCK_BYTES,
     HANDLE_BLOCK_BYTES,

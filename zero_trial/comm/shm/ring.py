@@ -15,7 +15,8 @@ from datetime import timedelta
 
 import torch
 
-from zero_trial.comm.shm.segments import ELSEWHERE, SegmentHandle, SharedMemory
+from zero_trial.comm.shm.peers import ELSEWHERE
+from zero_trial.comm.shm.segments import SegmentHandle, SharedMemory
 
 SLOTS = 2048
 INLINE = 192  # bytes of payload that fit into a slot

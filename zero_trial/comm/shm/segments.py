@@ -1,5 +1,4 @@
-"""Memory that ranks of one host share: anonymous segments of one rank, mapped by its peers; and
-waits for those processes.
+"""Memory that ranks of one host share: anonymous segments of one rank, mapped by its peers.
 
 A segment is a memfd: it has no name in any folder, so nothing is left behind when its ranks end,
 however they end. Peers reach it through ``/proc/<pid>/fd/<fd>``, which the kernel permits to
@@ -27,19 +26,18 @@ import errno
 import logging
 import mmap
 import os
-import platform
 import resource
-import select
-import time
 import weakref
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 import torch
+
+from zero_trial.comm.shm.peers import PeerProcesses
 
 log = logging.getLogger("zero_trial")
 
@@ -490,67 +488,3 @@ def _punch(segment: SharedSegment) -> bool:
     punch = ctypes.CDLL(None, use_errno=True).fallocate
     punch.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_long]
     return not punch(segment.descriptor, _KEEP_SIZE_AND_PUNCH_HOLE, HEADER, segment.capacity)
-
-
-# --- waiting for processes of this host -----------------------------------------------------------
-
-ELSEWHERE = "is at another operation"  # in the text of an error: a rank has come, with another call
-CROSSED = "the ranks wait for each other"  # in the text of an error: each in another collective
-
-# ranks that arrive together meet within this; then the core is given to others
-_SPIN_SECONDS = 1e-4
-_LONGEST_NAP_SECONDS = 1e-3
-_LOOK_SECONDS = 0.05  # how often a waiting rank checks that its peers are alive
-
-
-def shared_waits_supported() -> bool:
-    """Say whether ranks can wait for one another in shared memory: processes can be watched, and
-    this machine keeps the order of writes (x86), on which a number that is written after its
-    payload relies.
-    """
-    return platform.machine() in ("x86_64", "AMD64") and hasattr(os, "pidfd_open")
-
-
-class PeerProcesses:
-    """The other ranks of an axis as processes: axis index -> process id.
-
-    ``crossed`` says whether a wait that is under way can never end: its ranks wait for each other.
-    """
-
-    def __init__(self, processes: Mapping[int, int], crossed: Callable[[], bool] = lambda: False) -> None:
-        self._watches = {index: os.pidfd_open(process) for index, process in processes.items()}
-        self._crossed = crossed
-
-    def wait_for(self, index: int, numbers: memoryview, at: int, least: int, timeout: float) -> None:
-        """Return when axis index ``index`` has written ``least`` or more at ``numbers[at]``
-        (int64).
-
-        Raises RuntimeError when its process has ended (``closed``), where the ranks wait for each
-        other, or after ``timeout`` seconds (``timed out``). Spins for a moment, then naps: a rank
-        that waits long leaves its core to the one that it waits for.
-        """
-        if numbers[at] >= least:
-            return
-        begun = time.monotonic()
-        nap, look, deadline = 0.0, begun + _LOOK_SECONDS, begun + timeout
-        while numbers[at] < least:
-            now = time.monotonic()
-            if now - begun < _SPIN_SECONDS:
-                os.sched_yield()
-                continue
-            if now >= look:
-                look = now + _LOOK_SECONDS
-                if self._has_ended(index) and numbers[at] < least:
-                    raise RuntimeError(f"closed: the process of axis index {index} has ended")
-                if self._crossed():
-                    raise RuntimeError(CROSSED)
-            if now >= deadline:
-                raise RuntimeError("timed out")
-            nap = min(nap + 2e-5, _LONGEST_NAP_SECONDS)
-            time.sleep(nap)
-
-    def _has_ended(self, index: int) -> bool:
-        """Say whether the process has ended, also if its exit status has not been read yet."""
-        poll = select.poll()
-        poll.register(self._watches[index], select.POLLIN)
-        return bool(poll.poll(0))

@@ -34,7 +34,8 @@ import torch
 import torch.distributed as dist
 
 from zero_trial.comm.backends import Counts, DirectTransport, Sum, Transport, nothing, peers_from
-from zero_trial.comm.shm.segments import ELSEWHERE, PeerProcesses, SegmentHandle, SharedMemory, SharedTensorPool
+from zero_trial.comm.shm.peers import ELSEWHERE, PeerProcesses
+from zero_trial.comm.shm.segments import SegmentHandle, SharedMemory, SharedTensorPool
 from zero_trial.comm.waits import Finish, Received, Works
 
 # From the first byte on: a message with the payload in it costs two to three times the processor

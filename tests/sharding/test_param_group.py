@@ -344,13 +344,22 @@ def test_pages_between_living_blocks_go_back() -> None:
     assert before - after > 48 << 20
 
 
+@pytest.mark.parametrize("stage", [0, 3])
 @pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_the_allocator_is_set_only_where_host_memory_is_freed(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It belongs to the process; on a GPU torch's own allocator keeps what a group frees."""
+def test_the_allocator_is_set_only_where_host_memory_is_freed(
+    device: str, stage: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It belongs to the process; on a GPU torch's own allocator keeps what a group frees. Stage 0
+    frees each gradient that autograd makes."""
     calls: list[str] = []
     monkeypatch.setattr("zero_trial.sharding.model.keep_freed_memory", lambda: calls.append(device))
     model = nn.Linear(300, 300, device=device)
     ShardedModel(
-        model, [list(model.parameters())], plan_for_stage(3), mesh_for(3), dtype_policy("fp32"), ShardingSettings()
+        model,
+        [list(model.parameters())],
+        plan_for_stage(stage),
+        mesh_for(stage),
+        dtype_policy("fp32"),
+        ShardingSettings(),
     )
     assert calls == ["cpu"] * (device == "cpu")

@@ -34,7 +34,8 @@ def keep_freed_memory() -> bool:
 
     glibc returns large freed blocks to the kernel and gets zeroed pages back at the next
     allocation: about 0.25 microseconds of CPU per KiB on each use. A plan that frees and revives
-    whole groups in every step pays that for all its parameters and gradients.
+    whole groups in every step pays that for all its parameters and gradients, and each plan for the
+    gradients that autograd makes.
 
     Blocks of 1 MiB and more wait whole for tensors of their size (csrc/cpu/blocks.cpp), so that
     they cost what lived at one time and at most KEPT_BYTES. Smaller ones, and all up to 32 MiB

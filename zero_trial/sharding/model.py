@@ -83,7 +83,7 @@ class ShardedModel:
         self.wire_scale = settings.wire_scale
         self.manual_groups = ManualGroups(manual_groups)
         devices = {param.device for param in module.parameters()} if device is None else {device}
-        if plan.frees_memory and not settings.grads_to_none and any(each.type == "cpu" for each in devices):
+        if not settings.grads_to_none and any(each.type == "cpu" for each in devices):
             # changes the allocator of the whole process: not where only GPU memory is freed
             (keep_freed_memory if plan.home is Home.DEVICE else map_large_blocks)()
         source = FirstSource(mesh, self.manual_groups, device, values)

@@ -165,11 +165,6 @@ class ZeroPlan:
         return self.shard_optimizer, self.grads is Lifetime.USE, self.frees_parameters
 
     @property
-    def frees_memory(self) -> bool:
-        """Whether some full copies are freed and allocated again in every step."""
-        return Lifetime.USE in (self.params, self.grads)
-
-    @property
     def reduces_every_micro_batch(self) -> bool:
         return self.reduce_at is ReduceAt.MICRO
 

@@ -129,13 +129,20 @@ def offload() -> str:
             for row in steps["rows"]
         ],
     )
+    others = {key: None for row in params["rows"] for key in row if key.startswith("DeepSpeed")}
     use = _table(
-        ["stage", "buffers", "parameters in memory", "on the disk", "the disk alone"],
+        ["stage", "buffers", "parameters in memory", "on the disk", "the disk alone", *others],
         [
-            [f"{row['stage']}", f"{row['buffers']}", *(f"{row[key]:.0f}" for key in ("memory", "nvme", "disk"))]
+            [
+                f"{row['stage']}",
+                f"{row['buffers']}",
+                *(f"{row[key]:.0f}" for key in ("memory", "nvme", "disk")),
+                *(f"{row[key]:.0f}" if isinstance(row.get(key), float) else "no" for key in others),
+            ]
             for row in params["rows"]
         ],
     )
+    words = "; DeepSpeed's columns name where it has them, and `no` is what it cannot do" if others else ""
     return "\n\n".join(
         [
             _wrapped(
@@ -146,7 +153,7 @@ def offload() -> str:
             step,
             _wrapped(
                 f"Milliseconds of a forward and a backward, {_millions('offload_params')} M bf16 parameters, each group "
-                f"read for each use (`{_page('offload_params')}`):"
+                f"read for each use (`{_page('offload_params')}`{words}):"
             ),
             use,
         ]

@@ -22,7 +22,11 @@ With ``--params``: one forward and backward at each of ``--stages`` that frees e
 on ``--rows`` rows, with the parameters in a file; `memory` is the same with all in memory, in a
 process of its own before and one after: where parameters are offloaded, the allocator of the whole
 process gives freed blocks back. `disk` is the same reads with nothing to compute; `nvme / larger`
-is over the larger of `memory` and `disk`, what a perfect overlap takes.
+is over the larger of `memory` and `disk`, what a perfect overlap takes. DeepSpeed's parameter
+offload to ``cpu`` and ``nvme``, and its engine with all in ``memory``, are in processes of their
+own before and after too, with the row's number of buffers; its ratio is over the larger of its own
+`memory` and the row's `disk`. The cell says where it cannot do a case, or leaves the parameters in
+memory without a word.
 
 With ``--engines``: io_uring, libaio and threads, in the requests that offload makes.
 """
@@ -61,6 +65,7 @@ from zero_trial.sharding.offload.swap_space import Transfer
 
 WIDTH = 2048  # of a layer, where that is not more than all parameters
 PEERS = (("cpu", 2), ("cpu", 3), ("nvme", 3))  # DeepSpeed's optimizer offload: where to, ZeRO stage
+PARAMETER_PEERS = ("memory", "cpu", "nvme")  # where DeepSpeed keeps parameters
 COLUMNS: list[record.Column] = [
     ("buffers", lambda row: str(row["buffers"])),
     ("elements each", lambda row: f"{row['elements']:,}"),
@@ -91,6 +96,9 @@ PARAMETER_COLUMNS: list[record.Column] = [
     ("nvme / larger", record.number("nvme_by_larger", 2)),
     ("MiB in the file", record.number("shards", 1)),
     ("MiB of buffers", record.number("ring", 1)),
+    *((f"DeepSpeed {place} ms", record.number(f"DeepSpeed {place}")) for place in PARAMETER_PEERS),
+    ("DeepSpeed nvme / larger", record.number("deepspeed_by_larger", 2)),
+    ("DeepSpeed MB read", record.number("deepspeed_megabytes", 0)),
 ]
 
 
@@ -114,7 +122,7 @@ def main() -> None:
     warnings.simplefilter("ignore", FutureWarning)  # of what is looked at to weigh an engine
     hidden = ("folder", "buffers", "params", "engines", "stages", "peer_seconds", "peer", "alone")
     if given.peer:
-        deepspeed_engine(given, given.peer[0], int(given.peer[1]))
+        (deepspeed_passes if given.params else deepspeed_engine)(given, given.peer[0], int(given.peer[1]))
         return
     if given.alone is not None:
         kept_engine = parameter_engine(given, 0, given.alone)
@@ -128,7 +136,10 @@ def main() -> None:
         record.save("offload_engines", kept, compared, ENGINE_COLUMNS, note)
         return
     if given.params:
-        found = [measure_parameters(given, count, stage) for stage in given.stages for count in given.buffers]
+        found = []
+        for stage in given.stages:
+            reasons = why_not_parameters(given, stage)
+            found += [measure_parameters(given, count, stage, reasons) for count in given.buffers]
         kept = {key: value for key, value in vars(given).items() if key not in hidden}
         kept |= {"threads": torch.get_num_threads(), "direct": found[0]["direct"]}
         note = "Time of a forward and a backward in bf16; see `benchmarks/offload.py`."
@@ -211,7 +222,10 @@ def why_not(given: argparse.Namespace, device: str, stage: int) -> str | None:
     of a build that was killed. Where this one is, the locks that it has left are removed.
     """
     begun = time.time()
-    words = ["--folder", str(Path(given.folder).absolute()), "--parameters", "1", "--peer", device, str(stage)]
+    # it leaves parameters below 1 MiB in memory
+    size = ["--params", "--parameters", str(2e-6 * WIDTH**2)] if given.params else ["--parameters", "1"]
+    words = [*size, "--folder", str(Path(given.folder).absolute()), "--peer", device, str(stage)]
+    words += ["--rounds", "1", "--buffers", "5"]
     ended = processes.run([sys.executable, str(Path(__file__).absolute()), *words], given.peer_seconds)
     if ended.code == 0:
         return None
@@ -228,15 +242,79 @@ def why_not(given: argparse.Namespace, device: str, stage: int) -> str | None:
 
 def deepspeed_engine(given: argparse.Namespace, device: str, stage: int) -> tuple[Any, float]:
     """DeepSpeed's engine whose optimizer state is on ``device``, and its bytes per parameter."""
+    deepspeed = deepspeed_of_one_rank()
+    offload = {"device": device, "nvme_path": str(Path(given.folder).absolute()), "buffer_count": 4}
+    config = adam_config(given, 0) | {"zero_optimization": {"stage": stage, "offload_optimizer": offload}}
+    return weighed(given, functools.partial(deepspeed.initialize, config=config))
+
+
+def deepspeed_of_one_rank() -> Any:
+    """Import DeepSpeed for a rank that is alone and computes on the CPU."""
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     rank = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     for name, value in rank.items():
         os.environ.setdefault(name, value)
-    import deepspeed
+    return importlib.import_module("deepspeed")
 
-    offload = {"device": device, "nvme_path": str(Path(given.folder).absolute()), "buffer_count": 4}
-    config = adam_config(given, 0) | {"zero_optimization": {"stage": stage, "offload_optimizer": offload}}
-    return weighed(given, functools.partial(deepspeed.initialize, config=config))
+
+def why_not_parameters(given: argparse.Namespace, stage: int) -> dict[str, str] | None:
+    """Return why DeepSpeed cannot keep parameters in a place at this stage; None without it."""
+    if importlib.util.find_spec("deepspeed") is None:
+        return None
+    tried = {place: why_not(given, place, stage) for place in PARAMETER_PEERS}
+    return {place: why for place, why in tried.items() if why is not None}
+
+
+def deepspeed_passes(given: argparse.Namespace, place: str, stage: int) -> None:
+    """Print the seconds of DeepSpeed's passes, and what one reads from the disk with its step, in
+    a process of its own. Two passes come before: the order of the blocks is known afterwards."""
+    deepspeed = deepspeed_of_one_rank()
+    model = linear_layers(given.parameters, 2)
+    config = deepspeed_parameters(given, place, stage, next(model.parameters()).numel())
+    engine = deepspeed.initialize(model=model, config=config)[0]
+    if left := left_in_memory([*model.parameters()], place):
+        raise SystemExit(f"takes offload_param at stage {stage}, and leaves {left} parameters where they were")
+    for _ in range(2):
+        passes(engine, given.rows)
+    before = bytes_from_disk()
+    times = [passes(engine, given.rows) for _ in range(given.rounds)]
+    read = (bytes_from_disk() - before) / given.rounds / 1e6
+    print(json.dumps({"seconds": times, "megabytes": read}))
+
+
+def deepspeed_parameters(given: argparse.Namespace, place: str, stage: int, block: int) -> dict[str, Any]:
+    """Return :func:`parameter_engine`'s ds_config in DeepSpeed's words: a block of ``block``
+    elements is freed after each use, and the next one is gathered ahead."""
+    zero: dict[str, Any] = {
+        "stage": stage,
+        "stage3_param_persistence_threshold": 0,
+        "stage3_max_reuse_distance": 0,
+        "stage3_prefetch_bucket_size": block,
+    }
+    if place != "memory":
+        zero["offload_param"] = {
+            "device": place,
+            "nvme_path": str(Path(given.folder).absolute()),
+            "buffer_count": given.buffers[0],
+            "buffer_size": block,
+            "max_in_cpu": 0,
+        }
+    sgd = {"type": "SGD", "params": {"lr": 1e-4}}
+    own = {"optimizer": sgd, "zero_allow_untested_optimizer": True, "gradient_clipping": 0.0}
+    return adam_config(given, 0) | own | {"zero_optimization": zero}
+
+
+def left_in_memory(parameters: list[Any], place: str) -> str:
+    """Return how many parameters DeepSpeed has not put where ``offload_param`` says: "2 of 3", or
+    nothing. On a CPU rank ``cpu`` is where shards are anyway."""
+    shards = [getattr(param, "ds_tensor", None) for param in parameters]
+    kept = [shard for shard in shards if shard is None or (place, shard.final_location) == ("nvme", None)]
+    return f"{len(kept)} of {len(shards)}" if kept and place != "memory" else ""
+
+
+def bytes_from_disk() -> int:
+    """Return what this process has read from disks; the page cache does not count."""
+    return int(dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())["read_bytes"])
 
 
 def weighed(given: argparse.Namespace, build: Callable[..., tuple[Any, ...]]) -> tuple[Any, float]:
@@ -317,9 +395,16 @@ def step(trained: Any, store: SwappedStore | None = None) -> float:
     return time.perf_counter() - start
 
 
-def measure_parameters(given: argparse.Namespace, buffers: int, stage: int = 3) -> dict[str, Any]:
-    """One row: medians over rounds."""
-    before_it = in_memory(given, stage, given.rounds - given.rounds // 2)
+def measure_parameters(
+    given: argparse.Namespace, buffers: int, stage: int = 3, reasons: dict[str, str] | None = None
+) -> dict[str, Any]:
+    """One row: medians over rounds. ``reasons``: why DeepSpeed cannot keep parameters in a place;
+    None: it takes no part."""
+    peers: dict[str, Any] = {f"DeepSpeed {place}": why for place, why in (reasons or {}).items()}
+    first, second = given.rounds - given.rounds // 2, given.rounds // 2
+    before_it = in_memory(given, stage, first)
+    able = [] if reasons is None else [place for place in PARAMETER_PEERS if place not in reasons]
+    theirs = {place: deepspeed_rounds(given, buffers, place, stage, first) for place in able}
     away = parameter_engine(given, buffers, stage)
     shards = [group.offloaded for group in away.sharded.groups if isinstance(group.offloaded, SwappedShard)]
     if not shards or not isinstance(file := shards[0].swapper.space, SwapFile):
@@ -333,8 +418,19 @@ def measure_parameters(given: argparse.Namespace, buffers: int, stage: int = 3) 
     for _ in range(given.rounds):
         times["nvme"].append(passes(away, given.rows))
         times["disk"].append(reads(order))
-    times["memory"] += in_memory(given, stage, given.rounds // 2)
+    times["memory"] += in_memory(given, stage, second)
     found = {name: 1e3 * statistics.median(values) for name, values in times.items()}
+    for place, done in theirs.items():
+        more = deepspeed_rounds(given, buffers, place, stage, second) if isinstance(done, list) else done
+        if isinstance(done, list) and isinstance(more, list):
+            seconds = [each for row in done + more for each in row["seconds"]]
+            peers[f"DeepSpeed {place}"] = 1e3 * statistics.median(seconds)
+            peers |= {"deepspeed_megabytes": done[0]["megabytes"]} if place == "nvme" else {}
+        else:
+            peers[f"DeepSpeed {place}"] = more
+    theirs_away, theirs_here = peers.get("DeepSpeed nvme"), peers.get("DeepSpeed memory")
+    if isinstance(theirs_away, float) and isinstance(theirs_here, float):
+        peers["deepspeed_by_larger"] = theirs_away / max(theirs_here, found["disk"])
     return {
         "stage": stage,
         "buffers": buffers,
@@ -345,7 +441,20 @@ def measure_parameters(given: argparse.Namespace, buffers: int, stage: int = 3) 
         "shards": sum(shard.numel * shard.itemsize for shard in shards) / 2**20,
         "ring": sum(buffer.numel() for buffer in shards[0].swapper.buffers) / 2**20,
         "direct": file.direct,
+        **peers,
     }
+
+
+def deepspeed_rounds(given: argparse.Namespace, buffers: int, place: str, stage: int, rounds: int) -> list[Any] | str:
+    """Return the rows that :func:`deepspeed_passes` prints, or why there is none."""
+    if not rounds:
+        return []
+    words: dict[str, Any] = {"--folder": Path(given.folder).absolute(), "--parameters": given.parameters}
+    words |= {"--rows": given.rows, "--rounds": rounds, "--queue-depth": given.queue_depth, "--buffers": buffers}
+    typed = [str(word) for pair in words.items() for word in pair]
+    command = [sys.executable, str(Path(__file__).absolute()), "--params", *typed, "--peer", place, str(stage)]
+    ended = processes.run(command, given.peer_seconds)
+    return ended.rows[-1:] if ended.code == 0 else ended.why()
 
 
 def in_memory(given: argparse.Namespace, stage: int, rounds: int) -> list[float]:
@@ -388,7 +497,7 @@ def parameter_engine(given: argparse.Namespace, buffers: int, stage: int) -> zer
 def passes(trained: zero_trial.Engine, rows: int) -> float:
     """Seconds of a forward and a backward; the step that follows is not counted."""
     start = time.perf_counter()
-    trained.backward(trained(torch.ones(rows, width_of(trained))).float().square().mean())
+    trained.backward(trained(torch.ones(rows, width_of(trained), dtype=torch.bfloat16)).float().square().mean())
     seconds = time.perf_counter() - start
     trained.step()
     return seconds

@@ -54,8 +54,16 @@ def markdown(rows: list[dict[str, Any]], columns: Sequence[Column]) -> str:
 
 
 def number(key: str, digits: int = 1) -> Callable[[dict[str, Any]], str]:
-    """A cell that shows ``row[key]`` with so many digits, or nothing."""
-    return lambda row: f"{row[key]:.{digits}f}" if row.get(key) is not None else ""
+    """A cell that shows ``row[key]`` with so many digits, the words that say why there is no
+    number, or nothing."""
+
+    def cell(row: dict[str, Any]) -> str:
+        value = row.get(key)
+        if isinstance(value, str):
+            return value.replace("|", "/")
+        return f"{value:.{digits}f}" if value is not None else ""
+
+    return cell
 
 
 def command() -> str:

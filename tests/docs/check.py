@@ -194,9 +194,24 @@ def _type(command: Command, shell: Shell, report: PageReport) -> None:
         )
 
 
+def page_of(name: str) -> Path:
+    """Return the page at a path, or of that name among all pages: "offload". Raises PageError."""
+    if Path(name).is_file():
+        return Path(name).resolve()
+    named = [page for page in PAGES if name in (page.stem, page.name)]
+    if len(named) != 1:
+        raise PageError(f"{name}: {len(named)} pages have this name; write a path, as docs/guide/offload.md")
+    return named[0]
+
+
 def main(arguments: list[str]) -> int:
     """Check the pages, two at a time, and print a line for each."""
-    pages, started = [Path(name).resolve() for name in arguments] or PAGES, time.monotonic()
+    started = time.monotonic()
+    try:
+        pages = [page_of(name) for name in arguments] or PAGES
+    except PageError as error:
+        print(error, file=sys.stderr)
+        return 2
     reports: list[PageReport] = []
     with ThreadPoolExecutor(max_workers=2) as pool:
         for report in pool.map(check_page, pages):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.docs.check import PAGES, check_page
+from tests.docs.check import PAGES, check_page, main, page_of
 from tests.docs.pages import PageError, elide, first_difference, inline_commands, read_page
 from zero_trial.cli.main import build_parser
 
@@ -154,3 +154,12 @@ def _children(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentPar
         if isinstance(action, argparse._SubParsersAction):
             return dict(action.choices)
     return {}
+
+
+def test_a_page_is_named_by_its_path_or_its_name(capsys: pytest.CaptureFixture[str]) -> None:
+    guide = next(page for page in PAGES if page.name == "offload.md")
+    assert page_of("offload") == page_of("offload.md") == page_of(str(guide)) == guide
+    with pytest.raises(PageError, match="2 pages"):
+        page_of("README")
+    assert main(["nowhere"]) == 2
+    assert "nowhere: 0 pages" in capsys.readouterr().err

@@ -29,6 +29,7 @@ from zero_trial.comm.shm.segments import (
     HEADER,
     SMALLEST,
     USUAL_LIMIT,
+    WORTH_A_CALL,
     MappingBudget,
     MappingRefused,
     SegmentHandle,
@@ -486,3 +487,18 @@ def test_another_number_at_that_place_is_another_host() -> None:
     assert probe._reads(memory, [*row, 41])
     assert not probe._reads(memory, [*row, 42])
     assert not probe._reads(memory, [2**22 - 1, 3, 1, 0, 41])
+
+
+@pytest.mark.parametrize("numel", [5, WORTH_A_CALL])
+def test_a_large_payload_is_copied_without_mapping_it(numel: int) -> None:
+    ours, theirs = SharedMemory(), SharedMemory()
+    values = torch.randn(numel + 3)
+    segment = ours.acquire(values.nbytes, [READER])
+    segment.payload(torch.float32, numel + 3).copy_(values)
+    found = torch.zeros(numel)
+    theirs.copy(SegmentHandle(os.getpid(), segment.descriptor, segment.generation, 12), found)
+    assert torch.equal(found, values[3:])
+    assert theirs.mappings.count == (numel == 5)
+    if numel > 5:
+        with pytest.raises(OSError, match="ends early"):
+            theirs.copy(SegmentHandle(os.getpid(), segment.descriptor, segment.generation, segment.capacity - 4), found)

@@ -43,6 +43,7 @@ log = logging.getLogger("zero_trial")
 
 HEADER = 4096
 SMALLEST = 1 << 16
+WORTH_A_CALL = 1 << 18  # bytes of a payload that the kernel copies
 
 # --- how many segments a process may map ----------------------------------------------------------
 
@@ -198,6 +199,27 @@ class SharedMemory:
         """
         window = self._mapped.get(handle[:2]) or self._map(handle)
         return torch.frombuffer(window.block, dtype=dtype, count=numel, offset=HEADER + handle.offset + offset)
+
+    def copy(self, handle: SegmentHandle, out: torch.Tensor) -> None:
+        """Copy a peer's payload into ``out``, contiguous and of its size, without mapping its pages
+        here, where they are many: those that a rank has mapped count in its resident memory, too.
+
+        Takes twice as long as a copy out of mapped memory (4.3 and 2.2 ms for 21 MiB, in training).
+        """
+        if out.nbytes < WORTH_A_CALL:
+            out.copy_(self.read(handle, out.dtype, out.numel()))
+            return
+        target = memoryview((ctypes.c_char * out.nbytes).from_address(out.data_ptr()))
+        descriptor = open_descriptor(handle.process, handle.descriptor)
+        try:
+            done = 0
+            while done < out.nbytes:  # the kernel copies 2 GiB at most
+                count = os.preadv(descriptor, [target[done:]], HEADER + handle.offset + done)
+                if not count:
+                    raise OSError(errno.EIO, f"a shared segment of process {handle.process} ends early")
+                done += count
+        finally:
+            os.close(descriptor)
 
     def acknowledge(self, handle: SegmentHandle, reader: int) -> None:
         """Tell the owner that ``reader`` has read the payload, so that it may write there again."""

@@ -104,6 +104,25 @@ def test_what_the_modifier_wrote_is_everyones(ranks: Pools, zero: dict[str, Any]
     assert ranks(2).run(edit, zero, bf16, modifier) == [[value, 1.0, value, 1.0, 1.0, 1.0]] * 2
 
 
+def edit_frozen(zero: dict[str, Any], modifier: int) -> list[float]:
+    model = TinyLM()
+    frozen, bias = model.blocks[0].up.weight.requires_grad_(False), model.blocks[1].up.weight
+    engine = make_engine(lambda: model, {"zero_optimization": zero})
+    with GatheredParameters({bias, frozen}, modifier_rank=modifier), torch.no_grad():
+        frozen.fill_(0.5 + engine.global_rank)
+        bias.fill_(1.5 + engine.global_rank)
+    with GatheredParameters([frozen, bias]):
+        return [*frozen.unique().tolist(), *bias.unique().tolist()]
+
+
+@pytest.mark.parametrize("modifier", [0, 1])
+@pytest.mark.parametrize("zero", STAGES, ids=["zero0", "zero1", "zero2", "zero3"])
+def test_what_the_modifier_wrote_to_frozen_parameters_is_everyones(
+    ranks: Pools, zero: dict[str, Any], modifier: int
+) -> None:
+    assert ranks(2).run(edit_frozen, zero, modifier) == [[0.5 + modifier, 1.5 + modifier]] * 2
+
+
 def read_only() -> list[bool]:
     engine = make_engine(TinyLM, {"zero_optimization": FREE})
     weight = engine.module.blocks[0].up.weight

@@ -420,6 +420,8 @@ class ShardOwner(Protocol):
 
 # parameter -> how to reach its owner, and the optimizer that has its state
 _OWNERS = WeakTensorKeyDictionary()
+# a parameter that is whole on every rank (frozen, at stages 0 to 2) -> what sends edits of it
+_REPLICATED = WeakTensorKeyDictionary()
 _STATES = WeakTensorKeyDictionary()
 # parameter -> its number: see ShardedParameter.ds_id
 _NUMBERS = WeakTensorKeyDictionary()
@@ -431,6 +433,21 @@ def register_owner(params: Iterable[nn.Parameter], owner: ShardOwner) -> None:
     for param in params:
         _OWNERS[param] = ref(owner)
         _number(param)
+
+
+def register_replicated(params: Iterable[nn.Parameter], owner: ShardOwner) -> None:
+    """Record that ``owner`` sends edits of ``params``, which every rank has whole, to all ranks.
+    Of several engines with one parameter the last counts."""
+    for param in params:
+        _REPLICATED[param] = ref(owner)
+        _number(param)
+
+
+def forget_replicated(params: Iterable[nn.Parameter], owner: ShardOwner) -> None:
+    """Let ``owner`` send no more edits of ``params``."""
+    for param in params:
+        if (known := _REPLICATED.get(param)) is not None and known() is owner:
+            del _REPLICATED[param]
 
 
 def own_params(params: Iterable[nn.Parameter], owner: ShardOwner) -> None:
@@ -481,10 +498,12 @@ def is_left_freed(tensor: torch.Tensor) -> bool:
 
 def by_owner(params: Iterable[nn.Parameter]) -> list[tuple[ShardOwner, list[nn.Parameter]]]:
     """Group parameters by owner, in the order of their parameters' numbers, which is that of
-    all ranks even where user code has them in a set; ordinary ones are left out."""
+    all ranks even where user code has them in a set; those of no engine are left out."""
     found: dict[int, tuple[ShardOwner, list[nn.Parameter]]] = {}
-    for param in params:
+    for param in sorted((each for each in params if each in _NUMBERS), key=lambda each: int(_NUMBERS[each])):
         owner = owner_of_param(param)
+        if owner is None and (replicated := _REPLICATED.get(param)) is not None:
+            owner = replicated()
         if owner is not None:
             found.setdefault(id(owner), (owner, []))[1].append(param)
-    return sorted(found.values(), key=lambda entry: min(int(_NUMBERS[param]) for param in entry[1]))
+    return list(found.values())

@@ -137,6 +137,11 @@ class FullParams:
                 if reads and group.live:
                     lost += group.edited()
                 group.reshard()
+        if source is not None:
+            names = {id(param): name for name, param in self._module.named_parameters()}
+            grouped = {id(param) for group in held for param in group.params}
+            for param in (each for each in params if id(each) not in grouped):
+                self._data.broadcast(param.data, f"edited {names[id(param)]}", source)
         if lost:
             raise lost_edits(lost, "inside GatheredParameters(params), which only reads (modifier_rank=None)")
 

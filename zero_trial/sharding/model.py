@@ -21,7 +21,14 @@ from zero_trial.comm import Mesh
 from zero_trial.errors import TrialError
 from zero_trial.precision import DtypePolicy
 from zero_trial.sharding.build_groups import FirstSource, FirstValues, build_param_groups, sync_unmanaged
-from zero_trial.sharding.freed import forget_owner, mark_sharded, register_owner, revive
+from zero_trial.sharding.freed import (
+    forget_owner,
+    forget_replicated,
+    mark_sharded,
+    register_owner,
+    register_replicated,
+    revive,
+)
 from zero_trial.sharding.full_params import FullParams, take_replaced
 from zero_trial.sharding.grad_access import ParamGrads
 from zero_trial.sharding.grad_buffer import GradBuffer
@@ -117,11 +124,17 @@ class ShardedModel:
         self.param_grads = ParamGrads(self.reducer, status.gradient_multiplier, self.moved)
         self.full_params = FullParams(self, module, self.groups, self.publisher, mesh.data, self.moved)
         register_owner(self._params(), self.full_params)
+        register_replicated(self._replicated(), self.full_params)
         if plan.frees_parameters:
             mark_sharded(self._params())
 
     def _params(self) -> Iterator[nn.Parameter]:
         return (param for group in self.groups for param in group.params)
+
+    def _replicated(self) -> list[nn.Parameter]:
+        """List the parameters in no group: every rank has them whole, and nothing trains them."""
+        in_groups = {id(param) for param in self._params()}
+        return [param for param in self.module.parameters() if id(param) not in in_groups]
 
     # --- one step ---------------------------------------------------------------------------------
 
@@ -398,11 +411,11 @@ class ShardedModel:
             if group.offloaded is not None:
                 group.offloaded.close()
         forget_owner(self._params())
+        forget_replicated(replicated := self._replicated(), self.full_params)
         heap.give_back()
         if to_host:
-            in_groups = {id(param) for param in self._params()}
-            for tensor in (*self.module.parameters(), *self.module.buffers()):
-                if id(tensor) not in in_groups and not on_host(tensor):
+            for tensor in (*replicated, *self.module.buffers()):
+                if not on_host(tensor):
                     tensor.data = tensor.detach().to("cpu", copy=True)
         self._everywhere = not rank0_only or self.mesh.data.size == 1
 

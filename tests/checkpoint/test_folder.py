@@ -61,6 +61,18 @@ def test_a_tag_that_is_being_replaced_is_found_in_its_old_folder(tmp_path: Path)
     assert [found.tag for found in list_checkpoints(tmp_path)] == ["a", "b"]
 
 
+def test_a_checkpoint_that_lost_its_manifest_is_reported(tmp_path: Path) -> None:
+    save(tmp_path, "a", 1)
+    save(tmp_path, "b", 2)
+    (tmp_path / "b" / "manifest.json").unlink()
+    (tmp_path / "plots").mkdir()  # another folder of the user's
+    (tmp_path / "c.tmp-host-1-2").mkdir()  # and a save under way
+    (tmp_path / "c.tmp-host-1-2" / "rank-00000.safetensors").write_bytes(b"")
+    said: list[str] = []
+    assert [found.tag for found in list_checkpoints(tmp_path, said.append)] == ["a"]
+    assert said == [f"{tmp_path / 'b'}: a checkpoint has lost its manifest.json"]
+
+
 def test_an_unknown_tag_lists_what_there_is(tmp_path: Path) -> None:
     save(tmp_path, "step-1", 1)
     with pytest.raises(CheckpointError, match=r"'step-2', expected one of: step-1"):

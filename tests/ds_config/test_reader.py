@@ -84,6 +84,15 @@ def test_a_ratio_that_a_gpu_does_not_honor_is_a_warning(device: str, ratio: floa
     assert config.warnings == ((f"{where}: 0.3 has no effect on a GPU: {words}",) if words else ())
 
 
+@pytest.mark.parametrize("name", ["offload_optimizer", "offload_param"])
+@pytest.mark.parametrize(("device", "warns"), [({}, True), ({"device": "none"}, False), ({"device": "nvme"}, False)])
+def test_a_folder_without_a_device_is_a_warning(name: str, device: dict[str, str], warns: bool):
+    section = {"nvme_path": "/mnt/nvme", **device}
+    config = read_ds_config({"train_batch_size": 8, "zero_optimization": {"stage": 3, name: section}})
+    line = f"zero_optimization.{name}.nvme_path: nothing is offloaded, because {name} has no device"
+    assert [warning.split(";")[0] for warning in config.warnings] == [line] * warns
+
+
 def test_nothing_is_the_default():
     assert read_ds_config({}) == DsConfig(sources=read_ds_config({}).sources)
 

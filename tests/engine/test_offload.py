@@ -198,15 +198,23 @@ def test_host_memory_is_where_it_lives_already(caplog: pytest.LogCaptureFixture)
     with caplog.at_level(logging.INFO, "zero_trial"):
         away = build_engine(case, STAGES["zero3"] | given)
     said = [record.getMessage() for record in caplog.records if record.getMessage().startswith("offload")]
-    assert said == [
-        "offload: optimizer state and parameters live in host memory already, because this rank computes there"
-    ]
+    assert said == ["offload: optimizer state and parameters already in host memory, because this rank computes there"]
     here = build_engine(case, STAGES["zero3"])
     for engine in (here, away):
         torch.manual_seed(3)
         engine.trace = train(engine, range(2))
     assert here.trace == away.trace and differing(values_of(here), values_of(away)) == []
     assert here.persistent_bytes() == away.persistent_bytes()
+
+
+def test_a_folder_in_memory_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("zero_trial.engine.offload_config.file_system_of", lambda _: "tmpfs")
+    given = {"offload_optimizer": {"device": "nvme", "nvme_path": str(tmp_path)}}
+    with caplog.at_level(logging.INFO, "zero_trial"):
+        build_engine(Case(Net, loss), STAGES["zero2"] | given)
+    assert "tmpfs is memory: this saves none" in caplog.text
 
 
 def test_edits_from_outside_arrive(tmp_path: Path) -> None:

@@ -181,6 +181,20 @@ def test_a_full_disk_is_found_before_anything_is_written(tmp_path: Path) -> None
     assert error.value.exit_code == 3
 
 
+def test_a_full_disk_had_what_was_free_before_the_allocation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    free = 9 << 20
+
+    def take_all(*_: int) -> None:
+        nonlocal free
+        free = 0
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("zero_trial.sharding.offload.swap_file._free", lambda _: free)
+    monkeypatch.setattr(os, "posix_fallocate", take_all)
+    with pytest.raises(DoesNotFit, match=r"got 9\.0 MiB free \(No space left on device\), expected 64\.0 MiB"):
+        SwapFile(tmp_path, 64 << 20)
+
+
 def test_a_fault_in_the_middle_is_raised_by_the_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = opened(tmp_path, "threads", 1 << 20, block=BLOCK, depth=2)
     into, once = file.buffer(1 << 16), os.preadv

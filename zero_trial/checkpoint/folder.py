@@ -50,11 +50,15 @@ class FoundCheckpoint(NamedTuple):
 
 def list_checkpoints(directory: str | Path, report: Callable[[str], None] | None = None) -> list[FoundCheckpoint]:
     """List those whose manifest and file sizes are right, lowest step first; ``report`` gets a line
-    for each that is not."""
+    for each that is not, and for a folder whose manifest is lost."""
     directory = Path(directory)
     if not directory.is_dir():
         return []
     found = []
+    for folder in sorted(directory.iterdir()):
+        done = TEMPORARY not in folder.name and REPLACED not in folder.name  # named when its manifest is there
+        if done and any(folder.glob("rank-*.safetensors")) and not (folder / MANIFEST_NAME).exists() and report:
+            report(f"{folder}: a checkpoint has lost its {MANIFEST_NAME}")
     for tag, folder in _candidates(directory):
         try:
             found.append(FoundCheckpoint(CheckpointReader(folder).manifest.step, tag, folder))

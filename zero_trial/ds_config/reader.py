@@ -189,7 +189,7 @@ def read_ds_config(
     if clashes:
         raise (InvalidHP if search else ConfigError).many(as_invalid_hp(clashes) if search else clashes)
     config: DsConfig = _build(DsConfig, "", values)
-    warnings += _idle_ratio(config, ready)
+    warnings += [*_idle_ratio(config, ready), *_idle_paths(config, ready)]
     return dataclasses.replace(
         config,
         sources=_sources(ready),
@@ -207,6 +207,18 @@ def _idle_ratio(config: DsConfig, document: Document) -> list[str]:
     where = document.at(parts).where(".".join(parts))
     limit = "" if section.device == "cpu" else "; where ranks compute on the CPU it is honored"
     return [f"{where}: {section.ratio:g} has no effect on a GPU: all of the optimizer's state leaves it{limit}"]
+
+
+def _idle_paths(config: DsConfig, document: Document) -> list[str]:
+    """Return a warning for each section that names a folder and no device: the default, DeepSpeed's
+    too, offloads nothing."""
+    zero, given, found = config.zero_optimization, _sources(document), []
+    for name, section in (("offload_optimizer", zero.offload_optimizer), ("offload_param", zero.offload_param)):
+        path = f"zero_optimization.{name}"
+        if section is not None and section.nvme_path and given[f"{path}.device"].is_default:
+            where = document.at((*path.split("."), "nvme_path")).where(f"{path}.nvme_path")
+            found.append(f'{where}: nothing is offloaded, because {name} has no device; write "device": "nvme" there')
+    return found
 
 
 def replaced_rates(

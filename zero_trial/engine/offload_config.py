@@ -35,6 +35,7 @@ from zero_trial.sharding.offload.swap_space import BLOCK, SwapSpace, buffer_elem
 from zero_trial.sharding.param_group import ParamGroup
 from zero_trial.sharding.pieces import ShardPiece, StateStore
 from zero_trial.sharding.plan import Home, ZeroPlan
+from zero_trial.util.files import IN_MEMORY, file_system_of
 
 if TYPE_CHECKING:
     from zero_trial.engine.engine import Engine
@@ -415,7 +416,7 @@ def offload_line(engine: Engine) -> str | None:
         stays = [what for what, section in wishes.items() if section is not None and section.device == "cpu"]
         if stays:
             which = " and ".join(stays)
-            lines.append(f"offload: {which} live in host memory already, because this rank computes there")
+            lines.append(f"offload: {which} already in host memory, because this rank computes there")
     staged = isinstance(store, StagedStore)
     if isinstance(store, StagedStore):
         size = sum(buffer.numel() for buffer in store.host_buffers) / 2**20
@@ -453,5 +454,7 @@ def _place_of(space: SwapSpace | None, what: str) -> str | None:
     how += [f"not {name}: {why}" for name, why in refused.items()]
     if any(file.engine == "threads" and (file.tuning.single_submit or not file.tuning.overlap) for file in files):
         how.append("where aio.single_submit and aio.overlap_events have no effect")
+    kinds = {file_system_of(folder) for folder in space.folders}
+    how += [f"{kind} is memory: this saves none" for kind in sorted(kinds & IN_MEMORY)]
     where = ", ".join(map(str, space.folders))
     return f"offload: {space.size / 2**20:.1f} MiB of {what} per rank in {where} ({', '.join(how)})"

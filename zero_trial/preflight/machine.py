@@ -13,6 +13,7 @@ from zero_trial.launch.environment import HostDevices, check_slots
 from zero_trial.preflight.issues import Area, CheckIssue, Severity, issues_of, note
 from zero_trial.schema.document import GIVEN
 from zero_trial.sharding.plan import Home, plan_for_stage
+from zero_trial.util.files import IN_MEMORY, file_system_of
 from zero_trial.util.text import format_bytes
 
 
@@ -38,8 +39,6 @@ def check_machine(slots: int, where: str, devices: HostDevices, config: DsConfig
     return found
 
 
-_IN_MEMORY = ("tmpfs", "ramfs")
-
 # per element; others have two, and SGD one if it has momentum
 _MOMENTS = {"lion": 1, "adagrad": 1, "rmsprop": 1}
 
@@ -61,7 +60,9 @@ def disk_of(folder: Path) -> DiskSpace:
     if not os.path.isdir(folder):  # what may not be looked at is not there; Path.is_dir raises
         return DiskSpace(False)
     found = os.statvfs(folder)
-    return DiskSpace(True, os.access(folder, os.W_OK | os.X_OK), found.f_bavail * found.f_frsize, _kind(folder))
+    return DiskSpace(
+        True, os.access(folder, os.W_OK | os.X_OK), found.f_bavail * found.f_frsize, file_system_of(folder)
+    )
 
 
 def check_nvme(
@@ -108,7 +109,7 @@ def _of_folder(folder: Path, uses: list[_Use], disk: DiskSpace) -> list[CheckIss
         what = "the folder is not writable"
         return [note(Area.DS_CONFIG, fault, what, where=where, got=str(folder), fix="Name another one.")]
     found = []
-    if disk.kind in _IN_MEMORY:
+    if disk.kind in IN_MEMORY:
         what = f"this folder is memory ({disk.kind}): what is offloaded to it saves none"
         fix = "Name a folder on a disk."
         found.append(note(Area.DS_CONFIG, Severity.WARNING, what, where=where, got=str(folder), fix=fix))
@@ -171,19 +172,3 @@ def _where(config: DsConfig, key: str) -> str:
     """Return a dotted key behind the place of its value, where it has one."""
     source = config.source(key)
     return key if source.is_default or source == GIVEN else f"{source} {key}"
-
-
-def _kind(folder: Path) -> str:
-    """Return the type of the file system that ``folder`` is on; empty where the system does not
-    say.
-    """
-    best, kind = "", ""
-    try:
-        for line in Path("/proc/self/mounts").read_text("utf-8", errors="replace").splitlines():
-            _, mounted, found = line.split(" ")[:3]
-            place = mounted.replace("\\040", " ")
-            if len(place) >= len(best) and folder.resolve().is_relative_to(place):
-                best, kind = place, found
-    except OSError:
-        return ""
-    return kind

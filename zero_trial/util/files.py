@@ -82,3 +82,23 @@ def _sync(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+# types of file systems that keep files in memory
+IN_MEMORY = frozenset({"tmpfs", "ramfs"})
+
+
+def file_system_of(folder: Path) -> str:
+    """Return the type of the file system that ``folder`` is on; empty where the system does not
+    say.
+    """
+    best, kind = "", ""
+    try:
+        for line in Path("/proc/self/mounts").read_text("utf-8", errors="replace").splitlines():
+            _, mounted, found = line.split(" ")[:3]
+            place = mounted.replace("\\040", " ")
+            if len(place) >= len(best) and folder.resolve().is_relative_to(place):
+                best, kind = place, found
+    except OSError:
+        return ""
+    return kind

@@ -240,6 +240,7 @@ class SwapFile:
         wanted = round_up(nbytes, BLOCK)
         if wanted <= self._size:
             return
+        free = _free(self.folder)  # before: an allocation that fails may have taken all of it
         try:
             os.posix_fallocate(self._cached, self._size, wanted - self._size)
         except OSError as fault:
@@ -250,7 +251,7 @@ class SwapFile:
             raise DoesNotFit(
                 "the disk has not enough room for offloaded state",
                 where=str(self.folder),
-                got=f"{format_bytes(_free(self.folder))} free ({fault.strerror})",
+                got=f"{format_bytes(free)} free ({fault.strerror})",
                 expected=f"{format_bytes(wanted)} for this rank",
                 fix="Free some space, name another disk in nvme_path, or use more ranks: each keeps its part only.",
             ) from fault

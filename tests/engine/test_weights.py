@@ -193,6 +193,31 @@ def test_all_differences_come_in_one_list(ranks: Pools, tmp_path: Path) -> None:
             assert name in text
 
 
+KINDS = [
+    ("int8", torch.int8),
+    ("int64", torch.int64),
+    ("bool", torch.bool),
+    ("complex64", torch.complex64),
+]
+
+
+def kinds_refused(folders: Sequence[Path]) -> list[str]:
+    return [refused(folder) for folder in folders]
+
+
+def test_numbers_that_a_parameter_does_not_hold_are_refused_on_every_rank(ranks: Pools, tmp_path: Path) -> None:
+    """Before any value is read; the buffer that counts batches is an integer in both."""
+    folders = []
+    for name, dtype in KINDS:
+        (tmp_path / name).mkdir()
+        values = torch.ones(16, 16).to(dtype)
+        folders.append(stored(tmp_path / name, frozen__weight=values, head__weight=torch.ones(61, 16).to(dtype)))
+    for texts in ranks(2).run(kinds_refused, folders):
+        for (name, _), text in zip(KINDS, texts, strict=True):
+            assert f"frozen.weight: {name}" in text and f"head.weight: {name}" in text
+            assert "frozen.weight: float32" in text and "num_batches" not in text
+
+
 def no_weights(folder: Path) -> list[str]:
     found = []
     for path in (folder, folder / "cut.safetensors", folder / "absent"):

@@ -68,6 +68,12 @@ class WeightsReader:
         """Return name -> shape of every stored tensor, without aliases."""
         return {name: stored.shape for name, stored in self._tensors.items()}
 
+    @property
+    def dtypes(self) -> dict[str, str]:
+        """Return name -> dtype (the manifest's name of it) of every stored tensor, without
+        aliases."""
+        return {name: stored.dtype for name, stored in self._tensors.items()}
+
     def read_into(
         self, name: str, start: int, stop: int, out: torch.Tensor, through: torch.dtype | None = None
     ) -> None:

@@ -8,7 +8,7 @@ import itertools
 import json
 import logging
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
@@ -18,7 +18,7 @@ from safetensors import SafetensorError
 from torch import nn
 
 from zero_trial.checkpoint.export import write_weights
-from zero_trial.checkpoint.format import dtype_name, dtype_of, safetensors_header, tensor_bytes
+from zero_trial.checkpoint.format import dtype_name, dtype_of, is_floating, safetensors_header, tensor_bytes
 from zero_trial.checkpoint.reader import compare_tensors
 from zero_trial.checkpoint.weights import WeightsReader
 from zero_trial.comm import AxisComm, Mesh, fail_together, raise_together
@@ -47,7 +47,8 @@ class StoredWeights:
             it, before all of the file's names in the model. Names in the file without it are not
             read.
 
-    Raises ConfigError with every name that is missing, superfluous or of another shape.
+    Raises ConfigError with every name that is missing, superfluous or of another shape, or whose
+    numbers are of a kind that the model's parameter does not hold.
     """
 
     def __init__(
@@ -70,17 +71,23 @@ class StoredWeights:
             return prefix + name if in_file else name.removeprefix(prefix)
 
         tensors: dict[str, tuple[torch.Tensor, tuple[str, ...]]] = dict(parameter_names(model))
+        numbers = {name: dtype_name(param.dtype) for name, (param, _) in tensors.items()}
         tensors |= {name: (model.get_buffer(name), (name,)) for name in saved_buffers(model)}
         # a copy of another pipeline stage's tensor gets that stage's values
         tied = {name: names for name, (_, names) in tensors.items() if not manual_groups.is_copy(name)}
         sizes = {name: tuple(tensors[name][0].shape) for name in tied}
         wanted: dict[str, tuple[int, ...]] = {}
+        dtypes: dict[str, str] = {}  # of parameters, by the file's names
         known: set[str] = set()  # what the file may have: every name of a tied tensor
-        for sizes_there, tied_there in mesh.pipe.gather_json([sizes, tied], "weights to read"):
+        parts = mesh.pipe.gather_json([sizes, tied, numbers], "weights to read")
+        for sizes_there, tied_there, numbers_there in parts:
             for name, shape in sizes_there.items():
                 names = [stored_as(each) for each in tied_there[name]]
                 known.update(names)
-                wanted[next((each for each in names if each in everything), names[0])] = tuple(shape)
+                chosen = next((each for each in names if each in everything), names[0])
+                wanted[chosen] = tuple(shape)
+                if name in numbers_there:
+                    dtypes[chosen] = numbers_there[name]
         self._name_of = {
             name: next((each for each in map(stored_as, names) if each in everything), stored_as(name))
             for name, names in tied.items()
@@ -96,6 +103,18 @@ class StoredWeights:
                 where=f"initialize(weights): {source}",
                 fix="Build the model that the weights belong to; weights_prefix= names what stands before all names on one side.",
             )
+        found = self._reader.dtypes
+        stored_dtypes = {name: found[self._reader.aliases.get(name, name)] for name in dtypes}
+        wrong = [name for name, dtype in dtypes.items() if not _holds(dtype, stored_dtypes[name])]
+        if wrong:
+            self._reader.close()
+            raise ConfigError(
+                "the file holds numbers of another kind than the model's parameters, and a cast would not keep their meaning",
+                where=f"initialize(weights): {source}",
+                got=_listed(f"{name}: {stored_dtypes[name]}" for name in wrong),
+                expected=_listed(f"{name}: {dtypes[name]}" for name in wrong),
+                fix="Save the weights in a floating-point dtype: quantized ones must be dequantized first.",
+            )
 
     @property
     def bytes_read(self) -> int:
@@ -109,6 +128,19 @@ class StoredWeights:
 
     def close(self) -> None:
         self._reader.close()
+
+
+def _holds(dtype: str, stored: str) -> bool:
+    """Return whether a parameter of ``dtype`` takes ``stored`` numbers: a real one real numbers, a
+    complex one complex numbers too, and one that is neither all of them."""
+    if is_floating(dtype):
+        return is_floating(stored)
+    return not dtype.startswith("complex") or is_floating(stored) or stored.startswith("complex")
+
+
+def _listed(lines: Iterable[str], most: int = 8) -> str:
+    found = list(lines)
+    return ", ".join(found[:most]) + (f" and {len(found) - most} more" if len(found) > most else "")
 
 
 @contextmanager

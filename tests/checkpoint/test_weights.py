@@ -71,6 +71,23 @@ def test_a_file_without_a_header_is_refused(content: bytes, tmp_path: Path) -> N
     assert error.value.where == str(path)
 
 
+def test_a_git_lfs_pointer_is_named(tmp_path: Path) -> None:
+    """Also where an index leads to it; a text that only begins like one is a damaged file."""
+    pointer = f"version https://git-lfs.github.com/spec/v1\noid sha256:{'0' * 64}\nsize 548105171\n"
+    file = tmp_path / "part.safetensors"
+    file.write_text(pointer)
+    index = {"weight_map": {"a": "part.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    for source in (file, tmp_path):
+        with pytest.raises(CheckpointError, match="git-lfs pointer") as error:
+            WeightsReader(source)
+        assert error.value.where == str(file) and "git lfs pull" in str(error.value.fix)
+    for text in ("version https://example.com/", "version ", pointer[:30]):
+        file.write_text(text)
+        with pytest.raises(CheckpointError, match="not a whole safetensors file"):
+            WeightsReader(file)
+
+
 def test_an_index_whose_file_lacks_a_tensor_is_refused(tmp_path: Path) -> None:
     save_file({"a": torch.ones(2)}, tmp_path / "part.safetensors")
     index = {"weight_map": {"a": "part.safetensors", "b": "part.safetensors"}}

@@ -25,6 +25,7 @@ INDEX = "model.safetensors.index.json"
 
 _LONGEST_HEADER = 100_000_000  # bytes: what the safetensors library takes
 _CHUNK_BYTES = 1 << 22  # read at once where values are cast or go to another device
+_LFS_POINTER = b"version https://git-lfs.github.com/spec/"  # how the text begins that git keeps of a large file
 _ALIAS = "alias:"  # metadata of our own files: another name of a tied tensor
 
 
@@ -137,7 +138,16 @@ class WeightsReader:
             raise CheckpointError("this file cannot be read", where=str(path), got=str(fault)) from fault
         self._files[path] = file
         size = os.fstat(file).st_size
-        length = int.from_bytes(self._read_bytes(path, 0, min(8, size)), "little")
+        start = self._read_bytes(path, 0, min(8, size))
+        if _LFS_POINTER.startswith(start) and self._read_bytes(path, 0, min(len(_LFS_POINTER), size)) == _LFS_POINTER:
+            raise CheckpointError(
+                "this is a git-lfs pointer, not the file that it stands for",
+                where=str(path),
+                got=f"{size} bytes of text",
+                expected="the weights themselves",
+                fix=f"Type `git lfs pull` in {path.parent}, with git-lfs installed.",
+            )
+        length = int.from_bytes(start, "little")
         if size < 8 or length > min(size - 8, _LONGEST_HEADER):
             raise _damaged(path, f"{size} bytes, a header of {length}")
         try:

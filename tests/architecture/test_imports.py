@@ -34,7 +34,8 @@ ARROWS: Mapping[str, set[str]] = {
     "ops": {"device", "errors"},
     "precision": {"errors"},
     "activation_checkpointing": {"ds_config", "device", "errors"},
-    "sharding": {"ops", "comm", "precision", "device", "errors"},
+    # zero.Init reads the ds_config that it is given
+    "sharding": {"ops", "comm", "precision", "device", "ds_config.reader", "ds_config.table", "errors"},
     "zero": {"sharding", "errors"},  # the public names of sharding, and layers that use it
     "checkpoint": {"comm", "device", "errors"},
     # foreign files become a checkpoint; no engine is needed for it

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import json
 import weakref
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -18,6 +20,7 @@ import zero_trial
 from tests.sharding.parts import mesh_for, parameters
 from tests.support.models import TinyLM, make_engine, train_engine
 from tests.support.pool import Pools
+from zero_trial.ds_config import read_ds_config
 from zero_trial.errors import ConfigError, TrialError
 from zero_trial.sharding import freed
 from zero_trial.sharding.build_groups import part_moves
@@ -332,6 +335,40 @@ def test_on_one_rank_and_when_disabled_nothing_happens() -> None:
 def test_what_is_done_otherwise_is_refused_by_name(argument: str) -> None:
     with pytest.raises(ConfigError, match=rf"zero.Init\({argument}\)"):
         Init(**{argument: "nvme"})  # type: ignore[arg-type]
+
+
+MISSPELLED: dict[str, Any] = {"train_batch_size": 2, "zero_optimization": {"stagee": 3}}
+
+
+def misspelled(path: Path) -> list[bool]:
+    """Whether Init raises what initialize() does, for a dict and for a file."""
+    found = []
+    for source in (MISSPELLED, str(path), path):
+        with pytest.raises(ConfigError) as expected:
+            zero_trial.initialize(model=nn.Linear(2, 2), config=source)
+        for argument in ("config_dict_or_path", "config"):
+            with pytest.raises(ConfigError) as error:
+                Init(**{argument: source})
+            found.append(str(error.value) == str(expected.value) and "stagee" in str(error.value))
+    return found
+
+
+def test_a_ds_config_is_read_as_initialize_reads_it(ranks: Pools, tmp_path: Path) -> None:
+    path = tmp_path / "ds_config.json"
+    path.write_text(json.dumps(MISSPELLED))
+    assert all(misspelled(path))
+    assert all(map(all, ranks(2).run(misspelled, path)))
+
+
+def test_a_ds_config_may_leave_to_initialize_what_only_the_model_tells() -> None:
+    """As transformers gives it to Init before there is a model."""
+    sections = {
+        "train_micro_batch_size_per_gpu": "auto",
+        "zero_optimization": {"stage": 3, "reduce_bucket_size": "auto"},
+    }
+    with Init(config_dict_or_path=sections, mesh=mesh_for(0)):
+        nn.Linear(2, 2)
+    Init(config=read_ds_config({"train_batch_size": 2}), enabled=False)
 
 
 class TwoParts:

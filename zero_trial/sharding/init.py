@@ -28,6 +28,8 @@ from torch.utils._pytree import tree_flatten
 
 from zero_trial.comm import AxisComm, Mesh, build_mesh, expects_ranks, init_distributed, world_size
 from zero_trial.comm.mesh import plan_shape
+from zero_trial.ds_config.reader import read_ds_config
+from zero_trial.ds_config.table import DsConfig
 from zero_trial.errors import ConfigError, TrialError
 from zero_trial.sharding.freed import METADATA, absent, free, lost_edits, own_params, owner_of_param, revive, twin_of
 from zero_trial.sharding.heap import FreedBytes
@@ -194,9 +196,11 @@ class Init:
         dtype: casts parameters as they are cut (None: as built, so that fp32 masters later lose
             nothing).
         mesh: the axes of ranks, of which parameters are cut over shard (default: all ranks).
-        mem_efficient_linear, pin_memory, config_dict_or_path, config, tensor_overrides: accepted
-            without an effect: precision and offload are ``initialize``'s, and tensors that are not
-            parameters stay as they are built.
+        config_dict_or_path, config: a ds_config, which is read as strictly as by ``initialize``,
+            except that "auto" may still be open. It has no other effect: precision and offload are
+            ``initialize``'s.
+        mem_efficient_linear, pin_memory, tensor_overrides: accepted without an effect: tensors that
+            are not parameters stay as they are built.
         remote_device, zero_param_parallel_group, zero_quantized_weights, param_swapper ...: refused
             by name where they ask for something that does not happen here.
     """
@@ -208,8 +212,8 @@ class Init:
         mem_efficient_linear: bool = True,
         remote_device: str | None = None,
         pin_memory: bool = False,
-        config_dict_or_path: Mapping[str, Any] | str | Path | None = None,
-        config: Mapping[str, Any] | str | Path | None = None,
+        config_dict_or_path: Mapping[str, Any] | str | Path | DsConfig | None = None,
+        config: Mapping[str, Any] | str | Path | DsConfig | None = None,
         enabled: bool = True,
         dtype: torch.dtype | None = None,
         mpu: Any = None,
@@ -229,6 +233,9 @@ class Init:
                 "param_swapper": param_swapper,
             }
         )
+        for source in (config_dict_or_path, config):
+            if source is not None and not isinstance(source, DsConfig):
+                read_ds_config(source, allow_open=True)  # raises for what initialize() would refuse
         self._group = data_parallel_group if data_parallel_group is not None else sequence_data_parallel_group
         self._mpu = mpu
         if remote_device not in (None, "none", "cuda", "cpu"):

@@ -218,6 +218,51 @@ def test_numbers_that_a_parameter_does_not_hold_are_refused_on_every_rank(ranks:
             assert "frozen.weight: float32" in text and "num_batches" not in text
 
 
+def tied_twice(folder: Path) -> tuple[list[str], list[bool], int]:
+    """How a rank refuses files that have both names of the tied weight and different values, and
+    what it has and has read of one where they are equal."""
+    texts = []
+    for name in ("last", "first"):
+        with pytest.raises(CheckpointError) as error:
+            start(on_meta(), weights=folder / f"{name}.safetensors")
+        texts.append(str(error.value))
+    torch.manual_seed(5)
+    plain = masters_and_state(start(Net()))
+    counted = Counted()
+    with mock.patch("os.preadv", counted):
+        engine = start(on_meta(), weights=folder)
+    return texts, list(map(torch.equal, plain, masters_and_state(engine))), counted.bytes
+
+
+def test_two_names_of_a_tied_weight_must_have_one_value(ranks: Pools, tmp_path: Path) -> None:
+    """Ranks compare a part each, so one alone sees the difference and all refuse the file."""
+    torch.manual_seed(5)
+    right = Net().embed.weight.detach().clone()
+    for name, place in {"first": 0, "last": -1}.items():
+        wrong = right.clone()
+        wrong[place, place] += 1.0
+        stored(tmp_path, embed__weight=wrong).joinpath("model.safetensors").rename(tmp_path / f"{name}.safetensors")
+    file = stored(tmp_path, embed__weight=right) / "model.safetensors"
+    header = 8 + int.from_bytes(file.read_bytes()[:8], "little")
+    answers = ranks(2).run(tied_twice, tmp_path)
+    for texts, same, _ in answers:
+        assert all("embed.weight and head.weight" in text for text in texts) and all(same)
+    # the second copy was read for the comparison alone, and so was the first one once more
+    assert sum(count for *_, count in answers) == file.stat().st_size + header + right.nbytes
+
+
+def test_an_alias_of_a_tied_weight_is_not_read_twice(tmp_path: Path) -> None:
+    torch.manual_seed(5)
+    engine = start(Net())
+    engine.save_16bit_model(tmp_path, "model.safetensors")
+    plain = masters_and_state(engine)
+    counted = Counted()
+    with mock.patch("os.preadv", counted):
+        engine = start(on_meta(), weights=tmp_path)
+    assert counted.bytes == (tmp_path / "model.safetensors").stat().st_size
+    assert all(map(torch.equal, plain, masters_and_state(engine)))
+
+
 def no_weights(folder: Path) -> list[str]:
     found = []
     for path in (folder, folder / "cut.safetensors", folder / "absent"):

@@ -75,6 +75,10 @@ class WeightsReader:
         aliases."""
         return {name: stored.dtype for name, stored in self._tensors.items()}
 
+    def are_one(self, name: str, other: str) -> bool:
+        """Return whether two stored tensors are the same bytes, read as the same numbers."""
+        return self._tensors[name] == self._tensors[other]
+
     def read_into(
         self, name: str, start: int, stop: int, out: torch.Tensor, through: torch.dtype | None = None
     ) -> None:

@@ -10,6 +10,8 @@ import logging
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
+from math import prod
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -25,7 +27,7 @@ from zero_trial.comm import AxisComm, Mesh, fail_together, raise_together
 from zero_trial.engine.accessors import EngineAccessors
 from zero_trial.engine.parameter_checks import require_same, tensors_of
 from zero_trial.engine.saving import CheckpointNames
-from zero_trial.errors import ConfigError, TrialError
+from zero_trial.errors import CheckpointError, ConfigError, TrialError
 from zero_trial.sharding.freed import is_left_freed
 from zero_trial.sharding.grouping import ManualGroup, ManualGroups, parameter_names, saved_buffers
 from zero_trial.sharding.meta import Keep, initialize_buffers, initialize_meta, lacks_values, place_absent
@@ -33,6 +35,8 @@ from zero_trial.sharding.module_hooks import ModuleHook
 from zero_trial.util.files import replacing
 
 log = logging.getLogger("zero_trial")
+
+_COMPARED = 1 << 20  # elements of a tied parameter's two copies in a file that are in memory at once
 
 
 class StoredWeights:
@@ -48,7 +52,8 @@ class StoredWeights:
             read.
 
     Raises ConfigError with every name that is missing, superfluous or of another shape, or whose
-    numbers are of a kind that the model's parameter does not hold.
+    numbers are of a kind that the model's parameter does not hold; CheckpointError for a tied
+    parameter that has several names in the file and not one value.
     """
 
     def __init__(
@@ -78,16 +83,18 @@ class StoredWeights:
         sizes = {name: tuple(tensors[name][0].shape) for name in tied}
         wanted: dict[str, tuple[int, ...]] = {}
         dtypes: dict[str, str] = {}  # of parameters, by the file's names
+        repeated: list[tuple[str, str]] = []  # two names in the file of one parameter
         known: set[str] = set()  # what the file may have: every name of a tied tensor
         parts = mesh.pipe.gather_json([sizes, tied, numbers], "weights to read")
         for sizes_there, tied_there, numbers_there in parts:
             for name, shape in sizes_there.items():
                 names = [stored_as(each) for each in tied_there[name]]
                 known.update(names)
-                chosen = next((each for each in names if each in everything), names[0])
+                chosen, *others = [each for each in names if each in everything] or names[:1]
                 wanted[chosen] = tuple(shape)
                 if name in numbers_there:
                     dtypes[chosen] = numbers_there[name]
+                    repeated += [(chosen, other) for other in others]
         self._name_of = {
             name: next((each for each in map(stored_as, names) if each in everything), stored_as(name))
             for name, names in tied.items()
@@ -96,25 +103,61 @@ class StoredWeights:
         superfluous = relevant.keys() - known
         stored = {name: shape for name, shape in relevant.items() if name in wanted or name in superfluous}
         difference = compare_tensors(stored, wanted)
-        if difference.missing or difference.extra or difference.shapes:
+        try:
+            if difference.missing or difference.extra or difference.shapes:
+                raise ConfigError(
+                    difference.describe().replace("checkpoint has", "the file has", 1),
+                    where=f"initialize(weights): {source}",
+                    fix="Build the model that the weights belong to; weights_prefix= names what stands before all names on one side.",
+                )
+            self._require_kinds(dtypes)
+            for name, other in repeated:
+                compare = partial(self._require_equal, name, other, dtype_of(dtypes[name]), mesh.world)
+                fail_together(mesh.world, compare, "tied weights")
+        except BaseException:
             self._reader.close()
-            raise ConfigError(
-                difference.describe().replace("checkpoint has", "the file has", 1),
-                where=f"initialize(weights): {source}",
-                fix="Build the model that the weights belong to; weights_prefix= names what stands before all names on one side.",
-            )
+            raise
+
+    def _require_kinds(self, dtypes: Mapping[str, str]) -> None:
+        """Raise ConfigError for numbers in the file that parameters of these ``dtypes`` (by the
+        file's names) do not hold."""
         found = self._reader.dtypes
-        stored_dtypes = {name: found[self._reader.aliases.get(name, name)] for name in dtypes}
-        wrong = [name for name, dtype in dtypes.items() if not _holds(dtype, stored_dtypes[name])]
+        stored = {name: found[self._entry(name)] for name in dtypes}
+        wrong = [name for name, dtype in dtypes.items() if not _holds(dtype, stored[name])]
         if wrong:
-            self._reader.close()
             raise ConfigError(
                 "the file holds numbers of another kind than the model's parameters, and a cast would not keep their meaning",
-                where=f"initialize(weights): {source}",
-                got=_listed(f"{name}: {stored_dtypes[name]}" for name in wrong),
+                where=f"initialize(weights): {self.source}",
+                got=_listed(f"{name}: {stored[name]}" for name in wrong),
                 expected=_listed(f"{name}: {dtypes[name]}" for name in wrong),
                 fix="Save the weights in a floating-point dtype: quantized ones must be dequantized first.",
             )
+
+    def _require_equal(self, name: str, other: str, dtype: torch.dtype, world: AxisComm) -> None:
+        """Raise CheckpointError where two of the file's tensors are not one value as a parameter of
+        ``dtype`` has it. Each rank compares an equal part, unless both are the same bytes."""
+        entries = [self._entry(each) for each in (name, other)]
+        if self._reader.are_one(*entries):
+            return
+        shapes = [self._reader.shapes[entry] for entry in entries]
+        start, stop = (prod(shapes[0]) * part // world.size for part in (world.index, world.index + 1))
+        equal = shapes[0] == shapes[1]
+        for low in range(start, stop, _COMPARED) if equal else ():
+            values = torch.empty(2, min(_COMPARED, stop - low), dtype=dtype)
+            for entry, out in zip(entries, values, strict=True):
+                self._reader.read_into(entry, low, low + len(out), out, dtype)
+            equal = equal and torch.equal(*values.view(torch.uint8))
+        if not equal:
+            raise CheckpointError(
+                "the file has different values for two names of one parameter, which the model ties",
+                where=f"initialize(weights): {self.source}",
+                got=f"{name} and {other}",
+                fix="Take the wrong one out of the file, or build the model without the tie.",
+            )
+
+    def _entry(self, name: str) -> str:
+        """Return the name under which the file stores what it calls ``name``."""
+        return self._reader.aliases.get(name, name)
 
     @property
     def bytes_read(self) -> int:
@@ -123,8 +166,7 @@ class StoredWeights:
 
     def read_into(self, name: str, start: int, stop: int, out: torch.Tensor, through: torch.dtype) -> None:
         """See :class:`FirstValues`."""
-        stored = self._name_of[name]
-        self._reader.read_into(self._reader.aliases.get(stored, stored), start, stop, out, through)
+        self._reader.read_into(self._entry(self._name_of[name]), start, stop, out, through)
 
     def close(self) -> None:
         self._reader.close()

@@ -174,6 +174,83 @@ def test_classes_that_only_reset_are_named_once(caplog: pytest.LogCaptureFixture
     assert message.count("Linear") == 1 and "LayerNorm" not in message  # Inner has initialized its own
 
 
+class Drawn(nn.Module):
+    """A constructor that draws, as that of transformers' Conv1D."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(3))
+        nn.init.normal_(self.weight)
+
+
+class Made(nn.Module):
+    """As many models of transformers make the token that they put in front."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3))
+
+
+class Ones(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+
+
+class Drawing(nn.Module):
+    """Children that an ``_init_weights`` fills anew."""
+
+    def __init__(self, *kinds: type[nn.Module]) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(kind() for kind in kinds for _ in range(2))
+        self.after = nn.Linear(3, 2)
+        self.apply(self._init_weights)
+
+    def _init_weights(self, module: nn.Module) -> None:
+        if hasattr(module, "weight"):
+            nn.init.ones_(module.weight) if isinstance(module, Ones) else nn.init.normal_(module.weight)
+
+
+@pytest.mark.parametrize("kinds, named", [((Drawn,), "Drawn"), ((Ones, Made, Drawn), "Drawn, Made"), ((Ones,), "")])
+def test_constructors_whose_draws_are_not_repeated_are_named(
+    kinds: tuple[type[nn.Module], ...], named: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And only those: others have the bits of a model that is built on the host."""
+    torch.manual_seed(3)
+    plain = Drawing(*kinds)
+    with torch.device("meta"):
+        model = Drawing(*kinds)
+    torch.manual_seed(3)
+    with caplog.at_level(logging.INFO, "zero_trial"):
+        initialize_meta(model, mesh_for(3).data)
+    lines = [text for record in caplog.records if "constructors of" in (text := record.getMessage())]
+    assert len(lines) == bool(named) and all(f"constructors of {named} draw" in line for line in lines)
+    same = [torch.equal(value, other) for value, other in zip(model.parameters(), plain.parameters(), strict=True)]
+    assert all(same) is not bool(named)
+
+
+def test_transformers_models_are_named_where_their_bits_differ(caplog: pytest.LogCaptureFixture) -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"vocab_size": 11, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    models = {
+        "": transformers.LlamaConfig(**sizes, intermediate_size=8),
+        "Conv1D": transformers.GPT2Config(n_embd=8, n_layer=1, n_head=2, n_positions=4, vocab_size=11),
+    }
+    for named, config in models.items():
+        torch.manual_seed(3)
+        plain = transformers.AutoModelForCausalLM.from_config(config)
+        with torch.device("meta"):
+            model = transformers.AutoModelForCausalLM.from_config(config)
+        torch.manual_seed(3)
+        caplog.clear()
+        with caplog.at_level(logging.INFO, "zero_trial"):
+            initialize_meta(model, mesh_for(3).data)
+        lines = [text for record in caplog.records if "constructors of" in (text := record.getMessage())]
+        assert len(lines) == bool(named) and all(f"constructors of {named} draw" in line for line in lines)
+        same = map(torch.equal, model.parameters(), plain.parameters())
+        assert all(same) is not bool(named)
+
+
 def layer() -> nn.TransformerEncoderLayer:
     return nn.TransformerEncoderLayer(4, 2, 8)
 

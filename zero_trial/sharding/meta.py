@@ -103,6 +103,7 @@ def initialize_meta(model: nn.Module, data: AxisComm, keep: Keep | None = None) 
     _require_filled(model, data, run.given)
     if data.index == 0:
         _log_sources(model, copies, run.only_reset)
+        _log_draws(run.initialized_alone())
 
 
 class _Initialization:
@@ -158,6 +159,16 @@ class _Initialization:
             with _spare(part, self._tied(part) if flags else (), self.given):
                 initialize(part)
 
+    def initialized_alone(self) -> list[nn.Module]:
+        """Return the modules of which an ``_init_weights`` alone has filled own parameters."""
+        return [
+            module
+            for module in self._initialized
+            if module not in self._copies
+            and _reset_method(module) is None
+            and any(id(param) not in self.given for param in module.parameters(recurse=False))
+        ]
+
     def _tied(self, module: nn.Module) -> list[str]:
         """Name the module's own parameters that get their values from another one."""
         own = module.named_parameters(recurse=False, remove_duplicate=False)
@@ -195,6 +206,17 @@ def _log_sources(model: nn.Module, copies: Mapping[nn.Module, nn.Module], only_r
             "initialize: reset_parameters() alone gave first values to %s on the meta device; what constructors "
             "write after it is not repeated",
             ", ".join(sorted({type(module).__name__ for module in only_reset})),
+        )
+
+
+def _log_draws(modules: Iterable[nn.Module]) -> None:
+    """Log which classes of ``modules`` draw random numbers in their constructors."""
+    kinds = {type(module) for module in modules}
+    if drawing := sorted({kind.__name__ for kind in kinds if _constructor_names(kind, *_DRAWS)}):
+        log.info(
+            "initialize: the random numbers that the constructors of %s draw are not repeated on the meta device: first "
+            "values have the same distribution as in a model that is built on the host, and other bits; weights= is exact",
+            ", ".join(drawing),
         )
 
 
@@ -330,14 +352,24 @@ def _children_first(module: nn.Module, known: set[nn.Module] | None = None) -> I
 def _reset(module: nn.Module) -> bool:
     """Return whether the module has a method to reset what it owns, or one for what is inside it
     that its constructor calls; it has run then."""
-    name = next((each for each in _RESETS if _takes_nothing(getattr(module, each, None))), None)
+    name = _reset_method(module)
     if name is None or not (module._parameters or module._buffers or _constructor_names(type(module), name)):
         return False
     getattr(module, name)()
     return True
 
 
+def _reset_method(module: nn.Module) -> str | None:
+    return next((each for each in _RESETS if _takes_nothing(getattr(module, each, None))), None)
+
+
 _RESETS = ("reset_parameters", "_reset_parameters")
+_DRAWS = (
+    *("rand", "randn", "randint", "rand_like", "randn_like", "randint_like"),
+    *("normal_", "uniform_", "log_normal_", "random_", "bernoulli_", "exponential_", "cauchy_", "geometric_"),
+    *("trunc_normal_", "xavier_normal_", "xavier_uniform_", "kaiming_normal_", "kaiming_uniform_"),
+    *("orthogonal_", "sparse_"),
+)
 
 
 def _takes_nothing(method: Any) -> bool:
@@ -350,10 +382,13 @@ def _takes_nothing(method: Any) -> bool:
     )
 
 
-def _constructor_names(kind: type, name: str) -> bool:
-    """Return whether a constructor of the class uses an attribute ``name``."""
+def _constructor_names(kind: type, *names: str) -> bool:
+    """Return whether a constructor of the class uses an attribute of one of ``names``."""
     constructors = (inspect.unwrap(vars(each)["__init__"]) for each in kind.__mro__ if "__init__" in vars(each))
-    return any(name in getattr(getattr(each, "__code__", None), "co_names", ()) for each in constructors)
+    used = itertools.chain.from_iterable(
+        getattr(getattr(each, "__code__", None), "co_names", ()) for each in constructors
+    )
+    return not frozenset(names).isdisjoint(used)
 
 
 def _initializer(module: nn.Module) -> Callable[[nn.Module], Any] | None:

@@ -489,16 +489,26 @@ def test_another_number_at_that_place_is_another_host() -> None:
     assert not probe._reads(memory, [2**22 - 1, 3, 1, 0, 41])
 
 
-@pytest.mark.parametrize("numel", [5, WORTH_A_CALL])
-def test_a_large_payload_is_copied_without_mapping_it(numel: int) -> None:
+def shared_resident() -> int:
+    """Bytes of shared pages in this process's resident memory."""
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssShmem"))
+    return int(line.split()[1]) << 10
+
+
+@pytest.mark.parametrize("numel", [4096, 1 << 20])
+def test_what_has_been_read_is_no_longer_resident(numel: int) -> None:
     ours, theirs = SharedMemory(), SharedMemory()
-    values = torch.randn(numel + 3)
+    values = torch.randn(numel)
     segment = ours.acquire(values.nbytes, [READER])
-    segment.payload(torch.float32, numel + 3).copy_(values)
-    found = torch.zeros(numel)
-    theirs.copy(SegmentHandle(os.getpid(), segment.descriptor, segment.generation, 12), found)
-    assert torch.equal(found, values[3:])
-    assert theirs.mappings.count == (numel == 5)
-    if numel > 5:
-        with pytest.raises(OSError, match="ends early"):
-            theirs.copy(SegmentHandle(os.getpid(), segment.descriptor, segment.generation, segment.capacity - 4), found)
+    segment.payload(torch.float32, numel).copy_(values)
+    handle = SegmentHandle(os.getpid(), segment.descriptor, segment.generation, 0)
+    before = shared_resident()
+    for _ in range(3):
+        found = theirs.read(handle, torch.float32, numel)
+        assert torch.equal(found, values)
+        assert shared_resident() - before >= values.nbytes
+        theirs.acknowledge(handle, READER)
+        left = shared_resident() - before
+        assert left <= HEADER if values.nbytes > WORTH_A_CALL else left >= values.nbytes  # not worth a call
+        values += 1  # what the owner writes later is what a later read finds
+        segment.payload(torch.float32, numel).copy_(values)

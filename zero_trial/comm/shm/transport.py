@@ -122,10 +122,7 @@ class SharedTransport(Transport):
 
         def copy_in() -> None:
             for peer, found in posted.handles.items():
-                if again:  # else the reader would have all of its peers' buffers in its resident memory
-                    memory.copy(found, parts[peer])
-                else:
-                    parts[peer].copy_(memory.read(found, full.dtype, shard.numel()))
+                parts[peer].copy_(memory.read(found, full.dtype, shard.numel()))
                 memory.acknowledge(found, self._index)
 
         return [posted], copy_in

@@ -24,8 +24,8 @@ CONTENDERS = ["bare", "ddp", "fsdp2", *(f"{kind}-{stage}" for stage in range(4) 
 NOTE = """Medians over interleaved rounds, each in fresh processes; means over ranks. "Above bare" is the process CPU
 time of a step less that of a bare forward and backward in the same dtype (all threads, gloo's and any busy waiting
 included). "Tensor bytes" counts all distinct storages that are alive between two steps, per parameter. RSS growth is
-the peak less what was resident before the model was built; "own" counts memory that ranks share once, in equal parts: a
-rank that reads its peers' gradients in place has their pages in its RSS, too. DDP's bf16 is autocast over fp32 weights.
+the peak less what was resident before the model was built; "own" counts pages that several ranks have mapped once, in
+equal parts. DDP's bf16 is autocast over fp32 weights.
 "Loss" is the mean loss of the last measured step: it says that the contenders did the same work."""
 COLUMNS: list[Column] = [
     ("engine", lambda row: row["name"]),

@@ -141,7 +141,8 @@ class FullParams:
             names = {id(param): name for name, param in self._module.named_parameters()}
             grouped = {id(param) for group in held for param in group.params}
             for param in (each for each in params if id(each) not in grouped):
-                self._data.broadcast(param.data, f"edited {names[id(param)]}", source)
+                name = names.get(id(param), "a parameter that has left the module")  # as PEFT's merge takes some out
+                self._data.broadcast(param.data, f"edited {name}", source)
         if lost:
             raise lost_edits(lost, "inside GatheredParameters(params), which only reads (modifier_rank=None)")
 

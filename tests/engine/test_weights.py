@@ -379,6 +379,14 @@ class Uncalled(Net):
             nn.init.ones_(param)
 
 
+class OneOutput(Net):
+    """A parameter of one element."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.value = nn.Linear(16, 1)
+
+
 def built_and_meta(cases: Sequence[tuple[type[nn.Module], str]]) -> list[list[bool]]:
     found = []
     for build, section in cases:
@@ -393,7 +401,7 @@ def built_and_meta(cases: Sequence[tuple[type[nn.Module], str]]) -> list[list[bo
 @pytest.mark.parametrize("size", [1, 2])
 def test_a_meta_model_gets_the_bits_of_the_dense_one(size: int, ranks: Pools) -> None:
     cases = [(Net, "zero0"), (Net, "zero2"), (Net, "zero3"), (Initialized, "zero1"), (Initialized, "zero3")]
-    cases += [(Translator, "zero1"), (Translator, "zero3"), (Uncalled, "zero2")]
+    cases += [(Translator, "zero1"), (Translator, "zero3"), (Uncalled, "zero2"), (OneOutput, "zero3")]
     for answer in ranks(size).run(built_and_meta, cases) if size > 1 else [built_and_meta(cases)]:
         assert all(map(all, answer)), answer
 

@@ -495,7 +495,8 @@ def _pattern(dtype: torch.dtype) -> int:
 def _unfilled(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Return a tensor with memory, for which :func:`_is_unfilled` is true."""
     if dtype.is_floating_point or dtype.is_complex:
-        return absent(shape, dtype, device).clone()
+        # a plain clone keeps the stride of 0 where there is one element
+        return absent(shape, dtype, device).clone(memory_format=torch.contiguous_format)
     tensor = torch.empty(tuple(shape), dtype=dtype, device=device)
     tensor.data.view(_AS_INTEGER[dtype.itemsize]).fill_(_pattern(dtype))  # .data: its version stays 0
     return tensor

@@ -387,6 +387,60 @@ class OneOutput(Net):
         self.value = nn.Linear(16, 1)
 
 
+class Recurrent(nn.Module):
+    """torch's recurrent modules, which hold weak references to their parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.angles = Angles()
+        self.lstm = nn.LSTM(5, 6, num_layers=2, batch_first=True, bidirectional=True, proj_size=3)
+        self.gru = nn.GRU(6, 7, batch_first=True)
+        self.rnn = nn.RNN(7, 4, batch_first=True, bias=False)
+        self.head = nn.Linear(4, 1)
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        values = batch
+        for part in (self.lstm, self.gru, self.rnn):
+            values, _ = part(values)
+        return self.head(values).square().mean()
+
+
+def recurrent(folder: Path) -> list[bool]:
+    """Whether losses, values and random numbers are the same for a model that is built on the host
+    and for one on the meta device, without and with files, at every stage."""
+    same = []
+    for section in SECTIONS:
+        seen = []
+        for build, weights in (
+            (Recurrent, None),
+            (lambda: on_meta(Recurrent), None),
+            (lambda: on_meta(Recurrent), folder),
+        ):
+            torch.manual_seed(5)
+            engine = start(build(), section, weights=weights)
+            drawn = torch.rand(1) if weights is None else seen[0][0]
+            generator = torch.Generator().manual_seed(torch.distributed.get_rank() if dist.is_initialized() else 0)
+            found = [drawn]
+            for _ in range(3):
+                loss = engine(torch.randn(1, 4, 5, generator=generator))
+                engine.backward(loss)
+                engine.step()
+                found.append(loss.detach().clone())
+            seen.append(found + masters_and_state(engine))
+        same += [len(found) == len(seen[0]) and all(map(torch.equal, found, seen[0])) for found in seen[1:]]
+    return same
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_recurrent_modules_on_the_meta_device_train_like_the_dense_ones(
+    size: int, ranks: Pools, tmp_path: Path
+) -> None:
+    torch.manual_seed(5)
+    save_file(Recurrent().state_dict(), tmp_path / "model.safetensors")
+    for answer in ranks(size).run(recurrent, tmp_path) if size > 1 else [recurrent(tmp_path)]:
+        assert answer == [True] * 2 * len(SECTIONS), answer
+
+
 def built_and_meta(cases: Sequence[tuple[type[nn.Module], str]]) -> list[list[bool]]:
     found = []
     for build, section in cases:

@@ -72,6 +72,26 @@ def test_training_has_the_bits_of_the_cpu(ranks: RankPool) -> None:
     assert ranks.run(same_bits)[0] == []
 
 
+def norm_gradients(where: str) -> list[torch.Tensor]:
+    """Gradients of a LayerNorm in bf16: of its input alone where its weights are frozen, then of
+    all."""
+    found = []
+    for trained in (False, True):
+        norm = nn.LayerNorm(5, dtype=torch.bfloat16).to(where).requires_grad_(trained)
+        inputs = torch.linspace(-1, 2, 15).view(3, 5).to(torch.bfloat16).to(where).requires_grad_()
+        (norm(inputs) ** 3).sum().backward()
+        found += [value.grad.cpu() for value in (inputs, *norm.parameters()) if value.grad is not None]
+    return found
+
+
+def same_norm_gradients() -> list[bool]:
+    return [*map(torch.equal, norm_gradients("standin"), norm_gradients("cpu"))]
+
+
+def test_a_frozen_norm_and_a_trained_one_in_16_bits(ranks: RankPool) -> None:
+    assert ranks.run(same_norm_gradients)[0] == [True] * 4
+
+
 def deferred() -> tuple[bool, list[str], float]:
     here = device.use()
     arrived = torch.zeros(4, pin_memory=True)

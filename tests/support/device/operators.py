@@ -229,7 +229,8 @@ class Operators:
     def _with_dtypes_of_the_cpu(self, op: Any, shapes: Any, args: Any, kwargs: Any) -> Any:
         """Some kernels of 16-bit tensors keep statistics in 16 bits on the CPU and in 32 elsewhere,
         which tensors without data do not tell: look once at what the CPU makes of zeros."""
-        key = (op, *(each.dtype for each in tensors_in(args)))
+        masks = tuple(tuple(each) for each in args if isinstance(each, list) and each and isinstance(each[0], bool))
+        key = (op, masks, *(each.dtype for each in tensors_in(args)))  # a mask says which results there are
         if key not in self._dtypes:
             zeros = lambda given: torch.zeros(given.shape, dtype=given.dtype)  # noqa: E731
             made = op(*mapped(args, zeros), **{name: mapped(each, zeros) for name, each in kwargs.items()})

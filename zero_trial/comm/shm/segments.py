@@ -210,11 +210,13 @@ class SharedMemory:
         window = self._mapped.get(handle[:2]) or self._map(handle)
         return torch.frombuffer(window.block, dtype=dtype, count=numel, offset=HEADER + handle.offset + offset)
 
-    def acknowledge(self, handle: SegmentHandle, reader: int) -> None:
-        """Tell the owner that ``reader`` has read the payload, so that it may write there again. A
-        large payload's pages leave this process's resident memory until it reads there again."""
+    def acknowledge(self, handle: SegmentHandle, reader: int, *, unmap: bool = False) -> None:
+        """Tell the owner that ``reader`` has read the payload, so that it may write there again.
+        ``unmap``: a large payload's pages leave this process's resident memory until it reads there
+        again, which costs page faults."""
         window = self._mapped.get(handle[:2]) or self._map(handle)
-        window.unmap_pages()
+        if unmap:
+            window.unmap_pages()
         window.marks[reader] = handle.generation
 
     def free_idle(self) -> None:

@@ -123,7 +123,8 @@ class SharedTransport(Transport):
         def copy_in() -> None:
             for peer, found in posted.handles.items():
                 parts[peer].copy_(memory.read(found, full.dtype, shard.numel()))
-                memory.acknowledge(found, self._index)
+                # else each rank would have all of its peers' gradients in its resident memory
+                memory.acknowledge(found, self._index, unmap=again)
 
         return [posted], copy_in
 

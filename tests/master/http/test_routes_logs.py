@@ -120,7 +120,7 @@ def test_an_expression_that_backtracks_for_ever_is_matched_in_linear_time(ask: A
     started = time.monotonic()
     answer = ask("GET", f"/api/v1/{of}/logs?enableRegex=true&searchText=(a%2B)%2B%24", user=USER_TOKEN)
     assert answer == (200, {})
-    assert time.monotonic() - started < 50
+    assert time.monotonic() - started < 5
 
 
 @pytest.mark.parametrize(

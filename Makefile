@@ -4,6 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.zero_trial_installed
 LIBRARIES := .venv/.libraries_installed
+SITE := .venv/.docs_installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c constraints.txt
 
 # Processes that run tests side by side. Each file's tests stay in one, where they share their pools of ranks.
@@ -42,8 +43,7 @@ format: setup  ## Rewrite the sources in the house format
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-docs: setup  ## Build the documentation as a site, in site/
-	$(PIP) -e '.[docs]'
+docs: $(SITE)  ## Build the documentation as a site, in site/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 
 docs-check: setup  ## Type every command of the guides and compare what it prints with what they show
@@ -72,6 +72,10 @@ $(STAMP): setup.py pyproject.toml constraints.txt
 # 460 MB that only docs/exactness.md and the tests of libraries and of Ray need.
 $(LIBRARIES): $(STAMP)
 	$(PIP) -e '.[libraries]'
+	touch $@
+
+$(SITE): $(STAMP)
+	$(PIP) -e '.[docs]'
 	touch $@
 
 clean:  ## Remove the environment and the caches, not the runs

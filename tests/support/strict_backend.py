@@ -22,15 +22,18 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
+import zero_trial
 from zero_trial.comm.control import ControlChannel
 
 NAME = "strict"
+PACKAGE = f"{Path(zero_trial.__file__).parent}/"
 
 Call = Callable[[], Any]  # starts a collective of gloo's; returns its work
 
@@ -56,7 +59,7 @@ def pretended_device() -> Iterator[None]:
 
 
 def note(operation: str) -> None:
-    callers = [frame for frame in traceback.extract_stack() if "zero_trial/" in frame.filename]
+    callers = [frame for frame in traceback.extract_stack() if frame.filename.startswith(PACKAGE)]
     host_waits.append(f"{operation}: " + " < ".join(f"{frame.name}" for frame in reversed(callers[-5:])))
 
 

@@ -196,13 +196,14 @@ class Init:
         dtype: casts parameters as they are cut (None: as built, so that fp32 masters later lose
             nothing).
         mesh: the axes of ranks, of which parameters are cut over shard (default: all ranks).
-        config_dict_or_path, config: a ds_config, which is read as strictly as by ``initialize``,
-            except that "auto" may still be open. It has no other effect: precision and offload are
+        config_dict_or_path: a ds_config, which is read as strictly as by ``initialize``, except
+            that "auto" may still be open. It has no other effect: precision and offload are
             ``initialize``'s.
-        mem_efficient_linear, pin_memory, tensor_overrides: accepted without an effect: tensors that
-            are not parameters stay as they are built.
-        remote_device, zero_param_parallel_group, zero_quantized_weights, param_swapper ...: refused
-            by name where they ask for something that does not happen here.
+        config: the same.
+        mem_efficient_linear: accepted without an effect, as are ``pin_memory`` and
+            ``tensor_overrides``: tensors that are not parameters stay as they are built.
+        remote_device: refused if it requests something that does not happen here, as are
+            ``zero_param_parallel_group``, ``zero_quantized_weights``, ``param_swapper`` and others.
     """
 
     def __init__(

@@ -12,6 +12,7 @@ run and not only where two streams happen to meet.
 
 from __future__ import annotations
 
+import contextlib
 import random
 import sys
 import threading
@@ -21,10 +22,14 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import cache
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol
+
+import torch
 
 HOST_DEVICE = ("to the host", "to the device")
 ALLOCATED, FREED, EVENT_GONE = range(3)
+INSIDE = (f"{Path(torch.__file__).parent}/", f"{Path(__file__).parent}/", contextlib.__file__)
 ORDERS = ("late", "early", "random")
 ENDED_SECONDS = 0.05  # between two looks at what is under way, which says itself when it has ended
 
@@ -524,5 +529,4 @@ def caller() -> str:
 @cache
 def _name_outside(path: str) -> str:
     """Return the name of a file; nothing where it is torch's or of this folder."""
-    inside = "/torch/" in path or "/support/device/" in path or "contextlib" in path
-    return "" if inside else path.rpartition("/")[2]
+    return "" if path.startswith(INSIDE) else path.rpartition("/")[2]

@@ -3,6 +3,7 @@ values again."""
 
 from __future__ import annotations
 
+from collections import namedtuple
 from typing import Any
 
 import pytest
@@ -20,6 +21,8 @@ from zero_trial.pipeline.channel import (
     PeerFailed,
     ReceiveChannel,
     SendChannel,
+    WithLabel,
+    local_payload,
     map_tensors,
     message_tags,
     pack,
@@ -118,6 +121,8 @@ def test_each_tensor_starts_at_a_multiple():
 def test_what_cannot_travel_is_named_with_its_place():
     with pytest.raises(TrialError, match=r"a layer's output\[1\]\['k'\]: this value cannot travel .*: got set"):
         to_payload((torch.ones(1), {"k": {1, 2}}))
+    with pytest.raises(TrialError, match=r"the label, which is sent with the output\['k'\]: .*: got set"):
+        to_payload(WithLabel(torch.ones(1), {"k": {1, 2}}))
 
 
 def test_tensors_are_changed_in_their_order():
@@ -125,6 +130,26 @@ def test_tensors_are_changed_in_their_order():
     assert [int(tensor) for tensor in tensors_in(value)] == [1, 2, 3]
     changed = map_tensors(value, lambda tensor: int(tensor) * 10)
     assert changed == {"b": 10, "a": (20, [30, "x"])}
+    pair = namedtuple("pair", "x y")(torch.tensor(1), 2)
+    assert map_tensors([pair], lambda tensor: int(tensor) * 10) == [type(pair)(10, 2)]
+
+
+@settings(max_examples=50, deadline=None)
+@given(VALUES)
+def test_a_rank_hands_itself_what_others_would_receive(value: Any):
+    kept, sent = local_payload(value), travel(value)
+    assert alike(kept.value, sent.value)
+    assert kept.differentiable == sent.differentiable
+
+
+def test_a_tensor_that_is_handed_on_is_not_copied():
+    weight = torch.ones(2, requires_grad=True)
+    output = weight * 2
+    kept = local_payload(WithLabel({"x": output}, 5))
+    assert kept.differentiable == [True]
+    assert kept.value == ({"x": kept.tensors[0]}, 5)
+    assert kept.tensors[0].data_ptr() == output.data_ptr()
+    assert not kept.tensors[0].requires_grad
 
 
 def pair() -> tuple[SendChannel, ReceiveChannel]:

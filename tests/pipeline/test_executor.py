@@ -3,7 +3,10 @@ schedule."""
 
 from __future__ import annotations
 
+from collections import OrderedDict, namedtuple
+from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +20,7 @@ from zero_trial.pipeline.channel import PeerFailed
 from zero_trial.pipeline.executor import Executor, LastStageResult, StepInput, StepOptions, layer_fault
 from zero_trial.pipeline.generators import RECIPES, build
 from zero_trial.pipeline.lowering import lower
-from zero_trial.pipeline.schedule import Action, ParameterLifetime, ReductionTiming, Schedule
+from zero_trial.pipeline.schedule import Action, ActionKind, ParameterLifetime, ReductionTiming, Schedule
 from zero_trial.pipeline.simulate import validate
 from zero_trial.pipeline.stage import Stage
 
@@ -128,6 +131,64 @@ def test_every_schedule_gives_the_whole_model_s_gradients(name: str, stages: int
         assert executor.comm.counters.get("header", "pipe").calls == rank.messages
         assert sum(reported.startswith("unshard") for reported in log.reported) == rank.gathers
         assert sum(reported.startswith("reduce") for reported in log.reported) == rank.reductions
+
+
+class Structured(Model):
+    """``Model`` with ``wrap`` around each activation, except the last one, and ``unwrap`` before
+    each layer."""
+
+    def __init__(self, chunks: int, wrap: Callable[[torch.Tensor, Any], Any], unwrap: Callable[[Any], Any]) -> None:
+        super().__init__(chunks)
+        self.wrap, self.unwrap = wrap, unwrap
+
+    def run(self, chunk: int, micro_batch: int, value: Any) -> Any:
+        x = super().run(chunk, micro_batch, value if chunk == 0 else self.unwrap(value))
+        return x if chunk == len(self.layers) - 1 else self.wrap(x, value)
+
+
+Pair = namedtuple("Pair", "x scale")
+SENT = {
+    "nested": (lambda x, _: ([x, None, 3], {"mask": x > 0, "k": ({"t": "x"},)}), lambda value: value[0][0]),
+    "the same tensor twice": (lambda x, _: (x, [x]), lambda value: 0.25 * value[0] + 0.75 * value[1][0]),
+    "its own input": (lambda x, before: {"x": x, "before": before}, lambda value: value["x"]),
+    "an OrderedDict": (lambda x, _: OrderedDict(x=x, n=1), lambda value: value["x"]),
+}
+REFUSED = {
+    "SimpleNamespace": (lambda x, _: SimpleNamespace(x=x), lambda value: value.x),
+    "Pair": (lambda x, _: [Pair(x, 1.0)], lambda value: value[0].x),
+    "Size": (lambda x, _: (x, x.shape), lambda value: value[0]),
+}
+ONE_RANK_AND_TWO = [(name, stages) for name in RECIPES if name != "inference" for stages in (1, 2)]
+
+
+@pytest.mark.parametrize("kind", SENT)
+@pytest.mark.parametrize(("name", "stages"), ONE_RANK_AND_TWO)
+def test_values_reach_the_next_chunk_in_every_schedule(name: str, stages: int, kind: str):
+    schedule = lower(build(name, stages, 3))
+    chunks, last = schedule.placement.chunks, schedule.placement.ranks[-1]
+    model = Structured(chunks, *SENT[kind])
+    outcomes, _, _ = perform(schedule, model, options=StepOptions(loss=F.mse_loss))
+    reference, losses = whole(chunks, 3)
+    assert [outcomes[last].losses[number].item() for number in range(3)] == pytest.approx(losses)
+    for mine, theirs in zip(model.gradients(), reference.gradients(), strict=True):
+        assert torch.allclose(mine, theirs, atol=1e-6)
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("kind", REFUSED)
+@pytest.mark.parametrize(
+    ("name", "stages"), [("1f1b", 2), ("interleaved", 1), ("interleaved", 2), ("zb_v", 1), ("zb_v", 2)]
+)
+def test_a_value_that_cannot_be_sent_is_refused_between_all_chunks(name: str, stages: int, kind: str, training: bool):
+    schedule = lower(build(name, stages, 2))
+    if not training:
+        forwards = tuple(tuple(action for action in row if action.kind is ActionKind.F) for row in schedule.rows)
+        schedule = lower(Schedule("forwards", schedule.placement, 2, forwards, training=False))
+    model = Structured(schedule.placement.chunks, *REFUSED[kind])
+    found, _, _ = perform(schedule, model, options=StepOptions(training, F.mse_loss))
+    for error in found:
+        assert isinstance(error, TrialError | PeerFailed)
+        assert f"this value cannot travel between pipeline stages: got {kind}" in str(error)
 
 
 def test_labels_need_not_travel():

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from zero_trial.pipeline.channel import Payload
-from zero_trial.pipeline.stage import SplitBackward, Stage, StageBoundary, detached, local_payload, split_graph
+from zero_trial.pipeline.stage import SplitBackward, Stage, StageBoundary, split_graph
 
 
 def anchor() -> torch.Tensor:
@@ -64,15 +64,6 @@ def test_without_gradients_the_value_goes_through():
     assert gate.open()[0] is tokens
     assert gate.node is None
     assert gate.take() == []
-
-
-def test_handing_over_is_as_good_as_sending():
-    weight = torch.ones(2, requires_grad=True)
-    parcel = local_payload((weight * 2, {"k": torch.ones(1)}, 5))
-    assert parcel.differentiable == [True, False]
-    assert parcel.value[2] == 5
-    assert not any(tensor.requires_grad for tensor in parcel.tensors)
-    assert not detached([weight * 2])[0].requires_grad
 
 
 class Two:

@@ -23,7 +23,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -65,19 +65,42 @@ def map_tensors(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
     if isinstance(value, torch.Tensor):
         return change(value)
     if type(value) in (tuple, list):
-        items = [map_tensors(item, change) for item in value]
-        return tuple(items) if type(value) is tuple else items
+        return type(value)(map_tensors(item, change) for item in value)
+    if isinstance(value, tuple) and hasattr(value, "_fields"):  # a namedtuple in a batch
+        return type(value)(*(map_tensors(item, change) for item in value))
     if isinstance(value, dict):
         return {key: map_tensors(item, change) for key, item in value.items()}
     return value
 
 
+class WithLabel(NamedTuple):
+    """A layer's output and the label of its micro-batch, which are sent as one tuple."""
+
+    output: Any
+    label: Any
+
+
 def to_payload(value: Any) -> tuple[str, Payload]:
-    """Return the description of ``value``, and its tensors. Raises TrialError for what cannot
-    travel."""
+    """Return the description of ``value`` and its tensors. Raises TrialError for a value that
+    cannot be sent."""
     payload = Payload(value)
-    text = json.dumps(_describe(value, payload, ""), separators=(",", ":"))
-    return text, payload
+    if isinstance(value, WithLabel):
+        places = ("a layer's output", "the label, which is sent with the output")
+        node = ["u", [_describe(item, payload, place) for item, place in zip(value, places, strict=True)]]
+    else:
+        node = _describe(value, payload, "a layer's output")
+    return json.dumps(node, separators=(",", ":")), payload
+
+
+def local_payload(value: Any) -> Payload:
+    """Return the payload that a rank receives when ``value`` is sent, without copying the tensors:
+    for two adjacent chunks of one rank. Raises TrialError for the same values as
+    :func:`to_payload`."""
+    text, payload = to_payload(value)
+    payload.tensors = [tensor.detach() for tensor in payload.tensors]
+    tensors = iter(payload.tensors)
+    payload.value = _rebuild(json.loads(text), lambda *_: next(tensors))
+    return payload
 
 
 def _describe(value: Any, payload: Payload, path: str) -> Any:
@@ -94,10 +117,10 @@ def _describe(value: Any, payload: Payload, path: str) -> Any:
         return ["d", [[key, _describe(item, payload, f"{path}[{key!r}]")] for key, item in value.items()]]
     raise TrialError(
         "this value cannot travel between pipeline stages",
-        where=f"a layer's output{path}",
+        where=path,
         got=type(value).__name__,
         expected="tensors, None, booleans, numbers and strings in tuples, lists and dicts",
-        fix="Return its parts from the last layer of the stage, and put them together in the next.",
+        fix="Put its parts into a tuple, a list or a dict, and build the object from them where it is used.",
     )
 
 

@@ -12,9 +12,9 @@ import torch
 
 from zero_trial.comm import AxisComm, Mesh
 from zero_trial.errors import DataError, TrialError, ZeroTrialError
-from zero_trial.pipeline.channel import Payload, ReceiveChannel, SendChannel, tensors_in
+from zero_trial.pipeline.channel import Payload, ReceiveChannel, SendChannel, WithLabel, local_payload, tensors_in
 from zero_trial.pipeline.schedule import NONE, Action, ActionKind, ChunkPlacement, Schedule
-from zero_trial.pipeline.stage import Item, Loss, Stage, detached, local_payload
+from zero_trial.pipeline.stage import Item, Loss, Stage
 from zero_trial.util.failures import user_frame
 
 # --- the input of a step --------------------------------------------------------------------------
@@ -300,7 +300,7 @@ class Executor:
             label = run.batch.labels[number]
         if run.options.training:
             self.stage.keep(chunk, number, [tensor for tensor in tensors_in(output) if tensor.requires_grad])
-        value = (output, label) if run.batch.labels_travel else output
+        value = WithLabel(output, label) if run.batch.labels_travel else output
         if run.place.sends_forward(chunk):
             run.leaving[chunk, number] = value
         else:
@@ -310,7 +310,7 @@ class Executor:
         run = self._run
         run.outcome.samples[number] = run.samples[number]
         if run.options.keep_outputs:
-            run.outcome.outputs[number] = detached(output)
+            run.outcome.outputs[number] = output
         if run.options.loss is None:
             return
         if not run.batch.labels_travel and run.batch.labels:

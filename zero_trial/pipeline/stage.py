@@ -70,25 +70,6 @@ class _Join(torch.autograd.Function):
         return None, None, None
 
 
-def detached(value: Any) -> Any:
-    """Return the same value with its tensors outside any graph; they share memory."""
-    return map_tensors(value, torch.Tensor.detach)
-
-
-def local_payload(value: Any) -> Payload:
-    """Return ``value`` as if it had been sent to this rank: its tensors outside any graph, in
-    order, with whether gradients are wanted back."""
-    payload = Payload(None)
-
-    def take(tensor: torch.Tensor) -> torch.Tensor:
-        payload.tensors.append(tensor.detach())
-        payload.differentiable.append(tensor.requires_grad)
-        return payload.tensors[-1]
-
-    payload.value = map_tensors(value, take)
-    return payload
-
-
 # --- a backward in two halves ---------------------------------------------------------------------
 #
 # First comes the gradient of a chunk's inputs, which another rank waits for; later those of its

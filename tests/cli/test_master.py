@@ -6,10 +6,12 @@ import json
 import re
 import shlex
 import signal
+import sqlite3
 import subprocess
 import sys
 import threading
 from collections.abc import Collection, Iterator, Mapping
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,7 @@ from zero_trial.cli.master import default_root
 from zero_trial.master.agent.cluster import JobEnd, JobStatus
 from zero_trial.master.agent.processes import Identity, marked
 from zero_trial.master.directory import MasterDirectory
+from zero_trial.master.store import Database
 
 
 class Shell:
@@ -182,6 +185,18 @@ def test_logs(shell: Shell) -> None:
 def test_where_there_never_was_a_master(tmp_path: Path, word: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["master", word, "--root", str(tmp_path / "nowhere")]) == 2
     assert "zero-trial master up" in capsys.readouterr().err and not (tmp_path / "nowhere").exists()
+
+
+def test_status_only_reads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Also the store of an older master, which may be running."""
+    home = MasterDirectory(tmp_path)
+    home.prepare()
+    Database(home.database).close()
+    with closing(sqlite3.connect(home.database)) as older:
+        older.execute("PRAGMA user_version = 1")
+    before = home.database.read_bytes()
+    assert cli.main(["master", "status", "--root", str(tmp_path)]) == 2
+    assert "an older zero_trial" in capsys.readouterr().err and home.database.read_bytes() == before
 
 
 @pytest.mark.parametrize("word", ["down", "status"])

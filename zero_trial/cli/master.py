@@ -339,17 +339,14 @@ def _status(options: argparse.Namespace) -> int:
 
 
 def _facts(home: Any) -> dict[str, Any]:
-    from zero_trial.master.store import Database, experiments, trials
+    from zero_trial.master.store import experiments, trials
+    from zero_trial.master.store.database import reading
 
     running = home.locked()
-    database = Database(home.database)
-    try:
-        with database.reading() as connection:
-            known = experiments.all_(connection)
-            allocations = trials.allocations(connection)
-            live = {item.id: trials.of_experiment(connection, item.id, derived=True) for item in known}
-    finally:
-        database.close()
+    with reading(home.database) as connection:
+        known = experiments.all_(connection)
+        allocations = trials.allocations(connection)
+        live = {item.id: trials.of_experiment(connection, item.id, derived=True) for item in known}
     return {
         "running": running,
         "url": home.state().get("url"),

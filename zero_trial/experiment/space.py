@@ -9,9 +9,9 @@ from __future__ import annotations
 import copy
 import math
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol
 
 from zero_trial.errors import ConfigError
 from zero_trial.experiment.hyperparameters import find_ranges, is_const, is_range
@@ -25,9 +25,6 @@ class RandomNumbers(Protocol):
 
     def unit(self) -> float:
         """Return a number from 0 to below 1."""
-
-    def power(self, base: float, exponent: float) -> float:
-        """Return base to the power of exponent; streams differ in its last bits."""
 
 
 def sample(space: Mapping[str, Any], numbers: RandomNumbers) -> dict[str, Any]:
@@ -59,7 +56,7 @@ def _draw(spec: Mapping[str, Any], numbers: RandomNumbers) -> Any:
         case "double":
             return as_sent(_uniform(spec, numbers))
         case "log":
-            return as_sent(numbers.power(float(spec["base"]), _uniform(spec, numbers)))
+            return as_sent(power(float(spec["base"]), _uniform(spec, numbers)))
         case other:
             raise ConfigError("no kind of hyperparameter", got=other, expected="int, double, log, categorical or const")
 
@@ -77,9 +74,6 @@ def as_sent(value: Any) -> Any:
 def _uniform(spec: Mapping[str, Any], numbers: RandomNumbers) -> float:
     low, high = float(spec["minval"]), float(spec["maxval"])
     return low + (high - low) * numbers.unit()
-
-
-Power: TypeAlias = Callable[[float, float], float]
 
 
 def power(base: float, exponent: float) -> float:
@@ -160,16 +154,12 @@ class Grid:
     axes: tuple[tuple[Path, tuple[Any, ...]], ...]
 
     @classmethod
-    def of(cls, space: Mapping[str, Any], power: Power = power) -> Grid:
+    def of(cls, space: Mapping[str, Any]) -> Grid:
         """Return the grid of ``space``. Raises ConfigError for a range without a count, and for a
         grid of more than ``MOST_POINTS``.
-
-        Args:
-            space: hyperparameters.
-            power: computes the values of log axes.
         """
         found = sorted(find_ranges(space), key=lambda pair: pair[0])
-        grid = cls(space, tuple((path, axis_values(spec, power)) for path, spec in found))
+        grid = cls(space, tuple((path, axis_values(spec)) for path, spec in found))
         if grid.size > MOST_POINTS:
             raise ConfigError("the grid has too many points", got=grid.size, expected=f"at most {MOST_POINTS}")
         return grid
@@ -192,7 +182,7 @@ class Grid:
         return _with(self.space, (), self.values(number))
 
 
-def axis_values(spec: Mapping[str, Any], power: Power = power) -> tuple[Any, ...]:
+def axis_values(spec: Mapping[str, Any]) -> tuple[Any, ...]:
     """Return ``count`` values from minval to maxval, both included, evenly spaced (for log: in the
     exponent); a count of 1 is the middle.
 
@@ -209,10 +199,10 @@ def axis_values(spec: Mapping[str, Any], power: Power = power) -> tuple[Any, ...
         raise ConfigError("the grid has too many points", got=count, expected=f"at most {MOST_POINTS}")
     steps = max(count - 1, 1)
     even = [(low + high) / 2] if count == 1 else [low + (high - low) * number / steps for number in range(count)]
-    return tuple(_written(spec, value, power) for value in even)
+    return tuple(_written(spec, value) for value in even)
 
 
-def _written(spec: Mapping[str, Any], value: float, power: Power = power) -> Any:
+def _written(spec: Mapping[str, Any], value: float) -> Any:
     if spec["type"] == "log":
         return as_sent(power(float(spec["base"]), value))
     return int(math.copysign(math.floor(abs(value) + 0.5), value)) if spec["type"] == "int" else as_sent(float(value))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sqlite3
-from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -12,7 +10,6 @@ from tests.master.fakes import Sandbox, experiment
 from tests.support.archive import tgz
 from zero_trial.master.core.context_archive import read_context
 from zero_trial.master.core.state import searcher_of
-from zero_trial.master.directory import MasterDirectory
 from zero_trial.master.search import Create, ExitReason, pruning, restore
 
 
@@ -239,43 +236,3 @@ def test_task_ids_follow_from_the_seed_and_ids_of_allocations_differ_from_master
         assert names[0] != names[1] and all(name.startswith(mine.task_id) and name.endswith(".1") for name in names)
     finally:
         other.close()
-
-
-def test_searches_that_an_earlier_master_began_go_on_with_its_trials(tmp_path: Path) -> None:
-    """`earlier_master.sql` is the store of a master that drew each trial from a stream of its own:
-    a random search of five trials, of which two run, and a paused grid of four, of which two are
-    there. The trials below are those that it created later."""
-    directory = MasterDirectory(tmp_path)
-    directory.prepare()
-    text = Path(__file__).with_name("earlier_master.sql").read_text()
-    with closing(sqlite3.connect(directory.database)) as store:
-        store.executescript(text.replace("@ROOT@", str(tmp_path)) + "; PRAGMA user_version = 1;")
-    master = Sandbox(tmp_path)
-    try:
-        master.experiments.activate(2)
-        while master.runs():
-            trial_id = master.runs()[0].allocation.trial_id
-            master.validate(trial_id, 1.0)
-            master.exit(trial_id)
-            master.restart()
-        for number, expected in ((1, EARLIER_RANDOM), (2, EARLIER_GRID)):
-            found = master.experiments.trials(number)
-            assert [(trial.request_id[:8], trial.seed, trial.hparams["lr"]) for trial in found] == expected
-            assert master.states(number) == ("COMPLETED", ["COMPLETED"] * len(expected))
-    finally:
-        master.close()
-
-
-EARLIER_RANDOM = [
-    ("3374ff6a", 1306895071, 0.0006360898750815843),
-    ("54743781", 2051392805, 0.0008530930017897643),
-    ("451db736", 1686068832, 0.00628670303183089),
-    ("c9126131", 334262665, 0.0004750553612095467),
-    ("0354d8d3", 334044406, 0.03544548834575704),
-]
-EARLIER_GRID = [
-    ("3374ff6a", 1306895071, 0.1),
-    ("54743781", 2051392805, 0.006812920690579615),
-    ("451db736", 1686068832, 0.0004641588833612782),
-    ("c9126131", 334262665, 3.1622776601683795e-05),
-]

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import json
-import sqlite3
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from tests.master.world import BEGAN, World
-from zero_trial.master.core.state import MasterState
 from zero_trial.master.records import Experiment, ExperimentState, TrialState
-from zero_trial.master.store import metrics
 
 bindings = pytest.importorskip("determined.common.api.bindings")
 errors = pytest.importorskip("determined.common.api.errors")
@@ -140,32 +137,6 @@ def test_tables_of_metrics_read_no_reports(world: World) -> None:
     assert world.tables.run_ids(sort="validation.validation_loss.min=asc") == [2, 1]
     low = where("validation.validation_loss.min", "<", 0.3, location="VALIDATIONS")
     assert world.tables.run_ids(text=low) == [2]
-
-
-def test_reports_of_an_older_release_are_summarized_when_the_master_starts(
-    world: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """What is made of one trial stays when the start ends before the next."""
-    for trial in (1, 2):
-        world.report(trial, "validation", 5, {"validation_loss": 0.5})
-    with world.state.database.transaction() as connection:
-        expected = world.trials.get(1).summary_metrics
-        connection.execute("DELETE FROM summaries")
-    summarize = metrics.summarize_again
-
-    def killed(connection: sqlite3.Connection, trial_id: int) -> None:
-        if trial_id == 2:
-            raise KeyboardInterrupt
-        summarize(connection, trial_id)
-
-    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-        patched.setattr(metrics, "summarize_again", killed)
-        MasterState(world.state.directory, world.agent)
-    assert [world.trials.get(trial).summary_metrics for trial in (1, 2)] == [expected, {}]
-    with caplog.at_level("INFO", "zero_trial.master"):
-        MasterState(world.state.directory, world.agent).database.close()
-    assert "reports of 1 trials are summarized" in caplog.text
-    assert world.trials.get(2).summary_metrics == expected != {}
 
 
 def test_a_search_by_id_reads_no_reports(world: World, monkeypatch: pytest.MonkeyPatch) -> None:

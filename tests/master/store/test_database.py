@@ -8,6 +8,7 @@ import sqlite3
 import stat
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ import pytest
 from zero_trial.errors import ConfigError
 from zero_trial.master.records import TrialState
 from zero_trial.master.store import Database
-from zero_trial.master.store.database import LARGEST_WAL, MIGRATIONS, dumps, insert, loads, plain, reading, update
+from zero_trial.master.store.database import LARGEST_WAL, SCHEMA_VERSION, dumps, insert, loads, plain, reading, update
 
 WRITER = """
 import sys
@@ -83,16 +84,19 @@ def test_a_reader_does_not_see_a_transaction_that_is_open_and_cannot_write(tmp_p
     database.close()
 
 
-def test_opening_again_takes_no_step_twice_and_a_newer_file_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("version", "said"), [(SCHEMA_VERSION - 1, "an older"), (SCHEMA_VERSION + 1, "a newer")])
+def test_the_store_of_another_version_is_refused_and_stays_as_it_is(tmp_path: Path, version: int, said: str) -> None:
+    """Its own master may be running: it goes on writing to the same tables."""
     path = tmp_path / "db"
     Database(path).close()
-    database = Database(path)
-    with database.transaction() as connection:
-        assert connection.execute("PRAGMA user_version").fetchone()[0] == len(MIGRATIONS)
-        connection.execute(f"PRAGMA user_version = {len(MIGRATIONS) + 1}")
-    database.close()
-    with pytest.raises(ConfigError, match="newer"):
-        Database(path)
+    with closing(sqlite3.connect(path)) as other:
+        other.execute(f"PRAGMA user_version = {version}")
+        before = list(other.iterdump())
+        with pytest.raises(ConfigError, match=f"{said} zero_trial.*schema {version}"):
+            Database(path)
+        with pytest.raises(ConfigError, match=f"{said} zero_trial.*schema {version}"), reading(path):
+            pass
+        assert list(other.iterdump()) == before
 
 
 def test_kill_9_loses_no_commit_and_leaves_no_half(tmp_path: Path) -> None:
@@ -142,7 +146,7 @@ def test_files_that_are_no_store(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="master's store"), reading(tmp_path / "text"):
         pass
     sqlite3.connect(tmp_path / "empty").close()
-    with pytest.raises(ConfigError, match="another release"), reading(tmp_path / "empty"):
+    with pytest.raises(ConfigError, match="an older"), reading(tmp_path / "empty"):
         pass
 
 

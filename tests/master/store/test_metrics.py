@@ -6,7 +6,6 @@ import json
 import math
 import sqlite3
 import time
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ import pytest
 
 from zero_trial.master.records import Checkpoint, CheckpointState, MetricReport, Trial, TrialState
 from zero_trial.master.store import Database, checkpoints, metrics, trials
-from zero_trial.master.store.database import MIGRATIONS, insert
 from zero_trial.master.store.metrics import extend, kind_of
 from zero_trial.runs.records import is_finite
 
@@ -340,31 +338,3 @@ def test_the_last_value_is_that_of_the_newest_report():
 )
 def test_types(value: Any, kind: str):
     assert kind_of(value) == kind and summary(value)["type"] == kind
-
-
-def test_reports_of_an_older_store_get_their_points(tmp_path: Path) -> None:
-    with closing(sqlite3.connect(tmp_path / "db", isolation_level=None)) as old:
-        for step in MIGRATIONS[:8]:
-            old.executescript(step)
-        old.execute("PRAGMA user_version = 8")
-        insert(old, "trials", vars_of(Trial(1, 1, "a", "a", TrialState.ACTIVE, {}, 1, 0.0)))
-        for steps in range(5):
-            values = {"trial_id": 1, "run_id": 1, "grp": "training", "steps": steps, "metrics": '{"loss":2.5}'}
-            insert(old, "metrics", {**values, "reported": 0.0})
-        old.execute("""INSERT INTO summaries VALUES (1, 'training', 4, '{"loss":{}}', 5)""")
-    database = Database(tmp_path / "db")
-    with database.transaction() as connection:
-        assert drawn(connection) == reported(connection)  # also before they are made
-        assert metrics.without_summary(connection) == [1]
-        metrics.summarize_again(connection, 1)
-        assert metrics.without_summary(connection) == []
-        kept, until = metrics.kept_points(connection, 1, "training")
-        assert len(kept["loss"][0]) == 5 and until == (4, 5)
-        assert drawn(connection) == reported(connection)
-    database.close()
-
-
-def vars_of(trial: Trial) -> dict[str, Any]:
-    """Return the columns of a trial that the store needs."""
-    names = ("id", "experiment_id", "request_id", "task_id", "state", "hparams", "seed", "created")
-    return {name: getattr(trial, name) for name in names}

@@ -24,7 +24,7 @@ from zero_trial.master.core.context_archive import Context, read_context
 from zero_trial.master.directory import MasterDirectory
 from zero_trial.master.records import Allocation, AllocationState, Experiment, MasterInfo, Task, Trial
 from zero_trial.master.search import Searcher, begin_again, build, restore
-from zero_trial.master.store import Database, accounts, experiments, metrics
+from zero_trial.master.store import Database, accounts, experiments
 
 log = logging.getLogger(__name__)
 P = ParamSpec("P")
@@ -73,7 +73,6 @@ class MasterState:
         self.serving = False  # slots are assigned
         self.closed = threading.Event()
         self.began = clock()
-        self._fill_summaries()
         self.info = self._identity()
         self._contexts: dict[int, Context] = {}
         self._collections: dict[int, Task] = {}
@@ -182,16 +181,6 @@ class MasterState:
         )
         title = f"Checkpoint GC (Experiment {experiment_id})"
         return Task(name, 0, experiment_id, title, "", now, None, (run,), {"slots_per_trial": 0})
-
-    def _fill_summaries(self) -> None:
-        """Make the summaries and points that a store of an older release lacks, trial by trial."""
-        with self.database.reading() as connection:
-            missing = metrics.without_summary(connection)
-        if missing:
-            log.info("reports of %d trials are summarized: an older release has stored them", len(missing))
-        for trial_id in missing:
-            with self.database.transaction() as connection:
-                metrics.summarize_again(connection, trial_id)
 
     def _identity(self) -> MasterInfo:
         """Return random ids that stay the same as long as the store exists."""

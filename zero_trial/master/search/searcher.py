@@ -3,8 +3,7 @@ JSON value between events.
 
 This file is what all searchers (`searchers`) share: first the random numbers, from which each trial
 gets its hyperparameters, request id and seed. `Stream` draws what a Determined 0.38.1 master draws
-from the same seed. `EarlierStreams` is what this master drew before: an experiment that began with
-it goes on with it.
+from the same seed.
 """
 
 from __future__ import annotations
@@ -15,10 +14,9 @@ import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, ClassVar, Final, Protocol, TypeAlias
+from typing import Any, ClassVar, Protocol, TypeAlias
 
 from zero_trial.errors import ZeroTrialError
-from zero_trial.experiment import space as space_
 from zero_trial.experiment.space import sample
 
 TrialDraw: TypeAlias = tuple[str, Mapping[str, Any], int]
@@ -31,15 +29,7 @@ class Draws(Protocol):
     """What a search draws, trial by trial, in the order of their creation."""
 
     def trial(self, space: Mapping[str, Any], hparams: Mapping[str, Any] | None = None) -> TrialDraw:
-        """Draw the next trial.
-
-        Args:
-            space: the hyperparameters of the experiment.
-            hparams: those of the trial; None for a sample of ``space``.
-        """
-
-    def power(self, base: float, exponent: float) -> float:
-        """Return base to the power of exponent, as for the values of log hyperparameters."""
+        """Draw the next trial: a sample of ``space``, unless ``hparams`` are given."""
 
     def as_json(self) -> dict[str, Any]:
         """Return the state, for `restored`."""
@@ -54,8 +44,6 @@ class Stream:
     The state is the seed and the number of 32-bit words that were taken: 64 KB per 16 384 words
     are drawn again when a search is restored.
     """
-
-    VERSION: Final = 2
 
     def __init__(self, seed: int, words: int = 0) -> None:
         key = [seed % 2**32]
@@ -73,7 +61,7 @@ class Stream:
         return str(uuid.UUID(bytes=name, version=4)), drawn, self.below(_SEEDS)
 
     def as_json(self) -> dict[str, Any]:
-        return {"version": self.VERSION, "seed": self._seed, "words": self._words}
+        return {"seed": self._seed, "words": self._words}
 
     def below(self, count: int) -> int:
         """Return an integer, 0 to count - 1: the lowest bits of a draw, again while it is too
@@ -91,63 +79,16 @@ class Stream:
         """Return a number from 0 to below 1: 27 bits of one word and 26 of the next."""
         return ((self._word() >> 5) * 2.0**26 + (self._word() >> 6)) / 2.0**53
 
-    def power(self, base: float, exponent: float) -> float:
-        return space_.power(base, exponent)
-
     def _word(self) -> int:
         self._words += 1
         return self._twister.getrandbits(32)
 
 
-class EarlierStreams:
-    """A stream for each trial, seeded with the seed of the search and the trial's number.
-
-    A trial draws its request id, its seed, then its hyperparameters.
+def restored(state: Mapping[str, Any], *, from_start: bool = False) -> Stream:
+    """Return the draws of a search in the state of ``as_json``; ``from_start``: begin with the
+    first trial again.
     """
-
-    def __init__(self, seed: int, drawn: int = 0) -> None:
-        self._seed, self._drawn = seed, drawn
-        self._numbers = random.Random()
-
-    def trial(self, space: Mapping[str, Any], hparams: Mapping[str, Any] | None = None) -> TrialDraw:
-        self._drawn += 1
-        self._numbers = random.Random(f"{self._seed}/{self._drawn}")
-        name = str(uuid.UUID(int=self._numbers.getrandbits(128), version=4))
-        seed = self._numbers.randrange(_SEEDS)
-        return name, sample(space, self) if hparams is None else hparams, seed
-
-    def as_json(self) -> dict[str, Any]:
-        return {"seed": self._seed, "drawn": self._drawn}
-
-    def below(self, count: int) -> int:
-        """Return an integer, 0 to count - 1."""
-        return self._numbers.randrange(count)
-
-    def unit(self) -> float:
-        """Return a number from 0 to below 1."""
-        return self._numbers.random()
-
-    def power(self, base: float, exponent: float) -> float:
-        return float(base**exponent)
-
-
-def restored(state: Mapping[str, Any], *, from_start: bool = False) -> Draws:
-    """Return the draws of a search in the state of ``as_json``.
-
-    Args:
-        state: what ``as_json`` gave, by this version or an earlier one.
-        from_start: begin with the first trial again.
-    """
-    seed = int(state["seed"])
-    if "version" not in state:
-        return EarlierStreams(seed, 0 if from_start else int(state["drawn"]))
-    if state["version"] == Stream.VERSION:
-        return Stream(seed, 0 if from_start else int(state["words"]))
-    raise ZeroTrialError(
-        "the search was begun by a newer master",
-        got=f"draws of version {state['version']}",
-        expected=f"{Stream.VERSION} or none",
-    )
+    return Stream(int(state["seed"]), 0 if from_start else int(state["words"]))
 
 
 class ExitReason(str, Enum):

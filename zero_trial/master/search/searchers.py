@@ -385,7 +385,7 @@ class GridSearch(Searcher):
 
     def __init__(self, space: Mapping[str, Any], draws: Draws, max_concurrent: int) -> None:
         super().__init__(space, draws)
-        self.grid = Grid.of(space, draws.power)
+        self.grid = Grid.of(space)
         self.max_concurrent = max_concurrent or self.grid.size
 
     @classmethod

@@ -22,252 +22,221 @@ from zero_trial.errors import ConfigError
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-# The schema as numbered steps from an empty file to the newest form. A step that was released is
-# never changed.
-MIGRATIONS: tuple[str, ...] = (
-    """
-    CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL);
+SCHEMA_VERSION = 11
+"""SQLite's ``user_version`` of the files that this version reads and writes."""
 
-    CREATE TABLE experiments (
-        id INTEGER PRIMARY KEY AUTOINCREMENT,
-        state TEXT NOT NULL,
-        config TEXT NOT NULL,
-        original_config TEXT NOT NULL,
-        owner TEXT NOT NULL,
-        job_id TEXT NOT NULL,
-        created REAL NOT NULL,
-        ended REAL,
-        parent_id INTEGER,
-        archived INTEGER NOT NULL DEFAULT 0,
-        name TEXT NOT NULL,
-        description TEXT NOT NULL DEFAULT '',
-        labels TEXT NOT NULL DEFAULT '[]',
-        notes TEXT NOT NULL DEFAULT '',
-        progress REAL,
-        error TEXT NOT NULL DEFAULT '',
-        snapshot TEXT NOT NULL DEFAULT '{}',
-        collect INTEGER NOT NULL DEFAULT 0
-    );
-    CREATE TABLE contexts (experiment_id INTEGER PRIMARY KEY, tgz BLOB NOT NULL);
+_SCHEMA = """
+CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL);
 
-    CREATE TABLE trials (
-        id INTEGER PRIMARY KEY AUTOINCREMENT,
-        experiment_id INTEGER NOT NULL,
-        request_id TEXT NOT NULL,
-        task_id TEXT NOT NULL UNIQUE,
-        state TEXT NOT NULL,
-        hparams TEXT NOT NULL,
-        seed INTEGER NOT NULL,
-        created REAL NOT NULL,
-        ended REAL,
-        run_id INTEGER NOT NULL DEFAULT 0,
-        restarts INTEGER NOT NULL DEFAULT 0,
-        steps_completed INTEGER NOT NULL DEFAULT 0,
-        latest_checkpoint TEXT,
-        warm_start_checkpoint TEXT,
-        progress REAL,
-        runner_state TEXT NOT NULL DEFAULT '',
-        reason TEXT NOT NULL DEFAULT '',
-        pruned INTEGER NOT NULL DEFAULT 0,
-        early_exit TEXT NOT NULL DEFAULT '',
-        metadata TEXT NOT NULL DEFAULT '{}',
-        UNIQUE (experiment_id, request_id)
-    );
-    CREATE INDEX trials_experiment ON trials (experiment_id, id);
+CREATE TABLE experiments (
+    id INTEGER PRIMARY KEY AUTOINCREMENT,
+    state TEXT NOT NULL,
+    config TEXT NOT NULL,
+    original_config TEXT NOT NULL,
+    owner TEXT NOT NULL,
+    job_id TEXT NOT NULL,
+    created REAL NOT NULL,
+    ended REAL,
+    parent_id INTEGER,
+    archived INTEGER NOT NULL DEFAULT 0,
+    name TEXT NOT NULL,
+    description TEXT NOT NULL DEFAULT '',
+    labels TEXT NOT NULL DEFAULT '[]',
+    notes TEXT NOT NULL DEFAULT '',
+    progress REAL,
+    error TEXT NOT NULL DEFAULT '',
+    snapshot TEXT NOT NULL DEFAULT '{}',
+    collect INTEGER NOT NULL DEFAULT 0,
+    unmanaged INTEGER NOT NULL DEFAULT 0,
+    external_id TEXT,
+    project_id INTEGER NOT NULL DEFAULT 1
+);
+CREATE UNIQUE INDEX experiments_external ON experiments (external_id) WHERE external_id IS NOT NULL;
+CREATE INDEX experiments_project ON experiments (project_id);
+CREATE TABLE contexts (experiment_id INTEGER PRIMARY KEY, tgz BLOB NOT NULL);
 
-    CREATE TABLE allocations (
-        id TEXT PRIMARY KEY,
-        trial_id INTEGER NOT NULL,
-        experiment_id INTEGER NOT NULL,
-        task_id TEXT NOT NULL,
-        run_id INTEGER NOT NULL,
-        state TEXT NOT NULL,
-        slots TEXT NOT NULL DEFAULT '[]',
-        created REAL NOT NULL,
-        resources_id TEXT NOT NULL,
-        container_id TEXT NOT NULL,
-        started REAL,
-        ended REAL,
-        exit_code INTEGER,
-        preempt INTEGER NOT NULL DEFAULT 0,
-        acked INTEGER NOT NULL DEFAULT 0,
-        ready INTEGER NOT NULL DEFAULT 0,
-        killing INTEGER NOT NULL DEFAULT 0,
-        deadline REAL,
-        accelerators TEXT NOT NULL DEFAULT '{}'
-    );
-    CREATE INDEX allocations_trial ON allocations (trial_id, run_id);
-    CREATE INDEX allocations_live ON allocations (state) WHERE state != 'TERMINATED';
+CREATE TABLE trials (
+    id INTEGER PRIMARY KEY AUTOINCREMENT,
+    experiment_id INTEGER NOT NULL,
+    request_id TEXT NOT NULL,
+    task_id TEXT NOT NULL UNIQUE,
+    state TEXT NOT NULL,
+    hparams TEXT NOT NULL,
+    seed INTEGER NOT NULL,
+    created REAL NOT NULL,
+    ended REAL,
+    run_id INTEGER NOT NULL DEFAULT 0,
+    restarts INTEGER NOT NULL DEFAULT 0,
+    steps_completed INTEGER NOT NULL DEFAULT 0,
+    latest_checkpoint TEXT,
+    warm_start_checkpoint TEXT,
+    progress REAL,
+    runner_state TEXT NOT NULL DEFAULT '',
+    reason TEXT NOT NULL DEFAULT '',
+    pruned INTEGER NOT NULL DEFAULT 0,
+    early_exit TEXT NOT NULL DEFAULT '',
+    metadata TEXT NOT NULL DEFAULT '{}',
+    log_policy_matched TEXT,
+    external_id TEXT,
+    last_activity REAL,
+    archived INTEGER NOT NULL DEFAULT 0,
+    UNIQUE (experiment_id, request_id)
+);
+CREATE INDEX trials_experiment ON trials (experiment_id, id);
+CREATE UNIQUE INDEX trials_external ON trials (experiment_id, external_id) WHERE external_id IS NOT NULL;
+CREATE INDEX trials_active ON trials (last_activity) WHERE last_activity IS NOT NULL;
 
-    CREATE TABLE metrics (
-        id INTEGER PRIMARY KEY,
-        trial_id INTEGER NOT NULL,
-        run_id INTEGER NOT NULL,
-        grp TEXT NOT NULL,
-        steps INTEGER,
-        metrics TEXT NOT NULL,
-        batch_metrics TEXT,
-        reported REAL NOT NULL,
-        searcher_metric REAL,
-        archived INTEGER NOT NULL DEFAULT 0
-    );
-    CREATE INDEX metrics_trial ON metrics (trial_id, grp, steps);
+CREATE TABLE allocations (
+    id TEXT PRIMARY KEY,
+    trial_id INTEGER NOT NULL,
+    experiment_id INTEGER NOT NULL,
+    task_id TEXT NOT NULL,
+    run_id INTEGER NOT NULL,
+    state TEXT NOT NULL,
+    slots TEXT NOT NULL DEFAULT '[]',
+    created REAL NOT NULL,
+    resources_id TEXT NOT NULL,
+    container_id TEXT NOT NULL,
+    started REAL,
+    ended REAL,
+    exit_code INTEGER,
+    preempt INTEGER NOT NULL DEFAULT 0,
+    acked INTEGER NOT NULL DEFAULT 0,
+    ready INTEGER NOT NULL DEFAULT 0,
+    killing INTEGER NOT NULL DEFAULT 0,
+    deadline REAL,
+    accelerators TEXT NOT NULL DEFAULT '{}'
+);
+CREATE INDEX allocations_trial ON allocations (trial_id, run_id);
+CREATE INDEX allocations_live ON allocations (state) WHERE state != 'TERMINATED';
 
-    CREATE TABLE checkpoints (
-        uuid TEXT PRIMARY KEY,
-        state TEXT NOT NULL,
-        trial_id INTEGER,
-        experiment_id INTEGER,
-        task_id TEXT NOT NULL,
-        allocation_id TEXT NOT NULL,
-        reported REAL NOT NULL,
-        metadata TEXT NOT NULL,
-        resources TEXT NOT NULL,
-        size INTEGER NOT NULL,
-        steps INTEGER NOT NULL,
-        storage_id INTEGER,
-        doomed INTEGER NOT NULL DEFAULT 0
-    );
-    CREATE INDEX checkpoints_trial ON checkpoints (trial_id, steps);
-    CREATE INDEX checkpoints_experiment ON checkpoints (experiment_id);
-    CREATE INDEX checkpoints_doomed ON checkpoints (doomed) WHERE doomed = 1;
+CREATE TABLE metrics (
+    id INTEGER PRIMARY KEY,
+    trial_id INTEGER NOT NULL,
+    run_id INTEGER NOT NULL,
+    grp TEXT NOT NULL,
+    steps INTEGER,
+    metrics TEXT NOT NULL,
+    batch_metrics TEXT,
+    reported REAL NOT NULL,
+    searcher_metric REAL,
+    archived INTEGER NOT NULL DEFAULT 0
+);
+CREATE INDEX metrics_trial ON metrics (trial_id, grp, archived, steps);
+CREATE INDEX metrics_searched ON metrics (trial_id, searcher_metric)
+    WHERE searcher_metric IS NOT NULL AND archived = 0;
+CREATE TABLE summaries (
+    trial_id INTEGER NOT NULL,
+    grp TEXT NOT NULL,
+    steps INTEGER NOT NULL,
+    summary TEXT NOT NULL,
+    newest INTEGER NOT NULL,
+    PRIMARY KEY (trial_id, grp)
+) WITHOUT ROWID;
+CREATE TABLE points (
+    trial_id INTEGER NOT NULL,
+    grp TEXT NOT NULL,
+    name TEXT NOT NULL,
+    piece INTEGER NOT NULL,
+    points BLOB NOT NULL,
+    PRIMARY KEY (trial_id, grp, name, piece)
+) WITHOUT ROWID;
 
-    CREATE TABLE users (
-        id INTEGER PRIMARY KEY AUTOINCREMENT,
-        name TEXT NOT NULL UNIQUE,
-        admin INTEGER NOT NULL,
-        active INTEGER NOT NULL,
-        password TEXT NOT NULL,
-        display_name TEXT NOT NULL DEFAULT ''
-    );
-    CREATE TABLE tokens (digest TEXT PRIMARY KEY, user_id INTEGER, allocation_id TEXT, expires REAL);
-    CREATE INDEX tokens_allocation ON tokens (allocation_id);
+CREATE TABLE checkpoints (
+    uuid TEXT PRIMARY KEY,
+    state TEXT NOT NULL,
+    trial_id INTEGER,
+    experiment_id INTEGER,
+    task_id TEXT NOT NULL,
+    allocation_id TEXT NOT NULL,
+    reported REAL NOT NULL,
+    metadata TEXT NOT NULL,
+    resources TEXT NOT NULL,
+    size INTEGER NOT NULL,
+    steps INTEGER NOT NULL,
+    storage_id INTEGER,
+    doomed INTEGER NOT NULL DEFAULT 0
+);
+CREATE INDEX checkpoints_trial ON checkpoints (trial_id, steps);
+CREATE INDEX checkpoints_experiment ON checkpoints (experiment_id);
+CREATE INDEX checkpoints_doomed ON checkpoints (doomed) WHERE doomed = 1;
 
-    CREATE TABLE disabled_slots (number INTEGER PRIMARY KEY);
-    """,
-    """
-    ALTER TABLE disabled_slots ADD COLUMN draining INTEGER NOT NULL DEFAULT 0;
-    ALTER TABLE trials ADD COLUMN log_policy_matched TEXT;
-    CREATE TABLE log_matches (
-        task_id TEXT NOT NULL,
-        pattern TEXT NOT NULL,
-        action TEXT NOT NULL,
-        name TEXT NOT NULL,
-        line TEXT NOT NULL,
-        PRIMARY KEY (task_id, pattern, action, name)
-    );
-    """,
-    """
-    ALTER TABLE experiments ADD COLUMN unmanaged INTEGER NOT NULL DEFAULT 0;
-    ALTER TABLE experiments ADD COLUMN external_id TEXT;
-    CREATE UNIQUE INDEX experiments_external ON experiments (external_id) WHERE external_id IS NOT NULL;
-    ALTER TABLE trials ADD COLUMN external_id TEXT;
-    ALTER TABLE trials ADD COLUMN last_activity REAL;
-    CREATE UNIQUE INDEX trials_external ON trials (experiment_id, external_id) WHERE external_id IS NOT NULL;
-    CREATE INDEX trials_active ON trials (last_activity) WHERE last_activity IS NOT NULL;
-    CREATE TABLE storages (id INTEGER PRIMARY KEY, section TEXT NOT NULL UNIQUE);
-    """,
-    """
-    CREATE TABLE models (
-        id INTEGER PRIMARY KEY AUTOINCREMENT,
-        name TEXT NOT NULL UNIQUE,
-        description TEXT NOT NULL,
-        notes TEXT NOT NULL,
-        metadata TEXT NOT NULL,
-        labels TEXT NOT NULL,
-        user_id INTEGER NOT NULL,
-        workspace_id INTEGER NOT NULL,
-        archived INTEGER NOT NULL DEFAULT 0,
-        created REAL NOT NULL,
-        updated REAL NOT NULL
-    );
-    CREATE TABLE model_versions (
-        id INTEGER PRIMARY KEY AUTOINCREMENT,
-        model_id INTEGER NOT NULL,
-        version INTEGER NOT NULL,
-        checkpoint_uuid TEXT NOT NULL,
-        name TEXT NOT NULL,
-        comment TEXT NOT NULL,
-        notes TEXT NOT NULL,
-        metadata TEXT NOT NULL,
-        labels TEXT NOT NULL,
-        user_id INTEGER NOT NULL,
-        created REAL NOT NULL,
-        updated REAL NOT NULL,
-        UNIQUE (model_id, version)
-    );
-    CREATE INDEX model_versions_checkpoint ON model_versions (checkpoint_uuid);
-    CREATE TABLE templates (name TEXT PRIMARY KEY, config TEXT NOT NULL, workspace_id INTEGER NOT NULL);
-    """,
-    """
-    CREATE TABLE workspaces (
-        id INTEGER PRIMARY KEY AUTOINCREMENT,
-        name TEXT NOT NULL UNIQUE,
-        owner TEXT NOT NULL,
-        archived INTEGER NOT NULL DEFAULT 0,
-        storage TEXT,
-        pinned_by TEXT NOT NULL DEFAULT '[]'
-    );
-    CREATE TABLE projects (
-        id INTEGER PRIMARY KEY AUTOINCREMENT,
-        workspace_id INTEGER NOT NULL,
-        name TEXT NOT NULL,
-        key TEXT NOT NULL UNIQUE,
-        owner TEXT NOT NULL,
-        description TEXT NOT NULL DEFAULT '',
-        archived INTEGER NOT NULL DEFAULT 0,
-        notes TEXT NOT NULL DEFAULT '[]',
-        UNIQUE (workspace_id, name)
-    );
-    INSERT INTO workspaces (id, name, owner) VALUES (1, 'Uncategorized', 'determined');
-    INSERT INTO projects (id, workspace_id, name, key, owner) VALUES (1, 1, 'Uncategorized', 'UNC', 'determined');
-    ALTER TABLE experiments ADD COLUMN project_id INTEGER NOT NULL DEFAULT 1;
-    CREATE INDEX experiments_project ON experiments (project_id);
-    """,
-    """
-    ALTER TABLE trials ADD COLUMN archived INTEGER NOT NULL DEFAULT 0;
-    """,
-    """
-    CREATE TABLE summaries (
-        trial_id INTEGER NOT NULL,
-        grp TEXT NOT NULL,
-        steps INTEGER NOT NULL,
-        summary TEXT NOT NULL,
-        PRIMARY KEY (trial_id, grp)
-    ) WITHOUT ROWID;
-    CREATE INDEX metrics_searched ON metrics (trial_id, searcher_metric)
-        WHERE searcher_metric IS NOT NULL AND archived = 0;
-    """,
-    """
-    ALTER TABLE summaries ADD COLUMN newest INTEGER NOT NULL DEFAULT 0;
-    UPDATE summaries SET newest = (SELECT coalesce(max(id), 0) FROM metrics);
-    """,
-    """
-    CREATE TABLE points (
-        trial_id INTEGER NOT NULL,
-        grp TEXT NOT NULL,
-        name TEXT NOT NULL,
-        newest INTEGER NOT NULL,
-        points BLOB NOT NULL,
-        PRIMARY KEY (trial_id, grp, name, newest)
-    ) WITHOUT ROWID;
-    DELETE FROM summaries;
-    """,
-    """
-    DROP TABLE points;
-    CREATE TABLE points (
-        trial_id INTEGER NOT NULL,
-        grp TEXT NOT NULL,
-        name TEXT NOT NULL,
-        piece INTEGER NOT NULL,
-        points BLOB NOT NULL,
-        PRIMARY KEY (trial_id, grp, name, piece)
-    ) WITHOUT ROWID;
-    DELETE FROM summaries;
-    DROP INDEX metrics_trial;
-    CREATE INDEX metrics_trial ON metrics (trial_id, grp, archived, steps);
-    """,
-)
+CREATE TABLE users (
+    id INTEGER PRIMARY KEY AUTOINCREMENT,
+    name TEXT NOT NULL UNIQUE,
+    admin INTEGER NOT NULL,
+    active INTEGER NOT NULL,
+    password TEXT NOT NULL,
+    display_name TEXT NOT NULL DEFAULT ''
+);
+CREATE TABLE tokens (digest TEXT PRIMARY KEY, user_id INTEGER, allocation_id TEXT, expires REAL);
+CREATE INDEX tokens_allocation ON tokens (allocation_id);
+
+CREATE TABLE disabled_slots (number INTEGER PRIMARY KEY, draining INTEGER NOT NULL DEFAULT 0);
+CREATE TABLE log_matches (
+    task_id TEXT NOT NULL,
+    pattern TEXT NOT NULL,
+    action TEXT NOT NULL,
+    name TEXT NOT NULL,
+    line TEXT NOT NULL,
+    PRIMARY KEY (task_id, pattern, action, name)
+);
+
+CREATE TABLE storages (id INTEGER PRIMARY KEY, section TEXT NOT NULL UNIQUE);
+
+CREATE TABLE models (
+    id INTEGER PRIMARY KEY AUTOINCREMENT,
+    name TEXT NOT NULL UNIQUE,
+    description TEXT NOT NULL,
+    notes TEXT NOT NULL,
+    metadata TEXT NOT NULL,
+    labels TEXT NOT NULL,
+    user_id INTEGER NOT NULL,
+    workspace_id INTEGER NOT NULL,
+    archived INTEGER NOT NULL DEFAULT 0,
+    created REAL NOT NULL,
+    updated REAL NOT NULL
+);
+CREATE TABLE model_versions (
+    id INTEGER PRIMARY KEY AUTOINCREMENT,
+    model_id INTEGER NOT NULL,
+    version INTEGER NOT NULL,
+    checkpoint_uuid TEXT NOT NULL,
+    name TEXT NOT NULL,
+    comment TEXT NOT NULL,
+    notes TEXT NOT NULL,
+    metadata TEXT NOT NULL,
+    labels TEXT NOT NULL,
+    user_id INTEGER NOT NULL,
+    created REAL NOT NULL,
+    updated REAL NOT NULL,
+    UNIQUE (model_id, version)
+);
+CREATE INDEX model_versions_checkpoint ON model_versions (checkpoint_uuid);
+CREATE TABLE templates (name TEXT PRIMARY KEY, config TEXT NOT NULL, workspace_id INTEGER NOT NULL);
+
+CREATE TABLE workspaces (
+    id INTEGER PRIMARY KEY AUTOINCREMENT,
+    name TEXT NOT NULL UNIQUE,
+    owner TEXT NOT NULL,
+    archived INTEGER NOT NULL DEFAULT 0,
+    storage TEXT,
+    pinned_by TEXT NOT NULL DEFAULT '[]'
+);
+CREATE TABLE projects (
+    id INTEGER PRIMARY KEY AUTOINCREMENT,
+    workspace_id INTEGER NOT NULL,
+    name TEXT NOT NULL,
+    key TEXT NOT NULL UNIQUE,
+    owner TEXT NOT NULL,
+    description TEXT NOT NULL DEFAULT '',
+    archived INTEGER NOT NULL DEFAULT 0,
+    notes TEXT NOT NULL DEFAULT '[]',
+    UNIQUE (workspace_id, name)
+);
+INSERT INTO workspaces (id, name, owner) VALUES (1, 'Uncategorized', 'determined');
+INSERT INTO projects (id, workspace_id, name, key, owner) VALUES (1, 1, 'Uncategorized', 'UNC', 'determined');
+"""
 
 
 LARGEST_WAL = 8 * 1024 * 1024
@@ -287,7 +256,9 @@ class Database:
         self._lock = threading.RLock()
         self._read_lock = threading.Lock()
         self._writer = _connect(path)
-        _migrate(self._writer, path)
+        if not self._writer.execute("SELECT 1 FROM sqlite_master LIMIT 1").fetchone():
+            self._writer.executescript(f"BEGIN; {_SCHEMA}; PRAGMA user_version = {SCHEMA_VERSION}; COMMIT;")
+        _require_schema(self._writer, path)
         self._reader = _connect(path)
         self._reader.execute("PRAGMA query_only = 1")
 
@@ -345,19 +316,17 @@ def _connect(path: Path) -> sqlite3.Connection:
     return connection
 
 
-def _migrate(connection: sqlite3.Connection, path: Path) -> None:
-    """Take the steps that the file has not taken yet, each as one transaction with its number."""
+def _require_schema(connection: sqlite3.Connection, path: Path) -> None:
+    """Raise ConfigError for the store of another version, which is neither read nor changed."""
     version = connection.execute("PRAGMA user_version").fetchone()[0]
-    if version > len(MIGRATIONS):
+    if version != SCHEMA_VERSION:
         raise ConfigError(
-            "this store was written by a newer zero_trial",
+            f"this store was written by {'a newer' if version > SCHEMA_VERSION else 'an older'} zero_trial",
             where=str(path),
             got=f"schema {version}",
-            expected=f"schema {len(MIGRATIONS)} or older",
-            fix="Use that version, or another --root.",
+            expected=f"schema {SCHEMA_VERSION}",
+            fix="Use the version that wrote it (master.log next to it names it), or another --root.",
         )
-    for number in range(version, len(MIGRATIONS)):
-        connection.executescript(f"BEGIN IMMEDIATE; {MIGRATIONS[number]}; PRAGMA user_version = {number + 1}; COMMIT;")
 
 
 @contextmanager
@@ -365,7 +334,7 @@ def reading(path: Path) -> Iterator[sqlite3.Connection]:
     """Open the file at ``path`` read-only, for one consistent view, while a master works or after
     it has gone.
 
-    Raises ConfigError if there is none, or it is another release's.
+    Raises ConfigError if there is none, or another version wrote it.
     """
     if not path.is_file():
         raise ConfigError(
@@ -378,15 +347,7 @@ def reading(path: Path) -> Iterator[sqlite3.Connection]:
             sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, isolation_level=None)
         ) as connection:
             connection.row_factory = sqlite3.Row
-            version = connection.execute("PRAGMA user_version").fetchone()[0]
-            if version != len(MIGRATIONS):
-                raise ConfigError(
-                    "this store was written by another release",
-                    where=str(path),
-                    got=f"schema {version}",
-                    expected=f"schema {len(MIGRATIONS)}",
-                    fix="zero-trial master up brings an older one up to date.",
-                )
+            _require_schema(connection, path)
             connection.execute("BEGIN")
             yield connection
     except sqlite3.DatabaseError as error:

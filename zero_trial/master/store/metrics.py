@@ -251,16 +251,6 @@ def summarize_again(connection: sqlite3.Connection, trial_id: int, group: str | 
         _keep(connection, trial_id, row["grp"])
 
 
-def without_summary(connection: sqlite3.Connection) -> list[int]:
-    """List the trials whose summaries and points are missing: an older release has stored their
-    reports."""
-    rows = connection.execute(
-        "SELECT id FROM trials WHERE NOT EXISTS (SELECT 1 FROM summaries WHERE trial_id = trials.id) AND EXISTS "
-        "(SELECT 1 FROM metrics WHERE trial_id = trials.id AND steps IS NOT NULL AND archived = 0)"
-    )
-    return [row["id"] for row in rows]
-
-
 def number_of(metrics: Mapping[str, Any], name: str) -> float | None:
     """Return a metric as a number that can be compared; None if it is not one, or NaN."""
     number = as_number(metrics.get(name))

@@ -142,13 +142,6 @@ def test_a_key_changes_what_is_wired(key: str):
     assert not becomes(wired(without))
 
 
-def test_overlap_that_is_asked_for_defers_the_wait():
-    overlap = [
-        wired(with_key("zero_optimization.overlap_comm", value, {})).defer_publish for value in (True, False, None)
-    ]
-    assert overlap == [True, False, False]
-
-
 @pytest.mark.parametrize(
     ("key", "value", "around", "shape"),
     [

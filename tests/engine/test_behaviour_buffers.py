@@ -43,10 +43,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "gradient_accumulation_steps": 2,
     },
     "stage 3": {"zero_optimization": {"stage": 3, "param_persistence_threshold": 100}},
-    "stage 3, overlapped": {
-        "zero_optimization": {"stage": 3, "param_persistence_threshold": 100, "overlap_comm": True}
-    },
-    "stage 1, overlapped": {"zero_optimization": {"stage": 1, "overlap_comm": True}},
+    "stage 1": {"zero_optimization": {"stage": 1}},
 }
 
 

@@ -103,13 +103,6 @@ def test_edits_between_steps(ranks: Pools, stage: str, edit: str) -> None:
     assert max(ranks(2).run(edited, stage, {}, edit)) <= TOLERANCE
 
 
-@pytest.mark.parametrize("stage", ["zero1", "zero2"])
-def test_edits_after_values_that_were_waited_for_late(ranks: Pools, stage: str) -> None:
-    """overlap_comm: this rank has called its module, so its parameters are its own again; its peers
-    are not there yet."""
-    assert max(ranks(2).run(edited, stage, {"overlap_comm": True}, "shrink")) <= TOLERANCE
-
-
 def gone_on(stage: str) -> float:
     """A backward pass that raises with reductions under way, and another one in its place. What the
     first one left counts, as in plain torch: it is forgotten by zero_grad, or is nothing because

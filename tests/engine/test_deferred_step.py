@@ -187,7 +187,6 @@ MORE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "nan": (BF16, {"value": float("nan")}),
     "groups": (FP16, {"groups": two_groups}),
     "groups of Lamb": (BF16, {"groups": two_groups, "optimizer": "Lamb"}),
-    "deferred publication": (FP16 | {"zero_optimization": {"overlap_comm": True}}, {}),
     "prescaled": (FP16 | {"prescale_gradients": True}, {"optimizer": "torch AdamW"}),
     "OneCycle": (
         FP16 | {"scheduler": {"type": "OneCycle", "params": {"cycle_min_lr": 1e-4, "cycle_max_lr": 1e-2}}},

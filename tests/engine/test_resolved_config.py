@@ -28,7 +28,6 @@ def test_an_empty_config_is_plain_data_parallel():
     assert found.clip == 1.0, "DeepSpeed 0.19.8's default"
     assert (found.divisor, found.sharding.wire_scale) == (4, 1.0)
     assert found.skip_nonfinite
-    assert not found.defer_publish
     assert found.policy.loss_scale == StaticScale(1.0)
 
 

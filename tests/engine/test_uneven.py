@@ -92,7 +92,7 @@ def check_mixture(stage: str, by_config: bool, calls_all: bool, options: dict[st
     ("stage", "by_config", "calls_all", "options"),
     [
         ("zero3", True, True, {}),
-        ("zero3", False, False, {"zero": {"overlap_comm": True}}),
+        ("zero3", False, False, {}),
         ("zero3-free", True, False, {"comm_transport": "gloo"}),
         ("zero3-free", False, True, {}),
         ("zero2", False, True, {}),
@@ -374,7 +374,7 @@ def test_ranks_that_use_different_experts(doomed: Callable[[bool], RankPool], tr
     """After two steps the order of uses is known, and blocks are fetched ahead: a rank may then
     learn of the disagreement only by waiting in vain."""
     config = {"comm_transport": transport, "comm_timeout_seconds": 2.0 if steps else 30.0}
-    check_error(doomed(False).run(disagree, {"overlap_comm": True}, config, steps))
+    check_error(doomed(False).run(disagree, {}, config, steps))
 
 
 def disagree_on_device(*args: Any) -> tuple[str, bool]:
@@ -387,7 +387,7 @@ def test_a_backend_that_compares_nothing(doomed: Callable[[bool], RankPool], def
     """Like NCCL: both ranks get a tensor of the right size, which is half another expert's. No step
     is taken with it."""
     config = {"comm_transport": "gloo", "comm_timeout_seconds": 30.0}
-    check_error(doomed(True).run(disagree_on_device, {"overlap_comm": True}, config, 0, deferred))
+    check_error(doomed(True).run(disagree_on_device, {}, config, 0, deferred))
 
 
 def save_after_evaluation(folder: str) -> str:

@@ -138,7 +138,6 @@ def train_step(model: ShardedModel, loss: torch.Tensor) -> None:
     run_update(optimizer_of(model), 1.0 / model.mesh.data.size)
     model.reducer.reset()
     model.publish()
-    model.wait()
 
 
 def address(tensor: torch.Tensor) -> int:

@@ -17,7 +17,6 @@ from zero_trial.sharding.freed import FreedParameter
 from zero_trial.sharding.full_params import FullParams
 from zero_trial.sharding.offload.moved_states import MovedStates
 from zero_trial.sharding.param_group import ParamGroup
-from zero_trial.sharding.publication import ParamPublisher
 from zero_trial.zero import (
     GatheredParameters,
     safe_get_full_fp32_param,
@@ -244,34 +243,23 @@ def test_a_step_inside_leaves_no_stale_values(ranks: Pools) -> None:
         assert "Leave the block before engine.step()" in message
 
 
-class Waits(ParamPublisher):
-    """A publisher that counts who waited for it."""
-
-    waited = 0
-
-    def wait(self) -> None:
-        self.waited += 1
-
-
 class Model:
     """Without an optimizer."""
 
 
-def full_params(groups: list[ParamGroup]) -> tuple[FullParams, Waits]:
-    module, publisher = nn.Module(), Waits(nn.Module(), groups)
+def full_params(groups: list[ParamGroup]) -> FullParams:
     data, moved = mesh_for(3).data, MovedStates(groups, (), lambda kinds: None)
-    return FullParams(Model(), module, groups, publisher, data, moved), publisher  # type: ignore[arg-type]
+    return FullParams(Model(), nn.Module(), groups, data, moved)  # type: ignore[arg-type]
 
 
 def test_blocks_gather_what_is_freed_and_leave_what_was_live() -> None:
     groups = [make_group(parameters([(4, 4)], seed=seed), 3) for seed in range(2)]
-    full, publisher = full_params(groups)
+    full = full_params(groups)
     groups[1].unshard_async()
     groups[1].finish_unshard()
     params = [param for group in groups for param in group.params]
     full.open(params)
     full.open(params)
-    assert publisher.waited == 2
     assert all(group.live and group._pins == 2 for group in groups)
     full.close(params, None)
     assert groups[0].live, "the outer block is still open"
@@ -281,7 +269,7 @@ def test_blocks_gather_what_is_freed_and_leave_what_was_live() -> None:
 
 def test_edits_reach_shard_and_master() -> None:
     group = make_group(parameters([(4, 4)]), 3)
-    full, _ = full_params([group])
+    full = full_params([group])
     full.open(group.params)
     with torch.no_grad():
         group.params[0].fill_(3.0)
@@ -291,7 +279,7 @@ def test_edits_reach_shard_and_master() -> None:
 
 def test_a_step_inside_a_block_that_edits_is_refused() -> None:
     group = make_group(parameters([(4, 4)]), 3)
-    full, _ = full_params([group])
+    full = full_params([group])
     full.open(group.params)
     group.reshard(stale=True)
     with pytest.raises(TrialError, match="stepped inside a block"):

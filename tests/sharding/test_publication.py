@@ -1,12 +1,9 @@
-"""Updated parameters are published as soon as they are done, and waited for once."""
+"""Each group is published as soon as its update is done."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
-from torch import nn
 
 from tests.sharding.parts import Small, add_optimizer, build_small, make_model, optimizer_of, run_update
 from tests.support.pool import Pools
@@ -32,8 +29,8 @@ def test_groups_go_in_the_models_order_as_soon_as_they_are_done() -> None:
     optimizer = add_optimizer(model, FusedAdam, lr=0.1)
     published: list[str] = []
     for group in model.groups:
-        group.publish = lambda rounded=False, lend=True, group=group: published.append(group.name)  # type: ignore[method-assign]
-    publication = ParamPublisher(model.module, model.groups)
+        group.publish = lambda rounded=False, group=group: published.append(group.name)  # type: ignore[method-assign]
+    publication = ParamPublisher(model.groups)
     publication.begin(optimizer.pieces)
     names = [group.name for group in model.groups]
     assert len(names) > 2
@@ -52,8 +49,8 @@ def test_a_group_without_pieces_goes_in_its_turn() -> None:
     model = build_small(1)
     published: list[str] = []
     for group in model.groups:
-        group.publish = lambda rounded=False, lend=True, group=group: published.append(f"{group.name} {rounded}")  # type: ignore[method-assign]
-    publisher = ParamPublisher(model.module, model.groups)
+        group.publish = lambda rounded=False, group=group: published.append(f"{group.name} {rounded}")  # type: ignore[method-assign]
+    publisher = ParamPublisher(model.groups)
     publisher.begin()
     publisher.finish()
     assert published == [f"{group.name} False" for group in model.groups]
@@ -73,7 +70,6 @@ def train(model: ShardedModel, dtype: torch.dtype, steps: int = 4) -> list[torch
         publisher.finish()
         model.unsharder.end_step()
         model.reducer.reset()
-        model.wait()
     return [group.master.clone() for group in model.groups] + [group.shard.clone() for group in model.groups]
 
 
@@ -117,48 +113,3 @@ def test_on_two_ranks(ranks: Pools, stage: int) -> None:
     for same, values in ranks(2).run(_on_ranks, stage, "bf16"):
         assert same
         assert values > 50
-
-
-class Exchange:
-    """A pending exchange that notes what was asked of it."""
-
-    def __init__(self) -> None:
-        self.asked: list[str] = []
-
-    def wait_result(self, **_: Any) -> None:
-        self.asked.append("result")
-
-    def settle(self) -> None:
-        self.asked.append("settle")
-
-    def start_next(self, **_: Any) -> None:
-        pass
-
-    def wait(self) -> None:
-        self.asked.append("wait")
-
-
-def test_what_is_under_way_arrives_once() -> None:
-    publisher, exchange = ParamPublisher(nn.Linear(2, 2), ()), Exchange()
-    publisher.under_way.append(exchange)  # type: ignore[arg-type]
-    assert publisher.wait_result() == [exchange]
-    assert not publisher.wait_result()
-    assert exchange.asked == ["result"]
-
-
-def test_a_forward_of_any_part_of_the_module_waits_and_of_other_modules_does_not() -> None:
-    module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    publisher, exchange = ParamPublisher(module, ()), Exchange()
-    publisher.under_way.append(exchange)  # type: ignore[arg-type]
-    publisher.wait_at_next_forward()
-    publisher.wait_at_next_forward()
-    nn.Linear(2, 2)(torch.ones(1, 2))
-    assert exchange.asked == []
-    module[1](torch.ones(1, 2))
-    assert exchange.asked == ["result"]
-    assert not torch.nn.modules.module._global_forward_pre_hooks
-
-
-def test_nothing_under_way_needs_no_hook() -> None:
-    ParamPublisher(nn.Linear(2, 2), ()).wait_at_next_forward()
-    assert not torch.nn.modules.module._global_forward_pre_hooks

@@ -94,7 +94,6 @@ def step(model: ShardedModel, *, last: bool = True, turns: int = 1) -> float:
         model.wait_before_writing()
         model.reducer.reset()
         model.publish()
-        model.wait()
     return value
 
 

@@ -132,7 +132,10 @@ class ZeroSection:
         True, Bool(), "parameters are always all-gathered; DeepSpeed ignores it as well"
     )
     overlap_comm: bool | None = supported(
-        None, Bool(), "communication runs beside computation; null means true at ZeRO stage 3, as in DeepSpeed"
+        None,
+        Bool(),
+        "gradients are reduced while the backward pass goes on, which null means too; false: it waits for each reduction. "
+        "engine.step() always returns with whole parameters",
     )
     compute_grad_norm: bool = not_yet(
         True, Bool(), "the norm is always computed: it costs one pass that the overflow check needs anyway"

@@ -502,7 +502,7 @@ class Engine(EngineAccessors):
         """Return the module's whole state dict, on every rank. ``rank0_only``: copies in the host's
         memory of the first rank of the shard axis, made group by group; the others get none.
         Collective over shard."""
-        self.sharded.wait()
+        self.sharded.full_params.end_names()
         return module_state(self, without_frozen=exclude_frozen_parameters, rank0_only=rank0_only)
 
     def load_module_state_dict(

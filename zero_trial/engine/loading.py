@@ -78,7 +78,6 @@ def load_state(
             optimizer.ema.restart(optimizer.base.state, 0)
         engine.sharded.publish()
         engine.sharded.publisher.publish_frozen()
-        engine.sharded.wait()
         if with_schedule and state["scheduler"] is not None and hasattr(engine.lr_scheduler, "load_state_dict"):
             fail_together(world, lambda: engine.lr_scheduler.load_state_dict(state["scheduler"]), "read lr schedule")
         if with_counters:

@@ -94,7 +94,7 @@ class PipelineEngine(Engine):
         scale = self.outcome.finalize().loss_scale.scale
         schedule = self.schedule(batch.micro_batches)
         self._shards.start_step()
-        self.sharded.wait()
+        self.sharded.full_params.end_names()
         if self.optimizer is not None:
             self.optimizer.prefetch()
         weight = self.pipeline.loss_weight
@@ -139,7 +139,7 @@ class PipelineEngine(Engine):
             batch = self._read(num_micro_batches or self.gradient_accumulation_steps())
             schedule = self.schedule(batch.micro_batches, training=False)
             self._shards.start_step()
-            self.sharded.wait()
+            self.sharded.full_params.end_names()
             options = StepOptions(
                 False,
                 self._loss if compute_loss else None,

@@ -30,8 +30,6 @@ class ResolvedConfig:
     sharding: ShardingSettings
     clip: float
     skip_nonfinite: bool
-    # wait for updated parameters in the next forward instead of at the end of the step
-    defer_publish: bool
     divisor: int  # what the sum of gradients over ranks is divided by: 1 keeps the sum
     autocast: torch.dtype | None  # the forward runs under torch.autocast to it
 
@@ -95,7 +93,6 @@ def resolve_config(config: DsConfig, data_parallel_size: int, device: str = "cpu
         ),
         clip=config.gradient_clipping,
         skip_nonfinite=config.bf16.check_grad_overflow if config.bf16.enabled else True,
-        defer_publish=zero.overlap_comm is True,
         divisor=1 if config.gradient_allreduce_op == "sum" else data_parallel_size,
         autocast=autocast_dtype(config.torch_autocast.enabled, config.torch_autocast.dtype),
     )

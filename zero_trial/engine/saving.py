@@ -250,7 +250,7 @@ def _save(
             "save_checkpoint after %d of %d micro-batches: the checkpoint is that of step %d, without their gradients"
         )
         log.warning(text, pending, engine.gradient_accumulation_steps(), engine.global_steps)
-    engine.sharded.wait()
+    engine.sharded.full_params.end_names()
     _warn_of_own_rates(engine)
     tag = _same_everywhere(engine, f"global_step{engine.global_steps}" if tag in (None, "") else str(tag))
     state = _engine_state(engine, client_state) | {"without_frozen": without_frozen}

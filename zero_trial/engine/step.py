@@ -312,7 +312,7 @@ class StepOutcome(StepStatus):
             self.compare_calls("gradient norm")
         if result.applied and result.norm is not None:
             factor = 1.0 if change.overflow else clip_factor(result.norm, self._config.clip)
-            update_and_publish(model, optimizer, unscale * factor, defer_wait=self._config.defer_publish)
+            update_and_publish(model, optimizer, unscale * factor)
             if lr_scheduler is not None:
                 lr_scheduler.step(**arguments)
         else:
@@ -350,7 +350,7 @@ class StepOutcome(StepStatus):
         found = list(reducer.nonfinite), dict(reducer.square_sums), unused
         summed = (self._other_axes or [self._mesh.shard])[-1].order.call
         opened = _OpenStep(step, unscale, model, undo, *found, self.weighted, edited, summed)
-        update_and_publish(model, optimizer, 1.0, scalars, defer_wait=self._config.defer_publish)
+        update_and_publish(model, optimizer, 1.0, scalars)
         self._open = opened
         self._weight = None
         model.reset_gradients()
@@ -507,19 +507,16 @@ def update_and_publish(
     optimizer: ShardedOptimizer,
     multiplier: float,
     scalars: DeviceScalars | None = None,
-    *,
-    defer_wait: bool = False,
 ) -> None:
     """Take one optimizer step with ``multiplier`` times the reduced gradients, and publish each
-    parameter group as soon as it is done.
+    parameter group as soon as it is done; return when the parameters are whole on every rank.
 
     ``scalars``: a factor and a skip that the device reads; a step that it skips publishes unchanged
-    values. ``defer_wait``: the next forward waits for the published values instead of this call.
-    Collective over shard.
+    values. Collective over shard.
     """
     model.wait_before_writing(copies=False)
     publisher = model.publisher
-    publisher.begin(optimizer.updated, lend=not defer_wait)
+    publisher.begin(optimizer.updated)
     with trace_range("update"):
         for pieces, rounded in optimizer.update(multiplier, scalars):
             publisher.updated(pieces, rounded)
@@ -528,10 +525,6 @@ def update_and_publish(
         publisher.finish()
         if model.frees_parameters:
             model.unsharder.end_step()
-        if defer_wait:
-            publisher.wait_at_next_forward()
-        else:
-            publisher.wait()
 
 
 def _position(lr_scheduler: Any) -> int | None:

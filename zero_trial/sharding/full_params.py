@@ -21,7 +21,6 @@ from zero_trial.sharding.module_hooks import ModuleHook
 from zero_trial.sharding.offload.moved_states import MovedStates
 from zero_trial.sharding.param_group import ParamGroup
 from zero_trial.sharding.plan import Lifetime
-from zero_trial.sharding.publication import ParamPublisher
 
 
 class TrainedParams(Protocol):
@@ -50,14 +49,12 @@ class FullParams:
         model: TrainedParams,
         module: nn.Module,
         groups: Sequence[ParamGroup],
-        publisher: ParamPublisher,
         data: AxisComm,
         moved: MovedStates,
     ) -> None:
         self.model = ref(model)
         self._module = module
         self._groups = groups
-        self._publisher = publisher
         self._data = data
         self._moved = moved
         # For each open() without its close(), innermost last: the groups that it gathered.
@@ -103,7 +100,6 @@ class FullParams:
         """See :class:`ShardOwner`. May be nested."""
         self._moved.require_here("GatheredParameters", ("lp_params",))
         self.end_names()
-        self._publisher.wait()
         held = self._holding(params)
         opened = [group for group in held if not group.live]
         for group in opened:
@@ -225,7 +221,6 @@ class FullParams:
         if loading:
             self.end_names()
         if self._scope is None or part is self._scope or all(part is not inner for inner in self._scope.modules()):
-            self._publisher.wait_result()
             self._loading = False  # what an earlier call left open when it failed is dropped
             self._uncopied.clear()
             self._copied.clear()

@@ -118,11 +118,11 @@ class ShardedModel:
         self._owned = [self.manual_groups.owns(grad_buffer.group) for grad_buffer in self.grad_buffers]
         self._in_place = [grad_buffer for grad_buffer in self.grad_buffers if grad_buffer.in_place]
         self._grad_buffers_of = self.manual_groups.grad_buffers(self.grad_buffers)
-        self.publisher = ParamPublisher(module, self.groups)
+        self.publisher = ParamPublisher(self.groups)
         self.moved = MovedStates(self.groups, self.grad_buffers, self._settle)
         status = status if status is not None else StepStatus()
         self.param_grads = ParamGrads(self.reducer, status.gradient_multiplier, self.moved)
-        self.full_params = FullParams(self, module, self.groups, self.publisher, mesh.data, self.moved)
+        self.full_params = FullParams(self, module, self.groups, mesh.data, self.moved)
         register_owner(self._params(), self.full_params)
         register_replicated(self._replicated(), self.full_params)
         if plan.frees_parameters:
@@ -226,8 +226,6 @@ class ShardedModel:
 
         Every rank must call it at the same place, between a step's collectives and the next step's.
         """
-        if self.publisher.under_way:
-            self.publisher.wait_result()
         for group in self._freed:
             group.finish_unshard()
         for group in self.groups:
@@ -240,7 +238,6 @@ class ShardedModel:
     def _settle(self, kinds: Collection[str]) -> None:
         """End what uses the memory of ``kinds``, which is about to be moved."""
         self.wait_before_writing()
-        self.wait()
         take_replaced(self._living)  # what moves are the buffers
         if "lp_params" in kinds:
             self.unsharder.reshard_all()
@@ -255,19 +252,11 @@ class ShardedModel:
 
     def publish(self) -> None:
         """Round masters that something else than a step has changed (a checkpoint, averages of the
-        weights) into parameters, and publish them. Collective over shard.
-
-        ``publisher.wait`` must follow.
-        """
+        weights) into parameters, and publish them. Collective over shard."""
+        self.full_params.end_names()
         self.publisher.begin()
         self.publisher.finish()
         self.unsharder.end_step()
-
-    def wait(self) -> None:
-        """Wait until the published parameters are whole on all ranks: see
-        :meth:`ParamPublisher.wait`."""
-        self.full_params.end_names()
-        self.publisher.wait()
 
     # --- actions of a schedule --------------------------------------------------------------------
 
@@ -317,7 +306,7 @@ class ShardedModel:
     @contextmanager
     def opened(self) -> Iterator[None]:
         """Make all parameters whole inside the block. Collective over shard."""
-        self.wait()
+        self.full_params.end_names()
         self.unsharder.unshard_all()
         try:
             yield
@@ -337,7 +326,6 @@ class ShardedModel:
             yield from self.groups
             return
         self.full_params.end_names()
-        self.wait()
         heap = FreedBytes()
         for group in self.groups:
             kept = group.live
@@ -389,7 +377,6 @@ class ShardedModel:
         to_host = self.frees_parameters and not all(on_host(group.full) for group in self.groups)
         keeps = self.mesh.data.index == 0 or not rank0_only
         heap = FreedBytes()
-        self.wait()
         for group in self.groups:
             group.unshard()
             if not keeps and group.plan.params is not Lifetime.ALWAYS:

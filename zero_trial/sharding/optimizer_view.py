@@ -67,8 +67,6 @@ class Publisher(Protocol):
 
     def publish(self) -> None: ...
 
-    def wait(self) -> None: ...
-
 
 class TorchView(torch.optim.Optimizer):
     """The part of a sharded optimizer that torch and DeepSpeed see: settings by group, and where
@@ -289,7 +287,6 @@ class TorchView(torch.optim.Optimizer):
             yield
         if self._publisher is not None:
             self._publisher.publish()
-            self._publisher.wait()
 
     def _wait_for_copies(self) -> None:
         for group in self._groups:

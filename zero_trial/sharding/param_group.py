@@ -312,17 +312,13 @@ class ParamGroup:
                 fix="Make the array of a copy: param.detach().clone().numpy().",
             ) from fault
 
-    def publish(self, *, rounded: bool = False, lend: bool = True) -> Pending | None:
+    def publish(self, *, rounded: bool = False) -> Pending | None:
         """Round an updated master into the shard and start to give every rank the new full copy,
         where one always lives.
 
         Moves n (N-1)/N elements where parameters always live, or their home has the full copy, and
-        updates are sharded; nothing otherwise. Returns what to wait for.
-
-        Args:
-            rounded: the shard holds the rounded values already.
-            lend: peers may read the shard in place. ``lend=False`` copies the input, so the caller
-                may overwrite it while peers are still receiving.
+        updates are sharded; nothing otherwise. Returns what to wait for. ``rounded``: the shard
+        holds the rounded values already.
         """
         if self.master is not self.shard and not rounded:
             with self.materialized():
@@ -333,7 +329,7 @@ class ParamGroup:
         self._publish_sums()
         if self.comm.size == 1:
             return None
-        return self.comm.all_gather(self.full, self.own, self.name, lend=lend)
+        return self.comm.all_gather(self.full, self.own, self.name)
 
     def _publish_home(self) -> Pending:
         """Start to gather all ranks' updated shards; :meth:`finish_publish` must follow."""
